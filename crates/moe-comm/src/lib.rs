@@ -3,6 +3,7 @@
 #![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
 #![cfg_attr(feature = "nccl", deny(unsafe_code))]
 
+mod by_parts;
 mod bytes;
 mod call;
 mod check;

@@ -6,7 +6,9 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype};
-use moe_kernels::{Dispatched, Exec, Lent, View, WeightAndReduce, add_into, copy_rows_into};
+use moe_kernels::{
+    Dispatched, Exec, Lent, SlotRouting, SlotRows, View, WeightAndReduce, add_into, copy_rows_into,
+};
 
 use crate::reduce::reduce_into;
 use crate::rows::width;
@@ -30,6 +32,23 @@ pub(crate) fn partial_sums<'a>(
     let mut sums = ex.scratch(DType::F32, &dims)?;
     reduce_into(op, expert_out, dispatched, (ids, weights), strategy, sums.view_mut(), ex)?;
     Ok(sums.into())
+}
+
+/// What experts return, as the launch takes it that adds it up on its way back: sums (`NoOp`), or slot rows.
+pub(crate) fn slot_rows<'a>(
+    expert_out: View<'a>,
+    dispatched: &'a Dispatched,
+    strategy: WeightAndReduce,
+) -> Result<SlotRows<'a>> {
+    if strategy == WeightAndReduce::NoOp {
+        return Ok(SlotRows { rows: expert_out, routing: None });
+    }
+    let routing = SlotRouting {
+        topk_ids: dispatched.topk_ids()?,
+        topk_weights: dispatched.topk_weights()?,
+        expert_map: dispatched.expert_map,
+    };
+    Ok(SlotRows { rows: expert_out.reshape(&dispatched.expert_out_dims()?)?, routing: Some(routing) })
 }
 
 /// The whole slot rows [T, K, H] of this rank's part of cut experts, which may leave segments [S_local, T, K, H] apart.

@@ -15,6 +15,7 @@ mod reduce;
 mod rows;
 mod tensor;
 mod tokens;
+mod transport;
 
 pub use compose::{ExpertsSide, check_composition};
 pub use local_experts::LocalExperts;

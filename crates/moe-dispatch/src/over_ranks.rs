@@ -19,12 +19,10 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 use moe_comm::{Communicator, ReduceOp, shares};
 use moe_kernels::door::expect_dims;
-use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, Lent, SlotRouting, SlotRows, View, ViewMut, WeightAndReduce,
-};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
 
 use crate::arrive::{Call, all_to_all, gather};
-use crate::by_rank::{partial_sums, whole_rows};
+use crate::by_rank::{partial_sums, slot_rows, whole_rows};
 use crate::by_slot::{Returns, add_segments, add_slots};
 use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::{AddNorm, Combine, PrepareFinalize, WhoAdds};
@@ -32,25 +30,7 @@ use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
 use crate::rows::width;
 use crate::tokens::Tokens;
-
-/// How rows reach their experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Transport {
-    /// Every rank has the same tokens and a part of each expert.
-    Cut,
-    /// Every rank has the same tokens and experts of its own.
-    Replicated,
-    /// Every rank gets the tokens of all.
-    AllGather,
-    /// The same for at most so many tokens per rank and call, their slots listed by expert.
-    AllGatherListed(usize),
-    /// Every rank gets those that its experts need, in the places that they have among the tokens of all.
-    GatherNeeded,
-    /// Every rank gets the rows that its experts need, packed.
-    AllToAll,
-    /// The same in blocks of the step's most tokens, at most so many per rank and call, batched by expert.
-    AllToAllBatched(usize),
-}
+use crate::transport::Transport;
 
 /// A backend over the ranks of a communicator; the constructors are named as users name them.
 #[derive(Debug)]
@@ -408,18 +388,7 @@ impl PrepareFinalize for OverRanks {
                 self.name
             )
         }
-        let slots = match strategy {
-            WeightAndReduce::NoOp => SlotRows { rows: expert_out, routing: None },
-            _ => {
-                let dims = dispatched.expert_out_dims()?;
-                let routing = SlotRouting {
-                    topk_ids: dispatched.topk_ids()?,
-                    topk_weights: dispatched.topk_weights()?,
-                    expert_map: dispatched.expert_map,
-                };
-                SlotRows { rows: expert_out.reshape(&dims)?, routing: Some(routing) }
-            }
-        };
+        let slots = slot_rows(expert_out, dispatched, strategy)?;
         let AddNorm { residual, norm, out } = end;
         self.ranks.ep.combine_add_rms_norm(&slots, counts, &norm, residual, out, ex)
     }

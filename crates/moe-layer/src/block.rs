@@ -7,7 +7,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use moe_dispatch::{AddNorm, Combine, PrepareFinalize, Tokens};
+use moe_dispatch::{PrepareFinalize, Tokens};
 use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
@@ -274,35 +274,6 @@ impl SparseMoeBlock {
         }
     }
 
-    /// Whether the norm behind the layer is better left to it, by [`forward_add_norm_into`](Self::forward_add_norm_into): where the
-    /// sums of modular experts return from other ranks, and nothing else is added.
-    pub fn adds_norm(&self, form: MoeForm) -> bool {
-        let alone = self.router.config().num_zero_experts == 0 && self.shared.is_none();
-        let returns = |path: &Path| path.prepare.combine() == Combine::ByRank;
-        form == MoeForm::Modular && alone && returns(&self.path) && self.decode.as_ref().is_none_or(returns)
-    }
-
-    /// Modular experts with what follows them in a decoder layer, of which [`adds_norm`](Self::adds_norm) says yes.
-    ///
-    /// # Errors
-    /// As [`forward_into`](Self::forward_into).
-    pub fn forward_add_norm_into(
-        &self,
-        hidden: View<'_>,
-        end: AddNorm<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        if !self.adds_norm(MoeForm::Modular) {
-            bail!(
-                "{}: something else is added behind the experts, or no sums return to it",
-                self.path.prepare.name()
-            )
-        }
-        self.modular(hidden, End::AddNorm(end), observe, context, ex)
-    }
-
     /// Monolithic experts with what is fused around them, in a form that [`choose`](Self::choose) chose.
     ///
     /// # Errors
@@ -336,7 +307,7 @@ impl SparseMoeBlock {
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
     /// computes them chunk by chunk.
-    fn modular(
+    pub(crate) fn modular(
         &self,
         hidden: View<'_>,
         end: End<'_>,

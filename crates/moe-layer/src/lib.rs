@@ -1,6 +1,7 @@
 //! A sparse Mixture-of-Experts block for candle: router, dispatch, experts, shared experts.
 #![doc = include_str!("../README.md")]
 
+mod add_norm;
 mod block;
 mod check;
 mod chunked;

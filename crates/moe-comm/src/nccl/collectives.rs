@@ -6,11 +6,9 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::{Exec, PreNorm, SlotRows, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
+use crate::by_parts::{combine_add_rms_norm, reduce_scatter_rounded, share_add_rms_norm};
 use crate::call::Op;
-use crate::communicator::{
-    Collective, Communicator, ReduceOp, RowNeeds, combine_add_rms_norm, reduce_scatter_rounded,
-    share_add_rms_norm,
-};
+use crate::communicator::{Collective, Communicator, ReduceOp, RowNeeds};
 use crate::parts::{Request, Verb, exchange_parts, one};
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
