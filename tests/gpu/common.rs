@@ -22,10 +22,23 @@ pub fn streams(model: DType) -> Vec<DType> {
 
 /// A context on the GPU; all share one stream.
 pub fn cuda() -> Exec {
+    assert!(
+        runs_one_test(),
+        "a thread that captures a graph forbids the others' allocations: pass --test-threads 1"
+    );
     static DEVICE: OnceLock<Device> = OnceLock::new();
     let device =
         DEVICE.get_or_init(|| moe_kernels::cuda::device(0).expect("the GPU tests need a CUDA device"));
     Exec::on(device).unwrap()
+}
+
+/// Whether tests run one after the other.
+fn runs_one_test() -> bool {
+    let args: Vec<String> = std::env::args().collect();
+    let threads =
+        args.iter().position(|arg| arg == "--test-threads").and_then(|at| args.get(at + 1).cloned());
+    let threads = threads.or_else(|| std::env::var("RUST_TEST_THREADS").ok());
+    threads.as_deref() == Some("1") || args.iter().any(|arg| arg == "--test-threads=1" || arg == "--exact")
 }
 
 /// Random numbers whose seed is printed.

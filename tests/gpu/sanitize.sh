@@ -59,10 +59,10 @@ job() {
 
 list() (
   cd "$root/tests/cuda" && python3 - <<'END'
-import bench_latent, check_attention, check_ids, check_layer, check_mixed, check_quant, check_rows, check_sampling, experts, peers, quant_tensor, router
+import bench_latent, check_attention, check_fp8_rows, check_ids, check_layer, check_mixed, check_quant, check_rows, check_sampling, experts, peers, quant_tensor, router
 for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS), ("quant_tensor", quant_tensor.CHECKS)):
     print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
-for module in (check_layer, check_quant, check_attention, check_ids, check_mixed, check_rows, check_sampling):
+for module in (check_layer, check_quant, check_attention, check_ids, check_mixed, check_fp8_rows, check_rows, check_sampling):
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
 print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END

@@ -108,6 +108,9 @@ pub fn find_or_install(python: &str) -> Result<Toolkit> {
 fn installed() -> Result<Option<Toolkit>> {
     if let Some(home) = std::env::var_os("CUDA_HOME").filter(|h| !h.is_empty()) {
         let home = PathBuf::from(home);
+        if home.starts_with(pinned_dir()) {
+            return Ok(None); // ours, from a shell that took what `cargo xtask toolkit` prints: its libraries lie elsewhere
+        }
         return match nvcc_version(&home.join("bin/nvcc")) {
             Some(v) if is_suitable(&v) => Ok(Some(system(home))),
             Some(v) => bail!("CUDA_HOME={} holds CUDA {v}; expected {CUDA_MAJOR}.x", home.display()),
@@ -146,9 +149,13 @@ fn parse_release(text: &str) -> Option<String> {
     (!version.is_empty()).then_some(version)
 }
 
+fn pinned_dir() -> PathBuf {
+    target_dir().join("toolkit")
+}
+
 /// target/toolkit, complete. The stamp is written last, so an interrupted installation is resumed.
 fn pinned(python: &str) -> Result<Toolkit> {
-    let dir = target_dir().join("toolkit");
+    let dir = pinned_dir();
     let (venv, lib) = (dir.join("venv"), dir.join("lib"));
     let stamp = dir.join("installed.txt");
     let wanted = WHEELS.join("\n");

@@ -13,7 +13,7 @@ use moe_kernels::{
 };
 
 use super::matrices::{Matrix, Source, fp8, int};
-use super::{product, relative_error};
+use super::{product, relative_error, sum_bound};
 use crate::common::*;
 
 const BLOCK: Fp8Scales = Fp8Scales::Block { n: 128, k: 128 };
@@ -242,8 +242,8 @@ fn dense_products_quantise_their_rows() {
     }
 }
 
-/// A product that adds has the bits of the product and the addition one after the other; rows that were made for another
-/// product are refused.
+/// A product that adds is the product and the addition one after the other, but for the order of f32 sums: where blocks
+/// share the columns of a row, as in the rows that cuBLASLt leaves over, each adds its part to what was there.
 #[test]
 fn products_that_add_are_product_and_addition() {
     let mut rng = Rng::new();
@@ -263,7 +263,8 @@ fn products_that_add_are_product_and_addition() {
             linear_into(x.view(), guard.view().unwrap(), None, delta.view_mut(), &mut ex).unwrap();
             add_into(delta.view(), want.view_mut(), &mut ex).unwrap();
             linear_add_into(x.view(), guard.view().unwrap(), None, got.view_mut(), &mut ex).unwrap();
-            assert_same(&format!("{scheme} {m} x {n} x {k}"), &want.host(&p), &got.host(&p));
+            let what = format!("{scheme} {m} x {n} x {k}");
+            assert_close(&what, &want.host(&p), &got.host(&p), sum_bound(k));
         }
     }
 }
