@@ -209,7 +209,8 @@ fn any_quantised(
     let w13 = (w13.device_pack(op)?, None);
     quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, rows.act.view_mut(), ex)?;
     let w2 = (w2.device_pack(op)?, None);
-    quant::down(op, rows.act.view(), &groups, w2, rows.slot_rows.view_mut(), ex)
+    let out = rows.slot_rows.view_mut().reshape(&[slots, sizes.hidden])?;
+    quant::down(op, rows.act.view(), &groups, w2, out, ex)
 }
 
 /// Checks dims and dtypes.
