@@ -110,18 +110,18 @@ struct Vectors {
   }
 };
 
-/// Adds up a vector: this rank's, and those in the slots base + r * stride of the other ranks r.
-template <class T>
+/// Adds up a vector: this rank's, and those in the slots base + r * stride of the other ranks r, of up to kRanks.
+template <class T, int kRanks>
 __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const Vec16& own, uint32_t base,
                                             uint32_t stride) {
-  Vec16 v[kMaxRanks];
+  Vec16 v[kRanks];
 #pragma unroll
-  for (int r = 0; r < kMaxRanks; ++r) v[r] = own;
+  for (int r = 0; r < kRanks; ++r) v[r] = own;
   const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << x.peers.rank);
   receive(x, turn, v, peers, 0, base, stride);
   Floats<T> sum = widen<T>(v[0]);
 #pragma unroll
-  for (int r = 1; r < kMaxRanks; ++r) {
+  for (int r = 1; r < kRanks; ++r) {
     if (r >= x.peers.ranks) break;
     const Floats<T> next = widen<T>(v[r]);
 #pragma unroll
@@ -131,37 +131,42 @@ __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const
 }
 
 /// Sends what other ranks need of this one. `mine` is the thread's first vector, loaded while the turn began.
-template <class T>
+template <class T, int kRanks, bool kOneShot>
 __device__ __forceinline__ void contribute(const Exchange& x, Turn& turn, const Vectors<T>& data, Vec16 mine) {
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
   // Each rank begins with another peer.
   const auto peer = [=](int i) { return rank + i < ranks ? rank + i : rank + i - ranks; };
+#pragma unroll 1
   for (uint32_t u = first; u < x.vectors; u += step, mine = data.load(u)) {
-    if (x.chunk == 0) {
-      for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer(i), rank * x.vectors + u), mine);
+    if (kOneShot) {
+#pragma unroll
+      for (int i = 1; i < kRanks; ++i)
+        if (i < ranks) send(slot(x, turn, peer(i), rank * x.vectors + u), mine);
     } else if (const uint32_t owner = u / x.chunk; owner != static_cast<uint32_t>(rank)) {
       send(slot(x, turn, owner, rank * x.chunk + u - owner * x.chunk), mine);
     }
   }
-  if (x.chunk == 0) return;
+  count_turn(x, turn);
+  if (kOneShot) return;
   const uint32_t begin = rank * x.chunk, end = min(begin + x.chunk, x.vectors);
+#pragma unroll 1
   for (uint32_t u = begin + first; u < end; u += step) {
-    const Vec16 sum = narrow<T>(add_up<T>(x, turn, data.load(u), u - begin, x.chunk));
+    const Vec16 sum = narrow<T>(add_up<T, kRanks>(x, turn, data.load(u), u - begin, x.chunk));
     for (int i = 0; i < ranks; ++i) send(slot(x, turn, peer(i), ranks * x.chunk + u), sum);
   }
 }
 
 /// The sum of vector u, after `contribute`.
-template <class T>
+template <class T, int kRanks, bool kOneShot>
 __device__ __forceinline__ Floats<T> sum_of(const Exchange& x, Turn& turn, const Vectors<T>& data, uint32_t u) {
-  if (x.chunk == 0) return add_up<T>(x, turn, data.load(u), u, x.vectors);
+  if (kOneShot) return add_up<T, kRanks>(x, turn, data.load(u), u, x.vectors);
   Vec16 v[1];
   receive(x, turn, v, 1u, u / x.chunk, x.peers.ranks * x.chunk + u, 0);
   return widen<T>(v[0]);
 }
 
-template <class T>
+template <class T, int kRanks, bool kOneShot>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     sum_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Vectors<T> data) {
   pdl_launch_dependents();
@@ -169,8 +174,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const Vec16 mine = data.load(first);
   Turn turn = begin_turn(x);
-  contribute(x, turn, data, mine);
-  for (uint32_t u = first; u < x.vectors; u += step) data.store(u, narrow<T>(sum_of(x, turn, data, u)));
+  contribute<T, kRanks, kOneShot>(x, turn, data, mine);
+  for (uint32_t u = first; u < x.vectors; u += step)
+    data.store(u, narrow<T>(sum_of<T, kRanks, kOneShot>(x, turn, data, u)));
 }
 
 /// Sum over a cluster, in a fixed order; every thread gets it. `parts` [32] is free again after the next call with
@@ -193,6 +199,7 @@ struct Norm {
 };
 
 /// residual += the sum of all ranks' data, out = norm(residual); a cluster per row, each block a run of its vectors.
+template <int kRanks, bool kOneShot>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Vectors<float> data, const Norm n) {
   extern __shared__ __align__(16) uint8_t smem[];
@@ -204,6 +211,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
   if (n.out != nullptr) {
     cluster_arrive();
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < vectors; i += kThreads)
       norm_weight[i] = __ldg(reinterpret_cast<const uint2*>(n.weight) + begin + i);
   }
@@ -211,17 +219,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   pdl_wait();
   const Vec16 mine = data.load(blockIdx.x * kThreads + threadIdx.x);
   Turn turn = begin_turn(x);
-  contribute(x, turn, data, mine);
+  contribute<float, kRanks, kOneShot>(x, turn, data, mine);
   // The cluster's blocks have all begun, so their shared memory may be written.
   if (n.out != nullptr) cluster_wait();
   uint32_t odd = 0;
+#pragma unroll 1
   for (int t = blockIdx.x / blocks; t < n.rows; t += gridDim.x / blocks, odd ^= 1) {
     const uint32_t first = t * row_vectors + begin;
     float squares = 0.f;
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
       float4* at = reinterpret_cast<float4*>(n.residual) + first + i;
       const float4 before = __ldcg(at);
-      const Floats<float> sum = sum_of(x, turn, data, first + i);
+      const Floats<float> sum = sum_of<float, kRanks, kOneShot>(x, turn, data, first + i);
       const float4 v = {before.x + sum.at[0], before.y + sum.at[1], before.z + sum.at[2], before.w + sum.at[3]};
       *at = v;
       row[i] = v;
@@ -229,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if (n.out == nullptr) continue;
     const float scale = rsqrtf(cluster_total(squares, parts[odd]) / n.hidden + n.eps);
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
       const float4 v = row[i];
       const float2 low = unpack_bf16(norm_weight[i].x), high = unpack_bf16(norm_weight[i].y);
@@ -238,6 +249,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       reinterpret_cast<uint2*>(n.out)[first + i] = packed;
     }
   }
+}
+
+/// `use` of the ranks that a kernel is compiled for, and of whether it is one shot: what two ranks always are.
+template <class Use>
+cudaError_t for_form(int ranks, bool once, Use use) {
+  return for_ranks(ranks, [&](auto most) {
+    if constexpr (most() > 2)
+      if (!once) return use(most, std::false_type());
+    return use(most, std::true_type());
+  });
 }
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
@@ -253,7 +274,9 @@ int all_reduce(const Peers& peers, const void* in, void* out, size_t count, void
   const Vectors<T> data = {static_cast<const Bits*>(in), static_cast<Bits*>(out), count,
                            is_aligned(in) && is_aligned(out)};
   const int blocks = min(ceil_div(static_cast<int>(x.vectors), kThreads), kBlocksPerSm * limits.sms);
-  return launch(sum_kernel<T>, {dim3(blocks), dim3(kThreads), stream}, x, data);
+  const Launch l = {dim3(blocks), dim3(kThreads), stream};
+  return for_form(peers.ranks, x.chunk == 0,
+                  [&](auto most, auto once) { return launch(sum_kernel<T, most(), once()>, l, x, data); });
 }
 
 /// Blocks per row: as many as have a vector for each thread and are resident at once with the blocks of all rows.
@@ -279,14 +302,17 @@ extern "C" size_t moe_peer_buffer_bytes(int ranks, size_t capacity) {
 /// first launch may wait for kernels that run, and those may wait for a rank of this process that is about to launch.
 extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   using namespace moe;
-  const void* kernels[] = {reinterpret_cast<const void*>(sum_kernel<float>),
-                           reinterpret_cast<const void*>(sum_kernel<bf16>), reinterpret_cast<const void*>(norm_kernel)};
-  for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
-  }
+  cudaError_t e = cudaSuccess;
+  for (const int ranks : {2, 4, kMaxRanks})
+    for (const bool one_shot : {true, false})
+      if (e == cudaSuccess)
+        e = for_form(ranks, one_shot, [](auto most, auto once) {
+          return load_kernels(sum_kernel<float, most(), once()>, sum_kernel<bf16, most(), once()>,
+                              norm_kernel<most(), once()>);
+        });
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  cudaError_t e = load_gather_kernels();
+  if (e == cudaSuccess) e = load_gather_kernels();
+  if (e == cudaSuccess) e = load_scatter_kernels();
   if (e == cudaSuccess) e = load_share_kernel();
   if (e == cudaSuccess) e = load_combine_kernel();
   if (e == cudaSuccess) e = cudaMemsetAsync(buffer, 0, kControlBytes, s);
@@ -323,5 +349,6 @@ extern "C" int moe_peer_all_reduce_add_rms_norm(const moe::Peers* peers, const f
   Launch l = {dim3(clusters * blocks), dim3(kThreads), stream};
   l.smem = ceil_div(static_cast<size_t>(hidden / 4), blocks) * (sizeof(float4) + sizeof(uint2));
   l.cluster = blocks;
-  return launch(norm_kernel, l, x, data, n);
+  return for_form(peers->ranks, x.chunk == 0,
+                  [&](auto most, auto once) { return launch(norm_kernel<most(), once()>, l, x, data, n); });
 }

@@ -1,6 +1,6 @@
 // The end of a sparse layer whose tokens came from other ranks, over peer memory: each rank weights and adds the slot
 // rows that its experts left for a token, the token's owner adds the ranks' sums in rank order and then that to its
-// residual stream, and takes the norm of the next sub-layer. Three launches (experts/combine.cu, peer/gather.cu,
+// residual stream, and takes the norm of the next sub-layer. Three launches (experts/combine.cu, peer/scatter.cu,
 // rows/norm.cuh) in one, bit for bit: sums go from the slots to the other rank without a stop in memory, and one grid
 // boundary is left of three.
 //
@@ -92,27 +92,11 @@ __device__ __forceinline__ Vec16 words(const float* x) {
   return {{__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])}};
 }
 
-/// A block's part of a call, which begins as late as it can: what is summed before costs nothing beside it.
-struct LateTurn {
-  const Exchange& x;
-  Turn turn = {};
-  bool begun = false;
-
-  /// All threads call it.
-  __device__ __forceinline__ Turn& begin() {
-    if (!begun) turn = begin_turn(x);
-    begun = true;
-    return turn;
-  }
-};
-
 /// Sends this rank's sum of row `row` of rank `to`.
-__device__ __forceinline__ void send_row(LateTurn& late, const Combine<float>& a, const Owned& owned, int to,
-                                         uint32_t row) {
-  const Exchange& x = late.x;
+__device__ __forceinline__ void send_row(const Exchange& x, const Turn& turn, const Combine<float>& a,
+                                         const Owned& owned, int to, uint32_t row) {
   const uint32_t first = x.peers.rank * x.vectors + row * (a.hidden / kWords);
   if (row >= owned.counts[to]) {
-    const Turn& turn = late.begin();
     if (threadIdx.x == 0) send(slot(x, turn, to, first), Vec16{});
     return;
   }
@@ -124,7 +108,6 @@ __device__ __forceinline__ void send_row(LateTurn& late, const Combine<float>& a
     float sum[2 * kWords];
     columns_of<true>(t, a.hidden, at, valid);
     weigh(a, token, p, at, valid, sum);
-    const Turn& turn = late.begin();
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (valid[i]) send(slot(x, turn, to, first + at[i] / kWords), words(sum + kWords * i));
@@ -159,13 +142,11 @@ __device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_
 
 /// residual += the ranks' sums of this rank's row `row`, out = norm(residual).
 template <int kRanks>
-__device__ __forceinline__ void take_row(LateTurn& late, const Combine<float>& a, const Owned& owned, const NormRows& n,
-                                         uint32_t row, float* kept, float* parts) {
-  const Exchange& x = late.x;
+__device__ __forceinline__ void take_row(const Exchange& x, Turn& turn, const Combine<float>& a, const Owned& owned,
+                                         const NormRows& n, uint32_t row, float* kept, float* parts) {
   const int own = x.peers.rank;
   const uint32_t first = row * (a.hidden / kWords);
   if (row >= owned.counts[own]) {
-    Turn& turn = late.begin();
     Vec16 nothing[kRanks];
     const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << own);
     if (threadIdx.x == 0) receive(x, turn, nothing, peers, 0, first, x.vectors);
@@ -187,7 +168,6 @@ __device__ __forceinline__ void take_row(LateTurn& late, const Combine<float>& a
       before[4] = high.x, before[5] = high.y, before[6] = high.z, before[7] = high.w;
     }
     weigh(a, token, p, at, valid, sum);
-    Turn& turn = late.begin();
     if (!valid[0]) continue;
     add_ranks<kRanks>(x, turn, first + at[0] / kWords, sum);
 #pragma unroll
@@ -208,21 +188,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kRanks>)
                    const __grid_constant__ Owned owned, const __grid_constant__ NormRows n) {
   extern __shared__ __align__(16) float kept[];  // a row, then the norm's weight
   __shared__ float parts[2][kNormWarps];
+#pragma unroll 1
   for (int at = threadIdx.x; at < a.hidden / kVector; at += kThreads)
     reinterpret_cast<uint4*>(kept + a.hidden)[at] = __ldg(reinterpret_cast<const uint4*>(n.weight) + at);
   pdl_launch_dependents();
   pdl_wait();
   const int rank = x.peers.rank, ranks = x.peers.ranks;
-  LateTurn late = {x};
+  Turn turn = begin_turn(x);
   uint32_t task = blockIdx.x;
   for (int i = 1; i < ranks; ++i) {  // each rank begins with another peer
     const int to = rank + i < ranks ? rank + i : rank + i - ranks;
     const uint32_t tasks = owned.tasks(to);
-    for (; task < tasks; task += gridDim.x) send_row(late, a, owned, to, task);
+    for (; task < tasks; task += gridDim.x) send_row(x, turn, a, owned, to, task);
     task -= tasks;
   }
+  count_turn(x, turn);
   for (uint32_t odd = 0; task < owned.tasks(rank); task += gridDim.x, odd ^= 1)
-    take_row<kRanks>(late, a, owned, n, task, kept, parts[odd]);
+    take_row<kRanks>(x, turn, a, owned, n, task, kept, parts[odd]);
 }
 
 template <int kRanks>

@@ -22,6 +22,8 @@
 // status word tells the host which rank is missing, and later calls wait for nobody. Results are then garbage.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
@@ -45,8 +47,8 @@ struct Peers {
   int32_t ranks;
 };
 
-/// The head of a rank's own buffer.
-struct PeerControl {
+/// The head of a rank's own buffer, read at once.
+struct alignas(8) PeerControl {
   uint32_t turns;   // high half: calls so far; low half: blocks of the current call that have begun
   uint32_t failed;  // whether a call has given up
 };
@@ -94,8 +96,29 @@ inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x)
   return cudaSuccess;
 }
 
-/// Load the kernels of gather.cu, share.cu and combine.cu, as moe_peer_buffer_init does those beside it.
+/// `use` of the ranks that a kernel for `ranks` is compiled for. What is not needed must not be in a kernel: it is
+/// launched hundreds of times in a step, each time its instructions come from L2 anew, and jumps over code that does
+/// not run are fetched one after the other.
+template <class Use>
+cudaError_t for_ranks(int ranks, Use use) {
+  if (ranks <= 2) return use(std::integral_constant<int, 2>());
+  if (ranks <= 4) return use(std::integral_constant<int, 4>());
+  return use(std::integral_constant<int, kMaxRanks>());
+}
+
+/// Loads kernels ahead of their first launch.
+template <class... Kernels>
+cudaError_t load_kernels(Kernels... kernels) {
+  cudaError_t e = cudaSuccess;
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...})
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&attributes, kernel);
+  return e;
+}
+
+/// Load the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init does those beside it.
 cudaError_t load_gather_kernels();
+cudaError_t load_scatter_kernels();
 cudaError_t load_share_kernel();
 cudaError_t load_combine_kernel();
 
@@ -144,20 +167,22 @@ __device__ __forceinline__ PeerControl* peer_control(const Peers& peers) {
   return reinterpret_cast<PeerControl*>(peers.buffer[peers.rank]);
 }
 
-/// Which half this call uses. Called once by all threads of every block, after pdl_wait(). One atomic is both the
-/// reading of the count and the sign that this block has read it: the last block to begin moves the count on.
+/// Which half this call uses, after pdl_wait(). Every thread reads it by itself, so that it is there as soon as the
+/// first loads of data are, and then calls `count_turn` once.
 __device__ __forceinline__ Turn begin_turn(const Exchange& x) {
-  __shared__ uint32_t shared[2];
-  if (threadIdx.x == 0) {
-    PeerControl* control = peer_control(x.peers);
-    const uint32_t failed = load_system_word(&control->failed);
-    const uint32_t before = atomicAdd(&control->turns, 1u);
-    shared[0] = before >> 16 & 1u;
-    shared[1] = failed;
-    if ((before & 0xffffu) == gridDim.x - 1) atomicAdd(&control->turns, 0x10000u - gridDim.x);
-  }
-  __syncthreads();
-  return {shared[0], 0, 0, shared[1] != 0};
+  const PeerControl* control = peer_control(x.peers);
+  uint32_t turns, failed;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(turns), "=r"(failed) : "l"(control) : "memory");
+  return {turns >> 16 & 1u, 0, 0, failed != 0};
+}
+
+/// Counts this block; the last one of a launch moves the count of calls on, when all have read it. Called once by all
+/// threads of every block, behind its first sends: they are what other ranks wait for.
+__device__ __forceinline__ void count_turn(const Exchange& x, Turn& turn) {
+  turn.over = __syncthreads_or(turn.over);  // nobody comes here who has not read
+  if (threadIdx.x != 0) return;
+  uint32_t* turns = &peer_control(x.peers)->turns;
+  if ((atomicAdd(turns, 1u) & 0xffffu) == gridDim.x - 1) atomicAdd(turns, 0x10000u - gridDim.x);
 }
 
 /// A slot of the current half of a rank's buffer.

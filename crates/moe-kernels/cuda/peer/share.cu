@@ -216,6 +216,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   pdl_launch_dependents();
   pdl_wait();
   Turn turn = begin_turn(x);
+  count_turn(x, turn);  // those who take wait for words of thousands of rows, not for these threads' first ones
   if (threadIdx.x < kSenders) {
     send_sums(x, turn, a, threadIdx.x);
   } else if (threadIdx.x < kSenders + kAdders) {

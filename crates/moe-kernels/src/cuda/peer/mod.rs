@@ -1,5 +1,5 @@
-//! Collectives over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, and in `combine`, `gather`
-//! and `share` those of the files of these names.
+//! Collectives over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, in `combine` and `share` those
+//! of the files of these names, and in `gather` those of `gather.cu` and `scatter.cu`.
 //!
 //! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
 //! here are the addresses, the checks and the launches.

@@ -1,0 +1,132 @@
+// What all-gather (gather.cu) and reduce-scatter (scatter.cu) over peer memory share: which slots of each rank travel
+// in a launch, to whom, who of a block sends them, and which of a kernel's forms is launched.
+//
+// In short calls each thread sends and then receives. In long ones some warps send while others receive, a sender has
+// several slots under way, and what half a buffer does not hold is left to further launches.
+//
+// Of rows whose experts are known each may travel only to the ranks that own an expert of its token, and only their
+// sums travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing
+// moves to another place. The first slot of a launch always travels.
+//
+// The calls of a decode step have a form of their own, with nothing in it for other calls (`kPlain`): one kernel for
+// all was 93 KiB of instructions and took three times as long (docs/kernels-labbook.md).
+#pragma once
+
+#include "peer/peer.cuh"
+
+namespace moe {
+
+/// Which ranks need a row: those that own an expert of its token. Known to moe-kernels' `cuda::PeerBuffers`.
+struct Needs {
+  const uint32_t* ids;     // [rows of all ranks, top_k]; null: all ranks need all rows
+  const uint32_t* owners;  // [experts]
+  uint32_t top_k, experts;
+  uint32_t row_slots;
+
+  /// A bit for each rank that needs what lies in this slot of all ranks' rows; kAll: all do.
+  template <bool kAll>
+  __device__ __forceinline__ uint32_t of(uint32_t slot) const {
+    if (kAll || ids == nullptr) return 0xffffffffu;
+    const uint32_t* chosen = ids + slot / row_slots * top_k;
+    uint32_t ranks = 0;
+#pragma unroll 1
+    for (uint32_t k = 0; k < top_k; ++k) {
+      const uint32_t id = __ldcg(chosen + k);
+      if (id < experts) ranks |= 1u << __ldg(owners + id);
+    }
+    return ranks;
+  }
+};
+
+constexpr int kThreads = 128;         // that send, and that receive: the same, or others
+constexpr int kBlocksPerSm = 2;       // all blocks of a launch must be resident at once
+constexpr uint32_t kLong = 1u << 17;  // slots of a rank from which on some warps send while others receive: 2 MiB
+
+/// Slots that a sender has under way. A thread of a short call has one as a rule.
+template <bool kPlain>
+constexpr int kBatch = kPlain ? 1 : 4;
+
+/// What of each rank a launch moves: `counts` slots from the `first`-th of its part on.
+struct Range {
+  uint32_t first;
+  uint32_t counts[kMaxRanks];
+
+  /// Slots that travel from a rank.
+  __host__ __device__ __forceinline__ uint32_t sent(int rank) const { return counts[rank] > 0 ? counts[rank] : 1; }
+};
+
+/// What is left of `slots` of each rank from `range.first` on, at most `most` of each; whether anything is.
+inline bool fill(const size_t* slots, int ranks, uint32_t most, Range& range) {
+  bool any = false;
+  for (int r = 0; r < ranks; ++r) {
+    const size_t left = slots[r] > range.first ? slots[r] - range.first : 0;
+    range.counts[r] = static_cast<uint32_t>(left < most ? left : most);
+    any = any || left > 0;
+  }
+  return any;
+}
+
+/// Who of a block sends and who receives.
+template <bool kPlain>
+struct Roles {
+  uint32_t first, step;
+  bool apart, sends, receives;
+
+  __device__ __forceinline__ Roles() {
+    apart = !kPlain && blockDim.x > kThreads;
+    first = blockIdx.x * kThreads + threadIdx.x % kThreads;
+    step = gridDim.x * kThreads;
+    sends = !apart || threadIdx.x < kThreads;
+    receives = !apart || threadIdx.x >= kThreads;
+  }
+};
+
+/// The i-th peer after this rank: each rank begins with another one.
+__device__ __forceinline__ int peer_after(const Exchange& x, int i) {
+  const int next = x.peers.rank + i;
+  return next < x.peers.ranks ? next : next - x.peers.ranks;
+}
+
+inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+/// A call: `Args` and, as kernel<kRanks, kPlain>(), the kernels for up to kRanks ranks; kPlain: of few, aligned slots
+/// that all ranks need.
+template <class Call>
+cudaError_t load_call() {
+  cudaError_t e = cudaSuccess;
+  for (const int ranks : {2, 4, kMaxRanks})
+    if (e == cudaSuccess)
+      e = for_ranks(ranks, [](auto most) {
+        return load_kernels(Call::template kernel<most(), true>(), Call::template kernel<most(), false>());
+      });
+  return e;
+}
+
+/// Launches a kernel of `Call` once for each range of what every rank has, `slots` [ranks].
+template <class Call>
+cudaError_t launch_ranges(const Peers& peers, const size_t* slots, const typename Call::Args& args, bool aligned,
+                          const Needs* needs, void* stream) {
+  DeviceLimits limits;
+  cudaError_t e = device_limits(&limits);
+  if (e == cudaSuccess && !is_group(peers)) e = cudaErrorInvalidValue;
+  if (e != cudaSuccess) return e;
+  const uint32_t most = static_cast<uint32_t>(half_bytes(peers.ranks, peers.capacity) / 16 / peers.ranks);
+  for (Range range = {}; fill(slots, peers.ranks, most, range); range.first += most) {
+    uint32_t longest = 1;
+    for (int r = 0; r < peers.ranks; ++r) longest = max(longest, range.sent(r));
+    Exchange x;
+    if (e = exchange_slots(peers, longest, &x); e != cudaSuccess) return e;
+    const int blocks = min(ceil_div(static_cast<int>(longest), kThreads), kBlocksPerSm * limits.sms);
+    const bool brief = longest < kLong, plain = brief && aligned && needs == nullptr;
+    const Launch l = {dim3(blocks), dim3(brief ? kThreads : 2 * kThreads), stream};
+    const Needs needed = needs != nullptr ? *needs : Needs{};
+    e = for_ranks(peers.ranks, [&](auto most) {
+      return plain ? launch(Call::template kernel<most(), true>(), l, x, args, range, needed)
+                   : launch(Call::template kernel<most(), false>(), l, x, args, range, needed);
+    });
+    if (e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moe
