@@ -147,6 +147,36 @@ def sum_of(sums):
     return added
 
 
+def sums_reach_all_ranks():
+    """In one shot and in two, of as many ranks as each form is compiled for and fewer: alone, and with residual stream and norm."""
+    cases = [(2, 1, 2048), (2, 64, 2048), (3, 5, 264), (3, 200, 1024), (4, 8, 2048), (4, 64, 2048), (5, 3, 512), (8, 2, 2048), (8, 16, 2048)]
+    for ranks, rows, hidden in sized(cases, [(2, 1, 64), (3, 4, 264), (8, 16, 2048)]):
+        group, weight = Group(ranks), randn(hidden)
+        residuals = [randn(rows, hidden, scale=3.0, dtype=torch.float32)] * ranks
+        residuals = [r.clone() for r in residuals]
+        for call in range(3):  # both halves of the buffers, and one again
+            dtype = (torch.float32, torch.bfloat16)[call % 2]
+            partial = [randn(rows, hidden, dtype=torch.float32) for _ in range(ranks)]
+            # Off an aligned address, and no whole number of slots.
+            alone = [randn(rows * hidden + 8, dtype=dtype)[call:call + rows * hidden - 3] for _ in range(ranks)]
+            sums = [torch.empty(rows * hidden - 3, dtype=dtype, device="cuda") for _ in range(ranks)]
+            outs = [torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
+            want = residuals[0] + sum_of(partial)
+            torch.cuda.synchronize()
+            for r in random.sample(range(ranks), ranks):
+                group.launch(r, "moe_peer_all_reduce_add_rms_norm", partial[r], residuals[r], weight, 1e-6, outs[r], rows, hidden)
+            group.finish()
+            for r in random.sample(range(ranks), ranks):
+                count = ctypes.c_size_t(sums[r].numel())
+                group.launch(r, "moe_peer_all_reduce", alone[r], sums[r], F32 if dtype == torch.float32 else BF16, count)
+            group.finish()
+            norm = want.double() / torch.sqrt((want.double() ** 2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+            for r in range(ranks):
+                assert torch.equal(residuals[r], want), (ranks, rows, hidden, r, "residual")
+                assert rel(outs[r], norm) < NORM_BOUND and torch.equal(outs[r], outs[0]), (ranks, rows, hidden, r, "norm")
+                assert torch.equal(sums[r], sum_of(alone).to(dtype)), (ranks, rows, hidden, r, dtype)
+
+
 def gather_and_scatter(group, counts, hidden, top_k, seed):
     """Each rank's rows, ids and weights to all, and sums back."""
     torch.manual_seed(seed)
@@ -354,7 +384,7 @@ def sizes_that_cannot_be_are_refused():
         assert code == 1, (tokens, counts, top_k, hidden, code)
 
 
-CHECKS = [sums_and_norms_are_shared, words_that_look_empty_arrive, gathers_and_scatters_take_uneven_counts, only_needed_rows_travel,
+CHECKS = [sums_and_norms_are_shared, sums_reach_all_ranks, words_that_look_empty_arrive, gathers_and_scatters_take_uneven_counts, only_needed_rows_travel,
           slots_become_sums_of_ranks_and_norms, calls_follow_each_other_without_a_wait, a_rank_that_stays_away_ends_the_wait, sizes_that_cannot_be_are_refused]
 
 if __name__ == "__main__":
