@@ -54,8 +54,7 @@ __device__ __forceinline__ void for_each_work(const Block& b, F f) {
   for (int i = 0;; ++i) {
     mbarrier_wait(b.work_full(i), i / Block::kWorkSlots & 1);
     const auto work = *b.work(i);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
+    warp_arrive(b.work_empty(i));
     if (work.product < 0) return;
     f(work);
   }

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
-      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
+      mbarrier_init(b.work_empty(i), (kConsumers + kGatherers) * kWarpArrivals);
     }
     mbarrier_fence_init();
   }

@@ -194,7 +194,9 @@ pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, 
     match scheme {
         QuantScheme::Int { bits, zero_point, .. } => {
             let most = ((1u32 << bits) - 1) as u8;
-            if let Some(q) = rows.q.iter().find(|q| **q > most) {
+            // Without an early end, so that it takes vectors at a time.
+            if rows.q.iter().fold(0, |all, q| all | q) > most {
+                let q = rows.q.iter().find(|q| **q > most).unwrap_or(&0);
                 bail!("integer {q} does not fit {bits} bits")
             }
             if let Some(zero) =
@@ -203,7 +205,7 @@ pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, 
                 bail!("zero point {zero} is not one of {scheme}")
             }
         }
-        _ if rows.q.iter().any(|q| q & 0x7f == 0x7f) => bail!("an FP8 weight is NaN"),
+        _ if rows.q.iter().fold(false, |nan, q| nan | (q & 0x7f == 0x7f)) => bail!("an FP8 weight is NaN"),
         _ => {}
     }
     Ok(())

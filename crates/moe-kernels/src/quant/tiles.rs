@@ -279,39 +279,64 @@ pub(crate) fn tile_columns(scheme: QuantScheme) -> usize {
     if let QuantScheme::Int { bits: 4, .. } = scheme { 64 } else { 32 }
 }
 
-/// For each lane of each tile, its two rows of 16 columns of a k-step, from the lane's first column on.
-fn fragments(
+/// The k-steps of a tile: of 16 columns of row r, and of row r + 8, the two halves, eight integers each; for r = 0 .. 7.
+fn steps(
     coded: &[u8],
     k: usize,
     (tile, columns): (usize, usize),
-) -> impl Iterator<Item = (usize, [&[u8]; 2])> {
-    let steps = columns / K_STEP;
-    (0..32 * steps).map(move |i| {
-        let (lane, step) = (i / steps, i % steps);
-        let first = tile * columns + step * K_STEP + lane % 4 * 2;
-        let row = |row: usize| &coded[row * k + first..row * k + first + 10];
-        (i, [row(lane / 4), row(lane / 4 + 8)])
+) -> impl Iterator<Item = [[[u64; 2]; 2]; 8]> {
+    let eight = move |row: usize, column: usize| {
+        u64::from_le_bytes(coded[row * k + column..].first_chunk().copied().unwrap_or_default())
+    };
+    (tile * columns..(tile + 1) * columns).step_by(K_STEP).map(move |first| {
+        std::array::from_fn(|row| [row, row + 8].map(|row| [eight(row, first), eight(row, first + 8)]))
     })
 }
 
+/// Two bytes of eight.
+fn pair(bytes: u64, lane: usize) -> u32 {
+    u32::from((bytes >> (16 * lane)) as u16)
+}
+
+/// Of each k-step, lane 4 r + t of a warp holds the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the rows r and r + 8. Here
+/// (row, column) = (r, 2 t), (r + 8, 2 t), (r, 2 t + 8), (r + 8, 2 t + 8) lie at the bits 0, 4, 8 and 12 of a word, those of
+/// the odd columns 16 bits higher. The four lanes of a row are made at once, 16 bits of each.
 fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
-        for (i, [low, high]) in fragments(coded, k, (tile, 64)) {
-            // Pairs (w0, w1) to (w6, w7) at bits 4 i and 16 + 4 i.
-            let pairs = [[low[0], low[1]], [high[0], high[1]], [low[8], low[9]], [high[8], high[9]]];
-            let word = pairs.into_iter().enumerate().fold(0u32, |word, (i, [a, b])| {
-                word | u32::from(a) << (4 * i) | u32::from(b) << (16 + 4 * i)
-            });
-            q[4 * i..4 * i + 4].copy_from_slice(&word.to_le_bytes());
+        let (words, _) = q.as_chunks_mut::<4>();
+        for (step, rows) in steps(coded, k, (tile, 64)).enumerate() {
+            for (row, [[a, c], [b, d]]) in rows.into_iter().enumerate() {
+                let half = |shift: u32| {
+                    let of = |x: u64| x >> shift & 0x00ff_00ff_00ff_00ff;
+                    of(a) | of(b) << 4 | of(c) << 8 | of(d) << 12
+                };
+                let (even, odd) = (half(0), half(8));
+                for lane in 0..4 {
+                    let word = pair(even, lane) | pair(odd, lane) << 16;
+                    words[(4 * row + lane) * 4 + step] = word.to_le_bytes();
+                }
+            }
         }
     }
 }
 
+/// The same of bytes: those of row r at even places, of row r + 8 at odd ones.
 fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
+    let apart = |x: u32| {
+        let x = u64::from(x);
+        let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+        (x | x << 8) & 0x00ff_00ff_00ff_00ff
+    };
     for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
-        for (i, [low, high]) in fragments(coded, k, (tile, 32)) {
-            let words = [low[0], high[0], low[1], high[1], low[8], high[8], low[9], high[9]];
-            q[8 * i..8 * i + 8].copy_from_slice(&words);
+        let (words, _) = q.as_chunks_mut::<8>();
+        for (step, rows) in steps(coded, k, (tile, 32)).enumerate() {
+            for (row, [[a, c], [b, d]]) in rows.into_iter().enumerate() {
+                for lane in 0..4 {
+                    let low = pair(a, lane) | pair(c, lane) << 16;
+                    let high = pair(b, lane) | pair(d, lane) << 16;
+                    words[(4 * row + lane) * 2 + step] = (apart(low) | apart(high) << 8).to_le_bytes();
+                }
+            }
         }
     }
 }

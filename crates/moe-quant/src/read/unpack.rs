@@ -19,11 +19,43 @@ pub(super) fn codes(
     q: &mut [u8],
 ) {
     match &columns.order {
+        None if whole_words(format, bytes, stored, rows.clone(), columns, q) => {}
         None => place_codes(format, bytes, stored, rows, columns, q, |column| column),
         Some(order) => {
             place_codes(format, bytes, stored, rows, columns, q, |column| order.place[column] as usize);
         }
     }
+}
+
+/// Rows of whole words of which each holds neighbouring columns: most that there are, and a word at a time. Whether they are.
+fn whole_words(
+    format: Format,
+    bytes: &[u8],
+    (n, k): (usize, usize),
+    rows: Range<usize>,
+    Columns { source, width, .. }: &Columns,
+    q: &mut [u8],
+) -> bool {
+    let (Format::Gptq { int, .. } | Format::PackQuantized { int }) = format else { return false };
+    let size = int.per_word();
+    if source.is_empty() || !source.start.is_multiple_of(size) || !source.end.is_multiple_of(size) {
+        return false;
+    }
+    let (words, lines) = (Words::new(bytes, int.bits), source.start / size..source.end / size);
+    if matches!(format, Format::Gptq { .. }) {
+        for (line, column) in lines.zip((0..).step_by(size)) {
+            for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
+                words.unpack(words.word(line * n + row), &mut q[column..column + size]);
+            }
+        }
+        return true;
+    }
+    for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
+        for (line, q) in lines.clone().zip(q.chunks_exact_mut(size)) {
+            words.unpack(words.word(row * k.div_ceil(size) + line), q);
+        }
+    }
+    true
 }
 
 /// `place` says the logical column of a source column; both count from the source's first.

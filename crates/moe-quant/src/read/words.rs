@@ -24,6 +24,17 @@ impl<'a> Words<'a> {
         ((word >> (place * self.bits)) & ((1 << self.bits) - 1)) as u8
     }
 
+    /// All integers of a word.
+    pub fn unpack(self, word: u32, to: &mut [u8]) {
+        if self.bits == 8 {
+            return to.copy_from_slice(&word.to_le_bytes());
+        }
+        let x = u64::from(word);
+        let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+        let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
+        to.copy_from_slice(&((x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f).to_le_bytes());
+    }
+
     /// Adds one to every integer of a word, carrying into the next as GPTQ's version 1 was stored: a zero point of 0 has
     /// borrowed from its neighbour.
     pub fn plus_one(self, word: u32) -> u32 {
