@@ -2,7 +2,8 @@
 //! but the model and its own sequence.
 
 use candle_core::{DType, Result};
-use model_runtime::{CausalLm, CpuIsa, Exec};
+use model_runtime::{CausalLm, CpuIsa, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, run_step};
+use moe_kernels::ExpertHeat;
 use moe_tests::{Schedule, all_logits, load};
 use proptest::prelude::*;
 
@@ -84,6 +85,77 @@ fn window_dense_layers_and_long_sequences_keep_the_invariant() -> Result<()> {
     check("rope-dynamic-crossing", DType::F32, &[44, 10], &schedules())?;
     check("narrow-experts", DType::BF16, &[33, 2], &schedules())?;
     check("all-experts", DType::BF16, &[17, 30], &schedules())
+}
+
+/// Two steps of three sequences: all but their last tokens, of which some need logits, and the rest, which read what the first
+/// has cached. The logits of each sequence in each step.
+fn two_steps(
+    model: &dyn CausalLm,
+    sequences: &[Vec<u32>],
+    wanted: [LogitsRows; 3],
+    context: &mut StepContext,
+) -> Result<Vec<Vec<u32>>> {
+    const LAST: usize = 2;
+    let mut kv = KvCache::new(model.info().kv, 12, 8)?;
+    let blocks: Vec<Vec<u32>> = (0..3).map(|s| (4 * s..4 * s + 4).collect()).collect();
+    let mut got = Vec::new();
+    for is_second in [false, true] {
+        let step = Step::new(
+            sequences.iter().zip(&blocks).zip(wanted).map(|((tokens, blocks), wanted)| {
+                let (before, last) = tokens.split_at(tokens.len() - LAST);
+                SequenceStep {
+                    token_ids: if is_second { last } else { before },
+                    start: if is_second { before.len() } else { 0 },
+                    prompt_len: tokens.len(),
+                    blocks,
+                    logits: if is_second { LogitsRows::All } else { wanted },
+                }
+            }),
+            8,
+        )?;
+        let logits = run_step(model, &step, &mut kv, None, context, &mut Exec::cpu())?;
+        let (logits, vocab) = (logits.view().cpu::<f32>()?.to_vec(), model.info().vocab_size);
+        let rows = |s| step.logits_range(s).flat_map(|row| &logits[row * vocab..(row + 1) * vocab]);
+        got.extend((0..3).map(|s| rows(s).map(|x| x.to_bits()).collect::<Vec<u32>>()));
+    }
+    Ok(got)
+}
+
+/// Rows whose logits nobody wants end with the last layer's attention; the others have the bits that they have beside
+/// them, and so has the cache. A step that records its routing computes all rows.
+#[test]
+fn rows_without_logits_change_no_bits() -> Result<()> {
+    use LogitsRows::{All, Last, None};
+    for (name, dtype) in [("base", DType::F32), ("base", DType::BF16), ("mlp-only-layers", DType::F32)] {
+        let model = load(name, dtype)?;
+        let vocab = model.info().vocab_size;
+        let sequences = sequences(vocab, &[11, 24, 5], 7);
+        let all = two_steps(&model, &sequences, [All; 3], &mut StepContext::default())?;
+        for wanted in [[None, Last, All], [Last; 3], [None; 3], [All, None, Last]] {
+            for counts in [false, true] {
+                let mut context = StepContext::default();
+                if let Some(moe) = model.info().moe.as_ref().filter(|_| counts) {
+                    context.heat = Some(ExpertHeat::new(moe.layers.len(), moe.num_experts));
+                }
+                let got = two_steps(&model, &sequences, wanted, &mut context)?;
+                assert!(got[3..] == all[3..], "{name} {dtype:?} {wanted:?}: the second step differs");
+                for s in 0..3 {
+                    let want = match wanted[s] {
+                        None => &[],
+                        Last => &all[s][all[s].len() - vocab..],
+                        All => &all[s][..],
+                    };
+                    assert!(got[s] == want, "{name} {dtype:?} {wanted:?}: sequence {s} differs");
+                }
+                if let Some((heat, moe)) = context.heat.zip(model.info().moe.as_ref()) {
+                    for layer in 0..moe.layers.len() {
+                        assert_eq!(heat.layer(layer).iter().sum::<u64>(), (40 * moe.top_k) as u64);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 #[test]

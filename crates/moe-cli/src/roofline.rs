@@ -58,7 +58,7 @@ impl StepWeights {
         Ok(weights + tokens * info.kv.bytes_per_token()? as f64)
     }
 
-    /// FLOP of the products of a prefill; attention is left out.
+    /// FLOP of the products of a prefill; attention is left out, and the last layer's MLP counted for all rows.
     fn prefill_flops(&self, tokens: usize) -> f64 {
         let each = self.dense.elements + self.top_k * self.expert.elements;
         2. * (tokens as f64 * each + self.vocabulary.elements)

@@ -15,7 +15,7 @@ use moe_kernels::{
     CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into,
     forward_rows,
 };
-use moe_router::{GateInput, GateStep, RouteOutput, Router};
+use moe_router::{GateInput, GateStep, RouteOutput, Router, Selection};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
@@ -202,6 +202,14 @@ impl SparseMoeBlock {
     /// The router.
     pub fn router(&self) -> &Router {
         &self.router
+    }
+
+    /// Whether the experts of a row may depend on its number in the step, and not on what is in it alone.
+    pub fn routes_by_number(&self) -> bool {
+        match self.router.config().selection {
+            Selection::Hash { .. } | Selection::Custom | Selection::Simulated { .. } => true,
+            Selection::TopK | Selection::Grouped { .. } | Selection::RawLogits => false,
+        }
     }
 
     /// The modular experts' name, for logs.

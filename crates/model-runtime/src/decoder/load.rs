@@ -131,6 +131,7 @@ impl<A: SelfAttention> Decoder<A> {
             lm_head: lm_head.with_vocab_parallel(vocab),
             rope,
             sums,
+            ends_few: context.geometry.world_size == 1 && vb.device().is_cpu(),
         };
         Ok((decoder, chosen.into_iter().flatten().next_back()))
     }

@@ -170,9 +170,23 @@ pub struct Decoder<A> {
     rope: Rope,
     /// The ranks that share each token, where norms add their sums.
     sums: Option<Arc<dyn Communicator>>,
+    /// Whether the last layer computes its MLP for the rows alone whose logits are wanted: on the CPU, where a row has the same bits
+    /// without the others, and where no other rank waits for them.
+    ends_few: bool,
 }
 
 impl<A> Decoder<A> {
+    /// Whether the rows of such a step that need no logits end with the last layer's attention, which caches them. `observed`: what
+    /// looks at the others.
+    fn drops_rows(&self, step: &StepViews, observed: Option<&str>) -> bool {
+        let routes_by_number = match self.layers.last().map(|layer| &layer.mlp) {
+            Some(Mlp::Sparse(sparse)) => sparse.routes_by_number(),
+            _ => false,
+        };
+        let few = step.num_logits() < step.num_tokens();
+        self.ends_few && few && observed.is_none() && !routes_by_number
+    }
+
     /// The sparse block of MoE layer `moe_layer`.
     fn sparse(&self, moe_layer: usize) -> Option<&SparseMoeBlock> {
         let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
@@ -241,6 +255,14 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
                 None => (&self.norm, None),
             };
             let is_last = next.1.is_none();
+            let mut form = form;
+            if is_last && self.drops_rows(step, observed) {
+                if step.num_logits() == 0 {
+                    return Ok(());
+                }
+                residual.keep(step.logits_rows, ex)?;
+                form = layer.choose(&PlanStep { rows: step.num_logits(), ..shape }, &ex.machine());
+            }
             let host = ex.clone();
             let mut see = |logits: View<'_>| observe.router(index, logits, &host);
             residual.mlp(layer, form, next, &mut see, context, ex)?;
@@ -251,7 +273,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         }
         let x = residual.normed(&self.norm, ex)?;
         ex.mark("lm_head", 0)?;
-        if step.num_logits() == step.num_tokens() {
+        if step.num_logits() == x.rows() {
             return self.lm_head.forward_into(x, logits, ex);
         }
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;

@@ -6,7 +6,7 @@
 use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::Fusion;
-use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View};
+use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View, embedding_into};
 use moe_layer::AddNorm;
 use tracing::trace_span;
 
@@ -53,6 +53,19 @@ impl<'a> Residual<'a> {
         if let ProductRows::Fp8(_) = self.x {
             self.x = ProductRows::Floats(ex.scratch(self.dtype, self.stream.dims())?);
         }
+        Ok(())
+    }
+
+    /// Keeps these rows alone, once what attention gave is added.
+    pub fn keep(&mut self, rows: View<'_>, ex: &mut Exec) -> Result<()> {
+        let dims = [rows.elem_count(), self.stream.dims()[1]];
+        let mut stream = ex.scratch(DType::F32, &dims)?;
+        embedding_into(self.stream.view(), rows, stream.view_mut(), ex)?;
+        let mut x = ex.scratch(self.dtype, &dims)?;
+        if self.normed {
+            embedding_into(self.x.rows().floats("norm")?, rows, x.view_mut(), ex)?;
+        }
+        (self.stream, self.delta, self.x) = (stream, ex.scratch(DType::F32, &dims)?, ProductRows::Floats(x));
         Ok(())
     }
 

@@ -228,6 +228,26 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
             ]
         }
         fn add_words(a: Raw, b: Raw) -> Raw { both!(_mm256_add_epi32(a, b)) }
+        fn max_words(a: Raw, b: Raw) -> Raw { both!(_mm256_max_epi32(a, b)) }
+        fn fold_add_words(v: Raw) -> u32 {
+            let v = _mm256_add_epi32(v[0], v[1]);
+            let v = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
+            let v = _mm_add_epi32(v, _mm_shuffle_epi32::<0b11_10_11_10>(v));
+            _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32::<1>(v))) as u32
+        }
+        fn fold_max_words(v: Raw) -> u32 {
+            let v = _mm256_max_epi32(v[0], v[1]);
+            let v = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
+            let v = _mm_max_epi32(v, _mm_shuffle_epi32::<0b11_10_11_10>(v));
+            _mm_cvtsi128_si32(_mm_max_epi32(v, _mm_shuffle_epi32::<1>(v))) as u32
+        }
+        fn store_i16(v: Raw, a: &mut [u16; LANES]) {
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(v[0], v[1]));
+            _mm256_storeu_si256(a.as_mut_ptr().cast(), packed);
+        }
+        fn magnitude(v: V) -> Raw {
+            each!(v in v => _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fff_ffff)))
+        }
         fn sixteenth(v: Raw) -> Raw { each!(v in v => _mm256_srai_epi32::<4>(v)) }
         fn bytes(v: Raw) -> [Raw; 2] {
             let mask = _mm256_set1_epi16(0xff);

@@ -166,6 +166,15 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
             [_mm512_and_si512(v, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(v), mask)]
         }
         fn add_words(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+        fn max_words(a: __m512i, b: __m512i) -> __m512i { _mm512_max_epi32(a, b) }
+        fn fold_add_words(v: __m512i) -> u32 { _mm512_reduce_add_epi32(v) as u32 }
+        fn fold_max_words(v: __m512i) -> u32 { _mm512_reduce_max_epi32(v) as u32 }
+        fn store_i16(v: __m512i, a: &mut [u16; LANES]) {
+            _mm256_storeu_si256(a.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(v));
+        }
+        fn magnitude(v: __m512) -> __m512i {
+            _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fff_ffff))
+        }
         fn sixteenth(v: __m512i) -> __m512i { _mm512_srai_epi32::<4>(v) }
         fn bytes(v: __m512i) -> [__m512i; 2] {
             [_mm512_and_si512(v, _mm512_set1_epi16(0xff)), _mm512_srli_epi16::<8>(v)]

@@ -48,12 +48,25 @@ impl<T: Lanes, O: Lanes> Kernel for StoreRows<'_, T, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        // Whole units, nearly all there are, apart: their width is a constant, and so are their loops.
+        match self.width {
+            UNIT => self.store::<S, true>(s),
+            _ => self.store::<S, false>(s),
+        }
+    }
+}
+
+impl<T: Lanes, O: Lanes> StoreRows<'_, T, O> {
+    #[inline(always)]
+    fn store<S: Simd, const WHOLE: bool>(self, s: S) {
         let Self { to, row, column, width, bias, sums } = self;
+        let width = if WHOLE { UNIT } else { width };
         let place = |i: usize| to.rows.map_or(row + i, |rows| rows[row + i] as usize) * to.n + column;
         for (i, sums) in sums.iter().enumerate() {
             if i + AHEAD < self.sums.len() {
+                let ahead = to.out.address(place(i + AHEAD));
                 for line in (0..width).step_by(CACHE_LINE / size_of::<O>()) {
-                    s.prefetch(to.out.address(place(i + AHEAD) + line));
+                    s.prefetch(ahead.wrapping_add(line));
                 }
             }
             // SAFETY: each row of out has one row of sums, and each of its units comes once.

@@ -96,6 +96,13 @@ impl Simd for Scalar {
         fn add_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
             std::array::from_fn(|i| a[i].wrapping_add(b[i]))
         }
+        fn max_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
+            std::array::from_fn(|i| (a[i] as i32).max(b[i] as i32) as u32)
+        }
+        fn fold_add_words(v: Self::Raw) -> u32 { v.into_iter().fold(0, u32::wrapping_add) }
+        fn fold_max_words(v: Self::Raw) -> u32 { v.into_iter().fold(i32::MIN, |a, b| a.max(b as i32)) as u32 }
+        fn store_i16(v: Self::Raw, a: &mut [u16; LANES]) { *a = v.map(|w| w as u16); }
+        fn magnitude(v: V) -> Self::Raw { v.map(|v| v.abs().to_bits()) }
         fn sixteenth(v: Self::Raw) -> Self::Raw { v.map(|w| (w as i32 >> 4) as u32) }
         fn bytes(v: Self::Raw) -> [Self::Raw; 2] {
             std::array::from_fn(|i| v.map(|w| w >> (8 * i) & 0x00ff_00ff))

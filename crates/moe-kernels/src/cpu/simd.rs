@@ -120,6 +120,16 @@ pub(crate) trait Simd: Copy {
     fn nibble_bytes(self, v: Self::Raw) -> [Self::Raw; 2];
     /// Sums of words.
     fn add_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// The larger ones of signed words.
+    fn max_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// Sum of words.
+    fn fold_add_words(self, v: Self::Raw) -> u32;
+    /// The largest of signed words.
+    fn fold_max_words(self, v: Self::Raw) -> u32;
+    /// Stores words, signed integers of 16 bits.
+    fn store_i16(self, v: Self::Raw, a: &mut [u16; LANES]);
+    /// f32 without their signs, as words.
+    fn magnitude(self, v: Self::V) -> Self::Raw;
     /// Signed words over 16, rounded down.
     fn sixteenth(self, v: Self::Raw) -> Self::Raw;
     /// The four bytes of each word, by pairs: bytes 0 and 2, bytes 1 and 3.

@@ -141,6 +141,12 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                     }
                     for start in (0..rows).step_by(most) {
                         let m = most.min(rows - start);
+                        // Near the diagonal a tile may see none of these keys.
+                        let first = unit * UNIT + vector * LANES;
+                        let is_seen = |v: &Range<usize>| v.start < first + span && first < v.end;
+                        if !local.visible[start..start + m].iter().any(is_seen) {
+                            continue;
+                        }
                         let x = &local.q[start * d + chain.start * m..][..chain.len * m];
                         let out = &mut scores[start..start + m];
                         let (w, add) = (&local.keys[..], chain.add);

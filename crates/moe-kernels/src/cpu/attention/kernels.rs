@@ -49,26 +49,30 @@ fn softmax_row<S: Simd>(
     weights: &mut BlockWeights,
 ) -> (f32, f32) {
     let scale = s.splat(scale);
-    for unit in 0..2 {
-        for i in 0..UNIT / LANES {
-            let scaled = s.mul(s.load(&scores[unit].as_chunks().0[i]), scale);
-            s.store(scaled, &mut weights.as_chunks_mut().0[unit * (UNIT / LANES) + i]);
-        }
+    let mut vectors = [s.splat(0.0); ATTENTION_BLOCK / LANES];
+    for i in 0..vectors.len() {
+        let scores = &scores[i / (UNIT / LANES)].as_chunks().0[i % (UNIT / LANES)];
+        vectors[i] = s.mul(s.load(scores), scale);
     }
     if visible.len() < ATTENTION_BLOCK {
+        for i in 0..vectors.len() {
+            s.store(vectors[i], &mut weights.as_chunks_mut().0[i]);
+        }
         weights[..visible.start].fill(f32::NEG_INFINITY);
         weights[visible.end..].fill(f32::NEG_INFINITY);
+        for i in 0..vectors.len() {
+            vectors[i] = s.load(&weights.as_chunks().0[i]);
+        }
     }
-    let vectors = weights.as_chunks_mut().0;
     let mut max = s.splat(f32::NEG_INFINITY);
-    for v in &*vectors {
-        max = s.max(max, s.load(v));
+    for i in 0..vectors.len() {
+        max = s.max(max, vectors[i]);
     }
     let max = s.fold_max(max);
     let mut sum = s.splat(0.0);
-    for v in vectors {
-        let weight = exp(s, s.sub(s.load(v), s.splat(max)));
-        s.store(weight, v);
+    for i in 0..vectors.len() {
+        let weight = exp(s, s.sub(vectors[i], s.splat(max)));
+        s.store(weight, &mut weights.as_chunks_mut().0[i]);
         sum = s.add(sum, weight);
     }
     (max, s.fold_add(sum))

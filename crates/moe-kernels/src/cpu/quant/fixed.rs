@@ -8,11 +8,13 @@ use super::ints::{STEP_WORDS, TAIL};
 use super::shift::is_in_range;
 use crate::cpu::Kernel;
 use crate::cpu::simd::{LANES, Lanes, Simd};
-use crate::quant::{BLOCK, Block, STEP};
+use crate::quant::{BLOCK, Block};
 
-/// Values that are converted at a time in blocks that are longer. Of arrays of [`STEP`] the compiler then gathers the same place of
-/// several into a vector.
-const WIDE: usize = 32;
+/// Columns after which the values of a row are asked for: 16 cache lines of bf16.
+const AHEAD: usize = 512;
+
+/// Sixteens of a block of 32 columns.
+const SHORT: usize = 2;
 
 /// Rows of x as 16-bit fixed point: for each block its integers, its scale, and minus their sum. Returns whether all scales
 /// are [in range](is_in_range).
@@ -32,12 +34,12 @@ impl<T: Lanes, P: Fn(&[u16], Block, usize, &mut [u32])> Kernel for PackRows<'_, 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
         let (m, mut all_in_range) = (self.rows.len(), true);
-        let (mut values, mut ints) = ([0.0; BLOCK], [0; BLOCK]);
+        let mut ints = [0; BLOCK];
         for (j, row) in self.rows.iter().enumerate() {
             let mut at = 0;
             for block in self.blocks {
                 let words = block.steps() * STEP_WORDS;
-                let tail = convert(s, row, *block, self.order, &mut values, &mut ints);
+                let tail = convert(s, row, *block, self.order, &mut ints);
                 all_in_range &= is_in_range(tail[0]);
                 let (to, rest) = self.panel[at..].split_at_mut(words * m);
                 (self.put)(&ints[..2 * words], *block, j, to);
@@ -66,10 +68,12 @@ impl<T: Lanes> Kernel for PackPairs<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
         let (m, mut at, mut all_in_range) = (self.rows.len(), 0, true);
-        let (mut values, mut ints, mut tails) = ([0.0; BLOCK], [[0; BLOCK]; LANES], [[0; LANES]; TAIL]);
+        let (mut ints, mut tails) = ([[0; BLOCK]; LANES], [[0; LANES]; TAIL]);
         for block in self.blocks {
             for (j, (row, ints)) in self.rows.iter().zip(&mut ints).enumerate() {
-                let tail = convert(s, row, *block, self.order, &mut values, ints);
+                // Rows come from another core's cache, too many side by side for the processor to see where each goes on.
+                s.prefetch(row.as_ptr().wrapping_add(block.start + AHEAD));
+                let tail = convert(s, row, *block, self.order, ints);
                 all_in_range &= is_in_range(tail[0]);
                 for i in 0..TAIL {
                     tails[i][j] = tail[i];
@@ -100,92 +104,82 @@ fn put_tile<S: Simd>(s: S, ints: &[[u16; BLOCK]; LANES], words: usize, m: usize,
             }
         }
         let columns = s.transpose(rows);
-        for i in 0..LANES.min(words - first) {
-            let out = &mut out[(first + i) * m..];
-            match out.first_chunk_mut() {
-                Some(out) => s.store_words(columns[i], out),
-                None => {
-                    let mut column = [0; LANES];
-                    s.store_words(columns[i], &mut column);
-                    let room = out.len().min(m);
-                    out[..room].copy_from_slice(&column[..room]);
+        let out = &mut out[first * m..];
+        // The usual case apart, unrolled, so that columns stay in registers.
+        if words - first >= LANES && out.len() >= (LANES - 1) * m + LANES {
+            for i in 0..LANES {
+                if let Some(out) = out[i * m..].first_chunk_mut() {
+                    s.store_words(columns[i], out);
                 }
             }
+            continue;
+        }
+        for i in 0..LANES.min(words - first) {
+            let mut column = [0; LANES];
+            s.store_words(columns[i], &mut column);
+            let out = &mut out[i * m..];
+            let room = out.len().min(LANES);
+            out[..room].copy_from_slice(&column[..room]);
         }
     }
 }
 
-/// The integers of a block of a row, its scale and minus their sum; `values` is room for it.
+/// The integers of a block of a row, its scale and minus their sum. What follows them up to the next sixteen is 0.
 #[inline(always)]
 fn convert<S: Simd, T: Lanes>(
     s: S,
     row: &[T],
     block: Block,
     order: Option<&[u32]>,
-    values: &mut [f32; BLOCK],
     ints: &mut [u16; BLOCK],
 ) -> [u32; TAIL] {
-    let width = if block.len > WIDE { WIDE } else { STEP };
-    let filled = block.len.next_multiple_of(width);
-    let (values, ints) = (&mut values[..filled], &mut ints[..filled]);
-    load(s, row, block, order, values);
-    match width {
-        WIDE => fixed::<WIDE>(values, ints),
-        _ => fixed::<STEP>(values, ints),
+    let ints = ints.as_chunks_mut().0;
+    if order.is_none() && block.len.is_multiple_of(LANES) {
+        let values = row[block.start..][..block.len].as_chunks().0;
+        // The shortest usual block as a constant, so that its loops are unrolled.
+        return match (<&[_; SHORT]>::try_from(values), ints.first_chunk_mut::<SHORT>()) {
+            (Ok(values), Some(ints)) => fixed(s, values, ints),
+            _ => fixed(s, values, ints),
+        };
     }
-}
-
-/// The values of a block; what follows them is 0.
-#[inline(always)]
-fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>, values: &mut [f32]) {
-    if let Some(order) = order {
-        let (values, rest) = values.split_at_mut(block.len);
-        for (value, &i) in values.iter_mut().zip(&order[block.start..]) {
-            *value = row[i as usize].widen();
+    let mut values = [T::default(); BLOCK];
+    match order {
+        Some(order) => {
+            for (value, &i) in values[..block.len].iter_mut().zip(&order[block.start..]) {
+                *value = row[i as usize];
+            }
         }
-        rest.fill(0.0);
-        return;
+        None => values[..block.len].copy_from_slice(&row[block.start..][..block.len]),
     }
-    let whole = block.len.next_multiple_of(LANES);
-    if let Some(rest) = values.get_mut(whole..).filter(|rest| !rest.is_empty()) {
-        rest.fill(0.0);
-    }
-    let row = &row[block.start..][..block.len];
-    for (values, row) in values.chunks_mut(LANES).zip(row.chunks(LANES)) {
-        f32::store_some(s, T::load_some(s, row), values);
-    }
+    fixed(s, &values.as_chunks().0[..block.len.div_ceil(LANES)], ints)
 }
 
-/// The integers of a block, a multiple of W filled up with zeros. Returns its scale and minus their sum.
+/// The integers of sixteens of values. Returns their scale and minus their sum.
 #[inline(always)]
-fn fixed<const W: usize>(values: &[f32], ints: &mut [u16]) -> [u32; TAIL] {
+fn fixed<S: Simd, T: Lanes>(s: S, values: &[[T; LANES]], ints: &mut [[u16; LANES]]) -> [u32; TAIL] {
     /// 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold.
     const ROUND: f32 = 12_582_912.0;
-    let values = values.as_chunks::<W>().0;
-    let mut largest = [0; W];
+    let mut largest = s.splat_word(0);
     for values in values {
-        for (most, value) in largest.iter_mut().zip(values) {
-            *most = (value.to_bits() & 0x7fff_ffff).max(*most);
-        }
+        largest = s.max_words(largest, s.magnitude(T::load(s, values)));
     }
-    let largest = largest.into_iter().fold(0, u32::max);
+    let largest = s.fold_max_words(largest);
     // Biased exponents. Below 2^-112 the scale stays; the values are then too small to matter. Zeros have any.
     let exponent = if largest == 0 { 127 } else { (largest >> 23).max(15) };
     if exponent == 255 {
-        ints.fill(0);
+        ints[..values.len()].fill([0; LANES]);
         return [f32::NAN.to_bits(), 0];
     }
-    let inverse = f32::from_bits((268 - exponent) << 23);
-    let mut sums = [0i32; W];
-    for (ints, values) in ints.as_chunks_mut::<W>().0.iter_mut().zip(values) {
-        for i in 0..W {
-            let int = (values[i] * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-            ints[i] = int as u16;
-            sums[i] += int;
-        }
+    let inverse = s.splat(f32::from_bits((268 - exponent) << 23));
+    let (round, bias) = (s.splat(ROUND), s.splat_word(ROUND.to_bits().wrapping_neg()));
+    let mut sums = s.splat_word(0);
+    for (ints, values) in ints.iter_mut().zip(values) {
+        let rounded = s.to_words(s.add(s.mul(T::load(s, values), inverse), round));
+        let int = s.add_words(rounded, bias);
+        sums = s.add_words(sums, int);
+        s.store_i16(int, ints);
     }
-    let sum: i32 = sums.into_iter().sum();
-    [(exponent - 14) << 23, sum.wrapping_neg() as u32]
+    [(exponent - 14) << 23, s.fold_add_words(sums).wrapping_neg()]
 }
 
 /// Puts the integers of one row as pairs.
@@ -199,27 +193,59 @@ pub(super) fn put_pairs(ints: &[u16], out: &mut [u32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::dispatch;
+    use crate::exec::CpuIsa;
+
+    /// The values of one block, as all paths convert them.
+    struct Convert<'a>(&'a [f32]);
+
+    impl Kernel for Convert<'_> {
+        type Output = (Vec<u16>, [u32; TAIL]);
+
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Self::Output {
+            let mut ints = [1; BLOCK];
+            let block = Block { start: 0, len: self.0.len(), group: 0, step: 0 };
+            let tail = convert(s, self.0, block, None, &mut ints);
+            (ints[..2 * STEP_WORDS * block.steps()].to_vec(), tail)
+        }
+    }
 
     fn words(values: &[f32]) -> (Vec<i16>, f32, i32) {
-        let (mut block, mut ints) = ([0.0; WIDE], [1; WIDE]);
-        block[..values.len()].copy_from_slice(values);
-        let [scale, sum] = fixed::<WIDE>(&block, &mut ints);
-        let mut few = [1; WIDE];
-        assert_eq!((fixed::<STEP>(&block, &mut few), few), ([scale, sum], ints));
-        (ints.map(|int| int as i16).to_vec(), f32::from_bits(scale), sum as i32)
+        // Whole sixteens, and as they are.
+        let mut whole = values.to_vec();
+        whole.resize(values.len().next_multiple_of(LANES), 0.0);
+        let mut first = None;
+        for isa in CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            let (ints, tail) = dispatch(isa, Convert(values));
+            let (more, same) = dispatch(isa, Convert(&whole));
+            assert_eq!((&more[..ints.len()], same), (&ints[..], tail), "{isa:?}");
+            assert!(more[ints.len()..].iter().all(|int| *int == 0));
+            assert_eq!(*first.get_or_insert((ints.clone(), tail)), (ints, tail), "{isa:?}");
+        }
+        let (ints, [scale, sum]) = first.unwrap();
+        (ints.iter().map(|int| *int as i16).collect(), f32::from_bits(scale), sum as i32)
     }
 
     #[test]
     fn a_block_is_fixed_point_around_its_largest_value() {
         let (ints, scale, sum) = words(&[1.0, -1.9921875, 0.0078125, 0.00001, 3e-5]);
-        assert_eq!(ints[..8], [16384, -32640, 128, 0, 0, 0, 0, 0]);
+        assert_eq!(ints, [16384, -32640, 128, 0, 0, 0, 0, 0]);
         assert_eq!((scale, sum), (1.0 / 16384.0, 16128));
         // Ties go to even.
         assert_eq!(words(&[1.0, 0.5 / 16384.0, 1.5 / 16384.0]).0[1..3], [0, 2]);
-        assert_eq!(words(&[]), (vec![0; WIDE], 1.0 / 16384.0, 0));
-        for bad in [f32::NAN, f32::INFINITY] {
+        assert_eq!(words(&[0.0; 32]), (vec![0; 32], 1.0 / 16384.0, 0));
+        // The largest in each place of a block, which have to meet in one maximum and one sum.
+        for place in 0..48 {
+            let mut values = [0.5; 48];
+            values[place] = -1.5;
+            let (ints, scale, sum) = words(&values);
+            assert_eq!((ints[place], ints[(place + 1) % 48]), (-24576, 8192), "{place}");
+            assert_eq!((scale, sum), (1.0 / 16384.0, 24576 - 47 * 8192), "{place}");
+        }
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let (ints, scale, sum) = words(&[1.0, bad]);
-            assert!(ints == [0; WIDE] && scale.is_nan() && sum == 0);
+            assert!(ints == [0; 8] && scale.is_nan() && sum == 0);
         }
         let (_, scale, _) = words(&[f32::MIN_POSITIVE]);
         assert!(scale > 0.0 && scale.is_finite());
@@ -260,9 +286,9 @@ mod tests {
             .map(|j| (0..start).map(|i| ((i * 37 + j * 91) % 113) as f32 - 50.0).collect())
             .collect();
         let rows: Vec<&[f32]> = data.iter().map(|row| &row[..]).collect();
-        for isa in crate::exec::CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-            for m in 1..=crate::cpu::dispatch(isa, crate::cpu::tile::Shape).1 {
-                let [pairs, each] = crate::cpu::dispatch(isa, Both(&rows[..m], &blocks));
+        for isa in CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            for m in 1..=dispatch(isa, crate::cpu::tile::Shape).1 {
+                let [pairs, each] = dispatch(isa, Both(&rows[..m], &blocks));
                 assert_eq!(pairs, each, "{isa:?} {m}");
             }
         }

@@ -40,7 +40,7 @@ use crate::quant::{Block, Columns, QuantMatrix};
 use crate::scheme::QuantScheme;
 
 /// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
-const PIECE_ROWS: usize = 240;
+const PIECE_ROWS: usize = 264;
 
 /// Rows after which a wave is computed.
 const WAVE_ROWS: usize = 4 * PIECE_ROWS;

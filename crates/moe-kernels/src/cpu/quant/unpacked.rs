@@ -144,7 +144,7 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
     s: S,
     t: &mut Tiles,
     start: usize,
-    mut x: &[u32],
+    x: &[u32],
 ) {
     if M > S::TILE_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
@@ -161,16 +161,16 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
             }
         }
     }
-    let mut q = t.q;
+    // Cut into rows once: for each block, the division by M would take as long as a word.
+    let (mut x, mut q) = (x.as_chunks::<M>().0, t.q.as_chunks::<LANES>().0.as_chunks::<N>().0);
     for (block, scales) in t.blocks.iter().zip(t.scales.as_chunks::<LANES>().0.as_chunks::<N>().0) {
         let words = block.steps() * STEP_WORDS;
-        let (ints, rest) = x.split_at(words * M);
-        let (tail, rest) = rest.split_at(TAIL * M);
-        let (weights, more) = q.split_at(words * LANES * N);
+        let (ints, rest) = x.split_at(words);
+        let (tail, rest) = rest.split_at(TAIL);
+        let (weights, more) = q.split_at(words);
         (x, q) = (rest, more);
         let mut acc = [[s.splat_word(0); N]; M];
-        let weights = weights.as_chunks::<LANES>().0.as_chunks::<N>().0;
-        let mut words = ints.as_chunks::<M>().0.iter().zip(weights);
+        let mut words = ints.iter().zip(weights);
         // The first word apart, so that no instruction adds it to zero.
         if let Some((x, w)) = words.next() {
             advance(s, &mut acc, x, w);
@@ -181,7 +181,7 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
         for n in 0..N {
             let scale = P::ready(s, s.load_words(&scales[n]));
             for m in 0..M {
-                let scale = P::times(s, scale, tail[m]);
+                let scale = P::times(s, scale, tail[0][m]);
                 let sum = &mut segment[m].as_chunks_mut().0[t.vector + n];
                 s.store(s.fma(s.ints(acc[m][n]), scale, s.load(sum)), sum);
             }
