@@ -7,15 +7,16 @@
 // values) is fetched before pdl_wait().
 //
 // A block takes one sequence, up to 8 query heads of one KV head, and a range of positions (a split). A warp walks
-// tiles of 16 positions through its own cp.async buffers, so that warps never wait for each other in the loop. Both
-// products put the KV side on the 16 rows of mma.sync and the 8 heads on its 8 columns: S^T = K q^T and
+// tiles of 16 positions that come to places of its own (attention/ring.cuh), so that warps never wait for each other in
+// the loop. Both products put the KV side on the 16 rows of mma.sync and the 8 heads on its 8 columns: S^T = K q^T and
 // O^T = V^T P^T, so no half of the tensor core idles as it would with 8 heads on 16 rows, and P^T is S^T transposed
 // 8 x 8 in registers. Softmax is online per warp; q and P are rounded to bf16, sums are f32.
 //
 // Merging: warps through shared memory; splits within a cluster of up to 8 blocks through distributed shared
 // memory, every block sending each head's part to the block that merges it; clusters of one sequence through global
-// memory, the last to arrive merging. Every order is fixed, so results repeat bit for bit. The new token is a part of
-// its own in the merge of split 0: its key and value come from registers, and the cache write needs no ordering at all.
+// memory, the last of them merging what the others publish. Every order is fixed, so results repeat bit for bit. The
+// new token is a part of its own in the merge of split 0: its key and value come from registers, and the cache write
+// needs no ordering at all.
 //
 // Splits begin at multiples of 64 positions from 0. Their length follows from the sequence's length, on the device:
 // a captured launch serves any context.
@@ -38,8 +39,8 @@ __device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
   }
 }
 
-template <int D, bool kFp8>
-__device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) {
+template <int D, class Ring, bool kFp8>
+__device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, const Shared<D>& s) {
   const Place p = place(a);
   const Range range = split_range(a, p);
   // A cluster without work leaves as one. The first split of every row waits for the kernels ahead, so the end of
@@ -48,7 +49,9 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   const bool merges = a.splits > 1 && !range.padding;
   if (merges) cluster_arrive();  // this block runs, so the others may write to its shared memory
   const int warp = threadIdx.x / 32;
-  Ring<D> ring(s.ring(warp), a, p, range);
+  const uint32_t* table = a.block_tables + static_cast<size_t>(p.row) * a.max_blocks;
+  const Span span = {a.cache, table, p.kv_head, range.begin, range.end, range.visible_begin};
+  Ring ring(s.ring(warp), s.full(warp), maps, span);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
   // Beside the kernel ahead there is nothing to wait for: its blocks let this one begin behind their own wait, so what
@@ -63,17 +66,15 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   uint32_t q[D / 8];
   load_q<D>(s, q);
   Partial<D> part;
-  for (int tile = ring.first; tile < range.end; tile += kKvTile * kWarps) {
+  for (int tile = ring.first(); tile < range.end; tile += kTurn) {
     float weight[4];
-    ring.wait();
-    score_tile<D>(weight, q, ring.keys, tile, range, a.scale);
+    score_tile<D>(weight, q, ring.keys(), tile, range, a.scale);
     ring.next_keys();
     update_softmax<D>(part, weight);
-    ring.wait();
-    add_values<D>(part, weight, ring.values);
+    add_values<D>(part, weight, ring.values(tile));
     ring.next_values();
   }
-  cp_async_wait<0>();
+  ring.end();
   part.store(s.values(warp), s.stats(warp));
   __syncthreads();
   const BlockPartial<D> block(s, p.split == 0, token);
@@ -92,22 +93,39 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   merge_cluster<D, kFp8>(a, p, range, s);
 }
 
-template <int D, bool kFp8>
-__global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
-  extern __shared__ __align__(128) uint8_t smem[];
+template <int D, class Ring, bool kFp8>
+__device__ __forceinline__ void decode(const DecodeArgs& a, const KvMaps& maps) {
+  extern __shared__ __align__(1024) uint8_t smem[];
   pdl_launch_dependents();
-  attend<D, kFp8>(a, Shared<D>(smem));
+  attend<D, Ring, kFp8>(a, maps, Shared<D>(smem));
   // Beside the kernel ahead, one block waits for it at last, so that the end of this kernel still implies its end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
   if (a.beside && last) pdl_wait();
 }
 
+/// kTiles: whether the copy engine brings tiles. Four blocks have room for their registers, and one beside a block of
+/// the products ahead.
+template <int D, bool kTiles, bool kFp8>
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(DecodeArgs a, const __grid_constant__ KvMaps maps) {
+  if constexpr (!kTiles) {
+    decode<D, CopyRing<D>, kFp8>(a, maps);
+  } else {
+#if MOE_SM90
+    decode<D, TileRing<D>, kFp8>(a, maps);
+#endif
+  }
+}
+
 template <int D, bool kFp8>
-int run(const DecodeArgs& a, int rows, void* stream) {
+int run(const DecodeArgs& a, int rows, int major, void* stream) {
   const int groups = ceil_div(a.heads / a.cache.heads, kHeads) * a.cache.heads;
   Launch l = {dim3(a.splits, groups, rows), dim3(kThreads), stream, Shared<D>::kBytes};
   l.cluster = a.splits < kMaxCluster ? a.splits : kMaxCluster;
-  return launch(decode_kernel<D, kFp8>, l, a);
+  KvMaps maps = {};
+  if (major < 9 || a.cache.block_size % kKvTile != 0) return launch(decode_kernel<D, false, kFp8>, l, a, maps);
+  cudaError_t e = make_rows_map(&maps.k, a.cache.k, kMapRows, D, kKvTile);
+  if (e == cudaSuccess) e = make_rows_map(&maps.v, a.cache.v, kMapRows, D, kKvTile);
+  return e == cudaSuccess ? launch(decode_kernel<D, true, kFp8>, l, a, maps) : e;
 }
 
 bool valid_splits(int splits) {
@@ -123,31 +141,27 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
-  DecodeArgs a = {c.qkv,
-                  static_cast<const bf16*>(c.q_norm),
-                  static_cast<const bf16*>(c.k_norm),
-                  c.eps,
-                  {c.cos, c.sin, c.angle_index},
-                  c.slots,
-                  c.positions,
-                  c.block_tables,
-                  c.max_blocks,
-                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
-                  static_cast<bf16*>(c.out),
-                  nullptr,
-                  nullptr,
-                  c.heads,
-                  c.scale * kLog2E,
-                  static_cast<uint32_t>(c.window),
-                  c.splits,
-                  beside != 0,
-                  fp8};
-  const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
-  a.arrived = static_cast<uint32_t*>(c.workspace);
-  a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
-  if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, stream);
-  if (c.head_dim == 128) return run<128, false>(a, c.rows, stream);
-  if (c.head_dim == 64) return run<64, false>(a, c.rows, stream);
+  const DecodeArgs a = {c.qkv,
+                        static_cast<const bf16*>(c.q_norm),
+                        static_cast<const bf16*>(c.k_norm),
+                        c.eps,
+                        {c.cos, c.sin, c.angle_index},
+                        c.slots,
+                        c.positions,
+                        c.block_tables,
+                        c.max_blocks,
+                        cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
+                        static_cast<bf16*>(c.out),
+                        static_cast<uint32_t*>(c.workspace),
+                        c.heads,
+                        c.scale * kLog2E,
+                        static_cast<uint32_t>(c.window),
+                        c.splits,
+                        beside != 0,
+                        fp8};
+  if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, limits.major, stream);
+  if (c.head_dim == 128) return run<128, false>(a, c.rows, limits.major, stream);
+  if (c.head_dim == 64) return run<64, false>(a, c.rows, limits.major, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -167,7 +181,7 @@ extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_hea
   const size_t clusters = moe::ceil_div(splits, moe::kMaxCluster);
   const size_t groups = static_cast<size_t>(rows) * moe::ceil_div(heads / kv_heads, moe::kHeads) * kv_heads;
   if (clusters == 1) return 0;
-  return groups * moe::kHeads * (sizeof(uint32_t) + clusters * (head_dim + 2) * sizeof(float));
+  return groups * moe::kHeads * clusters * (head_dim + 2) * sizeof(uint32_t);
 }
 
 /// out = attention of one new token per sequence, whose key and value go to the cache and take part. Positions, slots,

@@ -3,17 +3,15 @@
 
 #include <cmath>
 
-#include "attention/head.cuh"
+#include "attention/ring.cuh"
 #include "ptx/cluster.cuh"
 #include "quant/fp8_row.cuh"
 
 namespace moe {
 namespace {
 
-constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kHeads = 8;       // query heads of a block: the columns of mma.sync
-constexpr int kKvTile = 16;     // positions of a warp's turn: its rows
 constexpr int kSplitStep = 64;  // splits begin at multiples of this
 constexpr int kMaxCluster = 8;
 
@@ -29,8 +27,7 @@ struct DecodeArgs {
   int max_blocks;
   KvCache cache;
   bf16* out;
-  uint32_t* arrived;  // [rows][groups][kHeads], zero between launches
-  float* partials;    // [rows][groups][kHeads][clusters][D + 2]: values, maximum, sum
+  uint32_t* partials;  // [rows][groups][kHeads][clusters][D + 2]: values, maximum, sum; zero between launches
   int heads;
   float scale;  // times log2 e
   uint32_t window;
@@ -95,11 +92,12 @@ constexpr int kValuePitch = D + 4;
 
 template <int D>
 struct Shared {
-  static constexpr int kRing = 2 * kKvTile * D * 2;  // bytes of a warp: a tile's keys and its values
+  static constexpr int kRing = 2 * kTileBytes<D>;  // bytes of a warp: a tile's keys and its values
   static constexpr int kMerged = kWarps * kRing;
   static constexpr int kStats = kMerged + kHeads * D * 4;
   static constexpr int kQ = kStats + (kWarps + 2) * kHeads * 2 * 4;
-  static constexpr int kBytes = kQ + kHeads * D * 2;
+  static constexpr int kFull = kQ + kHeads * D * 2;
+  static constexpr int kBytes = kFull + kWarps * 2 * 8;
   static_assert(kHeads * kValuePitch<D> * 4 <= kRing, "a warp's values take the place of its ring");
 
   uint8_t* base;
@@ -116,82 +114,8 @@ struct Shared {
   /// Scores of the new token.
   __device__ float* scores() const { return stats(kWarps + 1); }
   __device__ uint8_t* q() const { return base + kQ; }
-};
-
-/// A warp's keys and values on their way: tiles first, first + 4 tiles, .. Each place is refilled as soon as it has
-/// been read: a tile's values are in flight while its keys are multiplied, and the next tile's keys while its values
-/// are. More places were no faster: they cost resident blocks.
-template <int D>
-struct Ring {
-  uint8_t *keys, *values;
-  const DecodeArgs& a;
-  const uint32_t* table;
-  int kv_head, first, end, visible;
-  int tile;      // whose keys are fetched next
-  uint32_t row;  // cache row of its position lane % 16
-
-  __device__ Ring(uint8_t* smem, const DecodeArgs& args, const Place& p, const Range& r)
-      : keys(smem),
-        values(smem + kKvTile * D * 2),
-        a(args),
-        table(args.block_tables + static_cast<size_t>(p.row) * args.max_blocks),
-        kv_head(p.kv_head),
-        first(r.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile),
-        end(r.end),
-        visible(r.visible_begin),
-        tile(first),
-        row(0) {}
-
-  __device__ __forceinline__ void find_row() {
-    // Outside of what is visible, a block table may hold anything.
-    const int position = max(visible, min(tile + static_cast<int>(threadIdx.x) % kKvTile, end - 1));
-    if (tile < end) row = static_cast<uint32_t>(a.cache.row(table, position, kv_head));
-  }
-
-  /// One group per call, also where there is nothing to fetch, so that counting groups counts copies.
-  __device__ __forceinline__ void load(uint8_t* to, const bf16* from, uint32_t rows, int at) {
-    constexpr int kChunks = D / 8;  // 16-byte chunks of a row
-    const int lane = threadIdx.x % 32;
-    if (at < end) {
-#pragma unroll
-      for (int i = 0; i < kKvTile * kChunks / 32; ++i) {
-        const int r = i * (32 / kChunks) + lane / kChunks, c = lane % kChunks;
-        const size_t source = static_cast<size_t>(__shfl_sync(0xffffffffu, rows, r)) * D + c * 8;
-        cp_async16_or_zero(to + swizzle<D>(r, c), from + source, at + r < end && at + r >= visible);
-      }
-    }
-    cp_async_commit();
-  }
-
-  __device__ __forceinline__ void start() {
-    find_row();
-    load(keys, a.cache.k, row, tile);
-    load(values, a.cache.v, row, tile);
-    step();
-  }
-
-  __device__ __forceinline__ void step() {
-    tile += kKvTile * kWarps;
-    find_row();
-  }
-
-  /// The older of the two copies.
-  __device__ __forceinline__ void wait() const {
-    cp_async_wait<1>();
-    __syncwarp();
-  }
-
-  /// Keys have been read: fetches the next ones in their place.
-  __device__ __forceinline__ void next_keys() {
-    __syncwarp();
-    load(keys, a.cache.k, row, tile);
-  }
-
-  __device__ __forceinline__ void next_values() {
-    __syncwarp();
-    load(values, a.cache.v, row, tile);
-    step();
-  }
+  /// Barriers of a warp's keys and values.
+  __device__ uint64_t* full(int warp) const { return reinterpret_cast<uint64_t*>(base + kFull) + 2 * warp; }
 };
 
 template <int D>
@@ -341,7 +265,7 @@ __device__ __forceinline__ void score_tile(float (&weight)[4], const uint32_t (&
 #pragma unroll
   for (int step = 0; step < D / 16; ++step) {
     uint32_t m[4];
-    ldmatrix_x4(m, k + swizzle<D>(i % 2 * 8 + r, step * 2 + i / 2));
+    ldmatrix_x4(m, k + tile_at(i % 2 * 8 + r, step * 2 + i / 2));
     mma_bf16(c[step % 2], m, q[2 * step], q[2 * step + 1]);
   }
 #pragma unroll
@@ -384,7 +308,7 @@ __device__ __forceinline__ void add_values(Partial<D>& part, const float (&weigh
 #pragma unroll
   for (int d = 0; d < D / 16; ++d) {
     uint32_t m[4];
-    ldmatrix_x4_trans(m, v + swizzle<D>(i / 2 * 8 + r, d * 2 + i % 2));
+    ldmatrix_x4_trans(m, v + tile_at(i / 2 * 8 + r, d * 2 + i % 2));
     mma_bf16(part.values[d], m, p0, p1);
   }
 }

@@ -135,7 +135,7 @@ struct Worker {
   __device__ __forceinline__ void load_rows(int stage, int row, int first, int last) const {
     const int group = threadIdx.x;
     if (group < first || group >= last) return;
-    load_rows8(b.tile(stage) + group * kGroupBytes, rows, row, b.tile_full(stage));
+    load_box(b.tile(stage) + group * kGroupBytes, rows, row, b.tile_full(stage));
   }
 
   /// Asks for the rows before `old` of tile `i` of a range, which comes `ahead` tiles behind the last one that has been
@@ -161,7 +161,7 @@ struct Worker {
     if (group == 0) arrive_expecting(b.query_full(), groups * kGroupBytes);
     __syncwarp();
     if (group < groups)
-      load_rows8(b.query() + group * kGroupBytes, query, token * a.heads + group * kGroup, b.query_full());
+      load_box(b.query() + group * kGroupBytes, query, token * a.heads + group * kGroup, b.query_full());
   }
 
   /// A row's first tiles, and its queries; rows before `old` are there already, the others and the queries when the
@@ -290,8 +290,8 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
   const Args a = args_of(c);
   const Splits splits = splits_of(c, true);
   CUtensorMap query, latent;
-  cudaError_t e = make_rows8_map(&query, a.q, a.tokens * a.heads, kKey);
-  if (e == cudaSuccess) e = make_rows8_map(&latent, a.cache.k, c.num_blocks * c.block_size, kKey);
+  cudaError_t e = make_rows_map(&query, a.q, a.tokens * a.heads, kKey, 8);
+  if (e == cudaSuccess) e = make_rows_map(&latent, a.cache.k, c.num_blocks * c.block_size, kKey, 8);
   if (e != cudaSuccess) return e;
   // Sequences beside each other: the blocks that have work come first.
   const dim3 grid(static_cast<unsigned>(c.sequences), static_cast<unsigned>(c.splits));

@@ -98,43 +98,68 @@ __device__ __forceinline__ void store_merged(const DecodeArgs& a, const Place& p
   store_fp8(a, p, local < share ? first + local : p.heads, x);
 }
 
-/// The last cluster of a sequence to arrive merges the partials of one head in the order of clusters.
-template <int D, bool kFp8>
-__device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head,
-                                               int active) {
-  __shared__ bool last;
-  __syncthreads();  // the release below is for all threads' writes
-  if (threadIdx.x == 0) {
-    uint32_t* arrived = a.arrived + group * kHeads + head;
-    last = add_acq_rel(arrived, 1) == static_cast<uint32_t>(active - 1);
-    if (last) *arrived = 0;  // ready for the next launch
-  }
-  __syncthreads();
-  if (!last || threadIdx.x >= D || head >= p.heads) return;
-  const int clusters = ceil_div(a.splits, kMaxCluster), lane = threadIdx.x % 32;
-  const float* from = a.partials + (group * kHeads + head) * clusters * (D + 2);
-  const bool brings = lane < active;
-  const float max = brings ? __ldcg(from + lane * (D + 2) + D) : -INFINITY;
-  const float sum = brings ? __ldcg(from + lane * (D + 2) + D + 1) : 0.f;
-  float x[8];
-  const auto load = [&](int first) {
+/// A float as a word that is there when it is not zero; 0 goes as -0.
+__device__ __forceinline__ void publish(uint32_t* to, float v) {
+  const uint32_t word = __float_as_uint(v);
+  store_relaxed(to, word == 0 ? 0x80000000u : word);
+}
+
+/// Waits until words of these `from` are there, all of a warp's together: each look takes a way to L2 and back.
+template <int kCount>
+__device__ __forceinline__ void await_words(uint32_t (&word)[kCount], const uint32_t* const (&from)[kCount],
+                                            const bool (&wanted)[kCount]) {
+  bool there;
+  do {
+    there = true;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = first + i < active ? __ldcg(from + (first + i) * (D + 2) + threadIdx.x) : 0.f;
-  };
-  load(0);
-  const Combined c = combine(max, sum);
+    for (int i = 0; i < kCount; ++i)
+      if (wanted[i] && word[i] == 0) word[i] = load_relaxed(from[i]);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) there = there && (!wanted[i] || word[i] != 0);
+  } while (!__all_sync(0xffffffffu, there));
+}
+
+/// Merges the parts of one head of a sequence's clusters in their order: `own` {value, maximum, sum} of the last, by
+/// which this is done, with those that the others publish. Blocks of theirs are ahead of this one, so it may wait for
+/// them. A word says by itself that it is there: between a cluster that publishes and this one are a store and a load.
+/// What was read becomes zero again. By D threads.
+template <int D>
+__device__ __forceinline__ float merge_clusters(uint32_t* parts, int others, float3 own) {
+  constexpr int kAtOnce = 3, kPart = D + 2;
+  const int lane = threadIdx.x % 32;
+  const bool brings = lane < others;
+  uint32_t x[kAtOnce + 2] = {};
+  const uint32_t* from[kAtOnce + 2];
+  bool wanted[kAtOnce + 2];
+  Combined c;
   float value = 0.f;
-  for (int first = 0; first < active; first += 8) {
-    if (first > 0) load(first);
+  for (int first = 0; first < others; first += kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * x[i];
+    for (int i = 0; i < kAtOnce; ++i)
+      x[i] = 0, from[i] = parts + (first + i) * kPart + threadIdx.x, wanted[i] = first + i < others;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      from[kAtOnce + i] = parts + lane * kPart + D + i, wanted[kAtOnce + i] = first == 0 && brings;
+    await_words(x, from, wanted);
+    if (first == 0) {
+      const bool last = lane == others;
+      c = combine(brings ? __uint_as_float(x[kAtOnce])
+                  : last ? own.y
+                         : -INFINITY,
+                  brings ? __uint_as_float(x[kAtOnce + 1])
+                  : last ? own.z
+                         : 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * __uint_as_float(x[i]);
+      if (wanted[i]) parts[(first + i) * kPart + threadIdx.x] = 0;
+    }
   }
-  if constexpr (kFp8) {
-    __shared__ float merged[D];
-    merged[threadIdx.x] = value / c.sum;
-    return store_merged(a, p, merged, head, 1);
-  }
-  a.out[out_at<D>(a, p, head) + threadIdx.x] = __float2bfloat16_rn(value / c.sum);
+  value += __shfl_sync(0xffffffffu, c.weight, others) * own.x;
+  named_barrier(1, D);  // all have read maxima and sums
+  if (threadIdx.x < 2 * others) parts[threadIdx.x / 2 * kPart + D + threadIdx.x % 2] = 0;
+  return value / c.sum;
 }
 
 /// Merges this block's share of the heads over the cluster; if the sequence has several clusters (of 8 blocks, so one
@@ -145,6 +170,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
   const int size = cluster_size(), rank = cluster_rank(), share = kHeads / size, lane = threadIdx.x % 32;
   const int clusters = ceil_div(a.splits, kMaxCluster), active = ceil_div(range.active, kMaxCluster);
   const size_t group = static_cast<size_t>(p.row) * gridDim.y + p.group;
+  float3 own = {};  // of several clusters: a block has one head
   for (int at = threadIdx.x; at < share * D; at += kThreads) {
     const int local = at / D, head = rank * share + local, d = at % D;
     const bool brings = lane < size;
@@ -159,13 +185,26 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
       else if (head < p.heads) a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(value / c.sum);
       continue;
     }
-    float* to = a.partials + ((group * kHeads + head) * clusters + p.split / kMaxCluster) * (D + 2);
-    to[d] = value;
-    if (d == 0) to[D] = c.top, to[D + 1] = c.sum;
+    own = {value, c.top, c.sum};
   }
-  if (active > 1) merge_clusters<D, kFp8>(a, p, group, rank, active);
+  if (active == 1) {
+    if constexpr (kFp8) store_merged(a, p, s.values(0), rank * share, share);
+    return;
+  }
+  const bool merges = p.split / kMaxCluster == active - 1;
+  uint32_t* parts = a.partials + (group * kHeads + rank) * clusters * (D + 2);
+  if (threadIdx.x < D && !merges) {
+    uint32_t* to = parts + p.split / kMaxCluster * (D + 2);
+    publish(to + threadIdx.x, own.x);
+    if (threadIdx.x == 0) publish(to + D, own.y), publish(to + D + 1, own.z);
+  }
+  if (threadIdx.x >= D || !merges) return;
+  const float out = merge_clusters<D>(parts, active - 1, own);
   if constexpr (kFp8) {
-    if (active == 1) store_merged(a, p, s.values(0), rank * share, share);
+    s.values(0)[threadIdx.x] = out;
+    store_merged(a, p, s.values(0), rank, 1);
+  } else if (rank < p.heads) {
+    a.out[out_at<D>(a, p, rank) + threadIdx.x] = __float2bfloat16_rn(out);
   }
 }
 

@@ -274,6 +274,12 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 /// Two neighbouring words of that kind, 16-byte aligned.
 __device__ __forceinline__ uint4 load_relaxed_pair(const uint64_t* p) {
   uint64_t v, w;
@@ -284,6 +290,9 @@ __device__ __forceinline__ uint4 load_relaxed_pair(const uint64_t* p) {
 
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // ---- barriers among some warps of a block

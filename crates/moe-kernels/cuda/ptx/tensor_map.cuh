@@ -46,13 +46,14 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rows,
   return make_tensor_map(map, data, 2, dims, strides, box);
 }
 
-/// The same in boxes of 8 rows of all columns, a multiple of 64: 64 columns of the 8 rows lie together (1,024 bytes),
-/// so that one instruction brings what would be a tile for every 64 columns (`load_rows8`).
-inline cudaError_t make_rows8_map(CUtensorMap* map, const bf16* data, int rows, int columns) {
+/// The same in boxes of so many rows of all columns, a multiple of 64: 64 columns of the rows lie together, so that one
+/// instruction brings what would be a tile for every 64 columns (`load_box`).
+inline cudaError_t make_rows_map(CUtensorMap* map, const bf16* data, int rows, int columns, int box_rows) {
   const cuuint64_t dims[3] = {kTileColumns, static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(columns / kTileColumns)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * sizeof(bf16), kTileColumns * sizeof(bf16)};
-  const cuuint32_t box[3] = {kTileColumns, 8, static_cast<cuuint32_t>(columns / kTileColumns)};
+  const cuuint32_t box[3] = {kTileColumns, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(columns / kTileColumns)};
   return make_tensor_map(map, data, 3, dims, strides, box);
 }
 
@@ -80,8 +81,8 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
       : "memory");
 }
 
-/// 8 rows from `row` on, of all columns, by a map of `make_rows8_map`.
-__device__ __forceinline__ void load_rows8(void* to, const CUtensorMap* map, int row, uint64_t* bar) {
+/// The rows from `row` on, of all columns, by a map of `make_rows_map`.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, int row, uint64_t* bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(smem_addr(to)),

@@ -1,0 +1,190 @@
+// Cached keys and values on their way to a warp of the decode kernel, tiles of 16 positions, which none of the other
+// warps wait for. A place is filled again as soon as it has been read: a tile's values are in flight while its keys are
+// multiplied, and the next tile's keys while its values are.
+//
+// A tile lies in shared memory as the copy engine's 128-byte swizzle puts it: 64 dimensions of its 16 rows, then the
+// others.
+#pragma once
+
+#include "attention/head.cuh"
+#include "ptx/tensor_map.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kKvTile = 16;              // positions of a warp's turn: its rows
+constexpr int kTurn = kKvTile * kWarps;  // positions from one tile of a warp to its next one
+constexpr int kMapRows = 0x7fffffff;     // rows come out of block tables, so a map needs no end
+
+template <int D>
+constexpr int kTileBytes = kKvTile * D * 2;
+
+/// 16-byte chunk `c` of row `r` of a tile.
+__device__ __forceinline__ uint32_t tile_at(uint32_t r, uint32_t c) {
+  return c / 8 * (kKvTile * 128) + r * 128 + ((c ^ r) % 8 << 4);
+}
+
+/// The cached positions that a block takes, and where they are.
+struct Span {
+  const KvCache& cache;
+  const uint32_t* table;
+  int kv_head, begin, end;
+  int visible;  // positions before it are outside of the window
+
+  /// Row of a position of the cache.
+  __device__ __forceinline__ uint32_t row(int position) const {
+    return static_cast<uint32_t>(cache.row(table, position, kv_head));
+  }
+};
+
+struct KvMaps {
+  CUtensorMap k, v;
+};
+
+/// By cp.async: blocks of the cache of any size, every card.
+template <int D>
+struct CopyRing {
+  uint8_t* places;
+  const Span& span;
+  int tile;      // whose keys are fetched next
+  uint32_t row;  // cache row of its position lane % 16
+
+  __device__ CopyRing(uint8_t* smem, uint64_t*, const KvMaps&, const Span& s)
+      : places(smem), span(s), tile(first()), row(0) {}
+
+  __device__ __forceinline__ int first() const { return span.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile; }
+
+  __device__ __forceinline__ void find_row() {
+    // Outside of what is visible, a block table may hold anything.
+    const int position = max(span.visible, min(tile + static_cast<int>(threadIdx.x) % kKvTile, span.end - 1));
+    if (tile < span.end) row = span.row(position);
+  }
+
+  /// One group per call, also where there is nothing to fetch, so that counting groups counts copies.
+  __device__ __forceinline__ void load(uint8_t* to, const bf16* from) {
+    constexpr int kChunks = D / 8;  // 16-byte chunks of a row
+    const int lane = threadIdx.x % 32;
+    if (tile < span.end) {
+#pragma unroll
+      for (int i = 0; i < kKvTile * kChunks / 32; ++i) {
+        const int r = i * (32 / kChunks) + lane / kChunks, c = lane % kChunks;
+        const size_t source = static_cast<size_t>(__shfl_sync(0xffffffffu, row, r)) * D + c * 8;
+        cp_async16_or_zero(to + tile_at(r, c), from + source, tile + r < span.end && tile + r >= span.visible);
+      }
+    }
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ void start() {
+    find_row();
+    load(places, span.cache.k);
+    next_values();
+  }
+
+  /// Of the oldest tile, when they are there.
+  __device__ __forceinline__ const uint8_t* keys() const {
+    cp_async_wait<1>();
+    __syncwarp();
+    return places;
+  }
+  __device__ __forceinline__ const uint8_t* values(int) const {
+    cp_async_wait<1>();
+    __syncwarp();
+    return places + kTileBytes<D>;
+  }
+
+  /// Keys have been read: fetches the next ones in their place.
+  __device__ __forceinline__ void next_keys() {
+    __syncwarp();
+    load(places, span.cache.k);
+  }
+  __device__ __forceinline__ void next_values() {
+    __syncwarp();
+    load(places + kTileBytes<D>, span.cache.v);
+    tile += kTurn;
+    find_row();
+  }
+
+  /// Nothing more comes.
+  __device__ __forceinline__ void end() const { cp_async_wait<0>(); }
+};
+
+#if MOE_SM90
+/// The same by the copy engine: blocks of the cache of whole tiles. One instruction of one lane brings a tile, where
+/// cp.async takes eight of each lane and as many addresses.
+template <int D>
+struct TileRing {
+  uint8_t* places;  // keys, values
+  uint64_t* full;   // keys, values
+  const KvMaps& maps;
+  const Span& span;
+  int tile;      // whose keys are fetched next
+  uint32_t row;  // cache row of its first position
+  uint32_t parity = 0;
+
+  __device__ TileRing(uint8_t* smem, uint64_t* barriers, const KvMaps& m, const Span& s)
+      : places(smem), full(barriers), maps(m), span(s), tile(first()), row(0) {}
+
+  /// Tiles of which nothing is visible are not looked up: their entries of a table may hold anything.
+  __device__ __forceinline__ int first() const {
+    const int own = span.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile;
+    return own + kKvTile <= span.visible ? own + kTurn : own;
+  }
+
+  __device__ __forceinline__ void load(int place, const CUtensorMap& map) {
+    if (tile >= span.end || !elect_one()) return;
+    arrive_expecting(full + place, kTileBytes<D>);
+    load_box(places + place * kTileBytes<D>, &map, static_cast<int>(row), full + place);
+  }
+
+  __device__ __forceinline__ void start() {
+    if (elect_one()) {
+      prefetch_tensor_map(&maps.k), prefetch_tensor_map(&maps.v);
+      mbarrier_init(full, 1), mbarrier_init(full + 1, 1);
+      mbarrier_fence_init();
+    }
+    __syncwarp();
+    if (tile < span.end) row = span.row(tile);
+    load(0, maps.k);
+    next_values(), parity = 0;
+  }
+
+  /// Of the oldest tile, when they are there.
+  __device__ __forceinline__ const uint8_t* keys() const {
+    mbarrier_wait(full, parity);
+    return places;
+  }
+  /// Rows of the tile at `at` that are not to be seen may hold what is no number, which no weight would hide: they
+  /// become zero.
+  __device__ __forceinline__ const uint8_t* values(int at) const {
+    uint8_t* v = places + kTileBytes<D>;
+    mbarrier_wait(full + 1, parity);
+    if (at + kKvTile <= span.end && at >= span.visible) return v;
+    for (int i = threadIdx.x % 32; i < kTileBytes<D> / 16; i += 32) {
+      const int r = i % kKvTile;
+      if (at + r >= span.end || at + r < span.visible) *reinterpret_cast<uint4*>(v + tile_at(r, i / kKvTile)) = uint4{};
+    }
+    fence_async_shared();  // the engine fills the place again
+    __syncwarp();
+    return v;
+  }
+
+  /// Keys have been read: fetches the next ones in their place.
+  __device__ __forceinline__ void next_keys() {
+    __syncwarp();
+    load(0, maps.k);
+  }
+  __device__ __forceinline__ void next_values() {
+    __syncwarp();
+    load(1, maps.v);
+    tile += kTurn, parity ^= 1;
+    if (tile < span.end) row = span.row(tile);
+  }
+
+  __device__ __forceinline__ void end() const {}
+};
+#endif  // MOE_SM90
+
+}  // namespace
+}  // namespace moe
