@@ -57,15 +57,19 @@ class Case:
              int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75, self.routing)
         return out
 
-    def rows(self):
+    def operand(self, rows):
+        """What the experts' products make of rows of bf16, f64."""
+        return rows.double()
+
+    def rows(self, operand=torch.Tensor.double):
         """Rows as the kernel rounds them, f64."""
         if self.norm is None:
-            return self.x.double()
+            return operand(self.x)
         factor = (self.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        return (self.x * self.norm.float()).to(torch.bfloat16).double() * factor
+        return operand((self.x * self.norm.float()).to(torch.bfloat16)) * factor
 
     def expect(self, name, out):
-        x = self.rows()
+        x, operand = self.rows(), self.rows(self.operand)
         ids = ids_back(self.ids)
         if not self.given:
             logits = x @ self.gate.double().T + (self.gate_bias.double() if self.gate_bias is not None else 0)
@@ -89,8 +93,8 @@ class Case:
             for k in range(self.top_k):
                 e = int(local[t, k])
                 if e >= 0:
-                    gate, up = (self.w13[e].double() @ x[t]).split(self.inter)
-                    act = (gate * torch.sigmoid(gate) * up).to(torch.bfloat16).double()
+                    gate, up = (self.w13[e].double() @ operand[t]).split(self.inter)
+                    act = self.operand((gate * torch.sigmoid(gate) * up).to(torch.bfloat16))
                     ref[t] += self.weights[t, k].double() * (self.w2[e].double() @ act)
         got = out.double() - (self.before.double() if self.output == 2 else 0)
         error = rel(got, ref)

@@ -8,7 +8,7 @@ from check_layer import state_for, watched_and_forced
 from expert_cases import Case as ExpertsCase
 from kernels import LIB, Out, call, randn, refuses, rel
 from library import BF16, F32, NO_EXPERT, ids_back, poison, sized
-from quant_pack import FP8, FP8_BLOCK, FP8_TENSOR, INT4, INT4_128, INT4_32Z, INT8_128, INT8_Z, SCHEMES, Pack
+from quant_pack import FP8, FP8_BLOCK, FP8_TENSOR, INT4, INT4_128, INT4_32Z, INT8_128, INT8_Z, SCHEMES, Pack, fixed_point
 from router import SCORINGS
 
 F32_BOUND, BF16_BOUND = 2e-5, 4e-3
@@ -31,9 +31,10 @@ def linear_case(scheme, m, n, k, output, bias, norm):
         out.t.copy_(before)
     run = lambda to: call("moe_quant_linear_stream", x, gain, 1e-6, pack, b, to, output, m)
     run(out.t)
-    rows = x.double()
-    if norm:  # rounded where the kernel rounds
-        rows = (x * gain.float()).to(torch.bfloat16).double() * (rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    operand = fixed_point if m == 1 and scheme.streams_digits() else torch.Tensor.double
+    rows = operand((x * gain.float()).to(torch.bfloat16) if norm else x)  # rounded where the kernel rounds
+    if norm:
+        rows *= (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     want = rows @ pack.w[0].T + (b.double() if bias else 0) + (before.double() if output == 2 else 0)
     error = rel(out.t, want)
     name = f"{scheme.name} m={m} n={n} k={k} output={output} bias={bias} norm={norm}"
@@ -78,10 +79,41 @@ def quant_linear_reads_every_code():
 
 
 @check
+def quant_linear_rows_of_any_magnitude():
+    """In one row of digits a value below 2^-7 of the largest of its 128 columns loses at most 2^-15 of it, others nothing."""
+    n, k, m = 160, 1088, 7
+    for scheme in SCHEMES:
+        pack = Pack(1, n, k, scheme)
+
+        def products(x):
+            out = poison(m, n, dtype=torch.float32)
+            for row, to in zip(x, out):
+                call("moe_quant_linear_stream", row, None, 0.0, pack, None, to, F32, 1)
+            return out
+
+        x = randn(m, k, dtype=torch.float32) * 2.0 ** torch.randint(-24, 1, (m, k), device="cuda")
+        x = (x * 2.0 ** torch.randint(-90, 90, (m, 1), device="cuda")).to(torch.bfloat16)
+        x[0, 128:256], x[1] = 0, 0
+        x[2, 256:384] = 511 / 256  # the largest number of an exponent
+        out, w, size = products(x), pack.w[0], x.double().abs()
+        error = size * 4e-6
+        if scheme.streams_digits():
+            blocks = torch.nn.functional.pad(size, (0, -k % 128)).view(m, -1, 128)
+            largest = blocks.amax(-1, keepdim=True).expand_as(blocks).reshape(m, -1)[:, :k]
+            error += torch.where(size < 2.0**-7 * largest, 2.0**-15 * largest, 0)
+        off, most = (out.double() - x.double() @ w.T).abs(), error @ w.abs().T
+        assert (off <= most).all(), f"{scheme.name}: off by {(off / most.clamp_min(1e-300)).max().item()} of the bound"
+        x[2, 5], x[3, 1000] = float("nan"), float("-inf")
+        lost = products(x)
+        assert not lost[2:4].isfinite().any(), f"{scheme.name}: numbers out of a row that has one that is none"
+        assert torch.equal(lost[[0, 1, 4, 5, 6]], out[[0, 1, 4, 5, 6]]), f"{scheme.name}: one row changes others"
+
+
+@check
 def quant_linear_bits_do_not_depend_on_other_rows():
     for scheme, norm in itertools.product((INT4_128, INT8_Z, FP8_BLOCK), (False, True)):
         pack, x, gain, out = linear_case(scheme, 8, 640, 2048, 0, False, norm)
-        for m in (1, 3, 5):
+        for m in (2, 3, 5) if scheme.streams_digits() else (1, 3, 5):  # one row beside integers is digits
             few = torch.empty(m, 640, device="cuda")
             call("moe_quant_linear_stream", x[:m].contiguous(), gain, 1e-6, pack, None, few, F32, m)
             assert torch.equal(few, out[:m]), f"{scheme.name} m={m}"
@@ -109,11 +141,14 @@ class QuantLayer(LayerCase):
     """A case of moe_layer_stream with quantised experts."""
 
     def __init__(self, tokens, shape, scheme, packs=None, **how):
-        self.packs = packs
+        self.packs, self.digits = packs, scheme.streams_digits()
         super().__init__(tokens, shape, **how)
         if packs is None:
             self.packs = packs_of(self.local, shape, scheme)
         self.w13, self.w2 = self.packs[0].w, self.packs[1].w
+
+    def operand(self, rows):
+        return fixed_point(rows) if self.digits else rows.double()
 
     def run(self, state, out=None):
         if not self.given:

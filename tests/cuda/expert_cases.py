@@ -12,6 +12,8 @@ SHAPES = sized(FULL, [(8, 2, 64, 64), (5, 1, 320, 192)])
 class Case:
     """Random weights, rows and routing of one shape, and the float64 answer."""
 
+    operand = staticmethod(torch.Tensor.double)  # what products make of rows of bf16
+
     def __init__(self, tokens, shape, ids=None, expert_map=None, local=None):
         self.tokens, (self.experts, self.top_k, self.hidden, self.inter) = tokens, shape
         self.local = self.experts if local is None else local
@@ -39,12 +41,29 @@ class Case:
             if e < 0:
                 continue
             slots = (local == e).nonzero().flatten()
-            both = self.x[slots // self.top_k].double() @ self.w13[e].double().T
+            both = self.operand(self.x[slots // self.top_k]) @ self.w13[e].double().T
             gate, up = both.split(self.inter, -1)
             act = (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)
-            rows[slots] = act.double() @ self.w2[e].double().T
+            rows[slots] = self.operand(act) @ self.w2[e].double().T
         weighted = rows.nan_to_num(0.0).view(self.tokens, self.top_k, self.hidden) * self.weights.double()[..., None]
         return rows, weighted.sum(1)
+
+    def slot_row_bounds(self, noise=4e-6):
+        """How far each number of the slot rows may be off: `noise` of each sum's terms, and what activations contribute that lie, within
+        that noise, between two bf16 and may round either way."""
+        local = self.local_ids()
+        bounds = torch.zeros(local.numel(), self.hidden, dtype=torch.float64, device="cuda")
+        for e in local.unique().tolist():
+            if e < 0:
+                continue
+            slots = (local == e).nonzero().flatten()
+            x, w13 = self.operand(self.x[slots // self.top_k]), self.w13[e].double()
+            (gate, up), (gate_off, up_off) = ((x @ w13.T).split(self.inter, -1), (x.abs() @ w13.abs().T * noise).split(self.inter, -1))
+            silu = gate * torch.sigmoid(gate)  # whose slope is at most 1.1
+            act, off = silu * up, silu.abs() * up_off + (1.1 * gate_off + noise * silu.abs()) * up.abs()
+            steps = (act + off).to(torch.bfloat16).double() - (act - off).to(torch.bfloat16).double()
+            bounds[slots] = (steps + noise * act.abs()) @ self.w2[e].double().abs().T
+        return bounds
 
     def buffers(self, rows=torch.float32):
         slots = self.tokens * self.top_k
@@ -77,8 +96,8 @@ def list_slots(lib, case, counters, buckets):
     return listed, counts, tokens
 
 
-def expect_close(name, case, got, bound=5e-4, each=None):
-    """Bounds of the slot rows' error: of all together and, if given, of each."""
+def expect_close(name, case, got, bound=5e-4, each=None, exact=False):
+    """Bounds of the slot rows' error: of all together, if given of each and, if `exact`, of each of their numbers."""
     rows, out = got
     ref_rows, ref_out = case.reference()
     present = case.local_ids() >= 0
@@ -89,6 +108,9 @@ def expect_close(name, case, got, bound=5e-4, each=None):
         if each is not None:
             error = ((rows[present].double() - ref_rows[present]).norm(dim=-1) / ref_rows[present].norm(dim=-1)).max().item()
             assert error < each, f"{name}: a slot row is off by {error}"
+        if exact:
+            share = ((rows.double() - ref_rows).abs() / case.slot_row_bounds())[present].max().item()
+            assert share <= 1, f"{name}: a slot row's number is off by {share} of its bound"
     error = rel_error(out, ref_out) if present.any() else out.float().abs().max().nan_to_num(1.0).item()
     assert error < 4e-3, f"{name}: token rows are off by {error}"
     return error

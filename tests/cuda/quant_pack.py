@@ -22,6 +22,10 @@ class Scheme:
     scale: int = F16
     rows: int = 1
 
+    def streams_digits(self):
+        """Whether streaming launches of the fewest rows multiply such weights by fixed-point rows (kTakesDigits in cuda/quant)."""
+        return self.format != FP8 and (self.group == 0 or self.group >= 128)
+
     def bytes(self, n, k):
         """Of a matrix [n, k] as it lies on the device."""
         groups = -(-k // self.group) if self.group else 1
@@ -92,6 +96,14 @@ class Pack:
         self.scales = tiled[..., ::8].contiguous() if self.scale_rows == 2 else tiled.contiguous()
         self.zeros = tile_rows(self.zero, gate_up).transpose(2, 3).contiguous() if scheme.zeros else None
         self.w = Dequantised(self)
+
+
+def fixed_point(rows):
+    """Rows of bf16 as the 16-bit integers with a unit for 128 columns that integer products take (cuda/quant/digits.cuh), in float64."""
+    blocks = torch.nn.functional.pad(rows.double(), (0, -rows.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    largest = blocks.abs().amax(-1, keepdim=True).to(torch.bfloat16).view(torch.int16).int()
+    unit = torch.exp2(((largest + 1 >> 7).clamp(min=15) - (127 + 14)).double())
+    return ((blocks / unit).round() * unit).flatten(-2)[..., : rows.shape[-1]]
 
 
 class RawPack:

@@ -9,6 +9,8 @@ namespace moe::quant_layer {
 
 template <class Kind>
 struct Worker {
+  using Rows = RowSteps<Kind>;
+
   const Args& a;
   const Shared& s;
   const Tiles& tiles;
@@ -19,12 +21,12 @@ struct Worker {
       : a(a), s(s), tiles(tiles), feed(a, s, tiles) {}
 
   /// Activations of a tile of gate and up whose halves have been added, as words that carry the launch's number. Lane
-  /// 4 g + c has output g of tokens 2 c and 2 c + 1; two outputs are a word.
+  /// 4 g + c has output g of its tokens; two outputs are a word.
   __device__ __forceinline__ void activate(int active, int tile, const float (&sum)[4], uint32_t number) const {
     const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = lane % 4 * 2 + i;
+    for (int i = 0; i < Rows::kEach; ++i) {
+      const int token = Rows::result_token(i);
       const float scale = token < a.tokens ? s.scale()[token] : 0.0f, gate = sum[i] * scale, up = sum[2 + i] * scale;
       const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 4);
       const uint32_t slot = token < a.tokens ? s.slot_of(active)[token] : kNone;
@@ -39,14 +41,14 @@ struct Worker {
   __device__ __forceinline__ void fetch(const uint32_t* slots, uint32_t mask, int k, int columns, int pitch,
                                         uint32_t number) const {
     constexpr int kPieces = 3;  // 16 bytes that a lane asks for at once
-    const int lane = threadIdx.x % 32, pieces = columns / 4;
+    const int own = Rows::own_piece(), pieces = columns / 4, end = Rows::kDigits ? round_up(pieces, 32) : pieces;
     const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
-    uint8_t* row = s.act(threadIdx.x / 32);
+    uint8_t* row = s.template act<Kind>(threadIdx.x / 32);
     __syncwarp();  // the columns before have been read
     for (; mask != 0; mask &= mask - 1, row += pitch) {
       const uint64_t* from = a.act() + (static_cast<size_t>(slots[__ffs(mask) - 1]) * a.inter + k) / 2;
 #pragma unroll 1
-      for (int first = lane; first < pieces; first += 32 * kPieces) {
+      for (int first = own; first < end; first += 32 * kPieces) {
         uint4 v[kPieces] = {};
         for (;;) {
           bool there = true;
@@ -61,10 +63,15 @@ struct Worker {
         }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-          if (first + i * 32 < pieces) *reinterpret_cast<uint2*>(row + (first + i * 32) * 8) = {v[i].x, v[i].z};
+          if (first + i * 32 < end) Rows::store_piece(row, first + i * 32, {v[i].x, v[i].z});
       }
     }
     __syncwarp();
+  }
+
+  /// Which of the rows of the tokens in `mask` is a token's; of one that is not there the first.
+  static __device__ __forceinline__ int row_among(uint32_t mask, int token) {
+    return (mask >> token & 1) != 0 ? __popc(mask & ((1u << token) - 1)) : 0;
   }
 
   /// Rows of tiles of one pass.
@@ -75,40 +82,41 @@ struct Worker {
     const quant::LaneScales scales(w, Kind::kFormat);
     const int2 columns = half_of(w.k, half);
     const int per_expert = a.inter / kOutputs;
-    const uint8_t* own_act = s.act(warp);
+    const uint8_t* own_act = s.template act<Kind>(warp);
 #pragma unroll 1
     for (int at = tiles.begin(pass); at < tiles.end(pass); at += tiles.each(pass)) {
       const int active = down ? at / 2 : at / per_expert;
       mbarrier_wait(a.early() ? s.expert_full(active) : s.active_full(), 0);
       if (s.expert()[active] == kNone) continue;
       const uint32_t* slots = s.slot_of(active);
-      int token = min(lane / 4, a.tokens - 1), pitch = a.pitch(), most = 0;
+      int token = min(Rows::operand_token(), a.tokens - 1), pitch = a.pitch(Kind::kFormat), most = 0;
+      int result = min(Rows::result_token(0), a.tokens - 1);
       uint32_t mask = 0;
       if (down) {
         mask = __ballot_sync(0xffffffffu, lane < a.tokens && slots[min(lane, a.tokens - 1)] != kNone);
         const int count = __popc(mask);
         // As many wide steps of the rows as fit.
         most = count == 1 ? 12 : count == 2 ? 6 : 3;
-        pitch = most * quant::kWideStepBytes + kPad;
-        token = (mask >> token & 1) != 0 ? __popc(mask & ((1u << token) - 1)) : 0;
+        pitch = quant::row_pitch(most * quant::kWideStep, Rows::kDigits);
+        token = row_among(mask, token), result = row_among(mask, result);
       }
-      const uint8_t* x = (down ? own_act : s.rows() + columns.x * 2) + token * pitch;
+      const uint8_t* x = (down ? own_act : s.rows() + columns.x / quant::kWideStep * Rows::kBytes) + token * pitch;
       int held = down ? columns.x : columns.y;  // columns of x before this one are here
       float sum[4] = {};
 #pragma unroll 1
-      for (int k = columns.x; k < columns.y; k += quant::kWideStep, x += quant::kWideStepBytes) {
+      for (int k = columns.x; k < columns.y; k += quant::kWideStep, x += Rows::kBytes) {
         if (k == held) {
           const int more = min(most * quant::kWideStep, columns.y - k);
           fetch(slots, mask, k, more, pitch, number);
           held += more, x = own_act + token * pitch;
         }
-        feed.ring.multiply(scales, columns.y - k, x, sum);
+        feed.ring.template multiply<Rows>(scales, columns.y - k, x, (result - token) * pitch, sum);
         feed.ask();
       }
       if (down) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int of = lane % 4 * 2 + i;
+        for (int i = 0; i < Rows::kEach; ++i) {
+          const int of = Rows::result_token(i);
           const uint32_t to = of < a.tokens ? slots[of] : kNone;
           if (to == kNone) continue;
           s.part(to, half)[lane / 4] = sum[i], s.part(to, half)[lane / 4 + 8] = sum[2 + i];

@@ -21,17 +21,19 @@ __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
 /// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later. Leaves each
 /// warp's sums of squares and of the products with the block's first gate row. `norm` and `gate` hold this thread's
 /// first columns of the two.
-template <int kBatch>
+template <class Kind, int kBatch>
 __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2 norm, uint2 gate) {
   const bool routes = a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts;
-  const int warp = threadIdx.x / 32;
+  using Rows = RowSteps<Kind>;
+  const int warp = threadIdx.x / 32, end = Rows::kDigits ? round_up(a.hidden, quant::kWideStep) : a.hidden;
 #pragma unroll 1
   for (int first = 0; first < a.tokens; first += kBatch) {
     float squares[kBatch] = {}, logit[kBatch] = {};
 #pragma unroll 1
-    for (int at = threadIdx.x * 4; at < a.hidden; at += kWidth) {
+    for (int at = threadIdx.x * 4; at < end; at += kWidth) {
+      const bool is_there = !Rows::kDigits || at < a.hidden;  // else zeros
       uint2 weight = norm, row_of_gate = gate;
-      if (at >= kWidth) {
+      if (at >= kWidth && is_there) {
         if (a.norm != nullptr) weight = load4_const(a.norm + at);
         if (routes) row_of_gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
       }
@@ -39,6 +41,8 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2
       uint2 row[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
+        if constexpr (Rows::kDigits) x[i] = {}, row[i] = {};
+        if (!is_there) continue;
         const size_t from = static_cast<size_t>(min(first + i, a.tokens - 1)) * a.hidden + at;
         if (a.norm != nullptr) x[i] = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from));
         else row[i] = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(a.x) + from));
@@ -52,9 +56,7 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2
         }
         logit[i] = dot4(row[i], row_of_gate, logit[i]);
         if (first + i >= a.tokens) break;
-        uint8_t* to = s.rows() + (first + i) * a.pitch() + quant::word_at(at);
-        *reinterpret_cast<uint32_t*>(to) = row[i].x;
-        *reinterpret_cast<uint32_t*>(to + 32) = row[i].y;
+        Rows::keep(s.rows() + (first + i) * a.pitch(Kind::kFormat), at, row[i]);
       }
     }
 #pragma unroll
@@ -66,6 +68,26 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2
       s.sums(first + i)[warp] = squares[i];
       s.sums(a.tokens + first + i)[warp] = logit[i];
     }
+  }
+}
+
+/// Rows as products take them from those that `stage_rows` left, each warp what it brought: while logits, for which all
+/// blocks wait, are on their way.
+template <class Kind>
+__device__ __forceinline__ void finish_rows(const Args& a, const Shared& s) {
+  using Rows = RowSteps<Kind>;
+  if constexpr (Rows::kDigits) {
+#pragma unroll 1
+    for (int t = 0; t < a.tokens; ++t) {
+      uint8_t* row = s.rows() + t * a.pitch(Kind::kFormat);
+#pragma unroll 1
+      for (int at = threadIdx.x * 4; at < round_up(a.hidden, quant::kWideStep); at += kWidth) {
+        const uint2 words = Rows::kept(row, at);
+        __syncwarp();
+        Rows::store(row, at, words);
+      }
+    }
+    __syncthreads();
   }
 }
 
@@ -88,12 +110,12 @@ __device__ __forceinline__ float publish_logit(const Args& a, const Shared& s, i
 }
 
 /// Logits of expert e, another one than the block's first, by all warps.
+template <class Kind>
 __device__ __forceinline__ void sum_logits(const Args& a, const Shared& s, int e) {
   for (int t = 0; t < a.tokens; ++t) {
     float sum = 0;
     for (int at = threadIdx.x * 4; at < a.hidden; at += kWidth) {
-      const uint8_t* from = s.rows() + t * a.pitch() + quant::word_at(at);
-      const uint2 row = {*reinterpret_cast<const uint32_t*>(from), *reinterpret_cast<const uint32_t*>(from + 32)};
+      const uint2 row = RowSteps<Kind>::kept(s.rows() + t * a.pitch(Kind::kFormat), at);
       sum = dot4(row, load4_const(a.gate + static_cast<size_t>(e) * a.hidden + at), sum);
     }
     sum = warp_sum(sum);

@@ -14,14 +14,21 @@ constexpr int kMaxSlots = 32;       // a lane each
 constexpr int kTileRows = quant::kTileRows;
 constexpr int kOutputs = 8;  // of a tile of the first product: gate and up of each are two of its rows
 constexpr int kStep = quant::kStep;
-constexpr int kPad = 16;         // bytes between rows of bf16, against bank conflicts
-constexpr int kActBytes = 3200;  // of a warp's activations: 12 wide steps of a token, 3 of four
-constexpr int kPollNs = 64;      // between two looks at an activation
+constexpr int kPollNs = 64;  // between two looks at an activation
 constexpr uint8_t kNoPart = 0xff;
 constexpr uint32_t kNone = 0xffffffffu, kUnknown = 0xfffffffeu;
 
 /// Steps of a warp on their way or waiting.
 __host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 6 : 3; }
+
+/// Rows of x, of which integers take digits; not in groups of 32, which cost more than they save (lab book).
+template <class Kind>
+using RowSteps = quant::RowSteps<quant::kTakesDigits<Kind>>;
+
+/// Bytes of a warp's activations: 12 wide steps of a token, 3 of four.
+__host__ __device__ constexpr int act_bytes(QuantFormat format) {
+  return round_up(kMaxTokens * quant::row_pitch(3 * quant::kWideStep, quant::has_digits(format)), 128);
+}
 
 /// Byte offsets into dynamic shared memory. Barriers come first.
 struct Layout {
@@ -34,7 +41,9 @@ struct Args : layer::Args {
   float mean;  // what a sum of a row's squares is multiplied by for their mean
   quant::Matrix w13, w2;
 
-  __host__ __device__ int pitch() const { return hidden * 2 + kPad; }
+  __host__ __device__ int pitch(QuantFormat format) const {
+    return quant::row_pitch(hidden, quant::has_digits(format));
+  }
   /// Whether experts are used as soon as each of them is chosen: one token, all of whose experts are here.
   __host__ __device__ bool early() const {
     return tokens == 1 && gate != nullptr && expert_map == nullptr && num_local >= num_ids();
@@ -52,8 +61,8 @@ inline Layout layout(const Args& a, QuantFormat format) {
   l.halves = round_up(l.sums + 4 * 2 * kWarps * a.tokens, 16);
   l.parts = l.halves + 16 * 32 * 2 * kPairs;
   l.act = round_up(l.parts + 4 * 2 * kTileRows * a.slots(), 16);
-  l.rows = l.act + kActBytes * kWarps;
-  l.ring = round_up(l.rows + a.pitch() * a.tokens, 128);
+  l.rows = l.act + act_bytes(format) * kWarps;
+  l.ring = round_up(l.rows + a.pitch(format) * a.tokens, 128);
   l.total = l.ring + kWarps * depth(format) * quant::step_bytes(format);
   return l;
 }
@@ -87,7 +96,10 @@ struct Shared {
   __device__ float* part(int slot, int half) const {
     return reinterpret_cast<float*>(base + l.parts) + (2 * slot + half) * kTileRows;
   }
-  __device__ uint8_t* act(int warp) const { return base + l.act + warp * kActBytes; }
+  template <class Kind>
+  __device__ uint8_t* act(int warp) const {
+    return base + l.act + warp * act_bytes(Kind::kFormat);
+  }
   __device__ uint8_t* rows() const { return base + l.rows; }
 };
 

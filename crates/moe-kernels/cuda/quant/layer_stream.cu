@@ -12,7 +12,8 @@
 // - In the down product a warp takes half of the columns of an expert and fetches the activations that it needs itself.
 // - One token's warps wait for their own expert only, in the order of choice: while the last ones are being chosen the
 //   first ones' weights are on their way.
-// - Tokens are the 8 columns of mma.sync, so weights are unpacked once for all of them.
+// - Tokens are columns of mma.sync, so weights are unpacked once for all of them. Integers are multiplied as they are,
+//   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their way.
 //
 // Sums over columns are of halves, a token's sum over experts is in the order of its slots: bits do not depend on the
 // tokens beside it.
@@ -46,19 +47,20 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
   if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
   pdl_wait();
   const layer::Turn turn(a);
-  if (a.tokens == 1) stage_rows<1>(a, s, norm, gate);
-  else stage_rows<4>(a, s, norm, gate);
+  if (a.tokens == 1) stage_rows<Kind, 1>(a, s, norm, gate);
+  else stage_rows<Kind, 4>(a, s, norm, gate);
   __syncthreads();
   float scale = 0.0f;
   if (warp < a.tokens) scale = publish_logit(a, s, warp, blockIdx.x, turn);
   if constexpr (kRoutes) {
     for (int e = blockIdx.x + gridDim.x; e < a.route.experts; e += gridDim.x) {
       __syncthreads();  // the sums before have been read
-      sum_logits(a, s, e);
+      sum_logits<Kind>(a, s, e);
       __syncthreads();
       if (warp < a.tokens) publish_logit(a, s, warp, e, turn);
     }
   }
+  finish_rows<Kind>(a, s);
   // The first warps choose, one for each token.
   if (warp < a.tokens) {
     if (!early && lane == 0) s.scale()[warp] = scale;

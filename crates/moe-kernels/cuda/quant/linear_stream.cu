@@ -6,7 +6,9 @@
 // them before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So
 // there is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
 //
-// Warps are added in their order: an output's bits depend on its rows of x and w and on K, not on M.
+// One row beside integers in groups of 128 and more is multiplied as digits (digits.cuh). Of more rows, making them takes longer than they save.
+//
+// Warps are added in their order: an output's bits depend on its rows of x and w and on K, and on M only in that.
 // The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.
 #include "linear/linear.cuh"
 #include "quant/warp_ring.cuh"
@@ -37,8 +39,10 @@ struct Args {
 /// Steps of a row of tiles that a warp owns, at most.
 __host__ __device__ int own_steps(int k) { return ceil_div(ceil_div(k, kWideStep), kWarps); }
 
+__host__ __device__ constexpr bool takes_digits(int m, QuantFormat format) { return m == 1 && has_digits(format); }
+
 /// Bytes between a warp's rows of x.
-__host__ __device__ int pitch(int k) { return own_steps(k) * kWideStepBytes + 16; }
+__host__ __device__ int pitch(int k, bool digits) { return row_pitch(own_steps(k) * kWideStep, digits); }
 
 __host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 4 : 3; }
 
@@ -49,7 +53,7 @@ struct Layout {
 __host__ __device__ Layout layout(int m, int k, QuantFormat format) {
   Layout l;
   l.x = kWarps * depth(format) * step_bytes(format);
-  l.sums = l.x + kWarps * m * pitch(k);
+  l.sums = l.x + kWarps * m * pitch(k, takes_digits(m, format));
   l.squares = l.sums + 4 * kBatch * kWarps * kTileRows * m;
   l.total = l.squares + 4 * kWarps * m;
   return l;
@@ -76,11 +80,12 @@ struct Quad {
 
 /// A warp's own columns of x to shared memory, kRows rows and kSteps steps at a time. `gain` holds this lane's part of
 /// the norm's weight for the first kHeld own steps. `meanwhile` is called once, when the first loads are on their way.
-template <bool kNormed, int kRows, int kSteps, class Meanwhile>
+template <class Rows, bool kNormed, int kRows, int kSteps, class Meanwhile>
 __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)[kHeld], uint8_t* to, float* squares,
                                               Meanwhile meanwhile) {
   static_assert(kSteps == kHeld || (kSteps == 1 && kHeld == 2), "the steps that are held are those of one turn or two");
   const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * kWideStep + 4 * lane, turn = kWarps * kWideStep;
+  const int making = Rows::kDigits ? begin - 4 * lane : begin;  // what a lane stores: whole steps are digits
 #pragma unroll 1
   for (int first = 0; first < a.m; first += kRows) {
     float sum[kRows] = {};
@@ -90,6 +95,7 @@ __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)
       uint2 weight[kSteps];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
+        if constexpr (Rows::kDigits) x[i][0] = {}, weight[i] = {};
         const int column = begin + (j + i) * turn;
         if (column >= a.k) break;
         if constexpr (kNormed) {
@@ -102,14 +108,12 @@ __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)
       if (first == 0 && j == 0) meanwhile();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (begin + (j + i) * turn >= a.k) break;
+        if (making + (j + i) * turn >= a.k) break;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           if (first + r >= a.m) break;
           sum[r] += x[i][r].round(weight[i]);
-          uint8_t* row = to + (first + r) * pitch(a.k) + (j + i) * kWideStepBytes + word_at(4 * lane);
-          *reinterpret_cast<uint32_t*>(row) = x[i][r].word.x;
-          *reinterpret_cast<uint32_t*>(row + 32) = x[i][r].word.y;
+          Rows::store(to + (first + r) * pitch(a.k, Rows::kDigits) + (j + i) * Rows::kBytes, 4 * lane, x[i][r].word);
         }
       }
     }
@@ -155,16 +159,17 @@ struct Feed {
   }
 };
 
-template <class Kind, bool kNormed>
+template <class Kind, bool kNormed, bool kDigits>
 __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_constant__ Args a) {
   constexpr int kDepth = depth(Kind::kFormat);
   using Ring = WarpRing<Kind, kDepth>;
+  using Rows = RowSteps<kDigits>;
   extern __shared__ __align__(128) uint8_t smem[];
   const Layout at = layout(a.m, a.k, Kind::kFormat);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp * kWideStep;
   float* sums = reinterpret_cast<float*>(smem + at.sums);
   float* squares = reinterpret_cast<float*>(smem + at.squares);
-  uint8_t* x = smem + at.x + warp * a.m * pitch(a.k);
+  uint8_t* x = smem + at.x + warp * a.m * pitch(a.k, kDigits);
   const int first = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * (blockIdx.x + 1) / gridDim.x);
   pdl_launch_dependents();
@@ -191,11 +196,11 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   const auto meanwhile = [&] {
     if (kNormed) ask_all();
   };
-  if (a.m == 1) stage_columns<kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
-  else stage_columns<kNormed, 4, 1>(a, gain, x, squares, meanwhile);
+  if (kDigits || a.m == 1) stage_columns<Rows, kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
+  else if constexpr (!kDigits) stage_columns<Rows, kNormed, 4, 1>(a, gain, x, squares, meanwhile);
   // Lanes without a token repeat the last one: their results are not stored.
   const LaneScales scales(a.w, Kind::kFormat);
-  const uint8_t* own_x = x + min(lane / 4, a.m - 1) * pitch(a.k);
+  const uint8_t* own_x = x + min(Rows::operand_token(), a.m - 1) * pitch(a.k, kDigits);
 #pragma unroll 1
   for (int batch = first; batch < last; batch += kBatch) {
     const int tiles = min(kBatch, last - batch), row = threadIdx.x / a.m, token = threadIdx.x % a.m;
@@ -208,14 +213,15 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
       float sum[4] = {};
       const uint8_t* from = own_x;
 #pragma unroll 1
-      for (int k = own; k < a.k; k += kWarps * kWideStep, from += kWideStepBytes) {
-        ring.multiply(scales, a.k - k, from, sum);
+      for (int k = own; k < a.k; k += kWarps * kWideStep, from += Rows::kBytes) {
+        ring.template multiply<Rows>(scales, a.k - k, from, 0, sum);
         feed.ask();
       }
       float* part = sums + (tile * kWarps + warp) * kTileRows * a.m;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int of = lane % 4 * 2 + i % 2;
+        if (i % 2 >= Rows::kEach) continue;
+        const int of = Rows::result_token(i % 2);
         if (of < a.m) part[(lane / 4 + i / 2 * 8) * a.m + of] = sum[i];
       }
     }
@@ -242,7 +248,9 @@ int run(const Args& a, void* stream) {
   if (smem > most) return cudaErrorInvalidValue;
   const size_t sole = most < kSoleBlock ? most : kSoleBlock;
   const Launch l = {dim3(blocks), dim3(kThreads), stream, smem > sole ? smem : sole};
-  return launch(quant_stream_kernel<Kind, kNormed>, l, a);
+  if constexpr (kTakesDigits<Kind>)
+    if (takes_digits(a.m, Kind::kFormat)) return launch(quant_stream_kernel<Kind, kNormed, true>, l, a);
+  return launch(quant_stream_kernel<Kind, kNormed, false>, l, a);
 }
 
 template <class Kind>

@@ -6,12 +6,9 @@
 // costs instructions, and with 64 columns as much of them as the products: 190 instead of 140 for 128.
 #pragma once
 
-#include "quant/product.cuh"
+#include "quant/row_steps.cuh"
 
 namespace moe::quant {
-
-constexpr int kWideStep = 2 * kStep;           // columns
-constexpr int kWideStepBytes = 2 * kWideStep;  // of a row of bf16
 
 /// f(Kind) of matrices of this format, for `WarpRing`: whether all groups have kWideStep columns at least, or 32.
 template <class F>
@@ -106,13 +103,62 @@ struct WarpRing {
     cp_async_commit();
   }
 
-  /// sum += the oldest step times up to 128 columns of x. kDepth copies must have been started that are not taken. `x`:
-  /// of this lane's token, in the order of `word_at`.
-  __device__ __forceinline__ void multiply(const LaneScales& w, int columns, const uint8_t* x, float (&sum)[4]) {
+  /// The oldest step, when it is there. kDepth copies must have been started that are not taken.
+  __device__ __forceinline__ const uint8_t* take() {
     cp_async_wait<kDepth - 1>();
     __syncwarp();
     const uint8_t* step = base + taken;
     advance(taken);
+    return step;
+  }
+
+  /// A lane's words of half of a step.
+  static __device__ __forceinline__ void read(const uint8_t* step, int half, uint32_t (&word)[4 * kWords]) {
+#pragma unroll
+    for (int part = 0; part < kWords; ++part) {
+      const uint4 v = *reinterpret_cast<const uint4*>(step + threadIdx.x % 32 * 16 + half * kHalf + part * 512);
+      word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
+    }
+  }
+
+  /// sum += the oldest step times up to 128 columns of x. `x`: of the token of this lane's operand; that of its results
+  /// is `to_result` bytes further. Sums of row g are the first ones, of row g + 8 those from sum[2] on.
+  template <class RowSteps>
+  __device__ __forceinline__ void multiply(const LaneScales& w, int columns, const uint8_t* x, int to_result,
+                                           float (&sum)[4]) {
+    if constexpr (RowSteps::kDigits) multiply_digits(w, x, x + to_result + RowSteps::kSide, sum);
+    else multiply_floats(w, columns, x, sum);
+  }
+
+ private:
+  __device__ __forceinline__ void multiply_digits(const LaneScales& w, const uint8_t* x, const uint8_t* row_side,
+                                                  float (&sum)[4]) {
+    static_assert(Kind::kShare == kWideStep, "digits' sums are scaled once in a step");
+    const uint8_t *step = take(), *side = step + kTileBytes;
+    const auto& of = *reinterpret_cast<const digits::Side<1>*>(row_side);
+    digits::Factors<kFormat> f;
+    f.load(reinterpret_cast<const uint16_t*>(side + w.low), w.f16, side + kStepZeros + threadIdx.x % 32 / 4, w.zeros);
+    int acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
+    // Weights of a half that is not there, whatever they are, meet zeros.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t word[4 * kWords];
+      read(step, half, word);
+      const uint4 b = *reinterpret_cast<const uint4*>(x + half * 128 + threadIdx.x % 8 * 16);
+      uint32_t a[4];
+      digits::bytes<kFormat>(word, a);
+      digits::mma(acc[0], a, b.x, b.y);
+      digits::bytes<kFormat>(word + 2 * kWords, a);
+      digits::mma(acc[1], a, b.z, b.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      f.add(i, acc[0][2 * i] + acc[1][2 * i], acc[0][2 * i + 1] + acc[1][2 * i + 1], of.sums[0], of.unit, sum[2 * i]);
+    __syncwarp();  // read by all lanes: the place may be filled again
+  }
+
+  __device__ __forceinline__ void multiply_floats(const LaneScales& w, int columns, const uint8_t* x, float (&sum)[4]) {
+    const uint8_t* step = take();
     const uint8_t* side = step + kTileBytes;
     constexpr int kShares = kWideStep / Kind::kShare;
     float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
@@ -143,11 +189,7 @@ struct WarpRing {
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && columns <= kStep) break;
       uint32_t word[4 * kWords];
-#pragma unroll
-      for (int part = 0; part < kWords; ++part) {
-        const uint4 v = *reinterpret_cast<const uint4*>(step + threadIdx.x % 32 * 16 + half * kHalf + part * 512);
-        word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
-      }
+      read(step, half, word);
       Columns of;
       of.load_ordered(x + half * 2 * kStep);
 #pragma unroll
@@ -163,11 +205,5 @@ struct WarpRing {
     __syncwarp();  // read by all lanes: the place may be filled again
   }
 };
-
-/// Where a row of bf16 for `WarpRing::multiply` has the word of columns `column` and `column + 1`: what a lane needs of
-/// 64 columns lies in 32 bytes.
-__device__ __forceinline__ int word_at(int column) {
-  return column / kStep * (2 * kStep) + column % 8 / 2 * 32 + column % kStep / 8 * 4;
-}
 
 }  // namespace moe::quant

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
-use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
+use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits};
 use super::{DequantiseForm, Form, Gpu, Machine, Reason};
 use crate::product_rows::Fp8Order;
 use crate::scheme::QuantScheme;
@@ -134,7 +134,8 @@ impl LinearCall {
             QuantScheme::Int { bits: 4, .. } => (1024, 4),
             _ => (2048, 3),
         };
-        let pitch = self.k.div_ceil(COLUMNS).div_ceil(WARPS) * 2 * COLUMNS + 16;
+        let own = self.k.div_ceil(COLUMNS).div_ceil(WARPS) * COLUMNS;
+        let pitch = row_pitch(own, self.rows == 1 && takes_digits(quant.scheme));
         let needs = WARPS * (depth * (step + SIDE) + self.rows * (pitch + 4 * SUMS + 4));
         match gpu.block_shared_memory {
             has if needs <= has => Ok(()),

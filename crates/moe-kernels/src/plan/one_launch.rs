@@ -1,5 +1,6 @@
 //! What the launch of a whole expert layer takes: its limits, and the shared memory of a block.
 
+use super::quant::{row_pitch, takes_digits};
 use super::{ExpertsCall, Gpu, Reason};
 use crate::scheme::QuantScheme;
 
@@ -56,7 +57,7 @@ impl ExpertsCall {
     /// Bytes of shared memory of the same launch with quantised weights: `layout` of its kernel, which a test compares.
     fn quant_one_launch_bytes(&self, scheme: QuantScheme) -> usize {
         const WARPS: usize = 16;
-        const ACT: usize = 3200; // bytes of a warp's activations
+        const ACT_COLUMNS: usize = 3 * 128; // of a warp's activations of all tokens
         const SIDE: usize = 192; // bytes of a step's scales and zero points
         let (step, depth) = match scheme {
             QuantScheme::Int { bits: 4, .. } => (1024, 6),
@@ -67,8 +68,10 @@ impl ExpertsCall {
             (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(4);
         let sums = slot_of + 4 * ONE_LAUNCH_TOKENS * slots;
         let parts = (sums + 8 * WARPS * tokens).next_multiple_of(16) + WARPS * 512;
-        let rows = (parts + 128 * slots).next_multiple_of(16) + WARPS * ACT;
-        let ring = (rows + tokens * (2 * self.hidden + 16)).next_multiple_of(128);
+        let digits = takes_digits(scheme);
+        let act = (ONE_LAUNCH_TOKENS * row_pitch(ACT_COLUMNS, digits)).next_multiple_of(128);
+        let rows = (parts + 128 * slots).next_multiple_of(16) + WARPS * act;
+        let ring = (rows + tokens * row_pitch(self.hidden, digits)).next_multiple_of(128);
         ring + WARPS * depth * (step + SIDE)
     }
 }

@@ -68,3 +68,15 @@ pub(super) fn expect_quantised(quant: Option<QuantWeights>) -> Result<QuantWeigh
 pub(super) fn kernel_name(name: &str, is_quantised: bool) -> String {
     if is_quantised { format!("quant_{name}") } else { name.to_string() }
 }
+
+/// Whether the streaming kernels multiply such weights as they are, by digits of rows of x (`has_digits` in
+/// quant/row_steps.cuh).
+pub(super) fn takes_digits(scheme: QuantScheme) -> bool {
+    !matches!(scheme, QuantScheme::Fp8 { .. })
+}
+
+/// Bytes between rows of x of so many columns in the streaming kernels (`row_pitch` in quant/row_steps.cuh).
+pub(super) fn row_pitch(columns: usize, digits: bool) -> usize {
+    const PAD: usize = 16;
+    PAD + if digits { columns.div_ceil(128) * (256 + 32) } else { 2 * columns }
+}
