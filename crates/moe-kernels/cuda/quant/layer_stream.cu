@@ -13,7 +13,8 @@
 // - One token's warps wait for their own expert only, in the order of choice: while the last ones are being chosen the
 //   first ones' weights are on their way.
 // - Tokens are columns of mma.sync, so weights are unpacked once for all of them. Integers are multiplied as they are,
-//   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their way.
+//   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their
+//   way.
 //
 // Sums over columns are of halves, a token's sum over experts is in the order of its slots: bits do not depend on the
 // tokens beside it.

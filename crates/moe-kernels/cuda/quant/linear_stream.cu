@@ -6,7 +6,8 @@
 // them before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So
 // there is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
 //
-// One row beside integers in groups of 128 and more is multiplied as digits (digits.cuh). Of more rows, making them takes longer than they save.
+// One row beside integers in groups of 128 and more is multiplied as digits (digits.cuh). Of more rows, making them
+// takes longer than they save.
 //
 // Warps are added in their order: an output's bits depend on its rows of x and w and on K, and on M only in that.
 // The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.

@@ -138,8 +138,9 @@ struct WarpRing {
     const auto& of = *reinterpret_cast<const digits::Side<1>*>(row_side);
     digits::Factors<kFormat> f;
     f.load(reinterpret_cast<const uint16_t*>(side + w.low), w.f16, side + kStepZeros + threadIdx.x % 32 / 4, w.zeros);
-    int acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
-    // Weights of a half that is not there, whatever they are, meet zeros.
+    // Two chains: a product that waits for the one before takes twice as long. Weights of a half that is not there,
+    // whatever they are, meet zeros.
+    int acc[2][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t word[4 * kWords];

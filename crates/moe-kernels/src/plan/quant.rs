@@ -69,8 +69,8 @@ pub(super) fn kernel_name(name: &str, is_quantised: bool) -> String {
     if is_quantised { format!("quant_{name}") } else { name.to_string() }
 }
 
-/// Whether the streaming kernels multiply such weights as they are, by digits of rows of x (`has_digits` in
-/// quant/row_steps.cuh).
+/// Whether the streaming kernels may multiply such weights as they are, by digits of rows of x, which take the most room
+/// (`has_digits` in quant/row_steps.cuh; in groups of 32 they do not).
 pub(super) fn takes_digits(scheme: QuantScheme) -> bool {
     !matches!(scheme, QuantScheme::Fp8 { .. })
 }
