@@ -50,7 +50,7 @@ half() {
 }
 
 check_part() {
-  check tests 120 "${GPU_TESTS:-$root/bin/gpu}" offload:: --test-threads 1
+  check tests 120 "${GPU_TESTS:-$root/bin/gpu}" offload:: --skip nccl:: --test-threads 1
   check texts 90 python3 "$root/tests/gpu/offload_texts.py" "$qwen"
   grep -E "texts," "$out/texts.log"
 }

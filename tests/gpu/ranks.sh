@@ -124,6 +124,8 @@ tp-disabled --tp $n
 tp-local_allreduce --tp $n $ep local_allreduce
 dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
+tp-chunks --tp $n --enable-chunked-moe --chunked-moe-size 8
+dp-chunks --dp $n $ep allgather_reducescatter --enable-chunked-moe --chunked-moe-size 8
 $([ "$half" -ge 2 ] && echo "tp-dp-allgather --tp $half --dp 2 $ep allgather_reducescatter")
 END
 }

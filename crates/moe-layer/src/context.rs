@@ -92,6 +92,12 @@ impl BlockContext {
         QuantUse::RowParallel { segments: (row_parallel_segments(columns * ranks) / ranks).max(1) }
     }
 
+    /// Whether a layer that is loaded meets the other ranks, so that all must load their layers in one order: to compare experts that
+    /// may move, or to agree on the size of chunks.
+    pub fn agrees_while_loading(&self) -> bool {
+        self.placements.movable || self.chunked_moe.enable_chunked_moe && self.geometry.world_size > 1
+    }
+
     /// The smallest `size` of all ranks. Chunks are rounds of collectives, so that all ranks must cut alike, but where
     /// experts are spread unevenly a memory budget holds fewer tokens on a rank with more of them.
     pub(crate) fn agreed_chunk(&self, size: NonZeroUsize, device: &Device) -> Result<NonZeroUsize> {
@@ -137,5 +143,23 @@ impl BlockContext {
             (EpBackend::DeepEp, DeepEpMode::LowLatency) => (low_latency()?, None),
             (EpBackend::DeepEp, DeepEpMode::Auto) => (high_throughput()?, Some(low_latency()?)),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_agree_on_chunks_load_their_layers_in_one_order() {
+        let agrees = |world_size, enable_chunked_moe| {
+            let geometry = Geometry { world_size, ..Geometry::default() };
+            let chunked_moe = ChunkedMoe { enable_chunked_moe, ..ChunkedMoe::default() };
+            BlockContext { geometry, chunked_moe, ..BlockContext::default() }.agrees_while_loading()
+        };
+        assert_eq!(
+            [agrees(1, false), agrees(2, false), agrees(1, true), agrees(2, true)],
+            [false, false, false, true]
+        );
     }
 }

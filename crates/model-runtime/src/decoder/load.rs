@@ -113,9 +113,9 @@ impl<A: SelfAttention> Decoder<A> {
             }
             Ok((layer, chosen))
         };
-        // On the CPU every layer fills memory with all threads. Ranks whose experts may move compare them layer by layer, so in order;
-        // and layers of which a part goes to host memory are on the device as a whole before, one at a time.
-        let in_halves = !vb.device().is_cpu() && !context.placements.movable && context.offload.is_none();
+        // On the CPU every layer fills memory with all threads; and layers of which a part goes to host memory are on the device as a
+        // whole before, one at a time.
+        let in_halves = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), in_halves, load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
