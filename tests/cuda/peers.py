@@ -152,8 +152,7 @@ def sums_reach_all_ranks():
     cases = [(2, 1, 2048), (2, 64, 2048), (3, 5, 264), (3, 200, 1024), (4, 8, 2048), (4, 64, 2048), (5, 3, 512), (8, 2, 2048), (8, 16, 2048)]
     for ranks, rows, hidden in sized(cases, [(2, 1, 64), (3, 4, 264), (8, 16, 2048)]):
         group, weight = Group(ranks), randn(hidden)
-        residuals = [randn(rows, hidden, scale=3.0, dtype=torch.float32)] * ranks
-        residuals = [r.clone() for r in residuals]
+        residuals = [r.clone() for r in [randn(rows, hidden, scale=3.0, dtype=torch.float32)] * ranks]
         for call in range(3):  # both halves of the buffers, and one again
             dtype = (torch.float32, torch.bfloat16)[call % 2]
             partial = [randn(rows, hidden, dtype=torch.float32) for _ in range(ranks)]
@@ -167,14 +166,13 @@ def sums_reach_all_ranks():
                 group.launch(r, "moe_peer_all_reduce_add_rms_norm", partial[r], residuals[r], weight, 1e-6, outs[r], rows, hidden)
             group.finish()
             for r in random.sample(range(ranks), ranks):
-                count = ctypes.c_size_t(sums[r].numel())
-                group.launch(r, "moe_peer_all_reduce", alone[r], sums[r], F32 if dtype == torch.float32 else BF16, count)
+                code, count = F32 if dtype == torch.float32 else BF16, ctypes.c_size_t(sums[r].numel())
+                group.launch(r, "moe_peer_all_reduce", alone[r], sums[r], code, count)
             group.finish()
             norm = want.double() / torch.sqrt((want.double() ** 2).mean(-1, keepdim=True) + 1e-6) * weight.double()
             for r in range(ranks):
-                assert torch.equal(residuals[r], want), (ranks, rows, hidden, r, "residual")
+                assert torch.equal(residuals[r], want) and torch.equal(sums[r], sum_of(alone).to(dtype)), (ranks, rows, hidden, r, dtype)
                 assert rel(outs[r], norm) < NORM_BOUND and torch.equal(outs[r], outs[0]), (ranks, rows, hidden, r, "norm")
-                assert torch.equal(sums[r], sum_of(alone).to(dtype)), (ranks, rows, hidden, r, dtype)
 
 
 def gather_and_scatter(group, counts, hidden, top_k, seed):
