@@ -148,12 +148,14 @@ impl BlockContext {
 
 #[cfg(test)]
 mod tests {
+    use moe_comm::ParallelConfig;
+
     use super::*;
 
     #[test]
     fn ranks_that_agree_on_chunks_load_their_layers_in_one_order() {
-        let agrees = |world_size, enable_chunked_moe| {
-            let geometry = Geometry { world_size, ..Geometry::default() };
+        let agrees = |tp, enable_chunked_moe| {
+            let geometry = ParallelConfig { tp, ..ParallelConfig::default() }.geometry(0).unwrap();
             let chunked_moe = ChunkedMoe { enable_chunked_moe, ..ChunkedMoe::default() };
             BlockContext { geometry, chunked_moe, ..BlockContext::default() }.agrees_while_loading()
         };
