@@ -167,12 +167,8 @@ impl Workspace {
                 dtype.as_str()
             ),
             None => {
-                let room = match device {
-                    Device::Cpu => whole_huge_pages(len, dtype.size_in_bytes()),
-                    _ => len,
-                };
-                let data = allocate(device, dtype, room)?;
-                pool.bytes += room * dtype.size_in_bytes();
+                let data = allocate(device, dtype, len)?;
+                pool.bytes += len * dtype.size_in_bytes();
                 data
             }
         };
@@ -197,17 +193,6 @@ impl Workspace {
     fn lock(&self) -> std::sync::MutexGuard<'_, Pool> {
         // A panic elsewhere cannot leave the pool inconsistent: every update is one push or remove.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// So many values that a large buffer fills its huge pages ([`HugePages`](crate::HugePages)): the rows of a prompt that lie on small pages take
-/// the processor's address translation with every step to another row.
-fn whole_huge_pages(len: usize, value: usize) -> usize {
-    const HUGE_PAGE: usize = 2 << 20;
-    const LARGE: usize = HUGE_PAGE / 8;
-    match len.checked_mul(value) {
-        Some(bytes) if bytes >= LARGE => bytes.div_ceil(HUGE_PAGE).saturating_mul(HUGE_PAGE / value),
-        _ => len,
     }
 }
 
