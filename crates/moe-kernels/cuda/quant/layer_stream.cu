@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
   if (warp < a.tokens) {
     if (!early && lane == 0) s.scale()[warp] = scale;
     if (!early && threadIdx.x == 0) *s.number() = turn.number();
-    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, {turn.number(), scale});
+    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, turn.number(), scale);
     if (!early) {
       named_barrier(1, 32 * a.tokens);
       if (warp == 0) build_active(a, s);

@@ -17,7 +17,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
 #include "router/own_row.cuh"
-#include "router/route.cuh"
+#include "router/choose.cuh"
 
 namespace moe {
 namespace {
