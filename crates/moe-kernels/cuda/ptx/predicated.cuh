@@ -7,10 +7,11 @@ namespace moe {
 
 /// An arrival at a barrier of the block.
 __device__ __forceinline__ void mbarrier_arrive_if(bool p, uint64_t* bar) {
-  asm volatile("{ .reg .pred p; .reg .b64 state; setp.ne.u32 p, %0, 0; @p mbarrier.arrive.shared.b64 state, [%1]; }" ::"r"(
-                   static_cast<uint32_t>(p)),
-               "r"(smem_addr(bar))
-               : "memory");
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 state; setp.ne.u32 p, %0, 0; @p mbarrier.arrive.shared.b64 state, [%1]; }" ::"r"(
+          static_cast<uint32_t>(p)),
+      "r"(smem_addr(bar))
+      : "memory");
 }
 
 /// A store to shared memory.
@@ -22,10 +23,10 @@ __device__ __forceinline__ void store_shared_if(bool p, void* to, uint32_t v) {
 
 /// Two words, aligned to 8 bytes.
 __device__ __forceinline__ void store_shared_if(bool p, void* to, uint2 v) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.v2.u32 [%1], {%2, %3}; }" ::"r"(
-                   static_cast<uint32_t>(p)),
-               "r"(smem_addr(to)), "r"(v.x), "r"(v.y)
-               : "memory");
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.v2.u32 [%1], {%2, %3}; }" ::"r"(static_cast<uint32_t>(p)),
+      "r"(smem_addr(to)), "r"(v.x), "r"(v.y)
+      : "memory");
 }
 
 }  // namespace moe

@@ -43,8 +43,8 @@ struct Feed {
   const Shared& s;
   const Tiles& tiles;
   quant::WarpRing<Kind, kDepth> ring;
-  int pass, at;        // of the next tile
-  int k = 0, end = 0;  // of the tile that is being asked for
+  int pass, at;          // of the next tile
+  int k = 0, end = 0;    // of the tile that is being asked for
   quant::TileRows rows;  // of the product of this pass
   quant::TileRow row;
 

@@ -7,8 +7,8 @@
 
 namespace moe {
 
-/// What a lane has of a token's experts, e = 32 j + lane, the best one first: up to four are sorted, of more the best is
-/// looked for each time.
+/// What a lane has of a token's experts, e = 32 j + lane, the best one first: up to four are sorted, of more the best
+/// is looked for each time.
 template <int N>
 struct LaneKeys {
   static constexpr bool kSorted = N <= 4;
@@ -69,9 +69,9 @@ struct LaneKeys {
 
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
 /// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts
-/// behind the chosen ones; a NaN is never chosen by itself. All lanes call `on_choice(k, id, mine)` at once, where `mine`
-/// holds for the lane that has the choice; the others have any id.
-/// `routing` may force experts on the token, row `row` of the step: absent ones then move behind the others.
+/// behind the chosen ones; a NaN is never chosen by itself. All lanes call `on_choice(k, id, mine)` at once, where
+/// `mine` holds for the lane that has the choice; the others have any id. `routing` may force experts on the token, row
+/// `row` of the step: absent ones then move behind the others.
 ///
 /// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a reduction
 /// over the lanes' best keys, whether several have it, and the next one of the lane that had it. A choice is told while
