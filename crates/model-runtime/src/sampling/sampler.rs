@@ -1,5 +1,7 @@
 //! One token from one row of logits.
 
+use rayon::prelude::*;
+
 use super::nucleus;
 use super::random::random_bits;
 use super::select::{self, key, top};
@@ -8,6 +10,8 @@ use super::{SMALLEST_TEMPERATURE, SamplingError, SamplingParams};
 
 /// Tokens whose weights are summed together.
 const BLOCK: usize = 1024;
+/// Blocks that a thread sums at least: 20 us.
+const PART: usize = 8;
 /// Running maxima that are kept side by side, so that the compiler vectorises the search.
 const LANES: usize = 16;
 
@@ -83,13 +87,13 @@ fn draw_top_k(logits: &[f32], params: &SamplingParams, weights: &Weights, random
 }
 
 /// The draw over the whole vocabulary with these weights: block sums lead to the block of the
-/// drawn token.
-fn draw(logits: &[f32], weight: impl Fn(u32, f32) -> u64, random: u64) -> Option<u32> {
+/// drawn token. On the pool's threads, because a decode step of one sequence has nothing else to do meanwhile.
+fn draw(logits: &[f32], weight: impl Fn(u32, f32) -> u64 + Sync, random: u64) -> Option<u32> {
     let blocks = || (0u32..).step_by(BLOCK).zip(logits.chunks(BLOCK));
     let weights =
         |(first, block)| -> _ { (first..).zip(block).map(|(i, &x): (u32, &f32)| (i, weight(i, x))) };
-    let sum = |block| weights(block).map(|(_, w)| w).sum();
-    let sums: Vec<u64> = blocks().map(sum).collect();
+    let sum = |(i, block)| weights((i as u32 * BLOCK as u32, block)).map(|(_, w)| w).sum();
+    let sums: Vec<u64> = logits.par_chunks(BLOCK).enumerate().with_min_len(PART).map(sum).collect();
     let mut share = share(sums.iter().sum(), random);
     for (block, sum) in blocks().zip(sums) {
         if share < sum {

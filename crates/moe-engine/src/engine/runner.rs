@@ -32,13 +32,17 @@ use crate::structured::Mask;
 #[derive(Default)]
 pub(super) struct StepResult {
     pub parts: Vec<Part>,
-    /// The token of each part that samples.
-    pub sampled: HashMap<Key, std::result::Result<Sampled, SamplingError>>,
-    /// Log-probabilities of prompt tokens, from the part's first row on.
-    pub prompt_logprobs: HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>,
+    pub sampled: Tokens,
+    pub prompt_logprobs: PromptLogprobs,
     pub routed: Option<RoutedExperts>,
     pub expert_counts: Option<ExpertHeat>,
 }
+
+/// The token of each part that samples.
+type Tokens = HashMap<Key, std::result::Result<Sampled, SamplingError>>;
+
+/// Log-probabilities of prompt tokens, from a part's first row on.
+type PromptLogprobs = HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>;
 
 /// What a row knows beyond its request: ids that are excluded now, and the output so far.
 type Known<'a> = (Vec<u32>, Cow<'a, [u32]>);
@@ -173,9 +177,28 @@ impl Runner<'_> {
                 context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
             }
         }
+        // The step enters the thread pool once, not once to compute and once to sample: to wake its threads takes 50 us.
+        let pool = self.ex.clone();
+        let mut compute = || self.compute(&plan, &sequences, before.as_ref(), &mut context);
+        let (sampled, prompt_logprobs) =
+            if pool.is_cuda() { compute() } else { pool.install_awake(compute) }?;
+        let StepContext { capture: routed, heat: expert_counts, .. } = context;
+        let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, expert_counts };
+        self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
+        Ok(())
+    }
+
+    /// Runs a step and samples: the token of each part that samples, and the log-probabilities of prompt tokens.
+    fn compute(
+        &mut self,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        before: Option<&StepResult>,
+        context: &mut StepContext,
+    ) -> Result<(Tokens, PromptLogprobs)> {
         #[cfg(feature = "cuda")]
         let begin = std::time::Instant::now();
-        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut context, &mut self.ex)?;
+        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, context, &mut self.ex)?;
         #[cfg(feature = "cuda")]
         let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
         let copied = logits.view().is_cuda().then(|| host_logits(self.model, &logits, &self.ex));
@@ -184,13 +207,10 @@ impl Runner<'_> {
         marks.map_or(Ok(()), StepMarks::report)?;
         // Where the host can edit them.
         let mut logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
-        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.cpu_mut::<f32>()?);
+        let prompt_logprobs = self.prompt_logprobs(plan, sequences, logits.cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
-        let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits))?;
-        let StepContext { capture: routed, heat: expert_counts, .. } = context;
-        let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, expert_counts };
-        self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
-        Ok(())
+        let sampled = span.in_scope(|| self.sample(plan, sequences, before, logits))?;
+        Ok((sampled, prompt_logprobs))
     }
 
     /// Runs a step without rows: this rank's part in the steps of others.
@@ -230,7 +250,7 @@ impl Runner<'_> {
         plan: &Plan,
         sequences: &HashMap<Key, &Sequence>,
         logits: &[f32],
-    ) -> HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>> {
+    ) -> PromptLogprobs {
         let vocab = self.model.info().vocab_size;
         let mut found = HashMap::new();
         for (s, part) in plan.parts.iter().enumerate() {
@@ -253,7 +273,7 @@ impl Runner<'_> {
         sequences: &HashMap<Key, &Sequence>,
         before: Option<&StepResult>,
         mut logits: ViewMut,
-    ) -> Result<HashMap<Key, std::result::Result<Sampled, SamplingError>>> {
+    ) -> Result<Tokens> {
         let vocab = self.model.info().vocab_size;
         let mut keys = Vec::new();
         let mut wanted = Vec::new();

@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
+use std::ops::Range;
 
 use super::avx512;
 use super::gemm::{Method, UnitWeights, Work, even_parts};
@@ -63,21 +64,35 @@ impl<T: Lanes> Method<T> for Pairs {
             if work.k() == 0 {
                 total.fill([0.0; UNIT]);
             }
-            for chain in chains(work.k(), work.segments) {
-                let to = if chain.to_segment { &mut *segment } else { &mut *total };
-                self.chain(work, &chain, packed, to);
-                flush(&chain, segment, total, 0..UNIT);
+            let width = if is_one_stream(work) { 1 } else { 2 };
+            for vector in (0..2).step_by(width) {
+                let vectors = vector..vector + width;
+                for chain in chains(work.k(), work.segments) {
+                    let to = if chain.to_segment { &mut *segment } else { &mut *total };
+                    self.chain(work, vectors.clone(), &chain, packed, to);
+                    flush(&chain, segment, total, vector * LANES..vectors.end * LANES);
+                }
             }
             take(total);
         });
     }
 }
 
+/// Whether the panels of a unit are multiplied one after the other: with one row of x, where they follow each other. Memory gives
+/// one stream 7 to 15 % more than two side by side, and one row leaves time for the latency of its sums.
+fn is_one_stream<T>(work: &Work<T>) -> bool {
+    match work.weights {
+        UnitWeights::Panels([first, second]) => work.m == 1 && first.as_ptr_range().end == second.as_ptr(),
+        UnitWeights::Rows(_) => false,
+    }
+}
+
 impl Pairs {
-    /// All tiles of x over one chain of the unit.
+    /// All tiles of x over one chain of one panel of the unit or both.
     fn chain<T: Lanes>(
         &self,
         work: &Work<T>,
+        vectors: Range<usize>,
         chain: &Chain,
         packed: &mut [Vec<u32>; 2],
         to: &mut [UnitSums],
@@ -101,6 +116,7 @@ impl Pairs {
             }
         };
         let ask = match work.weights {
+            UnitWeights::Panels(_) if vectors.len() == 1 => Some(Ask::ON),
             UnitWeights::Panels(_) => {
                 Some(Ask::new((k - chain.start) * LANES, (work.next - k * LANES) * size_of::<T>()))
             }
@@ -108,18 +124,24 @@ impl Pairs {
         };
         // The chain's first word within a row.
         let length = k / work.segments;
-        let word = chain.start / length * words + chain.start % length / 2;
+        let word = chain.segment * words + (chain.start - chain.segment * length) / 2;
         for (start, m) in Method::<T>::tiles(self, work.m) {
             let x = &work.x[start * work.segments * words + word * m..][..chain.len.div_ceil(2) * m];
             let tile = Tile {
                 x,
-                w,
+                w: [w[vectors.start], w[vectors.end - 1]],
+                vector: vectors.start,
                 add: chain.add,
                 ask: ask.filter(|_| start == 0),
                 out: &mut to[start..start + m],
             };
             // SAFETY: the path has AVX-512 BF16.
-            unsafe { with_rows!(m, multiply::<T; 2>(tile)) };
+            unsafe {
+                match vectors.len() {
+                    1 => multiply::<T, 1, 1>(tile),
+                    _ => with_rows!(m, multiply::<T; 2>(tile)),
+                }
+            };
         }
     }
 }
@@ -140,6 +162,9 @@ struct Ask {
 }
 
 impl Ask {
+    /// In a stream that goes on behind the panel.
+    const ON: Self = Self { within: usize::MAX, jump: 0 };
+
     /// For a chain from whose start so many values follow in the panel.
     fn new(left: usize, jump: usize) -> Self {
         Self { within: (left * size_of::<u16>()).saturating_sub(PREFETCH) / CACHE_LINE, jump }
@@ -150,8 +175,10 @@ impl Ask {
 struct Tile<'a> {
     /// [words]\[m\].
     x: &'a [u32],
-    /// A cache line for each word of both panels.
+    /// A cache line for each word of a panel; one panel comes twice.
     w: [&'a [u8]; 2],
+    /// The first panel's place in the unit.
+    vector: usize,
     /// Add to the sums; else, replace them.
     add: bool,
     /// What to ask for, where the weights come from memory.
@@ -187,7 +214,7 @@ unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
         }
     }
     for m in 0..M {
-        for (to, &acc) in out[m].as_chunks_mut::<LANES>().0.iter_mut().zip(&acc[m]) {
+        for (to, &acc) in out[m].as_chunks_mut::<LANES>().0[t.vector..].iter_mut().zip(&acc[m]) {
             // SAFETY: 16 values are read and written.
             unsafe {
                 let sum = if t.add { _mm512_add_ps(_mm512_loadu_ps(to.as_ptr()), acc) } else { acc };

@@ -28,6 +28,8 @@ pub(crate) const K_BLOCK: usize = 256;
 /// One chain of a product, and what becomes of its sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Chain {
+    /// The segment that it is part of.
+    pub segment: usize,
     /// First k.
     pub start: usize,
     /// Number of k.
@@ -45,15 +47,17 @@ pub(crate) fn chains(k: usize, segments: usize) -> impl Iterator<Item = Chain> {
     let length = k / segments;
     let blocks = length.div_ceil(K_BLOCK);
     let nested = segments > 1 && blocks > 1;
-    (0..segments * blocks).map(move |i| {
-        let (segment, block) = (i / blocks, i % blocks);
-        let start = block * K_BLOCK;
-        Chain {
-            start: segment * length + start,
-            len: K_BLOCK.min(length - start),
-            to_segment: nested,
-            add: if nested { block > 0 } else { i > 0 },
-            flush: (nested && block + 1 == blocks).then_some(segment > 0),
-        }
+    (0..segments).flat_map(move |segment| {
+        (0..blocks).map(move |block| {
+            let start = block * K_BLOCK;
+            Chain {
+                segment,
+                start: segment * length + start,
+                len: K_BLOCK.min(length - start),
+                to_segment: nested,
+                add: block > 0 || !nested && segment > 0,
+                flush: (nested && block + 1 == blocks).then_some(segment > 0),
+            }
+        })
     })
 }

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16:18,20] [--rounds N] [--limit SECONDS] [--only Q4_0 ..] [--isas avx2 ..]: both
-programs on several instruction sets of one machine, each set on two cores of its own, at the same time.
+"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16:18,20] [--rounds N] [--limit SECONDS] [--only int4-g32 ..] [--isas avx2 ..]:
+both programs on several instruction sets of one machine, each set on two cores of its own, at the same time.
 
-WORK holds lbench-{avx2,avx2-vnni,avx512,amx} (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set that the
-machine lacks is left out. Within a set the runs are in turn and rounds interleave, so that what the machine does besides
-meets both programs; a table of medians comes last. No round begins after the limit.
+WORK holds lbench-{avx2,avx2-vnni,avx512,amx} and readbw (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set
+that the machine lacks is left out. Memory may be twice as fast in one minute as in the next, so the programs take turns run
+by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file mapped, .. and ours at the end. A ratio is that of a run of
+llama.cpp and the mean of ours before and after it. What two threads read is measured before each run. A table of medians comes
+last, against the setting of llama.cpp that does better. Runs that OUT.json holds are kept: a long measurement may be
+made in several calls. No round begins after the limit.
 """
 import argparse
 import json
@@ -25,24 +28,30 @@ ISAS = [
 ]
 # What is compared: llama.cpp's format and ours.
 FORMATS = [("BF16", ["bf16"]), ("Q8_0", ["int8-g32"]), ("Q4_0", ["int4-g32", "int4-g128"])]
-SETTINGS = {"mmap": ("1", {}), "huge": ("0", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})}
+SETTINGS = {"huge": ("0", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}), "mmap": ("1", {})}
 RATES = ("prefill512", "decode1", "decode8")
 
 
-def run(command, cores, env):
+def run(command, cores, env=None):
     start = time.time()
     done = subprocess.run(
-        ["taskset", "-c", cores, *command], env={**os.environ, **env}, capture_output=True, text=True, check=False
+        ["taskset", "-c", cores, *command], env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.returncode} {done.stderr[-300:]}")
     return done.stdout, round(time.time() - start, 1)
 
 
+def read_gb_s(args, cores):
+    """What two threads read: the median of ten passes."""
+    stdout, _ = run([str(args.work / "readbw"), "2"], cores)
+    return float(stdout.split("median")[1].split()[0])
+
+
 def theirs(args, build, kind, setting, cores):
     mmap, env = SETTINGS[setting]
     gguf = args.work / "gguf" / f"{args.config.stem}-{kind}.gguf"
-    flags = ["--mmap", mmap, "--repeat", "1", "--steps", str(args.steps)]
+    flags = ["--mmap", mmap, "--repeat", str(args.repeat), "--steps", str(args.steps)]
     stdout, wall = run([str(args.work / f"lbench-{build}"), str(gguf), *flags], cores, env)
     result = json.loads(stdout)
     return {"who": f"llama.cpp {kind} {setting}", **{rate: result[rate] for rate in RATES}, "wall_s": wall}
@@ -52,9 +61,9 @@ def ours(args, isa, name, cores):
     out = args.out.with_name(f"{isa}-{name}.json")
     folder = args.work / "ours" / name
     weights = ["--config", str(args.config), "--dummy-weights"] if name == "bf16" else ["--model", str(folder)]
-    flags = f"--batches 1,8 --prompt 32 --output {args.steps + 1} --lengths 512 --log warn --num-threads 2".split()
-    command = [str(args.program), "bench", *weights, *flags, "--cpu-isa", isa, "--json", str(out)]
-    _, wall = run(command, cores, {})
+    flags = f"--batches 1,8 --prompt 32 --output {args.steps + 1} --lengths 512 --repeat {args.repeat}".split()
+    command = [str(args.program), "bench", *weights, *flags, "--log", "warn", "--num-threads", "2"]
+    _, wall = run([*command, "--cpu-isa", isa, "--json", str(out)], cores)
     result = json.loads(out.read_text())
     roof, decode = result["roofline"], result["decode"]
     return {
@@ -71,33 +80,57 @@ def ours(args, isa, name, cores):
 
 
 def measure(args, isa, build, cores, rows):
+    """The runs of one instruction set, format by format. A run that fails ends those of its format."""
     begin = time.time()
-    for number in range(args.rounds):
-        if time.time() - begin > args.limit:
-            break
-        for kind, names in FORMATS:
-            if args.only and kind not in args.only:
-                continue
-            calls = [lambda n=n: ours(args, isa, n, cores) for n in names]
-            calls += [lambda s=s, k=kind: theirs(args, build, k, s, cores) for s in SETTINGS]
-            for call in calls:
-                try:
-                    rows.append({"isa": isa, "cores": cores, "round": number, **call()})
-                except (RuntimeError, OSError, KeyError, ValueError) as error:
-                    rows.append({"isa": isa, "round": number, "error": str(error)[:400]})
+    for kind, name in ((kind, name) for kind, names in FORMATS for name in names):
+        if args.only and name not in args.only:
+            continue
+        calls = [lambda: ours(args, isa, name, cores)]
+        for setting in SETTINGS:
+            calls += [lambda s=setting: theirs(args, build, kind, s, cores), calls[0]]
+        # The runs that this call adds are neighbours of each other alone.
+        series = f"{isa} {name} {int(time.time())}"
+        try:
+            for number in range(args.rounds):
+                if time.time() - begin > args.limit:
+                    break
+                for call in calls if number == 0 else calls[1:]:
+                    read = read_gb_s(args, cores)
+                    row = {"isa": isa, "row": name, "series": series, "cores": cores, "two_threads_gb_s": read, **call()}
+                    rows.append(row)
+        except (RuntimeError, OSError, KeyError, ValueError, IndexError) as error:
+            rows.append({"isa": isa, "row": name, "error": str(error)[:400]})
+
+
+def ratios(rows, rate):
+    """Ours over llama.cpp's by setting: for each of its runs, the mean of ours before and after."""
+    found = {setting: [] for setting in SETTINGS}
+    for before, run, after in zip(rows, rows[1:], rows[2:]):
+        if run["who"].startswith("llama") and before["series"] == after["series"]:
+            mean = (before[rate] + after[rate]) / 2
+            found[run["who"].split()[-1]].append(mean / run[rate])
+    return found
 
 
 def table(rows):
-    groups = {}
-    for row in rows:
-        if "error" not in row:
-            groups.setdefault((row["isa"], row["who"]), []).append(row)
-    print(f"{'':40} runs prefill    B=1    B=8   of read at 1")
-    for (isa, who), runs in sorted(groups.items()):
-        median = [statistics.median(run[rate] for run in runs) for rate in RATES]
-        share = [run["share_of_read"]["1"] for run in runs if "share_of_read" in run]
-        text = f"{statistics.median(share):.0%} of {runs[0]['read_gb_s']:.0f} GB/s" if share else ""
-        print(f"{isa + ' ' + who:40} {len(runs):4d} {median[0]:7.1f} {median[1]:6.1f} {median[2]:6.1f}   {text}")
+    print(f"{'':24} {'':8} {'ours':>7} {'llama':>7} {'ratio':>6} (least .. most)   runs, GB/s between, of read at B=1")
+    good = [row for row in rows if "error" not in row]
+    for isa, name in dict.fromkeys((row["isa"], row["row"]) for row in good):
+        runs = [row for row in good if (row["isa"], row["row"]) == (isa, name)]
+        ours_runs = [run for run in runs if run["who"].startswith("ours")]
+        reads = sorted(run["two_threads_gb_s"] for run in runs)
+        share = statistics.median(run["share_of_read"]["1"] for run in ours_runs)
+        for rate in RATES:
+            found = {setting: all_ for setting, all_ in ratios(runs, rate).items() if all_}
+            if not found:
+                continue
+            setting, all_ = min(found.items(), key=lambda item: statistics.median(item[1]))
+            theirs_runs = [run[rate] for run in runs if run["who"].endswith(setting)]
+            medians = [statistics.median(values) for values in ([run[rate] for run in ours_runs], theirs_runs)]
+            text = f"{len(all_)} {setting}, {reads[0]:.0f} to {reads[-1]:.0f}, {share:.0%}"
+            spread = f"({min(all_):.2f} .. {max(all_):.2f})"
+            print(f"{isa + ' ' + name:24} {rate.replace('decode', 'B='):8.8} {medians[0]:7.1f} {medians[1]:7.1f} "
+                  f"{statistics.median(all_):6.2f} {spread:17} {text}")
     for error in {row["error"] for row in rows if "error" in row}:
         print("error:", error[:150])
 
@@ -109,13 +142,15 @@ def main():
     parser.add_argument("--cores", default="2,4:6,8:10,12:14,16:18,20")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=3, help="of each measurement within a run, which gives their median")
     parser.add_argument("--limit", type=float, default=600)
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--only", nargs="*", help="these formats of ours alone: bf16 int8-g32 int4-g32 int4-g128")
     parser.add_argument("--isas", nargs="*", help="these alone, as --cpu-isa names them")
     args = parser.parse_args()
     cpu = Path("/proc/cpuinfo").read_text()
     isas = [(isa, build) for isa, build, flag in ISAS if f" {flag} " in cpu and isa in (args.isas or [isa])]
-    rows, threads = [], []
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    threads = []
     for (isa, build), cores in zip(isas, args.cores.split(":")):
         thread = threading.Thread(target=measure, args=(args, isa, build, cores, rows))
         thread.start()
@@ -123,7 +158,7 @@ def main():
     for thread in threads:
         thread.join()
     machine = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "?")
-    result = {"machine": machine, "cpus": os.cpu_count(), "steps": args.steps, "rows": rows}
+    result = {"machine": machine, "cpus": os.cpu_count(), "steps": args.steps, "repeat": args.repeat, "rows": rows}
     args.out.write_text(json.dumps(result, indent=1))
     table(rows)
     raise SystemExit(any("error" in row for row in rows))
