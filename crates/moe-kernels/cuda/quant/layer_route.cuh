@@ -128,6 +128,21 @@ __device__ __forceinline__ int early_slot(const Args& a, int active) {
   return active < a.route.shared ? a.route.top_k + active : active - a.route.shared;
 }
 
+/// Barriers and flags, ahead of the first block barrier. Lanes of one warp initialise barriers one behind the other, 50
+/// cycles each, and the block waits for that warp: so one lane of each warp does. What is beside the experts arrives at
+/// the first one's, too.
+__device__ __forceinline__ void prepare(const Args& a, const Shared& s, bool early) {
+  const int warp = threadIdx.x / 32, active = threadIdx.x;
+  if (active < a.slots()) {
+    *reinterpret_cast<uint4*>(s.slot_of(active)) = {early ? early_slot(a, active) : kNone, kNone, kNone, kNone};
+    s.expert()[active] = kUnknown;
+  }
+  if (threadIdx.x % 32 != 0) return;
+  if (!early && warp == 0) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
+#pragma unroll 1
+  for (int i = warp; early && i < a.slots(); i += kWarps) mbarrier_init(s.expert_full(i), i == 0 ? 2 : 1);
+}
+
 /// One expert of the only token, by lanes that have one.
 __device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id, bool mine) {
   const int local = local_expert(id, nullptr, a.num_ids(), a.num_local);
@@ -141,9 +156,9 @@ __device__ __forceinline__ void route(const Args& a, const Shared& s, int token,
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   const bool early = a.early();
   Choice c = {kNoExpert, 0.0f};
-  if (early) {  // what warps need beside the experts comes with the first one
-    if (lane == 0) *s.number() = number, *s.scale() = scale;
-    __syncwarp();
+  if (early && lane == 0) {  // what warps need beside the experts comes with the first one
+    *s.number() = number, *s.scale() = scale;
+    mbarrier_arrive(s.expert_full(0));
   }
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
     if (early) announce(a, s, lane, a.route.experts + lane, lane < a.route.shared);

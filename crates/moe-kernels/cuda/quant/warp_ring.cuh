@@ -88,6 +88,7 @@ struct WarpRing {
   static constexpr int kHalf = kTileBytes / 2, kBytes = kDepth * kPlace, kWords = step_words(kFormat);
 
   uint8_t* base;
+  uint64_t policy = read_once_policy();
   int filled = 0, taken = 0;  // bytes from the base to the places that are next
 
   __device__ __forceinline__ explicit WarpRing(uint8_t* base) : base(base) {}
@@ -104,7 +105,7 @@ struct WarpRing {
     const uint32_t lane = threadIdx.x % 32 * 16, group = k >> of.shift;
 #pragma unroll
     for (int part = 0; part < kTileBytes / 512; ++part)
-      if (part * 512 < kHalf || columns > kStep) cp_async16(to + lane + part * 512, from + part * 512);
+      if (part * 512 < kHalf || columns > kStep) cp_async16(to + lane + part * 512, from + part * 512, policy);
     if (group < of.groups) cp_async8(to + kTileBytes + of.side_to, row.side + group * of.side_each);
     advance(filled);
     cp_async_commit();
