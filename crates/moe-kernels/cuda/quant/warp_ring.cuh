@@ -6,6 +6,7 @@
 // costs instructions, and with 64 columns as much of them as the products: 190 instead of 140 for 128.
 #pragma once
 
+#include "ptx/policy.cuh"
 #include "quant/row_steps.cuh"
 
 namespace moe::quant {
@@ -88,7 +89,7 @@ struct WarpRing {
   static constexpr int kHalf = kTileBytes / 2, kBytes = kDepth * kPlace, kWords = step_words(kFormat);
 
   uint8_t* base;
-  uint64_t policy = read_once_policy();
+  uint64_t policy = read_once();
   int filled = 0, taken = 0;  // bytes from the base to the places that are next
 
   __device__ __forceinline__ explicit WarpRing(uint8_t* base) : base(base) {}
