@@ -4,7 +4,7 @@
 
 #include "experts/args.cuh"
 #include "ptx/common.cuh"
-#include "ptx/ptx.cuh"
+#include "ptx/policy.cuh"
 #include "ptx/tensor_map.cuh"
 
 namespace moe::experts_tiles {
@@ -69,27 +69,6 @@ __device__ __forceinline__ void announce_work(const Block& b, const Work& work, 
 }
 
 #if MOE_SM90
-
-/// For what is read once: it leaves L2 before everything else.
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-/// For what other blocks read at about the same time.
-__device__ __forceinline__ uint64_t read_again() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-/// For what blocks read much later: it leaves L2 after everything else.
-__device__ __forceinline__ uint64_t read_late() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 /// 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so that a
 /// lane's accumulators hold both. One thread.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "layer/stream_load.cuh"
+#include "router/choose.cuh"
 
 namespace moe::layer {
 
@@ -220,8 +221,8 @@ __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& 
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
     Choice* slots = s.chosen() + token * a.route.slots();
-    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id) {
-      if (rank == awaited) head.load(a, s, id);
+    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
+      if (rank == awaited && mine) head.load(a, s, id);
     });
   }
   if (lane >= a.route.slots()) return;

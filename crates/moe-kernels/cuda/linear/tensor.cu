@@ -33,8 +33,9 @@ struct Bf16Weights {
     };
 
 #if MOE_SM90
-    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
-      load_tile(to, w, row, step * kTileColumns, bar);
+    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar,
+                                                uint64_t policy) {
+      load_tile(to, w, row, step * kTileColumns, bar, policy);
     }
 
     /// Adds the block's share of K to `acc`; a warpgroup takes 64 weight rows and all tokens.

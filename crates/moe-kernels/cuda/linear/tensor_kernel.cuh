@@ -15,6 +15,7 @@
 
 #include "linear/linear.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/policy.cuh"
 #include "ptx/tensor_map.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -62,11 +63,13 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
                                         uint8_t* ring, uint8_t* side, uint64_t* full, uint64_t* empty, int stages,
                                         int row, int token, int begin, int end) {
   const bool leads = threadIdx.x % 32 == 0;
+  // With one tile of tokens nobody else reads these weights.
+  const uint64_t policy = gridDim.y == 1 ? read_once() : read_again();
   [[maybe_unused]] const typename B::Stage::Side beside(source, row / 16, threadIdx.x % 32);
   const auto weights = [&](int i, int stage) {
     if (leads) {
       arrive_expecting(full + stage, B::kStageBytes);
-      B::Stage::load(ring + stage * B::kStageBytes, w, row, i, full + stage);
+      B::Stage::load(ring + stage * B::kStageBytes, w, row, i, full + stage, policy);
     }
     if constexpr (B::Stage::kSideBytes > 0) {
       beside.copy(side + stage * B::kSideBytes, i);

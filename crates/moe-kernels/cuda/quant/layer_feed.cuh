@@ -43,8 +43,9 @@ struct Feed {
   const Shared& s;
   const Tiles& tiles;
   quant::WarpRing<Kind, kDepth> ring;
-  int pass, at;        // of the next tile
-  int k = 0, end = 0;  // of the tile that is being asked for
+  int pass, at;          // of the next tile
+  int k = 0, end = 0;    // of the tile that is being asked for
+  quant::TileRows rows;  // of the product of this pass
   quant::TileRow row;
 
   __device__ __forceinline__ Feed(const Args& a, const Shared& s, const Tiles& tiles)
@@ -53,36 +54,39 @@ struct Feed {
         tiles(tiles),
         ring(s.base + s.l.ring + threadIdx.x / 32 * quant::WarpRing<Kind, kDepth>::kBytes),
         pass(tiles.first - 1),
-        at(tiles.first_tile) {}
+        at(tiles.first_tile),
+        rows(a.w13, Kind::kFormat) {}
 
   /// The next tile of which this warp has a part, if there is one.
   __device__ __forceinline__ void open() {
     while (pass < tiles.last) {
       if (at >= tiles.end(pass)) {
-        if (++pass < tiles.last) at = tiles.begin(pass);
+        if (++pass >= tiles.last) return;
+        at = tiles.begin(pass);
+        if (pass == tiles.first) rows = quant::TileRows(a.w2, Kind::kFormat);
         continue;
       }
       const bool down = tiles.down(pass);
       const int per_expert = a.inter / kOutputs, active = down ? at / 2 : at / per_expert;
       const int of_expert = down ? pass : at - active * per_expert;
       at += tiles.each(pass);
-      const quant::Matrix& w = down ? a.w2 : a.w13;
-      const int2 columns = half_of(w.k, threadIdx.x / 32 % 2);
+      const int2 columns = half_of(down ? a.inter : a.hidden, threadIdx.x / 32 % 2);
       if (columns.x == columns.y) continue;
       mbarrier_wait(a.early() ? s.expert_full(active) : s.active_full(), 0);
       const uint32_t expert = s.expert()[active];
       if (expert == kNone) continue;
-      row = quant::TileRow(w, Kind::kFormat, w.tile_row(expert, of_expert));
+      row = rows.at(expert * (down ? a.w2.n_tiles : a.w13.n_tiles) + of_expert);
       k = columns.x, end = columns.y;
       return;
     }
   }
 
-  /// Asks for the next step. Those after the last one are empty.
+  /// Asks for the next step, if there is one.
   __device__ __forceinline__ void ask() {
     if (k == end) open();
+    if (k == end) return ring.skip();
     const int columns = min(quant::kWideStep, end - k);
-    ring.copy(row, k, columns);
+    ring.copy(rows, row, k, columns);
     k += columns;
   }
 };

@@ -128,39 +128,52 @@ __device__ __forceinline__ int early_slot(const Args& a, int active) {
   return active < a.route.shared ? a.route.top_k + active : active - a.route.shared;
 }
 
-/// What warps need beside the experts: the launch's number and the token's 1 / rms.
-struct Beside {
-  uint32_t number;
-  float scale;
-};
+/// Barriers and flags, ahead of the first block barrier. Lanes of one warp initialise barriers one behind the other, 50
+/// cycles each, and the block waits for that warp: so one lane of each warp does. What is beside the experts arrives at
+/// the first one's, too.
+__device__ __forceinline__ void prepare(const Args& a, const Shared& s, bool early) {
+  const int warp = threadIdx.x / 32, active = threadIdx.x;
+  if (active < a.slots()) {
+    *reinterpret_cast<uint4*>(s.slot_of(active)) = {early ? early_slot(a, active) : kNone, kNone, kNone, kNone};
+    s.expert()[active] = kUnknown;
+  }
+  if (threadIdx.x % 32 != 0) return;
+  if (!early && warp == 0) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
+#pragma unroll 1
+  for (int i = warp; early && i < a.slots(); i += kWarps) mbarrier_init(s.expert_full(i), i == 0 ? 2 : 1);
+}
 
-/// One expert of the only token. What is beside it comes with the first one, from the lane that announces it.
-__device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id,
-                                         const Beside& beside) {
-  if (active == 0) *s.number() = beside.number, *s.scale() = beside.scale;
-  s.expert()[active] = static_cast<uint32_t>(local_expert(id, nullptr, a.num_ids(), a.num_local));
-  mbarrier_arrive(s.expert_full(active));
+/// One expert of the only token, by lanes that have one.
+__device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id, bool mine) {
+  const int local = local_expert(id, nullptr, a.num_ids(), a.num_local);
+  store_shared_if(mine, s.expert() + active, static_cast<uint32_t>(local));
+  mbarrier_arrive_if(mine, s.expert_full(active));
 }
 
 /// A token's experts, by one warp. Every block makes the same choice.
 template <int kPerLane, bool kPlain>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Beside& beside) {
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number, float scale) {
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   const bool early = a.early();
   Choice c = {kNoExpert, 0.0f};
+  if (early && lane == 0) {  // what warps need beside the experts comes with the first one
+    *s.number() = number, *s.scale() = scale;
+    mbarrier_arrive(s.expert_full(0));
+  }
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
-    if (early && lane < a.route.shared) announce(a, s, lane, a.route.experts + lane, beside);
+    if (early) announce(a, s, lane, a.route.experts + lane, lane < a.route.shared);
     float score[kPerLane];
-    layer::await_logits(a, token, beside.number, score);
+    layer::await_logits(a, token, number, score);
     Choice* slots = s.chosen() + token * a.route.slots();
-    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id) {
-      if (early) announce(a, s, a.route.shared + rank, id, beside);
+    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
+      announce(a, s, a.route.shared + rank, id, early && mine);
     });
     __syncwarp();
     const int active = a.route.shared + lane;  // of ranks that nothing was left for
-    if (early && lane < a.route.top_k && s.expert()[active] == kUnknown) announce(a, s, active, kNoExpert, beside);
-  } else if (early && lane < a.route.slots()) {
-    announce(a, s, lane, kNoExpert, beside);
+    const bool left = early && lane < a.route.top_k && s.expert()[min(active, a.route.slots() - 1)] == kUnknown;
+    announce(a, s, active, kNoExpert, left);
+  } else {
+    announce(a, s, lane, kNoExpert, early && lane < a.route.slots());
   }
   if (lane >= a.route.slots()) return;
   s.chosen()[slot] = c;

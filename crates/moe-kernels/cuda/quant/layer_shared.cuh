@@ -56,7 +56,7 @@ inline Layout layout(const Args& a, QuantFormat format) {
   l.chosen = l.flags + 8 + 4 * kMaxTokens;
   l.expert = l.chosen + 8 * a.slots();
   l.part_of = l.expert + 4 * a.slots();
-  l.slot_of = round_up(l.part_of + a.slots(), 4);
+  l.slot_of = round_up(l.part_of + a.slots(), 16);
   l.sums = l.slot_of + 4 * kMaxTokens * a.slots();
   l.halves = round_up(l.sums + 4 * 2 * kWarps * a.tokens, 16);
   l.parts = l.halves + 16 * 32 * 2 * kPairs;

@@ -41,11 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
     if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
       gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + column);
   }
-  for (int i = threadIdx.x; i < kMaxTokens * a.slots(); i += kThreads)
-    s.slot_of(0)[i] = early && i % kMaxTokens == 0 ? early_slot(a, i / kMaxTokens) : kNone;
-  if (early && threadIdx.x < a.slots()) s.expert()[threadIdx.x] = kUnknown;
-  if (threadIdx.x < kMaxTopK) mbarrier_init(s.expert_full(threadIdx.x), 1);
-  if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
+  prepare(a, s, early);
   pdl_wait();
   const layer::Turn turn(a);
   if (a.tokens == 1) stage_rows<Kind, 1>(a, s, norm, gate);
@@ -66,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
   if (warp < a.tokens) {
     if (!early && lane == 0) s.scale()[warp] = scale;
     if (!early && threadIdx.x == 0) *s.number() = turn.number();
-    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, {turn.number(), scale});
+    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, turn.number(), scale);
     if (!early) {
       named_barrier(1, 32 * a.tokens);
       if (warp == 0) build_active(a, s);

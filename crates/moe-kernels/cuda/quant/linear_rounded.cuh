@@ -39,8 +39,9 @@ struct RoundedWeights {
 #if MOE_SM90
     using Side = typename Base::template SideCopies<32>;
 
-    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
-      load_tile(to, w, row / 16, step * (Base::kBlockBytes / 8), bar);
+    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar,
+                                                uint64_t policy) {
+      load_tile(to, w, row / 16, step * (Base::kBlockBytes / 8), bar, policy);
     }
 
     template <class B>

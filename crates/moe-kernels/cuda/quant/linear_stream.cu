@@ -142,21 +142,28 @@ template <class Ring>
 struct Feed {
   const Args& a;
   Ring& ring;
+  TileRows rows;
   int tile, last, k;  // that come next
   TileRow row;
 
   __device__ __forceinline__ Feed(const Args& a, Ring& ring, int first, int last)
-      : a(a), ring(ring), tile(first), last(last), k(threadIdx.x / 32 * kWideStep), row(a.w, Ring::kFormat, first) {
+      : a(a),
+        ring(ring),
+        rows(a.w, Ring::kFormat),
+        tile(first),
+        last(last),
+        k(threadIdx.x / 32 * kWideStep),
+        row(rows.at(first)) {
     if (k >= a.k) tile = last;  // none of the steps is this warp's
   }
 
   __device__ __forceinline__ void ask() {
-    ring.copy(row, k, tile < last ? min(kWideStep, a.k - k) : 0);
-    if (tile >= last) return;
+    if (tile >= last) return ring.skip();
+    ring.copy(rows, row, k, min(kWideStep, a.k - k));
     k += kWarps * kWideStep;
     if (k < a.k) return;
     k = threadIdx.x / 32 * kWideStep;
-    if (++tile < last) row = TileRow(a.w, Ring::kFormat, tile);
+    if (++tile < last) row = rows.at(tile);
   }
 };
 

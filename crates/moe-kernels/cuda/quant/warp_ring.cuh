@@ -6,6 +6,7 @@
 // costs instructions, and with 64 columns as much of them as the products: 190 instead of 140 for 128.
 #pragma once
 
+#include "ptx/policy.cuh"
 #include "quant/row_steps.cuh"
 
 namespace moe::quant {
@@ -28,23 +29,34 @@ __host__ __device__ constexpr int step_bytes(QuantFormat format) { return tile_b
 /// A lane's part of a row of tiles.
 struct TileRow {
   const uint8_t* q = nullptr;
-  const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
-  int side_each = 0, side_to = -1, shift = 0;
-  int groups = 0;  // from a step's first one on that there must be
+  const uint8_t* side = nullptr;
+};
 
-  TileRow() = default;
-  __device__ __forceinline__ TileRow(const Matrix& w, QuantFormat format, size_t row) : shift(w.shift) {
+/// The same of all rows of a matrix: what a lane copies of them, found once, since asking for a step otherwise takes
+/// more instructions than multiplying it.
+struct TileRows {
+  const uint8_t* q;               // of the first row
+  const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
+  uint32_t row_bytes, side_row = 0, side_each = 0;
+  uint32_t groups = 0;  // from a step's first one on that there must be
+  int side_to = 0, shift;
+
+  __device__ __forceinline__ TileRows(const Matrix& w, QuantFormat format)
+      : q(w.q + threadIdx.x % 32 * 16), row_bytes(tile_bytes(format, w.k)), shift(w.shift) {
     const int lane = threadIdx.x % 32;
-    q = w.q + row * tile_bytes(format, w.k) + lane * 16;
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
     if (lane < scales) {
-      side = w.scales + w.scales_at(row, 0) + lane * 8, side_each = w.scale_bytes, side_to = lane * 8;
-      groups = w.groups - lane / each;
+      side = w.scales + lane * 8, side_to = lane * 8;
+      side_each = w.scale_bytes, side_row = w.groups * side_each, groups = w.groups - lane / each;
     } else if (w.zeros != nullptr && lane < scales + of_step * (kTileRows / 8)) {
       const int i = lane - scales;
-      side = w.zeros + row * w.groups * kTileRows + i * 8, side_each = kTileRows, side_to = kStepZeros + i * 8;
-      groups = w.groups - i / (kTileRows / 8);
+      side = w.zeros + i * 8, side_to = kStepZeros + i * 8;
+      side_each = kTileRows, side_row = w.groups * kTileRows, groups = w.groups - i / (kTileRows / 8);
     }
+  }
+
+  __device__ __forceinline__ TileRow at(uint32_t row) const {
+    return {q + static_cast<uint64_t>(row) * row_bytes, side + static_cast<uint64_t>(row) * side_row};
   }
 };
 
@@ -77,6 +89,7 @@ struct WarpRing {
   static constexpr int kHalf = kTileBytes / 2, kBytes = kDepth * kPlace, kWords = step_words(kFormat);
 
   uint8_t* base;
+  uint64_t policy = read_once();
   int filled = 0, taken = 0;  // bytes from the base to the places that are next
 
   __device__ __forceinline__ explicit WarpRing(uint8_t* base) : base(base) {}
@@ -86,22 +99,21 @@ struct WarpRing {
     if (place == kBytes) place = 0;
   }
 
-  /// Starts the copy of `columns` columns from k on; of none it is counted, too.
-  __device__ __forceinline__ void copy(const TileRow& row, int k, int columns) {
-    if (columns > 0) {
-      uint8_t* to = base + filled;
-      const uint8_t* from = row.q + tile_bytes(kFormat, k);
-      const uint32_t lane = threadIdx.x % 32 * 16;
+  /// Starts the copy of `columns` columns, at least one, from k on.
+  __device__ __forceinline__ void copy(const TileRows& of, const TileRow& row, int k, int columns) {
+    uint8_t* to = base + filled;
+    const uint8_t* from = row.q + tile_bytes(kFormat, k);
+    const uint32_t lane = threadIdx.x % 32 * 16, group = k >> of.shift;
 #pragma unroll
-      for (int part = 0; part < kTileBytes / 512; ++part)
-        if (part * 512 < kHalf || columns > kStep) cp_async16(to + lane + part * 512, from + part * 512);
-      const int group = k >> row.shift;
-      if (group < row.groups)
-        cp_async8(to + kTileBytes + row.side_to, row.side + static_cast<int64_t>(group) * row.side_each);
-      advance(filled);
-    }
+    for (int part = 0; part < kTileBytes / 512; ++part)
+      if (part * 512 < kHalf || columns > kStep) cp_async16(to + lane + part * 512, from + part * 512, policy);
+    if (group < of.groups) cp_async8(to + kTileBytes + of.side_to, row.side + group * of.side_each);
+    advance(filled);
     cp_async_commit();
   }
+
+  /// Counts as the copy of a step.
+  __device__ __forceinline__ void skip() { cp_async_commit(); }
 
   /// The oldest step, when it is there. kDepth copies must have been started that are not taken.
   __device__ __forceinline__ const uint8_t* take() {

@@ -16,8 +16,8 @@
 #include "linear/args.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
+#include "router/choose.cuh"
 #include "router/own_row.cuh"
-#include "router/route.cuh"
 
 namespace moe {
 namespace {

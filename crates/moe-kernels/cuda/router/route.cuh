@@ -1,4 +1,5 @@
-// One token's routing by one warp: logits -> scores -> top-k ids and weights, all in f32.
+// One token's routing by one warp: logits -> scores -> top-k ids and weights, all in f32; the choice itself is in
+// router/choose.cuh.
 //
 // The rules are moe-router's: descending key (score + correction bias), ties to the lower id; weights come
 // from the unbiased scores, then renormalised over the chosen, then scaled.
@@ -6,7 +7,6 @@
 
 #include "ptx/common.cuh"
 #include "router/args.cuh"
-#include "router/copies.cuh"
 
 namespace moe {
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void route_nothing(const RouteArgs& a, int token) {
 }
 
 /// An expert of a token and its weight.
-struct Choice {
+struct alignas(8) Choice {
   uint32_t id;
   float weight;
 };
@@ -212,91 +212,6 @@ __device__ __forceinline__ void force_keys(const StepRoutingArgs& r, int top_k, 
 /// The choice that takes the place of `id`, a row's own choice in a slot.
 __device__ __forceinline__ uint32_t balanced(const StepRoutingArgs& r, int row, int slot, uint32_t id) {
   return r.forced != nullptr && r.keep_weights ? forced_row(r, row)[slot] : id;
-}
-
-/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts
-/// behind the chosen ones; a NaN is never chosen by itself. Of each choice one lane calls `on_choice(k, id)` at once.
-/// `routing` may force experts on the token, row `row` of the step: absent ones then move behind the others.
-///
-/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key
-/// turns into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found
-/// by a second reduction.
-template <bool kPlain, int N, class OnChoice>
-__device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutingArgs& routing, int row,
-                                         float (&score)[N], Choice* chosen, OnChoice on_choice) {
-  const RouteArgs a = with_rule<kPlain>(args);
-  const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
-  uint32_t key[N];
-  score_logits(a, score, key);
-  if constexpr (!kPlain) force_keys(routing, a.top_k, row, key);
-  uint32_t found = 0;
-#pragma unroll 1
-  while (found < static_cast<uint32_t>(a.top_k)) {
-    uint32_t own = key[0];
-#pragma unroll
-    for (int j = 1; j < N; ++j) own = max(own, key[j]);
-    const uint32_t top = __reduce_max_sync(0xffffffffu, own);
-    if (top < lowest) break;
-    bool takes = own == top;
-    const uint32_t tied = __ballot_sync(0xffffffffu, takes);
-    if ((tied & (tied - 1)) != 0) {
-      uint32_t id = kNoExpert;
-#pragma unroll
-      for (int j = N - 1; j >= 0; --j)
-        if (key[j] == top) id = j * 32 + lane;
-      takes = id == __reduce_min_sync(0xffffffffu, id);
-    }
-    uint32_t taken = kNoExpert;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (takes && key[j] == top) key[j] = found + 1, takes = false, taken = j * 32 + lane;
-    }
-    if (taken != kNoExpert) on_choice(found, kPlain ? taken : balanced(routing, row, found, taken));
-    ++found;
-  }
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (key[j] - 1 < found) chosen[key[j] - 1] = {j * 32 + lane, score[j]};
-  __syncwarp();
-  const Choice own = lane < found ? chosen[lane] : Choice{kNoExpert, 0.0f};
-  const float weight = weigh(a, lane < found, own.weight, score);
-  const uint32_t behind = lane - a.top_k;
-  if (behind < static_cast<uint32_t>(a.shared)) return {a.experts + behind, a.shared_weight};
-  const bool replaced = !kPlain && lane < found;
-  return {replaced ? balanced(routing, row, lane, own.id) : own.id, weight};
-}
-
-/// The slot of a row's expert, of `experts`. Not inline, as `score_alone`: most models have no copies.
-static __device__ __noinline__ uint32_t chosen_slot(const int32_t* log2phy, int experts, int width, uint32_t row,
-                                                    uint32_t id, bool hashed) {
-  return slot_of_row(log2phy, experts, width, row, id, hashed);
-}
-
-/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
-template <bool kPlain, int N>
-__device__ __forceinline__ void route_row(const RouteArgs& a, const StepRoutingArgs& routing, const CopiesArgs& copies,
-                                          const float* logits, Choice* chosen, int token) {
-  const int lane = threadIdx.x % 32;
-  float score[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
-  Choice c = choose<kPlain>(a, routing, token, score, chosen, [](uint32_t, uint32_t) {});
-  if (lane < a.top_k) leave(routing, a.experts, token, lane, c.id);
-  if (copies.log2phy != nullptr)
-    c.id = chosen_slot(copies.log2phy, a.experts + a.shared, copies.width, copies.first_row + token, c.id,
-                       copies.hashed != 0);
-  if (lane < a.slots()) {
-    a.topk_ids[static_cast<size_t>(token) * a.slots() + lane] = c.id;
-    a.topk_weights[static_cast<size_t>(token) * a.slots() + lane] = c.weight;
-    if (a.counts != nullptr && c.id != kNoExpert) {
-      const int local = a.expert_map == nullptr ? static_cast<int>(c.id) : a.expert_map[c.id];
-      if (local >= 0) {
-        const uint32_t place = atomicAdd(a.counts + local, 1);
-        a.buckets[static_cast<size_t>(local) * a.tokens + place] = token * a.slots() + lane;
-      }
-    }
-  }
 }
 
 }  // namespace moe

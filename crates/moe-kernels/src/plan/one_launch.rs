@@ -65,7 +65,7 @@ impl ExpertsCall {
         };
         let (tokens, slots) = (self.tokens, self.slots());
         let slot_of =
-            (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(4);
+            (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(16);
         let sums = slot_of + 4 * ONE_LAUNCH_TOKENS * slots;
         let parts = (sums + 8 * WARPS * tokens).next_multiple_of(16) + WARPS * 512;
         let digits = takes_digits(scheme);
