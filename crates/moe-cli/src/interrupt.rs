@@ -22,7 +22,7 @@ impl Interrupt {
     pub fn install() -> Result<Self> {
         ctrlc::set_handler(|| {
             if REQUESTED.swap(true, Ordering::Relaxed) {
-                std::process::exit(i32::from(Self::EXIT_CODE));
+                moe_engine::end_failed(Self::EXIT_CODE);
             }
         })
         .context("cannot catch Ctrl-C")?;

@@ -51,7 +51,7 @@ pub fn main<F: ModelFamily>() -> ExitCode {
         Ok(code) => code,
         Err(e) => {
             error::report(&e);
-            ExitCode::from(if e.downcast_ref::<UsageError>().is_some() { 2 } else { 1 })
+            moe_engine::end_failed(if e.downcast_ref::<UsageError>().is_some() { 2 } else { 1 })
         }
     }
 }

@@ -20,7 +20,7 @@ pub mod structured;
 pub mod tokenizer;
 
 pub use device::DeviceChoice;
-pub use error::{UsageError, usage};
+pub use error::{UsageError, end_failed, usage};
 pub use family::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 pub use placements::PlacementConfig;
 pub use run::{Run, Weights};
