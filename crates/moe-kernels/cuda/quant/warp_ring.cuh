@@ -47,11 +47,11 @@ struct TileRows {
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
     if (lane < scales) {
       side = w.scales + lane * 8, side_to = lane * 8;
-      side_each = w.scale_bytes, side_row = w.groups * side_each, groups = w.groups - lane / each;
+      side_each = w.scale_bytes, side_row = w.groups * side_each, groups = max(0, w.groups - lane / each);
     } else if (w.zeros != nullptr && lane < scales + of_step * (kTileRows / 8)) {
       const int i = lane - scales;
       side = w.zeros + i * 8, side_to = kStepZeros + i * 8;
-      side_each = kTileRows, side_row = w.groups * kTileRows, groups = w.groups - i / (kTileRows / 8);
+      side_each = kTileRows, side_row = w.groups * kTileRows, groups = max(0, w.groups - i / (kTileRows / 8));
     }
   }
 
