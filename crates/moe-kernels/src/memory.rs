@@ -2,7 +2,7 @@
 //!
 //! A decode step reads each weight once, so translating the addresses of 4 KiB pages shows, and
 //! the matrix registers load rows that lie across cache lines at a third of their speed. Large
-//! allocations therefore start at a huge page and ask for huge pages; those of some cache lines start at a cache line, where
+//! allocations therefore start at a huge page and ask for huge pages, the last one too if they fill half of it; those of some cache lines start at a cache line, where
 //! the system's start 16 bytes after one; all others are the system's. Kernels only gain speed by it: their results do not
 //! depend on where data lies.
 
@@ -61,12 +61,14 @@ mod mapping {
 
     const HUGE_PAGE: usize = 2 << 20;
 
-    /// Bytes of the mapping for a layout; `None` for layouts that the system allocator serves.
+    /// Bytes of the mapping for a layout; `None` for layouts that the system allocator serves. The system gives a huge page only
+    /// where all of it is mapped, so one that is half used is taken whole.
     pub(super) fn len(layout: Layout) -> Option<usize> {
         // SAFETY: asks for a number.
         let page = || unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-        (layout.size() >= HUGE_PAGE && layout.align() <= HUGE_PAGE)
-            .then(|| layout.size().next_multiple_of(page()))
+        let unit = || if layout.size() % HUGE_PAGE >= HUGE_PAGE / 2 { HUGE_PAGE } else { page() };
+        (layout.size() >= HUGE_PAGE / 2 && layout.align() <= HUGE_PAGE)
+            .then(|| layout.size().next_multiple_of(unit()))
     }
 
     /// A mapping of zeros that starts at a huge page; null if the system refuses it.
@@ -143,6 +145,16 @@ mod tests {
                 HugePages.dealloc(grown, Layout::from_size_align(size + (1 << 20), align).unwrap());
             }
         }
+    }
+
+    /// Half of one at least; memory that nobody uses is never as much as what somebody does.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn mappings_end_with_a_huge_page_that_is_half_used() {
+        let len =
+            |kib: usize| mapping::len(Layout::from_size_align(kib << 10, 64).unwrap()).map(|len| len >> 10);
+        let got = [1020, 1024, 2048, 3 << 10, (2 << 10) + 1020, (62 << 10) + 1024].map(len);
+        assert_eq!(got, [None, Some(2048), Some(2048), Some(4096), Some(3068), Some(64 << 10)]);
     }
 
     /// An absurd size is refused, not an abort.

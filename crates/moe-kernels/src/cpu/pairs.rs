@@ -4,10 +4,12 @@
 //! A word is a pair of bf16, of x and of w alike. Panels hold pairs already, so a tile reads them as they lie, whatever the
 //! number of rows; weights in rows become panels chain by chain. The order of sums is in [`super::product`].
 
+mod row;
+
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::ops::Range;
 
+use self::row::Row;
 use super::avx512;
 use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
@@ -49,6 +51,13 @@ impl<T: Lanes> Method<T> for Pairs {
     fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]) {
         let k = rows[0].len();
         let (length, words) = (k / segments, segment_words(k, segments));
+        if m == 1 && length.is_multiple_of(2) {
+            // A row's pairs are its words.
+            for (word, pair) in panel.iter_mut().zip(bytes(rows[0]).as_chunks().0) {
+                *word = u32::from_ne_bytes(*pair);
+            }
+            return;
+        }
         for segment in 0..segments {
             let range = segment * length..(segment + 1) * length;
             let out = &mut panel[segment * words * m..];
@@ -64,13 +73,14 @@ impl<T: Lanes> Method<T> for Pairs {
             if work.k() == 0 {
                 total.fill([0.0; UNIT]);
             }
-            let width = if is_one_stream(work) { 1 } else { 2 };
-            for vector in (0..2).step_by(width) {
-                let vectors = vector..vector + width;
-                for chain in chains(work.k(), work.segments) {
-                    let to = if chain.to_segment { &mut *segment } else { &mut *total };
-                    self.chain(work, vectors.clone(), &chain, packed, to);
-                    flush(&chain, segment, total, vector * LANES..vectors.end * LANES);
+            match one_stream(work) {
+                Some(panels) => one_row(work, &panels, segment, total),
+                None => {
+                    for chain in chains(work.k(), work.segments) {
+                        let to = if chain.to_segment { &mut *segment } else { &mut *total };
+                        self.chain(work, &chain, packed, to);
+                        flush(&chain, segment, total, 0..UNIT);
+                    }
                 }
             }
             take(total);
@@ -78,21 +88,38 @@ impl<T: Lanes> Method<T> for Pairs {
     }
 }
 
-/// Whether the panels of a unit are multiplied one after the other: with one row of x, where they follow each other. Memory gives
-/// one stream 7 to 15 % more than two side by side, and one row leaves time for the latency of its sums.
-fn is_one_stream<T>(work: &Work<T>) -> bool {
-    match work.weights {
-        UnitWeights::Panels([first, second]) => work.m == 1 && first.as_ptr_range().end == second.as_ptr(),
-        UnitWeights::Rows(_) => false,
+/// The panels of a unit to be multiplied one after the other: with one row of x, where they follow each other. Memory gives
+/// one stream 7 to 15 % more than two side by side.
+fn one_stream<'a, T: Copy>(work: &Work<'a, T>) -> Option<[Row<'a>; 2]> {
+    let UnitWeights::Panels(panels) = work.weights else { return None };
+    let [first, second] = panels.map(bytes);
+    let follow = first.as_ptr_range().end == second.as_ptr();
+    let next = first.as_ptr().wrapping_add(work.next * size_of::<T>());
+    let row = |panel, next| Row { x: work.x, panel, next };
+    (work.m == 1 && follow).then(|| [row(first, second.as_ptr()), row(second, next)])
+}
+
+/// A unit's panels with one row of x, one after the other.
+fn one_row<T: Lanes>(work: &Work<T>, panels: &[Row; 2], segment: &mut [UnitSums], total: &mut [UnitSums]) {
+    for (vector, panel) in panels.iter().enumerate() {
+        let lanes = vector * LANES..(vector + 1) * LANES;
+        let take = |chain: &Chain, sums: &[f32; LANES]| {
+            let to = if chain.to_segment { &mut segment[0] } else { &mut total[0] };
+            for (to, sum) in to[lanes.clone()].iter_mut().zip(sums) {
+                *to = if chain.add { *to + sum } else { *sum };
+            }
+            flush(chain, segment, total, lanes.clone());
+        };
+        // SAFETY: the path has AVX-512 BF16.
+        unsafe { panel.sums(work.k(), work.segments, take) };
     }
 }
 
 impl Pairs {
-    /// All tiles of x over one chain of one panel of the unit or both.
+    /// All tiles of x over one chain of the unit's panels.
     fn chain<T: Lanes>(
         &self,
         work: &Work<T>,
-        vectors: Range<usize>,
         chain: &Chain,
         packed: &mut [Vec<u32>; 2],
         to: &mut [UnitSums],
@@ -116,7 +143,6 @@ impl Pairs {
             }
         };
         let ask = match work.weights {
-            UnitWeights::Panels(_) if vectors.len() == 1 => Some(Ask::ON),
             UnitWeights::Panels(_) => {
                 Some(Ask::new((k - chain.start) * LANES, (work.next - k * LANES) * size_of::<T>()))
             }
@@ -129,19 +155,13 @@ impl Pairs {
             let x = &work.x[start * work.segments * words + word * m..][..chain.len.div_ceil(2) * m];
             let tile = Tile {
                 x,
-                w: [w[vectors.start], w[vectors.end - 1]],
-                vector: vectors.start,
+                w,
                 add: chain.add,
                 ask: ask.filter(|_| start == 0),
                 out: &mut to[start..start + m],
             };
             // SAFETY: the path has AVX-512 BF16.
-            unsafe {
-                match vectors.len() {
-                    1 => multiply::<T, 1, 1>(tile),
-                    _ => with_rows!(m, multiply::<T; 2>(tile)),
-                }
-            };
+            unsafe { with_rows!(m, multiply::<T; 2>(tile)) };
         }
     }
 }
@@ -162,9 +182,6 @@ struct Ask {
 }
 
 impl Ask {
-    /// In a stream that goes on behind the panel.
-    const ON: Self = Self { within: usize::MAX, jump: 0 };
-
     /// For a chain from whose start so many values follow in the panel.
     fn new(left: usize, jump: usize) -> Self {
         Self { within: (left * size_of::<u16>()).saturating_sub(PREFETCH) / CACHE_LINE, jump }
@@ -175,10 +192,8 @@ impl Ask {
 struct Tile<'a> {
     /// [words]\[m\].
     x: &'a [u32],
-    /// A cache line for each word of a panel; one panel comes twice.
+    /// A cache line for each word of a panel.
     w: [&'a [u8]; 2],
-    /// The first panel's place in the unit.
-    vector: usize,
     /// Add to the sums; else, replace them.
     add: bool,
     /// What to ask for, where the weights come from memory.
@@ -214,7 +229,7 @@ unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
         }
     }
     for m in 0..M {
-        for (to, &acc) in out[m].as_chunks_mut::<LANES>().0[t.vector..].iter_mut().zip(&acc[m]) {
+        for (to, &acc) in out[m].as_chunks_mut::<LANES>().0.iter_mut().zip(&acc[m]) {
             // SAFETY: 16 values are read and written.
             unsafe {
                 let sum = if t.add { _mm512_add_ps(_mm512_loadu_ps(to.as_ptr()), acc) } else { acc };

@@ -7,7 +7,8 @@ that the machine lacks is left out. Memory may be twice as fast in one minute as
 by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file mapped, .. and ours at the end. A ratio is that of a run of
 llama.cpp and the mean of ours before and after it. What two threads read is measured before each run. A table of medians comes
 last, against the setting of llama.cpp that does better. Runs that OUT.json holds are kept: a long measurement may be
-made in several calls. No round begins after the limit.
+made in several calls. OUT.json is written after each run, so that a call that is cut off loses no more than one. No round
+begins after the limit.
 """
 import argparse
 import json
@@ -28,6 +29,8 @@ ISAS = [
 ]
 # What is compared: llama.cpp's format and ours.
 FORMATS = [("BF16", ["bf16"]), ("Q8_0", ["int8-g32"]), ("Q4_0", ["int4-g32", "int4-g128"])]
+CPU = Path("/proc/cpuinfo").read_text()
+WRITING = threading.Lock()
 SETTINGS = {"huge": ("0", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}), "mmap": ("1", {})}
 RATES = ("prefill512", "decode1", "decode8")
 
@@ -79,6 +82,17 @@ def ours(args, isa, name, cores):
     }
 
 
+def keep(args, rows, row):
+    """Adds a run to OUT.json. The file is replaced whole: whoever is stopped meanwhile leaves the one before."""
+    with WRITING:
+        rows.append(row)
+        machine = next((line.split(":")[1].strip() for line in CPU.splitlines() if line.startswith("model name")), "?")
+        result = {"machine": machine, "cpus": os.cpu_count(), "steps": args.steps, "repeat": args.repeat, "rows": rows}
+        new = args.out.with_suffix(".new")
+        new.write_text(json.dumps(result, indent=1))
+        new.replace(args.out)
+
+
 def measure(args, isa, build, cores, rows):
     """The runs of one instruction set, format by format. A run that fails ends those of its format."""
     begin = time.time()
@@ -97,9 +111,9 @@ def measure(args, isa, build, cores, rows):
                 for call in calls if number == 0 else calls[1:]:
                     read = read_gb_s(args, cores)
                     row = {"isa": isa, "row": name, "series": series, "cores": cores, "two_threads_gb_s": read, **call()}
-                    rows.append(row)
+                    keep(args, rows, row)
         except (RuntimeError, OSError, KeyError, ValueError, IndexError) as error:
-            rows.append({"isa": isa, "row": name, "error": str(error)[:400]})
+            keep(args, rows, {"isa": isa, "row": name, "error": str(error)[:400]})
 
 
 def ratios(rows, rate):
@@ -147,8 +161,7 @@ def main():
     parser.add_argument("--only", nargs="*", help="these formats of ours alone: bf16 int8-g32 int4-g32 int4-g128")
     parser.add_argument("--isas", nargs="*", help="these alone, as --cpu-isa names them")
     args = parser.parse_args()
-    cpu = Path("/proc/cpuinfo").read_text()
-    isas = [(isa, build) for isa, build, flag in ISAS if f" {flag} " in cpu and isa in (args.isas or [isa])]
+    isas = [(isa, build) for isa, build, flag in ISAS if f" {flag} " in CPU and isa in (args.isas or [isa])]
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     threads = []
     for (isa, build), cores in zip(isas, args.cores.split(":")):
@@ -157,9 +170,6 @@ def main():
         threads.append(thread)
     for thread in threads:
         thread.join()
-    machine = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "?")
-    result = {"machine": machine, "cpus": os.cpu_count(), "steps": args.steps, "repeat": args.repeat, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1))
     table(rows)
     raise SystemExit(any("error" in row for row in rows))
 
