@@ -50,6 +50,8 @@ job() {
   options+=(--port $((49152 + SLOT * 16)) --launch-timeout 120)
   # The compiler counts an array of barriers as one, and the tool as many as the compiler. Of calls, only errors that they return.
   case $tool in racecheck | synccheck) options+=(--num-cuda-barriers 128) ;; memcheck) options+=(--report-api-errors explicit) ;; esac
+  # With torch's cache a tensor's neighbours are memory that may be read.
+  [ "$tool" = memcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   start=$(date +%s)
   CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % gpus + 1)) <<<"$devices") timeout -k 5 $((left < limit ? left : limit)) \
     "$sanitizer" "${options[@]}" "${command[@]}" >"$log" 2>&1
