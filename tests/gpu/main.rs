@@ -28,5 +28,6 @@ mod ranks;
 mod route;
 mod rows;
 mod sampling;
+mod step;
 mod timeline;
 mod watched;

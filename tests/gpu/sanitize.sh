@@ -68,7 +68,7 @@ for module in (check_layer, check_quant, check_attention, check_ids, check_mixed
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
 print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END
-  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling)::.*): test$/rust \1/p'
+  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling|step)::.*): test$/rust \1/p'
 )
 
 run() {

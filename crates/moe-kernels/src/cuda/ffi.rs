@@ -91,8 +91,10 @@ launchers! {
         rows hidden: i32
     );
     moe_rope_rows(args: *const RopeRowsArgs);
-    moe_take_tokens(
-        from sampled: *const u32, ids: *mut u32, valid: *const u32, kept_valid: *mut u32, rows: i32
+    moe_copy_words(from: *const u32, to: *mut u32, words: usize);
+    moe_upload_step(
+        from: *const u32, to: *mut u32, words: usize, sampled: *const u32, ids source rows: usize,
+        kept_valid: *mut u32
     );
     moe_fill_random(out: *mut bf16, count: usize, seed stream_id: u64, bound: f32);
     moe_fill_random_box(
