@@ -17,6 +17,7 @@ mod invariant;
 mod load;
 mod load_bench;
 mod load_parts;
+mod load_quantised;
 mod mla;
 mod mla_rows;
 #[cfg(feature = "nccl")]

@@ -32,6 +32,7 @@ mod router;
 mod routing;
 pub(crate) mod rows;
 mod sampling;
+mod scratch;
 mod side;
 mod staging;
 mod step;
