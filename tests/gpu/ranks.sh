@@ -137,13 +137,10 @@ END
 # soon as answers are written.
 death() {
   local label flags number
-  # More than a minute of work.
-  requests "$out/long.jsonl" 20000 400
+  requests "$out/long.jsonl" 20000 400 # more than a minute of work
   while read -r label flags; do
-    for number in $(seq "${DEATHS:-1}"); do
-      # shellcheck disable=SC2086
-      death_of "$label" "$number" $flags </dev/null
-    done
+    # shellcheck disable=SC2086
+    for number in $(seq "${DEATHS:-1}"); do death_of "$label" "$number" $flags </dev/null; done
   done <<END
 tp --tp $n
 dp --dp $n $ep allgather_reducescatter
@@ -162,8 +159,7 @@ death_of() {
   # Rank 0 is the process that was started.
   victim=$(pgrep -P $driver | sort -n | sed -n "${rank}p")
   if [ -z "$victim" ] || [ ! -s "$out/death.jsonl" ]; then
-    echo "FAILED  death-$label: the run ended, or wrote nothing in 30 s, before rank $rank could be killed"
-    failed=1
+    echo "FAILED  death-$label: the run ended, or wrote nothing in 30 s, before rank $rank could be killed" && failed=1
     kill -KILL $driver 2>/dev/null
     return
   fi
@@ -176,8 +172,7 @@ death_of() {
   if [ $code -eq 1 ] && grep -qE "rank [0-9]+ (died|cannot be reached)" "$log"; then
     echo "ok      death-$label: exit code 1 after $((SECONDS - start)) s, $(grep -oE "rank [0-9]+ (died|cannot)[^,]*" "$log" | head -n 1 | cut -c1-80)"
   else
-    echo "FAILED  death-$label: exit code $code"
-    failed=1
+    echo "FAILED  death-$label: exit code $code" && failed=1
     tail -n 5 "$log" | cut -c1-300
   fi
 }

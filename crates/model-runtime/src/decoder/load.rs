@@ -138,7 +138,7 @@ impl<A: SelfAttention> Decoder<A> {
 }
 
 /// Threads that load layers onto a device.
-const LOADING: usize = 4;
+const LOADING: usize = 2;
 
 /// What `load` gives for each layer. Several threads load a part of them each: while one waits for memory or for its last copies, or
 /// looks up small tensors, the others feed the bus. They are threads of their own, because the first layer may meet other ranks.
