@@ -2,7 +2,8 @@
 # How fast a checkpoint loads, from the bundle that `cargo xtask dist` packs: writes files like Qwen3-30B-A3B's of 6 layers
 # (8.7 GB) and of 20 (26 GB) to memory, measures the page cache and the bus alone, then the load and its parts; then once more
 # 6 layers on the disk of the temporary directory, read and loaded after the page cache has dropped them. $LOAD_LAYERS: other
-# numbers of layers; $LOAD_DIR: where to write, by default in memory where that has room, else the temporary directory.
+# numbers of layers; $LOAD_DIR: where to write, by default in memory where that has room, else the temporary directory. Between them
+# a quantised checkpoint, packed by the device and by the host: that of $LOAD_MODEL, by default a GPTQ one of Qwen3-30B-A3B's shape in memory.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 has_room() { [ "$(df --output=avail -B1000000000 "$1" 2>/dev/null | tail -n 1)" -ge "$2" ] 2>/dev/null; }
@@ -21,6 +22,16 @@ for layers in ${LOAD_LAYERS:-6 20}; do
   LOAD_DIR=$dir LOAD_LAYERS=$layers timeout 120 "$root/bin/gpu" --ignored --exact --nocapture \
     load_bench::a_load_runs_at_the_speed_of_disk_and_bus || failed=1
 done
+quantised=${LOAD_MODEL:-}
+if [ -z "$quantised" ] && has_room /dev/shm 20; then
+  quantised=/dev/shm/load-quantised
+  python3 "$root/tests/gpu/load_quantised.py" "$root/tests/bench/configs/qwen3-30b-a3b-gptq-int4.json" "$quantised" || failed=1
+fi
+if [ -n "$quantised" ]; then
+  LOAD_MODEL=$quantised timeout 120 "$root/bin/gpu" --ignored --exact --nocapture \
+    load_quantised::a_quantised_load_runs_at_the_speed_of_the_bus || failed=1
+  [ -n "${LOAD_MODEL:-}" ] || rm -rf "$quantised"
+fi
 echo "cold, in ${TMPDIR:-/tmp}:"
 LOAD_COLD=1 LOAD_DIR=${TMPDIR:-/tmp} LOAD_LAYERS=${COLD_LAYERS:-6} timeout 150 "$root/bin/gpu" --ignored --exact --nocapture \
   load_bench::a_load_runs_at_the_speed_of_disk_and_bus || failed=1

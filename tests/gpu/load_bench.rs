@@ -137,7 +137,7 @@ fn forget(paths: &[PathBuf], files: &[File]) {
 }
 
 /// GB/s of copies from page-locked memory to the device.
-fn bus() -> f64 {
+pub fn bus() -> f64 {
     const WORDS: usize = 64 << 20;
     let ex = cuda();
     let mut host = ex.pinned(WORDS).unwrap();

@@ -17,6 +17,7 @@ mod invariant;
 mod load;
 mod load_bench;
 mod load_parts;
+mod load_quantised;
 mod mla;
 mod mla_rows;
 #[cfg(feature = "nccl")]
@@ -28,5 +29,6 @@ mod ranks;
 mod route;
 mod rows;
 mod sampling;
+mod step;
 mod timeline;
 mod watched;

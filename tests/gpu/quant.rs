@@ -2,6 +2,7 @@
 
 mod activations;
 pub mod matrices;
+mod packing;
 
 use candle_core::DType;
 use moe_kernels::cuda::{FusedExperts, fused_experts_into};

@@ -8,7 +8,7 @@
 # while experts move all the time (below a minute), skew and skew-prompts what balancing gains
 # on skewed routing, in decode steps and in prompts, drift and drift-prompts where that changes (need numpy; below 3 minutes). deepseek and
 # deepseek-bench are those of DeepSeek-V2, about a minute each on 2 GPUs; quantised (needs torch) and quantised-bench those of int4 and FP8. ROWS names the rows of backends, prefill and mixed to run
-# ("dp-allgather dp-deepep"), BATCHES those of backends, REQUESTS how many mixed has. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
+# ("dp-allgather dp-deepep"), BATCHES those of backends, REQUESTS how many mixed has, DEATHS how many ranks death kills by each geometry. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
 # to $OUT (default: results); tables come last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
@@ -133,41 +133,48 @@ END
 . "$(dirname "$0")/ranks_moves.sh"     # moves, skew, drift, skew_table
 . "$(dirname "$0")/ranks_quantised.sh" # quantised, quantised_bench
 
-# A killed rank ends all others soon, with an error that names it.
+# A killed rank ends all others soon, with an error that names it: each rank but the first in turn, DEATHS times by each geometry, as
+# soon as answers are written.
 death() {
-  local label flags driver victim start code
-  # More than a minute of work.
-  requests "$out/long.jsonl" 20000 400
+  local label flags number
+  requests "$out/long.jsonl" 20000 400 # more than a minute of work
   while read -r label flags; do
-    rm -f "$out/death.jsonl"
     # shellcheck disable=SC2086
-    "$qwen" batch --input "$out/long.jsonl" --output "$out/death.jsonl" --device cuda --ignore-eos --log error $flags \
-      >"$out/death-$label.log" 2>&1 &
-    driver=$!
-    sleep 7
-    victim=$(pgrep -P $driver | tail -n 1)
-    if [ -z "$victim" ]; then
-      echo "FAILED  death-$label: the run ended before a rank could be killed"
-      failed=1
-      continue
-    fi
-    kill -KILL "$victim"
-    start=$SECONDS
-    for _ in $(seq 300); do kill -0 $driver 2>/dev/null && sleep 0.1; done
-    kill -KILL $driver 2>/dev/null && echo "FAILED  death-$label: still running after 30 s" && failed=1
-    wait $driver
-    code=$?
-    if [ $code -eq 1 ] && grep -qE "rank [0-9]+ (died|cannot be reached)" "$out/death-$label.log"; then
-      echo "ok      death-$label: exit code 1 after $((SECONDS - start)) s, $(grep -oE "rank [0-9]+ (died|cannot)[^,]*" "$out/death-$label.log" | head -n 1 | cut -c1-80)"
-    else
-      echo "FAILED  death-$label: exit code $code"
-      failed=1
-      tail -n 5 "$out/death-$label.log" | cut -c1-300
-    fi
+    for number in $(seq "${DEATHS:-1}"); do death_of "$label" "$number" $flags </dev/null; done
   done <<END
 tp --tp $n
 dp --dp $n $ep allgather_reducescatter
 END
+}
+
+# death_of LABEL NUMBER FLAGS...: starts ranks and kills one.
+death_of() {
+  local label=$1 rank=$((($2 - 1) % (n - 1) + 1)) log=$out/death-$1-$2.log driver victim start code
+  shift 2
+  rm -f "$out/death.jsonl"
+  "$qwen" batch --input "$out/long.jsonl" --output "$out/death.jsonl" --device cuda --ignore-eos --log error "$@" \
+    >"$log" 2>&1 &
+  driver=$!
+  for _ in $(seq 300); do [ -s "$out/death.jsonl" ] || ! kill -0 $driver 2>/dev/null || sleep 0.1; done
+  # Rank 0 is the process that was started.
+  victim=$(pgrep -P $driver | sort -n | sed -n "${rank}p")
+  if [ -z "$victim" ] || [ ! -s "$out/death.jsonl" ]; then
+    echo "FAILED  death-$label: the run ended, or wrote nothing in 30 s, before rank $rank could be killed" && failed=1
+    kill -KILL $driver 2>/dev/null
+    return
+  fi
+  kill -KILL "$victim"
+  start=$SECONDS
+  for _ in $(seq 300); do kill -0 $driver 2>/dev/null && sleep 0.1; done
+  kill -KILL $driver 2>/dev/null && echo "FAILED  death-$label: still running after 30 s" && failed=1
+  wait $driver
+  code=$?
+  if [ $code -eq 1 ] && grep -qE "rank [0-9]+ (died|cannot be reached)" "$log"; then
+    echo "ok      death-$label: exit code 1 after $((SECONDS - start)) s, $(grep -oE "rank [0-9]+ (died|cannot)[^,]*" "$log" | head -n 1 | cut -c1-80)"
+  else
+    echo "FAILED  death-$label: exit code $code" && failed=1
+    tail -n 5 "$log" | cut -c1-300
+  fi
 }
 
 # Two simulated hosts of half the GPUs each, that NCCL joins by sockets; the ranks are started as a launcher does it.

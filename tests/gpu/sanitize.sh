@@ -50,6 +50,8 @@ job() {
   options+=(--port $((49152 + SLOT * 16)) --launch-timeout 120)
   # The compiler counts an array of barriers as one, and the tool as many as the compiler. Of calls, only errors that they return.
   case $tool in racecheck | synccheck) options+=(--num-cuda-barriers 128) ;; memcheck) options+=(--report-api-errors explicit) ;; esac
+  # With torch's cache a tensor's neighbours are memory that may be read.
+  [ "$tool" = memcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   start=$(date +%s)
   CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % gpus + 1)) <<<"$devices") timeout -k 5 $((left < limit ? left : limit)) \
     "$sanitizer" "${options[@]}" "${command[@]}" >"$log" 2>&1
@@ -66,7 +68,7 @@ for module in (check_layer, check_quant, check_attention, check_ids, check_mixed
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
 print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END
-  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling)::.*): test$/rust \1/p'
+  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling|step)::.*): test$/rust \1/p'
 )
 
 run() {

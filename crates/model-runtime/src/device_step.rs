@@ -1,4 +1,4 @@
-//! A step's arrays on a CUDA device: one block of words, copied with one transfer.
+//! A step's arrays on a CUDA device: one block of words, copied with one launch.
 //!
 //! ```text
 //! valid_rows, number of the step | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
@@ -10,7 +10,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, take_tokens_into};
+use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, StepTokens, upload_step_into};
 use moe_kernels::{Buffer, Exec, View};
 
 use crate::step::{Step, StepViews};
@@ -98,6 +98,12 @@ impl Shape {
         [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
     }
 
+    /// Where the arrays of the rows' tokens begin.
+    fn tokens(&self) -> StepTokens {
+        let row = self.rows.next_multiple_of(4);
+        StepTokens { ids: 4, source: 4 + 4 * row, rows: self.rows }
+    }
+
     /// Words of all arrays.
     pub fn words(&self) -> usize {
         self.lengths().iter().map(|len| len.next_multiple_of(4)).sum()
@@ -121,17 +127,18 @@ impl DeviceStep {
 
     /// Copies a step as it is, without tokens to sample. `number` is that of the step.
     pub fn upload(&mut self, step: &Step, number: u64, ex: &Exec) -> Result<DeviceViews<'_>> {
-        self.upload_padded(step, number, &DeviceSampling::default(), Shape::of(step), ex)
+        let sampled = ex.scratch(DType::U32, &[0])?;
+        self.upload_padded(step, number, &DeviceSampling::default(), (Shape::of(step), sampled.view()), ex)
     }
 
     /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample
-    /// nothing.
+    /// nothing. Rows whose token was sampled by the step before take it from `sampled`.
     pub fn upload_padded(
         &mut self,
         step: &Step,
         number: u64,
         sampling: &DeviceSampling,
-        shape: Shape,
+        (shape, sampled): (Shape, View<'_>),
         ex: &Exec,
     ) -> Result<DeviceViews<'_>> {
         let own = Shape::of(step);
@@ -148,7 +155,8 @@ impl DeviceStep {
         self.turn = 1 - self.turn;
         let pinned = &mut self.pinned[self.turn];
         fill(pinned.wait()?, (step, number), sampling, shape);
-        ex.upload(pinned, self.words.view_mut().narrow(0, shape.words())?)?;
+        let to = self.words.view_mut().narrow(0, shape.words())?;
+        upload_step_into(pinned, sampled, shape.tokens(), to, ex)?;
         self.views(shape)
     }
 
@@ -187,16 +195,6 @@ impl DeviceStep {
             attention_scores,
         };
         Ok(DeviceViews { step, valid_rows, number, token_source, sampling })
-    }
-
-    /// The first launch of a step: rows whose token was sampled by the step before take it from `sampled`.
-    pub fn take_tokens(&mut self, shape: Shape, sampled: View<'_>, ex: &Exec) -> Result<()> {
-        let row = shape.rows.next_multiple_of(4);
-        let (head, tail) = self.words.view_mut().split_at(4 + row)?;
-        let (valid_rows, token_ids) = head.split_at(4)?;
-        let token_source = tail.as_view().narrow(3 * row, shape.rows)?;
-        let valid_rows = valid_rows.as_view().narrow(0, 1)?;
-        take_tokens_into(token_source, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
     }
 }
 

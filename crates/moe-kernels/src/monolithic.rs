@@ -46,7 +46,7 @@ pub struct Gate<'a> {
     pub scale: f32,
     /// Logits become cap · tanh(x / cap); `None` leaves them.
     pub softcap: Option<f32>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::upload_step_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
     /// Where the choices are left, and what is forced, in this layer: experts, not their copies.

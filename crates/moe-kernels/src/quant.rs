@@ -3,11 +3,15 @@
 //! A reader of a file format implements [`QuantRows`]; kernels pack what it reads into an order of their own. Between the
 //! two lie only the rows that are being packed, so that no second copy of a model ever exists.
 
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod batches;
 mod columns;
 mod matrix;
 mod packing;
 mod slot;
 mod source;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod stored;
 mod tiles;
 
 use std::ops::Range;
@@ -15,6 +19,8 @@ use std::ops::Range;
 use candle_core::Result;
 
 use crate::QuantScheme;
+#[cfg(feature = "cuda")]
+pub(crate) use batches::StoredBatches;
 pub(crate) use columns::{BLOCK, Block, Columns, STEP};
 #[cfg(feature = "cuda")]
 pub(crate) use matrix::check_matrices;
@@ -24,8 +30,10 @@ pub(crate) use packing::ScalesView;
 #[cfg(feature = "cuda")]
 pub(crate) use slot::ACT_ORDER;
 pub use source::{Opened, QuantPart, QuantSource};
+pub use stored::{StoredBytes, StoredGrid, StoredMatrix, StoredPart, StoredTensor, StoredWords};
+pub(crate) use tiles::Tiles;
 #[cfg(feature = "cuda")]
-pub(crate) use tiles::{PackedScales, TILE_ROWS, TileRow, TileScratch, Tiles};
+pub(crate) use tiles::{PackedScales, TILE_ROWS, TileRow, TileScratch};
 
 /// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
 ///
@@ -42,8 +50,17 @@ pub struct LogicalRows {
     pub zero: Vec<u8>,
 }
 
+/// Who brought the integers of a pack into the order of its kernels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum QuantPacking {
+    /// A device, from the bytes of the file.
+    Device,
+    /// The host, because of this.
+    Host(String),
+}
+
 /// A quantised matrix [N, K] that can be read some rows at a time, from any thread.
-pub trait QuantRows: Sync {
+pub trait QuantRows: Send + Sync {
     /// N and K.
     fn shape(&self) -> (usize, usize);
 
@@ -59,4 +76,13 @@ pub trait QuantRows: Sync {
     /// # Errors
     /// What the format finds wrong with its tensors.
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()>;
+
+    /// Where the file keeps the matrix, for a device that packs from its bytes: one part, or several under each other. They are
+    /// what [`read`](Self::read) reads.
+    ///
+    /// # Errors
+    /// Why the rows are only to be had one by one.
+    fn stored(&self) -> std::result::Result<Vec<StoredPart<'_>>, String> {
+        Err("its reader hands over rows, not the bytes of a file".to_string())
+    }
 }

@@ -210,7 +210,7 @@ pub struct StepContext {
     /// Whether the ranks have agreed that each of them only decodes.
     pub only_decode: bool,
     /// The step has padding rows: routing reads on the device how many rows are valid
-    /// (`cuda::take_tokens_into` has written it) and gives the others no expert.
+    /// (`cuda::upload_step_into` has written it) and gives the others no expert.
     pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,

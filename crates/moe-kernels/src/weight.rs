@@ -28,7 +28,7 @@ use crate::door::Shaped;
 use crate::element::Float;
 use crate::exec::CpuIsa;
 use crate::plan::QuantWeights;
-use crate::quant::{QuantMatrix, QuantUse};
+use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
 use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
 use crate::view::View;
@@ -200,6 +200,14 @@ impl Weight {
         match &self.0 {
             Held::Values(..) => None,
             Held::Quantised(q) => Some(q.pack.weights()),
+        }
+    }
+
+    /// Who brought a quantised weight into its order; `None`: floats.
+    pub fn packing(&self) -> Option<QuantPacking> {
+        match &self.0 {
+            Held::Values(..) => None,
+            Held::Quantised(q) => Some(q.pack.packing()),
         }
     }
 

@@ -18,6 +18,7 @@ use tracing::warn;
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
 use crate::offload::load_offloaded;
+use crate::pack::note_packing;
 use crate::placed::PlacedExperts;
 
 /// What a block is built from, beside its tensors.
@@ -240,7 +241,11 @@ fn load_quantised(
         Opened::Floats | Opened::Apart(_) => Opened::Floats,
     };
     match (w13, w2) {
-        (Opened::Packed(w13), Opened::Packed(w2)) => return ExpertWeights::quantised(w13, w2),
+        (Opened::Packed(w13), Opened::Packed(w2)) => {
+            note_packing(&format!("{prefix}: gate and up"), &w13);
+            note_packing(&format!("{prefix}: down"), &w2);
+            return ExpertWeights::quantised(w13, w2);
+        }
         (Opened::Apart(why), _) | (_, Opened::Apart(why)) => warn!("experts loaded as floats: {why}"),
         (Opened::Packed(_), Opened::Floats) => {
             warn!("experts loaded as floats: {prefix}: gate and up are quantised, down is stored in floats");

@@ -3,9 +3,9 @@
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{Result, Tensor, bail};
-use moe_kernels::quant::{Opened, QuantUse};
+use moe_kernels::quant::{Opened, QuantPacking, QuantUse};
 use moe_kernels::{Buffer, Exec, TensorView, Weight};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use crate::context::BlockContext;
 
@@ -31,7 +31,10 @@ pub fn load_weight<S: AsRef<str>>(
         let names = modules.iter().map(|(module, _)| name(module.as_ref())).collect();
         let ex = Exec::on(vb.device())?;
         match Weight::quantised(source.as_ref(), &[names], usage, vb.dtype(), &ex)? {
-            Opened::Packed(weight) if weight.dims().ends_with(&[rows, columns]) => return Ok(weight),
+            Opened::Packed(weight) if weight.dims().ends_with(&[rows, columns]) => {
+                note_packing(&prefix, &weight);
+                return Ok(weight);
+            }
             Opened::Packed(weight) => {
                 bail!("{prefix}: expected a quantised matrix [{rows}, {columns}], got {:?}", weight.dims())
             }
@@ -47,6 +50,13 @@ pub fn load_weight<S: AsRef<str>>(
     match parts.as_slice() {
         [(name, rows)] => Weight::new(vb.get((*rows, columns), name)?),
         parts => Weight::new(load_packed(vb, parts, &[columns])?),
+    }
+}
+
+/// A line of the log where a device's weight was packed by the host, which takes longer: why.
+pub(crate) fn note_packing(name: &str, weight: &Weight) {
+    if let (false, Some(QuantPacking::Host(why))) = (weight.device().is_cpu(), weight.packing()) {
+        debug!("{name}: quantised weights packed by the host: {why}");
     }
 }
 

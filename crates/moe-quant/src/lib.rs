@@ -13,7 +13,7 @@ pub use config::{QuantConfig, UNREAD_TENSORS};
 pub use error::QuantError;
 pub use format::{Format, GptqZeros, IntFormat};
 pub use layout::{TensorSpec, layout};
-pub use read::{Reader, dequantise, e4m3};
+pub use read::{Reader, dequantise, e4m3, suffixes};
 
 pub use candle_core as candle;
 pub use moe_kernels::quant::{LogicalRows, QuantRows};

@@ -4,6 +4,7 @@
 //! computed when it is asked for. So what no kernel reads quantised (a product that is absorbed into another, modules of
 //! one product in different formats) runs on the checkpoint all the same.
 
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
@@ -13,9 +14,15 @@ use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use moe_kernels::QuantScheme;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
+#[cfg(feature = "cuda")]
+use moe_kernels::quant::{StoredBytes, StoredPart, StoredTensor};
+#[cfg(feature = "cuda")]
+use moe_quant::suffixes;
 use moe_quant::{Format, QuantConfig, Reader, UNREAD_TENSORS, dequantise, layout};
+use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 
+use super::file::TensorFile;
 use super::slices::check_ranges;
 use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec};
 
@@ -33,6 +40,9 @@ impl fmt::Debug for QuantTensors {
         write!(f, "QuantTensors({}, {})", self.files.origin(), self.config.method())
     }
 }
+
+/// The tensors of a module: what follows its name, and where each lies.
+type Tensors<'a> = Vec<(String, &'a TensorFile, &'a Range<usize>)>;
 
 /// The module of a weight: its name without the last part.
 fn module_of(name: &str) -> Option<&str> {
@@ -72,29 +82,29 @@ impl QuantTensors {
         Ok(self.config.format_in_file(module, dtype)?)
     }
 
-    /// A module's matrix; `None` if the file has it in floats.
-    fn reader(&self, module: &str) -> Result<Option<Reader<'_>>> {
+    /// A module's matrix, and where its tensors lie; `None` if the file has it in floats.
+    fn reader(&self, module: &str) -> Result<Option<(Reader<'_>, Tensors<'_>)>> {
         let (Some(&shape), format) = (self.modules.get(module), self.format(module)?) else {
             return Ok(None);
         };
         if format == Format::Plain {
             return Ok(None);
         }
+        let tensors = RefCell::new(Vec::new());
         let find = |suffix: &str| {
             let (file, entry) = self.files.stored(&format!("{module}.{suffix}")).ok()?;
+            tensors.borrow_mut().push((suffix.to_string(), file, &entry.range));
             TensorView::new(entry.dtype, entry.shape.clone(), &file.bytes()[entry.range.clone()]).ok()
         };
-        Ok(Some(Reader::new(module, format, shape, find)?))
+        let reader = Reader::new(module, format, shape, find)?;
+        Ok(Some((reader, tensors.into_inner())))
     }
 
     /// Gives back the mapped pages of a module's tensors, and counts their bytes as read.
-    fn release(&self, module: &str) {
-        let (Some(&(n, k)), Ok(format)) = (self.modules.get(module), self.format(module)) else { return };
-        for spec in layout(format, n, k).unwrap_or_default() {
-            if let Ok((file, entry)) = self.files.stored(&format!("{module}.{}", spec.suffix)) {
-                file.release(&entry.range);
-                self.files.count(entry.range.len());
-            }
+    fn release(&self, tensors: &Tensors) {
+        for (_, file, range) in tensors {
+            file.release(range);
+            self.files.count(range.len());
         }
     }
 
@@ -107,7 +117,7 @@ impl QuantTensors {
         device: &Device,
     ) -> Result<Option<Tensor>> {
         let Some(module) = module_of(name) else { return Ok(None) };
-        let Some(mut reader) = self.reader(module)? else { return Ok(None) };
+        let Some((mut reader, tensors)) = self.reader(module)? else { return Ok(None) };
         if let Some(ranges) = ranges {
             let (n, k) = reader.shape();
             check_ranges(name, ranges, &[n, k])?;
@@ -118,7 +128,7 @@ impl QuantTensors {
         }
         let dims = (reader.shape().0, reader.inputs());
         let tensor = Tensor::from_vec(dequantise(&reader)?, dims, &Device::Cpu)?;
-        self.release(module);
+        self.release(&tensors);
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
@@ -149,37 +159,43 @@ impl QuantTensors {
         expected: impl IntoIterator<Item = TensorSpec>,
         ignored: &[&str],
     ) -> std::result::Result<(), CheckpointError> {
-        let wrong = |e: &dyn fmt::Display| CheckpointError(format!("{}: {e}", self.files.origin()));
         let expected: Vec<_> = expected.into_iter().collect();
-        let names: HashSet<_> = expected.iter().map(|spec| spec.name.clone()).collect();
+        let names: HashSet<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
+        // Tens of thousands of modules; the first error is that of one thread.
+        let specs: Vec<_> = expected.par_iter().map(|spec| self.specs(spec, &names)).collect();
+        let specs = specs.into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
+        self.files.verify(specs.into_iter().flatten(), &[ignored, UNREAD_TENSORS].concat())
+    }
+
+    /// The tensors that the file is to have in the place of one of `names`.
+    fn specs(
+        &self,
+        spec: &TensorSpec,
+        names: &HashSet<&str>,
+    ) -> std::result::Result<Vec<TensorSpec>, CheckpointError> {
+        let wrong = |e: &dyn fmt::Display| CheckpointError(format!("{}: {e}", self.files.origin()));
+        let module = module_of(&spec.name);
+        let format = module.map_or(Ok(Format::Plain), |m| self.format(m)).map_err(|e| wrong(&e))?;
+        let (Some(module), false) = (module, format == Format::Plain) else { return Ok(vec![spec.clone()]) };
         let mut specs = Vec::new();
-        for spec in expected {
-            let module = module_of(&spec.name).map(str::to_string);
-            let format =
-                module.as_deref().map_or(Ok(Format::Plain), |m| self.format(m)).map_err(|e| wrong(&e))?;
-            let (Some(module), false) = (module, format == Format::Plain) else {
-                specs.push(spec);
-                continue;
+        let tensors = layout(format, spec.shape[0], spec.shape[1]);
+        for tensor in tensors.map_err(|e| wrong(&format!("{module}: {e}")))? {
+            let name = format!("{module}.{}", tensor.suffix);
+            let shape = match self.files.stored(&name) {
+                Ok((_, entry)) => {
+                    tensor.check(module, entry.dtype, &entry.shape).map_err(|e| wrong(&e))?;
+                    entry.shape.clone()
+                }
+                Err(_) if !tensor.required => continue,
+                Err(_) => tensor.shapes.into_iter().next().unwrap_or_default(),
             };
-            let tensors = layout(format, spec.shape[0], spec.shape[1]);
-            for tensor in tensors.map_err(|e| wrong(&format!("{module}: {e}")))? {
-                let name = format!("{module}.{}", tensor.suffix);
-                let shape = match self.files.stored(&name) {
-                    Ok((_, entry)) => {
-                        tensor.check(&module, entry.dtype, &entry.shape).map_err(|e| wrong(&e))?;
-                        entry.shape.clone()
-                    }
-                    Err(_) if !tensor.required => continue,
-                    Err(_) => tensor.shapes.into_iter().next().unwrap_or_default(),
-                };
-                specs.push(TensorSpec { name, shape });
-            }
-            let bias = format!("{module}.bias");
-            if !names.contains(&bias) && self.is_zero(&bias).map_err(|e| wrong(&e))? {
-                specs.push(TensorSpec { name: bias, shape: vec![spec.shape[0]] });
-            }
+            specs.push(TensorSpec { name, shape });
         }
-        self.files.verify(specs, &[ignored, UNREAD_TENSORS].concat())
+        let bias = format!("{module}.bias");
+        if !names.contains(bias.as_str()) && self.is_zero(&bias).map_err(|e| wrong(&e))? {
+            specs.push(TensorSpec { name: bias, shape: vec![spec.shape[0]] });
+        }
+        Ok(specs)
     }
 }
 
@@ -222,7 +238,7 @@ impl SliceSource for QuantTensors {
     }
 
     fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
-        let Some(mut reader) = self.reader(module)? else { return Ok(None) };
+        let Some((mut reader, tensors)) = self.reader(module)? else { return Ok(None) };
         let mut inputs = 0..reader.inputs();
         if let Some(ranges) = ranges {
             let (n, _) = reader.shape();
@@ -238,7 +254,7 @@ impl SliceSource for QuantTensors {
             }
             reader = reader.rows(ranges[0].clone())?;
         }
-        let rows = Box::new(Stored { reader, of: self, module: module.to_string() });
+        let rows = Box::new(Stored { reader, of: self, tensors });
         Ok(Some(QuantPart { rows, inputs }))
     }
 }
@@ -247,7 +263,7 @@ impl SliceSource for QuantTensors {
 struct Stored<'a> {
     reader: Reader<'a>,
     of: &'a QuantTensors,
-    module: String,
+    tensors: Tensors<'a>,
 }
 
 impl QuantRows for Stored<'_> {
@@ -266,10 +282,32 @@ impl QuantRows for Stored<'_> {
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
         self.reader.read(rows, out)
     }
+
+    #[cfg(feature = "cuda")]
+    fn stored(&self) -> std::result::Result<Vec<StoredPart<'_>>, String> {
+        self.reader.stored_in(self)
+    }
+}
+
+/// Read from the file without mapping its pages, as floats are.
+#[cfg(feature = "cuda")]
+impl StoredBytes for Stored<'_> {
+    fn read_bytes(&self, tensor: StoredTensor, first: usize, out: &mut [u8]) -> Result<()> {
+        let mut tensors = self.tensors.iter();
+        let Some((name, file, range)) = tensors.find(|(name, ..)| suffixes(tensor).contains(&name.as_str()))
+        else {
+            bail!("a quantised matrix has no {tensor:?}")
+        };
+        let start = range.start + first;
+        if start + out.len() > range.end {
+            bail!("{name} has {} bytes; {first} and {} behind them were asked for", range.len(), out.len())
+        }
+        Ok(file.read_at(&(start..start + out.len()), out)?)
+    }
 }
 
 impl Drop for Stored<'_> {
     fn drop(&mut self) {
-        self.of.release(&self.module);
+        self.of.release(&self.tensors);
     }
 }

@@ -115,8 +115,8 @@ impl<A: SelfAttention> Decoder<A> {
         };
         // On the CPU every layer fills memory with all threads; and layers of which a part goes to host memory are on the device as a
         // whole before, one at a time.
-        let in_halves = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
-        let loaded = each_layer(config.num_layers(), in_halves, load)?;
+        let together = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
+        let loaded = each_layer(config.num_layers(), if together { LOADING } else { 1 }, load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::tied(&embedding),
@@ -137,11 +137,14 @@ impl<A: SelfAttention> Decoder<A> {
     }
 }
 
-/// What `load` gives for each layer. In halves, two threads load one each: while one waits for memory or reads small
-/// tensors, the other feeds the bus. They are threads of their own, because the first layer may meet other ranks.
+/// Threads that load layers onto a device.
+const LOADING: usize = 2;
+
+/// What `load` gives for each layer. Several threads load a part of them each: while one waits for memory or for its last copies, or
+/// looks up small tensors, the others feed the bus. They are threads of their own, because the first layer may meet other ranks.
 fn each_layer<T: Send>(
     count: usize,
-    in_halves: bool,
+    threads: usize,
     load: impl Fn(usize) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let failed = AtomicBool::new(false);
@@ -149,16 +152,20 @@ fn each_layer<T: Send>(
         let load = |layer| load(layer).inspect_err(|_| failed.store(true, Ordering::Relaxed));
         layers.take_while(|_| !failed.load(Ordering::Relaxed)).map(load).collect()
     };
-    if !in_halves {
-        return run(0..count);
-    }
+    let part = |thread: usize| count * thread / threads..count * (thread + 1) / threads;
     thread::scope(|scope| {
-        let behind = thread::Builder::new().spawn_scoped(scope, || run(count / 2..count))?;
-        let first = run(0..count / 2);
-        let behind = behind.join().unwrap_or_else(|payload| panic::resume_unwind(payload));
-        let mut all = first?;
-        all.extend(behind?);
-        Ok(all)
+        let (run, part) = (&run, &part);
+        let behind =
+            (1..threads).map(|thread| thread::Builder::new().spawn_scoped(scope, move || run(part(thread))));
+        let behind = behind.collect::<std::io::Result<Vec<_>>>()?;
+        let mut parts = vec![run(part(0))];
+        parts.extend(
+            behind
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload))),
+        );
+        let parts = parts.into_iter().collect::<Result<Vec<_>>>()?;
+        Ok(parts.into_iter().flatten().collect())
     })
 }
 
@@ -260,8 +267,8 @@ mod tests {
     #[test]
     fn layers_come_in_their_order() {
         for count in 0..6 {
-            for in_halves in [false, true] {
-                let layers = each_layer(count, in_halves, |layer| Ok(layer * 10)).unwrap();
+            for threads in [1, 2, 4] {
+                let layers = each_layer(count, threads, |layer| Ok(layer * 10)).unwrap();
                 assert_eq!(layers, (0..count).map(|layer| layer * 10).collect::<Vec<_>>());
             }
         }
@@ -278,7 +285,7 @@ mod tests {
                 thread::sleep(Duration::from_millis(1));
                 Ok(loaded.fetch_add(1, Ordering::Relaxed))
             };
-            let e = each_layer(1000, true, load).unwrap_err().to_string();
+            let e = each_layer(1000, 2, load).unwrap_err().to_string();
             assert!(e.contains(&format!("layer {wrong}")), "{e}");
             assert!(loaded.into_inner() < 500, "the other half went on");
         }

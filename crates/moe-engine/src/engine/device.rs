@@ -1,7 +1,7 @@
 //! Executing steps on a CUDA device, ahead of the host.
 //!
 //! A step is one upload, one launch and one read-back, none of which waits: tokens are sampled on the
-//! device, where the next step takes them; the host reads them when it collects the step. Pure decode
+//! device, where the next step's upload takes them; the host reads them when it collects the step. Pure decode
 //! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
 //! the same launches in the same order as without a graph, so both give the same bits.
 //!
@@ -192,8 +192,9 @@ impl DeviceRunner {
         };
         let begin = Instant::now();
         ex.mark("upload", rows)?;
-        trace_span!("upload")
-            .in_scope(|| self.step.upload_padded(step, context.step, sampling, shape, ex).map(drop))?;
+        trace_span!("upload").in_scope(|| {
+            self.step.upload_padded(step, context.step, sampling, (shape, self.sampled.view()), ex).map(drop)
+        })?;
         let forced = match &mut self.routing {
             Some(routing) => routing.force(context, shape.rows, ex)?,
             None => None,
@@ -271,7 +272,6 @@ impl DeviceRunner {
     ) -> Result<()> {
         let rows = shape.logits;
         ex.mark("embedding", 0)?;
-        self.step.take_tokens(shape, self.sampled.view(), ex)?;
         let views = self.step.views(shape)?;
         if let Some(routing) = &mut self.routing {
             context.routing = routing.begin(forced, views.number, shape.rows, ex)?;

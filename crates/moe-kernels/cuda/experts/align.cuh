@@ -6,6 +6,7 @@
 
 #include "experts/args.cuh"
 #include "ptx/common.cuh"
+#include "ptx/policy.cuh"
 #include "ptx/ptx.cuh"
 
 namespace moe {

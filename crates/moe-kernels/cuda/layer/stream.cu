@@ -42,11 +42,13 @@ struct Rows {
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
                                                    uint64_t* bar) {
+    const uint64_t policy = read_once();
     if (chunk == depth) {
-      bulk_copy(to, from, rows * depth * 2, bar);
+      bulk_copy(to, from, rows * depth * 2, bar, policy);
     } else {
       for (int r = 0; r < rows; ++r)
-        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar);
+        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar,
+                  policy);
     }
   }
 
@@ -54,9 +56,10 @@ struct Rows {
   __device__ __forceinline__ void load_head(const Args& a, uint8_t* to, uint32_t expert, int row, uint64_t* bar) const {
     const bf16* gate = w13 + (static_cast<size_t>(expert) * 2 * a.inter + row) * a.hidden;
     const int bytes = kPairs * a.hidden * 2;
+    const uint64_t policy = read_once();
     arrive_expecting(bar, 2 * bytes);
-    bulk_copy(to, gate, bytes, bar);
-    bulk_copy(to + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, bar);
+    bulk_copy(to, gate, bytes, bar, policy);
+    bulk_copy(to + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, bar, policy);
   }
 
   /// Columns from k on of a tile of the first product.

@@ -3,6 +3,7 @@
 
 #include "linear/args.cuh"
 #include "ptx/common.cuh"
+#include "ptx/policy.cuh"
 #include "ptx/ptx.cuh"
 
 namespace moe {

@@ -34,4 +34,37 @@ __device__ __forceinline__ void cp_async16(void* dst, const void* src, uint64_t 
                : "memory");
 }
 
+#if MOE_SM90
+/// `bulk_copy` with a policy.
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(smem_addr(dst)),
+      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
+      : "memory");
+}
+#endif
+
+/// As `copy_rows`, for kRows rows of weights that lie `src_stride` bytes apart and that the launch reads once.
+template <int kRows>
+__device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, const void* src, size_t src_stride,
+                                             uint32_t bytes, uint64_t* bar) {
+  const uint8_t* from = static_cast<const uint8_t*>(src);
+  const uint64_t policy = read_once();
+#if MOE_SM90
+  if (elect_one()) {
+    arrive_expecting(bar, kRows * bytes);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) bulk_copy(dst + r * stride, from + r * src_stride, bytes, bar, policy);
+  }
+  __syncwarp();
+#else
+  for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) cp_async16(dst + r * stride + at, from + r * src_stride + at, policy);
+  }
+  cp_async_arrive(bar);
+#endif
+}
+
 }  // namespace moe

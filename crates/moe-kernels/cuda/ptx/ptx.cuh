@@ -142,7 +142,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/// Arrivals that complete a phase of a barrier filled by one call of `copy_rows` or `copy_strided`.
+/// Arrivals that complete a phase of a barrier filled by one call of `copy_rows`, or of `copy_strided`
+/// (ptx/policy.cuh).
 __device__ __forceinline__ uint32_t copy_arrivals() { return MOE_SM90 ? 1 : 32; }
 
 /// One arrival of this thread at a barrier, when all its cp.async before have landed.
@@ -196,27 +197,6 @@ __device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_
   for (uint32_t r = 0; r < rows; ++r) {
     const uint8_t* src = reinterpret_cast<const uint8_t*>(source(r));
     for (uint32_t at = lane * 16; at < bytes; at += 32 * 16) cp_async16(dst + r * stride + at, src + at);
-  }
-  cp_async_arrive(bar);
-#endif
-}
-
-/// As `copy_rows`, for kRows rows that lie `src_stride` bytes apart.
-template <int kRows>
-__device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, const void* src, size_t src_stride,
-                                             uint32_t bytes, uint64_t* bar) {
-  const uint8_t* from = static_cast<const uint8_t*>(src);
-#if MOE_SM90
-  if (elect_one()) {
-    arrive_expecting(bar, kRows * bytes);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) bulk_copy(dst + r * stride, from + r * src_stride, bytes, bar);
-  }
-  __syncwarp();
-#else
-  for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) cp_async16(dst + r * stride + at, from + r * src_stride + at);
   }
   cp_async_arrive(bar);
 #endif

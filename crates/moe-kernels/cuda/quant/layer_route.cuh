@@ -18,56 +18,81 @@ __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
   return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(c.x, d.x, fmaf(c.y, d.y, sum))));
 }
 
-/// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later. Leaves each
-/// warp's sums of squares and of the products with the block's first gate row. `norm` and `gate` hold this thread's
-/// first columns of the two.
-template <class Kind, int kBatch>
-__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2 norm, uint2 gate) {
-  const bool routes = a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts;
+/// A thread's first columns of all tokens' rows, of the norm's weight and of the block's first gate row.
+struct FirstColumns {
+  uint2 norm = {}, gate = {};
+  float4 x[kMaxTokens];   // where there is a norm, ..
+  uint2 row[kMaxTokens];  // .. and where there is none
+
+  /// Ahead of the wait.
+  __device__ __forceinline__ void load_weights(const Args& a, bool routes) {
+    const int column = threadIdx.x * 4;
+    if (column >= a.hidden) return;
+    if (a.norm != nullptr) norm = load4_const(a.norm + column);
+    if (routes) gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + column);
+  }
+  /// At once behind it. The launch ahead leaves no room beside it, so what a block does first is hidden behind nothing
+  /// but this.
+  __device__ __forceinline__ void load_rows(const Args& a) {
+    const int column = threadIdx.x * 4;
+#pragma unroll
+    for (int t = 0; t < kMaxTokens; ++t) {
+      if (t >= a.tokens) break;
+      if (column < a.hidden) load_row(a, t, column, x[t], row[t]);
+      else x[t] = {}, row[t] = {};
+    }
+  }
+
+  static __device__ __forceinline__ void load_row(const Args& a, int token, int column, float4& x, uint2& row) {
+    const uint32_t from = static_cast<uint32_t>(token * a.hidden + column);
+    if (a.norm != nullptr) x = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from));
+    else row = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(a.x) + from));
+  }
+};
+
+/// Rows of up to kTokens tokens to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums
+/// later. Leaves each warp's sums of squares and of the products with the block's first gate row.
+template <class Kind, int kTokens>
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const FirstColumns& columns, bool routes) {
   using Rows = RowSteps<Kind>;
   const int warp = threadIdx.x / 32, end = Rows::kDigits ? round_up(a.hidden, quant::kWideStep) : a.hidden;
+  float squares[kTokens] = {}, logit[kTokens] = {};
 #pragma unroll 1
-  for (int first = 0; first < a.tokens; first += kBatch) {
-    float squares[kBatch] = {}, logit[kBatch] = {};
-#pragma unroll 1
-    for (int at = threadIdx.x * 4; at < end; at += kWidth) {
+  for (int at = threadIdx.x * 4; at < end; at += kWidth) {
+    uint2 norm = columns.norm, gate = columns.gate, row[kTokens];
+    float4 x[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) x[t] = columns.x[t], row[t] = columns.row[t];
+    if (at >= kWidth) {
       const bool is_there = !Rows::kDigits || at < a.hidden;  // else zeros
-      uint2 weight = norm, row_of_gate = gate;
-      if (at >= kWidth && is_there) {
-        if (a.norm != nullptr) weight = load4_const(a.norm + at);
-        if (routes) row_of_gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
-      }
-      float4 x[kBatch];
-      uint2 row[kBatch];
+      if (is_there && a.norm != nullptr) norm = load4_const(a.norm + at);
+      if (is_there && routes) gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if constexpr (Rows::kDigits) x[i] = {}, row[i] = {};
-        if (!is_there) continue;
-        const size_t from = static_cast<size_t>(min(first + i, a.tokens - 1)) * a.hidden + at;
-        if (a.norm != nullptr) x[i] = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from));
-        else row[i] = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(a.x) + from));
-      }
-      const float2 g = unpack_bf16(weight.x), h = unpack_bf16(weight.y);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (a.norm != nullptr) {
-          squares[i] += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
-          row[i] = {pack_bf16(x[i].x * g.x, x[i].y * g.y), pack_bf16(x[i].z * h.x, x[i].w * h.y)};
-        }
-        logit[i] = dot4(row[i], row_of_gate, logit[i]);
-        if (first + i >= a.tokens) break;
-        Rows::keep(s.rows() + (first + i) * a.pitch(Kind::kFormat), at, row[i]);
+      for (int t = 0; t < kTokens; ++t) {
+        x[t] = {}, row[t] = {};
+        if (is_there && t < a.tokens) FirstColumns::load_row(a, t, at, x[t], row[t]);
       }
     }
+    const float2 g = unpack_bf16(norm.x), h = unpack_bf16(norm.y);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) squares[i] = warp_sum(squares[i]), logit[i] = warp_sum(logit[i]);
-    if (threadIdx.x % 32 != 0) continue;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= a.tokens) break;
-      s.sums(first + i)[warp] = squares[i];
-      s.sums(a.tokens + first + i)[warp] = logit[i];
+    for (int t = 0; t < kTokens; ++t) {
+      if (t >= a.tokens) break;
+      if (a.norm != nullptr) {
+        squares[t] += quant::sum_of_squares(x[t]);
+        row[t] = {pack_bf16(x[t].x * g.x, x[t].y * g.y), pack_bf16(x[t].z * h.x, x[t].w * h.y)};
+      }
+      logit[t] = dot4(row[t], gate, logit[t]);
+      Rows::keep(s.rows() + t * a.pitch(Kind::kFormat), at, row[t]);
     }
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) squares[t] = warp_sum(squares[t]), logit[t] = warp_sum(logit[t]);
+  if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    if (t >= a.tokens) break;
+    s.sums(t)[warp] = squares[t];
+    s.sums(a.tokens + t)[warp] = logit[t];
   }
 }
 

@@ -32,20 +32,17 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x * 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr bool kRoutes = kPerLane > 0;
-  const bool early = kRoutes && a.early();
-  uint2 norm = {}, gate = {};
-  if (column < a.hidden) {
-    if (a.norm != nullptr) norm = load4_const(a.norm + column);
-    if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
-      gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + column);
-  }
-  prepare(a, s, early);
+  const bool early = kRoutes && a.early(), routes = kRoutes && static_cast<int>(blockIdx.x) < a.route.experts;
+  FirstColumns columns;
+  columns.load_weights(a, routes);
   pdl_wait();
+  columns.load_rows(a);
   const layer::Turn turn(a);
-  if (a.tokens == 1) stage_rows<Kind, 1>(a, s, norm, gate);
-  else stage_rows<Kind, 4>(a, s, norm, gate);
+  prepare(a, s, early);
+  if (a.tokens == 1) stage_rows<Kind, 1>(a, s, columns, routes);
+  else stage_rows<Kind, kMaxTokens>(a, s, columns, routes);
   __syncthreads();
   float scale = 0.0f;
   if (warp < a.tokens) scale = publish_logit(a, s, warp, blockIdx.x, turn);

@@ -28,7 +28,9 @@ struct Args {
   const void* x;     // [m, k] bf16; f32 where `norm` is given
   const bf16* norm;  // [k] weight of the RMS norm of x, or null
   float eps;
-  float mean;  // what a sum of a row's squares is multiplied by for their mean
+  float mean;          // what a sum of a row's squares is multiplied by for their mean
+  int each, one_more;  // rows of tiles of a block, and how many blocks have one more
+  int per_token;       // 2^16 / m, rounded up: what divides a number of threads by m
   int m, k;
   Matrix w;
   const bf16* bias;
@@ -75,7 +77,7 @@ struct Quad {
     if constexpr (!kNormed) return 0.f;
     const float2 g = unpack_bf16(weight.x), h = unpack_bf16(weight.y);
     word = {pack_bf16(value.x * g.x, value.y * g.y), pack_bf16(value.z * h.x, value.w * h.y)};
-    return value.x * value.x + value.y * value.y + value.z * value.z + value.w * value.w;
+    return sum_of_squares(value);
   }
 };
 
@@ -137,24 +139,31 @@ __device__ __forceinline__ float norm_factor(const Args& a, const float* squares
   return rsqrtf(sum * a.mean + a.eps);
 }
 
+/// The rows of tiles of this block.
+struct Tiles {
+  int first, last;
+
+  __device__ __forceinline__ explicit Tiles(const Args& a) {
+    const int block = blockIdx.x;
+    first = block * a.each + min(block, a.one_more);
+    last = first + a.each + (block < a.one_more ? 1 : 0);
+  }
+};
+
 /// Asks for a warp's own steps of the block's rows of tiles, one row after the other.
 template <class Ring>
 struct Feed {
   const Args& a;
   Ring& ring;
-  TileRows rows;
-  int tile, last, k;  // that come next
-  TileRow row;
+  TileRows rows = {};
+  int tile = 0, last = 0, k = threadIdx.x / 32 * kWideStep;  // that come next
+  TileRow row = {};
 
-  __device__ __forceinline__ Feed(const Args& a, Ring& ring, int first, int last)
-      : a(a),
-        ring(ring),
-        rows(a.w, Ring::kFormat),
-        tile(first),
-        last(last),
-        k(threadIdx.x / 32 * kWideStep),
-        row(rows.at(first)) {
-    if (k >= a.k) tile = last;  // none of the steps is this warp's
+  __device__ __forceinline__ void begin() {
+    const Tiles tiles(a);
+    rows = TileRows(a.w, Ring::kFormat);
+    row = rows.at(tiles.first);
+    tile = tiles.first, last = k < a.k ? tiles.last : tiles.first;  // some warps own none of the steps
   }
 
   __device__ __forceinline__ void ask() {
@@ -178,8 +187,6 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   float* sums = reinterpret_cast<float*>(smem + at.sums);
   float* squares = reinterpret_cast<float*>(smem + at.squares);
   uint8_t* x = smem + at.x + warp * a.m * pitch(a.k, kDigits);
-  const int first = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * blockIdx.x / gridDim.x);
-  const int last = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * (blockIdx.x + 1) / gridDim.x);
   pdl_launch_dependents();
   // Ahead of the weights: a load behind them waits until they have come.
   uint2 gain[kHeld] = {};
@@ -191,27 +198,30 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
     }
   }
   Ring ring(smem + warp * Ring::kBytes);
-  Feed<Ring> feed(a, ring, first, last);
+  Feed<Ring> feed = {a, ring};
+  // Rows to be normed come from a launch that leaves no room beside it: nothing of this one is hidden behind it, so the
+  // rows are asked for first, and weights while they are on their way. Weights of other products do not wait for rows.
   const auto ask_all = [&] {
+    feed.begin();
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) feed.ask();
   };
-  // Rows to be normed come from a launch that leaves no room beside it, so there is nothing to be ahead of, and the
-  // rows are on their way while weights are asked for. Others do not keep the weights waiting.
   if (!kNormed) ask_all();
   pdl_wait();
-  if (kNormed && own >= a.k) ask_all();
   const auto meanwhile = [&] {
     if (kNormed) ask_all();
   };
   if (kDigits || a.m == 1) stage_columns<Rows, kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
   else if constexpr (!kDigits) stage_columns<Rows, kNormed, 4, 1>(a, gain, x, squares, meanwhile);
+  if (kNormed && own >= a.k) ask_all();  // without columns of its own
   // Lanes without a token repeat the last one: their results are not stored.
   const LaneScales scales(a.w, Kind::kFormat);
   const uint8_t* own_x = x + min(Rows::operand_token(), a.m - 1) * pitch(a.k, kDigits);
+  const auto [first, last] = Tiles(a);
 #pragma unroll 1
   for (int batch = first; batch < last; batch += kBatch) {
-    const int tiles = min(kBatch, last - batch), row = threadIdx.x / a.m, token = threadIdx.x % a.m;
+    const int tiles = min(kBatch, last - batch), thread = threadIdx.x;
+    const int row = thread * a.per_token >> 16, token = thread - row * a.m;
     const bool mine = row < min(tiles * kTileRows, a.n - batch * kTileRows);
     const size_t to = static_cast<size_t>(token) * a.n + batch * kTileRows + row;
     float value = mine ? before(a.output, a.out, to) : 0.f;
@@ -247,11 +257,12 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
 }
 
 template <class Kind, bool kNormed>
-int run(const Args& a, void* stream) {
+int run(Args a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   const int blocks = a.w.n_tiles < limits.sms ? a.w.n_tiles : limits.sms;
+  a.each = a.w.n_tiles / blocks, a.one_more = a.w.n_tiles % blocks;
   const size_t smem = layout(a.m, a.k, Kind::kFormat).total, most = limits.block_smem;
   if (smem > most) return cudaErrorInvalidValue;
   const size_t sole = most < kSoleBlock ? most : kSoleBlock;
@@ -284,6 +295,7 @@ extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, v
     return cudaErrorInvalidValue;
   if (c.m == 0) return cudaSuccess;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k, a.mean = 1.f / a.k;
+  a.per_token = ceil_div(1 << 16, a.m);
   a.bias = c.bias, a.out = c.out, a.output = c.output, a.n = static_cast<int>(c.w.n);
   return quant::with_step_kind(c.w.format, quant::has_wide_groups(a.w),
                                [&](auto kind) { return quant::run<decltype(kind)>(a, stream); });

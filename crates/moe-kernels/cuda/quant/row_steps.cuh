@@ -9,6 +9,12 @@
 
 namespace moe::quant {
 
+/// The sum of four squares, with the same roundings wherever it stands: left to the compiler, a token alone and one of
+/// four had different ones.
+__device__ __forceinline__ float sum_of_squares(float4 v) {
+  return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, v.x * v.x)));
+}
+
 constexpr int kWideStep = 2 * kStep;  // columns
 
 /// Where a row of bf16 has the word of columns `column` and `column + 1`: what a lane needs of 64 columns lies in 32

@@ -35,19 +35,21 @@ struct TileRow {
 /// The same of all rows of a matrix: what a lane copies of them, found once, since asking for a step otherwise takes
 /// more instructions than multiplying it.
 struct TileRows {
-  const uint8_t* q;               // of the first row
+  const uint8_t* q = nullptr;     // of the first row
   const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
-  uint32_t row_bytes, side_row = 0, side_each = 0;
+  uint32_t row_bytes = 0, side_row = 0, side_each = 0;
   uint32_t groups = 0;  // from a step's first one on that there must be
-  int side_to = 0, shift;
+  int side_to = 0, shift = 0;
 
+  TileRows() = default;
   __device__ __forceinline__ TileRows(const Matrix& w, QuantFormat format)
       : q(w.q + threadIdx.x % 32 * 16), row_bytes(tile_bytes(format, w.k)), shift(w.shift) {
     const int lane = threadIdx.x % 32;
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
+    const int of_lane = lane >> (31 - __clz(each));  // the group: `each` is 1, 4 or 8, and a division would take longer
     if (lane < scales) {
       side = w.scales + lane * 8, side_to = lane * 8;
-      side_each = w.scale_bytes, side_row = w.groups * side_each, groups = max(0, w.groups - lane / each);
+      side_each = w.scale_bytes, side_row = w.groups * side_each, groups = max(0, w.groups - of_lane);
     } else if (w.zeros != nullptr && lane < scales + of_step * (kTileRows / 8)) {
       const int i = lane - scales;
       side = w.zeros + i * 8, side_to = kStepZeros + i * 8;

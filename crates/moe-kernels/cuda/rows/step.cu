@@ -1,4 +1,9 @@
-// What a step needs besides its layers: rotary angles, tokens that the step before sampled, random weights.
+// What a step needs besides its layers: its arrays and results on their way from and to the host, tokens that the step
+// before sampled, rotary angles, random weights.
+//
+// Between two steps the device waits for these copies. One by the copy engine costs 5 to 8 us there, most of them
+// handing over from the kernels' engine and back; a kernel that reads or writes page-locked memory by itself costs its
+// launch and a round trip over the bus.
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 #include "rows/args.cuh"
@@ -48,11 +53,38 @@ __global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, c
   sin[at] = __fmul_rn(static_cast<float>(sine), f.attention_factor);
 }
 
-__global__ void take_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
-                            uint32_t* kept_valid, int rows) {
-  const int row = blockIdx.x * kThreads + threadIdx.x;
-  if (row == 0) *kept_valid = *valid;
-  if (row < rows && from[row] != ~0u) ids[row] = sampled[from[row]];
+/// Reads host memory, which no cache may have kept.
+__device__ __forceinline__ uint32_t load_host(const uint32_t* p) { return __ldcv(p); }
+
+/// One side may be page-locked host memory. Floor: a round trip over the bus, 4 bytes a word at its rate.
+__global__ void copy_words(const uint32_t* from, uint32_t* to, size_t words) {
+  const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < words; i += step)
+    to[i] = load_host(from + i);
+}
+
+/// The same for a step's arrays, whose rows may take their token from `sampled`.
+__global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
+                            size_t source, size_t rows, uint32_t* kept_valid) {
+  const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < words; i += step) {
+    uint32_t word = load_host(from + i);
+    if (i >= ids && i - ids < rows) {
+      const uint32_t row = load_host(from + source + (i - ids));
+      if (row != ~0u) word = sampled[row];
+    }
+    if (i == 0) *kept_valid = word;
+    to[i] = word;
+  }
+}
+
+/// A launch that copies words, behind everything before it.
+Launch copy_launch(size_t words, void* stream) {
+  constexpr size_t kMostBlocks = 256;
+  const size_t blocks = ceil_div(words, kThreads);
+  Launch l = {dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(kThreads), stream};
+  l.overlap = false;
+  return l;
 }
 
 /// Uniform in [-bound, bound): 16 of the 64 bits that Philox gives per four values. Floor: 2 bytes written per value.
@@ -84,16 +116,22 @@ extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream) {
   return launch(rope_rows, l, c.positions, c.rope_len, f, c.cos, c.sin, c.rows);
 }
 
-/// ids[row] = sampled[from[row]] where from [rows] is not u32::MAX; ids [rows]; kept_valid [1] = valid [1]. Does not
-/// overlap the launch before it.
-extern "C" int moe_take_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
-                               uint32_t* kept_valid, int rows, void* stream) {
+/// to [words] = from [words], of which one may be page-locked host memory. Does not overlap the launch before it.
+extern "C" int moe_copy_words(const uint32_t* from, uint32_t* to, size_t words, void* stream) {
   using namespace moe;
-  if (rows < 0) return cudaErrorInvalidValue;
-  if (rows == 0) return cudaSuccess;
-  Launch l = {dim3(ceil_div(rows, kThreads)), dim3(kThreads), stream};
-  l.overlap = false;
-  return launch(take_tokens, l, from, sampled, ids, valid, kept_valid, rows);
+  if (words == 0) return cudaSuccess;
+  return launch(copy_words, copy_launch(words, stream), from, to, words);
+}
+
+/// The first launch of a step: to [words] = from [words], which is page-locked host memory, but that word ids + row is
+/// sampled[from[source + row]] for those of `rows` rows where from[source + row] is not u32::MAX; kept_valid [1] =
+/// from[0]. Does not overlap the launch before it.
+extern "C" int moe_upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
+                               size_t source, size_t rows, uint32_t* kept_valid, void* stream) {
+  using namespace moe;
+  if (rows > words || ids > words - rows || source > words - rows) return cudaErrorInvalidValue;
+  if (words == 0) return cudaSuccess;
+  return launch(upload_step, copy_launch(words, stream), from, to, words, sampled, ids, source, rows, kept_valid);
 }
 
 /// out [count] bf16 uniform in [-bound, bound): a function of seed and stream_id (below 2^24) alone.

@@ -215,6 +215,14 @@ arguments! {
         scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
         shared_weight: f32, routing: StepRoutingArgs,
     }
+    StoredCoding {
+        row_bits column_bits bits: i32, places plus: u32,
+    }
+    QuantPackStoredArgs {
+        stored: In, q scales zeros found: Out,
+        first count n k n_tiles k_packed group groups column stored_group rows_to_scale: i64,
+        code zero: StoredCoding, scale_dtype: Dtype, format: QuantFormat, entries gate_up: i32,
+    }
     QuantExpertsStreamArgs {
         x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
         flag_words tokens top_k num_ids: i32, output: Output,

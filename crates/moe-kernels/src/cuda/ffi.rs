@@ -73,6 +73,9 @@ launchers! {
     moe_quant_experts_tensor(args: *const QuantExpertsTensorArgs);
     moe_quant_experts_wide(args: *const QuantExpertsTensorArgs);
 
+    moe_quant_pack_stored(args: *const QuantPackStoredArgs);
+    moe_quant_look_at_scales(scales: In, tile_rows groups: i64, found: Out);
+    moe_quant_narrow_scales(scales: In, count: i64, out: Out, dtype: Dtype, rows: i32);
     moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
     moe_fp8_linear(args: *const Fp8LinearArgs);
@@ -91,8 +94,10 @@ launchers! {
         rows hidden: i32
     );
     moe_rope_rows(args: *const RopeRowsArgs);
-    moe_take_tokens(
-        from sampled: *const u32, ids: *mut u32, valid: *const u32, kept_valid: *mut u32, rows: i32
+    moe_copy_words(from: *const u32, to: *mut u32, words: usize);
+    moe_upload_step(
+        from: *const u32, to: *mut u32, words: usize, sampled: *const u32, ids source rows: usize,
+        kept_valid: *mut u32
     );
     moe_fill_random(out: *mut bf16, count: usize, seed stream_id: u64, bound: f32);
     moe_fill_random_box(

@@ -117,9 +117,21 @@ impl PinnedWords {
         self.words.as_mut_slice().w()
     }
 
-    /// The words and the mark of their last copy, for a copy that is now put on a stream. The caller
-    /// has waited for the one before.
-    pub(super) fn parts(&mut self) -> Result<(&mut [u32], &CudaEvent)> {
-        Ok((self.words.as_mut_slice().w()?, &self.copied))
+    /// The first `len` words and the mark of their last copy, for a copy that is now put on a stream. The caller has waited for
+    /// the one before.
+    pub(super) fn first(&mut self, op: &str, len: usize) -> Result<FirstWords<'_>> {
+        let words = self.words.as_mut_slice().w()?;
+        let available = words.len();
+        match words.get_mut(..len) {
+            Some(words) => Ok(FirstWords { words, copied: &self.copied }),
+            None => bail!("{op}: expected at most {available} words, got {len}"),
+        }
     }
+}
+
+/// Page-locked words of a copy.
+pub(super) struct FirstWords<'a> {
+    pub words: &'a mut [u32],
+    /// To be recorded behind the copy.
+    pub copied: &'a CudaEvent,
 }

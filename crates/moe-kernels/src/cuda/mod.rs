@@ -32,6 +32,7 @@ mod router;
 mod routing;
 pub(crate) mod rows;
 mod sampling;
+mod scratch;
 mod side;
 mod staging;
 mod step;
@@ -66,7 +67,7 @@ pub use sampling::{
     SlotReset, logprobs_into, reset_slots_into, sample_into,
 };
 pub use staging::Staging;
-pub use step::{RopeFrequencies, fill_random_into, rope_rows_into, take_tokens_into};
+pub use step::{RopeFrequencies, StepTokens, fill_random_into, rope_rows_into, upload_step_into};
 pub(crate) use stream::CudaExec;
 pub use timeline::{Mark, Section, Timeline};
 

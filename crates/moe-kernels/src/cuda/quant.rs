@@ -1,10 +1,12 @@
 //! Quantised packs on a device: how they get there, and the products of any scheme, dtype and shape.
 
+mod rows;
+mod stored;
+
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use rayon::prelude::*;
 
 use super::any::activation_code;
 use super::args::{
@@ -17,7 +19,7 @@ use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
-    ACT_ORDER, PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
+    ACT_ORDER, QuantPacking, QuantRows, QuantUse, StoredBatches, TILE_ROWS, Tiles, check_matrices,
 };
 use crate::scheme::QuantScheme;
 use crate::spec::Activation;
@@ -25,6 +27,8 @@ use crate::view::{View, ViewMut};
 
 /// Bytes of a staging buffer of a pack that is loaded without those of a checkpoint.
 const STAGE_BYTES: usize = 4 << 20;
+/// Why the host packs what the device has begun to.
+const WRONG_VALUES: &str = "the device found values that the format does not have";
 
 /// Matrices [E, N, K] of one scheme in fragment order on a device: about as many bytes as in the checkpoint.
 #[derive(Debug)]
@@ -38,11 +42,21 @@ pub(crate) struct DevicePack {
     in_blocks: bool,
     zeros: Option<Buffer>,
     perm: Option<Buffer>,
+    packing: QuantPacking,
+}
+
+/// What a pack consists of, however it is made.
+struct Arrays {
+    q: Buffer,
+    scales: Buffer,
+    scale_rows: usize,
+    in_blocks: bool,
+    zeros: Option<Buffer>,
 }
 
 impl DevicePack {
-    /// Packs matrices of one shape and scheme, of which products take `inputs` of x. Threads read
-    /// and pack some rows each into page-locked buffers, from which they are copied to their place.
+    /// Packs matrices of one shape and scheme, of which products take `inputs` of x: on the device, from the bytes of the file,
+    /// where [`StoredBatches::choose`] says so, else on the host.
     ///
     /// # Errors
     /// As [`QuantMatrix::pack_inputs`](crate::quant::QuantMatrix::pack_inputs); no device memory left.
@@ -55,54 +69,34 @@ impl DevicePack {
     ) -> Result<Self> {
         check_matrices(matrices, usage)?;
         let tiles = Tiles::new(matrices, inputs, usage == QuantUse::GateUp)?;
-        let (rows, row_bytes) = (matrices.len() * tiles.n_tiles(), tiles.row_bytes());
-        let per_row = tiles.groups * TILE_ROWS;
-        let mut scales = vec![0f32; rows * per_row];
-        let mut zeros = vec![0u8; if tiles.own_zeros() { rows * per_row } else { 0 }];
-        let mut q = Buffer::unspecified_on(ex.device(), DType::U8, &[rows * row_bytes])?;
+        let bytes = matrices.len() * tiles.n_tiles() * tiles.row_bytes();
         let staging = match staging {
             Some(staging) => staging,
             None => {
-                let count = (2 * rayon::current_num_threads()).min((rows * row_bytes).div_ceil(STAGE_BYTES));
-                Arc::new(Staging::new(count, STAGE_BYTES.max(row_bytes), ex)?)
+                let count = (2 * rayon::current_num_threads()).min(bytes.div_ceil(STAGE_BYTES));
+                Arc::new(Staging::new(count, STAGE_BYTES.max(tiles.row_bytes()), ex)?)
             }
         };
-        // As many rows as a buffer holds, but work for all threads.
-        let most = staging.buffer_len().checked_div(row_bytes).unwrap_or(rows);
-        let chunk = rows.div_ceil(4 * rayon::current_num_threads()).min(most).max(1);
-        let mut rest = q.view_mut();
-        let mut places = Vec::new();
-        let mut zero_chunks = zeros.chunks_mut((chunk * per_row).max(1));
-        for (i, scales) in scales.chunks_mut((chunk * per_row).max(1)).enumerate() {
-            let here = chunk.min(rows - i * chunk) * row_bytes;
-            let (to, behind) = rest.split_at(here)?;
-            places.push((i * chunk, to, scales, zero_chunks.next().unwrap_or_default()));
-            rest = behind;
-        }
-        let fill = |scratch: &mut TileScratch, (first, to, scales, zeros): Place| {
-            staging.put(to, |bytes| {
-                let mut zeros = zeros.chunks_mut(per_row);
-                let rows = bytes.chunks_mut(row_bytes.max(1)).zip(scales.chunks_mut(per_row));
-                for (i, (q, scales)) in rows.enumerate() {
-                    let (e, tile) = ((first + i) / tiles.n_tiles(), (first + i) % tiles.n_tiles());
-                    let to = TileRow { q, scales, zeros: zeros.next().unwrap_or_default() };
-                    tiles.pack((e, tile), matrices[e], scratch, to)?;
-                }
-                Ok(())
-            })
+        let (arrays, packing) = match StoredBatches::choose(matrices, &tiles, staging.buffer_len()) {
+            Ok(batches) => match stored::pack(&tiles, &batches, &staging, ex)? {
+                Some(arrays) => (arrays, QuantPacking::Device),
+                // The host reads them again, and says where they are.
+                None => (
+                    rows::pack(&tiles, matrices, &staging, ex)?,
+                    QuantPacking::Host(WRONG_VALUES.to_string()),
+                ),
+            },
+            Err(why) => (rows::pack(&tiles, matrices, &staging, ex)?, QuantPacking::Host(why)),
         };
-        places.into_par_iter().try_for_each_init(TileScratch::default, fill)?;
-        let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales);
-        let in_blocks = scales.in_blocks(tiles.groups, scale_rows);
-        let scales = match &scales {
-            PackedScales::F16(scales) => upload(scales, ex)?,
-            PackedScales::Bf16(scales) => upload(scales, ex)?,
-            PackedScales::F32(scales) => upload(scales, ex)?,
-        };
-        let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
         let perm = tiles.perm().map(|perm| upload(&perm, ex)).transpose()?;
+        let Arrays { q, scales, scale_rows, in_blocks, zeros } = arrays;
         let device = ex.device().clone();
-        Ok(Self { tiles, device, usage, q, scales, scale_rows, in_blocks, zeros, perm })
+        Ok(Self { tiles, device, usage, q, scales, scale_rows, in_blocks, zeros, perm, packing })
+    }
+
+    /// Who packed it.
+    pub(crate) fn packing(&self) -> &QuantPacking {
+        &self.packing
     }
 
     /// E, N and K.
@@ -182,7 +176,19 @@ impl DevicePack {
             bail!("an expert's weights: expected integers, scales and zero points")
         };
         let (device, usage, scale_rows) = (device.clone(), *usage, *scale_rows);
-        Ok(Self { tiles, device, usage, q, scales, scale_rows, in_blocks: *in_blocks, zeros, perm: None })
+        let packing = self.packing.clone();
+        Ok(Self {
+            tiles,
+            device,
+            usage,
+            q,
+            scales,
+            scale_rows,
+            in_blocks: *in_blocks,
+            zeros,
+            perm: None,
+            packing,
+        })
     }
 
     /// How the scales are kept: two packs may differ in that if their values do.
@@ -257,9 +263,6 @@ impl DevicePack {
         })
     }
 }
-
-/// Some tile rows: the first one, their tiles on the device, and where their scales and zero points go.
-type Place<'a> = (usize, ViewMut<'a>, &'a mut [f32], &'a mut [u8]);
 
 /// A copy of host data on the device.
 fn upload<T: Element>(data: &[T], ex: &Exec) -> Result<Buffer> {

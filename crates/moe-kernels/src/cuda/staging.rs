@@ -9,11 +9,12 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result};
 use candle_core::{Device, Result, bail};
 
 use super::CudaExec;
 use super::locked::LockedMemory;
+use super::scratch::Scratch;
 use crate::exec::Exec;
 use crate::view::ViewMut;
 
@@ -28,6 +29,8 @@ pub struct Staging {
     /// The buffers that nobody fills, in the order of their copies.
     idle: Mutex<VecDeque<Stage>>,
     returned: Condvar,
+    /// Where on the device data stops on its way through a kernel.
+    scratch: Scratch,
     /// What the buffers are parts of. Fields are dropped in their order: it goes after them.
     _memory: LockedMemory,
 }
@@ -36,6 +39,24 @@ pub struct Staging {
 struct Stage {
     bytes: &'static mut [u8],
     copied: CudaEvent,
+}
+
+impl Stage {
+    /// Fills the buffer after its last copy.
+    fn fill(&mut self, len: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.copied.synchronize().w()?;
+        fill(&mut self.bytes[..len])
+    }
+
+    /// Starts the copy of `len` bytes.
+    ///
+    /// # Safety
+    /// `address` is that of as many bytes of the stream's device, which is current on this thread.
+    unsafe fn copy(&mut self, len: usize, address: u64, stream: &CudaStream) -> Result<()> {
+        // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
+        unsafe { result::memcpy_htod_async(address, &self.bytes[..len], stream.cu_stream()) }.w()?;
+        self.copied.record(stream).w()
+    }
 }
 
 impl Staging {
@@ -61,6 +82,7 @@ impl Staging {
             len,
             idle: Mutex::new(idle),
             returned: Condvar::new(),
+            scratch: Scratch::new(ex.device(), len),
             cuda,
             _memory: memory,
         })
@@ -90,28 +112,48 @@ impl Staging {
         if len == 0 {
             return Ok(());
         }
-        let mut stage = self.take();
-        let copied = self.copy(&mut stage, len, address, fill);
-        self.lock().push_back(stage);
-        self.returned.notify_one();
-        copied
+        self.with_stage(|stage| {
+            stage.fill(len, fill)?;
+            self.cuda.raw()?; // makes the device current on this thread
+            // SAFETY: `to` has room for `len` bytes.
+            unsafe { stage.copy(len, address, &self.cuda.stream) }
+        })
     }
 
-    /// Fills a buffer after its last copy and starts the next one.
-    fn copy(
+    /// Lets `fill` write `len` bytes into a buffer, copies them to memory of the device that begins at a multiple of 16, and
+    /// lets `launch` put on the stream what reads them there: nothing overwrites them before that has ended. Waits only for
+    /// a free buffer.
+    ///
+    /// # Errors
+    /// Those of `fill` and `launch`; more bytes than a buffer has; no device memory left.
+    pub(crate) fn put_through(
         &self,
-        stage: &mut Stage,
         len: usize,
-        address: u64,
         fill: impl FnOnce(&mut [u8]) -> Result<()>,
+        launch: impl FnOnce(u64, &CudaExec) -> Result<()>,
     ) -> Result<()> {
-        stage.copied.synchronize().w()?;
-        let bytes = &mut stage.bytes[..len];
-        fill(bytes)?;
-        let stream = self.cuda.raw()?; // makes the device current on this thread
-        // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
-        unsafe { result::memcpy_htod_async(address, bytes, stream.cast()) }.w()?;
-        stage.copied.record(&self.cuda.stream).w()
+        if len > self.len {
+            bail!("staging: expected at most {} bytes, got {len}", self.len)
+        }
+        self.with_stage(|stage| {
+            stage.fill(len, fill)?;
+            self.scratch.pass(
+                &self.cuda,
+                |address, copies| {
+                    // SAFETY: scratch memory has room for a buffer.
+                    unsafe { stage.copy(len, address, copies) }
+                },
+                launch,
+            )
+        })
+    }
+
+    fn with_stage(&self, work: impl FnOnce(&mut Stage) -> Result<()>) -> Result<()> {
+        let mut stage = self.take();
+        let worked = work(&mut stage);
+        self.lock().push_back(stage);
+        self.returned.notify_one();
+        worked
     }
 
     /// The buffer whose copy will be the first to end.

@@ -1,9 +1,11 @@
-//! What a step needs on CUDA besides its layers and sampling: rotary angles, tokens of the step before; and random weights.
+//! What a step needs on CUDA besides its layers and sampling: its arrays, tokens of the step before, rotary angles; and random
+//! weights.
 
-use candle_core::{DType, Result};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::{DType, Result, bail};
 
 use super::args::RopeRowsArgs;
-use super::{ffi, small};
+use super::{PinnedWords, ffi, small};
 use crate::door::{expect, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -56,29 +58,45 @@ pub fn rope_rows_into(
     cuda.check(op, unsafe { ffi::moe_rope_rows(&args, cuda.raw()?) })
 }
 
-/// The first launch of a step. ids\[row\] = sampled[from\[row\]] where `from` is not u32::MAX: tokens
-/// that the step before drew. And the number of valid rows, for padded steps. All are u32, `from` and
-/// `ids` \[T\], `valid_rows` \[1\]; entries of `from` are below the length of `sampled`.
-pub fn take_tokens_into(
-    from: View,
+/// Where a step's arrays, which lie one behind the other, have those of its rows' tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct StepTokens {
+    /// First word of the ids.
+    pub ids: usize,
+    /// First word of where they come from: a token of the step before, or u32::MAX for the id that is there.
+    pub source: usize,
+    /// Rows T.
+    pub rows: usize,
+}
+
+/// The first launch of a step: its arrays `from` page-locked memory to `to`, u32 words, of which the first is the number of
+/// valid rows of a padded step. A row whose source is not u32::MAX takes the id sampled\[source\], which the step before has
+/// left; sources are below the length of `sampled`. Returns at once.
+///
+/// # Errors
+/// A context on the CPU; other dtypes; fewer words in `from` than in `to`; tokens that lie beyond them.
+pub fn upload_step_into(
+    from: &mut PinnedWords,
     sampled: View,
-    valid_rows: View,
-    mut ids: ViewMut,
+    tokens: StepTokens,
+    mut to: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("take_tokens", ex.cuda("take_tokens")?);
-    let rows = from.elem_count();
-    expect_dtype(op, "from", &from, DType::U32)?;
+    let (op, cuda) = ("upload_step", ex.cuda("upload_step")?);
     expect_dtype(op, "sampled", &sampled, DType::U32)?;
-    expect(op, "valid_rows", &valid_rows, DType::U32, &[1])?;
-    expect(op, "ids", &ids, DType::U32, &[rows])?;
-    let (from, sampled) = (cuda.read(op, "from", from)?, cuda.read(op, "sampled", sampled)?);
-    let ids = cuda.write(op, "ids", &mut ids)?;
-    let (valid, kept) = (cuda.read(op, "valid_rows", valid_rows)?, cuda.valid_rows()?);
-    // SAFETY: dims and dtypes are checked above; the indices are the caller's promise.
+    expect_dtype(op, "to", &to, DType::U32)?;
+    let (words, StepTokens { ids, source, rows }) = (to.elem_count(), tokens);
+    if ids.max(source).saturating_add(rows) > words {
+        bail!("{op}: {tokens:?} do not lie in {words} words")
+    }
+    let (sampled, to) = (cuda.read(op, "sampled", sampled)?, cuda.write(op, "to", &mut to)?);
+    let (from, kept, stream) = (from.first(op, words)?, cuda.valid_rows()?, cuda.raw()?);
+    // SAFETY: both sides hold `words` words, the host's live on (dropping them waits for the stream), and devices reach
+    // page-locked memory by its own address; the sources are the caller's promise.
     cuda.check(op, unsafe {
-        ffi::moe_take_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?)
-    })
+        ffi::moe_upload_step(from.words.as_ptr(), to, words, sampled, ids, source, rows, kept, stream)
+    })?;
+    from.copied.record(&cuda.stream).w()
 }
 
 /// Fills `out` (bf16) with numbers uniform in [-bound, bound), a function of seed and stream_id

@@ -40,6 +40,9 @@ pub(crate) struct CudaExec {
 /// The stream of candle's default device: a name for the one of the calling thread (`cudaStreamPerThread`).
 const PER_THREAD: sys::CUstream = 2 as _;
 
+/// Most words of a copy to or from page-locked memory that a kernel makes.
+const WORDS_BY_KERNEL: usize = 1 << 16;
+
 /// What was made for each candle device: counters and workspaces outlive every context, because candle's
 /// cuBLAS handle and captured graphs know them.
 static KNOWN: Mutex<Vec<(DeviceId, CudaExec)>> = Mutex::new(Vec::new());
@@ -215,33 +218,49 @@ impl CudaExec {
 
     /// Copies the first words of `from` to `to`, in stream order; returns at once.
     pub(crate) fn upload(&self, from: &mut PinnedWords, mut to: ViewMut<'_>) -> Result<()> {
-        crate::door::expect_dtype("upload", "to", &to, DType::U32)?;
+        let op = "upload";
+        crate::door::expect_dtype(op, "to", &to, DType::U32)?;
         let len = to.elem_count();
-        let address = self.write::<u32>("upload", "to", &mut to)?;
-        self.raw()?;
-        let (words, copied) = from.parts()?;
-        let Some(words) = words.get(..len) else {
-            bail!("upload: expected at most {} words, got {len}", words.len())
-        };
-        // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
-        unsafe { result::memcpy_htod_async(address as u64, words, self.stream.cu_stream()) }.w()?;
-        copied.record(&self.stream).w()
+        let to = self.write::<u32>(op, "to", &mut to)?;
+        let from = from.first(op, len)?;
+        self.copy_words(op, from.words.as_ptr(), to, len, |stream| {
+            // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+            unsafe { result::memcpy_htod_async(to as u64, from.words, stream) }.w()
+        })?;
+        from.copied.record(&self.stream).w()
     }
 
     /// Copies `from` to the first words of `to`, in stream order; returns at once.
     pub(crate) fn download(&self, from: View<'_>, to: &mut PinnedWords) -> Result<()> {
-        crate::door::expect_dtype("download", "from", &from, DType::U32)?;
+        let op = "download";
+        crate::door::expect_dtype(op, "from", &from, DType::U32)?;
         let len = from.elem_count();
-        let address = self.read::<u32>("download", "from", from)?;
-        self.raw()?;
-        let (words, copied) = to.parts()?;
-        let available = words.len();
-        let Some(words) = words.get_mut(..len) else {
-            bail!("download: expected at most {available} words, got {len}")
-        };
-        // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
-        unsafe { result::memcpy_dtoh_async(words, address as u64, self.stream.cu_stream()) }.w()?;
-        copied.record(&self.stream).w()
+        let from = self.read::<u32>(op, "from", from)?;
+        let to = to.first(op, len)?;
+        self.copy_words(op, from, to.words.as_mut_ptr(), len, |stream| {
+            // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+            unsafe { result::memcpy_dtoh_async(to.words, from as u64, stream) }.w()
+        })?;
+        to.copied.record(&self.stream).w()
+    }
+
+    /// Copies words of which one side is page-locked: few by a kernel, which begins and ends sooner than the copy engine, and
+    /// more by `engine`.
+    fn copy_words(
+        &self,
+        op: &str,
+        from: *const u32,
+        to: *mut u32,
+        len: usize,
+        engine: impl FnOnce(sys::CUstream) -> Result<()>,
+    ) -> Result<()> {
+        let stream = self.raw()?;
+        if len > WORDS_BY_KERNEL {
+            return engine(self.stream.cu_stream());
+        }
+        // SAFETY: the caller's two sides hold `len` words for as long as the stream uses them; devices reach page-locked memory
+        // by its own address.
+        self.check(op, unsafe { ffi::moe_copy_words(from, to, len, stream) })
     }
 
     /// Turns a launcher's code into a result.

@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Result};
+use rayon::prelude::*;
 
-use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse};
+use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse, StoredPart};
 #[cfg(feature = "cuda")]
 use crate::cuda::{Staging, quant::DevicePack};
 use crate::exec::Exec;
@@ -81,10 +82,16 @@ impl Weight {
                 return Ok(Opened::Apart(format!("{floats} is stored in floats, {module} is quantised")));
             }
         }
-        for modules in matrices {
+        // There may be thousands of modules, whose headers are looked up and compared.
+        let open = |modules: &Vec<String>| {
+            let opened = modules.iter().map(|module| source.open(module));
+            opened.collect::<Result<Vec<_>>>()
+        };
+        let opened: Vec<_> = matrices.par_iter().map(open).collect();
+        for (modules, opened) in matrices.iter().zip(opened) {
             let mut parts = Vec::with_capacity(modules.len());
-            for module in modules {
-                match source.open(module)? {
+            for (module, opened) in modules.iter().zip(opened?) {
+                match opened {
                     Some(part) => parts.push(part),
                     None if parts.is_empty() && stacks.is_empty() => return Ok(Opened::Floats),
                     None => return Ok(Opened::Apart(format!("{module} is stored in floats"))),
@@ -110,6 +117,8 @@ impl Weight {
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
             let pack = DevicePack::pack(&rows, &inputs, usage, source.staging(ex)?, ex)?;
+            // Readers give back what they hold of their files.
+            stacks.into_par_iter().for_each(drop);
             return Ok(Opened::Packed(Weight::of_device_pack(pack, dtype)?));
         }
         let matrix = QuantMatrix::pack_inputs(&rows, inputs, usage, ex)?;
@@ -118,14 +127,14 @@ impl Weight {
 }
 
 /// Matrices of one scheme and one order of columns under each other.
-struct Stack<'a> {
+pub(super) struct Stack<'a> {
     parts: Vec<Box<dyn QuantRows + 'a>>,
     inputs: Range<usize>,
 }
 
 impl<'a> Stack<'a> {
     /// Fails, with the reason, if the matrices cannot share their columns.
-    fn new(parts: Vec<QuantPart<'a>>) -> std::result::Result<Self, String> {
+    pub(super) fn new(parts: Vec<QuantPart<'a>>) -> std::result::Result<Self, String> {
         let Some(first) = parts.first() else { return Err("no matrix".to_string()) };
         let (inputs, scheme) = (first.inputs.clone(), first.rows.scheme());
         for part in &parts {
@@ -178,5 +187,13 @@ impl QuantRows for Stack<'_> {
             *out = LogicalRows::default();
         }
         Ok(())
+    }
+
+    fn stored(&self) -> std::result::Result<Vec<StoredPart<'_>>, String> {
+        let mut all = Vec::with_capacity(self.parts.len());
+        for part in &self.parts {
+            all.extend(part.stored()?);
+        }
+        Ok(all)
     }
 }

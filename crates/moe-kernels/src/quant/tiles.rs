@@ -47,7 +47,7 @@ pub(crate) struct Tiles {
     /// Columns of a logical row.
     width: usize,
     /// First logical column that the pack holds, without act-order.
-    start: usize,
+    pub start: usize,
     /// With act-order, the columns of each matrix.
     columns: Vec<Sorted>,
 }
@@ -149,17 +149,26 @@ impl Tiles {
         Some(self.columns.iter().flat_map(|sorted| &sorted.x).copied().collect())
     }
 
-    /// The rows of the matrix that a tile row holds: of all its rows, or of its first and its second eight.
-    fn rows(&self, tile: usize) -> [Range<usize>; 2] {
+    /// The rows of the matrix that tile rows hold: of all their rows, or of the first and the second eight of each.
+    pub(crate) fn rows(&self, tiles: Range<usize>) -> [Range<usize>; 2] {
         let n = self.dims[1];
-        let of = |first: usize, count: usize, end: usize| first.min(end)..(first + count).min(end);
+        let of = |first: usize, each: usize, end: usize| {
+            (first + tiles.start * each).min(end)..(first + tiles.end * each).min(end)
+        };
         match self.gate_up {
-            false => [of(tile * TILE_ROWS, TILE_ROWS, n), 0..0],
-            true => {
-                let (first, half) = (tile * TILE_ROWS / 2, n / 2);
-                [of(first, TILE_ROWS / 2, half), of(half + first, TILE_ROWS / 2, n)]
-            }
+            false => [of(0, TILE_ROWS, n), 0..0],
+            true => [of(0, TILE_ROWS / 2, n / 2), of(n / 2, TILE_ROWS / 2, n)],
         }
+    }
+
+    /// Whether columns are sorted by group.
+    pub(crate) fn has_order(&self) -> bool {
+        !self.columns.is_empty()
+    }
+
+    /// The logical group of the first column, without act-order.
+    pub(crate) fn first_group(&self) -> usize {
+        self.start / self.scheme.group_size(self.width)
     }
 
     /// Reads the rows of tile row `tile` of matrix `e` and packs them.
@@ -181,7 +190,7 @@ impl Tiles {
         scales.fill(0.0);
         zeros.fill(middle(self.scheme));
         let halves = if self.gate_up { TILE_ROWS / 2 } else { TILE_ROWS };
-        for (half, range) in self.rows(tile).into_iter().enumerate() {
+        for (half, range) in self.rows(tile..tile + 1).into_iter().enumerate() {
             let rows = &mut scratch.rows[half];
             if range.is_empty() {
                 continue;
@@ -223,7 +232,7 @@ impl Tiles {
     fn logical_group(&self, e: usize, group: usize) -> usize {
         match self.columns.get(e) {
             Some(sorted) => sorted.groups[group] as usize,
-            None => self.start / self.scheme.group_size(self.width) + group,
+            None => self.first_group() + group,
         }
     }
 

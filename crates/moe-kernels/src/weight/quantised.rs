@@ -8,7 +8,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 #[cfg(feature = "cuda")]
 use crate::cuda::quant::DevicePack;
 use crate::plan::QuantWeights;
-use crate::quant::{QuantMatrix, QuantUse};
+use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
 use crate::scheme::QuantScheme;
 
 /// Packed integers or FP8.
@@ -69,6 +69,14 @@ impl Pack {
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.weights(),
+        }
+    }
+
+    pub fn packing(&self) -> QuantPacking {
+        match self {
+            Self::Cpu(_) => QuantPacking::Host("its kernels are the host's".to_string()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.packing().clone(),
         }
     }
 

@@ -4,13 +4,14 @@ mod columns;
 mod dequantise;
 mod indices;
 mod scales;
+mod stored;
 mod unpack;
 mod words;
 
 use std::ops::Range;
 
 use moe_kernels::QuantScheme;
-use moe_kernels::quant::{LogicalRows, QuantRows};
+use moe_kernels::quant::{LogicalRows, QuantRows, StoredPart, StoredTensor};
 use safetensors::tensor::TensorView;
 
 use crate::error::QuantError;
@@ -21,6 +22,7 @@ use scales::Scales;
 use words::Words;
 
 pub use dequantise::{dequantise, e4m3};
+pub use stored::suffixes;
 
 /// A quantised matrix in a checkpoint, or a rank's part of it. It borrows the tensors' bytes and holds no weights.
 #[derive(Clone, Debug)]
@@ -66,8 +68,8 @@ impl<'a> Reader<'a> {
         let g_idx = format.int().map(|int| indices::groups_of_columns(int, k, stored)).transpose();
         let g_idx =
             g_idx.map_err(|problem| QuantError::matrix(&format!("{module}.g_idx"), problem))?.flatten();
-        let codes = tensors.need(&["qweight", "weight_packed", "weight"])?;
-        let scales = tensors.need(&["scales", "weight_scale", "weight_scale_inv"])?;
+        let codes = tensors.need(suffixes(StoredTensor::Codes))?;
+        let scales = tensors.need(suffixes(StoredTensor::Scales))?;
         let mut reader = Self {
             name: module.to_string(),
             format,
@@ -76,7 +78,7 @@ impl<'a> Reader<'a> {
             columns: Columns { source: 0..k, width: k, group: k, groups: vec![0], order: None },
             g_idx,
             codes: codes.data(),
-            zeros: tensors.get(&["qzeros", "weight_zero_point"]).map(TensorView::data),
+            zeros: tensors.get(suffixes(StoredTensor::Zeros)).map(TensorView::data),
             scales: Scales::new(format, n, k, scales),
         };
         reader.columns = reader.cut(0..k)?;
@@ -196,6 +198,10 @@ impl QuantRows for Reader<'_> {
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> candle_core::Result<()> {
         Ok(self.fill(rows, out)?)
+    }
+
+    fn stored(&self) -> Result<Vec<StoredPart<'_>>, String> {
+        self.stored_in(self)
     }
 }
 

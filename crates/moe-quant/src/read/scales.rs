@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use moe_kernels::Fp8Scales;
+use moe_kernels::quant::StoredGrid;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -36,6 +37,27 @@ impl<'a> Scales<'a> {
             Dtype::F32 => f32::from_le_bytes(self.bytes.as_chunks().0[index]),
             Dtype::BF16 => bf16::from_le_bytes(self.bytes.as_chunks().0[index]).to_f32(),
             _ => f16::from_le_bytes(self.bytes.as_chunks().0[index]).to_f32(),
+        }
+    }
+
+    /// The tensor's bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Their dtype.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The index as data.
+    pub fn grid(&self) -> StoredGrid {
+        StoredGrid {
+            bytes: self.dtype.bitsize() / 8,
+            rows: self.rows,
+            columns: 1,
+            row_stride: self.row,
+            column_stride: self.group,
         }
     }
 }

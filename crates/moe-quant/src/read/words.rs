@@ -38,6 +38,11 @@ impl<'a> Words<'a> {
     /// Adds one to every integer of a word, carrying into the next as GPTQ's version 1 was stored: a zero point of 0 has
     /// borrowed from its neighbour.
     pub fn plus_one(self, word: u32) -> u32 {
-        word.wrapping_add(u32::MAX / ((1 << self.bits) - 1))
+        word.wrapping_add(ones(self.bits as u8))
     }
+}
+
+/// A word whose integers are all one.
+pub(super) fn ones(bits: u8) -> u32 {
+    u32::MAX / ((1 << bits) - 1)
 }

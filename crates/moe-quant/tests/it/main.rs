@@ -9,4 +9,5 @@ mod mutations;
 mod pack;
 mod refusals;
 mod round_trip;
+mod stored;
 mod write;

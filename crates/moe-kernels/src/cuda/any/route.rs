@@ -70,7 +70,7 @@ pub struct Route<'a> {
     pub softcap: Option<f32>,
     /// Where the choices are left, zero experts among them, and what is forced.
     pub routing: LayerRouting<'a>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::upload_step_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
 }

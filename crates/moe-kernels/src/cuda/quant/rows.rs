@@ -1,0 +1,62 @@
+//! Packs that the host makes, from rows that a reader hands over.
+
+use candle_core::{DType, Result};
+use rayon::prelude::*;
+
+use super::{Arrays, upload};
+use crate::buffer::Buffer;
+use crate::cuda::Staging;
+use crate::exec::Exec;
+use crate::quant::{PackedScales, QuantRows, TILE_ROWS, TileRow, TileScratch, Tiles};
+use crate::view::ViewMut;
+
+/// Some tile rows: the first one, their tiles on the device, and where their scales and zero points go.
+type Place<'a> = (usize, ViewMut<'a>, &'a mut [f32], &'a mut [u8]);
+
+/// Threads read and pack some rows each into page-locked buffers, from which they are copied to their place.
+pub(super) fn pack(
+    tiles: &Tiles,
+    matrices: &[&dyn QuantRows],
+    staging: &Staging,
+    ex: &Exec,
+) -> Result<Arrays> {
+    let (rows, row_bytes) = (matrices.len() * tiles.n_tiles(), tiles.row_bytes());
+    let per_row = tiles.groups * TILE_ROWS;
+    let mut scales = vec![0f32; rows * per_row];
+    let mut zeros = vec![0u8; if tiles.own_zeros() { rows * per_row } else { 0 }];
+    let mut q = Buffer::unspecified_on(ex.device(), DType::U8, &[rows * row_bytes])?;
+    // As many rows as a buffer holds, but work for all threads.
+    let most = staging.buffer_len().checked_div(row_bytes).unwrap_or(rows);
+    let chunk = rows.div_ceil(4 * rayon::current_num_threads()).min(most).max(1);
+    let mut rest = q.view_mut();
+    let mut places = Vec::new();
+    let mut zero_chunks = zeros.chunks_mut((chunk * per_row).max(1));
+    for (i, scales) in scales.chunks_mut((chunk * per_row).max(1)).enumerate() {
+        let here = chunk.min(rows - i * chunk) * row_bytes;
+        let (to, behind) = rest.split_at(here)?;
+        places.push((i * chunk, to, scales, zero_chunks.next().unwrap_or_default()));
+        rest = behind;
+    }
+    let fill = |scratch: &mut TileScratch, (first, to, scales, zeros): Place| {
+        staging.put(to, |bytes| {
+            let mut zeros = zeros.chunks_mut(per_row);
+            let rows = bytes.chunks_mut(row_bytes.max(1)).zip(scales.chunks_mut(per_row));
+            for (i, (q, scales)) in rows.enumerate() {
+                let (e, tile) = ((first + i) / tiles.n_tiles(), (first + i) % tiles.n_tiles());
+                let to = TileRow { q, scales, zeros: zeros.next().unwrap_or_default() };
+                tiles.pack((e, tile), matrices[e], scratch, to)?;
+            }
+            Ok(())
+        })
+    };
+    places.into_par_iter().try_for_each_init(TileScratch::default, fill)?;
+    let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales);
+    let in_blocks = scales.in_blocks(tiles.groups, scale_rows);
+    let scales = match &scales {
+        PackedScales::F16(scales) => upload(scales, ex)?,
+        PackedScales::Bf16(scales) => upload(scales, ex)?,
+        PackedScales::F32(scales) => upload(scales, ex)?,
+    };
+    let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
+    Ok(Arrays { q, scales, scale_rows, in_blocks, zeros })
+}

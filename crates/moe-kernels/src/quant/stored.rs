@@ -1,0 +1,182 @@
+//! Quantised matrices as their files store them: which element of which tensor holds what belongs to a row and a column, as
+//! data.
+//!
+//! A device packs from the file's own bytes (`cuda/load/pack_stored.cu`). Formats end at the reader: it says where things lie
+//! in these terms, and neither the copy nor the kernel knows more.
+
+use std::ops::Range;
+
+use candle_core::{DType, Result};
+
+/// Runs of at least so many bytes are read one by one; shorter ones by one read of everything from the first to the last.
+const READ_ALONE: usize = 1024;
+
+/// A tensor of a quantised matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredTensor {
+    /// Integers or FP8 bytes.
+    Codes,
+    /// Zero points.
+    Zeros,
+    /// Scales.
+    Scales,
+}
+
+/// The bytes of a matrix' tensors, from any thread.
+pub trait StoredBytes: Sync {
+    /// Reads as many bytes as `out` has, from byte `first` of a tensor on.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    fn read_bytes(&self, tensor: StoredTensor, first: usize, out: &mut [u8]) -> Result<()>;
+}
+
+/// Which element of a tensor belongs to a row and a column (of scales and zero points: to a row and a group): that at
+/// `row / rows * row_stride + column / columns * column_stride`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredGrid {
+    /// Bytes of an element: of a scale, or of a word of packed integers, 4.
+    pub bytes: usize,
+    /// Rows that share an element.
+    pub rows: usize,
+    /// Columns, or groups, that share one.
+    pub columns: usize,
+    /// Elements from one row to the next; 0: all rows share what there is.
+    pub row_stride: usize,
+    /// Elements from one column to the next; 0: likewise.
+    pub column_stride: usize,
+}
+
+/// Integers packed into words of 32 bits, little-endian. Of a row and a column that of `place[row % rows + column % columns]`,
+/// counted from the lowest bits; one of the two is 1, the other 8 at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredWords {
+    /// The words.
+    pub grid: StoredGrid,
+    /// Bits of an integer: 4 or 8.
+    pub bits: u8,
+    /// Where in its word each of those that share one lies.
+    pub place: [u8; 8],
+    /// What is added to a whole word, wrapping, before its integers are taken.
+    pub plus: u32,
+}
+
+/// Where a matrix lies in its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredMatrix {
+    /// Integers, or FP8 bytes four to a word.
+    pub codes: StoredWords,
+    /// Zero points; `None`: no tensor has them.
+    pub zeros: Option<StoredWords>,
+    /// Scales.
+    pub scales: StoredGrid,
+    /// Their dtype: f32, bf16 or f16.
+    pub scale_dtype: DType,
+    /// The stored row that is the first one here.
+    pub first_row: usize,
+    /// The stored column that is the first one here.
+    pub first_column: usize,
+    /// Its group.
+    pub first_group: usize,
+}
+
+/// A matrix and the bytes of its tensors.
+#[derive(Clone, Copy)]
+pub struct StoredPart<'a> {
+    /// Its rows.
+    pub rows: usize,
+    /// Where it lies.
+    pub matrix: StoredMatrix,
+    /// What to read it from.
+    pub bytes: &'a dyn StoredBytes,
+}
+
+/// What a range of rows and columns has of a tensor: `lines` of `run` neighbouring elements each. A copy of it holds nothing
+/// else, so its strides are shorter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Window {
+    bytes: usize,
+    /// The first element.
+    first: usize,
+    lines: usize,
+    run: usize,
+    /// Elements from line to line.
+    stride: usize,
+    /// Strides of the copy.
+    pub row_stride: usize,
+    pub column_stride: usize,
+    /// Where the copy would have the element of row 0 and column 0, counted from its first one: may lie before that.
+    pub origin: i64,
+}
+
+impl StoredGrid {
+    /// The element of a row and a column.
+    pub fn element(&self, row: usize, column: usize) -> usize {
+        row / self.rows * self.row_stride + column / self.columns * self.column_stride
+    }
+
+    /// What rows and columns, at least one each, have of the tensor.
+    pub(crate) fn window(&self, rows: Range<usize>, columns: Range<usize>) -> Window {
+        // Where all rows share an element there is one line, or one of a run.
+        let cut = |range: Range<usize>, shared: usize, stride: usize| match stride {
+            0 => (0, 1),
+            _ => (range.start / shared, range.end.div_ceil(shared) - range.start / shared),
+        };
+        let (row, row_count) = cut(rows, self.rows, self.row_stride);
+        let (column, column_count) = cut(columns, self.columns, self.column_stride);
+        let first = row * self.row_stride + column * self.column_stride;
+        let by_rows = self.row_stride > self.column_stride;
+        let (lines, run, stride) = match by_rows {
+            true => (row_count, column_count, self.row_stride),
+            false => (column_count, row_count, self.column_stride),
+        };
+        let of_copy = |stride: usize, across: bool| match stride {
+            0 => 0,
+            _ if across => run,
+            _ => 1,
+        };
+        let (row_stride, column_stride) =
+            (of_copy(self.row_stride, by_rows), of_copy(self.column_stride, !by_rows));
+        let origin = -((row * row_stride + column * column_stride) as i64);
+        Window { bytes: self.bytes, first, lines, run, stride, row_stride, column_stride, origin }
+    }
+}
+
+impl StoredWords {
+    /// The integer of a row and a column in its word.
+    pub fn integer(&self, word: u32, row: usize, column: usize) -> u8 {
+        let place = self.place[row % self.grid.rows + column % self.grid.columns];
+        (word.wrapping_add(self.plus) >> (place * self.bits) & ((1 << self.bits) - 1)) as u8
+    }
+}
+
+impl Window {
+    /// Bytes of a copy.
+    pub(crate) fn len(&self) -> usize {
+        self.lines * self.run * self.bytes
+    }
+
+    /// Reads a copy into `out`, which has [`len`](Self::len) bytes; `scratch` keeps its memory from call to call.
+    pub(crate) fn read(
+        &self,
+        from: &dyn StoredBytes,
+        tensor: StoredTensor,
+        scratch: &mut Vec<u8>,
+        out: &mut [u8],
+    ) -> Result<()> {
+        let (first, run, stride) = (self.first * self.bytes, self.run * self.bytes, self.stride * self.bytes);
+        if self.lines <= 1 || run == stride {
+            return from.read_bytes(tensor, first, out);
+        }
+        if run >= READ_ALONE {
+            let mut lines = out.chunks_exact_mut(run).enumerate();
+            return lines.try_for_each(|(line, out)| from.read_bytes(tensor, first + line * stride, out));
+        }
+        scratch.resize((self.lines - 1) * stride + run, 0);
+        from.read_bytes(tensor, first, scratch)?;
+        for (out, line) in out.chunks_exact_mut(run).zip(scratch.chunks(stride)) {
+            out.copy_from_slice(&line[..run]);
+        }
+        Ok(())
+    }
+}

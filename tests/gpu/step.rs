@@ -1,0 +1,84 @@
+//! A step's arrays and results on their way: page-locked words that a kernel or the copy engine moves, and tokens that
+//! the step before has sampled.
+
+use candle_core::DType;
+use moe_kernels::Buffer;
+use moe_kernels::cuda::{StepTokens, upload_step_into};
+
+use crate::common::{Rng, cuda, small};
+
+fn words(rng: &mut Rng, len: usize) -> Vec<u32> {
+    (0..len).map(|_| rng.bits() as u32).collect()
+}
+
+#[test]
+fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
+    let (ex, mut rng) = (cuda(), Rng::new());
+    // On both sides of where the copy engine takes over.
+    let lens = [0, 1, 3, 255, 256, 257, 10_001, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 20];
+    for len in small(lens, 1 << 17, |&len| len) {
+        let (sent, before) = (words(&mut rng, len + 5), words(&mut rng, len + 9));
+        let mut host = ex.pinned(len + 5).unwrap();
+        host.wait().unwrap().copy_from_slice(&sent);
+        let mut device = ex.zeros(DType::U32, &[len + 9]).unwrap();
+        let filled = Buffer::from_vec(before.clone(), &[len + 9]).unwrap();
+        ex.copy_from_host(filled.view(), device.view_mut()).unwrap();
+        // A place that is no multiple of 16 bytes.
+        ex.upload(&mut host, device.view_mut().narrow(1, len).unwrap()).unwrap();
+        let mut back = ex.pinned(len + 9).unwrap();
+        back.wait().unwrap().fill(7);
+        ex.download(device.view().narrow(1, len).unwrap(), &mut back).unwrap();
+        let got = ex.to_host(device.view()).unwrap();
+        let want = [&before[..1], &sent[..len], &before[1 + len..]].concat();
+        assert_eq!(got.view().cpu::<u32>().unwrap(), want, "{len} words to the device");
+        let back = back.wait().unwrap();
+        assert_eq!(back[..len], sent[..len], "{len} words back");
+        assert_eq!(back[len..], [7; 9], "behind {len} words");
+    }
+}
+
+#[test]
+fn words_that_page_locked_memory_has_no_room_for_are_refused() {
+    let ex = cuda();
+    let (mut host, mut device) = (ex.pinned(4).unwrap(), ex.zeros(DType::U32, &[5]).unwrap());
+    let error = ex.upload(&mut host, device.view_mut()).unwrap_err().to_string();
+    assert!(error.contains("expected at most 4 words, got 5"), "{error}");
+    let error = ex.download(device.view(), &mut host).unwrap_err().to_string();
+    assert!(error.contains("expected at most 4 words, got 5"), "{error}");
+    let sampled = ex.zeros(DType::U32, &[1]).unwrap();
+    let tokens = StepTokens { ids: 4, source: 1, rows: 2 };
+    let error = upload_step_into(&mut host, sampled.view(), tokens, device.view_mut(), &ex).unwrap_err();
+    assert!(error.to_string().contains("do not lie in 5 words"), "{error}");
+}
+
+#[test]
+fn a_step_takes_the_tokens_that_the_one_before_sampled() {
+    let (ex, mut rng) = (cuda(), Rng::new());
+    for (rows, rest) in
+        small([(0, 3), (1, 1), (4, 90), (255, 0), (300, 70_000), (1024, 2_600_001)], 9000, |x| x.1)
+    {
+        let (ids, source) = (4 + rng.below(9), 4 + 9 + rows + rng.below(9));
+        let len = source + rows + rest;
+        let sampled = words(&mut rng, 40);
+        let mut sent = words(&mut rng, len);
+        for row in &mut sent[source..][..rows] {
+            *row = if rng.bits().is_multiple_of(3) { u32::MAX } else { rng.below(40) as u32 };
+        }
+        let mut want = sent.clone();
+        for row in 0..rows {
+            if let Some(&token) = sampled.get(sent[source + row] as usize) {
+                want[ids + row] = token;
+            }
+        }
+        let mut host = ex.pinned(len).unwrap();
+        host.wait().unwrap().copy_from_slice(&sent);
+        let of_before = Buffer::from_vec(sampled, &[40]).unwrap();
+        let mut sampled = ex.zeros(DType::U32, &[40]).unwrap();
+        ex.copy_from_host(of_before.view(), sampled.view_mut()).unwrap();
+        let mut device = ex.zeros(DType::U32, &[len]).unwrap();
+        let tokens = StepTokens { ids, source, rows };
+        upload_step_into(&mut host, sampled.view(), tokens, device.view_mut(), &ex).unwrap();
+        let got = ex.to_host(device.view()).unwrap();
+        assert!(got.view().cpu::<u32>().unwrap() == want, "{tokens:?} in {len} words");
+    }
+}
