@@ -4,8 +4,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_core::{DType, Result};
 use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
@@ -55,25 +54,9 @@ impl QuantSource for ByRows {
     }
 }
 
-/// Runs `work`; the least free memory of the device meanwhile, looked at every millisecond.
-fn least_free(work: impl FnOnce()) -> usize {
-    let (least, ended) = (AtomicUsize::new(usize::MAX), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !ended.load(Ordering::Relaxed) {
-                least.fetch_min(cuda().device_memory().unwrap().0, Ordering::Relaxed);
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        });
-        work();
-        ended.store(true, Ordering::Relaxed);
-    });
-    least.into_inner()
-}
-
 /// Loads the model as programs do; milliseconds of headers, of comparing them with the config, and of the rest, and the bytes that
 /// were read.
-fn load(dir: &Path, by_rows: bool, then: impl FnOnce()) -> ([f64; 3], u64) {
+fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
     let ms = |start: Instant| start.elapsed().as_secs_f64() * 1e3;
     let start = Instant::now();
     let checkpoint = Checkpoint::open(dir).unwrap();
@@ -94,7 +77,6 @@ fn load(dir: &Path, by_rows: bool, then: impl FnOnce()) -> ([f64; 3], u64) {
     let model = Qwen3MoeFamily::load(&config, &options, view.var_builder(DType::BF16, &device)).unwrap();
     cuda().synchronize().unwrap();
     let loaded = ms(start);
-    then();
     drop(model);
     ([opened, verified, loaded], checkpoint.tensors.bytes_read())
 }
@@ -148,15 +130,7 @@ fn a_quantised_load_runs_at_the_speed_of_the_bus() {
     for (what, by_rows) in
         [("device packs", false), ("host packs", true), ("device packs", false), ("host packs", true)]
     {
-        print(what, load(&dir, by_rows, || {}));
+        print(what, load(&dir, by_rows));
     }
     print_parts(&dir);
-    let (mut after, before) = (0, cuda().device_memory().unwrap().0);
-    let least = least_free(|| _ = load(&dir, false, || after = cuda().device_memory().unwrap().0));
-    let mb = |bytes: usize| bytes as f64 / 1e6;
-    println!(
-        "device memory: {:.0} MB of the loaded model, at most {:.0} MB beside it while loading",
-        mb(before.saturating_sub(after)),
-        mb(after.saturating_sub(least))
-    );
 }
