@@ -26,14 +26,10 @@ pub struct Object {
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
     let files = files_and_objects(sources, out)?;
-    let mut headers = SystemTime::UNIX_EPOCH;
-    for header in files_with(sources, "cuh")? {
-        headers = headers.max(modified(&header)?);
-    }
     let mut command = vec![nvcc.to_string_lossy().into_owned()];
     command.extend(flags());
     command.extend(["-I".to_string(), sources.to_string_lossy().into_owned()]);
-    files.iter().map(|(file, object)| compile(&command, file, headers, object)).collect()
+    files.iter().map(|(file, object)| compile(&command, file, newest(sources, file)?, object)).collect()
 }
 
 /// Every .cu below `sources`, and its object in `out`: layer_stream.o of layer/stream.cu. An object's name
@@ -66,6 +62,29 @@ pub fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
     Ok(paths)
 }
 
+/// When a source or one of the files that it includes, directly or not, changed last. Files outside of `sources` (CUDA's)
+/// do not change without another compiler.
+fn newest(sources: &Path, file: &Path) -> Result<SystemTime, Error> {
+    let (mut files, mut newest) = (vec![file.to_path_buf()], SystemTime::UNIX_EPOCH);
+    let mut next = 0;
+    while let Some(path) = files.get(next) {
+        newest = newest.max(modified(path)?);
+        let text = fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+        for included in includes(&text).map(|name| sources.join(name)) {
+            if included.exists() && !files.contains(&included) {
+                files.push(included);
+            }
+        }
+        next += 1;
+    }
+    Ok(newest)
+}
+
+/// What a source includes by a name in quotes.
+fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| line.trim_start().strip_prefix("#include \"")?.split('"').next())
+}
+
 fn modified(path: &Path) -> Result<SystemTime, Error> {
     let time = fs::metadata(path).and_then(|m| m.modified());
     time.map_err(|e| format!("cannot read {}: {e}", path.display()))
@@ -96,16 +115,15 @@ fn nvcc_command(compiler: &[String], source: &Path, object: &Path) -> Command {
 }
 
 /// The log is written last and begins with the command, so an object with a log of the same command
-/// that is newer than its sources is up to date.
-fn compile(compiler: &[String], source: &Path, headers: SystemTime, object: &Path) -> Result<Object, Error> {
+/// that is newer than its sources, which changed last at `changed`, is up to date.
+fn compile(compiler: &[String], source: &Path, changed: SystemTime, object: &Path) -> Result<Object, Error> {
     let (object, log) = (object.to_path_buf(), object.with_extension("log"));
     let mut command = nvcc_command(compiler, source, &object);
     let head = format!("{command:?}\n");
-    let sources = headers.max(modified(source)?);
     if let (Ok(text), Ok(time)) = (fs::read_to_string(&log), modified(&log))
         && object.exists()
         && text.starts_with(&head)
-        && time > sources
+        && time > changed
     {
         return Ok(Object { path: object, log: text });
     }
@@ -124,6 +142,26 @@ fn compile(compiler: &[String], source: &Path, headers: SystemTime, object: &Pat
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_header_changes_what_includes_it_and_nothing_else() {
+        let dir = std::env::temp_dir().join(format!("moe-nvcc-{}", std::process::id()));
+        fs::create_dir_all(dir.join("ptx")).unwrap();
+        let write = |name: &str, text: &str, seconds: u64| {
+            fs::write(dir.join(name), text).unwrap();
+            let time = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+            fs::File::open(dir.join(name)).unwrap().set_modified(time).unwrap();
+            time
+        };
+        let plain = write("plain.cu", "#include <cuda.h>\n#include \"cuda.h\"\n", 10);
+        write("both.cu", "  #include \"ptx/a.cuh\"\n", 20);
+        write("ptx/a.cuh", "#pragma once\n#include \"ptx/b.cuh\"\n#include \"ptx/a.cuh\"\n", 30);
+        let deepest = write("ptx/b.cuh", "// nothing\n", 40);
+        assert_eq!(newest(&dir, &dir.join("plain.cu")).unwrap(), plain);
+        assert_eq!(newest(&dir, &dir.join("both.cu")).unwrap(), deepest);
+        assert!(newest(&dir, &dir.join("none.cu")).unwrap_err().contains("none.cu"));
+        fs::remove_dir_all(&dir).unwrap();
+    }
 
     #[test]
     fn flags_of_the_environment_do_not_reach_objects() {
