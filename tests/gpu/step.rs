@@ -3,7 +3,7 @@
 
 use candle_core::DType;
 use moe_kernels::Buffer;
-use moe_kernels::cuda::{StepTokens, upload_step_into};
+use moe_kernels::cuda::{LastStep, StepTokens, upload_step_into};
 
 use crate::common::{Rng, cuda, small};
 
@@ -47,19 +47,37 @@ fn words_that_page_locked_memory_has_no_room_for_are_refused() {
     assert!(error.contains("expected at most 4 words, got 5"), "{error}");
     let sampled = ex.zeros(DType::U32, &[1]).unwrap();
     let tokens = StepTokens { ids: 4, source: 1, rows: 2 };
-    let error = upload_step_into(&mut host, sampled.view(), tokens, device.view_mut(), &ex).unwrap_err();
+    let last = LastStep { sampled: sampled.view(), read_back: None };
+    let error = upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap_err();
     assert!(error.to_string().contains("do not lie in 5 words"), "{error}");
+    let tokens = StepTokens { ids: 0, source: 0, rows: 0 };
+    let (mut back, mut to) = (ex.pinned(4).unwrap(), ex.zeros(DType::U32, &[4]).unwrap());
+    let last = LastStep { sampled: sampled.view(), read_back: Some((&mut back, 2)) };
+    let error = upload_step_into(&mut host, last, tokens, to.view_mut(), &ex).unwrap_err();
+    assert!(error.to_string().contains("expected at most 1 words to read back, got 2"), "{error}");
+    let sampled = ex.zeros(DType::U32, &[9]).unwrap();
+    let last = LastStep { sampled: sampled.view(), read_back: Some((&mut back, 9)) };
+    let error = upload_step_into(&mut host, last, tokens, to.view_mut(), &ex).unwrap_err();
+    assert!(error.to_string().contains("expected at most 4 words, got 9"), "{error}");
 }
 
 #[test]
-fn a_step_takes_the_tokens_that_the_one_before_sampled() {
+fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_back() {
     let (ex, mut rng) = (cuda(), Rng::new());
-    for (rows, rest) in
-        small([(0, 3), (1, 1), (4, 90), (255, 0), (300, 70_000), (1024, 2_600_001)], 9000, |x| x.1)
-    {
+    // Rows, words behind theirs, and words that are read back: fewer and more than the step's.
+    let cases = [
+        (0, 3, None),
+        (1, 1, Some(2)),
+        (4, 90, Some(0)),
+        (255, 0, Some(40)),
+        (0, 1, Some(9_001)),
+        (300, 70_000, Some(600)),
+        (1024, 2_600_001, Some(70_000)),
+    ];
+    for (rows, rest, results) in small(cases, 10_000, |x| x.1 + x.2.unwrap_or(0)) {
         let (ids, source) = (4 + rng.below(9), 4 + 9 + rows + rng.below(9));
         let len = source + rows + rest;
-        let sampled = words(&mut rng, 40);
+        let sampled = words(&mut rng, 40.max(results.unwrap_or(0) + 3));
         let mut sent = words(&mut rng, len);
         for row in &mut sent[source..][..rows] {
             *row = if rng.bits().is_multiple_of(3) { u32::MAX } else { rng.below(40) as u32 };
@@ -72,12 +90,21 @@ fn a_step_takes_the_tokens_that_the_one_before_sampled() {
         }
         let mut host = ex.pinned(len).unwrap();
         host.wait().unwrap().copy_from_slice(&sent);
-        let of_before = Buffer::from_vec(sampled, &[40]).unwrap();
-        let mut sampled = ex.zeros(DType::U32, &[40]).unwrap();
+        let left = sampled.len();
+        let of_before = Buffer::from_vec(sampled.clone(), &[left]).unwrap();
+        let before = sampled;
+        let mut sampled = ex.zeros(DType::U32, &[left]).unwrap();
         ex.copy_from_host(of_before.view(), sampled.view_mut()).unwrap();
         let mut device = ex.zeros(DType::U32, &[len]).unwrap();
         let tokens = StepTokens { ids, source, rows };
-        upload_step_into(&mut host, sampled.view(), tokens, device.view_mut(), &ex).unwrap();
+        let mut back = ex.pinned(results.unwrap_or(0) + 5).unwrap();
+        back.wait().unwrap().fill(7);
+        let read_back = results.map(|words| (&mut back, words));
+        let last = LastStep { sampled: sampled.view(), read_back };
+        upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap();
+        let (back, results) = (back.wait().unwrap(), results.unwrap_or(0));
+        assert!(back[..results] == before[..results], "{results} words back beside {tokens:?}");
+        assert_eq!(back[results..], [7; 5], "behind {results} words");
         let got = ex.to_host(device.view()).unwrap();
         assert!(got.view().cpu::<u32>().unwrap() == want, "{tokens:?} in {len} words");
     }

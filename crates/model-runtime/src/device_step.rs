@@ -10,7 +10,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, StepTokens, upload_step_into};
+use moe_kernels::cuda::{LastStep, PinnedWords, SAMPLE_WORDS, SampleParams, StepTokens, upload_step_into};
 use moe_kernels::{Buffer, Exec, View};
 
 use crate::step::{Step, StepViews};
@@ -56,14 +56,23 @@ pub struct DeviceViews<'a> {
     pub valid_rows: View<'a>,
     /// Number of the step, modulo 2^32, [1] u32.
     pub number: View<'a>,
-    /// [`DeviceSampling::token_source`], `[T]` u32.
-    pub token_source: View<'a>,
     /// [`DeviceSampling::params`], [R, 16] u32.
     pub sampling: View<'a>,
 }
 
 /// Number of arrays.
 const ARRAYS: usize = 10;
+/// Their places, in the order above.
+const HEAD: usize = 0;
+const TOKEN_IDS: usize = 1;
+const POSITIONS: usize = 2;
+const SLOT_MAPPING: usize = 3;
+const ROPE_LEN: usize = 4;
+const TOKEN_SOURCE: usize = 5;
+const QUERY_START_LOC: usize = 6;
+const BLOCK_TABLES: usize = 7;
+const LOGITS_ROWS: usize = 8;
+const SAMPLING: usize = 9;
 
 impl Shape {
     /// The shape of a step as it is.
@@ -98,10 +107,20 @@ impl Shape {
         [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
     }
 
+    /// The first word of each array.
+    fn starts(&self) -> [usize; ARRAYS] {
+        let mut end = 0;
+        self.lengths().map(|len| {
+            let start = end;
+            end += len.next_multiple_of(4);
+            start
+        })
+    }
+
     /// Where the arrays of the rows' tokens begin.
     fn tokens(&self) -> StepTokens {
-        let row = self.rows.next_multiple_of(4);
-        StepTokens { ids: 4, source: 4 + 4 * row, rows: self.rows }
+        let starts = self.starts();
+        StepTokens { ids: starts[TOKEN_IDS], source: starts[TOKEN_SOURCE], rows: self.rows }
     }
 
     /// Words of all arrays.
@@ -128,17 +147,19 @@ impl DeviceStep {
     /// Copies a step as it is, without tokens to sample. `number` is that of the step.
     pub fn upload(&mut self, step: &Step, number: u64, ex: &Exec) -> Result<DeviceViews<'_>> {
         let sampled = ex.scratch(DType::U32, &[0])?;
-        self.upload_padded(step, number, &DeviceSampling::default(), (Shape::of(step), sampled.view()), ex)
+        let last = LastStep { sampled: sampled.view(), read_back: None };
+        self.upload_padded(step, number, &DeviceSampling::default(), (Shape::of(step), last), ex)
     }
 
     /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample
-    /// nothing. Rows whose token was sampled by the step before take it from `sampled`.
+    /// nothing. Rows whose token was sampled by the step before take it from what that has left, and the same launch reads
+    /// that back.
     pub fn upload_padded(
         &mut self,
         step: &Step,
         number: u64,
         sampling: &DeviceSampling,
-        (shape, sampled): (Shape, View<'_>),
+        (shape, last): (Shape, LastStep<'_>),
         ex: &Exec,
     ) -> Result<DeviceViews<'_>> {
         let own = Shape::of(step);
@@ -156,45 +177,32 @@ impl DeviceStep {
         let pinned = &mut self.pinned[self.turn];
         fill(pinned.wait()?, (step, number), sampling, shape);
         let to = self.words.view_mut().narrow(0, shape.words())?;
-        upload_step_into(pinned, sampled, shape.tokens(), to, ex)?;
+        upload_step_into(pinned, last, shape.tokens(), to, ex)?;
         self.views(shape)
     }
 
     /// The arrays of a shape.
     pub fn views(&self, shape: Shape) -> Result<DeviceViews<'_>> {
-        let words = self.words.view();
-        let mut start = 0;
-        let mut next = |len: usize, dims: &[usize]| {
-            let view = words.narrow(start, len)?.reshape(dims);
-            start += len.next_multiple_of(4);
-            view
-        };
+        let (words, starts, lengths) = (self.words.view(), shape.starts(), shape.lengths());
+        let array = |index: usize, dims: &[usize]| words.narrow(starts[index], lengths[index])?.reshape(dims);
         let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions, attention_scores } =
             shape;
-        let head = next(2, &[2])?;
+        let head = array(HEAD, &[2])?;
         let (valid_rows, number) = (head.narrow(0, 1)?, head.narrow(1, 1)?);
-        let token_ids = next(rows, &[rows])?;
-        let positions = next(rows, &[rows])?;
-        let slot_mapping = next(rows, &[rows])?;
-        let rope_len = next(rows, &[rows])?;
-        let token_source = next(rows, &[rows])?;
-        let query_start_loc = next(sequences + 1, &[sequences + 1])?;
-        let block_tables = next(sequences * max_blocks, &[sequences, max_blocks])?;
-        let logits_rows = next(logits, &[logits])?;
-        let sampling = next(logits * SAMPLE_WORDS, &[logits, SAMPLE_WORDS])?;
+        let sampling = array(SAMPLING, &[logits, SAMPLE_WORDS])?;
         let step = StepViews {
-            token_ids,
-            positions,
-            slot_mapping,
-            rope_len,
-            query_start_loc,
-            block_tables,
-            logits_rows,
+            token_ids: array(TOKEN_IDS, &[rows])?,
+            positions: array(POSITIONS, &[rows])?,
+            slot_mapping: array(SLOT_MAPPING, &[rows])?,
+            rope_len: array(ROPE_LEN, &[rows])?,
+            query_start_loc: array(QUERY_START_LOC, &[sequences + 1])?,
+            block_tables: array(BLOCK_TABLES, &[sequences, max_blocks])?,
+            logits_rows: array(LOGITS_ROWS, &[logits])?,
             decode_rows,
             prompt_positions,
             attention_scores,
         };
-        Ok(DeviceViews { step, valid_rows, number, token_source, sampling })
+        Ok(DeviceViews { step, valid_rows, number, sampling })
     }
 }
 
@@ -210,17 +218,17 @@ fn fill(words: &mut [u32], (step, number): (&Step, u64), sampling: &DeviceSampli
         }
     };
     let rows = step.num_tokens() as u32;
-    put(0, 0, &mut [rows, number as u32].into_iter());
-    put(1, 0, &mut step.token_ids().iter().copied());
-    put(2, 0, &mut step.positions().iter().copied());
-    put(3, u32::MAX, &mut step.slot_mapping().iter().copied());
-    put(4, 1, &mut step.rope_len().iter().copied());
-    put(5, u32::MAX, &mut sampling.token_source.iter().copied());
-    put(6, rows, &mut step.query_start_loc().iter().copied());
+    put(HEAD, 0, &mut [rows, number as u32].into_iter());
+    put(TOKEN_IDS, 0, &mut step.token_ids().iter().copied());
+    put(POSITIONS, 0, &mut step.positions().iter().copied());
+    put(SLOT_MAPPING, u32::MAX, &mut step.slot_mapping().iter().copied());
+    put(ROPE_LEN, 1, &mut step.rope_len().iter().copied());
+    put(TOKEN_SOURCE, u32::MAX, &mut sampling.token_source.iter().copied());
+    put(QUERY_START_LOC, rows, &mut step.query_start_loc().iter().copied());
     let gap = shape.max_blocks - step.max_blocks();
     let tables = step.block_tables().chunks(step.max_blocks().max(1));
-    put(7, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
-    put(8, 0, &mut step.logits_rows().iter().copied());
+    put(BLOCK_TABLES, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
+    put(LOGITS_ROWS, 0, &mut step.logits_rows().iter().copied());
     let padding = std::iter::repeat(SampleParams::PADDING.words()).flatten();
-    put(9, 0, &mut sampling.params.iter().copied().chain(padding));
+    put(SAMPLING, 0, &mut sampling.params.iter().copied().chain(padding));
 }

@@ -334,8 +334,12 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
         let matrices = vec![vec![(&filed, 0..64, 0..128)]];
         let case = Case { what: format!("{format:?}"), matrices, usage: QuantUse::Linear };
         let staging = buffers.any(&mut rng);
-        let errors =
-            [true, false].map(|on_host| case.pack(on_host, staging).map(|_| ()).unwrap_err().to_string());
+        // Without the frames that RUST_BACKTRACE=1 adds.
+        let frame = |line: &&str| line.trim_start().starts_with(|c: char| c.is_ascii_digit());
+        let message = |error: candle_core::Error| -> String {
+            error.to_string().lines().filter(|line| !frame(line)).collect::<Vec<_>>().join("\n")
+        };
+        let errors = [true, false].map(|on_host| message(case.pack(on_host, staging).map(drop).unwrap_err()));
         assert!(errors[0].contains(wanted), "{}", errors[0]);
         assert_eq!(errors[0], errors[1]);
     }

@@ -12,7 +12,9 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use candle_core::{DType, Result, bail};
-use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
+use model_runtime::cuda::{
+    Graph, LOGPROB_WORDS, LastStep, PinnedWords, SampleLogprobs, logprobs_into, sample_into,
+};
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
@@ -78,6 +80,9 @@ pub(crate) struct DeviceRunner {
     sampled: Buffer,
     read_back: [PinnedWords; 2],
     turn: usize,
+    /// How many words of the last launched step the next one's upload reads back, to the buffer whose turn it is. A launch
+    /// of its own would keep the device waiting between the two.
+    unread: Option<usize>,
     /// Keys of the last launched step, in the order of `sampled`.
     last: Vec<Key>,
     graphs: HashMap<Variant, Recording>,
@@ -111,6 +116,7 @@ impl DeviceRunner {
             sampled: ex.zeros(DType::U32, &[seqs * RESULT_WORDS])?,
             read_back: [ex.pinned(seqs * RESULT_WORDS)?, ex.pinned(seqs * RESULT_WORDS)?],
             turn: 0,
+            unread: None,
             last: Vec::new(),
             graphs: HashMap::new(),
             max_seqs: seqs,
@@ -154,7 +160,7 @@ impl DeviceRunner {
         let (padded, marks) = self.run(model, kv, &plan.step, &sampling, context, ex)?;
         self.turn = 1 - self.turn;
         let words = padded * if asked.logprobs { RESULT_WORDS } else { 2 };
-        ex.download(self.sampled.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
+        self.unread = Some(words);
         let routed_rows = records.then_some(plan.step.num_tokens());
         if let Some(routing) = &mut self.routing {
             routing.read_back(self.turn, routed_rows, ex)?;
@@ -192,8 +198,10 @@ impl DeviceRunner {
         };
         let begin = Instant::now();
         ex.mark("upload", rows)?;
+        let read_back = self.unread.take().map(|words| (&mut self.read_back[self.turn], words));
+        let last = LastStep { sampled: self.sampled.view(), read_back };
         trace_span!("upload").in_scope(|| {
-            self.step.upload_padded(step, context.step, sampling, (shape, self.sampled.view()), ex).map(drop)
+            self.step.upload_padded(step, context.step, sampling, (shape, last), ex).map(drop)
         })?;
         let forced = match &mut self.routing {
             Some(routing) => routing.force(context, shape.rows, ex)?,
@@ -210,7 +218,13 @@ impl DeviceRunner {
     }
 
     /// Waits for a step and reads its tokens.
-    pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight) -> Result<StepResult> {
+    pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight, ex: &Exec) -> Result<StepResult> {
+        // No step was launched behind it.
+        if step.slot == self.turn
+            && let Some(words) = self.unread.take()
+        {
+            ex.download(self.sampled.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
+        }
         let words = trace_span!("wait").in_scope(|| self.read_back[step.slot].wait())?;
         if let Some(ranks) = model.ranks() {
             ranks.check()?;

@@ -238,7 +238,7 @@ impl Runner<'_> {
             Launched::Done(result) => Ok(result),
             #[cfg(feature = "cuda")]
             Launched::OnDevice(step) => match &mut self.device {
-                Some(device) => device.collect(self.model, step),
+                Some(device) => device.collect(self.model, step, &self.ex),
                 None => bail!("a step on a device that is gone"),
             },
         }

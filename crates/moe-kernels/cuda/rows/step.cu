@@ -63,11 +63,14 @@ __global__ void copy_words(const uint32_t* from, uint32_t* to, size_t words) {
     to[i] = load_host(from + i);
 }
 
-/// The same for a step's arrays, whose rows may take their token from `sampled`.
+/// The same for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step before
+/// has left there.
 __global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
-                            size_t source, size_t rows, uint32_t* kept_valid) {
+                            size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
-  for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < words; i += step) {
+  const size_t first = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (size_t i = first; i < results; i += step) read_back[i] = sampled[i];
+  for (size_t i = first; i < words; i += step) {
     uint32_t word = load_host(from + i);
     if (i >= ids && i - ids < rows) {
       const uint32_t row = load_host(from + source + (i - ids));
@@ -125,13 +128,17 @@ extern "C" int moe_copy_words(const uint32_t* from, uint32_t* to, size_t words, 
 
 /// The first launch of a step: to [words] = from [words], which is page-locked host memory, but that word ids + row is
 /// sampled[from[source + row]] for those of `rows` rows where from[source + row] is not u32::MAX; kept_valid [1] =
-/// from[0]. Does not overlap the launch before it.
+/// from[0]. And read_back [results] = sampled [results], page-locked host memory too. Does not overlap the launch before
+/// it.
 extern "C" int moe_upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
-                               size_t source, size_t rows, uint32_t* kept_valid, void* stream) {
+                               size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results,
+                               void* stream) {
   using namespace moe;
   if (rows > words || ids > words - rows || source > words - rows) return cudaErrorInvalidValue;
-  if (words == 0) return cudaSuccess;
-  return launch(upload_step, copy_launch(words, stream), from, to, words, sampled, ids, source, rows, kept_valid);
+  const size_t most = words < results ? results : words;
+  if (most == 0) return cudaSuccess;
+  return launch(upload_step, copy_launch(most, stream), from, to, words, sampled, ids, source, rows, kept_valid,
+                read_back, results);
 }
 
 /// out [count] bf16 uniform in [-bound, bound): a function of seed and stream_id (below 2^24) alone.

@@ -97,7 +97,7 @@ launchers! {
     moe_copy_words(from: *const u32, to: *mut u32, words: usize);
     moe_upload_step(
         from: *const u32, to: *mut u32, words: usize, sampled: *const u32, ids source rows: usize,
-        kept_valid: *mut u32
+        kept_valid read_back: *mut u32, results: usize
     );
     moe_fill_random(out: *mut bf16, count: usize, seed stream_id: u64, bound: f32);
     moe_fill_random_box(

@@ -67,7 +67,7 @@ pub use sampling::{
     SlotReset, logprobs_into, reset_slots_into, sample_into,
 };
 pub use staging::Staging;
-pub use step::{RopeFrequencies, StepTokens, fill_random_into, rope_rows_into, upload_step_into};
+pub use step::{LastStep, RopeFrequencies, StepTokens, fill_random_into, rope_rows_into, upload_step_into};
 pub(crate) use stream::CudaExec;
 pub use timeline::{Mark, Section, Timeline};
 

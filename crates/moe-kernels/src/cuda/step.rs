@@ -69,21 +69,36 @@ pub struct StepTokens {
     pub rows: usize,
 }
 
+/// What the step before has left on the device.
+pub struct LastStep<'a> {
+    /// u32 words, of which sampled ids are the first.
+    pub sampled: View<'a>,
+    /// Where its first words go, and how many, if the host has not asked for them yet.
+    pub read_back: Option<(&'a mut PinnedWords, usize)>,
+}
+
 /// The first launch of a step: its arrays `from` page-locked memory to `to`, u32 words, of which the first is the number of
 /// valid rows of a padded step. A row whose source is not u32::MAX takes the id sampled\[source\], which the step before has
-/// left; sources are below the length of `sampled`. Returns at once.
+/// left; sources are below the length of `sampled`. The same launch reads back what that step has left: between two steps
+/// the device waits for each launch. Returns at once.
 ///
 /// # Errors
-/// A context on the CPU; other dtypes; fewer words in `from` than in `to`; tokens that lie beyond them.
+/// A context on the CPU; other dtypes; fewer words in `from` than in `to`; tokens that lie beyond them; less room for what is
+/// read back than its words, or more words than there are.
 pub fn upload_step_into(
     from: &mut PinnedWords,
-    sampled: View,
+    last: LastStep,
     tokens: StepTokens,
     mut to: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("upload_step", ex.cuda("upload_step")?);
+    let LastStep { sampled, read_back } = last;
     expect_dtype(op, "sampled", &sampled, DType::U32)?;
+    let (left, results) = (sampled.elem_count(), read_back.as_ref().map_or(0, |(_, words)| *words));
+    if results > left {
+        bail!("{op}: expected at most {left} words to read back, got {results}")
+    }
     expect_dtype(op, "to", &to, DType::U32)?;
     let (words, StepTokens { ids, source, rows }) = (to.elem_count(), tokens);
     if ids.max(source).saturating_add(rows) > words {
@@ -91,11 +106,17 @@ pub fn upload_step_into(
     }
     let (sampled, to) = (cuda.read(op, "sampled", sampled)?, cuda.write(op, "to", &mut to)?);
     let (from, kept, stream) = (from.first(op, words)?, cuda.valid_rows()?, cuda.raw()?);
-    // SAFETY: both sides hold `words` words, the host's live on (dropping them waits for the stream), and devices reach
-    // page-locked memory by its own address; the sources are the caller's promise.
+    let mut back = read_back.map(|(host, words)| host.first(op, words)).transpose()?;
+    let back_to = back.as_mut().map_or(std::ptr::null_mut(), |host| host.words.as_mut_ptr());
+    // SAFETY: both sides of each copy hold its words, the host's live on (dropping them waits for the stream), and devices
+    // reach page-locked memory by its own address; the sources are the caller's promise.
     cuda.check(op, unsafe {
-        ffi::moe_upload_step(from.words.as_ptr(), to, words, sampled, ids, source, rows, kept, stream)
+        let from = from.words.as_ptr();
+        ffi::moe_upload_step(from, to, words, sampled, ids, source, rows, kept, back_to, results, stream)
     })?;
+    if let Some(host) = back {
+        host.copied.record(&cuda.stream).w()?;
+    }
     from.copied.record(&cuda.stream).w()
 }
 
