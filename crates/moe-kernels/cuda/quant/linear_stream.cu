@@ -159,6 +159,7 @@ struct Feed {
   int tile = 0, last = 0, k = threadIdx.x / 32 * kWideStep;  // that come next
   TileRow row = {};
 
+  /// Finds the first rows of tiles, before anything is asked for.
   __device__ __forceinline__ void begin() {
     const Tiles tiles(a);
     rows = TileRows(a.w, Ring::kFormat);
@@ -199,10 +200,11 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   }
   Ring ring(smem + warp * Ring::kBytes);
   Feed<Ring> feed = {a, ring};
-  // Rows to be normed come from a launch that leaves no room beside it: nothing of this one is hidden behind it, so the
-  // rows are asked for first, and weights while they are on their way. Weights of other products do not wait for rows.
+  // Which weights a warp asks for is found while the launch ahead ends.
+  feed.begin();
+  // Rows to be normed come from a launch that leaves no room beside it, so no weights can be on their way before it has
+  // ended: the rows are asked for first, and weights while they come. Weights of other products do not wait for rows.
   const auto ask_all = [&] {
-    feed.begin();
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) feed.ask();
   };

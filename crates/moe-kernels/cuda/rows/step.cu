@@ -63,8 +63,8 @@ __global__ void copy_words(const uint32_t* from, uint32_t* to, size_t words) {
     to[i] = load_host(from + i);
 }
 
-/// The same for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step before
-/// has left there.
+/// The same for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step
+/// before has left there.
 __global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
                             size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
@@ -128,8 +128,8 @@ extern "C" int moe_copy_words(const uint32_t* from, uint32_t* to, size_t words, 
 
 /// The first launch of a step: to [words] = from [words], which is page-locked host memory, but that word ids + row is
 /// sampled[from[source + row]] for those of `rows` rows where from[source + row] is not u32::MAX; kept_valid [1] =
-/// from[0]. And read_back [results] = sampled [results], page-locked host memory too. Does not overlap the launch before
-/// it.
+/// from[0]. And read_back [results] = sampled [results], page-locked host memory too. Does not overlap the launch
+/// before it.
 extern "C" int moe_upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
                                size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results,
                                void* stream) {
