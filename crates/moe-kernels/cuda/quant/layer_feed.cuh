@@ -9,73 +9,89 @@ namespace moe::quant_layer {
 
 #if MOE_SM90
 
-/// The tiles of a warp, in passes: first those of gate and up, of which it takes a half, with the warp beside it; then,
-/// for each row of tiles of the output that the block owns, halves of the active experts' ones.
-struct Tiles {
-  int first_tile, total;  // of gate and up, of the block's pairs of warps
-  int units;              // halves of active experts
-  int first, last;        // rows of tiles of the output
+/// A row of tiles of an active expert.
+struct Tile {
+  int active, row;
+};
 
-  __device__ __forceinline__ Tiles(const Args& a, int num_active) {
-    // The first warps choose the experts and come last.
-    const int pair = (threadIdx.x / 64 + kPairs - 2) % kPairs;
-    first_tile = blockIdx.x + gridDim.x * pair;
-    total = num_active * (a.inter / kOutputs);
-    units = 2 * num_active;
+/// The tiles of a warp, in passes: first those of gate and up, of which teams take the block's in turn and a warp has
+/// its share of the columns; then, for each row of tiles of the output that the block owns, halves of the active
+/// experts' ones.
+template <class Form>
+struct Tiles {
+  const Args& a;
+  Tile start;  // of gate and up
+  int num_active;
+  int first, last;  // rows of tiles of the output
+
+  __device__ __forceinline__ Tiles(const Args& a, int team, int num_active) : a(a), num_active(num_active) {
+    const int at = blockIdx.x + gridDim.x * ((team + Form::kTurn) % Form::kTeams);
+    start.active = at / a.per_expert, start.row = at - start.active * a.per_expert;
     first = a.first_unit(blockIdx.x), last = a.first_unit(blockIdx.x + 1);
   }
   __device__ __forceinline__ bool down(int pass) const { return pass >= first; }
-  __device__ __forceinline__ int begin(int pass) const {
-    return down(pass) ? static_cast<int>(threadIdx.x / 32) : first_tile;
+  __device__ __forceinline__ Tile begin(int pass) const {
+    return down(pass) ? Tile{static_cast<int>(threadIdx.x / 64), pass} : start;
   }
-  __device__ __forceinline__ int end(int pass) const { return down(pass) ? units : total; }
-  __device__ __forceinline__ int each(int pass) const {
-    return down(pass) ? kWarps : kPairs * static_cast<int>(gridDim.x);
+  __device__ __forceinline__ bool has(Tile t) const { return t.active < num_active; }
+  /// The team's next tile of gate and up.
+  __device__ __forceinline__ Tile behind(Tile t) const {
+    t.active += a.next_experts, t.row += a.next_row;
+    if (t.row >= a.per_expert) t.row -= a.per_expert, ++t.active;
+    return t;
+  }
+  __device__ __forceinline__ Tile next(Tile t, bool down) const {
+    return down ? Tile{t.active + kWarps / 2, t.row} : behind(t);
+  }
+  /// A tile's columns that are this warp's.
+  __device__ __forceinline__ int2 columns(bool down) const {
+    const int warp = threadIdx.x / 32;
+    return down ? share_of<2>(a.inter, warp % 2) : share_of<Form::kTeam>(a.hidden, warp % Form::kTeam);
   }
 };
 
 /// Asks for a warp's steps, one after the other through its tiles.
-template <class Kind>
+template <class Kind, class Form>
 struct Feed {
   static constexpr int kDepth = depth(Kind::kFormat);
 
   const Args& a;
   const Shared& s;
-  const Tiles& tiles;
+  const Tiles<Form>& tiles;
   quant::WarpRing<Kind, kDepth> ring;
-  int pass, at;          // of the next tile
+  int pass;
+  Tile tile;             // the next one
   int k = 0, end = 0;    // of the tile that is being asked for
   quant::TileRows rows;  // of the product of this pass
   quant::TileRow row;
 
-  __device__ __forceinline__ Feed(const Args& a, const Shared& s, const Tiles& tiles)
+  __device__ __forceinline__ Feed(const Args& a, const Shared& s, const Tiles<Form>& tiles)
       : a(a),
         s(s),
         tiles(tiles),
         ring(s.base + s.l.ring + threadIdx.x / 32 * quant::WarpRing<Kind, kDepth>::kBytes),
         pass(tiles.first - 1),
-        at(tiles.first_tile),
+        tile(tiles.begin(pass)),
         rows(a.w13, Kind::kFormat) {}
 
   /// The next tile of which this warp has a part, if there is one.
   __device__ __forceinline__ void open() {
     while (pass < tiles.last) {
-      if (at >= tiles.end(pass)) {
+      if (!tiles.has(tile)) {
         if (++pass >= tiles.last) return;
-        at = tiles.begin(pass);
+        tile = tiles.begin(pass);
         if (pass == tiles.first) rows = quant::TileRows(a.w2, Kind::kFormat);
         continue;
       }
       const bool down = tiles.down(pass);
-      const int per_expert = a.inter / kOutputs, active = down ? at / 2 : at / per_expert;
-      const int of_expert = down ? pass : at - active * per_expert;
-      at += tiles.each(pass);
-      const int2 columns = half_of(down ? a.inter : a.hidden, threadIdx.x / 32 % 2);
+      const Tile t = tile;
+      tile = tiles.next(t, down);
+      const int2 columns = tiles.columns(down);
       if (columns.x == columns.y) continue;
-      mbarrier_wait(a.early() ? s.expert_full(active) : s.active_full(), 0);
-      const uint32_t expert = s.expert()[active];
+      mbarrier_wait(a.early() ? s.expert_full(t.active) : s.active_full(), 0);
+      const uint32_t expert = s.expert()[t.active];
       if (expert == kNone) continue;
-      row = rows.at(expert * (down ? a.w2.n_tiles : a.w13.n_tiles) + of_expert);
+      row = rows.at(expert * (down ? a.w2.n_tiles : a.w13.n_tiles) + t.row);
       k = columns.x, end = columns.y;
       return;
     }

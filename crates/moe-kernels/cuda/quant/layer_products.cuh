@@ -7,33 +7,91 @@ namespace moe::quant_layer {
 
 #if MOE_SM90
 
-template <class Kind>
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+
+/// Two activations of a row of tiles of gate and up to all blocks, as a word that carries the launch's number.
+__device__ __forceinline__ void store_pair(const Args& a, uint32_t slot, int row, int pair, uint32_t two,
+                                           uint32_t number) {
+  const size_t word = (static_cast<size_t>(slot) * a.inter + row / 8 * kStep) / 2 + pair * 8 + row % 8;
+  store_relaxed(a.act() + word, static_cast<uint64_t>(number) << 32 | two);
+}
+
+constexpr int kPartsThere = 2, kPartsRead = 3, kNoResult = 1 << 20;  // barriers; a thread that has none
+
+/// A thread's output of a row of tiles.
+struct Result {
+  int row, token;
+  size_t to;
+  float value = 0.0f;
+
+  __device__ __forceinline__ Result(const Args& a, int pass, int thread)
+      : row(thread % kTileRows),
+        token(thread / kTileRows),
+        to(static_cast<size_t>(token) * a.hidden + pass * kTileRows + row) {
+    if (token < a.tokens) value = before(a.output, a.out, to);
+  }
+
+  /// With the weighted sum of what experts have, in the order of the token's slots.
+  __device__ __forceinline__ void store(const Args& a, const Shared& s) const {
+    if (token >= a.tokens) return;
+    const int slots = a.route.slots();
+    float sum = 0;
+#pragma unroll 4
+    for (int slot = token * slots; slot < (token + 1) * slots; ++slot) {
+      const uint8_t from = s.part_of()[slot];
+      if (from != kNoPart) sum = fmaf(s.chosen()[slot].weight, s.part(from, 0)[row] + s.part(from, 1)[row], sum);
+    }
+    moe::store(a.output, a.out, to, value + sum);
+  }
+};
+
+template <class Kind, class Form>
 struct Worker {
   using Rows = RowSteps<Kind>;
 
   const Args& a;
   const Shared& s;
-  const Tiles& tiles;
-  Feed<Kind> feed;
-  int buffer = 0;  // of the halves
+  const Tiles<Form>& tiles;
+  Feed<Kind, Form> feed;
+  int turn = 0;  // of the team's tiles of gate and up
 
-  __device__ __forceinline__ Worker(const Args& a, const Shared& s, const Tiles& tiles)
+  __device__ __forceinline__ Worker(const Args& a, const Shared& s, const Tiles<Form>& tiles)
       : a(a), s(s), tiles(tiles), feed(a, s, tiles) {}
 
-  /// Activations of a tile of gate and up whose halves have been added, as words that carry the launch's number. Lane
-  /// 4 g + c has output g of its tokens; two outputs are a word.
-  __device__ __forceinline__ void activate(int active, int tile, const float (&sum)[4], uint32_t number) const {
-    const int lane = threadIdx.x % 32, g = lane / 4;
+  /// A pair's halves of a tile of gate and up, added and activated by the first warp. Lane 4 g + c has output g of its
+  /// tokens; two outputs are a word.
+  __device__ __forceinline__ void activate(Tile tile, float (&sum)[4], uint32_t number) const {
+    const int lane = threadIdx.x % 32, pair = threadIdx.x / 64, g = lane / 4;
+    const bool second = threadIdx.x / 32 % 2 != 0;
+    float4* other = s.half(pair * Pairs::kBuffers + turn % Pairs::kBuffers) + lane;
+    if (second) *other = {sum[0], sum[1], sum[2], sum[3]};
+    named_barrier(8 + pair, 64);
+    if (second) return;
+    const float4 v = *other;
+    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 #pragma unroll
     for (int i = 0; i < Rows::kEach; ++i) {
       const int token = Rows::result_token(i);
-      const float scale = token < a.tokens ? s.scale()[token] : 0.0f, gate = sum[i] * scale, up = sum[2 + i] * scale;
-      const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 4);
-      const uint32_t slot = token < a.tokens ? s.slot_of(active)[token] : kNone;
-      if (g % 2 != 0 || slot == kNone) continue;
-      const size_t word = (static_cast<size_t>(slot) * a.inter + tile / 8 * kStep) / 2 + g / 2 * 8 + tile % 8;
-      store_relaxed(a.act() + word, static_cast<uint64_t>(number) << 32 | pack_bf16(value, next));
+      const float scale = token < a.tokens ? s.scale()[token] : 0.0f;
+      const float value = swiglu(sum[i] * scale, sum[2 + i] * scale), next = __shfl_down_sync(0xffffffffu, value, 4);
+      const uint32_t slot = token < a.tokens ? s.slot_of(tile.active)[token] : kNone;
+      if (g % 2 == 0 && slot != kNone) store_pair(a, slot, tile.row, g / 2, pack_bf16(value, next), number);
     }
+  }
+
+  /// This warp's share of a tile of gate and up to the one that adds the team's.
+  __device__ __forceinline__ void hand_over(const float (&sum)[4]) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, round = turn / Teams::kBuffers;
+    const int buffer = warp / Teams::kTeam * Teams::kBuffers + turn % Teams::kBuffers;
+    if (round > 0) mbarrier_wait(s.shares_free(buffer), (round - 1) % 2);
+#pragma unroll
+    for (int i = 0; i < Rows::kEach; ++i) {
+      const int token = Rows::result_token(i);
+      if (token >= a.tokens) break;
+      float* to = s.shares(buffer, token) + lane / 4 * Teams::kPitch + warp % Teams::kTeam;
+      to[0] = sum[i], to[8 * Teams::kPitch] = sum[2 + i];
+    }
+    warp_arrive(s.shares_full(buffer));
   }
 
   /// Some columns of the activations of the tokens in `mask`, slots of which are `slots`, from all blocks to this
@@ -76,19 +134,16 @@ struct Worker {
 
   /// Rows of tiles of one pass.
   __device__ __forceinline__ void run(int pass, uint32_t number) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp % 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool down = tiles.down(pass);
-    const quant::Matrix& w = down ? a.w2 : a.w13;
-    const quant::LaneScales scales(w, Kind::kFormat);
-    const int2 columns = half_of(w.k, half);
-    const int per_expert = a.inter / kOutputs;
+    const quant::LaneScales scales(down ? a.w2 : a.w13, Kind::kFormat);
+    const int2 columns = tiles.columns(down);
     const uint8_t* own_act = s.template act<Kind>(warp);
 #pragma unroll 1
-    for (int at = tiles.begin(pass); at < tiles.end(pass); at += tiles.each(pass)) {
-      const int active = down ? at / 2 : at / per_expert;
-      mbarrier_wait(a.early() ? s.expert_full(active) : s.active_full(), 0);
-      if (s.expert()[active] == kNone) continue;
-      const uint32_t* slots = s.slot_of(active);
+    for (Tile tile = tiles.begin(pass); tiles.has(tile); tile = tiles.next(tile, down)) {
+      mbarrier_wait(a.early() ? s.expert_full(tile.active) : s.active_full(), 0);
+      if (s.expert()[tile.active] == kNone) continue;
+      const uint32_t* slots = s.slot_of(tile.active);
       int token = min(Rows::operand_token(), a.tokens - 1), pitch = a.pitch(Kind::kFormat), most = 0;
       int result = min(Rows::result_token(0), a.tokens - 1);
       uint32_t mask = 0;
@@ -102,73 +157,75 @@ struct Worker {
       }
       const uint8_t* x = (down ? own_act : s.rows() + columns.x / quant::kWideStep * Rows::kBytes) + token * pitch;
       int held = down ? columns.x : columns.y;  // columns of x before this one are here
-      float sum[4] = {};
+      float sum[4] = {}, done[4] = {};          // of a share; of those before
+      int k = columns.x;
+      constexpr int kOwn = kShares<Kind> / Form::kTeam;  // shares of gate and up
 #pragma unroll 1
-      for (int k = columns.x; k < columns.y; k += quant::kWideStep, x += Rows::kBytes) {
-        if (k == held) {
-          const int more = min(most * quant::kWideStep, columns.y - k);
-          fetch(slots, mask, k, more, pitch, number);
-          held += more, x = own_act + token * pitch;
+      for (int share = down ? kOwn - 1 : 0; share < kOwn; ++share) {
+        const int end = down ? columns.y : shares_end<kShares<Kind>>(a.hidden, warp % Form::kTeam * kOwn + share + 1);
+#pragma unroll 1
+        for (; k < end; k += quant::kWideStep, x += Rows::kBytes) {
+          if (k == held) {
+            const int more = min(most * quant::kWideStep, columns.y - k);
+            fetch(slots, mask, k, more, pitch, number);
+            held += more, x = own_act + token * pitch;
+          }
+          feed.ring.template multiply<Rows>(scales, columns.y - k, x, (result - token) * pitch, sum);
+          feed.ask();
         }
-        feed.ring.template multiply<Rows>(scales, columns.y - k, x, (result - token) * pitch, sum);
-        feed.ask();
-      }
-      if (down) {
+        if constexpr (kOwn > 1) {
 #pragma unroll
-        for (int i = 0; i < Rows::kEach; ++i) {
-          const int of = Rows::result_token(i);
-          const uint32_t to = of < a.tokens ? slots[of] : kNone;
-          if (to == kNone) continue;
-          s.part(to, half)[lane / 4] = sum[i], s.part(to, half)[lane / 4 + 8] = sum[2 + i];
+          for (int i = 0; i < 4; ++i) done[i] += sum[i], sum[i] = 0.0f;
         }
-        continue;
       }
-      float4* other = s.halves(warp / 2, buffer) + lane;
-      if (half == 1) *other = {sum[0], sum[1], sum[2], sum[3]};
-      named_barrier(8 + warp / 2, 64);
-      buffer ^= 1;
-      if (half == 1) continue;
-      const float4 v = *other;
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-      activate(active, at - active * per_expert, sum, number);
+      if constexpr (kOwn > 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = done[i];
+      }
+      if (down) leave(slots, sum);
+      else if constexpr (Form::kOthers == 0) activate(tile, sum, number), ++turn;
+      else hand_over(sum), ++turn;
     }
   }
 
-  /// The weighted sum of an output for a token, in the order of its slots.
-  __device__ __forceinline__ float add(int row, int token) const {
-    const int slots = a.route.slots();
-    float sum = 0;
-#pragma unroll 4
-    for (int slot = token * slots; slot < (token + 1) * slots; ++slot) {
-      const uint8_t from = s.part_of()[slot];
-      if (from != kNoPart) sum = fmaf(s.chosen()[slot].weight, s.part(from, 0)[row] + s.part(from, 1)[row], sum);
+  /// A half of the columns of a row of tiles of the output, of one expert, to be added.
+  __device__ __forceinline__ void leave(const uint32_t* slots, const float (&sum)[4]) const {
+    const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2;
+#pragma unroll
+    for (int i = 0; i < Rows::kEach; ++i) {
+      const int of = Rows::result_token(i);
+      const uint32_t to = of < a.tokens ? slots[of] : kNone;
+      if (to == kNone) continue;
+      s.part(to, half)[lane / 4] = sum[i], s.part(to, half)[lane / 4 + 8] = sum[2 + i];
     }
-    return sum;
   }
 
-  /// Both products; the block's rows of the output.
+  /// Both products; the block's rows of the output, but for what others do.
   __device__ __forceinline__ void run_all() {
     uint32_t number = 0;
 #pragma unroll 1
-    for (int i = 0; i < Feed<Kind>::kDepth; ++i) feed.ask();
+    for (int i = 0; i < feed.kDepth; ++i) feed.ask();
 #pragma unroll 1
     for (int pass = tiles.first - 1; pass < tiles.last; ++pass) {
-      const int row = threadIdx.x % kTileRows, token = threadIdx.x / kTileRows;
-      const size_t to = static_cast<size_t>(token) * a.hidden + pass * kTileRows + row;
-      const bool mine = tiles.down(pass) && token < a.tokens;
-      const float value = mine ? before(a.output, a.out, to) : 0.0f;
-      if (number == 0 && tiles.begin(pass) < tiles.end(pass)) {
+      const bool down = tiles.down(pass), last = pass + 1 == tiles.last;
+      const Result result(a, pass, down && Form::kOthers == 0 ? static_cast<int>(threadIdx.x) : kNoResult);
+      if (number == 0 && tiles.num_active > 0) {
         // It comes with the experts.
         mbarrier_wait(a.early() ? s.expert_full(0) : s.active_full(), 0);
         number = *s.number();
       }
       // Of the kernel behind no block finds room before this one has ended; announced earlier it is slower.
-      if (pass + 1 == tiles.last) pdl_launch_dependents();
+      if (last) pdl_launch_dependents();
       run(pass, number);
-      if (!tiles.down(pass)) continue;
-      __syncthreads();
-      if (mine) store(a.output, a.out, to, value + add(row, token));
-      if (pass + 1 < tiles.last) __syncthreads();
+      if (!down) continue;
+      if constexpr (Form::kOthers == 0) {
+        __syncthreads();
+        result.store(a, s);
+        if (!last) __syncthreads();
+      } else {
+        named_barrier_arrive(kPartsThere, kWorkers + 32);
+        if (!last) named_barrier(kPartsRead, kWorkers + 32);
+      }
     }
   }
 };

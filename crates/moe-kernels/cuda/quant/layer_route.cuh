@@ -8,7 +8,8 @@ namespace moe::quant_layer {
 
 #if MOE_SM90
 
-constexpr int kWidth = kThreads * 4;  // columns that the block's threads take at a time
+constexpr int kRowsFinished = 4;      // barrier
+constexpr int kWidth = kWorkers * 4;  // columns that the block's threads take at a time
 
 __device__ __forceinline__ uint2 load4_const(const bf16* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
 
@@ -19,10 +20,11 @@ __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
 }
 
 /// A thread's first columns of all tokens' rows, of the norm's weight and of the block's first gate row.
+template <int kTokens>
 struct FirstColumns {
   uint2 norm = {}, gate = {};
-  float4 x[kMaxTokens];   // where there is a norm, ..
-  uint2 row[kMaxTokens];  // .. and where there is none
+  float4 x[kTokens];   // where there is a norm, ..
+  uint2 row[kTokens];  // .. and where there is none
 
   /// Ahead of the wait.
   __device__ __forceinline__ void load_weights(const Args& a, bool routes) {
@@ -36,7 +38,7 @@ struct FirstColumns {
   __device__ __forceinline__ void load_rows(const Args& a) {
     const int column = threadIdx.x * 4;
 #pragma unroll
-    for (int t = 0; t < kMaxTokens; ++t) {
+    for (int t = 0; t < kTokens; ++t) {
       if (t >= a.tokens) break;
       if (column < a.hidden) load_row(a, t, column, x[t], row[t]);
       else x[t] = {}, row[t] = {};
@@ -52,8 +54,9 @@ struct FirstColumns {
 
 /// Rows of up to kTokens tokens to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums
 /// later. Leaves each warp's sums of squares and of the products with the block's first gate row.
-template <class Kind, int kTokens>
-__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const FirstColumns& columns, bool routes) {
+template <class Kind, int kTokens, int kMost>
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const FirstColumns<kMost>& columns,
+                                           bool routes) {
   using Rows = RowSteps<Kind>;
   const int warp = threadIdx.x / 32, end = Rows::kDigits ? round_up(a.hidden, quant::kWideStep) : a.hidden;
   float squares[kTokens] = {}, logit[kTokens] = {};
@@ -70,7 +73,7 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
         x[t] = {}, row[t] = {};
-        if (is_there && t < a.tokens) FirstColumns::load_row(a, t, at, x[t], row[t]);
+        if (is_there && t < a.tokens) columns.load_row(a, t, at, x[t], row[t]);
       }
     }
     const float2 g = unpack_bf16(norm.x), h = unpack_bf16(norm.y);
@@ -112,7 +115,7 @@ __device__ __forceinline__ void finish_rows(const Args& a, const Shared& s) {
         Rows::store(row, at, words);
       }
     }
-    __syncthreads();
+    named_barrier(kRowsFinished, kWorkers);
   }
 }
 
@@ -156,16 +159,20 @@ __device__ __forceinline__ int early_slot(const Args& a, int active) {
 /// Barriers and flags, ahead of the first block barrier. Lanes of one warp initialise barriers one behind the other, 50
 /// cycles each, and the block waits for that warp: so one lane of each warp does. What is beside the experts arrives at
 /// the first one's, too.
+template <class Form>
 __device__ __forceinline__ void prepare(const Args& a, const Shared& s, bool early) {
+  constexpr int kAll = Form::kThreads / 32;
   const int warp = threadIdx.x / 32, active = threadIdx.x;
   if (active < a.slots()) {
     *reinterpret_cast<uint4*>(s.slot_of(active)) = {early ? early_slot(a, active) : kNone, kNone, kNone, kNone};
     s.expert()[active] = kUnknown;
   }
   if (threadIdx.x % 32 != 0) return;
+  for (int i = warp; i < Form::kBarriers; i += kAll)
+    mbarrier_init(s.shares_full(i), (i < Form::kBarriers / 2 ? Form::kTeam : 1) * kWarpArrivals);
   if (!early && warp == 0) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
 #pragma unroll 1
-  for (int i = warp; early && i < a.slots(); i += kWarps) mbarrier_init(s.expert_full(i), i == 0 ? 2 : 1);
+  for (int i = warp; early && i < a.slots(); i += kAll) mbarrier_init(s.expert_full(i), i == 0 ? 2 : 1);
 }
 
 /// One expert of the only token, by lanes that have one.

@@ -8,7 +8,9 @@
 // - A warp is on its own. Its steps of 128 columns come to a ring of its own by its own copies (layer_feed.cuh), and
 //   between a copy and a product there is no barrier. 16 warps hide what a step waits for.
 // - A tile of gate and up, 8 rows of each, is two warps' work, half of the columns each; gate and up of an output are
-//   in the same lane, so SwiGLU follows in registers.
+//   in the same lane, so SwiGLU follows in registers. With one or two tokens of FP8 it is the work of a team of eight,
+//   so that no warp is without one while others have theirs, and two more warps do all that is not multiplying
+//   (layer_teams.cuh): a step of FP8 takes long enough to pay for what surrounds a tile every two steps.
 // - In the down product a warp takes half of the columns of an expert and fetches the activations that it needs itself.
 // - One token's warps wait for their own expert only, in the order of choice: while the last ones are being chosen the
 //   first ones' weights are on their way.
@@ -16,78 +18,101 @@
 //   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their
 //   way.
 //
-// Sums over columns are of halves, a token's sum over experts is in the order of its slots: bits do not depend on the
-// tokens beside it.
+// Sums over columns are of halves, in FP8's gate and up of eighths, by whichever warps; a token's sum over experts is
+// in the order of its slots. So bits do not depend on the tokens beside it.
 //
 // A block owns whole rows of tiles of w2, so of 2,048 columns 128 blocks own 16 each and four none.
-#include "quant/layer_products.cuh"
 #include "quant/layer_route.cuh"
+#include "quant/layer_teams.cuh"
 
 namespace moe::quant_layer {
 namespace {
 
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
-template <class Kind, int kPerLane, bool kPlain>
-__global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
+template <class Kind, class Form, int kPerLane, bool kPlain>
+__global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // The warp of the first token chooses for it, and so on: the first ones, or those that do not multiply.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = Form::kOthers == 0 ? warp : warp - kWarps;
+  const bool works = Form::kOthers == 0 || warp < kWarps, chooses = own >= 0 && own < a.tokens;
   constexpr bool kRoutes = kPerLane > 0;
   const bool early = kRoutes && a.early(), routes = kRoutes && static_cast<int>(blockIdx.x) < a.route.experts;
-  FirstColumns columns;
-  columns.load_weights(a, routes);
+  FirstColumns<Form::kMost> columns;
+  if (works) columns.load_weights(a, routes);
   pdl_wait();
-  columns.load_rows(a);
+  if (works) columns.load_rows(a);
   const layer::Turn turn(a);
-  prepare(a, s, early);
-  if (a.tokens == 1) stage_rows<Kind, 1>(a, s, columns, routes);
-  else stage_rows<Kind, kMaxTokens>(a, s, columns, routes);
+  prepare<Form>(a, s, early);
+  if (works && a.tokens == 1) stage_rows<Kind, 1>(a, s, columns, routes);
+  else if (works) stage_rows<Kind, Form::kMost>(a, s, columns, routes);
   __syncthreads();
   float scale = 0.0f;
-  if (warp < a.tokens) scale = publish_logit(a, s, warp, blockIdx.x, turn);
+  if (chooses) scale = publish_logit(a, s, own, blockIdx.x, turn);
   if constexpr (kRoutes) {
     for (int e = blockIdx.x + gridDim.x; e < a.route.experts; e += gridDim.x) {
       __syncthreads();  // the sums before have been read
-      sum_logits<Kind>(a, s, e);
+      if (works) sum_logits<Kind>(a, s, e);
       __syncthreads();
-      if (warp < a.tokens) publish_logit(a, s, warp, e, turn);
+      if (chooses) publish_logit(a, s, own, e, turn);
     }
   }
-  finish_rows<Kind>(a, s);
-  // The first warps choose, one for each token.
-  if (warp < a.tokens) {
-    if (!early && lane == 0) s.scale()[warp] = scale;
-    if (!early && threadIdx.x == 0) *s.number() = turn.number();
-    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, turn.number(), scale);
+  if (works) finish_rows<Kind>(a, s);
+  if (chooses) {
+    if (!early && lane == 0) s.scale()[own] = scale;
+    if (!early && own == 0 && lane == 0) *s.number() = turn.number();
+    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, own, turn.number(), scale);
     if (!early) {
       named_barrier(1, 32 * a.tokens);
-      if (warp == 0) build_active(a, s);
+      if (own == 0) build_active(a, s);
       warp_arrive(s.active_full());
     }
-    if (threadIdx.x == 0) turn.end(a);
+    if (own == 0 && lane == 0) turn.end(a);
   }
   if (!early) mbarrier_wait(s.active_full(), 0);
-  const Tiles tiles(a, early ? a.slots() : static_cast<int>(*s.num_active()));
-  Worker<Kind>(a, s, tiles).run_all();
+  const int team = works ? warp / Form::kTeam : own;
+  const Tiles<Form> tiles(a, team, early ? a.slots() : static_cast<int>(*s.num_active()));
+  if constexpr (Form::kOthers > 0) {
+    if (!works) {
+      activate_all(a, s, tiles, team);
+      if (own == 0) store_all(a, s, tiles);
+      return;
+    }
+  }
+  Worker<Kind, Form>(a, s, tiles).run_all();
 #endif
 }
 
+template <class Kind, class Form>
+cudaError_t run(Args a, const DeviceLimits& limits, void* stream) {
+  a.at = layout<Form>(a, Kind::kFormat), a.mean = 1.0f / a.hidden;
+  if (a.at.total > static_cast<uint32_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  const int units = a.hidden / kTileRows;
+  a.share = units / limits.sms, a.longer = units % limits.sms;
+  a.per_expert = a.inter / kOutputs;
+  a.next_experts = limits.sms * Form::kTeams / a.per_expert, a.next_row = limits.sms * Form::kTeams % a.per_expert;
+  Launch l = {dim3(limits.sms), dim3(Form::kThreads), stream, a.at.total};
+  l.cooperative = true;
+  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, Form, 0, false>, l, a);
+  if (a.route.experts <= 128 && is_plain(a.route, a.routing))
+    return launch(quant_layer_kernel<Kind, Form, 4, true>, l, a);
+  return launch(quant_layer_kernel<Kind, Form, 16, false>, l, a);
+}
+
+/// One or two tokens of FP8 by teams, where there is room for what they share; all else by pairs, which the lab book
+/// has faster.
 template <class Kind>
-cudaError_t run(Args a, void* stream) {
+cudaError_t run(const Args& a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  a.at = layout(a, Kind::kFormat), a.mean = 1.0f / a.hidden;
-  if (a.at.total > static_cast<uint32_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  const int units = a.hidden / kTileRows;
-  a.share = units / limits.sms, a.longer = units % limits.sms;
-  Launch l = {dim3(limits.sms), dim3(kThreads), stream, a.at.total};
-  l.cooperative = true;
-  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, 0, false>, l, a);
-  if (a.route.experts <= 128 && is_plain(a.route, a.routing)) return launch(quant_layer_kernel<Kind, 4, true>, l, a);
-  return launch(quant_layer_kernel<Kind, 16, false>, l, a);
+  if constexpr (Kind::kFormat == QuantFormat::kFp8) {
+    const bool fits = layout<Teams>(a, Kind::kFormat).total <= static_cast<uint32_t>(limits.block_smem);
+    if (a.tokens <= Teams::kMost && fits) return run<Kind, Teams>(a, limits, stream);
+  }
+  return run<Kind, Pairs>(a, limits, stream);
 }
 
 /// Whether the launcher takes what an op gives it, but for the room in shared memory.
@@ -112,7 +137,7 @@ extern "C" int moe_quant_layer_stream_fits(moe::QuantFormat format, int tokens, 
   a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
   a.route.experts = num_ids, a.route.top_k = top_k;
   const bool sizes = quant_layer::launchable(a) && num_ids <= 512 && top_k <= num_ids;
-  return sizes && quant_layer::layout(a, format).total <= static_cast<uint32_t>(block_smem);
+  return sizes && quant_layer::layout<quant_layer::Pairs>(a, format).total <= static_cast<uint32_t>(block_smem);
 }
 
 /// As moe_layer_stream: the sizes that moe_quant_layer_stream_fits allows, and what make_matrix takes.
