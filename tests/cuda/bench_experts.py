@@ -7,6 +7,8 @@ import torch
 from library import BF16, F32, UNCOPIED, UNWATCHED, graph_us, routing
 
 E, K, H, I = 128, 8, 2048, 768
+QKV, O = (5120, 2048), (2048, 4096)
+LINEARS = 40  # matrices of a quantised product: of 4 bits, fewer would stay in L2
 SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
 
 

@@ -2,15 +2,14 @@
 import torch
 
 import bench_fp8
+import bench_order
 
-from bench_experts import E, H, I, K, Inputs
+from bench_experts import LINEARS, E, H, I, K, O, QKV, Inputs
 from library import BF16, F32, graph_us
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack, pack_fields
 
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]  # None: bf16
 SETS = 4
-QKV, O = (5120, 2048), (2048, 4096)
-LINEARS = 40  # matrices of a product: of 4 bits, fewer would stay in L2
 
 
 def expert_weights(scheme):
@@ -111,6 +110,8 @@ def run(lib, tokens, names=None, what="linears,experts", splits=0):
         experts(lib, tokens, schemes, results)
     if "dequantise" in what:
         dequantise(lib, schemes, results)
+    if "order" in what:
+        bench_order.run(lib, tokens, results)
     if "fp8" in what:
         bench_fp8.experts(lib, tokens, results)
     if "fp8_linears" in what:

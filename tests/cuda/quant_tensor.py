@@ -16,10 +16,11 @@ import bench_quant_tensor
 import check_dequantise
 import check_fp8
 import check_fp8_linear
+import check_order
 import check_quant_tensor
 from library import Library
 
-CHECKS = check_dequantise.CHECKS + check_fp8.CHECKS + check_fp8_linear.CHECKS + check_quant_tensor.CHECKS
+CHECKS = check_dequantise.CHECKS + check_fp8.CHECKS + check_fp8_linear.CHECKS + check_order.CHECKS + check_quant_tensor.CHECKS
 
 
 def main():
@@ -31,7 +32,7 @@ def main():
     ap.add_argument("--only", choices=[function.__name__ for function in CHECKS], help="run this check alone")
     ap.add_argument("--tokens", default="8,16,32,64,128,256,512,2048,8192")
     ap.add_argument("--schemes", help="time these only, by name, with commas")
-    ap.add_argument("--time", default="linears,experts", help="what to time: linears, experts, dequantise, fp8 (experts), fp8_linears")
+    ap.add_argument("--time", default="linears,experts", help="what to time: linears, experts, dequantise, fp8 (experts), fp8_linears, order")
     ap.add_argument("--splits", type=int, default=0, help="of K in dense products")
     args = ap.parse_args()
     lib, failures = Library(args.library), 0

@@ -2,6 +2,7 @@
 
 mod activations;
 pub mod matrices;
+mod order;
 mod packing;
 
 use candle_core::DType;

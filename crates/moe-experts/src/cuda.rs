@@ -10,7 +10,7 @@ use moe_kernels::{
     ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Scratch, ViewMut, WeightAndReduce, fill_into,
 };
 
-use moe_kernels::plan::QuantWeights;
+use moe_kernels::plan::{ColumnOrder, QuantWeights};
 
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
@@ -139,9 +139,16 @@ impl Experts for CudaFusedExperts {
 
     fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation> {
         let shape = self.shape();
-        Reservation::new()
+        let rows = Reservation::new()
             .with(DType::BF16, &[max_tokens, top_k, shape.intermediate_size])?
-            .with(DType::F32, &[max_tokens, top_k, shape.hidden_size])
+            .with(DType::F32, &[max_tokens, top_k, shape.hidden_size])?;
+        match self.quantisation() {
+            // Rows of slots in the order of their expert's columns.
+            Some([QuantWeights { order: ColumnOrder::Sorted, .. }, _]) => {
+                rows.with(DType::BF16, &[max_tokens, top_k, shape.hidden_size])
+            }
+            _ => Ok(rows),
+        }
     }
 
     fn slot_rows(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<Option<Scratch>> {

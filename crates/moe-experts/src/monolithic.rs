@@ -44,7 +44,7 @@ impl MonolithicKernels {
 
 impl MonolithicExperts for MonolithicKernels {
     fn name(&self) -> &str {
-        self.form.name_of(self.weights.quantisation().is_some())
+        self.form.name_of(self.weights.quantisation().map(|[w13, _]| w13))
     }
 
     fn shape(&self) -> ExpertsShape {

@@ -7,8 +7,10 @@
 mod batches;
 mod columns;
 mod matrix;
+mod ordered;
 mod packing;
 mod slot;
+mod sorted;
 mod source;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod stored;

@@ -10,7 +10,7 @@ use moe_experts::{
     Backend, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
 };
 use moe_kernels::candle::{Error, Result};
-use moe_kernels::quant::{Opened, QuantSource, QuantUse};
+use moe_kernels::quant::{Opened, QuantSource};
 use moe_kernels::{Activation, ActivationFormat, Exec, ExpertsSpec, Weight};
 use moe_router::{Router, RouterConfig};
 use tracing::warn;
@@ -233,24 +233,14 @@ fn load_quantised(
     }
     let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
     let (dtype, ex) = (experts.dtype(), Exec::on(experts.device())?);
-    let w13 = Weight::quantised(source, &gate_up, QuantUse::GateUp, dtype, &ex)?;
-    let w2 = match &w13 {
-        Opened::Packed(_) => {
-            Weight::quantised(source, &down, QuantUse::RowParallel { segments }, dtype, &ex)?
-        }
-        Opened::Floats | Opened::Apart(_) => Opened::Floats,
-    };
-    match (w13, w2) {
-        (Opened::Packed(w13), Opened::Packed(w2)) => {
+    match Weight::quantised_experts(source, [&gate_up, &down], segments, dtype, &ex)? {
+        Opened::Packed([w13, w2]) => {
             note_packing(&format!("{prefix}: gate and up"), &w13);
             note_packing(&format!("{prefix}: down"), &w2);
             return ExpertWeights::quantised(w13, w2);
         }
-        (Opened::Apart(why), _) | (_, Opened::Apart(why)) => warn!("experts loaded as floats: {why}"),
-        (Opened::Packed(_), Opened::Floats) => {
-            warn!("experts loaded as floats: {prefix}: gate and up are quantised, down is stored in floats");
-        }
-        (Opened::Floats, _) => {}
+        Opened::Apart(why) => warn!("experts loaded as floats: {why}"),
+        Opened::Floats => {}
     }
     ExpertWeights::load(spec, experts)
 }

@@ -124,7 +124,7 @@ fn expert_layers_quantise_rows_and_activations() {
     }
 }
 
-fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
+pub(super) fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
     Gate {
         weight,
         bias: None,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_core::{DType, Result};
-use moe_kernels::half::f16;
+use moe_kernels::half::{bf16, f16};
 use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
 use moe_kernels::{Exec, Fp8Scales, QuantGroup, QuantScheme, Weight};
 
@@ -52,6 +52,13 @@ impl Matrix {
             .collect();
         let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
         Self { n, k, scheme, rows: LogicalRows { q, scale, zero }, perm }
+    }
+
+    /// With scales that bf16 holds and f16 does not.
+    pub fn with_bf16_scales(mut self) -> Self {
+        self.rows.scale.iter_mut().for_each(|scale| *scale = bf16::from_f32(*scale).to_f32());
+        self.rows.scale[0] = bf16::from_f32(1e-9).to_f32();
+        self
     }
 
     /// [N, K] in the order of x.
@@ -122,6 +129,20 @@ impl Source {
         let modules: Vec<_> = modules.iter().map(|names| names.to_vec()).collect();
         match Weight::quantised(self, &modules, usage, dtype, ex).unwrap() {
             Opened::Packed(weight) => weight,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Gate and up, and down of experts.
+    pub fn experts(
+        &self,
+        modules: [&[Vec<String>]; 2],
+        segments: usize,
+        dtype: DType,
+        ex: &Exec,
+    ) -> [Weight; 2] {
+        match Weight::quantised_experts(self, modules, segments, dtype, ex).unwrap() {
+            Opened::Packed(packs) => packs,
             other => panic!("{other:?}"),
         }
     }

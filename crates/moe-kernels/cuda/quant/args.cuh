@@ -142,6 +142,17 @@ struct QuantExpertsStreamArgs {
   Output output;
 };
 
+/// Rows in the order of a pack's columns.
+struct OrderRowsArgs {
+  const __nv_bfloat16* x;  // [tokens, columns]
+  const uint32_t* perm;    // [experts, columns] column of x
+  const uint32_t* slots;   // null: every row by the one order, and `experts` and `top_k` are 1
+  const uint32_t* counts;  // null if `slots` is
+  int bucket;              // these three as in ExpertsTensorArgs
+  __nv_bfloat16* out;      // [tokens top_k, columns]
+  int tokens, top_k, columns, experts;
+};
+
 /// Activations to FP8.
 struct Fp8QuantiseArgs {
   const __nv_bfloat16* x;  // [rows, columns]
@@ -201,6 +212,7 @@ extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* 
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
 extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream);
 extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out, void* stream);
+extern "C" int moe_order_rows(const moe::OrderRowsArgs* args, void* stream);
 extern "C" int moe_fp8_quantise(const moe::Fp8QuantiseArgs* args, void* stream);
 extern "C" int moe_fp8_places(const moe::Fp8PlacesArgs* args, void* stream);
 extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream);

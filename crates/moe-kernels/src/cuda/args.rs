@@ -234,6 +234,9 @@ arguments! {
     QuantLinearTensorArgs {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
+    OrderRowsArgs {
+        x perm slots counts: In, bucket: i32, out: Out, tokens top_k columns experts: i32,
+    }
     Fp8QuantiseArgs {
         x: In, q scales: Out, rows columns quads: i32,
     }

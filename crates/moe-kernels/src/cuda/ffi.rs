@@ -76,6 +76,7 @@ launchers! {
     moe_quant_pack_stored(args: *const QuantPackStoredArgs);
     moe_quant_look_at_scales(scales: In, tile_rows groups: i64, found: Out);
     moe_quant_narrow_scales(scales: In, count: i64, out: Out, dtype: Dtype, rows: i32);
+    moe_order_rows(args: *const OrderRowsArgs);
     moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
     moe_fp8_linear(args: *const Fp8LinearArgs);

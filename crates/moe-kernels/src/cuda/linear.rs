@@ -68,11 +68,20 @@ fn multiply(
 ) -> Result<()> {
     let (cuda, w) = (ex.cuda(op)?, Matrix::of(op, w)?);
     let call = w.call(x.rows(), x.dtype(), bias.is_some(), &[x, out.as_view()]);
-    match (LinearForm::choose(&call, &ex.machine()), w) {
+    let form = LinearForm::choose(&call, &ex.machine());
+    let ordered = match (form, w) {
+        (Some(form), Matrix::Pack(pack)) if form.orders_rows(&call) => Some(quant::ordered(op, x, pack, ex)?),
+        _ => None,
+    };
+    let x = ordered.as_ref().map_or(x, |rows| rows.view());
+    match (form, w) {
         (Some(LinearForm::Blas), Matrix::Rows(w)) => blas::product(cuda, op, x, w, (out, output)),
         (Some(LinearForm::QuantBlas), Matrix::Pack(pack)) => {
             let mut floats = ex.scratch(DType::BF16, &[call.n, call.k])?;
-            pack.dequantise_into(op, floats.view_mut(), ex)?;
+            match ordered {
+                Some(_) => pack.dequantise_as_it_lies(op, floats.view_mut(), ex)?,
+                None => pack.dequantise_into(op, floats.view_mut(), ex)?,
+            }
             blas::product(cuda, op, x, floats.view(), (out, output))
         }
         (Some(LinearForm::Fp8Blas), Matrix::Pack(pack)) => {
@@ -184,7 +193,7 @@ pub(crate) fn linear_add(
     stream(op, x, None, (Matrix::of(op, w)?, bias), (&mut residual, Output::AddF32), ex)
 }
 
-/// The launch of warpgroup products.
+/// The launch of warpgroup products, of rows in the order of the columns of `w`.
 fn tensor(
     op: &str,
     x: View,
@@ -206,7 +215,7 @@ fn tensor(
                 cuda.check(op, ffi::moe_linear_tensor(&args, cuda.raw()?))
             }
             Matrix::Pack(pack) => {
-                let w = pack.args(op, cuda)?;
+                let w = pack.args_as_it_lies(op, cuda)?;
                 let args = QuantLinearTensorArgs { x: x_at, w, bias, out, output, m, splits };
                 cuda.check(op, ffi::moe_quant_linear_tensor(&args, cuda.raw()?))
             }
@@ -214,7 +223,7 @@ fn tensor(
     }
 }
 
-/// The launch in which weights stream past a few rows.
+/// The launch in which weights stream past a few rows, which come in the order of the columns of `w`.
 fn stream(
     op: &str,
     x: View,
@@ -238,7 +247,7 @@ fn stream(
                 cuda.check(op, ffi::moe_linear_stream(&args, cuda.raw()?))
             }
             Matrix::Pack(pack) => {
-                let w = pack.args(op, cuda)?;
+                let w = pack.args_as_it_lies(op, cuda)?;
                 let args = QuantLinearStreamArgs { x: x_at, norm: weight, eps, w, bias, out, output, m };
                 cuda.check(op, ffi::moe_quant_linear_stream(&args, cuda.raw()?))
             }
@@ -250,7 +259,7 @@ fn stream(
 mod tests {
     use super::*;
     use crate::cuda::args::QuantFormat;
-    use crate::plan::{Gpu, QuantWeights};
+    use crate::plan::{ColumnOrder, Gpu, QuantWeights};
     use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
 
     #[test]
@@ -262,7 +271,8 @@ mod tests {
         let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
         let (mut fitting, mut refused) = (0, 0);
         for (scheme, scales, format) in schemes {
-            let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false };
+            let quant =
+                QuantWeights { scheme, scales, gate_up: false, in_blocks: false, order: ColumnOrder::Input };
             for rows in 1..=8 {
                 for k in (64..=20_480).step_by(64) {
                     let quantised = Some(quant);

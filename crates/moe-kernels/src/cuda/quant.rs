@@ -10,10 +10,11 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::any::activation_code;
 use super::args::{
-    AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, QuantFormat, QuantPack,
+    AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, OrderRowsArgs, QuantFormat,
+    QuantPack,
 };
 use super::{CudaExec, Staging, aligned, ffi, small};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Scratch};
 use crate::element::Element;
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
@@ -112,7 +113,8 @@ impl DevicePack {
     /// What the choice of kernels sees of it.
     pub(crate) fn weights(&self) -> QuantWeights {
         let Tiles { scheme, gate_up, .. } = self.tiles;
-        QuantWeights { scheme, scales: self.scales.dtype(), gate_up, in_blocks: self.in_blocks }
+        let (in_blocks, order) = (self.in_blocks, self.tiles.order());
+        QuantWeights { scheme, scales: self.scales.dtype(), gate_up, in_blocks, order }
     }
 
     /// What they are packed for.
@@ -227,6 +229,11 @@ impl DevicePack {
         })
     }
 
+    /// The same for rows of x in the order of its columns: the matrices are then as any others.
+    pub(crate) fn args_as_it_lies(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
+        Ok(QuantPack { perm: std::ptr::null(), ..self.args(op, cuda)? })
+    }
+
     /// The matrices as floats, [E, N, K] of `dtype`.
     ///
     /// # Errors
@@ -238,27 +245,37 @@ impl DevicePack {
     }
 
     /// The same to `out`, [E, N, K] or, of one matrix, [N, K].
-    pub(crate) fn dequantise_into(&self, op: &str, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    pub(crate) fn dequantise_into(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
+        self.write_floats(op, (self.args(op, ex.cuda(op)?)?, self.weights()), out, ex)
+    }
+
+    /// The same with columns in their own order.
+    pub(crate) fn dequantise_as_it_lies(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
+        let pack = self.args_as_it_lies(op, ex.cuda(op)?)?;
+        self.write_floats(op, (pack, self.weights().as_it_lies()), out, ex)
+    }
+
+    fn write_floats(
+        &self,
+        op: &str,
+        (pack, quant): (QuantPack, QuantWeights),
+        mut out: ViewMut,
+        ex: &Exec,
+    ) -> Result<()> {
         let (cuda, size) = (ex.cuda(op)?, self.tiles.dims.iter().product::<usize>());
         if out.elem_count() != size {
             bail!("{op}: expected {size} places for a pack {:?}, got {:?}", self.tiles.dims, out.dims())
         }
-        let (pack, dtype) = (self.args(op, cuda)?, Dtype::of(op, out.dtype())?);
-        let [_, n, k] = self.tiles.dims;
-        let call = DequantiseCall {
-            n,
-            k,
-            quant: self.weights(),
-            dtype: out.dtype(),
-            aligned: aligned(&[out.as_view()]),
-        };
+        let (code, [_, n, k]) = (Dtype::of(op, out.dtype())?, self.tiles.dims);
+        let (dtype, aligned) = (out.dtype(), aligned(&[out.as_view()]));
+        let call = DequantiseCall { n, k, quant, dtype, aligned };
         let (form, to) = (DequantiseForm::choose(&call, &ex.machine()), cuda.write(op, "out", &mut out)?);
         // SAFETY: the pack lies in the order that the launchers read, `out` has as many places; the form has checked
         // what the fast one asks for.
         cuda.check(op, unsafe {
             match form {
                 Some(DequantiseForm::Fast) => ffi::moe_quant_dequantise(&pack, to, cuda.raw()?),
-                _ => ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?),
+                _ => ffi::moe_any_dequantise(&pack, to, code, cuda.raw()?),
             }
         })
     }
@@ -269,6 +286,28 @@ fn upload<T: Element>(data: &[T], ex: &Exec) -> Result<Buffer> {
     let mut buffer = Buffer::unspecified_on(ex.device(), T::DTYPE, &[data.len()])?;
     ex.copy_from_host(View::new(data, &[data.len()])?, buffer.view_mut())?;
     Ok(buffer)
+}
+
+/// Rows of x, [T, K] bf16, in the order of the columns of `w`, one matrix whose columns are sorted.
+pub(crate) fn ordered(op: &str, x: View, w: &DevicePack, ex: &Exec) -> Result<Scratch> {
+    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
+    let mut out = ex.scratch(DType::BF16, &[x.rows(), k])?;
+    let args = OrderRowsArgs {
+        x: cuda.read(op, "x", x)?,
+        perm: w.args(op, cuda)?.perm,
+        slots: std::ptr::null(),
+        counts: std::ptr::null(),
+        bucket: 0,
+        out: cuda.write(op, "ordered rows", &mut out.view_mut())?,
+        tokens: small(op, x.rows())?,
+        top_k: 1,
+        columns: small(op, k)?,
+        experts: 1,
+    };
+    // SAFETY: the pack's order names a column of x for each of its own, `out` has as many rows, and the form has checked
+    // dtype and alignment.
+    cuda.check("order_rows", unsafe { ffi::moe_order_rows(&args, cuda.raw()?) })?;
+    Ok(out)
 }
 
 /// out = x · wᵀ + bias; the door has checked dims and dtypes.

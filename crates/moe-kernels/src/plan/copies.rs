@@ -69,7 +69,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::plan::Gpu;
+    use crate::plan::{ColumnOrder, Gpu};
     use crate::scheme::QuantGroup;
 
     #[test]
@@ -81,7 +81,13 @@ mod tests {
         assert_eq!(form(1024, call), Some(CopiesForm::Shared));
         let scheme =
             QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: true, act_order: false };
-        let weights = |gate_up| QuantWeights { scheme, scales: DType::F16, gate_up, in_blocks: false };
+        let weights = |gate_up| QuantWeights {
+            scheme,
+            scales: DType::F16,
+            gate_up,
+            in_blocks: false,
+            order: ColumnOrder::Input,
+        };
         let int4 = CopiesCall { quant: Some([weights(true), weights(false)]), ..call };
         assert_eq!((form(255, int4), form(256, int4)), (Some(CopiesForm::Sole), Some(CopiesForm::Shared)));
         assert_eq!(CopiesForm::choose(&call, &Machine::default()), Some(CopiesForm::Shared));

@@ -41,6 +41,7 @@ impl DequantiseCall {
     fn expect_fast(&self) -> Result<(), Reason> {
         expect_bf16(self.dtype)?;
         self.quant.expect_fast(self.n, self.k)?;
+        self.quant.expect_order_of_x()?;
         if self.aligned { Ok(()) } else { Err(Reason::Alignment) }
     }
 }
@@ -69,7 +70,7 @@ impl Form for DequantiseForm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Gpu, LinearCall, LinearForm};
+    use crate::plan::{ColumnOrder, Gpu, LinearCall, LinearForm};
     use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
 
     #[test]
@@ -82,8 +83,13 @@ mod tests {
         };
         let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
         let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+        let order_of = |scheme| match scheme {
+            QuantScheme::Int { act_order: true, .. } => ColumnOrder::Sorted,
+            _ => ColumnOrder::Input,
+        };
         let form = |scheme, scales, k, dtype, aligned| {
-            let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false };
+            let order = order_of(scheme);
+            let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false, order };
             DequantiseForm::choose(&DequantiseCall { n: 256, k, quant, dtype, aligned }, &machine)
         };
         let (f16, bf16, f32) = (DType::F16, DType::BF16, DType::F32);
@@ -99,13 +105,25 @@ mod tests {
         ] {
             assert_eq!(other, Some(DequantiseForm::Any));
         }
-        let explained = |scheme, scales| {
-            let quant = Some(QuantWeights { scheme, scales, gate_up: false, in_blocks: false });
-            let call =
-                LinearCall { rows: 512, n: 256, k: 512, dtype: bf16, quant, bias: false, aligned: true };
-            LinearForm::choose(&call, &machine).map(|form| form.kernel(&call))
+        let explained = |scheme, scales, order, aligned| {
+            let quant = Some(QuantWeights { scheme, scales, gate_up: false, in_blocks: false, order });
+            let call = LinearCall { rows: 512, n: 256, k: 512, dtype: bf16, quant, bias: false, aligned };
+            LinearForm::choose(&call, &machine).map(|form| (form.kernel(&call), form.orders_rows(&call)))
         };
-        assert_eq!(explained(block, f32).as_deref(), Some("quant_dequantise + cublas"));
-        assert_eq!(explained(int(32, true), f16).as_deref(), Some("any_dequantise + cublas"));
+        let blas = |kernel: &str, orders| Some((kernel.to_string(), orders));
+        let sorted = int(32, true);
+        for (got, want) in [
+            (explained(block, f32, ColumnOrder::Input, true), blas("quant_dequantise + cublas", false)),
+            // Rows come in the order of the columns, where a launch can bring them into it.
+            (
+                explained(sorted, f16, ColumnOrder::Sorted, true),
+                blas("order_rows + quant_dequantise + cublas", true),
+            ),
+            (explained(sorted, f16, ColumnOrder::Sorted, false), blas("any_dequantise + cublas", false)),
+            (explained(sorted, f32, ColumnOrder::Sorted, true), blas("any_dequantise + cublas", false)),
+            (explained(sorted, f16, ColumnOrder::Filled, true), blas("any_dequantise + cublas", false)),
+        ] {
+            assert_eq!(got, want);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use super::fp8::expect_fp8_products;
 use super::linear::{expect_at_most, expect_rows, expect_steps};
 use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
-use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
+use super::quant::{ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{Form, Machine, Reason};
 use crate::scheme::QuantScheme;
 
@@ -64,6 +64,7 @@ impl ExpertsCall {
         expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
+        self.expect_order_of_x()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of slots", ONE_LAUNCH_SLOTS, self.slots())?;
@@ -80,7 +81,12 @@ impl ExpertsCall {
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         if !machine.batch_invariant && self.passes == 1 {
-            let least = if self.quant.is_some() { QUANT_TENSOR_TOKENS } else { TENSOR_TOKENS };
+            let least = match self.quant {
+                None => TENSOR_TOKENS,
+                // Nothing faster takes rows in an order of each expert's own.
+                Some([QuantWeights { order: ColumnOrder::Sorted, .. }, _]) => 1,
+                Some(_) => QUANT_TENSOR_TOKENS,
+            };
             expect_rows(least.., self.tokens)?;
         }
         self.expect_local()?;
@@ -126,11 +132,18 @@ impl ExpertsCall {
         let Some([w13, w2]) = self.quant else { return Ok(()) };
         w13.expect_fast(2 * self.inter, self.hidden)?;
         w2.expect_fast(self.hidden, self.inter)?;
+        // Activations come in the order of w13's rows, which is that of w2's columns where these are sorted at load.
+        w2.expect_order_of_x()?;
         let format = |quant: QuantWeights| match quant.scheme {
             QuantScheme::Int { bits, .. } => bits,
             _ => 0,
         };
         if format(w13) == format(w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
+    }
+
+    /// Fails where experts have orders of their own: rows come to the kernel once for all of them.
+    fn expect_order_of_x(&self) -> Result<(), Reason> {
+        self.quant.map_or(Ok(()), |[w13, _]| w13.expect_order_of_x())
     }
 
     /// Whether the kernels of such a step can leave its slots' rows, [T, K, H] f32, to whoever adds them up.
@@ -186,7 +199,7 @@ impl Form for ExpertsForm {
 
     fn kernel(self, call: &ExpertsCall) -> String {
         let has_form = !matches!(self, Self::Fp8 | Self::Grouped | Self::QuantAny);
-        kernel_name(self.name(), has_form && call.quant.is_some())
+        kernel_name(self.name(), call.quant.filter(|_| has_form).map(|[w13, _]| w13))
     }
 
     fn fits(self, call: &ExpertsCall, machine: &Machine) -> Result<(), Reason> {
@@ -200,6 +213,7 @@ impl Form for ExpertsForm {
                 if call.quant.is_some() {
                     machine.expect_hopper()?;
                     call.expect_weights()?;
+                    call.expect_order_of_x()?;
                 }
                 machine.expect_batch_variant()?;
                 call.expect_one_pass()?;

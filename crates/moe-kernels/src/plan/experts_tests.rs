@@ -81,17 +81,22 @@ fn what_keeps_prompts_from_wide_tiles_is_said() {
     refused(many, "takes a number of local experts of at most 1024, got 2000");
 }
 
+fn int(bits: u8, group: usize, act_order: bool) -> QuantScheme {
+    QuantScheme::Int { bits, group: QuantGroup::Size(group), zero_point: true, act_order }
+}
+
+/// w13 and w2.
+fn packs(scheme: QuantScheme, scales: DType, orders: [ColumnOrder; 2]) -> [QuantWeights; 2] {
+    let weights = |gate_up, order| QuantWeights { scheme, scales, gate_up, in_blocks: false, order };
+    [weights(true, orders[0]), weights(false, orders[1])]
+}
+
 #[test]
 fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
-    let int = |bits, group, act_order| QuantScheme::Int {
-        bits,
-        group: QuantGroup::Size(group),
-        zero_point: true,
-        act_order,
-    };
-    let call = |tokens, scheme, scales| {
-        let weights = |gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false };
-        ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
+    let call = |tokens, scheme, scales| ExpertsCall {
+        tokens,
+        quant: Some(packs(scheme, scales, [ColumnOrder::Input; 2])),
+        ..QWEN3_30B
     };
     let kernel =
         |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
@@ -114,11 +119,48 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
     }
     let group = int(4, 48, false);
-    for (scheme, scales) in
-        [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)]
-    {
+    for (scheme, scales) in [(group, DType::F16), (int(4, 128, false), DType::F32)] {
         assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
     }
+}
+
+#[test]
+fn experts_with_act_order_take_rows_in_the_order_of_their_columns() {
+    use ColumnOrder::{Filled, Input, Sorted};
+    let call = |tokens, orders| ExpertsCall {
+        tokens,
+        quant: Some(packs(int(4, 128, true), DType::F16, orders)),
+        ..QWEN3_30B
+    };
+    let kernel = |call: ExpertsCall, machine: &Machine| {
+        ExpertsForm::choose(&call, machine).map(|form| form.kernel(&call)).unwrap_or_default()
+    };
+    for (tokens, orders, want) in [
+        (1, [Sorted, Input], "order_rows + quant_experts_tensor"),
+        (1023, [Sorted, Input], "order_rows + quant_experts_tensor"),
+        (1024, [Sorted, Input], "order_rows + quant_experts_wide"),
+        // Down's columns alone had an order, and gate and up rows lie in it.
+        (1, [Input, Input], "quant_layer_stream"),
+        (64, [Sorted, Filled], "any_quant_experts"),
+        (64, [Filled, Input], "any_quant_experts"),
+        (64, [Sorted, Sorted], "any_quant_experts"),
+    ] {
+        assert_eq!(kernel(call(tokens, orders), &hopper()), want, "{tokens} tokens, {orders:?}");
+    }
+    let invariant = Machine { batch_invariant: true, ..hopper() };
+    assert_eq!(kernel(call(1, [Sorted, Input]), &invariant), "order_rows + quant_experts_tensor");
+    let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+    let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
+    assert_eq!(kernel(call(1, [Sorted, Input]), &ampere), "any_quant_experts");
+    let why = |form: ExpertsForm, orders| form.fits(&call(4, orders), &hopper()).unwrap_err().to_string();
+    for form in [ExpertsForm::OneLaunch, ExpertsForm::Stream] {
+        assert_eq!(why(form, [Sorted, Input]), "does not read columns that are sorted by group (act-order)");
+    }
+    assert_eq!(
+        why(ExpertsForm::Tensor, [Sorted, Filled]),
+        "does not read columns that are sorted by groups that are filled up (act-order; a rank's part of each group, or \
+         a last one that is shorter)"
+    );
 }
 
 #[test]

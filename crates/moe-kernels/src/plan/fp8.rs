@@ -127,14 +127,20 @@ mod tests {
 
     use super::*;
     use crate::Fp8Order;
-    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
+    use crate::plan::{ColumnOrder, ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), fp8_activations, ..Machine::default() }
     }
 
     fn weights(scales: Fp8Scales, gate_up: bool) -> QuantWeights {
-        QuantWeights { scheme: QuantScheme::Fp8 { scales }, scales: DType::F32, gate_up, in_blocks: true }
+        QuantWeights {
+            scheme: QuantScheme::Fp8 { scales },
+            scales: DType::F32,
+            gate_up,
+            in_blocks: true,
+            order: ColumnOrder::Input,
+        }
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use candle_core::DType;
 
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
-use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits};
+use super::quant::{
+    ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
+};
 use super::{DequantiseForm, Form, Gpu, Machine, Reason};
 use crate::product_rows::Fp8Order;
 use crate::scheme::QuantScheme;
@@ -84,6 +86,17 @@ impl LinearForm {
             // cuBLASLt takes rows by fours; what is left over goes another way.
             Self::Fp8Blas if rows.is_multiple_of(BLAS_FP8_ROWS) => Some(Fp8Order::Rows),
             _ => None,
+        }
+    }
+
+    /// Whether this form takes rows in the order of the columns of `call`'s weights, which a launch before it makes of x.
+    pub(crate) fn orders_rows(self, call: &LinearCall) -> bool {
+        let Some(quant) = call.quant.filter(|quant| quant.order == ColumnOrder::Sorted) else { return false };
+        match self {
+            Self::Stream | Self::Tensor => true,
+            // What is written out by the kernel for any scheme has its columns in the order of x.
+            Self::QuantBlas => call.aligned && quant.expect_fast(call.n, call.k).is_ok(),
+            _ => false,
         }
     }
 
@@ -179,10 +192,14 @@ impl Form for LinearForm {
 
     fn kernel(self, call: &LinearCall) -> String {
         if let (Self::QuantBlas, Some(quant)) = (self, call.quant) {
-            return format!("{} + cublas", DequantiseForm::for_blas(call.n, call.k, quant).name());
+            let (order, dequantise) = match self.orders_rows(call) {
+                true => ("order_rows + ", DequantiseForm::Fast),
+                false => ("", DequantiseForm::for_blas(call.n, call.k, quant)),
+            };
+            return format!("{order}{} + cublas", dequantise.name());
         }
         let has_form = matches!(self, Self::Stream | Self::Tensor);
-        kernel_name(self.name(), has_form && call.quant.is_some())
+        kernel_name(self.name(), call.quant.filter(|_| has_form))
     }
 
     fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
@@ -262,7 +279,7 @@ impl Form for FusedLinearForm {
     }
 
     fn kernel(self, call: &LinearCall) -> String {
-        kernel_name(self.name(), self == Self::Stream && call.quant.is_some())
+        kernel_name(self.name(), call.quant.filter(|_| self == Self::Stream))
     }
 
     fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
@@ -272,6 +289,7 @@ impl Form for FusedLinearForm {
         let gpu = machine.expect_hopper()?;
         machine.expect_batch_variant()?;
         call.expect_stream(gpu)?;
+        call.quant.map_or(Ok(()), |quant| quant.expect_order_of_x())?;
         expect_rows(..=FUSED_ROWS, call.rows)?;
         call.expect_aligned()
     }
@@ -315,58 +333,5 @@ pub(super) fn expect_steps(dimension: &'static str, got: usize, multiple_of: usi
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
-
-    /// The kernel of the qkv product of Qwen3-30B-A3B, norm included or not.
-    fn kernel<F: Form<Call = LinearCall>>(rows: usize, quant: Option<QuantWeights>) -> Option<String> {
-        let call =
-            LinearCall { rows, n: 5120, k: 2048, dtype: DType::BF16, quant, bias: false, aligned: true };
-        let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-        F::choose(&call, &machine).map(|form| form.kernel(&call))
-    }
-
-    #[test]
-    fn norms_leave_products_of_quantised_weights_before_streaming_ends() {
-        let int4 =
-            QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: false, act_order: false };
-        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
-        for (scheme, scales) in [(int4, DType::F16), (fp8, DType::F32)] {
-            let quant = Some(QuantWeights { scheme, scales, gate_up: false, in_blocks: false });
-            for (rows, fused, alone) in [
-                (1, "quant_linear_stream", "quant_linear_stream"),
-                (4, "quant_linear_stream", "quant_linear_stream"),
-                (5, "apart", "quant_linear_stream"),
-                (8, "apart", "quant_linear_stream"),
-                (9, "apart", "quant_linear_tensor"),
-            ] {
-                assert_eq!(kernel::<FusedLinearForm>(rows, quant).as_deref(), Some(fused), "{rows} rows");
-                assert_eq!(kernel::<LinearForm>(rows, quant).as_deref(), Some(alone), "{rows} rows");
-            }
-        }
-    }
-
-    #[test]
-    fn floats_stream_as_far_as_they_take_their_norm() {
-        for (rows, fused, alone) in
-            [(4, "linear_stream", "linear_stream"), (5, "apart", "linear_tensor"), (65, "apart", "cublas")]
-        {
-            assert_eq!(kernel::<FusedLinearForm>(rows, None).as_deref(), Some(fused), "{rows} rows");
-            assert_eq!(kernel::<LinearForm>(rows, None).as_deref(), Some(alone), "{rows} rows");
-        }
-    }
-
-    #[test]
-    fn products_of_many_rows_add() {
-        for (form, rows, adds) in [
-            (LinearForm::Blas, 512, true),
-            (LinearForm::QuantBlas, 8191, true),
-            (LinearForm::Blas, 511, false),
-            (LinearForm::Tensor, 512, false),
-            (LinearForm::Cpu, 512, false),
-        ] {
-            assert_eq!(form.adds(rows).is_ok(), adds, "{form:?}, {rows} rows");
-        }
-    }
-}
+#[path = "linear_tests.rs"]
+mod tests;

@@ -31,7 +31,7 @@ pub use mixed::{MixedCall, MixedForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
 pub use per_head::{PerHeadCall, PerHeadForm};
 pub use prompt::{PromptCall, PromptForm};
-pub use quant::QuantWeights;
+pub use quant::{ColumnOrder, QuantWeights};
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::{ExpertsCall, Form, Machine, Reason, RouterCall, RouterForm};
+use super::{ColumnOrder, ExpertsCall, Form, Machine, QuantWeights, Reason, RouterCall, RouterForm};
 
 /// What of the layer is computed in the launches of router and experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,12 +44,15 @@ pub enum MonolithicForm {
 }
 
 impl MonolithicForm {
-    /// The name of the kernels for floats or for quantised weights.
-    pub fn name_of(self, is_quantised: bool) -> &'static str {
-        match (self, is_quantised) {
+    /// The name of the kernels for floats or for quantised weights, as `w13` is.
+    pub fn name_of(self, w13: Option<QuantWeights>) -> &'static str {
+        let sorted = w13.is_some_and(|w13| w13.order == ColumnOrder::Sorted);
+        match (self, w13.is_some()) {
             (_, false) | (Self::Fp8, _) => self.name(),
             (Self::OneLaunch, true) => "quant_layer_stream",
+            (Self::Wide, true) if sorted => "gate_route + order_rows + quant_experts_wide + combine",
             (Self::Wide, true) => "gate_route + quant_experts_wide + combine",
+            (Self::Tensor, true) if sorted => "gate_route + order_rows + quant_experts_tensor + combine",
             (Self::Tensor, true) => "gate_route + quant_experts_tensor + combine",
         }
     }
@@ -70,7 +73,7 @@ impl Form for MonolithicForm {
     }
 
     fn kernel(self, call: &MonolithicCall) -> String {
-        self.name_of(call.experts.quant.is_some()).to_string()
+        self.name_of(call.experts.quant.map(|[w13, _]| w13)).to_string()
     }
 
     fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {

@@ -1,9 +1,11 @@
 //! Quantised weights, as far as the choice of kernels depends on them.
 
+use std::fmt;
+
 use candle_core::DType;
 
 use super::Reason;
-use super::linear::expect_steps;
+use super::linear::{expect_at_most, expect_steps};
 use crate::scheme::QuantScheme;
 
 /// Columns that every fast kernel takes at a time.
@@ -12,6 +14,30 @@ const K_STEP: usize = 64;
 const INT_GROUP: usize = 32;
 /// Fewest FP8 weights of a row that share one.
 const FP8_GROUP: usize = 128;
+/// Longest rows that a block of any card puts into another order, 8 bytes of shared memory a column.
+const ORDER_K: usize = 20 << 10;
+
+/// In which order the columns of a quantised matrix lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ColumnOrder {
+    /// As those of x.
+    #[default]
+    Input,
+    /// By group, each as many as the scheme says (act-order): kernels that take rows of x in this order read it as any other.
+    Sorted,
+    /// By group, of which a rank has some columns each, or the last one has fewer: columns of weight zero fill them up.
+    Filled,
+}
+
+impl fmt::Display for ColumnOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Input => "in the order of x",
+            Self::Sorted => "sorted by group (act-order)",
+            Self::Filled => "sorted by groups that are filled up (act-order; a rank's part of each group, or a last one that is shorter)",
+        })
+    }
+}
 
 /// How the weights of a product are quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,19 +51,26 @@ pub struct QuantWeights {
     /// Whether the rows 128 i to 128 i + 127 have the same scales, for every i: matrices in blocks that were put under
     /// each other may not.
     pub in_blocks: bool,
+    /// The order of its columns.
+    pub order: ColumnOrder,
 }
 
 impl QuantWeights {
-    /// Whether the kernels for bf16 activations read such a matrix [n, k]: whole tiles, columns in the order of x, groups of a
-    /// power of two.
+    /// Whether the kernels for bf16 activations read such a matrix [n, k], given rows of x in the order of its columns: whole
+    /// tiles, groups of a power of two.
     ///
     /// # Errors
     /// The first reason why not.
     pub(super) fn expect_fast(&self, n: usize, k: usize) -> Result<(), Reason> {
         let refused = Reason::Quant { got: self.scheme };
         expect_steps("k", k, K_STEP)?;
+        match self.order {
+            ColumnOrder::Input => {}
+            ColumnOrder::Sorted => expect_at_most("k", ORDER_K, k)?,
+            got @ ColumnOrder::Filled => return Err(Reason::Columns { got }),
+        }
         let (least, rows) = match self.scheme {
-            QuantScheme::None | QuantScheme::Int { act_order: true, .. } => return Err(refused),
+            QuantScheme::None => return Err(refused),
             QuantScheme::Int { .. } if self.scales == DType::F32 => {
                 return Err(Reason::Scales { got: self.scales.as_str(), accepted: vec!["f16", "bf16"] });
             }
@@ -48,6 +81,23 @@ impl QuantWeights {
         let group = self.scheme.group_size(k);
         let is_step = group.is_power_of_two() && group >= least;
         if group >= k || is_step { Ok(()) } else { Err(refused) }
+    }
+
+    /// The matrix whose columns are those of this one as they lie.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn as_it_lies(self) -> Self {
+        match self.order {
+            ColumnOrder::Sorted => Self { order: ColumnOrder::Input, ..self },
+            _ => self,
+        }
+    }
+
+    /// Fails where rows of x would have to come in another order than they have.
+    pub(super) fn expect_order_of_x(&self) -> Result<(), Reason> {
+        match self.order {
+            ColumnOrder::Input => Ok(()),
+            got => Err(Reason::Columns { got }),
+        }
     }
 }
 
@@ -64,9 +114,13 @@ pub(super) fn expect_quantised(quant: Option<QuantWeights>) -> Result<QuantWeigh
     quant.ok_or(Reason::Floats)
 }
 
-/// The name of a kernel that has a form for floats and one for quantised weights.
-pub(super) fn kernel_name(name: &str, is_quantised: bool) -> String {
-    if is_quantised { format!("quant_{name}") } else { name.to_string() }
+/// The name of a kernel that has a form for floats and one for quantised weights, which may need rows in another order.
+pub(super) fn kernel_name(name: &str, quant: Option<QuantWeights>) -> String {
+    match quant {
+        None => name.to_string(),
+        Some(QuantWeights { order: ColumnOrder::Sorted, .. }) => format!("order_rows + quant_{name}"),
+        Some(_) => format!("quant_{name}"),
+    }
 }
 
 /// Whether the streaming kernels may multiply such weights as they are, by digits of rows of x, which take the most room

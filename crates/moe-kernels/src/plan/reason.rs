@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-use super::Fp8Activations;
+use super::{ColumnOrder, Fp8Activations};
 use crate::scheme::QuantScheme;
 use crate::spec::{Activation, ActivationFormat};
 
@@ -169,6 +169,12 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The kernel does not read columns in this order.
+    #[error("does not read columns that are {got}")]
+    Columns {
+        /// The pack's order.
+        got: ColumnOrder,
+    },
     /// The kernel quantises what is to keep its dtype.
     #[error(
         "quantises activations to 8 bits, which --fp8-activations {setting} does not allow for these weights"
@@ -270,7 +276,7 @@ impl Reason {
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
             Self::Activations { .. } => "fp8_activations",
-            Self::Quant { .. } | Self::Scales { .. } => "quant",
+            Self::Quant { .. } | Self::Scales { .. } | Self::Columns { .. } => "quant",
             Self::NotQuantised | Self::Floats => "not_quantised",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",

@@ -9,6 +9,7 @@ use candle_core::Result;
 
 use super::stored::{StoredPart, StoredTensor, Window};
 use super::{QuantRows, StoredMatrix, StoredWords, Tiles};
+use crate::plan::ColumnOrder;
 
 /// Words of 8 bytes of an entry of the table, `StoredRows` of `cuda/load/pack_stored.cu`.
 const ENTRY_WORDS: usize = 12;
@@ -40,7 +41,7 @@ impl<'a> StoredBatches<'a> {
         tiles: &'a Tiles,
         buffer: usize,
     ) -> std::result::Result<Self, String> {
-        if tiles.has_order() {
+        if tiles.order() != ColumnOrder::Input {
             return Err("act-order: columns are sorted on the host".to_string());
         }
         let mut stacks = Vec::with_capacity(matrices.len());

@@ -10,6 +10,7 @@ use super::{Columns, QuantRows, STEP};
 use crate::cpu::simd::LANES;
 use crate::element::Float;
 use crate::exec::Exec;
+use crate::plan::ColumnOrder;
 use crate::scheme::QuantScheme;
 
 /// What a matrix is multiplied for, which decides how it is packed.
@@ -108,6 +109,16 @@ impl QuantMatrix {
     /// What they are packed for.
     pub fn usage(&self) -> QuantUse {
         self.usage
+    }
+
+    /// The order of the columns.
+    pub(crate) fn order(&self) -> ColumnOrder {
+        let sorted = |part: &Part| part.columns.x.is_some();
+        match self.parts.iter().any(sorted) {
+            false => ColumnOrder::Input,
+            true if self.dims[2] == self.width => ColumnOrder::Sorted,
+            true => ColumnOrder::Filled,
+        }
     }
 
     /// Dtype of the scales.

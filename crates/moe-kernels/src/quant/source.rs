@@ -8,6 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
+use super::ordered::in_order_of_down;
 use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse, StoredPart};
 #[cfg(feature = "cuda")]
 use crate::cuda::{Staging, quant::DevicePack};
@@ -49,11 +50,11 @@ pub struct QuantPart<'a> {
     pub inputs: Range<usize>,
 }
 
-/// What [`Weight::quantised`] found.
+/// What [`Weight::quantised`] found, or [`Weight::quantised_experts`].
 #[derive(Clone, Debug)]
-pub enum Opened {
-    /// A packed weight.
-    Packed(Weight),
+pub enum Opened<T = Weight> {
+    /// A packed weight, or the two of experts.
+    Packed(T),
     /// All modules are stored in floats.
     Floats,
     /// Some are quantised, but no kernel reads them together; says why.
@@ -74,56 +75,111 @@ impl Weight {
         dtype: DType,
         ex: &Exec,
     ) -> Result<Opened> {
-        let (mut stacks, mut floats) = (Vec::with_capacity(matrices.len()), None);
-        for module in matrices.iter().flatten() {
-            if source.scheme(module)? == QuantScheme::None {
-                floats = Some(module);
-            } else if let Some(floats) = floats {
-                return Ok(Opened::Apart(format!("{floats} is stored in floats, {module} is quantised")));
-            }
-        }
-        // There may be thousands of modules, whose headers are looked up and compared.
-        let open = |modules: &Vec<String>| {
-            let opened = modules.iter().map(|module| source.open(module));
-            opened.collect::<Result<Vec<_>>>()
-        };
-        let opened: Vec<_> = matrices.par_iter().map(open).collect();
-        for (modules, opened) in matrices.iter().zip(opened) {
-            let mut parts = Vec::with_capacity(modules.len());
-            for (module, opened) in modules.iter().zip(opened?) {
-                match opened {
-                    Some(part) => parts.push(part),
-                    None if parts.is_empty() && stacks.is_empty() => return Ok(Opened::Floats),
-                    None => return Ok(Opened::Apart(format!("{module} is stored in floats"))),
-                }
-            }
-            match Stack::new(parts) {
-                Ok(stack) => stacks.push(stack),
-                Err(why) => return Ok(Opened::Apart(format!("{}: {why}", modules.join(", ")))),
-            }
-        }
-        let Some(inputs) = stacks.first().map(|stack| stack.inputs.clone()) else {
-            return Ok(Opened::Floats);
-        };
-        let scheme = stacks[0].scheme();
-        if let Some(other) = stacks.iter().position(|s| s.scheme() != scheme || s.inputs != inputs) {
-            return Ok(Opened::Apart(format!(
-                "{} is {}, others are {scheme}",
-                matrices[other].join(", "),
-                stacks[other].scheme()
-            )));
-        }
-        let rows: Vec<_> = stacks.iter().map(|stack| stack as &dyn QuantRows).collect();
-        #[cfg(feature = "cuda")]
-        if ex.is_cuda() {
-            let pack = DevicePack::pack(&rows, &inputs, usage, source.staging(ex)?, ex)?;
-            // Readers give back what they hold of their files.
-            stacks.into_par_iter().for_each(drop);
-            return Ok(Opened::Packed(Weight::of_device_pack(pack, dtype)?));
-        }
-        let matrix = QuantMatrix::pack_inputs(&rows, inputs, usage, ex)?;
-        Ok(Opened::Packed(Weight::of_quantised(matrix, dtype)?))
+        Ok(match open(source, matrices)? {
+            Opened::Packed(matrices) => Opened::Packed(pack(source, matrices, usage, dtype, ex)?),
+            Opened::Floats => Opened::Floats,
+            Opened::Apart(why) => Opened::Apart(why),
+        })
     }
+
+    /// The same of experts: gate and up of each, then down, whose inputs are what gate and up make. On a device these come in
+    /// the order of down's columns, so that act-order costs down nothing.
+    ///
+    /// # Errors
+    /// As [`quantised`](Self::quantised).
+    pub fn quantised_experts(
+        source: &dyn QuantSource,
+        [gate_up, down]: [&[Vec<String>]; 2],
+        segments: usize,
+        dtype: DType,
+        ex: &Exec,
+    ) -> Result<Opened<[Self; 2]>> {
+        let (mut gate_up, mut down) = match (open(source, gate_up)?, open(source, down)?) {
+            (Opened::Packed(gate_up), Opened::Packed(down)) => (gate_up, down),
+            (Opened::Floats, _) => return Ok(Opened::Floats),
+            (Opened::Apart(why), _) | (_, Opened::Apart(why)) => return Ok(Opened::Apart(why)),
+            (_, Opened::Floats) => {
+                return Ok(Opened::Apart(format!(
+                    "{} is stored in floats, gate and up are quantised",
+                    down[0].concat()
+                )));
+            }
+        };
+        if ex.is_cuda() {
+            (gate_up, down) = in_order_of_down(gate_up, down);
+        }
+        let w13 = pack(source, gate_up, QuantUse::GateUp, dtype, ex)?;
+        let w2 = pack(source, down, QuantUse::RowParallel { segments }, dtype, ex)?;
+        Ok(Opened::Packed([w13, w2]))
+    }
+}
+
+/// Opens matrices of one scheme and one range of inputs, as [`Weight::quantised`] packs them.
+fn open<'a>(source: &'a dyn QuantSource, matrices: &[Vec<String>]) -> Result<Opened<Vec<QuantPart<'a>>>> {
+    let (mut stacks, mut floats) = (Vec::with_capacity(matrices.len()), None);
+    for module in matrices.iter().flatten() {
+        if source.scheme(module)? == QuantScheme::None {
+            floats = Some(module);
+        } else if let Some(floats) = floats {
+            return Ok(Opened::Apart(format!("{floats} is stored in floats, {module} is quantised")));
+        }
+    }
+    // There may be thousands of modules, whose headers are looked up and compared.
+    let open = |modules: &Vec<String>| {
+        let opened = modules.iter().map(|module| source.open(module));
+        opened.collect::<Result<Vec<_>>>()
+    };
+    let opened: Vec<_> = matrices.par_iter().map(open).collect();
+    for (modules, opened) in matrices.iter().zip(opened) {
+        let mut parts = Vec::with_capacity(modules.len());
+        for (module, opened) in modules.iter().zip(opened?) {
+            match opened {
+                Some(part) => parts.push(part),
+                None if parts.is_empty() && stacks.is_empty() => return Ok(Opened::Floats),
+                None => return Ok(Opened::Apart(format!("{module} is stored in floats"))),
+            }
+        }
+        match Stack::new(parts) {
+            Ok(stack) => {
+                let inputs = stack.inputs.clone();
+                stacks.push(QuantPart { rows: Box::new(stack) as Box<dyn QuantRows + 'a>, inputs });
+            }
+            Err(why) => return Ok(Opened::Apart(format!("{}: {why}", modules.join(", ")))),
+        }
+    }
+    let Some(first) = stacks.first() else { return Ok(Opened::Floats) };
+    let scheme = first.rows.scheme();
+    let differs = |part: &QuantPart| part.rows.scheme() != scheme || part.inputs != first.inputs;
+    if let Some(other) = stacks.iter().position(differs) {
+        return Ok(Opened::Apart(format!(
+            "{} is {}, others are {scheme}",
+            matrices[other].join(", "),
+            stacks[other].rows.scheme()
+        )));
+    }
+    Ok(Opened::Packed(stacks))
+}
+
+/// Packs what [`open`] has found.
+fn pack(
+    source: &dyn QuantSource,
+    matrices: Vec<QuantPart<'_>>,
+    usage: QuantUse,
+    dtype: DType,
+    ex: &Exec,
+) -> Result<Weight> {
+    let inputs = matrices.first().map_or(0..0, |part| part.inputs.clone());
+    let rows: Vec<_> = matrices.iter().map(|part| part.rows.as_ref() as &dyn QuantRows).collect();
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let pack = DevicePack::pack(&rows, &inputs, usage, source.staging(ex)?, ex)?;
+        // Readers give back what they hold of their files.
+        matrices.into_par_iter().for_each(drop);
+        return Weight::of_device_pack(pack, dtype);
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = source;
+    Weight::of_quantised(QuantMatrix::pack_inputs(&rows, inputs, usage, ex)?, dtype)
 }
 
 /// Matrices of one scheme and one order of columns under each other.

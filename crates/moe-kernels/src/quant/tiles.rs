@@ -13,8 +13,10 @@ use candle_core::{Result, bail};
 use half::{bf16, f16};
 
 use super::packing::check_rows;
+use super::sorted::{NO_COLUMN, Sorted};
 use super::{LogicalRows, QuantRows, middle};
 use crate::element::Float;
+use crate::plan::ColumnOrder;
 use crate::scheme::QuantScheme;
 
 /// Rows of a tile.
@@ -27,8 +29,6 @@ const TILE_BYTES: usize = 512;
 const K_STEP: usize = 16;
 /// Columns of a packed group where a rank holds some columns of each group.
 const PART_GROUP: usize = 32;
-/// An entry of `perm` for a packed column that multiplies nothing.
-const NO_COLUMN: u32 = u32::MAX;
 
 /// The order of the matrices [E, N, K] of a pack.
 #[derive(Clone, Debug)]
@@ -50,17 +50,6 @@ pub(crate) struct Tiles {
     pub start: usize,
     /// With act-order, the columns of each matrix.
     columns: Vec<Sorted>,
-}
-
-/// The packed columns of a matrix with act-order.
-#[derive(Clone, Debug)]
-struct Sorted {
-    /// The logical column of each packed column; `NO_COLUMN`: none.
-    logical: Vec<u32>,
-    /// The column of x that it multiplies.
-    x: Vec<u32>,
-    /// The logical group of each packed group.
-    groups: Vec<u32>,
 }
 
 /// Rows of a reader on their way into a tile row; they keep their memory from one to the next.
@@ -161,9 +150,14 @@ impl Tiles {
         }
     }
 
-    /// Whether columns are sorted by group.
-    pub(crate) fn has_order(&self) -> bool {
-        !self.columns.is_empty()
+    /// Whether columns are sorted by group, and how.
+    pub(crate) fn order(&self) -> ColumnOrder {
+        let is_whole = self.dims[2] == self.width && self.k_packed == self.width;
+        match self.columns.is_empty() {
+            true => ColumnOrder::Input,
+            false if is_whole => ColumnOrder::Sorted,
+            false => ColumnOrder::Filled,
+        }
     }
 
     /// The logical group of the first column, without act-order.
@@ -254,32 +248,6 @@ impl Tiles {
                 }
             }
         }
-    }
-}
-
-impl Sorted {
-    /// The columns of `inputs` by group of `size`, each group filled up to whole runs of `group` columns.
-    fn new(perm: &[u32], width: usize, inputs: &Range<usize>, size: usize, group: usize) -> Result<Self> {
-        let mut seen = vec![false; width];
-        let is_order = perm.len() == width
-            && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)));
-        if !is_order {
-            bail!("the order of columns must name each of the {width} columns once")
-        }
-        let (mut logical, mut x, mut groups) = (Vec::new(), Vec::new(), Vec::new());
-        for (g, columns) in perm.chunks(size).enumerate() {
-            for (i, &column) in columns.iter().enumerate() {
-                if inputs.contains(&(column as usize)) {
-                    logical.push((g * size + i) as u32);
-                    x.push(column - inputs.start as u32);
-                }
-            }
-            let filled = logical.len().next_multiple_of(group);
-            logical.resize(filled, NO_COLUMN);
-            x.resize(filled, NO_COLUMN);
-            groups.resize(filled / group, g as u32);
-        }
-        Ok(Self { logical, x, groups })
     }
 }
 

@@ -235,6 +235,25 @@ fn a_rank_packs_its_inputs() -> Result<()> {
 }
 
 #[test]
+fn the_order_of_columns_is_told() -> Result<()> {
+    use ColumnOrder::{Filled, Input, Sorted};
+    for (k, scheme, inputs, order) in [
+        (192, int(4, 64, true, false), 64..192, Input),
+        (192, int(4, 64, true, true), 0..192, Sorted),
+        (192, int(8, 0, false, true), 0..192, Sorted),
+        // A rank's part; a last group that is shorter; columns that are no whole tiles.
+        (192, int(4, 64, true, true), 0..96, Filled),
+        (192, int(4, 128, true, true), 0..192, Filled),
+        (96, int(4, 32, true, true), 0..96, Filled),
+    ] {
+        let matrix = Scattered::new(20, k, scheme, 3);
+        let got = Tiles::new(&[&matrix], &inputs, false)?.order();
+        assert_eq!(got, order, "{scheme} {inputs:?} of {k}");
+    }
+    Ok(())
+}
+
+#[test]
 fn scales_take_the_shortest_exact_type() {
     let scheme = int(4, 32, false, false);
     let of = |scheme, scales: Vec<f32>| {

@@ -65,6 +65,7 @@ impl Pack {
                     scales: matrix.scale_dtype(),
                     gate_up,
                     in_blocks: false,
+                    order: matrix.order(),
                 }
             }
             #[cfg(feature = "cuda")]

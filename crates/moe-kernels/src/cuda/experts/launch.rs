@@ -5,8 +5,8 @@ use candle_core::{DType, Result, bail};
 use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
-    AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out, Output,
-    QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
+    AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, OrderRowsArgs, Out,
+    Output, QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
 };
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
@@ -233,10 +233,16 @@ impl Inputs {
     /// rows of their dtype.
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let (x, bucket, counts) = (self.x, small(op, slots.places)?, slots.counts);
+        let (bucket, counts) = (small(op, slots.places)?, slots.counts);
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let counters = counters(s.num_local, ex)?.cast();
-        let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
+        let ordered = self.ordered(s, &slots, ex)?;
+        // Rows of slots are those of as many tokens with one expert each.
+        let (x, tokens, top_k) = match &ordered {
+            Some(ordered) => (ordered.at.cast_const(), s.slots(), 1),
+            None => (self.x, s.tokens, s.top_k),
+        };
+        let (tokens, top_k, num_ids) = (small(op, tokens)?, small(op, top_k)?, small(op, s.num_ids)?);
         let slots = slots.at;
         let wide = rows.dtype == DType::BF16;
         // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
@@ -267,6 +273,7 @@ impl Inputs {
                     }
                 }
                 Packs::Quantised { w13, w2 } => {
+                    let w13 = QuantPack { perm: std::ptr::null(), ..w13 };
                     let args = QuantExpertsTensorArgs {
                         x,
                         w13,
@@ -290,6 +297,33 @@ impl Inputs {
                 }
             }
         }
+    }
+
+    /// A row for each slot in the order of its expert's columns, where experts have orders of their own; those of slots without a
+    /// local expert are unspecified.
+    fn ordered(&self, s: &ExpertsCall, slots: &Buckets, ex: &Exec) -> Result<Option<Lease>> {
+        let perm = match self.packs {
+            Packs::Quantised { w13, .. } if !w13.perm.is_null() => w13.perm,
+            _ => return Ok(None),
+        };
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let rows = Lease::new(op, DType::BF16, &[s.slots(), s.hidden], ex)?;
+        let args = OrderRowsArgs {
+            x: self.x,
+            perm,
+            slots: slots.at,
+            counts: slots.counts,
+            bucket: small(op, slots.places)?,
+            out: rows.at,
+            tokens: small(op, s.tokens)?,
+            top_k: small(op, s.top_k)?,
+            columns: small(op, s.hidden)?,
+            experts: small(op, s.num_local)?,
+        };
+        // SAFETY: `super::check` has checked dims and dtypes, an order names a column of x for each of the pack's, and routing
+        // has listed the slots, for each of which there is a row.
+        cuda.check("order_rows", unsafe { ffi::moe_order_rows(&args, cuda.raw()?) })?;
+        Ok(Some(rows))
     }
 
     /// Alignment and both products, a launch each: the rows of all slots that have a local expert.

@@ -123,13 +123,14 @@ impl OneLaunch<'_> {
 mod tests {
     use super::*;
     use crate::cuda::args::QuantFormat;
-    use crate::plan::{Gpu, Machine, QuantWeights};
+    use crate::plan::{ColumnOrder, Gpu, Machine, QuantWeights};
     use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
 
     /// bf16, integers of 4 bits, FP8.
     fn weights() -> [Option<[QuantWeights; 2]>; 3] {
         let pack = |scheme, scales| {
-            [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false })
+            let order = ColumnOrder::Input;
+            [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false, order })
         };
         let group = QuantGroup::Size(64);
         let int = QuantScheme::Int { bits: 4, group, zero_point: true, act_order: false };

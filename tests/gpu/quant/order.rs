@@ -1,0 +1,283 @@
+//! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in that of down's.
+
+use candle_core::{DType, Result};
+use moe_kernels::cuda::{
+    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
+};
+use moe_kernels::plan::{ColumnOrder, Form, LinearCall, LinearForm, MonolithicForm};
+use moe_kernels::quant::QuantUse;
+use moe_kernels::{
+    Exec, ExpertGroups, MonolithicIo, NO_EXPERT, QuantScheme, Weight, group_token_slots_into,
+    grouped_down_into, grouped_gate_up_into, linear_into, row_parallel_segments, weighted_sum_into,
+    zero_absent_into,
+};
+
+use super::activations::gate;
+use super::matrices::{Matrix, Source, int};
+use super::{layer, product, relative_error, rounded_weights, sum_bound};
+use crate::common::*;
+
+const EXPERTS: usize = 12;
+const TOP_K: usize = 3;
+
+/// Schemes that the fast kernels read, and whether their scales are held as bf16.
+fn schemes() -> [(QuantScheme, bool); 5] {
+    [
+        (int(4, 128, true, true), false),
+        (int(4, 32, false, true), true),
+        (int(8, 128, false, true), false),
+        (int(8, 32, true, true), true),
+        (int(4, 0, true, true), false),
+    ]
+}
+
+fn matrix(rng: &mut Rng, (n, k): (usize, usize), scheme: (QuantScheme, bool), perm_seed: u64) -> Matrix {
+    let matrix = Matrix::new(rng, n, k, scheme.0, perm_seed);
+    if scheme.1 { matrix.with_bf16_scales() } else { matrix }
+}
+
+/// Experts of which each has orders of its own.
+struct Experts {
+    source: Source,
+    modules: [Vec<Vec<String>>; 2],
+    dims: (usize, usize),
+}
+
+impl Experts {
+    fn new(rng: &mut Rng, (hidden, inter): (usize, usize), scheme: (QuantScheme, bool)) -> Self {
+        let mut of = Self { source: Source::default(), modules: Default::default(), dims: (hidden, inter) };
+        for e in 0..EXPERTS {
+            let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+            let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
+            for (name, dims) in names.iter().zip(dims) {
+                of.source.matrices.insert(name.clone(), matrix(rng, dims, scheme, e as u64));
+            }
+            let [gate, up, down] = names;
+            of.modules[0].push(vec![gate, up]);
+            of.modules[1].push(vec![down]);
+        }
+        of
+    }
+
+    /// The packs of experts `local`.
+    fn packs(&self, local: &[usize], dtype: DType, ex: &Exec) -> [Weight; 2] {
+        let of = |modules: &[Vec<String>]| local.iter().map(|e| modules[*e].clone()).collect::<Vec<_>>();
+        let [gate_up, down] = [of(&self.modules[0]), of(&self.modules[1])];
+        self.source.experts([&gate_up, &down], row_parallel_segments(self.dims.1), dtype, ex)
+    }
+
+    fn floats(&self) -> Vec<[Vec<f32>; 3]> {
+        let of = |e: usize| {
+            ["gate", "up", "down"].map(|name| self.source.matrices[&format!("{e}.{name}")].floats())
+        };
+        (0..EXPERTS).map(of).collect()
+    }
+}
+
+/// Some slots without an expert; all to one expert; none.
+fn routings(rng: &mut Rng, tokens: usize) -> [Vec<u32>; 3] {
+    let mut some = Vec::new();
+    for _ in 0..tokens {
+        let order = rng.permutation(EXPERTS);
+        some.extend((0..TOP_K).map(|k| if rng.below(9) == 0 { NO_EXPERT } else { order[k] }));
+    }
+    let one = (0..tokens * TOP_K).map(|slot| if slot % TOP_K == 1 { 5 } else { NO_EXPERT });
+    [some, one.collect(), vec![NO_EXPERT; tokens * TOP_K]]
+}
+
+#[test]
+fn experts_take_rows_in_their_own_orders() {
+    let mut rng = Rng::new();
+    for (hidden, inter) in small([(128, 128), (384, 256)], 128, |size| size.0) {
+        for scheme in schemes() {
+            let experts = Experts::new(&mut rng, (hidden, inter), scheme);
+            let mut ex = cuda();
+            // All experts, and those at odd places in another order, the rest being elsewhere.
+            let odd: Vec<usize> = (0..EXPERTS).rev().filter(|e| e % 2 == 1).collect();
+            let map = (0..EXPERTS).map(|e| odd.iter().position(|l| *l == e).map_or(-1, |at| at as i32));
+            let map =
+                Place::new(cuda()).put(&moe_kernels::Buffer::from_vec(map.collect(), &[EXPERTS]).unwrap());
+            for (local, map) in [((0..EXPERTS).collect(), None), (odd, Some(&map))] {
+                let packs = experts.packs(&local, DType::BF16, &ex);
+                let orders = packs.each_ref().map(|w| w.quantisation().unwrap().order);
+                assert_eq!(orders, [ColumnOrder::Sorted, ColumnOrder::Input], "{}", scheme.0);
+                let scales = if scheme.1 { DType::BF16 } else { DType::F16 };
+                assert_eq!(packs.each_ref().map(|w| w.quantisation().unwrap().scales), [scales; 2]);
+                let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
+                let mut floats = experts.floats();
+                floats.iter_mut().enumerate().filter(|(e, _)| !local.contains(e)).for_each(|(_, of)| {
+                    of.iter_mut().for_each(|w| w.fill(0.0));
+                });
+                // Streamed rows' number, few rows and, from 256 tokens on, the tiles of prompts.
+                for tokens in small([0, 1, 4, 9, 70, 300], 9, |tokens| *tokens) {
+                    for ids in routings(&mut rng, tokens) {
+                        let x = rng.floats(DType::BF16, &[tokens, hidden]);
+                        let weights = rng.floats(DType::F32, &[tokens, TOP_K]);
+                        let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
+                        let p = Place::new(cuda());
+                        let (ids, weights) = (p.put(&words(ids, &[tokens, TOP_K])), p.put(&weights));
+                        let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
+                        let args = FusedExperts {
+                            x: x.view(),
+                            w13: w13.view().unwrap(),
+                            w2: w2.view().unwrap(),
+                            topk_ids: ids.view(),
+                            topk_weights: weights.view(),
+                            expert_map: map.map(|map| map.view()),
+                            lists: None,
+                        };
+                        fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
+                        let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
+                        let off = relative_error(&want, &got);
+                        assert!(
+                            off < 0.012,
+                            "{} {tokens} tokens, H {hidden}, I {inter}: off by {off}",
+                            scheme.0
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Behind their router they have the bits of the ops one by one.
+#[test]
+fn experts_behind_their_router_take_rows_in_their_own_orders() {
+    let mut rng = Rng::new();
+    let (hidden, inter) = (256, 128);
+    let experts = Experts::new(&mut rng, (hidden, inter), (int(4, 128, true, true), false));
+    let mut ex = cuda();
+    let packs = experts.packs(&(0..EXPERTS).collect::<Vec<_>>(), DType::BF16, &ex);
+    let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
+    for (tokens, form) in
+        [(1, MonolithicForm::Tensor), (70, MonolithicForm::Tensor), (300, MonolithicForm::Wide)]
+    {
+        let p = Place::new(cuda());
+        let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
+        let weight = p.put(&rng.floats(DType::BF16, &[EXPERTS, hidden]));
+        let gate = gate(weight.view(), TOP_K);
+        let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
+        let (mut logits, mut ids) = (zeros(DType::F32, EXPERTS), zeros(DType::U32, TOP_K));
+        let (mut weights, mut want) = (zeros(DType::F32, TOP_K), zeros(DType::F32, hidden));
+        let (mut got, mut none) = (zeros(DType::F32, hidden), zeros(DType::F32, hidden));
+        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route_into(x.view(), &gate, outputs.0, outputs.1, outputs.2, &mut ex).unwrap();
+        let (w13, w2) = (w13.view().unwrap(), w2.view().unwrap());
+        let (x, topk_ids, topk_weights) = (x.view(), ids.view(), weights.view());
+        let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map: None, lists: None };
+        fused_experts_into(&args, want.view_mut(), &mut ex).unwrap();
+        let args = MonolithicExperts { gate: &gate, w13, w2, expert_map: None };
+        let io = MonolithicIo::Store { x, out: got.view_mut() };
+        monolithic_experts_into(form, &args, io, &mut ex).unwrap();
+        let (want, got) = (ex.to_host(want.view()).unwrap(), ex.to_host(got.view()).unwrap());
+        assert_same(&format!("router and experts of {tokens} tokens"), &want, &got);
+        let io = MonolithicIo::Store { x, out: none.view_mut() };
+        let refused = monolithic_experts_into(MonolithicForm::OneLaunch, &args, io, &mut ex).unwrap_err();
+        assert!(refused.to_string().contains("act-order") || tokens > 4, "{refused}");
+    }
+}
+
+/// The kernels for any dtype, on experts that are ordered in the same way: against the CPU, whose are not.
+#[test]
+fn experts_in_their_own_orders_agree_in_every_dtype() {
+    let mut rng = Rng::new();
+    let (tokens, hidden, inter) = (11, 96, 64);
+    for scheme in [int(4, 32, true, true), int(8, 0, false, true)] {
+        let experts = Experts::new(&mut rng, (hidden, inter), (scheme, false));
+        let ids = words(routings(&mut rng, tokens)[0].clone(), &[tokens, TOP_K]);
+        let weights = rng.floats(DType::F32, &[tokens, TOP_K]);
+        for dtype in FLOATS {
+            let x = rng.floats(dtype, &[tokens, hidden]);
+            let op = |p: &mut Place| -> Result<Vec<Placed>> {
+                let (ids, weights, x) = (p.put(&ids), p.put(&weights), p.put(&x));
+                let packs = experts.packs(&(0..EXPERTS).collect::<Vec<_>>(), dtype, &p.ex);
+                let (w13, w2) = (packs[0].read()?, packs[1].read()?);
+                let slots = tokens * TOP_K;
+                let (mut offsets, mut sorted) =
+                    (p.out(DType::U32, &[EXPERTS + 1]), p.out(DType::U32, &[slots]));
+                let mut in_rows = p.out(DType::U32, &[slots]);
+                let out = (offsets.view_mut(), sorted.view_mut(), in_rows.view_mut());
+                group_token_slots_into(ids.view(), None, out.0, out.1, out.2, &mut p.ex)?;
+                let mut rows = p.out(DType::F32, &[tokens, TOP_K, hidden]);
+                zero_absent_into(ids.view(), None, EXPERTS, rows.view_mut(), &mut p.ex)?;
+                let groups = ExpertGroups {
+                    offsets: offsets.view(),
+                    in_rows: in_rows.view(),
+                    out_rows: sorted.view(),
+                };
+                let mut act = p.out(dtype, &[slots, inter]);
+                let activation = moe_kernels::Activation::SwiGlu;
+                grouped_gate_up_into(
+                    x.view(),
+                    &groups,
+                    w13.view()?,
+                    None,
+                    activation,
+                    act.view_mut(),
+                    &mut p.ex,
+                )?;
+                let out = rows.view_mut().reshape(&[slots, hidden])?;
+                grouped_down_into(act.view(), &groups, w2.view()?, None, out, &mut p.ex)?;
+                let mut sum = p.out(dtype, &[tokens, hidden]);
+                weighted_sum_into(rows.view(), ids.view(), weights.view(), sum.view_mut(), &mut p.ex)?;
+                Ok(vec![sum])
+            };
+            let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+            on_both(op, |c, g| {
+                let [c, g] = [&c[0], &g[0]].map(|sum| sum.view().to_f32_vec().unwrap());
+                let off = relative_error(&c.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), &g);
+                assert!(off < bound, "{scheme} {}: off by {off}", dtype.as_str());
+            });
+        }
+    }
+}
+
+#[test]
+fn dense_products_take_rows_in_the_order_of_the_columns() {
+    let mut rng = Rng::new();
+    let sizes = [(1, 64, 128), (5, 96, 256), (33, 128, 384), (600, 64, 256), (513, 32, 128)];
+    for (m, n, k) in small(sizes, 64, |size| size.0) {
+        for scheme in schemes() {
+            let w = matrix(&mut rng, (n, k), scheme, 1);
+            let floats = w.floats();
+            let source = Source { matrices: [("m".to_string(), w)].into(), inputs: None };
+            let weight = source.weight(&[&["m".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
+            let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
+            let mut ex = cuda();
+            for bias in [None, Some(&bias)] {
+                let quant = weight.quantisation();
+                let call = LinearCall {
+                    rows: m,
+                    n,
+                    k,
+                    dtype: DType::BF16,
+                    quant,
+                    bias: bias.is_some(),
+                    aligned: true,
+                };
+                let kernel = LinearForm::choose(&call, &ex.machine()).map(|form| form.kernel(&call));
+                assert!(kernel.is_some_and(|kernel| kernel.starts_with("order_rows + ")), "{call:?}");
+                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, k));
+                if let Some(bias) = bias {
+                    let bias = bias.view().to_f32_vec().unwrap();
+                    want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
+                }
+                let p = Place::new(cuda());
+                let (x, bias, mut out) = (p.put(&x), p.put_some(bias), p.out(DType::F32, &[m, n]));
+                linear_into(
+                    x.view(),
+                    weight.read().unwrap().view().unwrap(),
+                    view_of(&bias),
+                    out.view_mut(),
+                    &mut ex,
+                )
+                .unwrap();
+                let bound = sum_bound(k) + rounded_weights(DType::BF16, k);
+                for (want, got) in want.iter().zip(out.host(&p).view().to_f32_vec().unwrap()) {
+                    assert!((want - f64::from(got)).abs() <= bound, "{call:?}: expected {want}, got {got}");
+                }
+            }
+        }
+    }
+}
