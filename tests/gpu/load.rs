@@ -9,6 +9,7 @@ use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles,
 use moe_engine::ModelFamily;
 use moe_experts::{ExpertWeights, LoadSpec};
 use moe_kernels::cuda::Staging;
+use moe_kernels::quant::{Opened, QuantPacking, QuantUse};
 use moe_kernels::{Buffer, Exec, Weight};
 use moe_tests::fixture;
 use rayon::prelude::*;
@@ -176,5 +177,31 @@ fn files_that_cannot_be_read_are_errors() -> Result<()> {
     candle_core::safetensors::save(&[("a", Tensor::ones(1000, DType::F32, &Device::Cpu)?)].into(), &path)?;
     let again = TensorFiles::open_file(&path)?.var_builder(DType::BF16, cuda().device());
     assert_eq!(bits(&again.get(1000, "a")?), vec![1f32.to_bits(); 1000]);
+    Ok(())
+}
+
+/// The same of quantised matrices, whose bytes many threads read for the device to pack.
+#[test]
+fn a_quantised_file_that_was_cut_is_an_error() -> Result<()> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let copy = |name: &str| fs::copy(fixture("quant-fp8-block").join(name), dir.path().join(name));
+    copy("config.json")?;
+    copy("model.safetensors")?;
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
+    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    let view = checkpoint.rank_view(&layout.tensors, Vec::new());
+    let module = |expert: u32| vec![format!("model.layers.1.mlp.experts.{expert}.down_proj")];
+    let modules: Vec<_> = (0..4).map(module).collect();
+    let usage = QuantUse::RowParallel { segments: 1 };
+    let pack = || Weight::quantised(&view, &modules, usage, DType::BF16, &cuda());
+    let is_packed = |opened: Opened| matches!(opened, Opened::Packed(weight) if weight.packing() == Some(QuantPacking::Device));
+    assert!(is_packed(pack()?));
+    let header = u64::from_le_bytes(fs::read(&path)?[..8].try_into().unwrap()) + 8;
+    fs::OpenOptions::new().write(true).open(&path)?.set_len(header)?;
+    assert_error(pack().map(|_| ()), &["model.safetensors is truncated", &format!("the file has {header}")]);
+    copy("model.safetensors")?;
+    assert!(is_packed(pack()?));
     Ok(())
 }

@@ -107,13 +107,14 @@ fn staged(
     }
     let bytes = loads.iter().map(|(.., here)| here.elem_count()).sum();
     let start = Instant::now();
-    loads.into_par_iter().for_each(|(file, at, here)| {
+    let load = |(file, at, here): (&File, u64, ViewMut)| {
         let fill = |buffer: &mut [u8]| {
             read(file, at, buffer);
             Ok(())
         };
         staging.put(here, fill).unwrap();
-    });
+    };
+    staging.read(|| loads.into_par_iter().with_max_len(1).for_each(load));
     cuda().synchronize().unwrap();
     rate(bytes, start)
 }

@@ -127,9 +127,7 @@ fn a_quantised_load_runs_at_the_speed_of_the_bus() {
     };
     println!("page-locked memory to device: {:.1} GB/s, {} threads", bus(), rayon::current_num_threads());
     // The first one reads files that nothing has read since they were written.
-    for (what, by_rows) in
-        [("device packs", false), ("host packs", true), ("device packs", false), ("host packs", true)]
-    {
+    for (what, by_rows) in [("device packs", false), ("device packs", false), ("host packs", true)] {
         print(what, load(&dir, by_rows));
     }
     print_parts(&dir);

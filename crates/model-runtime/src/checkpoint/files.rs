@@ -172,11 +172,14 @@ impl TensorFiles {
 
     /// The file of a tensor, and where it lies there.
     pub(super) fn stored(&self, name: &str) -> candle_core::Result<(&TensorFile, &Entry)> {
-        let entry = self.inner.entry(name)?;
-        match self.inner.files.get(entry.file) {
-            Some(file) => Ok((file, entry)),
-            None => candle_core::bail!("no file {} is open", entry.file),
-        }
+        self.find(name).ok_or_else(|| self.inner.missing(name).into())
+    }
+
+    /// As [`stored`](Self::stored), for tensors that may be missing: an error has a price (a backtrace, where these are on), and tens
+    /// of thousands of modules are asked for the tensors of formats that they do not have.
+    pub(super) fn find(&self, name: &str) -> Option<(&TensorFile, &Entry)> {
+        let entry = self.inner.entries.get(name)?;
+        Some((self.inner.files.get(entry.file)?, entry))
     }
 
     /// Bytes of all files.
@@ -292,8 +295,11 @@ impl Inner {
     }
 
     fn entry(&self, name: &str) -> Result<&Entry, CheckpointError> {
-        let missing = || CheckpointError(format!("tensor `{name}` is missing from {}", self.origin));
-        self.entries.get(name).ok_or_else(missing)
+        self.entries.get(name).ok_or_else(|| self.missing(name))
+    }
+
+    fn missing(&self, name: &str) -> CheckpointError {
+        CheckpointError(format!("tensor `{name}` is missing from {}", self.origin))
     }
 }
 

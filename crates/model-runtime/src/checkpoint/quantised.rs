@@ -9,6 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
@@ -77,8 +78,7 @@ impl QuantTensors {
         if !self.modules.contains_key(module) {
             return Ok(Format::Plain);
         }
-        let dtype =
-            |suffix: &str| self.files.stored(&format!("{module}.{suffix}")).ok().map(|(_, e)| e.dtype);
+        let dtype = |suffix: &str| self.files.find(&format!("{module}.{suffix}")).map(|(_, e)| e.dtype);
         Ok(self.config.format_in_file(module, dtype)?)
     }
 
@@ -92,7 +92,7 @@ impl QuantTensors {
         }
         let tensors = RefCell::new(Vec::new());
         let find = |suffix: &str| {
-            let (file, entry) = self.files.stored(&format!("{module}.{suffix}")).ok()?;
+            let (file, entry) = self.files.find(&format!("{module}.{suffix}"))?;
             tensors.borrow_mut().push((suffix.to_string(), file, &entry.range));
             TensorView::new(entry.dtype, entry.shape.clone(), &file.bytes()[entry.range.clone()]).ok()
         };
@@ -100,12 +100,14 @@ impl QuantTensors {
         Ok(Some((reader, tensors.into_inner())))
     }
 
-    /// Gives back the mapped pages of a module's tensors, and counts their bytes as read.
+    /// Gives back the mapped pages of a module's tensors.
     fn release(&self, tensors: &Tensors) {
-        for (_, file, range) in tensors {
-            file.release(range);
-            self.files.count(range.len());
-        }
+        tensors.iter().for_each(|(_, file, range)| file.release(range));
+    }
+
+    /// Counts the bytes of a module's tensors as read.
+    fn count(&self, tensors: &Tensors) {
+        self.files.count(tensors.iter().map(|(.., range)| range.len()).sum());
     }
 
     /// The part of a quantised matrix in floats; `None` if the file has it in floats.
@@ -129,13 +131,14 @@ impl QuantTensors {
         let dims = (reader.shape().0, reader.inputs());
         let tensor = Tensor::from_vec(dequantise(&reader)?, dims, &Device::Cpu)?;
         self.release(&tensors);
+        self.count(&tensors);
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
     /// Whether the file has a bias that the model has no place for, and it is zero: makers of GPTQ checkpoints give every
     /// quantised layer one.
     fn is_zero(&self, bias: &str) -> std::result::Result<bool, CheckpointError> {
-        let Ok((file, entry)) = self.files.stored(bias) else { return Ok(false) };
+        let Some((file, entry)) = self.files.find(bias) else { return Ok(false) };
         let size = (entry.dtype.bitsize() / 8).max(1);
         let values = file.bytes()[entry.range.clone()].chunks(size);
         // A float of any dtype is zero where all bits but the sign, the last one, are.
@@ -181,13 +184,13 @@ impl QuantTensors {
         let tensors = layout(format, spec.shape[0], spec.shape[1]);
         for tensor in tensors.map_err(|e| wrong(&format!("{module}: {e}")))? {
             let name = format!("{module}.{}", tensor.suffix);
-            let shape = match self.files.stored(&name) {
-                Ok((_, entry)) => {
+            let shape = match self.files.find(&name) {
+                Some((_, entry)) => {
                     tensor.check(module, entry.dtype, &entry.shape).map_err(|e| wrong(&e))?;
                     entry.shape.clone()
                 }
-                Err(_) if !tensor.required => continue,
-                Err(_) => tensor.shapes.into_iter().next().unwrap_or_default(),
+                None if !tensor.required => continue,
+                None => tensor.shapes.into_iter().next().unwrap_or_default(),
             };
             specs.push(TensorSpec { name, shape });
         }
@@ -254,7 +257,7 @@ impl SliceSource for QuantTensors {
             }
             reader = reader.rows(ranges[0].clone())?;
         }
-        let rows = Box::new(Stored { reader, of: self, tensors });
+        let rows = Box::new(Stored { reader, of: self, tensors, is_mapped: AtomicBool::new(false) });
         Ok(Some(QuantPart { rows, inputs }))
     }
 }
@@ -264,6 +267,8 @@ struct Stored<'a> {
     reader: Reader<'a>,
     of: &'a QuantTensors,
     tensors: Tensors<'a>,
+    /// Whether rows were read, which maps pages.
+    is_mapped: AtomicBool,
 }
 
 impl QuantRows for Stored<'_> {
@@ -280,6 +285,7 @@ impl QuantRows for Stored<'_> {
     }
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        self.is_mapped.store(true, Ordering::Relaxed);
         self.reader.read(rows, out)
     }
 
@@ -308,6 +314,9 @@ impl StoredBytes for Stored<'_> {
 
 impl Drop for Stored<'_> {
     fn drop(&mut self) {
-        self.of.release(&self.tensors);
+        if *self.is_mapped.get_mut() {
+            self.of.release(&self.tensors);
+        }
+        self.of.count(&self.tensors);
     }
 }

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use moe_kernels::cuda::Staging;
-use moe_kernels::{Buffer, Exec};
+use moe_kernels::{Buffer, Exec, ViewMut};
 use rayon::prelude::*;
 
-use super::chunks::{Part, chunks};
+use super::chunks::{Chunk, Part, chunks};
 use super::decode;
 use super::files::{TensorFiles, runs};
 use super::slices::{TensorSlice, check_ranges};
@@ -20,9 +20,6 @@ use super::slices::{TensorSlice, check_ranges};
 /// Bytes of a buffer: a copy of them takes far longer than its start, and reading them no longer than the copies of
 /// the other buffers.
 const BUFFER: usize = 4 << 20;
-/// Most buffers: 192 MiB, 30 ms to lock. Fewer keep 32 reading threads waiting for each other (one H200, read and copied:
-/// 39 GB/s with 24 or 32, 46 with 48).
-const MAX_BUFFERS: usize = 48;
 
 /// The buffers of one handle of files: made when it first loads onto a device, and gone with it.
 #[derive(Default)]
@@ -42,7 +39,7 @@ impl Stages {
         if let Some(staging) = made.as_ref().filter(|staging| staging.device().same_device(device)) {
             return Ok(staging.clone());
         }
-        let most = (2 * rayon::current_num_threads()).clamp(4, MAX_BUFFERS);
+        let most = 2 * rayon::current_num_threads().clamp(2, Staging::MAX_READERS);
         let count = most.min(bytes.div_ceil(BUFFER));
         let staging = Arc::new(Staging::new(count, BUFFER, &Exec::on(device)?)?);
         *made = Some(staging.clone());
@@ -69,9 +66,10 @@ impl TensorFiles {
             loads.push((chunk, here));
             rest = behind;
         }
-        loads.into_par_iter().try_for_each_init(Vec::new, |scratch, (chunk, here)| {
+        let load = |scratch: &mut Vec<u8>, (chunk, here): (Chunk, ViewMut)| {
             staging.put(here, |out| Ok(chunk.read(wanted, scratch, out)?))
-        })?;
+        };
+        staging.read(|| loads.into_par_iter().with_max_len(1).try_for_each_init(Vec::new, load))?;
         self.count(parts.iter().map(|part| part.elements() * part.size()).sum());
         out.into_tensor()
     }

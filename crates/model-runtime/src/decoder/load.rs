@@ -137,8 +137,8 @@ impl<A: SelfAttention> Decoder<A> {
     }
 }
 
-/// Threads that load layers onto a device.
-const LOADING: usize = 2;
+/// Threads that load layers onto a device: enough that some read while others look up names, take memory or wait for a layer's end.
+const LOADING: usize = 4;
 
 /// What `load` gives for each layer. Several threads load a part of them each: while one waits for memory or for its last copies, or
 /// looks up small tensors, the others feed the bus. They are threads of their own, because the first layer may meet other ranks.

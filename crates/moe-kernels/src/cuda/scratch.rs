@@ -31,10 +31,9 @@ struct Ring {
     _memory: Buffer,
 }
 
-/// The address of some memory, and the marks of its last copy and its last kernel.
+/// The address of some memory, and the mark of its last kernel.
 struct Piece {
     address: u64,
-    copied: CudaEvent,
     read: CudaEvent,
 }
 
@@ -44,11 +43,11 @@ impl Scratch {
         Self { device: device.clone(), len: len.next_multiple_of(16), ring: Mutex::new(None) }
     }
 
-    /// Lets `copy` put a copy to a piece on the stream of copies, and `launch` what reads it on that of `cuda`.
-    pub fn pass(
+    /// Lets `copy` put a copy to a piece on the stream of copies and mark its end, and `launch` what reads it on that of `cuda`.
+    pub fn pass<'a>(
         &self,
         cuda: &CudaExec,
-        copy: impl FnOnce(u64, &CudaStream) -> Result<()>,
+        copy: impl FnOnce(u64, &CudaStream) -> Result<&'a CudaEvent>,
         launch: impl FnOnce(u64, &CudaExec) -> Result<()>,
     ) -> Result<()> {
         // A panic elsewhere leaves at worst a piece whose last kernel is not marked, and the panic ends the load.
@@ -61,10 +60,9 @@ impl Scratch {
         let piece = &ring.pieces[ring.next];
         ring.next = (ring.next + 1) % ring.pieces.len();
         ring.copies.wait(&piece.read).w()?;
-        copy(piece.address, &ring.copies)?;
-        piece.copied.record(&ring.copies).w()?;
+        let copied = copy(piece.address, &ring.copies)?;
         cuda.in_turn(|| {
-            cuda.stream.wait(&piece.copied).w()?;
+            cuda.stream.wait(copied).w()?;
             let launched = launch(piece.address, cuda);
             piece.read.record(&cuda.stream).w()?;
             launched
@@ -78,10 +76,10 @@ impl Ring {
         let first = cuda.write::<u8>("staging", "scratch", &mut memory.view_mut())? as u64;
         let context = cuda.stream.context();
         let piece = |i: usize| -> Result<Piece> {
-            let (copied, read) = (context.new_event(None).w()?, context.new_event(None).w()?);
+            let read = context.new_event(None).w()?;
             // What the memory was used for before ends first.
             read.record(&cuda.stream).w()?;
-            Ok(Piece { address: first + (i * len) as u64, copied, read })
+            Ok(Piece { address: first + (i * len) as u64, read })
         };
         let pieces = (0..PIECES).map(piece).collect::<Result<_>>()?;
         Ok(Self { copies: context.new_stream().w()?, pieces, next: 0, _memory: memory })

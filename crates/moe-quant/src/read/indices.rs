@@ -25,6 +25,11 @@ pub(super) fn groups_of_columns(
     if found.iter().all(|group| *group == -1) {
         found = (0..k).map(|column| (column / size) as i64).collect();
     }
+    // The usual case, without a division for each column of tens of thousands of matrices.
+    let mut groups = found.chunks(size).zip(0i64..);
+    if !int.act_order && groups.all(|(columns, group)| columns.iter().all(|found| *found == group)) {
+        return Ok(None);
+    }
     let mut counts = vec![0usize; k.div_ceil(size)];
     for (column, group) in found.iter().enumerate() {
         let slot = usize::try_from(*group).ok().and_then(|group| counts.get_mut(group));
@@ -44,15 +49,13 @@ pub(super) fn groups_of_columns(
     if int.act_order {
         return Ok(Some(found.into_iter().map(|group| group as u32).collect()));
     }
-    match (0..k).find(|column| found[*column] != (column / size) as i64) {
-        None => Ok(None),
-        Some(column) => Err(format!(
-            "column {column} is of group {}, but without act-order it is of group {}; if the checkpoint was made with \
-             act-order, set `desc_act` to true in its header",
-            found[column],
-            column / size
-        )),
-    }
+    let column = (0..k).find(|column| found[*column] != (column / size) as i64).unwrap_or(0);
+    Err(format!(
+        "column {column} is of group {}, but without act-order it is of group {}; if the checkpoint was made with \
+         act-order, set `desc_act` to true in its header",
+        found[column],
+        column / size
+    ))
 }
 
 /// Elements of an I32 or I64 tensor.

@@ -1,5 +1,7 @@
 //! Packs that a device makes, from the bytes of a file (`cuda/load/pack_stored.cu`).
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
@@ -52,7 +54,7 @@ pub(super) fn pack(
             ..form(tiles, batches)?
         },
     };
-    batches.list.par_iter().try_for_each_init(Vec::new, |scratch, batch| {
+    let bring = |scratch: &mut Vec<u8>, batch: &Range<usize>| {
         let launch = |stored: u64, cuda: &CudaExec| {
             let args = QuantPackStoredArgs {
                 stored: stored as In,
@@ -64,7 +66,8 @@ pub(super) fn pack(
             cuda.check(OP, unsafe { ffi::moe_quant_pack_stored(&args, cuda.raw()?) })
         };
         staging.put_through(batches.len(batch), |out| batches.fill(batch, scratch, out), launch)
-    })?;
+    };
+    staging.read(|| batches.list.par_iter().with_max_len(1).try_for_each_init(Vec::new, bring))?;
     let found = cuda.in_turn(|| {
         let (all, word): (In, Out) = (args.get().scales.cast_const(), args.get().found);
         // SAFETY: `all` are the scales of so many tile rows, and `word` is one.
