@@ -32,7 +32,7 @@ pub struct Staging {
     returned: Condvar,
     /// Where on the device data stops on its way through a kernel.
     scratch: Scratch,
-    /// Threads that only read: those of rayon's own pool stay free for whoever prepares what is read next.
+    /// Threads that only read. The threads of rayon's own pool stay free to prepare what is read next.
     readers: ThreadPool,
     /// What the buffers are parts of. Fields are dropped in their order: it goes after them.
     _memory: LockedMemory,
