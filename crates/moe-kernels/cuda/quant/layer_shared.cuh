@@ -36,7 +36,7 @@ struct Teams {
   static constexpr int kShareBytes = 4 * kPitch * kTileRows * kMost;
 };
 
-/// Of how many shares of the columns gate and up are summed, whoever multiplies them: bits depend on it.
+/// Of how many shares of the columns gate and up are summed, by pairs and by teams: bits depend on it.
 template <class Kind>
 constexpr int kShares = Kind::kFormat == QuantFormat::kFp8 ? Teams::kTeam : Pairs::kTeam;
 

@@ -18,7 +18,7 @@
 //   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their
 //   way.
 //
-// Sums over columns are of halves, in FP8's gate and up of eighths, by whichever warps; a token's sum over experts is
+// Sums over columns are of halves, in FP8's gate and up of eighths, in both forms; a token's sum over experts is
 // in the order of its slots. So bits do not depend on the tokens beside it.
 //
 // A block owns whole rows of tiles of w2, so of 2,048 columns 128 blocks own 16 each and four none.
