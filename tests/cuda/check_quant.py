@@ -211,17 +211,18 @@ def quant_layer_routes_skips_and_repeats():
         table = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
         here = torch.arange(0, experts, 2, device="cuda").flip(0)
         table[here] = torch.arange(here.numel(), dtype=torch.int32, device="cuda")
-        for given in (False, True):
-            case = QuantLayer(4, shape, scheme, table=table, local=here.numel(), given=given, normed=not given)
-            case.expect(f"{scheme.name} {shape} map", case.run(state))
-        case = QuantLayer(4, shape, scheme, packs, given=True, normed=False)
-        case.ids[0] = case.ids[0, 0]
-        case.ids[1] = NO_EXPERT - (1 << 32)
-        case.ids[2, 0] = experts + 3
-        case.expect(f"{scheme.name} {shape} repeated, absent, out of range", case.run(state))
-        case.ids[:] = NO_EXPERT - (1 << 32)
-        case.expect(f"{scheme.name} {shape} no expert", case.run(state))
-        for tokens in token_counts(shape, scheme, (4,)):
+        for given, tokens in itertools.product((False, True), (1, 2, 4)):
+            case = QuantLayer(tokens, shape, scheme, table=table, local=here.numel(), given=given, normed=not given)
+            case.expect(f"{scheme.name} {shape} T={tokens} map", case.run(state))
+        for tokens in (2, 4):
+            case = QuantLayer(tokens, shape, scheme, packs, given=True, normed=False)
+            case.ids[0] = case.ids[0, 0]
+            case.ids[1] = NO_EXPERT - (1 << 32)
+            case.ids[tokens - 2, -1] = experts + 3
+            case.expect(f"{scheme.name} {shape} T={tokens} repeated, absent, out of range", case.run(state))
+            case.ids[:] = NO_EXPERT - (1 << 32)
+            case.expect(f"{scheme.name} {shape} T={tokens} no expert", case.run(state))
+        for tokens in token_counts(shape, scheme, (2, 4)):
             case = QuantLayer(tokens, shape, scheme, packs, given=True, normed=False)
             case.ids[:] = torch.arange(shape[1], device="cuda")
             case.expect(f"{scheme.name} {shape} T={tokens} of the same experts", case.run(state))
