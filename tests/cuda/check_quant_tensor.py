@@ -97,7 +97,8 @@ def expect_near_exact(name, case, got):
     if not present.any():
         return 0.0
     error = rel_error(got[0][present], case.reference()[0][present])
-    assert error < 1e-2, f"{name}: slot rows are off by {error} from those of exact weights"
+    # Gate, up and down are each rounded by up to 2^-8, and the few columns of small shapes hardly average that.
+    assert error < 2.0**-6, f"{name}: slot rows are off by {error} from those of exact weights"
     return error
 
 
@@ -220,7 +221,8 @@ def quant_linear_matches_float64(lib):
         got = linear(lib, pack, x, bias, before.clone(), output, splits)
         error = rel_error(got, want)
         exact = m <= MOST_EXACT or splits == -1
-        assert error < (4e-3 if output == BF16 else 5e-5 if exact else 2e-3), f"{name}: off by {error}"
+        # A rounded weight is off by up to 2^-8; under one scale for all, those of e4m3 have eight such errors, which need not average.
+        assert error < (4e-3 if output == BF16 or not exact else 5e-5), f"{name}: off by {error}"
         worst[exact] = max(worst[exact], error)
         assert torch.equal(linear(lib, pack, x, bias, before.clone(), output, splits), got), f"{name}: runs differ"
         if m > 1 and splits != 0:
