@@ -49,7 +49,7 @@ def rows_come_in_the_order_of_the_columns(lib):
 @check
 def slots_come_in_the_order_of_their_expert(lib):
     """Padding, ids out of range, an expert map, an overloaded expert, none; slots that stand in no list keep what they had."""
-    for name, case in cases(sized([1, 17, 300], [1, 9])):
+    for name, case in cases(sized([1, 17, 300, 3000], [1, 9])):  # lists of few rows and, of the last, of more than 128
         tokens, top_k, _, local, hidden, _ = case.sizes()
         perm, counters = orders(local, hidden), counters_for(lib, local)
         of = case.local_ids()
