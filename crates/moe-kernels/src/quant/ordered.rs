@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use candle_core::Result;
 
+use super::sorted::is_order;
 use super::{LogicalRows, QuantPart, QuantRows};
 use crate::scheme::QuantScheme;
 
@@ -31,13 +32,6 @@ pub(super) fn in_order_of_down<'a>(
         (QuantPart { rows, inputs: gate_up.inputs }, QuantPart { rows: columns, inputs: down.inputs })
     });
     pairs.unzip()
-}
-
-/// Whether each of `0..len` stands there once.
-fn is_order(perm: &[u32], len: usize) -> bool {
-    let mut seen = vec![false; len];
-    perm.len() == len
-        && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)))
 }
 
 /// Gate rows in an order, then up rows in the same.

@@ -10,6 +10,13 @@ use candle_core::{Result, bail};
 /// An entry of `perm` for a packed column that multiplies nothing.
 pub(super) const NO_COLUMN: u32 = u32::MAX;
 
+/// Whether each of `0..len` stands there once.
+pub(super) fn is_order(perm: &[u32], len: usize) -> bool {
+    let mut seen = vec![false; len];
+    perm.len() == len
+        && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)))
+}
+
 /// The packed columns of a matrix with act-order.
 #[derive(Clone, Debug)]
 pub(super) struct Sorted {
@@ -30,10 +37,7 @@ impl Sorted {
         size: usize,
         group: usize,
     ) -> Result<Self> {
-        let mut seen = vec![false; width];
-        let is_order = perm.len() == width
-            && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)));
-        if !is_order {
+        if !is_order(perm, width) {
             bail!("the order of columns must name each of the {width} columns once")
         }
         let (mut logical, mut x, mut groups) = (Vec::new(), Vec::new(), Vec::new());
