@@ -78,6 +78,11 @@ def counters_for(lib, local):
     return torch.zeros(lib.raw("moe_experts_tensor_counters", local), dtype=torch.int32, device="cuda")
 
 
+def expect_counts_cleared(lib, counters, local):
+    first = lib.raw("moe_experts_tensor_counts")
+    assert (counters[first : first + local] == 0).all(), "the counts of slots are not left zero"
+
+
 def list_slots(lib, case, counters, buckets):
     """(lists, counts, places of a list) as moe_any_list_slots gives them, or as the router does: shuffled, counted in `counters`."""
     tokens, top_k, experts, local, _, _ = case.sizes()

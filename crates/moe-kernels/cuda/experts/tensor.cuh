@@ -75,7 +75,9 @@ struct Block {
   __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kMaxStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
-  __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
+  /// The counters of this launch.
+  __device__ __forceinline__ Counters::Set counters() const { return Counters::Set::kept(smem + kHeader - 16); }
+  __device__ __forceinline__ void keep(const Counters::Set& set) const { set.keep(smem + kHeader - 16); }
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
   __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
@@ -91,11 +93,13 @@ struct Block {
 /// Keeps a value in a register: where registers are short the compiler would compute it anew for each stage.
 __device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
-/// The table of touched experts from the counts of their buckets. One warp; all its loads first.
+/// The table of touched experts from the counts of their buckets, and the set of counters. One warp; all its loads
+/// first.
 template <class W>
 __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 8;
   const int lane = threadIdx.x % 32;
+  const Counters::Set set = a.counters.set(__ldcg(a.counters.next()));
   uint32_t touched = 0, rows = 0;
   for (int first = 0; first < a.num_local; first += 32 * kEach) {
     uint32_t count[kEach];
@@ -113,7 +117,7 @@ __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a)
       touched += __popc(some), rows += total;
     }
   }
-  if (lane == 0) b.table()[a.max_touched()] = {touched, rows};
+  if (lane == 0) b.table()[a.max_touched()] = {touched, rows}, b.keep(set);
 }
 
 /// What the routing chose, to shared memory, so that no work tile begins with a chain of loads. All threads.
@@ -168,6 +172,7 @@ struct Producer {
       announce({0, guessed, 0, 0, 0, nullptr, 0, ready});
       for (; ready > 0; --ready) at.advance(b.stages);
     }
+    uint32_t* tickets = b.counters().tickets();
     const int gate_up = experts * a.tiles(0), total = gate_up + experts * a.tiles(1);
     for (int ticket = blockIdx.x; ticket < total;) {
       const int product = ticket < gate_up ? 0 : 1, n = product == 0 ? ticket : ticket - gate_up;
@@ -182,7 +187,7 @@ struct Producer {
             {product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
         for (int i = 0; i < steps; ++i) {
           // As late as hides its latency: the block that is ahead takes the next work tile.
-          if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(a.counters.tickets(), 1);
+          if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(tickets, 1);
           if (i >= ready) {
             mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
             load(product, expert, tile, i, at.stage);
@@ -199,11 +204,13 @@ struct Producer {
 
 /// Waits until an expert's activations are there, all of them for good if `all` are.
 template <class W>
-__device__ __forceinline__ void await_activations(const Args<W>& a, const Work& work, uint32_t all_rows, bool* all) {
+__device__ __forceinline__ void await_activations(const Block<W>& b, const Args<W>& a, const Work& work,
+                                                  uint32_t all_rows, bool* all) {
   if (*all) return;
   const uint32_t tiles = a.tiles(0);
-  *all = load_acquire(a.counters.finished()) == all_rows * tiles;
-  while (!*all && load_acquire(a.counters.progress(work.expert)) < work.total * tiles) {}
+  const Counters::Set set = b.counters();
+  *all = load_acquire(set.finished()) == all_rows * tiles;
+  while (!*all && load_acquire(set.progress(work.expert)) < work.total * tiles) {}
   fence_async_proxy();
 }
 
@@ -279,7 +286,7 @@ __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, cons
       }
       return;
     }
-    if (elect_one()) await_activations(a, work, all_rows, &all);
+    if (elect_one()) await_activations(b, a, work, all_rows, &all);
     __syncwarp();
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
       await_stage(side, step);

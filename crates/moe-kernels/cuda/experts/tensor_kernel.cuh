@@ -78,8 +78,9 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
       fence_release();
-      add_relaxed(a.counters.progress(work.expert), work.rows);
-      add_relaxed(a.counters.finished(), work.rows);
+      const Counters::Set set = b.counters();
+      add_relaxed(set.progress(work.expert), work.rows);
+      add_relaxed(set.finished(), work.rows);
     }
   });
 }
@@ -130,11 +131,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     if (warp == kConsumers) {
       if (elect_one()) producer.template run<kCapacity>(ready);
       __syncwarp();
+      leave_counters(a.counters);
     } else {
       W::template gather<kCapacity>(b, a, &act);
     }
   }
-  clear_counters(a.counters, b.flag());
 #endif
 }
 

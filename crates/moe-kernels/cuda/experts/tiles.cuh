@@ -16,25 +16,51 @@ constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
 constexpr int kGatherLanes = kGatherers * 32;
 constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
 
-/// In global memory: [kCounters + 2 E] words, zero at the start and at the end of a launch.
+/// In global memory, for one launch after the other; zero before the first one. A launch counts in one of two sets and
+/// leaves it as it is: the next one counts in the other and clears it meanwhile. So no block looks at its end whether
+/// it is the last one, which would be a way to memory and back that nothing hides.
 struct Counters {
-  static constexpr int kHead = 4;  // before the counts of the router's buckets and the progress of each expert
-  uint32_t* words;
+  static constexpr int kHead = 4;     // which set is next, blocks that need it no longer
+  static constexpr int kSetHead = 2;  // tickets, finished
+  uint32_t* words;                    // head, slots of each expert as the router counts them [E], two sets
   int num_local;
 
-  __device__ uint32_t* tickets() const { return words; }
-  __device__ uint32_t* finished() const { return words + 1; }  // of the first product, of all experts
-  __device__ uint32_t* left() const { return words + 2; }      // blocks that have ended
-  __device__ uint32_t* progress(int expert) const { return words + kHead + num_local + expert; }
+  struct Set {
+    uint32_t* words;
+    __device__ uint32_t* tickets() const { return words; }
+    __device__ uint32_t* finished() const { return words + 1; }  // of the first product, of all experts
+    __device__ uint32_t* progress(int expert) const { return words + kSetHead + expert; }
+
+    // Kept in 8 bytes of shared memory. By plain loads, consumers would hold more registers than they have.
+    __device__ __forceinline__ void keep(void* at) const {
+      asm volatile("st.shared.u64 [%0], %1;" ::"r"(smem_addr(at)), "l"(words) : "memory");
+    }
+    static __device__ __forceinline__ Set kept(const void* at) {
+      Set set;
+      asm volatile("ld.shared.u64 %0, [%1];" : "=l"(set.words) : "r"(smem_addr(at)) : "memory");
+      return set;
+    }
+  };
+
+  static __host__ __device__ int set_words(int num_local) { return kSetHead + num_local; }
+  static __host__ __device__ int all_words(int num_local) { return kHead + num_local + 2 * set_words(num_local); }
+  __device__ uint32_t* next() const { return words; }
+  __device__ uint32_t* done() const { return words + 1; }
+  __device__ Set set(uint32_t which) const { return {words + kHead + num_local + which * set_words(num_local)}; }
 };
 
-/// The last block to end leaves the counters zero. All threads; `flag` in shared memory.
-__device__ __forceinline__ void clear_counters(const Counters& c, bool* flag) {
-  __syncthreads();
-  if (threadIdx.x == 0) *flag = add_acq_rel(c.left(), 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!*flag) return;
-  for (int i = threadIdx.x; i < Counters::kHead + 2 * c.num_local; i += blockDim.x) c.words[i] = 0;
+/// Of a block that takes no more tickets: when all do, the last one leaves the counts of slots and the other set zero,
+/// and the other set next. One whole warp.
+__device__ __forceinline__ void leave_counters(const Counters& c) {
+  const int lane = threadIdx.x % 32;
+  const bool last = lane == 0 && add_acq_rel(c.done(), 1) == gridDim.x - 1;
+  if (!__any_sync(0xffffffffu, last)) return;
+  const uint32_t which = __ldcg(c.next());
+  uint32_t *counts = c.words + Counters::kHead, *other = c.set(which ^ 1).words;
+  for (int i = lane; i < c.num_local; i += 32) counts[i] = 0;
+  for (int i = lane; i < Counters::set_words(c.num_local); i += 32) other[i] = 0;
+  __syncwarp();
+  if (lane == 0) *c.next() = which ^ 1, *c.done() = 0;
 }
 
 /// A place in the ring and the parity of its barriers.

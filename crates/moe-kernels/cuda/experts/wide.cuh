@@ -79,7 +79,9 @@ struct Block {
   __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kMaxStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
-  __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
+  /// The counters of this launch.
+  __device__ __forceinline__ Counters::Set counters() const { return Counters::Set::kept(smem + kHeader - 16); }
+  __device__ __forceinline__ void keep(const Counters::Set& set) const { set.keep(smem + kHeader - 16); }
   /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
@@ -93,11 +95,13 @@ static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActR
 
 #if MOE_SM90
 
-/// The table of touched experts from the counts of their buckets. One warp; several loads at a time.
+/// The table of touched experts from the counts of their buckets, and the set of counters. One warp; several loads at a
+/// time.
 template <class W>
 __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 4;
   const int lane = threadIdx.x % 32;
+  const Counters::Set set = a.counters.set(__ldcg(a.counters.next()));
   uint32_t touched = 0, rows = 0, tiles = 0;
   for (int first = 0; first < a.num_local; first += 32 * kEach) {
     uint32_t count[kEach];
@@ -118,7 +122,7 @@ __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a)
       touched += __popc(some), rows += all_rows, tiles += all_tiles;
     }
   }
-  if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0};
+  if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0}, b.keep(set);
 }
 
 /// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
@@ -160,6 +164,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     const uint4* table = b.table();
     const uint4 end = table[a.max_touched()];
+    uint32_t* tickets = b.counters().tickets();
     const int gate_up = end.z * a.tiles(0), total = gate_up + end.z * a.tiles(1);
     const uint64_t once = read_once(), again = read_again();
     int product = 0, touched = 0;  // they only grow: a block's tickets do
@@ -174,7 +179,7 @@ struct Producer {
       uint32_t taken = 0;
       for (int i = 0; i < work.steps; ++i, at.advance(b.stages)) {
         // As late as hides its latency: the block that is ahead takes the next work tile.
-        if (i == max(work.steps - 3, 0)) taken = atomicAdd(a.counters.tickets(), 1);
+        if (i == max(work.steps - 3, 0)) taken = atomicAdd(tickets, 1);
         mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
         load(work, i, policy);
       }
@@ -240,8 +245,9 @@ struct Gatherer {
   __device__ __forceinline__ void await(const Work& work) {
     if (all) return;
     const uint4 end = b.table()[a.max_touched()];
-    all = load_acquire(a.counters.finished()) == a.parts(end.z);
-    while (!all && load_acquire(a.counters.progress(work.expert)) < work.parts) {}
+    const Counters::Set set = b.counters();
+    all = load_acquire(set.finished()) == a.parts(end.z);
+    while (!all && load_acquire(set.progress(work.expert)) < work.parts) {}
     fence_async_proxy();
   }
 

@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kAllRegisters - 2 * W::kConsumerRegisters>();
     if (warp > kConsumers) {
       Gatherer<W>{b, a, &act}.run();
-    } else if (elect_one()) {
-      Producer<W>{b, a, &w13, &w2}.run();
+    } else {
+      if (elect_one()) Producer<W>{b, a, &w13, &w2}.run();
+      __syncwarp();
+      leave_counters(a.counters);
     }
-    __syncwarp();
   }
-  clear_counters(a.counters, b.flag());
 #endif
 }
 

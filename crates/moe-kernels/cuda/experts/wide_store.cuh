@@ -41,8 +41,9 @@ struct Store {
     meet();
     if (thread == 0) {
       fence_release();
-      add_relaxed(a.counters.progress(owed), 1);
-      add_relaxed(a.counters.finished(), 1);
+      const Counters::Set set = b.counters();
+      add_relaxed(set.progress(owed), 1);
+      add_relaxed(set.finished(), 1);
     }
     owed = -1;
   }

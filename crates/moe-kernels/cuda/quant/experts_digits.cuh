@@ -154,7 +154,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
     for_each_work(b, [&](const Work& work) {
       const Rows<kCapacity> rows(a, work);
       if (work.product == 1) {
-        if (elect_one()) await_activations(a, work, all_rows, &all);
+        if (elect_one()) await_activations(b, a, work, all_rows, &all);
         __syncwarp();
       }
       for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {

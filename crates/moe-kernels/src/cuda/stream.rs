@@ -146,9 +146,23 @@ impl CudaExec {
     /// At least `words` u32 words that were zeroed once and that launches of `name`, one after the
     /// other, leave ready for the next one. Earlier, shorter ones stay alive: graphs know them.
     pub(crate) fn counters(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
+        self.counters_where(name, words, |have| have >= words)
+    }
+
+    /// The same, but exactly as many: where their order depends on the number.
+    pub(crate) fn counters_of_size(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
+        self.counters_where(name, words, |have| have == words)
+    }
+
+    fn counters_where(
+        &self,
+        name: &'static str,
+        words: usize,
+        fits: impl Fn(usize) -> bool,
+    ) -> Result<*mut c_void> {
         // A panic elsewhere cannot leave the list inconsistent: every update is one push.
         let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |(n, b): &&(&str, Buffer)| *n == name && b.view().elem_count() >= words;
+        let fits = |(n, b): &&(&str, Buffer)| *n == name && fits(b.view().elem_count());
         if !all.iter().any(|entry| fits(&entry)) {
             all.push((name, Buffer::zeros_on(&self.device, DType::U32, &[words])?));
         }

@@ -118,12 +118,12 @@ impl Lease {
     }
 }
 
-/// The counters of `moe_experts_tensor` and `moe_experts_wide`, zero between launches.
+/// The counters of `moe_experts_tensor` and `moe_experts_wide`, which one launch leaves ready for the next.
 fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
     let op = "experts_tensor";
     // SAFETY: a pure function of a number.
     let words = unsafe { ffi::moe_experts_tensor_counters(small(op, num_local)?) } as usize;
-    Ok(ex.cuda(op)?.counters(op, words)?.cast())
+    Ok(ex.cuda(op)?.counters_of_size(op, words)?.cast())
 }
 
 /// Where the router counts the slots of each expert for them.
