@@ -54,29 +54,23 @@ class Step:
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
              1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
 
-    def norm_route(self, i, counts=None, buckets=None):
-        """Addition, norm and router in one launch."""
-        call("moe_add_norm_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED, self.delta, self.residual, self.m.gain, 1e-6, self.x)
-
-    def listed_route(self, i, normed):
-        """The router, which lists the slots of each expert; with addition and norm before it if `normed`."""
+    def listed_route(self, i):
+        """The router, which lists the slots of each expert."""
         counts = self.counters[LIB.raw("moe_experts_tensor_counts") :]
-        (self.norm_route if normed else self.route)(i, counts, self.buckets)
+        self.route(i, counts, self.buckets)
         return counts
 
-    def products(self, i, normed=False):
+    def products(self, i):
         """Router and products, without an alignment."""
-        counts = self.listed_route(i, normed)
+        counts = self.listed_route(i)
         call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, counts, self.batch, self.act, self.rows,
              self.counters, self.batch, K, E, E, H, I)
 
-    def combined(self, i, normed=False):
-        """Attention half, router, products, then one launch for weighted sum, addition and the next norm."""
+    def combined(self, i):
+        """Attention half, addition and norm, router, products, then one launch for weighted sum, addition and the next norm."""
         self.attention_tensor(i)
-        if not normed:
-            call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
-        self.products(i, normed)
+        call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
+        self.products(i)
         call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.x, self.batch, K, E, E, H, F32, BF16, self.residual,
              self.m.gain, 1e-6)
 

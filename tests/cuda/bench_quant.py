@@ -9,7 +9,7 @@ from library import BF16, F32, UNWATCHED
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
 LINEARS = 36  # matrices of a product that is timed alone: of 4 bits, fewer would stay in L2
-MOST_NORMED = 128  # rows that moe_add_norm_gate_route takes
+MOST_STREAMED = 8  # rows of dense products that the plan streams
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]
 
 
@@ -56,7 +56,7 @@ class QuantStep(Step):
         if self.m.scheme is None:
             call("moe_linear_tensor", self.x, self.m.qkv[i], None, self.q, F32, self.batch, QKV, H, 0)
         else:
-            call("moe_quant_linear_tensor", self.x, self.m.qkv[i], None, self.q, F32, self.batch, 0)
+            self.quant_linear(self.x, self.m.qkv[i], self.q)
 
     def attention(self, i):
         self.caches.attend(i, self.q, self.att, self.work, self.splits)
@@ -65,7 +65,14 @@ class QuantStep(Step):
         if self.m.scheme is None:
             call("moe_linear_tensor", self.att, self.m.o[i], None, self.delta, F32, self.batch, H, HQ * D, 0)
         else:
-            call("moe_quant_linear_tensor", self.att, self.m.o[i], None, self.delta, F32, self.batch, 0)
+            self.quant_linear(self.att, self.m.o[i], self.delta)
+
+    def quant_linear(self, x, w, out):
+        """By the launch that the plan takes."""
+        if self.batch <= MOST_STREAMED:
+            call("moe_quant_linear_stream", x, None, 0.0, w, None, out, F32, self.batch)
+        else:
+            call("moe_quant_linear_tensor", x, w, None, out, F32, self.batch, 0)
 
     def attention_tensor(self, i):
         self.qkv(i), self.attention(i), self.o(i)
@@ -73,10 +80,10 @@ class QuantStep(Step):
     def add_norm(self, i):
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
 
-    def products(self, i, normed=False):
+    def products(self, i):
         if self.m.scheme is None:
-            return super().products(i, normed)
-        counts = self.listed_route(i, normed)
+            return super().products(i)
+        counts = self.listed_route(i)
         call("moe_quant_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, counts, self.batch, self.act, self.rows,
              self.counters, self.batch, K, E, 0)
 
@@ -139,10 +146,9 @@ def quant_streams(rows):
 
 
 def quant_layers(rows):
-    """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us. "norm route": addition,
-    norm and router in one launch, up to 128 rows; "apart": a layer without it."""
+    """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us."""
     torch.manual_seed(SEED)
-    columns = ("qkv", "attention", "o_proj", "add norm", "router", "norm route", "experts", "sum norm", "apart", "layer")
+    columns = ("qkv", "attention", "o_proj", "add norm", "router", "experts", "sum norm", "layer")
     print(f"{'us':16s}   B " + " ".join(f"{name:>10s}" for name in columns))
     for scheme in SCHEMES:
         model = Model(scheme)
@@ -152,10 +158,7 @@ def quant_layers(rows):
             us = {"qkv": step.us(step.qkv, LINEARS), "attention": step.us(step.attention), "o_proj": step.us(step.o, LINEARS), "add norm": step.us(step.add_norm)}
             us["router"] = step.us(step.route)
             us["experts"] = step.us(step.products) - us["router"]
-            us["sum norm"], us["apart"] = step.us(step.sum), step.us(step.combined)
-            fits = batch <= MOST_NORMED
-            us["norm route"] = step.us(step.norm_route) if fits else float("nan")
-            us["layer"] = step.us(lambda i: step.combined(i, True)) if fits else us["apart"]
+            us["sum norm"], us["layer"] = step.us(step.sum), step.us(step.combined)
             rows += [{"name": f"{name} B={batch} {what}", "us": value} for what, value in us.items()]
             print(f"{name:16s} {batch:3d} " + " ".join(f"{us[what]:10.1f}" for what in columns), flush=True)
             del step

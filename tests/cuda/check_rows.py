@@ -47,7 +47,7 @@ def norms():
 
 def norms_do_not_depend_on_other_rows():
     """A block takes several rows of many: each is what it is alone."""
-    for rows, hidden in sized([(1000, 2048), (600, 4160)], [(300, 64)]):
+    for rows, hidden in sized([(1000, 2048), (600, 4160), (700, 3080), (4500, 1032)], [(300, 64), (520, 2056)]):
         weight, delta, x = randn(hidden), *(randn(rows, hidden, dtype=torch.float32) for _ in range(2))
         residual, out = x.clone(), torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda")
         call("moe_add_rms_norm", delta, residual, weight, 1e-6, out, rows, hidden)
@@ -58,6 +58,9 @@ def norms_do_not_depend_on_other_rows():
             assert torch.equal(own, residual[part]) and torch.equal(few, out[part]), f"rows {part} of {rows}, H={hidden}"
             call("moe_rms_norm", own, weight, 1e-6, few, count, hidden)
             assert torch.equal(few, out[part]), f"norm alone, rows {part} of {rows}, H={hidden}"
+        whole = torch.empty_like(out)
+        call("moe_rms_norm", residual, weight, 1e-6, whole, rows, hidden)
+        assert torch.equal(whole, out), f"norm alone, {rows} rows, H={hidden}"
 
 
 def linear_case(kernel, m, n, k, output, bias, norm, splits=0):

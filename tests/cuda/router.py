@@ -26,15 +26,14 @@ def score(logits, scoring):
     return torch.nn.functional.softplus(logits).sqrt()
 
 
-def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None, shared=0, routing=UNWATCHED, copies=UNCOPIED, slots_of=None, before=None):
-    """`before`: delta, residual, weight and epsilon of an addition and norm in the same launch, which write x."""
+def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None, shared=0, routing=UNWATCHED, copies=UNCOPIED, slots_of=None):
     tokens, experts = x.shape[0], gate.shape[0]
     logits = poison(tokens, experts, dtype=torch.float32)
     slots, all_experts = top_k + shared, experts + shared if slots_of is None else slots_of.numel()
     ids, weights = poison(tokens, slots, dtype=torch.int32), poison(tokens, slots, dtype=torch.float32)
-    lib.launch("moe_add_norm_gate_route" if before else "moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
+    lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
                experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(all_experts, dtype=torch.int32, device="cuda"),
-               buckets := poison(all_experts, tokens, dtype=torch.int32), slots_of, 0, shared, 0.75, routing, copies, *((*before, x) if before else ()))
+               buckets := poison(all_experts, tokens, dtype=torch.int32), slots_of, 0, shared, 0.75, routing, copies)
     chosen = ids_back(ids)
     check_buckets(chosen if slots_of is None else locals_of(chosen, slots_of), counts, buckets)
     return logits, ids_back(ids), weights
@@ -242,27 +241,6 @@ def check_balance(lib):
             assert torch.equal(got[1:], ids(7, 3, first_row=1)[:-1]) and torch.equal(got[:, 1:], ids(7, 3, first_layer=1)[:, :-1])
 
 
-def check_add_and_norm(lib):
-    """One launch for addition, norm and router has the bits of two, whatever the number of rows is."""
-    for tokens, hidden, experts, top_k in sized([(1, 2048, 128, 8), (5, 2048, 128, 8), (8, 64, 5, 2), (70, 320, 60, 6), (64, 2048, 128, 8), (100, 7168, 256, 8), (33, 4160, 384, 8), (128, 8192, 1000, 32)],
-                                                [(3, 64, 5, 2), (19, 320, 60, 6), (9, 4160, 8, 2)]):
-        gate, weight = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((experts, hidden), (hidden,)))
-        delta, stream = (torch.randn(tokens, hidden, device="cuda") * size for size in (1, 30))
-        stream[-1], delta[-1] = 0, 0
-        valid = torch.tensor([max(tokens - 2, 1)], dtype=torch.int32, device="cuda")
-        for how in (dict(), dict(scoring="sigmoid", renormalize=False, scale=2.5), dict(shared=1 if top_k < 32 else 0)):
-            want_stream, want_x = stream.clone(), poison(tokens, hidden, dtype=torch.bfloat16)
-            lib.launch("moe_add_rms_norm", delta, want_stream, weight, 1e-6, want_x, tokens, hidden)
-            want = run(lib, want_x, gate, top_k, valid=valid, **how)
-            for _ in range(3):
-                got_stream, x = stream.clone(), poison(tokens, hidden, dtype=torch.bfloat16)
-                got = run(lib, x, gate, top_k, valid=valid, before=(delta, got_stream, weight, 1e-6), **how)
-                assert torch.equal(got_stream, want_stream) and torch.equal(x, want_x), f"T={tokens} H={hidden}: addition and norm"
-                assert all(map(torch.equal, got, want)), f"T={tokens} H={hidden} E={experts}: routing"
-    sizes = lambda tokens, hidden: [None] * 8 + [tokens, hidden, 8, 2, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, UNCOPIED, None, None, None, 1e-6, None]
-    assert lib.refused("moe_add_norm_gate_route", *sizes(129, 64)) and lib.refused("moe_add_norm_gate_route", *sizes(1, 8256)) and lib.refused("moe_add_norm_gate_route", *sizes(1, 96))
-
-
 def check_refusals(lib):
     none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
@@ -272,7 +250,7 @@ def check_refusals(lib):
     assert lib.refused("moe_gate_route", *none, 1, 64, 8, 2, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, empty)
 
 
-CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_shared_experts, check_watched, check_copies, check_forced, check_balance, check_add_and_norm, check_refusals]
+CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_shared_experts, check_watched, check_copies, check_forced, check_balance, check_refusals]
 
 
 def bench(lib):

@@ -306,7 +306,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             assert!((5..8).contains(&tokens), "T={tokens} is refused");
             continue;
         };
-        let (next, both) = (choose(Fusion::AddNorm), choose(Fusion::AddNorms));
+        let next = choose(Fusion::AddNorm);
         let io = MonolithicIo::Store { x: x.view(), out: routed.view_mut() };
         monolithic_experts_into(form, &experts, io, &mut ex).unwrap();
         let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
@@ -335,29 +335,5 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             }
         };
         same("", &want, &got, &ex);
-
-        // The same with an addition and a norm before the router, too.
-        assert_eq!(both.is_some(), tokens <= 64, "T={tokens}");
-        let Some(form) = both else { continue };
-        let mut x = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
-        let [sums, normed] = &mut want;
-        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), x.view_mut(), &mut ex).unwrap();
-        let io = MonolithicIo::AddNorm {
-            x: x.view(),
-            residual: sums.view_mut(),
-            norm,
-            out: normed.view_mut().into(),
-        };
-        monolithic_experts_into(next.unwrap(), &experts, io, &mut ex).unwrap();
-        let [sums, normed] = &mut got;
-        let io = MonolithicIo::AddNorms {
-            delta: delta.view(),
-            residual: sums.view_mut(),
-            before: norm,
-            norm,
-            out: normed.view_mut().into(),
-        };
-        monolithic_experts_into(form, &experts, io, &mut ex).unwrap();
-        same("both norms, ", &want, &got, &ex);
     }
 }

@@ -112,19 +112,6 @@ pub enum MonolithicIo<'a> {
         /// [T, H] for the product behind the norm.
         out: RowsViewMut<'a>,
     },
-    /// `residual` += `delta`, `residual` += sums for `before`(`residual`), then `out` = `norm`(`residual`).
-    AddNorms {
-        /// What the sub-layer ahead leaves to be added, [T, H] f32.
-        delta: View<'a>,
-        /// The residual stream, [T, H] f32.
-        residual: ViewMut<'a>,
-        /// The norm of this sub-layer.
-        before: PreNorm<'a>,
-        /// The norm of the next one.
-        norm: PreNorm<'a>,
-        /// [T, H] for the product behind the norm.
-        out: RowsViewMut<'a>,
-    },
 }
 
 impl MonolithicIo<'_> {
@@ -132,7 +119,7 @@ impl MonolithicIo<'_> {
     pub fn rows(&self) -> View<'_> {
         match self {
             Self::Store { x, .. } | Self::AddNorm { x, .. } => *x,
-            Self::NormAdd { residual, .. } | Self::AddNorms { residual, .. } => residual.as_view(),
+            Self::NormAdd { residual, .. } => residual.as_view(),
         }
     }
 
@@ -142,7 +129,6 @@ impl MonolithicIo<'_> {
             Self::Store { .. } => Fusion::Nothing,
             Self::NormAdd { .. } => Fusion::NormAdd,
             Self::AddNorm { .. } => Fusion::AddNorm,
-            Self::AddNorms { .. } => Fusion::AddNorms,
         }
     }
 }

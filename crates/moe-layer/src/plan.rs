@@ -88,7 +88,6 @@ impl SparseMoeBlock {
                     Fusion::Nothing => &["router", "experts", "combine"],
                     Fusion::NormAdd => &["norm", "router", "experts", "combine", "add"],
                     Fusion::AddNorm => &["router", "experts", "combine", "add", "next norm"],
-                    Fusion::AddNorms => &["add", "norm", "router", "experts", "combine", "add", "next norm"],
                 };
                 vec![Stage { computes, kernel: self.monolithic()[index].name().to_string(), rejected }]
             }
@@ -133,7 +132,7 @@ impl SparseMoeBlock {
             _ if !path.prepare.combine().is_local() || self.has_decode_path() => {
                 Err(Reason::Part { part: "dispatch over ranks" })
             }
-            Fusion::NormAdd | Fusion::AddNorm | Fusion::AddNorms if !whole => {
+            Fusion::NormAdd | Fusion::AddNorm if !whole => {
                 Err(Reason::Part { part: "the sum over ranks between experts and addition" })
             }
             _ if fusion != Fusion::Nothing && self.shared_experts().is_some() => {
@@ -236,6 +235,5 @@ fn around(fusion: Fusion) -> &'static str {
         Fusion::Nothing => "",
         Fusion::NormAdd => " with norm and addition",
         Fusion::AddNorm => " with addition and next norm",
-        Fusion::AddNorms => " with addition and norm before and behind",
     }
 }

@@ -42,16 +42,14 @@ pub struct LayerPlan {
 }
 
 /// What experts may compute beside themselves in a decoder layer, in the order of trial.
-const FUSIONS: [Fusion; 4] = [Fusion::NormAdd, Fusion::AddNorms, Fusion::AddNorm, Fusion::Nothing];
-/// The same where the norm before them adds a sum over ranks.
-const FUSIONS_OF_RANKS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
+const FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 
 impl<A: SelfAttention> DecoderLayer<A> {
     /// What runs this layer in such a step.
     pub(super) fn choose(&self, step: &PlanStep, machine: &Machine) -> LayerForm {
         let mlp = match &self.mlp {
             Mlp::Dense(_) => MoeForm::Modular,
-            Mlp::Sparse(sparse) => sparse.choose(step, self.fusions(), machine),
+            Mlp::Sparse(sparse) => sparse.choose(step, FUSIONS, machine),
         };
         let attention = if self.fuses_attention(mlp, step, machine).is_ok() {
             AroundAttention::NormAdd
@@ -88,10 +86,10 @@ impl<A: SelfAttention> DecoderLayer<A> {
         }
         let (fusion, mut mlp) = match &self.mlp {
             Mlp::Dense(mlp) => (Fusion::Nothing, mlp.stages(step.rows, machine)),
-            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, self.fusions(), machine).stages),
+            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, FUSIONS, machine).stages),
         };
         match (fusion, form.attention) {
-            (Fusion::NormAdd | Fusion::AddNorms, _) => {}
+            (Fusion::NormAdd, _) => {}
             (_, AroundAttention::Add) => mlp.insert(0, plain(&["norm"], "rms_norm", Vec::new())),
             _ => mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0]))),
         }
@@ -110,15 +108,11 @@ impl<A: SelfAttention> DecoderLayer<A> {
         }
     }
 
-    fn fusions(&self) -> &'static [Fusion] {
-        if self.deferred[0] { &FUSIONS_OF_RANKS } else { &FUSIONS }
-    }
-
     /// The addition inside the attention's last launch pays where a norm of its own follows.
     fn adds_attention(&self, mlp: MoeForm, step: &PlanStep, machine: &Machine) -> Result<(), Reason> {
         self.attention.fits_added(step, machine)?;
         match mlp.fusion() {
-            Fusion::NormAdd | Fusion::AddNorms => Err(Reason::NoGain("the experts' launches add")),
+            Fusion::NormAdd => Err(Reason::NoGain("the experts' launches add")),
             Fusion::AddNorm | Fusion::Nothing => Ok(()),
         }
     }
@@ -128,7 +122,6 @@ impl<A: SelfAttention> DecoderLayer<A> {
         self.attention.fits_fused(step, machine)?;
         match mlp.fusion() {
             Fusion::NormAdd => Ok(()),
-            Fusion::AddNorms => Err(Reason::NoGain("the router's launch adds and takes the norm behind it")),
             _ => Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds")),
         }
     }

@@ -129,10 +129,6 @@ impl<'a> Residual<'a> {
         }
         let (x, out) = (self.x.rows(), self.delta.view_mut());
         layer.attention.forward_into(x, step, rope, kv, out, ex)?;
-        if form.mlp.fusion() == Fusion::AddNorms {
-            self.normed = false; // the experts' launches add `delta`
-            return Ok(());
-        }
         self.add(&layer.post_attention_norm, layer.deferred[0], ex)
     }
 
@@ -165,18 +161,6 @@ impl<'a> Residual<'a> {
                     sparse.fused_into(form.mlp, MonolithicIo::AddNorm { x, residual, norm, out }, context, ex)
                 })?;
                 self.x = next_x;
-                Ok(())
-            }
-            (Mlp::Sparse(sparse), Fusion::AddNorms) => {
-                self.x = self.next_rows(reader, ex)?;
-                let (delta, residual, out) = (self.delta.view(), self.stream.view_mut(), self.x.rows_mut());
-                norm.with_pre_norm(|before| {
-                    next.with_pre_norm(|norm| {
-                        let io = MonolithicIo::AddNorms { delta, residual, before, norm, out };
-                        sparse.fused_into(form.mlp, io, context, ex)
-                    })
-                })?;
-                self.normed = true;
                 Ok(())
             }
             (Mlp::Sparse(sparse), _) if sparse.adds_norm(form.mlp) => {

@@ -57,9 +57,7 @@ struct Bf16Weights : PlainWeights, CopiedRows {
 }  // namespace moe::experts_tensor
 
 /// Words of `counters`, in an order that depends on num_local: calls with another number need their own.
-extern "C" int moe_experts_tensor_counters(int num_local) {
-  return moe::experts_tiles::Counters::all_words(num_local);
-}
+extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tiles::Counters::all_words(num_local); }
 
 /// Where in `counters` the router may count, which the launch leaves zero.
 extern "C" int moe_experts_tensor_counts() { return moe::experts_tiles::Counters::kHead; }

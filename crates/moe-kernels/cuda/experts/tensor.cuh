@@ -8,8 +8,10 @@
 //   load          brings a stage's weights, by one thread
 //   multiply      adds a work tile's products to accumulators, of the token rows that result_row tells
 //   gather        what the gathering warps do, and how often one arrives at a stage (kRowArrivals); with CopiedRows
-//   also side          a gathering lane's part of copying what lies beside weights kFewBlocks<capacity>          blocks
-//   of an SM where up to 32 token rows fit kConsumerRegisters<capacity>  of a thread, if not what the launch gives
+//   also side: a gathering lane's part of copying what lies beside weights
+//   kFewBlocks<capacity>          blocks of an SM where up to 32 token rows fit
+//   kMostStages<capacity>         of a block's ring
+//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -306,6 +308,8 @@ __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, cons
 struct CopiedRows {
   static constexpr int kFewestRows = 8;  // of a product
   static constexpr int kRowArrivals = kGatherLanes;
+  template <int kCapacity>
+  static constexpr int kMostStages = experts_tensor::kMaxStages;
 
 #if MOE_SM90
   /// The token row of a lane's i-th result.

@@ -46,6 +46,15 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
   }
 }
 
+/// With the next larger number of columns that hold the rows.
+template <int kCapacity, int kColumns, class W>
+__device__ __forceinline__ void compute_rows(const Block<W>& b, const Args<W>& a, const Work& work, Cursor& at) {
+  if constexpr (kColumns < kCapacity) {
+    if (work.rows > kColumns) return compute_rows<kCapacity, 2 * kColumns>(b, a, work, at);
+  }
+  compute<kCapacity, kColumns>(b, a, work, at);
+}
+
 /// Leaves stages behind that hold what nobody needs.
 template <class W>
 __device__ __forceinline__ void skip(const Block<W>& b, int steps, Cursor& at) {
@@ -62,15 +71,7 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
   for_each_work(b, [&](const Work& work) {
     if (work.rows == 0) return skip(b, work.steps, at);
     if (W::kFewestRows == 4 && work.rows <= 4) compute<kCapacity, W::kFewestRows>(b, a, work, at);
-    else if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
-    else if (kCapacity == 16 || work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
-    else if constexpr (kCapacity > 16) {
-      if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
-      else if constexpr (kCapacity > 32) {
-        if (kCapacity == 64 || work.rows <= 64) compute<kCapacity, 64>(b, a, work, at);
-        else if constexpr (kCapacity > 64) compute<kCapacity, 128>(b, a, work, at);
-      }
-    }
+    else compute_rows<kCapacity, 8>(b, a, work, at);
     if (work.product == 1) return;
     // The copy engine of another block reads them. This fence waits for nothing; that for the other blocks is one
     // thread's.
@@ -146,8 +147,9 @@ cudaError_t run(Args<W> a, const CUtensorMap& w13, const CUtensorMap& w2, const 
   if (e != cudaSuccess) return e;
   constexpr int kEach = kBlocks<W, kCapacity>, kStage = stage_bytes<W>(kCapacity) + W::kSideBytes;
   constexpr int kRing = 200 * 1024 / kEach;  // leaves room for the blocks of the kernels ahead
+  constexpr int kMost = W::template kMostStages<kCapacity>;
   static_assert(kRing / kStage <= kMaxStages);
-  a.stages = kRing / kStage;
+  a.stages = kRing / kStage < kMost ? kRing / kStage : kMost;
   const Launch l = {dim3(limits.sms * kEach), dim3(kThreads), stream,
                     a.ring() + static_cast<size_t>(a.stages) * kStage};
   if (l.smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;

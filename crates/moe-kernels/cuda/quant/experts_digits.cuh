@@ -1,6 +1,8 @@
 // Quantised experts with few rows each whose weights are integers: the products of experts_tensor.cu by integer mma, of
 // weights as they are and token rows as digits (digits.cuh).
 //
+// With at most 8 tokens no expert has more rows, and a stage has room for no more.
+//
 // A consuming warp has 16 weight rows and spends 60 instructions on 64 weights of a lane and up to 4 rows where bf16
 // takes 135. Two of the gathering warps make digits of rows, a stage each in turn, in registers: a row's digits depend
 // on its 128 columns alone. Rows of the second product come as ordinary loads, too.
@@ -29,6 +31,9 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
   static constexpr int kSideBytes = round_up(kRowSides + kMostRows * static_cast<int>(sizeof(RowSide)), 16);
   template <int kCapacity>
   static constexpr int kFewBlocks = kCapacity == 16 ? 3 : 2;
+  /// What a lane of the other warps asks for waits behind the weights that its SM has asked for.
+  template <int>
+  static constexpr int kMostStages = 4;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 

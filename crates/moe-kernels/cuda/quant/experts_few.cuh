@@ -23,6 +23,9 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   using Self = FewWeights;
   template <int kCapacity>
   static constexpr int kFewBlocks = kCapacity == 16 ? 3 : 2;
+  /// What a lane of the gathering warps asks for waits behind the weights that its SM has asked for.
+  template <int>
+  static constexpr int kMostStages = kFormat == QuantFormat::kInt4 ? 4 : kMaxStages;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 

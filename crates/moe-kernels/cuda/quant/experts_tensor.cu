@@ -121,6 +121,8 @@ cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, con
   Prepared<W> p;
   const cudaError_t e = prepare(c, share, &p);
   if (e != cudaSuccess) return e;
+  if constexpr (W::kFewestRows < 8)
+    if (c.tokens <= 8) return run<8>(p.args, p.w13, p.w2, limits, stream);
   return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
 }
 

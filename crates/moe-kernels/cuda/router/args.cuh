@@ -64,6 +64,4 @@ struct BalanceIdsArgs {
 }  // namespace moe
 
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream);
-extern "C" int moe_add_norm_gate_route(const moe::GateRouteArgs* args, const float* delta, float* residual,
-                                       const __nv_bfloat16* weight, float eps, __nv_bfloat16* x, void* stream);
 extern "C" int moe_balance_ids(const moe::BalanceIdsArgs* args, void* stream);

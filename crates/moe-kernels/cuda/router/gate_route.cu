@@ -17,7 +17,6 @@
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
 #include "router/choose.cuh"
-#include "router/own_row.cuh"
 
 namespace moe {
 namespace {
@@ -30,8 +29,7 @@ constexpr int kCluster = 8;    // blocks of a cluster on Hopper
 constexpr int kBlockK = 32;    // elements of H that a warp takes per step
 constexpr int kSteps = 8;      // steps whose loads are in flight together
 constexpr int kBatch = kSteps * kWarps * kBlockK;
-constexpr int kApart = 512;          // tokens from which on product and choice are a launch each
-constexpr int kMaxNormTokens = 128;  // with addition and norm
+constexpr int kApart = 512;  // tokens from which on product and choice are a launch each
 
 struct GateArgs {
   const bf16* x;               // [T, H]
@@ -40,7 +38,6 @@ struct GateArgs {
   const uint32_t* valid;       // [1] rows that are no padding, or null
   float* logits;               // [T, E]
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
-  AddNorm before;              // makes x
   RouteArgs route;
   StepRoutingArgs routing;
   CopiesArgs copies;
@@ -50,15 +47,13 @@ struct GateArgs {
 struct Operand {
   Vec16 v[kSteps];
 
-  /// kFresh: of a row that another block of this launch has written.
-  template <bool kFresh>
   __device__ __forceinline__ void load(const bf16* row, int first, int hidden) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = first + (s * kWarps + static_cast<int>(threadIdx.x) / 32) * kBlockK;
       if (k >= hidden) continue;
       const bf16* from = row + k + threadIdx.x % 4 * 8;
-      v[s] = kFresh ? load_fresh(from) : load_const(from);
+      v[s] = load_const(from);
     }
   }
 };
@@ -69,8 +64,8 @@ struct GateRows {
 
   __device__ __forceinline__ void load(const GateArgs& a, int expert0, int first) {
     const int g = threadIdx.x % 32 / 4, last = a.route.experts - 1;
-    low.load<false>(a.gate + static_cast<size_t>(min(expert0 + g, last)) * a.hidden, first, a.hidden);
-    high.load<false>(a.gate + static_cast<size_t>(min(expert0 + g + 8, last)) * a.hidden, first, a.hidden);
+    low.load(a.gate + static_cast<size_t>(min(expert0 + g, last)) * a.hidden, first, a.hidden);
+    high.load(a.gate + static_cast<size_t>(min(expert0 + g + 8, last)) * a.hidden, first, a.hidden);
   }
 };
 
@@ -114,8 +109,7 @@ __device__ __forceinline__ void await_logits([[maybe_unused]] uint64_t* arrived)
 #endif
 }
 
-/// kNorm: each block first makes one of the cluster's rows.
-template <int kPerLane, bool kPlain, bool kNorm>
+template <int kPerLane, bool kPlain>
 __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
   __shared__ float partial[kWarps][kExperts][kTokens + 1];
   __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
@@ -128,19 +122,9 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   GateRows gate;
   int held = rank * kExperts, held_first = 0;  // which part of the gate
   gate.load(a, held, held_first);
-  if constexpr (kNorm) {
-    OwnRow row(a.before, a.hidden);
-    pdl_launch_dependents();
-    pdl_wait();
-    const bool has_row = begin + rank < end;
-    if (has_row) row.make(a.before, begin + rank, a.hidden);
-    cluster_arrive();
-    if (has_row) row.keep(a.before, begin + rank, a.hidden);
-  } else {
-    cluster_arrive();
-    pdl_launch_dependents();
-    pdl_wait();
-  }
+  cluster_arrive();
+  pdl_launch_dependents();
+  pdl_wait();
   cluster_wait();  // every block of the cluster runs: its logits may be written to
 
   const auto store = [&](int expert0, int token0) {
@@ -158,7 +142,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
       float acc[4] = {0, 0, 0, 0};
       for (int first = 0; first < a.hidden; first += kBatch) {
         Operand x;
-        x.load<kNorm>(row, first, a.hidden);
+        x.load(row, first, a.hidden);
         if (held != expert0 || held_first != first) gate.load(a, held = expert0, held_first = first);
         multiply(gate, x, first, a.hidden, acc);
       }
@@ -177,26 +161,25 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   else route_nothing(a.route, t);
 }
 
-template <bool kNorm, int kPerLane>
+template <int kPerLane>
 cudaError_t run(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true, kNorm>, l, a)
-                                      : launch(gate_route<kPerLane, false, kNorm>, l, a);
+  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a)
+                                      : launch(gate_route<kPerLane, false>, l, a);
 }
 
-template <bool kNorm>
 cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
   static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32,
                 "without clusters a warp routes one token");
   // One product per cluster while all clusters run at once, which some groups of SMs have no room for; with
   // more tokens a cluster keeps its gate.
   const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
-  if (limits.major >= 9 && !kNorm) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
+  if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
   Launch l = {dim3(1, ceil_div(groups, a.groups)), dim3(kWarps * 32), stream};
   if (limits.major >= 9) l.cluster = l.grid.x = kCluster;
-  if (a.route.experts <= 128) return run<kNorm, 4>(l, a);
-  if (a.route.experts <= 256) return run<kNorm, 8>(l, a);
-  if (a.route.experts <= 512) return run<kNorm, 16>(l, a);
-  return run<kNorm, 32>(l, a);
+  if (a.route.experts <= 128) return run<4>(l, a);
+  if (a.route.experts <= 256) return run<8>(l, a);
+  if (a.route.experts <= 512) return run<16>(l, a);
+  return run<32>(l, a);
 }
 
 /// A warp for each token, whose logits another launch has written.
@@ -246,7 +229,6 @@ GateArgs gate_args(const GateRouteArgs& c) {
           c.tokens,
           c.hidden,
           1,
-          {},
           {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
            c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
           c.routing,
@@ -268,23 +250,5 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   const bool apart = c.tokens >= kApart && !c.invariant && limits.major >= 9;
-  return apart ? launch_apart(gate_args(c), stream) : launch_gate<false>(gate_args(c), limits, stream);
-}
-
-/// residual += delta, x = norm(residual), all [T, H], then moe_gate_route of x, whatever args->x is: the bits of
-/// moe_add_rms_norm and moe_gate_route one after the other. Hopper only; at most 128 tokens, H at most 8,192.
-extern "C" int moe_add_norm_gate_route(const moe::GateRouteArgs* args, const float* delta, float* residual,
-                                       const __nv_bfloat16* weight, float eps, __nv_bfloat16* x, void* stream) {
-  using namespace moe;
-  const GateRouteArgs& c = *args;
-  if (!valid(c) || c.tokens > kMaxNormTokens || c.hidden > OwnRow::kMaxHidden) return cudaErrorInvalidValue;
-  if (c.tokens == 0) return cudaSuccess;
-  DeviceLimits limits;
-  const cudaError_t e = device_limits(&limits);
-  if (e != cudaSuccess) return e;
-  if (limits.major < 9) return cudaErrorNotSupported;
-  GateArgs a = gate_args(c);
-  a.x = x;
-  a.before = {delta, residual, weight, eps, x};
-  return launch_gate<true>(a, limits, stream);
+  return apart ? launch_apart(gate_args(c), stream) : launch_gate(gate_args(c), limits, stream);
 }

@@ -46,9 +46,6 @@ launchers! {
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
-    moe_add_norm_gate_route(
-        args: *const GateRouteArgs, delta: *const f32, residual: *mut f32, weight: *const bf16, eps: f32, x: *mut bf16
-    );
     moe_balance_ids(args: *const BalanceIdsArgs);
     moe_align_tokens(args: *const AlignTokensArgs);
     moe_experts_stream(args: *const ExpertsStreamArgs);

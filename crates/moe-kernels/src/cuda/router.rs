@@ -7,10 +7,9 @@ use candle_core::{DType, Result, bail};
 use super::args::{CopiesArgs, GateRouteArgs, StepRoutingArgs};
 use super::{CudaExec, ffi, small};
 use crate::align::{Log2Phy, Spread};
-use crate::buffer::Scratch;
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
-use crate::monolithic::{Gate, PreNorm};
+use crate::monolithic::Gate;
 use crate::plan::{Form, RouterCall, RouterForm};
 use crate::view::{View, ViewMut};
 
@@ -59,17 +58,6 @@ impl CopiesArgs {
     }
 }
 
-/// Addition and norm that make the rows of the router, in its launch.
-pub(super) struct AddNorm<'a, 'b> {
-    /// [T, H] f32.
-    pub delta: View<'a>,
-    /// [T, H] f32, to which `delta` is added.
-    pub residual: &'a mut ViewMut<'b>,
-    pub norm: PreNorm<'a>,
-    /// [T, H] bf16.
-    pub x: &'a mut Scratch,
-}
-
 /// [`gate_route_into`] with buckets.
 pub(super) fn gate_route(
     x: View,
@@ -85,28 +73,7 @@ pub(super) fn gate_route(
     cuda.check(op, unsafe { ffi::moe_gate_route(&args, cuda.raw()?) })
 }
 
-/// The same behind addition and norm, whose dims and dtypes the caller has checked.
-pub(super) fn add_norm_gate_route(
-    before: AddNorm,
-    gate: &Gate,
-    outputs: (ViewMut, ViewMut, ViewMut),
-    buckets: Buckets,
-    ex: &Exec,
-) -> Result<()> {
-    let op = "add_norm_gate_route";
-    let AddNorm { delta, residual, norm, x } = before;
-    super::expect_aligned(op, &[delta, residual.as_view(), norm.weight])?;
-    let args = checked(op, x.view(), gate, outputs, buckets, ex)?;
-    let cuda = ex.cuda(op)?;
-    let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "norm", norm.weight)?);
-    let (residual, x) = (cuda.write(op, "residual", residual)?, cuda.write(op, "x", &mut x.view_mut())?);
-    // SAFETY: `checked` has checked the router's part, the caller the rest; sizes that do not fit are refused.
-    cuda.check(op, unsafe {
-        ffi::moe_add_norm_gate_route(&args, delta, residual, weight, norm.eps, x, cuda.raw()?)
-    })
-}
-
-/// The arguments of both, with dims, dtypes and the launchers' conditions checked.
+/// The launcher's arguments, with dims, dtypes and its conditions checked.
 fn checked(
     op: &str,
     x: View,

@@ -13,8 +13,6 @@ pub enum Fusion {
     NormAdd,
     /// Also the addition to the residual stream and the norm of the next sub-layer.
     AddNorm,
-    /// The same, and before the router the addition that the sub-layer ahead leaves, and the norm behind it.
-    AddNorms,
 }
 
 /// A step of an expert layer whose router the kernels know.
@@ -80,22 +78,18 @@ impl Form for MonolithicForm {
         super::linear::expect_bf16(call.dtype)?;
         match (self, call.fusion) {
             (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
-            (Self::OneLaunch, Fusion::AddNorm | Fusion::AddNorms) => {
+            (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))
             }
-            (Self::Fp8 | Self::Wide | Self::Tensor, Fusion::Nothing | Fusion::AddNorm | Fusion::AddNorms) => {
-                let ExpertsCall { tokens, hidden, num_ids, top_k, .. } = call.experts;
+            (Self::Fp8 | Self::Wide | Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
+                let ExpertsCall { hidden, num_ids, top_k, .. } = call.experts;
                 match self {
                     Self::Fp8 => call.experts.fits_fp8(machine)?,
                     Self::Wide => call.experts.fits_wide(machine)?,
                     _ => call.experts.fits_tensor(machine)?,
                 }
                 let router = RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype };
-                RouterForm::OneLaunch.fits(&router, machine)?;
-                if call.fusion == Fusion::AddNorms {
-                    super::router::expect_normed(tokens, hidden)?;
-                }
-                Ok(())
+                RouterForm::OneLaunch.fits(&router, machine)
             }
             (Self::Fp8, Fusion::NormAdd) if call.experts.quant.is_none() => Err(Reason::Floats),
             (Self::Fp8 | Self::Wide | Self::Tensor, Fusion::NormAdd) => {

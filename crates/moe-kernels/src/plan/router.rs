@@ -2,16 +2,12 @@
 
 use candle_core::DType;
 
-use super::linear::{expect_at_most, expect_bf16, expect_rows, expect_steps};
+use super::linear::{expect_at_most, expect_bf16, expect_steps};
 use super::{Form, Machine, Reason};
 
 /// Limits of the one launch.
 const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
-/// Limits of addition and norm inside of it: a block of a cluster makes a row in its registers. With more rows a launch of their
-/// own is faster (docs/kernels-labbook.md).
-const MAX_NORMED_ROWS: usize = 64;
-const MAX_NORMED_HIDDEN: usize = 8192;
 
 /// Sizes of a router whose rule the kernels know (`Gate`).
 #[derive(Clone, Copy, Debug)]
@@ -24,12 +20,6 @@ pub struct RouterCall {
     pub top_k: usize,
     /// Dtype of rows and gate.
     pub dtype: DType,
-}
-
-/// Whether the one launch takes addition and norm of so many rows of H columns.
-pub(super) fn expect_normed(rows: usize, hidden: usize) -> Result<(), Reason> {
-    expect_at_most("hidden_size", MAX_NORMED_HIDDEN, hidden)?;
-    expect_rows(..=MAX_NORMED_ROWS, rows)
 }
 
 /// The kernels of a router.

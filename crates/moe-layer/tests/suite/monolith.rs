@@ -62,13 +62,6 @@ impl MonolithicExperts for Whole {
                 add_into(sums(x, ex)?.view(), residual.reborrow(), ex)?;
                 rms_norm_into(residual.as_view(), norm.weight, norm.eps, out.floats("a mock")?, ex)
             }
-            MonolithicIo::AddNorms { delta, mut residual, before, norm, out } => {
-                add_into(delta, residual.reborrow(), ex)?;
-                let mut x = ex.scratch(before.weight.dtype(), residual.dims())?;
-                rms_norm_into(residual.as_view(), before.weight, before.eps, x.view_mut(), ex)?;
-                add_into(sums(x.view(), ex)?.view(), residual.reborrow(), ex)?;
-                rms_norm_into(residual.as_view(), norm.weight, norm.eps, out.floats("a mock")?, ex)
-            }
         }
     }
 }
@@ -179,7 +172,7 @@ fn on_hopper() -> Result<SparseMoeBlock> {
     Ok(block)
 }
 
-const FUSIONS: [Fusion; 4] = [Fusion::NormAdd, Fusion::AddNorms, Fusion::AddNorm, Fusion::Nothing];
+const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 
 #[test]
 fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
@@ -193,10 +186,10 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     assert_eq!(kernels(1, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
     assert_eq!(kernels(4, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
     assert_eq!(kernels(5, &machine), (Fusion::Nothing, "gate_route".to_string(), 1));
-    assert_eq!(kernels(16, &machine), (Fusion::AddNorms, three.clone(), 7));
-    assert_eq!(kernels(63, &machine), (Fusion::AddNorms, three, 7));
+    assert_eq!(kernels(16, &machine), (Fusion::AddNorm, three.clone(), 5));
+    assert_eq!(kernels(63, &machine), (Fusion::AddNorm, three, 5));
     let prompt = "gate_route + experts_wide + combine".to_string();
-    assert_eq!(kernels(64, &machine), (Fusion::AddNorms, prompt.clone(), 7));
+    assert_eq!(kernels(64, &machine), (Fusion::AddNorm, prompt.clone(), 5));
     assert_eq!(kernels(65, &machine), (Fusion::AddNorm, prompt, 5));
     let invariant = Machine { batch_invariant: true, ..machine };
     let apart = "gate product, then route".to_string();

@@ -8,7 +8,7 @@ use super::{FusedExperts, check, quantisation};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
-use crate::cuda::router::{self, AddNorm, add_norm_gate_route, gate_route};
+use crate::cuda::router::{self, gate_route};
 use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
@@ -70,7 +70,7 @@ pub fn monolithic_experts_into(
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
             MonolithicIo::Store { x, mut out },
         ) => {
-            let products = Products::new(op, form, Before::Normed(x), args, sizes, ex)?;
+            let products = Products::new(op, form, x, args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
         }
@@ -78,17 +78,7 @@ pub fn monolithic_experts_into(
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
             MonolithicIo::AddNorm { x, mut residual, norm, out },
         ) => {
-            let products = Products::new(op, form, Before::Normed(x), args, sizes, ex)?;
-            let to = (&mut residual, out);
-            products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
-        }
-        (
-            MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
-            MonolithicIo::AddNorms { delta, mut residual, before, norm, out },
-        ) => {
-            let mut x = ex.scratch(DType::BF16, &[sizes.tokens, sizes.hidden])?;
-            let first = AddNorm { delta, residual: &mut residual, norm: before, x: &mut x };
-            let products = Products::new(op, form, Before::ToNorm(first), args, sizes, ex)?;
+            let products = Products::new(op, form, x, args, sizes, ex)?;
             let to = (&mut residual, out);
             products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
         }
@@ -174,22 +164,7 @@ fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
             same("residual", residual, tokens, DType::F32)?;
             rows_out(out, tokens).map(|()| tokens)
         }
-        MonolithicIo::AddNorms { delta, residual, before, norm: next, out } => {
-            let tokens = rows("delta", delta, DType::F32)?;
-            norm(before)?;
-            norm(next)?;
-            same("residual", residual, tokens, DType::F32)?;
-            rows_out(out, tokens).map(|()| tokens)
-        }
     }
-}
-
-/// What the router reads.
-enum Before<'a, 'b> {
-    /// [T, H] bf16.
-    Normed(View<'a>),
-    /// Rows that its launch makes.
-    ToNorm(AddNorm<'a, 'b>),
 }
 
 /// Slot rows behind router and products, before their sum.
@@ -205,7 +180,7 @@ impl Products {
     fn new(
         op: &'static str,
         form: MonolithicForm,
-        before: Before,
+        x: View,
         args: &MonolithicExperts,
         sizes: ExpertsCall,
         ex: &Exec,
@@ -221,17 +196,7 @@ impl Products {
             expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", args.expert_map)?,
         };
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        let x = match before {
-            Before::Normed(x) => {
-                gate_route(x, args.gate, outputs, buckets, ex)?;
-                x
-            }
-            Before::ToNorm(AddNorm { delta, residual, norm, x }) => {
-                let before = AddNorm { delta, residual, norm, x: &mut *x };
-                add_norm_gate_route(before, args.gate, outputs, buckets, ex)?;
-                x.view()
-            }
-        };
+        gate_route(x, args.gate, outputs, buckets, ex)?;
         let MonolithicExperts { w13, w2, expert_map, .. } = *args;
         let (topk_ids, topk_weights) = (ids.view(), weights.view());
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
