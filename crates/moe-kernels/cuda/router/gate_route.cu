@@ -125,6 +125,11 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   cluster_arrive();
   pdl_launch_dependents();
   pdl_wait();
+  const auto load_rows = [&](Operand& x, int token0, int first) {
+    x.load(a.x + static_cast<size_t>(min(token0 + lane / 4, a.tokens - 1)) * a.hidden, first, a.hidden);
+  };
+  Operand x;
+  load_rows(x, begin, 0);
   cluster_wait();  // every block of the cluster runs: its logits may be written to
 
   const auto store = [&](int expert0, int token0) {
@@ -138,14 +143,15 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   };
   for (int expert0 = rank * kExperts; expert0 < a.route.experts; expert0 += blocks * kExperts) {
     for (int token0 = begin; token0 < end; token0 += kTokens) {
-      const bf16* row = a.x + static_cast<size_t>(min(token0 + lane / 4, a.tokens - 1)) * a.hidden;
       float acc[4] = {0, 0, 0, 0};
       for (int first = 0; first < a.hidden; first += kBatch) {
-        Operand x;
-        x.load(row, first, a.hidden);
+        if (first > 0) load_rows(x, token0, first);
         if (held != expert0 || held_first != first) gate.load(a, held = expert0, held_first = first);
         multiply(gate, x, first, a.hidden, acc);
       }
+      // The next product's rows are on their way while the sums of this one are exchanged.
+      const bool more_tokens = token0 + kTokens < end, more_experts = expert0 + blocks * kExperts < a.route.experts;
+      if (more_tokens || more_experts) load_rows(x, more_tokens ? token0 + kTokens : begin, 0);
 #pragma unroll
       for (int c = 0; c < 4; ++c) partial[warp][lane / 4 + c / 2 * 8][lane % 4 * 2 + c % 2] = acc[c];
       __syncthreads();
