@@ -6,7 +6,7 @@
 quantised() {
   local scheme label flags folder
   requests "$out/requests.jsonl" 24 32
-  for scheme in gptq-int4-channel fp8-block; do
+  for scheme in gptq-int4-channel gptq-int4-act-order fp8-block; do
     folder=$out/text-$scheme
     rm -rf "$folder" && cp -r "$root/models/qwen3moe/checkpoint" "$folder"
     check "quantise-$scheme" 90 python3 "$root/tests/gpu/quantise.py" "$folder" $scheme

@@ -62,14 +62,14 @@ impl Columns {
         Ok(Self { source, width, group, groups, order: None })
     }
 
-    /// Columns sorted by their group in `g_idx` \[K\], a stable order. Where a cut leaves a group with too few columns,
-    /// groups become smaller and are filled up.
+    /// Columns sorted by their group in `g_idx` \[K\], a stable order. The last group may have fewer columns; where a cut leaves
+    /// another one with too few, groups become smaller and are filled up.
     pub fn by_group(g_idx: &[u32], source: Range<usize>, group: usize) -> Self {
         let mut sorted: Vec<u32> = (0..source.len() as u32).collect();
         let group_of = |column: u32| g_idx[source.start + column as usize];
         sorted.sort_by_key(|column| group_of(*column));
         let runs: Vec<&[u32]> = sorted.chunk_by(|a, b| group_of(*a) == group_of(*b)).collect();
-        let whole = runs.iter().all(|run| run.len().is_multiple_of(group));
+        let whole = runs.split_last().is_none_or(|(_, others)| others.iter().all(|run| run.len() == group));
         let unit = if whole || !group.is_multiple_of(SMALL_GROUP) { group } else { SMALL_GROUP };
         let mut order = Order { perm: Vec::new(), place: vec![0; source.len()], padding: Vec::new() };
         let mut groups = Vec::new();
@@ -78,12 +78,12 @@ impl Columns {
                 order.place[column as usize] = order.perm.len() as u32;
                 order.perm.push(column);
             }
-            let full = run.len().next_multiple_of(unit);
+            let full = if whole { run.len() } else { run.len().next_multiple_of(unit) };
             for _ in run.len()..full {
                 order.padding.push(order.perm.len() as u32);
                 order.perm.push(run[0]);
             }
-            groups.resize(groups.len() + full / unit, group_of(run[0]) as usize);
+            groups.resize(groups.len() + full.div_ceil(unit), group_of(run[0]) as usize);
         }
         Self { source, width: order.perm.len(), group: unit, groups, order: Some(order) }
     }
@@ -96,5 +96,28 @@ impl Columns {
             }
             _ => scheme,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_group_may_have_fewer_columns() {
+        // 72 columns in groups of 32, 32 and 8, none where it stood.
+        let g_idx: Vec<u32> = (0..72).map(|column| (column * 5 % 72) / 32).collect();
+        let whole = Columns::by_group(&g_idx, 0..72, 32);
+        let order = whole.order.as_ref().map(|order| (order.perm.clone(), order.padding.len()));
+        let (perm, padding) = order.unwrap_or_default();
+        assert_eq!((whole.width, whole.group, whole.groups, padding), (72, 32, vec![0, 1, 2], 0));
+        assert!(perm.windows(2).all(|pair| {
+            let [a, b] = [pair[0], pair[1]].map(|column| (g_idx[column as usize], column));
+            a < b
+        }));
+
+        let part = Columns::by_group(&g_idx, 0..40, 32);
+        let filled = part.order.map_or(0, |order| order.padding.len());
+        assert_eq!((part.width, filled), (96, 56), "a cut fills groups up");
     }
 }
