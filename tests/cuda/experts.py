@@ -266,7 +266,7 @@ def sizes_that_do_not_fit_are_refused(lib):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("library")
+    ap.add_argument("so", help="the kernels, libmoe_kernels.so")
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "experts.json"))
     ap.add_argument("--no-bench", action="store_true")
     ap.add_argument("--only", choices=[function.__name__ for function in CHECKS], help="run this check alone")
@@ -276,7 +276,7 @@ def main():
     ap.add_argument("--no-checks", action="store_true")
     ap.add_argument("--products", action="store_true", help="instead, time both products alone from 16 to 32k tokens in bursts and sustained, with skews 0, 1 and inf")
     args = ap.parse_args()
-    lib = Library(args.library)
+    lib = Library(args.so)
     if args.products:
         table = bench_products.run(lib, [16 << i for i in range(12)], [0.0, 1.0, float("inf")])
         with open(args.out, "w") as f:

@@ -25,7 +25,7 @@ CHECKS = check_dequantise.CHECKS + check_fp8.CHECKS + check_fp8_linear.CHECKS + 
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("library")
+    ap.add_argument("so", help="the kernels, libmoe_kernels.so")
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "quant_tensor.json"))
     ap.add_argument("--no-bench", action="store_true")
     ap.add_argument("--no-checks", action="store_true")
@@ -35,7 +35,7 @@ def main():
     ap.add_argument("--time", default="linears,experts", help="what to time: linears, experts, dequantise, fp8 (experts), fp8_linears, order")
     ap.add_argument("--splits", type=int, default=0, help="of K in dense products")
     args = ap.parse_args()
-    lib, failures = Library(args.library), 0
+    lib, failures = Library(args.so), 0
     for function in [] if args.no_checks else [f for f in CHECKS if args.only in (None, f.__name__)]:
         begin = time.time()
         try:

@@ -278,11 +278,11 @@ def bench(lib):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("library")
+    ap.add_argument("so", help="the kernels, libmoe_kernels.so")
     ap.add_argument("--no-bench", action="store_true")
     ap.add_argument("--only", choices=[check.__name__ for check in CHECKS], help="run this check alone")
     args = ap.parse_args()
-    lib = Library(args.library)
+    lib = Library(args.so)
     failures = 0
     for check in [check for check in CHECKS if args.only in (None, check.__name__)]:
         try:

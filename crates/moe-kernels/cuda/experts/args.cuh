@@ -44,7 +44,7 @@ struct ExpertsTensorArgs {
   int bucket;
   __nv_bfloat16* act;  // scratch [T K, I]
   void* slot_rows;     // out [T K, H]: f32, of moe_experts_wide bf16
-  uint32_t* counters;  // [moe_experts_tensor_counters] zeroed once; launches that share it must not overlap
+  uint32_t* counters;  // [moe_experts_tensor_counters] zeroed once, for launches of one num_local that do not overlap
   int tokens, top_k;
   int num_ids;  // experts of all ranks, of which num_local are here
   int num_local, hidden, inter;

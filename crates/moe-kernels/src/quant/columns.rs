@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
+use super::sorted::is_order;
 use crate::cpu::product::K_BLOCK;
 
 /// Columns of a block are padded to whole steps: what a kernel multiplies at a time.
@@ -106,10 +107,7 @@ impl Columns {
 
 /// The columns of `inputs`, sorted by the segment of x that they multiply, and within by group, as they came.
 fn sorted(perm: &[u32], width: usize, inputs: &Range<usize>, length: usize) -> Result<Vec<u32>> {
-    let mut seen = vec![false; width];
-    let fits = perm.len() == width
-        && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)));
-    if !fits {
+    if !is_order(perm, width) {
         bail!("the order of columns must name each of the {width} columns once")
     }
     let input = |i: u32| perm[i as usize] as usize;
