@@ -182,8 +182,9 @@ struct Fp8ExpertsArgs {
   QuantPack w;          // w13 or w2
   const uint32_t* slots;
   const uint32_t* counts;
-  int bucket;          // these three as in ExpertsTensorArgs
-  __nv_bfloat16* out;  // [T K, I] in order of experts, or [T K, H] by slot
+  int bucket;  // these three as in ExpertsTensorArgs
+  void* out;  // E4M3 [T K, I] in order of experts, in the order of columns of fp8_product.cuh, or bf16 [T K, H] by slot
+  float* out_scales;  // [I / 128, T K rounded up to 4], or null
   int tokens, top_k;
 };
 

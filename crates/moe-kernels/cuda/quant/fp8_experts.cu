@@ -1,8 +1,9 @@
 // The experts' products of FP8 weights with FP8 activations, a launch each, over lists of slots as moe_experts_wide has
-// them and rows of activations in order of experts.
+// them and rows of activations in order of experts. The first one leaves activations in FP8 for the second.
 //
 // Floor: 6 T K H I FLOPs at twice the rate of bf16: 618 GFLOP for 8,192 tokens of Qwen3-30B-A3B, 312 us at 1,980
-// TFLOP/s; the weights' 604 MB are 140 us. Measured: 816 us.
+// TFLOP/s; the weights' 604 MB are 140 us. Measured, one H100: 538 and 303 us; before activations left in FP8 510 and
+// 295, and 55 for a launch that quantised them.
 #include "quant/fp8_product_kernel.cuh"
 
 namespace moe::fp8 {
@@ -11,29 +12,68 @@ namespace moe::fp8 {
 __device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 #endif
 
-/// act = silu(gate) up in bf16, in order of experts. Of the weight tile's 16s of rows 8 are gate's and 8 up's.
+/// act = silu(gate) up in E4M3, in order of experts, with the bits that moe_fp8_quantise makes of act in bf16. Of the
+/// weight tile's 16s of rows 8 are gate's and 8 up's, so a tile makes 64 columns, and a pair of blocks the 128 that
+/// share a scale: each tells the other the largest magnitude of its half of each row.
 struct StoreActivations {
   static constexpr bool kSlots = false;
+  static constexpr int kCluster = kPair;
 
 #if MOE_SM90
-  template <class F>
-  static __device__ __forceinline__ void store(const Args& a, const Piece& piece, int tile, const float* sums, int rows,
-                                               F place) {
+  /// A lane's pairs of each 8 columns in bf16, of a part's rows g and g + 8.
+  struct Rows {
+    uint32_t word[2][8];
+
+    __device__ __forceinline__ explicit Rows(const float* sums) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* d = sums + (2 * i + j / 2) * 8 + j % 2 * 2;
-        v[j] = pack_bf16(swiglu(d[0], d[4]), swiglu(d[1], d[5]));
+      for (int i = 0; i < 16; ++i) {
+        const float* d = sums + i / 2 * 8 + i % 2 * 2;
+        word[i % 2][i / 2] = pack_bf16(swiglu(d[0], d[4]), swiglu(d[1], d[5]));
       }
-      piece.put(i, v);
     }
-    const int inter = a.n / 2;
-    piece.each([&](int row, int column, const uint4& bytes) {
-      bf16* to = a.out + static_cast<size_t>(place(row)) * inter + tile * (kTileRows / 2);
-      if (row < rows) reinterpret_cast<uint4*>(to)[column] = bytes;
-    });
+
+    /// The largest magnitude of a row's 64 columns, which four lanes have.
+    __device__ __forceinline__ float most(int row) const {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most = larger(most, word[row][i]);
+      most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      return larger_half(most);
+    }
+  };
+
+  template <class Consumer>
+  static __device__ __forceinline__ void store(Consumer& c, const Work& work, int parts, uint32_t, const float* total) {
+    const int g = c.lane / 4, t = c.lane % 4, i = c.stored++;
+    const uint32_t rank = work.tile % kPair;
+    uint64_t* full = c.b.most_full(c.warp, i);
+    if (c.lane == 0) arrive_expecting(full, parts * 64);
+    const Rows rows[2] = {Rows(total), Rows(total + kPartSums)};
+    float own[2][2];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      own[part][0] = rows[part].most(0), own[part][1] = rows[part].most(1);
+      if (part < parts && t < 2)
+        cluster_send(c.b.most(c.warp, i, part) + t * 8 + g, __float_as_uint(t == 0 ? own[part][0] : own[part][1]), full,
+                     rank ^ 1);
+    }
+    mbarrier_wait(full, i / 2 & 1);
+    const RowsOut& out = c.a.act;
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      const int part = half / 2, row = c.first_row(part) + half % 2 * 8 + g;
+      if (part >= parts || row >= work.rows) continue;
+      const float others = __uint_as_float(c.b.most(c.warp, i, part)[half % 2 * 8 + g]);
+      const Scale scale = scale_of(fmaxf(own[part][half % 2], others));
+      const uint32_t (&word)[8] = rows[part].word[half % 2];
+      const int place = work.first + row, group = work.tile / kPair;
+      uint8_t* to = out.q + static_cast<size_t>(place) * (c.a.n / 2) + group * kGroup + 16 * (2 * t + rank);
+      *reinterpret_cast<uint4*>(to) = {scaled(word[0], word[1], scale.inverse), scaled(word[2], word[3], scale.inverse),
+                                       scaled(word[4], word[5], scale.inverse),
+                                       scaled(word[6], word[7], scale.inverse)};
+      if (rank == 0 && t == 0) *out.scale(place, group) = scale.scale;
+    }
   }
 #endif
 };
@@ -41,23 +81,28 @@ struct StoreActivations {
 /// Rows in bf16 to the places of their slots.
 struct StoreSlotRows {
   static constexpr bool kSlots = true;
+  static constexpr int kCluster = 1;
 
 #if MOE_SM90
-  template <class F>
-  static __device__ __forceinline__ void store(const Args& a, const Piece& piece, int tile, const float* sums, int rows,
-                                               F place) {
+  template <class Consumer>
+  static __device__ __forceinline__ void store(Consumer& c, const Work& work, int parts, uint32_t slot,
+                                               const float* total) {
+    const Piece piece = {c.b.staging + c.warp * 2048};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 4; ++half) {
+      const int part = half / 2, first = c.first_row(part);
+      if (part >= parts) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* d = sums + half * 32 + i * 8;
+        const float* d = total + half * 32 + i * 8;
         const uint32_t v[4] = {pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]), pack_bf16(d[4], d[5]),
                                pack_bf16(d[6], d[7])};
         piece.put(i, v);
       }
       piece.each([&](int row, int column, const uint4& bytes) {
-        bf16* to = a.out + static_cast<size_t>(place(row)) * a.n + tile * kTileRows + half * 64;
-        if (row < rows) reinterpret_cast<uint4*>(to)[column] = bytes;
+        const uint32_t place = __shfl_sync(0xffffffffu, slot, part * 16 + row);
+        bf16* to = c.a.out + static_cast<size_t>(place) * c.a.n + work.tile * kTileRows + half % 2 * 64;
+        if (first + row < work.rows) reinterpret_cast<uint4*>(to)[column] = bytes;
       });
     }
   }
@@ -72,21 +117,23 @@ inline bool experts_fit(const Fp8ExpertsArgs& c, bool gate_up) {
 template <class Kind>
 cudaError_t experts(const Fp8ExpertsArgs& c, void* stream) {
   Args a = {};
-  a.scales = c.scales, a.slots = c.slots, a.counts = c.counts, a.out = c.out;
+  a.scales = c.scales, a.slots = c.slots, a.counts = c.counts;
   a.bucket = c.bucket, a.experts = static_cast<int>(c.w.experts), a.rows = c.tokens * c.top_k;
+  if constexpr (Kind::kSlots) a.out = static_cast<bf16*>(c.out);
+  else a.act = {static_cast<uint8_t*>(c.out), c.out_scales, scale_rows(a.rows), false};
   return run<Kind>(a, c.q, c.w, stream);
 }
 
 }  // namespace moe::fp8
 
-/// out [T K, I] = silu(gate) up of the slots, from q [T K, H]; all in order of experts.
+/// out [T K, I] E4M3 with out_scales, silu(gate) up of the slots, from q [T K, H]; all in order of experts.
 extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream) {
   using namespace moe;
   if (!fp8::experts_fit(*args, true)) return cudaErrorInvalidValue;
   return fp8::experts<fp8::StoreActivations>(*args, stream);
 }
 
-/// out [T K, H], the row of each slot that has a local expert, from q [T K, I] in order of experts.
+/// out [T K, H] bf16, the row of each slot that has a local expert, from q [T K, I] in order of experts.
 extern "C" int moe_fp8_experts_down(const moe::Fp8ExpertsArgs* args, void* stream) {
   using namespace moe;
   if (!fp8::experts_fit(*args, false)) return cudaErrorInvalidValue;

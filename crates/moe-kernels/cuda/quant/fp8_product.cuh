@@ -4,9 +4,14 @@
 // Rows of activations lie in order of experts, quantised per row and 128 columns (fp8_quantise.cu). A work tile is up
 // to 256 of them, of one expert, times a weight tile of 128 rows, as the pack has it; a stage of the ring holds 128
 // columns of both, with the scales of the rows and of the weights.
+//
+// Blocks may come in pairs, clusters of two: they multiply the same rows by neighbouring weight tiles, and each loads
+// one half of the rows for both.
 #pragma once
 
 #include "experts/tiles.cuh"
+#include "ptx/cluster.cuh"
+#include "quant/fp8_row.cuh"
 #include "quant/stage.cuh"
 
 namespace moe::fp8 {
@@ -19,10 +24,11 @@ using Stage = quant::QuantStage<QuantFormat::kFp8, kColumns, kColumns, kBlocks>;
 
 constexpr int kPart = 64;                // rows of one product
 constexpr int kRows = 256;               // of a work tile: two parts for each consuming warpgroup
-constexpr int kGroup = 16;               // work tiles that meet all rows of an expert before the next ones do
+constexpr int kGroupTiles = 16;          // weight tiles that meet all rows of an expert before the next ones do
 constexpr int kConverters = kGatherers;  // warps that turn weights into an operand
 constexpr int kMaxStages = 6;
 constexpr int kStaging = kConsumers * 2048;  // of results on their way out: 16 rows of 128 bytes for each warp
+constexpr int kPair = 2;                     // blocks of a cluster
 constexpr int kTableEntry = 16;
 constexpr int kHeader = 1024;  // barriers and work tiles
 constexpr int kRowBytes = kRows * kColumns, kPartBytes = kPart * kColumns;
@@ -33,7 +39,8 @@ struct Args {
   const float* scales;     // of rows [k / 128, scale_rows]
   const uint32_t* slots;   // of each expert [E, bucket]
   const uint32_t* counts;  // of them [E]
-  bf16* out;
+  bf16* out;               // results in bf16, or
+  RowsOut act;             // in FP8
   quant::Source source;
   int bucket, experts, rows;  // rows: slots of all experts
   int scale_rows, n, k;
@@ -67,6 +74,13 @@ struct Block {
   __device__ __forceinline__ uint64_t* work_full(int i) const { return barrier(3 * kMaxStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
+  /// What the other block of a pair sends a warp at its i-th work tile: the largest magnitudes of a part's 16 rows.
+  __device__ __forceinline__ uint64_t* most_full(int warp, int i) const {
+    return work_full(0) + 2 * kWorkSlots + warp * 2 + i % 2;
+  }
+  __device__ __forceinline__ uint32_t* most(int warp, int i, int part) const {
+    return reinterpret_cast<uint32_t*>(staging) + ((warp * 2 + i % 2) * 2 + part) * 16;
+  }
   /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * kStageBytes; }
@@ -77,7 +91,8 @@ struct Block {
     return reinterpret_cast<float*>(side(s) + Stage::kSideBytes);
   }
 };
-static_assert((3 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512);
+static_assert((3 * kMaxStages + 2 * Block::kWorkSlots + 2 * kConsumers) * 8 <= 512);
+static_assert(Block::kWorkSlots * sizeof(Work) <= 512);
 static_assert(sizeof(uint4) == kTableEntry && kSideBytes % 16 == 0);
 
 #if MOE_SM90
@@ -101,7 +116,9 @@ __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
   if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0};
 }
 
-/// The warp that deals the block's work tiles, announces them to the other warps and loads their operands.
+/// The warp that chooses the block's work tiles, announces them to the other warps and loads their operands.
+/// `kCluster`: blocks of a cluster, which have a weight tile each of the same rows.
+template <int kCluster>
 struct Producer {
   const Block& b;
   const Args& a;
@@ -109,20 +126,23 @@ struct Producer {
   bool leads;  // whether this is the thread that asks the copy engine
   int lane = threadIdx.x % 32;
   uint64_t policy = read_again();
+  int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor at = {};
 
   using Side = Stage::SideCopies<32>;
+  static constexpr int kGroup = fp8::kGroupTiles / kCluster;
+  static constexpr int kShareRows = kPart / kCluster, kShareBytes = kPartBytes / kCluster;  // of a part
 
-  /// The n-th work tile of an expert: up to kGroup in turn have the same rows, then come the next rows.
+  /// The cluster's n-th work of an expert: up to kGroup in turn have the same rows, then come the next rows.
   __device__ __forceinline__ Work work_at(const uint4& entry, int n) const {
-    const int tiles = a.tiles(), rows = entry.w, expert = entry.x, group = n / (a.row_tiles(rows) * kGroup);
-    const int within = n - group * a.row_tiles(rows) * kGroup, width = min(kGroup, tiles - group * kGroup);
-    const int row_tiles = a.row_tiles(rows), row_tile = within / width;
+    const int tiles = a.tiles() / kCluster, rows = entry.w, expert = entry.x, row_tiles = a.row_tiles(rows);
+    const int group = n / (row_tiles * kGroup), within = n - group * row_tiles * kGroup;
+    const int width = min(kGroup, tiles - group * kGroup), row_tile = within / width;
     const int parts = ceil_div(rows, kPart), each = parts / row_tiles, one_more = parts % row_tiles;
     const int from = (row_tile * each + min(row_tile, one_more)) * kPart;
     return {0,
             expert,
-            group * kGroup + within % width,
+            (group * kGroup + within % width) * kCluster + rank,
             static_cast<int>(entry.y) + from,
             min((each + (row_tile < one_more ? 1 : 0)) * kPart, rows - from),
             a.slots + static_cast<size_t>(expert) * a.bucket + from};
@@ -136,8 +156,12 @@ struct Producer {
     const int parts = ceil_div(work.rows, kPart), before = work.first % 4;
     const int scale_bytes = round_up(before + work.rows, 4) * 4;
     arrive_expecting(full, parts * kPartBytes + scale_bytes);
-    for (int i = 0; i < parts; ++i)
-      load_tile(b.rows(at.stage) + i * kPartBytes, rows, work.first + i * kPart, step * kColumns, full, policy);
+    for (int i = 0; i < parts; ++i) {
+      uint8_t* to = b.rows(at.stage) + i * kPartBytes + rank * kShareBytes;
+      const int row = work.first + i * kPart + rank * kShareRows;
+      if (kCluster > 1) load_tile_to_both(to, rows, row, step * kColumns, full);
+      else load_tile(to, rows, row, step * kColumns, full, policy);
+    }
     bulk_copy(b.row_scales(at.stage), a.scales + static_cast<size_t>(step) * a.scale_rows + work.first - before,
               scale_bytes, full);
   }
@@ -145,9 +169,9 @@ struct Producer {
   __device__ __forceinline__ void run() {
     const uint4* table = b.table();
     const uint4 end = table[a.max_touched()];
-    const int tiles = a.tiles(), total = end.z * tiles;
+    const int tiles = a.tiles() / kCluster, total = end.z * tiles;
     int touched = 0, announced = 0;
-    for (int n = blockIdx.x; n < total; n += gridDim.x) {
+    for (int n = blockIdx.x / kCluster; n < total; n += gridDim.x / kCluster) {
       while (touched + 1 < static_cast<int>(end.x) && n >= static_cast<int>(table[touched + 1].z) * tiles) ++touched;
       const uint4 entry = table[touched];
       const Work work = work_at(entry, n - static_cast<int>(entry.z) * tiles);

@@ -73,11 +73,17 @@ struct Consumer {
   const Args& a;
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cursor at = {};
+  int stored = 0;  // work tiles
 
   /// First row of this warp's 16 of a part; a work tile's parts belong to the two warpgroups in turn.
   __device__ __forceinline__ int first_row(int part) const { return (2 * part + group) * kPart + warp % 4 * 16; }
 
-  __device__ __forceinline__ void give_back() const { Stage::give_back(b.empty(at.stage), false); }
+  /// To all blocks that fill the stage.
+  __device__ __forceinline__ void give_back() const {
+    if constexpr (Kind::kCluster == 1) return Stage::give_back(b.empty(at.stage), false);
+    __syncwarp();
+    if (lane < Kind::kCluster) cluster_arrive_at(b.empty(at.stage), lane);
+  }
 
   /// total += sums times the scales of rows (r, r + 8) and weights.
   static __device__ __forceinline__ void add(const WeightScales<kByRow>& weights, float row, float row_8,
@@ -124,7 +130,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const Piece piece = {b.staging + warp * 2048};
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
       // A slot of each lane, of the first part's 16 rows and the second's.
       uint32_t slot = 0;
@@ -135,15 +140,7 @@ struct Consumer {
       if (parts == 2) multiply<2>(work, total);
       else if (parts == 1) multiply<1>(work, total);
       else multiply<0>(work, total);
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        if (part >= parts) continue;
-        const int first = first_row(part);
-        const auto place = [&](int row) {
-          return Kind::kSlots ? __shfl_sync(0xffffffffu, slot, part * 16 + row) : work.first + first + row;
-        };
-        Kind::store(a, piece, work.tile, total + part * kPartSums, work.rows - first, place);
-      }
+      if (parts > 0) Kind::store(*this, work, parts, slot, total);
     });
   }
 };
@@ -165,15 +162,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < b.stages; ++i) {
       mbarrier_init(b.packed(i), 1);
       mbarrier_init(b.full(i), 1 + 32 + kConverters);  // what is loaded, the producer's lanes for scales of weights
-      mbarrier_init(b.empty(i), kConsumers);
+      mbarrier_init(b.empty(i), kConsumers * Kind::kCluster);
     }
     for (int i = 0; i < Block::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
       mbarrier_init(b.work_empty(i), (kConsumers + kConverters) * kWarpArrivals);
     }
+    for (int i = 0; i < kConsumers * 2; ++i) mbarrier_init(b.most_full(i / 2, i), 1);
     mbarrier_fence_init();
   }
-  __syncthreads();
+  if constexpr (Kind::kCluster > 1) cluster_sync();
+  else __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
   if (warp == 0) make_table(b, a);
@@ -186,9 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp > kConsumers) {
       Converter{b, a}.run();
     } else {
-      Producer{b, a, &w, &rows, elect_one()}.run();
+      Producer<Kind::kCluster>{b, a, &w, &rows, elect_one()}.run();
     }
   }
+  // The other block may still write to this one's shared memory.
+  if constexpr (Kind::kCluster > 1) cluster_sync();
 #endif
 }
 
@@ -213,16 +214,18 @@ cudaError_t run(Args a, const uint8_t* q, const QuantPack& w, void* stream) {
   a.source = quant::source(w, kColumns, kColumns);
   a.n = static_cast<int>(w.n), a.k = static_cast<int>(w.k), a.scale_rows = scale_rows(a.rows);
   for (a.stages = kMaxStages; a.stages > 1 && a.smem(a.stages) > limits.block_smem; --a.stages) {}
-  if (a.stages < 2) return cudaErrorInvalidValue;
+  if (a.stages < 2 || a.tiles() % Kind::kCluster != 0) return cudaErrorInvalidValue;
   CUtensorMap weights, rows;
   e = quant::make_pack_map(&weights, w, kBlocks, Stage::kBlockBytes);
   if (e != cudaSuccess) return e;
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(a.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(a.k)};
-  const cuuint32_t box[2] = {kColumns, kPart};
+  const cuuint32_t box[2] = {kColumns, kPart / Kind::kCluster};
   e = encode_tensor_map(&rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, q, 2, dims, strides, box);
   if (e != cudaSuccess) return e;
-  const Launch l = {dim3(limits.sms), dim3(kThreads), stream, static_cast<size_t>(a.smem(a.stages))};
+  Launch l = {dim3(limits.sms / Kind::kCluster * Kind::kCluster), dim3(kThreads), stream,
+              static_cast<size_t>(a.smem(a.stages))};
+  l.cluster = Kind::kCluster;
   return launch(w.scale_rows == 2 ? fp8_product<Kind, false> : fp8_product<Kind, true>, l, weights, rows, a);
 }
 

@@ -244,7 +244,7 @@ arguments! {
         x x_scales slots counts: In, bucket: i32, q scales: Out, tokens top_k columns experts: i32,
     }
     Fp8ExpertsArgs {
-        q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,
+        q scales: In, w: QuantPack, slots counts: In, bucket: i32, out out_scales: Out, tokens top_k: i32,
     }
     Fp8LinearArgs {
         q scales: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,

@@ -7,21 +7,21 @@ use crate::cuda::args::Fp8ExpertsArgs;
 use crate::cuda::{ffi, fp8, small};
 use crate::exec::Exec;
 use crate::plan::ExpertsCall;
-use crate::product_rows::Fp8Order;
+use crate::product_rows::{Fp8Order, Fp8Rows};
 
 impl Inputs {
     /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and
-    /// multiplied by gate and up; what comes of it is quantised and multiplied by down.
+    /// multiplied by gate and up; the activations that come of it are in FP8, too, and multiplied by down.
     pub(super) fn fp8(&self, s: &ExpertsCall, slots: &Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
         let (Packs::Quantised { w13, w2 }, DType::BF16) = (self.packs, rows.dtype) else {
             bail!("{op}: products with FP8 activations take FP8 weights and rows in bf16")
         };
-        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let lists = (slots.at, slots.counts);
-        let rows = fp8::quantised(op, self.x, [s.tokens, s.hidden], Fp8Order::Rows, ex)?;
-        let rows = fp8::to_slots(op, &rows, lists, (slots.places, s.num_local, s.top_k), ex)?;
-        let [q, scales] = rows.at(op, cuda)?;
+        let x = fp8::quantised(op, self.x, [s.tokens, s.hidden], Fp8Order::Rows, ex)?;
+        let x = fp8::to_slots(op, &x, lists, (slots.places, s.num_local, s.top_k), ex)?;
+        let mut act = Fp8Rows::unspecified([s.slots(), s.inter], Fp8Order::Rows, ex)?;
+        let ([q, scales], to) = (x.at(op, cuda)?, act.place(op, cuda)?);
         let gate_up = Fp8ExpertsArgs {
             q,
             scales,
@@ -29,17 +29,17 @@ impl Inputs {
             slots: slots.at,
             counts: slots.counts,
             bucket: small(op, slots.places)?,
-            out: act,
+            out: to.q.cast(),
+            out_scales: to.scales.cast(),
             tokens: small(op, s.tokens)?,
             top_k: small(op, s.top_k)?,
         };
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
-        let rows = fp8::quantised(op, act.cast_const(), [s.slots(), s.inter], Fp8Order::Rows, ex)?;
-        let [q, scales] = rows.at(op, cuda)?;
-        let down = Fp8ExpertsArgs { q, scales, w: w2, out: slot_rows, ..gate_up };
-        // SAFETY: as above; its rows were quantised by the launch before.
+        let ([q, scales], out) = (act.at(op, cuda)?, rows.slot_rows.at);
+        let down = Fp8ExpertsArgs { q, scales, w: w2, out, out_scales: std::ptr::null_mut(), ..gate_up };
+        // SAFETY: as above; its rows were written by the launch before.
         cuda.check("fp8_experts_down", unsafe { ffi::moe_fp8_experts_down(&down, cuda.raw()?) })
     }
 }

@@ -90,12 +90,21 @@ impl Buckets {
 
 /// What lies between the products and the sum.
 pub(super) struct Rows {
-    /// [T K, I] bf16.
-    pub act: Lease,
+    /// [T K, I] bf16; none where activations are in FP8.
+    pub act: Option<Lease>,
     /// [T K, H] of `dtype`.
     pub slot_rows: Lease,
     /// f32; bf16 where `moe_experts_wide` or products with FP8 activations compute them.
     pub dtype: DType,
+}
+
+impl Rows {
+    fn act_at(&self, op: &str) -> Result<Out> {
+        match &self.act {
+            Some(act) => Ok(act.at),
+            None => bail!("{op}: these products leave activations in bf16, for which there is no room"),
+        }
+    }
 }
 
 impl Lease {
@@ -153,13 +162,20 @@ impl Inputs {
         })
     }
 
-    /// Slot rows are of `dtype`.
+    /// Slot rows are of `dtype`, activations in bf16.
     pub(super) fn scratch(&self, s: &ExpertsCall, dtype: DType, ex: &Exec) -> Result<Rows> {
-        Ok(Rows {
-            act: Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?,
-            slot_rows: Lease::new(self.op, dtype, &[s.tokens, s.top_k, s.hidden], ex)?,
-            dtype,
-        })
+        let act = Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?;
+        self.rows(s, Some(act), dtype, ex)
+    }
+
+    /// What products with FP8 activations need, which have their own rows between them.
+    pub(super) fn fp8_scratch(&self, s: &ExpertsCall, ex: &Exec) -> Result<Rows> {
+        self.rows(s, None, DType::BF16, ex)
+    }
+
+    fn rows(&self, s: &ExpertsCall, act: Option<Lease>, dtype: DType, ex: &Exec) -> Result<Rows> {
+        let slot_rows = Lease::new(self.op, dtype, &[s.tokens, s.top_k, s.hidden], ex)?;
+        Ok(Rows { act, slot_rows, dtype })
     }
 
     /// Everything in one launch.
@@ -176,7 +192,7 @@ impl Inputs {
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         let flags = cuda.counters("experts_stream", words as usize)?;
         let &Self { x, topk_ids, topk_weights, expert_map, .. } = self;
-        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
         let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
         // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes
         // that they ask for.
@@ -234,7 +250,7 @@ impl Inputs {
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
         let (bucket, counts) = (small(op, slots.places)?, slots.counts);
-        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
         let counters = counters(s.num_local, ex)?.cast();
         let ordered = self.ordered(s, &slots, ex)?;
         // Rows of slots are those of as many tokens with one expert each.
@@ -358,7 +374,7 @@ impl Inputs {
             sorted: sorted.at,
             tiles: tiles.at,
             num_tiles: num_tiles.at,
-            act: rows.act.at,
+            act: rows.act_at(op)?,
             slot_rows: rows.slot_rows.at,
             slots,
             top_k: small(op, s.top_k)?,

@@ -155,9 +155,11 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
         let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes };
         return launch.run((out, output), ex);
     }
-    let rounded = matches!(form, Some(ExpertsForm::Fp8 | ExpertsForm::Wide));
-    let rows = if rounded { DType::BF16 } else { DType::F32 };
-    let mut scratch = inputs.scratch(&sizes, rows, ex)?;
+    let mut scratch = match form {
+        Some(ExpertsForm::Fp8) => inputs.fp8_scratch(&sizes, ex)?,
+        Some(ExpertsForm::Wide) => inputs.scratch(&sizes, DType::BF16, ex)?,
+        _ => inputs.scratch(&sizes, DType::F32, ex)?,
+    };
     match form {
         Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
         Some(form @ (ExpertsForm::Fp8 | ExpertsForm::Tensor | ExpertsForm::Wide)) => {
@@ -196,8 +198,10 @@ fn any_quantised(
     rows: &mut Rows,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (WeightView::Quantised(w13), WeightView::Quantised(w2)) = (args.w13, args.w2) else {
-        bail!("{op}: expected quantised weights")
+    let (WeightView::Quantised(w13), WeightView::Quantised(w2), Some(act)) =
+        (args.w13, args.w2, &mut rows.act)
+    else {
+        bail!("{op}: expected quantised weights and activations in bf16")
     };
     let slots = sizes.slots();
     let mut offsets = ex.scratch(DType::U32, &[sizes.num_local + 1])?;
@@ -207,10 +211,10 @@ fn any_quantised(
     let (offsets, in_rows, out_rows) = (offsets.view(), in_rows.view(), sorted.view());
     let groups = ExpertGroups { offsets, in_rows, out_rows };
     let w13 = (w13.device_pack(op)?, None);
-    quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, rows.act.view_mut(), ex)?;
+    quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, act.view_mut(), ex)?;
     let w2 = (w2.device_pack(op)?, None);
     let out = rows.slot_rows.view_mut().reshape(&[slots, sizes.hidden])?;
-    quant::down(op, rows.act.view(), &groups, w2, out, ex)
+    quant::down(op, act.view(), &groups, w2, out, ex)
 }
 
 /// Checks dims and dtypes.

@@ -202,8 +202,11 @@ impl Products {
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         check(op, &fused)?;
         let inputs = Inputs::of(op, &fused, ex)?;
-        let dtype = if form == MonolithicForm::Tensor { DType::F32 } else { DType::BF16 };
-        let rows = inputs.scratch(&sizes, dtype, ex)?;
+        let rows = match form {
+            MonolithicForm::Fp8 => inputs.fp8_scratch(&sizes, ex)?,
+            MonolithicForm::Tensor => inputs.scratch(&sizes, DType::F32, ex)?,
+            _ => inputs.scratch(&sizes, DType::BF16, ex)?,
+        };
         let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
         let listed = Buckets { at, counts, places: tokens };
         if form == MonolithicForm::Fp8 {
