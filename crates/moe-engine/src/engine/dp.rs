@@ -22,7 +22,9 @@ use moe_layer::ExpertTraffic;
 use super::dispatch::{Assigned, Dispatcher};
 use super::peers::Peers;
 use super::serve::{Question, Reply, Stepped};
-use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad};
+use super::{
+    Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts, step_memory,
+};
 use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::{AbortOnPanic, Replica, panic_text};
@@ -92,11 +94,21 @@ impl<'m> DpEngine<'m> {
     fn with_peers(
         (model, ex, world): First<'m>,
         peers: Peers,
-        (tokenizer, grammars): (Option<Tokenizer>, Option<Arc<Grammars>>),
+        texts: Texts,
         config: &EngineConfig,
     ) -> Result<Self> {
-        let text = tokenizer.is_some();
-        let mut engine = Engine::with_grammars(model, ex, tokenizer, grammars, config)?;
+        let text = texts.0.is_some();
+        let mut ex = ex;
+        let budget = match config.lockstep {
+            false => step_memory::budget(model, config, &mut ex)?,
+            true if step_memory::is_tight(model, config, &ex)? => {
+                let measured = peers.measure(config, || step_memory::measure(model, config, &mut ex));
+                // The others wait for this rank in the middle of the step.
+                Some(measured.inspect_err(|e| world.abort(&format!("{e:#}")))?)
+            }
+            true => None,
+        };
+        let mut engine = Engine::with_budget(model, ex, texts, config, budget)?;
         let balancer = config.eplb.as_ref().map(|eplb| Balancer::new(model, eplb)).transpose()?;
         let max_model_len = peers.start(config, text, engine.max_model_len())?;
         // A request is the same on every rank.

@@ -35,7 +35,6 @@ mod serve;
 mod slots;
 mod start_order;
 mod stats;
-#[cfg(feature = "cuda")]
 mod step_memory;
 mod text;
 #[cfg(feature = "cuda")]
@@ -70,6 +69,9 @@ use runner::{Runner, StepResult};
 use scheduler::{Limits, Scheduler};
 use sequence::Sequence;
 use text::TextOutput;
+
+/// What makes text of tokens and holds texts to a grammar.
+type Texts = (Option<Tokenizer>, Option<Arc<Grammars>>);
 
 /// Runs requests on a model.
 pub struct Engine<'m> {
@@ -119,30 +121,25 @@ impl<'m> Engine<'m> {
         config: &EngineConfig,
     ) -> Result<Self> {
         let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
-        Self::with_grammars(model, ex, tokenizer, grammars, config)
+        let mut ex = ex;
+        let budget = step_memory::budget(model, config, &mut ex)?;
+        Self::with_budget(model, ex, (tokenizer, grammars), config, budget)
     }
 
-    /// Like [`new`](Self::new), with grammars that other engines use too.
-    fn with_grammars(
+    /// Like [`new`](Self::new), with grammars that other engines use too, and a KV cache of `budget` bytes at most where that
+    /// was measured.
+    fn with_budget(
         model: &'m dyn CausalLm,
         ex: Exec,
-        tokenizer: Option<Tokenizer>,
-        grammars: Option<Arc<Grammars>>,
+        (tokenizer, grammars): Texts,
         config: &EngineConfig,
+        budget: Option<usize>,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        let mut ex = track::tracked(ex)?;
+        let ex = track::tracked(ex)?;
         let info = model.info();
-        let (free, budget) = config.free_and_budget(&ex)?;
-        let capacity = config.capacity(info, free, budget)?;
-        #[cfg(feature = "cuda")]
-        let capacity = match ex.is_cuda() && step_memory::is_tight(config, &capacity, free, model)? {
-            true => {
-                let left = step_memory::budget(model, config, &capacity, &mut ex)?;
-                config.capacity(info, free, left.min(budget))?
-            }
-            false => capacity,
-        };
+        let (free, most) = config.free_and_budget(&ex)?;
+        let capacity = config.capacity(info, free, budget.unwrap_or(most))?;
         let Capacity { num_blocks, context_len, max_model_len } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
         kv.commit(&ex)?;

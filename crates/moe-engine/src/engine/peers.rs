@@ -11,7 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use moe_comm::Messages;
 
 use super::serve::{Next, Question, Reply, answer_all};
-use super::{Engine, EngineConfig};
+use super::{EngineConfig, Texts};
 use crate::parallel::wire::{decode, encode};
 use crate::parallel::{Replica, panic_text};
 use crate::structured::Grammars;
@@ -131,6 +131,24 @@ impl Peers {
         Ok(shortest)
     }
 
+    /// Has each run the largest step with `own`, the first rank's, and keep what a KV cache may take then for the engine that it
+    /// makes next. What `own` says.
+    ///
+    /// # Errors
+    /// The step does not fit a rank's memory.
+    pub(super) fn measure<T>(&self, config: &EngineConfig, own: impl FnOnce() -> Result<T>) -> Result<T> {
+        (0..self.len()).try_for_each(|peer| self.tell(peer, Question::Measure(Box::new(config.clone()))))?;
+        let measured = own()?;
+        for _ in 0..self.len() {
+            match self.next(true)? {
+                Some((_, Reply::Measured)) => {}
+                Some((peer, _)) => return Err(self.unasked(peer)),
+                None => bail!("no rank answers"),
+            }
+        }
+        Ok(measured)
+    }
+
     pub(super) fn unasked(&self, peer: usize) -> anyhow::Error {
         anyhow!("rank {} answers another question", self.rank(peer))
     }
@@ -157,9 +175,6 @@ pub(crate) struct PeerThread {
     questions: Option<Sender<Question>>,
     thread: Option<JoinHandle<()>>,
 }
-
-/// What makes text of tokens and holds texts to a grammar.
-type Texts = (Option<Tokenizer>, Option<Arc<Grammars>>);
 
 impl PeerThread {
     fn start(
@@ -204,16 +219,7 @@ impl Drop for PeerThread {
 }
 
 /// Answers the questions of the first rank's thread until that hangs up.
-fn serve(
-    replica: &Replica,
-    (tokenizer, grammars): &Texts,
-    asked: &Receiver<Question>,
-    reply: impl Fn(Reply),
-) -> Result<()> {
-    let start = |config: &EngineConfig, _text: bool| {
-        let (model, ex) = (replica.model.as_ref(), replica.ex.clone());
-        Engine::with_grammars(model, ex, tokenizer.clone(), grammars.clone(), config)
-    };
+fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: impl Fn(Reply)) -> Result<()> {
     let next = |wait: bool| {
         let question = match wait {
             true => asked.recv().map_err(|_| TryRecvError::Disconnected),
@@ -225,8 +231,83 @@ fn serve(
             Err(TryRecvError::Disconnected) => Next::Stop,
         })
     };
-    answer_all(start, next, |news| {
-        reply(news);
-        Ok(())
-    })
+    answer_all(
+        (replica.model.as_ref(), &replica.ex),
+        |_| texts.clone(),
+        next,
+        |news| {
+            reply(news);
+            Ok(())
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Barrier, Mutex};
+
+    use candle_core::DType;
+    use model_runtime::kv_cache::KvLayout;
+    use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, Observer, StepContext, StepViews, ViewMut};
+    use moe_comm::ThreadComm;
+
+    use super::*;
+    use crate::engine::step_memory;
+
+    /// A model whose steps end when all ranks are in one.
+    struct Meeting {
+        info: ModelInfo,
+        all: Arc<Barrier>,
+        rows: Mutex<Vec<usize>>,
+    }
+
+    impl CausalLm for Meeting {
+        fn info(&self) -> &ModelInfo {
+            &self.info
+        }
+
+        fn forward(
+            &self,
+            step: &StepViews,
+            _: &mut KvCache,
+            _: ViewMut,
+            _: Option<&mut dyn Observer>,
+            _: &mut StepContext,
+            _: &mut Exec,
+        ) -> candle_core::Result<()> {
+            self.all.wait();
+            self.rows.lock().unwrap().push(step.num_tokens());
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn ranks_in_lockstep_run_their_largest_step_at_once_before_they_have_engines() {
+        let kv = KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
+        let info = ModelInfo {
+            vocab_size: 100,
+            hidden_size: 1,
+            num_layers: 1,
+            max_context_len: 64,
+            keys_depend_on_prompt_len: false,
+            kv,
+            moe: None,
+        };
+        let all = Arc::new(Barrier::new(3));
+        let model = || Arc::new(Meeting { info: info.clone(), all: all.clone(), rows: Mutex::default() });
+        let models = [model(), model(), model()];
+        let worlds = ThreadComm::world(3).into_iter().map(Arc::new).collect::<Vec<_>>();
+        let replica = |rank: usize| {
+            let (model, world) = (models[rank].clone(), worlds[rank].clone());
+            Replica { model, ex: Exec::cpu().with_threads(1).unwrap(), world }
+        };
+        let peers = Peers::threads(vec![replica(1), replica(2)], None, None).unwrap();
+        let config = EngineConfig { lockstep: true, max_num_batched_tokens: 24, ..EngineConfig::default() };
+        let own = || step_memory::measure(models[0].as_ref(), &config, &mut Exec::cpu());
+        assert!(peers.measure(&config, own).unwrap() > 0);
+        for model in &models {
+            assert_eq!(*model.rows.lock().unwrap(), [24]);
+        }
+        assert_eq!(peers.start(&config, false, 1000).unwrap(), 64);
+    }
 }

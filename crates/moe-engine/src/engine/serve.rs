@@ -14,13 +14,16 @@ use moe_comm::{Communicator, Messages};
 use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 
-use super::{Engine, EngineConfig, Output, Request, RequestId, Stats, StepLoad};
+use super::{Engine, EngineConfig, Output, Request, RequestId, Stats, StepLoad, Texts, step_memory};
 use crate::parallel::wire::{decode, encode};
+use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 
 /// What an engine is asked. `Limit`, `Add` and `Cancel` show in later steps and have no reply.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Question {
+    /// The largest step, which all ranks run at once, before there is an engine: what a KV cache may take beside it.
+    Measure(Box<EngineConfig>),
     /// A new engine in the place of the last one, with or without text.
     Start(Box<EngineConfig>, bool),
     /// No sequence is to get longer: another rank's KV cache holds no more.
@@ -39,6 +42,7 @@ pub(super) enum Question {
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum Reply {
+    Measured,
     /// The longest sequence of the new engine.
     Started(usize),
     /// There is no engine with these settings.
@@ -73,7 +77,9 @@ impl Engine<'_> {
     /// What ends all requests.
     pub(super) fn answer(&mut self, question: Question) -> Result<Option<Reply>> {
         Ok(match question {
-            Question::Start(..) | Question::End => bail!("an engine cannot replace itself"),
+            Question::Measure(..) | Question::Start(..) | Question::End => {
+                bail!("an engine cannot replace itself")
+            }
             Question::Limit(max_model_len) => {
                 self.limit(max_model_len);
                 None
@@ -118,24 +124,37 @@ impl Engine<'_> {
     }
 }
 
-/// Answers the questions of `next`, which waits for one if it is told to, until there are no more. `start` makes an engine.
+/// Answers the questions of `next`, which waits for one if it is told to, until there are no more, by an engine of the model with
+/// or without `texts`.
 ///
 /// # Errors
 /// What ends all requests.
-pub(super) fn answer_all<'m>(
-    start: impl Fn(&EngineConfig, bool) -> Result<Engine<'m>>,
+pub(super) fn answer_all(
+    (model, ex): (&dyn CausalLm, &Exec),
+    texts: impl Fn(bool) -> Texts,
     mut next: impl FnMut(bool) -> Result<Next>,
     mut reply: impl FnMut(Reply) -> Result<()>,
 ) -> Result<()> {
-    let mut engine: Option<Engine> = None;
+    let (mut engine, mut budget): (Option<Engine>, _) = (None, None);
     loop {
         let wait = !engine.as_ref().is_some_and(Engine::runs_by_itself);
         let answer = match (next(wait)?, &mut engine) {
             (Next::Stop, _) => return Ok(()),
+            (Next::Answer(Question::Measure(config)), engine) => {
+                // The old cache goes before what is free is looked at.
+                *engine = None;
+                budget = Some(step_memory::measure(model, &config, &mut ex.clone())?);
+                Some(Reply::Measured)
+            }
             (Next::Answer(Question::Start(config, text)), engine) => {
                 // The old cache goes before the new one is allocated.
                 *engine = None;
-                Some(match start(&config, text) {
+                let budget = match config.lockstep {
+                    true => Ok(budget.take()),
+                    false => step_memory::budget(model, &config, &mut ex.clone()),
+                };
+                let new = |budget| Engine::with_budget(model, ex.clone(), texts(text), &config, budget);
+                Some(match budget.and_then(new) {
                     Ok(new) => Reply::Started(engine.insert(new).max_model_len()),
                     Err(e) => Reply::Refused(format!("{e:#}")),
                 })
@@ -164,8 +183,10 @@ pub(crate) fn serve(
     world: &Arc<dyn Communicator>,
     messages: &Messages,
 ) -> Result<()> {
-    let start = |config: &EngineConfig, text: bool| {
-        Engine::new(model, ex.clone(), tokenizer.filter(|_| text).cloned(), config)
+    let texts = |text: bool| {
+        let tokenizer = tokenizer.filter(|_| text).cloned();
+        let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
+        (tokenizer, grammars)
     };
     let next = |wait: bool| {
         let message = match wait {
@@ -177,5 +198,5 @@ pub(crate) fn serve(
         Ok(if message.is_empty() { Next::Stop } else { Next::Answer(decode(&message)?) })
     };
     let reply = |reply: Reply| Ok(messages.send(0, &encode(&reply)?)?);
-    answer_all(start, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
+    answer_all((model, ex), texts, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
 }

@@ -4,47 +4,60 @@
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, run_step};
 
-use super::config::{Capacity, EngineConfig};
+use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
+/// The same where ranks meet in a step: two of `--tp 2` took 0.8 GB more than the first.
+const RESERVE_OF_RANKS: u64 = 1 << 30;
+/// Logits of all sequences at once: joined ones and, of a group of ranks, as they come from each and a rank's own.
+const LOGITS: usize = 1;
+const LOGITS_OF_RANKS: usize = 3;
 
-/// Whether a step must run first: the cache would take more than half of what is free, and no other rank takes part.
-pub(super) fn is_tight(
-    config: &EngineConfig,
-    capacity: &Capacity,
-    free: Option<u64>,
-    model: &dyn CausalLm,
-) -> Result<bool> {
-    let bytes = capacity.num_blocks.saturating_mul(config.block_size * model.info().kv.bytes_per_token()?);
-    let large = free.is_some_and(|free| bytes as u64 > free / 2);
-    let alone = config.ranks == 1 && !config.lockstep && model.ranks().is_none();
-    Ok(config.kv_cache_memory.is_none() && large && alone)
+/// What a KV cache may take beside the largest step, where the step must say so: it runs if the cache would take more than half
+/// of what is free. Ranks of a group compute it together, so all groups in lockstep must ask at once
+/// ([`DpEngine`](super::DpEngine)).
+pub(super) fn budget(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec) -> Result<Option<usize>> {
+    match is_tight(model, config, ex)? {
+        true => measure(model, config, ex).map(Some),
+        false => Ok(None),
+    }
+}
+
+/// Whether a cache on a GPU whose size nobody gave would take more than half of what is free.
+pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -> Result<bool> {
+    if !ex.is_cuda() || config.kv_cache_memory.is_some() {
+        return Ok(false);
+    }
+    let info = model.info();
+    let (free, budget) = config.free_and_budget(ex)?;
+    let capacity = config.capacity(info, free, budget)?;
+    let bytes = capacity.num_blocks.saturating_mul(config.block_size * info.kv.bytes_per_token()?);
+    Ok(free.is_some_and(|free| bytes as u64 > free / 2))
 }
 
 /// Runs the largest step and returns how many bytes the KV cache may take then. All positions share one block, so no cache is
 /// needed for it.
-pub(super) fn budget(
-    model: &dyn CausalLm,
-    config: &EngineConfig,
-    capacity: &Capacity,
-    ex: &mut Exec,
-) -> Result<usize> {
+pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec) -> Result<usize> {
     let info = model.info();
+    let (free, most) = config.free_and_budget(ex)?;
+    let longest = config.capacity(info, free, most)?.max_model_len;
     let mut kv = KvCache::new_on(ex.device(), info.kv, 1, config.block_size)?;
     kv.commit(ex)?;
     let rows = config.max_num_batched_tokens;
-    let step = largest(rows, capacity.max_model_len, info.vocab_size, info.kv.value_dim.is_none(), config)?;
+    let step = largest(rows, longest, info.vocab_size, info.kv.value_dim.is_none(), config)?;
     let mut context = StepContext::default();
     let logits = run_step(model, &step, &mut kv, None, &mut context, ex).with_context(|| {
         format!("a step of {rows} rows does not fit the memory that the weights leave; lower --max-num-batched-tokens")
     })?;
     ex.synchronize()?;
     drop((logits, kv));
-    let logits = config.max_num_seqs.next_power_of_two().saturating_mul(info.vocab_size).saturating_mul(4);
+    let together = config.lockstep || model.ranks().is_some();
+    let (reserve, copies) = if together { (RESERVE_OF_RANKS, LOGITS_OF_RANKS) } else { (RESERVE, LOGITS) };
+    let logits = (4 * copies * config.max_num_seqs.next_power_of_two()).saturating_mul(info.vocab_size);
     let (free, _) = config.free_and_budget(ex)?;
-    let left = free.unwrap_or_default().saturating_sub(RESERVE).saturating_sub(logits as u64);
-    Ok(usize::try_from(left)?)
+    let left = free.unwrap_or_default().saturating_sub(reserve).saturating_sub(logits as u64);
+    Ok(usize::try_from(left)?.min(most))
 }
 
 /// A step of `rows` rows, as sequences of at most `longest` tokens. Where a step makes keys and values out of latent rows of all
