@@ -9,7 +9,7 @@ first.
 
 The first thousand answers pay for those that have begun when they are complete, and the last thousand find theirs begun:
 with n sequences at once a steady speed shows as (1,000 + n / 2) / (1,000 - n / 2), 1.07 for the default 64. New tokens per
-second, which count a token when it is drawn, are printed beside it; answers by second of processor time tell a loaded
+second, which count a token when it is sampled, are printed beside it; answers by second of processor time tell a loaded
 machine from a program that slows down.
 
     cargo build --release -p model-qwen3moe
@@ -88,13 +88,13 @@ def run(binary, source, folder, count, flags):
     return seen
 
 
-def drawn(profile, parts=10):
+def sampled(profile, parts=10):
     """New tokens per second of each tenth of the tokens."""
     events = sorted(json.loads(profile.read_text()), key=lambda e: e.get("ts", 0))
     start = next(e["ts"] for e in events if e["name"] == "step")
-    draws = [(e["ts"] + e["dur"], e["args"]["rows"]) for e in events if e["name"] == "sample"]
-    total, done, edges = sum(rows for _, rows in draws), 0, [(start, 0)]
-    for end, rows in draws:
+    samples = [(e["ts"] + e["dur"], e["args"]["rows"]) for e in events if e["name"] == "sample"]
+    total, done, edges = sum(rows for _, rows in samples), 0, [(start, 0)]
+    for end, rows in samples:
         done += rows
         if done * parts >= total * len(edges):
             edges.append((end, done))
@@ -138,7 +138,7 @@ def main():
         load = os.getloadavg()
         runs = [summary(run(args.binary, source, folder, args.requests, []), args.requests) for _ in range(args.runs)]
         run(args.binary, source, folder, args.requests, ["--profile", profile])
-        tokens = drawn(profile)
+        tokens = sampled(profile)
     drift, growth = statistics.median(r["last_to_first"] for r in runs), max(r["rss_growth_after_warm_up"] for r in runs)
     failures = []
     if growth > MAX_GROWTH:

@@ -183,14 +183,14 @@ def slots():
             edited[r] = np.where(used & np.isfinite(x), y, x)
             extras.append((*choices[r], slot[r], 2 if early else 0, len(bias[r]), 2, wanted[r]))
         params = params_mix(rng, rows, vocab)
-        device, packed, tokens, drawn = run_rows(logits, params, f"slots V={vocab}", extras, uses, edits, edited)
+        device, packed, tokens, sampled = run_rows(logits, params, f"slots V={vocab}", extras, uses, edits, edited)
         for r in range(rows):
-            held[slot[r], drawn[r]] += 1
+            held[slot[r], sampled[r]] += 1
         assert np.array_equal(uses.cpu().numpy().view(np.uint32), held), "counts"
-        check_logprobs(logits, device, packed, tokens, drawn, wanted)
+        check_logprobs(logits, device, packed, tokens, sampled, wanted)
 
 
-def check_logprobs(logits, device, packed, tokens, drawn, wanted):
+def check_logprobs(logits, device, packed, tokens, sampled, wanted):
     rows, vocab = logits.shape
     out = Out((rows, LOGPROB_WORDS), torch.int32)
     call("moe_logprobs", device, packed, 16, tokens, rows, vocab, out.t)
@@ -199,7 +199,7 @@ def check_logprobs(logits, device, packed, tokens, drawn, wanted):
     for r in [r for r in range(rows) if wanted[r] > 0]:
         order = np.lexsort((np.arange(vocab), -logits[r].astype(np.float64)))
         total = int(weights(logits[r], logits[r].max(), F(1), 0.0).sum())
-        want = [0, int(np.flatnonzero(order == drawn[r])[0]) + 1, logits[r].max().view(np.uint32), logits[r, drawn[r]].view(np.uint32)]
+        want = [0, int(np.flatnonzero(order == sampled[r])[0]) + 1, logits[r].max().view(np.uint32), logits[r, sampled[r]].view(np.uint32)]
         assert words[r, :4].tolist() == [int(w) for w in want], f"row {r}: {words[r, :4]} {want}"
         assert int(words[r, 4]) | int(words[r, 5]) << 32 == total
         n = min(wanted[r] - 1, vocab)

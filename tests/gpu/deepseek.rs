@@ -157,9 +157,9 @@ fn the_second_stream_changes_no_bit() {
                 for eager in [false, true] {
                     let tokens = |model: &DeepseekV2| {
                         let mut engine = Engine::new(model, cuda(), None, &config(batch, eager)).unwrap();
-                        let drawn = run(&mut engine, requests(batch, 24));
+                        let sampled = run(&mut engine, requests(batch, 24));
                         assert_eq!(engine.num_graph_steps() >= 20, !eager, "{}", engine.num_graph_steps());
-                        drawn
+                        sampled
                     };
                     assert_eq!(tokens(&on), tokens(&off), "{dtype:?} {batch} {eager}");
                 }

@@ -200,7 +200,7 @@ fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
     }
 }
 
-/// A padding row draws nothing and touches nothing.
+/// A padding row samples nothing and touches nothing.
 #[test]
 fn padding_rows_draw_nothing() {
     let (mut rng, ex) = (Rng::new(), cuda());

@@ -1,8 +1,8 @@
-//! What the tokens of sequences so far mean for their next ones, kept on a CUDA device so that it draws without the
+//! What the tokens of sequences so far mean for their next ones, kept on a CUDA device so that it samples without the
 //! host: per slot the uses of every token, for the penalties, and edits of single logits.
 //!
 //! A slot takes 4 V + 8,192 bytes. All are allocated at once and stay where they are, so that captured graphs may name
-//! them; the sampling kernel itself counts what it draws.
+//! them; the sampling kernel itself counts what it samples.
 
 use candle_core::{DType, Result};
 

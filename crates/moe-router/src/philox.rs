@@ -1,12 +1,12 @@
-//! Per-row random streams, drawn from Philox4x32-10.
+//! Per-row random streams of Philox4x32-10.
 //!
-//! A counter-based generator has no state to carry: a draw is a function of (seed, counter), so
+//! A counter-based generator has no state to carry: a number is a function of (seed, counter), so
 //! random routing is the same on every machine, for every number of threads, and whichever rank
 //! or chunk a row falls into.
 
 use moe_kernels::{NO_EXPERT, Philox4x32};
 
-/// What a [`RowRng`] is drawn for. Streams of one row are independent.
+/// What a [`RowRng`] is for. Streams of one row are independent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Stream {
@@ -60,7 +60,7 @@ impl RowRng {
     }
 
     /// Fills `ids` with distinct integers of 0..n: the start of a random permutation. At most n
-    /// ids are drawn; the caller has checked that there are no more.
+    /// ids are sampled; the caller has checked that there are no more.
     pub fn distinct(&mut self, n: u32, ids: &mut [u32]) {
         ids.fill(0);
         self.replace_distinct(n, ids);
@@ -130,7 +130,7 @@ mod tests {
         for (a, row) in counts.iter().enumerate() {
             for (b, &n) in row.iter().enumerate() {
                 let expected = if a == b { 0..=0 } else { 850..=1150 };
-                assert!(expected.contains(&n), "({a}, {b}) drawn {n} times");
+                assert!(expected.contains(&n), "({a}, {b}) sampled {n} times");
             }
         }
     }

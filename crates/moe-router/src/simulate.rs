@@ -2,7 +2,7 @@
 //! behind the router.
 //!
 //! The two built-in strategies are vLLM's. Two things differ: no token gets one expert twice (the
-//! stages behind the router may rely on it), and draws are a function of seed, step, layer and
+//! stages behind the router may rely on it), and samples are a function of seed, step, layer and
 //! row, so that a run can be repeated.
 
 use std::sync::Arc;

@@ -2,13 +2,13 @@
 //!
 //! Order of operations (vLLM's `v1/sample/sampler.py` and `logits_processor/builtin.py`):
 //! log-probabilities are read; the mask of a grammar, allowed tokens, bad words, minimum of tokens, logit bias and
-//! penalties edit the logits; then temperature, min-p, top-k, top-p, draw. A temperature below
+//! penalties edit the logits; then temperature, min-p, top-k, top-p, the sample. A temperature below
 //! 1e-5 is greedy. Ties go to the lower token id everywhere.
 //!
-//! A draw depends on the row of logits, the request's parameters and its own tokens alone. The
+//! A sample depends on the row of logits, the request's parameters and its own tokens alone. The
 //! random number is Philox4x32-10 with the seed as key and the output position as counter; token
 //! weights are fixed-point integers ([`sample_row`]), so that sums do not depend on their order
-//! and every machine draws the same token from the same logits.
+//! and every machine samples the same token from the same logits.
 
 mod edits;
 mod error;
@@ -89,7 +89,7 @@ pub struct Sampled {
 /// 7. top-p goes through that order and keeps tokens as long as the weight before them is less
 ///    than `top_p` times the weight of all that are left.
 /// 8. With 64 random bits u, the first token in the order of ids at which the running weight
-///    exceeds `u * total / 2^64` is drawn.
+///    exceeds `u * total / 2^64` is sampled.
 pub fn sample_row(logits: &mut [f32], row: &SampleRow) -> Result<Sampled, SamplingError> {
     row.params.validate(logits.len())?;
     let wanted = row.params.logprobs;

@@ -15,7 +15,7 @@ const PART: usize = 8;
 /// Running maxima that are kept side by side, so that the compiler vectorises the search.
 const LANES: usize = 16;
 
-/// Temperature, min-p, top-k, top-p and draw (steps 4 to 8 of [`sample_row`](super::sample_row)) on
+/// Temperature, min-p, top-k, top-p and the sample (steps 4 to 8 of [`sample_row`](super::sample_row)) on
 /// logits that are final otherwise, for output position `position`.
 pub(super) fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> Result<u32, SamplingError> {
     let (likeliest, max) = argmax(logits)?;
@@ -25,15 +25,15 @@ pub(super) fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> 
     let temperature = params.temperature.max(SMALLEST_TEMPERATURE);
     let weights = Weights { max, temperature, min_p: params.min_p };
     let random = random_bits(params.seed, position);
-    let drawn = if params.top_k > 0 && params.top_k < logits.len() {
+    let sampled = if params.top_k > 0 && params.top_k < logits.len() {
         draw_top_k(logits, params, &weights, random)
     } else if params.top_p < 1.0 {
         let smallest = nucleus::smallest_key(logits, params.top_p, &weights);
-        draw(logits, |i, x| if key(x, i) >= smallest { weights.of(x) } else { 0 }, random)
+        sample_weighted(logits, |i, x| if key(x, i) >= smallest { weights.of(x) } else { 0 }, random)
     } else {
-        draw(logits, |_, x| weights.of(x), random)
+        sample_weighted(logits, |_, x| weights.of(x), random)
     };
-    Ok(drawn.unwrap_or(likeliest))
+    Ok(sampled.unwrap_or(likeliest))
 }
 
 /// The likeliest token and its logit; the lower id of equals.
@@ -65,7 +65,7 @@ fn is_invalid(logit: f32) -> bool {
     logit.is_nan() || logit == f32::INFINITY
 }
 
-/// The draw among the `top_k` likeliest tokens and, of these, the nucleus of `top_p`.
+/// The sample among the `top_k` likeliest tokens and, of these, the nucleus of `top_p`.
 fn draw_top_k(logits: &[f32], params: &SamplingParams, weights: &Weights, random: u64) -> Option<u32> {
     let token = |key| {
         let id = select::id(key);
@@ -86,9 +86,9 @@ fn draw_top_k(logits: &[f32], params: &SamplingParams, weights: &Weights, random
     at_share(kept, share(total, random))
 }
 
-/// The draw over the whole vocabulary with these weights: block sums lead to the block of the
-/// drawn token. On the pool's threads, because a decode step of one sequence has nothing else to do meanwhile.
-fn draw(logits: &[f32], weight: impl Fn(u32, f32) -> u64 + Sync, random: u64) -> Option<u32> {
+/// The sample over the whole vocabulary with these weights: block sums lead to the block of the
+/// sampled token. On the pool's threads, because a decode step of one sequence has nothing else to do meanwhile.
+fn sample_weighted(logits: &[f32], weight: impl Fn(u32, f32) -> u64 + Sync, random: u64) -> Option<u32> {
     let blocks = || (0u32..).step_by(BLOCK).zip(logits.chunks(BLOCK));
     let weights =
         |(first, block)| -> _ { (first..).zip(block).map(|(i, &x): (u32, &f32)| (i, weight(i, x))) };

@@ -91,7 +91,7 @@ proptest! {
         prop_assert_eq!(sampled.map(|s| s.token_id), want);
     }
 
-    /// Drawing with the parameters is drawing from the edited logits without them.
+    /// Sampling with the parameters is sampling from the edited logits without them.
     #[test]
     fn draws_see_the_edited_logits(
         logits in prop::collection::vec(-4f32..4.0, V as usize),

@@ -35,9 +35,9 @@ fn lane_sum<const W: usize>(mut lanes: [f32; W]) -> f32 {
     lanes[0]
 }
 
-/// Candidate slot changes per 1024 draws.
+/// Candidate slot changes per 1024 samples.
 const REPLACE_SHARE: u32 = 64;
-/// Draws between two looks at which devices are overloaded.
+/// Samples between two looks at which devices are overloaded.
 const RANK_EVERY: u32 = 64;
 
 /// The search's working memory for one layer.
@@ -121,7 +121,7 @@ impl<const W: usize> Descent<W> {
         self.hot[self.rng.below(self.hot.len())] as usize
     }
 
-    /// A device to exchange with. With one lane the lightest of three draws has most room; with
+    /// A device to exchange with. With one lane the lightest of three samples has most room; with
     /// several, light in sum says little and any device is as good.
     fn partner(&mut self, state: &State<W>) -> usize {
         let mut b = self.rng.below(state.devices);
@@ -138,19 +138,19 @@ impl<const W: usize> Descent<W> {
     pub(crate) fn run(&mut self, state: &mut State<W>, budget: u64) {
         let end = self.steps + budget;
         let k = state.slots_per_device;
-        let mut draws = 0u32;
+        let mut samples = 0u32;
         while self.steps < end && !self.hot.is_empty() {
-            draws += 1;
-            if draws.is_multiple_of(RANK_EVERY) {
+            samples += 1;
+            if samples.is_multiple_of(RANK_EVERY) {
                 self.rank();
                 continue;
             }
-            let draw = self.rng.next();
+            let sample = self.rng.next();
             // Mostly work on an overloaded device; sometimes on any, to make room elsewhere.
-            let a = if draw & 7 != 0 { self.pick_hot() } else { self.rng.below(state.devices) };
+            let a = if sample & 7 != 0 { self.pick_hot() } else { self.rng.below(state.devices) };
             let pa = a * k + self.rng.below(k);
-            if draw >> 22 < REPLACE_SHARE {
-                self.try_replace(state, pa, draw & 8 == 0);
+            if sample >> 22 < REPLACE_SHARE {
+                self.try_replace(state, pa, sample & 8 == 0);
             } else {
                 let b = self.partner(state);
                 self.try_swap(state, pa, b);

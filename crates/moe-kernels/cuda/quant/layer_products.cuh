@@ -1,7 +1,7 @@
 // The two products of the quantised layer kernel, by warps that each have a stream of their own.
 #pragma once
 
-#include "quant/layer_feed.cuh"
+#include "quant/layer_load.cuh"
 
 namespace moe::quant_layer {
 
@@ -52,11 +52,11 @@ struct Worker {
   const Args& a;
   const Shared& s;
   const Tiles<Form>& tiles;
-  Feed<Kind, Form> feed;
+  Loader<Kind, Form> loader;
   int turn = 0;  // of the team's tiles of gate and up
 
   __device__ __forceinline__ Worker(const Args& a, const Shared& s, const Tiles<Form>& tiles)
-      : a(a), s(s), tiles(tiles), feed(a, s, tiles) {}
+      : a(a), s(s), tiles(tiles), loader(a, s, tiles) {}
 
   /// A pair's halves of a tile of gate and up, added and activated by the first warp. Lane 4 g + c has output g of its
   /// tokens; two outputs are a word.
@@ -170,8 +170,8 @@ struct Worker {
             fetch(slots, mask, k, more, pitch, number);
             held += more, x = own_act + token * pitch;
           }
-          feed.ring.template multiply<Rows>(scales, columns.y - k, x, (result - token) * pitch, sum);
-          feed.ask();
+          loader.ring.template multiply<Rows>(scales, columns.y - k, x, (result - token) * pitch, sum);
+          loader.ask();
         }
         if constexpr (kOwn > 1) {
 #pragma unroll
@@ -204,7 +204,7 @@ struct Worker {
   __device__ __forceinline__ void run_all() {
     uint32_t number = 0;
 #pragma unroll 1
-    for (int i = 0; i < feed.kDepth; ++i) feed.ask();
+    for (int i = 0; i < loader.kDepth; ++i) loader.ask();
 #pragma unroll 1
     for (int pass = tiles.first - 1; pass < tiles.last; ++pass) {
       const bool down = tiles.down(pass), last = pass + 1 == tiles.last;

@@ -5,7 +5,7 @@
 // feeds all warps from one ring, is left but the exchange between blocks: logits and activations are words that carry
 // the launch's number.
 //
-// - A warp is on its own. Its steps of 128 columns come to a ring of its own by its own copies (layer_feed.cuh), and
+// - A warp is on its own. Its steps of 128 columns come to a ring of its own by its own copies (layer_load.cuh), and
 //   between a copy and a product there is no barrier. 16 warps hide what a step waits for.
 // - A tile of gate and up, 8 rows of each, is two warps' work, half of the columns each; gate and up of an output are
 //   in the same lane, so SwiGLU follows in registers. With one or two tokens of FP8 it is the work of a team of eight,

@@ -152,7 +152,7 @@ struct Tiles {
 
 /// Asks for a warp's own steps of the block's rows of tiles, one row after the other.
 template <class Ring>
-struct Feed {
+struct Loader {
   const Args& a;
   Ring& ring;
   TileRows rows = {};
@@ -199,14 +199,14 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
     }
   }
   Ring ring(smem + warp * Ring::kBytes);
-  Feed<Ring> feed = {a, ring};
+  Loader<Ring> loader = {a, ring};
   // Which weights a warp asks for is found while the launch ahead ends.
-  feed.begin();
+  loader.begin();
   // Rows to be normed come from a launch that leaves no room beside it, so no weights can be on their way before it has
   // ended: the rows are asked for first, and weights while they come. Weights of other products do not wait for rows.
   const auto ask_all = [&] {
 #pragma unroll 1
-    for (int i = 0; i < kDepth; ++i) feed.ask();
+    for (int i = 0; i < kDepth; ++i) loader.ask();
   };
   if (!kNormed) ask_all();
   pdl_wait();
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
 #pragma unroll 1
       for (int k = own; k < a.k; k += kWarps * kWideStep, from += Rows::kBytes) {
         ring.template multiply<Rows>(scales, a.k - k, from, 0, sum);
-        feed.ask();
+        loader.ask();
       }
       float* part = sums + (tile * kWarps + warp) * kTileRows * a.m;
 #pragma unroll

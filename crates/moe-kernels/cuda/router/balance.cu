@@ -2,7 +2,7 @@
 // seed, step, layer and row alone. One launch at the beginning of a step, so that the launches that route need only
 // read.
 //
-// Floor: 4 K bytes written per row and layer. A thread draws a row's K ids one after the other, as the CPU does: of
+// Floor: 4 K bytes written per row and layer. A thread samples a row's K ids one after the other, as the CPU does: of
 // Qwen3's 48 layers and 256 rows 12,288 threads, predicted 4 us of a step of 10 ms.
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"

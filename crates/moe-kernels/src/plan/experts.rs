@@ -146,7 +146,7 @@ impl ExpertsCall {
         self.quant.map_or(Ok(()), |[w13, _]| w13.expect_order_of_x())
     }
 
-    /// Whether the kernels of such a step can leave its slots' rows, [T, K, H] f32, to whoever adds them up.
+    /// Whether the kernels of such a step can leave its slots' rows, [T, K, H] f32, to a caller that adds them up.
     pub fn leaves_slots(&self, machine: &Machine) -> bool {
         self.passes == 1 && ExpertsForm::choose(self, machine) == Some(ExpertsForm::Tensor)
     }

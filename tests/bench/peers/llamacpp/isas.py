@@ -83,7 +83,7 @@ def ours(args, isa, name, cores):
 
 
 def keep(args, rows, row):
-    """Adds a run to OUT.json. The file is replaced whole: whoever is stopped meanwhile leaves the one before."""
+    """Adds a run to OUT.json. The file is replaced whole: a run that is stopped meanwhile leaves the one before."""
     with WRITING:
         rows.append(row)
         machine = next((line.split(":")[1].strip() for line in CPU.splitlines() if line.startswith("model name")), "?")

@@ -64,7 +64,7 @@ pub fn fused_experts_into(args: &FusedExperts, out: ViewMut, ex: &mut Exec) -> R
     run(args, None, out, ex)
 }
 
-/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for whoever adds them on
+/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for a caller that adds them on
 /// the way to another rank; those of slots without a local expert are unspecified. `None` where the kernels of such a step
 /// add up themselves.
 ///

@@ -1,4 +1,4 @@
-//! Drawing tokens on CUDA: sampling with penalties and edits of single logits, what log-probabilities
+//! Sampling tokens on CUDA: with penalties and edits of single logits, what log-probabilities
 //! need, and the slots that hold what a sequence's tokens so far mean for its next one.
 
 use candle_core::{DType, Result, bail};
@@ -33,7 +33,7 @@ pub struct SampleParams {
     pub top_k: u32,
     /// Key of the random bits.
     pub seed: u64,
-    /// Counter of the random bits: the output position; u64::MAX draws nothing (padding).
+    /// Counter of the random bits: the output position; u64::MAX samples nothing (padding).
     pub position: u64,
     /// Repetition, frequency and presence penalty; 1, 0, 0 change nothing.
     pub penalties: [f32; 3],
@@ -46,7 +46,7 @@ pub struct SampleParams {
 }
 
 impl SampleParams {
-    /// A row that draws nothing.
+    /// A row that samples nothing.
     pub const PADDING: Self = Self {
         temperature: 0.,
         top_p: 1.,
@@ -112,8 +112,8 @@ impl SampleSlots<'_> {
     }
 }
 
-/// Draws a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 16] u32
-/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = drawn, 1 = a logit is NaN or +inf (the token is
+/// Samples a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 16] u32
+/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = sampled, 1 = a logit is NaN or +inf (the token is
 /// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
 ///
 /// A row that names a slot reads `slots` and counts its token there. Slots that rows name exist, and no two
@@ -210,7 +210,7 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
     cuda.check(op, unsafe { ffi::moe_reset_slots(words, count, uses, edits, vocab, cuda.raw()?) })
 }
 
-/// What log-probabilities need of rows of `logits` [R, V] f32 whose token was drawn (`tokens` \[R\]) and whose
+/// What log-probabilities need of rows of `logits` [R, V] f32 whose token was sampled (`tokens` \[R\]) and whose
 /// `params` [R, 16] u32 ask for them: `out` [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads; other
 /// rows stay as they are.
 pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut, ex: &Exec) -> Result<()> {

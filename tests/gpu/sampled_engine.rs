@@ -1,5 +1,5 @@
 //! What the engine makes of requests that need more than their logits, on the device: tokens and log-probabilities of
-//! the CPU's engine, bit for bit, while slots are shared, sequences preempted and steps replayed or drawn by the host.
+//! the CPU's engine, bit for bit, while slots are shared, sequences preempted and steps replayed or sampled by the host.
 //!
 //! The model is a table, so that logits have the same bits everywhere: the row of the last token.
 
@@ -174,7 +174,7 @@ fn steps_of_host_and_device_take_turns() {
     assert!(gpu.graph_steps > 0);
 }
 
-/// A request with all of it is drawn by replayed graphs from its third token on.
+/// A request with all of it is sampled by replayed graphs from its third token on.
 #[test]
 fn penalties_bias_minimum_and_logprobs_stay_on_the_device() {
     let mut rng = Rng::new();

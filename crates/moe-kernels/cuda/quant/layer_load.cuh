@@ -52,7 +52,7 @@ struct Tiles {
 
 /// Asks for a warp's steps, one after the other through its tiles.
 template <class Kind, class Form>
-struct Feed {
+struct Loader {
   static constexpr int kDepth = depth(Kind::kFormat);
 
   const Args& a;
@@ -65,7 +65,7 @@ struct Feed {
   quant::TileRows rows;  // of the product of this pass
   quant::TileRow row;
 
-  __device__ __forceinline__ Feed(const Args& a, const Shared& s, const Tiles<Form>& tiles)
+  __device__ __forceinline__ Loader(const Args& a, const Shared& s, const Tiles<Form>& tiles)
       : a(a),
         s(s),
         tiles(tiles),
