@@ -1,4 +1,4 @@
-//! Ranks that run the steps of one of them.
+//! Ranks that run each step together, led by one of them.
 //!
 //! The rank that an engine drives tells the ranks that follow it of a step before it runs the step itself; all of
 //! them, and the data-parallel groups among each other, then run the same collectives in the same order. It is so on
@@ -58,6 +58,9 @@ pub trait StepRanks: Send + Sync {
     /// # Errors
     /// Experts that were not loaded to be moved; a placement that their slots cannot have.
     fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus>;
+
+    /// Whether there are other ranks that a step meets in collectives: ranks that follow, or ranks that have other experts.
+    fn meets_others(&self) -> bool;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
     fn all(&self, yes: bool) -> Result<bool>;

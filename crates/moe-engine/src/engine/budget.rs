@@ -17,7 +17,7 @@ const PROMPT_ROWS: usize = 4;
 impl MixedLimit {
     pub const NONE: Self = Self { decode_rows: usize::MAX, prompt_rows: usize::MAX };
 
-    /// That of a GPU on which so many sequences may run.
+    /// The limit of a GPU on which `max_num_seqs` sequences may run.
     pub fn gpu(max_num_seqs: usize) -> Self {
         let prompt_rows = max_num_seqs.saturating_mul(PROMPT_ROWS);
         Self { decode_rows: MANY.max(max_num_seqs / 2), prompt_rows }
@@ -27,12 +27,12 @@ impl MixedLimit {
 /// Rows that a step may still get.
 pub(super) struct Budget {
     pub rows: usize,
-    /// Of prompts.
+    /// Rows that prompts may still get.
     pub prompts: usize,
 }
 
 impl Budget {
-    /// Rows for a sequence of which so many tokens are not computed yet: one decodes.
+    /// Rows for a sequence with `remaining` tokens to compute; a sequence with one such token decodes.
     pub fn rows(&self, remaining: usize) -> usize {
         let rows = remaining.min(self.rows);
         if remaining > 1 { rows.min(self.prompts) } else { rows }

@@ -41,7 +41,7 @@ pub struct EngineConfig {
     pub enforce_eager: bool,
     /// Whether to count how often each expert is chosen, in every step.
     pub count_experts: bool,
-    /// Writes those counts to this file, as a heat trace.
+    /// Writes the expert counts to this file, as a heat trace.
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
@@ -59,9 +59,10 @@ pub enum SchedulingPolicy {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// Those that may make most tokens before the shortest ones, of which half as many more as run at once are kept for the
-    /// end and start by length, as in list scheduling by longest processing time (Graham, 1969). At the end of a file of
-    /// requests no long one is then left to run alone, and steps stay full. A short request may wait until all others run.
+    /// The shortest last: one and a half times as many as run at once are kept for the end. These start by the number
+    /// of tokens that they may make, most first, as in list scheduling by longest processing time (Graham, 1969). At
+    /// the end of a file of requests no long one is then left to run alone, and steps stay full. A short request may
+    /// wait until all others run.
     LongestFirst,
 }
 
@@ -82,8 +83,8 @@ impl EngineConfig {
         }
     }
 
-    /// The same for a model. Where keys and values of every head are made out of latent rows for each step, a chunk of a long
-    /// prompt makes them again for all chunks before it, so that chunks are longer.
+    /// The defaults for a device and a model. Where keys and values of every head are made out of latent rows for each
+    /// step, a chunk of a long prompt makes them again for all chunks before it, so that chunks are longer.
     pub fn for_model(ex: &Exec, info: &ModelInfo) -> Self {
         let default = Self::for_device(ex);
         match ex.is_cuda() && info.kv.value_dim.is_none() {
@@ -140,14 +141,9 @@ impl EngineConfig {
         // The last token of a sequence is never written to the cache.
         let held = num_blocks * self.block_size + 1;
         if held < context_len {
-            let sizes = format!(
-                "the KV cache of {bytes} bytes holds {held} tokens, and a sequence may have {context_len}: raise \
-                 --kv-cache-memory, or ask for shorter ones (--max-model-len, --max-new-tokens)"
-            );
-            ensure!(self.max_model_len.is_none(), "{sizes}");
-            warn!("{sizes}; until then no sequence gets longer than {held} tokens");
+            ensure!(self.max_model_len.is_none(), "{}", cut(bytes, held, context_len));
         }
-        Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
+        Ok(Capacity { num_blocks, bytes, context_len, max_model_len: context_len.min(held) })
     }
 
     /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
@@ -204,10 +200,30 @@ impl Default for EngineConfig {
 pub(super) struct Capacity {
     /// Blocks of the KV cache.
     pub num_blocks: usize,
+    /// Bytes of all of them.
+    pub bytes: usize,
     /// The longest sequence that is asked for.
     pub context_len: usize,
     /// The longest sequence that also fits the KV cache.
     pub max_model_len: usize,
+}
+
+impl Capacity {
+    /// Warns where the cache cannot hold a sequence of the whole context.
+    pub fn warn_if_cut(&self) {
+        let held = self.max_model_len;
+        if held < self.context_len {
+            let sizes = cut(self.bytes, held, self.context_len);
+            warn!("{sizes}; until then no sequence gets longer than {held} tokens");
+        }
+    }
+}
+
+fn cut(bytes: usize, held: usize, context_len: usize) -> String {
+    format!(
+        "the KV cache of {bytes} bytes holds {held} tokens, and a sequence may have {context_len}: raise --kv-cache-memory, or \
+         ask for shorter ones (--max-model-len, --max-new-tokens)"
+    )
 }
 
 /// The largest KV block: a larger one only wastes memory.

@@ -39,7 +39,7 @@ const RESULT_WORDS: usize = 2 + LOGPROB_WORDS;
 /// What a launched step left on the device.
 pub(super) struct InFlight {
     parts: Vec<Part>,
-    /// Whose token each row of the read-back is, and how many likeliest tokens it lists if it has log-probabilities.
+    /// Per row of the read-back: its sequence, and how many likeliest tokens it lists if it has log-probabilities.
     rows: Vec<(Key, Option<usize>)>,
     /// Rows of the read-back, padding included: it holds so many tokens, then statuses, then log-probabilities.
     padded: usize,
@@ -60,7 +60,7 @@ enum Recording {
     Never,
 }
 
-/// Steps of one graph: rows, what they ask of sampling, and whose weights forced experts get.
+/// Steps of one graph: rows, what they ask of sampling, and which weights forced experts get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     rows: usize,
@@ -94,8 +94,8 @@ pub(crate) struct DeviceRunner {
 }
 
 impl DeviceRunner {
-    /// For steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of each token
-    /// can be asked for.
+    /// A runner for steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of
+    /// each token can be asked for.
     pub fn new(
         info: &ModelInfo,
         sizes: RunnerSizes,
@@ -306,7 +306,7 @@ impl DeviceRunner {
         Ok(())
     }
 
-    /// The same, recorded the second time and replayed from then on.
+    /// The launches of a step, recorded as a graph the second time and replayed from then on.
     fn replay(
         &mut self,
         shape: Shape,

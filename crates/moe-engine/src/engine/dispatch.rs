@@ -33,7 +33,7 @@ pub(super) struct Dispatcher {
     room: usize,
     ranks: Vec<Load>,
     waiting: BTreeMap<Turn, Waiting>,
-    /// How many of these are kept for the end, and at most.
+    /// How many waiting requests are kept for the end, and at most.
     last: [usize; 2],
     /// When waiting requests must end.
     deadlines: BTreeSet<(Instant, Turn)>,
@@ -136,7 +136,7 @@ impl Dispatcher {
         id
     }
 
-    /// Puts the longest of those that are kept for the end among those that go as they came.
+    /// Moves the longest of the requests that are kept for the end to the ones that start as they came.
     fn release_longest(&mut self) {
         let first_of_last = (true, Reverse(usize::MAX), 0);
         let Some((&turn, _)) = self.waiting.range(first_of_last..).next() else { return };
@@ -256,7 +256,7 @@ mod tests {
         }
     }
 
-    /// Who is given what now: rank and number of the request.
+    /// The requests that are given now: rank and number of each.
     fn given(dispatcher: &mut Dispatcher) -> Vec<(usize, u64)> {
         let next = || dispatcher.next(Instant::now());
         std::iter::from_fn(next).map(|assigned| (assigned.rank, assigned.id.0)).collect()

@@ -36,7 +36,7 @@ type First<'m> = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>);
 
 /// Runs requests on the replicas of a model.
 pub struct DpEngine<'m> {
-    /// That of the first rank.
+    /// The first rank's engine.
     pub(super) engine: Engine<'m>,
     /// What fails all ranks.
     world: Arc<dyn Communicator>,
@@ -80,7 +80,7 @@ impl<'m> DpEngine<'m> {
         Self::with_peers(first, peers, (tokenizer, grammars), config)
     }
 
-    /// The same where the other replicas are processes, `ranks` of the world.
+    /// [`new`](Self::new) where the other replicas are processes, `ranks` of the world.
     pub(crate) fn over_processes(
         first: First<'m>,
         (messages, ranks): (Messages, Vec<usize>),
@@ -102,6 +102,7 @@ impl<'m> DpEngine<'m> {
         let budget = match config.lockstep {
             false => step_memory::budget(model, config, &mut ex)?,
             true if step_memory::is_tight(model, config, &ex)? => {
+                let _guard = AbortOnPanic(world.as_ref());
                 let measured = peers.measure(config, || step_memory::measure(model, config, &mut ex));
                 // The others wait for this rank in the middle of the step.
                 Some(measured.inspect_err(|e| world.abort(&format!("{e:#}")))?)
@@ -168,8 +169,9 @@ impl<'m> DpEngine<'m> {
         self.dispatcher.num_unfinished()
     }
 
-    /// Runs a step, and returns what is new, rank by rank. In lockstep that is a step of every rank. Else it is one of the first rank, if that
-    /// has something to do, and what the others have finished meanwhile; if it has nothing to do, it waits until another has finished a step.
+    /// Runs a step, and returns what is new, rank by rank. In lockstep every rank runs one. Else the first rank runs
+    /// one, if it has something to do, and what the others have finished meanwhile comes along; if it has nothing to
+    /// do, the call waits until another rank has finished a step.
     ///
     /// # Errors
     /// Only what ends all requests: the model cannot run, or a rank died.
@@ -179,7 +181,7 @@ impl<'m> DpEngine<'m> {
 
     fn run_step(&mut self) -> Result<Vec<Output>> {
         if !self.lockstep {
-            // Who has finished something has room.
+            // A rank that has finished something has room.
             self.receive(false)?;
         }
         while let Some(assigned) = self.dispatcher.next(Instant::now()) {
@@ -301,8 +303,8 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Counters and times so far, of all ranks, each after the step that it runs. Where one is gone, which the next step
-    /// reports, those of the first rank.
+    /// Counters and times so far, of all ranks, each after the step that it runs; of the first rank alone if another
+    /// is gone, which the next step reports.
     pub fn stats(&mut self) -> Stats {
         let mut total = self.engine.stats();
         let answers = self.or_fail(|ranks| {
@@ -320,18 +322,18 @@ impl<'m> DpEngine<'m> {
     /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Any error of the device.
     pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
         Ok(self.engine.runner.model.expert_traffic()?)
     }
 
-    /// The expert counts that the last step has collected, if they are counted: in lockstep those of all ranks together, else a count for each
-    /// step of a rank.
+    /// The expert counts that the last step has collected, if they are counted: in lockstep one count for all ranks
+    /// together, else a count for each step of a rank.
     pub fn take_step_loads(&mut self) -> Vec<StepLoad> {
         std::mem::take(&mut self.step_loads)
     }
 
-    /// The expert counts that have come, once they are in the trace; those of steps in lockstep are one count.
+    /// The expert counts that have come, once they are in the trace; in lockstep all ranks' counts are added up to one.
     fn keep_loads(&mut self) -> Result<Vec<StepLoad>> {
         let mut loads: Vec<StepLoad> =
             self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.loads)).collect();

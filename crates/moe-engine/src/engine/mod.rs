@@ -140,7 +140,8 @@ impl<'m> Engine<'m> {
         let info = model.info();
         let (free, most) = config.free_and_budget(&ex)?;
         let capacity = config.capacity(info, free, budget.unwrap_or(most))?;
-        let Capacity { num_blocks, context_len, max_model_len } = capacity;
+        capacity.warn_if_cut();
+        let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
         kv.commit(&ex)?;
         let limits = Limits {

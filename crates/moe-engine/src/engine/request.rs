@@ -13,7 +13,7 @@ use crate::structured::{StructuredOutput, StructuredOutputError};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub(super) u64);
 
-/// A prompt to continue. Names and meanings are those of vLLM's `SamplingParams`.
+/// A prompt to continue. Names and meanings are as in vLLM's `SamplingParams`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {
     /// Token ids of the prompt; at least one.

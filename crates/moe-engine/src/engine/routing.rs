@@ -71,7 +71,8 @@ impl StepRouting {
         Ok(Some(Forced::Replay))
     }
 
-    /// The arrays for a step's launches, which begin here with those that spread choices. `number` \[1\] u32 is the step's.
+    /// The arrays for a step's launches. If choices are spread evenly, the launch that does so is made here, before the
+    /// others. `number` \[1\] u32 is the step's.
     pub fn begin(
         &mut self,
         forced: Option<Forced>,

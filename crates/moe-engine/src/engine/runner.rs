@@ -139,7 +139,7 @@ impl Runner<'_> {
         (0, 0)
     }
 
-    /// Starts a step. `sequences` holds those of the plan.
+    /// Starts a step. `sequences` holds the sequences of the plan.
     pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
         #[cfg(feature = "cuda")]

@@ -1,5 +1,5 @@
 //! How a CUDA device samples the tokens of a step: which requests it can sample for, the parameters of each row, and the
-//! slots of those whose logits depend on more than the model.
+//! slots of the sequences whose logits depend on more than the model.
 
 use std::collections::HashMap;
 
@@ -63,8 +63,8 @@ impl DeviceSampler {
     }
 
     /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
-    /// steps, so that none allocates. Unless it is `alone`, other ranks sample the same tokens and agree on graphs: only
-    /// those that need neither slots, which they do not have, nor log-probabilities.
+    /// steps, so that none allocates. Unless it is `alone`, other ranks sample the same tokens and agree on graphs:
+    /// then no sequence may need slots, which they do not have, or log-probabilities.
     pub fn takes(
         &mut self,
         plan: &Plan,
@@ -119,7 +119,7 @@ impl DeviceSampler {
         matches!(self.memory, Memory::Ready(_))
     }
 
-    /// How each token of a plan is sampled, and whose it is. Slots that are stale are rebuilt from `history`.
+    /// How each token of a plan is sampled, and for which sequence. Slots that are stale are rebuilt from `history`.
     pub fn sample(
         &mut self,
         plan: &Plan,

@@ -42,7 +42,7 @@ pub(super) struct Part {
     pub samples: Option<usize>,
 }
 
-/// A step and whose rows it has.
+/// A step and the sequences that its rows belong to.
 pub(super) struct Plan {
     pub step: Step,
     pub parts: Vec<Part>,
@@ -52,8 +52,8 @@ pub(super) struct Plan {
 
 pub(super) struct Scheduler {
     limits: Limits,
-    /// Sequences that gave way, then those that never ran, in the order of the policy. Where the longest go first that is: all
-    /// but the last ones ([`start_order`]) as they came, then these, the shortest of all, the longest first.
+    /// Sequences that gave way, then sequences that never ran, in the order of the policy. With `LongestFirst` that is:
+    /// all but the shortest ([`start_order`]) as they came, then the shortest by length, the longest of them first.
     pub waiting: VecDeque<Sequence>,
     /// Whether the first sequences start, until places or blocks have run out.
     filling: bool,
@@ -226,8 +226,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes a sequence out and gives its blocks back. Rows of it that are still under way write
-    /// to those blocks before any later step does.
+    /// Takes a sequence out and gives its blocks back. Its rows that are still under way write to
+    /// these blocks before any later step does.
     pub fn remove(&mut self, key: Key) -> Result<Option<Sequence>> {
         let found = match self.running.iter().position(|s| s.key == key) {
             Some(i) => Some(self.running.remove(i)),

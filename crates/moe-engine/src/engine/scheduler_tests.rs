@@ -59,7 +59,7 @@ fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
             assert_eq!(row, first, "the row whose token is in flight");
         }
     }
-    // The longest of those with one row before the others.
+    // Sequences with one row come first, the longest of them before the others.
     assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![1, 0, 2]]);
     Ok(())
 }

@@ -160,7 +160,7 @@ pub(super) fn answer_all(
                 })
             }
             (Next::Answer(Question::End), engine) => {
-                *engine = None;
+                (*engine, budget) = (None, None);
                 Some(Reply::Ended)
             }
             (_, None) => bail!("rank 0 asks an engine that it has not started"),

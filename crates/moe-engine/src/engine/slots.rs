@@ -38,7 +38,7 @@ impl Slots {
     /// sequences than slots.
     pub fn assign(&mut self, wanted: &[(Key, usize)]) -> Option<Vec<Assigned>> {
         self.step += 1;
-        // First those that have one, so that no other takes it.
+        // Sequences that have a slot come first, so that no other takes it.
         let kept: Vec<Option<usize>> = wanted.iter().map(|(key, _)| self.touch(*key)).collect();
         wanted.iter().zip(kept).map(|(&(key, position), kept)| self.use_slot(key, position, kept)).collect()
     }

@@ -1,9 +1,9 @@
-//! In which order waiting sequences start where those that may make most tokens go first.
+//! In which order waiting sequences start with the policy `LongestFirst`.
 //!
-//! The last ones to start go by length, the longest first, as in list scheduling by longest processing time: so all end at about
-//! one time, and no step is nearly empty. Those before them start as they came. Were they to go by length as well, many
-//! would end in one step, and places would stay empty, and all others wait, while the prompts of their successors are computed
-//! together.
+//! The last ones to start go by length, the longest first, as in list scheduling by longest processing time: so all end
+//! at about one time, and no step is nearly empty. All others start before, as they came. Were these to go by length as
+//! well, many would end in one step, and places would stay empty, and all others wait, while the prompts of their
+//! successors are computed together.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ pub(super) fn kept_for_the_end(max_num_seqs: usize) -> usize {
     max_num_seqs.saturating_add(max_num_seqs / 2)
 }
 
-/// Puts a sequence into a queue in which those that gave way stand first.
+/// Puts a sequence into a queue in which sequences that gave way stand first.
 pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_num_seqs: usize) {
     let most = kept_for_the_end(max_num_seqs);
     let queue = waiting.make_contiguous();
@@ -26,7 +26,7 @@ pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_n
     if waiting.len() - new <= most {
         return;
     }
-    // The longest of the last goes to those that start as they came.
+    // The longest of the last ones joins the sequences that start as they came.
     if let Some(longest) = waiting.remove(last) {
         let before = &waiting.make_contiguous()[new..last];
         let place = new + before.partition_point(|other| other.key < longest.key);
@@ -34,8 +34,8 @@ pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_n
     }
 }
 
-/// Place of the sequence that starts next while the first ones start: that with the shortest prompt of those that do not go by
-/// length. Nothing decodes beside these prompts yet.
+/// Place of the sequence that starts next while the first ones start: of the sequences that do not go by length, the
+/// one with the shortest prompt. Nothing decodes beside these prompts yet.
 pub(super) fn first(waiting: &VecDeque<Sequence>, max_num_seqs: usize) -> usize {
     if waiting.front().is_some_and(Sequence::has_run) {
         return 0;

@@ -48,7 +48,7 @@ pub struct Stats {
     pub cached_prompt_tokens: u64,
     /// New tokens.
     pub generated_tokens: u64,
-    /// Forward passes; of several ranks, those of the one that ran most.
+    /// Forward passes; of several ranks, by the one that ran most.
     pub steps: u64,
     /// Rows of all forward passes.
     pub rows: u64,
@@ -78,7 +78,7 @@ impl Stats {
         self.peak_kv_blocks = self.peak_kv_blocks.max(used_blocks);
     }
 
-    /// A token of a sequence that was added then and had its previous token then.
+    /// A token that came at `now`, of a sequence that was added at `added` and had its last token at `previous`.
     pub(super) fn add_token(&mut self, added: Instant, previous: Option<Instant>, now: Instant) {
         self.generated_tokens += 1;
         match previous {

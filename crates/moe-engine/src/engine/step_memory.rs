@@ -8,9 +8,10 @@ use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
-/// The same where ranks meet in a step: two of `--tp 2` took 0.8 GB more than the first.
+/// The same where ranks meet in a step: `--tp 2` took 0.8 GB beside `RESERVE` (two H100, 256 sequences).
 const RESERVE_OF_RANKS: u64 = 1 << 30;
-/// Logits of all sequences at once: joined ones and, of a group of ranks, as they come from each and a rank's own.
+/// Copies of the logits of all sequences at once. A group of ranks has three: a rank's own columns, the columns as they come
+/// from all ranks, and the joined rows.
 const LOGITS: usize = 1;
 const LOGITS_OF_RANKS: usize = 3;
 
@@ -24,40 +25,54 @@ pub(super) fn budget(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec)
     }
 }
 
-/// Whether a cache on a GPU whose size nobody gave would take more than half of what is free.
+/// Whether a cache on a GPU whose size nobody gave would take more than half of what is free there.
 pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -> Result<bool> {
     if !ex.is_cuda() || config.kv_cache_memory.is_some() {
         return Ok(false);
     }
+    // What an earlier engine has freed counts only once the stream is done.
+    ex.synchronize()?;
     let info = model.info();
     let (free, budget) = config.free_and_budget(ex)?;
     let capacity = config.capacity(info, free, budget)?;
-    let bytes = capacity.num_blocks.saturating_mul(config.block_size * info.kv.bytes_per_token()?);
-    Ok(free.is_some_and(|free| bytes as u64 > free / 2))
+    Ok(free.is_some_and(|free| capacity.bytes as u64 > free / 2))
 }
 
 /// Runs the largest step and returns how many bytes the KV cache may take then. All positions share one block, so no cache is
 /// needed for it.
 pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec) -> Result<usize> {
     let info = model.info();
+    ex.synchronize()?;
     let (free, most) = config.free_and_budget(ex)?;
     let longest = config.capacity(info, free, most)?.max_model_len;
     let mut kv = KvCache::new_on(ex.device(), info.kv, 1, config.block_size)?;
     kv.commit(ex)?;
     let rows = config.max_num_batched_tokens;
     let step = largest(rows, longest, info.vocab_size, info.kv.value_dim.is_none(), config)?;
-    let mut context = StepContext::default();
-    let logits = run_step(model, &step, &mut kv, None, &mut context, ex).with_context(|| {
-        format!("a step of {rows} rows does not fit the memory that the weights leave; lower --max-num-batched-tokens")
+    run(model, &step, &mut kv, ex).with_context(|| {
+        format!(
+            "the largest step, of {rows} rows, which says how much memory the KV cache may take, failed; if memory ran out, lower \
+             --max-num-batched-tokens"
+        )
     })?;
-    ex.synchronize()?;
-    drop((logits, kv));
-    let together = config.lockstep || model.ranks().is_some();
+    drop(kv);
+    let together = model.ranks().is_some_and(|ranks| ranks.meets_others());
     let (reserve, copies) = if together { (RESERVE_OF_RANKS, LOGITS_OF_RANKS) } else { (RESERVE, LOGITS) };
-    let logits = (4 * copies * config.max_num_seqs.next_power_of_two()).saturating_mul(info.vocab_size);
+    let logits =
+        config.max_num_seqs.next_power_of_two().saturating_mul(info.vocab_size).saturating_mul(4 * copies);
     let (free, _) = config.free_and_budget(ex)?;
     let left = free.unwrap_or_default().saturating_sub(reserve).saturating_sub(logits as u64);
     Ok(usize::try_from(left)?.min(most))
+}
+
+/// Runs a step to its end, on all ranks.
+fn run(model: &dyn CausalLm, step: &Step, kv: &mut KvCache, ex: &mut Exec) -> Result<()> {
+    let logits = run_step(model, step, kv, None, &mut StepContext::default(), ex)?;
+    ex.synchronize()?;
+    // The stream of a failed world goes on; only this says so.
+    model.ranks().map_or(Ok(()), |ranks| ranks.check())?;
+    drop(logits);
+    Ok(())
 }
 
 /// A step of `rows` rows, as sequences of at most `longest` tokens. Where a step makes keys and values out of latent rows of all

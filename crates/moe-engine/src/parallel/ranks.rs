@@ -39,7 +39,7 @@ pub struct Rank {
     pub window: Option<Arc<dyn Window>>,
 }
 
-/// The ranks that see the same tokens, as one model; its KV layout is that of one rank.
+/// The ranks that see the same tokens, as one model; its KV layout is one rank's.
 pub struct LocalRanks {
     first: Rank,
     followers: Followers,
@@ -138,6 +138,10 @@ impl StepRanks for LocalRanks {
             self.first.move_experts(round)
         });
         moved.map_err(|e| self.first.failed(e))
+    }
+
+    fn meets_others(&self) -> bool {
+        self.followers.is_somebody() || self.first.geometry.ep_size > 1
     }
 
     fn all(&self, yes: bool) -> Result<bool> {
