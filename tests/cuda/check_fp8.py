@@ -180,7 +180,9 @@ def fp8_refuses_what_it_does_not_read(lib):
     assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, *rest)
     assert lib.refused("moe_fp8_experts_down", None, None, w13, *rest)
     half = Pack(8, 128, 128, FP8_BLOCK, gate_up=True)
-    assert lib.refused("moe_fp8_experts_gate_up", None, None, half, *rest), "half of the columns that share a scale"
+    scales = poison(1, 8, dtype=torch.float32)
+    assert lib.refused("moe_fp8_experts_gate_up", None, None, half, *rest[:4], scales, 4, 2), "half of the columns that share a scale"
+    assert lib.refused("moe_fp8_experts_gate_up", None, None, w13, *rest), "no place for scales"
     assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), *rest)
     assert lib.refused("moe_fp8_quantise", *args, 4, 96, 0)
     assert lib.refused("moe_fp8_places", None, None, None, None, 4, None, None, 4, 2, 96, 8)

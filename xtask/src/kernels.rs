@@ -34,7 +34,11 @@ const ALLOWED_SPILLS: &[(&str, &str)] = &[
         "experts_tensor<16, experts_tensor::DigitWeights<",
         "some words, most of the warps that load and none in a loop over stages, so that three blocks share an SM",
     ),
-    ("fp8_product<", "two words of the warp that loads, once a work tile; none of those that multiply"),
+    ("fp8_product<fp8::StoreSlotRows", "two words of the warp that loads, once a work tile"),
+    (
+        "fp8_product<fp8::StoreActivations",
+        "a word of the warps that multiply, behind the loop over stages, once a work tile; by row also two words of the warp that loads",
+    ),
     ("dequantise<", "a word around the subroutine of a 64-bit division, once before the loop"),
     ("quant_product<(QuantFormat)1, 1, Store>", "a word, in the tier \"any\", which is not made for speed"),
     ("quant_product<(QuantFormat)2, 1, Store>", "the same of FP8"),

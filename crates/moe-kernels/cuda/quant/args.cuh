@@ -117,7 +117,7 @@ struct QuantLayerStreamArgs {
   const int32_t* expert_map;
   void* out;
   Output output;
-  void* state;  // may be that of launches of moe_layer_stream
+  void* state;  // may be the state of launches of moe_layer_stream
   int tokens, num_ids, top_k;
   Scoring scoring;
   int raw_logits, renormalize;
@@ -184,7 +184,7 @@ struct Fp8ExpertsArgs {
   const uint32_t* counts;
   int bucket;  // these three as in ExpertsTensorArgs
   void* out;  // E4M3 [T K, I] in order of experts, in the order of columns of fp8_product.cuh, or bf16 [T K, H] by slot
-  float* out_scales;  // [I / 128, T K rounded up to 4], or null
+  float* out_scales;  // of out, [I / 128, T K rounded up to 4]; null for down
   int tokens, top_k;
 };
 

@@ -119,8 +119,12 @@ cudaError_t experts(const Fp8ExpertsArgs& c, void* stream) {
   Args a = {};
   a.scales = c.scales, a.slots = c.slots, a.counts = c.counts;
   a.bucket = c.bucket, a.experts = static_cast<int>(c.w.experts), a.rows = c.tokens * c.top_k;
-  if constexpr (Kind::kSlots) a.out = static_cast<bf16*>(c.out);
-  else a.act = {static_cast<uint8_t*>(c.out), c.out_scales, scale_rows(a.rows), false};
+  if constexpr (Kind::kSlots) {
+    a.out = static_cast<bf16*>(c.out);
+  } else {
+    a.act = {static_cast<uint8_t*>(c.out), c.out_scales, scale_rows(a.rows), false};
+    if (a.rows > 0 && !a.act.holds(a.rows, static_cast<int>(c.w.n / 2))) return cudaErrorInvalidValue;
+  }
   return run<Kind>(a, c.q, c.w, stream);
 }
 

@@ -18,7 +18,7 @@ namespace moe::fp8 {
 
 using namespace experts_tiles;
 
-constexpr int kColumns = 128;            // of a stage: those of one scale of a row
+constexpr int kColumns = 128;            // of a stage, and of a scale of a row
 constexpr int kBlocks = kTileRows / 16;  // of 16 weight rows in a weight tile
 using Stage = quant::QuantStage<QuantFormat::kFp8, kColumns, kColumns, kBlocks>;
 
@@ -27,8 +27,9 @@ constexpr int kRows = 256;               // of a work tile: two parts for each c
 constexpr int kGroupTiles = 16;          // weight tiles that meet all rows of an expert before the next ones do
 constexpr int kConverters = kGatherers;  // warps that turn weights into an operand
 constexpr int kMaxStages = 6;
-constexpr int kStaging = kConsumers * 2048;  // of results on their way out: 16 rows of 128 bytes for each warp
-constexpr int kPair = 2;                     // blocks of a cluster
+// Of results on their way out, 16 rows of 128 bytes for each warp, or of the magnitudes that a pair exchanges.
+constexpr int kStaging = kConsumers * 2048;
+constexpr int kPair = 2;  // blocks of a cluster
 constexpr int kTableEntry = 16;
 constexpr int kHeader = 1024;  // barriers and work tiles
 constexpr int kRowBytes = kRows * kColumns, kPartBytes = kPart * kColumns;
@@ -86,13 +87,13 @@ struct Block {
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * kStageBytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + Stage::kBytes; }
   __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * kStageBytes + s * kSideBytes; }
-  /// Of the rows, from the last place before them that is a multiple of 4.
+  /// Scales of the rows, from the first row's place rounded down to a multiple of 4 on.
   __device__ __forceinline__ float* row_scales(int s) const {
     return reinterpret_cast<float*>(side(s) + Stage::kSideBytes);
   }
 };
 static_assert((3 * kMaxStages + 2 * Block::kWorkSlots + 2 * kConsumers) * 8 <= 512);
-static_assert(Block::kWorkSlots * sizeof(Work) <= 512);
+static_assert(Block::kWorkSlots * sizeof(Work) <= 512 && kConsumers * 2 * 2 * 16 * 4 <= kStaging);
 static_assert(sizeof(uint4) == kTableEntry && kSideBytes % 16 == 0);
 
 #if MOE_SM90
@@ -117,7 +118,7 @@ __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
 }
 
 /// The warp that chooses the block's work tiles, announces them to the other warps and loads their operands.
-/// `kCluster`: blocks of a cluster, which have a weight tile each of the same rows.
+/// `kCluster`: blocks of a cluster, which multiply the same rows by a weight tile each.
 template <int kCluster>
 struct Producer {
   const Block& b;

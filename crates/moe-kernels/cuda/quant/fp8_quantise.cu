@@ -4,7 +4,7 @@
 // (i / 2). A launch of its own copies rows to the places of their slots in order of experts.
 //
 // Floor: bytes. 8,192 rows of 2,048: 34 MB in, 17 MB out, 12 us at 4.3 TB/s; to the places of eight slots each 134 MB
-// out, 31 us (the 17 MB come out of L2); 65,536 rows of 768: 36 us.
+// out, 31 us (the 17 MB come out of L2).
 //
 // Design: eight lanes have a row's 128 columns, 16 each, in two loads of 16 bytes, and exchange words so that each
 // stores 16 bytes; a block has 32 rows of the same columns, so that its scales are one line. Rows are copied by place

@@ -1,6 +1,7 @@
 // Rows in FP8 (E4M3), one scale for each row and 128 columns, as fp8_quantise.cu defines them, and how launches that
-// make rows leave them so: sixteen lanes have a row's 128 columns, 8 consecutive ones each, rounded to bf16 first, so
-// that the bits are those of rows in bf16 that are quantised afterwards.
+// make rows leave them so. The numbers are rounded to bf16 first, so that the bits are those of rows in bf16 that are
+// quantised afterwards. A row's 128 columns lie in sixteen lanes, 8 consecutive ones each (`store_group`), in four
+// lanes as tensor cores leave them (`store_fragments`), or in four lanes of each of two blocks (fp8_experts.cu).
 #pragma once
 
 #include "ptx/common.cuh"
@@ -76,7 +77,7 @@ __device__ __forceinline__ uint32_t scaled(uint32_t low, uint32_t high, float in
   return pack_e4m3(a.x * inverse, a.y * inverse, b.x * inverse, b.y * inverse);
 }
 
-/// Stores a row's 128 columns at `q`, of which a lane has 8 in bf16, and their scale. Whole warps call it; lanes
+/// Stores a row's 128 columns at `q` in FP8, and their scale; a lane has 8 columns in bf16. Whole warps call it; lanes
 /// without a row say so.
 __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const uint4& columns, bool present,
                                             bool quads) {
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const u
   uint32_t words[2] = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
   int at = lane * 8;
   if (!quads) {
-    // Chunk c takes the words of pair c of all four j: those of two neighbouring j go together.
+    // Chunk c takes the words of pair c of all four j: the words of two neighbouring j go together.
     const bool upper = lane & 2;
     const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[1], 2);
     (upper ? words[0] : words[1]) = other;
@@ -108,8 +109,8 @@ __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const u
   if (lane == 0) *scale_at = scale.scale;
 }
 
-/// The same of a row whose 128 columns four lanes have as results of tensor cores: of each 8 columns a pair. Two words
-/// of neighbouring 8 columns make a word of either order.
+/// store_group for results of tensor cores: four lanes have a row's 128 columns, a pair of each 8. Two words of
+/// neighbouring 8 columns make a word of either order.
 __device__ __forceinline__ void store_fragments(uint8_t* q, float* scale_at, const uint32_t (&word)[16], bool present,
                                                 bool quads) {
   uint32_t most = 0;
