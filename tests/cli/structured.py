@@ -111,7 +111,7 @@ def processor_seconds():
 
 
 def run(program, flags, bodies):
-    """Answers in the order of the bodies, the seconds, and those of the processors, which other programs hardly disturb."""
+    """Answers in the order of the bodies, the wall seconds, and the processor seconds, which other programs hardly disturb."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         lines = ({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies))

@@ -1,4 +1,4 @@
-"""The launches of a mixed step, 256 decoding rows beside some prompt rows, whose lengths are those of tests/bench/mixed_workload.py:
+"""The launches of a mixed step, 256 decoding rows beside some prompt rows, with the lengths of tests/bench/mixed_workload.py:
 attention alone and together."""
 
 import math

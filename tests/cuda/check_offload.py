@@ -37,7 +37,7 @@ class Rule:
 
 
 class Device:
-    """The same by the kernels, with weights: word i of expert e's products is a function of both."""
+    """`Rule` by the kernels, with weights: word i of expert e's products is a function of both."""
 
     def __init__(self, experts, slots, lens):
         self.experts, self.slots, self.lens = experts, slots, lens

@@ -167,7 +167,7 @@ def packs_of(local, shape, scheme):
 
 
 def token_counts(shape, scheme, counts=(1, 2, 3, 4)):
-    """Those that one launch takes."""
+    """The token counts that one launch takes."""
     experts, top_k, hidden, inter = shape
     fits = lambda t: LIB.raw("moe_quant_layer_stream_fits", scheme.format, t, hidden, inter, experts, experts, top_k, BLOCK_SMEM)
     return [t for t in counts if fits(t)]

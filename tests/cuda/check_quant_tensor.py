@@ -2,7 +2,7 @@
 
 moe_quant_experts_tensor and moe_quant_linear_tensor round no weight; the former has a form for few rows of an expert, which `invariant`
 excludes. moe_quant_experts_wide has them as `Rounded`: it is held to that
-reference within the noise of sums and of rounded activations, and to the exact one within that of bf16.
+reference within the noise of sums and of rounded activations, and to the exact one within the noise of bf16.
 """
 import itertools
 
@@ -221,7 +221,7 @@ def quant_linear_matches_float64(lib):
         got = linear(lib, pack, x, bias, before.clone(), output, splits)
         error = rel_error(got, want)
         exact = m <= MOST_EXACT or splits == -1
-        # A rounded weight is off by up to 2^-8; under one scale for all, those of e4m3 have eight such errors, which need not average.
+        # A rounded weight is off by up to 2^-8; under one scale for all, e4m3 weights have eight such errors, which need not average.
         assert error < (4e-3 if output == BF16 or not exact else 5e-5), f"{name}: off by {error}"
         worst[exact] = max(worst[exact], error)
         assert torch.equal(linear(lib, pack, x, bias, before.clone(), output, splits), got), f"{name}: runs differ"

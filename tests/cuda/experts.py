@@ -232,7 +232,7 @@ def combine_with_norm_is_combine_then_norm(lib):
 
 @check
 def sums_skip_absent_slots(lib):
-    """Rows of slots without a local expert hold NaNs, and sums are those of zeros there."""
+    """Rows of slots without a local expert hold NaNs, and sums are the same as with zeros there."""
     for tokens, dtype in itertools.product(sized((1, 64, 65, 700), (3, 65)), (torch.float32, torch.bfloat16)):
         top_k, experts, local, hidden = 5, 16, 4, 320
         ids = torch.randint(0, experts, (tokens, top_k), device="cuda", dtype=torch.int32)

@@ -2,7 +2,7 @@
 
   MOE_KERNELS_SO=libmoe_kernels.so python peers.py [NAME ..]
 
-Every rank's blocks must be resident at once, with those of the next launch that one of them begins early. So sizes are small, and calls
+Every rank's blocks must be resident at once, with the blocks of the next launch that a rank begins early. So sizes are small, and calls
 of several launches are left to tests/gpu/nccl.sh, which needs several GPUs.
 """
 import ctypes
@@ -373,7 +373,7 @@ def sizes_that_cannot_be_are_refused():
     for rows, hidden in ((-1, 16), (1, 12), (1, 0)):
         code = LIB.raw("moe_peer_share_add_rms_norm", ctypes.byref(group.peers[0]), x, x, out, 1e-6, out, rows, hidden, None)
         assert code == 1, (rows, hidden, code)
-    # Rows that are not those of the ranks, more slots than a warp has lanes, slots in bf16, rows beyond the buffers.
+    # Rows that are not the sum of the ranks' rows, more slots than a warp has lanes, slots in bf16, rows beyond the buffers.
     for tokens, counts, top_k, rows, hidden in ((3, (1, 1), 1, F32, 16), (2, (1, 1), 33, F32, 16), (2, (1, 1), 1, BF16, 16),
                                                (2, (1, 1), 1, F32, 12), (1 << 20, (1 << 20, 0), 1, F32, 16)):
         args = filled("moe_combine", x, x, x, None, None, tokens, top_k, 1, 1, hidden, rows, F32)

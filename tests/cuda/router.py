@@ -197,7 +197,7 @@ def compacted(forced):
 
 
 def check_forced(lib):
-    """Forced rows get the forced experts, with their own weights or those of the free choice; the others choose freely."""
+    """Forced rows get the forced experts, with these experts' weights or the free choice's; the other rows choose freely."""
     for tokens, hidden, experts, top_k in SHAPES:
         x, gate = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.25 for n in (tokens, experts))
         bias = torch.randn(experts, device="cuda") * 0.1

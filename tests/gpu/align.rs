@@ -62,7 +62,7 @@ fn groups_and_local_ids_are_the_same() {
     }
 }
 
-/// Logical ids to those of copies, for any number of copies, also of one; rows that come in several calls.
+/// Logical ids become physical ids of copies, for any number of copies, also of one; rows that come in several calls.
 #[test]
 fn copies_are_chosen_alike() {
     let mut rng = Rng::new();

@@ -45,7 +45,7 @@ fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -
     with_stream(replaced, path, mla, dtype, SharedExpertsStream::Auto)
 }
 
-/// The same with shared experts at a place.
+/// As [`model`], with shared experts at a place.
 fn with_stream(
     replaced: &[(&str, &str)],
     path: MoePath,
@@ -56,7 +56,7 @@ fn with_stream(
     on_device(replaced, path, mla, dtype, stream, cuda().device())
 }
 
-/// The same on a device.
+/// As [`with_stream`], on a device.
 fn on_device(
     replaced: &[(&str, &str)],
     path: MoePath,

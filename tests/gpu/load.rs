@@ -180,7 +180,7 @@ fn files_that_cannot_be_read_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// The same of quantised matrices, whose bytes many threads read for the device to pack.
+/// A cut file of quantised matrices, whose bytes many threads read for the device to pack.
 #[test]
 fn a_quantised_file_that_was_cut_is_an_error() -> Result<()> {
     let dir = tempfile::tempdir().unwrap();

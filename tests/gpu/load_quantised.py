@@ -21,7 +21,7 @@ def masked(block, keep, add, size):
 
 
 def blocks():
-    """Random data of each dtype: of floats those of moderate size, of FP8 none that is NaN."""
+    """Random data of each dtype: floats are of moderate size, and no FP8 value is NaN."""
     block = os.urandom(BLOCK)
     return {
         "I32": block,
@@ -48,7 +48,7 @@ def fp8(name, n, k, quant):
 
 
 def tensors(config, layers):
-    """(name, dtype, shape) of all of them."""
+    """(name, dtype, shape) of all tensors of the checkpoint."""
     h, quant, head = config["hidden_size"], config["quantization_config"], config["head_dim"]
     matrix = {"gptq": gptq, "fp8": fp8}[quant["quant_method"]]
     yield from (("model.embed_tokens.weight", "BF16", [config["vocab_size"], h]), ("lm_head.weight", "BF16", [config["vocab_size"], h]))

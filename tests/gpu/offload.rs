@@ -1,5 +1,5 @@
-//! Experts in host memory: the device's choice is that of the rule on the CPU, and outputs and tokens are those of experts that are
-//! all on the device.
+//! Experts in host memory: the device chooses as the rule on the CPU, and outputs and tokens match experts that are all on the
+//! device.
 
 use candle_core::DType;
 use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
@@ -126,7 +126,7 @@ fn outputs_are_those_of_experts_on_the_device() {
     }
 }
 
-/// The same of quantised experts, whose integers, scales and zero points change places apart.
+/// Outputs and fetches of quantised experts, whose integers, scales and zero points change places apart.
 #[test]
 fn outputs_of_quantised_experts_are_those_on_the_device() {
     let mut rng = Rng::new();
@@ -216,7 +216,7 @@ fn config(max_num_seqs: usize, max_num_batched_tokens: usize, enforce_eager: boo
     EngineConfig { max_num_seqs, max_num_batched_tokens, enforce_eager, kv_cache_memory, ..device }
 }
 
-/// Steps of few rows are one pass and graphs, those of more are passes and graphs, and prompts are passes.
+/// Steps of few rows are one pass and graphs, steps of more rows are passes and graphs, and prompts are passes.
 #[test]
 fn tokens_are_those_of_experts_on_the_device() {
     let ex = || cuda().with_batch_invariant(true);

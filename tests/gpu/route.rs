@@ -284,7 +284,7 @@ fn a_routing_function_is_held_to_experts_that_exist() {
     assert_error(route(2, 2), &["expert id 2 occurs twice"]);
 }
 
-/// Chosen experts become their copies, in the router's launch or behind it: those that the CPU names. Weights stay.
+/// Chosen experts become their copies, in the router's launch or behind it: the copies that the CPU names. Weights stay.
 #[test]
 fn chosen_experts_become_their_copies() {
     let mut rng = Rng::new();

@@ -143,7 +143,7 @@ fn a_replay_runs_as_graphs() {
     assert!(10 * unmoved <= replayed, "{unmoved} of {replayed} texts are those of other experts");
 }
 
-/// Every expert gets its share, in graphs, and the ids are those of the CPU's even spread for the same rows and step.
+/// Every expert gets its share, in graphs, and the ids equal the CPU's even spread for the same rows and step.
 #[test]
 fn an_even_spread_runs_as_graphs() {
     let model = model_on(cuda().device(), CONFIG);

@@ -29,7 +29,7 @@ pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
     load_on(name, MoePath::Fused, dtype)
 }
 
-/// The same on a path of experts.
+/// As [`load`], on a path of experts.
 pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
     load_family::<Qwen3MoeFamily, _>(name, dtype, |config, options, vb| {
         Ok(model_qwen3moe::load(config, &options.decoder(path), vb)?.0)

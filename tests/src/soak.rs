@@ -30,13 +30,13 @@ pub struct Soaked {
     pub steps: usize,
     /// How often all experts moved.
     pub rebalances: usize,
-    /// Texts after the first move, and those of them that are not what they were before.
+    /// Texts after the first move, and how many of them differ from the text before it.
     pub texts: [usize; 2],
     /// Bytes in use, as `memory` counts them, after a tenth of the steps and at the end.
     pub memory: [Vec<u64>; 2],
     /// CUDA graphs that were recorded before the first move, and at the end.
     pub graphs: [u64; 2],
-    /// Of the whole run.
+    /// Seconds of the whole run.
     pub seconds: f64,
 }
 

@@ -103,13 +103,13 @@ impl<F: ModelFamily> Origin<F> {
         self.load_placed(case, &ExpertPlacements::default())
     }
 
-    /// The same with experts in other places.
+    /// As [`load`](Self::load), with experts in other places.
     pub fn load_placed(&self, case: &Case, placements: &ExpertPlacements) -> anyhow::Result<Vec<Replica>> {
         let world = ThreadComm::world(case.parallel.world_size()?);
         self.load_over(case, placements, world.into_iter().map(|comm| Arc::new(comm) as _).collect())
     }
 
-    /// The same over a world that is there.
+    /// As [`load_placed`](Self::load_placed), over a world that is there.
     pub fn load_over(
         &self,
         case: &Case,
@@ -195,7 +195,7 @@ pub fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> 
     outcome_with(replicas, lockstep, None, |_| Ok(()))
 }
 
-/// The same with a balancer of experts, where `between` sees the engine before each step.
+/// As [`outcome`], with a balancer of experts, where `between` sees the engine before each step.
 pub fn outcome_with(
     replicas: &[Replica],
     lockstep: bool,

@@ -175,7 +175,7 @@ fn other_parameters_work_beside_it() {
     });
     assert_eq!((stopped.text.as_str(), stopped.tokens.len()), ("", 3));
     assert_eq!(stopped.finish, Some(FinishReason::Stop(StopReason::Text("ggg".into()))));
-    // Log-probabilities are those of the model, whatever is excluded.
+    // Log-probabilities are the model's, whatever is excluded.
     let logprobs = of(&|r| r.sampling.logprobs = Some(2));
     assert_eq!(logprobs.text, of(&|_| {}).text);
     assert!(logprobs.logprobs.iter().all(|l| l.chosen.logprob.is_finite() && l.top.len() == 2));

@@ -1,5 +1,5 @@
-//! `cargo xtask man`: the man pages of the programs. Each program writes its own, so that this crate needs nothing of
-//! theirs.
+//! `cargo xtask man`: the man pages of the programs. Each program writes its own, so that this crate depends
+//! on none of them.
 
 use anyhow::Result;
 

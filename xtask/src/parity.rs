@@ -2,8 +2,8 @@
 //!
 //! Each case is a checkpoint folder and a reference recorded by tests/reference. The binary
 //! that the checkpoint's `model_type` names is built and run once per dtype and variant; it compares
-//! and judges, this task collects. Without arguments every fixture runs in f32 and bf16, and those of
-//! DeepSeek-V2 on both expert paths and in both forms of latent attention.
+//! and judges, this task collects. Without arguments every fixture runs in f32 and bf16, and DeepSeek-V2
+//! fixtures on both expert paths and in both forms of latent attention.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

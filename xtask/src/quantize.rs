@@ -15,7 +15,7 @@ pub struct Args {
 
 pub fn run(command: &str, args: &Args) -> Result<()> {
     let status = cargo()
-        // Relative paths are those of the caller.
+        // Relative paths start at the caller's folder.
         .current_dir(std::env::current_dir()?)
         .args(["run", "--release", "-q", "-p", "moe-quantize", "--manifest-path"])
         .arg(root().join("Cargo.toml"))

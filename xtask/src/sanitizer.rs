@@ -1,7 +1,7 @@
 //! compute-sanitizer for a GPU machine, pinned.
 //!
-//! That of CUDA 13.0 (2025.3) reports races between a bulk copy and what an mbarrier orders with it that are none; the release
-//! notes of 2025.4, 2026.1 and 2026.3 name them.
+//! The release of CUDA 13.0 (2025.3) reports races between a bulk copy and what an mbarrier orders with it that are none; the
+//! release notes of 2025.4, 2026.1 and 2026.3 name them.
 
 use std::fs;
 use std::path::Path;

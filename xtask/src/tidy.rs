@@ -104,7 +104,7 @@ fn check_dependencies(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec
     }
 }
 
-/// Where the crates that a crate depends on are not those of its list.
+/// Where the crates that a crate depends on differ from its list.
 fn edge_faults(name: &str, deps: &[&str], allowed: Option<&[&str]>) -> Vec<String> {
     let Some(allowed) = allowed else {
         return vec![format!("{name}: not in the list of dependency edges (xtask/src/tidy.rs)")];

@@ -54,8 +54,8 @@ impl Toolkit {
         self.home.join("bin/nvcc")
     }
 
-    /// The variables by which the builds of this workspace and of candle find this toolkit. Those
-    /// that are set already are kept.
+    /// The variables by which the builds of this workspace and of candle find this toolkit. Paths,
+    /// capability and threads that are set already are kept.
     pub fn environment(&self) -> Result<Vec<(&'static str, OsString)>> {
         let before = |dirs: &[PathBuf], name: &str| {
             let old = std::env::var_os(name).unwrap_or_default();

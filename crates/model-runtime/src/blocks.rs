@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use crate::prefix::{PrefixId, PrefixTable};
 
-/// Hands out KV blocks. Blocks are counted, so that sequences can share those of a common prefix;
+/// Hands out KV blocks. Owners are counted, so that sequences can share the blocks of a common prefix;
 /// a block whose contents were announced ([`BlockAllocator::announce`]) can be found by them, also
 /// after its last owner has released it, until it is needed for something else.
 ///
@@ -122,7 +122,7 @@ impl SequenceBlocks {
         &self.blocks
     }
 
-    /// Appends a block that the caller has allocated or shared, such as one of a shared prefix.
+    /// Appends a block that the caller has allocated, or shared as part of a common prefix.
     pub fn push(&mut self, block: u32) {
         self.blocks.push(block);
     }

@@ -51,7 +51,8 @@ impl RoutingArrays {
         self.moe.layers.len() * self.moe.top_k
     }
 
-    /// Copies the choices to force on the first `rows` rows: those of `replay`, and none on rows behind it. Returns at once.
+    /// Copies the choices of `replay`, to force them on the first of `rows` rows; the other rows choose freely. Returns
+    /// at once.
     ///
     /// # Errors
     /// More rows than there is room for, a replay of another model, no memory.
@@ -128,7 +129,7 @@ fn forced<'a>(array: &'a mut Option<Arc<Buffer>>, dims: [usize; 3], ex: &Exec) -
 /// the step takes the kernels of any other. What they hold afterwards goes back to the context. Waits for the device.
 ///
 /// # Errors
-/// Those of `run`; a context for another model or step.
+/// Any error of `run`; a context for another model or step.
 pub(crate) fn with_arrays(
     moe: &MoeInfo,
     rows: usize,

@@ -144,7 +144,7 @@ impl DeviceStep {
         Ok(Self { words: ex.zeros(DType::U32, &[words])?, pinned, turn: 0 })
     }
 
-    /// Copies a step as it is, without tokens to sample. `number` is that of the step.
+    /// Copies a step as it is, without tokens to sample. `number` is the step's number.
     pub fn upload(&mut self, step: &Step, number: u64, ex: &Exec) -> Result<DeviceViews<'_>> {
         let sampled = ex.scratch(DType::U32, &[0])?;
         let last = LastStep { sampled: sampled.view(), read_back: None };

@@ -130,7 +130,7 @@ impl KvCache {
         }))
     }
 
-    /// Tells the caches of this process apart: also a later one of the same size.
+    /// Tells the caches of this process apart, even a later cache of the same size.
     pub fn id(&self) -> u64 {
         self.id
     }

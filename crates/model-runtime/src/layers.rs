@@ -64,7 +64,8 @@ impl RmsNorm {
         add_rms_norm_into(delta, TensorView::new(&self.weight)?.view()?, self.eps, residual, out, ex)
     }
 
-    /// The same where each rank of `ranks` holds a part of `delta`, which is scratch afterwards.
+    /// [`add_forward_into`](Self::add_forward_into) where each rank of `ranks` holds a part of `delta`, which is scratch
+    /// afterwards.
     pub fn add_parts_into(
         &self,
         ranks: &dyn Communicator,
@@ -77,7 +78,7 @@ impl RmsNorm {
         ranks.all_reduce_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
     }
 
-    /// The same where each rank keeps some rows of `residual` alone, see
+    /// [`add_parts_into`](Self::add_parts_into) where each rank keeps some rows of `residual` alone, see
     /// [`share_add_rms_norm`](Communicator::share_add_rms_norm).
     pub fn add_shared_into(
         &self,
@@ -139,7 +140,7 @@ impl Embedding {
         &self.weight
     }
 
-    /// The same table in the order that products on a path read best: for tied embeddings.
+    /// This embedding with its table in the order that products on a path read best: for tied embeddings.
     ///
     /// # Errors
     /// No memory left.
@@ -192,7 +193,7 @@ impl LmHead {
         Self(Embedding::of(embedding.weight.clone()))
     }
 
-    /// The same weight in the order that a path reads best.
+    /// This projection with its weight in the order that a path reads best.
     ///
     /// # Errors
     /// No memory left.
@@ -205,7 +206,7 @@ impl LmHead {
         Self::load_on(vocab_size, hidden_size, vb, &BlockContext::default())
     }
 
-    /// The same on a rank, where the projection may be quantised.
+    /// [`load`](Self::load) on a rank, where the projection may be quantised.
     ///
     /// # Errors
     /// A missing or wrongly shaped tensor; quantised ones that are not what the header says.

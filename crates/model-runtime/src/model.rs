@@ -120,7 +120,7 @@ pub trait CausalLm: Send + Sync {
     /// What experts in host memory have cost so far, all layers together; `None` where all are on the device. Waits for the device.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Any error of the device.
     fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
         Ok(None)
     }

@@ -212,7 +212,7 @@ impl Step {
     }
 
     /// Positions that the rows of the sequences behind the [decoding](Self::decode_rows) ones see, all these sequences
-    /// together: of each its last row's position and one.
+    /// together: for each the position of its last row, plus one.
     pub fn prompt_positions(&self) -> usize {
         let sequences = self.query_start_loc.windows(2).skip(self.decode_rows());
         sequences
@@ -221,8 +221,8 @@ impl Step {
             .sum()
     }
 
-    /// (Row, position) pairs that attention looks at, of the [decoding](Self::decode_rows) rows and of those behind them;
-    /// zeros where a step has rows of one kind alone, whose launches do not depend on it.
+    /// (Row, position) pairs that attention looks at: of the [decoding](Self::decode_rows) rows, and of the rows behind
+    /// them; zeros where a step has rows of one kind alone, whose launches do not depend on it.
     pub fn attention_scores(&self) -> [usize; 2] {
         let decoding = self.decode_rows();
         if decoding == 0 || decoding == self.num_tokens() {

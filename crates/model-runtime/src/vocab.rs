@@ -1,8 +1,8 @@
 //! A vocabulary cut over the ranks of a tensor-parallel group: each holds a run of rows of the
 //! embedding and of the projection.
 //!
-//! On the CPU rows and logits are gathered, not added up, so their bits are those of one rank, signs of
-//! zero included, and each row travels once. On devices nothing is read on the host: rows are added to
+//! On the CPU rows and logits are gathered, not added up, so their bits are the same as on one rank, signs
+//! of zero included, and each row travels once. On devices nothing is read on the host: rows are added to
 //! zeros, and logits are gathered.
 
 use std::sync::Arc;
@@ -106,7 +106,7 @@ impl VocabParallel {
         Ok(())
     }
 
-    /// The same where ids are known to the device alone: each rank has the rows of its own run and zeros
+    /// `embed_into` where ids are known to the device alone: each rank has the rows of its own run and zeros
     /// elsewhere, and their sum is exact.
     #[cfg(feature = "cuda")]
     fn embed_on_device(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {

@@ -87,7 +87,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         let full = bench.median(args.repeat, 1, args.long_context, 128)?;
         result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
     }
-    // Of the first rank: activations and scratch, without weights and KV cache.
+    // The first rank's activations and scratch, without weights and KV cache.
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
     bench.session.finish()?;
     info!("measuring what this machine can do at most");
@@ -216,7 +216,8 @@ impl Bench {
     }
 
     /// Mean distinct experts per layer and decode step, and whether that is as spread as uniform
-    /// routing would be, within 3 %. A step is one of all ranks in lockstep, else one of a rank with its share of the batch.
+    /// routing would be, within 3 %. A step counts for all ranks in lockstep, else for one rank with its share of the
+    /// batch.
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
         let requests = self.requests(batch, prompt, STEPS + 1);

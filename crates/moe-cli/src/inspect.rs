@@ -66,7 +66,7 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
     print(&(table(&facts) + &kernels)).map(drop)
 }
 
-/// What to say where the weights cannot be opened. Those of the hub are one command away.
+/// What to say where the weights cannot be opened. Weights on the hub are one command away.
 fn lacking(model: &str, error: &dyn std::fmt::Display) -> String {
     match Path::new(model).is_dir() {
         true => format!("not here or not whole: {error}"),

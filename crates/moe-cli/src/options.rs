@@ -57,7 +57,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     Ok(request)
 }
 
-/// The same before there is a model: nothing is checked against one.
+/// [`request_defaults`] before there is a model: nothing is checked against one.
 pub fn request_of(args: &SamplingArgs, config: Option<&Config>, name: &str) -> Result<Request> {
     let mut sampling = match config {
         Some(config) => SamplingParams::from_generation_config(config)?,
@@ -124,8 +124,8 @@ pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<Ch
     chat_template_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
 }
 
-/// The chat template that the flags name, else that of a checkpoint's folder. A checkpoint may be
-/// anybody's: it is rendered in a process of its own.
+/// The chat template that the flags name, else the one in a checkpoint's folder. A checkpoint may be
+/// anybody's: its template is rendered in a process of its own.
 pub fn chat_template_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatTemplate>> {
     let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
     let template = chat_files_in(args, dir)?.and_then(|files| ChatTemplate::isolated(files, program));

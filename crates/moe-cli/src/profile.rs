@@ -2,7 +2,7 @@
 //! Perfetto or chrome://tracing).
 //!
 //! The model and the engine open `tracing` spans; this layer writes each as one complete event when
-//! it closes. Without it nobody is interested in those spans, and one costs a load and a comparison.
+//! it closes. Without this layer nobody is interested in spans, and each costs a load and a comparison.
 //! What a CUDA device did comes as events with times of their own (`moe_engine::device_events`), on a track beside.
 //! The file ends as valid JSON also when the run ends in an error, and an error of the file itself
 //! is reported.
@@ -23,7 +23,7 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// The row of the picture that a device's events have: far below those of spans.
+/// The row of the picture that a device's events have: far below the rows of spans.
 const DEVICE_ROW: usize = 1000;
 
 /// Whether a profile is interested: in every span and in what devices did.
@@ -129,8 +129,8 @@ impl State {
 /// A span that has not closed.
 struct Open {
     start: Instant,
-    /// Row of the picture: that of the span around it. Outermost spans that follow each other share
-    /// one, whatever thread of the pool they ran on.
+    /// Row of the picture, the same as of the span around it. Outermost spans that follow each other
+    /// share one, whatever thread of the pool they ran on.
     row: usize,
     is_outermost: bool,
     args: Map<String, Value>,

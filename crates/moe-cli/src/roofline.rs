@@ -30,7 +30,7 @@ struct StepWeights {
 }
 
 impl StepWeights {
-    /// From the tensors of a model whose experts are listed one by one. `bytes` are those of one weight of a tensor.
+    /// From the tensors of a model whose experts are listed one by one. `bytes` says how many a tensor has per weight.
     fn new(tensors: &[TensorSpec], info: &ModelInfo, bytes: impl Fn(&TensorSpec) -> f64) -> Self {
         let sum = |amount: Amount, t: &TensorSpec| {
             let elements: f64 = t.shape.iter().map(|&d| d as f64).product();

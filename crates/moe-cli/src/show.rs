@@ -11,7 +11,7 @@ use crate::log;
 pub enum Look {
     /// By the model's own words, whatever they are: for programs.
     Raw,
-    /// The same, and the tag of reasoning that the prompt has begun: for a terminal without colours.
+    /// By the model's own words, and the tag of reasoning that the prompt has begun: for a terminal without colours.
     Tags,
     /// By brightness.
     Dimmed,

@@ -8,8 +8,8 @@ use crate::communicator::Communicator;
 /// The largest blob: these are not for tensors.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Rank `root`'s `bytes` on every rank; those of the others do not count. An NCCL id travels this
-/// way.
+/// Rank `root`'s `bytes` on every rank; the other ranks' `bytes` do not count. An NCCL id travels
+/// this way.
 ///
 /// # Errors
 /// More than 64 MiB; whatever fails a collective.

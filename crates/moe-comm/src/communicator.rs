@@ -105,7 +105,7 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// What follows a row-parallel product in a decoder layer: `residual` += the sum of all ranks' `partial`, then
     /// `out` = RMS norm of `residual`. `partial` is scratch afterwards. A communicator may do it in one launch; then
-    /// sums are f32 additions in rank order, as those of [`ReduceOp::Sum`] on the CPU are.
+    /// sums are f32 additions in rank order, as [`ReduceOp::Sum`] adds on the CPU.
     ///
     /// | argument | shape, dtype |
     /// |---|---|

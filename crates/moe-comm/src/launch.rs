@@ -52,7 +52,7 @@ pub struct Launch {
     pub rank: usize,
     /// Ranks in the world.
     pub world_size: usize,
-    /// Its rank among those of its host: the device to use.
+    /// Its rank among the ranks of its host: the device to use.
     pub local_rank: usize,
     /// Ranks on its host, where the launcher says so.
     pub local_world_size: Option<usize>,
@@ -155,8 +155,8 @@ fn slurm_port(env: &Env) -> Result<Option<u16>, LaunchError> {
     Ok(job.map(|job| 20_000 + ((job % 10_000 * 31 + step % 10_000) % 10_000) as u16))
 }
 
-/// The launch that a launcher's variables describe: those of the rank, of the number of ranks, of the rank on its host and,
-/// where there is one, of the number of ranks there. The defaults are the address and port of rank 0.
+/// The launch that a launcher's variables describe. They hold the rank, the number of ranks, the rank on its host and, where
+/// there is such a variable, the number of ranks there. The defaults are the address and port of rank 0.
 fn checked(
     env: &Env,
     launcher: Launcher,

@@ -78,7 +78,7 @@ fn runs<'a>(view: View<'a>, counts: &[usize]) -> Result<Vec<View<'a>>> {
     counts.iter().map(run).collect()
 }
 
-/// The same of a writable view.
+/// As [`runs`], of a writable view.
 fn runs_mut<'a>(view: ViewMut<'a>, counts: &[usize]) -> Result<Vec<ViewMut<'a>>> {
     let mut rest = view;
     let mut all = Vec::with_capacity(counts.len());

@@ -52,7 +52,7 @@ where
     run_ranks_with(ThreadComm::world(n), f)
 }
 
-/// Like [`run_ranks`], on communicators made before: those of
+/// Like [`run_ranks`], on communicators made before, as by
 /// [`ThreadComm::world_with_timeout`], or any other set of ranks that know each other.
 pub fn run_ranks_with<C, R, F>(comms: Vec<C>, f: F) -> Vec<Result<R>>
 where

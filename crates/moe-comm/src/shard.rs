@@ -24,7 +24,7 @@ pub struct RowShard {
     pub segments: usize,
     /// The segments that this rank computes.
     pub local_segments: Range<usize>,
-    /// The same in elements of K.
+    /// The elements of K that this rank computes.
     pub range: Range<usize>,
 }
 

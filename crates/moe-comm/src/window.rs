@@ -9,13 +9,13 @@ use moe_kernels::{Exec, View};
 /// Bytes that go from a rank to the window of another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// The rank that has them.
+    /// The rank that has the bytes.
     pub from: usize,
-    /// The rank to whose window they go.
+    /// The rank to whose window the bytes go.
     pub to: usize,
-    /// Their first byte there.
+    /// The place of the first byte in that window.
     pub at: usize,
-    /// How many.
+    /// Number of bytes.
     pub len: usize,
 }
 
@@ -35,7 +35,7 @@ pub trait Window: Debug + Send + Sync {
     /// Bytes of each rank's memory.
     fn bytes(&self) -> usize;
 
-    /// Where copies run, and what reads that has arrived: a stream beside that of the steps.
+    /// Where copies run, and what reads the bytes that arrived: a stream beside the steps' stream.
     fn context(&self) -> &Exec;
 
     /// Copies `from` \[n\] u8, which lies on this rank's device, to the bytes `at..at + n` of a rank; returns at once.
@@ -44,11 +44,11 @@ pub trait Window: Debug + Send + Sync {
     /// A rank or bytes that there are not, or that only [`carry`](Self::carry) reaches; a view of host memory.
     fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()>;
 
-    /// Carries transfers, which every rank of the group names alike and in the same order; `source` is asked for those from this rank.
+    /// Carries transfers, which every rank of the group names alike and in the same order; `source` is asked for this rank's transfers.
     /// Returns at once.
     ///
     /// # Errors
-    /// Those of [`put`](Self::put) and of `source`; where it takes a collective, that one's.
+    /// Any error of [`put`](Self::put) or of `source`, or of the collective, where it takes one.
     fn carry(&self, transfers: &[Transfer], source: &TransferSource<'_>) -> Result<()> {
         let own = transfers.iter().enumerate().filter(|(_, transfer)| transfer.from == self.rank());
         for (number, &Transfer { to, at, len, .. }) in own {

@@ -1,4 +1,4 @@
-//! How rows reach the experts of other ranks: gathered by all or by those that need them, or sent to these.
+//! How rows reach the experts of other ranks: gathered by all ranks or by the ranks that need them, or sent to these ranks.
 
 use candle_core::{DType, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_slots_into};
@@ -56,8 +56,8 @@ impl Arrived {
     }
 }
 
-/// Every rank gets the owned rows of all, or with `needed` those that its experts need, in the same places: the others are
-/// unspecified.
+/// Every rank gets the owned rows of all ranks, or with `needed` the rows that its experts need, in the same places: the other
+/// rows are unspecified.
 pub(crate) fn gather(
     ranks: &EpRanks,
     call: &Call<'_, '_>,

@@ -72,7 +72,7 @@ impl Returns {
         Ok((batches, Self { send, receive, layout: Layout::Fixed(block * top_k) }))
     }
 
-    /// The experts' rows travel; those of the owned tokens [T_owned, K, H] f32.
+    /// Sends the experts' slot rows to the tokens' owners; returns the rows of the owned tokens, [T_owned, K, H] f32.
     pub fn travel(
         &self,
         op: &str,
@@ -132,8 +132,8 @@ fn first_slot(ids: &[u32], top_k: usize, slot: usize) -> usize {
     (row..slot).find(|&earlier| ids.get(earlier) == ids.get(slot)).unwrap_or(slot)
 }
 
-/// The rows of cut experts: the segments of all ranks [S_local, T, K, H] (or [T, K, H], one) are added in ascending
-/// order. Those of the owned tokens [T_owned, K, H] f32.
+/// The slot rows of cut experts for the owned tokens, [T_owned, K, H] f32: the segments of all ranks, [S_local, T, K, H]
+/// (or [T, K, H], one), are added in ascending order.
 pub(crate) fn add_segments(
     op: &str,
     ranks: &EpRanks,

@@ -41,7 +41,7 @@ impl LocalExperts {
         Ok(Self { num_local, expert_map: Some(expert_map) })
     }
 
-    /// The same with the map on a device: that of the experts and of the rows. It is made on the CPU.
+    /// These experts with the map, which is made on the CPU, on the device of the experts and of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(map) = self.expert_map.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
         let mut copy = Buffer::zeros_on(device, map.dtype(), map.dims())?;

@@ -11,7 +11,7 @@
 //! A transport whose messages have sizes known to the host moves a fixed block whole however few of its rows are needed:
 //! so by rank the low-latency form gathers each token once, and what it lists by expert are not rows but the numbers of
 //! their slots: nothing is copied, padded or zeroed. The high-throughput form by rank keeps the places of a gather, and leaves
-//! empty those that a rank does not need: so nothing is counted. By rank no backend reads anything on the host, so
+//! empty the places of rows that a rank does not need: so nothing is counted. By rank no backend reads anything on the host, so
 //! that calls can be captured into a graph; by slot every backend but `disabled` reads the ids there.
 
 use std::sync::Arc;

@@ -37,7 +37,7 @@ pub enum Combine {
 }
 
 impl Combine {
-    /// Whether experts that weight and reduce by themselves fit: all but those whose rows the owners must weight.
+    /// Whether experts that weight and reduce by themselves fit: not where the tokens' owners must weight the rows.
     pub fn takes_reduced_rows(self) -> bool {
         self != Self::BySlot
     }
@@ -59,7 +59,7 @@ impl Combine {
 /// # Shapes
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `tokens` | those of [`Tokens`] |
+/// | `tokens` | see [`Tokens`] |
 /// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T', H] of [`reduced_dtype`](PrepareFinalize::reduced_dtype) with `NoOp` |
 /// | `out` | [T, H] model dtype; all of it is written |
 ///
@@ -145,8 +145,8 @@ pub trait PrepareFinalize: Send + Sync {
         Ok(())
     }
 
-    /// The dtype in which finalize takes the rows of experts that weight and reduce by themselves: f32, or that of the rows where
-    /// sums travel so.
+    /// The dtype in which finalize takes the rows of experts that weight and reduce by themselves: f32, or the rows' dtype
+    /// where sums travel in it.
     fn reduced_dtype(&self, dispatched: &Dispatched) -> DType {
         let _ = dispatched;
         DType::F32
@@ -222,7 +222,7 @@ pub struct AddNorm<'a> {
 }
 
 impl AddNorm<'_> {
-    /// The same of `len` rows from `start` on.
+    /// `len` rows of the residual stream and of `out`, from `start` on.
     ///
     /// # Errors
     /// Rows beyond the end.

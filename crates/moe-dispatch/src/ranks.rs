@@ -21,13 +21,13 @@ pub struct EpRanks {
     pub(crate) ep: Arc<dyn Communicator>,
     pub(crate) tp: Arc<dyn Communicator>,
     owners: Vec<u32>,
-    /// The same where the rows are; `None` for cut experts, which have no owners.
+    /// `owners` in the memory where the rows are; `None` for cut experts, which have no owners.
     placed_owners: Option<Buffer>,
     experts: LocalExperts,
 }
 
 impl EpRanks {
-    /// `layout` is this rank's among those of `ep`; `tp` joins the ranks that see the same tokens,
+    /// `layout` is this rank's layout over `ep`; `tp` joins the ranks that see the same tokens,
     /// which are neighbours in `ep`.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl EpRanks {
         Self { ep: comm.clone(), tp: comm, owners, placed_owners: None, experts }
     }
 
-    /// The same with the map of the experts on a device: that of the rows.
+    /// These ranks with their expert map and owners on the device of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(owners) = self.placed_owners.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
         let mut copy = Buffer::zeros_on(device, owners.dtype(), owners.dims())?;
@@ -184,8 +184,8 @@ impl EpRanks {
         Ok(agreed.into())
     }
 
-    /// `out` [T, H] = the rows [T_owned, H] of this `dtype` (that of `out` or f32) that `write` gives the owned tokens,
-    /// rounded once, with those of the other ranks that see the same tokens.
+    /// `out` [T, H] = the rows [T_owned, H] of this `dtype` (`out`'s or f32) that `write` gives the owned tokens, rounded
+    /// once, with the rows of the other ranks that see the same tokens.
     pub(crate) fn for_owned(
         &self,
         dtype: DType,
@@ -212,7 +212,7 @@ impl EpRanks {
         self.tp.all_gather_v(rows.view(), &counts, out, ex)
     }
 
-    /// Sends rows, packed by rank, and receives those of the others.
+    /// Sends rows, packed by rank, and receives rows from all ranks.
     pub(crate) fn exchange(
         &self,
         rows: View,

@@ -82,7 +82,7 @@ impl<'a> Packing<'a> {
         self.layout.counts(&self.lists.counts)
     }
 
-    /// Copies rows of `table` [R, W] into [rows of all blocks, W]; those that no block uses are unspecified.
+    /// Copies rows of `table` [R, W] into [rows of all blocks, W]; rows that no block uses are unspecified.
     pub fn pack(&self, table: View, ex: &mut Exec) -> Result<Scratch> {
         let mut packed = ex.scratch(table.dtype(), &[self.counts().iter().sum(), width(table)])?;
         if self.layout == Layout::Exact {
@@ -97,7 +97,7 @@ impl<'a> Packing<'a> {
         Ok(packed)
     }
 
-    /// The same of ids [R, K] on the host; rows that no block uses hold no expert.
+    /// As [`pack`](Self::pack), of ids [R, K] on the host; rows that no block uses hold no expert.
     pub fn pack_ids(&self, ids: &[u32], top_k: usize, ex: &mut Exec) -> Result<Scratch> {
         let total: usize = self.counts().iter().sum();
         let mut packed = vec![NO_EXPERT; total * top_k];

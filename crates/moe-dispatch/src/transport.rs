@@ -9,12 +9,12 @@ pub(crate) enum Transport {
     Replicated,
     /// Every rank gets the tokens of all.
     AllGather,
-    /// The same for at most so many tokens per rank and call, their slots listed by expert.
+    /// As `AllGather`, for at most so many tokens per rank and call, their slots listed by expert.
     AllGatherListed(usize),
-    /// Every rank gets those that its experts need, in the places that they have among the tokens of all.
+    /// Every rank gets the tokens that its experts need, in the places that they have among the tokens of all.
     GatherNeeded,
     /// Every rank gets the rows that its experts need, packed.
     AllToAll,
-    /// The same in blocks of the step's most tokens, at most so many per rank and call, batched by expert.
+    /// As `AllToAll`, in blocks of the step's most tokens, at most so many per rank and call, batched by expert.
     AllToAllBatched(usize),
 }

@@ -109,7 +109,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
-    /// With addition and norm, sums that return by rank are those of finalize with both behind it.
+    /// By rank, finalize with addition and norm gives the same bits as finalize with both behind it.
     #[test]
     fn sums_return_to_the_residual_stream(world in worlds(), reduces: bool) {
         let fits = world.tp == 1 && !world.on_input;
@@ -235,7 +235,7 @@ fn rows_travel_once() {
     }
 }
 
-/// Blocks are those of the step's most tokens, whatever the backend was built for, also in a step without any.
+/// Block sizes follow the step's most tokens, whatever the backend was built for, also in a step without any.
 #[test]
 fn low_latency_blocks_follow_the_step() {
     let p = |tokens: usize| Problem {

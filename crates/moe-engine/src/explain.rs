@@ -25,7 +25,7 @@ pub struct Explained {
     pub rows: (usize, Option<usize>),
     /// First and last decoder layer.
     pub layers: (usize, usize),
-    /// What runs; rejected kernels are those of the fewest rows.
+    /// What runs; rejected kernels are listed for the fewest rows.
     #[serde(flatten)]
     pub plan: LayerPlan,
 }

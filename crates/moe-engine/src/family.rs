@@ -27,7 +27,7 @@ pub struct LoadOptions {
 }
 
 impl LoadOptions {
-    /// The same for a decoder, on `default` if no path of experts is asked for.
+    /// The options of a decoder, on the expert path `default` if none is asked for.
     pub fn decoder(&self, default: MoePath) -> DecoderOptions<'_> {
         DecoderOptions {
             path: self.moe_path.unwrap_or(default),

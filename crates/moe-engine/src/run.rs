@@ -57,7 +57,7 @@ impl Run {
     /// Loads the model, on the process that runs requests: the only one, or rank 0's.
     ///
     /// # Errors
-    /// Weights that are not those of the family and its config; what fails while they are read.
+    /// Weights that do not fit the family and its config; whatever fails while they are read.
     pub fn session<F: ModelFamily>(self, weights: Weights) -> Result<Session> {
         let Part { ranks, checkpoint, tokenizer, backend } = self.load::<F>(weights)?;
         let Ranks::Replicas(mut replicas) = ranks else {
@@ -194,7 +194,7 @@ impl Run {
 struct Part {
     ranks: Ranks,
     checkpoint: Option<Checkpoint>,
-    /// The embedded one.
+    /// The embedded tokenizer.
     tokenizer: Option<&'static [u8]>,
     backend: serde_json::Value,
 }

@@ -45,7 +45,7 @@ pub struct RunConfig {
     pub check_weights: bool,
     /// How the model is spread over ranks.
     pub parallel: ParallelConfig,
-    /// Where those ranks are.
+    /// Where the ranks run.
     pub executor: ExecutorBackend,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,

@@ -96,7 +96,7 @@ impl Session {
     }
 }
 
-/// The embedded tokenizer, or that of a checkpoint's folder.
+/// The embedded tokenizer, or the one in a checkpoint's folder.
 pub(crate) fn tokenizer(
     checkpoint: Option<&Checkpoint>,
     embedded: Option<&'static [u8]>,

@@ -30,8 +30,8 @@ impl Tokenizer {
         Ok(Self(tokenizer, Arc::default()))
     }
 
-    /// One that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is one of
-    /// 256 tokens. For models with random weights, and for tests.
+    /// A tokenizer that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is
+    /// one of 256 tokens. For models with random weights, and for tests.
     pub fn bytes() -> Result<Self> {
         let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
         let mut chars: Vec<char> = alphabet.into_iter().collect();
@@ -102,8 +102,8 @@ impl Tokenizer {
 /// A token may end inside a character, so a piece of text is given out only once no later
 /// token can change it. Lossy decoding turns the bytes of an unfinished character into U+FFFD at
 /// the end of the text: one for all of them in byte-level tokenizers; with byte fallback one for
-/// each byte of the whole run that the character ends, finished characters included. So all of
-/// those are held back. The pieces, with [`Self::finish`], concatenate to the decoding of all ids;
+/// each byte of the whole run that the character ends, finished characters included. So every U+FFFD
+/// at the end is held back. The pieces, with [`Self::finish`], concatenate to the decoding of all ids;
 /// not so with byte fallback where bytes fit no character.
 #[derive(Default)]
 pub struct TextStream {
@@ -165,7 +165,7 @@ impl TextStream {
     }
 
     /// The part that is not given out. Byte fallback turns a whole run of bytes into U+FFFD once one
-    /// of them fits no character; what was given out may then end inside one of those.
+    /// of them fits no character; what was given out may then end inside a U+FFFD.
     fn unseen(&self, text: &str) -> String {
         text.get(text.ceil_char_boundary(self.emitted)..).unwrap_or_default().to_string()
     }

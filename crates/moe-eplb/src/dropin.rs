@@ -84,7 +84,7 @@ pub fn vllm_rebalance_experts(
 /// As [`vllm_rebalance_experts`], with another policy.
 ///
 /// # Errors
-/// As there, and if the policy cannot serve the shape.
+/// As [`vllm_rebalance_experts`], and if the policy cannot serve the shape.
 pub fn vllm_rebalance_experts_with(
     policy: &dyn Policy,
     weight: &[Vec<f32>],

@@ -16,7 +16,7 @@ pub enum Objective {
 }
 
 impl Objective {
-    /// The episodes `[steps, experts]` whose peaks count: those of the window, or their sum.
+    /// The episodes `[steps, experts]` whose peaks count: all of `loads`, or their sum as one.
     pub(crate) fn episodes(self, loads: &[f64], experts: usize) -> Cow<'_, [f64]> {
         match self {
             Self::Episode => loads.into(),

@@ -22,8 +22,8 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 /// They take token rows [T', H] with ids and weights: in the Standard format, or in the Listed format, which saves
 /// sorting the slots by expert.
 ///
-/// The weights may be those of fewer slots than there are experts; then the others wait in host memory, and come into the slots when
-/// a step needs them.
+/// The weights may be of fewer slots than there are experts; then the other experts wait in host memory, and come into the slots
+/// when a step needs them.
 #[derive(Clone, Debug)]
 pub struct CudaFusedExperts {
     weights: ExpertWeights,
@@ -37,7 +37,7 @@ impl CudaFusedExperts {
         Self::of(Backend::CudaFused, weights)
     }
 
-    /// The same for rows in the Listed format.
+    /// As [`new`](Self::new), for rows in the Listed format.
     pub fn listed(weights: ExpertWeights) -> Result<Self> {
         Self::of(Backend::CudaFusedListed, weights)
     }
@@ -53,7 +53,7 @@ impl CudaFusedExperts {
         Ok(Self { weights, backend, slots: None })
     }
 
-    /// The same of experts of which `weights` has those in the slots.
+    /// As [`new`](Self::new), where `weights` has only the experts in the slots.
     pub fn slotted(weights: ExpertWeights, slots: ExpertSlots) -> Result<Self> {
         if weights.shape().num_local_experts != slots.num_slots() {
             bail!(

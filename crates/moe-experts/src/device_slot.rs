@@ -12,7 +12,7 @@ impl ExpertWeights {
     /// u8, each with its place among the slot's bytes.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len); weights on the CPU; a slot that there is not; those of `see`.
+    /// As [`slot_len`](Self::slot_len); weights on the CPU; a slot that there is not; any error of `see`.
     pub fn see_slot(
         &self,
         slot: usize,

@@ -67,7 +67,7 @@ pub trait Experts: Send + Sync {
     /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Any error of the device.
     fn traffic(&self) -> Result<Option<ExpertTraffic>> {
         Ok(None)
     }

@@ -32,7 +32,7 @@ impl FusedExperts {
         Ok(Self { experts, workspace: Workspace::new() })
     }
 
-    /// Loads the experts under `vb`, whose prefix is that of the experts
+    /// Loads the experts under `vb`, which has the prefix of the experts
     /// (`vb.pp("model.layers.0.mlp.experts")`); see [`ExpertWeights::load`].
     pub fn load(spec: &LoadSpec, activation: Activation, vb: VarBuilder) -> Result<Self> {
         Self::new(ExpertWeights::load(spec, vb)?, activation)
@@ -47,8 +47,8 @@ impl FusedExperts {
     /// | `topk_weights` | [T, K] f32 |
     /// | result | [T, H] in the weights' dtype |
     ///
-    /// All on the device of the weights, the CPU or a CUDA device. There ids are not checked: those of no expert add
-    /// nothing.
+    /// All on the device of the weights, the CPU or a CUDA device. On a CUDA device ids are not checked:
+    /// an id that is no expert adds nothing.
     ///
     /// # Errors
     /// Wrong dims, dtypes or devices; on the CPU an id that is no expert.

@@ -51,7 +51,7 @@ impl GroupedExperts {
         Ok(Self { weights, activation, format: ActivationFormat::Standard, max_rows: None, segments: None })
     }
 
-    /// The same for rows in this format.
+    /// These experts for rows in this format.
     pub fn with_format(self, format: ActivationFormat) -> Self {
         Self { format, ..self }
     }

@@ -8,14 +8,14 @@ use crate::weights::ExpertWeights;
 
 /// Experts of which some live in host memory.
 pub struct Offloaded {
-    /// They compute all of them.
+    /// Compute all experts, wherever their weights are.
     pub experts: Box<dyn Experts>,
     /// Bytes a second that come to the device when experts change places, as measured here; `None`: not measured.
     pub bytes_per_second: Option<f64>,
 }
 
 /// Builds the chosen backend over weights of which `num_slots` experts stay on the device and the others go to host memory;
-/// `measure`: how fast they come back is measured. The weights are those of all experts; their memory is free when they are
+/// `measure`: how fast they come back is measured. `weights` holds all experts; their memory is free when they are
 /// dropped.
 ///
 /// # Errors

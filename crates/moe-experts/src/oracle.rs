@@ -20,15 +20,15 @@ pub enum Backend {
     /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
     /// sum in the same call (CUDA, Standard format).
     CudaFused,
-    /// The same over rows whose slots arrive listed by expert (Listed format).
+    /// As `CudaFused`, over rows whose slots arrive listed by expert (Listed format).
     CudaFusedListed,
     /// Grouped products on a CUDA device over token rows, of any dtype, scheme and size (Standard and Listed formats).
     Cuda,
-    /// The same products over one row block per expert (BatchedExperts format).
+    /// As `Cuda`, over one row block per expert (BatchedExperts format).
     CudaBatched,
     /// Grouped products on the CPU over token rows (Standard and Listed formats).
     Cpu,
-    /// The same products over one row block per expert (BatchedExperts format).
+    /// As `Cpu`, over one row block per expert (BatchedExperts format).
     CpuBatched,
     /// Quantised weights turned into floats when they are loaded, and the best backend for these: where no other reads
     /// the scheme.
@@ -103,7 +103,7 @@ impl Backend {
     /// What it runs; emulation runs what others run.
     fn capability(self) -> Option<Capability> {
         Some(match self {
-            // Ranks that cut experts add up whole sums, or, on the CPU, those of segments, which are left apart.
+            // Ranks that cut experts add up whole sums, or, on the CPU, sums of segments, which are left apart.
             Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
             Self::CudaFusedListed => Capability { format: ActivationFormat::Listed, ..CUDA_FUSED },
             Self::Cuda => Capability { tensor_parallel: true, ..CUDA },

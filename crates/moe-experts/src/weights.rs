@@ -44,7 +44,7 @@ impl ExpertWeights {
     ///
     /// # Errors
     /// A wrong rank or wrong dims (printed with the expected ones), an odd number of w13 rows, a
-    /// size of zero, a pack that is not contiguous, another dtype or device than that of w13.
+    /// size of zero, a pack that is not contiguous, another dtype or device than w13.
     pub fn new(w13: Tensor, w2: Tensor, w13_bias: Option<Tensor>, w2_bias: Option<Tensor>) -> Result<Self> {
         let &[num_local_experts, rows, hidden_size] = w13.dims() else {
             bail!("expert weights: expected w13 [E_local, 2I, H], got {:?}", w13.dims())
@@ -206,7 +206,7 @@ impl ExpertWeights {
     }
 }
 
-/// Checks one pack; dtype and device are those of w13.
+/// Checks one pack; its dtype and device must be w13's.
 fn check_pack(name: &str, pack: &Tensor, w13: &Tensor, dims: &[usize]) -> Result<()> {
     if pack.dims() != dims {
         bail!(

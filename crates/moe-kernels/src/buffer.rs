@@ -146,7 +146,7 @@ impl Workspace {
         self.scratch_on(&Device::Cpu, dtype, dims)
     }
 
-    /// The same on a device. Buffers on a CUDA device must be used on that device's stream: one that
+    /// [`scratch`](Self::scratch) on a device. Buffers on a CUDA device must be used on that device's stream: one that
     /// comes back is lent again while kernels may still read it.
     pub fn scratch_on(&self, device: &Device, dtype: DType, dims: &[usize]) -> Result<Scratch> {
         let place = ordinal(device);

@@ -43,7 +43,7 @@ pub struct Exec {
     isa: CpuIsa,
     threads: Option<Arc<rayon::ThreadPool>>,
     workspace: Workspace,
-    /// Of the second stream: buffers come back to it in that stream's order.
+    /// The second stream's workspace: buffers come back to it in that stream's order.
     #[cfg(feature = "cuda")]
     side_workspace: Workspace,
     batch_invariant: bool,

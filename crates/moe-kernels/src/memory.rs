@@ -2,9 +2,9 @@
 //!
 //! A decode step reads each weight once, so translating the addresses of 4 KiB pages shows, and
 //! the matrix registers load rows that lie across cache lines at a third of their speed. Large
-//! allocations therefore start at a huge page and ask for huge pages, the last one too if they fill half of it; those of some cache lines start at a cache line, where
-//! the system's start 16 bytes after one; all others are the system's. Kernels only gain speed by it: their results do not
-//! depend on where data lies.
+//! allocations therefore start at a huge page and ask for huge pages, the last one too if they fill half of it.
+//! Allocations of some cache lines start at a cache line, where the system's start 16 bytes after one. All others are the
+//! system's. Kernels only gain speed by it: their results do not depend on where data lies.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 

@@ -19,9 +19,9 @@ const LINE_STEP: usize = 4;
 /// In which order each 128 columns of a row in FP8 lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fp8Order {
-    /// That of the second operand in shared memory, and of a pack's rows.
+    /// The order of the second operand in shared memory, and of a pack's rows.
     Rows,
-    /// That of the first operand, a lane's four columns together.
+    /// The order of the first operand: a lane's four columns together.
     Quads,
 }
 
@@ -154,7 +154,7 @@ impl ProductRows {
         ex.scratch(w.dtype(), &[rows, k]).map(Self::Floats)
     }
 
-    /// To be read.
+    /// The rows, to be read.
     pub fn rows(&self) -> RowsView<'_> {
         match self {
             Self::Floats(rows) => RowsView::Floats(rows.view()),
@@ -162,7 +162,7 @@ impl ProductRows {
         }
     }
 
-    /// To be made.
+    /// The rows, to be written.
     pub fn rows_mut(&mut self) -> RowsViewMut<'_> {
         match self {
             Self::Floats(rows) => RowsViewMut::Floats(rows.view_mut()),

@@ -98,8 +98,8 @@ impl Residency {
         self.pending.iter().filter(|needed| **needed).count()
     }
 
-    /// The next pass of the step: what is in the slots of what it still needs, and the lowest of the others as far as slots can
-    /// be left. An empty one when nothing is pending.
+    /// The next pass of the step: the experts it still needs that are in slots, and the lowest of its missing ones as
+    /// far as slots can be left. An empty one when nothing is pending.
     pub fn pass(&mut self) -> Pass {
         let at_home = |e: &usize| matches!(self.place[*e], Place::Home(_));
         let missing: Vec<usize> =
@@ -142,12 +142,12 @@ pub struct ExpertTraffic {
     pub expert_bytes: usize,
     /// Experts that steps needed, each once a step.
     pub needed: u64,
-    /// Those of them that were at home.
+    /// Needed experts that were at home.
     pub fetched: u64,
 }
 
 impl ExpertTraffic {
-    /// Adds what another layer has cost; sizes are those of the last one.
+    /// Adds what another layer has cost; sizes become those of `other`.
     pub fn add(&mut self, other: &Self) {
         *self = Self { needed: self.needed + other.needed, fetched: self.fetched + other.fetched, ..*other };
     }

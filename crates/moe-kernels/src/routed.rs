@@ -165,7 +165,7 @@ impl ExpertHeat {
         self.counts.get(at..at + self.experts).unwrap_or(&[])
     }
 
-    /// Adds the counts of another part of the same step; those of another model are not heat.
+    /// Adds the counts of another part of the same step; counts of another model are not heat.
     pub fn add(&mut self, other: &ExpertHeat) {
         if self.experts == other.experts {
             self.counts.iter_mut().zip(&other.counts).for_each(|(count, n)| *count += n);
@@ -220,7 +220,7 @@ pub struct StepContext {
     /// Whether some rank forces routing in this step, so that all run launches which read what is forced.
     pub some_replay: bool,
     /// Whether every rank keeps the whole residual stream, because one of them shows it; else ranks that see the same tokens
-    /// may each keep some of its rows. The same on all of them.
+    /// may each keep some of its rows. All ranks have the same value.
     pub whole_residual: bool,
 }
 

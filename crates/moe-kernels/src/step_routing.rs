@@ -16,9 +16,9 @@ use crate::view::View;
 /// Which experts' scores forced experts get as their weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ForcedWeights {
-    /// Their own: a replay.
+    /// The forced experts' own scores: a replay.
     OfForced,
-    /// Those of the experts that the row chose by itself: an even spread.
+    /// The scores of the experts that the row chose by itself: an even spread.
     OfChosen,
 }
 
@@ -80,7 +80,7 @@ impl DeviceRouting {
 
 const OP: &str = "step_routing";
 
-/// The ids [T, L_moe, K] from those of one row and layer on, and how far it is from row to row.
+/// The ids [T, L_moe, K] from one row and layer on, and how far it is from row to row.
 fn rows_of<'a>(name: &str, ids: &'a Buffer, layer: usize, first_row: usize) -> Result<(View<'a>, usize)> {
     let (rows, layers, top_k) = expect_rank3(OP, name, &ids.view())?;
     if layer >= layers || first_row > rows {

@@ -48,8 +48,8 @@ pub enum WeightOrder {
 }
 
 impl WeightOrder {
-    /// The best order on a path, for a matrix with rows of `k` values of which products take runs of `run`
-    /// rows together: all of them or, where gate and up rows share a pack, half.
+    /// The best order on a path, for a matrix with rows of `k` values whose products take runs of `run` rows together:
+    /// all of them or, where gate and up rows share a pack, half.
     ///
     /// Panels need whole sixteens of rows, and 16 | k so that no segment of a row-parallel product
     /// cuts a pair. The matrix registers of AMX load rows as they are, and portable Rust is the specification.
@@ -72,7 +72,7 @@ pub struct Weight(Held);
 
 #[derive(Clone, Debug)]
 enum Held {
-    /// Floats in this order: rows are only those of the tensor's dims if the order says so.
+    /// Floats in this order; the tensor's rows are those of the matrix only if the order says so.
     Values(Tensor, WeightOrder),
     Quantised(Quantised),
 }
@@ -98,7 +98,7 @@ impl Weight {
         Self::of_pack(Pack::Cpu(Arc::new(RwLock::new(matrix))), dtype)
     }
 
-    /// The same on a device.
+    /// [`of_quantised`](Self::of_quantised) for a pack on a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn of_device_pack(pack: DevicePack, dtype: DType) -> Result<Self> {
         Self::of_pack(Pack::Cuda(Arc::new(pack)), dtype)
@@ -117,7 +117,7 @@ impl Weight {
     /// A matrix [N, K] as a pack of one expert, [1, N, K]; a pack stays as it is.
     ///
     /// # Errors
-    /// None for a weight of this type; those of reshaping.
+    /// None for a weight of this type; the errors of reshaping.
     pub fn with_experts(self) -> Result<Self> {
         Ok(Self(match self.0 {
             Held::Values(values, order) if values.rank() == 2 => Held::Values(values.unsqueeze(0)?, order),
@@ -163,7 +163,7 @@ impl Weight {
         }
     }
 
-    /// The dtype; of a quantised weight that of the activations that it is multiplied with.
+    /// The dtype; for a quantised weight, the dtype of the activations that it is multiplied with.
     pub fn dtype(&self) -> DType {
         match &self.0 {
             Held::Values(values, _) => values.dtype(),
@@ -195,7 +195,7 @@ impl Weight {
         }
     }
 
-    /// The same as the choice of kernels sees it; `None`: floats.
+    /// How it is quantised, as the choice of kernels sees it; `None`: floats.
     pub fn quantisation(&self) -> Option<QuantWeights> {
         match &self.0 {
             Held::Values(..) => None,
@@ -264,7 +264,7 @@ impl Weight {
     /// The weight under its read guard, so that an op can borrow it.
     ///
     /// # Errors
-    /// None for a weight of this type; those of [`TensorView::new`].
+    /// None for a weight of this type; the errors of [`TensorView::new`].
     pub fn read(&self) -> Result<WeightGuard<'_>> {
         Ok(WeightGuard(match &self.0 {
             Held::Values(values, order) => Guarded::Values(TensorView::new(values)?, *order),
@@ -356,7 +356,7 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// The dtype; of a quantised weight that of the activations that it is multiplied with.
+    /// The dtype; for a quantised weight, the dtype of the activations that it is multiplied with.
     pub fn dtype(&self) -> DType {
         match self {
             Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dtype(),

@@ -61,7 +61,7 @@ impl SparseMoeBlock {
         Self::of_placed(gate, router, (prepare, experts), layer, None)
     }
 
-    /// The same of experts that a map places: those that the router chooses are logical, the others physical.
+    /// As [`new`](Self::new), for experts that a map places: the router chooses logical experts, the other parts see physical ones.
     ///
     /// # Errors
     /// As [`new`](Self::new); a map of other experts.
@@ -177,7 +177,7 @@ impl SparseMoeBlock {
     /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Any error of the device.
     pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
         self.path.experts.traffic()
     }
@@ -250,8 +250,8 @@ impl SparseMoeBlock {
         self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
     }
 
-    /// The same in a form that [`choose`](Self::choose) chose without anything fused around it; `observe` sees the router
-    /// logits [T, E] f32 of modular experts.
+    /// [`forward_into`](Self::forward_into) in a form that [`choose`](Self::choose) chose without anything fused around it;
+    /// `observe` sees the router logits [T, E] f32 of modular experts.
     ///
     /// # Errors
     /// As [`forward_into`](Self::forward_into); a form that was chosen for another step.
@@ -357,8 +357,8 @@ impl SparseMoeBlock {
         path.run(&routed, self.chunk, end, context.rank_tokens.as_deref(), ex)
     }
 
-    /// The same on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any layout; the result
-    /// is of the same shape, dtype and device.
+    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any
+    /// layout; the result is of the same shape, dtype and device.
     ///
     /// # Errors
     /// Another hidden size, dtype or device.

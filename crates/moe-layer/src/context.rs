@@ -17,7 +17,7 @@ use crate::shared::SharedExpertsStream;
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
 
-/// The same where ranks add and slots are listed: the tokens of the largest graph.
+/// Tokens that a rank brings to the low-latency form at most where ranks add and slots are listed: as many as the largest graph has.
 const LISTED_TOKENS: usize = 1024;
 
 /// Where a block runs. The default is one rank, without chunks.
@@ -70,7 +70,7 @@ impl Default for BlockContext {
     }
 }
 
-/// The backend of a block, and the one of its decode path.
+/// The backend of a block, and the backend of its decode path.
 type Backends = (Box<dyn PrepareFinalize>, Option<Box<dyn PrepareFinalize>>);
 
 impl BlockContext {

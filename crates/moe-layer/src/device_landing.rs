@@ -23,7 +23,7 @@ pub(crate) struct DeviceLanding {
 }
 
 impl DeviceLanding {
-    /// Of a rank whose window is large enough.
+    /// The landing of a rank whose window is large enough.
     pub fn new(
         rank: usize,
         slot_len: usize,

@@ -69,7 +69,7 @@ impl BlockOptions {
 /// [`with_shared_experts`](SparseMoeBlock::with_shared_experts) and
 /// [`SharedExperts::load`](crate::SharedExperts::load). `gate` has the
 /// prefix of the router (its `weight` [E + zero experts, H], and what the routing method needs),
-/// `experts` that of the experts (see [`ExpertWeights::load`]). The oracle's choice comes along,
+/// `experts` has the prefix of the experts (see [`ExpertWeights::load`]). The oracle's choice comes along,
 /// to be shown to the user.
 ///
 /// # Errors
@@ -166,9 +166,9 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
 pub(crate) struct Part {
     /// Where the physical experts are.
     pub layout: ExpertLayout,
-    /// The weights of those here: what the block's experts compute with.
+    /// The weights of the experts on this rank: what the block's experts compute with.
     pub weights: ExpertWeights,
-    /// Which logical experts they are, where a map places them.
+    /// Which logical expert each physical one is, where a map places them.
     pub map: Option<ExpertMap>,
 }
 
@@ -203,8 +203,8 @@ pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts:
     Ok(Part { weights, map, layout })
 }
 
-/// The same of a checkpoint with quantised modules: packed as they are, or where emulation is asked for as the floats that
-/// they mean.
+/// Loads this rank's experts from a checkpoint with quantised modules: packed as they are, or where emulation is asked for
+/// as the floats that they mean.
 fn load_quantised(
     options: &BlockOptions,
     context: &BlockContext,
@@ -245,7 +245,7 @@ fn load_quantised(
     ExpertWeights::load(spec, experts)
 }
 
-/// Whether each matrix has one scheme in all experts, also in those of other ranks: else a rank whose own are alike would multiply integers
+/// Whether each matrix has one scheme in all experts of all ranks: else a rank whose own experts are alike would multiply integers
 /// where another multiplies floats, and the bits of a token would depend on the number of ranks.
 fn alike(source: &dyn QuantSource, prefix: &str, experts: usize) -> Result<bool> {
     for name in ["gate_proj", "up_proj", "down_proj"] {

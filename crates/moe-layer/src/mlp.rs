@@ -2,8 +2,8 @@
 //!
 //! On the CPU it runs on the experts' own kernels, as one expert that every token visits, so dense and
 //! sparse layers share one arithmetic: fused gate and up products, one rounding of the
-//! activation, and a row-parallel down product. On a GPU dense products are faster than those for
-//! one expert, and the activation is a launch between them.
+//! activation, and a row-parallel down product. On a GPU dense products are faster than grouped products
+//! for one expert, and the activation is a launch between them.
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
@@ -77,7 +77,7 @@ impl GatedMlp {
         Self::load_on(hidden_size, intermediate_size, activation, vb, &BlockContext::default())
     }
 
-    /// The same on a rank, where projections may be quantised: the intermediate size is that of the rank's part.
+    /// [`load`](Self::load) on a rank, where projections may be quantised: `intermediate_size` is the size of the rank's part.
     ///
     /// # Errors
     /// As `load`; quantised tensors that are not what the header says.
@@ -219,7 +219,7 @@ impl GatedMlp {
         Ok(activated)
     }
 
-    /// The same on candle tensors: `x` [.., H] in the weights' dtype and on their device, in any layout.
+    /// [`forward_into`](Self::forward_into) on candle tensors: `x` [.., H] in the weights' dtype and on their device, in any layout.
     ///
     /// # Errors
     /// Another hidden size, dtype or device.

@@ -59,7 +59,7 @@ pub(crate) struct LayerMove {
     sole: Vec<u32>,
     /// Transfers between ranks, in the order of travel.
     remote: Vec<SlotTransfer>,
-    /// Those within this rank.
+    /// Transfers within this rank.
     local: Vec<SlotTransfer>,
     /// Bytes of `remote` that have been sent.
     travelled: usize,
@@ -88,7 +88,7 @@ impl LayerMove {
         Place { rank, slot: slot - self.target.slots(rank).start }
     }
 
-    /// The transfers between ranks that come to `rank`, then those within it.
+    /// The transfers between ranks that come to `rank`, then the transfers within it.
     fn incoming(&self, rank: usize) -> impl Iterator<Item = &SlotTransfer> {
         let remote = self.remote.iter().filter(move |t| self.place(t.to).rank == rank);
         remote.chain(&self.local)
@@ -112,7 +112,7 @@ impl LayerMove {
     }
 }
 
-/// A copy of each expert of a map: those that are asked for, if they are.
+/// The slot of one copy of each expert of a map: `asked`, unless that is empty.
 fn sole_copies(map: &ExpertMap, asked: &[u32]) -> Result<Vec<u32>> {
     if asked.is_empty() {
         return map.sole_copies(&[]).map_err(Error::wrap);

@@ -1,8 +1,8 @@
 //! Experts in host memory: a model that is larger than the memory of its GPU.
 //!
-//! Of each layer some experts live in page-locked host memory, the others in slots of the device. Those that a step needs
-//! change places with those that it does not need, by launches between router and products (`moe_kernels::Residency` has the
-//! rule), so the bits are those of experts that are all on the device. What this costs is the bus: [`ExpertOffload`] says how much.
+//! Of each layer some experts live in page-locked host memory, the others in slots of the device. Experts that a step
+//! needs change places with experts that it does not need, by launches between router and products (`moe_kernels::Residency` has
+//! the rule), so the bits are the same as with all experts on the device. What this costs is the bus: [`ExpertOffload`] says how much.
 
 use candle_nn::VarBuilder;
 use moe_experts::{Backend, Selection, build_offloaded, select};
@@ -29,7 +29,7 @@ pub struct ExpertOffload {
 }
 
 impl ExpertOffload {
-    /// As many as fit into `bytes`, the same number of each layer. `(experts, top_k)` are those of a layer.
+    /// As many experts as fit into `bytes`, the same number of each layer. `experts` and `top_k` count per layer.
     ///
     /// # Errors
     /// Less than an expert of each layer; so many that a token's experts would not fit on the device.
@@ -106,7 +106,7 @@ impl ExpertOffload {
 /// A block whose experts are in slots of the device and in host memory; the whole pack of the layer is on the device for a moment.
 ///
 /// # Errors
-/// Those of `load_block_on`; expert parallelism; a device or weights for which there is no such backend.
+/// The errors of `load_block_on`; expert parallelism; a device or weights for which there is no such backend.
 pub(crate) fn load_offloaded(
     offload: &ExpertOffload,
     options: &BlockOptions,

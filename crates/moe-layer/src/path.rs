@@ -36,7 +36,7 @@ impl FromStr for MoePath {
 /// on the fused path.
 ///
 /// # Errors
-/// Those of [`load_block_on`]; on the legacy path an expert backend, which it has none of, and several GPUs.
+/// The errors of [`load_block_on`]; on the legacy path an expert backend, which it has none of, and several GPUs.
 pub fn load_layer_on(
     path: MoePath,
     options: &BlockOptions,

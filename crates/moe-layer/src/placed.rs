@@ -33,7 +33,7 @@ pub struct PlacedExperts {
     movable: Option<Movable>,
 }
 
-/// Which expert is where, and the same as tables.
+/// Which expert is where, as a map and as tables.
 struct State {
     map: ExpertMap,
     tables: Tables<Table>,

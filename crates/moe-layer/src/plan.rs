@@ -67,7 +67,7 @@ impl SparseMoeBlock {
         fitting.next().map_or(MoeForm::Modular, |(index, fusion)| MoeForm::Monolithic { index, fusion })
     }
 
-    /// The same, explained.
+    /// [`choose`](Self::choose), explained.
     pub fn plan(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoePlan {
         let form = self.choose(step, fusions, machine);
         let mut rejected = Vec::new();

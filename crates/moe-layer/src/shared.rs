@@ -87,7 +87,7 @@ impl SharedExperts {
 
     /// Loads the MLP under `mlp` (`mlp.shared_experts` in DeepSeek, `mlp.shared_expert` in
     /// Qwen2-MoE; see [`GatedMlp::load`]) and, if given, the gate's `weight` [1, H] under `gate`
-    /// (`mlp.shared_expert_gate`). `intermediate_size` is that of the fused MLP: the sum over the
+    /// (`mlp.shared_expert_gate`). `intermediate_size` is the fused MLP's: the sum over the
     /// shared experts.
     ///
     /// # Errors
@@ -166,7 +166,7 @@ impl SharedExperts {
     /// (model dtype) to it: after it, or computed beside it. Both give the same bits.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; those of `routed`.
+    /// Wrong dims or dtypes; any error of `routed`.
     pub fn add_to(
         &self,
         x: View<'_>,

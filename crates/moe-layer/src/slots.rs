@@ -1,8 +1,8 @@
 //! Shared experts as further slots of the routed ones: packed behind them, chosen by every token.
 //!
-//! Then no launch and no stream is theirs: the grouped kernels stream their weights with those of the chosen experts, and the
-//! one launch of few tokens begins with them, while the others are still being chosen. Over ranks that cut every expert along
-//! its width they join the same sum.
+//! They need no launch or stream of their own: the grouped kernels stream their weights with the chosen experts' weights, and
+//! the one launch of few tokens begins with them, while the router still chooses. Over ranks that cut every expert along its
+//! width they join the same sum.
 
 use moe_kernels::candle::{DType, Device};
 use moe_kernels::compute_capability;

@@ -105,7 +105,7 @@ impl Format {
         }
     }
 
-    /// Into how many equal parts a row-parallel layer may cut K, 1 first: those that divide no group, and with
+    /// Into how many equal parts a row-parallel layer may cut K, 1 first: numbers that cut through no group, and with
     /// act-order every divisor of K. Sizes above 64 are left out.
     pub fn tp_sizes(self, k: usize) -> Vec<usize> {
         let scheme = self.scheme();

@@ -72,7 +72,7 @@ impl<'a> Job<'a> {
     /// Plans the checkpoint and writes the headers of its files, which are named as the source's.
     ///
     /// # Errors
-    /// Those of [`quantize`] that show before any weight is read.
+    /// Any error of [`quantize`] that shows before any weight is read.
     pub fn begin(source: &'a Source, out: &Path, settings: &'a Settings) -> Result<Self> {
         let (mut files, mut report) = (Files::new(), Report::default());
         let (mut specs, mut places) = (Vec::new(), BTreeMap::new());
@@ -101,7 +101,7 @@ impl<'a> Job<'a> {
     /// The tensor of the source that becomes an item.
     ///
     /// # Errors
-    /// Those of reading.
+    /// Any error of reading the source.
     pub fn read(&self, item: &Item) -> Result<Tensor> {
         Ok(self.source.tensors.tensor(&item.source.name)?)
     }

@@ -1,4 +1,4 @@
-//! The header's words for modules whose format is not that of most: one pattern for the same module of all layers and
+//! The header's words for modules whose format differs from most: one pattern for the same module of all layers and
 //! experts, names where layers differ.
 
 use std::collections::BTreeMap;

@@ -32,7 +32,7 @@ pub struct Loss {
 /// `reference`. Whole models are held in f32.
 ///
 /// # Errors
-/// Those of reading the checkpoints and the text; a reference with another vocabulary.
+/// Any error of reading the checkpoints and the text; a reference with another vocabulary.
 pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Result<Loss> {
     let (config, architecture) = open(model)?;
     let decoder = architecture.decoder();

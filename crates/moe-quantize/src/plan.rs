@@ -22,7 +22,7 @@ const LISTED: usize = 5;
 /// A linear layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Linear {
-    /// Its name: that of its tensors without the last part.
+    /// Its name: its tensors' names without the last part.
     pub module: String,
     /// Where its weights lie in the source's tensor.
     pub part: Part,
@@ -67,7 +67,7 @@ impl Item {
     /// The tensors that it becomes, if the source's is of `dtype`: full name, dtype, shape.
     ///
     /// # Errors
-    /// Those of [`stored`].
+    /// Any error of [`stored`].
     pub fn outputs(&self, settings: &Settings, dtype: Dtype) -> Result<Vec<(String, StoredSpec)>> {
         let mut outputs = Vec::new();
         for linear in &self.linears {
@@ -254,7 +254,7 @@ fn channel(format: Format) -> Format {
     }
 }
 
-/// The format of every linear layer, also of those that are copied, as the header must tell it.
+/// The format of every linear layer, also of layers that are copied, as the header must tell it.
 fn decisions(item: &Item) -> Vec<(String, Format)> {
     if !item.linears.is_empty() {
         return item.linears.iter().map(|linear| (linear.module.clone(), linear.format)).collect();

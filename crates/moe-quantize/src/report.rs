@@ -18,16 +18,16 @@ pub struct Report {
     pub fallback: Vec<(String, String)>,
     /// Sum of the squared errors of all quantised weights.
     pub squared_error: f64,
-    /// Sum of the squares of those weights.
+    /// Sum of the squares of all quantised weights.
     pub squared_weights: f64,
     /// Modules that were calibrated, and the sum of the relative squared errors of their outputs on the calibration text.
     pub calibrated: (usize, f64),
-    /// Bytes of the source's tensors and of those that were written.
+    /// Bytes of the source's tensors, and of the written tensors.
     pub bytes: (u64, u64),
 }
 
 impl Report {
-    /// Counts a layer's weights and those that its integers stand for.
+    /// Counts a layer's weights, and as `rounded` the weights that its integers mean.
     pub fn add(&mut self, weights: &[f32], rounded: &[f32]) {
         self.quantised += 1;
         self.squared_weights += weights.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>();

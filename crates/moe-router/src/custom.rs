@@ -9,7 +9,7 @@ use crate::router::RouteInput;
 /// A caller-supplied routing method.
 ///
 /// Choosing and weighing are separate, so that forced replay works for it as for every other
-/// method: replay replaces the chosen ids and asks for the weights of those.
+/// method: replay replaces the chosen ids and asks for the weights of the new ids.
 ///
 /// Rows must not influence each other: a token's routing may depend on its own row only.
 pub trait RoutingFunction: Send + Sync {

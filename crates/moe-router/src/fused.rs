@@ -81,7 +81,7 @@ impl Router {
     /// may. Beside it goes what the step has for the kernel.
     ///
     /// # Errors
-    /// Those of `launch`.
+    /// Any error of `launch`.
     pub fn with_gate<R>(
         &self,
         weight: View<'_>,

@@ -38,7 +38,7 @@ impl<'a> GateInput<'a> {
 impl Router {
     /// Computes the router logits hidden · weightᵀ + bias in f32, then routes them as
     /// [`route_into`](Self::route_into) does. `router_logits` [T, E] f32 receives the logits for
-    /// callers that want to see them. With [`GateInput::log2phy`] the ids are those of copies.
+    /// callers that want to see them. With [`GateInput::log2phy`] the ids are physical: of copies.
     ///
     /// # Errors
     ///

@@ -17,8 +17,8 @@ impl Router {
     ///   [`NO_EXPERT`]; weights are computed from these logits at the forced ids;
     /// - `force_balance`: replaces the routed ids of each row by the start of a random permutation
     ///   of the experts, weights kept; not together with `replay`;
-    /// - `capture` and `heat`: record the routed slots. Captured ids of zero experts are those of
-    ///   the router (E and above), so that a capture replays exactly; fused shared slots are
+    /// - `capture` and `heat`: record the routed slots. Zero experts are captured with the
+    ///   router's ids (E and above), so that a capture replays exactly; fused shared slots are
     ///   never recorded, because they are the same for every token. On an error nothing is.
     ///
     /// # Errors

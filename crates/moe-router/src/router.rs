@@ -51,7 +51,7 @@ impl<'a> RouteInput<'a> {
 /// Where routing goes.
 #[derive(Debug)]
 pub struct RouteOutput<'a> {
-    /// Logical expert ids [T, K] u32, or with [`GateInput::log2phy`](crate::GateInput::log2phy) those of copies;
+    /// Logical expert ids [T, K] u32, or with [`GateInput::log2phy`](crate::GateInput::log2phy) physical ids of copies;
     /// [`NO_EXPERT`](moe_kernels::NO_EXPERT) = no expert.
     pub topk_ids: ViewMut<'a>,
     /// Weights [T, K] f32; 0 where there is no expert.

@@ -147,8 +147,8 @@ impl RowRouter<'_> {
         Ok(())
     }
 
-    /// Routes row `t` of the call: fills the routed slots' ids and weights. Ids of zero experts
-    /// are still those of the router, E and above.
+    /// Routes row `t` of the call: fills the routed slots' ids and weights. Zero experts
+    /// still have the router's ids, E and above.
     fn route(
         &self,
         t: usize,

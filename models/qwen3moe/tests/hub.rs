@@ -238,7 +238,7 @@ fn inspect_reads_headers_alone() {
     assert!(text(&explained.stderr).contains("expert backend: cpu"), "{command}: {explained:?}");
     let words = text(&run(&["inspect", fixture("deepseek-text").to_str().unwrap()], &[]).stdout);
     assert!(words.contains("model-deepseekv2-legacy") && words.contains("--explain-backends"), "{words}");
-    // Of a model of the hub that is not here: its config.
+    // A model of the hub that is not here shows its config.
     let hub = Hub::new("text");
     hub.refuses(&["inspect", "org/tiny"], 0, &[]);
     let words = text(&hub.run(&["inspect", "org/tiny"]).stdout);

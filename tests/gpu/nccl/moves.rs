@@ -30,7 +30,7 @@ const MOVES: usize = 100;
 #[derive(Clone)]
 pub struct Case {
     dtype: DType,
-    /// Of the experts.
+    /// Scheme of the experts.
     scheme: QuantScheme,
     widths: [usize; 2],
     /// Tokens of each rank.
@@ -39,7 +39,7 @@ pub struct Case {
     replicas: ReplicaChoice,
     /// Experts travel by NCCL, not over peer memory.
     by_nccl: bool,
-    /// Of the largest result.
+    /// Largest error, as a share of the largest result (of at least 1).
     bound: f64,
 }
 
@@ -90,7 +90,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// The same with experts that travel by NCCL, or over peer memory.
+    /// This case with experts that travel by NCCL, or over peer memory.
     pub fn by_nccl(self, by_nccl: bool) -> Self {
         Self { by_nccl, ..self }
     }
@@ -130,7 +130,7 @@ pub fn shift(
     panic!("a move that never ends")
 }
 
-/// What a rank computes beside its window: the rows are its own, or in a tensor-parallel group those of all.
+/// What a rank computes beside its window: the rows are its own, or in a tensor-parallel group the same on all ranks.
 pub fn block(
     case: &Case,
     model: &Model,

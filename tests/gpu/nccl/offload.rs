@@ -1,4 +1,4 @@
-//! Experts that are cut over ranks, and of which each rank has some in host memory: outputs are those of experts that are all on the
+//! Experts that are cut over ranks, and of which each rank has some in host memory: outputs match experts that are all on the
 //! devices.
 
 use candle_core::{DType, Result, Tensor};

@@ -39,7 +39,7 @@ impl Case {
         chosen.iter().any(|&id| self.owners.get(id as usize).is_some_and(|&owner| owner as usize == rank))
     }
 
-    /// Rows of all ranks as this one gets them, its sums, and those of parts in bf16; `in_graph`: replayed.
+    /// Rows of all ranks as this one gets them, its sums, and its sums of parts in bf16; `in_graph`: replayed.
     fn play(&self, comm: &dyn Communicator, in_graph: bool, ex: &mut Exec) -> Result<[Buffer; 3]> {
         let (rank, total) = (comm.rank(), self.counts.iter().sum::<usize>());
         let put = |host: Buffer| {

@@ -1,4 +1,4 @@
-//! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in that of down's.
+//! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in the order of down's columns.
 
 use candle_core::{DType, Result};
 use moe_kernels::cuda::{

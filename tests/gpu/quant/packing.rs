@@ -1,4 +1,4 @@
-//! Packs that the device makes from the bytes of a file have the bytes of those that the host makes from its rows.
+//! Packs that the device makes from the bytes of a file have the same bytes as packs that the host makes from its rows.
 
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ enum Scales {
     Bf16,
     /// Too small for f16.
     TinyBf16,
-    /// Those of f16.
+    /// Values that f16 holds.
     NarrowF32,
     F32,
 }
@@ -73,7 +73,7 @@ impl Filed {
     }
 }
 
-/// Words of zero points: any, or where the format is symmetric those in the middle.
+/// Words of zero points: any, or where the format is symmetric the middle of the range.
 fn zeros(rng: &mut Rng, format: Format, len: usize) -> Vec<u8> {
     let int = format.int().unwrap();
     if int.zero_point {

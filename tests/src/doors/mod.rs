@@ -26,7 +26,7 @@ pub enum Layout {
     Columns,
 }
 
-/// All of them.
+/// All layouts.
 pub const LAYOUTS: [Layout; 4] = [Layout::Contiguous, Layout::Rows, Layout::Transposed, Layout::Columns];
 
 impl Layout {
@@ -174,7 +174,7 @@ pub const SMALL: [Sizes; 5] = [
     Sizes { tokens: &[2, 0], hidden: 64, inter: 64, experts: 4, top_k: 2 },
 ];
 
-/// Sizes of Qwen3-30B-A3B with fewer experts: those of the fast kernels.
+/// Sizes of Qwen3-30B-A3B with fewer experts, which the fast kernels take.
 pub const LARGE: [Sizes; 3] = [
     Sizes { tokens: &[1, 1], hidden: 2048, inter: 768, experts: 4, top_k: 2 },
     Sizes { tokens: &[2, 8], hidden: 2048, inter: 768, experts: 4, top_k: 2 },
@@ -196,7 +196,7 @@ pub fn assert_close(what: &str, expected: &[Tensor], got: &[Tensor], tolerance: 
     }
 }
 
-/// Elements as f64, which holds those of every dtype here.
+/// Elements as f64, which holds every value of the dtypes here.
 fn values(x: &Tensor) -> Vec<f64> {
     if x.elem_count() == 0 {
         return Vec::new();

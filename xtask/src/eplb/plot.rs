@@ -45,7 +45,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Draws a replay; `layer` is that of the expert heat map.
+/// Draws a replay, with the expert heat map of `layer`.
 pub fn pictures(outcome: &Outcome, layer: usize, out: &Path) -> Result<()> {
     let layers = outcome.loads.layers();
     ensure!(layer < layers, "--layer {layer}: expected less than {layers}, the MoE layers of the trace");

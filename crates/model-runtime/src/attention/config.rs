@@ -19,7 +19,7 @@ pub struct AttentionConfig {
     pub o_bias: bool,
     /// Whether each head of q and k is RMS-normed before its rotation.
     pub qk_norm: bool,
-    /// Epsilon of that norm.
+    /// Epsilon of the norm of q and k heads.
     pub rms_norm_eps: f64,
     /// Positions that a row attends to, itself included; `None` for all.
     pub sliding_window: Option<usize>,

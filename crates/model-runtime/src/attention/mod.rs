@@ -114,7 +114,7 @@ impl Attention {
         Self::load_on(config, names, vb, &BlockContext::default())
     }
 
-    /// The same on a rank, where projections may be quantised.
+    /// [`load`](Self::load) on a rank, where projections may be quantised.
     ///
     /// # Errors
     /// Missing or wrongly shaped tensors; quantised ones that are not what the header says.
@@ -183,7 +183,7 @@ impl Attention {
         rope_attention_into(&args, &meta, rows, k_cache, v_cache, attended, ex)
     }
 
-    /// The same on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor
+    /// Attention on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor
     /// [T, H]. `kv` lies on that device too; the arrays of `step` may lie in host memory ([`Step::views`]) and are then
     /// copied.
     ///

@@ -74,7 +74,7 @@ pub(super) fn into_bytes(bytes: &[u8], stored: Dtype, wanted: DType, out: &mut [
             narrow_into(bytes, wanted, out, |b| f64::from_le_bytes(b) as f32);
         }
         _ if dtype_of(stored) != Some(wanted) => {}
-        // Where the machine's bytes are those of the file, the compiler makes these copies.
+        // On a machine with the file's byte order, the compiler turns these loops into copies.
         _ => match stored.bitsize() {
             16 => fill(bytes, out, |b| u16::from_le_bytes(b).to_ne_bytes()),
             32 => fill(bytes, out, |b| u32::from_le_bytes(b).to_ne_bytes()),

@@ -52,8 +52,8 @@ impl DummyWeights {
         }
     }
 
-    /// The same with the matrices random integers or FP8 that a header calls quantised. Who asks for one in floats
-    /// gets random floats.
+    /// These weights, but random integers or FP8 in the matrices that a header calls quantised. Who asks for such a
+    /// matrix in floats gets random floats.
     pub fn with_quantisation(self, quantisation: Option<QuantConfig>) -> Self {
         Self { quantisation, ..self }
     }
@@ -136,7 +136,7 @@ impl DummyWeights {
         out.into_tensor().map(Some)
     }
 
-    /// The same for parts that lie one after the other.
+    /// [`generate_part_on`](Self::generate_part_on) for parts that lie one after the other.
     #[cfg(feature = "cuda")]
     pub(super) fn generate_parts_on(
         &self,

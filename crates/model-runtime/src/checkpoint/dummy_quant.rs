@@ -1,7 +1,7 @@
 //! Random quantised matrices, for benchmarks: integers or FP8 bytes, as a reader of a checkpoint would hand them over.
 //!
-//! A weight depends on (seed, module, row, column) alone, so ranks that share a matrix hold parts of the same one. Their
-//! deviation is that of random floats.
+//! A weight depends on (seed, module, row, column) alone, so ranks that share a matrix hold parts of the same one.
+//! Weights have the same standard deviation as random floats.
 
 use std::ops::Range;
 
@@ -44,7 +44,7 @@ pub(super) fn random_part(
     let ranges = ranges.unwrap_or(&whole);
     check_ranges(module, ranges, &dims)?;
     let (rows, held) = (ranges[0].clone(), ranges[1].clone());
-    // One order for all modules of a size: gate and up share theirs.
+    // One order for all modules of a size: gate and up share it.
     let perm = matches!(scheme, QuantScheme::Int { act_order: true, .. }).then(|| {
         let mut order: Vec<u32> = (0..k as u32).collect();
         order.sort_by_key(|column| mix(u64::from(*column) ^ GOLDEN));

@@ -114,7 +114,7 @@ impl TensorLayout {
     }
 
     /// The tensors of a [`GatedMlp`](moe_layer::GatedMlp) of [H, I], cut along I, which `what` names
-    /// in an error. One of width 0, which some checkpoints have, has nothing to cut.
+    /// in an error. An MLP of width 0, which some checkpoints have, has nothing to cut.
     pub fn gated_mlp(
         &mut self,
         prefix: &str,

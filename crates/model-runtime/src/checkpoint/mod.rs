@@ -116,7 +116,7 @@ impl Checkpoint {
         self.dir.as_deref()
     }
 
-    /// The dtype to run in: the config's, else that of most weights, else f32.
+    /// The dtype to run in: the config's, else the float dtype of most weights, else f32.
     pub fn dtype(&self) -> Result<DType, CheckpointError> {
         let stored = || self.tensors.float_dtype().filter(|d| *d != DType::F64);
         Ok(self.config.dtype()?.or_else(stored).unwrap_or(DType::F32))

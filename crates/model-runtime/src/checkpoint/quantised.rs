@@ -164,13 +164,13 @@ impl QuantTensors {
     ) -> std::result::Result<(), CheckpointError> {
         let expected: Vec<_> = expected.into_iter().collect();
         let names: HashSet<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
-        // Tens of thousands of modules; the first error is that of one thread.
+        // In parallel, for there may be tens of thousands of modules; the first error is the same as on one thread.
         let specs: Vec<_> = expected.par_iter().map(|spec| self.specs(spec, &names)).collect();
         let specs = specs.into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
         self.files.verify(specs.into_iter().flatten(), &[ignored, UNREAD_TENSORS].concat())
     }
 
-    /// The tensors that the file is to have in the place of one of `names`.
+    /// The tensors that the file is to have in the place of `spec`; `names` are all that the model expects.
     fn specs(
         &self,
         spec: &TensorSpec,
@@ -248,8 +248,8 @@ impl SliceSource for QuantTensors {
             check_ranges(module, ranges, &[n, inputs.end])?;
             if ranges[1] != inputs {
                 let part = reader.clone().columns(ranges[1].clone())?;
-                // With act-order a rank keeps the scales of all groups, in the order of the whole matrix: its sums are
-                // then those of the whole, bit for bit.
+                // With act-order a rank keeps the scales of all groups, in the order of the whole matrix: its sums then
+                // have the same bits as with the whole matrix.
                 (reader, inputs) = match reader.perm() {
                     Some(_) => (reader, ranges[1].clone()),
                     None => (part, 0..ranges[1].len()),

@@ -173,8 +173,8 @@ pub(super) fn check_ranges(name: &str, ranges: &[Range<usize>], dims: &[usize]) 
     Ok(())
 }
 
-/// The tensors of a source as one rank sees them: those of the list are slices, or packs of several, a
-/// tensor that is only shown under other names is absent, and all others are whole. Cloning shares the source.
+/// The tensors of a source as one rank sees them: a listed name is a slice, or a pack of several; a
+/// tensor that is only shown under other names is absent; all others are whole. Cloning shares the source.
 #[derive(Clone)]
 pub struct RankView {
     source: Arc<dyn SliceSource>,
@@ -241,7 +241,7 @@ fn significant(dims: &[usize]) -> Vec<usize> {
     dims.iter().copied().skip_while(|&dim| dim == 1).collect()
 }
 
-/// Whether parts are what is asked for: one of that shape, or several with its rows in all.
+/// Whether `parts` make up `shape`: one part of that shape, or several with as many rows in all.
 fn has_shape(parts: &[TensorSlice], shape: &[usize]) -> bool {
     let row = |dims: &[usize]| dims.last().copied();
     match parts {

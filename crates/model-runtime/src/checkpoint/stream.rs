@@ -2,7 +2,7 @@
 //!
 //! A tensor there is a list of boxes of stored tensors, one behind the other: one box, or hundreds where a
 //! pack of experts comes out of single ones. It is allocated once, and cut into chunks that fill a buffer each. All
-//! threads read chunks, converting where dtypes differ, while the copy engine takes those that are read. The host
+//! threads read chunks, converting where dtypes differ, while the copy engine takes chunks that are read. The host
 //! holds the buffers and, of chunks that are converted or gathered, one per thread.
 
 use std::sync::{Arc, Mutex, PoisonError};

@@ -70,7 +70,7 @@ impl TensorFiles {
     /// Reads every float tensor.
     ///
     /// # Errors
-    /// All of those with NaN or infinite elements, with the number of each.
+    /// Every tensor with NaN or infinite elements, with the numbers of both.
     pub fn check_finite(&self) -> Result<(), CheckpointError> {
         let (mut checked, mut found) = (0, Vec::new());
         self.visit(|name, dtype, bytes| {

@@ -1,7 +1,7 @@
 //! RoPE settings from either config style.
 //!
 //! The hub's style has `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`);
-//! transformers 5 writes both into `rope_parameters`. Precedence and defaults are those of
+//! transformers 5 writes both into `rope_parameters`. Precedence and defaults are as in
 //! transformers 5.17, `modeling_rope_utils.py` (`RotaryEmbeddingConfigMixin`).
 
 use serde_json::Value;
@@ -48,7 +48,7 @@ pub enum RopeScaling {
     Yarn(Yarn),
 }
 
-/// Parameters of YaRN; the names are those of the config.
+/// Parameters of YaRN, named as in the config.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Yarn {
     /// Extension factor.

@@ -162,7 +162,8 @@ impl Config {
         QuantConfig::from_json(&Value::Object((*self.object).clone())).map_err(|e| self.error(e))
     }
 
-    /// The same of the checkpoint in a folder: older ones have the header in a file of its own, `quantize_config.json`.
+    /// How the checkpoint in a folder is quantised. Older ones have the header in a file of its own,
+    /// `quantize_config.json`.
     ///
     /// # Errors
     /// As [`quantisation`](Self::quantisation); a file that cannot be read.

@@ -17,8 +17,8 @@ pub(super) const SHARED: &str = "the shared experts' intermediate size";
 pub(super) const WITH_SHARED: &str = "experts_with_shared_experts";
 
 impl DecoderConfig {
-    /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present, for layouts that differ in them; `attention`
-    /// lists that of a layer, under its prefix.
+    /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present,
+    /// for layouts that differ in them; `attention` lists the tensors of a layer's attention, under its prefix.
     pub fn layout(
         &self,
         names: &DecoderNames,

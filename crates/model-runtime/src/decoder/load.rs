@@ -51,7 +51,7 @@ impl DecoderOptions<'_> {
         let moe =
             config.moe.as_ref().map(|moe| (moe.router.num_experts, moe.router.top_k, moe.intermediate_size));
         let (experts, top_k, width) = moe.unwrap_or_default();
-        // What this rank has of them.
+        // This rank's part of an expert's width.
         let width = self.context.geometry.expert_intermediate(width).map_err(Error::wrap)?.range.len();
         let layers = config.moe_layers();
         let module = |name: &str| {
@@ -71,11 +71,11 @@ impl DecoderOptions<'_> {
 
 impl<A: SelfAttention> Decoder<A> {
     /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
-    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads that of a layer, whose KV
-    /// rows are those of `kv`. The oracle's choice comes along, unless there was none to make.
+    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, which
+    /// caches rows as `kv` says. The oracle's choice comes along, unless there was none to make.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut; those of the expert path.
+    /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut; any error of the expert path.
     pub fn load(
         config: &DecoderConfig,
         names: &DecoderNames,

@@ -101,7 +101,7 @@ pub trait SelfAttention: Send + Sync {
     /// [`fits_added`](Self::fits_added) says so.
     ///
     /// # Errors
-    /// An attention that has no such form; those of `forward_into`.
+    /// An attention that has no such form; any error of `forward_into`.
     fn add_into(
         &self,
         x: RowsView,
@@ -122,7 +122,7 @@ pub trait SelfAttention: Send + Sync {
     /// [`fits_fused`](Self::fits_fused) says so.
     ///
     /// # Errors
-    /// An attention that has no such form; those of [`forward_into`](Self::forward_into).
+    /// An attention that has no such form; any error of [`forward_into`](Self::forward_into).
     fn add_normed_into(
         &self,
         norm: &PreNorm<'_>,

@@ -61,7 +61,8 @@ impl<A: SelfAttention> DecoderLayer<A> {
         LayerForm { attention, mlp }
     }
 
-    /// The same, explained; `sums` are those that layers leave to the norms behind them.
+    /// The kernels of this layer in such a step, and why faster ones do not run; `sums`: the ranks whose sums layers
+    /// leave to the norms behind them.
     pub(super) fn plan(&self, step: &PlanStep, sums: Option<&RankSums>, machine: &Machine) -> LayerPlan {
         let form = self.choose(step, machine);
         let fused = form.attention == AroundAttention::NormAdd;

@@ -1,7 +1,7 @@
 //! The residual stream of a step, and how sub-layers read and write it.
 //!
-//! A sub-layer reads the norm of the stream and adds to it. The norm may be taken by the launch that added last, by one of
-//! its own, or inside the sub-layer; likewise the addition. This is the one place where all of these meet.
+//! A sub-layer reads the norm of the stream and adds to it. The norm may be taken by the launch that added last, by a
+//! launch of its own, or inside the sub-layer; likewise the addition. This is the one place where all of these meet.
 
 use candle_core::{DType, Result};
 use moe_comm::Communicator;
@@ -48,7 +48,7 @@ impl<'a> Residual<'a> {
         Ok(Self { stream, delta, x, dtype, normed: false, ranks, shared })
     }
 
-    /// Takes rows in the model dtype where those of the last norm had another form.
+    /// Makes `x` rows in the model dtype, where the last norm was written as FP8.
     fn make_floats(&mut self, ex: &Exec) -> Result<()> {
         if let ProductRows::Fp8(_) = self.x {
             self.x = ProductRows::Floats(ex.scratch(self.dtype, self.stream.dims())?);

@@ -37,7 +37,7 @@ pub(super) struct Rows<'a> {
     cos: View<'a>,
     sin: View<'a>,
     heads: usize,
-    /// Of the latents' norm.
+    /// Epsilon of the latents' norm.
     eps: f32,
 }
 
@@ -156,7 +156,7 @@ impl MlaAttention {
         mla_prompt_into(&args, out, ex)
     }
 
-    /// The same over latent rows as they are in the cache.
+    /// Attention in latent space, over latent rows as they are in the cache.
     fn in_latent_space(
         &self,
         rows: &Rows,

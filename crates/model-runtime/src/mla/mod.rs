@@ -54,7 +54,7 @@ impl FromStr for MlaForm {
     }
 }
 
-/// Sizes and options of an MLA layer; the names are those of DeepSeek's config.
+/// Sizes and options of an MLA layer, named as in DeepSeek's config.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlaConfig {
     /// Width of the residual stream H.
@@ -82,7 +82,7 @@ pub struct MlaConfig {
 }
 
 impl MlaConfig {
-    /// The same with this many heads: those of a rank.
+    /// This config for a rank that holds `num_heads` of the heads.
     pub fn with_heads(self, num_heads: usize) -> Self {
         Self { num_heads, ..self }
     }
@@ -181,7 +181,7 @@ impl MlaAttention {
         Self::load_on(config, names, vb, &BlockContext::default())
     }
 
-    /// The same on a rank, where projections may be quantised.
+    /// [`load`](Self::load) on a rank, where projections may be quantised.
     ///
     /// # Errors
     /// As `load`; quantised tensors that are not what the header says.

@@ -30,7 +30,7 @@ pub struct TokenLogprobs {
 /// The log-probabilities of `token` and of the `n` likeliest (all if there are fewer) under
 /// `logits`, `[V]`: log softmax in f32, with an error below 1e-6 times the larger of 1 and the result.
 ///
-/// For prompt log-probabilities, `logits` are those of the position before the token's.
+/// For prompt log-probabilities, `logits` come from the position before the token's.
 ///
 /// A rank counts equal logits in the order of ids, so that it agrees with the list; vLLM counts
 /// every equal against a token that is not in the list.

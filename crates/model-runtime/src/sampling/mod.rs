@@ -76,7 +76,7 @@ pub struct Sampled {
 /// Samples a token from `logits`, `[V]`, where -inf excludes a token. The logits are edited in
 /// place if the request has penalties, biases or exclusions.
 ///
-/// 1. Log-probabilities, if the request asks for them, are those of the logits as given.
+/// 1. Log-probabilities, if the request asks for them, are taken from the logits as given.
 /// 2. Only the tokens of the mask and the allowed ones stay; the token that would complete a bad word and the banned ones
 ///    are excluded.
 /// 3. Biases are added. The logit x of a token that occurs in the prompt or n times in the output

@@ -35,7 +35,7 @@ pub struct SamplingParams {
     /// Key of the random numbers.
     pub seed: u64,
     /// `Some(n)` asks for the log-probabilities of the sampled token and of the n likeliest;
-    /// `usize::MAX` for those of all tokens.
+    /// `usize::MAX` means all tokens.
     pub logprobs: Option<usize>,
 }
 

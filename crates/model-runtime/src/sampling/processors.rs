@@ -74,7 +74,7 @@ fn penalises(row: &SampleRow) -> bool {
 fn penalise(logits: &mut [f32], row: &SampleRow) {
     let p = row.params;
     let prompt = if p.repetition_penalty == 1.0 { &[] } else { row.prompt };
-    // 1 for a token of the prompt, and 1 more than the times in the output for one of the output.
+    // Per token: 0 if it does not occur, 1 if only the prompt has it, else 1 plus its number in the output.
     let mut uses = vec![0u32; logits.len()];
     for &id in prompt {
         if let Some(n) = uses.get_mut(id as usize) {

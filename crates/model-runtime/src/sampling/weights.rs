@@ -48,7 +48,7 @@ const LN2_LO: f32 = -2.121_944_4e-4;
 
 /// e^x for -30 <= x <= 0, with a relative error below 2e-7.
 ///
-/// Range reduction and polynomial are those of Cephes' `expf` (S. L. Moshier). Free of branches,
+/// Range reduction and polynomial as in Cephes' `expf` (S. L. Moshier). Free of branches,
 /// so that the compiler vectorises the loops around it.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
@@ -60,7 +60,7 @@ fn exp(x: f32) -> f32 {
         p = p * r + c;
     }
     let p = p * (r * r) + r + 1.0;
-    // 2^n: n lies in -44..=0, so the exponent field stays that of a normal number.
+    // 2^n: n lies in -44..=0, so the result stays a normal number.
     let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127);
     p * f32::from_bits(exponent << 23)
 }

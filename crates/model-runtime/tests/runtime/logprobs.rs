@@ -44,7 +44,7 @@ proptest! {
         check(got.chosen, rank, want[rank])?;
     }
 
-    /// The sampled token's are those of the model, whatever the parameters do to the logits.
+    /// A sampled token's log-probabilities come from the model's logits, whatever the parameters do to these.
     #[test]
     fn sampled_tokens_come_with_raw_logprobs(
         logits in prop::collection::vec(-4f32..4.0, 20),

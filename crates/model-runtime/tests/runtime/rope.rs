@@ -21,7 +21,7 @@ struct Reference {
     config: &'static str,
     dim: usize,
     max: usize,
-    /// The prompt's length; cos and sin are those of its last token.
+    /// The prompt's length; `cos` and `sin` are for its last token.
     len: u32,
     inv_freq: &'static [f32],
     cos: &'static [f32],

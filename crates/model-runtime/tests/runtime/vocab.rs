@@ -1,4 +1,4 @@
-//! A vocabulary over ranks: the embedding's rows and the head's logits are those of one rank.
+//! A vocabulary over ranks: the embedding's rows and the head's logits are the same as on one rank.
 
 use std::sync::Arc;
 

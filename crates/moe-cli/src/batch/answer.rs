@@ -17,9 +17,9 @@ pub struct Choice {
     pub num_tokens: usize,
     /// Their ids.
     pub token_ids: Vec<u32>,
-    /// Those of the new tokens, if they are asked for.
+    /// Log-probabilities of the new tokens, if they are asked for.
     pub logprobs: Vec<TokenLogprobs>,
-    /// Those of the prompt's tokens but the first, in the first choice of a prompt.
+    /// Log-probabilities of the prompt's tokens but the first, in the first choice of a prompt.
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     /// The experts of its tokens and its prompt's, if they are asked for.
     pub routed_experts: Option<RoutedExperts>,

@@ -48,7 +48,7 @@ pub struct Form {
     pub role: String,
     /// Log-probabilities of so many likeliest tokens.
     pub logprobs: Option<usize>,
-    /// Those of the prompt, as asked for by name.
+    /// Log-probabilities of the prompt are asked for under the name `prompt_logprobs`.
     pub prompt_logprobs: bool,
     /// The field that asks for structured output.
     pub structured: Option<&'static str>,

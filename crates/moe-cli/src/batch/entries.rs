@@ -118,7 +118,7 @@ impl Entries {
         Ok(Entry { line: number, key, work })
     }
 
-    /// An answer to another request must not pass for that of this line.
+    /// An answer to another request must not pass for this line's answer.
     fn check_unchanged(&self, line: u64, custom_id: &str, request: Fingerprint) -> Result<()> {
         match self.known.earlier_request(custom_id) {
             Some(earlier) if earlier != request => Err(usage(format!(

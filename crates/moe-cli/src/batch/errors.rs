@@ -15,7 +15,7 @@ pub struct Errors {
     pub superseded: u64,
 }
 
-/// What tells the records of a line from those of others: its number, or its `custom_id`.
+/// What tells the records of a line from other records: its number, or its `custom_id`.
 #[derive(PartialEq, Eq, Hash)]
 enum Name {
     Line(String),

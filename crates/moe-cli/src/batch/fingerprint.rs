@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 pub struct Fingerprint(u64);
 
 impl Fingerprint {
-    /// Of a value. The order of keys counts: a template may write them as they come.
+    /// The fingerprint of a value. The order of keys counts: a template may write them as they come.
     pub fn of(value: &impl Serialize) -> Self {
         let mut hash = Self(0xCBF2_9CE4_8422_2325);
         // Neither the hash nor a JSON value can fail.
@@ -20,12 +20,12 @@ impl Fingerprint {
         hash
     }
 
-    /// Of what a line asks for: its `url` and its `body`.
+    /// The fingerprint of what a line asks for: its `url` and its `body`.
     pub fn of_request(line: &Map<String, Value>) -> Self {
         Self::of(&(line.get("url"), line.get("body")))
     }
 
-    /// That at the end of a record's `request_id`; records of older versions have none.
+    /// The fingerprint at the end of a record's `request_id`; records of older versions have none.
     pub fn of_request_id(id: &str) -> Option<Self> {
         let (_, digits) = id.rsplit_once('-')?;
         let number = u64::from_str_radix(digits, 16).ok()?;

@@ -24,7 +24,7 @@ use super::settings::{Settings, SettingsFile};
 pub enum Earlier {
     /// They stay, and their lines are not answered again.
     Keep,
-    /// Those that are errors make room for new ones, if their lines are answered again.
+    /// Error records make room for new ones, if their lines are answered again.
     RetryErrors,
     /// None stays.
     Overwrite,
@@ -45,15 +45,15 @@ pub struct Journal {
     name: String,
     /// `None`: stdout.
     file: Option<File>,
-    /// The length of a file that keeps what is written: not that of a device or a pipe.
+    /// The length of a file that keeps what is written; `None` for a device or a pipe.
     len: Option<u64>,
-    /// Records in it, earlier runs' included.
+    /// Records in the file, earlier runs' included.
     pub records: u64,
-    /// Those of earlier runs that are errors, and whose lines are not answered again yet.
+    /// Error records of earlier runs whose lines are not answered again yet.
     pub earlier_errors: u64,
-    /// Those that are answers.
+    /// Answers of earlier runs.
     answers: u64,
-    /// The most tokens of prompt and answers that one of them has.
+    /// The most tokens, of prompts and answers, in a record of earlier runs.
     longest: usize,
     errors: Errors,
     /// The file behind links: what a new one replaces.
@@ -123,7 +123,7 @@ impl Journal {
         known.answered(&record.id, custom_id, request);
     }
 
-    /// Compares the settings of the answers that stay with those of this run, or takes out all records.
+    /// Compares the settings of the answers that stay with this run's settings, or takes out all records.
     pub fn begin(&mut self, settings: &Settings) -> Result<()> {
         if self.len.is_none() {
             return Ok(());

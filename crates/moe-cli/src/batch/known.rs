@@ -22,7 +22,7 @@ pub fn line_id(line: u64) -> String {
     format!("{LINE}{line}")
 }
 
-/// Whether it is the `id` of such a record.
+/// Whether an `id` is of the form of [`line_id`].
 pub fn is_line_id(id: &str) -> bool {
     id.starts_with(LINE)
 }

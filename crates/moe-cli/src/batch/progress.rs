@@ -8,7 +8,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
 use super::input::Total;
 
-/// Between two looks of the bar.
+/// Time between two looks of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
 /// From then on the speed says something about the rest.
@@ -17,7 +17,7 @@ const SPEED_KNOWN: Duration = Duration::from_secs(1);
 /// Counts what is done and shows it on stderr.
 pub struct Progress {
     bar: Option<ProgressBar>,
-    /// Between two lines of a log.
+    /// Time between two lines of a log.
     log_every: Duration,
     start: Instant,
     shown: Instant,
@@ -37,7 +37,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of an input whose number of lines is known sooner or later, for a log that hears of it so often.
+    /// Progress over an input whose number of lines is known sooner or later; a log gets a line every `log_every`.
     pub fn new(total: Total, log_every: Duration) -> Self {
         let bar = std::io::stderr().is_terminal().then(bar);
         let start = Instant::now();

@@ -28,7 +28,7 @@ impl Prompt {
     }
 }
 
-/// The prompts of `/v1/completions`: a text, a list of texts, token ids, or a list of those.
+/// The prompts of `/v1/completions`: a text, a list of texts, a list of token ids, or a list of such lists.
 pub fn completions(parser: &Parser, body: &Fields, echo: bool) -> Result<Vec<Prompt>, ApiError> {
     const FORMS: &str = "expected a text, token ids, or a list of either that is not empty";
     let special = body.bool("add_special_tokens")?.unwrap_or(true);

@@ -14,7 +14,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Of what `--model` says; `any`: of every other name too.
+    /// The model that `--model` names; `any`: bodies may name any other too.
     pub fn new(model: Option<&str>, any: bool) -> Self {
         let name = model.unwrap_or("embedded").to_string();
         let folder = model.and_then(|model| Path::new(model).canonicalize().ok());
@@ -38,7 +38,7 @@ impl Served {
         }
     }
 
-    /// Whether it is the folder, its last names, the name on the hub, or that without the organization or the revision.
+    /// Whether `asked` is the folder, its last names, or the name on the hub with or without organization and revision.
     fn is_called(&self, asked: &str) -> bool {
         let unpinned = self.name.split_once('@').map_or(self.name.as_str(), |(id, _)| id);
         let names = [Path::new(&self.name), Path::new(unpinned)];

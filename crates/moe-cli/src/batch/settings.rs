@@ -28,7 +28,7 @@ const CONTEXT: &str = "max_model_len";
 pub struct Settings(Map<String, Value>);
 
 impl Settings {
-    /// Those of a run with a model of this dtype. Of the chat templates only the fingerprint is kept.
+    /// The settings of a run with a model of this dtype. Of the chat templates only the fingerprint is kept.
     pub fn new(parser: &Parser, chat: Option<&ChatFiles>, dtype: &str) -> Result<Self> {
         // By way of text, which keeps 0.7 from becoming 0.699999988.
         let text =
@@ -68,7 +68,7 @@ impl Settings {
 pub struct SettingsFile(PathBuf);
 
 impl SettingsFile {
-    /// Of an output file.
+    /// The settings file of an output.
     pub fn of(output: &Path) -> Self {
         Self(beside(output, ".run.json"))
     }

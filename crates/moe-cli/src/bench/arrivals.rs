@@ -13,7 +13,7 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Of so many requests.
+    /// For so many requests; nothing has come yet.
     pub fn new(requests: usize) -> Self {
         Self { last: vec![None; requests], to_first: Vec::with_capacity(requests), between: Vec::new() }
     }

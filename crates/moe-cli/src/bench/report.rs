@@ -22,7 +22,7 @@ pub struct Figures {
     pub input_tokens: usize,
     /// New tokens that came.
     pub output_tokens: usize,
-    /// Forward passes; of data-parallel ranks, those of the rank that made most.
+    /// Forward passes; of data-parallel ranks, by the one that made most.
     pub steps: u64,
     /// Times a sequence gave its KV blocks back, to be computed again later.
     pub preemptions: u64,
@@ -35,7 +35,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Of a run that took this long; `before` and `after` are the engine's counters.
+    /// The figures of a run that took this long; `before` and `after` are the engine's counters.
     pub fn new(
         workload: &Workload,
         elapsed: Duration,

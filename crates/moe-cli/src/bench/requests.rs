@@ -88,10 +88,10 @@ impl Workload {
         Ok(())
     }
 
-    /// The same requests with the experts of a recording: request i takes the rows from 61 i on, and goes round at the end.
+    /// These requests with the experts of a recording: request i takes the rows from 61 i on, and goes round at the end.
     ///
     /// # Errors
-    /// An empty recording; one of another model.
+    /// An empty recording, or a recording of another model.
     pub fn replaying(mut self, recording: &RoutedExperts, moe: Option<&MoeInfo>) -> Result<Self> {
         const FLAG: &str = "--replay-routed-experts";
         let Some(moe) = moe else { return Err(usage(format!("{FLAG}: the model has no routed experts"))) };

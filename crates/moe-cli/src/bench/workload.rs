@@ -28,7 +28,7 @@ use super::{BLOCK_SIZE, facts, model};
 
 /// Requests of the warm-up, and the most new tokens of each: on a GPU, enough to record a decode graph.
 const WARM_UP: (usize, usize) = (64, 4);
-/// Between two lines of a log that say how far a run is.
+/// Time between two lines of a log that say how far a run is.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
 /// Runs the workload of a file.

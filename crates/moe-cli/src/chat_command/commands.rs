@@ -29,7 +29,7 @@ pub enum Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// Of a line.
+    /// What a line asks for.
     pub fn parse(text: &'a str) -> Self {
         match text.trim().strip_prefix('/') {
             None => Self::Say(text.trim()),

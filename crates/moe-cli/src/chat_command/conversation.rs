@@ -22,7 +22,7 @@ impl Conversation {
         Self { system, said: Vec::new() }
     }
 
-    /// One that was led elsewhere. A system message at the beginning becomes that of the conversation.
+    /// A conversation that was led elsewhere. A system message at its beginning becomes the conversation's own.
     pub fn of_messages(mut messages: Vec<Value>) -> Self {
         let first = messages.first().filter(|first| first["role"] == "system");
         let system = first.and_then(|first| first["content"].as_str()).map(str::to_string);

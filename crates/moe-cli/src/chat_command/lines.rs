@@ -28,7 +28,7 @@ pub enum Typed {
 }
 
 impl Lines {
-    /// Of stdin; `keep`: with the history of earlier runs.
+    /// The lines of stdin; `keep`: with the history of earlier runs.
     pub fn open(keep: bool) -> Result<Self> {
         if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
             return Ok(Self::Plain);

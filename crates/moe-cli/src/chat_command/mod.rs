@@ -108,11 +108,11 @@ struct Chat<'a> {
     args: &'a ChatArgs,
     conversation: Conversation,
     interrupt: Interrupt,
-    /// Each is sampled with a seed of its own.
+    /// Answers begun so far; each is sampled with a seed of its own.
     answers: u64,
     /// Messages that got no answer.
     failed: u64,
-    /// Of the last answer.
+    /// The speed of the last answer.
     speed: Option<Speed>,
 }
 

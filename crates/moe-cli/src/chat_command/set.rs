@@ -9,19 +9,19 @@ use moe_engine::engine::Request;
 use super::commands::nearest;
 use crate::cli::SamplingArgs;
 
-/// Sampling values: those of the command line, and what was set since.
+/// The sampling values of the command line, and what was set since.
 pub struct Values {
     start: SamplingArgs,
     set: BTreeMap<String, String>,
 }
 
 impl Values {
-    /// Those of the command line.
+    /// The values of the command line.
     pub fn new(start: &SamplingArgs) -> Self {
         Self { start: start.clone(), set: BTreeMap::new() }
     }
 
-    /// All of them as flags.
+    /// All values as flags.
     pub fn args(&self) -> Result<SamplingArgs> {
         let mut args = self.start.clone();
         self.set.iter().try_for_each(|(name, value)| apply(&mut args, name, value))?;

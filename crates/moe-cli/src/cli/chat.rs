@@ -1,4 +1,4 @@
-//! The flags of `chat`, and those about chat templates that other commands have too.
+//! The flags of `chat`, and the flags about chat templates that other commands have too.
 
 use std::path::PathBuf;
 

@@ -11,7 +11,7 @@ pub fn short() -> String {
     COMMIT.map_or_else(|| version.to_string(), |commit| format!("{version} ({commit})"))
 }
 
-/// The same with features and instruction sets.
+/// Version and commit, then features and instruction sets.
 pub fn long() -> String {
     let features = [("cuda", cfg!(feature = "cuda")), ("nccl", cfg!(feature = "nccl"))];
     let features: Vec<_> = features.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();

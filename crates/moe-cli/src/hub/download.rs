@@ -1,6 +1,6 @@
 //! One file into the cache: continued where an earlier try ended, whole or not at all.
 //!
-//! The layout is that of all clients of the hub, so they share what is downloaded:
+//! All clients of the hub use this layout, so they share what is downloaded:
 //! `blobs/HASH` is a file, `blobs/HASH.incomplete` its beginning, `snapshots/COMMIT/NAME` a link to
 //! it, and `.locks/REPO/HASH.lock` keeps two processes from writing it at once.
 
@@ -51,7 +51,7 @@ impl Download<'_> {
         Ok(self.pointer(file))
     }
 
-    /// Downloads those of the files that are not in the snapshot.
+    /// Downloads the files that are not in the snapshot.
     pub fn files(&self, files: &[&str]) -> Result<()> {
         let lacking = files.iter().filter(|file| !self.pointer(file).exists());
         let wanted = lacking.map(|file| self.ask(file)).collect::<Result<Vec<_>>>()?;

@@ -1,6 +1,6 @@
 //! `--model ORG/NAME[@REVISION]`: a checkpoint from the Hugging Face hub.
 //!
-//! Names and layout of the cache are those of the hf-hub crate, shared with every other client.
+//! Names and layout of the cache are as in the hf-hub crate, shared with every other client.
 //! The transfer is not hf-hub's: its blocking client waits forever for a silent server, appends a
 //! whole file to a partial one where a server ignores ranges, and drops the headers that tell a gated
 //! model from a misspelt one. It is small: a repository is asked for its commit and its files, then
@@ -95,7 +95,7 @@ impl Located {
         &self.dir
     }
 
-    /// The same folder with all files: downloads the weights that are not in the cache.
+    /// The folder with all files: downloads the weights that are not in the cache.
     ///
     /// # Errors
     /// As [`locate`].

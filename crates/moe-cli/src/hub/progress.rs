@@ -15,7 +15,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Over so many files of so many bytes. A single file is its own total.
+    /// Progress over `files` files of `bytes` bytes together. A single file is its own total.
     pub fn new(files: usize, bytes: u64) -> Self {
         let bars = MultiProgress::new();
         let total = match files {

@@ -90,7 +90,7 @@ impl Rules {
 pub trait Selection {
     /// The expert ids that it takes from router logits [T, E]: [T, K].
     fn ids(&self, layer: usize, logits: &[f32]) -> Result<Vec<u32>>;
-    /// How clearly it separates the chosen experts of one row [E] from the others, in logits.
+    /// How clearly it separates the chosen experts of one row \[E\] from the others, in logits.
     fn gap(&self, layer: usize, row: &[f32]) -> Result<f32>;
 }
 

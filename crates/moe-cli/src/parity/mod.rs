@@ -70,7 +70,7 @@ impl Selection for Routers<'_> {
         let (router, info) = self.router(layer)?;
         let shape = (logits.len() / info.num_experts, info.num_experts);
         let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
-        // Behind them are shared experts, where they are slots.
+        // Behind the routed experts are shared ones, where these are slots.
         Ok(routed.topk_ids.narrow(1, 0, info.top_k)?.flatten_all()?.to_vec1()?)
     }
 

@@ -24,7 +24,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Those in a folder.
+    /// The configs in a folder.
     pub fn read(dir: &Path) -> Result<Self> {
         let config = Config::read(&dir.join("config.json"))?;
         let generation = dir.join("generation_config.json");
@@ -38,7 +38,7 @@ impl Files {
         Self { config, generation: None, quantisation: None }
     }
 
-    /// Those in the program.
+    /// The configs in the program.
     pub fn embedded(embedded: &Embedded) -> Result<Self> {
         Ok(Self {
             config: Config::parse(embedded.config, "the embedded config.json")?,
@@ -50,14 +50,14 @@ impl Files {
         })
     }
 
-    /// Checks that the family runs them, on the ranks and with the values that are asked for.
+    /// Checks that the family runs these configs, on the ranks and with the values that are asked for.
     pub fn check<F: ModelFamily>(&self, args: &RunArgs, asks: &Asks) -> Result<()> {
         let config = config::<F>(&self.config)?;
         if let Some(key) = REQUIRED.into_iter().find(|key| !self.config.has(key)) {
             bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
         }
         let geometry = args.config().parallel.geometry(0)?;
-        // Names of packs are those of plain checkpoints: quantised ones hold experts one by one.
+        // Only plain checkpoints have packs: quantised ones hold experts one by one.
         let has = |name: &str| self.quantisation.is_none() || !name.ends_with("gate_up_proj");
         let layout = F::layout(&config, &geometry, &has).map_err(|e| usage(e.to_string()))?;
         if let Some(quantisation) = &self.quantisation {

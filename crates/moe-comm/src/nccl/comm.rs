@@ -40,7 +40,7 @@ use crate::socket::Watch;
 ///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
 ///   process learns of a failure by its own limit or connections.
 /// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
-///   bytes are those of a [`PeerAllReduce`], as are gathers of parts of whole 16 bytes (of integers, 8), scattered sums of such
+///   bytes run on a [`PeerAllReduce`], as do gathers of parts of whole 16 bytes (of integers, 8), scattered sums of such
 ///   parts in f32, and [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) and
 ///   [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm) of device views; all on the stream
 ///   that the communicator was made with. NaNs may lose their payload there.
@@ -117,8 +117,8 @@ impl NcclComm {
         self.world.leave();
     }
 
-    /// Aborts the world as soon as that of the hosts has failed, with its cause: they know who died, and kernels would wait for
-    /// the dead for ever. Says so from a thread of its own, which ends with the world of the hosts.
+    /// Aborts this world as soon as the hosts' world has failed, with its cause: the hosts know who died, and kernels would wait
+    /// for the dead for ever. Says so from a thread of its own, which ends with the world of the hosts.
     ///
     /// # Errors
     /// No thread.
@@ -183,14 +183,14 @@ impl NcclComm {
         self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_norm(rows, hidden))
     }
 
-    /// The same for [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm).
+    /// The peers for [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm).
     pub(super) fn peers_for_share(&self, partial: &ViewMut<'_>, weight: &View<'_>) -> Option<&PeerAllReduce> {
         let (rows, hidden) = (partial.rows(), weight.elem_count());
         let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
         self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_share(rows, hidden))
     }
 
-    /// The same for [`reduce_scatter_rounded`](crate::Communicator::reduce_scatter_rounded).
+    /// The peers for [`reduce_scatter_rounded`](crate::Communicator::reduce_scatter_rounded).
     pub(super) fn peers_for_sums(&self, input: &View<'_>, counts: &[usize]) -> Option<&PeerAllReduce> {
         let width: usize = input.dims().iter().skip(1).product();
         let parts: Vec<_> = counts.iter().map(|rows| rows * width).collect();

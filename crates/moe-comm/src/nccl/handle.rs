@@ -124,7 +124,7 @@ impl Handle {
         if calls.iter().all(|call| call.count == 0) {
             return Ok(Progress::Done);
         }
-        // SAFETY: the communicator lives while the lock is held; addresses and counts are those of views of its
+        // SAFETY: the communicator lives while the lock is held; addresses and counts come from views of its
         // device, whose memory is freed or lent again only in the order of this stream; a group that begins here
         // ends here, whatever its calls return.
         self.call("NCCL", |comm| unsafe {

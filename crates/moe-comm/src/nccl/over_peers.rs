@@ -37,7 +37,7 @@ pub(super) fn over_peers(
     Ok(true)
 }
 
-/// Elements of each rank's rows, of rows like those of a view.
+/// Elements of each rank's rows, which are as wide as the rows of `like`.
 fn parts(like: &ViewMut<'_>, counts: &[usize]) -> Vec<usize> {
     let width: usize = like.dims().iter().skip(1).product();
     counts.iter().map(|rows| rows * width).collect()

@@ -176,7 +176,7 @@ impl PeerAllReduce {
     }
 
     /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32 or bf16, added
-    /// in f32; with `needs` over those that need the row.
+    /// in f32; with `needs` over the ranks that need the row.
     ///
     /// # Errors
     /// A context on another stream than the group's; wrong dtypes or numbers of elements; what

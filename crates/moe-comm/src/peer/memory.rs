@@ -36,7 +36,7 @@ impl Owned {
     pub(super) fn new(ranks: usize, capacity: usize, ex: &Exec) -> Result<Arc<Self>> {
         let bytes = PeerBuffers::bytes(ranks, capacity)?;
         let owned = Self::unspecified(bytes, ex)?;
-        // SAFETY: the address is that of as many bytes.
+        // SAFETY: the allocation at the address has `bytes` bytes.
         unsafe { PeerBuffers::init(owned.address, bytes, ex) }?;
         ex.synchronize()?;
         Ok(owned)
@@ -63,7 +63,7 @@ impl Owned {
     pub(super) fn handle(&self) -> Result<Vec<u8>> {
         self.context.bind_to_thread().w()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the address is that of an allocation of this process; the call writes the handle.
+        // SAFETY: the address is an allocation of this process; the call writes the handle.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, self.address) }.result().w()?;
         Ok(handle.reserved.map(|byte| byte as u8).to_vec())
     }

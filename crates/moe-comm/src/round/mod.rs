@@ -48,9 +48,9 @@ pub(crate) enum Give<'a> {
 /// Which of the given rows a rank needs.
 #[derive(Clone, Debug)]
 pub(crate) enum Parts {
-    /// Every rank all of them.
+    /// Every rank needs all rows.
     Whole,
-    /// Each rank these.
+    /// The rows that each rank needs.
     Each(Vec<Range<usize>>),
 }
 

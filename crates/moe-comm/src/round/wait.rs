@@ -42,7 +42,7 @@ pub(crate) type Outcome<T> = std::result::Result<T, Stop>;
 /// Who is waited for.
 pub(crate) struct Absent {
     pub missing: Vec<usize>,
-    /// Those of them that have left.
+    /// Missing ranks that have left.
     pub gone: Vec<usize>,
 }
 

@@ -37,7 +37,7 @@ pub(super) enum Hello {
     Link { rank: usize, secret: u64 },
 }
 
-/// What it is answered.
+/// The answer to a [`Hello`].
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum Answer {
     /// All ranks are here, and listen at these addresses.

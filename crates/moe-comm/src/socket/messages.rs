@@ -70,7 +70,7 @@ impl Messages {
 }
 
 impl World {
-    /// What has come of these ranks; messages first, also those of a rank that has left or of a world that has failed.
+    /// What has come from these ranks: messages first, even if their rank has left or the world has failed.
     fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
         if let Some(news) = from.iter().find_map(|&rank| inbox.take_message(rank).map(|m| (rank, Some(m)))) {
             return Ok(Some(news));

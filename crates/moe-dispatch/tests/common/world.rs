@@ -121,7 +121,7 @@ impl World {
 }
 
 impl World {
-    /// The same onto the residual stream, with its norm: of backends whose sums return to the owners of tokens.
+    /// As [`run`](Self::run), onto the residual stream, with its norm: of backends whose sums return to the owners of tokens.
     pub fn run_add_norm(
         &self,
         backend: &OverRanks,

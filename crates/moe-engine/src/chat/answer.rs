@@ -122,7 +122,7 @@ enum State {
 }
 
 impl Splitter {
-    /// Of an answer in this form; `opened`: the prompt has begun the reasoning ([`opens_reasoning`]).
+    /// A splitter of an answer in this form; `opened`: the prompt has begun the reasoning ([`opens_reasoning`]).
     pub fn new(form: AnswerForm, opened: bool) -> Self {
         let state = match form.reasoning {
             true if opened => State::Reasoning,

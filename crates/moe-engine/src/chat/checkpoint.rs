@@ -28,7 +28,7 @@ pub struct ChatFiles {
 }
 
 impl ChatFiles {
-    /// Those of a checkpoint folder, where none of the files needs to exist.
+    /// Templates and special tokens of a checkpoint folder, where none of the files needs to exist.
     pub fn from_dir(dir: &Path) -> Result<Self, ChatError> {
         read(dir)
     }
@@ -40,7 +40,7 @@ impl ChatFiles {
         Ok(Self { templates: BTreeMap::from([("default".to_string(), template)]), special_tokens })
     }
 
-    /// Those in the contents of a `tokenizer_config.json`.
+    /// Templates and special tokens in the contents of a `tokenizer_config.json`.
     pub fn from_tokenizer_config(json: &[u8]) -> Result<Self, ChatError> {
         let path = Path::new(CONFIG);
         from_config(path, &object(path, json)?)
@@ -143,7 +143,7 @@ fn text(object: &Value, key: &str) -> Option<String> {
     Some(object.get(key)?.as_str()?.to_string())
 }
 
-/// The variables that a template gets for special tokens: the standard ones, and those that the
+/// The variables that a template gets for special tokens: the standard ones, and the tokens that the
 /// checkpoint adds under names of its own.
 fn special_tokens(path: &Path, config: &Map<String, Value>) -> Result<Map<String, Value>, ChatError> {
     let extra = config.get("extra_special_tokens").and_then(Value::as_object);

@@ -28,7 +28,7 @@ enum Renderer {
 
 struct Templates {
     environment: Environment<'static>,
-    /// By name, the templates that compile and the errors of those that do not: one bad template
+    /// Every template by name, with its error if it does not compile: one bad template
     /// of several is an error only when it is used.
     names: BTreeMap<String, Result<(), ChatError>>,
     special_tokens: Map<String, Value>,

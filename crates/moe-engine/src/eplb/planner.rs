@@ -12,9 +12,9 @@ use super::config::EplbConfig;
 /// What moves and steps cost, as far as the run has shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Costs {
-    /// Of a step, and all of it at most is the experts'.
+    /// Seconds of a step, of which experts take a part or all.
     pub seconds_per_step: f64,
-    /// Of a byte that moves.
+    /// Seconds of each byte that moves.
     pub seconds_per_byte: f64,
 }
 
@@ -39,7 +39,7 @@ struct State {
     max_moves: usize,
     must_pay: bool,
     costs: Costs,
-    /// Of the last plan, by layer.
+    /// Proposals of the last plan, by layer.
     proposals: Vec<Proposal>,
 }
 

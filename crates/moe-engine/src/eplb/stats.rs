@@ -8,14 +8,14 @@ use serde::Serialize;
 /// Counters of load balancing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EplbStats {
-    /// Plans that were carried out, also those that moved nothing.
+    /// Plans that were carried out, even if they moved nothing.
     pub plans: u64,
     /// Plans that were given up: late, failed, or with a move that was rolled back.
     pub dropped: u64,
     /// Layers that have another placement.
     pub layers: u64,
-    /// The sum over them of peak over mean load before the move, and of what the plan expected after it, both of the loads that the
-    /// plan was made from.
+    /// Sums over the layers that moved: peak over mean load before the move, and what the plan expected after it, both of
+    /// the loads that the plan was made from.
     pub planned_par_sums: [f64; 2],
     /// Experts that came to another rank.
     pub experts: u64,
@@ -27,17 +27,17 @@ pub struct EplbStats {
     pub rounds: u64,
     /// Seconds that the host waited for rounds. What a GPU computes meanwhile is not lost.
     pub stall: f64,
-    /// The median of these waits, in seconds, of the last 65,536 rounds.
+    /// The median wait for a round, in seconds, of the last 65,536 rounds.
     pub median_stall: f64,
-    /// Their 99th percentile, of the same rounds.
+    /// The 99th percentile of the waits, in seconds, of the last 65,536 rounds.
     pub p99_stall: f64,
-    /// The longest of all, in seconds.
+    /// The longest wait of all rounds, in seconds.
     pub longest_stall: f64,
     /// Counted steps, and the sum over them of peak over mean load of ranks, each the mean of all layers.
     pub steps: u64,
     /// See [`mean_par`](Self::mean_par).
     pub par_sum: f64,
-    /// The same with the first placement.
+    /// `par_sum` with the first placement.
     pub static_par_sum: f64,
 }
 
@@ -47,7 +47,7 @@ impl EplbStats {
         self.par_sum / self.steps.max(1) as f64
     }
 
-    /// What it would have been with the placement that the run began with.
+    /// What [`mean_par`](Self::mean_par) would have been with the placement that the run began with.
     pub fn static_par(&self) -> f64 {
         self.static_par_sum / self.steps.max(1) as f64
     }

@@ -16,7 +16,7 @@ use super::wire::{decode, encode};
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
 
-/// The ranks that follow the first one of their group, as that one sees them.
+/// The ranks that follow the first rank of their group, as the first rank sees them.
 pub(crate) enum Followers {
     /// Threads of this process.
     Threads(Vec<FollowerThread>),
@@ -89,14 +89,14 @@ impl Drop for FollowerThread {
     }
 }
 
-/// A rank that runs the steps of the first one of its group, with a KV cache of the same size.
+/// A rank that runs the steps of its group's first rank, with a KV cache of the same size.
 pub(crate) struct Follower {
     model: LocalRanks,
     ex: Exec,
     /// What runs steps whose tokens are sampled on the device. Its graphs know the cache, so they go first.
     #[cfg(feature = "cuda")]
     runner: Option<DeviceRunner>,
-    /// By the id of the first rank's.
+    /// The KV cache, with the id of the first rank's.
     cache: Option<(u64, KvCache)>,
 }
 
@@ -111,8 +111,8 @@ impl Follower {
         }
     }
 
-    /// Runs the steps that the first rank of the group sends to this process, until that leaves or says stop (an
-    /// empty message).
+    /// Runs the steps that the first rank of the group sends to this process, until the first rank leaves or says stop
+    /// (an empty message).
     pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
         let first = self.model.leader();
         self.follow(|| {

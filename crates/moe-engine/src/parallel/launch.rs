@@ -1,5 +1,5 @@
-//! Where the ranks of this run are: on threads, in processes that this one starts, or in those of a
-//! launcher.
+//! Where the ranks of this run are: on threads, in processes that this one starts, or in a launcher's
+//! processes.
 
 use anyhow::Result;
 use moe_comm::{Launch, launch_from_env};
@@ -15,7 +15,7 @@ pub enum Placement {
     Threads,
     /// This process starts the others.
     Start,
-    /// This process is one of a launcher's.
+    /// A launcher started this process and the others.
     Launched(Launch),
 }
 

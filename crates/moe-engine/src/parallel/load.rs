@@ -63,10 +63,10 @@ where
     load_over(source, parallel, world.into_iter().map(|comm| Arc::new(comm) as _).collect(), ex)
 }
 
-/// The same over the ranks of a world that is there: their communicators, in order.
+/// [`load`] over an existing world: `comms` are the communicators of its ranks, in order.
 ///
 /// # Errors
-/// A world of another size; otherwise those of [`load`].
+/// A world of another size; any error of [`load`].
 pub fn load_over<F: ModelFamily>(
     source: &Source<F>,
     parallel: &ParallelConfig,
@@ -113,8 +113,8 @@ where
 /// A rank, where it runs, and the oracle's choice.
 type Loaded = (Rank, Exec, serde_json::Value);
 
-/// Loads the rank that this process is, on `threads` threads, and on the device of `ex`, if that is one
-/// of those that `device` joins.
+/// Loads the rank that this process is, on `threads` threads and on the device of `ex`. `device` joins the
+/// GPUs of all ranks, where they run on some.
 pub(crate) fn load_rank<F: ModelFamily>(
     source: &Source<F>,
     parallel: &ParallelConfig,

@@ -2,7 +2,7 @@
 //!
 //! A rank has a thread pool, a slice of the model and a KV cache of its own, and is a thread of one
 //! process or a process; on GPUs it is a process with one GPU. Each data-parallel group has a scheduler; its first rank samples, the others
-//! follow. Of processes, that of rank 0 is the driver: it runs the command, and the others run the
+//! follow. Of processes, rank 0's is the driver: it runs the command, and the others run the
 //! steps that they are sent.
 
 mod agree;

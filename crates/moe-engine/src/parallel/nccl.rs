@@ -11,14 +11,14 @@ use model_runtime::Exec;
 use moe_comm::{Communicator, NcclComm, SocketComm, broadcast_bytes};
 use tracing::warn;
 
-/// This process's GPU among those of all ranks.
+/// This process's GPU among the GPUs of all ranks.
 pub(super) struct Devices {
     comm: Arc<NcclComm>,
     ex: Exec,
 }
 
 impl Devices {
-    /// Joins the GPUs of all ranks, this one's being that of `ex`. Work that takes longer than `limit` fails.
+    /// Joins the GPUs of all ranks; `ex` is on this rank's. Work that takes longer than `limit` fails.
     ///
     /// # Errors
     /// A rank that died or does not join; an NCCL that cannot be used.

@@ -36,14 +36,14 @@ const GRACE: Duration = Duration::from_secs(10);
 /// Names the process that started a rank.
 const PARENT: &str = "MOE_PARENT_PID";
 
-/// One rank's process among those of its run.
+/// One rank's process, as part of its run.
 pub(crate) struct Processes {
     world: Arc<SocketComm>,
     pub messages: Messages,
     /// How long a collective may take.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     limit: Duration,
-    /// This rank among those of its host: its GPU.
+    /// This rank's number among the ranks of its host: its GPU.
     pub local_rank: usize,
     /// Ranks on this host, where that is known.
     local_world_size: Option<usize>,
@@ -164,8 +164,8 @@ impl Processes {
         (self.messages.clone(), (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp).collect())
     }
 
-    /// This process's part is done; the driver's tells the others so, and the first rank of a group those
-    /// that follow it.
+    /// This process's part is done; the driver tells all others so, the first rank of any other group its
+    /// followers.
     ///
     /// # Errors
     /// A process that failed, or does not end.
@@ -265,7 +265,7 @@ impl Children {
 
 impl Drop for Children {
     fn drop(&mut self) {
-        // Those that still run have a moment to say why they end.
+        // Processes that still run have a moment to say why they end.
         let deadline = Instant::now() + Duration::from_secs(2);
         for (_, child) in lock(&self.0).iter_mut() {
             while Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {

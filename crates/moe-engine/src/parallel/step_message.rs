@@ -16,7 +16,7 @@ pub(super) enum GroupMessage<'a> {
 }
 
 impl GroupMessage<'_> {
-    /// One that keeps what it tells.
+    /// A message that owns its data.
     pub fn into_owned(self) -> GroupMessage<'static> {
         match self {
             Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
@@ -66,7 +66,7 @@ impl<'a> StepMessage<'a> {
         }
     }
 
-    /// One that keeps what it tells.
+    /// A message that owns its data.
     pub fn into_owned(self) -> StepMessage<'static> {
         StepMessage {
             step: Cow::Owned(self.step.into_owned()),

@@ -1,8 +1,8 @@
 //! Where one choice stands in its grammar.
 //!
-//! It follows the tokens of the choice by their number: the caller shows all of them, and those that are new are
-//! taken in. So nothing has to be told when a sequence is preempted and computed again, and a token that is known one
-//! step before it is collected can be shown early.
+//! It follows the tokens of the choice by their number: the caller shows all of them, and new ones are taken in. So
+//! nothing has to be told when a sequence is preempted and computed again, and a token that is known one step before it
+//! is collected can be shown early.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ impl Mask {
 }
 
 impl Constraint {
-    /// At the first token.
+    /// A constraint at the first token.
     pub fn new(grammar: Arc<Grammar>) -> Self {
         Self { grammar, matcher: None, taken: 0, alone: false }
     }
@@ -48,7 +48,7 @@ impl Constraint {
     }
 
     /// The tokens that may follow `output`; `None` once the text is complete. `ends` may follow wherever the text may
-    /// end, and those of them that are in `only_there` nowhere else.
+    /// end; ordinary tokens in `only_there` nowhere else.
     ///
     /// # Errors
     /// No token can follow, the tokens do not follow the grammar, or it is too complex.

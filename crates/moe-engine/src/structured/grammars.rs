@@ -40,7 +40,7 @@ struct State {
 
 /// A compiled grammar.
 pub(crate) struct Grammar {
-    /// At the first token, with a lexer that nobody shares.
+    /// A matcher at the first token, with a lexer that nobody shares.
     pristine: Mutex<Matcher>,
     /// Matchers at the first token. The matchers made from one of them share a lexer, with what it has found out, and
     /// a lock. So there are several, for masks that threads compute side by side.

@@ -4,8 +4,8 @@
 //! StructuredOutput (data of a request) ─► Grammars: compiled once ─► Constraint of each choice ─► Mask of each token
 //! ```
 //!
-//! Grammars are those of the `llguidance` crate. A mask says which tokens may come next; the sampler sees nothing but
-//! the mask.
+//! The `llguidance` crate compiles and matches grammars. A mask says which tokens may come next; the sampler sees
+//! nothing but the mask.
 
 mod constraint;
 mod grammars;

@@ -38,7 +38,7 @@ pub(super) struct Longest {
 }
 
 impl Longest {
-    /// That of a tokenizer; `None` if some text may become nothing, or any amount of it one token.
+    /// The bounds of a tokenizer; `None` if some text may become nothing, or any amount of it one token.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
         if tokenizer.get_truncation().is_some() || added.values().any(|token| token.lstrip || token.rstrip) {

@@ -28,7 +28,7 @@ impl ExpertWeights {
     /// | packed | `gate_up_proj` | [E, 2I, H], gate rows, then up rows |
     /// | | `down_proj` | [E, H, I] |
     /// | | with biases: `gate_up_proj_bias`, `down_proj_bias` | [E, 2I], [E, H] |
-    /// | this rank's | `w13`, `w2`; with biases: `w13_bias`, `w2_bias` | those of [`ExpertWeights`] |
+    /// | this rank's | `w13`, `w2`; with biases: `w13_bias`, `w2_bias` | see [`ExpertWeights`] |
     ///
     /// For other names, rename: [`VarBuilder::rename_f`]. Per-expert tensors are read by all
     /// threads, one at a time each, straight into the packs; experts of other ranks are not read.

@@ -20,7 +20,7 @@ pub struct LoadSpec {
     pub tp_rank: usize,
     /// Parts into which the intermediate size is cut; 1 = no split.
     pub tp_size: usize,
-    /// Whether experts are read one by one although the source shows this rank's packs: those are of other experts.
+    /// Whether experts are read one by one although the source shows this rank's packs, because the packs hold other experts.
     pub one_by_one: bool,
 }
 

@@ -67,7 +67,7 @@ constexpr int kListEach = 8;  // slots of a thread at a time
 constexpr int kListSegment = 1 << 14;  // slots of a block, at least
 constexpr int kListBlocks = 16;        // of an expert, at most
 
-/// Of every warp's `mine` the sum over the warps before this one; `total`: over all. `of_warp` is free again after the
+/// The sum of `mine` over the threads before this one; `total`: over the whole block. `of_warp` is free again after the
 /// next barrier.
 __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t mine, uint32_t* of_warp, uint32_t* total) {
   constexpr int kWarps = kListThreads / 32;
@@ -79,8 +79,8 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t mine, uint32_t*
   return __shfl_sync(0xffffffffu, before_warps, warp) + before;
 }
 
-/// Lists the slots of each local expert in ascending order: block (expert, i) those of the i-th `segment`, behind as
-/// many as it counts before.
+/// Lists the slots of each local expert in ascending order: block (expert, i) lists the slots of the i-th `segment`,
+/// behind as many as it counts before.
 ///
 /// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of
 /// loads, a barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block

@@ -46,7 +46,7 @@ struct Smem {
   size_t* kv_row;   // [kChunk] row of the position in the cache, or kNowhere
   float* top;       // [kQ] largest score so far
   float* sum;       // [kQ]
-  float* factor;    // [kQ] of what was summed before this chunk
+  float* factor;    // [kQ] for what was summed before this chunk
   uint32_t* begin;  // [kQ] positions that the pair sees
   uint32_t* end;
 

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ Mla
   split_queries<T, O>(a, row, q, column_start(), column_step());
 }
 
-/// Of a row's blocks the first writes the cache, the others the queries.
+/// A row's first block writes the cache, the others the queries.
 template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) rows(const __grid_constant__ MlaRowsArgs a) {
   pdl_launch_dependents();

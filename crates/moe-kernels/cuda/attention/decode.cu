@@ -190,14 +190,14 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
   return moe_attention_decode_beside(args, 0, stream);
 }
 
-/// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that
-/// lets this one begin when what came before both is there.
+/// moe_attention_decode, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one
+/// reads, and that lets this one begin when what came before both is there.
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
   return moe::run_decode(*args, beside, {}, stream);
 }
 
-/// The same in FP8, the bits of moe_fp8_quantise behind it: `out` [rows, heads 128] bytes, by quads or not, scales
-/// [heads, lines]. Hopper, heads of 128.
+/// moe_attention_decode_beside in FP8, the bits of moe_fp8_quantise behind it: `out` [rows, heads 128] bytes, by quads
+/// or not, scales [heads, lines]. Hopper, heads of 128.
 extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
                                         int quads, void* stream) {
   using namespace moe;

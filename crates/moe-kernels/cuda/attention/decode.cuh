@@ -236,7 +236,7 @@ struct Partial {
   float sum[2] = {};  // over this lane's positions
   float values[D / 16][4] = {};
 
-  /// To shared memory: values [kHeads][kValuePitch], stats [kHeads][2].
+  /// Stores the partial to shared memory: values [kHeads][kValuePitch], stats [kHeads][2].
   __device__ __forceinline__ void store(float* to, float* stats) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll

@@ -125,7 +125,7 @@ struct Store {
 
   __device__ __forceinline__ bool has(int h) const { return w.first + row(h) <= w.last; }
   __device__ __forceinline__ int row(int h) const { return first + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * h; }
-  /// Of (token, head) rows of the step.
+  /// Index of the result among the (token, head) rows of the step.
   __device__ __forceinline__ size_t at(int h) const {
     return static_cast<size_t>(w.first_token) * a.heads + w.first + row(h);
   }
@@ -362,8 +362,8 @@ extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* s
   return moe::attention_latent::run(*args, nullptr, nullptr, stream);
 }
 
-/// The same with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the latents, of
-/// which `out` gets those of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
+/// moe_attention_latent with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the
+/// latents. `out` gets the latents of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
                                            void* stream) {
   if (args->splits <= 1 || w_uv == nullptr) return cudaErrorInvalidValue;

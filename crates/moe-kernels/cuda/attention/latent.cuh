@@ -32,8 +32,8 @@ struct Splits {
   int count;        // parts of the positions; with one, results are final
   float* values;    // [tokens * heads, count, kValue]
   float2* softmax;  // [tokens * heads, count] maximum of the scaled scores (powers of two), and sum of the weights
-  bool by_row;      // whether they are the parts of every row's own positions (decode::range_of); those that have none
-                    // have then written nothing
+  bool by_row;      // whether each row's own positions are split (decode::range_of); a split without positions has then
+                    // written nothing
 };
 
 /// Rows of one sequence and the positions of one split that they see; `tiles` is 0 where it has none. A sequence of -1:
@@ -47,7 +47,7 @@ struct Work {
   int begin, tiles;  // tiles of kTile positions, from `begin` on
   int split;
 
-  /// Position where the i-th tile begins: the last tile comes first, so that those with a mask do.
+  /// Position where the i-th tile begins: the last tile comes first, so that tiles with a mask do.
   __device__ __forceinline__ int tile_at(int i) const { return begin + (tiles - 1 - i) * kTile; }
 };
 
@@ -62,11 +62,11 @@ struct Block {
   __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kStages + 2 + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 256) + i % kWorkSlots; }
-  /// Of each thread of a warpgroup: what its two rows' sums are multiplied by.
+  /// For each thread of a warpgroup, the factors of its two rows' sums.
   __device__ __forceinline__ float2* factors() const { return reinterpret_cast<float2*>(smem + 1024); }
   __device__ __forceinline__ uint8_t* query() const { return smem + kHeader; }
   __device__ __forceinline__ uint8_t* tile(int s) const { return smem + kHeader + (1 + s) * kTileBytes; }
-  /// Of each thread of a warpgroup: its weights as an A operand, [4][128] of 16 bytes.
+  /// For each thread of a warpgroup, its weights as an A operand, [4][128] of 16 bytes.
   __device__ __forceinline__ uint4* weights() const { return reinterpret_cast<uint4*>(tile(kStages)); }
 };
 static_assert((2 * kStages + 2 + 2 * kWorkSlots) * 8 <= 256 && kWorkSlots * sizeof(Work) <= 1024 - 256);
@@ -101,7 +101,7 @@ inline Args args_of(const PagedAttentionArgs& c) {
   return a;
 }
 
-/// Whether sizes and dtypes are those of latent rows.
+/// Whether sizes and dtypes fit latent rows.
 inline bool is_latent(const PagedAttentionArgs& c) {
   return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads == 1 && c.heads > 0 && c.head_dim == kKey &&
          c.value_dim == kValue && c.value_row == kKey && c.k_cache == c.v_cache && c.block_size > 0 && c.window >= 0 &&
@@ -199,7 +199,7 @@ struct Loader {
   }
 
   /// All work of the block. What a step reads was written before it, and so were rows before a sequence's first new
-  /// one: those of the first work tile are asked for while the kernel ahead still makes the queries.
+  /// one: the rows of the first work tile are asked for while the kernel ahead still makes the queries.
   __device__ __forceinline__ void run() const {
     const int tiles = attention_prefill::count_tiles<kRows>(a, a.heads);
     const bool more = tiles * splits.count > static_cast<int>(gridDim.x);  // else every block has its one ticket

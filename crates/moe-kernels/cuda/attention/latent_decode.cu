@@ -251,7 +251,7 @@ struct Worker {
       __syncthreads();
     }
     if (split != 0) return;
-    // The end of this launch says that those before it have ended, whatever it had to do.
+    // The end of this launch says that the launches before it have ended, whatever it had to do.
     if (waits) pdl_wait();
     const int width = a.heads * kValue / 8;
     for (int token = a.query_start_loc[a.sequences] + sequence; token < a.tokens; token += a.sequences) {

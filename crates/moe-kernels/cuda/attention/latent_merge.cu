@@ -109,7 +109,7 @@ constexpr int kValueDim = 128;  // of a head
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-/// The same with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row:
+/// merge_kernel with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row:
 /// each block merges kColumns columns for all, and has its rows of W_UV, 16 or 32 KB, in registers before there is
 /// anything to merge.
 template <int kColumns>

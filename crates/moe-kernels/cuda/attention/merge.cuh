@@ -61,7 +61,7 @@ struct BlockPartial {
     }
   }
 
-  /// To the block of the cluster that merges this head.
+  /// Sends the part to the block of the cluster that merges this head.
   template <class Shared>
   __device__ __forceinline__ void send(const Shared& s) const {
     const ThreadSlice<D> mine;
@@ -77,7 +77,8 @@ struct BlockPartial {
   }
 };
 
-/// Stores 8 dimensions of one of the block's heads, of which 16 lanes have all, rounded and in FP8. By whole warps.
+/// Stores 8 dimensions of one of the block's heads, rounded and in FP8; 16 lanes have a whole head. Whole warps call
+/// it.
 __device__ __forceinline__ void store_fp8(const DecodeArgs& a, const Place& p, int head, const float (&x)[8]) {
   const uint4 columns = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
   uint8_t* q = a.fp8.q + out_at<fp8::kGroup>(a, p, head);
@@ -119,10 +120,10 @@ __device__ __forceinline__ void await_words(uint32_t (&word)[kCount], const uint
   } while (!__all_sync(0xffffffffu, there));
 }
 
-/// Merges the parts of one head of a sequence's clusters in their order: `own` {value, maximum, sum} of the last, by
-/// which this is done, with those that the others publish. Blocks of theirs are ahead of this one, so it may wait for
-/// them. A word says by itself that it is there: between a cluster that publishes and this one are a store and a load.
-/// What was read becomes zero again. By D threads.
+/// Merges the parts of one head of a sequence's clusters in their order: `own` {value, maximum, sum} of the last
+/// cluster, which merges, with the parts that the others publish. The others' blocks are ahead of this one, so it may
+/// wait for them. A word says by itself that it is there: between a cluster that publishes and this one are a store and
+/// a load. What was read becomes zero again. By D threads.
 template <int D>
 __device__ __forceinline__ float merge_clusters(uint32_t* parts, int others, float3 own) {
   constexpr int kAtOnce = 3, kPart = D + 2;

@@ -15,7 +15,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kTile = 64;  // rows, and positions
 constexpr int kStages = 2;
 
-/// 64 positions of K and V to shared memory; those not below `end` become zeros.
+/// Loads 64 positions of K and V to shared memory; positions not below `end` become zeros.
 template <int D>
 __device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, int kv_head, int begin, int from,
                                           int end, uint8_t* k) {
@@ -255,21 +255,21 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
   return launch_mma(args_of(*args), args->head_dim, stream);
 }
 
-/// The same on Hopper. block_size is 8, 16, 32, 64 or a multiple of 128, and the cache has less than 2^31 rows.
-/// Sequences with few rows take the kernel of moe_attention_prefill, unless a row's bits must not depend on how many
-/// they are.
+/// moe_attention_prefill on Hopper. block_size is 8, 16, 32, 64 or a multiple of 128, and the cache has less than 2^31
+/// rows. Sequences with few rows take the kernel of moe_attention_prefill, unless a row's bits must not depend on how
+/// many they are.
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream) {
   return moe_attention_prefill_wgmma_beside(args, 0, stream);
 }
 
-/// The same with `blocks` blocks beside which the next kernel on the stream may begin: one that reads nothing of this
-/// one, when what came before this one is there.
+/// moe_attention_prefill_wgmma with `blocks` blocks beside which the next kernel on the stream may begin: one that
+/// reads nothing of this one, when what came before this one is there.
 extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
   return moe::attention_prefill::run_wgmma(*args, blocks, {}, stream);
 }
 
-/// The same in FP8, the bits of moe_fp8_quantise behind it: `out` [tokens, heads 128] bytes, by quads or not, scales
-/// [heads, lines]. Heads of 128.
+/// moe_attention_prefill_wgmma_beside in FP8, the bits of moe_fp8_quantise behind it: `out` [tokens, heads 128] bytes,
+/// by quads or not, scales [heads, lines]. Heads of 128.
 extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
                                                int lines, int quads, void* stream) {
   const moe::fp8::RowsOut fp8 = {static_cast<uint8_t*>(args->out), scales, lines, quads != 0};

@@ -92,7 +92,7 @@ inline int64_t max_tiles(const Args& a, int rows) {
 /// The launch on warpgroup products (prefill_wgmma.cu).
 cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream);
 
-/// The same of keys of 192 and values of 128, [kv_heads, all, ..] each: sequence s begins at row bases[s].
+/// The launch for keys of 192 and values of 128, [kv_heads, all, ..] each: sequence s begins at row bases[s].
 cudaError_t launch_expanded(const Args& a, int all, const uint32_t* bases, void* stream);
 
 }  // namespace moe::attention_prefill

@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t
   }
 }
 
-/// The same in FP8: a row's 128 columns are with four lanes.
+/// Stores rows of results in FP8: four lanes have a row's 128 columns.
 __device__ __forceinline__ void store_fp8_rows(const float (&values)[fp8::kGroup / 2], const WarpRows& rows) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -94,7 +94,7 @@ struct Paged {
   }
 };
 
-/// The same of keys and values [kv_heads, all, D], a sequence's positions one after the other.
+/// Where the rows of a sequence's positions are in keys and values [kv_heads, all, D]: one after the other.
 struct Contiguous {
   int rows;               // a tile
   int all;                // positions of all sequences

@@ -30,7 +30,7 @@ struct Args {
 };
 
 /// What a lane holds of a head, a norm's weight or cosines and sines: elements lane * kPer + i of its lower half, and
-/// of its upper half. These are those of two lanes of a `Head`.
+/// of its upper half, the elements of two lanes of a `Head`.
 template <int D>
 struct Part {
   static constexpr int kPer = D / 2 / kLanes;
@@ -43,13 +43,13 @@ struct alignas(4 * kPer) Floats {
   float value[kPer];
 };
 
-/// The lane's of a half of a head in shared memory.
+/// This lane's floats of a half of a head in shared memory.
 template <int kPer>
 __device__ __forceinline__ Floats<kPer> load_shared(const float* half) {
   return reinterpret_cast<const Floats<kPer>*>(half)[threadIdx.x % kLanes];
 }
 
-/// The same in global memory, past L1, which may hold what was there before.
+/// This lane's floats of a half of a head in global memory, past L1, which may hold what was there before.
 template <int kPer>
 __device__ __forceinline__ Floats<kPer> load_global(const float* half) {
   Floats<kPer> v;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_part(const Part<D>& p, bf16* to) {
   *reinterpret_cast<Words<kPer>*>(to + D / 2) = high;
 }
 
-/// x / rms(x), in the order of sums of norm_heads: that of 32 lanes, of which a lane stands for two neighbours.
+/// 1 / rms(x), in the order of sums of norm_heads, which has 32 lanes: a lane here stands for two neighbours there.
 template <int D>
 __device__ __forceinline__ float inverse_rms(const Part<D>& p, float eps) {
   constexpr int kPairs = Part<D>::kPer / 2;

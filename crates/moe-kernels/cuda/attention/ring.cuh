@@ -42,7 +42,7 @@ struct KvMaps {
   CUtensorMap k, v;
 };
 
-/// By cp.async: blocks of the cache of any size, every card.
+/// A ring filled by cp.async: blocks of the cache of any size, every card.
 template <int D>
 struct CopyRing {
   uint8_t* places;
@@ -82,7 +82,7 @@ struct CopyRing {
     next_values();
   }
 
-  /// Of the oldest tile, when they are there.
+  /// Keys of the oldest tile, and its values, once they are there.
   __device__ __forceinline__ const uint8_t* keys() const {
     cp_async_wait<1>();
     __syncwarp();
@@ -111,8 +111,8 @@ struct CopyRing {
 };
 
 #if MOE_SM90
-/// The same by the copy engine: blocks of the cache of whole tiles. One instruction of one lane brings a tile, where
-/// cp.async takes eight of each lane and as many addresses.
+/// A ring filled by the copy engine: blocks of the cache of whole tiles. One instruction of one lane brings a tile,
+/// where cp.async takes eight of each lane and as many addresses.
 template <int D>
 struct TileRing {
   uint8_t* places;  // keys, values
@@ -150,7 +150,7 @@ struct TileRing {
     next_values(), parity = 0;
   }
 
-  /// Of the oldest tile, when they are there.
+  /// Keys of the oldest tile, once they are there.
   __device__ __forceinline__ const uint8_t* keys() const {
     mbarrier_wait(full, parity);
     return places;

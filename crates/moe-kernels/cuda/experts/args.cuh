@@ -34,7 +34,7 @@ struct ExpertsStreamArgs {
   Output output;  // kF32 or kBf16
 };
 
-/// Of both products over listed slots, which moe_experts_wide rounds.
+/// Both products over listed slots; moe_experts_wide rounds slot rows to bf16.
 struct ExpertsTensorArgs {
   const __nv_bfloat16* x;    // [T, H]
   const __nv_bfloat16* w13;  // [E, 2 I, H]: gate rows, then up rows
@@ -50,8 +50,8 @@ struct ExpertsTensorArgs {
   int num_local, hidden, inter;
 };
 
-/// Of both products on tensor cores before Hopper; the middle ones are what moe_align_tokens wrote with tile_rows =
-/// 128.
+/// Both products on tensor cores before Hopper; `offsets` to `num_tiles` are what moe_align_tokens wrote with tile_rows
+/// = 128.
 struct ExpertsGroupedArgs {
   const __nv_bfloat16* x;    // [T, H]
   const __nv_bfloat16* w13;  // [E, 2 I, H]: gate rows, then up rows
@@ -76,7 +76,8 @@ struct CombineArgs {
   Output output;  // kF32 or kBf16
 };
 
-/// Of experts more than the device has slots for; the others lie at home in host memory. Arrays are device memory.
+/// Experts on a device with fewer slots than experts; those without a slot lie at home in host memory. Arrays are
+/// device memory.
 struct ExpertResidencyArgs {
   const uint32_t* topk_ids;  // [count]; ids of no expert are passed over
   int32_t* place;            // [E] an expert's slot, or -1 - home

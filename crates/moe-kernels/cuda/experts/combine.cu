@@ -11,7 +11,7 @@
 namespace moe {
 namespace {
 
-constexpr int kFewTokens = 64;  // of which other ranks' slots are read, too: 4 MB of f32 rows, out of L2
+constexpr int kFewTokens = 64;  // with so few, other ranks' slots are read, too: 4 MB of f32 rows, out of L2
 
 template <bool kPresent, class Row>
 __global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine<Row> a) {
@@ -138,7 +138,7 @@ extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* res
   return moe::add_norm(*args, residual, weight, eps, {}, stream);
 }
 
-/// The same with the norm in FP8, the bits of moe_fp8_quantise behind it: `out` [T, H] bytes, by quads or not, scales
+/// moe_combine_add_rms_norm in FP8, the bits of moe_fp8_quantise behind it: `out` [T, H] bytes, by quads or not, scales
 /// [H / 128, lines]. Hopper, H a multiple of 128.
 extern "C" int moe_combine_add_rms_norm_fp8(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
                                             float eps, float* scales, int lines, int quads, void* stream) {

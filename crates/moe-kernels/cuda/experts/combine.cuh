@@ -6,7 +6,7 @@
 
 namespace moe {
 
-/// Of slot rows that are f32 or, from moe_experts_wide, bf16.
+/// The sum of slot rows that are f32 or, from moe_experts_wide, bf16.
 template <class Row>
 struct Combine {
   const Row* slot_rows;  // [T, K, H], unweighted

@@ -2,7 +2,7 @@
 // (tensor_kernel.cuh).
 //
 // `W` is how weights lie in memory and are multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu)
-// or those of few rows (quant/experts_few.cuh, quant/experts_digits.cuh). It has
+// or the ones for few rows (quant/experts_few.cuh, quant/experts_digits.cuh). It has
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
 //   load          brings a stage's weights, by one thread
@@ -232,7 +232,7 @@ struct Rows {
     }
   }
 
-  /// Those of the next step. `left`: columns from there on; behind them x is zero.
+  /// Copies this part of the next step. `left`: columns from there on; behind them x is zero.
   __device__ __forceinline__ void copy(uint8_t* to, int left) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

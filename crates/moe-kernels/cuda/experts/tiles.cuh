@@ -49,8 +49,8 @@ struct Counters {
   __device__ Set set(uint32_t which) const { return {words + kHead + num_local + which * set_words(num_local)}; }
 };
 
-/// Of a block that takes no more tickets: when all do, the last one leaves the counts of slots and the other set zero,
-/// and the other set next. One whole warp.
+/// Called by a block that takes no more tickets. The last block to call it zeroes the counts of slots and the other
+/// set, and makes the other set the next one. One whole warp.
 __device__ __forceinline__ void leave_counters(const Counters& c) {
   const int lane = threadIdx.x % 32;
   const bool last = lane == 0 && add_acq_rel(c.done(), 1) == gridDim.x - 1;

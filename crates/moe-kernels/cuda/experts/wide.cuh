@@ -1,6 +1,6 @@
 // Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide_kernel.cuh).
 // `W` is how weights lie in memory, as in tensor.cuh; its stages have 64 columns, its kBytes are of one weight tile.
-// kConsumerRegisters are those of a consuming thread.
+// kConsumerRegisters: registers of a consuming thread.
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -271,7 +271,7 @@ struct Gatherer {
     }
   }
 
-  /// The same where all lanes have to bring what lies beside the weights.
+  /// load_all where all lanes have to bring what lies beside the weights.
   __device__ __forceinline__ void load_with_side(const Work& work, bool loads) {
     if (loads) await(work);
     __syncwarp();

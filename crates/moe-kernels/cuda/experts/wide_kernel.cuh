@@ -13,7 +13,7 @@ constexpr bool kPublishesInside = false;
 
 #if MOE_SM90
 
-// Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
+// Registers of a launch of three warpgroups: loaders get what consumers leave.
 constexpr int kAllRegisters = 3 * 168;
 
 /// kWidth: weight tiles of a work tile.

@@ -89,7 +89,7 @@ struct Store {
     owed = work.expert;
   }
 
-  /// Slots of the rows of 8 lanes, every 16th of the tile: lane j of the 8 holds those of the j-th and the j + 8th row.
+  /// Slots of the rows of 8 lanes, every 16th of the tile: lane j of the 8 holds the slots of the j-th and j + 8th row.
   template <int kRows>
   using Slots = uint32_t[ceil_div(kRows, 128)];
 

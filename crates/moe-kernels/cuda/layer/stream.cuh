@@ -41,7 +41,7 @@ struct Args {
   int tokens, num_local, hidden, inter;
   int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
   int row_bytes;                  // from a token's row in shared memory to the next
-  int share, longer;              // units of columns of a block, of which the first `longer` have one more
+  int share, longer;              // units of columns of a block; the first `longer` blocks have one more
   float eps;
   const void* x;     // [T, H] bf16, or f32 where `norm` is given
   const bf16* norm;  // [H] or null

@@ -108,7 +108,7 @@ struct Consumer {
   }
 };
 
-/// By one lane of each warp: one after the other they take a microsecond.
+/// Initialises the barriers, by one lane of each warp: one after the other they take a microsecond.
 template <class Weights>
 __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
   if (!elect_one()) return;

@@ -24,14 +24,14 @@ struct Head {
     return slot < a.route.top_k ? slot + a.route.shared : slot - a.route.top_k;
   }
 
-  /// By one lane. The stage is the first one.
+  /// Loads the tile to the first stage. One lane.
   template <class Weights>
   __device__ __forceinline__ void load(const Weighted<Weights>& a, const Shared& s, uint32_t expert) const {
     a.w.load_head(a, s.stage(0, 0), expert, place * kPairs, s.full(0, 0));
   }
 
-  /// By one warp, that of the first token, with `active` and whether there is an expert in each lane's slot. Says to
-  /// the consumers what the stage holds. Returns how many of the experts' tiles are heads.
+  /// Called by the first token's warp, with `active` and whether there is an expert in each lane's slot. Tells the
+  /// consumers what the stage holds. Returns how many of the experts' tiles are heads.
   __device__ __forceinline__ int declare(const Args& a, const Shared& s, int active, bool has) const {
     const int lane = threadIdx.x % 32;
     const bool counts = has && lane < a.route.slots();
@@ -71,8 +71,8 @@ struct Loader {
     }
   }
 
-  /// Of the tiles that are no heads the first half, every gridDim-th, so that the active experts are finished one after
-  /// the other, then tickets, each taken while the tiles before it come.
+  /// Loads the tiles that are no heads: every gridDim-th of the first half, so that the active experts are finished one
+  /// after the other, then tickets, each taken while the tiles before it come.
   __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
     const int per_expert = a.inter / kPairs, total = num_active * per_expert - heads,
               assigned = total - total / kByTicket;

@@ -79,11 +79,11 @@ struct Turn {
     asm volatile("" : "+l"(loaded));  // keeps the compiler from waiting for it before the branches between load and use
     return static_cast<uint32_t>(loaded >> 16);
   }
-  /// In the words of this launch: never 0, and the same again 2^31 launches later.
+  /// The launch's number in its words: never 0, and the same again 2^31 launches later.
   __device__ __forceinline__ uint32_t number() const { return launches() | 1u << 31; }
   /// Which tickets are this launch's.
   __device__ __forceinline__ uint32_t parity() const { return launches() % 2; }
-  /// By one thread, when this block knows its turn.
+  /// Adds this block's part. One thread, when this block knows its turn.
   __device__ __forceinline__ void end(const Args& a) const {
     if (blockIdx.x == 0) a.state->tickets[parity() ^ 1] = 0;
     const uint64_t part = blockIdx.x == 0 ? 65537 - gridDim.x : 1;

@@ -25,8 +25,8 @@ struct LinearTensorArgs {
   void* out;                  // [m, n]
   Output output;
   int m, n, k;
-  // Of k, 1 .. 8; 0: what was measured to be best; -1: what is best for few rows, so that a row's bits do not depend on
-  // m.
+  // Parts of k, 1 .. 8; 0: what was measured to be best; -1: what is best for few rows, so that a row's bits do not
+  // depend on m.
   int splits;
 };
 

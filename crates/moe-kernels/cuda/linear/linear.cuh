@@ -23,7 +23,7 @@ __device__ __forceinline__ void store(void* out, size_t at, float value) {
   }
 }
 
-/// The same of an output that is known at run time only, or by a constant argument.
+/// `before` and `store` for an output that is known at run time only, or by a constant argument.
 __device__ __forceinline__ float before(Output output, const void* out, size_t at) {
   return output == Output::kAddF32 ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
 }

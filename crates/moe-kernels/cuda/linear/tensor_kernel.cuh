@@ -24,7 +24,7 @@ namespace moe::linear_tensor {
 constexpr int kMaxStages = 12;
 constexpr int kMaxSplits = 8;  // blocks of a cluster, each with a part of K
 constexpr int kHeader = 256;   // barriers
-// Of 168 a thread in three warpgroups, of which the loaders' one leaves most to the two others.
+// Three warpgroups have 168 registers a thread; the loaders' one leaves most of its own to the two others.
 constexpr int kLoaderRegisters = 72, kConsumerRegisters = 216;
 
 template <class W>
@@ -228,7 +228,7 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, Args<W> a, const Shape& s, 
   const int least = static_cast<int>(ceil_div(kSums, B::kStageBytes));
   if (a.stages < least) a.stages = least;
   CUtensorMap xm;
-  // Rows of whatever they hold, as so many bf16; the last stage may be a part of one.
+  // The map takes rows of x, whatever they hold, as so many bf16; the last stage may be a part of one.
   const int64_t columns = int64_t{a.k} * (B::Stage::kRowBytes / 2) / B::Stage::kColumns;
   const cudaError_t e = make_tensor_map(&xm, x, a.m, static_cast<int>(columns), kTokens);
   if (e != cudaSuccess) return e;

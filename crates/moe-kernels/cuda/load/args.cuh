@@ -5,7 +5,7 @@
 
 namespace moe {
 
-/// Integers in words: of a row and a column that of place (r % rows + c % columns), counted from the lowest bits.
+/// Integers in words: of row r and column c, number places[r % rows + c % columns], counted from the lowest bits.
 struct StoredCoding {
   int row_bits, column_bits;  // 2^bits rows and columns share a word
   int bits;                   // 4 or 8; 0: there is no such tensor

@@ -246,7 +246,7 @@ bool is_coding(const StoredCoding& c, int bits) {
 
 bool is_pack(const QuantPackStoredArgs& a) {
   const int bits = a.format == QuantFormat::kInt4 ? 4 : 8, columns = a.format == QuantFormat::kInt4 ? 64 : 32;
-  const int64_t most = int64_t{1} << 24;  // columns of a row, of which the kernel counts words in 32 bits
+  const int64_t most = int64_t{1} << 24;  // columns of a row: the kernel counts their words in 32 bits
   return is_code(a.format, QuantFormat::kFp8) && is_coding(a.code, bits) &&
          (a.zero.bits == 0 || is_coding(a.zero, bits)) && a.n > 0 && a.k > 0 && a.n_tiles > 0 && a.k_packed >= a.k &&
          a.k_packed % columns == 0 && a.k_packed <= most && a.group > 0 && a.groups > 0 && a.groups <= most &&

@@ -17,7 +17,7 @@
 //
 // Every block waits for what peers' blocks send, so all blocks of a launch must be resident at once: at most two blocks
 // of 128 threads per SM, next to whatever the kernel ahead and the kernel behind keep there. Vectors are spread over
-// all threads; a row's norm is that of a cluster of up to 8 blocks, so that even one row is sent from and polled by
+// all threads; a row's norm is computed by a cluster of up to 8 blocks, so that even one row is sent from and polled by
 // several SMs.
 #include "codes.cuh"
 #include "peer/peer.cuh"

@@ -33,7 +33,7 @@ struct Owned {
   __device__ __forceinline__ uint32_t tasks(int rank) const { return max(counts[rank], 1u); }
 };
 
-/// What of a token is here, the same in all lanes but for `weight`, which lane k has for slot k.
+/// A token's slots that are here: the same in all lanes but for `weight`, which lane k has for slot k.
 struct Present {
   uint32_t slots;  // a bit for each
   float weight;
@@ -232,11 +232,10 @@ extern "C" int64_t moe_peer_combine_rows(int ranks, size_t capacity, int hidden)
   return static_cast<int64_t>(half_bytes(ranks, capacity) / 16 / ranks) / (hidden / kWords);
 }
 
-/// residual [counts[rank], H] f32 += the sum over the ranks, in rank order, of what each adds up of these rows' slots,
-/// as moe_combine does; then out bf16 = residual / rms(residual) * weight, as moe_add_rms_norm does. `slots` are those
-/// of all ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which
-/// every rank has. Its `out` and `output` are not read. H is a multiple of 8; what is read in vectors is aligned to 16
-/// bytes.
+/// residual [counts[rank], H] f32 += the sum over the ranks, in rank order, of each rank's sum of these rows' slots, as
+/// moe_combine adds them; then out bf16 = residual / rms(residual) * weight, as moe_add_rms_norm does. `slots` holds
+/// all ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which every
+/// rank has. Its `out` and `output` are not read. H is a multiple of 8; what is read in vectors is aligned to 16 bytes.
 extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe::CombineArgs* slots,
                                              const uint32_t* counts, float* residual, const moe::bf16* weight,
                                              float eps, moe::bf16* out, void* stream) {

@@ -43,7 +43,7 @@ struct Array {
   }
 };
 
-/// What a slot carries of what was loaded; never a word that looks empty.
+/// The loaded words as a slot carries them; never a word that looks empty.
 __device__ __forceinline__ Vec16 carried(const Vec16& v, bool exact) {
   if (exact) return {{v.word[0] & 0xffffu, v.word[0] >> 16, v.word[1] & 0xffffu, v.word[1] >> 16}};
   Vec16 to;
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t senders(const Exchange& x, const Arrays& arr
   return all;
 }
 
-/// Of up to kRanks ranks. kPlain: arrays are aligned and each thread sends, then receives.
+/// Gathers from up to kRanks ranks. kPlain: arrays are aligned and each thread sends, then receives.
 template <int kRanks, bool kPlain>
 __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     gather_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Arrays arrays,
@@ -183,7 +183,7 @@ struct PeerArray {
 };
 
 /// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes. With `needs`,
-/// one array of floats, of which each rank gets the rows that it needs.
+/// gathers one array of floats, and each rank gets the rows that it needs.
 extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, int count, const Needs* needs,
                                    void* stream) {
   if (count < 0 || count > kMaxArrays || !is_group(*peers)) return cudaErrorInvalidValue;

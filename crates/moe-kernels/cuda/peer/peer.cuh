@@ -116,7 +116,7 @@ cudaError_t load_kernels(Kernels... kernels) {
   return e;
 }
 
-/// Load the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init does those beside it.
+/// Load the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init loads its own file's.
 cudaError_t load_gather_kernels();
 cudaError_t load_scatter_kernels();
 cudaError_t load_share_kernel();
@@ -252,7 +252,7 @@ __device__ __forceinline__ void receive_at(const Exchange& x, Turn& turn, Vec16 
     if (wanted >> i & 1u) store_system(slot(x, turn, own, index(i)), {{kEmpty, kEmpty, kEmpty, kEmpty}});
 }
 
-/// The same of the slots base + r * stride.
+/// receive_at for the slots base + r * stride.
 template <int kCount>
 __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
                                         uint32_t base, uint32_t stride, bool pauses = false) {

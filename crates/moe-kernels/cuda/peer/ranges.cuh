@@ -4,9 +4,9 @@
 // In short calls each thread sends and then receives. In long ones some warps send while others receive, a sender has
 // several slots under way, and what half a buffer does not hold is left to further launches.
 //
-// Of rows whose experts are known each may travel only to the ranks that own an expert of its token, and only their
-// sums travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing
-// moves to another place. The first slot of a launch always travels.
+// A row whose experts are known may travel only to the ranks that own an expert of its token, and only their sums
+// travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing moves to
+// another place. The first slot of a launch always travels.
 //
 // The calls of a decode step have a form of their own, with nothing in it for other calls (`kPlain`): one kernel for
 // all was 93 KiB of instructions and took three times as long (docs/kernels-labbook.md).
@@ -102,7 +102,7 @@ cudaError_t load_call() {
   return e;
 }
 
-/// Launches a kernel of `Call` once for each range of what every rank has, `slots` [ranks].
+/// Launches a kernel of `Call` once for each range of every rank's part, `slots` [ranks].
 template <class Call>
 cudaError_t launch_ranges(const Peers& peers, const size_t* slots, const typename Call::Args& args, bool aligned,
                           const Needs* needs, void* stream) {

@@ -240,10 +240,10 @@ cudaError_t load_share_kernel() {
 
 }  // namespace moe
 
-/// Of the rows [rows, hidden] that this rank keeps (which ones follows from the numbers of rows and ranks alone):
-/// residual += the sum of all ranks' `partial`, both f32, the other ranks' rounded to bf16. Of all rows: out = residual
-/// / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384; all calls of a group with the same
-/// sizes keep the same rows.
+/// For the rows of [rows, hidden] that this rank keeps (which ones follows from the numbers of rows and ranks alone):
+/// residual += the sum of all ranks' `partial`, both f32, the other ranks' rounded to bf16. For all rows: out =
+/// residual / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384; all calls of a group with the
+/// same sizes keep the same rows.
 extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
                                            const moe::bf16* weight, float eps, moe::bf16* out, int rows, int hidden,
                                            void* stream) {
@@ -261,7 +261,7 @@ extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float*
     const size_t at = static_cast<size_t>(begin) * hidden;
     const Rows a = {partial + at, residual + at, weight, out + at, eps, count, static_cast<uint32_t>(hidden), share};
     const Exchange x = {*peers, half, 0, 0};
-    // Most of what a rank has to do for a row of its share is to send and take in those of the others.
+    // Most of what a rank does for a row of its share is to send and take in the other ranks' rows.
     const uint32_t wanted = ranks > 2 ? 2 * share : share;
     const unsigned blocks = min(static_cast<uint32_t>(kBlocksPerSm * limits.sms), wanted);
     const Launch l = {dim3(blocks), dim3(kThreads), stream, hidden * sizeof(float)};

@@ -92,15 +92,15 @@ __device__ __forceinline__ void fence_async_proxy() {
 #endif
 }
 
-/// The same for shared memory alone.
+/// fence_async_proxy for shared memory alone.
 __device__ __forceinline__ void fence_async_shared() {
 #if MOE_SM90
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-/// The same for global memory alone. Unlike `fence_async_proxy` it waits for no earlier store, so it is to be followed
-/// by what makes the stores visible.
+/// fence_async_proxy for global memory alone. But it waits for no earlier store, so it is to be followed by what makes
+/// the stores visible.
 __device__ __forceinline__ void fence_async_global() {
 #if MOE_SM90
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -216,7 +216,7 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
 }
 
 /// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote
-/// before. For several counters, of which `add_release` would wait for memory once each.
+/// before. For several counters: `add_release` would wait for memory once for each.
 __device__ __forceinline__ void fence_release() {
 #if MOE_SM90
   asm volatile("fence.release.gpu;" ::: "memory");  // acq_rel would empty L1, too

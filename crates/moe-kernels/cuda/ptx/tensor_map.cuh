@@ -38,7 +38,7 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rank,
                            box);
 }
 
-/// The same of a matrix [rows, columns], in tiles of `tile_rows` x 64.
+/// A swizzled map of a matrix [rows, columns], in tiles of `tile_rows` x 64.
 inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rows, int columns, int tile_rows) {
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * sizeof(bf16)};
@@ -46,8 +46,8 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rows,
   return make_tensor_map(map, data, 2, dims, strides, box);
 }
 
-/// The same in boxes of so many rows of all columns, a multiple of 64: 64 columns of the rows lie together, so that one
-/// instruction brings what would be a tile for every 64 columns (`load_box`).
+/// A swizzled map in boxes of `box_rows` rows of all columns, a multiple of 64: 64 columns of the rows lie together, so
+/// that one instruction brings what would be a tile for every 64 columns (`load_box`).
 inline cudaError_t make_rows_map(CUtensorMap* map, const bf16* data, int rows, int columns, int box_rows) {
   const cuuint64_t dims[3] = {kTileColumns, static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(columns / kTileColumns)};

@@ -77,7 +77,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int N>
 __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, int add = 1);
 
-/// `half` is N / 2; the three numbers behind the accumulators are those of a, b and `add`.
+/// `half` is N / 2; the three numbers behind the accumulators are the operand numbers of a, b and `add`.
 #define MOE_WGMMA(n, half, a_at, b_at, add_at)                                                          \
   template <>                                                                                           \
   __device__ __forceinline__ void wgmma<n>(float* d, uint64_t a, uint64_t b, int add) {                 \
@@ -117,7 +117,7 @@ MOE_WGMMA(256, 128, 128, 129, 130)
 template <int N, bool kTransposed>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b, int add = 1);
 
-/// The numbers behind the accumulators are those of a's four words, b, `add` and whether b is transposed.
+/// The numbers behind the accumulators: of a's four words, b, `add` and whether b is transposed.
 #define MOE_WGMMA_REGISTERS(n, half, a0, a1, a2, a3, b_at, add_at, transposed_at)                                  \
   template <>                                                                                                      \
   __device__ __forceinline__ void wgmma<n, transposed_at>(float* d, const uint32_t (&a)[4], uint64_t b, int add) { \

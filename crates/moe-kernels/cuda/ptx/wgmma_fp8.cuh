@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t 
 
 #undef MOE_STEP
 
-/// The same with a in registers, four words for each 32 columns: lane 4g + t holds of these (g, 4t), (g + 8, 4t), (g,
+/// wgmma_e4m3 with a in registers, four words for each 32 columns: lane 4g + t holds of them (g, 4t), (g + 8, 4t), (g,
 /// 4t + 16) and (g + 8, 4t + 16), four columns a word. b has N rows.
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4][4], uint64_t b);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a
   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" MOE_T##half "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 \
                                                                            "}, %" #b ", " add ", 1, 1;"
 #define MOE_A(i) "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3])
-/// The numbers behind the accumulators are those of a's words, of b's four places and of a zero.
+/// The numbers behind the accumulators: of a's words, of b's four places and of a zero.
 #define MOE_WGMMA_E4M3(n, half, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, ac, ad, ae, af, b0, b1, b2, b3, zero) \
   template <>                                                                                                         \
   __device__ __forceinline__ void wgmma_e4m3<n>(float (&d)[half], const uint32_t (&a)[4][4], uint64_t b) {            \

@@ -12,7 +12,7 @@
 //
 // Digits lie as lanes read them: for each half of the columns the 4 rows x 2 digits x 4 pairs of a k-step (of columns
 // 2t, 2t + 8, 2t + 1, 2t + 9, as a pack's words have them), 4 k-steps in 16 bytes. These are permuted so that neither
-// those who write (a k-step of a row in a lane) nor those who read meet in banks.
+// lanes that write (a k-step of a row in a lane) nor lanes that read have bank conflicts.
 #pragma once
 
 #include "ptx/common.cuh"
@@ -32,14 +32,14 @@ struct Side {
   int sums[kShares];
 };
 
-/// Bytes from a group's digits to those that this lane multiplies, of a half of the columns: lane 4n + t has column n
-/// of the product, which is digit n % 2 of row n / 2.
+/// Bytes from the start of a group's digits to the ones that this lane multiplies, in a half of the columns: lane 4n +
+/// t has column n of the product, which is digit n % 2 of row n / 2.
 __device__ __forceinline__ uint32_t lane_offset(uint32_t half) {
   const uint32_t lane = threadIdx.x % 32, row = lane / 8;
   return half * 512 + row * 128 + ((lane % 8 ^ row ^ half << 2) << 4);
 }
 
-/// bf16 bits in the upper half of a word as an integer, in the lower 16 bits of what is returned, plus 128.
+/// bf16 bits in the upper half of a word as an integer, in the lower 16 bits of the result, plus 128.
 __device__ __forceinline__ uint32_t integer(uint32_t upper, float factor) {
   return __float_as_uint(fmaf(__uint_as_float(upper), factor, 12582912.f + 128.f));
 }
@@ -55,7 +55,7 @@ struct Scale {
     exponent = max((largest + 1) >> 7, 15u);
     factor = __uint_as_float((268u - exponent) << 23);
   }
-  /// Of a value that is no number there is none: so of no sum of its row.
+  /// The value of the integer 1; NaN where the largest value is infinite or NaN, and then so is every sum of the row.
   __device__ __forceinline__ float unit() const {
     return __uint_as_float(largest >= 0x7f80u ? 0x7fffffffu : (exponent - 14) << 23);
   }
@@ -139,7 +139,7 @@ struct Factors {
   float scale[2];
   int zero[2];
 
-  /// From scales of 16 bits and, if there are any, zero points of the first row, those of the second 8 further.
+  /// From scales of 16 bits and, if there are any, zero points: the first row's here, the second row's 8 further.
   __device__ __forceinline__ void load(const uint16_t* scales, bool f16, const uint8_t* zeros, bool has_zeros) {
     scale[0] = exact_scale(scales[0], f16), scale[1] = exact_scale(scales[8], f16) * (1.0f / kUpper<kFormat>);
     constexpr int kMiddle = kFormat == QuantFormat::kInt4 ? 8 : 128;

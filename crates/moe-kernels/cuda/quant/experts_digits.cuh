@@ -116,7 +116,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
       }
     }
 
-    /// Of a step's columns. Other blocks have written the second product's in this launch.
+    /// Loads this lane's columns of a step. Other blocks have written the second product's rows in this launch.
     __device__ __forceinline__ void load(int group, int step, uint4 (&x)[2]) const {
       const int at = step * quant::digits::kColumns + column;
       x[0] = x[1] = make_uint4(0, 0, 0, 0);

@@ -38,8 +38,8 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
     const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
     const quant::Source s = a.source[work.product];
     // Bytes from the beginning of a stage to this lane's weights, and to the 16 bytes of a row that it names to
-    // ldmatrix; in the swizzle of 64 columns, those of the last 32 are 64 bytes away. Of what lies beside the weights
-    // its first scale and zero point.
+    // ldmatrix; in the swizzle of 64 columns, the last 32 are 64 bytes away. Then which of the scales and zero points
+    // beside the weights is its first.
     uint32_t weights_at = block * Stage::kBlockBytes + lane * 16;
     uint32_t x_at = Self::kBytes + lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);
     uint32_t side_at = Stage::first_scale(s, block);

@@ -16,7 +16,7 @@ namespace moe::experts_tensor {
 
 constexpr int kColumns = 128;   // of a stage: half as many would double the work around a stage
 constexpr int kMostFew = 9;     // rows of an expert, on average, for which mma.sync is faster
-constexpr int kMostDigits = 4;  // and those below which digits are: of more rows, making digits takes too long
+constexpr int kMostDigits = 4;  // below which integers take digits: of more rows, making digits takes too long
 
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {

@@ -15,7 +15,7 @@
 
 namespace moe::linear_tensor {
 
-constexpr int kFp8Columns = 128;  // of a stage, and of those that share a scale
+constexpr int kFp8Columns = 128;  // of a stage, and of a scale
 constexpr int kFixedTime = 1024;  // what a tile takes beside its stages, in stages of one row of x
 
 struct Fp8Source : quant::Source {
@@ -65,8 +65,7 @@ struct Fp8Weights {
       }
     }
 
-    /// total += sums times the scales of a lane's two rows of weights and of the rows of x, of which it has two of
-    /// each 8.
+    /// total += sums times the scales of a lane's two rows of weights and of its rows of x, two of each 8.
     template <int kSums>
     static __device__ __forceinline__ void add(const float2 (&rows)[kSums / 4], float low, float high,
                                                float (&sums)[kSums], float* total) {

@@ -17,7 +17,7 @@ namespace moe::fp8 {
 #if MOE_SM90
 
 constexpr int kPartSums = kTileRows / 2;  // of a thread, of 64 rows x 128 weight rows
-// Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
+// Registers of a launch of three warpgroups: loaders get what consumers leave.
 constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
 
 /// Where results wait in shared memory until whole lines of them leave: this warp's 16 rows of 128 bytes.
@@ -59,7 +59,7 @@ struct WeightScales {
     }
   }
 
-  /// Of the i-th 8 weight rows.
+  /// Scales of the i-th 8 weight rows.
   __device__ __forceinline__ float2 operator[](int i) const {
     if constexpr (kByRow) return *reinterpret_cast<const float2*>(at + i * 8);
     const float scale = i % 2 == 0 ? of[i / 2].x : of[i / 2].y;
@@ -78,7 +78,7 @@ struct Consumer {
   /// First row of this warp's 16 of a part; a work tile's parts belong to the two warpgroups in turn.
   __device__ __forceinline__ int first_row(int part) const { return (2 * part + group) * kPart + warp % 4 * 16; }
 
-  /// To all blocks that fill the stage.
+  /// Gives the stage back to all blocks that fill it.
   __device__ __forceinline__ void give_back() const {
     if constexpr (Kind::kCluster == 1) return Stage::give_back(b.empty(at.stage), false);
     __syncwarp();

@@ -14,9 +14,9 @@ struct Tile {
   int active, row;
 };
 
-/// The tiles of a warp, in passes: first those of gate and up, of which teams take the block's in turn and a warp has
+/// The tiles of a warp, in passes: first the tiles of gate and up, where teams take the block's in turn and a warp has
 /// its share of the columns; then, for each row of tiles of the output that the block owns, halves of the active
-/// experts' ones.
+/// experts' tiles.
 template <class Form>
 struct Tiles {
   const Args& a;

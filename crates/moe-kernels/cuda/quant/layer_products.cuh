@@ -31,7 +31,7 @@ struct Result {
     if (token < a.tokens) value = before(a.output, a.out, to);
   }
 
-  /// With the weighted sum of what experts have, in the order of the token's slots.
+  /// Stores the output with the weighted sum of the experts' parts, in the order of the token's slots.
   __device__ __forceinline__ void store(const Args& a, const Shared& s) const {
     if (token >= a.tokens) return;
     const int slots = a.route.slots();
@@ -79,7 +79,7 @@ struct Worker {
     }
   }
 
-  /// This warp's share of a tile of gate and up to the one that adds the team's.
+  /// Hands this warp's share of a tile of gate and up to the warp that adds the team's shares.
   __device__ __forceinline__ void hand_over(const float (&sum)[4]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, round = turn / Teams::kBuffers;
     const int buffer = warp / Teams::kTeam * Teams::kBuffers + turn % Teams::kBuffers;
@@ -94,7 +94,7 @@ struct Worker {
     warp_arrive(s.shares_full(buffer));
   }
 
-  /// Some columns of the activations of the tokens in `mask`, slots of which are `slots`, from all blocks to this
+  /// Fetches some columns of the activations of the tokens in `mask`, whose slots are `slots`, from all blocks to this
   /// warp's shared memory, a row each.
   __device__ __forceinline__ void fetch(const uint32_t* slots, uint32_t mask, int k, int columns, int pitch,
                                         uint32_t number) const {
@@ -110,7 +110,7 @@ struct Worker {
         uint4 v[kPieces] = {};
         for (;;) {
           bool there = true;
-          // Those that are missing together: each look takes a way to L2 and back.
+          // Missing pieces together: each look takes a way to L2 and back.
 #pragma unroll
           for (int i = 0; i < kPieces; ++i)
             if (first + i * 32 < pieces && !is_there(v[i])) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
@@ -157,7 +157,7 @@ struct Worker {
       }
       const uint8_t* x = (down ? own_act : s.rows() + columns.x / quant::kWideStep * Rows::kBytes) + token * pitch;
       int held = down ? columns.x : columns.y;  // columns of x before this one are here
-      float sum[4] = {}, done[4] = {};          // of a share; of those before
+      float sum[4] = {}, done[4] = {};          // of a share; of the shares before
       int k = columns.x;
       constexpr int kOwn = kShares<Kind> / Form::kTeam;  // shares of gate and up
 #pragma unroll 1
@@ -214,7 +214,7 @@ struct Worker {
         mbarrier_wait(a.early() ? s.expert_full(0) : s.active_full(), 0);
         number = *s.number();
       }
-      // Of the kernel behind no block finds room before this one has ended; announced earlier it is slower.
+      // No block of the kernel behind finds room before this one has ended; announced earlier it is slower.
       if (last) pdl_launch_dependents();
       run(pass, number);
       if (!down) continue;

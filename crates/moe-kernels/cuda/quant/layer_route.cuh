@@ -99,8 +99,8 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const
   }
 }
 
-/// Rows as products take them from those that `stage_rows` left, each warp what it brought: while logits, for which all
-/// blocks wait, are on their way.
+/// Turns the rows that `stage_rows` left into what products take, each warp the columns it brought: while logits, for
+/// which all blocks wait, are on their way.
 template <class Kind>
 __device__ __forceinline__ void finish_rows(const Args& a, const Shared& s) {
   using Rows = RowSteps<Kind>;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void build_active(const Args& a, const Shared& s) {
   const int leader = __ffs(same) - 1, active = __popc(leaders & ((1u << leader) - 1));
   if (leads) s.expert()[active] = local;
   if (lane == 0) *s.num_active() = __popc(leaders);
-  // Of the same token's slots with this expert the first one.
+  // The first of the token's slots with this expert.
   const int token = lane / a.route.slots(), first = token * a.route.slots();
   const uint32_t own = same & (0xffffffffu >> (32 - a.route.slots())) << first;
   const int part = __ffs(own) - 1;

@@ -22,7 +22,7 @@ constexpr uint32_t kNone = 0xffffffffu, kUnknown = 0xfffffffeu;
 struct Pairs {
   static constexpr int kTeam = 2, kTeams = kWarps / kTeam, kOthers = 0, kMost = kMaxTokens, kThreads = kWorkers;
   static constexpr int kTurn = kTeams - kMost / 2;  // of the first team among the teams
-  static constexpr int kBuffers = 2;                // of what a team has of a tile
+  static constexpr int kBuffers = 2;                // of a team's shares of a tile
   static constexpr int kBarriers = 0, kShareBytes = 16 * 32;
 };
 
@@ -36,14 +36,14 @@ struct Teams {
   static constexpr int kShareBytes = 4 * kPitch * kTileRows * kMost;
 };
 
-/// Of how many shares of the columns gate and up are summed, by pairs and by teams: bits depend on it.
+/// In how many shares of the columns gate and up are summed, by pairs and by teams: bits depend on it.
 template <class Kind>
 constexpr int kShares = Kind::kFormat == QuantFormat::kFp8 ? Teams::kTeam : Pairs::kTeam;
 
 /// Steps of a warp on their way or waiting.
 __host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 6 : 3; }
 
-/// Rows of x, of which integers take digits; not in groups of 32, which cost more than they save (lab book).
+/// Rows of x: digits for integer weights, but not for groups of 32, where they cost more than they save (lab book).
 template <class Kind>
 using RowSteps = quant::RowSteps<quant::kTakesDigits<Kind>>;
 
@@ -100,7 +100,7 @@ struct Shared {
 
   __device__ uint64_t* expert_full(int active) const { return reinterpret_cast<uint64_t*>(base) + active; }
   __device__ uint64_t* active_full() const { return expert_full(kMaxTopK); }
-  /// Of a buffer of shares of a team: they are there; it may be filled again.
+  /// Barriers of a team's buffer of shares: the shares are there; it may be filled again.
   __device__ uint64_t* shares_full(int buffer) const { return active_full() + 1 + buffer; }
   __device__ uint64_t* shares_free(int buffer) const { return shares_full(Teams::kBarriers / 2) + buffer; }
   __device__ uint32_t* number() const { return reinterpret_cast<uint32_t*>(base + l.flags); }
@@ -109,7 +109,7 @@ struct Shared {
   __device__ Choice* chosen() const { return reinterpret_cast<Choice*>(base + l.chosen); }
   /// Local expert of an active one; kNone: none is left.
   __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(base + l.expert); }
-  /// The slot whose part is a slot's own, or kNoPart.
+  /// For each slot, the slot whose part it uses, or kNoPart.
   __device__ uint8_t* part_of() const { return base + l.part_of; }
   /// The slots of an active expert by tokens, kNone where there is none.
   __device__ uint32_t* slot_of(int active) const {

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
-  // The warp of the first token chooses for it, and so on: the first ones, or those that do not multiply.
+  // Each token's experts are chosen by a warp: by the first warps, or by the warps that do not multiply.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = Form::kOthers == 0 ? warp : warp - kWarps;
   const bool works = Form::kOthers == 0 || warp < kWarps, chooses = own >= 0 && own < a.tokens;
   constexpr bool kRoutes = kPerLane > 0;

@@ -8,7 +8,7 @@ namespace moe::quant_layer {
 
 #if MOE_SM90
 
-/// What a team has of its tiles of gate and up, added in the order of a pair's sums and activated.
+/// Adds a team's shares of its tiles of gate and up in the order of a pair's sums, and activates the sums.
 __device__ __forceinline__ void activate_all(const Args& a, const Shared& s, const Tiles<Teams>& tiles, int team) {
   const int lane = threadIdx.x % 32, row = lane / 2;
   int turn = 0;  // of the team's tiles

@@ -127,7 +127,7 @@ __device__ __forceinline__ Pieces pieces(const Matrix& w, const StageLayout& l, 
 }
 
 #if MOE_SM90
-/// By one thread.
+/// Copies the pieces by the copy engine. One thread.
 __device__ __forceinline__ void bulk_copy_pieces(uint8_t* stage, const Pieces& p, uint64_t* bar) {
   arrive_expecting(bar, p.total());
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void bulk_copy_pieces(uint8_t* stage, const Pieces& p
 }
 #endif
 
-/// By one warp, as copy_rows: the barrier is initialised with copy_arrivals().
+/// Copies the pieces by one warp, as copy_rows does: the barrier is initialised with copy_arrivals().
 __device__ __forceinline__ void copy_pieces(uint8_t* stage, const Pieces& p, uint64_t* bar) {
 #if MOE_SM90
   if (elect_one()) bulk_copy_pieces(stage, p, bar);

@@ -18,7 +18,7 @@ struct Columns {
     for (int i = 0; i < 8; ++i) word[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
   }
 
-  /// The same where a lane's words lie one after the other: `word_at` (quant/warp_ring.cuh).
+  /// load where a lane's words lie one after the other: `word_at` (quant/row_steps.cuh).
   __device__ __forceinline__ void load_ordered(const uint8_t* x) {
     const uint4* from = reinterpret_cast<const uint4*>(x + threadIdx.x % 4 * 32);
     const uint4 p = from[0], q = from[1];
@@ -92,7 +92,7 @@ struct Stage {
     }
   }
 
-  /// Of a column of the matrix.
+  /// This lane's scales and zero points for a column of the matrix.
   __device__ __forceinline__ Factors factors(int column) const {
     const int group = (column >> shift) - first_group;
     const uint8_t* from = scales + group * scale_bytes;
@@ -107,7 +107,7 @@ struct Stage {
     return f;
   }
 
-  /// Of the stage's i-th step, which begins at `column` of the matrix.
+  /// Operands of the stage's i-th step, which begins at `column` of the matrix.
   __device__ __forceinline__ Operands<Kind> operands(int i, int column) const {
     uint32_t word[4 * kWords];
 #pragma unroll

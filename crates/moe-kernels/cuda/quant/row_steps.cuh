@@ -29,7 +29,7 @@ struct FloatSteps {
   static constexpr int kBytes = 2 * kWideStep;  // of a step
   static constexpr int kEach = 2;               // tokens whose results a lane has
 
-  /// The token of a lane's operand, and that of its i-th result of a row.
+  /// The token of a lane's operand, and the token of its i-th result of a row.
   static __device__ __forceinline__ int operand_token() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int result_token(int i) { return threadIdx.x % 4 * 2 + i; }
 
@@ -39,14 +39,14 @@ struct FloatSteps {
     *reinterpret_cast<uint32_t*>(to) = words.x;
     *reinterpret_cast<uint32_t*>(to + 32) = words.y;
   }
-  /// As they are until a `store` of the same lanes: here it is the same.
+  /// Keeps four columns as bf16 until the same lanes store them: here both do the same.
   static __device__ __forceinline__ void keep(uint8_t* row, int column, uint2 words) { store(row, column, words); }
   static __device__ __forceinline__ uint2 kept(const uint8_t* row, int column) {
     const uint8_t* from = row + word_at(column);
     return {*reinterpret_cast<const uint32_t*>(from), *reinterpret_cast<const uint32_t*>(from + 32)};
   }
 
-  /// Of a row in the order of `word_at`, the two words at 2 `piece`; the piece that is a lane's.
+  /// The piece of a row that is this lane's; in the order of `word_at`, a piece is the two words at 2 `piece`.
   static __device__ __forceinline__ int own_piece() { return threadIdx.x % 32; }
   static __device__ __forceinline__ void store_piece(uint8_t* row, int piece, uint2 words) {
     *reinterpret_cast<uint2*>(row + piece * 8) = words;
@@ -74,7 +74,7 @@ struct DigitSteps {
     store_pairs(row + column / kWideStep * kBytes, upper ? other : words.x, upper ? words.y : other);
   }
 
-  /// As they are until a `store` of the same lanes.
+  /// Keeps four columns as bf16 until the same lanes store them.
   static __device__ __forceinline__ void keep(uint8_t* row, int column, uint2 words) {
     *reinterpret_cast<uint2*>(row + column / kWideStep * kBytes + column % kWideStep * 2) = words;
   }
@@ -92,7 +92,7 @@ struct DigitSteps {
   }
 
  private:
-  /// Of columns 2t, 2t + 1, 2t + 8, 2t + 9 of k-step lane / 4, which a lane has of each step, t.
+  /// The t of this lane, which has columns 2t, 2t + 1, 2t + 8, 2t + 9 of k-step lane / 4 of each step.
   static __device__ __forceinline__ int own_pair() { return threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
 
   static __device__ __forceinline__ void store_pairs(uint8_t* step, uint32_t first, uint32_t second) {
@@ -119,7 +119,7 @@ constexpr bool kTakesDigits = has_digits(Kind::kFormat) && Kind::kShare == kWide
 template <bool kDigits>
 using RowSteps = std::conditional_t<kDigits, DigitSteps, FloatSteps>;
 
-/// Bytes between rows of so many columns; those of pads are against bank conflicts.
+/// Bytes from a row of so many columns to the next, padded against bank conflicts.
 __host__ __device__ constexpr int row_pitch(int columns, bool digits) {
   constexpr int kPad = 16;
   return (digits ? ceil_div(columns, kWideStep) * DigitSteps::kBytes : 2 * columns) + kPad;

@@ -3,8 +3,8 @@
 // fragments of bf16 of them.
 //
 // Products for few token rows are of exact integers (or e4m3), and their sums over the columns of one scale are scaled
-// in f32: no weight is rounded. Those for prompts, whose sums fill the registers, scale fragments: bf16(bf16(scale) (q
-// - zero)), as a checkpoint that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a
+// in f32: no weight is rounded. Products for prompts, whose sums fill the registers, scale fragments: bf16(bf16(scale)
+// (q - zero)), as a checkpoint that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a
 // scale of FP8, which is f32, is taken as the sum of two bf16.
 //
 // Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, with scales 1 and, of
@@ -86,7 +86,7 @@ struct QuantStage {
       }
     }
 
-    /// Those of `step`, by cp.async.
+    /// Copies this lane's items of `step` by cp.async.
     __device__ __forceinline__ void copy(uint8_t* side, int step) const {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -110,7 +110,7 @@ struct QuantStage {
     float exact[2];              // where sums are
   };
 
-  /// From this lane's first scale and zero point on.
+  /// The operands, from pointers to this lane's first scale and zero point.
   static __device__ __forceinline__ Operands operands(const uint8_t* scale, const uint8_t* zero, const Source& s) {
     Operands o = {};
 #pragma unroll
@@ -135,13 +135,13 @@ struct QuantStage {
     return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);
   }
 
-  /// Those of a share of a stage's columns. `at`: first_scale of its block.
+  /// The operands of a share of a stage's columns. `at`: first_scale of its block.
   static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int at, int share) {
     at += share * 16;
     return operands(side + at * (kIntegers ? 2 : 4), side + kScaleBytes + at, s);
   }
 
-  /// Fetches those of a k-step where it begins a share of columns with a scale of its own.
+  /// Fetches the operands of a k-step where it begins a share of columns with a scale of its own.
   static __device__ __forceinline__ void fetch(const uint8_t* side, const Source& s, int block, int k, Operands* o) {
     if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, first_scale(s, block), k / kShareSteps);
   }
@@ -153,7 +153,7 @@ struct QuantStage {
     read(weights + block * kBlockBytes + threadIdx.x % 32 * 16, words);
   }
 
-  /// The same from where they begin.
+  /// Reads a lane's words from the first of them on.
   static __device__ __forceinline__ void read(const uint8_t* from, Words& words) {
 #pragma unroll
     for (int i = 0; i < kSteps * kWords; i += 4) {
@@ -194,7 +194,7 @@ struct QuantStage {
 
 // ---- host
 
-/// Whether the tensor forms take a pack: its columns as those of x, all rows there, one scale for 32 columns.
+/// Whether the tensor forms take a pack: columns in the order of x, all rows there, one scale for 32 columns.
 inline bool fits(const QuantPack& w) {
   const bool one = w.groups == 1;
   if (w.perm != nullptr || w.q == nullptr || w.scales == nullptr || w.experts <= 0 || w.k <= 0 || w.k % 64 != 0 ||
@@ -207,7 +207,7 @@ inline bool fits(const QuantPack& w) {
          w.scale_rows == 16 && (one || w.group % 32 == 0);
 }
 
-/// Of `columns` in a stage, those that surely have one scale.
+/// How many of a stage's `columns` surely have one scale.
 inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {

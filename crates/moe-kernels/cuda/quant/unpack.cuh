@@ -1,7 +1,7 @@
 // Quantised weights to A fragments of bf16 in registers, a k-step of 16 columns at a time. quant/args.cuh says how a
 // lane's words hold them.
 //
-// Integers: the bits of q beside those of 128 are the bf16 number 128 + q (7 bits of mantissa), so q - zero costs a
+// Integers: the bits of q or-ed to those of 128 are the bf16 number 128 + q (7 bits of mantissa), so q - zero costs a
 // masking and a subtraction for two weights, without rounding. int8 has a bit more than the mantissa, which is added by
 // itself. e4m3: its exponent and mantissa moved to their places are the number times 2^-120; 0x7f and 0xff, which are
 // NaN, become 480.
@@ -43,7 +43,7 @@ constexpr uint32_t kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 =
 
 // ---- what a row's zero point and scale are as operands, twice in a word
 
-/// Of integers, 128 + zero or zero, as `unpack` subtracts it.
+/// The zero point as `unpack` subtracts it: 128 + zero for int4, zero for int8.
 template <QuantFormat kFormat>
 __device__ __forceinline__ uint32_t zero_operand(uint32_t zero) {
   if constexpr (kFormat == QuantFormat::kInt4) return zero * 0x00010001u + kPair128;
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t scale_operand(uint16_t scale, bool is_f16) {
   return pack_bf16(v, v);
 }
 
-/// The same in f32.
+/// A scale of 16 bits in f32, exactly.
 __device__ __forceinline__ float exact_scale(uint16_t scale, bool is_f16) {
   return is_f16 ? __half2float(__ushort_as_half(scale)) : __uint_as_float(static_cast<uint32_t>(scale) << 16);
 }

@@ -32,8 +32,8 @@ struct TileRow {
   const uint8_t* side = nullptr;
 };
 
-/// The same of all rows of a matrix: what a lane copies of them, found once, since asking for a step otherwise takes
-/// more instructions than multiplying it.
+/// A lane's part of all rows of tiles of a matrix, found once, since asking for a step otherwise takes more
+/// instructions than multiplying it.
 struct TileRows {
   const uint8_t* q = nullptr;     // of the first row
   const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
@@ -64,7 +64,7 @@ struct TileRows {
 
 /// What a lane knows of a matrix.
 struct LaneScales {
-  uint32_t low, high;  // bytes from a group's first scale to those of this lane's rows
+  uint32_t low, high;  // bytes from a group's first scale to the scales of this lane's rows
   int scale_bytes, shift;
   bool zeros, f16;
 
@@ -135,8 +135,8 @@ struct WarpRing {
     }
   }
 
-  /// sum += the oldest step times up to 128 columns of x. `x`: of the token of this lane's operand; that of its results
-  /// is `to_result` bytes further. Sums of row g are the first ones, of row g + 8 those from sum[2] on.
+  /// sum += the oldest step times up to 128 columns of x. `x`: of the token of this lane's operand; the token of its
+  /// results is `to_result` bytes further. sum[0] and sum[1] are of row g, sum[2] and sum[3] of row g + 8.
   template <class RowSteps>
   __device__ __forceinline__ void multiply(const LaneScales& w, int columns, const uint8_t* x, int to_result,
                                            float (&sum)[4]) {

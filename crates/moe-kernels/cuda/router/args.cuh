@@ -14,7 +14,7 @@ struct StepRoutingArgs {
   uint32_t* routed;        // out: the choices of row t at [t * stride .. + K], without shared experts
   const uint32_t* forced;  // choices of row t likewise, kNoExpert for none; a row of none chooses by itself
   int stride;
-  int keep_weights;  // forced experts get the weights of those that the row chose by itself, else those of their scores
+  int keep_weights;  // forced experts get the weights of the row's own choices, else the weights of their scores
 };
 
 /// What turns the experts that a row chose into the slots that compute it, where experts have copies or move. All null:

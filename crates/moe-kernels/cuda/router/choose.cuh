@@ -7,7 +7,7 @@
 
 namespace moe {
 
-/// What a lane has of a token's experts, e = 32 j + lane, the best one first: up to four are sorted, of more the best
+/// A lane's part of a token's experts, e = 32 j + lane, the best one first: up to four are sorted; with more, the best
 /// is looked for each time.
 template <int N>
 struct LaneKeys {
@@ -18,7 +18,7 @@ struct LaneKeys {
   __device__ __forceinline__ LaneKeys(const uint32_t (&keys)[N], const float (&scores)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) key[j] = keys[j], id[j] = j * 32 + threadIdx.x % 32, score[j] = scores[j];
-    // Neighbours change places where the later one is larger: those with one key keep their order.
+    // Neighbours change places where the later one is larger: equal keys keep their order.
 #pragma unroll
     for (int end = kSorted ? N - 1 : 0; end > 0; --end) {
 #pragma unroll

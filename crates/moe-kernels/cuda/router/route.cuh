@@ -29,7 +29,7 @@ struct RouteArgs {
   int shared = 0;              // experts E, E + 1, .. that every token gets in its last slots
   float shared_weight = 1.0f;  // their weight, neither renormalised nor scaled
 
-  /// Of a token.
+  /// Slots of a token.
   __host__ __device__ int slots() const { return top_k + shared; }
 };
 
@@ -158,7 +158,7 @@ __device__ __forceinline__ float sum_of_slots(const RouteArgs& a, float v) {
   return v;
 }
 
-/// The weight of this lane's slot from its expert's score; `has`: it has one. `score` is that of all. One whole warp.
+/// The weight of this lane's slot from its expert's score; `has`: it has one. `score`: of all experts. One whole warp.
 template <int N>
 __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, const float (&score)[N]) {
   if (chosen_by_logit(a) && a.scoring == Scoring::kSoftmax) {

@@ -111,7 +111,7 @@ __device__ __forceinline__ float block_sum(float v, float* parts) {
   return sum;
 }
 
-/// squares += those of a thread's columns. Its order is part of the bits.
+/// squares += the squares of a thread's columns, in an order that is part of the bits.
 __device__ __forceinline__ void add_squares(const float (&x)[kVector], float& squares) {
 #pragma unroll
   for (int i = 0; i < kVector; i += 4)
@@ -139,7 +139,7 @@ __device__ __forceinline__ void write_row(const float* row, const uint4* norm_we
     *reinterpret_cast<uint4*>(out + at) = normed(row + at, scale, norm_weight[at / kVector]);
 }
 
-/// The same in FP8.
+/// write_row in FP8.
 __device__ __forceinline__ void write_fp8_row(const float* row, const uint4* norm_weight, float scale,
                                               const fp8::RowsOut& out, int at_row, int hidden) {
   for (int first = threadIdx.x / 32 * kWarpColumns; first < hidden; first += kTurnColumns) {

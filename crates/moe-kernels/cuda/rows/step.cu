@@ -63,7 +63,7 @@ __global__ void copy_words(const uint32_t* from, uint32_t* to, size_t words) {
     to[i] = load_host(from + i);
 }
 
-/// The same for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step
+/// copy_words for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step
 /// before has left there.
 __global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
                             size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results) {

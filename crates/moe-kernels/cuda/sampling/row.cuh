@@ -68,8 +68,8 @@ struct Row {
   __device__ __forceinline__ int groups() const { return ceil_div(count, 4); }
   __device__ __forceinline__ float4 group(int g) const { return reinterpret_cast<const float4*>(logits)[g]; }
 
-  /// The slice to shared memory; the largest of this thread's groups (NaN if one is NaN), those g = thread, thread +
-  /// kRowThreads, ... A block barrier must follow.
+  /// Loads the slice to shared memory. Returns the largest of this thread's groups g = thread, thread + kRowThreads, ..
+  /// (NaN if one is NaN). A block barrier must follow.
   __device__ __forceinline__ float load(const float* row) {
     const float* from = row + first;
     float top = -INFINITY;

@@ -31,7 +31,7 @@ pub(crate) struct Amx;
 /// Buffers of a unit. Tiles start at cache lines: rows across two are stored at half the speed.
 #[repr(C, align(64))]
 struct Local {
-    /// Sums of the tiles of a block, and those of its current segment.
+    /// Sums of the tiles of a block, and of its current segment.
     total: [TileSums; 4],
     partial: [TileSums; 4],
     /// Sums of all rows.
@@ -101,7 +101,7 @@ impl<T: Lanes> Method<T> for Amx {
 enum Ahead {
     /// The lines of w that it needs soon; past the end of the rows, those of the next unit.
     Stream,
-    /// Its share of the next unit: these rows, one line of each per step.
+    /// The block's share of the next unit: these rows, one line of each per step.
     Next(Range<usize>),
 }
 

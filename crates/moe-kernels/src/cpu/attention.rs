@@ -101,7 +101,7 @@ struct Local {
     /// Maximum and sum of each row's partial of this block.
     stats: Vec<(f32, f32)>,
     values: Vec<f32>,
-    /// Whether a row has seen a block yet, and the same for the blocks so far.
+    /// Whether a row has seen a block yet; then its maximum and sum, and its values, over the blocks so far.
     seen: Vec<bool>,
     merged_stats: Vec<(f32, f32)>,
     merged_values: Vec<f32>,

@@ -102,7 +102,7 @@ pub(crate) enum UnitWeights<'a, T> {
 /// One unit of a matrix and the rows of x that it is multiplied with.
 pub(crate) struct Work<'a, T> {
     pub weights: UnitWeights<'a, T>,
-    /// Values from a row (or panel) to that of the unit that this thread is likely to take next.
+    /// Values from a row (or panel) to its counterpart in the unit that this thread is likely to take next.
     pub next: usize,
     /// Packed rows of x, tile by tile.
     pub x: &'a [u32],

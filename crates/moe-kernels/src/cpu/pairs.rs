@@ -172,7 +172,7 @@ fn bytes<T: Copy>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// Weights are asked for [`PREFETCH`] bytes ahead, and near the end of a panel from that of the next unit.
+/// How weights are prefetched: [`PREFETCH`] bytes ahead, near the end of a panel from the next unit's panel.
 #[derive(Clone, Copy)]
 struct Ask {
     /// Lines whose successors at that distance lie in the same panel.

@@ -32,7 +32,7 @@ pub(crate) fn pack_panel<T: Lanes>(rows: &[T], panel: &mut [T]) {
     }
 }
 
-/// Copies a row of a matrix in panels, given the panels from that of the row on.
+/// Copies a row of a matrix in panels; `panels` begins with the panel that holds the row.
 pub(crate) fn unpack_row<T: Lanes>(panels: &[T], k: usize, row: usize, out: &mut [T]) {
     let groups = panels[..LANES * k].chunks_exact(LANES * T::PANEL_DEPTH);
     for (out, group) in out.chunks_exact_mut(T::PANEL_DEPTH).zip(groups) {
@@ -72,7 +72,7 @@ impl<T: Lanes> Kernel for Expand<'_, T> {
 pub(crate) struct PanelUnit<'a, T> {
     /// The panels' columns that are multiplied.
     pub panels: [&'a [T]; 2],
-    /// Values from a panel to that of the unit that this thread is likely to take next.
+    /// Values from a panel to its counterpart in the unit that this thread is likely to take next.
     pub next: usize,
     /// Packed rows of x, tile by tile.
     pub x: &'a [u32],
@@ -82,7 +82,7 @@ pub(crate) struct PanelUnit<'a, T> {
     pub tiles: usize,
     /// Segments of K.
     pub segments: usize,
-    /// Sums of the m rows, and room for those of a segment.
+    /// Sums of the m rows, and room for the sums of a segment.
     pub total: &'a mut [UnitSums],
     pub segment: &'a mut [UnitSums],
 }

@@ -13,9 +13,10 @@ pub(crate) const INLINE_WORK: usize = 1 << 15;
 
 /// Calls `f` for 0..tasks, on the context's threads if `work` is worth it.
 ///
-/// A thread has neighbouring tasks of its own, because the weights of neighbours follow each other in memory, where a task asks for what
-/// the next one reads. It takes half of what is left of them at a time; who is done takes from the ends of the others', so that all
-/// end within a task of each other: a product of a decode step takes 10 to 40 us.
+/// A thread has neighbouring tasks of its own, because the weights of neighbours follow each other in memory, where a
+/// task asks for what the next one reads. It takes half of its remaining tasks at a time. A thread that is done takes
+/// from the ends of other shares, so that all end within a task of each other: a product of a decode step takes 10 to
+/// 40 us.
 pub(crate) fn for_each(ex: &Exec, tasks: usize, work: usize, f: impl Fn(usize) + Sync + Send) {
     let threads = ex.num_threads().min(tasks);
     let Some(count) = u32::try_from(tasks).ok().filter(|_| threads > 1 && work >= INLINE_WORK) else {

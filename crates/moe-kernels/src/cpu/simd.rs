@@ -104,14 +104,15 @@ pub(crate) trait Simd: Copy {
     fn sub_i16(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// acc + first(x) * first(w) + second(x) * second(w) over pairs of i16, the first in the low half of a word.
     fn dot_i16(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw;
-    /// The same where many sums advance side by side, so that an instruction may take longer if it starts as often.
+    /// [`dot_i16`](Self::dot_i16) where many sums advance side by side, so that an instruction may take longer if it
+    /// starts as often.
     #[inline(always)]
     fn dot_i16_of_many(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw {
         self.dot_i16(acc, x, w)
     }
     /// The eight 4-bit integers of each word, by pairs: pair i holds those at bits 4i and 16 + 4i.
     fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
-    /// The same, but pair 1 is left 16 times and pair 2 256 times as large: without their shifts.
+    /// [`nibbles`](Self::nibbles) without the shifts of pairs 1 and 2, which are left 16 and 256 times as large.
     fn nibbles_in_place(self, v: Self::Raw) -> [Self::Raw; 4];
     /// acc + the sum of the four products of unsigned bytes of `a` and signed bytes of `b` in each word. The sum of two must fit
     /// 16 bits.

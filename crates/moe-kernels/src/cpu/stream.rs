@@ -18,8 +18,8 @@ const PREFETCH_GROUPS: usize = 8;
 /// What a stream fetches while it computes.
 #[derive(Clone, Copy)]
 pub(crate) enum Next<'a> {
-    /// The same rows further on and, past their end, the rows this many values after them: those
-    /// of the unit that this thread is likely to take next.
+    /// The rows in use, further on; past their end, the rows this many values after them: the unit that this thread is
+    /// likely to take next.
     Unit(usize),
     /// Other rows.
     Rows(Ahead<'a>),

@@ -46,12 +46,12 @@ pub(crate) enum Output {
 }
 
 impl Output {
-    /// To a new array of this dtype, f32 or bf16.
+    /// Results go to a new array of this dtype, f32 or bf16.
     pub(crate) fn stored_as(dtype: DType) -> Self {
         if dtype == DType::BF16 { Self::Bf16 } else { Self::F32 }
     }
 
-    /// Factor of what is there: 0 or 1.
+    /// Factor of what the output holds already: 0 or 1.
     pub(crate) fn kept(self) -> f32 {
         if self == Self::AddF32 { 1. } else { 0. }
     }

@@ -71,8 +71,8 @@ pub(crate) fn paged_attention(
     attend(q, k_cache, v_cache, meta, out.into(), Asked::Attention { blocks: 0 }, ex).map(drop)
 }
 
-/// The same over latent rows with the product behind it, `values` = `w_uv` times the latents, where the launch that merges
-/// splits holds it; whether it does. `latents` are then unspecified.
+/// Attention over latent rows and the product behind it, `values` = `w_uv` times the latents, where the launch that
+/// merges splits holds this product. Returns whether it does; `latents` are then unspecified.
 pub(crate) fn latent_values(
     q: View,
     cache: View,
@@ -112,8 +112,8 @@ fn attend(
     let latent = cache[1] == 1 && keys == values && value_dim < q.dims()[2];
     let call = AttentionCall {
         rows,
-        // As a step of decoding rows has them, padding included; what else has no more rows than sequences is computed
-        // as well.
+        // Holds for a step of decoding rows, padding included. Other steps with no more rows than sequences are
+        // computed as well.
         one_row_each: latent && rows <= tables[0],
         num_heads: heads,
         head_dim: q.dims()[2],
@@ -334,7 +334,7 @@ pub(crate) fn decode_then_prompts(
 }
 
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch, in [`MixedForm::Beside`] beside
-/// the launch ahead, which is that of the prompts of `mixed`.
+/// the launch ahead, which computes the prompts of `mixed`.
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,

@@ -17,7 +17,7 @@ pub(super) const FP8_BLOCK: usize = 128;
 pub(super) struct Fp8Operand {
     /// [rows, k] bytes.
     pub q: In,
-    /// Of x [k / 128, rows], of w [rows / 128, k / 128 rounded up to 4], f32.
+    /// f32: of x [k / 128, rows], of w [rows / 128, k / 128 rounded up to 4].
     pub scales: In,
     pub rows: usize,
 }

@@ -1,4 +1,4 @@
-//! The experts of a layer of which the device has fewer slots than experts: tables, homes in host memory, and the launches that
+//! A layer's experts on a device with fewer slots than experts: tables, homes in host memory, and the launches that
 //! bring a step's experts into the slots.
 //!
 //! The host decides nothing while a model runs: which experts are needed is known on the device alone, so the launches between
@@ -138,8 +138,9 @@ impl ExpertSlots {
         self.map.view()
     }
 
-    /// Brings the experts of a pass into the slots: of the step's first one those that `topk_ids` [T, K] u32 names, as far as
-    /// there are slots, of later ones those that are left. `packs` are w13 and w2 of the slots, in the order of the stream.
+    /// Brings the experts of a pass into the slots. A step's first pass takes the experts that `topk_ids` [T, K] u32
+    /// names, as far as there are slots, later passes the remaining ones. `packs` are w13 and w2 of the slots, in the
+    /// order of the stream.
     pub(crate) fn fetch(&self, first: bool, topk_ids: View, packs: [WeightView; 2]) -> Result<()> {
         let cuda = &self.cuda;
         let table = |name, buffer: &Buffer| cuda.read(OP, name, buffer.view()).map(<*const c_void>::cast_mut);
@@ -207,7 +208,7 @@ impl ExpertSlots {
     /// What steps have needed and fetched, after all work before: waits for the device.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The device fails.
     pub fn traffic(&self, ex: &Exec) -> Result<ExpertTraffic> {
         let counts = ex.to_host(self.counts.view())?;
         let counts = counts.view().cpu::<i64>()?;
@@ -223,7 +224,7 @@ impl ExpertSlots {
     /// Bytes a second that an exchange brings to the device, while as many leave it: some experts change places and back.
     ///
     /// # Errors
-    /// Those of the device; packs of another size.
+    /// The device fails; packs of another size.
     pub fn measure(&mut self, [w13, w2]: [&Weight; 2], ex: &Exec) -> Result<f64> {
         let count = MEASURED.min(self.num_slots).min(self.num_experts - self.num_slots);
         let mut list = vec![0i32; 1 + 2 * self.num_slots];
@@ -276,7 +277,7 @@ fn on_device(words: Vec<i32>, ex: &Exec) -> Result<Buffer> {
     Ok(copy)
 }
 
-/// Homes as a region for each pair of arrays, which has those of an expert one after the other.
+/// Splits the homes into a region for each pair of arrays, with the two arrays of an expert one after the other.
 fn split_regions<'a>(mut homes: &'a mut [u8], lens: &[[usize; 2]], num_homes: usize) -> Vec<&'a mut [u8]> {
     let region = |lens: &[usize; 2]| {
         let (region, rest) = std::mem::take(&mut homes).split_at_mut(num_homes * (lens[0] + lens[1]));
@@ -286,7 +287,7 @@ fn split_regions<'a>(mut homes: &'a mut [u8], lens: &[[usize; 2]], num_homes: us
     lens.iter().map(region).collect()
 }
 
-/// An array's part of the first experts, copied to memory of its own; those of the others are on their way home.
+/// Copies the first experts' part of an array to memory of its own and starts copies of the other experts' parts home.
 fn keep_some<'a>(
     all: View,
     num_experts: usize,

@@ -59,7 +59,7 @@ impl RowsViewMut<'_> {
         }
     }
 
-    /// The same for a launch of the first `rows` of them.
+    /// The place for a launch that writes only the first `rows` rows.
     pub(super) fn first(&mut self, rows: usize) -> Result<RowsViewMut<'_>> {
         Ok(match self {
             Self::Floats(out) => RowsViewMut::Floats(out.reborrow().narrow(0, rows)?),
@@ -79,8 +79,8 @@ impl RowsViewMut<'_> {
     }
 }
 
-/// Whether the launches of such a step, of which `decode_rows` rows decode, leave their rows in FP8: those of heads whose
-/// columns share a scale.
+/// Whether the launches of a step with `decode_rows` decoding rows leave their rows in FP8: with heads whose columns
+/// share a scale.
 pub(crate) fn leaves_fp8(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
     let prompts = AttentionCall {
         rows: args.qkv.rows() - decode_rows.min(args.qkv.rows()),
@@ -111,7 +111,7 @@ pub(super) fn quantised(
     Ok(out)
 }
 
-/// The same into rows that are there.
+/// [`quantised`] into existing rows.
 pub(super) fn quantise(op: &str, x: In, out: &mut Fp8Rows, ex: &Exec) -> Result<()> {
     let (cuda, [rows, columns]) = (ex.cuda(op)?, out.dims());
     let Fp8Place { q, scales, quads, .. } = out.place(op, cuda)?;
@@ -127,8 +127,8 @@ pub(super) fn quantise(op: &str, x: In, out: &mut Fp8Rows, ex: &Exec) -> Result<
     cuda.check("fp8_quantise", unsafe { ffi::moe_fp8_quantise(&args, cuda.raw()?) })
 }
 
-/// A row for each slot, in order of experts: those of expert 0, then those of expert 1, .. Of the slots [experts, bucket] of
-/// each expert, `counts` \[experts\] of them there; `top_k` slots of a row in all.
+/// A row for each slot, in order of experts: the slots of expert 0, then of expert 1, .. `slots` is [experts, bucket],
+/// with `counts` \[experts\] of each expert in use; a row has `top_k` slots in all.
 pub(super) fn to_slots(
     op: &str,
     rows: &Fp8Rows,
@@ -182,7 +182,8 @@ pub(super) fn linear(
     cuda.check("fp8_linear", unsafe { ffi::moe_fp8_linear(&args, cuda.raw()?) })
 }
 
-/// The same by cuBLASLt, to which the pack is written out as rows; of a multiple of [`BLAS_FP8_ROWS`] rows.
+/// [`linear`] without bias by cuBLASLt, for which the pack is written out as rows; for a multiple of [`BLAS_FP8_ROWS`]
+/// rows.
 pub(super) fn linear_by_rows(
     op: &str,
     rows: &Fp8Rows,
@@ -206,7 +207,7 @@ pub(super) fn linear_by_rows(
     blas_lt::fp8_product(cuda, op, &x_operand, &w_operand, k, (out, output))
 }
 
-/// The same of any rows in bf16; those that are left over go the way of [`linear`].
+/// [`linear_by_rows`] of any number of rows in bf16; rows that are left over take [`linear`].
 pub(super) fn linear_by_rows_of(
     op: &str,
     x: View,

@@ -58,7 +58,7 @@ pub(crate) fn linear(
     multiply(op, x, (w, bias), (out, output), ex)
 }
 
-/// The same, stored or added.
+/// out = x · wᵀ + bias, stored or added.
 fn multiply(
     op: &str,
     x: View,
@@ -148,7 +148,7 @@ fn linear_of_fp8(
     }
 }
 
-/// The same, stored.
+/// out = rows · wᵀ + bias, stored, for rows that were made for this product.
 pub(crate) fn linear_of_rows(
     op: &str,
     rows: &Fp8Rows,

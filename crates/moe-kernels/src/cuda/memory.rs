@@ -70,8 +70,8 @@ pub(crate) fn storage_slice(storage: &CudaStorage, len: usize) -> Option<DeviceS
 /// Memory of a device that the caller allocated or mapped, as a view [len] u8.
 ///
 /// # Safety
-/// For as long as the view is used, `address` is that of `len` bytes that device `ordinal` may access. Who writes them is put in
-/// order with who reads them by the caller.
+/// For as long as the view is used, `address` points to `len` bytes that device `ordinal` may access. Who writes them
+/// is put in order with who reads them by the caller.
 ///
 /// # Errors
 /// None for a view of one dimension.
@@ -79,10 +79,10 @@ pub unsafe fn mapped_bytes<'a>(address: u64, len: usize, ordinal: usize) -> Resu
     View::from_data(Data::Device(DeviceSlice::new(address, DType::U8, len, ordinal)), &[len])
 }
 
-/// The same to be written.
+/// [`mapped_bytes`] as a view to write to.
 ///
 /// # Safety
-/// That of [`mapped_bytes`].
+/// The promises of [`mapped_bytes`].
 ///
 /// # Errors
 /// None for a view of one dimension.
@@ -132,6 +132,6 @@ impl PinnedWords {
 /// Page-locked words of a copy.
 pub(super) struct FirstWords<'a> {
     pub words: &'a mut [u32],
-    /// To be recorded behind the copy.
+    /// The event to record behind the copy.
     pub copied: &'a CudaEvent,
 }

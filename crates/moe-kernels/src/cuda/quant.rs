@@ -26,7 +26,7 @@ use crate::scheme::QuantScheme;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
 
-/// Bytes of a staging buffer of a pack that is loaded without those of a checkpoint.
+/// Bytes of a staging buffer where the checkpoint brings no buffers.
 const STAGE_BYTES: usize = 4 << 20;
 /// Why the host packs what the device has begun to.
 const WRONG_VALUES: &str = "the device found values that the format does not have";
@@ -56,8 +56,8 @@ struct Arrays {
 }
 
 impl DevicePack {
-    /// Packs matrices of one shape and scheme, of which products take `inputs` of x: on the device, from the bytes of the file,
-    /// where [`StoredBatches::choose`] says so, else on the host.
+    /// Packs matrices of one shape and scheme, whose products take `inputs` of x: on the device, from the bytes of the
+    /// file, where [`StoredBatches::choose`] says so, else on the host.
     ///
     /// # Errors
     /// As [`QuantMatrix::pack_inputs`](crate::quant::QuantMatrix::pack_inputs); no device memory left.
@@ -143,7 +143,7 @@ impl DevicePack {
         if self.perm.is_some() {
             bail!("an expert's weights: {ACT_ORDER}")
         }
-        // Of no matrix nothing is known but that nothing comes.
+        // A pack without matrices has no bytes.
         Ok(self.bytes().checked_div(self.tiles.dims[0]).unwrap_or(0))
     }
 
@@ -229,7 +229,7 @@ impl DevicePack {
         })
     }
 
-    /// The same for rows of x in the order of its columns: the matrices are then as any others.
+    /// [`args`](Self::args) for rows of x in the order of the pack's columns: kernels then see a pack without an order.
     pub(crate) fn args_as_it_lies(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
         Ok(QuantPack { perm: std::ptr::null(), ..self.args(op, cuda)? })
     }
@@ -244,12 +244,12 @@ impl DevicePack {
         out.into_tensor()
     }
 
-    /// The same to `out`, [E, N, K] or, of one matrix, [N, K].
+    /// Writes the matrices as floats to `out`, [E, N, K] or, for one matrix, [N, K].
     pub(crate) fn dequantise_into(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
         self.write_floats(op, (self.args(op, ex.cuda(op)?)?, self.weights()), out, ex)
     }
 
-    /// The same with columns in their own order.
+    /// [`dequantise_into`](Self::dequantise_into) with the columns as they lie in the pack.
     pub(crate) fn dequantise_as_it_lies(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
         let pack = self.args_as_it_lies(op, ex.cuda(op)?)?;
         self.write_floats(op, (pack, self.weights().as_it_lies()), out, ex)

@@ -43,7 +43,7 @@ pub(super) struct Buckets {
 }
 
 impl CopiesArgs {
-    /// Those of a table that has been checked.
+    /// The arguments for a table that has been checked.
     pub(super) fn of(op: &str, log2phy: Option<&Log2Phy<'_>>, cuda: &CudaExec) -> Result<Self> {
         let Some(&Log2Phy { ids, spread, first_row }) = log2phy else {
             return Ok(Self { log2phy: std::ptr::null(), width: 0, hashed: 0, first_row: 0 });

@@ -17,7 +17,7 @@ impl StepRoutingArgs {
     pub(super) const NONE: Self =
         Self { heat: null_mut(), routed: null_mut(), forced: null(), stride: 0, keep_weights: 0 };
 
-    /// Those of a layer, for launches over `tokens` rows that choose `top_k` of `experts`.
+    /// The arguments for a layer, for launches over `tokens` rows that choose `top_k` of `experts`.
     pub(super) fn of(
         op: &str,
         routing: &LayerRouting<'_>,
@@ -37,7 +37,7 @@ impl StepRoutingArgs {
 }
 
 impl LayerRouting<'_> {
-    /// Fails unless the arrays are those of `experts` experts, and of `tokens` rows of `top_k` choices.
+    /// Fails unless the arrays fit `experts` experts and `tokens` rows of `top_k` choices.
     fn check(&self, op: &str, tokens: usize, experts: usize, top_k: usize) -> Result<()> {
         expect_optional(op, "heat", self.heat.as_ref(), DType::U32, &[experts])?;
         let forced = self.forced.as_ref().map(|(ids, _)| ids);

@@ -43,7 +43,8 @@ impl Scratch {
         Self { device: device.clone(), len: len.next_multiple_of(16), ring: Mutex::new(None) }
     }
 
-    /// Lets `copy` put a copy to a piece on the stream of copies and mark its end, and `launch` what reads it on that of `cuda`.
+    /// Lets `copy` start a copy to a piece on the stream of copies and mark its end, and `launch` start what reads it
+    /// on the stream of `cuda`.
     pub fn pass<'a>(
         &self,
         cuda: &CudaExec,

@@ -54,7 +54,7 @@ impl Stage {
     /// Starts the copy of `len` bytes, and marks its end.
     ///
     /// # Safety
-    /// `address` is that of as many bytes of the stream's device, which is current on this thread.
+    /// `address` points to `len` bytes of the stream's device, which is current on this thread.
     unsafe fn copy(&mut self, len: usize, address: u64, stream: &CudaStream) -> Result<&CudaEvent> {
         // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
         unsafe { result::memcpy_htod_async(address, &self.bytes[..len], stream.cu_stream()) }.w()?;
@@ -119,7 +119,7 @@ impl Staging {
     /// starts their copy, in stream order. Waits only for a free buffer.
     ///
     /// # Errors
-    /// Those of `fill`; more bytes than a buffer has; a view of another device.
+    /// The errors of `fill`; more bytes than a buffer has; a view of another device.
     pub fn put(&self, mut to: ViewMut<'_>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let len = to.elem_count() * to.dtype().size_in_bytes();
         let address = self.cuda.write::<u8>("staging", "to", &mut to)? as u64;
@@ -142,7 +142,7 @@ impl Staging {
     /// a free buffer.
     ///
     /// # Errors
-    /// Those of `fill` and `launch`; more bytes than a buffer has; no device memory left.
+    /// The errors of `fill` and `launch`; more bytes than a buffer has; no device memory left.
     pub(crate) fn put_through(
         &self,
         len: usize,

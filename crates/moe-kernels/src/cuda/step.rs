@@ -58,7 +58,7 @@ pub fn rope_rows_into(
     cuda.check(op, unsafe { ffi::moe_rope_rows(&args, cuda.raw()?) })
 }
 
-/// Where a step's arrays, which lie one behind the other, have those of its rows' tokens.
+/// Where the values of its rows' tokens are in a step's arrays, which lie one behind the other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTokens {
     /// First word of the ids.

@@ -118,7 +118,7 @@ impl CudaExec {
         }
     }
 
-    /// The same for an optional view; null if there is none.
+    /// [`read`](Self::read) for an optional view; null if there is none.
     pub(crate) fn read_or_null<T>(&self, op: &str, name: &str, view: Option<View<'_>>) -> Result<*const T> {
         view.map_or(Ok(std::ptr::null()), |view| self.read(op, name, view))
     }
@@ -128,7 +128,7 @@ impl CudaExec {
         self.read(op, name, view.as_view()).map(<*const T>::cast_mut)
     }
 
-    /// The same for an optional view; null if there is none.
+    /// [`write`](Self::write) for an optional view; null if there is none.
     pub(crate) fn write_or_null<T>(
         &self,
         op: &str,
@@ -149,7 +149,7 @@ impl CudaExec {
         self.counters_where(name, words, |have| have >= words)
     }
 
-    /// The same, but exactly as many: where their order depends on the number.
+    /// [`counters`](Self::counters) of exactly `words` words: where their order depends on the number.
     pub(crate) fn counters_of_size(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
         self.counters_where(name, words, |have| have == words)
     }

@@ -93,7 +93,7 @@ impl Timeline {
     /// drifted beyond either is set right.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The device fails.
     pub fn sections(&self, marks: Vec<Mark>, launched: Instant) -> Result<Vec<Section>> {
         let (Some(first), Some(last)) = (marks.first(), marks.last()) else { return Ok(Vec::new()) };
         let mut state = self.lock();

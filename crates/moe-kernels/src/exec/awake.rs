@@ -85,7 +85,7 @@ mod tests {
         Ok(())
     }
 
-    /// As where the call waits for what this thread has begun before.
+    /// The case where the call waits for work that this thread has begun before.
     #[test]
     fn a_thread_does_not_wait_for_the_end_of_the_call() -> Result<()> {
         let ex = Exec::cpu().with_threads(2)?;

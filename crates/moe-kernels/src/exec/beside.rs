@@ -10,7 +10,7 @@ impl Exec {
     /// `beside` stays lent until this returns.
     ///
     /// # Errors
-    /// Those of both.
+    /// The errors of `beside` and `main`.
     pub fn beside(
         &mut self,
         beside: impl FnOnce(&mut Exec) -> Result<()>,

@@ -313,7 +313,7 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
 /// | `out` | [T, Hq · V] model dtype |
 ///
 /// # Errors
-/// Those of both.
+/// The errors of both ops.
 pub fn mla_attention_into(
     q: View,
     cache: View,

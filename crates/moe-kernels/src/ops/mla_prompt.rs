@@ -40,7 +40,7 @@ pub struct MlaPrompt<'a> {
 /// | `out` | [T, Hq · V] model dtype |
 ///
 /// # Errors
-/// Wrong dtypes or dims; those of [`paged_attention_into`].
+/// Wrong dtypes or dims; the errors of [`paged_attention_into`].
 pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let (op, dtype) = ("mla_prompt", args.q.dtype());
     let (t, heads, width) = expect_rank3(op, "q", &args.q)?;

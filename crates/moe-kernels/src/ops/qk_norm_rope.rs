@@ -47,9 +47,9 @@ pub struct QkNormRope<'a> {
 pub struct StepRows {
     /// How many rows at the beginning are the one new row of their sequence: row i of sequence i.
     pub decode: usize,
-    /// (Row, position) pairs that these see; 0: not known.
+    /// (Row, position) pairs that the decoding rows see; 0: not known.
     pub decode_scores: usize,
-    /// The same of the rows behind them.
+    /// (Row, position) pairs that the rows behind the decoding ones see; 0: not known.
     pub prompt_scores: usize,
 }
 
@@ -126,17 +126,17 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     Ok(num_slots)
 }
 
-/// [`qk_norm_rope_cache_into`], then [`paged_attention_into`](crate::paged_attention_into): the
+/// [`qk_norm_rope_cache_into`], then [`paged_attention_into`]: the
 /// attention of a layer between its two products. The first rows of the step may be the one new row of their sequence
 /// (`rows`). On CUDA a launch of their own does everything for them, where there is one
 /// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others, beside it where
 /// that pays ([`MixedForm`](crate::plan::MixedForm)).
 ///
-/// `out` is [T, Hq · D] in the model dtype, or quantised for the product behind it: by the same launches where heads are those
-/// of a scale each, 128 columns, else by one of its own. The other arguments are those of the two ops.
+/// `out` is [T, Hq · D] in the model dtype, or quantised for the product behind it: by the same launches where a head
+/// is 128 columns with one scale, else by a launch of its own. The other arguments are those of the two ops.
 ///
 /// # Errors
-/// Those of the two ops.
+/// The errors of the two ops.
 pub fn rope_attention_into<'o>(
     args: &QkNormRope,
     meta: &AttentionMeta,
@@ -155,7 +155,7 @@ pub fn rope_attention_into<'o>(
     }
 }
 
-/// The same to rows in FP8.
+/// [`rope_attention`] to rows in FP8.
 #[cfg(feature = "cuda")]
 fn rope_attention_fp8(
     args: &QkNormRope,

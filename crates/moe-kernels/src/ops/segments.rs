@@ -19,7 +19,7 @@ use crate::with_float;
 /// Which part of a rank's K a segment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Its place, from 0.
+    /// The segment's place, from 0.
     pub index: usize,
     /// Segments of equal length that this rank's K has.
     pub of: usize,

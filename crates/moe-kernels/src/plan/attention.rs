@@ -56,7 +56,7 @@ pub enum AttentionForm {
     /// Latent rows on Hopper's warpgroup products, of any mix of rows, whose keys are in the cache
     /// (`attention_latent`).
     Latent,
-    /// The same as `Wgmma` with the tensor cores of any card (`attention_prefill`).
+    /// [`Wgmma`](Self::Wgmma) with the tensor cores of any card (`attention_prefill`).
     Prefill,
     /// Any dtype and head size on CUDA.
     Any,

@@ -52,7 +52,7 @@ impl Form for CopiesForm {
         if self == Self::Shared {
             return Ok(());
         }
-        // Of ranks on CPUs, which share their memory and reach the products' bound sooner, nothing was measured.
+        // Nothing was measured for ranks on CPUs, which share their memory and reach the products' bound sooner.
         machine.expect_gpu()?;
         let bits = match call.quant.map(|[w13, _]| w13.scheme) {
             None | Some(QuantScheme::None) => SHARED_BITS,

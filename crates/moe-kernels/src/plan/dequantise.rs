@@ -10,7 +10,7 @@ use super::{Form, Machine, QuantWeights, Reason};
 pub struct DequantiseCall {
     /// Rows of a matrix.
     pub n: usize,
-    /// Its columns.
+    /// Columns of a matrix.
     pub k: usize,
     /// How they are quantised.
     pub quant: QuantWeights,

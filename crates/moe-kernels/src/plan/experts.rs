@@ -9,17 +9,17 @@ use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
-/// The same of quantised weights.
+/// [`TENSOR_TOKENS`] for quantised weights.
 const QUANT_TENSOR_TOKENS: usize = 5;
-/// Most experts of those products, whose table lies in shared memory.
+/// Most experts of the warpgroup products, whose table lies in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
-/// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
+/// From this many rows per expert on, on average, warpgroup products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
-/// The same of quantised weights.
+/// [`WIDE_ROWS`] for quantised weights.
 const QUANT_WIDE_ROWS: usize = 64;
-/// The same of FP8 weights whose activations may become FP8.
+/// [`WIDE_ROWS`] for FP8 weights whose activations may become FP8.
 const FP8_ROWS: usize = 32;
-/// Most experts of these, whose table lies beside a longer ring.
+/// Most experts of the products in tiles of up to 256 rows, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
 const GROUPED_TOKENS: usize = 256;
@@ -113,7 +113,7 @@ impl ExpertsCall {
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
     }
 
-    /// Whether the products of FP8 weights with activations in FP8 compute these sizes. Slot rows are as those of
+    /// Whether the products of FP8 weights with activations in FP8 compute these sizes. Slot rows are rounded as in
     /// [`fits_wide`](Self::fits_wide).
     ///
     /// # Errors
@@ -169,7 +169,7 @@ pub enum ExpertsForm {
     Fp8,
     /// Warpgroup products of Hopper in tiles of up to 256 rows over lists of slots, then the sum (`experts_wide`).
     Wide,
-    /// The same in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
+    /// [`Wide`](Self::Wide) in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
     Tensor,
     /// Weights stream past the slots of each expert, with the sum (`experts_stream`).
     Stream,

@@ -205,7 +205,7 @@ mod tests {
         ] {
             assert_eq!(LinearForm::choose(&call, &machine), Some(form), "{call:?} {machine:?}");
         }
-        // Rows of which form the launch ahead leaves; cuBLASLt takes them by fours.
+        // The form in which the launch ahead leaves rows; cuBLASLt takes them by fours.
         for (call, order) in [
             (call(256, block), Some(Fp8Order::Quads)),
             (call(131, block), Some(Fp8Order::Quads)),

@@ -29,7 +29,7 @@ pub struct MixedCall {
     pub prompts: AttentionCall,
     /// (Row, position) pairs that the decoding rows see; 0: not known.
     pub decode_scores: usize,
-    /// The same of the rows of prompts.
+    /// (Row, position) pairs that the rows of prompts see; 0: not known.
     pub prompt_scores: usize,
 }
 

@@ -99,7 +99,7 @@ pub trait Form: Copy + PartialEq + 'static {
     /// The name of the kernel.
     fn name(self) -> &'static str;
 
-    /// The name in explanations: where a kernel has a form for quantised weights, that of the form.
+    /// The name in explanations: the name of the form for quantised weights where a kernel has one.
     fn kernel(self, call: &Self::Call) -> String {
         let _ = call;
         self.name().to_string()
@@ -108,7 +108,7 @@ pub trait Form: Copy + PartialEq + 'static {
     /// Whether this form computes the call, or the first reason why not.
     ///
     /// # Errors
-    /// That reason.
+    /// The first reason why not.
     fn fits(self, call: &Self::Call, machine: &Machine) -> Result<(), Reason>;
 
     /// The form that runs; `None` where none fits.
@@ -116,13 +116,13 @@ pub trait Form: Copy + PartialEq + 'static {
         Self::ALL.iter().copied().find(|form| form.fits(call, machine).is_ok())
     }
 
-    /// The same with every form before it that does not fit, and why.
+    /// The form that runs, with every form before it that does not fit, and why.
     fn stage(computes: &'static [&'static str], call: &Self::Call, machine: &Machine) -> Stage {
         let mut rejected = Vec::new();
         for form in Self::ALL {
             match form.fits(call, machine) {
                 Ok(()) => return Stage { computes, kernel: form.kernel(call), rejected },
-                // Nobody asks of floats why they are not quantised.
+                // That floats are not quantised needs no explanation.
                 Err(Reason::Floats) => {}
                 Err(reason) => rejected.push(Rejected { kernel: form.kernel(call), reason }),
             }
@@ -134,7 +134,7 @@ pub trait Form: Copy + PartialEq + 'static {
 /// A kernel that does not run, and why.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Rejected {
-    /// Its name.
+    /// The kernel's name.
     pub kernel: String,
     /// The first check that it failed.
     pub reason: Reason,
@@ -145,7 +145,7 @@ pub struct Rejected {
 pub struct Stage {
     /// The parts of the layer that it computes: more than one where they are fused.
     pub computes: &'static [&'static str],
-    /// Its name.
+    /// The kernel's name.
     pub kernel: String,
     /// The faster forms that were tried first, and why they do not run.
     pub rejected: Vec<Rejected>,

@@ -37,7 +37,7 @@ pub enum MonolithicForm {
     /// Router with lists of slots, warpgroup products in tiles of up to 256 rows, weighted sum: three launches
     /// (`gate_route`, `experts_wide`, `combine`).
     Wide,
-    /// The same with the warpgroup products for fewer rows (`experts_tensor`).
+    /// [`Wide`](Self::Wide) with the warpgroup products for fewer rows (`experts_tensor`).
     Tensor,
 }
 

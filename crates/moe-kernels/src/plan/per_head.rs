@@ -1,4 +1,4 @@
-//! Products with a matrix per head: which kernel multiplies so many rows, and whether it is that of a neighbour.
+//! Products with a matrix per head: which kernel multiplies so many rows, and whether a neighbouring launch does.
 
 use candle_core::DType;
 

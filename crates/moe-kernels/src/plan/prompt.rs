@@ -7,7 +7,7 @@ use super::{Form, Machine, Reason};
 
 /// From this many rows on the products that make keys and values cost less than attention in latent space.
 const EXPANDED_ROWS: usize = 256;
-/// Most bytes of those keys and values.
+/// Most bytes of the keys and values that are made for a prompt.
 const EXPANDED_BYTES: usize = 4 << 30;
 /// Sizes that the kernels are compiled for: of the latent, of the parts of a key, of a value.
 const SIZES: [usize; 4] = [512, 128, 64, 128];

@@ -20,12 +20,14 @@ const ORDER_K: usize = 20 << 10;
 /// In which order the columns of a quantised matrix lie.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ColumnOrder {
-    /// As those of x.
+    /// In the order of x.
     #[default]
     Input,
-    /// By group, each as many as the scheme says (act-order): kernels that take rows of x in this order read it as any other.
+    /// Sorted by group, each with as many columns as the scheme says (act-order): kernels that take rows of x in this
+    /// order read it as any other.
     Sorted,
-    /// By group, of which a rank has some columns each, or the last one has fewer: columns of weight zero fill them up.
+    /// Sorted by group, where a rank has only some columns of each, or the last one has fewer: columns of weight zero
+    /// fill them up.
     Filled,
 }
 
@@ -83,7 +85,7 @@ impl QuantWeights {
         if group >= k || is_step { Ok(()) } else { Err(refused) }
     }
 
-    /// The matrix whose columns are those of this one as they lie.
+    /// This matrix for rows of x that are in the order of its columns.
     #[cfg(feature = "cuda")]
     pub(crate) fn as_it_lies(self) -> Self {
         match self.order {

@@ -85,7 +85,7 @@ pub enum Reason {
     TooLarge {
         /// Which size.
         dimension: &'static str,
-        /// Its limit.
+        /// The limit of that size.
         most: usize,
         /// The layer's value.
         got: usize,

@@ -21,7 +21,7 @@ pub(crate) struct StoredBatches<'a> {
     tiles: &'a Tiles,
     /// The parts of each matrix, with the first row of each.
     stacks: Vec<Vec<(usize, StoredPart<'a>)>>,
-    /// What all of them have in common; strides and first rows are those of one of them.
+    /// What all parts have in common; strides and first rows are those of one part.
     pub form: StoredMatrix,
     /// Tile rows of each batch.
     pub list: Vec<Range<usize>>,
@@ -75,7 +75,7 @@ impl<'a> StoredBatches<'a> {
         Ok(batches)
     }
 
-    /// As many whole matrices as a buffer holds, or equal runs of the tile rows of one.
+    /// Cuts batches: as many whole matrices as a buffer holds, or equal runs of the tile rows of one.
     fn cut(&self, buffer: usize) -> std::result::Result<Vec<Range<usize>>, String> {
         let (count, mut list, mut open) = (self.tiles.n_tiles(), Vec::<Range<usize>>::new(), 0);
         for e in 0..self.stacks.len() {

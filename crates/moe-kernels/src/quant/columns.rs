@@ -49,8 +49,8 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// Orders those of `width` logical columns, in groups of `group`, that multiply `inputs` of x, for products that sum
-    /// `segments` equal segments of these inputs apart.
+    /// Orders the columns that multiply `inputs` of x, out of `width` logical columns in groups of `group`, for
+    /// products that sum `segments` equal segments of these inputs apart.
     ///
     /// # Errors
     /// Inputs that there are not; segments that do not divide them; `perm` that does not name each column once.

@@ -49,7 +49,7 @@ pub struct QuantMatrix {
 pub(crate) struct Part {
     /// Without act-order one for all matrices, so that it stays in cache while experts change.
     pub columns: Arc<Columns>,
-    /// Its first byte in `q`.
+    /// First byte of the part in `q`.
     pub first: usize,
 }
 

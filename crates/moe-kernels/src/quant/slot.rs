@@ -1,8 +1,8 @@
 //! One expert of a quantised pack as bytes: its integers, its scales as f32, its zero points.
 //!
-//! A pack keeps its scales as f16 where that is exact for all of its experts, so two packs of the same model may keep those of one
-//! expert differently. Bytes hold f32, and a pack of f16 into which an expert comes that needs f32 keeps f32 from then on.
-//! Both mean the same numbers.
+//! A pack keeps its scales as f16 where that is exact for all of its experts, so two packs of the same model may keep
+//! the scales of one expert differently. Bytes hold f32, and a pack of f16 into which an expert comes that needs f32
+//! keeps f32 from then on. Both mean the same numbers.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ impl QuantMatrix {
     /// The bytes of `expert`.
     ///
     /// # Errors
-    /// Those of [`expert_len`](Self::expert_len).
+    /// The errors of [`expert_len`](Self::expert_len).
     pub(crate) fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(self.expert_len()?);
         bytes.extend_from_slice(&self.packed.q[self.quants_of(expert)]);
@@ -50,7 +50,7 @@ impl QuantMatrix {
     /// Overwrites `expert`.
     ///
     /// # Errors
-    /// Those of [`expert_len`](Self::expert_len); another number of bytes. Then nothing has changed.
+    /// The errors of [`expert_len`](Self::expert_len); another number of bytes. Then nothing has changed.
     pub(crate) fn write_expert(&mut self, expert: usize, bytes: &[u8]) -> Result<()> {
         let (len, q, scales) = (self.expert_len()?, self.quants_of(expert), self.scales_of(expert));
         if bytes.len() != len {
@@ -83,7 +83,7 @@ impl QuantMatrix {
         part.first..part.first + part.columns.steps() * self.step_bytes() * self.panels()
     }
 
-    /// Those of zero points, too, where there are some.
+    /// The range of scales of `expert`, and of zero points where there are some.
     fn scales_of(&self, expert: usize) -> Range<usize> {
         let len = self.panels() * self.groups() * LANES;
         expert * len..(expert + 1) * len

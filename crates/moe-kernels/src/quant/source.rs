@@ -82,8 +82,8 @@ impl Weight {
         })
     }
 
-    /// The same of experts: gate and up of each, then down, whose inputs are what gate and up make. On a device these come in
-    /// the order of down's columns, so that act-order costs down nothing.
+    /// [`quantised`](Self::quantised) for experts: gate and up of each, then down, whose inputs are what gate and up
+    /// make. On a device these inputs come in the order of down's columns, so that act-order costs down nothing.
     ///
     /// # Errors
     /// As [`quantised`](Self::quantised).

@@ -31,8 +31,8 @@ pub trait StoredBytes: Sync {
     fn read_bytes(&self, tensor: StoredTensor, first: usize, out: &mut [u8]) -> Result<()>;
 }
 
-/// Which element of a tensor belongs to a row and a column (of scales and zero points: to a row and a group): that at
-/// `row / rows * row_stride + column / columns * column_stride`.
+/// Which element of a tensor belongs to a row and a column (of scales and zero points: to a row and a group): the one
+/// at `row / rows * row_stride + column / columns * column_stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredGrid {
     /// Bytes of an element: of a scale, or of a word of packed integers, 4.
@@ -47,15 +47,16 @@ pub struct StoredGrid {
     pub column_stride: usize,
 }
 
-/// Integers packed into words of 32 bits, little-endian. Of a row and a column that of `place[row % rows + column % columns]`,
-/// counted from the lowest bits; one of the two is 1, the other 8 at most.
+/// Integers packed into words of 32 bits, little-endian. The integer of a row and a column is number
+/// `place[row % rows + column % columns]`, counted from the lowest bits; one of `rows` and `columns` is 1, the other 8 at
+/// most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredWords {
     /// The words.
     pub grid: StoredGrid,
     /// Bits of an integer: 4 or 8.
     pub bits: u8,
-    /// Where in its word each of those that share one lies.
+    /// Where each of the integers that share a word lies in it.
     pub place: [u8; 8],
     /// What is added to a whole word, wrapping, before its integers are taken.
     pub plus: u32,
@@ -76,14 +77,14 @@ pub struct StoredMatrix {
     pub first_row: usize,
     /// The stored column that is the first one here.
     pub first_column: usize,
-    /// Its group.
+    /// The stored group of that column.
     pub first_group: usize,
 }
 
 /// A matrix and the bytes of its tensors.
 #[derive(Clone, Copy)]
 pub struct StoredPart<'a> {
-    /// Its rows.
+    /// Rows of the matrix.
     pub rows: usize,
     /// Where it lies.
     pub matrix: StoredMatrix,
@@ -91,8 +92,8 @@ pub struct StoredPart<'a> {
     pub bytes: &'a dyn StoredBytes,
 }
 
-/// What a range of rows and columns has of a tensor: `lines` of `run` neighbouring elements each. A copy of it holds nothing
-/// else, so its strides are shorter.
+/// The elements of a tensor that a range of rows and columns needs: `lines` of `run` neighbouring elements each. A copy
+/// holds nothing else, so its strides are shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Window {
     bytes: usize,
@@ -115,7 +116,7 @@ impl StoredGrid {
         row / self.rows * self.row_stride + column / self.columns * self.column_stride
     }
 
-    /// What rows and columns, at least one each, have of the tensor.
+    /// The elements that rows and columns, at least one each, need.
     pub(crate) fn window(&self, rows: Range<usize>, columns: Range<usize>) -> Window {
         // Where all rows share an element there is one line, or one of a run.
         let cut = |range: Range<usize>, shared: usize, stride: usize| match stride {

@@ -69,7 +69,7 @@ pub(crate) struct TileRow<'a> {
 }
 
 impl Tiles {
-    /// The order of matrices of one shape and scheme, of which products take `inputs` of x.
+    /// The order of matrices of one shape and scheme, whose products take `inputs` of x.
     ///
     /// # Errors
     /// Inputs that there are not; an order of columns that does not name each once.
@@ -222,7 +222,7 @@ impl Tiles {
         Ok(())
     }
 
-    /// The logical group, counted from that of the first input, of a packed group of matrix `e`.
+    /// The logical group, counted from the group of the first input, of a packed group of matrix `e`.
     fn logical_group(&self, e: usize, group: usize) -> usize {
         match self.columns.get(e) {
             Some(sorted) => sorted.groups[group] as usize,
@@ -275,9 +275,9 @@ fn pair(bytes: u64, lane: usize) -> u32 {
     u32::from((bytes >> (16 * lane)) as u16)
 }
 
-/// Of each k-step, lane 4 r + t of a warp holds the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the rows r and r + 8. Here
-/// (row, column) = (r, 2 t), (r + 8, 2 t), (r, 2 t + 8), (r + 8, 2 t + 8) lie at the bits 0, 4, 8 and 12 of a word, those of
-/// the odd columns 16 bits higher. The four lanes of a row are made at once, 16 bits of each.
+/// In each k-step, lane 4 r + t of a warp holds the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the rows r and r + 8.
+/// Here (row, column) = (r, 2 t), (r + 8, 2 t), (r, 2 t + 8), (r + 8, 2 t + 8) lie at the bits 0, 4, 8 and 12 of a
+/// word, the odd columns 16 bits higher. The four lanes of a row are made at once, 16 bits of each.
 fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
         let (words, _) = q.as_chunks_mut::<4>();
@@ -297,7 +297,7 @@ fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     }
 }
 
-/// The same of bytes: those of row r at even places, of row r + 8 at odd ones.
+/// [`four_bits`] for integers of 8 bits: bytes of row r at even places, of row r + 8 at odd ones.
 fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     let apart = |x: u32| {
         let x = u64::from(x);

@@ -1,7 +1,7 @@
 //! One expert of a pack on a device as bytes, without the host: what ranks copy from GPU to GPU when an expert moves.
 //!
-//! An expert of floats lies in one piece, a quantised one in up to three: integers, scales, zero points. Its bytes are those of its
-//! pieces, one after the other.
+//! An expert of floats lies in one piece, a quantised one in up to three: integers, scales, zero points. Its bytes are
+//! its pieces, one after the other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ impl Weight {
     /// place among them.
     ///
     /// # Errors
-    /// Those of `expert_len`; weights on the CPU; an expert that there is not; those of `see`.
+    /// The errors of `expert_len` and `see`; weights on the CPU; an expert that there is not.
     pub fn see_expert(
         &self,
         expert: usize,
@@ -37,7 +37,7 @@ impl Weight {
     /// Overwrites `expert` of a pack on a device, and of all its clones, by bytes there, in the order of the context's stream.
     ///
     /// # Errors
-    /// Those of [`see_expert`](Self::see_expert); another number of bytes, with nothing changed.
+    /// The errors of [`see_expert`](Self::see_expert); another number of bytes, with nothing changed.
     pub fn replace_expert(&self, expert: usize, bytes: View<'_>, ex: &Exec) -> Result<()> {
         let len = self.checked(expert)?;
         if bytes.elem_count() != len {

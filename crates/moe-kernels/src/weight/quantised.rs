@@ -17,7 +17,7 @@ pub(super) struct Quantised {
     pub pack: Pack,
     /// [N, K] or [E, N, K].
     pub dims: Vec<usize>,
-    /// That of the activations that it is multiplied with.
+    /// The dtype of the activations that it is multiplied with.
     pub dtype: DType,
 }
 

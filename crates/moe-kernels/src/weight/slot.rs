@@ -34,7 +34,7 @@ impl Weight {
     /// The weights of `expert` of a pack [E, N, K], little endian, in the order of the pack.
     ///
     /// # Errors
-    /// Those of [`expert_len`](Self::expert_len); an expert that there is not; weights on a device.
+    /// The errors of [`expert_len`](Self::expert_len); an expert that there is not; weights on a device.
     pub fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
         let len = self.checked(expert)?;
         match &self.0 {
@@ -53,7 +53,7 @@ impl Weight {
     /// Overwrites `expert` of a pack, and of all its clones, by what [`expert_bytes`](Self::expert_bytes) of an equal pack gave.
     ///
     /// # Errors
-    /// Those of `expert_bytes`; another number of bytes. Then nothing has changed.
+    /// The errors of `expert_bytes`; another number of bytes. Then nothing has changed.
     pub fn write_expert(&self, expert: usize, bytes: &[u8]) -> Result<()> {
         let len = self.checked(expert)?;
         if bytes.len() != len {
@@ -72,8 +72,9 @@ impl Weight {
         }
     }
 
-    /// What two packs of equal experts must have in common for [`expert_bytes`](Self::expert_bytes) of one to mean the same in
-    /// the other, beside shape and dtype: on a device the scales of quantised ones, which are kept as short as they all allow.
+    /// What two packs of equal experts must have in common for [`expert_bytes`](Self::expert_bytes) of one to mean the
+    /// same in the other, beside shape and dtype: on a device the scales of quantised experts, which are kept as short
+    /// as all of them allow.
     pub fn expert_form(&self) -> String {
         #[cfg(feature = "cuda")]
         if let Held::Quantised(q) = &self.0

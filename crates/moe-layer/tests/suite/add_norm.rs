@@ -1,4 +1,4 @@
-//! Sums that return from other ranks straight to the residual stream: the norm behind them is that of the layer's output, added.
+//! Sums that return from other ranks straight to the residual stream, with the norm: the bits of the layer's output, added.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use moe_layer::{
 use crate::chunks::{five_experts, spread};
 use crate::{bits, message, run};
 
-/// Ranks of threads that, as those of GPUs do, add up slots on their way back.
+/// Ranks of threads that add up slots on their way back, as ranks of GPUs do.
 #[derive(Debug)]
 struct Combining(Arc<dyn Communicator>);
 

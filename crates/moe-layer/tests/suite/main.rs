@@ -30,7 +30,7 @@ pub fn run(block: &SparseMoeBlock, x: &Tensor, dtype: DType, ex: &mut Exec) -> R
     run_in(&mut StepContext::default(), block, x, dtype, ex)
 }
 
-/// The same in a step.
+/// As [`run`], in a step.
 pub fn run_in(
     context: &mut StepContext,
     block: &SparseMoeBlock,

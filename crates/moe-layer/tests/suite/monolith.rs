@@ -16,7 +16,7 @@ use moe_layer::{
 use crate::reference::{Problem, example};
 use crate::{bits, message};
 
-/// Experts that contain their router: those of a block, for at most so many rows.
+/// Experts that contain their router: a whole block, for at most `most` rows.
 struct Whole {
     block: SparseMoeBlock,
     shape: ExpertsShape,

@@ -118,19 +118,19 @@ impl Problem {
         self.standard_with(self.standard_experts()?)
     }
 
-    /// The same with other experts.
+    /// The block without dispatch, with other experts.
     pub fn standard_with(&self, experts: Box<dyn Experts>) -> Result<SparseMoeBlock> {
         let prepare = NoEp::new().with_router_weight_on_input(self.config.apply_router_weight_on_input);
         self.block(Box::new(prepare), experts)
     }
 
-    /// The same through the BatchedExperts format, with room for every token in one expert.
+    /// The block through the BatchedExperts format, with room for every token in one expert.
     pub fn batched(&self) -> Result<SparseMoeBlock> {
         let (prepare, experts) = self.batched_parts()?;
         self.block(prepare, experts)
     }
 
-    /// The same by the backend of devices that lists slots, whose only rank this is, for calls of at most `room` tokens.
+    /// The block by the backend of devices that lists slots, whose only rank this is, for calls of at most `room` tokens.
     pub fn listed(&self, room: usize) -> Result<SparseMoeBlock> {
         let layout = ExpertLayout::new(self.packed(), 1, 0, ExpertPlacement::Linear).unwrap();
         let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());

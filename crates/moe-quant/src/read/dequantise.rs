@@ -10,7 +10,7 @@ const ROWS: usize = 32;
 /// The matrix [N, inputs] in f32, columns in the order of the layer's input: scale * (q - zero), rounded once.
 ///
 /// # Errors
-/// Those of reading.
+/// Any error of reading `matrix`.
 pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
     let (n, k) = matrix.shape();
     let scheme = matrix.scheme();

@@ -85,7 +85,7 @@ impl<'a> Reader<'a> {
         Ok(reader)
     }
 
-    /// Only these rows, counted from those of this reader: a column-parallel part.
+    /// Only these rows, counted from this reader's first row: a column-parallel part.
     ///
     /// # Errors
     /// Rows that the matrix does not have.
@@ -94,7 +94,7 @@ impl<'a> Reader<'a> {
         Ok(Self { rows: self.rows.start + rows.start..self.rows.start + rows.end, ..self })
     }
 
-    /// Only these columns, counted from those of this reader: a row-parallel part. With act-order all groups' scales are
+    /// Only these columns, counted from this reader's first column: a row-parallel part. With act-order all groups' scales are
     /// kept whose columns are among them; groups may become smaller ([`QuantRows::scheme`]), and K grows by columns of
     /// weight zero that fill them up.
     ///

@@ -19,7 +19,7 @@ pub(super) struct Scales<'a> {
 }
 
 impl<'a> Scales<'a> {
-    /// Of a matrix [n, k]; the tensor has been checked against the format's layout.
+    /// The scales of a matrix [n, k]; the tensor has been checked against the format's layout.
     pub fn new(format: Format, n: usize, k: usize, tensor: &TensorView<'a>) -> Self {
         let groups = format.scheme().groups(k);
         let (rows, row, group) = match format {
@@ -45,7 +45,7 @@ impl<'a> Scales<'a> {
         self.bytes
     }
 
-    /// Their dtype.
+    /// The scales' dtype.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }

@@ -91,7 +91,7 @@ impl Reader<'_> {
     /// The one part of [`QuantRows::stored`](moe_kernels::quant::QuantRows::stored), read from `bytes`.
     ///
     /// # Errors
-    /// Those of it.
+    /// Why the rows are only to be had one by one.
     pub fn stored_in<'a>(
         &self,
         bytes: &'a dyn StoredBytes,

@@ -9,7 +9,7 @@ use super::written;
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 
-/// Modules whose format is not that of all others.
+/// Modules whose format differs from all others'.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exception {
     /// A regular expression as Python writes it, which begins to match at the first letter of a module's name.

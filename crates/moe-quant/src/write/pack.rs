@@ -7,7 +7,7 @@ use super::{IntMatrix, StoredSpec, StoredTensor, group_size, stored, written};
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 
-/// The tensors of a matrix: those of [`stored`], with their bytes.
+/// The tensors of a matrix that [`stored`] lists, with their bytes.
 ///
 /// # Errors
 /// A format that is not written; sizes that it cannot hold; integers, scales, zero points or groups that do not fit the

@@ -83,7 +83,7 @@ fn act_order_sorts_columns_and_keeps_scales() {
     let mut rows = moe_quant::LogicalRows::default();
     reader.read(0..1, &mut rows).unwrap();
     assert_eq!(rows.scale.len(), width / 32);
-    // Every column has its weight once; those that fill up have zero.
+    // Every column has its weight once; columns that fill up a group have zero.
     let weight = |column: usize| {
         rows.scale[column / 32] * (f32::from(rows.q[column]) - f32::from(rows.zero[column / 32]))
     };

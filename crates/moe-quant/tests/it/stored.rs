@@ -23,7 +23,7 @@ fn integer(
     words.integer(u32::from_le_bytes(word), row, column)
 }
 
-/// Compares every integer, scale and zero point with those of `read`.
+/// Compares every integer, scale and zero point with what `read` gives.
 fn check(what: &str, reader: &Reader) {
     let parts = match reader.stored() {
         Ok(parts) => parts,

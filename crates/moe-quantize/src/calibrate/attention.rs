@@ -14,7 +14,7 @@ const BLOCK: usize = 64;
 /// layer with an output product of weight [hidden, width].
 ///
 /// # Errors
-/// Those of the layer.
+/// Any error of `load` or of the layer.
 pub fn attended<A: SelfAttention>(
     x: &Tensor,
     (hidden, width, length): (usize, usize, usize),

@@ -23,7 +23,7 @@ type Seen = (Hessian, Option<Feedback>);
 pub struct Layer<'a, 'b> {
     job: &'a mut Job<'b>,
     calibration: &'a Calibration,
-    /// The weights, with those in place that quantised layers stand for.
+    /// The weights; of a module that is quantised already, the floats that its integers mean.
     pub weights: Weights,
     /// What is still to be quantised.
     waiting: BTreeMap<String, (Linear, Dtype)>,
@@ -61,7 +61,7 @@ impl<'a, 'b> Layer<'a, 'b> {
         Ok(Self { job, calibration, weights, waiting })
     }
 
-    /// Quantises those of the modules that are to be, for the inputs [T, k] f32 that they share.
+    /// Quantises the modules that still wait for it, for the inputs [T, k] f32 that they share.
     ///
     /// # Errors
     /// Weights or inputs that are not finite; I/O.

@@ -8,7 +8,7 @@ use super::*;
 use crate::loss;
 use crate::settings::{FileFormat, Indivisible, Method, Settings};
 
-/// The loss that the hidden states of the calibration mean, and that of the written checkpoint.
+/// The loss from the hidden states of the calibration, and the loss of the written checkpoint.
 fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings) -> (f64, f64) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");

@@ -14,7 +14,7 @@ pub struct Feedback {
     pub(super) order: Vec<usize>,
     /// R_ij / R_jj above the diagonal, 0 elsewhere, [k, k] in that order; H = R Rᵀ with R upper triangular.
     pub(super) shares: Vec<f32>,
-    /// Whether the order is that of falling inputs.
+    /// Whether columns with large inputs come first.
     pub(super) act_order: bool,
 }
 

@@ -58,10 +58,10 @@ impl CheckpointWriter {
         self.write_with(name, |out| Ok(out.write_all(bytes)?))
     }
 
-    /// The same for bytes that `fill` makes piece by piece.
+    /// As [`write`](Self::write), for bytes that `fill` makes piece by piece.
     ///
     /// # Errors
-    /// As [`write`](Self::write); those of `fill`.
+    /// As [`write`](Self::write); any error of `fill`.
     pub fn write_with(&mut self, name: &str, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
         let shard = self.place.get(name).and_then(|place| self.shards.get_mut(*place));
         let Some(shard) = shard else { bail!("tensor {name} was not announced") };

@@ -9,7 +9,7 @@ const MARGIN: f64 = 1e-5;
 
 /// A row routed by definition.
 pub struct Row {
-    /// Chosen ids in order, those of zero experts included.
+    /// Chosen ids in order, zero experts included.
     pub ids: Vec<u32>,
     /// Their weights.
     pub weights: Vec<f64>,
@@ -86,7 +86,7 @@ pub fn weights_at(config: &RouterConfig, logits: &[f32], ids: &[u32]) -> Vec<f64
     weigh(config, &scores, ids)
 }
 
-/// Fails unless f32 weights are those of the definition.
+/// Fails unless f32 weights agree with the definition.
 pub fn assert_weights(got: &[f32], want: &[f64]) {
     assert_eq!(got.len(), want.len());
     for (k, (&g, &w)) in got.iter().zip(want).enumerate() {

@@ -92,7 +92,7 @@ fn other_settings_do_not_pass_for_a_continuation() {
     succeeds(&folder.run(&["--temperature", "0.9"]), &["2 done before", "there is no", "out.jsonl.run.json"]);
 }
 
-/// Records belong to their lines, wherever those have gone.
+/// Records belong to their lines, wherever the lines have gone.
 #[test]
 fn errors_whose_lines_have_left_the_input_stay() {
     let folder = short_and_long();

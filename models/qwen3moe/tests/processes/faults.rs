@@ -16,7 +16,7 @@ const GEOMETRY: [&str; 6] = ["--tp", "2", "--dp", "2", "--enable-expert-parallel
 /// Groups that wait for each other in no step.
 const REPLICAS: [&str; 5] = ["--tp", "2", "--dp", "2", "--log=warn"];
 
-/// The processes of a run by rank: those whose command line names its folder.
+/// The processes of a run by rank, found by the folder that their command lines name.
 fn processes(folder: &Path) -> BTreeMap<usize, u32> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {

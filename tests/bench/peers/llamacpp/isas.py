@@ -4,8 +4,8 @@ both programs on several instruction sets of one machine, each set on two cores 
 
 WORK holds lbench-{avx2,avx2-vnni,avx512,amx} and readbw (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set
 that the machine lacks is left out. Memory may be twice as fast in one minute as in the next, so the programs take turns run
-by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file mapped, .. and ours at the end. A ratio is that of a run of
-llama.cpp and the mean of ours before and after it. What two threads read is measured before each run. A table of medians comes
+by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file mapped, .. and ours at the end. A ratio compares a run of
+llama.cpp with the mean of ours before and after it. What two threads read is measured before each run. A table of medians comes
 last, against the setting of llama.cpp that does better. Runs that OUT.json holds are kept: a long measurement may be
 made in several calls. OUT.json is written after each run, so that a call that is cut off loses no more than one. No round
 begins after the limit.
@@ -94,7 +94,7 @@ def keep(args, rows, row):
 
 
 def measure(args, isa, build, cores, rows):
-    """The runs of one instruction set, format by format. A run that fails ends those of its format."""
+    """The runs of one instruction set, format by format. A run that fails ends the runs of its format."""
     begin = time.time()
     for kind, name in ((kind, name) for kind, names in FORMATS for name in names):
         if args.only and name not in args.only:

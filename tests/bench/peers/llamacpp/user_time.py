@@ -3,7 +3,7 @@
 prefill of 512 tokens, ours and llama.cpp's, for a machine that other work shares.
 
 User seconds of one thread: the difference between runs with 5 prefills and with 1, over 4. Several programs are versions of
-ours that are compared. All take turns in every round; a table of medians comes last. WORK is that of isas.py.
+ours that are compared. All take turns in every round; a table of medians comes last. WORK is as for isas.py.
 """
 import argparse
 import json

@@ -183,7 +183,7 @@ fn flipped(rows: usize, keys: [f32; 4]) -> (Reference, Observations) {
 
 #[test]
 fn experts_may_flip_only_where_the_gap_is_not_clear() {
-    // f32: a gap of 1e-5 is clear. bf16: one of 2^-6 of the row's largest magnitude, here 0.125.
+    // f32: a gap of 1e-5 is clear. bf16: a gap of 2^-6 of the row's largest magnitude, here 0.125.
     for (keys, rules, clear) in [
         ([8., 1., 1. - 5e-6, 0.], exact(), false),
         ([8., 1., 1. - 5e-5, 0.], exact(), true),

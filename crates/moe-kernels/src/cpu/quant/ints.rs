@@ -255,7 +255,7 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     tail: &[u32],
     sums: &mut [[[f32; LANES]; N]; M],
 ) {
-    // The sum of x (q - zero) is that of x q, from minus the sum of x times the zero point.
+    // The sum of x (q - zero) is the sum of x q less the sum of x times the zero point, where `acc` begins.
     let mut acc = [[s.splat_word(0); N]; M];
     for n in 0..N {
         let zero = t.panels[n].zero(s, block.group, t.middle);
@@ -276,7 +276,7 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     if Q::NIBBLES && M == 1 {
         one_row::add::<S, M, N>(s, &q, x, ahead, &mut acc);
     } else {
-        // A few sums in wide registers would wait for each other: those of odd pairs are apart.
+        // A few sums in wide registers would wait for each other: odd pairs have sums of their own.
         let apart = S::TILE_VECTORS == 2 && M <= 2;
         let mut odd = [[s.splat_word(0); N]; M];
         for (i, x) in x.iter().enumerate() {

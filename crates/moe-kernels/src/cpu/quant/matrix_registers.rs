@@ -2,7 +2,7 @@
 //!
 //! A 16-bit integer of x is 256 * high + low, of a signed and an unsigned byte; weights are unsigned bytes, as they lie (8
 //! bits) or unpacked to cache (4 bits) once for all rows of x. One instruction multiplies up to 16 rows of x with 16 of w
-//! over 64 columns. The sum of a block is exact and ends as that of [`super::ints`] does, so both have the same bits.
+//! over 64 columns. The sum of a block is exact and ends as in [`super::ints`], so both have the same bits.
 
 use std::ops::Range;
 

@@ -6,8 +6,8 @@
 //!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
 //!   exact in any order, and only the sums of blocks are f32. Weights are unpacked in registers for a few rows of x, and
 //!   into cache for more ([`unpacked`]), for AMX as bytes ([`matrix_registers`]).
-//! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and the product is that of
-//!   [`super::product`], so its bits are those of the dequantised f32 matrix.
+//! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and [`super::product`]
+//!   multiplies them, with the bits of the dequantised f32 matrix.
 //!
 //! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece of
 //! the rows of x.
@@ -181,7 +181,7 @@ struct Piece {
     word: usize,
     /// Words of a packed row.
     row_words: usize,
-    /// Whether its packed row is that of the piece before.
+    /// Whether it shares its packed row with the piece before.
     shares: bool,
 }
 

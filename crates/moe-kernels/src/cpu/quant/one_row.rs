@@ -11,7 +11,8 @@ const SHORT: usize = 4;
 const MIDDLE: usize = 8;
 const LONG: usize = 16;
 
-/// Adds the integer sums of a block of weights, of which those that lie `ahead` bytes behind are asked for. Where a path has dot products of bytes, x is packed by [`put_bytes`], else in pairs.
+/// Adds the integer sums of a block of weights and prefetches the weights `ahead` bytes behind. Where a path has dot
+/// products of bytes, x is packed by [`put_bytes`], else in pairs.
 #[inline(always)]
 pub(super) fn add<S: Simd, const M: usize, const N: usize>(
     s: S,
@@ -91,8 +92,10 @@ fn in_bytes<S: Simd, const M: usize, const N: usize>(
     }
 }
 
-/// By dot products of pairs of 16 bits. Of the four nibbles of 16 bits the second and third are multiplied where they stand, 16 and
-/// 256 times too large, and summed apart: four instructions to unpack in the place of six. On wide registers the fourth has sums of its own, because those of one would wait for each other. The sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
+/// By dot products of pairs of 16 bits. The second and third of the four nibbles of 16 bits are multiplied where they
+/// stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. On wide
+/// registers the fourth nibble has sums of its own, because the sums of one would wait for each other. The sums are
+/// divided exactly, before those of the third nibble, 256 * 15 * 32767 for a column, can pass 2^31.
 #[inline(always)]
 fn in_place<S: Simd, const M: usize, const N: usize>(
     s: S,

@@ -1,8 +1,8 @@
 //! Products of two scales without a multiplication.
 //!
-//! The scale of a block of x is a power of two, so its product with a scale of weights is that one's exponent plus another: an
-//! addition of integers, which every port of a processor does, where multiplications have two that products of integers
-//! need. The bits are those of the product as long as no exponent leaves the range of normal numbers.
+//! The scale of a block of x is a power of two, so a product with a scale of weights only adds to that scale's
+//! exponent: an addition of integers, which every port of a processor does. Multiplications have two ports, which
+//! products of integers need. The bits are the product's as long as no exponent leaves the range of normal numbers.
 
 use std::ops::Range;
 
@@ -46,7 +46,7 @@ impl Kernel for AreInRange<'_> {
 pub(super) trait ScaleProduct {
     /// Scales of weights, made ready for [`times`](Self::times).
     fn ready<S: Simd>(s: S, weights: S::Raw) -> S::Raw;
-    /// Their products with a scale of x, as bits.
+    /// Products of scales of weights, made ready, with a scale of x, as bits.
     fn times<S: Simd>(s: S, weights: S::Raw, x: u32) -> S::V;
 }
 

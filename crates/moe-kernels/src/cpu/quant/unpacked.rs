@@ -138,7 +138,7 @@ impl Kernel for Tiles<'_> {
     }
 }
 
-/// The tile of rows from `start` on, whose words of x begin with those of the first block.
+/// Multiplies the tile of rows from `start` on; `x` begins with the tile's words of the first block.
 #[inline(always)]
 fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
     s: S,

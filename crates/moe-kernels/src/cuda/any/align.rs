@@ -13,7 +13,7 @@ use crate::view::{View, ViewMut};
 
 // SAFETY of every call below: as in `rows`; a bad id, slot or count is skipped by the kernels.
 
-/// Ids [T, K], the map that sends them to local experts, and the number of those.
+/// Ids [T, K], the map that sends them to local experts, and the number of local experts.
 #[derive(Clone, Copy)]
 pub(crate) struct SlotIds<'a> {
     pub(crate) topk_ids: View<'a>,

@@ -110,7 +110,7 @@ pub(crate) fn latent_query(ex: &Exec, op: &str, args: &MlaPrompt, mut out: ViewM
     per_head(ex, op, plain.view(), args.w_uk, out)
 }
 
-/// `width` columns of all rows, the last dimension, from a column on to those from a column on; one dtype.
+/// Copies `width` columns of all rows (the last dimension) from column `first` on to column `to_first` on; one dtype.
 fn copy_columns(
     ex: &Exec,
     op: &str,

@@ -80,7 +80,7 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// Those of lists, which `super::check` has checked.
+    /// The buckets of `lists`, which `super::check` has checked.
     pub(super) fn of(op: &str, lists: &ExpertLists, s: &ExpertsCall, ex: &Exec) -> Result<Self> {
         let cuda = ex.cuda(op)?;
         let (at, counts) = (cuda.read(op, "lists", lists.slots)?, cuda.read(op, "counts", lists.counts)?);
@@ -145,7 +145,7 @@ pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
 pub(super) fn clear_bucket_counts(num_local: usize, ex: &Exec) -> Result<()> {
     let (op, cuda) = ("clear_bucket_counts", ex.cuda("clear_bucket_counts")?);
     let (counts, words) = (bucket_counts(num_local, ex)?, i64::from(small(op, num_local)?));
-    // SAFETY: there are as many counts as local experts; the zero of f32 is that of u32.
+    // SAFETY: there are as many counts as local experts; zero has the same bits in f32 and u32.
     cuda.check(op, unsafe { ffi::moe_any_fill(counts, 0.0, words, cuda.raw()?) })
 }
 
@@ -253,7 +253,7 @@ impl Inputs {
         let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
         let counters = counters(s.num_local, ex)?.cast();
         let ordered = self.ordered(s, &slots, ex)?;
-        // Rows of slots are those of as many tokens with one expert each.
+        // One row per slot: as many tokens with one expert each.
         let (x, tokens, top_k) = match &ordered {
             Some(ordered) => (ordered.at.cast_const(), s.slots(), 1),
             None => (self.x, s.tokens, s.top_k),
@@ -315,8 +315,8 @@ impl Inputs {
         }
     }
 
-    /// A row for each slot in the order of its expert's columns, where experts have orders of their own; those of slots without a
-    /// local expert are unspecified.
+    /// A row for each slot in the order of its expert's columns, where experts have orders of their own; rows of slots
+    /// without a local expert are unspecified.
     fn ordered(&self, s: &ExpertsCall, slots: &Buckets, ex: &Exec) -> Result<Option<Lease>> {
         let perm = match self.packs {
             Packs::Quantised { w13, .. } if !w13.perm.is_null() => w13.perm,

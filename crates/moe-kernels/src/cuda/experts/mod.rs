@@ -64,9 +64,9 @@ pub fn fused_experts_into(args: &FusedExperts, out: ViewMut, ex: &mut Exec) -> R
     run(args, None, out, ex)
 }
 
-/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for a caller that adds them on
-/// the way to another rank; those of slots without a local expert are unspecified. `None` where the kernels of such a step
-/// add up themselves.
+/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for a caller that
+/// adds them on the way to another rank; rows of slots without a local expert are unspecified. `None` where the kernels
+/// of such a step add up themselves.
 ///
 /// # Errors
 /// As [`fused_experts_into`].
@@ -111,8 +111,8 @@ fn products(
 /// experts that are all on the device, by the same kernel.
 ///
 /// # Errors
-/// Those of [`fused_experts_into`]; an expert map or lists beside the slots; packs of another number of slots; passes that no
-/// kernel of this device runs.
+/// The errors of [`fused_experts_into`]; an expert map or lists beside the slots; packs of another number of slots;
+/// passes that no kernel of this device runs.
 pub fn slotted_experts_into(
     slots: &ExpertSlots,
     args: &FusedExperts,

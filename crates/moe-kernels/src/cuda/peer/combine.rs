@@ -25,10 +25,10 @@ impl PeerBuffers {
         counts.len() == self.ranks as usize && counts.iter().all(fits) && (1..=MAX_SLOTS).contains(&top_k)
     }
 
-    /// `residual` [counts\[rank\], H] f32 += the sum over the ranks, in rank order, of what each adds up of these rows' slots, k
-    /// ascending; then `out` [counts\[rank\], H] bf16 = norm of `residual`. `slots` are those of all ranks' rows, [sum(counts), ..] in
-    /// rank order, and `counts` is the same on all ranks. The bits are those of the sum, its way back, and the addition with the norm
-    /// in a launch each.
+    /// `residual` [counts\[rank\], H] f32 += the sum over the ranks, in rank order, of each rank's sum of these rows'
+    /// slots, k ascending; then `out` [counts\[rank\], H] bf16 = norm of `residual`. `slots` holds all ranks' rows,
+    /// [sum(counts), ..] in rank order, and `counts` is the same on all ranks. The bits are the same as with a launch
+    /// each for the sum, its way back, and the addition with the norm.
     ///
     /// # Errors
     /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of

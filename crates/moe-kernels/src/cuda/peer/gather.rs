@@ -1,4 +1,4 @@
-//! All-gather and reduce-scatter of any number of rows, of which each rank may bring another.
+//! All-gather and reduce-scatter; each rank may bring another number of rows.
 
 use std::ffi::c_void;
 
@@ -44,7 +44,7 @@ pub(crate) struct PeerNeeds {
 }
 
 impl PeerNeeds {
-    /// Of `rows` [T, ..], from the ids [T, K] of their tokens and the owners \[P\] of the experts.
+    /// Who needs `rows` [T, ..], from the ids [T, K] of their tokens and the owners \[P\] of the experts.
     fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
         let (t, top_k) = expect_matrix(op, "ids", &ids)?;
         expect_dtype(op, "ids", &ids, DType::U32)?;
@@ -82,7 +82,7 @@ fn slots(dtype: DType, count: usize) -> Option<u32> {
     bytes.is_multiple_of(slot).then(|| u32::try_from(bytes / slot).ok())?
 }
 
-/// The same of every rank's part, zeros behind the last; `None` also where all together are too many to count.
+/// [`slots`] of every rank's part, zeros behind the last; `None` also where all together are too many to count.
 fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
     let (mut all, mut total) = ([0; MAX_PEERS], 0u32);
     for (at, &count) in all.iter_mut().zip(parts) {
@@ -92,7 +92,7 @@ fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
     (parts.len() <= MAX_PEERS && i32::try_from(total).is_ok()).then_some(all)
 }
 
-/// Elements of each rank's part of `view`, of which the ranks have `counts` rows; `None` where these are not its rows.
+/// Elements of each rank's part of `view`, which has `counts` rows of each rank; `None` where it has other rows.
 fn parts(view: &View, counts: &[usize]) -> Option<Vec<usize>> {
     let rows = counts.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
     let width = view.dims().iter().skip(1).product::<usize>();
@@ -164,9 +164,10 @@ impl PeerBuffers {
         ranks && matches!(dtype, DType::F32 | DType::BF16) && slots_of_all(dtype, parts).is_some()
     }
 
-    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..], f32 or bf16; any
-    /// alignment. Additions in f32 in rank order, the same bits in every run. `counts` has one entry per rank and is the same on
-    /// all ranks. With `needs` as in [`all_gather_into`](Self::all_gather_into), of each row the sum over the owners of its token's experts.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..], f32 or
+    /// bf16; any alignment. Additions in f32 in rank order, the same bits in every run. `counts` has one entry per rank
+    /// and is the same on all ranks. With `needs` as in [`all_gather_into`](Self::all_gather_into), a row's sum is over
+    /// the owners of its token's experts.
     ///
     /// # Errors
     /// A view that does not lie on the context's device; wrong dtypes or numbers of elements; what

@@ -77,10 +77,9 @@ impl PeerBuffers {
     /// does not wait.
     ///
     /// # Safety
-    /// For as long as kernels of this group run: each address is that of a buffer of [`bytes`](Self::bytes)
-    /// for this capacity that the device of `rank` reads and writes, and `status` that of a word in host memory
-    /// that it does. All were made ready before. The ranks launch the same calls in the same order, each on one
-    /// stream.
+    /// For as long as kernels of this group run: each address points to a buffer of [`bytes`](Self::bytes) for this
+    /// capacity and `status` to a word in host memory; the device of `rank` reads and writes them. All were made ready
+    /// before. The ranks launch the same calls in the same order, each on one stream.
     ///
     /// # Errors
     /// A number of ranks or a capacity that cannot be; a rank outside of the group.

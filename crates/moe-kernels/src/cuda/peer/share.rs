@@ -16,9 +16,10 @@ impl PeerBuffers {
         is_row(hidden) && i32::try_from(rows).is_ok()
     }
 
-    /// Of the rows that this rank keeps, `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32, added in rank order,
-    /// the other ranks' rounded to bf16; of all rows, `out` [T, H] bf16 = norm of `residual`, the same bits on all ranks. Which
-    /// rows a rank keeps follows from T, H and the number of ranks; the others' rows of its `residual` stay as they are.
+    /// For the rows that this rank keeps, `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32,
+    /// added in rank order, the other ranks' rounded to bf16; for all rows, `out` [T, H] bf16 = norm of `residual`, the
+    /// same bits on all ranks. Which rows a rank keeps follows from T, H and the number of ranks; the others' rows of
+    /// its `residual` stay as they are.
     ///
     /// # Errors
     /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of

@@ -37,7 +37,7 @@ pub struct SampleParams {
     pub position: u64,
     /// Repetition, frequency and presence penalty; 1, 0, 0 change nothing.
     pub penalties: [f32; 3],
-    /// Its slot; u32::MAX = none, then neither penalties nor edits.
+    /// The sequence's slot; u32::MAX = none, then neither penalties nor edits.
     pub slot: u32,
     /// How many of the slot's first edits are made, then how many from which one on.
     pub edits: [u32; 3],
