@@ -17,7 +17,7 @@ QUADS = [16 * j + 2 * c + i % 2 + 8 * (i // 2) for j in range(8) for c in range(
 SCHEMES = [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, Scheme("fp8 blocks of 32 x 128", FP8, 128, scale=F32, rows=32), Scheme("fp8 blocks of 1 x 128", FP8, 128, scale=F32)]
 SHAPES = sized([(8, 2, 128, 128), (16, 4, 384, 256), (5, 1, 640, 1408), (40, 3, 256, 384)], [(8, 2, 128, 128)])
 BOUND = 4e-3
-MOST_DIFFERENT = 0.15  # of an expert's activations: those near the middle between two numbers of 3 bits
+DIFFERENT = 0.06  # of many activations: those near the middle between two numbers of 3 bits
 
 
 def check(function):
@@ -107,13 +107,18 @@ def run_experts(lib, case, packs, buckets=False):
 
 
 def expect_activations(name, got, want):
-    """Activations in FP8, of an expert: those of exact ones in bf16, but where these lie near the middle between two numbers."""
+    """An expert's activations in FP8 against exact ones: equal but near the middle between two FP8 numbers, and on average as large."""
     (q, scales), want = got, want.to(torch.bfloat16)
     off = (scales.T / quantised(want)[1] - 1).abs().max().item()
     assert off < 2.0**-6, f"{name}: the scale of a row of activations is off by {off}"
     exact, q = quantised(want, scales.T)[0], in_order(q).view(torch.float8_e4m3fn)
-    differs = (q.view(torch.uint8) != exact.view(torch.uint8)).float().mean().item()
-    assert differs < MOST_DIFFERENT, f"{name}: {differs:.1%} of the activations differ"
+    differs, most = (q.view(torch.uint8) != exact.view(torch.uint8)).float().mean().item(), DIFFERENT + 5 * (DIFFERENT / q.numel()) ** 0.5
+    assert differs < most, f"{name}: {differs:.1%} of the activations differ, {most:.1%} may"
+    # Rounding to 3 bits, 2.6 % of a number, has no direction: a factor shows in the mean.
+    got, want = q.double() * scales.T.double().repeat_interleave(GROUP, 1), want.double()
+    squares = want.square().sum()
+    factor, noise = ((got * want).sum() / squares).item(), 0.026 * (want.pow(4).sum().sqrt() / squares).item()
+    assert abs(factor - 1) < BOUND + 5 * noise, f"{name}: activations are {factor} times what they should be"
     # A step of 3 bits, or of the smallest activations what sums of some 14 bits leave open.
     off = ((q.float() - exact.float()).abs() - exact.float().abs() / 8).max().item()
     assert off < 448 * 2.0**-8, f"{name}: an activation is off by more than a step, by {off} of 448"

@@ -17,6 +17,8 @@ mod run;
 mod run_config;
 mod session;
 pub mod structured;
+#[cfg(test)]
+mod testing;
 pub mod tokenizer;
 
 pub use device::DeviceChoice;

@@ -92,13 +92,12 @@ impl<'m> DpEngine<'m> {
     }
 
     fn with_peers(
-        (model, ex, world): First<'m>,
+        (model, mut ex, world): First<'m>,
         peers: Peers,
         texts: Texts,
         config: &EngineConfig,
     ) -> Result<Self> {
         let text = texts.0.is_some();
-        let mut ex = ex;
         let budget = match config.lockstep {
             false => step_memory::budget(model, config, &mut ex)?,
             true if step_memory::is_tight(model, config, &ex)? => {

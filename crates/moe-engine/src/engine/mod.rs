@@ -116,12 +116,11 @@ impl<'m> Engine<'m> {
     /// of expert counts: [`DpEngine`] does.
     pub fn new(
         model: &'m dyn CausalLm,
-        ex: Exec,
+        mut ex: Exec,
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
         let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
-        let mut ex = ex;
         let budget = step_memory::budget(model, config, &mut ex)?;
         Self::with_budget(model, ex, (tokenizer, grammars), config, budget)
     }

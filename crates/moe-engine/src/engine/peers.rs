@@ -246,13 +246,12 @@ fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: im
 mod tests {
     use std::sync::Mutex;
 
-    use candle_core::DType;
-    use model_runtime::kv_cache::KvLayout;
     use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, Observer, StepContext, StepViews, ViewMut};
     use moe_comm::{Communicator, ReduceOp, ThreadComm};
 
     use super::*;
     use crate::engine::step_memory;
+    use crate::testing::small_model;
 
     /// A model whose steps meet the other ranks'.
     struct Meeting {
@@ -285,16 +284,7 @@ mod tests {
 
     #[test]
     fn ranks_in_lockstep_run_their_largest_step_at_once_before_they_have_engines() {
-        let kv = KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
-        let info = ModelInfo {
-            vocab_size: 100,
-            hidden_size: 1,
-            num_layers: 1,
-            max_context_len: 64,
-            keys_depend_on_prompt_len: false,
-            kv,
-            moe: None,
-        };
+        let info = small_model(64);
         let worlds = ThreadComm::world(3).into_iter().map(|comm| Arc::new(comm) as Arc<dyn Communicator>);
         let models: Vec<_> = worlds
             .map(|world| Arc::new(Meeting { info: info.clone(), world, rows: Mutex::default() }))

@@ -179,8 +179,6 @@ impl Follower {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use candle_core::DType;
-    use model_runtime::kv_cache::KvLayout;
     use model_runtime::{
         LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews, ViewMut,
     };
@@ -188,6 +186,7 @@ mod tests {
     use moe_layer::ExpertTraffic;
 
     use super::*;
+    use crate::testing::small_model;
 
     /// What a rank does in a step: adds up the ranks' tokens and numbers of the step, or fails.
     struct Adding {
@@ -227,17 +226,7 @@ mod tests {
     /// A group of two ranks; the second, on a thread of its own, may fail.
     fn group(fails: Option<fn() -> Result<()>>) -> LocalRanks {
         let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
-        let layout =
-            KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
-        let info = ModelInfo {
-            vocab_size: 100,
-            hidden_size: 1,
-            num_layers: 1,
-            max_context_len: 8,
-            keys_depend_on_prompt_len: false,
-            kv: layout,
-            moe: None,
-        };
+        let info = small_model(8);
         let ranks = std::thread::scope(|scope| {
             let threads = ThreadComm::world(2).into_iter().enumerate().map(|(rank, comm)| {
                 let info = info.clone();
