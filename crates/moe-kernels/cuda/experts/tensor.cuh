@@ -6,6 +6,7 @@
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
 //   load          brings a stage's weights, by one thread
+//   kReleases     lanes of a consuming warp that give a stage back
 //   multiply      adds a work tile's products to accumulators, of the token rows that result_row tells
 //   gather        what the gathering warps do, and how often one arrives at a stage (kRowArrivals); with CopiedRows
 //   also side: a gathering lane's part of copying what lies beside weights

@@ -60,8 +60,7 @@ template <class W>
 __device__ __forceinline__ void skip(const Block<W>& b, int steps, Cursor& at) {
   for (int i = 0; i < steps; ++i, at.advance(b.stages)) {
     mbarrier_wait(b.full(at.stage), at.parity);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.empty(at.stage));
+    warp_arrive<W::kReleases>(b.empty(at.stage));
   }
 }
 
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     prefetch_tensor_map(&act);
     for (int i = 0; i < a.stages; ++i) {
       mbarrier_init(b.full(i), 1 + W::kRowArrivals);
-      mbarrier_init(b.empty(i), kConsumers);
+      mbarrier_init(b.empty(i), kConsumers * W::kReleases);
     }
     for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);

@@ -125,6 +125,7 @@ struct PlainWeights {
   struct Source {};
   struct Side {};
   static constexpr int kSideBytes = 0;
+  static constexpr uint32_t kReleases = kProductArrivals;
 
   template <class Args>
   static __device__ __forceinline__ Side side(const Args&, int, int, int, int) {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&act);
     for (int i = 0; i < b.stages; ++i) {
       mbarrier_init(b.full(i), 1 + kGatherLanes);
-      mbarrier_init(b.empty(i), kConsumers);
+      mbarrier_init(b.empty(i), kConsumers * W::kReleases);
     }
     for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);

@@ -27,6 +27,7 @@ struct Bf16Weights {
     static constexpr int kColumns = kTileColumns, kBytes = 64 * kGroups * kTileColumns * 2, kSideBytes = 0;
     static constexpr int kRowBytes = 2 * kColumns;
     static constexpr bool kRowScales = false;
+    static constexpr uint32_t kReleases = kProductArrivals;
 
     struct Side {
       __device__ __forceinline__ Side(const Source&, int, int) {}

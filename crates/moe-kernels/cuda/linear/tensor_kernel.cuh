@@ -10,7 +10,7 @@
 //   load        brings its weights, by one thread
 //   Side        a lane's part of copying what lies beside them, by a warp
 //   load_scales brings the scales of rows of x behind what lies beside the weights, by one thread, where there are any
-//   consume     adds the block's share of K to accumulators
+//   consume     adds the block's share of K to accumulators; kReleases lanes of a warp give a stage back
 #pragma once
 
 #include "linear/linear.cuh"
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Block<W, kTokens, kGroups>::kThreads, 1)
     prefetch_tensor_map(&x);
     for (int i = 0; i < a.stages; ++i) {
       mbarrier_init(full + i, B::Stage::kSideBytes > 0 ? 33 : 1);
-      mbarrier_init(empty + i, B::kConsumers / 32);
+      mbarrier_init(empty + i, B::kConsumers / 32 * B::Stage::kReleases);
     }
     mbarrier_fence_init();
   }

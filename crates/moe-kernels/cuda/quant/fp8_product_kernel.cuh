@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < b.stages; ++i) {
       mbarrier_init(b.packed(i), 1);
       mbarrier_init(b.full(i), 1 + 32 + kConverters);  // what is loaded, the producer's lanes for scales of weights
-      mbarrier_init(b.empty(i), kConsumers * Kind::kCluster);
+      mbarrier_init(b.empty(i), kConsumers * (Kind::kCluster == 1 ? Stage::kReleases : Kind::kCluster));
     }
     for (int i = 0; i < Block::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);

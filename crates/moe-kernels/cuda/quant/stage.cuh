@@ -43,6 +43,7 @@ struct QuantStage {
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
   static constexpr int kSideBytes = kScaleBytes + kZeroBytes;
   static constexpr int kWords = step_words(kFormat);  // of a lane in a k-step
+  static constexpr uint32_t kReleases = kWarpArrivals;
   static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
 
 #if MOE_SM90
@@ -186,8 +187,7 @@ struct QuantStage {
   /// has had one since its last read needs none.
   static __device__ __forceinline__ void give_back(uint64_t* empty, bool fence) {
     if (fence) fence_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+    warp_arrive(empty);
   }
 #endif
 };
