@@ -59,8 +59,8 @@ pub trait StepRanks: Send + Sync {
     /// Experts that were not loaded to be moved; a placement that their slots cannot have.
     fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus>;
 
-    /// Whether there are other ranks that a step meets in collectives: ranks that follow, or ranks that have other experts.
-    fn meets_others(&self) -> bool;
+    /// Whether each rank computes the logits of a part of the vocabulary, which all ranks then gather.
+    fn cuts_vocabulary(&self) -> bool;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
     fn all(&self, yes: bool) -> Result<bool>;

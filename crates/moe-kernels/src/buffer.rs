@@ -129,6 +129,20 @@ struct Pool {
     frozen: bool,
 }
 
+impl Pool {
+    /// Drops the largest free buffer of the host, which the caller has outgrown: a need that grows from step to step holds its
+    /// largest size alone. Buffers of a device stay, since recorded graphs hold their addresses.
+    fn drop_outgrown(&mut self, dtype: DType, place: Option<usize>) {
+        let outgrown =
+            |&i: &usize| self.free[i].as_data().dtype() == dtype && self.free[i].as_data().device().is_none();
+        let largest = (0..self.free.len()).filter(outgrown).max_by_key(|&i| self.free[i].as_data().len());
+        if let (None, Some(i)) = (place, largest) {
+            let memory = self.free.swap_remove(i);
+            self.bytes -= memory.as_data().len() * dtype.size_in_bytes();
+        }
+    }
+}
+
 /// A pool of scratch buffers. Cloning shares the pool.
 #[derive(Clone, Default, Debug)]
 pub struct Workspace(Arc<Mutex<Pool>>);
@@ -167,6 +181,7 @@ impl Workspace {
                 dtype.as_str()
             ),
             None => {
+                pool.drop_outgrown(dtype, place);
                 let data = allocate(device, dtype, len)?;
                 pool.bytes += len * dtype.size_in_bytes();
                 data
@@ -185,7 +200,7 @@ impl Workspace {
         self.lock().frozen
     }
 
-    /// Bytes that the pool has allocated so far, lent or free.
+    /// Bytes of the pool, lent or free.
     pub fn bytes(&self) -> usize {
         self.lock().bytes
     }
@@ -244,6 +259,23 @@ mod tests {
         let buffer = Buffer::unspecified_on(&Device::Cpu, DType::F16, &[3, 5])?;
         assert_eq!((buffer.dims(), buffer.dtype()), (&[3, 5][..], DType::F16));
         assert_eq!(buffer.view().to_f32_vec()?, vec![0.; 15]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_grows_holds_its_largest_size_alone() -> Result<()> {
+        let workspace = Workspace::new();
+        let held = workspace.scratch(DType::F32, &[10])?;
+        for rows in 1..100 {
+            let (_columns, _all) =
+                (workspace.scratch(DType::F32, &[rows, 50])?, workspace.scratch(DType::F32, &[rows, 100])?);
+        }
+        // Two that are lent at once, each of the larger size at most; what is lent stays.
+        assert!(workspace.bytes() <= 40 + 2 * 99 * 100 * 4, "{}", workspace.bytes());
+        assert_eq!(held.view().to_f32_vec()?, vec![0.; 10]);
+        let steady = workspace.bytes();
+        drop(workspace.scratch(DType::F32, &[99, 100])?);
+        assert_eq!(workspace.bytes(), steady);
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 #[cfg(feature = "cuda")]
-use model_runtime::RunnerSizes;
+use model_runtime::{CausalLm, RunnerSizes};
 use model_runtime::{Exec, ModelInfo};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -159,7 +159,7 @@ impl EngineConfig {
     #[cfg(feature = "cuda")]
     pub(super) fn device_runner(
         &self,
-        info: &ModelInfo,
+        model: &dyn CausalLm,
         max_model_len: usize,
         ex: &Exec,
     ) -> Result<Option<DeviceRunner>> {
@@ -169,7 +169,7 @@ impl EngineConfig {
         let blocks = max_model_len.div_ceil(self.block_size);
         let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
         let sizes = RunnerSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
-        Ok(Some(DeviceRunner::new(info, sizes, (self.counts(), true), ex)?))
+        Ok(Some(DeviceRunner::new(model, sizes, (self.counts(), true), ex)?))
     }
 }
 

@@ -18,8 +18,8 @@ use model_runtime::cuda::{
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, ModelInfo, RunnerSizes,
-    Step, StepContext,
+    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, RunnerSizes, Step,
+    StepContext,
 };
 use tracing::{trace_span, warn};
 
@@ -28,6 +28,7 @@ use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
+use super::step_memory::GATHERED;
 use super::track::StepMarks;
 
 /// Most sequences of a graph.
@@ -97,16 +98,18 @@ impl DeviceRunner {
     /// A runner for steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of
     /// each token can be asked for.
     pub fn new(
-        info: &ModelInfo,
+        model: &dyn CausalLm,
         sizes: RunnerSizes,
         (counts, records): (bool, bool),
         ex: &Exec,
     ) -> Result<Self> {
+        let info = model.info();
         let vocab_size = info.vocab_size;
         let RunnerSizes { rows, sequences, tokens, blocks, .. } = sizes;
         let seqs = bucket(sequences).unwrap_or(sequences);
         let shape = Shape { rows: rows.max(seqs), ..Shape::decode(seqs, blocks) };
         let routing = |moe| StepRouting::new(moe, shape.rows, counts, records, ex);
+        reserve_gathered(model, [seqs, vocab_size], ex)?;
         Ok(Self {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
@@ -357,6 +360,16 @@ impl DeviceRunner {
             }
         }
     }
+}
+
+/// Leaves in the workspace what gathering the most logits takes. It keeps each buffer that it has lent, since recorded graphs hold
+/// addresses: rows that grow from step to step would each leave a buffer there, gigabytes in all.
+fn reserve_gathered(model: &dyn CausalLm, logits: [usize; 2], ex: &Exec) -> Result<()> {
+    if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) {
+        let buffers = (0..GATHERED).map(|_| ex.scratch(DType::F32, &logits));
+        buffers.collect::<Result<Vec<_>>>()?;
+    }
+    Ok(())
 }
 
 /// The number of rows to which a decode step is padded: small ones exactly, larger ones to

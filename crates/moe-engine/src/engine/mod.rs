@@ -158,7 +158,7 @@ impl<'m> Engine<'m> {
         let scheduler = Scheduler::new(limits, num_blocks)?;
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
-        let device = config.device_runner(info, max_model_len, &ex)?;
+        let device = config.device_runner(model, max_model_len, &ex)?;
         let runner = Runner {
             model,
             kv,

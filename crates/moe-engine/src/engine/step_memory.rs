@@ -8,12 +8,9 @@ use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
-/// The same where ranks meet in a step: `--tp 2` took 0.8 GB beside `RESERVE` (two H100, 256 sequences).
-const RESERVE_OF_RANKS: u64 = 1 << 30;
-/// Copies of the logits of all sequences at once. A group of ranks has three: a rank's own columns, the columns as they come
-/// from all ranks, and the joined rows.
-const LOGITS: usize = 1;
-const LOGITS_OF_RANKS: usize = 3;
+/// Buffers of the logits of all sequences that gathering them takes beside the gathered rows: a rank's own columns, and the
+/// columns of all ranks as they come.
+pub(super) const GATHERED: usize = 2;
 
 /// What a KV cache may take beside the largest step, where the step must say so: it runs if the cache would take more than half
 /// of what is free. Ranks of a group compute it together, so all groups in lockstep must ask at once
@@ -56,12 +53,11 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
         )
     })?;
     drop(kv);
-    let together = model.ranks().is_some_and(|ranks| ranks.meets_others());
-    let (reserve, copies) = if together { (RESERVE_OF_RANKS, LOGITS_OF_RANKS) } else { (RESERVE, LOGITS) };
-    let logits =
-        config.max_num_seqs.next_power_of_two().saturating_mul(info.vocab_size).saturating_mul(4 * copies);
+    let gathered = if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { GATHERED } else { 0 };
+    let rows = config.max_num_seqs.next_multiple_of(8);
+    let logits = rows.saturating_mul(info.vocab_size).saturating_mul(4 * (1 + gathered));
     let (free, _) = config.free_and_budget(ex)?;
-    let left = free.unwrap_or_default().saturating_sub(reserve).saturating_sub(logits as u64);
+    let left = free.unwrap_or_default().saturating_sub(RESERVE).saturating_sub(logits as u64);
     Ok(usize::try_from(left)?.min(most))
 }
 

@@ -165,7 +165,7 @@ impl Follower {
                 none => {
                     // The first rank counts and records for all of them.
                     let nothing = (false, false);
-                    none.insert(DeviceRunner::new(self.model.info(), *sizes, nothing, &self.ex)?)
+                    none.insert(DeviceRunner::new(&self.model, *sizes, nothing, &self.ex)?)
                 }
             };
             runner.run(&self.model, kv, &message.step, sampling, &mut context, &mut self.ex).map(drop)

@@ -140,8 +140,8 @@ impl StepRanks for LocalRanks {
         moved.map_err(|e| self.first.failed(e))
     }
 
-    fn meets_others(&self) -> bool {
-        self.followers.is_somebody() || self.first.geometry.ep_size > 1
+    fn cuts_vocabulary(&self) -> bool {
+        self.first.geometry.tp_size > 1
     }
 
     fn all(&self, yes: bool) -> Result<bool> {
