@@ -49,6 +49,33 @@ fn bad_traces_name_the_line() {
 }
 
 #[test]
+fn layers_beyond_all_numbers_are_refused() {
+    let read = |text: &str| trace_loads(TraceReader::new(text.as_bytes()), StageFilter::All);
+    let good = r#"{"v":1,"step":0,"stage":"decode","layer":0,"counts":[1,2]}"#;
+    let line = |layer: usize| good.replace("\"layer\":0", &format!("\"layer\":{layer}"));
+    let error = read(&format!("{good}\n{}\n", line(usize::MAX))).unwrap_err();
+    assert!(matches!(error, Error::Format { line: 2, .. }), "{error}");
+    assert!(error.to_string().contains(&format!("layer {}: expected at most", usize::MAX)), "{error}");
+    // The largest number that is a layer: the others of the step are missing, and nothing is allocated for them.
+    let error = read(&line(usize::MAX - 1)).unwrap_err().to_string();
+    assert!(error.contains("does not hold each of"), "{error}");
+}
+
+/// Lines times the first line's experts would be 2 TB, which the lines do not hold.
+#[test]
+fn a_trace_asks_for_no_more_memory_than_it_is_long() {
+    let line = |step: u64, counts: &[u64]| {
+        let mut text = Vec::new();
+        TraceWriter::new(&mut text).write(&record(step, Stage::Decode, 0, counts)).unwrap();
+        text
+    };
+    let mut text = line(0, &vec![0; 1 << 20]);
+    (1..1 << 18).for_each(|step| text.extend(line(step, &[1])));
+    let error = trace_loads(TraceReader::new(&text[..]), StageFilter::All).unwrap_err();
+    assert_eq!(error, Error::Shape { what: "counts", expected: 1 << 20, got: 1 });
+}
+
+#[test]
 fn expert_maps_round_trip() {
     let topology = Topology::new(3, 4, 2).unwrap();
     let placement = Placement::from_phy2log(&topology, 2, vec![0, 1, 2, 0, 1, 2, 0, 1]).unwrap();

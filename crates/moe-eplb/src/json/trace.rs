@@ -69,12 +69,18 @@ impl<R: BufRead> TraceReader<R> {
     }
 
     fn parse(&self) -> Result<HeatRecord> {
-        let fail = |reason: String| Error::Format { line: self.line, reason };
-        let line: Line<HeatRecord> = serde_json::from_str(&self.text).map_err(|e| fail(e.to_string()))?;
+        let line: Line<HeatRecord> =
+            serde_json::from_str(&self.text).map_err(|e| self.error(e.to_string()))?;
         if line.v != VERSION {
-            return Err(fail(format!("trace version {}; this reader knows version {VERSION}", line.v)));
+            let reason = format!("trace version {}; this reader knows version {VERSION}", line.v);
+            return Err(self.error(reason));
         }
         Ok(line.record)
+    }
+
+    /// An error of the line that was read last.
+    fn error(&self, reason: String) -> Error {
+        Error::Format { line: self.line, reason }
     }
 }
 
@@ -89,7 +95,7 @@ impl<R: BufRead> Iterator for TraceReader<R> {
                 Ok(0) => return None,
                 Ok(_) if self.text.trim().is_empty() => {}
                 Ok(_) => return Some(self.parse()),
-                Err(e) => return Some(Err(Error::Format { line: self.line, reason: e.to_string() })),
+                Err(e) => return Some(Err(self.error(e.to_string()))),
             }
         }
     }
@@ -99,19 +105,24 @@ impl<R: BufRead> Iterator for TraceReader<R> {
 ///
 /// # Errors
 /// If a line is malformed, a step misses or repeats a layer, or experts vary in number.
-pub fn trace_loads<R: BufRead>(reader: TraceReader<R>, filter: StageFilter) -> Result<Loads> {
-    let mut records: Vec<HeatRecord> = Vec::new();
-    for record in reader {
+pub fn trace_loads<R: BufRead>(mut reader: TraceReader<R>, filter: StageFilter) -> Result<Loads> {
+    let (mut records, mut layers) = (Vec::<HeatRecord>::new(), 0);
+    while let Some(record) = reader.next() {
         let record = record?;
         if filter.admits(record.stage) {
+            let needed = record.layer.checked_add(1).ok_or_else(|| {
+                reader.error(format!("layer {}: expected at most {}", record.layer, usize::MAX - 1))
+            })?;
+            layers = layers.max(needed);
             records.push(record);
         }
     }
     // A stable sort: repeated lines stay visible below.
     records.sort_by_key(|r| (r.step, r.layer));
     let experts = records.first().ok_or(Error::Empty("recorded steps"))?.counts.len();
-    let layers = records.iter().map(|r| r.layer).max().unwrap_or(0) + 1;
-    let mut values = Vec::with_capacity(records.len() * experts);
+    // What the lines hold, not lines times the first one's experts: a trace whose lines differ is refused below, and must not
+    // ask for more memory than it is long.
+    let mut values = Vec::with_capacity(records.iter().map(|r| r.counts.len()).sum());
     for (i, record) in records.iter().enumerate() {
         let first = i / layers * layers;
         let repeats = first > 0 && record.step == records[first - 1].step;
