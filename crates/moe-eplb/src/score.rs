@@ -26,8 +26,17 @@ impl Objective {
 }
 
 /// PAR of one layer: `loads` `[steps, experts]`, `slots` the expert of every slot. A step without
-/// load counts as perfectly balanced.
+/// load counts as perfectly balanced; without any step the result is NaN.
+///
+/// # Panics
+/// If `experts` or `devices` is 0, the slots do not divide evenly over the devices, a device has no slot, or a slot holds no
+/// expert below `experts`.
 pub fn layer_par(loads: &[f64], slots: &[u32], experts: usize, devices: usize, objective: Objective) -> f64 {
+    assert!(
+        experts > 0 && devices > 0 && slots.len() >= devices && slots.len().is_multiple_of(devices),
+        "PAR of {} slots on {devices} devices with {experts} experts: expected as many slots, at least 1, on each device",
+        slots.len()
+    );
     let loads = objective.episodes(loads, experts);
     let mut copies = vec![0.0f64; experts];
     for &e in slots {
@@ -57,4 +66,30 @@ pub fn par(loads: &Loads, placement: &Placement, objective: Objective) -> Vec<f6
     (0..loads.layers())
         .map(|l| layer_par(loads.layer(l), placement.layer(l), loads.experts(), devices, objective))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_busiest_device_counts() {
+        let par = layer_par(&[3.0, 1.0, 2.0, 2.0], &[0, 1, 0, 1], 2, 2, Objective::Episode);
+        assert_eq!(par, 1.0);
+        assert_eq!(layer_par(&[3.0, 1.0], &[0, 1], 2, 2, Objective::Episode), 1.5);
+        assert!(layer_par(&[], &[0, 1], 2, 2, Objective::Episode).is_nan());
+    }
+
+    /// As three devices of one slot they would give a number, and a wrong one.
+    #[test]
+    #[should_panic(expected = "PAR of 3 slots on 2 devices")]
+    fn slots_that_no_device_has_are_refused() {
+        layer_par(&[3.0, 1.0], &[0, 1, 0], 2, 2, Objective::Episode);
+    }
+
+    #[test]
+    #[should_panic(expected = "on 0 devices")]
+    fn no_device_is_refused() {
+        layer_par(&[3.0, 1.0], &[0, 1], 2, 0, Objective::Episode);
+    }
 }
