@@ -64,9 +64,9 @@ impl IntFormat {
         32 / usize::from(self.bits.max(1))
     }
 
-    /// The zero point of a symmetric format.
+    /// The zero point of a symmetric format. Of bits outside 1 to 8, which no format has, it is that of the nearest bits.
     pub fn middle(self) -> u8 {
-        1 << (self.bits - 1)
+        1 << (self.bits.clamp(1, 8) - 1)
     }
 
     fn scheme(self) -> QuantScheme {
@@ -118,5 +118,19 @@ impl Format {
         (1..=64)
             .filter(|tp| k.is_multiple_of(*tp) && (*tp == 1 || (k / tp).is_multiple_of(whole.max(1))))
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_bits_have_a_middle() {
+        let middle = |bits| {
+            let group = QuantGroup::Channel;
+            IntFormat { bits, group, zero_point: false, act_order: false }.middle()
+        };
+        assert_eq!([0, 1, 4, 8, 9, u8::MAX].map(middle), [1, 1, 8, 128, 128, 128]);
     }
 }
