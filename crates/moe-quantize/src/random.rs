@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use half::{bf16, f16};
-use model_runtime::{DummyWeights, TensorSpec};
+use model_runtime::{Config, DummyWeights, TensorSpec};
 use moe_quant::write::StoredSpec;
 use moe_quant::{Format, GptqZeros, IntFormat};
 use safetensors::Dtype;
@@ -50,12 +50,15 @@ pub struct RandomSettings {
 pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -> Result<()> {
     let companions = config.is_dir().then_some(config);
     let file = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
-    let mut config = changed(read_config(&file)?, settings.layers, &file)?;
+    let label = file.display().to_string();
+    let config = read_config(&file)?;
+    let named = Config::parse(&config.to_string(), &label)?.dtype()?;
+    let mut config = changed(config, settings.layers, &file)?;
     if settings.quantised.as_ref().is_some_and(|quantised| quantised.lm_head) {
         config["tie_word_embeddings"] = json!(false);
     }
-    let architecture = Architecture::new(&config, &file.display().to_string())?;
-    let (dtype, float) = match settings.dtype.or(named_dtype(&config)).unwrap_or(DType::BF16) {
+    let architecture = Architecture::new(&config, &label)?;
+    let (dtype, float) = match settings.dtype.or(named).unwrap_or(DType::BF16) {
         DType::F32 => (Dtype::F32, DType::F32),
         DType::F16 => (Dtype::F16, DType::F16),
         DType::BF16 => (Dtype::BF16, DType::BF16),
@@ -109,6 +112,8 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
     writer.finish(&config)
 }
 
+/// The config without quantisation and with so many layers. Its dtype is written under `torch_dtype`, which all versions of
+/// transformers read.
 fn changed(mut config: Value, layers: Option<usize>, file: &Path) -> Result<Value> {
     let map = config.as_object_mut().with_context(|| format!("{}: expected an object", file.display()))?;
     QUANTISATION_KEYS.iter().for_each(|key| drop(map.remove(*key)));
@@ -117,15 +122,6 @@ fn changed(mut config: Value, layers: Option<usize>, file: &Path) -> Result<Valu
         map.insert("num_hidden_layers".to_string(), json!(layers));
     }
     Ok(config)
-}
-
-fn named_dtype(config: &Value) -> Option<DType> {
-    match config.get("torch_dtype")?.as_str()? {
-        "float32" => Some(DType::F32),
-        "float16" => Some(DType::F16),
-        "bfloat16" => Some(DType::BF16),
-        _ => None,
-    }
 }
 
 fn dtype_name(dtype: Dtype) -> &'static str {
@@ -256,10 +252,11 @@ fn order(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear: &Line
     Ok(out.write_all(&groups.iter().flat_map(|group| group.to_le_bytes()).collect::<Vec<_>>())?)
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014), from a seed and a name.
+/// SplitMix64 (Steele, Lea, Flood 2014).
 struct Random(u64);
 
 impl Random {
+    /// Begins at the FNV-1a hash of the name (Fowler, Noll, Vo), with the seed in the hash's first state.
     fn new(seed: u64, name: &str) -> Self {
         let step = |state: u64, byte: u8| (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         Self(name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, step))

@@ -78,6 +78,46 @@ fn plain_weights_are_those_of_a_seed() {
 }
 
 #[test]
+fn floats_have_the_dtype_that_the_config_names() {
+    let dir = tempfile::tempdir().unwrap();
+    // transformers 5 writes `dtype`; older versions wrote `torch_dtype`, some with the prefix.
+    for (at, (keys, expected)) in [
+        (serde_json::json!({"dtype": "float16"}), Ok(("F16", "float16"))),
+        (serde_json::json!({"torch_dtype": "torch.float32"}), Ok(("F32", "float32"))),
+        (serde_json::json!({"dtype": "float16", "torch_dtype": "float16"}), Ok(("F16", "float16"))),
+        (serde_json::json!({}), Ok(("BF16", "bfloat16"))),
+        (serde_json::json!({"dtype": "float8"}), Err("`dtype`: expected")),
+        (
+            serde_json::json!({"dtype": "float16", "torch_dtype": "float32"}),
+            Err("the same setting but differ"),
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut config = json(&fixture("base").join("config.json"));
+        let map = config.as_object_mut().unwrap();
+        ["dtype", "torch_dtype"].iter().for_each(|key| drop(map.remove(*key)));
+        map.extend(keys.as_object().unwrap().clone());
+        let (file, out) = (dir.path().join(format!("{at}.json")), dir.path().join(format!("{at}")));
+        std::fs::write(&file, config.to_string()).unwrap();
+        let made = random_checkpoint(&file, &out, &random(None));
+        match expected {
+            Ok((stored, named)) => {
+                made.unwrap();
+                assert!(tensors(&out).values().all(|(got, ..)| got == stored), "{keys}");
+                let config = json(&out.join("config.json"));
+                assert_eq!((&config["torch_dtype"], config.get("dtype")), (&named.into(), None));
+            }
+            Err(part) => {
+                let error = error(made);
+                assert!(error.contains(part), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_config_that_is_none_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let error =
