@@ -2,13 +2,14 @@
 //!
 //! For comparisons of models that fit into memory in f32.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+use model_runtime::TensorFiles;
 use moe_quant::{Format, QuantConfig, Reader, dequantise};
 use safetensors::tensor::{Metadata, TensorView};
 use safetensors::{Dtype, SafeTensors};
@@ -29,19 +30,14 @@ struct File {
 }
 
 impl Dequantised {
-    /// Reads all safetensors files of a folder; `config` is its config.json.
+    /// Reads the safetensors files of a folder that are the checkpoint, which its index says; `config` is its config.json.
     ///
     /// # Errors
-    /// A header that is not read; I/O; files that are not safetensors.
+    /// A header that is not read; I/O; files that are not safetensors; a tensor in two files.
     pub fn open(dir: &Path, config: &Value) -> Result<Self> {
         let config = QuantConfig::from_json(config)?;
-        let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
         let (mut files, mut place) = (Vec::new(), BTreeMap::new());
-        for entry in entries {
-            let path = entry?.path();
-            if path.extension().is_none_or(|extension| extension != "safetensors") {
-                continue;
-            }
+        for path in weight_files(dir)? {
             let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
             let (length, header) = SafeTensors::read_metadata(&bytes)
                 .with_context(|| format!("{} is not a safetensors file", path.display()))?;
@@ -99,6 +95,13 @@ impl Dequantised {
         }
         Ok(read.to_dtype(DType::F32)?)
     }
+}
+
+/// The files that hold a folder's tensors, each tensor once.
+fn weight_files(dir: &Path) -> Result<BTreeSet<PathBuf>> {
+    let tensors = TensorFiles::open_dir(dir)?;
+    let file_of = |name| Path::new(tensors.file_of(name)?).file_name();
+    Ok(tensors.iter().filter_map(|tensor| file_of(tensor.name)).map(|file| dir.join(file)).collect())
 }
 
 impl SimpleBackend for Dequantised {

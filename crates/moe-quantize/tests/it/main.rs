@@ -3,6 +3,7 @@
 
 mod calibration;
 mod checkpoints;
+mod dequantised;
 mod random;
 mod refusals;
 mod rounding;
