@@ -45,6 +45,22 @@ impl Grid {
         }
     }
 
+    /// Columns of a group in a matrix that the grid fits.
+    ///
+    /// # Errors
+    /// `weights` that are not [n, k] with at least one row and column; rows that are not whole groups.
+    pub(crate) fn check(&self, weights: &[f32], n: usize, k: usize) -> Result<usize> {
+        if n == 0 || k == 0 || n.checked_mul(k) != Some(weights.len()) {
+            bail!("expected weights [{n}, {k}], with at least one row and column, got {}", weights.len())
+        }
+        match self.group_size(k) {
+            size if size > 0 && k.is_multiple_of(size) => Ok(size),
+            size => {
+                bail!("groups of {size} columns do not divide {k}; use another group size, or whole rows")
+            }
+        }
+    }
+
     fn most(&self) -> u8 {
         ((1u16 << self.int.bits) - 1) as u8
     }
@@ -94,9 +110,10 @@ impl GroupScale {
 /// A matrix [n, k] with each weight rounded to the nearest value of its group; act-order is left out.
 ///
 /// # Errors
-/// Weights that are not finite, or too large for the scales' dtype, by row.
+/// Sizes that do not match, or that groups do not divide; weights that are not finite, or too large for the scales' dtype, by
+/// row.
 pub fn round_to_nearest(grid: &Grid, weights: &[f32], n: usize, k: usize) -> Result<IntMatrix> {
-    let size = grid.group_size(k);
+    let size = grid.check(weights, n, k)?;
     let groups = k / size;
     let mut matrix = IntMatrix {
         n,

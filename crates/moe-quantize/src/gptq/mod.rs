@@ -28,18 +28,19 @@ const BLOCK: usize = 128;
 /// neither is so, groups are consecutive columns whose scales are fitted before anything is rounded.
 ///
 /// # Errors
-/// Sizes that do not match; a format with act-order and columns in their own order; weights that are not finite.
+/// Sizes that do not match, or that groups do not divide; a format with act-order and columns in their own order; weights
+/// that are not finite, or too large for the scales' dtype, by row.
 pub fn gptq(grid: &Grid, weights: &[f32], (n, k): (usize, usize), feedback: &Feedback) -> Result<IntMatrix> {
     let Feedback { order, shares, act_order } = feedback;
-    if order.len() != k || weights.len() != n * k {
-        bail!("expected weights [{n}, {k}] and inputs of {k}, got {} and {}", weights.len(), order.len())
+    let size = grid.check(weights, n, k)?;
+    if order.len() != k {
+        bail!("expected inputs of {k} columns for weights [{n}, {k}], got {}", order.len())
     }
     if grid.int.act_order && !act_order {
         bail!(
             "the format has act-order: expected columns in the order of falling inputs, got their own order"
         )
     }
-    let size = grid.group_size(k);
     let is_fitted = *act_order && !grid.int.act_order;
     let rows = match is_fitted {
         true => {

@@ -133,11 +133,26 @@ fn what_does_not_fit_is_refused() {
     let grid = Grid::new(format(4, QuantGroup::Channel, false, false), Dtype::F16).unwrap();
     let e = error(gptq(&grid, &[0.; 8], (1, 16), &feedback(&hessian, false)));
     assert!(e.contains("expected weights [1, 16]"), "{e}");
+    let e = error(gptq(&grid, &[0.; 16], (1, 16), &feedback(&hessian, false)));
+    assert!(e.contains("expected inputs of 16 columns") && e.contains("got 8"), "{e}");
+    for size in [0, 3, 16] {
+        let grid = Grid::new(format(4, QuantGroup::Size(size), false, false), Dtype::F16).unwrap();
+        for act_order in [false, true] {
+            let e = error(gptq(&grid, &[0.; 8], (1, 8), &feedback(&hessian, act_order)));
+            assert!(e.contains(&format!("groups of {size} columns do not divide 8")), "{e}");
+        }
+    }
     let e = error(gptq(&grid, &[f32::NAN; 8], (1, 8), &feedback(&hessian, false)));
     assert!(e.contains("row 0 holds weights that are not finite"), "{e}");
     let ordered = Grid::new(format(4, QuantGroup::Size(4), false, true), Dtype::F16).unwrap();
     let e = error(gptq(&ordered, &[0.; 8], (1, 8), &feedback(&hessian, false)));
     assert!(e.contains("the order of falling inputs"), "{e}");
+    for (weights, rounded) in [(12, 12), (8, 16)] {
+        let e = error(hessian.output_error(&vec![0.; weights], &vec![0.; rounded]));
+        assert!(e.contains(&format!("rows of 8 columns, at least 1, got {weights} and {rounded}")), "{e}");
+    }
+    let none = Hessian::of(&x.narrow(1, 0, 0).unwrap()).unwrap();
+    assert!(error(none.output_error(&[], &[])).contains("at least 1"));
     let e = error(Hessian::of(&(x * f64::INFINITY).unwrap()));
     assert!(e.contains("not finite"), "{e}");
 }

@@ -6,6 +6,8 @@ use moe_quantize::{Grid, round_to_nearest};
 use proptest::prelude::*;
 use safetensors::Dtype;
 
+use crate::support::error;
+
 fn formats(bits: u8, group: QuantGroup, zero_point: bool) -> [Format; 2] {
     let int = IntFormat { bits, group, zero_point, act_order: false };
     [Format::PackQuantized { int }, Format::Gptq { int, zeros: GptqZeros::V1 }]
@@ -75,4 +77,24 @@ fn weights_that_no_scale_reaches_are_refused() {
         assert!(error.contains("row 1 holds weights that are not finite, or too large"), "{error}");
     }
     assert!(Grid::new(Format::Plain, Dtype::F16).is_err());
+}
+
+#[test]
+fn sizes_that_do_not_match_are_refused() {
+    let of = |group, len, n, k| {
+        let [format, _] = formats(4, group, false);
+        error(round_to_nearest(&Grid::new(format, Dtype::F32).unwrap(), &vec![0.; len], n, k))
+    };
+    let groups = QuantGroup::Size(8);
+    for (len, n, k) in [(15, 2, 8), (16, 0, 8), (0, 2, 0), (0, usize::MAX, 2)] {
+        let error = of(groups, len, n, k);
+        assert!(error.contains(&format!("expected weights [{n}, {k}]")), "{error}");
+    }
+    assert!(of(QuantGroup::Channel, 0, 1, 0).contains("at least one row and column"));
+    // Fewer columns than a group; a part of one behind the last.
+    for (len, n, k) in [(8, 2, 4), (24, 2, 12)] {
+        let error = of(groups, len, n, k);
+        assert!(error.contains(&format!("groups of 8 columns do not divide {k}")), "{error}");
+    }
+    assert!(of(QuantGroup::Size(0), 16, 2, 8).contains("groups of 0 columns"));
 }
