@@ -22,7 +22,7 @@ pub use architecture::Architecture;
 pub use calibrate::{Calibration, TextSettings};
 pub use convert::quantize;
 pub use dequantised::Dequantised;
-pub use gptq::{Feedback, Hessian, gptq};
+pub use gptq::{Feedback, Hessian, NoFactor, gptq};
 pub use loss::{Loss, loss};
 pub use random::{RandomSettings, random_checkpoint};
 pub use report::Report;

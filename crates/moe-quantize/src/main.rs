@@ -52,7 +52,7 @@ struct QuantizeArgs {
     #[command(flatten)]
     windows: Windows,
     /// Share of the mean of the Hessian's diagonal that is added to it.
-    #[arg(long, default_value_t = 0.01)]
+    #[arg(long, default_value_t = 0.01, allow_negative_numbers = true, value_parser = damping)]
     damping: f64,
     /// Tokens that an expert must see to be calibrated; one that sees fewer is rounded to nearest.
     #[arg(long, default_value_t = 128)]
@@ -186,6 +186,12 @@ fn group(text: &str) -> Result<QuantGroup, String> {
     }
 }
 
+/// What may be added to a diagonal so that it stays positive.
+fn damping(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|share: &f64| share.is_finite() && *share >= 0.0);
+    number.ok_or_else(|| "expected a finite number of at least 0, such as 0.01".to_string())
+}
+
 impl Scheme {
     fn settings(&self, format: FileFormat, method: Method, desc_act: bool) -> Settings {
         Settings {
@@ -261,6 +267,28 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damping_is_a_share() {
+        let parse = |damping: &str| {
+            let args = ["moe-quantize", "quantize", "in", "out", "--format", "gptq", "--damping", damping];
+            match Cli::try_parse_from(args).map(|cli| cli.command) {
+                Ok(Command::Quantize(args)) => Ok(args.damping),
+                Ok(_) => Err("another command".to_string()),
+                Err(error) => Err(error.to_string()),
+            }
+        };
+        assert_eq!([parse("0"), parse("0.05"), parse("1e-3")], [Ok(0.0), Ok(0.05), Ok(1e-3)]);
+        for damping in ["NaN", "inf", "-0.01", "much"] {
+            let error = parse(damping).unwrap_err();
+            assert!(error.contains("expected a finite number of at least 0"), "{error}");
         }
     }
 }

@@ -2,22 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use moe_quant::Format;
-use moe_quant::write::IntMatrix;
 use safetensors::Dtype;
 
 use super::Calibration;
 use super::weights::Weights;
 use crate::convert::{Job, part};
-use crate::gptq::{Feedback, Hessian, gptq};
+use crate::gptq::{Feedback, Hessian, NoFactor, gptq};
 use crate::plan::{Item, Linear};
 use crate::round::{Grid, round_to_nearest};
 use crate::source::to_f32;
 
-/// The inputs that some modules share, and what the first of them made of these.
-type Seen = (Hessian, Option<Feedback>);
+/// What GPTQ needs of the inputs that some modules share; else why these modules are rounded to nearest.
+type Seen = Result<(Hessian, Feedback), String>;
 
 /// A layer. Modules are named below its prefix, such as `self_attn.q_proj`.
 pub struct Layer<'a, 'b> {
@@ -64,59 +63,50 @@ impl<'a, 'b> Layer<'a, 'b> {
     /// Quantises the modules that still wait for it, for the inputs [T, k] f32 that they share.
     ///
     /// # Errors
-    /// Weights or inputs that are not finite; I/O.
+    /// Weights or inputs that are not finite; damping that is none; I/O. Too few tokens, and inputs without a factor, are no
+    /// errors: the report lists these modules.
     pub fn quantise(&mut self, modules: &[&str], inputs: &Tensor) -> Result<()> {
         if !modules.iter().any(|module| self.waiting.contains_key(*module)) {
             return Ok(());
         }
-        let (rows, least) = (inputs.dims()[0], self.calibration.min_tokens);
-        let mut seen = match rows >= least {
-            true => Ok((Hessian::of(inputs)?, None)),
-            false => Err(format!("saw {rows} tokens of the calibration text, fewer than {least}")),
-        };
-        modules.iter().try_for_each(|module| self.quantise_one(module, &mut seen))
+        let seen = self.see(inputs)?;
+        modules.iter().try_for_each(|module| self.quantise_one(module, &seen))
     }
 
-    fn quantise_one(&mut self, module: &str, seen: &mut Result<Seen, String>) -> Result<()> {
+    fn see(&self, inputs: &Tensor) -> Result<Seen> {
+        let (rows, least) = (inputs.dims()[0], self.calibration.min_tokens);
+        if rows < least {
+            return Ok(Err(format!("saw {rows} tokens of the calibration text, fewer than {least}")));
+        }
+        let hessian = Hessian::of(inputs)?;
+        match Feedback::new(&hessian, self.job.desc_act(), self.calibration.damping) {
+            Ok(feedback) => Ok(Ok((hessian, feedback))),
+            Err(error) if error.is::<NoFactor>() => Ok(Err(error.to_string())),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn quantise_one(&mut self, module: &str, seen: &Seen) -> Result<()> {
         let Some((linear, dtype)) = self.waiting.remove(module) else { return Ok(()) };
         let (name, n, k) = (format!("{module}.weight"), linear.n, linear.k);
         let weights = to_f32(self.weights.get(&name)?)?;
         let grid = Grid::new(linear.format, self.job.scale_dtype(dtype))?;
-        let calibrated = match seen {
-            Ok(seen) => self.calibrate(seen, &grid, &weights, (n, k)).map_err(|error| error.to_string()),
-            Err(why) => Err(why.clone()),
-        };
-        let matrix = match calibrated {
-            Ok((matrix, error)) => {
+        let named = || linear.module.clone();
+        let matrix = match seen {
+            Ok((hessian, feedback)) => {
+                let matrix = gptq(&grid, &weights, (n, k), feedback).with_context(named)?;
+                let error = hessian.output_error(&weights, &matrix.weights()).with_context(named)?;
                 self.job.report.add_output_error(error);
                 matrix
             }
             Err(why) => {
-                self.job.report.fallback.push((linear.module.clone(), why));
-                round_to_nearest(&grid, &weights, n, k)
-                    .map_err(|error| error.context(linear.module.clone()))?
+                self.job.report.fallback.push((named(), why.clone()));
+                round_to_nearest(&grid, &weights, n, k).with_context(named)?
             }
         };
         self.job.write_linear(&linear, dtype, &weights, &matrix)?;
         self.weights.0.insert(name, Tensor::from_vec(matrix.weights(), (n, k), &Device::Cpu)?);
         Ok(())
-    }
-
-    /// The integers of a module, and the relative squared error of its outputs.
-    fn calibrate(
-        &self,
-        (hessian, feedback): &mut Seen,
-        grid: &Grid,
-        weights: &[f32],
-        (n, k): (usize, usize),
-    ) -> Result<(IntMatrix, f64)> {
-        let made = match feedback.take() {
-            Some(made) => made,
-            None => Feedback::new(hessian, self.job.desc_act(), self.calibration.damping)?,
-        };
-        let matrix = gptq(grid, weights, (n, k), feedback.insert(made))?;
-        let error = hessian.output_error(weights, &matrix.weights())?;
-        Ok((matrix, error))
     }
 
     /// Ends the layer.

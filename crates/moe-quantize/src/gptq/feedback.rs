@@ -1,5 +1,7 @@
 //! How much of the rounding error of a column goes to each later one, from the inputs that a layer saw.
 
+use std::fmt;
+
 use anyhow::{Result, bail};
 
 use super::Hessian;
@@ -18,13 +20,32 @@ pub struct Feedback {
     pub(super) act_order: bool,
 }
 
+/// Inputs whose Hessian has no Cholesky factor, whatever the damping: columns cannot make up for each other's errors.
+#[derive(Debug)]
+pub struct NoFactor {
+    /// Share of the mean of the diagonal that was added to it at last.
+    damping: f64,
+}
+
+impl fmt::Display for NoFactor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let damping = self.damping;
+        write!(f, "the inputs that calibration saw have no Cholesky factor, even with {damping} of damping")
+    }
+}
+
+impl std::error::Error for NoFactor {}
+
 impl Feedback {
     /// For the inputs of `hessian`; with act-order columns with large inputs come first. `damping` times the mean of the
     /// diagonal is added to the diagonal (0.01 in the paper), and more if there is no factor.
     ///
     /// # Errors
-    /// A Hessian without a factor, whatever the damping.
+    /// Damping that is negative or not finite; a Hessian without a factor, whatever the damping: a [`NoFactor`].
     pub fn new(hessian: &Hessian, act_order: bool, damping: f64) -> Result<Self> {
+        if !(damping.is_finite() && damping >= 0.0) {
+            bail!("damping: expected a finite number of at least 0, got {damping}")
+        }
         let (k, diagonal) = (hessian.k(), hessian.diagonal()?);
         let mut order: Vec<usize> = (0..k).collect();
         if act_order {
@@ -43,10 +64,7 @@ impl Feedback {
                 return Ok(Self { order, shares: shares(&r, k), act_order });
             }
         }
-        bail!(
-            "the inputs that calibration saw have no Cholesky factor, even with {} of damping",
-            added / unit
-        )
+        Err(NoFactor { damping: added / unit }.into())
     }
 }
 

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 
 use crate::round::{Grid, GroupScale, round_to_nearest};
 
-pub use feedback::Feedback;
+pub use feedback::{Feedback, NoFactor};
 pub use hessian::Hessian;
 
 /// Columns of a block: the effect of earlier blocks on one is a single product.

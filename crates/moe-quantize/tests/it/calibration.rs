@@ -3,8 +3,8 @@
 use candle_core::{Device, Tensor};
 use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
 use moe_quantize::{
-    Calibration, Feedback, FileFormat, Grid, Hessian, Indivisible, Method, TextSettings, gptq, loss,
-    quantize, round_to_nearest,
+    Calibration, Feedback, FileFormat, Grid, Hessian, Indivisible, Method, NoFactor, TextSettings, gptq,
+    loss, quantize, round_to_nearest,
 };
 use safetensors::Dtype;
 
@@ -157,6 +157,20 @@ fn what_does_not_fit_is_refused() {
     assert!(e.contains("not finite"), "{e}");
 }
 
+#[test]
+fn damping_that_is_none_is_told_from_inputs_without_a_factor() {
+    let zeros = Tensor::zeros((3, 8), candle_core::DType::F32, &Device::Cpu).unwrap();
+    let hessian = Hessian::of(&zeros).unwrap();
+    let made = |damping| Feedback::new(&hessian, false, damping).map(drop);
+    assert!(made(0.01).is_ok());
+    let none = made(0.0).unwrap_err();
+    assert!(none.is::<NoFactor>() && none.to_string().contains("no Cholesky factor"), "{none}");
+    for damping in [f64::NAN, f64::INFINITY, -0.01] {
+        let error = made(damping).unwrap_err();
+        assert!(!error.is::<NoFactor>() && error.to_string().contains("of at least 0"), "{error}");
+    }
+}
+
 fn calibration(samples: usize, length: usize) -> Calibration {
     // A text that nobody edits: what is asserted of a checkpoint's predictions must not hang on the prose of a page.
     let text = TextSettings { file: repository().join("LICENSE-APACHE"), samples, length };
@@ -219,8 +233,20 @@ fn experts_that_saw_few_tokens_are_listed() {
     assert!((before.nats_per_token - after.nats_per_token).abs() < 0.02 * before.nats_per_token);
 }
 
+/// Fewer tokens than columns: without damping no inputs have a factor.
 #[test]
-fn texts_that_do_not_fit_are_refused() {
+fn modules_whose_inputs_have_no_factor_are_listed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(FileFormat::CompressedTensors, 8, QuantGroup::Channel);
+    settings.method = Method::Gptq(Calibration { damping: 0., min_tokens: 1, ..calibration(1, 32) });
+    settings.ignore = vec!["*.experts.*".to_string()];
+    let report = quantize(&bundled(), &dir.path().join("out"), &settings).unwrap();
+    assert_eq!((report.calibrated.0, report.fallback.len()), (0, report.quantised));
+    assert!(report.fallback.iter().all(|(_, why)| why.contains("no Cholesky factor")));
+}
+
+#[test]
+fn texts_and_damping_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let run = |model: &std::path::Path, change: fn(&mut Calibration)| {
         let mut calibration = calibration(2, 48);
@@ -236,6 +262,8 @@ fn texts_that_do_not_fit_are_refused() {
         (|c| c.text.length = 513, "the model's context has 512 tokens"),
         (|c| c.text.samples = 0, "at least 1 window"),
         (|c| c.text.file = "no-such-file".into(), "cannot read the text no-such-file"),
+        (|c| c.damping = f64::NAN, "damping: expected a finite number of at least 0, got NaN"),
+        (|c| c.damping = -0.01, "damping: expected a finite number of at least 0, got -0.01"),
     ] {
         let e = run(&bundled(), change);
         assert!(e.contains(part), "{e}");
