@@ -66,25 +66,27 @@ fn expected(dir: &Path) -> Result<Vec<String>> {
 fn fault(path: &Path) -> Option<String> {
     let blob = fs::canonicalize(path).ok().filter(|blob| blob.is_file());
     let Some(blob) = blob else { return Some("missing; run `download` again".into()) };
-    let found = if is_sha256(&blob) { sha256_fault(&blob) } else { json_fault(path) };
+    let name = blob.file_name().unwrap_or_default().to_string_lossy();
+    let found = if is_sha256(&name) { sha256_fault(&blob, &name) } else { json_fault(path) };
     found.map(|reason| format!("damaged: {reason}; delete {} and run `download` again", blob.display()))
 }
 
-/// Large files are named by their SHA-256.
-fn is_sha256(blob: &Path) -> bool {
-    let name = blob.file_name().unwrap_or_default().to_string_lossy();
+/// Whether the name of a blob is the SHA-256 of its bytes: large files are named so.
+pub(super) fn is_sha256(name: &str) -> bool {
     name.len() == 64 && name.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-fn sha256_fault(blob: &Path) -> Option<String> {
+/// What is wrong with a file whose SHA-256 is known.
+pub(super) fn sha256_fault(blob: &Path, expected: &str) -> Option<String> {
     let mut hash = Sha256::new();
     let read = File::open(blob).and_then(|mut file| std::io::copy(&mut file, &mut hash));
     let bytes = match read {
         Ok(bytes) => bytes,
         Err(e) => return Some(format!("cannot be read: {e}")),
     };
-    let (got, expected) = (format!("{:x}", hash.finalize()), blob.file_name()?.to_string_lossy());
-    (got != expected).then(|| format!("expected SHA-256 {expected}, got {got} of {bytes} bytes"))
+    let got = format!("{:x}", hash.finalize());
+    (!got.eq_ignore_ascii_case(expected))
+        .then(|| format!("expected SHA-256 {expected}, got {got} of {bytes} bytes"))
 }
 
 /// Small ones are named by git's hash, which says less than that they can be read.

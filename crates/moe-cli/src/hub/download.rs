@@ -12,6 +12,7 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::{HumanBytes, ProgressBar};
 use tracing::{info, warn};
 
+use super::check::{is_sha256, sha256_fault};
 use super::client::{Client, FileInfo};
 use super::env::Settings;
 use super::failure::Failure;
@@ -90,21 +91,46 @@ impl Download<'_> {
         link(&blob, &pointer, file).with_context(|| format!("cannot create {}", pointer.display()))
     }
 
-    /// Brings a file to its full size.
+    /// Makes a file whole. What an earlier run left may not be what it received: after a loss of power a file may have its
+    /// length and zeros at its end. So the hash tells whether the whole is right, and if not, it is downloaded once more.
     fn fill(&self, path: &Path, wanted: &Wanted, progress: &Progress) -> Result<(), Failure> {
-        let Wanted { file, url, info: FileInfo { size, .. } } = wanted;
+        let Wanted { file, info: FileInfo { size, etag }, .. } = wanted;
         let mut partial = Partial::open(path, *size)?;
+        let is_checked = partial.len > 0 && is_sha256(etag);
         let progress = progress.file(file, *size, partial.len);
-        while partial.len < *size {
+        self.complete(&mut partial, wanted, &progress)?;
+        if is_checked && let Some(fault) = sha256_fault(path, etag) {
+            progress
+                .bar()
+                .suspend(|| warn!("{file}: what was here is damaged ({fault}); downloading it again"));
+            partial.restart()?;
+            self.complete(&mut partial, wanted, &progress)?;
+            if let Some(fault) = sha256_fault(path, etag) {
+                // Whoever runs again must not continue this.
+                partial.restart()?;
+                return Err(wrong_bytes(file, &fault, self.settings));
+            }
+        }
+        progress.finish(*size);
+        partial.file.sync_all().map_err(|e| partial.failed(e))
+    }
+
+    /// Brings a file to its full size.
+    fn complete(
+        &self,
+        partial: &mut Partial,
+        wanted: &Wanted,
+        progress: &FileProgress,
+    ) -> Result<(), Failure> {
+        while partial.len < partial.size {
             let before = partial.len;
-            self.retry(file, progress.bar(), || match self.extend(&mut partial, url, &progress) {
+            self.retry(wanted.file, progress.bar(), || match self.extend(partial, &wanted.url, progress) {
                 // A try that got further is not counted.
                 Err(Failure::Transient(_)) if partial.len > before => Ok(()),
                 result => result,
             })?;
         }
-        progress.finish(*size);
-        partial.file.sync_all().map_err(|e| partial.failed(e))
+        Ok(())
     }
 
     /// Appends what one answer holds.
@@ -229,6 +255,15 @@ fn cannot_write(path: &Path, missing: u64, error: io::Error) -> Failure {
         false => "is the cache (HF_HUB_CACHE, HF_HOME) writable?".to_string(),
     };
     Failure::Fatal(anyhow!("cannot write {}: {error}; {advice}", path.display()))
+}
+
+/// A file that arrived whole and is not the one that the hub announced.
+fn wrong_bytes(file: &str, fault: &str, settings: &Settings) -> Failure {
+    Failure::Fatal(anyhow!(
+        "{file} from {}: {fault}; what comes is not what the hub announces: is there a proxy \
+         (HTTPS_PROXY) or a mirror (HF_ENDPOINT) that changes it, or does this disk lose data? Then run again",
+        settings.endpoint
+    ))
 }
 
 fn make_parents(path: &Path) -> Result<()> {

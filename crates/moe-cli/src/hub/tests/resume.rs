@@ -85,3 +85,36 @@ fn a_range_that_is_refused_starts_over() {
     is_whole(&case);
     assert_eq!(ranges(&case.server.seen()), ["bytes=3-", "all"]);
 }
+
+/// After a loss of power a file may have its length, and zeros where its end was.
+#[test]
+fn what_has_another_hash_is_downloaded_again() {
+    let weights = fs::read(fixture("text").join(WEIGHTS)).unwrap();
+    let lost = |len: usize| [&weights[..len - 1000], &[0; 1000]].concat();
+    for (left, expected) in [(lost(weights.len()), vec!["all"]), (lost(50_000), vec!["bytes=50000-", "all"])]
+    {
+        let case = Case::new("text");
+        fs::create_dir_all(case.folder().join("blobs")).unwrap();
+        fs::write(case.partial(WEIGHTS), left).unwrap();
+        is_whole(&case);
+        assert_eq!(ranges(&case.server.seen()), expected);
+    }
+}
+
+#[test]
+fn bytes_that_are_wrong_twice_are_an_error() {
+    let case = Case::new("text");
+    fs::create_dir_all(case.folder().join("blobs")).unwrap();
+    fs::write(case.partial(WEIGHTS), b"abc").unwrap();
+    case.server.spoil("GET", "/storage/", 2, Act::Zeros);
+    let error = case.error("org/tiny");
+    assert_eq!(ranges(&case.server.seen()), ["bytes=3-", "all"]);
+    let hash = case.server.etag(WEIGHTS);
+    for part in [WEIGHTS, &format!("expected SHA-256 {hash}, got"), "HF_ENDPOINT", "run again"] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+    assert!(!case.folder().join("blobs").join(hash).exists() && !error.contains('\n'), "{error}");
+    // Nothing of it is kept.
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["all"]);
+}

@@ -28,6 +28,8 @@ pub enum Act {
     Stall(usize),
     /// The whole file comes, whatever range was asked for.
     IgnoreRange,
+    /// Zeros come instead of the body's bytes.
+    Zeros,
     /// This text comes instead of the body.
     Body(&'static str),
 }
@@ -229,7 +231,12 @@ impl State {
         let file = stored.and_then(|hash| self.files.values().find(|bytes| etag(bytes) == hash));
         match file {
             Some(bytes) => {
-                part(bytes, request.range.as_deref().filter(|_| !matches!(act, Some(Act::IgnoreRange))))
+                let range = request.range.as_deref().filter(|_| !matches!(act, Some(Act::IgnoreRange)));
+                let mut answer = part(bytes, range);
+                if let Some(Act::Zeros) = act {
+                    answer.body.fill(0);
+                }
+                answer
             }
             None => Answer::error(404, "", ""),
         }
