@@ -22,7 +22,9 @@ def read(folder):
 
 
 def beside(ours, rival):
-    """Our figure, the rival's and their ratio."""
+    """Our figure, the rival's and their ratio; a figure that noise hid is null."""
+    if ours is None:
+        return f"{'noise':>10}" + (f" {rival:14.0f}" if rival else f" {'-':>14}") + f" {'-':>8}"
     return f"{ours:10.0f}" + (f" {rival:14.0f} {ours / rival:8.2f}" if rival else f" {'-':>14} {'-':>8}")
 
 

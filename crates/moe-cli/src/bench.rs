@@ -33,6 +33,8 @@ use crate::session::{self, Model};
 pub use requests::Workload;
 
 const BLOCK_SIZE: usize = 16;
+/// New tokens behind the prompt of `--long-context`.
+const LONG_OUTPUT: usize = 128;
 
 static START: OnceLock<Instant> = OnceLock::new();
 
@@ -84,8 +86,8 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     }
     if args.long_context > 0 {
         let one = bench.median(args.repeat, 1, args.long_context, 1)?;
-        let full = bench.median(args.repeat, 1, args.long_context, 128)?;
-        result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
+        let full = bench.median(args.repeat, 1, args.long_context, LONG_OUTPUT)?;
+        result["decode_long"] = long_row(args.long_context, one, full);
     }
     // The first rank's activations and scratch, without weights and KV cache.
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
@@ -165,9 +167,9 @@ fn check_sizes(args: &BenchArgs, sizes: &Sizes, info: &ModelInfo) -> Result<()> 
             context - 1
         )));
     }
-    if args.long_context > 0 && !fits(args.long_context, 128) {
+    if args.long_context > 0 && !fits(args.long_context, LONG_OUTPUT) {
         return Err(usage(format!(
-            "--long-context {}: 128 more tokens must fit {context}",
+            "--long-context {}: {LONG_OUTPUT} more tokens must fit {context}",
             args.long_context
         )));
     }
@@ -284,6 +286,11 @@ fn decode_row(batch: usize, output: usize, one: f64, full: f64) -> Value {
     })
 }
 
+/// The row of one sequence behind a long prompt.
+fn long_row(context: usize, one: f64, full: f64) -> Value {
+    json!({"context": context, "tok_s": decode_row(1, LONG_OUTPUT, one, full)["tok_s"]})
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -294,5 +301,8 @@ mod tests {
         assert_eq!(row(1., 3.), json!({"tok_s": 4., "step_ms": 500., "end_to_end_tok_s": 10. / 3.}));
         let lost = json!({"tok_s": null, "step_ms": null, "end_to_end_tok_s": 10.});
         assert_eq!((row(2., 1.), row(1., 1.)), (lost.clone(), lost));
+        assert_eq!(long_row(4096, 1., 2.), json!({"context": 4096, "tok_s": 127.}));
+        let lost = json!({"context": 4096, "tok_s": null});
+        assert_eq!((long_row(4096, 2., 1.), long_row(4096, 1., 1.)), (lost.clone(), lost));
     }
 }
