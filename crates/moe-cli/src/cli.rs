@@ -302,8 +302,8 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
     pub block_size: usize,
     /// Memory of the KV cache of each rank, such as 512MiB or 4GiB, taken at the start (default: 4GiB,
-    /// all ranks together at most half of what is free; on a GPU nine tenths of what is free there); never
-    /// more than the sequences can use.
+    /// all ranks together at most half of what is free; on a GPU nine tenths of what is free there, less
+    /// where the largest step, which is run first, needs more); never more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
     /// Memory of each GPU that may be in use, such as 24GB: weights, KV cache and buffers (default: all of it).

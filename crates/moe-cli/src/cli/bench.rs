@@ -32,7 +32,8 @@ pub struct BenchArgs {
     #[arg(long, value_enum, requires = "workload", default_value = "longest-first")]
     pub scheduling_policy: SchedulingPolicy,
     /// Memory of the KV cache of each rank in a run of a workload, such as 512MiB or 4GiB (default: 4GiB, all ranks
-    /// together at most half of what is free; on a GPU nine tenths of what is free there).
+    /// together at most half of what is free; on a GPU nine tenths of what is free there, less where the largest step,
+    /// which is run first, needs more).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
     pub kv_cache_memory: Option<usize>,
     /// Memory of each GPU that may be in use in a run of a workload, such as 24GB (default: all of it).
