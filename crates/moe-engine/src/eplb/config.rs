@@ -52,17 +52,19 @@ impl EplbConfig {
     /// # Errors
     /// A setting that cannot be, by its flag: a [`UsageError`](crate::UsageError).
     pub fn check(&self) -> Result<()> {
-        let most = u32::MAX as usize;
+        const MOST: usize = u32::MAX as usize;
         for (flag, value) in [
             ("--eplb-window", self.window),
             ("--eplb-interval", self.interval),
             ("--eplb-plan-steps", self.plan_steps),
-            ("--eplb-bytes-per-step", self.bytes_per_step),
             ("--eplb-max-moves", self.max_moves.unwrap_or(1)),
         ] {
-            if value == 0 || (value > most && flag != "--eplb-bytes-per-step") {
-                return Err(usage(format!("{flag} {value}: expected 1 to {most}")));
+            if !(1..=MOST).contains(&value) {
+                return Err(usage(format!("{flag} {value}: expected 1 to {MOST}")));
             }
+        }
+        if self.bytes_per_step == 0 {
+            return Err(usage("--eplb-bytes-per-step 0: expected bytes, at least 1"));
         }
         if self.move_timeout.is_zero() {
             return Err(usage("--eplb-move-timeout 0: expected seconds, at least 1"));
@@ -139,11 +141,15 @@ mod tests {
         }
         assert!("random".parse::<EplbPolicy>().unwrap_err().contains("expected joint"));
         assert!(EplbConfig::default().check().is_ok());
+        assert!(EplbConfig { bytes_per_step: usize::MAX, ..EplbConfig::default() }.check().is_ok());
         for (config, flag) in [
             (EplbConfig { window: 0, ..EplbConfig::default() }, "--eplb-window 0"),
             (EplbConfig { interval: 1 << 40, ..EplbConfig::default() }, "--eplb-interval"),
             (EplbConfig { max_moves: Some(0), ..EplbConfig::default() }, "--eplb-max-moves 0"),
-            (EplbConfig { bytes_per_step: 0, ..EplbConfig::default() }, "--eplb-bytes-per-step 0"),
+            (
+                EplbConfig { bytes_per_step: 0, ..EplbConfig::default() },
+                "--eplb-bytes-per-step 0: expected bytes, at least 1",
+            ),
             (EplbConfig { move_timeout: Duration::ZERO, ..EplbConfig::default() }, "--eplb-move-timeout 0"),
             (EplbConfig { min_gain: f64::NAN, ..EplbConfig::default() }, "--eplb-min-gain NaN"),
         ] {
