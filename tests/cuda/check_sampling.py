@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import torch
-from kernels import Out, call, sized, u32
+from kernels import Out, call, refuses, sized, u32
 
 F = np.float32
 
@@ -89,7 +89,8 @@ def run_rows(logits, params, name, extras=None, uses=None, edits=None, edited=No
     rows, vocab = logits.shape
     tokens, status = Out((rows,), torch.int32), Out((rows,), torch.int32)
     device, packed = torch.from_numpy(logits).cuda(), pack_rows(params, extras)
-    call("moe_sample", device, packed, uses, edits, rows, vocab, tokens.t, status.t)
+    slots = 0 if uses is None else len(uses)
+    call("moe_sample", device, packed, uses, edits, slots, rows, vocab, tokens.t, status.t)
     got = [(t & 0xFFFFFFFF, s) for t, s in zip(tokens.t.tolist(), status.t.tolist())]
     for r, (t, k, p, m, seed, at) in enumerate(params):
         want = sample_ref((logits if edited is None else edited)[r], t, k, p, m, seed, at)
@@ -163,7 +164,8 @@ def slots():
             entries += [slot[r], at, len(prompts[r]), len(ids), at + len(ids), len(changes), 0, 0]
             tail += ids.tolist() + [word for pair in changes for word in pair]
         uses, edits = u32([[7] * vocab] * count), u32([[0] * 2 * MAX_EDITS] * count)
-        call("moe_reset_slots", u32(entries + tail), rows, uses, edits, vocab)
+        words = u32(entries + tail)
+        call("moe_reset_slots", words, len(words), rows, uses, edits, count, vocab)
         held = uses.cpu().numpy().view(np.uint32).copy()
         choices = [(1.3, 0.2, 0.5), (1.0, 0.0, 0.0), (0.8, 0.0, 0.0), (1.0, -0.3, 0.0), (1.0, 0.0, 2.0)] * 2
         wanted, extras, edited = [1, 0, 6, 21, 2, 33, 0, 3, 1], [], logits.copy()
@@ -190,6 +192,28 @@ def slots():
         check_logprobs(logits, device, packed, tokens, sampled, wanted)
 
 
+def absent_slots():
+    """Slots that rows and resets name but that are not there: such a row is one without a slot, such a reset is none."""
+    rng, vocab, count = np.random.default_rng(torch.randint(2**31, ()).item()), 1000, 3
+    logits = rng.standard_normal((3, vocab)).astype(F)
+    best = logits.argmax(1)
+    uses, edits = u32([[7] * vocab] * (count + 2)), u32([[int(best[0]), 0xFF800000] * MAX_EDITS] * (count + 2))
+    held = [uses.cpu(), edits.cpu()]
+    params = [(0.0, 0, 1.0, 0.0, 1, 1)] * 3
+    extras = [(1.3, 0.2, 0.5, slot, MAX_EDITS, 0, 0, 0) for slot in (count, count + 1, 0xFFFFFFFE)]
+    run_rows(logits, params, "beyond the slots", extras, uses[:count], edits[:count])
+    run_rows(logits, params, "no slots", extras)
+    # One whose slot is not there; then ids, too many edits and edits behind the words, of a slot that is.
+    entries = [[count, 8, 0, 2, 10, 1, 0, 0], [0, 9, 0, 4, 8, 0, 0, 0], [0, 8, 0, 0, 8, MAX_EDITS + 1, 0, 0], [0, 8, 0, 0, 11, 1, 0, 0],
+               [0, 0xFFFFFFFF, 0, 2, 8, 0, 0, 0]]
+    for entry in entries:
+        words = u32(entry + [1, 2, 3, 4])
+        call("moe_reset_slots", words, len(words), 1, uses[:count], edits[:count], count, vocab)
+    assert torch.equal(uses.cpu(), held[0]) and torch.equal(edits.cpu(), held[1]), "a slot changed"
+    assert refuses("moe_reset_slots", words, len(words), 2, uses, edits, count, vocab), "two entries in 12 words"
+    assert refuses("moe_sample", torch.from_numpy(logits).cuda(), pack_rows(params), None, None, 1, 3, vocab, words, words), "no uses"
+
+
 def check_logprobs(logits, device, packed, tokens, sampled, wanted):
     rows, vocab = logits.shape
     out = Out((rows, LOGPROB_WORDS), torch.int32)
@@ -208,4 +232,4 @@ def check_logprobs(logits, device, packed, tokens, sampled, wanted):
         assert (words[r] == 0x5A5A5A5A).all()
 
 
-CHECKS = [known_answers, sampling, slots]
+CHECKS = [known_answers, sampling, slots, absent_slots]

@@ -3,7 +3,8 @@
 
 use candle_core::DType;
 use model_runtime::cuda::{
-    LOGPROB_WORDS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SlotReset, logprobs_into, sample_into,
+    LOGPROB_WORDS, MAX_EDITS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SampleSlots, SlotReset,
+    logprobs_into, reset_slots_into, sample_into,
 };
 use model_runtime::device_slots::DeviceSlots;
 use model_runtime::sampling::{LogitEdits, Sampled, SamplingError, device_logprobs, sample_row};
@@ -224,4 +225,39 @@ fn padding_rows_draw_nothing() {
         &ex,
     );
     assert_error(refused, &["params", "[2, 16]", "[4, 8]"]);
+}
+
+/// Memory behind the slots stays as it is: a row that names it is drawn without a slot, a reset of it is none.
+#[test]
+fn a_slot_that_is_not_there_is_no_slot() {
+    let (mut rng, ex, vocab) = (Rng::new(), cuda(), 500);
+    let place = Place::new(ex.clone());
+    let logits = rng.floats(DType::F32, &[1, vocab]);
+    let likeliest = |x: &[f32]| (0..vocab).max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap() as u32;
+    let (best, logits) = (likeliest(&values::<f32>(&logits)), place.put(&logits));
+    let row = SampleParams { position: 0, slot: 1, edits: [1, 0, 0], ..SampleParams::PADDING };
+    let params = place.put(&words(row.words().to_vec(), &[1, SAMPLE_WORDS]));
+    let (uses, edits) = (words(vec![7; 2 * vocab], &[2, vocab]), [best, f32::NEG_INFINITY.to_bits()]);
+    let edits = words(edits.repeat(2 * MAX_EDITS), &[2, MAX_EDITS, 2]);
+    let (mut held_uses, mut held_edits) = (place.put(&uses), place.put(&edits));
+    for there in [true, false] {
+        let slots = there.then(|| SampleSlots {
+            uses: held_uses.view_mut().narrow(0, 1).unwrap(),
+            edits: held_edits.view_mut().narrow(0, 1).unwrap(),
+        });
+        let (mut tokens, mut status) = (place.out(DType::U32, &[1]), place.out(DType::U32, &[1]));
+        sample_into(logits.view(), params.view(), slots, tokens.view_mut(), status.view_mut(), &ex).unwrap();
+        assert_eq!(values::<u32>(&tokens.host(&place)), [best], "slots: {there}");
+    }
+    let mut reset = vec![0; 64];
+    let of_absent = SlotReset { slot: 1, prompt: &[1, 2], output: &[3], edits: &[(4, 1.0)] };
+    SlotReset::write(&[of_absent], &mut reset).unwrap();
+    let reset = place.put(&words(reset, &[64]));
+    let slots = SampleSlots {
+        uses: held_uses.view_mut().narrow(0, 1).unwrap(),
+        edits: held_edits.view_mut().narrow(0, 1).unwrap(),
+    };
+    reset_slots_into(reset.view(), 1, slots, &ex).unwrap();
+    assert_same("uses", &uses, &held_uses.host(&place));
+    assert_same("edits", &edits, &held_edits.host(&place));
 }

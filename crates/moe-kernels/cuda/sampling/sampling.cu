@@ -15,7 +15,7 @@ namespace moe {
 namespace {
 
 constexpr float kGreedyBelow = 1e-5f, kSmallestTemperature = 1e-2f;
-constexpr int kMaxEdits = 1024;         // per slot
+constexpr uint32_t kMaxEdits = 1024;    // per slot
 constexpr uint32_t kPrompt = 1u << 31;  // a token of the prompt; the other bits count it in the output
 
 /// Parameters of a row, as the host lays them out.
@@ -25,17 +25,20 @@ struct SampleRow {
   uint64_t seed;
   uint64_t position;                      // output position; u64::MAX = padding row, no token
   float repetition, frequency, presence;  // 1, 0, 0 = none
-  uint32_t slot;                          // u32::MAX = none: no penalties, no edits
+  uint32_t slot;                          // one that there is not, as u32::MAX: no penalties, no edits
   uint32_t bans, edits;                   // of the slot's edits the first `bans` (if they apply: 0 if not) ..
   uint32_t edits_from;                    // .. and `edits` from here on
   uint32_t logprobs;                      // not for sampling
 };
 static_assert(sizeof(SampleRow) == 64, "shared with the host");
 
-/// What slots hold.
+/// What slots hold. Rows and resets name them from device memory, so only here can it be seen whether one exists.
 struct Slots {
-  uint32_t* uses;      // [slots, vocab]
-  const uint2* edits;  // [slots, kMaxEdits]: id, bits of a bias; -inf excludes
+  uint32_t* uses;      // [count, vocab]
+  const uint2* edits;  // [count, kMaxEdits]: id, bits of a bias; -inf excludes
+  uint32_t count;
+
+  __device__ __forceinline__ bool has(uint32_t slot) const { return slot < count; }
 };
 
 enum Status : uint32_t { kOk = 0, kNotFinite = 1, kEmpty = 2 };
@@ -73,9 +76,10 @@ __device__ __forceinline__ float penalised(float x, uint32_t uses, const SampleR
 /// What the row's slot does to its logits, in the order of the CPU. Returns as `Row::load`.
 __device__ __forceinline__ float edit(Row& row, const SampleRow& p, const Slots& slots, int vocab) {
   const uint2* edits = slots.edits + static_cast<size_t>(p.slot) * kMaxEdits;
+  const uint32_t from = min(p.edits_from, kMaxEdits);
   __syncthreads();
-  apply_edits(row, edits, p.bans);
-  apply_edits(row, edits + p.edits_from, p.edits);
+  apply_edits(row, edits, min(p.bans, kMaxEdits));
+  apply_edits(row, edits + from, min(p.edits, kMaxEdits - from));
   if (p.repetition != 1.f || p.frequency != 0.f || p.presence != 0.f) {
     const uint32_t* uses = slots.uses + static_cast<size_t>(p.slot) * vocab + row.first;
     constexpr int kAtOnce = 8;
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const float* log
   }
   Row row(s, buffer, vocab);
   float own = row.load(logits + static_cast<size_t>(blockIdx.y) * vocab);
-  if (p.slot != ~0u) own = edit(row, p, slots, vocab);
+  if (slots.has(p.slot)) own = edit(row, p, slots, vocab);
   const bool greedy = p.temperature < kGreedyBelow;
   const Row::Top top = row.top(own, greedy);
   const float largest = key_logit(top.key);
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const float* log
   if (writes) status[blockIdx.y] = code;
   if (token == ~0u) return;
   tokens[blockIdx.y] = token;
-  if (p.slot != ~0u && code == kOk) ++slots.uses[static_cast<size_t>(p.slot) * vocab + token];
+  if (slots.has(p.slot) && code == kOk) ++slots.uses[static_cast<size_t>(p.slot) * vocab + token];
 }
 
 /// One slot to rebuild, as the host lays it out; offsets into the words that hold this too.
@@ -205,10 +209,17 @@ struct SlotReset {
   uint32_t unused[2];
 };
 
+/// Whether `n` words from `first` on are among `words`.
+__device__ __forceinline__ bool inside(uint32_t first, uint32_t n, uint32_t words) {
+  return n <= words && first <= words - n;
+}
+
 /// Floor: the slot's counts written, the history read.
 __global__ void __launch_bounds__(kRowThreads)
-    reset_kernel(const uint32_t* words, Slots slots, uint2* edits, int vocab) {
+    reset_kernel(const uint32_t* words, uint32_t len, Slots slots, uint2* edits, int vocab) {
   const SlotReset r = reinterpret_cast<const SlotReset*>(words)[blockIdx.x];
+  if (!slots.has(r.slot) || !inside(r.tokens, r.history, len)) return;
+  if (r.edits > kMaxEdits || !inside(r.edits_at, 2 * r.edits, len)) return;
   uint32_t* uses = slots.uses + static_cast<size_t>(r.slot) * vocab;
   for (int i = threadIdx.x; i < vocab; i += kRowThreads) uses[i] = 0;
   for (uint32_t i = threadIdx.x; i < r.edits; i += kRowThreads)
@@ -227,29 +238,34 @@ __global__ void __launch_bounds__(kRowThreads)
 
 /// tokens [rows] u32 sampled from logits [rows, vocab] f32 with `params` [rows] (SampleRow). status [rows] u32:
 /// 0 = sampled (u32::MAX for a padding row), 1 = a logit is NaN or +inf (the token is the first such), 2 = every
-/// logit is -inf. Rows that name a slot read, and count their token in, uses [slots, vocab] u32; edits [slots, 1024, 2]
-/// u32; a slot has one row. vocab at most 8 x what shared memory holds (about 420,000).
-extern "C" int moe_sample(const float* logits, const void* params, uint32_t* uses, const void* edits, int rows,
-                          int vocab, uint32_t* tokens, uint32_t* status, void* stream) {
+/// logit is -inf. Rows that name one of the slots read, and count their token in, uses [slots, vocab] u32; edits
+/// [slots, 1024, 2] u32; a slot has one row. vocab at most 8 x what shared memory holds (about 420,000).
+extern "C" int moe_sample(const float* logits, const void* params, uint32_t* uses, const void* edits, int slots,
+                          int rows, int vocab, uint32_t* tokens, uint32_t* status, void* stream) {
   using namespace moe;
-  if (rows < 0 || rows > 65535 || vocab <= 0) return cudaErrorInvalidValue;
+  if (rows < 0 || rows > 65535 || vocab <= 0 || slots < 0 || (slots > 0 && (uses == nullptr || edits == nullptr)))
+    return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   const cudaError_t e = row_fits(vocab);
   if (e != cudaSuccess) return e;
   Launch l = {dim3(kRowCluster, rows), dim3(kRowThreads), stream, row_smem(vocab)};
   l.cluster = kRowCluster;
-  const Slots slots = {uses, static_cast<const uint2*>(edits)};
-  return launch(sample_kernel, l, logits, static_cast<const SampleRow*>(params), slots, vocab, tokens, status);
+  const Slots all = {uses, static_cast<const uint2*>(edits), static_cast<uint32_t>(slots)};
+  return launch(sample_kernel, l, logits, static_cast<const SampleRow*>(params), all, vocab, tokens, status);
 }
 
-/// Rebuilds `count` different slots from `words`: count entries (SlotReset), then the ids and edits that they name.
-/// Does not overlap the launch before it.
-extern "C" int moe_reset_slots(const uint32_t* words, int count, uint32_t* uses, void* edits, int vocab, void* stream) {
+/// Rebuilds `count` different slots of `slots` from `words` [len]: count entries (SlotReset), then the ids and edits
+/// that they name. An entry whose slot does not exist, or whose words or edits are too many, is left out. Does not
+/// overlap the launch before it.
+extern "C" int moe_reset_slots(const uint32_t* words, int len, int count, uint32_t* uses, void* edits, int slots,
+                               int vocab, void* stream) {
   using namespace moe;
-  if (count < 0 || vocab <= 0) return cudaErrorInvalidValue;
+  if (count < 0 || len < 0 || count > len / static_cast<int>(sizeof(SlotReset) / sizeof(uint32_t)) || slots < 0 ||
+      vocab <= 0)
+    return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
   Launch l = {dim3(count), dim3(kRowThreads), stream};
   l.overlap = false;
-  const Slots slots = {uses, nullptr};
-  return launch(reset_kernel, l, words, slots, static_cast<uint2*>(edits), vocab);
+  const Slots all = {uses, nullptr, static_cast<uint32_t>(slots)};
+  return launch(reset_kernel, l, words, static_cast<uint32_t>(len), all, static_cast<uint2*>(edits), vocab);
 }

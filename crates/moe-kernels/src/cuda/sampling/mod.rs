@@ -37,7 +37,7 @@ pub struct SampleParams {
     pub position: u64,
     /// Repetition, frequency and presence penalty; 1, 0, 0 change nothing.
     pub penalties: [f32; 3],
-    /// The sequence's slot; u32::MAX = none, then neither penalties nor edits.
+    /// The sequence's slot; one that there is not, as u32::MAX: neither penalties nor edits.
     pub slot: u32,
     /// How many of the slot's first edits are made, then how many from which one on.
     pub edits: [u32; 3],
@@ -105,10 +105,12 @@ pub struct SampleSlots<'a> {
 }
 
 impl SampleSlots<'_> {
-    fn check(&self, op: &str, vocab: usize) -> Result<()> {
+    /// S, where dims and dtypes are right.
+    fn count(&self, op: &str, vocab: usize) -> Result<usize> {
         let (slots, _) = expect_matrix(op, "uses", &self.uses)?;
         expect(op, "uses", &self.uses, DType::U32, &[slots, vocab])?;
-        expect(op, "edits", &self.edits, DType::U32, &[slots, MAX_EDITS, 2])
+        expect(op, "edits", &self.edits, DType::U32, &[slots, MAX_EDITS, 2])?;
+        Ok(slots)
     }
 }
 
@@ -116,8 +118,8 @@ impl SampleSlots<'_> {
 /// ([`SampleParams::words`]). `status` \[R\] u32: 0 = sampled, 1 = a logit is NaN or +inf (the token is
 /// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
 ///
-/// A row that names a slot reads `slots` and counts its token there. Slots that rows name exist, and no two
-/// rows name the same.
+/// A row that names one of `slots` reads it and counts its token there; no two rows name the same. One that names another
+/// is drawn as a row without a slot.
 pub fn sample_into(
     logits: View,
     params: View,
@@ -133,9 +135,9 @@ pub fn sample_into(
     for (name, out) in [("tokens", &tokens), ("status", &status)] {
         expect(op, name, out, DType::U32, &[rows])?;
     }
-    let (mut uses, mut edits) = (std::ptr::null_mut(), std::ptr::null());
+    let (mut uses, mut edits, mut count) = (std::ptr::null_mut(), std::ptr::null(), 0);
     if let Some(mut slots) = slots {
-        slots.check(op, vocab)?;
+        count = small(op, slots.count(op, vocab)?)?;
         uses = cuda.write(op, "uses", &mut slots.uses)?;
         edits = cuda.read(op, "edits", slots.edits.as_view())?;
     }
@@ -143,9 +145,9 @@ pub fn sample_into(
     let tokens = cuda.write(op, "tokens", &mut tokens)?;
     let status = cuda.write(op, "status", &mut status)?;
     let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
-    // SAFETY: dims and dtypes are checked above; which slots rows name is the caller's promise.
+    // SAFETY: dims and dtypes are checked above; the kernel holds the slots that rows name to their number.
     cuda.check(op, unsafe {
-        ffi::moe_sample(logits, params, uses, edits, rows, vocab, tokens, status, cuda.raw()?)
+        ffi::moe_sample(logits, params, uses, edits, count, rows, vocab, tokens, status, cuda.raw()?)
     })
 }
 
@@ -168,8 +170,12 @@ impl SlotReset<'_> {
         RESET_WORDS + self.prompt.len() + self.output.len() + 2 * self.edits.len()
     }
 
-    /// The array of several resets; fails if it is longer than `words`.
+    /// The array of several resets; fails if it is longer than `words`, or a slot has no room for its edits.
     pub fn write(resets: &[SlotReset], words: &mut [u32]) -> Result<usize> {
+        if let Some(reset) = resets.iter().find(|reset| reset.edits.len() > MAX_EDITS) {
+            let (slot, edits) = (reset.slot, reset.edits.len());
+            bail!("reset_slots: expected at most {MAX_EDITS} edits of slot {slot}, got {edits}")
+        }
         let len = resets.iter().map(SlotReset::words).sum::<usize>();
         let available = words.len();
         let Some(words) = words.get_mut(..len) else {
@@ -193,21 +199,23 @@ impl SlotReset<'_> {
     }
 }
 
-/// Rebuilds the slots of the first `count` entries of `words` ([`SlotReset::write`]), which are all different.
+/// Rebuilds the slots of the first `count` entries of `words` ([`SlotReset::write`]), which are all different. An entry
+/// whose slot does not exist, or that names words behind `words`, changes nothing.
 pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &Exec) -> Result<()> {
     let (op, cuda) = ("reset_slots", ex.cuda("reset_slots")?);
     expect_dtype(op, "words", &words, DType::U32)?;
     let (_, vocab) = expect_matrix(op, "uses", &slots.uses)?;
-    slots.check(op, vocab)?;
-    if words.elem_count() < count * RESET_WORDS {
-        bail!("{op}: expected {count} entries of {RESET_WORDS} words, got {} words", words.elem_count())
+    let all = small(op, slots.count(op, vocab)?)?;
+    let len = words.elem_count();
+    if len / RESET_WORDS < count {
+        bail!("{op}: expected {count} entries of {RESET_WORDS} words, got {len} words")
     }
     let words = cuda.read(op, "words", words)?;
     let uses = cuda.write(op, "uses", &mut slots.uses)?;
     let edits = cuda.write(op, "edits", &mut slots.edits)?;
-    let (count, vocab) = (small(op, count)?, small(op, vocab)?);
-    // SAFETY: dims and dtypes are checked above; `SlotReset::write` made the offsets.
-    cuda.check(op, unsafe { ffi::moe_reset_slots(words, count, uses, edits, vocab, cuda.raw()?) })
+    let (len, count, vocab) = (small(op, len)?, small(op, count)?, small(op, vocab)?);
+    // SAFETY: dims and dtypes are checked above; the kernel holds slots and offsets to what there is.
+    cuda.check(op, unsafe { ffi::moe_reset_slots(words, len, count, uses, edits, all, vocab, cuda.raw()?) })
 }
 
 /// What log-probabilities need of rows of `logits` [R, V] f32 whose token was sampled (`tokens` \[R\]) and whose
@@ -303,6 +311,16 @@ mod tests {
         assert_eq!(words[8..16], [1, 21, 1, 1, 22, 0, 0, 0]);
         assert_eq!(words[16..], [10, 11, 12, 7, 0.5f32.to_bits(), 20, u32::MAX]);
         assert!(SlotReset::write(&all, &mut words[..21]).is_err());
+    }
+
+    #[test]
+    fn a_slot_has_room_for_so_many_edits() {
+        let edits = vec![(7, 0.5); MAX_EDITS + 1];
+        let reset = |edits| SlotReset { slot: 3, prompt: &[], output: &[], edits };
+        let mut words = vec![0; reset(&edits).words()];
+        SlotReset::write(&[reset(&edits[1..])], &mut words).unwrap();
+        let refused = SlotReset::write(&[reset(&edits)], &mut words).unwrap_err().to_string();
+        assert!(refused.contains("expected at most 1024 edits of slot 3, got 1025"), "{refused}");
     }
 
     #[test]
