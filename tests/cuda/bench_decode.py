@@ -83,7 +83,8 @@ class Caches:
     def attend(self, layer, qkv, out, work, splits):
         k, v = self.kv[layer]
         call("moe_attention_decode", qkv, *self.gains, 1e-6, self.cos, self.sin, None, self.slots, self.positions, self.table,
-             self.per, k, v, out, work, self.batch, HQ, HKV, D, BLOCK, D**-0.5, 0, splits)
+             self.per, k, v, out, work, self.batch, HQ, HKV, D, BLOCK, D**-0.5, 0, splits,
+             self.batch * self.per * BLOCK)
 
 
 def attention(rows):

@@ -53,7 +53,7 @@ class Step:
 
     def decode(self, layer, splits, work, beside=0):
         call("moe_attention_decode_beside", self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, self.table, self.max_blocks, *self.kv[layer],
-             self.out, work, self.decoding, HQ, HKV, D, BLOCK, D**-0.5, 0, splits, beside)
+             self.out, work, self.decoding, HQ, HKV, D, BLOCK, D**-0.5, 0, splits, self.blocks * BLOCK, beside)
 
     def rope(self, layer):
         tail = slice(self.decoding, self.rows)

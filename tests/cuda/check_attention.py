@@ -89,7 +89,7 @@ def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=Tru
 
     def run(to):
         call("moe_attention_decode", qkv, *gains, 1e-6, cos, sin, rows_at, row_slots, row_positions, paged.table,
-             paged.max_blocks, paged.k, paged.v, to, work, rows, heads, kv, d, block_size, scale, window, splits)
+             paged.max_blocks, paged.k, paged.v, to, work, rows, heads, kv, d, block_size, scale, window, splits, paged.num_blocks * block_size)
 
     torch.cuda.synchronize()
     run(out.t)
@@ -191,8 +191,28 @@ def decode_writes_what_prompts_write():
         call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, slots, q, k, v, BF16, F32, BF16, rows, heads, kv, d, 16,
              paged.num_blocks * 16)
         call("moe_attention_decode", qkv, *gains, 1e-6, *cos_sin, None, slots, u32([29] * rows), paged.table, paged.max_blocks, paged.k,
-             paged.v, out, attention_workspace(rows, heads, kv, d, 1), rows, heads, kv, d, 16, d**-0.5, 0, 1)
+             paged.v, out, attention_workspace(rows, heads, kv, d, 1), rows, heads, kv, d, 16, d**-0.5, 0, 1, paged.num_blocks * 16)
         assert torch.equal(paged.k, k) and torch.equal(paged.v, v), f"D={d}"
+
+
+def slots_beyond_the_cache():
+    """A row whose slot the cache does not have writes nothing to it; where rows decode, it is padding."""
+    heads, kv, d, rows = 32, 4, 128, 3
+    paged = Paged([30] * rows, kv, d, 16)
+    # The last block lies behind the cache that the launches are told of.
+    end = (paged.num_blocks - 1) * 16
+    qkv, cos_sin, gains = randn(rows, (heads + 2 * kv) * d, dtype=torch.float32), angles(rows, d), (randn(d), randn(d))
+    slots, before = u32([end, end + 15, 0xFFFFFFFF]), [paged.k.clone(), paged.v.clone()]
+    q, out = (torch.full((rows, heads * d), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, slots, q, paged.k, paged.v, BF16, F32, BF16, rows, heads, kv, d, 16, end)
+    assert bool((q != 7.0).any(1).all()), "queries have no slot"
+    for splits in (1, 4, 16):
+        out.fill_(7.0)
+        call("moe_attention_decode", qkv, *gains, 1e-6, *cos_sin, None, slots, u32([29] * rows), paged.table, paged.max_blocks, paged.k,
+             paged.v, out, attention_workspace(rows, heads, kv, d, splits), rows, heads, kv, d, 16, d**-0.5, 0, splits, end)
+        assert bool((out == 0).all()), f"splits={splits}: a row without a slot is not zero"
+    bits = lambda cache: cache.view(torch.int16)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (paged.k, paged.v))), "wrote behind the cache"
 
 
 def hide_unwritten(paged):
@@ -334,8 +354,9 @@ def rows_do_not_depend_on_their_step(sharp):
 
 def refusals():
     x, i = randn(1, 64, dtype=torch.float32), u32([0])
-    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1)
-    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3)
+    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1, 16)
+    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3, 16)
+    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 1, -1)
     assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 64, 64, 1, 16, 1.0, 0, 0, x, None, 1)
     assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 64, 64, 1, 16, 1.0, 0, 0, x, None, 1)
     for block_size in (7, 12, 96, 192):
@@ -343,4 +364,4 @@ def refusals():
     assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 96, 96, 1, 16, 1.0, 0, 0, x, None, 1)
 
 
-CHECKS = [decode, qk_norm_rope, decode_writes_what_prompts_write, prefill, prefill_wgmma, expanded, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]
+CHECKS = [decode, qk_norm_rope, decode_writes_what_prompts_write, slots_beyond_the_cache, prefill, prefill_wgmma, expanded, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]

@@ -60,7 +60,7 @@ def decode_leaves_fp8():
         slots[-padding:] = [0xFFFFFFFF] * padding
         # A number of rows that leaves whole positions: padding comes last.
         given = qkv, randn(d), randn(d), 1e-6, *angles(rows, d), None, u32(slots), u32(positions), paged.table, paged.max_blocks, paged.k, paged.v
-        sizes = attention_workspace(rows, heads, kv, d, splits), rows, heads, kv, d, 16, d**-0.5, 0, splits
+        sizes = attention_workspace(rows, heads, kv, d, splits), rows, heads, kv, d, 16, d**-0.5, 0, splits, paged.num_blocks * 16
         want = torch.empty(rows, heads * d, dtype=torch.bfloat16, device="cuda")
         call("moe_attention_decode", *given, want, *sizes)
         for quads in (0, 1):
@@ -97,9 +97,9 @@ def prompts_leave_fp8():
 def fp8_rows_refusals():
     x, i = randn(1, 64, dtype=torch.float32), u32([0])
     decode = x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 8, 1
-    assert refuses("moe_attention_decode_fp8", *decode, 64, 16, 1.0, 0, 1, 0, x, 4, 0), "heads of 64"
-    assert refuses("moe_attention_decode_fp8", *decode, 128, 16, 1.0, 0, 1, 0, x, 3, 0), "lines that are no multiple of 4"
-    assert refuses("moe_attention_decode_fp8", *decode, 128, 16, 1.0, 0, 1, 0, None, 4, 0), "no scales"
+    assert refuses("moe_attention_decode_fp8", *decode, 64, 16, 1.0, 0, 1, 16, 0, x, 4, 0), "heads of 64"
+    assert refuses("moe_attention_decode_fp8", *decode, 128, 16, 1.0, 0, 1, 16, 0, x, 3, 0), "lines that are no multiple of 4"
+    assert refuses("moe_attention_decode_fp8", *decode, 128, 16, 1.0, 0, 1, 16, 0, None, 4, 0), "no scales"
     sums = x, i, x, None, x, 8, 2, 8, 8
     assert refuses("moe_combine_add_rms_norm_fp8", *sums, 192, F32, BF16, x, x, 1e-6, x, 8, 0), "columns that are no multiple of 128"
     assert refuses("moe_combine_add_rms_norm_fp8", *sums, 128, F32, BF16, x, x, 1e-6, x, 4, 0), "fewer lines than rows"

@@ -40,7 +40,8 @@ class Mixed:
         call("moe_attention_prefill_wgmma_beside", self.q, paged.k, paged.v, self.starts, self.positions, self.tables, self.out.t, BF16, BF16,
              self.rows, self.prompts, paged.max_blocks, self.heads, self.kv, d, d, d, paged.num_blocks, BLOCK, d**-0.5, 0, 0, self.counters, None, 1, blocks)
         call("moe_attention_decode_beside", self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, paged.table, paged.max_blocks,
-             paged.k, paged.v, self.out.t, work, self.decoding, self.heads, self.kv, d, BLOCK, d**-0.5, 0, splits, int(blocks > 0))
+             paged.k, paged.v, self.out.t, work, self.decoding, self.heads, self.kv, d, BLOCK, d**-0.5, 0, splits,
+             paged.num_blocks * BLOCK, int(blocks > 0))
         return self.out.t.clone(), paged.k.clone(), paged.v.clone()
 
 

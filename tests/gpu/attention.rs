@@ -261,6 +261,33 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
     }
 }
 
+/// Memory behind a cache stays as it is, whichever launch writes the rows; a decoding row without a slot is padding.
+#[test]
+fn a_slot_beyond_the_cache_is_not_written() {
+    let (mut rng, mut p) = (Rng::new(), Place::new(cuda()));
+    let (heads, head_dim, sequences) = ((8, 2), 128, vec![(5, 1), (9, 1)]);
+    let case = Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding: 0 };
+    let mut data = case.data(&mut rng, DType::BF16, DType::F32);
+    let blocks = data.caches[0].dims()[0] - 1;
+    let end = (blocks * case.block_size) as u32;
+    data.slots = words(vec![end, end + 1], &[2]);
+    let placed = data.placed(&p);
+    let (args, meta) = (placed.args(&case), placed.meta(&case));
+    let [mut k, mut v] = [&data.caches[0], &data.caches[1]].map(|cache| p.put(cache));
+    for stream in [DType::F32, DType::BF16] {
+        let mut q = p.out(stream, &[data.rows, heads.0, head_dim]);
+        let [k, v] = [&mut k, &mut v].map(|cache| cache.view_mut().narrow(0, blocks).unwrap());
+        qk_norm_rope_cache_into(&args, q.view_mut(), k, v, &mut p.ex).unwrap();
+    }
+    let mut out = p.out(DType::BF16, &[data.rows, heads.0 * head_dim]);
+    let [k_cut, v_cut] = [&mut k, &mut v].map(|cache| cache.view_mut().narrow(0, blocks).unwrap());
+    rope_attention_into(&args, &meta, case.step_rows(), k_cut, v_cut, out.view_mut(), &mut p.ex).unwrap();
+    assert!(out.host(&p).view().to_f32_vec().unwrap().iter().all(|&x| x == 0.0), "padding is zero");
+    for (before, after) in data.caches.iter().zip([&k, &v]) {
+        assert_same("cache", before, &after.host(&p));
+    }
+}
+
 /// Where the output product takes rows in FP8 the launches of a step leave them so, with the bits of rows that are quantised
 /// behind them; other heads are quantised by a launch of their own.
 #[test]

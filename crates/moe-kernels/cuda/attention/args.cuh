@@ -47,7 +47,8 @@ struct PagedAttentionArgs {
                     // give them; 1 elsewhere
 };
 
-/// One new token per sequence, from qkv to attention. A row with slot u32::MAX is padding: zeros out, nothing written.
+/// One new token per sequence, from qkv to attention. A row with slot u32::MAX, or another that the cache does not
+/// have, is padding: zeros out, nothing written.
 struct AttentionDecodeArgs {
   const float* qkv;  // [rows, (heads + 2 kv_heads) head_dim]
   const void* q_norm;
@@ -67,7 +68,8 @@ struct AttentionDecodeArgs {
   int rows, heads, kv_heads, head_dim, block_size;
   float scale;
   int window;
-  int splits;  // as moe_attention_decode_splits gives them
+  int splits;         // as moe_attention_decode_splits gives them
+  int64_t num_slots;  // of the cache
 };
 
 /// The rows of latent attention after the down-projection: latent normed, the other part rotated.

@@ -134,7 +134,7 @@ bool valid_splits(int splits) {
 
 int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8, void* stream) {
   if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
-      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits))
+      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits) || c.num_slots < 0 || c.num_slots > kNoSlot)
     return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
   DeviceLimits limits;
@@ -147,6 +147,7 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
                         c.eps,
                         {c.cos, c.sin, c.angle_index},
                         c.slots,
+                        static_cast<uint32_t>(c.num_slots),
                         c.positions,
                         c.block_tables,
                         c.max_blocks,

@@ -22,6 +22,7 @@ struct DecodeArgs {
   float eps;
   Angles angles;
   const uint32_t* slots;
+  uint32_t num_slots;  // one from there on is none
   const uint32_t* positions;
   const uint32_t* block_tables;
   int max_blocks;
@@ -74,7 +75,7 @@ __device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p
   // Both at once: behind the launch ahead, which streams weights, each load takes a microsecond.
   const uint32_t position = a.positions[p.row];
   r.slot = a.slots[p.row];
-  r.padding = r.slot == kNoSlot;
+  r.padding = r.slot >= a.num_slots;
   r.position = r.padding ? 0 : position;
   const int seen = static_cast<int>(r.position);
   r.visible_begin = a.window > 0 ? max(0, seen + 1 - static_cast<int>(a.window)) : 0;

@@ -24,6 +24,7 @@ struct Args {
   float eps;
   Angles angles;
   const uint32_t* slots;
+  uint32_t num_slots;  // a slot from there on is none
   bf16* q_out;
   KvCache cache;
   int heads;
@@ -144,7 +145,7 @@ __device__ __forceinline__ void finish_head(const Args& a, int token, int head, 
   }
   if (is_q) {
     store_part<D>(p, a.q_out + (static_cast<size_t>(token) * a.heads + head) * D);
-  } else if (slot != kNoSlot && kv < 2 * a.cache.heads) {
+  } else if (slot < a.num_slots && kv < 2 * a.cache.heads) {
     bf16* cache = is_k ? a.cache.k : a.cache.v;
     store_part<D>(p, cache + a.cache.slot_row(slot, is_k ? kv : kv - a.cache.heads) * D);
   }
@@ -207,7 +208,8 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
   using namespace moe;
   const QkNormRopeArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 || c.heads <= 0 || c.kv_heads <= 0 || c.block_size <= 0 ||
-      c.dtype != Dtype::kBf16 || c.stream_dtype != Dtype::kF32 || c.q_dtype != Dtype::kBf16)
+      c.dtype != Dtype::kBf16 || c.stream_dtype != Dtype::kF32 || c.q_dtype != Dtype::kBf16 || c.num_slots < 0 ||
+      c.num_slots > kNoSlot)
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const Args a = {static_cast<const float*>(c.qkv),
@@ -216,6 +218,7 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
                   c.eps,
                   {c.cos, c.sin, c.angle_index},
                   c.slots,
+                  static_cast<uint32_t>(c.num_slots),
                   static_cast<bf16*>(c.q_out),
                   cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
                   c.heads};

@@ -123,7 +123,7 @@ arguments! {
     AttentionDecodeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots positions block_tables: In,
         max_blocks: i32, k_cache v_cache out workspace: Out, rows heads kv_heads head_dim block_size: i32,
-        scale: f32, window splits: i32,
+        scale: f32, window splits: i32, num_slots: i64,
     }
     StepRoutingArgs {
         heat routed: Out, forced: In, stride keep_weights: i32,

@@ -54,8 +54,8 @@ pub(crate) fn qk_norm_rope_cache(
         num_slots: any::count(op, blocks * block_size)?,
     };
     let launch = if fast { ffi::moe_qk_norm_rope_cache } else { ffi::moe_any_qk_norm_rope_cache };
-    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; slots beyond the cache are
-    // the caller's fault for that one, and not written by the other.
+    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; neither writes to slots
+    // beyond the cache.
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
@@ -232,8 +232,8 @@ fn attend(
         Some(AttentionForm::Prefill) => ffi::moe_attention_prefill,
         _ => ffi::moe_any_attention,
     };
-    // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers; positions beyond a table
-    // and blocks beyond the cache are the caller's fault for those, and not read by the other.
+    // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers; which rows, positions and
+    // blocks those follow is the contract of `AttentionMeta`, and the other does not read beyond tables and cache.
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })?;
     Ok(true)
 }
@@ -359,7 +359,7 @@ fn decode_attention(
     // SAFETY: a pure function of numbers.
     let bytes = unsafe { ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits) };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
-    let block_size = small(op, k_cache.dims()[2])?;
+    let (blocks, block_size) = (k_cache.rows(), k_cache.dims()[2]);
     let (out, fp8) = out.place(op, cuda)?;
     let args = AttentionDecodeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
@@ -381,14 +381,16 @@ fn decode_attention(
         heads,
         kv_heads,
         head_dim,
-        block_size,
+        block_size: small(op, block_size)?,
         scale: meta.scale,
         window: small(op, meta.sliding_window.unwrap_or(0))?,
         splits,
+        num_slots: any::count(op, blocks * block_size)?,
     };
     let beside = i32::from(form == MixedForm::Beside);
     // SAFETY: the door has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers' conditions.
-    // Beside the launch ahead: that one writes rows of prompts alone.
+    // Slots beyond the cache are not written; what is read is the contract of `AttentionMeta`. Beside the launch ahead: that
+    // one writes rows of prompts alone.
     cuda.check(op, unsafe {
         match fp8 {
             None => ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?),

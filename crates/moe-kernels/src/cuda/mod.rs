@@ -6,9 +6,10 @@
 //!
 //! An op takes the kernel for its dtype and sizes where there is one, and else the one for any (`any`).
 //!
-//! What a kernel could only check by reading device memory on the host is a contract of the
-//! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
-//! checked.
+//! What could only be checked by reading device memory on the host is a contract of the caller:
+//! indices (block tables, positions, rows) are in range. On the CPU they are checked. Kernels hold
+//! those to their range where that costs nothing, above all those that they write by: slots of the
+//! cache and of samplers.
 
 pub(crate) mod any;
 mod args;

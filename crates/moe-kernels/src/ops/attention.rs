@@ -11,6 +11,16 @@ use crate::view::{View, ViewMut};
 use crate::with_float;
 
 /// Which sequence and which keys each row belongs to.
+///
+/// # On CUDA
+/// Kernels follow these arrays as they lie on the device, which no host can check without waiting for it. So whoever makes
+/// them there promises what the CPU checks:
+/// - `query_start_loc` ascends from 0 to at most T;
+/// - positions ascend within a sequence, and its block table holds the last;
+/// - blocks that hold positions which some row sees are below `num_blocks`. Other entries may be anything.
+///
+/// Otherwise the fast kernels read outside of tables and cache, and row ranges beyond T let them write behind `out`. Slots
+/// ([`QkNormRope::slot_mapping`](crate::QkNormRope::slot_mapping)) need no promise: none beyond the cache is written.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMeta<'a> {
     /// [S + 1] u32, ascending from 0 to at most T: the rows of each sequence.

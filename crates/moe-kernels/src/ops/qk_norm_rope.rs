@@ -32,7 +32,8 @@ pub struct QkNormRope<'a> {
     pub cos: View<'a>,
     /// [T, D/2] f32: sines of the rows' angles.
     pub sin: View<'a>,
-    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing.
+    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing. One beyond the cache is an
+    /// error on the CPU and writes nothing on CUDA, where a decoding row without a slot is padding.
     pub slot_mapping: View<'a>,
     /// Query heads Hq.
     pub num_heads: usize,
@@ -64,7 +65,7 @@ pub struct StepRows {
 /// | `k_cache`, `v_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16) |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; an odd head size; a slot beyond the cache.
+/// A wrong dtype or wrong dims; an odd head size; a slot beyond the cache, which on CUDA is not written.
 pub fn qk_norm_rope_cache_into(
     args: &QkNormRope,
     q_out: ViewMut,

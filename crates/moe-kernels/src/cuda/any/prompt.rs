@@ -58,7 +58,8 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
         heads: int(op, heads)?,
         all: int(op, all)?,
     };
-    // SAFETY: the door has checked dims and dtypes, `expands` the sizes; blocks beyond the cache are the caller's fault.
+    // SAFETY: the door has checked dims and dtypes, `expands` the sizes, and no row is written that the results do not have;
+    // which positions and blocks are read is the contract of `AttentionMeta`.
     cuda.check(op, unsafe { ffi::moe_mla_expand(&expand, cuda.raw()?) })?;
     // Keys and values of a head lie together; all heads read the same latents.
     for (w, by_columns, n, width, to) in
