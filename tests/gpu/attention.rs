@@ -261,6 +261,20 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
     }
 }
 
+/// Configs allow windows that 32 bits do not hold.
+#[test]
+fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
+    let mut rng = Rng::new();
+    for sequences in [vec![(37, 1), (0, 1)], vec![(37, 1), (0, 90)]] {
+        let (heads, head_dim, window) = ((8, 2), 128, Some(1 << 31));
+        Case { heads, head_dim, block_size: 16, window, norms: true, sequences, padding: 1 }.check(
+            &mut rng,
+            DType::BF16,
+            DType::F32,
+        );
+    }
+}
+
 /// Memory behind a cache stays as it is, whichever launch writes the rows; a decoding row without a slot is padding.
 #[test]
 fn a_slot_beyond_the_cache_is_not_written() {

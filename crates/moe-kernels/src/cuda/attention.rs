@@ -9,12 +9,11 @@ use super::fp8::Fp8Place;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope, StepRows};
-use crate::plan::{AttentionCall, AttentionForm, Form, MixedCall, MixedForm, PerHeadCall, PerHeadForm};
+use crate::plan::{
+    AttentionCall, AttentionForm, Form, MAX_ROWS, MixedCall, MixedForm, PerHeadCall, PerHeadForm,
+};
 use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
-
-/// Most rows of a grid.
-const MAX_ROWS: usize = 65_535;
 
 /// See [`crate::qk_norm_rope_cache_into`].
 pub(crate) fn qk_norm_rope_cache(
@@ -181,8 +180,7 @@ fn attend(
         num_blocks: small(op, cache[0])?,
         block_size: small(op, cache[2])?,
         scale: meta.scale,
-        // A window beyond what fits sees everything.
-        window: meta.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0),
+        window: meta.window_i32(),
         invariant: i32::from(ex.batch_invariant()),
         counters: match form {
             Some(AttentionForm::Wgmma) => cuda.counters("attention_prefill_wgmma", 2)?,
@@ -383,7 +381,7 @@ fn decode_attention(
         head_dim,
         block_size: small(op, block_size)?,
         scale: meta.scale,
-        window: small(op, meta.sliding_window.unwrap_or(0))?,
+        window: meta.window_i32(),
         splits,
         num_slots: any::count(op, blocks * block_size)?,
     };

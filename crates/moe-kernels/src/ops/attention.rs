@@ -35,6 +35,15 @@ pub struct AttentionMeta<'a> {
     pub sliding_window: Option<usize>,
 }
 
+#[cfg(any(feature = "cuda", test))]
+impl AttentionMeta<'_> {
+    /// The window as launchers take it, 0 where a row sees everything: also for a window of more positions than their
+    /// numbers count.
+    pub(crate) fn window_i32(&self) -> i32 {
+        self.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0)
+    }
+}
+
 /// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once.
 ///
 /// A row at position p sees positions `max(0, p + 1 - window)..=p` of its sequence, whose keys
@@ -207,4 +216,27 @@ fn run<T: Lanes, Q: Lanes>(
         window: meta.sliding_window,
     };
     attend(&attention, out, ex)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_of_more_positions_than_launchers_count_sees_everything() -> Result<()> {
+        let window = |sliding_window| -> Result<i32> {
+            let (starts, none) = (View::new(&[0u32], &[1])?, View::new::<u32>(&[], &[0])?);
+            let block_tables = View::new::<u32>(&[], &[0, 1])?;
+            let (query_start_loc, positions) = (starts, none);
+            let meta = AttentionMeta { query_start_loc, positions, block_tables, scale: 1., sliding_window };
+            Ok(meta.window_i32())
+        };
+        let most = i32::MAX as usize;
+        for (positions, seen) in
+            [(None, 0), (Some(1), 1), (Some(most), i32::MAX), (Some(most + 1), 0), (Some(usize::MAX), 0)]
+        {
+            assert_eq!(window(positions)?, seen, "{positions:?}");
+        }
+        Ok(())
+    }
 }

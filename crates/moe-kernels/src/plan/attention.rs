@@ -6,7 +6,7 @@ use super::linear::{expect_at_most, expect_bf16};
 use super::{Form, Machine, Reason};
 
 /// Most rows of a grid.
-const MAX_ROWS: usize = 65_535;
+pub(crate) const MAX_ROWS: usize = 65_535;
 /// Positions of a tile of the kernel on warpgroup products.
 const TILE: usize = 128;
 /// Head sizes of the fast kernels.

@@ -19,6 +19,8 @@ mod quant;
 mod reason;
 mod router;
 
+#[cfg(feature = "cuda")]
+pub(crate) use attention::MAX_ROWS;
 pub use attention::{AttentionCall, AttentionForm};
 pub use copies::{CopiesCall, CopiesForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};

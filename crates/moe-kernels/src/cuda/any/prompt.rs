@@ -89,7 +89,7 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
         num_blocks: 0,
         block_size: 1,
         scale: args.meta.scale,
-        window: args.meta.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0),
+        window: args.meta.window_i32(),
         invariant: 0,
         counters: cuda.counters("attention_expanded", 2)?,
         partials: null_mut(),
