@@ -1,17 +1,20 @@
-//! Attention over the paged KV cache on CUDA.
+//! Attention over the paged KV cache on CUDA, from the rows of q, k and v: what goes into the cache, decoding rows, and
+//! steps of decoding rows and prompts.
 
-use std::ptr::{null, null_mut};
+mod paged;
 
-use candle_core::{DType, Result, bail};
+use std::ptr::null;
 
-use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs};
+use candle_core::{DType, Result};
+
+use self::paged::{Asked, Inputs, attend};
+pub(crate) use self::paged::{latent_values, paged_attention};
+use super::args::{AttentionDecodeArgs, Dtype, QkNormRopeArgs};
 use super::fp8::Fp8Place;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope, StepRows};
-use crate::plan::{
-    AttentionCall, AttentionForm, Form, MAX_ROWS, MixedCall, MixedForm, PerHeadCall, PerHeadForm,
-};
+use crate::plan::{AttentionCall, AttentionForm, Form, MAX_ROWS, MixedCall, MixedForm};
 use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
 
@@ -56,184 +59,6 @@ pub(crate) fn qk_norm_rope_cache(
     // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; neither writes to slots
     // beyond the cache.
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
-}
-
-/// See [`crate::paged_attention_into`].
-pub(crate) fn paged_attention(
-    q: View,
-    k_cache: View,
-    v_cache: View,
-    meta: &AttentionMeta,
-    out: ViewMut,
-    ex: &Exec,
-) -> Result<()> {
-    attend(q, k_cache, v_cache, meta, out.into(), Asked::Attention { blocks: 0 }, ex).map(drop)
-}
-
-/// Attention over latent rows and the product behind it, `values` = `w_uv` times the latents, where the launch that
-/// merges splits holds this product. Returns whether it does; `latents` are then unspecified.
-pub(crate) fn latent_values(
-    q: View,
-    cache: View,
-    meta: &AttentionMeta,
-    latents: ViewMut,
-    (w_uv, values): (View, ViewMut),
-    ex: &Exec,
-) -> Result<bool> {
-    attend(q, cache, cache, meta, latents.into(), Asked::Product { w_uv, values }, ex)
-}
-
-/// What is to be launched.
-enum Asked<'a> {
-    /// Attention; `blocks`: on so many SMs, beside which the next launch may begin, where the form is
-    /// [`AttentionForm::Wgmma`]; 0: on all.
-    Attention { blocks: i32 },
-    /// Attention with the product behind it, only where one launch computes both.
-    Product { w_uv: View<'a>, values: ViewMut<'a> },
-}
-
-/// What is `asked`; whether something was launched.
-fn attend(
-    q: View,
-    k_cache: View,
-    v_cache: View,
-    meta: &AttentionMeta,
-    out: RowsViewMut,
-    asked: Asked,
-    ex: &Exec,
-) -> Result<bool> {
-    let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
-    let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
-    let (rows, heads) = (q.rows(), q.dims()[1]);
-    let value_dim = out.columns() / heads.max(1);
-    let value_row = v_cache.dims()[3];
-    let (keys, values) = (cuda.read(op, "k_cache", k_cache)?, cuda.read(op, "v_cache", v_cache)?);
-    let latent = cache[1] == 1 && keys == values && value_dim < q.dims()[2];
-    let call = AttentionCall {
-        rows,
-        // Holds for a step of decoding rows, padding included. Other steps with no more rows than sequences are
-        // computed as well.
-        one_row_each: latent && rows <= tables[0],
-        num_heads: heads,
-        head_dim: q.dims()[2],
-        // A value in a longer row of its own fits no fast kernel, nor does this size.
-        value_dim: if value_row == value_dim || keys == values { value_dim } else { 0 },
-        latent,
-        dtype: k_cache.dtype(),
-        block_size: Some(cache[2]),
-        aligned: aligned(&[q, k_cache, v_cache]) && out.is_aligned(),
-    };
-    let form = match q.dtype() {
-        DType::BF16 => AttentionForm::choose(&call, &ex.machine()),
-        _ => None,
-    };
-    let splits = match form {
-        Some(AttentionForm::LatentDecode) => {
-            let (sequences, sms) = (small(op, tables[0])?, small(op, cuda.sms)?);
-            // SAFETY: a pure function of numbers.
-            unsafe { ffi::moe_attention_latent_decode_splits(sequences, sms) }
-        }
-        Some(AttentionForm::Latent) if !ex.batch_invariant() => {
-            let (rows, sequences) = (small(op, rows)?, small(op, tables[0])?);
-            // SAFETY: a pure function of numbers.
-            unsafe {
-                ffi::moe_attention_latent_splits(rows, sequences, small(op, heads)?, small(op, cuda.sms)?)
-            }
-        }
-        _ => 1,
-    };
-    if let Asked::Product { w_uv, .. } = &asked {
-        let call = PerHeadCall {
-            rows,
-            head_dim: w_uv.dims()[1],
-            latent: value_dim,
-            beside: (splits > 1).then_some("latent_merge"),
-            dtype: w_uv.dtype(),
-        };
-        if !aligned(&[*w_uv]) || PerHeadForm::choose(&call, &ex.machine()) != Some(PerHeadForm::Beside) {
-            return Ok(false);
-        }
-    }
-    let mut partials = match splits {
-        2.. => Some(ex.scratch(DType::F32, &[rows * heads, splits as usize, value_dim + 2])?),
-        _ => None,
-    };
-    let (to, fp8) = out.place(op, cuda)?;
-    let raw = PagedAttentionArgs {
-        q: cuda.read(op, "q", q)?,
-        k_cache: keys,
-        v_cache: values,
-        query_start_loc: cuda.read(op, "query_start_loc", meta.query_start_loc)?,
-        positions: cuda.read(op, "positions", meta.positions)?,
-        block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
-        out: to,
-        dtype: Dtype::of(op, k_cache.dtype())?,
-        q_dtype: Dtype::of(op, q.dtype())?,
-        tokens: small(op, rows)?,
-        sequences: small(op, tables[0])?,
-        max_blocks: small(op, tables[1])?,
-        heads: small(op, heads)?,
-        kv_heads: small(op, cache[1])?,
-        head_dim: small(op, q.dims()[2])?,
-        value_dim: small(op, value_dim)?,
-        value_row: small(op, value_row)?,
-        num_blocks: small(op, cache[0])?,
-        block_size: small(op, cache[2])?,
-        scale: meta.scale,
-        window: meta.window_i32(),
-        invariant: i32::from(ex.batch_invariant()),
-        counters: match form {
-            Some(AttentionForm::Wgmma) => cuda.counters("attention_prefill_wgmma", 2)?,
-            Some(AttentionForm::Latent) => cuda.counters("attention_latent", 2)?,
-            _ => null_mut(),
-        },
-        partials: cuda.write_or_null(op, "partials", partials.as_mut().map(|p| p.view_mut()).as_mut())?,
-        splits,
-    };
-    let (product, blocks) = match asked {
-        Asked::Attention { blocks } => (None, blocks),
-        Asked::Product { w_uv, mut values } => {
-            (Some((cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut values)?)), 0)
-        }
-    };
-    if form == Some(AttentionForm::LatentDecode) {
-        let (w_uv, to) = product.unwrap_or((null(), null_mut()));
-        // SAFETY: as below; the product's form has checked its sizes.
-        cuda.check(op, unsafe { ffi::moe_attention_latent_decode(&raw, w_uv, to, cuda.raw()?) })?;
-        return Ok(true);
-    }
-    if let Some((w_uv, to)) = product {
-        // SAFETY: as below; the product's form has checked its sizes, and several splits are computed by this kernel alone.
-        cuda.check(op, unsafe { ffi::moe_attention_latent_values(&raw, w_uv, to, cuda.raw()?) })?;
-        return Ok(true);
-    }
-    if let Some(to) = &fp8 {
-        if form != Some(AttentionForm::Wgmma) {
-            bail!(
-                "{op}: expected sizes of {}, which leaves rows in FP8, got {call:?}",
-                AttentionForm::Wgmma.name()
-            )
-        }
-        // SAFETY: as below; rows in FP8 have the sizes of `out`.
-        cuda.check(op, unsafe {
-            ffi::moe_attention_prefill_wgmma_fp8(&raw, blocks, to.scales, to.lines, to.quads, cuda.raw()?)
-        })?;
-        return Ok(true);
-    }
-    if form == Some(AttentionForm::Wgmma) {
-        // SAFETY: as below; any number of blocks is right.
-        cuda.check(op, unsafe { ffi::moe_attention_prefill_wgmma_beside(&raw, blocks, cuda.raw()?) })?;
-        return Ok(true);
-    }
-    let launch = match form {
-        Some(AttentionForm::Latent) => ffi::moe_attention_latent,
-        Some(AttentionForm::Prefill) => ffi::moe_attention_prefill,
-        _ => ffi::moe_any_attention,
-    };
-    // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers; which rows, positions and
-    // blocks those follow is the contract of `AttentionMeta`, and the other does not read beyond tables and cache.
-    cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })?;
-    Ok(true)
 }
 
 pub(super) fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
@@ -323,7 +148,8 @@ pub(crate) fn decode_then_prompts(
         MixedForm::Apart => 0,
     };
     let (k, v) = (k_cache.as_view(), v_cache.as_view());
-    attend(q.view(), k, v, &prompt, out.first(rows)?, Asked::Attention { blocks }, ex)?;
+    let inputs = Inputs { q: q.view(), k_cache: k, v_cache: v, meta: &prompt };
+    attend(inputs, out.first(rows)?, Asked::Attention { blocks }, ex)?;
     if form == MixedForm::Beside {
         let out = out.first(decode_rows)?;
         decode_attention(&decode_args, &decode, [k_cache, v_cache], out, &mixed, form, ex)?;
