@@ -12,7 +12,7 @@ use moe_kernels::{Dispatched, Exec, NO_EXPERT, Scratch, View, ViewMut, WeightAnd
 
 use crate::ranks::EpRanks;
 use crate::reduce::{CombineArgs, weight_and_reduce_into};
-use crate::rows::{Batches, Layout, Packing, RowLists, batch, gather, placed, width};
+use crate::rows::{Batches, Layout, Packing, RowLists, batch, gather, width};
 
 /// How the rows of one call get back.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Returns {
         let (top_k, room) = (width(ids), rows.rows());
         let ids = ex.to_host(ids)?;
         let ids = ids.view().cpu::<u32>()?;
-        let once = placed(&name_once(ids, top_k), &[room, top_k], ex)?;
+        let once = ex.scratch_from_host(View::new(&name_once(ids, top_k), &[room, top_k])?)?;
         let batches = batch(rows, once.view(), ranks.local_experts(), room, ex)?;
 
         let (offsets, slots) = (ex.to_host(batches.offsets.view())?, ex.to_host(batches.slots.view())?);
@@ -101,7 +101,7 @@ impl Returns {
         }
         let mut slots = ex.scratch(DType::F32, &[owned, top_k, width])?;
         if arrived.view().rows() > 0 {
-            let list = placed(&row_of_slot, &[owned * top_k], ex)?;
+            let list = ex.scratch_from_host(View::new(&row_of_slot, &[owned * top_k])?)?;
             gather(arrived.view(), list.view(), slots.view_mut().reshape(&[owned * top_k, width])?, ex)?;
         }
         Ok(slots)

@@ -44,9 +44,8 @@ impl LocalExperts {
     /// These experts with the map, which is made on the CPU, on the device of the experts and of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(map) = self.expert_map.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
-        let mut copy = Buffer::zeros_on(device, map.dtype(), map.dims())?;
-        Exec::on(device)?.copy_from_host(map.view(), copy.view_mut())?;
-        Ok(Self { expert_map: Some(copy), ..self })
+        let expert_map = Some(Exec::on(device)?.buffer_from_host(map.view())?);
+        Ok(Self { expert_map, ..self })
     }
 
     /// Number of local slots E_local.

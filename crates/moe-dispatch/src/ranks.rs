@@ -66,9 +66,8 @@ impl EpRanks {
     /// These ranks with their expert map and owners on the device of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(owners) = self.placed_owners.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
-        let mut copy = Buffer::zeros_on(device, owners.dtype(), owners.dims())?;
-        Exec::on(device)?.copy_from_host(owners.view(), copy.view_mut())?;
-        Ok(Self { experts: self.experts.on(device)?, placed_owners: Some(copy), ..self })
+        let placed_owners = Some(Exec::on(device)?.buffer_from_host(owners.view())?);
+        Ok(Self { experts: self.experts.on(device)?, placed_owners, ..self })
     }
 
     /// Which ranks need the rows of all ranks' tokens, that have these ids.

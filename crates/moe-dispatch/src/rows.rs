@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result};
 use moe_kernels::{
-    Element, Exec, NO_EXPERT, RowBatches, Scratch, View, ViewMut, batch_rows_into, embedding_into,
-    group_slots_into,
+    Exec, NO_EXPERT, RowBatches, Scratch, View, ViewMut, batch_rows_into, embedding_into, group_slots_into,
 };
 
 use crate::local_experts::LocalExperts;
@@ -74,7 +73,11 @@ pub(crate) struct Packing<'a> {
 
 impl<'a> Packing<'a> {
     pub fn new(lists: &'a RowLists, layout: Layout, ex: &Exec) -> Result<Self> {
-        Ok(Self { lists, layout, placed: placed(&lists.rows, &[lists.rows.len()], ex)? })
+        Ok(Self {
+            lists,
+            layout,
+            placed: ex.scratch_from_host(View::new(&lists.rows, &[lists.rows.len()])?)?,
+        })
     }
 
     /// Rows of each block, as collectives count them.
@@ -106,7 +109,7 @@ impl<'a> Packing<'a> {
                 to.copy_from_slice(&ids[row as usize * top_k..][..top_k]);
             }
         }
-        placed(&packed, &[total, top_k], ex)
+        ex.scratch_from_host(View::new(&packed, &[total, top_k])?)
     }
 }
 
@@ -116,13 +119,6 @@ pub(crate) fn gather(table: View, rows: View, out: ViewMut, ex: &mut Exec) -> Re
         return Ok(());
     }
     embedding_into(table, rows, out, ex)
-}
-
-/// A copy of host data where the context runs.
-pub(crate) fn placed<T: Element>(data: &[T], dims: &[usize], ex: &Exec) -> Result<Scratch> {
-    let mut copy = ex.scratch(T::DTYPE, dims)?;
-    ex.copy_from_host(View::new(data, dims)?, copy.view_mut())?;
-    Ok(copy)
 }
 
 /// The last dimension.

@@ -223,6 +223,20 @@ impl Exec {
         Buffer::copy_of(view)
     }
 
+    /// A buffer of this context's device with a copy of host data.
+    pub fn buffer_from_host(&self, from: View<'_>) -> Result<Buffer> {
+        let mut copy = Buffer::unspecified_on(&self.device, from.dtype(), from.dims())?;
+        self.copy_from_host(from, copy.view_mut())?;
+        Ok(copy)
+    }
+
+    /// Scratch of this context's device with a copy of host data.
+    pub fn scratch_from_host(&self, from: View<'_>) -> Result<Scratch> {
+        let mut copy = self.scratch(from.dtype(), from.dims())?;
+        self.copy_from_host(from, copy.view_mut())?;
+        Ok(copy)
+    }
+
     /// Copies host data of the same dtype and number of elements to a view of the device. To a
     /// device: returns when the host data may change again.
     pub fn copy_from_host(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
@@ -314,5 +328,26 @@ impl Exec {
     /// Free and total memory of the device, bytes.
     pub fn device_memory(&self) -> Result<(usize, usize)> {
         self.cuda("device_memory")?.memory()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_of_host_data_have_its_dims_and_are_written_whole() -> Result<()> {
+        let ex = Exec::cpu();
+        // Scratch that comes back holds what was there before.
+        ex.scratch(DType::U32, &[9])?.view_mut().cpu_mut::<u32>()?.fill(7);
+        let (data, dims) = ([1u32, 2, 3, 4, 5, 6], [2, 3]);
+        let view = View::new(&data, &dims)?;
+        let (buffer, scratch) = (ex.buffer_from_host(view)?, ex.scratch_from_host(view)?);
+        for copy in [buffer.view(), scratch.view()] {
+            assert_eq!((copy.dims(), copy.cpu::<u32>()?), (&dims[..], &data[..]));
+        }
+        let nothing = View::new::<f32>(&[], &[0, 3])?;
+        assert_eq!(ex.scratch_from_host(nothing)?.dims(), nothing.dims());
+        Ok(())
     }
 }

@@ -170,9 +170,7 @@ impl Exec {
         if view.is_cuda() || !self.is_cuda() {
             return Ok(view.into());
         }
-        let mut copy = self.scratch(view.dtype(), view.dims())?;
-        self.copy_from_host(view, copy.view_mut())?;
-        Ok(copy.into())
+        Ok(self.scratch_from_host(view)?.into())
     }
 }
 

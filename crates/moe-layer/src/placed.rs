@@ -198,10 +198,9 @@ impl Table {
         if device.is_cpu() {
             return Ok(Self { ids, staged: None });
         }
-        let mut copy = Buffer::zeros_on(device, ids.dtype(), ids.dims())?;
-        Exec::on(device)?.copy_from_host(ids.view(), copy.view_mut())?;
-        let staged = Some(Buffer::zeros_on(device, ids.dtype(), ids.dims())?);
-        Ok(Self { ids: copy, staged })
+        let ex = Exec::on(device)?;
+        let staged = Some(ex.output(ids.dtype(), ids.dims())?);
+        Ok(Self { ids: ex.buffer_from_host(ids.view())?, staged })
     }
 }
 

@@ -5,9 +5,7 @@
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{Choice, Route, RouteOut, balance_ids_into, route_into};
-use moe_kernels::{
-    Element, Exec, ForcedWeights, LayerRouting, NO_EXPERT, Scratch, StepContext, TensorView, View,
-};
+use moe_kernels::{Exec, ForcedWeights, LayerRouting, NO_EXPERT, Scratch, StepContext, TensorView, View};
 
 use crate::config::Selection;
 use crate::custom::RoutingFunction;
@@ -108,7 +106,7 @@ impl Router {
     ) -> Result<Option<(Scratch, ForcedWeights)>> {
         let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
         if let Some(seed) = context.force_balance {
-            let step = upload(&[context.step as u32], &[1], ex)?;
+            let step = ex.scratch_from_host(View::new(&[context.step as u32], &[1])?)?;
             let mut ids = ex.scratch(DType::U32, &[tokens, 1, top_k])?;
             let place = (input.first_row, input.layer);
             balance_ids_into(seed, step.view(), place, self.config.num_experts, ids.view_mut(), ex)?;
@@ -124,7 +122,7 @@ impl Router {
                 ids.copy_from_slice(forced);
             }
         }
-        Ok(Some((upload(&ids, &[tokens, top_k], ex)?, ForcedWeights::OfForced)))
+        Ok(Some((ex.scratch_from_host(View::new(&ids, &[tokens, top_k])?)?, ForcedWeights::OfForced)))
     }
 
     /// The token ids \[T\] of hash routing, on the device.
@@ -134,7 +132,7 @@ impl Router {
         }
         let rows = input.first_row..input.first_row + input.logits.rows();
         match context.token_ids.as_deref().and_then(|ids| ids.get(rows.clone())) {
-            Some(ids) => upload(ids, &[rows.len()], ex).map(Some),
+            Some(ids) => ex.scratch_from_host(View::new(ids, &[rows.len()])?).map(Some),
             None => Ok(None),
         }
     }
@@ -156,7 +154,11 @@ impl Router {
             for (t, (ids, weights)) in slots.enumerate() {
                 rows.simulate(t, strategy.as_ref(), seed, rows.forced(t)?, ids, weights)?;
             }
-            return Ok(Some(Given { ids: upload(&ids, &dims, ex)?, weights: upload(&weights, &dims, ex)? }));
+            let (ids, weights) = (View::new(&ids, &dims)?, View::new(&weights, &dims)?);
+            return Ok(Some(Given {
+                ids: ex.scratch_from_host(ids)?,
+                weights: ex.scratch_from_host(weights)?,
+            }));
         }
         let Some(function) = &self.function else { return Ok(None) };
         let (mut ids, mut weights) = (ex.scratch(DType::U32, &dims)?, ex.scratch(DType::F32, &dims)?);
@@ -196,11 +198,4 @@ impl Router {
         }
         Ok(())
     }
-}
-
-/// A copy of host data on the device.
-fn upload<T: Element>(data: &[T], dims: &[usize], ex: &Exec) -> Result<Scratch> {
-    let mut copy = ex.scratch(T::DTYPE, dims)?;
-    ex.copy_from_host(View::new(data, dims)?, copy.view_mut())?;
-    Ok(copy)
 }

@@ -235,14 +235,9 @@ impl NcclComm {
         if is_recorded(ex)? {
             bail!("views of host memory cannot take part in a recorded graph; pass views of the device")
         }
-        let placed = |view: View| {
-            let mut scratch = ex.scratch(view.dtype(), view.dims())?;
-            ex.copy_from_host(view, scratch.view_mut())?;
-            Ok::<_, Error>(scratch)
-        };
         match input {
-            Some(input) => Ok((Some(placed(input)?), ex.scratch(out.dtype(), out.dims())?)),
-            None => Ok((None, placed(out.as_view())?)),
+            Some(input) => Ok((Some(ex.scratch_from_host(input)?), ex.scratch(out.dtype(), out.dims())?)),
+            None => Ok((None, ex.scratch_from_host(out.as_view())?)),
         }
     }
 

@@ -105,9 +105,9 @@ impl ExpertSlots {
             num_experts,
             num_slots,
             lens,
-            place: on_device(words, ex)?,
+            place: on_device(&words, ex)?,
             heat: zeros(DType::U32, num_experts)?,
-            held: on_device(held, ex)?,
+            held: on_device(&held, ex)?,
             pending: zeros(DType::I32, num_experts)?,
             map: zeros(DType::I32, num_experts)?,
             exchanges: zeros(DType::I32, 1 + 2 * num_slots)?,
@@ -269,12 +269,8 @@ fn word(place: Place) -> i32 {
     }
 }
 
-fn on_device(words: Vec<i32>, ex: &Exec) -> Result<Buffer> {
-    let len = words.len();
-    let host = Buffer::from_vec(words, &[len])?;
-    let mut copy = Buffer::zeros_on(ex.device(), DType::I32, host.dims())?;
-    ex.copy_from_host(host.view(), copy.view_mut())?;
-    Ok(copy)
+fn on_device(words: &[i32], ex: &Exec) -> Result<Buffer> {
+    ex.buffer_from_host(View::new(words, &[words.len()])?)
 }
 
 /// Splits the homes into a region for each pair of arrays, with the two arrays of an expert one after the other.

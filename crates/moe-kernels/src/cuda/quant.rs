@@ -283,9 +283,7 @@ impl DevicePack {
 
 /// A copy of host data on the device.
 fn upload<T: Element>(data: &[T], ex: &Exec) -> Result<Buffer> {
-    let mut buffer = Buffer::unspecified_on(ex.device(), T::DTYPE, &[data.len()])?;
-    ex.copy_from_host(View::new(data, &[data.len()])?, buffer.view_mut())?;
-    Ok(buffer)
+    ex.buffer_from_host(View::new(data, &[data.len()])?)
 }
 
 /// Rows of x, [T, K] bf16, in the order of the columns of `w`, one matrix whose columns are sorted.
