@@ -178,6 +178,7 @@ __device__ __forceinline__ void compute_left(const Block& b, const Args& a, cons
     issue_scores(s, b.query(), tile);
     wgmma_wait<0>();
     wgmma_hold(s);
+    // One lane's arrival is enough: products alone read the queries, and they have ended.
     if (i + 1 == w.tiles && lane == 0) mbarrier_arrive(b.query_empty());
     const bool masked = begin + kTile - 1 > w.lowest || (a.window > 0 && begin < w.end - a.window);
     if (masked) rows.template add<true>(s, begin, a.scale, a.window);
@@ -197,6 +198,7 @@ __device__ __forceinline__ void compute_left(const Block& b, const Args& a, cons
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_hold(values);
+    // One lane's, as products alone read the tile; behind its zeros, lanes have fenced and met (zero_unseen).
     if (lane == 0) mbarrier_arrive(b.empty(at.stage));
   }
   rows.finish();
@@ -241,6 +243,7 @@ __device__ __forceinline__ void compute_right(const Block& b, const Args& a, con
     wgmma_wait<0>();
     wgmma_hold(middle);
     wgmma_hold(right);
+    // One lane's, as products alone read the tile.
     if (lane == 0) mbarrier_arrive(b.empty(at.stage));
   }
   named_barrier(kReady, kWarps * 32);

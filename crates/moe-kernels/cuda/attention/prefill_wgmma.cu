@@ -135,7 +135,8 @@ __device__ __forceinline__ void store_fp8_rows(const float (&values)[fp8::kGroup
   }
 }
 
-/// Tells all who load into this block's stage that the warp has read it.
+/// Tells all who load into this block's stage that the warp has read it. One arrival is enough: products alone read a
+/// stage, and they have ended; where lanes touch it, `raise` and `zero_unseen` fence and meet behind that.
 template <class D>
 __device__ __forceinline__ void leave(uint64_t* empty) {
   const int lane = threadIdx.x % 32;

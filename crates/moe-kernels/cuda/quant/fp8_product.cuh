@@ -226,6 +226,7 @@ struct Converter {
       for (int step = 0; step < a.steps(); ++step, at.advance(b.stages)) {
         mbarrier_wait(b.packed(at.stage), at.parity);
         for (int i = warp; i < kBlocks; i += kConverters) convert(b.weights(at.stage) + i * Stage::kBlockBytes);
+        // One lane's arrival is enough: every lane fences its own writes, and the warp meets before it.
         fence_async_shared();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(b.full(at.stage));
