@@ -2,7 +2,9 @@
 //! needs: errors that name the file, and text that streams without breaking a character.
 
 mod bound;
+mod template;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -24,9 +26,12 @@ impl Tokenizer {
         Self::from_bytes(&bytes).with_context(|| format!("{} is not a tokenizer", path.display()))
     }
 
-    /// Parses the contents of a `tokenizer.json`.
+    /// Parses the contents of a `tokenizer.json`. Its truncation and padding are left out, as transformers does: they
+    /// are what the file's author trained with, and would change a prompt unseen.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
+        tokenizer.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
+        template::check(&tokenizer)?;
         Ok(Self(tokenizer, Arc::default()))
     }
 
@@ -61,7 +66,14 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = self.0.encode_fast(text, add_special_tokens);
+        // The library panics on what some files say; a text is then refused like any other that it cannot take.
+        let encode = AssertUnwindSafe(|| self.0.encode_fast(text, add_special_tokens));
+        let encoding = catch_unwind(encode).map_err(|panic| {
+            let text = crate::parallel::panic_text(&*panic);
+            anyhow!(
+                "cannot tokenize the prompt: the tokenizers library panicked ({text}); check tokenizer.json"
+            )
+        })?;
         Ok(encoding.map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?.get_ids().to_vec())
     }
 
@@ -295,6 +307,20 @@ mod tests {
     fn not_a_tokenizer_is_an_error() {
         assert!(Tokenizer::from_bytes(b"{}").is_err());
         assert!(Tokenizer::from_bytes(b"\xff").is_err());
+    }
+
+    /// The stride here makes the library panic, and this padding would take all memory.
+    #[test]
+    fn truncation_and_padding_of_the_file_are_left_out() {
+        let mut json = serde_json::to_value(&Tokenizer::bytes().unwrap().0).unwrap();
+        json["truncation"] = serde_json::json!(
+            {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 8}
+        );
+        json["padding"] = serde_json::json!({"strategy": {"Fixed": 1_000_000_000}, "direction": "Right",
+            "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"});
+        let t = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+        let text = "longer than eight tokens";
+        assert_eq!(t.decode(&t.encode(text).unwrap()).unwrap(), text);
     }
 
     proptest! {

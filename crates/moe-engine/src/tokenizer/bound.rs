@@ -2,8 +2,8 @@
 //! has to tokenize megabytes to know it.
 //!
 //! That holds only where no part of the text can disappear on its way to the tokens. A tokenizer that may drop text or
-//! map any amount of it to one token (a truncation, an unknown token, a normalizer that strips) has no bound here, and
-//! its prompts are tokenized whatever their length.
+//! map any amount of it to one token (an unknown token, a normalizer that strips) has no bound here, and its prompts are
+//! tokenized whatever their length.
 
 use serde_json::Value;
 use tokenizers::ModelWrapper;
@@ -41,7 +41,7 @@ impl Longest {
     /// The bounds of a tokenizer; `None` if some text may become nothing, or any amount of it one token.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
-        if tokenizer.get_truncation().is_some() || added.values().any(|token| token.lstrip || token.rstrip) {
+        if added.values().any(|token| token.lstrip || token.rstrip) {
             return None;
         }
         let (mut normalizers, mut splits) = (Vec::new(), Vec::new());
@@ -165,8 +165,6 @@ mod tests {
         assert_eq!(longest(|t| t["normalizer"] = replace("a")), None);
         assert!(longest(|t| t["normalizer"] = replace("abc")).is_some());
         assert_eq!(longest(|t| t["added_tokens"] = token("<x>", true)), None);
-        let cut = json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
-        assert_eq!(longest(|t| t["truncation"] = cut), None);
         let lost = longest(|t| drop(t["model"]["vocab"].as_object_mut().unwrap().remove("!")));
         assert_eq!(lost, None, "a byte without a token disappears");
     }
