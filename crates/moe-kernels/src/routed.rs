@@ -222,6 +222,10 @@ pub struct StepContext {
     /// Whether every rank keeps the whole residual stream, because one of them shows it; else ranks that see the same tokens
     /// may each keep some of its rows. All ranks have the same value.
     pub whole_residual: bool,
+    /// A row whose router logits are not finite does not end the step on the CPU: it gets the first experts with weights
+    /// NaN, so that its own results are NaN and the other rows keep theirs. On a GPU no row ends a step. All ranks have
+    /// the same value.
+    pub isolate_faults: bool,
 }
 
 impl StepContext {

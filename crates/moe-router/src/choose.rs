@@ -68,14 +68,15 @@ impl Router {
         let Some(function) = &self.function else { return Ok(()) };
         let (tokens, experts) = (topk_ids.rows(), self.config.num_logits());
         let (top_k, slots) = (self.config.top_k, self.config.num_slots());
-        for (t, logits) in input.logits.cpu::<f32>()?.chunks_exact(experts).enumerate() {
-            rows.check_logits(t, logits)?;
-        }
+        let logits = input.logits.cpu::<f32>()?.chunks_exact(experts);
+        let sound = logits.enumerate().map(|(t, logits)| rows.is_sound(t, logits));
+        let sound = sound.collect::<Result<Vec<bool>>>()?;
         let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         function.select(&self.config, input, ids.view_mut(), ex)?;
         for (t, row) in ids.view_mut().cpu_mut::<u32>()?.chunks_exact_mut(top_k).enumerate() {
             match rows.forced(t)? {
+                forced if !sound[t] => StepRows::spoil(forced, row, &mut []),
                 Some(forced) => row.copy_from_slice(forced),
                 None => rows.check_chosen(t, function.name(), row)?,
             }
@@ -86,6 +87,10 @@ impl Router {
         let out = topk_ids.cpu_mut::<u32>()?.chunks_exact_mut(slots);
         let out = out.zip(topk_weights.cpu_mut::<f32>()?.chunks_exact_mut(slots));
         for (t, ((ids, weights), (out_ids, out_weights))) in chosen.zip(weighed).zip(out).enumerate() {
+            if !sound[t] {
+                StepRows::spoil(Some(ids), &mut out_ids[..top_k], &mut out_weights[..top_k]);
+                continue;
+            }
             if let Some(k) = weights.iter().position(|w| !w.is_finite()) {
                 let (name, place) = (function.name(), rows.place(t));
                 bail!("routing function `{name}`, {place}: the weight of slot {k} is {}", weights[k])

@@ -27,6 +27,9 @@ impl Router {
     /// out of range or repeated, and token ids outside of the table (each names the row); a step
     /// context whose sizes do not fit. The outputs are then unspecified.
     ///
+    /// With `isolate_faults` in the step context, logits without meaning are no error: their row gets its forced
+    /// experts or the first ones, with weights NaN, and is captured and counted with them. Other rows are as without it.
+    ///
     /// On CUDA the choice is the same bit for bit, but logits and token ids are not checked: a NaN is
     /// never chosen, and a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids,
     /// simulation, capture and heat of the step context lie in host memory, so using one waits for
@@ -71,6 +74,7 @@ impl Router {
             first_row: input.first_row,
             step: context.step,
             limit: self.config.num_logits(),
+            isolate_faults: context.isolate_faults,
         }
     }
 

@@ -24,6 +24,8 @@ pub(crate) struct StepRows<'a> {
     pub step: u64,
     /// Ids at or above this do not exist.
     pub limit: usize,
+    /// As [`StepContext::isolate_faults`](moe_kernels::StepContext::isolate_faults).
+    pub isolate_faults: bool,
 }
 
 impl<'a> StepRows<'a> {
@@ -81,11 +83,24 @@ impl<'a> StepRows<'a> {
         Ok(())
     }
 
-    /// Fails if a row of logits is meaningless.
-    pub fn check_logits(&self, t: usize, logits: &[f32]) -> Result<()> {
+    /// Whether a row of logits has a meaning. Where it has none, that is an error unless the step isolates faults.
+    pub fn is_sound(&self, t: usize, logits: &[f32]) -> Result<bool> {
         match logits_fault(logits) {
+            None => Ok(true),
+            Some(_) if self.isolate_faults => Ok(false),
             Some(fault) => bail!("router_logits, {}: {fault}", self.place(t)),
-            None => Ok(()),
+        }
+    }
+
+    /// Gives a row without meaning experts that exist, the forced ones or the first, and weights that keep what comes of
+    /// it NaN.
+    pub fn spoil(forced: Option<&[u32]>, topk_ids: &mut [u32], topk_weights: &mut [f32]) {
+        match forced {
+            Some(ids) => topk_ids.copy_from_slice(ids),
+            None => topk_ids.iter_mut().zip(0..).for_each(|(id, expert)| *id = expert),
+        }
+        for (w, &id) in topk_weights.iter_mut().zip(topk_ids.iter()) {
+            *w = if id == NO_EXPERT { 0.0 } else { f32::NAN };
         }
     }
 }
@@ -161,7 +176,10 @@ impl RowRouter<'_> {
         if let (Some(strategy), Selection::Simulated { seed, .. }) = (self.strategy, &self.config.selection) {
             return self.rows.simulate(t, strategy, *seed, forced, topk_ids, topk_weights);
         }
-        self.rows.check_logits(t, logits)?;
+        if !self.rows.is_sound(t, logits)? {
+            StepRows::spoil(forced, topk_ids, topk_weights);
+            return Ok(());
+        }
         score_row(self.config, logits, scratch.scores);
         match forced {
             Some(ids) => topk_ids.copy_from_slice(ids),

@@ -99,7 +99,7 @@ impl Forcing<'_> {
     /// The context of a step, with what it forces.
     fn context(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
         let Self { step, force_balance, .. } = *self;
-        let mut context = StepContext { step, ..StepContext::default() };
+        let mut context = StepContext { step, isolate_faults: true, ..StepContext::default() };
         let Some(moe) = &self.model.info().moe else { return Ok(context) };
         context.force_balance = force_balance;
         let of = |part: &Part| sequences.get(&part.key);

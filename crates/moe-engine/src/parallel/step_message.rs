@@ -38,6 +38,8 @@ pub(super) struct StepMessage<'a> {
     number: u64,
     /// Whether all ranks keep the whole residual stream, because the first one shows it.
     whole_residual: bool,
+    /// As [`StepContext::isolate_faults`].
+    isolate_faults: bool,
 }
 
 /// The KV cache of a step, by its id on the first rank.
@@ -63,6 +65,7 @@ impl<'a> StepMessage<'a> {
             force_balance: context.force_balance,
             number: context.step,
             whole_residual: context.whole_residual,
+            isolate_faults: context.isolate_faults,
         }
     }
 
@@ -83,6 +86,7 @@ impl<'a> StepMessage<'a> {
             force_balance: self.force_balance,
             step: self.number,
             whole_residual: self.whole_residual,
+            isolate_faults: self.isolate_faults,
             ..StepContext::default()
         }
     }
@@ -115,6 +119,7 @@ mod tests {
             force_balance: Some(u64::MAX),
             step: 9,
             whole_residual: true,
+            isolate_faults: true,
             ..StepContext::default()
         };
         let sampling = DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect() };
@@ -126,7 +131,7 @@ mod tests {
         let again = got.into_owned().context();
         assert_eq!(again.replay, context.replay);
         assert_eq!((again.force_balance, again.step), (Some(u64::MAX), 9));
-        assert!(again.whole_residual);
+        assert!(again.whole_residual && again.isolate_faults);
         let limit = std::time::Duration::from_millis(1500);
         let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
         let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };

@@ -260,6 +260,38 @@ fn meaningless_logits_name_the_first_row() -> Result<()> {
     Ok(())
 }
 
+/// Those rows get experts that exist and weights that nothing finite comes of; all others keep their bits.
+#[test]
+fn a_step_that_isolates_faults_loses_the_faulty_rows_alone() -> Result<()> {
+    use moe_router::RoutedExperts;
+
+    let sound = some_logits(3000, 16, 3);
+    let mut faulty = sound.clone();
+    (faulty[1700][3], faulty[2900][0]) = (f32::NAN, f32::INFINITY);
+    faulty[5].fill(f32::NEG_INFINITY);
+    let grouped = Selection::Grouped { num_expert_group: 4, topk_group: 2 };
+    for selection in [Selection::TopK, Selection::RawLogits, grouped] {
+        let router = router(RouterConfig { selection, renormalize: true, ..RouterConfig::new(16, 2) }, None)?;
+        let mut ex = Exec::cpu().with_threads(4)?;
+        let mut context = StepContext {
+            isolate_faults: true,
+            capture: Some(RoutedExperts::empty(3000, 1, 2)?),
+            ..StepContext::default()
+        };
+        let want = crate::bits(&router.route(&logits(&sound, 16)?)?)?;
+        let routed = router.route_step(&logits(&faulty, 16)?, None, 0, &mut context, &mut ex)?;
+        let got = crate::bits(&routed)?;
+        for (t, (ids, weights)) in crate::rows(&routed)?.into_iter().enumerate() {
+            assert_eq!(context.capture.as_ref().unwrap().get(t, 0)?, ids);
+            match [5, 1700, 2900].contains(&t) {
+                true => assert!(ids == [0, 1] && weights.iter().all(|w| w.is_nan()), "row {t}: {weights:?}"),
+                false => assert_eq!(got[t], want[t], "row {t}"),
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn tags_of_methods() {
     use RoutingMethod as M;
