@@ -3,10 +3,13 @@
 //! This runs on a thread of its own, ahead of the engine, so that reading and tokenizing cost the
 //! model no time.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use anyhow::{Context, Result};
 use moe_engine::usage;
 use serde_json::{Map, Value, json};
 
+use super::ahead::panic_text;
 use super::body::{Job, Parser};
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
@@ -94,7 +97,7 @@ impl Entries {
                 let request = Fingerprint::of_request(&object);
                 self.check_unchanged(number, &custom_id, request)?;
                 let done = self.known.is_done(number, Some(&custom_id));
-                let result = (!done).then(|| self.parser.parse(&object, &custom_id));
+                let result = (!done).then(|| parse(&self.parser, &object, &custom_id));
                 (Key { id: request_id(number), custom_id: Some(custom_id), request: Some(request) }, result)
             }
             Ok((custom_id, _)) => {
@@ -133,6 +136,17 @@ impl Entries {
     fn unless_done(&self, line: u64, error: ApiError) -> Option<Result<Job, ApiError>> {
         (!self.known.is_done(line, None)).then_some(Err(error))
     }
+}
+
+/// What a line asks for. A panic, of a library that a line's text led to a fault, costs that line alone.
+fn parse(parser: &Parser, line: &Map<String, Value>, custom_id: &str) -> Result<Job, ApiError> {
+    catch_unwind(AssertUnwindSafe(|| parser.parse(line, custom_id))).unwrap_or_else(|panic| {
+        let message = format!(
+            "reading the request panicked ({}): this is a fault of the program, please report it with this line",
+            panic_text(&*panic)
+        );
+        Err(ApiError { status: 500, ..ApiError::bad(message) })
+    })
 }
 
 /// What a line alone asks for.

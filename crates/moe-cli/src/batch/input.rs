@@ -38,8 +38,9 @@ impl Total {
     /// Counts the lines of a file that are not blank while something else runs: reading alone is much faster than
     /// answering. Other inputs can be read only once.
     pub fn count(path: &Path) -> Self {
-        let (total, file) = (Self::default(), File::open(path));
-        let (Ok(file), true) = (file, path.is_file()) else { return total };
+        let total = Self::default();
+        // To open a pipe again would wait for somebody who writes to it again.
+        let Some(file) = path.is_file().then(|| File::open(path).ok()).flatten() else { return total };
         let counted = total.clone();
         let count = move || {
             // The code that answers the lines reports what cannot be read.

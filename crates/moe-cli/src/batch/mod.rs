@@ -8,6 +8,7 @@
 //! Only a window of requests is in memory. A record is written as soon as its line is answered, in
 //! any order; a rerun reads the output first and answers what is left.
 
+mod ahead;
 mod answer;
 mod body;
 mod completion;
@@ -30,10 +31,10 @@ mod tests;
 
 use std::collections::HashMap;
 use std::process::ExitCode;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
 use moe_engine::tokenizer::Tokenizer;
@@ -46,6 +47,7 @@ use crate::options;
 use crate::preflight::Asks;
 use crate::session::{self, Model};
 
+use ahead::read_ahead;
 use answer::{Choice, record};
 use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Format, Key, Work};
@@ -60,8 +62,6 @@ pub(crate) use fields::short;
 pub(crate) use input::Total;
 pub(crate) use progress::Progress;
 
-/// Entries that are read ahead of the engine.
-const READ_AHEAD: usize = 64;
 /// Requests in the engine for each that runs: the longest of them start first.
 const WINDOW: usize = 8;
 /// How often an idle run looks whether it is interrupted.
@@ -183,21 +183,6 @@ fn parser(
         max_model_len,
         served: Served::new(args.answer.model.as_deref(), args.any_model),
     })
-}
-
-/// Starts the thread that reads. It ends when nobody listens any more, or with the program.
-fn read_ahead(entries: Entries) -> Result<Receiver<Result<Entry>>> {
-    let (send, receive) = sync_channel(READ_AHEAD);
-    let read = move || {
-        for entry in entries {
-            let last = entry.is_err();
-            if send.send(entry).is_err() || last {
-                return;
-            }
-        }
-    };
-    std::thread::Builder::new().name("input".into()).spawn(read).context("cannot start a thread")?;
-    Ok(receive)
 }
 
 /// A line whose choices are being generated.

@@ -6,7 +6,71 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
-use super::{Folder, by_name, completion, stderr};
+use super::{Folder, by_name, completion, fixture, stderr};
+
+/// Requests whose tokens meet an expert that is NaN fail, each with its advice; the others are as without it.
+#[test]
+fn weights_that_are_not_finite_fail_the_requests_that_meet_them() {
+    let lines: Vec<Value> = (0..96)
+        .map(|i| {
+            completion(&format!("{i}"), json!({"prompt": [i * 20 + 1], "max_tokens": 2, "temperature": 0}))
+        })
+        .collect();
+    let folder = Folder::new(&lines);
+    assert!(folder.run(&[]).status.success());
+    let sound = by_name(&folder.records());
+    let model = folder.path("model");
+    fs::create_dir(&model).unwrap();
+    for entry in fs::read_dir(fixture("../../models/qwen3moe/checkpoint")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let weights = model.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let offsets = &header["model.layers.0.mlp.experts.3.down_proj.weight"]["data_offsets"];
+    let [begin, end] = [0, 1].map(|i| 8 + header_len + offsets[i].as_u64().unwrap() as usize);
+    bytes[begin..end].fill(0xFF);
+    fs::write(&weights, bytes).unwrap();
+    // Few blocks, so that requests take those that failed ones leave behind.
+    let flags = ["--model", "model", "--any-model", "--max-num-seqs", "8", "--kv-cache-memory", "2MiB"];
+    for more in [&[][..], &["--tp", "2"], &["--dp", "2", "--enable-expert-parallel"]] {
+        let output = folder.run(&[&flags, more, &["--overwrite"]].concat());
+        assert!(output.status.success(), "{}", stderr(&output));
+        let got = by_name(&folder.records());
+        let failed: Vec<_> = got.iter().filter(|(_, answer)| answer[0] != 200).collect();
+        assert!((10..90).contains(&failed.len()), "{} of {}", failed.len(), got.len());
+        for (name, answer) in failed {
+            let message = answer[3]["error"]["message"].as_str().unwrap();
+            assert_eq!(answer[0], 500, "{name}: {answer}");
+            assert!(message.contains("NaN") && message.contains("not finite"), "{name}: {message}");
+        }
+        for (name, answer) in got.iter().filter(|(_, answer)| answer[0] == 200) {
+            assert_eq!(answer[1][0]["text"], sound[name][1][0]["text"], "{name} {more:?}");
+        }
+    }
+}
+
+/// A named pipe is read once, like a file of unknown length.
+#[cfg(unix)]
+#[test]
+fn a_named_pipe_is_an_input() {
+    let line = completion("a", json!({"prompt": "x", "max_tokens": 2}));
+    let folder = Folder::new(&[]);
+    assert!(Command::new("mkfifo").arg(folder.path("pipe")).status().unwrap().success());
+    let mut run = folder.command("pipe", "out.jsonl").stderr(Stdio::null()).spawn().unwrap();
+    fs::write(folder.path("pipe"), format!("{line}\n")).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while run.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            run.kill().unwrap();
+            panic!("the run waits for a second writer");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(folder.records().len(), 1);
+}
 
 /// Ten kills at random moments: nothing is lost, doubled or changed.
 #[cfg(unix)]
