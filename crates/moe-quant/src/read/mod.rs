@@ -143,6 +143,20 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
+    /// Refuses FP8 weights that are NaN, of rows from `first` on.
+    fn check_codes(&self, first: usize, codes: &[u8]) -> Result<(), QuantError> {
+        let is_nan = |code: &u8| code & 0x7f == 0x7f;
+        // Without an early end, so that it takes vectors at a time.
+        let is_fp8 = matches!(self.format, Format::Fp8 { .. });
+        if !is_fp8 || !codes.iter().fold(false, |nan, code| nan | is_nan(code)) {
+            return Ok(());
+        }
+        let n = first + codes.iter().position(is_nan).unwrap_or(0) / self.columns.width.max(1);
+        let problem =
+            format!("an FP8 weight of row {n} is NaN; the file is damaged: download or quantise it again");
+        Err(QuantError::matrix(&self.name, problem))
+    }
+
     fn zero(&self, int: IntFormat, n: usize, group: usize) -> Result<u8, QuantError> {
         let Some(bytes) = self.zeros else { return Ok(int.middle()) };
         let zero = unpack::zero(self.format, Words::new(bytes, int.bits), self.stored, n, group);
@@ -172,7 +186,8 @@ impl<'a> Reader<'a> {
         }
         out.q.clear();
         out.q.resize(rows.len() * width, 0);
-        unpack::codes(self.format, self.codes, self.stored, rows, &self.columns, &mut out.q);
+        unpack::codes(self.format, self.codes, self.stored, rows.clone(), &self.columns, &mut out.q);
+        self.check_codes(rows.start, &out.q)?;
         let padding = self.columns.order.iter().flat_map(|order| &order.padding);
         for column in padding.map(|column| *column as usize) {
             for (row, q) in out.q.chunks_exact_mut(width).enumerate() {

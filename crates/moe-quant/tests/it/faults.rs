@@ -1,9 +1,10 @@
 //! Tensors that do not fit their header: one sentence each, no panic.
 
 use moe_quant::safetensors::Dtype;
+use moe_quant::safetensors::tensor::TensorView;
 use moe_quant::{Format, IntFormat, QuantError, QuantGroup, QuantRows, Reader, layout};
 
-use crate::fixtures::case;
+use crate::fixtures::{case, cases};
 use crate::pack::{Matrix, Tensor, format, pack};
 
 fn plain_matrix(n: usize, k: usize, groups: usize, zero: u8) -> Matrix {
@@ -122,6 +123,25 @@ fn scales_are_checked_on_request() {
         let error = open(format, (8, 64), &tensors).unwrap().check_finite().unwrap_err().to_string();
         assert!(error.contains(&format!("the scale of row 3, group 1 is {name}")), "{error}");
     }
+}
+
+#[test]
+fn a_weight_that_is_nan_is_named() {
+    let fp8 = cases().into_iter().find(|case| matches!(case.format, Format::Fp8 { .. })).unwrap();
+    let mut bytes = fp8.tensor("weight").unwrap().data().to_vec();
+    bytes[5 * fp8.shape.1 + 3] = 0xFF;
+    let find = |suffix: &str| {
+        let view = fp8.tensor(suffix)?;
+        let damaged = || TensorView::new(view.dtype(), view.shape().to_vec(), &bytes).unwrap();
+        Some(if suffix == "weight" { damaged() } else { view })
+    };
+    let reader = Reader::new(&fp8.name, fp8.format, fp8.shape, find).unwrap();
+    assert!(reader.read(0..5, &mut Default::default()).is_ok());
+    let error = reader.read(4..8, &mut Default::default()).unwrap_err().to_string();
+    assert!(
+        error.contains(&fp8.name) && error.contains("row 5 is NaN") && error.contains("again"),
+        "{error}"
+    );
 }
 
 #[test]
