@@ -22,16 +22,21 @@ pub fn arrange(command: &Command, mut args: Vec<OsString>) -> Vec<OsString> {
     args
 }
 
-/// Where the first argument is that is neither a flag nor a flag's value.
+/// Where the first argument is that is neither a flag nor a flag's value. Behind a flag that no command has, a word may be
+/// its value: then only a subcommand counts, and without one clap names the flag.
 fn first_word(command: &Command, args: &[OsString]) -> Option<usize> {
-    let mut at = 1;
+    let (mut at, mut unknown) = (1, false);
     while let Some(arg) = args.get(at).map(|arg| arg.to_string_lossy()) {
         match flag(&arg) {
             _ if arg == "--" => return None,
             None if arg == "-" => at += 1,
+            None if unknown && command.find_subcommand(&*arg).is_none() => at += 1,
             None => return Some(at),
             Some(name) if takes_next(command, name, args.get(at + 1)) => at += 2,
-            Some(_) => at += 1,
+            Some(_) => {
+                unknown |= !is_known(command, &arg);
+                at += 1;
+            }
         }
     }
     None
@@ -53,6 +58,16 @@ fn takes_next(command: &Command, name: &str, next: Option<&OsString>) -> bool {
     // A value that may be left out is there unless a flag or a subcommand follows.
     let optional = arg.get_num_args().is_some_and(|n| n.min_values() == 0);
     !optional || !(next.starts_with('-') || command.find_subcommand(next.as_ref()).is_some())
+}
+
+/// Whether some subcommand has the flag, which may have its value behind it (`--model=X`, `-t4`).
+fn is_known(command: &Command, arg: &str) -> bool {
+    let name = match arg.strip_prefix("--") {
+        Some(long) => long.split_once('=').map_or(long, |(name, _)| name),
+        None => arg.get(1..2).unwrap_or_default(),
+    };
+    let mut args = command.get_subcommands().flat_map(Command::get_arguments);
+    ["help", "h"].contains(&name) || args.any(|arg| is_called(arg, name))
 }
 
 fn is_called(arg: &Arg, name: &str) -> bool {
@@ -85,6 +100,15 @@ mod tests {
         assert_eq!(arranged("--explain-backends bench"), "bench --explain-backends");
         assert_eq!(arranged("gnerate"), "gnerate");
         assert_eq!(arranged("--seed -1 list"), "list --seed -1");
+    }
+
+    /// vLLM's and llama.cpp's flags have other names: clap then says which one is meant.
+    #[test]
+    fn behind_an_unknown_flag_a_word_may_be_its_value() {
+        assert_eq!(arranged("--top_k 4 --prompt x"), "generate --top_k 4 --prompt x");
+        assert_eq!(arranged("--top_k 4 chat"), "chat --top_k 4");
+        let parsed = Cli::command_of(["m", "--top_k", "4", "--prompt", "x"]).unwrap_err().to_string();
+        assert!(parsed.contains("'--top_k'") && parsed.contains("'--top-k'"), "{parsed}");
     }
 
     #[test]
