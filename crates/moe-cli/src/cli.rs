@@ -138,7 +138,7 @@ pub struct RunArgs {
     pub num_threads: Option<usize>,
     /// CPU instruction set: scalar, avx2, avx2-vnni, avx512, avx512-bf16 or amx-bf16 (default: the fastest
     /// supported).
-    #[arg(long, value_parser = CpuIsa::from_name, help_heading = "Device")]
+    #[arg(long, value_parser = crate::options::parse_cpu_isa, help_heading = "Device")]
     pub cpu_isa: Option<CpuIsa>,
     /// Expert backend (default: the first that supports the configuration).
     #[arg(long, help_heading = "MoE")]

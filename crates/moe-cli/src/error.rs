@@ -53,7 +53,7 @@ pub fn describe(error: &anyhow::Error) -> String {
 /// A cause's own text, without candle's backtrace.
 fn message(cause: &(dyn Error + 'static)) -> String {
     match cause.downcast_ref::<candle_core::Error>() {
-        Some(error) => innermost(error).to_string(),
+        Some(error) => without_backtrace(&innermost(error).to_string()),
         None => without_backtrace(&cause.to_string()),
     }
 }
@@ -99,6 +99,9 @@ mod tests {
     fn backtraces_are_cut() {
         let error = candle_core::Error::Msg("bad shape".into()).bt();
         assert_eq!(describe(&anyhow::Error::new(error)), "bad shape");
+        let inner = candle_core::Error::Msg("bad\n   0: core::fn".into());
+        let error = candle_core::Error::Context { inner: Box::new(inner), context: Box::new("row 5") };
+        assert!(!describe(&anyhow::Error::new(error)).contains("core::fn"));
         assert_eq!(without_backtrace("a\nb\n   0: core::fn\n   1: x"), "a\nb");
     }
 }

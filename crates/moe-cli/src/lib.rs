@@ -8,6 +8,7 @@ pub mod cli;
 mod devices;
 mod download;
 mod error;
+mod flag_file;
 pub mod generate;
 pub mod hub;
 mod inspect;

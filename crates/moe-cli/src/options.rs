@@ -4,15 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use model_runtime::config::limits;
-use model_runtime::{Config, SamplingParams};
-use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
+use model_runtime::{Config, CpuIsa, SamplingParams};
+use moe_engine::chat::{self, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, Request, SchedulingPolicy};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
 
 use crate::cli::{self, EngineArgs, SamplingArgs, TemplateArgs};
+use crate::{error, flag_file};
 
 /// Tokens that `generate` makes where nothing says how many.
 const MAX_NEW_TOKENS: usize = 128;
@@ -113,7 +114,10 @@ pub fn chat_files(args: &TemplateArgs, session: &Session) -> Result<Option<ChatF
 
 fn chat_files_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatFiles>> {
     match (&args.chat_template, dir) {
-        (Some(file), dir) => ChatFiles::from_file(file, dir).map(Some).map_err(|e| wrong_template(file, e)),
+        (Some(file), dir) => {
+            let text = flag_file::read_text(file).map_err(|e| wrong_template(file, e))?;
+            ChatFiles::from_template(text, dir).map(Some).map_err(|e| wrong_template(file, e))
+        }
         (None, Some(dir)) => Ok(Some(ChatFiles::from_dir(dir)?)),
         (None, None) => Ok(None),
     }
@@ -135,7 +139,7 @@ pub fn chat_template_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Optio
     Ok(template)
 }
 
-fn wrong_template(file: &Path, error: ChatError) -> anyhow::Error {
+fn wrong_template(file: &Path, error: impl std::fmt::Display) -> anyhow::Error {
     usage(format!("--chat-template {}: {error}", file.display()))
 }
 
@@ -183,6 +187,11 @@ pub fn parse_object(text: &str) -> Result<Map<String, Value>> {
     serde_json::from_str(text).with_context(|| format!("expected a JSON object, got {text:?}"))
 }
 
+/// An instruction set by its name, the error without candle's backtrace.
+pub fn parse_cpu_isa(name: &str) -> Result<CpuIsa> {
+    CpuIsa::from_name(name).map_err(|e| anyhow!(error::describe(&e.into())))
+}
+
 /// A token's bias from ID=BIAS.
 pub fn parse_bias(text: &str) -> Result<(u32, f32)> {
     let parts = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
@@ -209,6 +218,13 @@ mod tests {
         for bad in ["", "0", "-1", "nan", "inf", "1e300"] {
             assert!(parse_gib(bad).is_err(), "{bad}");
         }
+    }
+
+    /// With RUST_BACKTRACE=1 candle's errors carry their backtrace.
+    #[test]
+    fn an_unknown_instruction_set_is_one_line() {
+        let error = parse_cpu_isa("avx").unwrap_err().to_string();
+        assert!(error.contains("avx512-bf16") && error.lines().count() == 1, "{error}");
     }
 
     #[test]

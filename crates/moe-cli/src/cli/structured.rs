@@ -1,11 +1,13 @@
 //! What the text must be: the flags of structured output.
 
-use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use clap::Args;
 use moe_engine::structured::StructuredOutput;
 use moe_engine::usage;
+
+use crate::flag_file;
 
 /// What the text must be; one of them, or none.
 #[derive(Args, Debug, Clone, Default)]
@@ -77,6 +79,7 @@ impl StructuredArgs {
 }
 
 fn read(flag: &str, file: &str) -> Result<String> {
-    let text = fs::read_to_string(file).with_context(|| format!("{flag} {file}: cannot read the file"));
+    let text =
+        flag_file::read_text(Path::new(file)).with_context(|| format!("{flag} {file}: cannot read the file"));
     text.map_err(|e| usage(format!("{e:#}")))
 }

@@ -36,6 +36,11 @@ impl ChatFiles {
     /// The template of a file of its own, with the special tokens of a checkpoint folder.
     pub fn from_file(file: &Path, dir: Option<&Path>) -> Result<Self, ChatError> {
         let template = template_file(file)?.ok_or_else(|| fault(file, "no such file"))?;
+        Self::from_template(template, dir)
+    }
+
+    /// This template, with the special tokens of a checkpoint folder.
+    pub fn from_template(template: String, dir: Option<&Path>) -> Result<Self, ChatError> {
         let special_tokens = dir.map(read).transpose()?.map(|files| files.special_tokens).unwrap_or_default();
         Ok(Self { templates: BTreeMap::from([("default".to_string(), template)]), special_tokens })
     }
