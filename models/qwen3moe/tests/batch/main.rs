@@ -4,6 +4,8 @@
 mod faults;
 mod forms;
 mod help;
+#[path = "../../../../tests/cli/nan.rs"]
+mod nan;
 mod reruns;
 
 use std::collections::BTreeMap;
