@@ -1,6 +1,9 @@
 //! Flags of `generate` beyond the prompt, through the real program and its embedded checkpoint.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../../tests/cli/nan.rs"]
+mod nan;
+
 use std::process::Command;
 
 /// Exit code, stdout and stderr.
@@ -87,6 +90,62 @@ fn routing_is_recorded_and_replayed() {
     std::fs::write(file, "no recording").unwrap();
     let (code, _, stderr) = run(&["--replay-routed-experts", file]);
     assert!(code == Some(1) && stderr.contains("is not a routing recording"), "{stderr}");
+}
+
+#[test]
+fn a_recording_that_cannot_be_written_is_refused_before_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    for path in [dir.path().to_path_buf(), dir.path().join("none").join("r.safetensors")] {
+        let (code, stdout, stderr) = run(&["--routed-experts-out", path.to_str().unwrap()]);
+        assert!(code == Some(2) && stderr.contains("--routed-experts-out"), "{code:?} {stderr}");
+        assert_eq!(stdout, "", "nothing has run");
+    }
+}
+
+/// One prompt meets an expert that is NaN; the others' texts are shown, and the error says whose is missing.
+#[test]
+fn a_text_that_fails_leaves_the_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    nan::copy_with_nan(&model);
+    let model = model.to_str().unwrap();
+    let of = |prompts: &[&str]| {
+        let prompts: Vec<&str> = prompts.iter().flat_map(|prompt| ["--prompt", prompt]).collect();
+        let args = ["--model", model, "--skip-tokenizer-init", "--max-new-tokens", "1", "--temperature", "0"];
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_model-qwen3moe")).args(prompts).args(args).output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let alone = |token: usize| of(&[&token.to_string()]);
+    let sound = (0..2000).find(|token| alone(*token).0 == Some(0)).unwrap().to_string();
+    let faulty = (0..2000).find(|token| alone(*token).0 == Some(1)).unwrap().to_string();
+    let (code, stdout, stderr) = of(&[&sound, &faulty, &sound]);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("prompt 2: ") && stderr.contains("not finite"), "{stderr}");
+    let (_, text, _) = of(&[&sound]);
+    for title in ["=== prompt 1 of 3\n", "=== prompt 3 of 3\n"] {
+        assert!(stdout.contains(&format!("{title}{}", text.trim())), "{stdout}");
+    }
+}
+
+/// Files of flags are read when they are checked and when they are used; a pipe is read once.
+#[cfg(target_os = "linux")]
+#[test]
+fn files_of_flags_may_be_pipes() {
+    let flags = "--prompt x --max-new-tokens 8 --temperature 0";
+    let shell = |flags: &str| {
+        let line = format!("exec {} {flags}", env!("CARGO_BIN_EXE_model-qwen3moe"));
+        let output = Command::new("bash").args(["-c", &line]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let grammar = r#"--guided-grammar <(echo 'start: "love"')"#;
+    assert_eq!(shell(&format!("{flags} {grammar}")), "love");
+    let schema = r#"--json-schema <(echo '{"enum": [5]}')"#;
+    assert_eq!(shell(&format!("{flags} {schema}")), "5");
+    let chat = r#"--chat --chat-template <(echo -n '{{ messages[0].content }}')"#;
+    assert_eq!(shell(&format!("{flags} {chat}")), shell(flags), "the prompt alone");
 }
 
 #[test]

@@ -72,13 +72,13 @@ impl Chat<'_> {
                     }
                 }
                 open = open && print(&shown.push(&output.text))?;
-                if let (Some(path), Some(routed)) = (&self.args.routed_experts_out, &output.routed_experts) {
-                    routing::write(path, routed)?;
-                }
                 if let Some(finish) = output.finish {
                     open = open && print(&shown.finish())?;
                     self.notice(&finish);
                     failed = matches!(finish, FinishReason::Failed(_));
+                }
+                if let (Some(path), Some(routed)) = (&self.args.routed_experts_out, &output.routed_experts) {
+                    routing::write(path, routed)?;
                 }
             }
             if !open {

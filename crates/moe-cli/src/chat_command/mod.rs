@@ -23,6 +23,7 @@ use crate::error::report;
 use crate::interrupt::Interrupt;
 use crate::options;
 use crate::preflight::{self, Asks};
+use crate::routing;
 use crate::session::{self, Model};
 
 use answering::{Speed, Turn};
@@ -33,6 +34,7 @@ use set::Values;
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
+    args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;

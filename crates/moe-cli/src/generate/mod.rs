@@ -23,6 +23,7 @@ use texts::Texts;
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let prompts = prompts::<F>(args)?;
+    args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
     let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
     let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
@@ -47,7 +48,8 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         eprint!("{}{}", engine.stats(), crate::parallel::experts_report(&engine));
     }
     drop(engine);
-    session.finish()
+    session.finish()?;
+    texts.failure().map_or(Ok(()), Err)
 }
 
 /// The prompts, or at a terminal the one that is part of the program.

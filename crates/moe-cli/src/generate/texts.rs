@@ -3,7 +3,7 @@
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use moe_engine::chat::{Answer, AnswerForm};
 use moe_engine::engine::{FinishReason, Output, RequestId};
@@ -73,11 +73,6 @@ impl<'a> Texts<'a> {
         if output.token_id.is_some() {
             self.first_token.get_or_insert_with(|| self.start.elapsed());
         }
-        if let (Some(path), Some(routed), 0) =
-            (&self.args.routed_experts_out, &output.routed_experts, output.choice)
-        {
-            routing::write(path, routed)?;
-        }
         let logprobs = output.logprobs.as_ref().map(|l| self.logprobs(output.choice, l)).transpose()?;
         if let (Some(line), false) = (&logprobs, self.args.json) {
             eprintln!("{line}");
@@ -97,10 +92,36 @@ impl<'a> Texts<'a> {
             text.logprobs.extend(logprobs);
             text.finish = output.finish.clone();
         }
-        match output.finish {
-            Some(FinishReason::Failed(message)) => bail!(message),
-            _ => Ok(()),
+        if let (Some(path), Some(routed), 0) =
+            (&self.args.routed_experts_out, &output.routed_experts, output.choice)
+        {
+            routing::write(path, routed)?;
         }
+        Ok(())
+    }
+
+    /// Why texts failed, if some did. The others are shown all the same.
+    pub fn failure(&self) -> Option<anyhow::Error> {
+        let texts = || {
+            self.prompts.iter().enumerate().flat_map(|(p, prompt)| prompt.texts.iter().map(move |t| (p, t)))
+        };
+        let failed: Vec<_> = texts()
+            .filter_map(|(p, text)| match &text.finish {
+                Some(FinishReason::Failed(message)) => Some((p, message)),
+                _ => None,
+            })
+            .collect();
+        let (&(first, message), all) = (failed.first()?, texts().count());
+        Some(match (failed.len(), all) {
+            (_, 1) => anyhow!("{message}"),
+            (1, _) => anyhow!("the text of prompt {}: {message}; the other texts are complete", first + 1),
+            (count, _) => {
+                let mut prompts: Vec<_> = failed.iter().map(|(p, _)| (p + 1).to_string()).collect();
+                prompts.dedup();
+                let prompts = prompts.join(", ");
+                anyhow!("{count} of {all} texts failed, of the prompts {prompts}; the first: {message}")
+            }
+        })
     }
 
     /// Shows what has not been shown, and at a terminal how it went.
