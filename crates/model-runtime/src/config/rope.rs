@@ -168,6 +168,19 @@ fn factor(section: &Config) -> Result<f64, ConfigError> {
     Ok(factor)
 }
 
+/// YaRN's factor where the config names none: by how much it extends the original context.
+fn derived_factor(config: &Config, max: usize, original: usize) -> Result<f64, ConfigError> {
+    let factor = max as f64 / original as f64;
+    if !(1.0..=LARGEST_FACTOR).contains(&factor) {
+        let expected = format!(
+            "1 to {LARGEST_FACTOR} times original_max_position_embeddings = {original}, as YaRN without a factor extends one \
+             context to the other"
+        );
+        return Err(config.invalid("max_position_embeddings", &expected, max));
+    }
+    Ok(factor)
+}
+
 fn yarn(config: &Config, section: &Config, max: usize) -> Result<Yarn, ConfigError> {
     const ORIGINAL: &[&str] = &["original_max_position_embeddings"];
     // A value at the top level (as in Phi-3) wins over the section's.
@@ -177,7 +190,7 @@ fn yarn(config: &Config, section: &Config, max: usize) -> Result<Yarn, ConfigErr
     };
     let factor = match section.has("factor") {
         true => factor(section)?,
-        false => max as f64 / original as f64,
+        false => derived_factor(config, max, original)?,
     };
     let mscale = section.float_or(&["mscale"], 0.0)?;
     let all_dim = section.float_or(&["mscale_all_dim"], 0.0)?;

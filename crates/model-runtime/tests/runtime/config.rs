@@ -232,6 +232,11 @@ fn what_rope_refuses() {
             r#"{"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": -1}}"#,
             "above 0 and up to 1000000, got -1",
         ),
+        (
+            r#"{"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 128}}"#,
+            "`max_position_embeddings`: expected 1 to 1000000 times original_max_position_embeddings = 128, as YaRN without \
+             a factor extends one context to the other, got 64",
+        ),
         (r#"{"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}"#, "above 1 for YaRN"),
         (r#"{"partial_rotary_factor": 0.5}"#, "partial_rotary_factor 0.5"),
         (r#"{"rope_parameters": {"full_attention": {"rope_type": "default"}}}"#, "each layer type"),
