@@ -340,6 +340,31 @@ fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
     }
 }
 
+/// A report that is made after the error still tells what balancing has done.
+#[test]
+fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
+    let (case, origin) =
+        (Case::new("base", DType::BF16, geometries()[0]), Origin::<Qwen3MoeFamily>::open("base"));
+    let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
+    let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
+    let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
+    let broken = Some(Broken { rank: 3, fault: Fault::DieSending });
+    let replicas = load(&origin, &case, &placements, broken, PATIENCE);
+    let mut stats = None;
+    let error = outcome_with(&replicas, true, Some(often(EplbPolicy::Joint)), |engine| {
+        loop {
+            std::thread::sleep(Duration::from_millis(20));
+            if let Err(e) = engine.step() {
+                stats = engine.eplb_stats();
+                return Err(e);
+            }
+            assert!(!engine.is_idle(), "nothing moves");
+        }
+    });
+    assert!(format!("{:#}", error.unwrap_err()).contains("moving experts"));
+    assert!(stats.unwrap().steps > 0);
+}
+
 #[test]
 fn the_balancer_rolls_back_what_takes_longer_than_its_limit() {
     let (case, origin) =

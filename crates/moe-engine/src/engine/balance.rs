@@ -42,13 +42,17 @@ impl DpEngine<'_> {
     /// Tells the balancer of a step, and runs the round that it asks for.
     pub(super) fn balance(&mut self, loads: &[StepLoad]) -> Result<()> {
         let Some(mut balancer) = self.balancer.take() else { return Ok(()) };
-        if let Some(round) = balancer.step(loads)? {
-            let start = Instant::now();
-            let status = self.move_round(&round).context("moving experts")?;
-            balancer.moved(&status, start.elapsed())?;
-        }
+        let balanced = self.balance_by(&mut balancer, loads);
+        // After an error, too: the report of a run that fails tells what balancing has done.
         self.balancer = Some(balancer);
-        Ok(())
+        balanced
+    }
+
+    fn balance_by(&mut self, balancer: &mut Balancer, loads: &[StepLoad]) -> Result<()> {
+        let Some(round) = balancer.step(loads)? else { return Ok(()) };
+        let start = Instant::now();
+        let status = self.move_round(&round).context("moving experts")?;
+        balancer.moved(&status, start.elapsed())
     }
 
     /// One round on all ranks.
