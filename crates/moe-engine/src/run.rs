@@ -92,7 +92,8 @@ impl Run {
     /// Loads this process's rank and runs what rank 0's process sends, until that says stop.
     pub fn serve<F: ModelFamily>(self, weights: Weights) -> Result<()> {
         let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load::<F>(weights)?;
-        let tokenizer = tokenizer(checkpoint.as_ref(), embedded).ok();
+        // An error is one only where requests want text; rank 0 then hears of it.
+        let tokenizer = tokenizer(checkpoint.as_ref(), embedded);
         let Some(processes) = self.processes else {
             bail!("this process is a rank of its own and has no driver")
         };
@@ -100,7 +101,7 @@ impl Run {
             Ranks::Follower(follower) => follower.serve(&processes.messages)?,
             Ranks::Replicas(replicas) => {
                 for Replica { model, ex, world } in replicas {
-                    engine::serve(model.as_ref(), ex, tokenizer.as_ref(), world, &processes.messages)?;
+                    engine::serve(model.as_ref(), ex, &tokenizer, world, &processes.messages)?;
                 }
             }
         }

@@ -233,7 +233,7 @@ fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: im
     };
     answer_all(
         (replica.model.as_ref(), &replica.ex),
-        |_| texts.clone(),
+        |_| Ok(texts.clone()),
         next,
         |news| {
             reply(news);

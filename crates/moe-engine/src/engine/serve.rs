@@ -131,7 +131,7 @@ impl Engine<'_> {
 /// What ends all requests.
 pub(super) fn answer_all(
     (model, ex): (&dyn CausalLm, &Exec),
-    texts: impl Fn(bool) -> Texts,
+    texts: impl Fn(bool) -> Result<Texts>,
     mut next: impl FnMut(bool) -> Result<Next>,
     mut reply: impl FnMut(Reply) -> Result<()>,
 ) -> Result<()> {
@@ -153,7 +153,7 @@ pub(super) fn answer_all(
                     true => Ok(budget.take()),
                     false => step_memory::budget(model, &config, &mut ex.clone()),
                 };
-                let new = |budget| Engine::with_budget(model, ex.clone(), texts(text), &config, budget);
+                let new = |budget| Engine::with_budget(model, ex.clone(), texts(text)?, &config, budget);
                 Some(match budget.and_then(new) {
                     Ok(new) => Reply::Started(engine.insert(new).max_model_len()),
                     Err(e) => Reply::Refused(format!("{e:#}")),
@@ -171,23 +171,33 @@ pub(super) fn answer_all(
     }
 }
 
+/// What an engine with or without text makes text with.
+///
+/// # Errors
+/// An engine with text where there is no tokenizer.
+fn texts_of(tokenizer: &Result<Tokenizer>, text: bool) -> Result<Texts> {
+    match (text, tokenizer) {
+        (false, _) => Ok((None, None)),
+        (true, Ok(tokenizer)) => {
+            Ok((Some(tokenizer.clone()), Some(Arc::new(Grammars::new(tokenizer.clone())))))
+        }
+        (true, Err(e)) => bail!("it has no tokenizer to make text with: {e:#}"),
+    }
+}
+
 /// Runs the engine of a data-parallel rank in this process for the driver, rank 0, until that says stop (an empty
-/// message).
+/// message). Without a `tokenizer` it refuses engines with text, and says why there is none.
 ///
 /// # Errors
 /// What ends all requests, here or elsewhere.
 pub(crate) fn serve(
     model: &dyn CausalLm,
     ex: &Exec,
-    tokenizer: Option<&Tokenizer>,
+    tokenizer: &Result<Tokenizer>,
     world: &Arc<dyn Communicator>,
     messages: &Messages,
 ) -> Result<()> {
-    let texts = |text: bool| {
-        let tokenizer = tokenizer.filter(|_| text).cloned();
-        let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
-        (tokenizer, grammars)
-    };
+    let texts = |text: bool| texts_of(tokenizer, text);
     let next = |wait: bool| {
         let message = match wait {
             true => Some(messages.recv(0)?),
@@ -199,4 +209,53 @@ pub(crate) fn serve(
     };
     let reply = |reply: Reply| Ok(messages.send(0, &encode(&reply)?)?);
     answer_all((model, ex), texts, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+    use model_runtime::{KvCache, ModelInfo, Observer, StepContext, StepViews, ViewMut};
+
+    use super::*;
+    use crate::testing::small_model;
+
+    /// A model that never runs.
+    struct Idle(ModelInfo);
+
+    impl CausalLm for Idle {
+        fn info(&self) -> &ModelInfo {
+            &self.0
+        }
+
+        fn forward(
+            &self,
+            _: &StepViews,
+            _: &mut KvCache,
+            _: ViewMut,
+            _: Option<&mut dyn Observer>,
+            _: &mut StepContext,
+            _: &mut Exec,
+        ) -> candle_core::Result<()> {
+            candle_core::bail!("no step was asked for")
+        }
+    }
+
+    #[test]
+    fn a_rank_without_its_tokenizer_refuses_text_and_says_why() {
+        let config = || Box::new(EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() });
+        let mut questions = vec![Question::Start(config(), false), Question::Start(config(), true)];
+        let next = |_| Ok(questions.pop().map_or(Next::Stop, Next::Answer));
+        let tokenizer = Err(anyhow!("not JSON").context("tokenizer.json"));
+        let mut replies = Vec::new();
+        let keep = |reply| {
+            replies.push(reply);
+            Ok(())
+        };
+        answer_all((&Idle(small_model(64)), &Exec::cpu()), |text| texts_of(&tokenizer, text), next, keep)
+            .unwrap();
+        let [Reply::Refused(why), Reply::Started(64)] = &replies[..] else {
+            panic!("{} replies", replies.len())
+        };
+        assert!(why.contains("no tokenizer") && why.contains("tokenizer.json: not JSON"), "{why}");
+    }
 }
