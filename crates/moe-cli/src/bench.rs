@@ -145,15 +145,13 @@ impl Sizes {
     }
 }
 
-/// The largest batch that a row may ask for.
-const MAX_BATCH: usize = 1 << 16;
-
 /// Refuses rows that do not fit the model's context, before anything is allocated for them.
 fn check_sizes(args: &BenchArgs, sizes: &Sizes, info: &ModelInfo) -> Result<()> {
     let context = info.max_context_len;
     let fits = |prompt: usize, output: usize| prompt.checked_add(output).is_some_and(|n| n <= context);
-    if let Some(batch) = args.batches.iter().find(|b| !(1..=MAX_BATCH).contains(*b)) {
-        return Err(usage(format!("--batches {batch}: expected 1 to {MAX_BATCH}")));
+    let most = EngineConfig::MAX_NUM_SEQS;
+    if let Some(batch) = args.batches.iter().find(|b| !(1..=most).contains(*b)) {
+        return Err(usage(format!("--batches {batch}: expected 1 to {most}")));
     }
     if !args.batches.is_empty() && !fits(sizes.prompt, sizes.output) {
         return Err(usage(format!(

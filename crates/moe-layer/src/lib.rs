@@ -25,7 +25,7 @@ mod slots;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
-pub use load::{BlockOptions, load_block, load_block_on};
+pub use load::{BlockOptions, MAX_STEP_TOKENS, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use moving::{MoveRound, MoveStatus};
 pub use offload::ExpertOffload;

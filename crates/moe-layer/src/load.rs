@@ -137,7 +137,7 @@ pub(crate) fn compose<S>(
         block = block.with_decode_path(decode, experts)?;
     }
     let bytes = |tokens| block.chunk_bytes(tokens).unwrap_or(usize::MAX);
-    let size = context.chunked_moe.size(MAX_CHUNK, bytes).map_err(Error::wrap)?;
+    let size = context.chunked_moe.size(MAX_STEP_TOKENS, bytes).map_err(Error::wrap)?;
     let size = size.map(|size| context.agreed_chunk(size, &device)).transpose()?;
     if let Some(size) = size.filter(|_| options.layer == 0) {
         warn_below_ridge(size.get(), options);
@@ -145,8 +145,8 @@ pub(crate) fn compose<S>(
     Ok((block.with_chunk_size(size), said))
 }
 
-/// Larger than any step.
-const MAX_CHUNK: usize = 1 << 24;
+/// The most tokens of a step: engines refuse larger ones, so a chunk of this size is never cut.
+pub const MAX_STEP_TOKENS: usize = 1 << 24;
 
 /// Rows of one expert at which a CPU's arithmetic takes about as long as reading its weights: the
 /// kernels stream the weights for a dozen rows, and compute from a few dozen on.

@@ -183,8 +183,11 @@ fn what_cannot_run_is_refused_before_there_are_weights() {
     let config = fixture("base").join("config.json");
     outside.fails(&["--config", config.to_str().unwrap(), "--dummy-weights"], &["below 128"]);
     outside.fails(&["--limit", "0"], &["at least one request, got none"]);
-    outside.fails(&["--max-num-seqs", "0"], &["--max-num-seqs must be at least 1, got 0"]);
-    outside.fails(&["--max-num-batched-tokens", "0"], &["--max-num-batched-tokens must be at least 1"]);
+    outside.fails(&["--max-num-seqs", "0"], &["--max-num-seqs must be from 1 to 65535, got 0"]);
+    outside.fails(
+        &["--max-num-batched-tokens", "0"],
+        &["--max-num-batched-tokens must be from 1 to 16777216, got 0"],
+    );
     outside.fails(&["--repeat", "0"], &["--repeat"]);
     outside.fails(&["--lengths", "5"], &["cannot be used with"]);
     PROGRAM.fails(&["bench", "--limit", "3"], 2, &["--workload"]);

@@ -6,6 +6,7 @@ use anyhow::{Result, bail, ensure};
 #[cfg(feature = "cuda")]
 use model_runtime::{CausalLm, RunnerSizes};
 use model_runtime::{Exec, ModelInfo};
+use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -67,6 +68,13 @@ pub enum SchedulingPolicy {
 }
 
 impl EngineConfig {
+    /// The largest [`max_num_seqs`](Self::max_num_seqs): launches that sample have a row of blocks for each sequence, of
+    /// which a GPU takes so many.
+    pub const MAX_NUM_SEQS: usize = 65_535;
+
+    /// The largest [`max_num_batched_tokens`](Self::max_num_batched_tokens).
+    pub const MAX_NUM_BATCHED_TOKENS: usize = MAX_STEP_TOKENS;
+
     /// Whether steps are counted: a trace of the counts asks for them, and so does balancing.
     pub fn counts(&self) -> bool {
         self.count_experts || self.expert_heat.is_some() || self.eplb.is_some()
@@ -99,13 +107,13 @@ impl EngineConfig {
     /// # Errors
     /// A setting that no model, or not this one, can have; its flag is named.
     pub fn check(&self, max_context_len: usize) -> Result<usize> {
-        ensure!(self.max_num_seqs > 0, "--max-num-seqs must be at least 1, got 0");
-        ensure!(self.max_num_batched_tokens > 0, "--max-num-batched-tokens must be at least 1, got 0");
-        ensure!(
-            (1..=MAX_BLOCK_SIZE).contains(&self.block_size),
-            "--block-size must be from 1 to {MAX_BLOCK_SIZE}, got {}",
-            self.block_size
-        );
+        for (flag, value, most) in [
+            ("--max-num-seqs", self.max_num_seqs, Self::MAX_NUM_SEQS),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, Self::MAX_NUM_BATCHED_TOKENS),
+            ("--block-size", self.block_size, MAX_BLOCK_SIZE),
+        ] {
+            ensure!((1..=most).contains(&value), "{flag} must be from 1 to {most}, got {value}");
+        }
         match self.max_model_len {
             Some(len) if len == 0 || len > max_context_len => {
                 bail!("--max-model-len {len}: expected 1 to {max_context_len}, the context of the model")
@@ -231,3 +239,29 @@ const MAX_BLOCK_SIZE: usize = 1 << 16;
 
 /// As vLLM has it on CPUs; taking more would make the start slow without being asked for.
 const DEFAULT_BUDGET: usize = 4 << 30;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_have_limits() {
+        type Set = fn(&mut EngineConfig, usize);
+        let limits: [(&str, usize, Set); 3] = [
+            ("--max-num-seqs", 65_535, |config, n| config.max_num_seqs = n),
+            ("--max-num-batched-tokens", 1 << 24, |config, n| config.max_num_batched_tokens = n),
+            ("--block-size", 1 << 16, |config, n| config.block_size = n),
+        ];
+        for (flag, most, set) in limits {
+            let check = |n: usize| {
+                let mut config = EngineConfig::default();
+                set(&mut config, n);
+                config.check(64).map_err(|e| e.to_string())
+            };
+            assert_eq!((check(1), check(most)), (Ok(64), Ok(64)));
+            for wrong in [0, most + 1, usize::MAX] {
+                assert_eq!(check(wrong), Err(format!("{flag} must be from 1 to {most}, got {wrong}")));
+            }
+        }
+    }
+}
