@@ -45,8 +45,9 @@ impl ChatTemplate {
         Self::new(ChatFiles::from_tokenizer_config(json)?, engine::local_time)
     }
 
-    /// Templates that another process renders, with limits that hold whatever they do: see
-    /// [`super::serve`]. `program` is run with the argument [`super::RENDER_COMMAND`] when it is
+    /// Templates that another process renders, so that one that takes too much costs its conversation and no more: it is
+    /// ended by a full stack, after 20 seconds, and on Linux by more than 1 GiB of memory, which elsewhere has no limit.
+    /// See [`super::serve`]. `program` is run with the argument [`super::RENDER_COMMAND`] when it is
     /// first needed; [`super::this_program`] names a program of this library. `None` if there are no
     /// templates. What is wrong with them is found by [`Self::check`] and [`Self::render`].
     pub fn isolated(files: ChatFiles, program: PathBuf) -> Option<Self> {
