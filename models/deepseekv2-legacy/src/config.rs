@@ -30,7 +30,10 @@ pub struct DeepseekV2Config {
 impl DeepseekV2Config {
     /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        refuse_other_models(config)?;
+        config.expect_model_type("deepseek_v2", |other| {
+            let younger = matches!(other, "deepseek_v3" | "deepseek_v32");
+            younger.then_some(", whose configs have other defaults than DeepSeek-V3's")
+        })?;
         config.quantisation()?;
         if config.bool_or(&["mlp_bias"], false)? {
             return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
@@ -43,10 +46,7 @@ impl DeepseekV2Config {
             return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", rope_dim));
         }
         let rope = RopeConfig::from_config(config, rope_dim, max_position_embeddings)?;
-        let rms_norm_eps = config.float_or(&["rms_norm_eps"], 1e-6)?;
-        if rms_norm_eps < 0. {
-            return Err(config.invalid("rms_norm_eps", "a number of at least 0", rms_norm_eps));
-        }
+        let rms_norm_eps = config.rms_norm_eps()?;
         let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
         let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
         let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
@@ -83,21 +83,6 @@ impl DeepseekV2Config {
     /// Attention in a form.
     pub fn mla(&self, form: MlaForm) -> MlaConfig {
         MlaConfig { form, ..self.attention.clone() }
-    }
-}
-
-fn refuse_other_models(config: &Config) -> Result<(), ConfigError> {
-    match config.string(&["model_type"])? {
-        "deepseek_v2" => Ok(()),
-        other => {
-            let advice = match other {
-                "deepseek_v3" | "deepseek_v32" => {
-                    "; this program runs model_type \"deepseek_v2\", whose configs have other defaults than DeepSeek-V3's"
-                }
-                _ => "; this program runs model_type \"deepseek_v2\"",
-            };
-            Err(config.unsupported(format!("model_type {other:?}"), advice))
-        }
     }
 }
 

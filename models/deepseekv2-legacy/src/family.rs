@@ -44,11 +44,7 @@ impl ModelFamily for DeepseekV2Family {
     }
 
     fn ignored(config: &DeepseekV2Config) -> &'static [&'static str] {
-        match config.decoder.tie_word_embeddings {
-            // Some exporters write the tied weight twice.
-            true => &["*.rotary_emb.inv_freq", "lm_head.weight"],
-            false => &["*.rotary_emb.inv_freq"],
-        }
+        config.decoder.ignored()
     }
 
     fn load(

@@ -21,13 +21,7 @@ pub struct Qwen3MoeConfig {
 impl Qwen3MoeConfig {
     /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        let model_type = config.string(&["model_type"])?;
-        if model_type != "qwen3_moe" {
-            return Err(config.unsupported(
-                format!("model_type {model_type:?}"),
-                "; this program runs model_type \"qwen3_moe\"",
-            ));
-        }
+        config.expect_model_type("qwen3_moe", |_| None)?;
         config.quantisation()?;
         let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
         let hidden_size = width("hidden_size", 2048)?;
@@ -51,10 +45,7 @@ impl Qwen3MoeConfig {
             Some(_) => config.opt_size(&["sliding_window"], limits::POSITIONS)?,
         };
         let use_sliding_window = config.bool_or(&["use_sliding_window"], false)?;
-        let rms_norm_eps = config.float_or(&["rms_norm_eps"], 1e-6)?;
-        if rms_norm_eps < 0. {
-            return Err(config.invalid("rms_norm_eps", "a number of at least 0", rms_norm_eps));
-        }
+        let rms_norm_eps = config.rms_norm_eps()?;
         let max_position_embeddings =
             config.size_or(&["max_position_embeddings"], 32768, limits::POSITIONS)?;
         let attention_bias = config.bool_or(&["attention_bias"], false)?;

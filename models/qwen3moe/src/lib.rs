@@ -3,9 +3,9 @@
 #![doc = include_str!("../README.md")]
 
 mod config;
-mod embedded;
+mod family;
 mod model;
 
 pub use config::Qwen3MoeConfig;
-pub use embedded::Qwen3MoeFamily;
+pub use family::Qwen3MoeFamily;
 pub use model::{Qwen3Moe, load};

@@ -4,6 +4,7 @@
 //! before anything is allocated from them, so that an absurd config is an error and not an
 //! out-of-memory kill.
 
+mod decoder;
 mod error;
 pub mod limits;
 mod moe;

@@ -66,6 +66,15 @@ impl DecoderConfig {
         self.moe.as_ref().map_or(0, |moe| moe.router.num_experts)
     }
 
+    /// Names that a checkpoint of such a decoder may have without being read; `*` is a wildcard.
+    pub fn ignored(&self) -> &'static [&'static str] {
+        match self.tie_word_embeddings {
+            // Some exporters write the tied weight twice.
+            true => &["*.rotary_emb.inv_freq", "lm_head.weight"],
+            false => &["*.rotary_emb.inv_freq"],
+        }
+    }
+
     /// Width of the MLP that the shared experts are together.
     pub fn shared_intermediate_size(&self) -> usize {
         self.moe.as_ref().map_or(0, |moe| moe.shared_intermediate_size)

@@ -36,6 +36,23 @@ fn sizes_are_typed_and_bounded() {
 }
 
 #[test]
+fn what_all_families_refuse_alike() {
+    let qwen = config(r#"{"model_type": "qwen3_moe", "rms_norm_eps": 1e-5}"#);
+    qwen.expect_model_type("qwen3_moe", |_| None).unwrap();
+    assert_eq!(qwen.rms_norm_eps().unwrap(), 1e-5);
+    assert_eq!(config("{}").rms_norm_eps().unwrap(), 1e-6);
+    let e = message(config(r#"{"rms_norm_eps": -1e-6}"#).rms_norm_eps());
+    assert_eq!(e, "config.json: `rms_norm_eps`: expected a number of at least 0, got -0.000001");
+    let advice = |other: &str| (other == "qwen3_moe").then_some(", and not the newer one");
+    let e = message(qwen.expect_model_type("qwen2_moe", advice));
+    assert_eq!(
+        e,
+        "config.json: model_type \"qwen3_moe\" is not supported; this program runs model_type \"qwen2_moe\", and not the newer one"
+    );
+    assert!(message(config("{}").expect_model_type("qwen2_moe", advice)).contains("`model_type` is missing"));
+}
+
+#[test]
 fn aliases_must_agree() {
     let same = config(r#"{"num_experts": 8, "num_local_experts": 8}"#);
     assert_eq!(same.size(&["num_experts", "num_local_experts"], limits::EXPERTS).unwrap(), 8);

@@ -1,0 +1,41 @@
+//! What the configs of all families say alike about the model as a whole.
+
+use super::error::ConfigError;
+use super::value::Config;
+
+/// Default of `rms_norm_eps`, as in transformers.
+const DEFAULT_EPS: f64 = 1e-6;
+
+impl Config {
+    /// Refuses the config of another family than `model_type`. `advice` says more about some of them.
+    ///
+    /// # Errors
+    /// Another `model_type`, or none.
+    pub fn expect_model_type(
+        &self,
+        model_type: &str,
+        advice: impl FnOnce(&str) -> Option<&'static str>,
+    ) -> Result<(), ConfigError> {
+        let got = self.string(&["model_type"])?;
+        if got == model_type {
+            return Ok(());
+        }
+        let more = advice(got).unwrap_or_default();
+        Err(self.unsupported(
+            format!("model_type {got:?}"),
+            &format!("; this program runs model_type {model_type:?}{more}"),
+        ))
+    }
+
+    /// Epsilon of the norms between layers, under `rms_norm_eps`.
+    ///
+    /// # Errors
+    /// A negative one.
+    pub fn rms_norm_eps(&self) -> Result<f64, ConfigError> {
+        let eps = self.float_or(&["rms_norm_eps"], DEFAULT_EPS)?;
+        if eps < 0. {
+            return Err(self.invalid("rms_norm_eps", "a number of at least 0", eps));
+        }
+        Ok(eps)
+    }
+}
