@@ -54,7 +54,7 @@ const CPU: Capability = Capability {
 /// asks for batch invariance.
 const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
 
-/// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
+/// Its kernels load weights and rows in stages of 64 elements, 128 bytes, so H and I must be multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
     activations: &["swiglu"],
     bias: false,

@@ -113,8 +113,8 @@ impl<A: SelfAttention> Decoder<A> {
             }
             Ok((layer, chosen))
         };
-        // On the CPU every layer fills memory with all threads; and layers of which a part goes to host memory are on the device as a
-        // whole before, one at a time.
+        // On the CPU every layer fills memory with all threads. A layer whose experts go to host memory is on the device as a
+        // whole first, so one is loaded at a time, to need room there for only one.
         let together = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), if together { LOADING } else { 1 }, load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();

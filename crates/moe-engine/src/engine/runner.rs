@@ -306,7 +306,7 @@ impl Runner<'_> {
             let dims = [wanted.len(), vocab];
             sample_rows(ViewMut::new(&mut packed, &dims)?, &rows, &self.ex)?
         };
-        // A row whose mask could not be computed has sampled just anything.
+        // A row whose mask could not be computed was sampled without one, so its token gives way to the mask's error.
         let sampled = sampled.into_iter().zip(masks);
         let sampled = sampled.map(|(sampled, mask)| mask.map_err(SamplingError::Mask).and(sampled));
         Ok(keys.iter().map(|(key, ..)| *key).zip(sampled).collect())

@@ -93,8 +93,8 @@ impl Sequence {
         }
     }
 
-    /// The tokens that may follow `output`; `None` for all of them. One that ended, or is complete, takes any: nobody
-    /// will see it.
+    /// The tokens that may follow `output`; `None` for all of them. Behind an output that has ended, or whose text is
+    /// complete, all may follow, because the token that is sampled there is dropped.
     pub fn mask(&self, output: &[u32]) -> std::result::Result<Option<Mask>, String> {
         let Some(constraint) = &self.constraint else { return Ok(None) };
         let ends: Vec<u32> = self.request.stop_ids().collect();
