@@ -12,18 +12,18 @@ use crate::context::BlockContext;
 use crate::path::MoePath;
 use crate::shared::SharedExpertsStream;
 
-/// Whether `count` shared experts, each as wide as a routed one, run as slots of the routed ones. `backend` is asked for by
-/// name; `quantised`: some expert is stored so.
+/// How many shared experts run as slots of the routed ones: all `count` of them, each as wide as a routed one; `None`: they
+/// have another width. `backend` is asked for by name; `quantised`: some expert is stored so.
 ///
 /// # Errors
-/// The first reason why not.
+/// The first reason why none does.
 pub fn shared_fit_slots(
-    count: usize,
+    count: Option<usize>,
     path: MoePath,
     backend: Option<&str>,
     (dtype, quantised, device): (DType, bool, &Device),
     context: &BlockContext,
-) -> Result<(), Reason> {
+) -> Result<usize, Reason> {
     Target::HOPPER.expect(compute_capability(device))?;
     let part = |part| Err(Reason::Part { part });
     match context.shared_experts_stream {
@@ -38,9 +38,9 @@ pub fn shared_fit_slots(
     if dtype != DType::BF16 {
         return Err(Reason::Dtype { got: dtype.as_str(), accepted: vec!["bf16"] });
     }
-    if count == 0 {
+    let Some(count) = count else {
         return part("shared experts of another width than the routed ones'");
-    }
+    };
     if path == MoePath::Legacy {
         return part("experts one after the other");
     }
@@ -56,5 +56,5 @@ pub fn shared_fit_slots(
     if context.offload.is_some() {
         return part("experts in host memory");
     }
-    Ok(())
+    Ok(count)
 }

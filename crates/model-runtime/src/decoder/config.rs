@@ -39,14 +39,11 @@ pub struct MoeConfig {
 }
 
 impl MoeConfig {
-    /// Shared experts, each as wide as a routed one; 0 where their width is no multiple of it.
-    pub fn shared_experts(&self) -> usize {
-        match self.intermediate_size {
-            width if width > 0 && self.shared_intermediate_size.is_multiple_of(width) => {
-                self.shared_intermediate_size / width
-            }
-            _ => 0,
-        }
+    /// Shared experts, each as wide as a routed one; `None` where their width is no multiple of it.
+    pub fn shared_experts(&self) -> Option<usize> {
+        let fits = self.intermediate_size > 0
+            && self.shared_intermediate_size.is_multiple_of(self.intermediate_size);
+        fits.then(|| self.shared_intermediate_size / self.intermediate_size)
     }
 }
 

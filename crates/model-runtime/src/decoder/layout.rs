@@ -69,9 +69,9 @@ impl DecoderConfig {
         }
         let (experts, packs) = (format!("{mlp}.{}", names.experts), format!("{mlp}.{WITH_SHARED}"));
         let packed = has(&format!("{experts}.gate_up_proj"));
-        let count = moe.shared_experts();
-        let shared = shared.as_deref().filter(|_| count > 0);
-        let shared = shared.map(|stored| SharedPacks { count, stored, packs: &packs });
+        let count = moe.shared_experts().filter(|count| *count > 0);
+        let shared = shared.as_deref().zip(count);
+        let shared = shared.map(|(stored, count)| SharedPacks { count, stored, packs: &packs });
         list.experts(&experts, packed, [e, h, moe.intermediate_size], shared)
     }
 }

@@ -194,14 +194,17 @@ impl MlpLoader<'_> {
             self.is_quantised(&vb.pp(self.names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
         let (count, place) = (moe.shared_experts(), (vb.dtype(), quantised, vb.device()));
         let fits = shared_fit_slots(count, path, self.options.backend, place, context);
-        let shown = fits.and_then(|()| match packs.contains_tensor("w13") {
-            true => Ok(()),
+        let shown = fits.and_then(|count| match packs.contains_tensor("w13") {
+            true => Ok(count),
             false => Err(Reason::Part { part: "shared experts that their source does not show in a pack" }),
         });
-        let Err(apart) = shown else {
-            options.router.num_fused_shared_experts = count;
-            let (sparse, chosen) = load_layer_on(path, &options, context, gate, packs)?;
-            return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
+        let apart = match shown {
+            Ok(count) => {
+                options.router.num_fused_shared_experts = count;
+                let (sparse, chosen) = load_layer_on(path, &options, context, gate, packs)?;
+                return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
+            }
+            Err(apart) => apart,
         };
         let shared = self.gated_mlp(SHARED, moe.shared_intermediate_size, vb.pp(name))?;
         let shared =

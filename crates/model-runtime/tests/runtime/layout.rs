@@ -46,6 +46,12 @@ fn layout(
     list.map_err(|e| e.to_string())
 }
 
+#[test]
+fn shared_experts_are_counted_where_each_is_as_wide_as_a_routed_one() {
+    let count = |width| config(width).moe.and_then(|moe| moe.shared_experts());
+    assert_eq!([count(16), count(0), count(12)], [Some(2), Some(0), None]);
+}
+
 /// How many ranks hold each element of each stored tensor, for tensors that are cut.
 fn holders(config: &DecoderConfig, parallel: ParallelConfig, packed: bool) -> BTreeMap<String, Vec<usize>> {
     let whole = layout(config, &Geometry::default(), packed).unwrap();
