@@ -4,6 +4,7 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::{Exec, NO_EXPERT, TensorView, ViewMut};
 use rayon::prelude::*;
 
+use crate::custom::RoutingFunction;
 use crate::router::{RouteInput, Router};
 use crate::row::{RowRouter, RowScratch, StepRows};
 
@@ -59,13 +60,13 @@ impl Router {
     /// Fills the routed slots by the caller's function.
     pub(crate) fn choose_by_function(
         &self,
+        function: &dyn RoutingFunction,
         input: &RouteInput<'_>,
         rows: StepRows<'_>,
         topk_ids: &mut ViewMut<'_>,
         topk_weights: &mut ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let Some(function) = &self.function else { return Ok(()) };
         let (tokens, experts) = (topk_ids.rows(), self.config.num_logits());
         let (top_k, slots) = (self.config.top_k, self.config.num_slots());
         let logits = input.logits.cpu::<f32>()?.chunks_exact(experts);

@@ -55,12 +55,13 @@ impl Router {
         let (tokens, size) = expect_matrix(op, "hidden_states", &input.hidden)?;
         let experts = self.config.num_logits();
         expect_dims(op, "gate weight", &input.weight, &[experts, size])?;
-        let mut scratch = match router_logits {
-            Some(_) => None,
-            None => Some(ex.scratch(DType::F32, &[tokens, experts])?),
-        };
-        let Some(mut logits) = router_logits.or(scratch.as_mut().map(|s| s.view_mut())) else {
-            return Ok(());
+        let mut scratch;
+        let mut logits = match router_logits {
+            Some(logits) => logits,
+            None => {
+                scratch = ex.scratch(DType::F32, &[tokens, experts])?;
+                scratch.view_mut()
+            }
         };
         expect_dtype(op, "router_logits", &logits, DType::F32)?;
         #[cfg(feature = "cuda")]

@@ -11,7 +11,7 @@ impl Router {
     /// Routes T rows: `topk_ids` [T, K] u32 and `topk_weights` [T, K] f32 of logical experts, in
     /// descending order of the selection key, ties to the lower id; fused shared slots last.
     ///
-    /// The step context of `ex` takes part:
+    /// The step's `context` takes part:
     /// - `token_ids`: needed by hash routing;
     /// - `replay`: forces the ids of a row (kept in the given order) unless they are all
     ///   [`NO_EXPERT`]; weights are computed from these logits at the forced ids;
@@ -52,10 +52,11 @@ impl Router {
         }
         let RouteOutput { mut topk_ids, mut topk_weights, zero_expert_weights } = out;
         let rows = self.step_rows(input, context);
-        if self.function.is_some() {
-            self.choose_by_function(input, rows, &mut topk_ids, &mut topk_weights, ex)?;
-        } else {
-            self.choose(input, rows, &mut topk_ids, &mut topk_weights, ex)?;
+        match &self.function {
+            Some(function) => {
+                self.choose_by_function(function.as_ref(), input, rows, &mut topk_ids, &mut topk_weights, ex)?
+            }
+            None => self.choose(input, rows, &mut topk_ids, &mut topk_weights, ex)?,
         }
         if let Some(seed) = context.force_balance {
             self.balance(rows, seed, topk_ids.cpu_mut()?);

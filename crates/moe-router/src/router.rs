@@ -185,8 +185,7 @@ fn checked_table(config: &RouterConfig, table: Option<Tensor>) -> Result<Option<
         wanted(config, false, table.is_some(), TABLE)?;
         return Ok(None);
     };
-    wanted(config, true, table.is_some(), TABLE)?;
-    let Some(table) = table else { return Ok(None) };
+    let Some(table) = table else { refuse!("{} selection {}", config.selection.name(), TABLE[0]) };
     if !table.dtype().is_int() {
         bail!("the hash table must hold integers, got dtype {}", table.dtype().as_str())
     }
