@@ -129,7 +129,7 @@ fn forced<'a>(array: &'a mut Option<Arc<Buffer>>, dims: [usize; 3], ex: &Exec) -
 /// the step takes the kernels of any other. What they hold afterwards goes back to the context. Waits for the device.
 ///
 /// # Errors
-/// Any error of `run`; a context for another model or step.
+/// Any error of `run`; a context for another model or step. The context then asks for the same as before.
 pub(crate) fn with_arrays(
     moe: &MoeInfo,
     rows: usize,
@@ -138,36 +138,63 @@ pub(crate) fn with_arrays(
     ex: &mut Exec,
     run: impl FnOnce(&mut StepContext, &mut Exec) -> Result<()>,
 ) -> Result<()> {
+    let (arrays, forced) = arrays_for(moe, rows, number, context, ex)?;
+    // While the arrays do it, host memory neither records nor forces anything.
     let (capture, heat) = (context.capture.take(), context.heat.take());
     let (replay, balance) = (context.replay.take(), context.force_balance.take());
-    let mut arrays = RoutingArrays::new(moe, rows, heat.is_some(), capture.is_some(), ex)?;
-    let forced = match (balance, &replay) {
+    context.routing = arrays.of_step(forced);
+    let ran = run(context, ex);
+    context.routing = DeviceRouting::default();
+    (context.capture, context.heat) = (capture, heat);
+    (context.replay, context.force_balance) = (replay, balance);
+    ran?;
+    bring_back(moe, rows, &arrays, context, ex)
+}
+
+/// Arrays for what the context asks for, filled with what it forces; the weights of forced experts.
+fn arrays_for(
+    moe: &MoeInfo,
+    rows: usize,
+    number: View<'_>,
+    context: &StepContext,
+    ex: &Exec,
+) -> Result<(RoutingArrays, Option<ForcedWeights>)> {
+    let (counts, records) = (context.heat.is_some(), context.capture.is_some());
+    let forced = match (context.force_balance, &context.replay) {
         (Some(_), Some(_)) => bail!("force_balance and replay both dictate the experts; use one of them"),
-        (Some(seed), None) => {
-            arrays.balance(seed, number, rows, ex)?;
-            Some(ForcedWeights::OfChosen)
-        }
+        (Some(_), None) => Some(ForcedWeights::OfChosen),
         (None, Some(replay)) => {
             replay.check(rows, moe.layers.len(), moe.top_k, moe.num_experts)?;
-            arrays.replay(Some(replay), rows, ex)?;
             Some(ForcedWeights::OfForced)
         }
         (None, None) => None,
     };
-    context.routing = arrays.of_step(forced);
-    let ran = run(context, ex);
-    context.routing = DeviceRouting::default();
-    (context.replay, context.force_balance) = (replay, balance);
-    ran?;
-    if let (Some(mut sums), Some(counts)) = (heat, arrays.heat()) {
+    let mut arrays = RoutingArrays::new(moe, rows, counts, records, ex)?;
+    if let Some(seed) = context.force_balance {
+        arrays.balance(seed, number, rows, ex)?;
+    }
+    if let Some(replay) = &context.replay {
+        arrays.replay(Some(replay), rows, ex)?;
+    }
+    Ok((arrays, forced))
+}
+
+/// Adds the counts of a step to the context's, and puts its choices in the place of the captured ones.
+fn bring_back(
+    moe: &MoeInfo,
+    rows: usize,
+    arrays: &RoutingArrays,
+    context: &mut StepContext,
+    ex: &Exec,
+) -> Result<()> {
+    if let (Some(sums), Some(counts)) = (&mut context.heat, arrays.heat()) {
         let counts = ex.to_host(counts)?;
         let counts = counts.view().cpu::<u32>()?.iter().map(|&count| u64::from(count)).collect();
         sums.add(&ExpertHeat::from_counts(moe.num_experts, counts)?);
-        context.heat = Some(sums);
     }
-    if let Some(ids) = capture.and(arrays.routed(rows)?) {
+    if let (Some(capture), Some(ids)) = (&mut context.capture, arrays.routed(rows)?) {
         let ids = ex.to_host(ids)?.view().cpu::<u32>()?.to_vec();
-        context.capture = Some(RoutedExperts::from_ids(rows, moe.layers.len(), moe.top_k, ids)?);
+        *capture = RoutedExperts::from_ids(rows, moe.layers.len(), moe.top_k, ids)?;
     }
     Ok(())
 }
