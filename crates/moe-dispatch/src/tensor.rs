@@ -100,6 +100,9 @@ fn dispatched_tensors(dispatched: &Dispatched, hidden: &Tensor, ex: &Exec) -> Re
 
 /// Groups slots by local expert: (`offsets` [E_local + 1], `slots` \[T*K\]), both u32, on the device of `topk_ids`. See
 /// [`group_slots_into`].
+///
+/// # Errors
+/// As [`group_slots_into`]; more local experts than can be counted; tensors on different devices.
 pub fn group_slots(
     topk_ids: &Tensor,
     expert_map: Option<&Tensor>,
@@ -129,6 +132,9 @@ pub struct AlignedTensors {
 /// blocks. See [`align_tokens_into`].
 ///
 /// The results lie on the device of `topk_ids`. The sorting is the host's: with ids on a CUDA device this waits for it.
+///
+/// # Errors
+/// As [`align_tokens_into`]; a device that cannot be copied from.
 pub fn moe_align_block_size(
     topk_ids: &Tensor,
     block_size: usize,
@@ -158,6 +164,9 @@ pub fn moe_align_block_size(
 
 /// Turns the experts' rows into token rows [T, H] of `dtype`, on the device of `expert_out`. See
 /// [`weight_and_reduce_into`].
+///
+/// # Errors
+/// As [`weight_and_reduce_into`]; scalars for `expert_out` or `topk_ids`; tensors on different devices.
 pub fn weight_and_reduce(
     strategy: WeightAndReduce,
     expert_out: &Tensor,

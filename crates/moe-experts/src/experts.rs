@@ -12,20 +12,21 @@ use moe_kernels::{
 
 use crate::weights::ExpertsShape;
 
-/// Modular experts: rows of prepared tokens in, one unweighted f32 row per slot out.
+/// Modular experts: rows of prepared tokens in; out come unweighted rows, one per slot, or the weighted sums of each token.
+/// [`weight_and_reduce`](Self::weight_and_reduce) says which.
 ///
-/// | format | `dispatched.rows` | `out` f32 |
-/// |---|---|---|
-/// | Standard | [T', H] | [T', K, H] |
-/// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] |
-/// | Listed | [T', H] | [T', K, H] |
+/// | format | `dispatched.rows` | `out` of `Delegate`, f32 | `out` of `NoOp` |
+/// |---|---|---|---|
+/// | Standard | [T', H] | [T', K, H] | [T', H] |
+/// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] | none |
+/// | Listed | [T', H] | [T', K, H] | [T', H] |
 ///
-/// Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one
-/// more leading dimension of `out`.
-///
-/// Rows of slots without a local expert become zero; rows of a block behind its expert's `expert_num_tokens` are
-/// neither read nor written. Router weights are never applied here, so a row's bits do
-/// not depend on who asks for it.
+/// - Unweighted rows (`Delegate`): rows of slots without a local expert become zero; rows of a block behind its expert's
+///   `expert_num_tokens` are neither read nor written. Router weights are not applied, so a row's bits do not depend on who
+///   asks for it. Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one more
+///   leading dimension of `out`.
+/// - Weighted sums (`NoOp`): each row is the sum over the token's slots with a local expert, times their router weights; it is
+///   zero where there is none. `out` is f32, or the dtype that prepare/finalize wants of sums.
 pub trait Experts: Send + Sync {
     /// The name in error messages and logs.
     fn name(&self) -> &str;
@@ -38,7 +39,8 @@ pub trait Experts: Send + Sync {
 
     /// How finalize must treat `out`. `Delegate`, the default, says that the rows are unweighted
     /// and that the prepare/finalize backend chooses. Experts that weight and reduce by themselves
-    /// say `NoOp`, and are refused above one rank.
+    /// say `NoOp`: they run on any number of ranks, except beside a backend that adds by slot
+    /// (`Combine::BySlot`), because there the owners of rows need them unweighted.
     fn weight_and_reduce(&self) -> WeightAndReduce {
         WeightAndReduce::Delegate
     }
@@ -108,7 +110,7 @@ pub trait Experts: Send + Sync {
         Ok(None)
     }
 
-    /// Computes every slot of a local expert.
+    /// Computes every slot of a local expert, and with `NoOp` adds them up.
     ///
     /// # Errors
     /// Rows in the other format; wrong dims or dtypes; an expert id or a row count out of range.

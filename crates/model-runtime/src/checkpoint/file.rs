@@ -50,9 +50,9 @@ impl TensorFile {
         if len == 0 {
             return Err(corrupt(&label, "the file is empty"));
         }
-        // SAFETY: the mapping is read-only and private to this process's reads. A process that changes or
-        // truncates a checkpoint while it is being loaded gets wrong weights or a bus error, as with
-        // every memory-mapped loader; the documentation of `TensorFiles` says so.
+        // SAFETY: the mapping is read-only, so nothing here changes the bytes. Another process may change
+        // or truncate the file, which then gives wrong weights or a bus error here, as with every
+        // memory-mapped loader; the documentation of `TensorFiles` forbids it.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| CheckpointError::io(path, e))?;
         let (mapped, entries) = Self::validate(label, Bytes::Mapped(map), index)?;
         #[cfg(any(feature = "cuda", test))]
