@@ -119,7 +119,7 @@ impl SampleSlots<'_> {
 /// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
 ///
 /// A row that names one of `slots` reads it and counts its token there; no two rows name the same. One that names another
-/// is drawn as a row without a slot.
+/// is sampled as a row without a slot.
 pub fn sample_into(
     logits: View,
     params: View,
