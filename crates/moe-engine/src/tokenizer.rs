@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result, anyhow};
+use model_runtime::config::read_file;
 
 pub use bound::TooLong;
 
@@ -20,7 +21,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a checkpoint folder.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let bytes = std::fs::read(&path).with_context(|| {
+        let bytes = read_file(&path).with_context(|| {
             format!("cannot read {}: generating text needs the checkpoint's tokenizer", path.display())
         })?;
         Self::from_bytes(&bytes).with_context(|| format!("{} is not a tokenizer", path.display()))

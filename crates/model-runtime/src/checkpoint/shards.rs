@@ -5,6 +5,7 @@ use std::path::{Component, Path, PathBuf};
 
 use super::error::CheckpointError;
 use super::verify::abbreviate;
+use crate::config::read_file;
 
 /// The single-file name of the Hugging Face hub.
 const SINGLE: &str = "model.safetensors";
@@ -59,7 +60,7 @@ pub(super) fn find(dir: &Path) -> Result<Shards, CheckpointError> {
 fn read_index(dir: &Path, path: &Path) -> Result<Shards, CheckpointError> {
     let file = path.display().to_string();
     let fail = |reason: String| CheckpointError(format!("{file}: {reason}"));
-    let text = std::fs::read(path).map_err(|e| CheckpointError::io(path, e))?;
+    let text = read_file(path).map_err(|e| CheckpointError::io(path, e))?;
     let json: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
     let Some(map) = json.get("weight_map").and_then(|m| m.as_object()) else {

@@ -6,12 +6,14 @@
 
 mod decoder;
 mod error;
+mod file;
 pub mod limits;
 mod moe;
 mod rope;
 mod value;
 
 pub use error::ConfigError;
+pub use file::read_file;
 pub use limits::{Bounds, checked_product};
 pub use rope::{RopeConfig, RopeScaling, Yarn, yarn_mscale};
 pub use value::Config;

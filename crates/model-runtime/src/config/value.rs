@@ -8,6 +8,7 @@ use moe_quant::QuantConfig;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
+use super::file::read_file;
 use super::limits::Bounds;
 
 /// A JSON object with the name of its file, read through typed getters. Cloning is cheap.
@@ -36,7 +37,7 @@ impl Config {
     /// Reads a JSON file that holds an object.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let file = path.display().to_string();
-        let bytes = std::fs::read(path).map_err(|e| ConfigError(format!("cannot read {file}: {e}")))?;
+        let bytes = read_file(path).map_err(|e| ConfigError(format!("cannot read {file}: {e}")))?;
         Self::from_json(serde_json::from_slice(&bytes), file)
     }
 

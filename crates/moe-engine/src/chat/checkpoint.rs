@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use model_runtime::config::read_file;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -83,7 +84,7 @@ fn fault(path: &Path, reason: impl Into<String>) -> ChatError {
 
 /// The contents of a file; `None` if there is no such file.
 fn bytes(path: &Path) -> Result<Option<Vec<u8>>, ChatError> {
-    match std::fs::read(path) {
+    match read_file(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
         Err(e) => Err(fault(path, format!("cannot be read: {e}"))),
