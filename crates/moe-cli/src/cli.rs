@@ -7,6 +7,7 @@ mod chat;
 mod dtype;
 mod help;
 mod model_args;
+mod numbers;
 mod sampling;
 mod shell;
 mod structured;
@@ -82,7 +83,8 @@ impl Cli {
         let name = args.first().and_then(|path| Path::new(path).file_stem());
         let name = name.map_or_else(|| "moe".into(), |name| name.to_string_lossy());
         let mut definition = Self::definition(&name);
-        let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args))?;
+        let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args));
+        let matches = matches.map_err(|e| numbers::reworded(e, &mut definition))?;
         Ok(Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command)
     }
 }

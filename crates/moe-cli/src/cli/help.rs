@@ -69,6 +69,11 @@ pub fn definition(command: Command, name: &str) -> Command {
             let text = own.map(|(_, lines)| examples(name, lines)).unwrap_or_default();
             command.after_help(text).mut_args(|arg| {
                 let common = COMMON.contains(&arg.get_id().as_str());
+                // A negative number behind a flag is its value: the flag then says what it expects.
+                let has_value = arg.get_action().takes_values()
+                    && arg.get_num_args().is_none_or(|n| n.min_values() > 0)
+                    && !arg.is_positional();
+                let arg = if has_value { arg.allow_negative_numbers(true) } else { arg };
                 arg.hide_short_help(!common)
             })
         })

@@ -37,6 +37,20 @@ fn a_word_that_is_no_command_is_named_with_the_nearest() {
 }
 
 #[test]
+fn whole_numbers_say_what_they_expect() {
+    for (line, expected) in [
+        ("-p x --max-num-seqs 1GiB", "without sign or unit"),
+        ("-p x --tp -1", "'-1' for '--tp <N>'"),
+        ("-p x --enable-chunked-moe --chunked-moe-size 0", "at least 1"),
+        ("-p x --max-new-tokens 99999999999999999999", "too large"),
+    ] {
+        let e = error(line);
+        assert!(e.starts_with("error: invalid value") && e.contains(expected), "{line}: {e}");
+        assert!(!e.contains("digit") && !e.contains("non-zero"), "{line}: {e}");
+    }
+}
+
+#[test]
 fn names_of_vllm_and_llama_cpp_are_understood() {
     let vllm = generate("--max-tokens 5 --tensor-parallel-size 2 --data-parallel-size 3 --dtype bfloat16");
     assert_eq!(vllm.sampling.max_new_tokens, Some(5));

@@ -115,7 +115,8 @@ impl EngineConfig {
             ensure!((1..=most).contains(&value), "{flag} must be from 1 to {most}, got {value}");
         }
         match self.max_model_len {
-            Some(len) if len == 0 || len > max_context_len => {
+            Some(0) => bail!("--max-model-len 0: expected at least 1"),
+            Some(len) if len > max_context_len => {
                 bail!("--max-model-len {len}: expected 1 to {max_context_len}, the context of the model")
             }
             Some(len) => Ok(len),

@@ -1,0 +1,24 @@
+//! What a flag of a whole number expects, where clap shows Rust's own words.
+
+use std::error::Error;
+use std::num::{IntErrorKind, ParseIntError};
+
+use clap::Command;
+use clap::error::{ContextKind, ErrorKind};
+
+/// Clap's error, in words that say what is expected if the value of a flag is no whole number.
+pub fn reworded(error: clap::Error, definition: &mut Command) -> clap::Error {
+    let Some(fault) = error.source().and_then(|source| source.downcast_ref::<ParseIntError>()) else {
+        return error;
+    };
+    let expected = match fault.kind() {
+        IntErrorKind::Zero => "expected at least 1",
+        IntErrorKind::PosOverflow => "the number is too large",
+        IntErrorKind::NegOverflow => "the number is too small",
+        _ => "expected a whole number, without sign or unit",
+    };
+    let context = |kind| error.get(kind).map(ToString::to_string).unwrap_or_default();
+    let (value, flag) = (context(ContextKind::InvalidValue), context(ContextKind::InvalidArg));
+    let message = format!("invalid value '{value}' for '{flag}': {expected}\n");
+    clap::Error::raw(ErrorKind::ValueValidation, message).format(definition)
+}
