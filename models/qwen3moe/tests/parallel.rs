@@ -57,6 +57,10 @@ fn contradictions_say_what_to_change() {
     fails(&["--expert-placement-strategy", "random"], &["unknown expert placement", "linear, round_robin"]);
     fails(&["--enable-eplb"], &["--enable-eplb needs experts spread over at least two ranks"]);
     fails(&["--tp", "2", "--num-redundant-experts", "4"], &["--num-redundant-experts needs", "--tp or --dp"]);
+    fails(
+        &["--tp", "2", "--enable-expert-parallel", "--num-redundant-experts", "99"],
+        &["--num-redundant-experts: 99 redundant", "at most 16"],
+    );
     fails(&["--eplb-window", "4"], &["--enable-eplb"]);
     let ep = ["--tp", "2", "--enable-expert-parallel", "--enable-eplb"];
     fails(&[&ep[..], &["--eplb-interval", "0"]].concat(), &["--eplb-interval 0: expected 1 to"]);

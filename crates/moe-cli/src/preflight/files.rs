@@ -4,7 +4,8 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use model_runtime::config::{RopeConfig, limits};
-use model_runtime::{Config, QuantConfig};
+use model_runtime::{Config, Geometry, QuantConfig};
+use moe_comm::ExpertMap;
 use moe_engine::{Embedded, ModelFamily, usage};
 
 use super::Asks;
@@ -57,6 +58,7 @@ impl Files {
             bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
         }
         let geometry = args.config().parallel.geometry(0)?;
+        self.check_redundant(args, &geometry)?;
         // Only plain checkpoints have packs: quantised ones hold experts one by one.
         let has = |name: &str| self.quantisation.is_none() || !name.ends_with("gate_up_proj");
         let layout = F::layout(&config, &geometry, &has).map_err(|e| usage(e.to_string()))?;
@@ -64,6 +66,15 @@ impl Files {
             layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;
         }
         self.check_values(asks)
+    }
+
+    /// Checks that the ranks have room for further copies of experts.
+    fn check_redundant(&self, args: &RunArgs, geometry: &Geometry) -> Result<()> {
+        let redundant = args.parallel.placements.num_redundant_experts;
+        let experts = self.config.opt_size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?;
+        let (Some(experts), 1..) = (experts, redundant) else { return Ok(()) };
+        let map = ExpertMap::initial(experts, redundant, geometry.ep_size);
+        map.map(drop).map_err(|e| usage(format!("--num-redundant-experts: {e}")))
     }
 
     /// Checks what is asked for against the sizes in the config.
