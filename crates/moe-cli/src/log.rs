@@ -1,7 +1,7 @@
 //! The log on stderr or in a file, and the profile beside it.
 
 use std::fs::File;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
@@ -26,6 +26,7 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
         Some(path) => {
             let file =
                 File::create(path).with_context(|| format!("cannot write the log {}", path.display()))?;
+            let file = LogFile { name: path.display().to_string(), file, failed: false };
             (BoxMakeWriter::new(Mutex::new(file)), false)
         }
         None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal() && colours()),
@@ -36,6 +37,28 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
     // A second call in one process (tests) keeps the first log.
     let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
     Ok(profile)
+}
+
+/// A log in a file, or wherever its path leads. What cannot be written is lost, which is said once.
+struct LogFile<W> {
+    name: String,
+    file: W,
+    failed: bool,
+}
+
+impl<W: Write> Write for LogFile<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if let Err(e) = self.file.write_all(bytes)
+            && !std::mem::replace(&mut self.failed, true)
+        {
+            eprintln!("warning: cannot write the log {}: {e}; lines of it are lost", self.name);
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
 }
 
 /// As `start`, on a rank that is not the driver. It logs little, because the driver speaks for all of them, unless
@@ -82,6 +105,16 @@ fn is_directive(word: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_log_that_cannot_be_written_ends_nothing() {
+        let mut nowhere: [u8; 0] = [];
+        let mut log = LogFile { name: "log".into(), file: &mut nowhere[..], failed: false };
+        assert_eq!((log.write(b"line").unwrap(), log.failed), (4, true));
+        let mut log = LogFile { name: "log".into(), file: Vec::new(), failed: false };
+        log.write_all(b"line").unwrap();
+        assert_eq!((log.file.as_slice(), log.failed), (&b"line"[..], false));
+    }
 
     #[test]
     fn the_flag_wins_over_the_variable() {
