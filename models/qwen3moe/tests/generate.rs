@@ -184,6 +184,9 @@ fn wrong_values_are_named() {
     for (args, words) in [
         (["--min-tokens", "500"], "min_tokens"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0: expected at least 1"),
+        (["--max-model-len", "0"], "--max-model-len 0: expected at least 1\n"),
+        (["--chat-template", "/none"], "--chat-template is for --chat"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is for --chat"),
     ] {
         let (code, _, stderr) = run(&args);
         assert!(code == Some(2) && stderr.contains(words), "{args:?}: {stderr}");

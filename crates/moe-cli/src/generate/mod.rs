@@ -13,7 +13,7 @@ use moe_engine::{ModelFamily, Session, usage};
 use serde_json::json;
 use tracing::warn;
 
-use crate::cli::GenerateArgs;
+use crate::cli::{GenerateArgs, TemplateArgs};
 use crate::preflight::Asks;
 use crate::session::{self, Model, no_model};
 use crate::{options, prompt, routing};
@@ -22,6 +22,7 @@ use texts::Texts;
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
+    check_template_flags(args)?;
     let prompts = prompts::<F>(args)?;
     args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
     let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
@@ -50,6 +51,21 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     drop(engine);
     session.finish()?;
     texts.failure().map_or(Ok(()), Err)
+}
+
+/// Refuses flags of the chat template that nothing would look at.
+fn check_template_flags(args: &GenerateArgs) -> Result<()> {
+    let TemplateArgs { chat_template, chat_template_kwargs, .. } = &args.template;
+    let given = [
+        ("--chat-template", chat_template.is_some()),
+        ("--chat-template-kwargs", chat_template_kwargs.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given && !args.chat) {
+        Some((flag, _)) => {
+            Err(usage(format!("{flag} is for --chat, which puts the prompt into a chat template")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The prompts, or at a terminal the one that is part of the program.
