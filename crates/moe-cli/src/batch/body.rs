@@ -172,13 +172,16 @@ impl Parser {
         let own_seed = body.seed("seed")?;
         let derived = request_seed(self.seed, custom_id);
         let echo = body.bool("echo")?.unwrap_or(false);
-        let limit = body.size("max_completion_tokens")?.or(body.size("max_tokens")?);
-        let prompt_only = echo && api == Api::Completions && limit == Some(0);
+        let limit = Limit::of(&body)?;
+        let prompt_only = echo && api == Api::Completions && limit.tokens == Some(0);
+        if limit.tokens == Some(0) && !prompt_only {
+            return Err(ApiError::field(limit.field, "expected at least 1, got 0"));
+        }
         let default_limit = match api {
             Api::Chat => request.max_tokens,
             Api::Completions => request.max_tokens.or(Some(COMPLETION_TOKENS)),
         };
-        request.max_tokens = if prompt_only { Some(1) } else { limit.or(default_limit) };
+        request.max_tokens = if prompt_only { Some(1) } else { limit.tokens.or(default_limit) };
         let logprobs = logprobs(api, &body)?;
         request.sampling.logprobs = logprobs;
         request.prompt_logprobs = body.size("prompt_logprobs")?.or(logprobs.filter(|_| echo));
@@ -273,16 +276,33 @@ impl Parser {
     }
 
     /// As in vLLM, a limit that the body names must fit beside the prompt; a default one is cut.
-    fn check_length(&self, prompt: &Prompt, limit: Option<usize>) -> Result<(), ApiError> {
+    fn check_length(&self, prompt: &Prompt, limit: Limit) -> Result<(), ApiError> {
         let (len, max) = (prompt.ids.len(), self.max_model_len);
-        if limit.is_some_and(|limit| len < max && len.saturating_add(limit) > max) {
-            let message = format!(
-                "{} is too large: the context is {max} tokens, the prompt has {len}",
-                limit.unwrap_or_default()
-            );
-            return Err(ApiError::field("max_tokens", message));
+        match limit.tokens {
+            Some(tokens) if len < max && len.saturating_add(tokens) > max => {
+                let message =
+                    format!("{tokens} is too large: the context is {max} tokens, the prompt has {len}");
+                Err(ApiError::field(limit.field, message))
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+}
+
+/// How many tokens a body wants at most, and the name that it says it by.
+#[derive(Clone, Copy)]
+struct Limit {
+    field: &'static str,
+    tokens: Option<usize>,
+}
+
+impl Limit {
+    fn of(body: &Fields) -> Result<Self, ApiError> {
+        let [newer, older] = ["max_completion_tokens", "max_tokens"];
+        Ok(match body.size(newer)? {
+            Some(tokens) => Self { field: newer, tokens: Some(tokens) },
+            None => Self { field: older, tokens: body.size(older)? },
+        })
     }
 }
 
@@ -314,7 +334,11 @@ fn logprobs(api: Api, body: &Fields) -> Result<Option<usize>, ApiError> {
             on.then(|| top.unwrap_or(0))
         }
     };
-    at_most_max("logprobs", count)?;
+    let field = match api {
+        Api::Completions => "logprobs",
+        Api::Chat => "top_logprobs",
+    };
+    at_most_max(field, count)?;
     Ok(count)
 }
 

@@ -73,6 +73,11 @@ impl<'a> Fields<'a> {
 
     /// A number.
     pub fn float(&self, name: &str) -> Result<Option<f32>, ApiError> {
+        // What f32 cannot hold would be named as infinite, which nobody wrote.
+        let fits = |x: &f64| (*x as f32).is_finite();
+        if self.value(name).and_then(Value::as_f64).is_some_and(|x| !fits(&x)) {
+            return self.read(name, "a number of at most 3.4e38", |_| None);
+        }
         self.read(name, "a number", |v| v.as_f64().map(|x| x as f32))
     }
 
@@ -174,6 +179,9 @@ mod tests {
             assert_eq!(error.status, 400);
             assert!(error.message.contains("expected"), "{error:?}");
         }
+        let huge = json!({"x": 1e300});
+        let error = Fields(huge.as_object().unwrap()).float("x").unwrap_err();
+        assert!(error.message.contains("1e+300") || error.message.contains("1e300"), "{error:?}");
         let error = f.float("d").unwrap_err();
         assert_eq!(
             (error.param.as_deref(), error.message.as_str()),

@@ -1,6 +1,6 @@
 //! The prompts of a body: `prompt` in its four forms, or `messages` through the chat template.
 
-use moe_engine::chat::{ChatRequest, opens_reasoning};
+use moe_engine::chat::{ChatError, ChatRequest, opens_reasoning};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::Value;
 
@@ -85,7 +85,7 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
         continue_final_message: continues,
         chat_template_kwargs: kwargs,
     };
-    let text = template.render(&chat).map_err(|e| ApiError::field("messages", e))?;
+    let text = template.render(&chat).map_err(|e| refused(&e))?;
     let special = body.bool("add_special_tokens")?.unwrap_or(false);
     let ids = encode_prompt(parser, "messages", &text, special)?;
     let opened = opens_reasoning(&text);
@@ -96,11 +96,24 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     Ok((vec![Prompt { ids, echo, opened }], role.to_string()))
 }
 
+/// The error of a conversation that cannot be rendered, with the field at fault where it is not the messages.
+fn refused(error: &ChatError) -> ApiError {
+    const FIELDS: [&str; 4] = ["chat_template_kwargs", "continue_final_message", "tools", "documents"];
+    let ChatError::Request(message) = error else { return ApiError::field("messages", error) };
+    match FIELDS.into_iter().find(|field| message.starts_with(field)) {
+        Some(field) => ApiError { param: Some(field.to_string()), ..ApiError::bad(message.clone()) },
+        None => ApiError::field("messages", error),
+    }
+}
+
 /// Token sequences of words that must not appear: with and without a space in front, as in vLLM.
 pub fn bad_words(tokenizer: &Tokenizer, words: &[String]) -> Result<Vec<Vec<u32>>, ApiError> {
     let mut sequences: Vec<Vec<u32>> = Vec::new();
     for word in words {
         let word = word.trim_start();
+        if word.is_empty() {
+            return Err(ApiError::field("bad_words", "expected words that are not empty, got an empty one"));
+        }
         let plain = encode(tokenizer, word, false)?;
         let spaced = encode(tokenizer, &format!(" {word}"), false)?;
         // Where the space is a token of its own, the plain form excludes the word already.

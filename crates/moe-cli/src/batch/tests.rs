@@ -130,6 +130,11 @@ fn what_is_wrong_is_named() {
         (json!({"prompt": vec!["x"; 100], "n": 100}), "n"),
         (json!({"prompt": "x", "max_tokens": -1}), "max_tokens"),
         (json!({"prompt": "x", "max_tokens": 100}), "max_tokens"),
+        (json!({"prompt": "x", "max_completion_tokens": 100}), "max_completion_tokens"),
+        (json!({"prompt": "x", "max_completion_tokens": 0}), "max_completion_tokens"),
+        (json!({"prompt": "x", "max_tokens": 0}), "max_tokens"),
+        (json!({"prompt": "x", "temperature": 1e300}), "temperature"),
+        (json!({"prompt": "x", "bad_words": ["a", " "]}), "bad_words"),
         (json!({"prompt": "x", "logit_bias": {"a": 1}}), "logit_bias"),
         (json!({"prompt": "x", "logit_bias": {"1": "a"}}), "logit_bias"),
         (json!({"prompt": "x", "stop": [1]}), "stop"),
@@ -193,6 +198,15 @@ fn conversations_are_rendered() {
     ] {
         let error = chat(body.clone()).err().unwrap_or_else(|| panic!("{body} is taken"));
         assert!(error.status == 400 && error.message.contains(word), "{body}: {}", error.message);
+    }
+    let user = json!([{"role": "user", "content": "x"}]);
+    for (body, param) in [
+        (json!({"messages": user, "chat_template_kwargs": {"tools": 1}}), "chat_template_kwargs"),
+        (json!({"messages": user, "logprobs": true, "top_logprobs": 1000}), "top_logprobs"),
+        (json!({"messages": user, "max_completion_tokens": 0}), "max_completion_tokens"),
+    ] {
+        let error = chat(body.clone()).err().unwrap_or_else(|| panic!("{body} is taken"));
+        assert_eq!(error.param.as_deref(), Some(param), "{body}: {}", error.message);
     }
     let parser = Parser { template: None, ..parser() };
     let line =
