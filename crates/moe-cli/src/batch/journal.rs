@@ -92,7 +92,25 @@ impl Journal {
         let mut journal = Self { path, earlier, ..Self::keeping_nothing(name.clone(), None) };
         let len = scan(&file, &name, |record| journal.note(&record, known))?;
         file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
-        Ok(Self { file: Some(file), len: Some(len), ..journal })
+        let journal = Self { file: Some(file), len: Some(len), ..journal };
+        journal.check_folder()?;
+        Ok(journal)
+    }
+
+    /// Whether this run can make the files beside the output that it needs: those of its settings and of an output that
+    /// records are taken out of.
+    fn check_folder(&self) -> Result<()> {
+        if self.earlier == Earlier::Keep && self.records > 0 {
+            return Ok(());
+        }
+        SettingsFile::of(&self.path).check_writable().map_err(|(beside, e)| {
+            usage(format!(
+                "--output {}: the folder must be writable, too: the run keeps its settings beside the output, and cannot \
+                 make {}: {e}; name a file in another folder, or change the folder's permissions",
+                self.name,
+                beside.display()
+            ))
+        })
     }
 
     /// A journal on what cannot be read again.
@@ -162,6 +180,14 @@ impl Journal {
         Ok(())
     }
 
+    /// What somebody does whose run did not end.
+    pub fn how_to_continue(&self) -> &'static str {
+        match self.len {
+            Some(_) => self.earlier.how_to_continue(),
+            None => "there is nothing to continue from: only --output FILE keeps what is answered",
+        }
+    }
+
     /// Appends a record, a JSON object on one line, of a line that the key names.
     ///
     /// # Errors
@@ -184,12 +210,11 @@ impl Journal {
             }
         }
         written.with_context(|| {
-            format!(
-                "cannot write to {}; its {} records are intact, {}",
-                self.name,
-                self.records,
-                self.earlier.how_to_continue()
-            )
+            let intact = match self.len {
+                Some(_) => format!("its {} records are intact, ", self.records),
+                None => String::new(),
+            };
+            format!("cannot write to {}; {intact}{}", self.name, self.how_to_continue())
         })?;
         let custom_id = key.custom_id.as_deref();
         let replaces = self.errors.note(self.records, &key.id, custom_id, is_error);
@@ -313,6 +338,29 @@ mod tests {
             assert!(error.contains("notes.txt") && error.contains("line 1"), "{error}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }
+    }
+
+    #[test]
+    fn a_folder_that_takes_no_file_is_found_before_the_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        // Root may write to every folder, but not over this one.
+        std::fs::create_dir(dir.path().join("out.jsonl.run.json.probe")).unwrap();
+        let error = open(&path).err().unwrap().to_string();
+        assert!(error.contains("out.jsonl.run.json") && error.contains("another folder"), "{error}");
+        let record = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
+        std::fs::write(&path, format!("{record}\n")).unwrap();
+        assert!(open(&path).is_ok(), "a run that goes on only appends");
+        assert!(open_for(&path, Earlier::Overwrite).is_err());
+    }
+
+    #[test]
+    fn what_is_not_kept_cannot_be_continued() {
+        let stdout = Journal::keeping_nothing("stdout".into(), None);
+        assert!(stdout.how_to_continue().contains("--output FILE"));
+        let dir = tempfile::tempdir().unwrap();
+        let (file, _) = open(&dir.path().join("out.jsonl")).unwrap();
+        assert!(file.how_to_continue().contains("same command"));
     }
 
     #[test]

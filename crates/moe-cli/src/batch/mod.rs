@@ -110,11 +110,12 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     }
     let finished = result?;
     let errors = batch.progress.all_errors();
+    let how_to_continue = batch.journal.how_to_continue();
     batch.journal.finish()?;
     drop(batch.engine);
     session.finish()?;
     if !finished {
-        eprintln!("stopped; {}", earlier(args).how_to_continue());
+        eprintln!("stopped; {how_to_continue}");
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))

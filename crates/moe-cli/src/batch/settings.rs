@@ -73,6 +73,14 @@ impl SettingsFile {
         Self(beside(output, ".run.json"))
     }
 
+    /// Whether the file can be written, as far as that can be known before: its folder takes a new file. The error is
+    /// that of the file that it does not take.
+    pub fn check_writable(&self) -> Result<(), (PathBuf, std::io::Error)> {
+        let probe = beside(&self.0, ".probe");
+        let made = fs::OpenOptions::new().write(true).create(true).truncate(true).open(&probe);
+        made.and_then(|_| fs::remove_file(&probe)).map_err(|e| (self.0.clone(), e))
+    }
+
     /// Keeps the settings of an output that holds no answers yet.
     pub fn write(&self, settings: &Settings) -> Result<()> {
         let text = serde_json::to_string_pretty(&settings.0)? + "\n";
