@@ -41,7 +41,7 @@ pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
 pub use model::{CausalLm, ModelInfo, MoeInfo, Observe, Observed, Observer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
-pub use run::{host_logits, run_step};
+pub use run::{host_logits, logits_buffers, reserve_logits, run_step};
 pub use sampling::{
     SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,
     token_logprobs,

@@ -26,6 +26,7 @@ pub fn run_step(
     if let Some(ranks) = model.ranks() {
         ranks.begin(step, None, kv, None, context)?;
     }
+    reserve_logits(model, context.most_logits, ex)?;
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
     let span = || trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits());
     #[cfg(feature = "cuda")]
@@ -54,6 +55,26 @@ pub fn run_step(
         model.forward(&step.views()?, kv, logits.view_mut(), observer, context, ex)
     })?;
     Ok(logits)
+}
+
+/// How many buffers of logits a step on the host's side of sampling holds at once, the gathered rows among them: ranks that share
+/// the vocabulary have two more, a rank's own columns and the columns of all ranks before they are joined to rows.
+pub fn logits_buffers(model: &dyn CausalLm) -> usize {
+    if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { 3 } else { 1 }
+}
+
+/// Leaves in the workspace of a GPU what the logits of so many rows take. It keeps each buffer that it has lent, since recorded
+/// graphs hold addresses: rows that grow from step to step would each leave a buffer there, gigabytes in all.
+///
+/// # Errors
+/// Memory that the device refuses.
+pub fn reserve_logits(model: &dyn CausalLm, rows: usize, ex: &Exec) -> Result<()> {
+    if rows > 0 && ex.is_cuda() {
+        let dims = [rows, model.info().vocab_size];
+        let buffers = (0..logits_buffers(model)).map(|_| ex.scratch(DType::F32, &dims));
+        buffers.collect::<Result<Vec<_>>>()?;
+    }
+    Ok(())
 }
 
 /// A copy of a step's logits [R, V] f32 in host memory; an error if a rank failed before they were there.

@@ -226,6 +226,9 @@ pub struct StepContext {
     /// NaN, so that its own results are NaN and the other rows keep theirs. On a GPU no row ends a step. All ranks have
     /// the same value.
     pub isolate_faults: bool,
+    /// Most rows of logits of any step that the caller will run, where it knows: their buffers on a GPU are then allocated
+    /// once. All ranks have the same value.
+    pub most_logits: usize,
 }
 
 impl StepContext {

@@ -19,7 +19,7 @@ use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
     Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, RunnerSizes, Step,
-    StepContext,
+    StepContext, reserve_logits,
 };
 use tracing::{trace_span, warn};
 
@@ -28,7 +28,7 @@ use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
-use super::step_memory::GATHERED;
+use super::step_memory;
 use super::track::StepMarks;
 
 /// Most sequences of a graph.
@@ -109,7 +109,7 @@ impl DeviceRunner {
         let seqs = bucket(sequences).unwrap_or(sequences);
         let shape = Shape { rows: rows.max(seqs), ..Shape::decode(seqs, blocks) };
         let routing = |moe| StepRouting::new(moe, shape.rows, counts, records, ex);
-        reserve_gathered(model, [seqs, vocab_size], ex)?;
+        reserve_logits(model, step_memory::most_logits(sequences), ex)?;
         Ok(Self {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
@@ -360,16 +360,6 @@ impl DeviceRunner {
             }
         }
     }
-}
-
-/// Leaves in the workspace what gathering the most logits takes. It keeps each buffer that it has lent, since recorded graphs hold
-/// addresses: rows that grow from step to step would each leave a buffer there, gigabytes in all.
-fn reserve_gathered(model: &dyn CausalLm, logits: [usize; 2], ex: &Exec) -> Result<()> {
-    if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) {
-        let buffers = (0..GATHERED).map(|_| ex.scratch(DType::F32, &logits));
-        buffers.collect::<Result<Vec<_>>>()?;
-    }
-    Ok(())
 }
 
 /// The number of rows to which a decode step is padded: small ones exactly, larger ones to

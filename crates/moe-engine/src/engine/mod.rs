@@ -150,6 +150,7 @@ impl<'m> Engine<'m> {
                 true => MixedLimit::gpu(config.max_num_seqs),
                 false => MixedLimit::NONE,
             },
+            prompt_logits: if ex.is_cuda() { budget::PROMPT_LOGITS } else { usize::MAX },
             policy: config.scheduling_policy,
             block_size: config.block_size,
             prefix_caching: config.enable_prefix_caching,
@@ -159,11 +160,13 @@ impl<'m> Engine<'m> {
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = config.device_runner(model, max_model_len, &ex)?;
+        let most_logits = if ex.is_cuda() { step_memory::most_logits(config.max_num_seqs) } else { 0 };
         let runner = Runner {
             model,
             kv,
             ex,
             ahead,
+            most_logits,
             results: VecDeque::new(),
             #[cfg(feature = "cuda")]
             device,

@@ -76,6 +76,8 @@ pub(super) struct Runner<'m> {
     pub ex: Exec,
     /// Steps that may be under way while the next one is scheduled.
     pub ahead: usize,
+    /// As [`StepContext::most_logits`].
+    pub most_logits: usize,
     /// Steps launched and not collected.
     pub results: VecDeque<Launched>,
     /// What samples on a CUDA device, where it can.
@@ -93,13 +95,14 @@ struct Forcing<'a> {
     model: &'a dyn CausalLm,
     force_balance: Option<u64>,
     step: u64,
+    most_logits: usize,
 }
 
 impl Forcing<'_> {
     /// The context of a step, with what it forces.
     fn context(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
-        let Self { step, force_balance, .. } = *self;
-        let mut context = StepContext { step, isolate_faults: true, ..StepContext::default() };
+        let Self { step, force_balance, most_logits, .. } = *self;
+        let mut context = StepContext { step, most_logits, isolate_faults: true, ..StepContext::default() };
         let Some(moe) = &self.model.info().moe else { return Ok(context) };
         context.force_balance = force_balance;
         let of = |part: &Part| sequences.get(&part.key);
@@ -147,7 +150,8 @@ impl Runner<'_> {
             && device.takes(self.model, &plan, &sequences, &self.ex)
         {
             self.steps += 1;
-            let forced = Forcing { model: self.model, force_balance: self.force_balance, step: self.steps };
+            let Self { model, force_balance, steps: step, most_logits, .. } = *self;
+            let forced = Forcing { model, force_balance, step, most_logits };
             let mut context = forced.context(&plan, &sequences)?;
             let before = match self.results.back() {
                 Some(Launched::Done(result)) => Some(result),
@@ -168,7 +172,8 @@ impl Runner<'_> {
             take_tokens(&mut plan, result)?;
         }
         self.steps += 1;
-        let forced = Forcing { model: self.model, force_balance: self.force_balance, step: self.steps };
+        let Self { model, force_balance, steps: step, most_logits, .. } = *self;
+        let forced = Forcing { model, force_balance, step, most_logits };
         let mut context = forced.context(&plan, &sequences)?;
         if let Some(moe) = &self.model.info().moe {
             let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
@@ -216,7 +221,9 @@ impl Runner<'_> {
     /// Runs a step without rows: this rank's part in the steps of others.
     pub fn launch_empty(&mut self) -> Result<()> {
         self.steps += 1;
-        let mut context = StepContext { step: self.steps, ..StepContext::default() };
+        let Self { steps, most_logits, .. } = *self;
+        let mut context =
+            StepContext { step: steps, most_logits, isolate_faults: true, ..StepContext::default() };
         let step = Step::new([], self.kv.block_size())?;
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {

@@ -38,6 +38,7 @@ fn sequence(number: u64, prompt_len: usize) -> Sequence {
 #[test]
 fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
     let limits = Limits {
+        prompt_logits: usize::MAX,
         max_num_seqs: 8,
         max_num_batched_tokens: 8,
         mixed: MixedLimit::NONE,
@@ -64,11 +65,39 @@ fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn prompts_whose_logits_are_seen_share_a_few_rows() -> Result<()> {
+    let limits = Limits {
+        prompt_logits: 4,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 16,
+        mixed: MixedLimit::NONE,
+        block_size: 4,
+        policy: SchedulingPolicy::Fcfs,
+        prefix_caching: false,
+        prefix_by_prompt_len: false,
+    };
+    let mut scheduler = Scheduler::new(limits, 32)?;
+    let seen = |number| {
+        let request = Request { prompt_logprobs: Some(0), ..Request::new(vec![1; 10]) };
+        Sequence { request: Arc::new(request), ..sequence(number, 10) }
+    };
+    [seen(0), seen(1), sequence(2, 6)].into_iter().for_each(|s| scheduler.add(s));
+    for (rows, logits) in [([4, 0, 6], 5), ([4, 0, 1], 5), ([2, 2, 1], 5), ([1, 4, 1], 6), ([1, 4, 1], 6)] {
+        let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+        let of =
+            |key| plan.parts.iter().filter(|part| part.key.0 == key).map(|part| part.rows).sum::<usize>();
+        assert_eq!(([of(0), of(1), of(2)], plan.step.num_logits()), (rows, logits));
+    }
+    Ok(())
+}
+
 /// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
 fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
     let (max_num_seqs, max_num_batched_tokens, block_size) = (2, 8, 4);
     let (prefix_caching, prefix_by_prompt_len) = (false, false);
     let limits = Limits {
+        prompt_logits: usize::MAX,
         max_num_seqs,
         max_num_batched_tokens,
         mixed: MixedLimit::NONE,
@@ -115,6 +144,7 @@ fn the_last_start_by_length_and_others_as_they_came() -> Result<()> {
 #[test]
 fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
     let limits = Limits {
+        prompt_logits: usize::MAX,
         max_num_seqs: 2,
         max_num_batched_tokens: 64,
         mixed: MixedLimit::NONE,
@@ -142,6 +172,7 @@ fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
 
 fn limited(max_num_seqs: usize) -> Result<Scheduler> {
     let limits = Limits {
+        prompt_logits: usize::MAX,
         max_num_seqs,
         max_num_batched_tokens: 64,
         mixed: MixedLimit { decode_rows: 2, prompt_rows: 5 },

@@ -2,15 +2,19 @@
 //! profiles a run. Its buffers stay in the workspace, so the cache may have what is free afterwards.
 
 use anyhow::{Context, Result};
-use model_runtime::{CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, run_step};
+use model_runtime::{
+    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_buffers, run_step,
+};
 
+use super::budget::PROMPT_LOGITS;
 use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
-/// Buffers of the logits of all sequences that gathering them takes beside the gathered rows: a rank's own columns, and the
-/// columns of all ranks as they come.
-pub(super) const GATHERED: usize = 2;
+/// Most rows of logits of a step: one of each sequence, padded as graphs pad them, and those of prompts that are seen.
+pub(super) fn most_logits(max_num_seqs: usize) -> usize {
+    max_num_seqs.next_multiple_of(8) + PROMPT_LOGITS
+}
 
 /// What a KV cache may take beside the largest step, where the step must say so: it runs if the cache would take more than half
 /// of what is free. Ranks of a group compute it together, so all groups in lockstep must ask at once
@@ -53,9 +57,10 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
         )
     })?;
     drop(kv);
-    let gathered = if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { GATHERED } else { 0 };
-    let rows = config.max_num_seqs.next_multiple_of(8);
-    let logits = rows.saturating_mul(info.vocab_size).saturating_mul(4 * (1 + gathered));
+    // The runner has a place of its own for what the device samples from.
+    let rows =
+        config.max_num_seqs.next_multiple_of(8) + logits_buffers(model) * most_logits(config.max_num_seqs);
+    let logits = rows.saturating_mul(info.vocab_size).saturating_mul(4);
     let (free, _) = config.free_and_budget(ex)?;
     let left = free.unwrap_or_default().saturating_sub(RESERVE).saturating_sub(logits as u64);
     Ok(usize::try_from(left)?.min(most))

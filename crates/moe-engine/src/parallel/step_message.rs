@@ -40,6 +40,8 @@ pub(super) struct StepMessage<'a> {
     whole_residual: bool,
     /// As [`StepContext::isolate_faults`].
     isolate_faults: bool,
+    /// As [`StepContext::most_logits`].
+    most_logits: usize,
 }
 
 /// The KV cache of a step, by its id on the first rank.
@@ -66,6 +68,7 @@ impl<'a> StepMessage<'a> {
             number: context.step,
             whole_residual: context.whole_residual,
             isolate_faults: context.isolate_faults,
+            most_logits: context.most_logits,
         }
     }
 
@@ -87,6 +90,7 @@ impl<'a> StepMessage<'a> {
             step: self.number,
             whole_residual: self.whole_residual,
             isolate_faults: self.isolate_faults,
+            most_logits: self.most_logits,
             ..StepContext::default()
         }
     }
@@ -120,6 +124,7 @@ mod tests {
             step: 9,
             whole_residual: true,
             isolate_faults: true,
+            most_logits: 7,
             ..StepContext::default()
         };
         let sampling = DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect() };
@@ -132,6 +137,7 @@ mod tests {
         assert_eq!(again.replay, context.replay);
         assert_eq!((again.force_balance, again.step), (Some(u64::MAX), 9));
         assert!(again.whole_residual && again.isolate_faults);
+        assert_eq!(again.most_logits, 7);
         let limit = std::time::Duration::from_millis(1500);
         let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
         let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };
