@@ -210,6 +210,25 @@ fn choices_and_counts_are_those_of_the_cpu() {
     }
 }
 
+/// What a step was to record and to force is still there after an error.
+#[test]
+fn a_step_that_is_refused_leaves_its_context() {
+    let (model, mut ex) = (model_on(cuda().device(), CONFIG), cuda());
+    let mut kv = model_runtime::KvCache::new_on(ex.device(), model.info().kv, 2, 16).unwrap();
+    let asked = StepContext {
+        // A recording of another step.
+        replay: Some(Arc::new(RoutedExperts::empty(2, LAYERS, TOP_K).unwrap())),
+        capture: Some(RoutedExperts::empty(3, LAYERS, TOP_K).unwrap()),
+        heat: Some(ExpertHeat::new(LAYERS, EXPERTS)),
+        ..StepContext::default()
+    };
+    let mut context = asked.clone();
+    let refused = run_step(&model, &one(&[1, 2, 3]), &mut kv, None, &mut context, &mut ex);
+    assert!(refused.err().unwrap().to_string().contains("replayed routing: expected [3, "));
+    assert_eq!(context.replay, asked.replay);
+    assert_eq!((context.capture, context.heat), (asked.capture, asked.heat));
+}
+
 /// What a step costs that is counted, traced, recorded or forced, as a table: Qwen3-30B-A3B's sizes, random weights.
 /// `CONFIG` is its config.json; the weights take 61 GB.
 #[test]
