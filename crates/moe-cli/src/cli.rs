@@ -84,7 +84,7 @@ impl Cli {
         let name = name.map_or_else(|| "moe".into(), |name| name.to_string_lossy());
         let mut definition = Self::definition(&name);
         let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args));
-        let matches = matches.map_err(|e| numbers::reworded(e, &mut definition))?;
+        let matches = matches.map_err(numbers::reworded)?;
         Ok(Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command)
     }
 }

@@ -3,11 +3,10 @@
 use std::error::Error;
 use std::num::{IntErrorKind, ParseIntError};
 
-use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
 
 /// Clap's error, in words that say what is expected if the value of a flag is no whole number.
-pub fn reworded(error: clap::Error, definition: &mut Command) -> clap::Error {
+pub fn reworded(error: clap::Error) -> clap::Error {
     let Some(fault) = error.source().and_then(|source| source.downcast_ref::<ParseIntError>()) else {
         return error;
     };
@@ -19,6 +18,7 @@ pub fn reworded(error: clap::Error, definition: &mut Command) -> clap::Error {
     };
     let context = |kind| error.get(kind).map(ToString::to_string).unwrap_or_default();
     let (value, flag) = (context(ContextKind::InvalidValue), context(ContextKind::InvalidArg));
-    let message = format!("invalid value '{value}' for '{flag}': {expected}\n");
-    clap::Error::raw(ErrorKind::ValueValidation, message).format(definition)
+    let message =
+        format!("invalid value '{value}' for '{flag}': {expected}\n\nFor more information, try '--help'.\n");
+    clap::Error::raw(ErrorKind::ValueValidation, message)
 }
