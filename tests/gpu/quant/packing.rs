@@ -325,7 +325,7 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
     for (format, suffixes, wanted) in [
         (gptq, ["qzeros"], "has the zero point"),
         (awq, ["qzeros"], "has the zero point"),
-        (fp8, ["weight"], "an FP8 weight is NaN"),
+        (fp8, ["weight"], "is NaN; the file is damaged"),
     ] {
         let mut filed = Filed::new(&mut rng, format, (64, 128), Scales::F16);
         let bytes = filed.bytes(&suffixes);
