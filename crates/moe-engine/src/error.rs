@@ -1,5 +1,7 @@
-//! A wrong call, told apart from a failure: a program exits with another code for it. And how a process ends that has failed.
+//! A wrong call, told apart from a failure: a program exits with another code for it. Also what a panic said, and how a process
+//! ends that has failed.
 
+use std::any::Any;
 use std::io::Write;
 
 /// A mistake in how a run was asked for: settings that contradict each other, or that this build, this
@@ -18,6 +20,12 @@ impl std::error::Error for UsageError {}
 /// A [`UsageError`] with this message.
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(UsageError(message.into()))
+}
+
+/// The text of a panic, where it has one.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 /// Ends this process with `code` after a failure that has been reported, without what libraries registered to be done at

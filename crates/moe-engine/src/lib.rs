@@ -22,7 +22,7 @@ mod testing;
 pub mod tokenizer;
 
 pub use device::DeviceChoice;
-pub use error::{UsageError, end_failed, usage};
+pub use error::{UsageError, end_failed, panic_text, usage};
 pub use family::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 pub use placements::PlacementConfig;
 pub use run::{Run, Weights};

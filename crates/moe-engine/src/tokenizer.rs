@@ -70,7 +70,7 @@ impl Tokenizer {
         // The library panics on what some files say; a text is then refused like any other that it cannot take.
         let encode = AssertUnwindSafe(|| self.0.encode_fast(text, add_special_tokens));
         let encoding = catch_unwind(encode).map_err(|panic| {
-            let text = crate::parallel::panic_text(&*panic);
+            let text = crate::panic_text(&*panic);
             anyhow!(
                 "cannot tokenize the prompt: the tokenizers library panicked ({text}); check tokenizer.json"
             )

@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use anyhow::{Context, Result, anyhow};
+use moe_engine::panic_text;
 
 use super::entries::Entry;
 
@@ -37,12 +38,6 @@ pub fn read_ahead(
     };
     std::thread::Builder::new().name("input".into()).spawn(read).context("cannot start a thread")?;
     Ok(receive)
-}
-
-/// The text of a panic, where it has one.
-pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 #[cfg(test)]

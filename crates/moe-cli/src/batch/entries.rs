@@ -6,10 +6,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use anyhow::{Context, Result};
-use moe_engine::usage;
+use moe_engine::{panic_text, usage};
 use serde_json::{Map, Value, json};
 
-use super::ahead::panic_text;
 use super::body::{Job, Parser};
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;

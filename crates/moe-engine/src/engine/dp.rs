@@ -27,7 +27,8 @@ use super::{
 };
 use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
-use crate::parallel::{AbortOnPanic, Replica, panic_text};
+use crate::panic_text;
+use crate::parallel::{AbortOnPanic, Replica};
 use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 

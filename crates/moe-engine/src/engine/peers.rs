@@ -12,8 +12,9 @@ use moe_comm::Messages;
 
 use super::serve::{Next, Question, Reply, answer_all};
 use super::{EngineConfig, Texts};
+use crate::panic_text;
+use crate::parallel::Replica;
 use crate::parallel::wire::{decode, encode};
-use crate::parallel::{Replica, panic_text};
 use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 

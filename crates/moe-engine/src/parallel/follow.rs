@@ -10,11 +10,12 @@ use candle_core::{Error, Result, bail};
 use model_runtime::{CausalLm, Exec, KvCache, run_step};
 use moe_comm::Messages;
 
-use super::ranks::{LocalRanks, Rank, panic_text};
+use super::ranks::{LocalRanks, Rank};
 use super::step_message::{GroupMessage, StepMessage};
 use super::wire::{decode, encode};
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
+use crate::panic_text;
 
 /// The ranks that follow the first rank of their group, as the first rank sees them.
 pub(crate) enum Followers {

@@ -12,9 +12,9 @@ use moe_comm::{NcclWindow, PeerWindow};
 use moe_layer::ChunkedMoe;
 use tracing::info;
 
-use super::ranks::{LocalRanks, Rank, panic_text};
+use super::ranks::{LocalRanks, Rank};
 use crate::family::{LoadOptions, ModelFamily};
-use crate::usage;
+use crate::{panic_text, usage};
 
 /// How long a rank waits for another in one collective: far longer than any layer computes.
 const PATIENCE: Duration = Duration::from_secs(300);

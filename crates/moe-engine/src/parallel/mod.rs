@@ -20,5 +20,5 @@ pub(crate) use follow::Follower;
 pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load, load_over};
 pub(crate) use processes::Processes;
-pub(crate) use ranks::{AbortOnPanic, panic_text};
+pub(crate) use ranks::AbortOnPanic;
 pub use ranks::{LocalRanks, Rank};

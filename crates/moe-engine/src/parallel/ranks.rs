@@ -4,7 +4,6 @@
 //! others, which are told of it, with caches of their own. A rank that fails or panics fails the whole
 //! world, so that nobody waits for it.
 
-use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -236,10 +235,4 @@ impl Drop for AbortOnPanic<'_> {
             self.0.abort("it panicked");
         }
     }
-}
-
-/// The text of a panic, where it has one.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
