@@ -229,10 +229,12 @@ fn absurd_settings_are_errors() {
         assert!(e.contains(words), "{e}");
     };
     let default = EngineConfig::default;
-    fails(EngineConfig { max_num_seqs: 0, ..default() }, "--max-num-seqs must be at least 1");
+    for max_num_seqs in [0, 1 << 16, usize::MAX] {
+        fails(EngineConfig { max_num_seqs, ..default() }, "--max-num-seqs must be from 1 to 65535, got");
+    }
     fails(
         EngineConfig { max_num_batched_tokens: 0, ..default() },
-        "--max-num-batched-tokens must be at least 1",
+        "--max-num-batched-tokens must be from 1 to 16777216, got 0",
     );
     fails(EngineConfig { block_size: 0, ..default() }, "--block-size must be from 1");
     fails(EngineConfig { max_model_len: Some(1 << 40), ..default() }, "expected 1 to");

@@ -175,7 +175,7 @@ fn wrong_values_are_named() {
         (["--logit-bias", "5"], "expected ID=BIAS"),
         (["--logit-bias", "99999=1"], "99999"),
         (["--repetition-penalty", "0"], "repetition_penalty"),
-        (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be from 1 to 65535, got 0"),
         (["--enable-prefix-caching", "maybe"], "maybe"),
     ] {
         let (code, _, stderr) = run(&args);
