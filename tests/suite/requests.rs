@@ -239,7 +239,9 @@ fn absurd_settings_are_errors() {
     fails(EngineConfig { block_size: 0, ..default() }, "--block-size must be from 1");
     fails(EngineConfig { max_model_len: Some(1 << 40), ..default() }, "expected 1 to");
     fails(EngineConfig { kv_cache_memory: Some(1), ..default() }, "holds no block");
-    let all = EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), max_num_seqs: usize::MAX, ..default() };
+    // Blocks of 50 MB, one for each sequence: 3 TB.
+    let (max_num_seqs, block_size) = (EngineConfig::MAX_NUM_SEQS, 1 << 16);
+    let all = EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), max_num_seqs, block_size, ..default() };
     fails(all, "are available");
     let short = EngineConfig { max_model_len: Some(14), ..kv_blocks(&model, 3, 4) };
     fails(short, "holds 13 tokens, and a sequence may have 14: raise --kv-cache-memory");
