@@ -4,8 +4,8 @@
 // With at most 8 tokens no expert has more rows, and a stage has room for no more.
 //
 // A consuming warp has 16 weight rows and spends 73 instructions on 64 weights of a lane and up to 4 rows where bf16
-// takes 135 for 8 rows. Two of the gathering warps make digits of rows, a stage each in turn, in registers: a row's digits depend
-// on its 128 columns alone. Rows of the second product come as ordinary loads, too.
+// takes 135 for 8 rows. Two of the gathering warps make digits of rows, a stage each in turn, in registers: a row's
+// digits depend on its 128 columns alone. Rows of the second product come as ordinary loads, too.
 //
 // Sums have an order of their own, so batch-invariant calls do not take it.
 #pragma once
