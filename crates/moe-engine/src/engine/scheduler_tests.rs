@@ -35,18 +35,23 @@ fn sequence(number: u64, prompt_len: usize) -> Sequence {
     }
 }
 
-#[test]
-fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
-    let limits = Limits {
-        prompt_logits: usize::MAX,
-        max_num_seqs: 8,
-        max_num_batched_tokens: 8,
+/// Limits without anything but sequences and rows, first come first served, in blocks of four tokens.
+fn limits(max_num_seqs: usize, max_num_batched_tokens: usize) -> Limits {
+    Limits {
+        max_num_seqs,
+        max_num_batched_tokens,
         mixed: MixedLimit::NONE,
-        block_size: 4,
+        prompt_logits: usize::MAX,
         policy: SchedulingPolicy::Fcfs,
+        block_size: 4,
         prefix_caching: false,
         prefix_by_prompt_len: false,
-    };
+    }
+}
+
+#[test]
+fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
+    let limits = limits(8, 8);
     let mut scheduler = Scheduler::new(limits, 32)?;
     [sequence(0, 1), sequence(1, 12), sequence(2, 1)].into_iter().for_each(|s| scheduler.add(s));
     let mut keys = Vec::new();
@@ -67,16 +72,7 @@ fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
 
 #[test]
 fn prompts_whose_logits_are_seen_share_a_few_rows() -> Result<()> {
-    let limits = Limits {
-        prompt_logits: 4,
-        max_num_seqs: 8,
-        max_num_batched_tokens: 16,
-        mixed: MixedLimit::NONE,
-        block_size: 4,
-        policy: SchedulingPolicy::Fcfs,
-        prefix_caching: false,
-        prefix_by_prompt_len: false,
-    };
+    let limits = Limits { prompt_logits: 4, ..limits(8, 16) };
     let mut scheduler = Scheduler::new(limits, 32)?;
     let seen = |number| {
         let request = Request { prompt_logprobs: Some(0), ..Request::new(vec![1; 10]) };
@@ -94,18 +90,7 @@ fn prompts_whose_logits_are_seen_share_a_few_rows() -> Result<()> {
 
 /// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
 fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
-    let (max_num_seqs, max_num_batched_tokens, block_size) = (2, 8, 4);
-    let (prefix_caching, prefix_by_prompt_len) = (false, false);
-    let limits = Limits {
-        prompt_logits: usize::MAX,
-        max_num_seqs,
-        max_num_batched_tokens,
-        mixed: MixedLimit::NONE,
-        policy,
-        block_size,
-        prefix_caching,
-        prefix_by_prompt_len,
-    };
+    let limits = Limits { policy, ..limits(2, 8) };
     let mut scheduler = Scheduler::new(limits, 4)?;
     for (number, output) in output.iter().enumerate() {
         scheduler.add(Sequence { max_len: 2 + output, ..sequence(number as u64, 2) });
@@ -143,16 +128,7 @@ fn the_last_start_by_length_and_others_as_they_came() -> Result<()> {
 
 #[test]
 fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
-    let limits = Limits {
-        prompt_logits: usize::MAX,
-        max_num_seqs: 2,
-        max_num_batched_tokens: 64,
-        mixed: MixedLimit::NONE,
-        block_size: 4,
-        policy: SchedulingPolicy::LongestFirst,
-        prefix_caching: false,
-        prefix_by_prompt_len: false,
-    };
+    let limits = Limits { policy: SchedulingPolicy::LongestFirst, ..limits(2, 64) };
     let mut scheduler = Scheduler::new(limits, 64)?;
     for (number, (prompt, output)) in [(9, 9), (3, 8), (7, 9), (4, 9), (1, 2), (1, 3)].into_iter().enumerate()
     {
@@ -171,16 +147,8 @@ fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
 }
 
 fn limited(max_num_seqs: usize) -> Result<Scheduler> {
-    let limits = Limits {
-        prompt_logits: usize::MAX,
-        max_num_seqs,
-        max_num_batched_tokens: 64,
-        mixed: MixedLimit { decode_rows: 2, prompt_rows: 5 },
-        block_size: 4,
-        policy: SchedulingPolicy::Fcfs,
-        prefix_caching: false,
-        prefix_by_prompt_len: false,
-    };
+    let mixed = MixedLimit { decode_rows: 2, prompt_rows: 5 };
+    let limits = Limits { mixed, ..limits(max_num_seqs, 64) };
     Scheduler::new(limits, 64)
 }
 

@@ -11,6 +11,7 @@ use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
+
 /// Most rows of logits of a step: one of each sequence, padded as graphs pad them, and those of prompts that are seen.
 pub(super) fn most_logits(max_num_seqs: usize) -> usize {
     max_num_seqs.next_multiple_of(8) + PROMPT_LOGITS

@@ -63,16 +63,21 @@ fn a_server_without_ranges_sends_the_file_again() {
     assert_eq!(ranges(&case.server.seen()), ["all", "bytes=30000-"]);
 }
 
+/// A download that finds so many bytes of an earlier one asks for these ranges, and is whole.
+fn goes_on(left: &[u8], expected: &[&str]) {
+    let case = Case::new("text");
+    fs::create_dir_all(case.folder().join("blobs")).unwrap();
+    fs::write(case.partial(WEIGHTS), left).unwrap();
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), expected);
+}
+
 #[test]
 fn what_a_killed_program_left_is_used_or_replaced() {
     let weights = fs::read(fixture("text").join(WEIGHTS)).unwrap();
     // Killed before the last step: nothing is asked for. Longer than the file: it is another one.
     for (left, expected) in [(weights.clone(), vec![]), ([&weights[..], b"x"].concat(), vec!["all"])] {
-        let case = Case::new("text");
-        fs::create_dir_all(case.folder().join("blobs")).unwrap();
-        fs::write(case.partial(WEIGHTS), left).unwrap();
-        is_whole(&case);
-        assert_eq!(ranges(&case.server.seen()), expected);
+        goes_on(&left, &expected);
     }
 }
 
@@ -93,11 +98,7 @@ fn what_has_another_hash_is_downloaded_again() {
     let lost = |len: usize| [&weights[..len - 1000], &[0; 1000]].concat();
     for (left, expected) in [(lost(weights.len()), vec!["all"]), (lost(50_000), vec!["bytes=50000-", "all"])]
     {
-        let case = Case::new("text");
-        fs::create_dir_all(case.folder().join("blobs")).unwrap();
-        fs::write(case.partial(WEIGHTS), left).unwrap();
-        is_whole(&case);
-        assert_eq!(ranges(&case.server.seen()), expected);
+        goes_on(&left, &expected);
     }
 }
 
