@@ -10,7 +10,10 @@ alone, over the seconds from the first submit to the last answer.
     tests/bench/mixed_workload.py --out mixed.json
     model-qwen3moe bench --model DIR --workload mixed.json
 
-The file: {"requests": [{"prompt_token_ids": [..], "max_tokens": n, "seed": s}, ..]}
+With --score N the same prompts ask for the log-probabilities of their own tokens and of the N likeliest at each position, and for
+one new token: what an evaluation by log-likelihood asks for.
+
+The file: {"requests": [{"prompt_token_ids": [..], "max_tokens": n, "seed": s}, ..]}, with --score "prompt_logprobs": N in each
 """
 
 import argparse
@@ -26,7 +29,7 @@ def length(rng, median, sigma, least, most):
     return min(most, max(least, round(median * math.exp(sigma * rng.gauss(0, 1)))))
 
 
-def build(requests, seed, vocab):
+def build(requests, seed, vocab, score):
     rng = random.Random(seed)
     built = []
     for i in range(requests):
@@ -34,6 +37,8 @@ def build(requests, seed, vocab):
         output = length(rng, 256, 0.5, 128, 512)
         ids = [rng.randrange(FIRST_ID, vocab - IDS_LEFT_OUT_AT_THE_END) for _ in range(prompt)]
         built.append({"prompt_token_ids": ids, "max_tokens": output, "seed": seed * 1000003 + i})
+        if score is not None:
+            built[-1] |= {"max_tokens": 1, "prompt_logprobs": score}
     return built
 
 
@@ -43,12 +48,13 @@ def main():
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab", type=int, default=151936, help="ids of the model (default: Qwen3-MoE's)")
+    parser.add_argument("--score", type=int, help="tokens to list at each position of a prompt, from 0")
     args = parser.parse_args()
-    if args.requests < 1 or args.seed < 0:
-        parser.error("--requests: expected at least 1; --seed: expected at least 0")
+    if args.requests < 1 or args.seed < 0 or (args.score or 0) < 0:
+        parser.error("--requests: expected at least 1; --seed, --score: expected at least 0")
     if args.vocab <= FIRST_ID + IDS_LEFT_OUT_AT_THE_END:
         parser.error(f"--vocab: expected more than {FIRST_ID + IDS_LEFT_OUT_AT_THE_END}, got {args.vocab}")
-    args.out.write_text(json.dumps({"requests": build(args.requests, args.seed, args.vocab)}))
+    args.out.write_text(json.dumps({"requests": build(args.requests, args.seed, args.vocab, args.score)}))
 
 
 if __name__ == "__main__":

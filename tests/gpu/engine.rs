@@ -77,8 +77,8 @@ fn steps_allocate_nothing_once_they_have_run() {
     assert!(engine.num_graph_steps() >= steps + 38);
 }
 
-/// Requests whose steps go to the host (log-probabilities of the prompt) run beside others, some with log-probabilities,
-/// penalties and recorded experts.
+/// Requests whose steps go to the host (log-probabilities of more tokens than the device lists) run beside others, some with
+/// log-probabilities, penalties and recorded experts.
 #[test]
 fn what_only_the_host_can_sample_runs_too() {
     let model = model();
@@ -87,7 +87,7 @@ fn what_only_the_host_can_sample_runs_too() {
     all[3].sampling.logprobs = Some(2);
     all[5].sampling.repetition_penalty = 1.3;
     all[6].max_tokens = Some(4);
-    all[7].prompt_logprobs = Some(1);
+    all[7].prompt_logprobs = Some(40);
     all[7].capture_routing = true;
     let mut logprobs = 0;
     let mut tokens = BTreeMap::<_, usize>::new();

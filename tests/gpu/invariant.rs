@@ -124,8 +124,11 @@ fn tokens_of_a_request_do_not_depend_on_the_engine_around_it() {
     for (seqs, rows, eager) in [(40, 4096, false), (40, 4096, true), (7, 64, false), (3, 16, true)] {
         assert_eq!(tokens(&config(seqs, rows, eager), all.clone()), alone, "{seqs} {rows} {eager}");
     }
-    // One that wants log-probabilities of its prompt takes the steps of all to the host, where experts are recorded, too.
-    all[3].prompt_logprobs = Some(0);
+    // Prompts that are scored; and more log-probabilities than the device lists, which take the steps of all to the host, where
+    // experts are recorded, too.
     all[5].capture_routing = true;
-    assert_eq!(tokens(&config(40, 4096, false), all), alone);
+    for listed in [0, 40] {
+        all[3].prompt_logprobs = Some(listed);
+        assert_eq!(tokens(&config(40, 4096, false), all.clone()), alone, "{listed}");
+    }
 }

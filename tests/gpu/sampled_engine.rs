@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result};
 use model_runtime::{
-    CausalLm, KvCache, KvLayout, ModelInfo, SamplingParams, StepViews, TokenLogprobs, ViewMut,
+    CausalLm, KvCache, KvLayout, LogitsOut, ModelInfo, SamplingParams, StepViews, TokenLogprobs,
 };
 use model_runtime::{Observer, cuda::device_calls};
 use moe_engine::engine::{Engine, EngineConfig, FinishReason, Request, Stats};
@@ -48,14 +48,23 @@ impl CausalLm for Table {
         &self,
         step: &StepViews,
         _: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         _: Option<&mut dyn Observer>,
         _: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let mut all = ex.scratch(DType::F32, &[step.num_tokens(), VOCAB])?;
         embedding_into(self.rows.view(), step.token_ids, all.view_mut(), ex)?;
-        embedding_into(all.view(), step.logits_rows, logits, ex)
+        embedding_into(all.view(), step.logits_rows, logits.rows, ex)?;
+        let Some(scorer) = logits.scorer else { return Ok(()) };
+        // In pieces of three rows.
+        for first in (0..step.num_scored()).step_by(3) {
+            let rows = step.scored_rows.narrow(first, 3.min(step.num_scored() - first))?;
+            let mut piece = ex.scratch(DType::F32, &[rows.elem_count(), VOCAB])?;
+            embedding_into(all.view(), rows, piece.view_mut(), ex)?;
+            scorer.score(first, piece.view(), ex)?;
+        }
+        Ok(())
     }
 }
 
@@ -88,13 +97,15 @@ fn requests(rng: &mut Rng, count: usize, max_tokens: usize) -> Vec<Request> {
             // A tenth of the vocabulary, so that sequences end early and at different steps.
             stop_token_ids: if i % 3 == 1 { (0..60).map(|_| id(rng)).collect() } else { Vec::new() },
             n: 1 + usize::from(i % 6 == 5),
+            prompt_logprobs: [None, Some(0), None, Some(3), Some(32)][i % 5],
             ..Request::new((0..3 + i % 9).map(|_| id(rng)).collect())
         }
     };
     (0..count).map(request).collect()
 }
 
-type Done = (Vec<u32>, Vec<TokenLogprobs>, Option<FinishReason>);
+/// Tokens, their log-probabilities, those of the prompt, and the end.
+type Done = (Vec<u32>, Vec<TokenLogprobs>, Option<Vec<TokenLogprobs>>, Option<FinishReason>);
 
 struct Ran {
     done: Vec<Done>,
@@ -110,9 +121,10 @@ fn run(table: &Buffer, requests: &[Request], config: &EngineConfig, ex: Exec) ->
     }
     let mut done = BTreeMap::<_, Done>::new();
     let collect = |output: moe_engine::engine::Output| {
-        let (tokens, logprobs, finish) = done.entry((output.request, output.choice)).or_default();
+        let (tokens, logprobs, prompt, finish) = done.entry((output.request, output.choice)).or_default();
         tokens.extend(output.token_id);
         logprobs.extend(output.logprobs);
+        *prompt = prompt.take().or(output.prompt_logprobs);
         *finish = output.finish;
     };
     engine.run(collect).unwrap();
@@ -165,7 +177,8 @@ fn steps_of_host_and_device_take_turns() {
             _ => request.sampling.allowed_token_ids = Some((0..300).collect()),
         }
     }
-    requests[20].prompt_logprobs = Some(2);
+    // More than the device lists.
+    requests[20].prompt_logprobs = Some(40);
     let config = config(8, 400);
     let (cpu, gpu) = (run(&table, &requests, &config, Exec::cpu()), run(&table, &requests, &config, cuda()));
     for (i, (gpu, cpu)) in gpu.done.iter().zip(&cpu.done).enumerate() {

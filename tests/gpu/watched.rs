@@ -180,6 +180,7 @@ fn one(tokens: &[u32]) -> Step {
         prompt_len: tokens.len(),
         blocks: &[0, 1],
         logits: LogitsRows::All,
+        scored: &[],
     };
     Step::new([sequence], 16).unwrap()
 }

@@ -104,6 +104,7 @@ pub fn all_logits(
                 prompt_len: sequences[s].len(),
                 blocks: tables[s].as_slice(),
                 logits: LogitsRows::All,
+                scored: &[],
             });
             let step = Step::new(parts, schedule.block_size)?;
             if step.num_tokens() == 0 {

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{DType, Device, Result};
 use model_runtime::{
-    BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
-    Observer, RankView, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, ViewMut,
+    BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, LogitsOut, MlaForm,
+    ModelInfo, Observer, RankView, Scorer, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, View,
 };
 use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm, ThreadComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -141,10 +141,39 @@ impl<F: ModelFamily> Origin<F> {
     }
 }
 
-/// A model that notes the logits of every row that it computes: token, position and bits.
+/// A model that notes the logits of every row that is sampled from or scored: token, position and bits.
 struct Tap {
     model: Arc<dyn CausalLm>,
     rows: Mutex<Vec<(u32, u32, u64)>>,
+}
+
+impl Tap {
+    /// Notes the logits of `rows` of a step.
+    fn note(&self, step: &StepViews, rows: &[u32], logits: View) -> Result<()> {
+        let (ids, positions) = (step.token_ids.cpu::<u32>()?, step.positions.cpu::<u32>()?);
+        let logits = logits.cpu::<f32>()?.chunks(self.info().vocab_size);
+        for (&row, logits) in rows.iter().zip(logits) {
+            let mut hash = DefaultHasher::new();
+            logits.iter().for_each(|x| x.to_bits().hash(&mut hash));
+            let (id, position) = (ids[row as usize], positions[row as usize]);
+            self.rows.lock().unwrap().push((id, position, hash.finish()));
+        }
+        Ok(())
+    }
+}
+
+/// Notes the logits of scored rows on their way to the scorer.
+struct TapScorer<'a> {
+    tap: &'a Tap,
+    step: &'a StepViews<'a>,
+    scorer: Option<&'a mut dyn Scorer>,
+}
+
+impl Scorer for TapScorer<'_> {
+    fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
+        self.tap.note(self.step, &self.step.scored_rows.cpu::<u32>()?[first..], logits)?;
+        self.scorer.as_mut().map_or(Ok(()), |scorer| scorer.score(first, logits, ex))
+    }
 }
 
 impl CausalLm for Tap {
@@ -168,22 +197,17 @@ impl CausalLm for Tap {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        mut logits: ViewMut,
+        logits: LogitsOut,
         observer: Option<&mut dyn Observer>,
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.model.forward(step, kv, logits.reborrow(), observer, context, ex)?;
-        let (ids, positions) = (step.token_ids.cpu::<u32>()?, step.positions.cpu::<u32>()?);
-        let logits = logits.as_view();
-        let rows = logits.cpu::<f32>()?.chunks(self.info().vocab_size);
-        for (row, logits) in step.logits_rows.cpu::<u32>()?.iter().zip(rows) {
-            let mut hash = DefaultHasher::new();
-            logits.iter().for_each(|x| x.to_bits().hash(&mut hash));
-            let (id, position) = (ids[*row as usize], positions[*row as usize]);
-            self.rows.lock().unwrap().push((id, position, hash.finish()));
-        }
-        Ok(())
+        let LogitsOut { mut rows, scorer } = logits;
+        let scorer = scorer.map(|scorer| scorer as &mut dyn Scorer);
+        let mut scorer = TapScorer { tap: self, step, scorer };
+        let out = LogitsOut { rows: rows.reborrow(), scorer: Some(&mut scorer) };
+        self.model.forward(step, kv, out, observer, context, ex)?;
+        self.note(step, step.logits_rows.cpu::<u32>()?, rows.as_view())
     }
 }
 

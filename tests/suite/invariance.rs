@@ -109,6 +109,7 @@ fn two_steps(
                     prompt_len: tokens.len(),
                     blocks,
                     logits: if is_second { LogitsRows::All } else { wanted },
+                    scored: &[],
                 }
             }),
             8,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Result, bail};
 use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
-    CausalLm, Exec, KvCache, ModelInfo, Observer, StepContext, StepRanks, StepViews, ViewMut,
+    CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepRanks, StepViews,
 };
 use moe_comm::ParallelConfig;
 use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request, RequestError, RequestId};
@@ -61,7 +61,7 @@ impl CausalLm for Watched {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         observer: Option<&mut dyn Observer>,
         context: &mut StepContext,
         ex: &mut Exec,

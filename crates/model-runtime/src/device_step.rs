@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! valid_rows, number of the step | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
-//!            | block_tables | logits_rows | sampling parameters
+//!            | block_tables | logits_rows | scored_rows | sampling parameters
 //! ```
 //!
 //! Each array begins at a multiple of four words. Where it lies depends on the [`Shape`] alone, so that a
@@ -27,6 +27,8 @@ pub struct Shape {
     pub max_blocks: usize,
     /// Rows R whose logits are wanted.
     pub logits: usize,
+    /// Rows P that are scored.
+    pub scored: usize,
     /// Rows at the beginning that decode ([`Step::decode_rows`]).
     pub decode_rows: usize,
     /// Positions that the others' sequences see ([`Step::prompt_positions`]).
@@ -61,7 +63,7 @@ pub struct DeviceViews<'a> {
 }
 
 /// Number of arrays.
-const ARRAYS: usize = 10;
+const ARRAYS: usize = 11;
 /// Their places, in the order above.
 const HEAD: usize = 0;
 const TOKEN_IDS: usize = 1;
@@ -72,7 +74,8 @@ const TOKEN_SOURCE: usize = 5;
 const QUERY_START_LOC: usize = 6;
 const BLOCK_TABLES: usize = 7;
 const LOGITS_ROWS: usize = 8;
-const SAMPLING: usize = 9;
+const SCORED_ROWS: usize = 9;
+const SAMPLING: usize = 10;
 
 impl Shape {
     /// The shape of a step as it is.
@@ -82,6 +85,7 @@ impl Shape {
             sequences: step.num_sequences(),
             max_blocks: step.max_blocks(),
             logits: step.num_logits(),
+            scored: step.num_scored(),
             decode_rows: step.decode_rows(),
             prompt_positions: step.prompt_positions(),
             attention_scores: step.attention_scores(),
@@ -95,6 +99,7 @@ impl Shape {
             sequences,
             max_blocks,
             logits: sequences,
+            scored: 0,
             decode_rows: sequences,
             prompt_positions: 0,
             attention_scores: [0; 2],
@@ -102,9 +107,9 @@ impl Shape {
     }
 
     fn lengths(&self) -> [usize; ARRAYS] {
-        let Self { rows, sequences, max_blocks, logits, .. } = *self;
+        let Self { rows, sequences, max_blocks, logits, scored, .. } = *self;
         let tables = sequences * max_blocks;
-        [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
+        [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, scored, logits * SAMPLE_WORDS]
     }
 
     /// The first word of each array.
@@ -166,7 +171,8 @@ impl DeviceStep {
         let fits = own.rows <= shape.rows
             && own.sequences <= shape.sequences
             && own.max_blocks <= shape.max_blocks
-            && own.logits <= shape.logits;
+            && own.logits <= shape.logits
+            && own.scored <= shape.scored;
         if !fits || shape.words() > self.words.view().elem_count() {
             bail!(
                 "device step: {own:?} does not fit {shape:?} of at most {} words",
@@ -185,8 +191,8 @@ impl DeviceStep {
     pub fn views(&self, shape: Shape) -> Result<DeviceViews<'_>> {
         let (words, starts, lengths) = (self.words.view(), shape.starts(), shape.lengths());
         let array = |index: usize, dims: &[usize]| words.narrow(starts[index], lengths[index])?.reshape(dims);
-        let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions, attention_scores } =
-            shape;
+        let Shape { rows, sequences, max_blocks, logits, scored, .. } = shape;
+        let Shape { decode_rows, prompt_positions, attention_scores, .. } = shape;
         let head = array(HEAD, &[2])?;
         let (valid_rows, number) = (head.narrow(0, 1)?, head.narrow(1, 1)?);
         let sampling = array(SAMPLING, &[logits, SAMPLE_WORDS])?;
@@ -198,6 +204,7 @@ impl DeviceStep {
             query_start_loc: array(QUERY_START_LOC, &[sequences + 1])?,
             block_tables: array(BLOCK_TABLES, &[sequences, max_blocks])?,
             logits_rows: array(LOGITS_ROWS, &[logits])?,
+            scored_rows: array(SCORED_ROWS, &[scored])?,
             decode_rows,
             prompt_positions,
             attention_scores,
@@ -229,6 +236,7 @@ fn fill(words: &mut [u32], (step, number): (&Step, u64), sampling: &DeviceSampli
     let tables = step.block_tables().chunks(step.max_blocks().max(1));
     put(BLOCK_TABLES, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
     put(LOGITS_ROWS, 0, &mut step.logits_rows().iter().copied());
+    put(SCORED_ROWS, 0, &mut step.scored_rows().iter().copied());
     let padding = std::iter::repeat(SampleParams::PADDING.words()).flatten();
     put(SAMPLING, 0, &mut sampling.params.iter().copied().chain(padding));
 }

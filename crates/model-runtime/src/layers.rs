@@ -225,6 +225,11 @@ impl LmHead {
         Self(self.0.with_vocab_parallel(ranks))
     }
 
+    /// Whether ranks compute the logits together, each those of its run of the vocabulary.
+    pub fn is_shared(&self) -> bool {
+        self.0.ranks.is_some()
+    }
+
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {

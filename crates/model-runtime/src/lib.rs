@@ -38,10 +38,10 @@ pub use decoder::{
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
-pub use model::{CausalLm, ModelInfo, MoeInfo, Observe, Observed, Observer};
+pub use model::{CausalLm, LogitsOut, ModelInfo, MoeInfo, Observe, Observed, Observer, Scorer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
-pub use run::{host_logits, logits_buffers, reserve_logits, run_step};
+pub use run::{host_logits, logits_rows, reserve_logits, run_scored_step, run_step};
 pub use sampling::{
     SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,
     token_logprobs,

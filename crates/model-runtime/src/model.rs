@@ -99,6 +99,31 @@ impl Observe<'_> {
     }
 }
 
+/// Looks at the logits of a step's scored rows, a few rows at a time: those of a long prompt would take gigabytes at once.
+pub trait Scorer: Send {
+    /// Sees the logits [n, V] f32 of n of the [`StepViews::scored_rows`], from number `first` on. All are shown once, in their
+    /// order. The view is where the model is, and only valid now.
+    ///
+    /// # Errors
+    /// Whatever ends the step.
+    fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()>;
+}
+
+/// Where a forward pass leaves logits.
+pub struct LogitsOut<'a> {
+    /// Those of the rows that the step names, [R, V] f32.
+    pub rows: ViewMut<'a>,
+    /// What looks at those of scored rows. Without it they are computed only where ranks do so together.
+    pub scorer: Option<&'a mut dyn Scorer>,
+}
+
+impl<'a> LogitsOut<'a> {
+    /// From its parts; the scorer may live longer than the rows.
+    pub fn new<'s: 'a>(rows: ViewMut<'a>, scorer: Option<&'a mut (dyn Scorer + 's)>) -> Self {
+        Self { rows, scorer: scorer.map(|scorer| scorer as &mut dyn Scorer) }
+    }
+}
+
 /// A causal language model with a paged KV cache.
 pub trait CausalLm: Send + Sync {
     /// The model's facts.
@@ -138,7 +163,7 @@ pub trait CausalLm: Send + Sync {
     }
 
     /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows
-    /// that the step names to `logits`, [R, V] f32. With an observer, also shows it the
+    /// that the step names or scores to `logits`. With an observer, also shows it the
     /// intermediate results of all rows; the logits' bits are the same.
     ///
     /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `context`.
@@ -146,7 +171,7 @@ pub trait CausalLm: Send + Sync {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         observer: Option<&mut dyn Observer>,
         context: &mut StepContext,
         ex: &mut Exec,

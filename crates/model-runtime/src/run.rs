@@ -6,8 +6,12 @@ use moe_kernels::{Buffer, Exec, Scratch, StepContext};
 use tracing::trace_span;
 
 use crate::kv_cache::KvCache;
-use crate::model::{CausalLm, Observer};
+use crate::model::{CausalLm, LogitsOut, Observer, Scorer};
 use crate::step::Step;
+
+/// Most scored rows whose logits are there at once. A row is the whole vocabulary in f32: those of 8,192 rows of Qwen3 would take
+/// 5 GB, these 78 MB.
+pub(crate) const SCORED_PIECE: usize = 128;
 
 /// Executes a step on a model; returns the logits, [R, V] f32, where the model is. On a CUDA device
 /// the step's arrays are copied there first.
@@ -16,6 +20,29 @@ pub fn run_step(
     step: &Step,
     kv: &mut KvCache,
     observer: Option<&mut dyn Observer>,
+    context: &mut StepContext,
+    ex: &mut Exec,
+) -> Result<Scratch> {
+    run(model, step, kv, (observer, None), context, ex)
+}
+
+/// [`run_step`] that shows a scorer the logits of the step's scored rows.
+pub fn run_scored_step(
+    model: &dyn CausalLm,
+    step: &Step,
+    kv: &mut KvCache,
+    scorer: &mut dyn Scorer,
+    context: &mut StepContext,
+    ex: &mut Exec,
+) -> Result<Scratch> {
+    run(model, step, kv, (None, Some(scorer)), context, ex)
+}
+
+fn run(
+    model: &dyn CausalLm,
+    step: &Step,
+    kv: &mut KvCache,
+    (observer, scorer): (Option<&mut dyn Observer>, Option<&mut dyn Scorer>),
     context: &mut StepContext,
     ex: &mut Exec,
 ) -> Result<Scratch> {
@@ -34,7 +61,7 @@ pub fn run_step(
         let _span = span().entered();
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
         let views = words.upload(step, context.step, ex)?;
-        let out = logits.view_mut();
+        let out = LogitsOut::new(logits.view_mut(), scorer);
         let forward = |context: &mut StepContext, ex: &mut Exec| {
             model.forward(&views.step, kv, out, observer, context, ex)
         };
@@ -52,15 +79,19 @@ pub fn run_step(
     pool.install_awake(|| {
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
         let _span = span().entered();
-        model.forward(&step.views()?, kv, logits.view_mut(), observer, context, ex)
+        let out = LogitsOut::new(logits.view_mut(), scorer);
+        model.forward(&step.views()?, kv, out, observer, context, ex)
     })?;
     Ok(logits)
 }
 
-/// How many buffers of logits a step on the host's side of sampling holds at once, the gathered rows among them: ranks that share
-/// the vocabulary have two more, a rank's own columns and the columns of all ranks before they are joined to rows.
-pub fn logits_buffers(model: &dyn CausalLm) -> usize {
-    if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { 3 } else { 1 }
+/// Rows of the buffers of logits, [rows, V] f32 each, that a step of up to `rows` rows of logits and any number of scored rows
+/// holds at once where the host samples: the step's logits, and a piece of scored rows. Ranks that share the vocabulary have two
+/// more, a rank's own columns and the columns of all ranks before they are joined to rows.
+pub fn logits_rows(model: &dyn CausalLm, rows: usize) -> Vec<usize> {
+    let gathers = if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { 2 } else { 0 };
+    let gathered = std::iter::repeat_n(rows.max(SCORED_PIECE), gathers);
+    [rows, SCORED_PIECE].into_iter().chain(gathered).collect()
 }
 
 /// Leaves in the workspace of a GPU what the logits of so many rows take. It keeps each buffer that it has lent, since recorded
@@ -70,8 +101,9 @@ pub fn logits_buffers(model: &dyn CausalLm) -> usize {
 /// Memory that the device refuses.
 pub fn reserve_logits(model: &dyn CausalLm, rows: usize, ex: &Exec) -> Result<()> {
     if rows > 0 && ex.is_cuda() {
-        let dims = [rows, model.info().vocab_size];
-        let buffers = (0..logits_buffers(model)).map(|_| ex.scratch(DType::F32, &dims));
+        let vocab_size = model.info().vocab_size;
+        let buffers = logits_rows(model, rows).into_iter();
+        let buffers = buffers.map(|rows| ex.scratch(DType::F32, &[rows, vocab_size]));
         buffers.collect::<Result<Vec<_>>>()?;
     }
     Ok(())

@@ -15,6 +15,9 @@
 //! | `block_tables` | [S, max_blocks] | KV blocks of each sequence, padded with 0 |
 //! | `logits_rows` | `[R]` | the rows whose logits are wanted, ascending |
 //! | `logits_start_loc` | [S+1] | logits of sequence s are `logits_start_loc[s]..logits_start_loc[s+1]` |
+//! | `scored_rows` | `[P]` | the rows whose next token is known and scored ([`crate::Scorer`]), ascending |
+//! | `scored_tokens` | `[P]` | these tokens |
+//! | `scored_start_loc` | [S+1] | scored rows of sequence s are `scored_start_loc[s]..scored_start_loc[s+1]` |
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -28,7 +31,7 @@ pub enum LogitsRows {
     None,
     /// The last one, to sample the next token.
     Last,
-    /// All: teacher forcing, prompt logprobs.
+    /// All: teacher forcing.
     All,
 }
 
@@ -45,6 +48,9 @@ pub struct SequenceStep<'a> {
     pub blocks: &'a [u32],
     /// Which rows need logits.
     pub logits: LogitsRows,
+    /// The tokens behind the first rows, where their log-probabilities are wanted: row i predicts `scored[i]`. At most one for
+    /// each row.
+    pub scored: &'a [u32],
 }
 
 /// One forward pass over the new tokens of several sequences, as host data.
@@ -59,6 +65,9 @@ pub struct Step {
     max_blocks: usize,
     logits_rows: Vec<u32>,
     logits_start_loc: Vec<u32>,
+    scored_rows: Vec<u32>,
+    scored_tokens: Vec<u32>,
+    scored_start_loc: Vec<u32>,
 }
 
 /// The arrays that executing a step reads, in host or device memory. All are u32; shapes as in
@@ -79,6 +88,8 @@ pub struct StepViews<'a> {
     pub block_tables: View<'a>,
     /// Rows whose logits are wanted, `[R]`.
     pub logits_rows: View<'a>,
+    /// Rows that are scored, `[P]`.
+    pub scored_rows: View<'a>,
     /// How many rows at the beginning decode: row i is the one new row of sequence i.
     pub decode_rows: usize,
     /// Positions that the sequences behind these see, see [`Step::prompt_positions`].
@@ -98,6 +109,11 @@ impl StepViews<'_> {
         self.logits_rows.elem_count()
     }
 
+    /// Number of rows P that are scored.
+    pub fn num_scored(&self) -> usize {
+        self.scored_rows.elem_count()
+    }
+
     /// Whether row i is the one new row of sequence i, as in pure decoding.
     pub fn one_row_each(&self) -> bool {
         self.decode_rows == self.num_tokens()
@@ -108,7 +124,12 @@ impl Step {
     /// Assembles the step of some sequences; each has rows of its own, in the given order.
     pub fn new<'a>(sequences: impl IntoIterator<Item = SequenceStep<'a>>, block_size: usize) -> Result<Self> {
         let sequences: Vec<SequenceStep> = sequences.into_iter().collect();
-        let mut step = Self { query_start_loc: vec![0], logits_start_loc: vec![0], ..Self::default() };
+        let mut step = Self {
+            query_start_loc: vec![0],
+            logits_start_loc: vec![0],
+            scored_start_loc: vec![0],
+            ..Self::default()
+        };
         step.max_blocks = sequences.iter().map(|s| s.blocks.len()).max().unwrap_or(0);
         for (s, sequence) in sequences.iter().enumerate() {
             if let Err(e) = step.push(sequence, block_size) {
@@ -138,13 +159,17 @@ impl Step {
         self.query_start_loc.push(rows as u32);
         self.block_tables.extend_from_slice(seq.blocks);
         self.block_tables.resize(self.block_tables.len() + self.max_blocks - seq.blocks.len(), 0);
-        let first = match seq.logits {
+        let first = rows - seq.token_ids.len();
+        let wanted = match seq.logits {
             LogitsRows::None => rows,
             LogitsRows::Last => rows - 1,
-            LogitsRows::All => rows - seq.token_ids.len(),
+            LogitsRows::All => first,
         };
-        self.logits_rows.extend(first as u32..rows as u32);
+        self.logits_rows.extend(wanted as u32..rows as u32);
         self.logits_start_loc.push(self.logits_rows.len() as u32);
+        self.scored_rows.extend(first as u32..(first + seq.scored.len()) as u32);
+        self.scored_tokens.extend_from_slice(seq.scored);
+        self.scored_start_loc.push(self.scored_rows.len() as u32);
         Ok(())
     }
 
@@ -246,21 +271,32 @@ impl Step {
 
     /// Which rows of the logits belong to sequence `s`; empty for an unknown one.
     pub fn logits_range(&self, s: usize) -> std::ops::Range<usize> {
-        match self.logits_start_loc.get(s..s.saturating_add(2)) {
-            Some(&[from, to]) => from as usize..to as usize,
-            _ => 0..0,
-        }
+        range(&self.logits_start_loc, s)
+    }
+
+    /// Number of rows P that are scored.
+    pub fn num_scored(&self) -> usize {
+        self.scored_rows.len()
+    }
+
+    /// Rows that are scored, `[P]`.
+    pub fn scored_rows(&self) -> &[u32] {
+        &self.scored_rows
+    }
+
+    /// The tokens behind the scored rows of sequence `s`; none for an unknown one.
+    pub fn scored_tokens(&self, s: usize) -> &[u32] {
+        &self.scored_tokens[range(&self.scored_start_loc, s)]
     }
 
     /// Fails for a token id that the vocabulary lacks.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<()> {
-        match self.token_ids.iter().position(|&id| id as usize >= vocab_size) {
-            None => Ok(()),
-            Some(row) => bail!(
-                "step: row {row}: token id {} is outside of the vocabulary of {vocab_size}",
-                self.token_ids[row]
-            ),
+        for (name, ids) in [("row", &self.token_ids), ("scored row", &self.scored_tokens)] {
+            if let Some(at) = ids.iter().position(|&id| id as usize >= vocab_size) {
+                bail!("step: {name} {at}: token id {} is outside of the vocabulary of {vocab_size}", ids[at])
+            }
         }
+        Ok(())
     }
 
     /// The arrays in host memory.
@@ -273,10 +309,19 @@ impl Step {
             query_start_loc: vector(&self.query_start_loc)?,
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
             logits_rows: vector(&self.logits_rows)?,
+            scored_rows: vector(&self.scored_rows)?,
             decode_rows: self.decode_rows(),
             prompt_positions: self.prompt_positions(),
             attention_scores: self.attention_scores(),
         })
+    }
+}
+
+/// The entries of sequence `s` by where each sequence's begin.
+fn range(start_loc: &[u32], s: usize) -> std::ops::Range<usize> {
+    match start_loc.get(s..s.saturating_add(2)) {
+        Some(&[from, to]) => from as usize..to as usize,
+        _ => 0..0,
     }
 }
 
@@ -288,6 +333,9 @@ fn vector(data: &[u32]) -> Result<View<'_>> {
 fn check(seq: &SequenceStep, block_size: usize) -> Result<()> {
     if seq.token_ids.is_empty() {
         bail!("expected at least one new token")
+    }
+    if seq.scored.len() > seq.token_ids.len() {
+        bail!("{} scored rows of {} new tokens", seq.scored.len(), seq.token_ids.len())
     }
     if seq.prompt_len == 0 {
         bail!("expected a prompt of at least one token")

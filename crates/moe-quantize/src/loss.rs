@@ -88,6 +88,7 @@ fn log_probabilities(model: &dyn CausalLm, window: &[u32], ex: &mut Exec) -> Res
         prompt_len: window.len(),
         blocks: &blocks,
         logits: LogitsRows::All,
+        scored: &[],
     };
     let step = Step::new([sequence], BLOCK)?;
     let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), ex)?;

@@ -28,7 +28,7 @@ def main():
     shutil.copy(a.config, os.path.join(model_dir, "config.json"))
     requests = json.load(open(a.workload))["requests"][: a.limit]
     prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
-    sampling = [SamplingParams(temperature=1.0, max_tokens=r["max_tokens"], min_tokens=r["max_tokens"], ignore_eos=True, detokenize=False) for r in requests]
+    sampling = [SamplingParams(temperature=1.0, max_tokens=r["max_tokens"], min_tokens=r["max_tokens"], ignore_eos=True, detokenize=False, prompt_logprobs=r.get("prompt_logprobs")) for r in requests]
     input_tokens = sum(len(r["prompt_token_ids"]) for r in requests)
     rows = []
     for max_num_seqs in [int(x) for x in a.max_num_seqs.split(",")]:

@@ -79,6 +79,7 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
             prompt_len: tokens,
             blocks: &blocks,
             logits: LogitsRows::None,
+            scored: &[],
         };
         let step = Step::new([sequence], block_size)?;
         let x = case.input(&[rows.len(), hidden], case.dtype)?;

@@ -24,8 +24,9 @@ use tracing::trace_span;
 
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layers::{Embedding, LmHead, RmsNorm};
-use crate::model::{CausalLm, ModelInfo, Observe, Observer};
+use crate::model::{CausalLm, LogitsOut, ModelInfo, Observe, Observer, Scorer};
 use crate::rope::{Rope, RopeRows};
+use crate::run::SCORED_PIECE;
 use crate::step::StepViews;
 
 pub use config::{DecoderConfig, DecoderNames, MoeConfig};
@@ -183,8 +184,33 @@ impl<A> Decoder<A> {
             Some(Mlp::Sparse(sparse)) => sparse.routes_by_number(),
             _ => false,
         };
-        let few = step.num_logits() < step.num_tokens();
+        let few = step.num_logits() < step.num_tokens() && step.num_scored() == 0;
         self.ends_few && few && observed.is_none() && !routes_by_number
+    }
+
+    /// `logits` [R, V] f32 of R `rows` of the normed stream `x` [T, H].
+    fn logits_of(&self, x: View, rows: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
+        let mut hidden = ex.scratch(x.dtype(), &[rows.elem_count(), self.info.hidden_size])?;
+        embedding_into(x, rows, hidden.view_mut(), ex)?;
+        self.lm_head.forward_into(hidden.view(), logits, ex)
+    }
+
+    /// Shows the scorer the logits of `rows` of the normed stream `x` [T, H], a piece at a time. Ranks that share the vocabulary
+    /// compute them together, whoever looks.
+    fn score(&self, x: View, rows: View, scorer: Option<&mut dyn Scorer>, ex: &mut Exec) -> Result<()> {
+        let mut scorer = scorer;
+        if scorer.is_none() && !self.lm_head.is_shared() {
+            return Ok(());
+        }
+        for first in (0..rows.elem_count()).step_by(SCORED_PIECE) {
+            let rows = rows.narrow(first, SCORED_PIECE.min(rows.elem_count() - first))?;
+            let mut logits = ex.scratch(DType::F32, &[rows.elem_count(), self.info.vocab_size])?;
+            self.logits_of(x, rows, logits.view_mut(), ex)?;
+            if let Some(scorer) = &mut scorer {
+                scorer.score(first, logits.view(), ex)?;
+            }
+        }
+        Ok(())
     }
 
     /// The sparse block of MoE layer `moe_layer`.
@@ -230,7 +256,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         observer: Option<&mut dyn Observer>,
         context: &mut StepContext,
         ex: &mut Exec,
@@ -274,11 +300,10 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         let x = residual.normed(&self.norm, ex)?;
         ex.mark("lm_head", 0)?;
         if step.num_logits() == x.rows() {
-            return self.lm_head.forward_into(x, logits, ex);
+            self.lm_head.forward_into(x, logits.rows, ex)?;
+        } else {
+            self.logits_of(x, step.logits_rows, logits.rows, ex)?;
         }
-        let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
-        // The rows whose logits are wanted.
-        embedding_into(x, step.logits_rows, last.view_mut(), ex)?;
-        self.lm_head.forward_into(last.view(), logits, ex)
+        self.score(x, step.scored_rows, logits.scorer, ex)
     }
 }

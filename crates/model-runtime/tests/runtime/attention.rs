@@ -145,6 +145,7 @@ proptest! {
             let step = Step::new(active.iter().map(|&s| SequenceStep {
                 token_ids: &ids[..spans[s].len()], start: spans[s].start, prompt_len: lens[s], blocks: &blocks[s],
                 logits: LogitsRows::None,
+                scored: &[],
             }), block_size).unwrap();
             let rows: Vec<Vec<f32>> = active.iter().flat_map(|&s| inputs[s][spans[s].clone()].to_vec()).collect();
             let x = Tensor::new(rows, &CPU).unwrap();

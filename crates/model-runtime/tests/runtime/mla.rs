@@ -172,6 +172,7 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
                 prompt_len: len,
                 blocks: &blocks,
                 logits: LogitsRows::None,
+                scored: &[],
             }],
             block_size,
         )?;

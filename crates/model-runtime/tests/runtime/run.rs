@@ -44,6 +44,7 @@ fn teacher_forced(
                 prompt_len: tokens.len(),
                 blocks: &blocks,
                 logits: LogitsRows::All,
+                scored: &[],
             }],
             8,
         )?;

@@ -13,7 +13,7 @@ fn seq<'a>(
     blocks: &'a [u32],
     logits: LogitsRows,
 ) -> SequenceStep<'a> {
-    SequenceStep { token_ids, start, prompt_len, blocks, logits }
+    SequenceStep { token_ids, start, prompt_len, blocks, logits, scored: &[] }
 }
 
 #[test]

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
-    LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepContext, StepViews, TensorSpec,
-    ViewMut,
+    LmHead, LogitsOut, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepContext, StepViews,
+    TensorSpec,
 };
 use moe_kernels::{add_into, embedding_into};
 
@@ -96,7 +96,7 @@ impl CausalLm for Tiny {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         mut observer: Option<&mut dyn Observer>,
         _: &mut StepContext,
         ex: &mut Exec,
@@ -128,6 +128,6 @@ impl CausalLm for Tiny {
         }
         let mut wanted = ex.scratch(dtype, &[step.num_logits(), HIDDEN])?;
         embedding_into(normed.view(), step.logits_rows, wanted.view_mut(), ex)?;
-        self.head.forward_into(wanted.view(), logits, ex)
+        self.head.forward_into(wanted.view(), logits.rows, ex)
     }
 }

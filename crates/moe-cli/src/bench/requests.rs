@@ -3,6 +3,8 @@
 //! ```json
 //! {"requests": [{"prompt_token_ids": [5, 17, 3], "max_tokens": 8, "seed": 1}]}
 //! ```
+//!
+//! A request may also have `prompt_logprobs`, how many of the likeliest tokens are listed at each position of its prompt.
 
 use std::fmt;
 use std::fs;
@@ -38,6 +40,8 @@ struct Entry {
     max_tokens: usize,
     #[serde(deserialize_with = "seed")]
     seed: u64,
+    #[serde(default, deserialize_with = "prompt_logprobs")]
+    prompt_logprobs: Option<usize>,
 }
 
 impl Workload {
@@ -142,6 +146,7 @@ impl Workload {
             sampling: SamplingParams { temperature: 1., seed: entry.seed, ..SamplingParams::default() },
             max_tokens: Some(entry.max_tokens),
             ignore_eos: true,
+            prompt_logprobs: entry.prompt_logprobs,
             replay_routing: self.routing.get(i).cloned(),
             ..Request::new(entry.prompt_token_ids.clone())
         })
@@ -201,6 +206,10 @@ fn seed<'de, D: Deserializer<'de>>(value: D) -> Result<u64, D::Error> {
     field(value, "seed: expected an integer from 0 to 2^64 - 1", |_| true)
 }
 
+fn prompt_logprobs<'de, D: Deserializer<'de>>(value: D) -> Result<Option<usize>, D::Error> {
+    field(value, "prompt_logprobs: expected an integer from 0", |_| true).map(Some)
+}
+
 /// A field that passes a test; `wanted` says which field and what it takes.
 fn field<'de, D: Deserializer<'de>, T: Deserialize<'de> + fmt::Debug>(
     value: D,
@@ -226,7 +235,7 @@ mod tests {
     }
 
     const TWO: &str = r#"{"requests": [{"prompt_token_ids": [5, 17, 3], "max_tokens": 8, "seed": 18446744073709551615},
-        {"seed": 2, "max_tokens": 1, "prompt_token_ids": [127]}]}"#;
+        {"seed": 2, "max_tokens": 1, "prompt_token_ids": [127], "prompt_logprobs": 0}]}"#;
 
     #[test]
     fn requests_are_those_of_the_file() {
@@ -239,6 +248,7 @@ mod tests {
         assert_eq!(requests[0].prompt, [5, 17, 3]);
         assert_eq!((requests[0].sampling.seed, requests[0].sampling.temperature), (u64::MAX, 1.));
         assert_eq!((requests[1].max_tokens, requests[1].ignore_eos), (Some(1), true));
+        assert_eq!((requests[0].prompt_logprobs, requests[1].prompt_logprobs), (None, Some(0)));
         let one = workload(TWO, Some(1)).unwrap();
         assert_eq!((one.num_requests(), one.output_tokens()), (1, 8));
         assert_eq!(workload(TWO, Some(9)).unwrap().num_requests(), 2);
@@ -295,6 +305,10 @@ mod tests {
             (
                 &second(r#"{"prompt_token_ids": [1], "max_tokens": 1, "seed": -1}"#),
                 &["requests[1]: seed: expected an integer from 0", "`-1`"],
+            ),
+            (
+                &second(r#"{"prompt_token_ids": [1], "max_tokens": 1, "seed": 1, "prompt_logprobs": -1}"#),
+                &["requests[1]: prompt_logprobs: expected an integer from 0", "`-1`"],
             ),
             (&second(r#"{"prompt_token_ids": [1], "max_tokens": 1}"#), &["requests[1]", "missing", "seed"]),
             (

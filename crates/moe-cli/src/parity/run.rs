@@ -72,6 +72,7 @@ impl Sequences {
             prompt_len,
             blocks: blocks.as_slice(),
             logits,
+            scored: &[],
         });
         Ok(Step::new(sequences, BLOCK_SIZE)?)
     }

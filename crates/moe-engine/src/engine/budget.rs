@@ -1,9 +1,5 @@
 //! How many rows a step may have, and how many of prompts.
 
-/// Rows of prompts of a step on a GPU whose logits a request asks to see (`prompt_logprobs`). A row of logits is the whole
-/// vocabulary in f32: those of a step of 8,192 rows would take 5 GB.
-pub(super) const PROMPT_LOGITS: usize = 128;
-
 /// What bounds the rows of prompts in a step that decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MixedLimit {
@@ -33,25 +29,19 @@ pub(super) struct Budget {
     pub rows: usize,
     /// Rows that prompts may still get.
     pub prompts: usize,
-    /// Of these, rows whose logits are seen.
-    pub logits: usize,
 }
 
 impl Budget {
-    /// Rows for a sequence with `remaining` tokens to compute; a sequence with one such token decodes. `seen`: the logits of
-    /// all its rows are.
-    pub fn rows(&self, remaining: usize, seen: bool) -> usize {
-        let rows = remaining.min(self.rows).min(if seen { self.logits } else { usize::MAX });
+    /// Rows for a sequence with `remaining` tokens to compute; a sequence with one such token decodes.
+    pub fn rows(&self, remaining: usize) -> usize {
+        let rows = remaining.min(self.rows);
         if remaining > 1 { rows.min(self.prompts) } else { rows }
     }
 
-    pub fn spend(&mut self, remaining: usize, seen: bool, rows: usize) {
+    pub fn spend(&mut self, remaining: usize, rows: usize) {
         self.rows -= rows;
         if remaining > 1 {
             self.prompts -= rows;
-        }
-        if seen {
-            self.logits -= rows;
         }
     }
 }
@@ -69,23 +59,11 @@ mod tests {
 
     #[test]
     fn rows_of_prompts_have_a_limit_of_their_own() {
-        let mut budget = Budget { rows: 10, prompts: 5, logits: 9 };
+        let mut budget = Budget { rows: 10, prompts: 5 };
         for (remaining, rows) in [(1, 1), (3, 3), (4, 2), (9, 0), (1, 1), (0, 0)] {
-            assert_eq!(budget.rows(remaining, false), rows, "{remaining}");
-            budget.spend(remaining, false, rows);
+            assert_eq!(budget.rows(remaining), rows, "{remaining}");
+            budget.spend(remaining, rows);
         }
-        assert_eq!((budget.rows, budget.prompts, budget.logits), (3, 0, 9));
-    }
-
-    #[test]
-    fn rows_whose_logits_are_seen_have_a_limit_of_their_own() {
-        let mut budget = Budget { rows: 100, prompts: usize::MAX, logits: 8 };
-        for (remaining, seen, rows) in
-            [(5, true, 5), (9, false, 9), (9, true, 3), (1, true, 0), (2, false, 2)]
-        {
-            assert_eq!(budget.rows(remaining, seen), rows, "{remaining}");
-            budget.spend(remaining, seen, rows);
-        }
-        assert_eq!((budget.rows, budget.logits), (81, 0));
+        assert_eq!((budget.rows, budget.prompts), (3, 0));
     }
 }

@@ -18,8 +18,8 @@ use model_runtime::cuda::{
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, RunnerSizes, Step,
-    StepContext, reserve_logits,
+    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, LogitsOut, RunnerSizes,
+    Scorer, Step, StepContext, reserve_logits,
 };
 use tracing::{trace_span, warn};
 
@@ -27,6 +27,7 @@ use super::routing::{Forced, StepRouting};
 use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
+use super::scores::{DeviceScorer, ScoredRows};
 use super::sequence::{Key, Sequence};
 use super::step_memory;
 use super::track::StepMarks;
@@ -44,6 +45,8 @@ pub(super) struct InFlight {
     rows: Vec<(Key, Option<usize>)>,
     /// Rows of the read-back, padding included: it holds so many tokens, then statuses, then log-probabilities.
     padded: usize,
+    /// Rows whose log-probabilities are read back.
+    scored: ScoredRows,
     /// Which of the read-back buffers it uses.
     slot: usize,
     /// Rows whose experts are read back, if they are.
@@ -76,6 +79,8 @@ pub(crate) struct DeviceRunner {
     sampler: DeviceSampler,
     /// What experts are chosen; `None` for a model without any.
     routing: Option<StepRouting>,
+    /// What scores rows, from the first request on that asks for it, on the rank that an engine drives.
+    scorer: Option<DeviceScorer>,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
     sampled: Buffer,
@@ -107,12 +112,13 @@ impl DeviceRunner {
         let vocab_size = info.vocab_size;
         let RunnerSizes { rows, sequences, tokens, blocks, .. } = sizes;
         let seqs = bucket(sequences).unwrap_or(sequences);
-        let shape = Shape { rows: rows.max(seqs), ..Shape::decode(seqs, blocks) };
+        let shape = Shape { rows: rows.max(seqs), scored: rows, ..Shape::decode(seqs, blocks) };
         let routing = |moe| StepRouting::new(moe, shape.rows, counts, records, ex);
         reserve_logits(model, step_memory::most_logits(sequences), ex)?;
         Ok(Self {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
+            scorer: None,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
             sampler: DeviceSampler::new(seqs, vocab_size, tokens),
@@ -160,8 +166,20 @@ impl DeviceRunner {
         let asked = Asked::of(params.iter().copied());
         let sampling = DeviceSampling::new(token_source, &params);
         plan.step.check_vocab(model.info().vocab_size)?;
+        let scored = ScoredRows::of(&plan, history.sequences);
+        let next = 1 - self.turn;
+        if !scored.is_empty() {
+            let scorer = match &mut self.scorer {
+                Some(scorer) => scorer,
+                none => none.insert(DeviceScorer::new(self.sizes.rows, ex)?),
+            };
+            scorer.begin(&scored, next, ex)?;
+        }
         let (padded, marks) = self.run(model, kv, &plan.step, &sampling, context, ex)?;
-        self.turn = 1 - self.turn;
+        self.turn = next;
+        if let Some(scorer) = self.scorer.as_mut().filter(|_| !scored.is_empty()) {
+            scorer.read_back(&scored, next, ex)?;
+        }
         let words = padded * if asked.logprobs { RESULT_WORDS } else { 2 };
         self.unread = Some(words);
         let routed_rows = records.then_some(plan.step.num_tokens());
@@ -170,7 +188,7 @@ impl DeviceRunner {
         }
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
-        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, routed_rows, marks })
+        Ok(InFlight { parts: plan.parts, rows, padded, scored, slot: self.turn, routed_rows, marks })
     }
 
     /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
@@ -259,7 +277,11 @@ impl DeviceRunner {
             Some(routing) => routing.collect(step.slot, step.routed_rows)?,
             None => (None, None),
         };
-        Ok(StepResult { parts: step.parts, sampled, expert_counts, routed, ..StepResult::default() })
+        let prompt_logprobs = match self.scorer.as_mut().filter(|_| !step.scored.is_empty()) {
+            Some(scorer) => scorer.collect(&step.scored, step.slot, vocab_size)?,
+            None => HashMap::new(),
+        };
+        Ok(StepResult { parts: step.parts, sampled, prompt_logprobs, expert_counts, routed })
     }
 
     /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
@@ -293,7 +315,9 @@ impl DeviceRunner {
         if let Some(routing) = &mut self.routing {
             context.routing = routing.begin(forced, views.number, shape.rows, ex)?;
         }
-        let ran = model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex);
+        let scorer = self.scorer.as_mut().map(|scorer| scorer as &mut dyn Scorer);
+        let logits = LogitsOut { rows: self.logits.view_mut().narrow(0, rows)?, scorer };
+        let ran = model.forward(&views.step, kv, logits, None, context, ex);
         context.routing = DeviceRouting::default();
         ran?;
         ex.mark("sample", 0)?;

@@ -29,6 +29,7 @@ mod sampling;
 mod scheduler;
 #[cfg(test)]
 mod scheduler_tests;
+mod scores;
 mod sequence;
 mod serve;
 #[cfg(any(test, feature = "cuda"))]
@@ -150,7 +151,6 @@ impl<'m> Engine<'m> {
                 true => MixedLimit::gpu(config.max_num_seqs),
                 false => MixedLimit::NONE,
             },
-            prompt_logits: if ex.is_cuda() { budget::PROMPT_LOGITS } else { usize::MAX },
             policy: config.scheduling_policy,
             block_size: config.block_size,
             prefix_caching: config.enable_prefix_caching,

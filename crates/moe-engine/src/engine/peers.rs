@@ -247,7 +247,9 @@ fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: im
 mod tests {
     use std::sync::Mutex;
 
-    use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, Observer, StepContext, StepViews, ViewMut};
+    use model_runtime::{
+        CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews, ViewMut,
+    };
     use moe_comm::{Communicator, ReduceOp, ThreadComm};
 
     use super::*;
@@ -270,7 +272,7 @@ mod tests {
             &self,
             step: &StepViews,
             _: &mut KvCache,
-            _: ViewMut,
+            _: LogitsOut,
             _: Option<&mut dyn Observer>,
             _: &mut StepContext,
             ex: &mut Exec,

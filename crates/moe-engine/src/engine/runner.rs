@@ -9,10 +9,10 @@ use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
-use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
+use model_runtime::sampling::{Sampled, SamplingError};
 use model_runtime::{
     Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Step, StepContext, ViewMut, host_logits,
-    run_step, sample_rows,
+    run_scored_step, run_step, sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
 use rayon::prelude::*;
@@ -23,6 +23,7 @@ use super::device::{DeviceRunner, InFlight};
 #[cfg(feature = "cuda")]
 use super::sampling::History;
 use super::scheduler::{Part, Plan};
+use super::scores::{HostScorer, PromptLogprobs, ScoredRows};
 use super::sequence::{Key, Sequence};
 #[cfg(feature = "cuda")]
 use super::track::StepMarks;
@@ -40,9 +41,6 @@ pub(super) struct StepResult {
 
 /// The token of each part that samples.
 type Tokens = HashMap<Key, std::result::Result<Sampled, SamplingError>>;
-
-/// Log-probabilities of prompt tokens, from a part's first row on.
-type PromptLogprobs = HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>;
 
 /// What a row knows beyond its request: ids that are excluded now, and the output so far.
 type Known<'a> = (Vec<u32>, Cow<'a, [u32]>);
@@ -203,7 +201,10 @@ impl Runner<'_> {
     ) -> Result<(Tokens, PromptLogprobs)> {
         #[cfg(feature = "cuda")]
         let begin = std::time::Instant::now();
-        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, context, &mut self.ex)?;
+        let scored = ScoredRows::of(plan, sequences);
+        let mut scorer = HostScorer::new(&scored);
+        let (kv, ex) = (&mut self.kv, &mut self.ex);
+        let mut logits = run_scored_step(self.model, &plan.step, kv, &mut scorer, context, ex)?;
         #[cfg(feature = "cuda")]
         let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
         let copied = logits.view().is_cuda().then(|| host_logits(self.model, &logits, &self.ex));
@@ -211,11 +212,10 @@ impl Runner<'_> {
         #[cfg(feature = "cuda")]
         marks.map_or(Ok(()), StepMarks::report)?;
         // Where the host can edit them.
-        let mut logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
-        let prompt_logprobs = self.prompt_logprobs(plan, sequences, logits.cpu_mut::<f32>()?);
+        let logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(plan, sequences, before, logits))?;
-        Ok((sampled, prompt_logprobs))
+        Ok((sampled, scorer.finish()))
     }
 
     /// Runs a step without rows: this rank's part in the steps of others.
@@ -251,44 +251,19 @@ impl Runner<'_> {
         }
     }
 
-    /// Log-probabilities of the prompt tokens that the parts' rows predict.
-    fn prompt_logprobs(
-        &self,
-        plan: &Plan,
-        sequences: &HashMap<Key, &Sequence>,
-        logits: &[f32],
-    ) -> PromptLogprobs {
-        let vocab = self.model.info().vocab_size;
-        let mut found = HashMap::new();
-        for (s, part) in plan.parts.iter().enumerate() {
-            let Some(sequence) = sequences.get(&part.key).filter(|s| s.wants_prompt_logprobs()) else {
-                continue;
-            };
-            let Some(n) = sequence.request.prompt_logprobs else { continue };
-            let next = sequence.request.prompt.get(part.start + 1..).unwrap_or_default();
-            let rows = logits[plan.step.logits_range(s).start * vocab..].chunks_exact(vocab).take(part.rows);
-            let logprobs = rows.zip(next).map(|(row, &token)| token_logprobs(row, token, n)).collect();
-            found.insert(part.key, logprobs);
-        }
-        found
-    }
-
     /// Samples a token for each part that ends its sequence. `before` holds the tokens that are not collected yet.
     fn sample(
         &self,
         plan: &Plan,
         sequences: &HashMap<Key, &Sequence>,
         before: Option<&StepResult>,
-        mut logits: ViewMut,
+        logits: ViewMut,
     ) -> Result<Tokens> {
-        let vocab = self.model.info().vocab_size;
         let mut keys = Vec::new();
-        let mut wanted = Vec::new();
         let mut known: Vec<Known> = Vec::new();
-        for (s, part) in plan.parts.iter().enumerate() {
+        for part in &plan.parts {
             let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
             keys.push((part.key, *sequence));
-            wanted.push(plan.step.logits_range(s).end - 1);
             let too_early = position < sequence.request.min_tokens;
             let banned = if too_early { sequence.request.stop_ids().collect() } else { Vec::new() };
             known.push((banned, sequence.output(position, before)?));
@@ -303,16 +278,7 @@ impl Runner<'_> {
                 mask: mask.as_ref().ok().and_then(|mask| mask.as_ref().map(Mask::words)),
             })
             .collect();
-        let sampled = if wanted.len() == plan.step.num_logits() {
-            sample_rows(logits, &rows, &self.ex)?
-        } else {
-            // Rows of prompts lie between: the wanted ones are put side by side.
-            let all = logits.cpu_mut::<f32>()?;
-            let mut packed: Vec<f32> = Vec::with_capacity(wanted.len() * vocab);
-            wanted.iter().for_each(|&row| packed.extend_from_slice(&all[row * vocab..(row + 1) * vocab]));
-            let dims = [wanted.len(), vocab];
-            sample_rows(ViewMut::new(&mut packed, &dims)?, &rows, &self.ex)?
-        };
+        let sampled = sample_rows(logits, &rows, &self.ex)?;
         // A row whose mask could not be computed was sampled without one, so its token gives way to the mask's error.
         let sampled = sampled.into_iter().zip(masks);
         let sampled = sampled.map(|(sampled, mask)| mask.map_err(SamplingError::Mask).and(sampled));

@@ -92,9 +92,8 @@ impl DeviceSampler {
         let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
         // Masks are the host's: each depends on the token before.
         let structured = request.structured_output.is_some();
-        !sequence.wants_prompt_logprobs()
-            && !structured
-            && (position.is_none() || listed && few && one_by_one)
+        let scored = request.prompt_logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
+        scored && !structured && (position.is_none() || listed && few && one_by_one)
     }
 
     fn has_memory(&mut self, ex: &Exec) -> bool {

@@ -24,8 +24,6 @@ pub(super) struct Limits {
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,
     pub mixed: MixedLimit,
-    /// Most rows of a step that are seen, beside the last ones of sequences ([`PROMPT_LOGITS`](super::budget::PROMPT_LOGITS)).
-    pub prompt_logits: usize,
     pub policy: SchedulingPolicy,
     pub block_size: usize,
     pub prefix_caching: bool,
@@ -96,13 +94,13 @@ impl Scheduler {
     pub fn schedule(&mut self) -> Result<Option<Plan>> {
         self.announce()?;
         self.filling |= self.running.is_empty();
-        let Limits { max_num_batched_tokens, mixed, prompt_logits, .. } = self.limits;
+        let Limits { max_num_batched_tokens, mixed, .. } = self.limits;
         let decoding = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
         // A burst of requests that still fills the places is over in few steps without the limit, in many with it.
         let fills = self.filling && !self.waiting.is_empty();
         let limited = decoding >= mixed.decode_rows && !fills;
         let prompts = if limited { mixed.prompt_rows } else { usize::MAX };
-        let mut budget = Budget { rows: max_num_batched_tokens, prompts, logits: prompt_logits };
+        let mut budget = Budget { rows: max_num_batched_tokens, prompts };
         let mut rows = Vec::with_capacity(self.running.len());
         let preempted = self.continue_running(&mut rows, &mut budget)?;
         if !preempted {
@@ -117,11 +115,11 @@ impl Scheduler {
         while rows.len() < self.running.len() {
             let (i, block_size) = (rows.len(), self.limits.block_size);
             let sequence = &mut self.running[i];
-            let (remaining, seen) = (sequence.remaining(), sequence.shows_logits());
-            let want = budget.rows(remaining, seen);
+            let remaining = sequence.remaining();
+            let want = budget.rows(remaining);
             if sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
                 rows.push(want);
-                budget.spend(remaining, seen, want);
+                budget.spend(remaining, want);
             } else {
                 // The last one, which may be this one; then the loop ends.
                 self.preempt_last()?;
@@ -157,8 +155,8 @@ impl Scheduler {
             if self.limits.prefix_caching {
                 sequence.take_prefix(self.root(&sequence), block_size, &mut self.allocator);
             }
-            let (remaining, seen) = (sequence.remaining(), sequence.shows_logits());
-            let want = budget.rows(remaining, seen);
+            let remaining = sequence.remaining();
+            let want = budget.rows(remaining);
             if !sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
                 sequence.release(&mut self.allocator)?;
                 self.waiting.insert(place, sequence);
@@ -171,7 +169,7 @@ impl Scheduler {
                 self.num_cached_tokens += cached as u64;
             }
             rows.push(want);
-            budget.spend(remaining, seen, want);
+            budget.spend(remaining, want);
             self.running.push(sequence);
         }
         Ok(())

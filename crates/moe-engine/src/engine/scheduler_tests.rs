@@ -41,7 +41,6 @@ fn limits(max_num_seqs: usize, max_num_batched_tokens: usize) -> Limits {
         max_num_seqs,
         max_num_batched_tokens,
         mixed: MixedLimit::NONE,
-        prompt_logits: usize::MAX,
         policy: SchedulingPolicy::Fcfs,
         block_size: 4,
         prefix_caching: false,
@@ -71,19 +70,15 @@ fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
 }
 
 #[test]
-fn prompts_whose_logits_are_seen_share_a_few_rows() -> Result<()> {
-    let limits = Limits { prompt_logits: 4, ..limits(8, 16) };
-    let mut scheduler = Scheduler::new(limits, 32)?;
-    let seen = |number| {
-        let request = Request { prompt_logprobs: Some(0), ..Request::new(vec![1; 10]) };
-        Sequence { request: Arc::new(request), ..sequence(number, 10) }
-    };
-    [seen(0), seen(1), sequence(2, 6)].into_iter().for_each(|s| scheduler.add(s));
-    for (rows, logits) in [([4, 0, 6], 5), ([4, 0, 1], 5), ([2, 2, 1], 5), ([1, 4, 1], 6), ([1, 4, 1], 6)] {
+fn rows_of_a_prompt_are_scored_by_the_token_behind_them() -> Result<()> {
+    let mut scheduler = Scheduler::new(limits(8, 4), 32)?;
+    let prompt: Vec<u32> = (10..20).collect();
+    let request = Request { prompt_logprobs: Some(0), ..Request::new(prompt.clone()) };
+    scheduler.add(Sequence { tokens: prompt.clone(), request: Arc::new(request), ..sequence(0, 10) });
+    // The row of the last token has none behind it and is sampled from.
+    for (scored, logits) in [(&prompt[1..5], 0), (&prompt[5..9], 0), (&prompt[9..], 1), (&[], 1)] {
         let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
-        let of =
-            |key| plan.parts.iter().filter(|part| part.key.0 == key).map(|part| part.rows).sum::<usize>();
-        assert_eq!(([of(0), of(1), of(2)], plan.step.num_logits()), (rows, logits));
+        assert_eq!((plan.step.scored_tokens(0), plan.step.num_logits()), (scored, logits));
     }
     Ok(())
 }

@@ -130,27 +130,18 @@ impl Sequence {
         first && self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < prompt
     }
 
-    /// Whether the logits of all its rows in the next step are seen.
-    pub fn shows_logits(&self) -> bool {
-        self.wants_prompt_logprobs() && self.computed < self.prompt_len()
-    }
-
     /// Its part in a step of `rows` more rows: at least one.
     pub fn step(&self, rows: usize) -> SequenceStep<'_> {
         let end = self.computed + rows;
-        let logits = if self.shows_logits() {
-            LogitsRows::All
-        } else if end == self.tokens.len() {
-            LogitsRows::Last
-        } else {
-            LogitsRows::None
-        };
+        let behind = self.computed + 1..(end + 1).min(self.prompt_len());
+        let scored = self.request.prompt.get(behind).filter(|_| self.wants_prompt_logprobs());
         SequenceStep {
             token_ids: &self.tokens[self.computed..end],
             start: self.computed,
             prompt_len: self.prompt_len(),
             blocks: self.blocks.as_slice(),
-            logits,
+            logits: if end == self.tokens.len() { LogitsRows::Last } else { LogitsRows::None },
+            scored: scored.unwrap_or_default(),
         }
     }
 

@@ -214,7 +214,7 @@ pub(crate) fn serve(
 #[cfg(test)]
 mod tests {
     use anyhow::anyhow;
-    use model_runtime::{KvCache, ModelInfo, Observer, StepContext, StepViews, ViewMut};
+    use model_runtime::{KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews};
 
     use super::*;
     use crate::testing::small_model;
@@ -231,7 +231,7 @@ mod tests {
             &self,
             _: &StepViews,
             _: &mut KvCache,
-            _: ViewMut,
+            _: LogitsOut,
             _: Option<&mut dyn Observer>,
             _: &mut StepContext,
             _: &mut Exec,

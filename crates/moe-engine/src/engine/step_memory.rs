@@ -3,18 +3,17 @@
 
 use anyhow::{Context, Result};
 use model_runtime::{
-    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_buffers, run_step,
+    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_rows, run_step,
 };
 
-use super::budget::PROMPT_LOGITS;
 use super::config::EngineConfig;
 
 /// Left for what is made later: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
 
-/// Most rows of logits of a step: one of each sequence, padded as graphs pad them, and those of prompts that are seen.
+/// Most rows of logits of a step: one of each sequence, padded as graphs pad them.
 pub(super) fn most_logits(max_num_seqs: usize) -> usize {
-    max_num_seqs.next_multiple_of(8) + PROMPT_LOGITS
+    max_num_seqs.next_multiple_of(8)
 }
 
 /// What a KV cache may take beside the largest step, where the step must say so: it runs if the cache would take more than half
@@ -59,8 +58,8 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
     })?;
     drop(kv);
     // The runner has a place of its own for what the device samples from.
-    let rows =
-        config.max_num_seqs.next_multiple_of(8) + logits_buffers(model) * most_logits(config.max_num_seqs);
+    let sampled = most_logits(config.max_num_seqs);
+    let rows = sampled + logits_rows(model, sampled).into_iter().sum::<usize>();
     let logits = rows.saturating_mul(info.vocab_size).saturating_mul(4);
     let (free, _) = config.free_and_budget(ex)?;
     let left = free.unwrap_or_default().saturating_sub(RESERVE).saturating_sub(logits as u64);
@@ -86,7 +85,14 @@ fn largest(rows: usize, longest: usize, vocab: usize, latent: bool, config: &Eng
         let start = if latent { longest - chunk.len() } else { 0 };
         let end = start + chunk.len();
         let blocks = &blocks[..end.div_ceil(config.block_size)];
-        SequenceStep { token_ids: chunk, start, prompt_len: end, blocks, logits: LogitsRows::Last }
+        SequenceStep {
+            token_ids: chunk,
+            start,
+            prompt_len: end,
+            blocks,
+            logits: LogitsRows::Last,
+            scored: &[],
+        }
     });
     Ok(Step::new(sequences, config.block_size)?)
 }

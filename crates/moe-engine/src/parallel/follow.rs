@@ -181,7 +181,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use model_runtime::{
-        LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews, ViewMut,
+        LogitsOut, LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext,
+        StepViews,
     };
     use moe_comm::{Communicator, ParallelConfig, ReduceOp, ThreadComm};
     use moe_layer::ExpertTraffic;
@@ -209,7 +210,7 @@ mod tests {
             &self,
             step: &StepViews,
             kv: &mut KvCache,
-            mut logits: ViewMut,
+            logits: LogitsOut,
             _: Option<&mut dyn Observer>,
             context: &mut StepContext,
             ex: &mut Exec,
@@ -219,6 +220,7 @@ mod tests {
             }
             let own = step.token_ids.cpu::<u32>()?.iter().sum::<u32>() as f32;
             let own = own + 100.0 * context.step as f32 + 10_000.0 * kv.num_blocks() as f32;
+            let mut logits = logits.rows;
             logits.cpu_mut::<f32>()?.fill(own + 1e6 * context.force_balance.unwrap_or(0) as f32);
             self.group.all_reduce(logits, ReduceOp::Sum, ex)
         }
@@ -254,6 +256,7 @@ mod tests {
             prompt_len: tokens.len(),
             blocks: &[0, 1],
             logits: LogitsRows::Last,
+            scored: &[],
         };
         let step = Step::new([sequence], 4)?;
         let mut context = StepContext { step: number, force_balance: Some(number), ..StepContext::default() };

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Error, Result, bail};
 use model_runtime::{
-    CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, ModelInfo, Observer, ParallelGroups, Router,
-    RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
+    CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, LogitsOut, ModelInfo, Observer, ParallelGroups,
+    Router, RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry, ReduceOp, Window};
 use moe_layer::{ExpertTraffic, Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
@@ -101,7 +101,7 @@ impl CausalLm for LocalRanks {
         &self,
         step: &StepViews,
         kv: &mut KvCache,
-        logits: ViewMut,
+        logits: LogitsOut,
         observer: Option<&mut dyn Observer>,
         context: &mut StepContext,
         ex: &mut Exec,

@@ -112,6 +112,7 @@ mod tests {
             prompt_len: 4,
             blocks: &[5, 2],
             logits: LogitsRows::Last,
+            scored: &[],
         };
         let step = Step::new([sequence], 2).unwrap();
         let layout =

@@ -56,6 +56,7 @@ fn run(
         prompt_len: length,
         blocks: &blocks,
         logits: LogitsRows::None,
+        scored: &[],
     };
     let step = Step::new([sequence], BLOCK)?;
     let layout = KvLayout { num_layers: 1, ..kv };

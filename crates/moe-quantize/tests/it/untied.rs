@@ -58,6 +58,7 @@ fn logits(model: &dyn CausalLm) -> Vec<f32> {
         prompt_len: ids.len(),
         blocks: &[0],
         logits: LogitsRows::All,
+        scored: &[],
     };
     let step = Step::new([sequence], 64).unwrap();
     let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();

@@ -218,24 +218,23 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
     cuda.check(op, unsafe { ffi::moe_reset_slots(words, len, count, uses, edits, all, vocab, cuda.raw()?) })
 }
 
-/// What log-probabilities need of rows of `logits` [R, V] f32 whose token was sampled (`tokens` \[R\]) and whose
-/// `params` [R, 16] u32 ask for them: `out` [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads; other
-/// rows stay as they are.
+/// What log-probabilities need of rows of `logits` [R, V] f32 and a token of each (`tokens` \[R\]): `out`
+/// [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads. The last word of each row of `params` [R, W] u32 says how
+/// many of the likeliest tokens are listed, plus one ([`SampleParams::words`] ends with it); rows where it is 0, and those whose
+/// token the vocabulary lacks, stay as they are.
 pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let (op, cuda) = ("logprobs", ex.cuda("logprobs")?);
     let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
-    expect(op, "params", &params, DType::U32, &[rows, SAMPLE_WORDS])?;
+    let (_, words) = expect_matrix(op, "params", &params)?;
+    expect(op, "params", &params, DType::U32, &[rows, words])?;
     expect(op, "tokens", &tokens, DType::U32, &[rows])?;
     expect(op, "out", &out, DType::U32, &[rows, LOGPROB_WORDS])?;
     let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
     let (tokens, out) = (cuda.read(op, "tokens", tokens)?, cuda.write(op, "out", &mut out)?);
-    let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
+    let (rows, vocab, words) = (small(op, rows)?, small(op, vocab)?, small(op, words)?);
     // SAFETY: dims and dtypes are checked above.
-    let code = unsafe {
-        ffi::moe_logprobs(logits, params, SAMPLE_WORDS as i32, tokens, rows, vocab, out, cuda.raw()?)
-    };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_logprobs(logits, params, words, tokens, rows, vocab, out, cuda.raw()?) })
 }
 
 /// A row of [`logprobs_into`]'s result.

@@ -1,0 +1,153 @@
+//! Log-probabilities of prompts. A step scores rows whose next token is known; the model shows their logits a piece at a time.
+
+use std::collections::HashMap;
+
+use candle_core::Result;
+#[cfg(feature = "cuda")]
+use candle_core::{DType, bail};
+#[cfg(feature = "cuda")]
+use model_runtime::Buffer;
+#[cfg(feature = "cuda")]
+use model_runtime::cuda::{LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into};
+#[cfg(feature = "cuda")]
+use model_runtime::sampling::device_logprobs;
+use model_runtime::sampling::{SamplingError, TokenLogprobs, token_logprobs};
+use model_runtime::{Exec, Scorer, View};
+use rayon::prelude::*;
+
+use super::scheduler::Plan;
+use super::sequence::{Key, Sequence};
+
+type Score = std::result::Result<TokenLogprobs, SamplingError>;
+
+/// Log-probabilities of prompt tokens, from a part's first row on.
+pub(super) type PromptLogprobs = HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>;
+
+/// The scored rows of a step.
+#[derive(Default)]
+pub(super) struct ScoredRows {
+    /// Sequences that have some, and how many.
+    parts: Vec<(Key, usize)>,
+    /// Per row: the token behind it, and how many of the likeliest are listed.
+    rows: Vec<(u32, usize)>,
+}
+
+impl ScoredRows {
+    /// Those of a plan.
+    pub fn of(plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Self {
+        let mut scored = Self::default();
+        for (s, part) in plan.parts.iter().enumerate() {
+            let tokens = plan.step.scored_tokens(s);
+            let listed = sequences.get(&part.key).and_then(|s| s.request.prompt_logprobs).unwrap_or(0);
+            if !tokens.is_empty() {
+                scored.parts.push((part.key, tokens.len()));
+                scored.rows.extend(tokens.iter().map(|&token| (token, listed)));
+            }
+        }
+        scored
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Scores of all rows as those of each sequence.
+    fn by_part(&self, scores: impl IntoIterator<Item = Score>) -> PromptLogprobs {
+        let mut scores = scores.into_iter();
+        self.parts.iter().map(|&(key, rows)| (key, scores.by_ref().take(rows).collect())).collect()
+    }
+}
+
+/// Scores rows in host memory.
+pub(super) struct HostScorer<'a> {
+    rows: &'a ScoredRows,
+    found: Vec<Score>,
+}
+
+impl<'a> HostScorer<'a> {
+    pub fn new(rows: &'a ScoredRows) -> Self {
+        Self { rows, found: Vec::with_capacity(rows.rows.len()) }
+    }
+
+    pub fn finish(self) -> PromptLogprobs {
+        self.rows.by_part(self.found)
+    }
+}
+
+impl Scorer for HostScorer<'_> {
+    fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
+        let copied = if logits.is_cuda() { Some(ex.to_host(logits)?) } else { None };
+        let logits = copied.as_ref().map_or(logits, |copied| copied.view());
+        let (vocab, rows) = (logits.dims()[1], &self.rows.rows[first..]);
+        let logits = logits.cpu::<f32>()?.par_chunks_exact(vocab);
+        let found =
+            |(logits, &(token, listed)): (&[f32], &(u32, usize))| token_logprobs(logits, token, listed);
+        self.found.par_extend(ex.install(|| logits.zip(rows).map(found).collect::<Vec<_>>()));
+        Ok(())
+    }
+}
+
+/// Scores rows on a CUDA device; the host reads what it found with the step's tokens.
+#[cfg(feature = "cuda")]
+pub(super) struct DeviceScorer {
+    /// Per row the token behind it, then per row how many of the likeliest are listed, plus one: [2 T] u32.
+    asked: Buffer,
+    /// Two steps in turn, like what is read back.
+    pinned: [PinnedWords; 2],
+    found: Buffer,
+    read_back: [PinnedWords; 2],
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceScorer {
+    /// For steps of at most `rows` rows.
+    pub fn new(rows: usize, ex: &Exec) -> Result<Self> {
+        let words = rows * LOGPROB_WORDS;
+        Ok(Self {
+            asked: ex.zeros(DType::U32, &[2 * rows])?,
+            pinned: [ex.pinned(2 * rows)?, ex.pinned(2 * rows)?],
+            found: ex.zeros(DType::U32, &[rows, LOGPROB_WORDS])?,
+            read_back: [ex.pinned(words)?, ex.pinned(words)?],
+        })
+    }
+
+    /// Copies what a step's rows ask for; returns at once. `turn`: which of two buffers.
+    pub fn begin(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
+        let (rows, most) = (&scored.rows, self.found.dims()[0]);
+        if rows.len() > most {
+            bail!("{} rows to score, and there is room for {most}", rows.len())
+        }
+        let pinned = &mut self.pinned[turn];
+        let (tokens, listed) = pinned.wait()?.split_at_mut(most);
+        for ((token, listed), &row) in tokens.iter_mut().zip(listed).zip(rows) {
+            (*token, *listed) = (row.0, row.1 as u32 + 1);
+        }
+        ex.upload(pinned, self.asked.view_mut())
+    }
+
+    /// Puts the copy of what was found behind a step; returns at once.
+    pub fn read_back(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
+        ex.download(self.found.view().narrow(0, scored.rows.len())?, &mut self.read_back[turn])
+    }
+
+    /// What [`read_back`](Self::read_back) copied; waits for the copy. `vocab`: tokens of the vocabulary.
+    pub fn collect(&mut self, scored: &ScoredRows, turn: usize, vocab: usize) -> Result<PromptLogprobs> {
+        let words = self.read_back[turn].wait()?.chunks_exact(LOGPROB_WORDS);
+        let read = |(words, &(token, listed)): (&[u32], &(u32, usize))| {
+            Ok(device_logprobs(SampleLogprobs::read(words, listed.min(vocab))?, token))
+        };
+        let found: Result<Vec<Score>> = words.zip(&scored.rows).map(read).collect();
+        Ok(scored.by_part(found?))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Scorer for DeviceScorer {
+    fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
+        let (rows, most, asked) = (logits.rows(), self.found.dims()[0], self.asked.view());
+        let (tokens, listed) = (asked.narrow(first, rows)?, asked.narrow(most + first, rows)?);
+        let out = self.found.view_mut().narrow(first, rows)?;
+        logprobs_into(logits, listed.reshape(&[rows, 1])?, tokens, out, ex)
+    }
+}
