@@ -10,8 +10,8 @@ use crate::model::{CausalLm, LogitsOut, Observer, Scorer};
 use crate::step::Step;
 
 /// Most scored rows whose logits are there at once. A row is the whole vocabulary in f32: those of 8,192 rows of Qwen3 would take
-/// 5 GB, these 78 MB.
-pub(crate) const SCORED_PIECE: usize = 128;
+/// 5 GB, these 156 MB. 128 rows are 5 % slower, 512 are 1 % faster (docs/benchmarks.md).
+pub(crate) const SCORED_PIECE: usize = 256;
 
 /// Executes a step on a model; returns the logits, [R, V] f32, where the model is. On a CUDA device
 /// the step's arrays are copied there first.
