@@ -171,7 +171,7 @@ def small(rows):
             if asked > 0:
                 run = lambda x: call("moe_logprobs", x, params, 16, tokens, count, VOCAB, found)
             else:
-                run = lambda x: call("moe_sample", x, params, slots, edits, count, count, VOCAB, tokens, status)
+                run = lambda x: call("moe_sample", x, params, slots, edits, count, None, count, VOCAB, tokens, status)
             us = graph_us(lambda: [run(x) for x in logits], len(logits))
             report(rows, f"sample rows={count} {name}", us, count * VOCAB * 4 * (2 if penalties else 1))
         del logits

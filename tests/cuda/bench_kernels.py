@@ -57,7 +57,7 @@ def ends(batch):
     params = pack_rows([(1.0, 0, 1.0, 0.0, i, i) for i in range(batch)])
     tokens, status = u32([0] * batch), u32([0] * batch)
     head = lambda i: call("moe_linear_tensor", x, weights[i % 2], None, out, 0, batch, VOCAB, H, 0)
-    draw = lambda i: call("moe_sample", logits[i % 2], params, None, None, 0, batch, VOCAB, tokens, status)
+    draw = lambda i: call("moe_sample", logits[i % 2], params, None, None, 0, None, batch, VOCAB, tokens, status)
     return [("lm_head", 2 * VOCAB * H + batch * (2 * H + 4 * VOCAB), head), ("sampling", 4 * batch * VOCAB, draw)]
 
 

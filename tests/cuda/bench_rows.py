@@ -62,7 +62,7 @@ def sampling(rows, count):
     for name, (t, p) in {"greedy": (0.0, 1.0), "temperature": (1.0, 1.0), "top-p 0.9": (1.0, 0.9)}.items():
         params = pack_rows([(t, 0, p, 0.0, i, i) for i in range(count)])
         report(rows, f"sampling, {name}", count, 4 * count * VOCAB, lambda: (randn(count, VOCAB, dtype=torch.float32, scale=2.0),),
-               lambda x: call("moe_sample", x, params, None, None, 0, count, VOCAB, tokens, status))
+               lambda x: call("moe_sample", x, params, None, None, 0, None, count, VOCAB, tokens, status))
 
 
 def memory_bound(rows):

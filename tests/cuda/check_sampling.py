@@ -84,13 +84,22 @@ def pack_rows(params, extras=None):
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
 
 
-def run_rows(logits, params, name, extras=None, uses=None, edits=None, edited=None):
-    """Checks one launch; `edited` are the logits that the reference samples from."""
+def pack_masks(kept):
+    """A bit for each token of each row: bit i % 32 of word i / 32; those behind the vocabulary are set, too."""
+    rows, vocab = kept.shape
+    bits = np.ones((rows, (vocab + 31) // 32 * 32), bool)
+    bits[:, :vocab] = kept
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)).cuda()
+
+
+def run_rows(logits, params, name, extras=None, uses=None, edits=None, edited=None, masks=None):
+    """Checks one launch; `edited` are the logits that the reference samples from, `masks` say which tokens are kept."""
     rows, vocab = logits.shape
     tokens, status = Out((rows,), torch.int32), Out((rows,), torch.int32)
     device, packed = torch.from_numpy(logits).cuda(), pack_rows(params, extras)
     slots = 0 if uses is None else len(uses)
-    call("moe_sample", device, packed, uses, edits, slots, rows, vocab, tokens.t, status.t)
+    bits = None if masks is None else pack_masks(masks)
+    call("moe_sample", device, packed, uses, edits, slots, bits, rows, vocab, tokens.t, status.t)
     got = [(t & 0xFFFFFFFF, s) for t, s in zip(tokens.t.tolist(), status.t.tolist())]
     for r, (t, k, p, m, seed, at) in enumerate(params):
         want = sample_ref((logits if edited is None else edited)[r], t, k, p, m, seed, at)
@@ -211,7 +220,22 @@ def absent_slots():
         call("moe_reset_slots", words, len(words), 1, uses[:count], edits[:count], count, vocab)
     assert torch.equal(uses.cpu(), held[0]) and torch.equal(edits.cpu(), held[1]), "a slot changed"
     assert refuses("moe_reset_slots", words, len(words), 2, uses, edits, count, vocab), "two entries in 12 words"
-    assert refuses("moe_sample", torch.from_numpy(logits).cuda(), pack_rows(params), None, None, 1, 3, vocab, words, words), "no uses"
+    assert refuses("moe_sample", torch.from_numpy(logits).cuda(), pack_rows(params), None, None, 1, None, 3, vocab, words, words), "no uses"
+
+
+def masked():
+    """Rows with masks: random ones, of few tokens, of one, of none, and of all; what they exclude may be NaN."""
+    rng = np.random.default_rng(torch.randint(2**31, ()).item())
+    for vocab in (5, 31, 32, 33, 601, 1000, 32768, 151936):
+        rows = 12
+        logits = (4 * rng.standard_normal((rows, vocab))).astype(F)
+        kept = rng.random((rows, vocab)) < np.repeat([0.5, 3 / vocab, 1 / 32, 1.0], 3)[:, None]
+        kept[0], kept[1] = False, np.arange(vocab) == rng.integers(vocab)
+        kept[4, vocab // 2] = True
+        excluded = np.flatnonzero(~kept[4])
+        logits[4, excluded[: len(excluded) // 2]] = np.nan
+        edited = np.where(kept, logits, F(-np.inf))
+        run_rows(logits, params_mix(rng, rows, vocab), f"masks of {vocab}", edited=edited, masks=kept)
 
 
 def check_logprobs(logits, device, packed, tokens, sampled, wanted):
@@ -232,4 +256,4 @@ def check_logprobs(logits, device, packed, tokens, sampled, wanted):
         assert (words[r] == 0x5A5A5A5A).all()
 
 
-CHECKS = [known_answers, sampling, slots, absent_slots]
+CHECKS = [known_answers, sampling, slots, absent_slots, masked]

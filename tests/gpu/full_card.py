@@ -5,7 +5,7 @@
 
 Makes a random checkpoint of Qwen3-30B-A3B's sizes with few layers (its whole vocabulary: a step of 8,192 rows would have 5 GB of logits;
 needs torch and safetensors) and runs a batch of both kinds with --gpu-memory. No request may fail, every answer must have what was asked
-for, and the card must stay within the limit. Log-probabilities of small steps must be the same with --batch-invariant, to the last digit;
+for, and the card must stay within the limit. Log-probabilities and texts of small steps must be the same with --batch-invariant, to the last digit;
 with FLAGS, such as a number of ranks, which it excludes, they may differ by rounding. Prints a row a check; exit code 1 if one fails.
 """
 import argparse
@@ -133,6 +133,7 @@ def main():
     fitting = sum(bool(re.fullmatch(PATTERN, choice(answer).get("text", ""))) for i, answer in answers.items() if int(i) >= long)
     check(fitting == texts, f"{fitting} of {texts} texts fit the regular expression")
     exact = args.flags or ["--batch-invariant"]
+    # Of texts, too, since rows of both kinds have the same bits whatever else is in their step.
     of_rows = [run(args, f"steps-{rows}", "--max-num-batched-tokens", rows, *limit, *exact)[0] for rows in ("8192", "512")]
     for i in range(long):
         found = (choice(answered[str(i)]).get("prompt_logprobs") or [] if str(i) in answered else [] for answered in of_rows)
@@ -140,6 +141,10 @@ def main():
         mean, largest = sum(different) / max(len(different), 1), max(different, default=0)
         passed = len(different) == args.prompt - 1 and (mean < 0.05 if args.flags else largest == 0)
         check(passed, f"prompt {i}: {len(different)} log-probabilities; those of small steps differ by {mean:.4f}, at most {largest:.3f}")
+    if not args.flags:
+        large, small = ({i: choice(answer)["text"] for i, answer in answered.items()} for answered in of_rows)
+        equal = sum(text == small.get(i) for i, text in large.items())
+        check(equal == long + texts, f"{equal} of {long + texts} texts are those of small steps")
     if limit:
         allowed = float(args.gpu_memory.removesuffix("GB")) * 1e9 / 2**20
         check(0 < most <= allowed, f"{most} MiB of the card in use at most, of {allowed:.0f}")

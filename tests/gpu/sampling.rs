@@ -20,10 +20,24 @@ struct Sequence {
     output: Vec<u32>,
     banned: Vec<u32>,
     min_tokens: usize,
+    /// A bit for each token that may come.
+    mask: Option<Vec<u32>>,
 }
 
 fn pick<T: Copy>(rng: &mut Rng, values: &[T]) -> T {
     values[rng.below(values.len())]
+}
+
+/// Every second, 32nd or no token, or all.
+fn mask(rng: &mut Rng, vocab: usize) -> Vec<u32> {
+    let kind = rng.below(4);
+    let word = |rng: &mut Rng| match kind {
+        0 => rng.bits() as u32,
+        1 => 1 << rng.below(32),
+        2 => 0,
+        _ => u32::MAX,
+    };
+    (0..vocab.div_ceil(32)).map(|_| word(rng)).collect()
 }
 
 impl Sequence {
@@ -53,6 +67,7 @@ impl Sequence {
             output: Vec::new(),
             banned: ids(rng, banned),
             min_tokens: rng.below(6),
+            mask: pick(rng, &[false, false, true]).then(|| mask(rng, vocab)),
         }
     }
 
@@ -89,7 +104,7 @@ impl Sequence {
             prompt: &self.prompt,
             output: &self.output,
             banned: self.banned_now(),
-            mask: None,
+            mask: self.mask.as_deref(),
         };
         sample_row(&mut logits.to_vec(), &row)
     }
@@ -123,8 +138,13 @@ fn on_device(
     let device = place.put(logits);
     let (mut tokens, mut status) = (place.out(DType::U32, &[rows]), place.out(DType::U32, &[rows]));
     let mut found = place.out(DType::U32, &[rows, LOGPROB_WORDS]);
-    sample_into(device.view(), params.view(), Some(slots.views()), tokens.view_mut(), status.view_mut(), ex)
-        .unwrap();
+    let width = vocab.div_ceil(32);
+    let bits = |s: &Sequence| s.mask.clone().unwrap_or_else(|| vec![u32::MAX; width]);
+    let masks = place.put(&words(sequences.iter().flat_map(bits).collect(), &[rows, width]));
+    // Without any mask there may be none.
+    let masks = sequences.iter().any(|s| s.mask.is_some()).then(|| masks.view());
+    let (slots, tokens_out) = (Some(slots.views()), tokens.view_mut());
+    sample_into(device.view(), params.view(), slots, masks, tokens_out, status.view_mut(), ex).unwrap();
     logprobs_into(device.view(), params.view(), tokens.view(), found.view_mut(), ex).unwrap();
     assert_same("logits", logits, &device.host(&place));
     let [tokens, status, found] = [tokens, status, found].map(|out| values::<u32>(&out.host(&place)));
@@ -211,20 +231,17 @@ fn padding_rows_draw_nothing() {
     let rows = [SampleParams::PADDING.words(), greedy.words()].concat();
     let params = place.put(&words(rows, &[2, SAMPLE_WORDS]));
     let (mut tokens, mut status) = (place.out(DType::U32, &[2]), place.out(DType::U32, &[2]));
-    sample_into(logits.view(), params.view(), None, tokens.view_mut(), status.view_mut(), &ex).unwrap();
+    sample_into(logits.view(), params.view(), None, None, tokens.view_mut(), status.view_mut(), &ex).unwrap();
     let tokens = values::<u32>(&tokens.host(&place));
     assert!(tokens[0] == u32::MAX && tokens[1] < 500, "{tokens:?}");
     assert_eq!(values::<u32>(&status.host(&place)), [0, 0]);
     let short = place.put(&words(vec![0; 32], &[4, 8]));
-    let refused = sample_into(
-        logits.view(),
-        short.view(),
-        None,
-        place.out(DType::U32, &[2]).view_mut(),
-        status.view_mut(),
-        &ex,
-    );
-    assert_error(refused, &["params", "[2, 16]", "[4, 8]"]);
+    let mut refused = |params: &Placed, masks: Option<&Placed>| {
+        let (masks, mut tokens) = (masks.map(|masks| masks.view()), place.out(DType::U32, &[2]));
+        sample_into(logits.view(), params.view(), None, masks, tokens.view_mut(), status.view_mut(), &ex)
+    };
+    assert_error(refused(&short, None), &["params", "[2, 16]", "[4, 8]"]);
+    assert_error(refused(&params, Some(&short)), &["masks", "[2, 16]", "[4, 8]"]);
 }
 
 /// Memory behind the slots stays as it is: a row that names it is drawn without a slot, a reset of it is none.
@@ -246,7 +263,8 @@ fn a_slot_that_is_not_there_is_no_slot() {
             edits: held_edits.view_mut().narrow(0, 1).unwrap(),
         });
         let (mut tokens, mut status) = (place.out(DType::U32, &[1]), place.out(DType::U32, &[1]));
-        sample_into(logits.view(), params.view(), slots, tokens.view_mut(), status.view_mut(), &ex).unwrap();
+        sample_into(logits.view(), params.view(), slots, None, tokens.view_mut(), status.view_mut(), &ex)
+            .unwrap();
         assert_eq!(values::<u32>(&tokens.host(&place)), [best], "slots: {there}");
     }
     let mut reset = vec![0; 64];

@@ -23,6 +23,7 @@ use model_runtime::{
 };
 use tracing::{trace_span, warn};
 
+use super::masks::MaskResult;
 use super::routing::{Forced, StepRouting};
 use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
@@ -43,6 +44,8 @@ pub(super) struct InFlight {
     parts: Vec<Part>,
     /// Per row of the read-back: its sequence, and how many likeliest tokens it lists if it has log-probabilities.
     rows: Vec<(Key, Option<usize>)>,
+    /// Rows whose mask could not be computed: they were sampled without one.
+    failed: HashMap<Key, String>,
     /// Rows of the read-back, padding included: it holds so many tokens, then statuses, then log-probabilities.
     padded: usize,
     /// Rows whose log-probabilities are read back.
@@ -147,13 +150,13 @@ impl DeviceRunner {
     }
 
     /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
-    /// launched here. `records`: the experts of its rows are read back.
+    /// launched here. `masks`: of each token that is sampled, or none. `records`: the experts of its rows are read back.
     pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         mut plan: Plan,
-        (history, records): (History, bool),
+        (history, masks, records): (History, Vec<MaskResult>, bool),
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
@@ -162,8 +165,9 @@ impl DeviceRunner {
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
+        self.sampler.set_masks(&masks, ex)?;
         let listed: Vec<_> = params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
-        let asked = Asked::of(params.iter().copied());
+        let logprobs = Asked::of(params.iter().copied()).logprobs;
         let sampling = DeviceSampling::new(token_source, &params);
         plan.step.check_vocab(model.info().vocab_size)?;
         let scored = ScoredRows::of(&plan, history.sequences);
@@ -180,15 +184,16 @@ impl DeviceRunner {
         if let Some(scorer) = self.scorer.as_mut().filter(|_| !scored.is_empty()) {
             scorer.read_back(&scored, next, ex)?;
         }
-        let words = padded * if asked.logprobs { RESULT_WORDS } else { 2 };
+        let words = padded * if logprobs { RESULT_WORDS } else { 2 };
         self.unread = Some(words);
         let routed_rows = records.then_some(plan.step.num_tokens());
         if let Some(routing) = &mut self.routing {
             routing.read_back(self.turn, routed_rows, ex)?;
         }
         self.last.clone_from(&keys);
+        let failed = keys.iter().zip(masks).filter_map(|(key, mask)| Some((*key, mask.err()?))).collect();
         let rows = keys.into_iter().zip(listed).collect();
-        Ok(InFlight { parts: plan.parts, rows, padded, scored, slot: self.turn, routed_rows, marks })
+        Ok(InFlight { parts: plan.parts, rows, failed, padded, scored, slot: self.turn, routed_rows, marks })
     }
 
     /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
@@ -229,7 +234,7 @@ impl DeviceRunner {
             None => None,
         };
         context.padded = bucket.is_some();
-        let asked = Asked::of(sampling.rows());
+        let asked = Asked { masks: self.sampler.is_masked, ..Asked::of(sampling.rows()) };
         let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(_) if !self.sizes.eager => self.replay(shape, (asked, forced), model, kv, context, ex),
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
@@ -239,7 +244,12 @@ impl DeviceRunner {
     }
 
     /// Waits for a step and reads its tokens.
-    pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight, ex: &Exec) -> Result<StepResult> {
+    pub(super) fn collect(
+        &mut self,
+        model: &dyn CausalLm,
+        mut step: InFlight,
+        ex: &Exec,
+    ) -> Result<StepResult> {
         // No step was launched behind it.
         if step.slot == self.turn
             && let Some(words) = self.unread.take()
@@ -266,9 +276,10 @@ impl DeviceRunner {
                 )?;
                 Ok(device_logprobs(row, token_id).map(Some))
             };
-            let result = match tokens[step.padded + row] {
-                0 => logprobs()?.map(|logprobs| Sampled { token_id, logprobs }),
-                1 => Err(SamplingError::NotFinite { token_id, value: f32::NAN }),
+            let result = match (step.failed.remove(&key), tokens[step.padded + row]) {
+                (Some(why), _) => Err(SamplingError::Mask(why)),
+                (None, 0) => logprobs()?.map(|logprobs| Sampled { token_id, logprobs }),
+                (None, 1) => Err(SamplingError::NotFinite { token_id, value: f32::NAN }),
                 _ => Err(SamplingError::Empty),
             };
             sampled.insert(key, result);
@@ -324,8 +335,9 @@ impl DeviceRunner {
         let (mut tokens, rest) = self.sampled.view_mut().split_at(rows)?;
         let (status, rest) = rest.split_at(rows)?;
         let logits = self.logits.view().narrow(0, rows)?;
-        let slots = if asked.slots { self.sampler.slots() } else { None };
-        sample_into(logits, views.sampling, slots, tokens.reborrow(), status, ex)?;
+        let (slots, masks) = self.sampler.views(rows)?;
+        let slots = slots.filter(|_| asked.slots);
+        sample_into(logits, views.sampling, slots, masks, tokens.reborrow(), status, ex)?;
         if asked.logprobs {
             let out = rest.narrow(0, rows * LOGPROB_WORDS)?.reshape(&[rows, LOGPROB_WORDS])?;
             logprobs_into(logits, views.sampling, tokens.as_view(), out, ex)?;

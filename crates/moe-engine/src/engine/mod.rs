@@ -18,6 +18,7 @@ mod device;
 mod dispatch;
 mod dp;
 mod finish;
+mod masks;
 mod memory;
 mod peers;
 mod request;

@@ -5,7 +5,6 @@
 //! step before is filled in here, or on a CUDA device stays there; the host then always works one
 //! step behind. Results do not depend on `ahead`.
 
-use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
@@ -15,11 +14,11 @@ use model_runtime::{
     run_scored_step, run_step, sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
-use rayon::prelude::*;
 use tracing::trace_span;
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRunner, InFlight};
+use super::masks::{Next, masks, next_tokens};
 #[cfg(feature = "cuda")]
 use super::sampling::History;
 use super::scheduler::{Part, Plan};
@@ -41,12 +40,6 @@ pub(super) struct StepResult {
 
 /// The token of each part that samples.
 type Tokens = HashMap<Key, std::result::Result<Sampled, SamplingError>>;
-
-/// What a row knows beyond its request: ids that are excluded now, and the output so far.
-type Known<'a> = (Vec<u32>, Cow<'a, [u32]>);
-
-/// The tokens that may come next, all without a mask; or why none may.
-type MaskResult = std::result::Result<Option<Mask>, String>;
 
 /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
 /// with any token until its end is noticed.
@@ -144,26 +137,8 @@ impl Runner<'_> {
     pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
         #[cfg(feature = "cuda")]
-        if let Some(device) = &mut self.device
-            && device.takes(self.model, &plan, &sequences, &self.ex)
-        {
-            self.steps += 1;
-            let Self { model, force_balance, steps: step, most_logits, .. } = *self;
-            let forced = Forcing { model, force_balance, step, most_logits };
-            let mut context = forced.context(&plan, &sequences)?;
-            let before = match self.results.back() {
-                Some(Launched::Done(result)) => Some(result),
-                _ => None,
-            };
-            if let Some(result) = before {
-                take_tokens(&mut plan, result)?;
-            }
-            let (kv, history) = (&mut self.kv, History { sequences: &sequences, before });
-            let records = records_routing(&plan, &sequences);
-            let launched =
-                device.launch(self.model, kv, plan, (history, records), &mut context, &mut self.ex)?;
-            self.results.push_back(Launched::OnDevice(launched));
-            return Ok(());
+        if self.device.as_mut().is_some_and(|device| device.takes(self.model, &plan, &sequences, &self.ex)) {
+            return self.launch_on_device(plan, &sequences);
         }
         let before = self.results.pop_back().map(|last| self.finish(last)).transpose()?;
         if let Some(result) = &before {
@@ -188,6 +163,39 @@ impl Runner<'_> {
         let StepContext { capture: routed, heat: expert_counts, .. } = context;
         let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, expert_counts };
         self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
+        Ok(())
+    }
+
+    /// Starts a step whose tokens the device samples.
+    #[cfg(feature = "cuda")]
+    fn launch_on_device(&mut self, mut plan: Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
+        let structured = |part: &Part| sequences.get(&part.key).is_some_and(|s| s.constraint.is_some());
+        let structured = plan.parts.iter().any(structured);
+        // A mask depends on the token before: it must be there.
+        if structured && let Some(last) = self.results.pop_back() {
+            let last = self.finish(last)?;
+            self.results.push_back(Launched::Done(last));
+        }
+        self.steps += 1;
+        let Self { model, force_balance, steps: step, most_logits, .. } = *self;
+        let Some(device) = &mut self.device else { bail!("a step for a device that is gone") };
+        let forced = Forcing { model, force_balance, step, most_logits };
+        let mut context = forced.context(&plan, sequences)?;
+        let before = match self.results.back() {
+            Some(Launched::Done(result)) => Some(result),
+            _ => None,
+        };
+        if let Some(result) = before {
+            take_tokens(&mut plan, result)?;
+        }
+        let masks = match structured {
+            true => masks(&next_tokens(&plan, sequences, before)?, &self.ex),
+            false => Vec::new(),
+        };
+        let records = records_routing(&plan, sequences);
+        let asks = (History { sequences, before }, masks, records);
+        let launched = device.launch(model, &mut self.kv, plan, asks, &mut context, &mut self.ex)?;
+        self.results.push_back(Launched::OnDevice(launched));
         Ok(())
     }
 
@@ -259,21 +267,18 @@ impl Runner<'_> {
         before: Option<&StepResult>,
         logits: ViewMut,
     ) -> Result<Tokens> {
-        let mut keys = Vec::new();
-        let mut known: Vec<Known> = Vec::new();
-        for part in &plan.parts {
-            let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
-            keys.push((part.key, *sequence));
-            let too_early = position < sequence.request.min_tokens;
-            let banned = if too_early { sequence.request.stop_ids().collect() } else { Vec::new() };
-            known.push((banned, sequence.output(position, before)?));
-        }
-        let masks = self.masks(&keys, &known);
-        let rows: Vec<SampleRow> = (keys.iter().zip(&known).zip(&masks))
-            .map(|(((_, sequence), (banned, output)), mask)| SampleRow {
-                params: &sequence.sampling,
-                prompt: &sequence.request.prompt,
-                output,
+        let tokens = next_tokens(plan, sequences, before)?;
+        let banned = |next: &Next| -> Vec<u32> {
+            let request = &next.sequence.request;
+            if next.position < request.min_tokens { request.stop_ids().collect() } else { Vec::new() }
+        };
+        let banned: Vec<_> = tokens.iter().map(banned).collect();
+        let masks = masks(&tokens, &self.ex);
+        let rows: Vec<SampleRow> = (tokens.iter().zip(&banned).zip(&masks))
+            .map(|((next, banned), mask)| SampleRow {
+                params: &next.sequence.sampling,
+                prompt: &next.sequence.request.prompt,
+                output: &next.output,
                 banned,
                 mask: mask.as_ref().ok().and_then(|mask| mask.as_ref().map(Mask::words)),
             })
@@ -282,16 +287,6 @@ impl Runner<'_> {
         // A row whose mask could not be computed was sampled without one, so its token gives way to the mask's error.
         let sampled = sampled.into_iter().zip(masks);
         let sampled = sampled.map(|(sampled, mask)| mask.map_err(SamplingError::Mask).and(sampled));
-        Ok(keys.iter().map(|(key, ..)| *key).zip(sampled).collect())
-    }
-
-    /// The mask of each row of structured output, side by side; `None` for the other rows.
-    fn masks(&self, rows: &[(Key, &Sequence)], known: &[Known]) -> Vec<MaskResult> {
-        if rows.iter().all(|(_, sequence)| sequence.constraint.is_none()) {
-            return rows.iter().map(|_| Ok(None)).collect();
-        }
-        let mask = |((_, sequence), (_, output)): (&(Key, &Sequence), &Known)| sequence.mask(output);
-        let _span = trace_span!("mask", rows = rows.len()).entered();
-        self.ex.install(|| rows.par_iter().zip(known).map(mask).collect())
+        Ok(tokens.iter().map(|next| next.sequence.key).zip(sampled).collect())
     }
 }

@@ -7,20 +7,37 @@ use candle_core::{Result, bail};
 use model_runtime::cuda::{MAX_EDITS, MAX_LOGPROBS, SampleParams, SampleSlots, SlotReset};
 use model_runtime::device_slots::DeviceSlots;
 use model_runtime::sampling::LogitEdits;
-use model_runtime::{Exec, SamplingParams};
+use model_runtime::{Exec, SamplingParams, View};
 use tracing::{info, warn};
 
+use super::masks::{DeviceMasks, MaskResult};
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 use super::slots::{Assigned, Slots};
 
-/// The memory of the slots, which is taken when a request first needs one.
-enum Memory {
+/// Memory that is taken when a request first needs it.
+enum Memory<T> {
     None,
-    Ready(Box<DeviceSlots>),
+    Ready(Box<T>),
     /// The device has no room: the host samples.
     Refused,
+}
+
+impl<T> Memory<T> {
+    /// Whether it is there; makes it the first time, and says once if it cannot be.
+    fn is_there(&mut self, make: impl FnOnce() -> Result<T>, what: &str) -> bool {
+        if let Self::None = self {
+            *self = match make() {
+                Ok(memory) => Self::Ready(Box::new(memory)),
+                Err(e) => {
+                    warn!("steps with {what} go to the host: {e}; a lower --max-num-seqs needs less");
+                    Self::Refused
+                }
+            };
+        }
+        matches!(self, Self::Ready(_))
+    }
 }
 
 /// What the rows of a step ask for: each combination is a graph of its own.
@@ -28,6 +45,7 @@ enum Memory {
 pub(super) struct Asked {
     pub slots: bool,
     pub logprobs: bool,
+    pub masks: bool,
 }
 
 impl Asked {
@@ -36,12 +54,16 @@ impl Asked {
         rows.fold(Self::default(), |asked, row| Self {
             slots: asked.slots || row.slot != SampleParams::PADDING.slot,
             logprobs: asked.logprobs || row.logprobs.is_some(),
+            ..asked
         })
     }
 }
 
 pub(super) struct DeviceSampler {
-    memory: Memory,
+    memory: Memory<DeviceSlots>,
+    masks: Memory<DeviceMasks>,
+    /// Whether the step that is launched next has masks.
+    pub is_masked: bool,
     slots: Slots,
     num_slots: usize,
     vocab_size: usize,
@@ -51,20 +73,14 @@ pub(super) struct DeviceSampler {
 impl DeviceSampler {
     /// For steps of at most `num_slots` sequences of at most `max_model_len` tokens.
     pub fn new(num_slots: usize, vocab_size: usize, max_model_len: usize) -> Self {
-        Self { memory: Memory::None, slots: Slots::new(num_slots), num_slots, vocab_size, max_model_len }
-    }
-
-    /// The slots for the sampling kernel; `None` before the first request that needs one.
-    pub fn slots(&mut self) -> Option<SampleSlots<'_>> {
-        match &mut self.memory {
-            Memory::Ready(slots) => Some(slots.views()),
-            _ => None,
-        }
+        let (memory, masks) = (Memory::None, Memory::None);
+        let slots = Slots::new(num_slots);
+        Self { memory, masks, is_masked: false, slots, num_slots, vocab_size, max_model_len }
     }
 
     /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
     /// steps, so that none allocates. Unless it is `alone`, other ranks sample the same tokens and agree on graphs:
-    /// then no sequence may need slots, which they do not have, or log-probabilities.
+    /// then no sequence may need slots or masks, which they do not have, or log-probabilities.
     pub fn takes(
         &mut self,
         plan: &Plan,
@@ -81,7 +97,10 @@ impl DeviceSampler {
         let sampled = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
-        (alone || !with_slots && !with_logprobs) && (!with_slots || self.has_memory(ex))
+        let with_masks = parts.iter().any(|(s, _)| s.constraint.is_some());
+        (alone || !with_slots && !with_logprobs && !with_masks)
+            && (!with_slots || self.has_slots(ex))
+            && (!with_masks || self.has_masks(ex))
     }
 
     /// Whether the device can sample what a sequence asks for.
@@ -90,32 +109,47 @@ impl DeviceSampler {
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
         let few = num_edits(sequence) <= MAX_EDITS;
         let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
-        // Masks are the host's: each depends on the token before.
-        let structured = request.structured_output.is_some();
         let scored = request.prompt_logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
-        scored && !structured && (position.is_none() || listed && few && one_by_one)
+        scored && (position.is_none() || listed && few && one_by_one)
     }
 
-    fn has_memory(&mut self, ex: &Exec) -> bool {
-        if let Memory::None = self.memory {
-            self.memory = match DeviceSlots::new(self.num_slots, self.vocab_size, self.max_model_len, ex) {
-                Ok(slots) => {
-                    info!(
-                        "{} bytes on the device for penalties and logit bias of {} sequences",
-                        slots.bytes(),
-                        self.num_slots
-                    );
-                    Memory::Ready(Box::new(slots))
-                }
-                Err(e) => {
-                    warn!(
-                        "steps with penalties or logit bias go to the host: {e}; a lower --max-num-seqs needs less"
-                    );
-                    Memory::Refused
-                }
-            };
+    fn has_slots(&mut self, ex: &Exec) -> bool {
+        let (slots, vocab_size, longest) = (self.num_slots, self.vocab_size, self.max_model_len);
+        let make = || {
+            let memory = DeviceSlots::new(slots, vocab_size, longest, ex)?;
+            let bytes = memory.bytes();
+            info!("{bytes} bytes on the device for penalties and logit bias of {slots} sequences");
+            Ok(memory)
+        };
+        self.memory.is_there(make, "penalties or logit bias")
+    }
+
+    fn has_masks(&mut self, ex: &Exec) -> bool {
+        let make = || DeviceMasks::new(self.num_slots, self.vocab_size, ex);
+        self.masks.is_there(make, "structured output")
+    }
+
+    /// Copies the masks of the step that is launched next, a row for each token that it samples; none if no row has one.
+    pub fn set_masks(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
+        self.is_masked = !masks.is_empty();
+        match &mut self.masks {
+            Memory::Ready(memory) if self.is_masked => memory.upload(masks, ex),
+            _ if self.is_masked => bail!("masks of {} rows without memory for them", masks.len()),
+            _ => Ok(()),
         }
-        matches!(self.memory, Memory::Ready(_))
+    }
+
+    /// What the sampling kernel reads beside the logits of `rows` rows: slots, if a request has needed one, and the masks of a
+    /// step that has some.
+    pub fn views(&mut self, rows: usize) -> Result<(Option<SampleSlots<'_>>, Option<View<'_>>)> {
+        let slots = match &mut self.memory {
+            Memory::Ready(slots) => Some(slots.views()),
+            _ => None,
+        };
+        match &self.masks {
+            Memory::Ready(masks) if self.is_masked => Ok((slots, Some(masks.view(rows)?))),
+            _ => Ok((slots, None)),
+        }
     }
 
     /// How each token of a plan is sampled, and for which sequence. Slots that are stale are rebuilt from `history`.

@@ -49,6 +49,19 @@ __device__ __forceinline__ float saturate(float before, float after) {
   return fabsf(before) < INFINITY ? fminf(fmaxf(after, -kLargest), kLargest) : before;
 }
 
+/// Excludes the tokens whose bit of `mask` is not set, behind `Row::load`, whose groups each thread changes. Returns as
+/// that.
+__device__ __forceinline__ float keep_masked(Row& row, const uint32_t* mask) {
+  for (int g = threadIdx.x; g < row.groups(); g += kRowThreads) {
+    const int id = row.first + 4 * g;  // a multiple of 4: its four bits are in one word
+    const uint32_t bits = __ldg(mask + id / 32) >> id % 32;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if ((bits >> j & 1) == 0) row.logits[4 * g + j] = -INFINITY;
+  }
+  return row.largest();
+}
+
 /// Edits in the order of ids. Those of one token follow each other and one thread makes them.
 __device__ __forceinline__ void apply_edits(Row& row, const uint2* edits, int count) {
   for (int i = threadIdx.x; i < count; i += kRowThreads) {
@@ -173,8 +186,9 @@ __device__ __forceinline__ uint32_t sampled(Row& row, const SampleRow& p, float 
   return all ? sample_id<true>(row, weights, edge, random) : sample_id<false>(row, weights, edge, random);
 }
 
-__global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const float* logits, const SampleRow* rows, Slots slots,
-                                                                int vocab, uint32_t* tokens, uint32_t* status) {
+__global__ void __launch_bounds__(kRowThreads, 2)
+    sample_kernel(const float* logits, const SampleRow* rows, Slots slots, const uint32_t* masks, int vocab,
+                  uint32_t* tokens, uint32_t* status) {
   extern __shared__ __align__(16) float buffer[];
   __shared__ RowShared s;
   // Read where it is used: its registers are wanted for the loads.
@@ -188,6 +202,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const float* log
   }
   Row row(s, buffer, vocab);
   float own = row.load(logits + static_cast<size_t>(blockIdx.y) * vocab);
+  if (masks != nullptr) own = keep_masked(row, masks + static_cast<size_t>(blockIdx.y) * ceil_div(vocab, 32));
   if (slots.has(p.slot)) own = edit(row, p, slots, vocab);
   const bool greedy = p.temperature < kGreedyBelow;
   const Row::Top top = row.top(own, greedy);
@@ -239,9 +254,12 @@ __global__ void __launch_bounds__(kRowThreads)
 /// tokens [rows] u32 sampled from logits [rows, vocab] f32 with `params` [rows] (SampleRow). status [rows] u32:
 /// 0 = sampled (u32::MAX for a padding row), 1 = a logit is NaN or +inf (the token is the first such), 2 = every
 /// logit is -inf. Rows that name one of the slots read, and count their token in, uses [slots, vocab] u32; edits
-/// [slots, 1024, 2] u32; a slot has one row. vocab at most 8 x what shared memory holds (about 420,000).
+/// [slots, 1024, 2] u32; a slot has one row. masks [rows, ceil(vocab / 32)] u32 or null: a token whose bit is not set
+/// is excluded before anything else (token i is bit i % 32 of word i / 32). vocab at most 8 x what shared memory holds
+/// (about 420,000).
 extern "C" int moe_sample(const float* logits, const void* params, uint32_t* uses, const void* edits, int slots,
-                          int rows, int vocab, uint32_t* tokens, uint32_t* status, void* stream) {
+                          const uint32_t* masks, int rows, int vocab, uint32_t* tokens, uint32_t* status,
+                          void* stream) {
   using namespace moe;
   if (rows < 0 || rows > 65535 || vocab <= 0 || slots < 0 || (slots > 0 && (uses == nullptr || edits == nullptr)))
     return cudaErrorInvalidValue;
@@ -251,7 +269,7 @@ extern "C" int moe_sample(const float* logits, const void* params, uint32_t* use
   Launch l = {dim3(kRowCluster, rows), dim3(kRowThreads), stream, row_smem(vocab)};
   l.cluster = kRowCluster;
   const Slots all = {uses, static_cast<const uint2*>(edits), static_cast<uint32_t>(slots)};
-  return launch(sample_kernel, l, logits, static_cast<const SampleRow*>(params), all, vocab, tokens, status);
+  return launch(sample_kernel, l, logits, static_cast<const SampleRow*>(params), all, masks, vocab, tokens, status);
 }
 
 /// Rebuilds `count` different slots of `slots` from `words` [len]: count entries (SlotReset), then the ids and edits

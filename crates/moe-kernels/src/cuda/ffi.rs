@@ -106,8 +106,8 @@ launchers! {
 
     // sampling
     moe_sample(
-        logits: *const f32, params: In, uses: *mut u32, edits: In, slots rows vocab: i32,
-        tokens status: *mut u32
+        logits: *const f32, params: In, uses: *mut u32, edits: In, slots: i32, masks: *const u32,
+        rows vocab: i32, tokens status: *mut u32
     );
     moe_reset_slots(
         words: *const u32, len count: i32, uses: *mut u32, edits: Out, slots vocab: i32

@@ -118,12 +118,16 @@ impl SampleSlots<'_> {
 /// ([`SampleParams::words`]). `status` \[R\] u32: 0 = sampled, 1 = a logit is NaN or +inf (the token is
 /// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
 ///
+/// With `masks` [R, ceil(V / 32)] u32 a token is excluded before anything else if its bit is not set: token i is bit i % 32
+/// of word i / 32.
+///
 /// A row that names one of `slots` reads it and counts its token there; no two rows name the same. One that names another
 /// is sampled as a row without a slot.
 pub fn sample_into(
     logits: View,
     params: View,
     slots: Option<SampleSlots>,
+    masks: Option<View>,
     mut tokens: ViewMut,
     mut status: ViewMut,
     ex: &Exec,
@@ -141,13 +145,18 @@ pub fn sample_into(
         uses = cuda.write(op, "uses", &mut slots.uses)?;
         edits = cuda.read(op, "edits", slots.edits.as_view())?;
     }
+    let mut bits = std::ptr::null();
+    if let Some(masks) = masks {
+        expect(op, "masks", &masks, DType::U32, &[rows, vocab.div_ceil(u32::BITS as usize)])?;
+        bits = cuda.read(op, "masks", masks)?;
+    }
     let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
     let tokens = cuda.write(op, "tokens", &mut tokens)?;
     let status = cuda.write(op, "status", &mut status)?;
     let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
     // SAFETY: dims and dtypes are checked above; the kernel holds the slots that rows name to their number.
     cuda.check(op, unsafe {
-        ffi::moe_sample(logits, params, uses, edits, count, rows, vocab, tokens, status, cuda.raw()?)
+        ffi::moe_sample(logits, params, uses, edits, count, bits, rows, vocab, tokens, status, cuda.raw()?)
     })
 }
 

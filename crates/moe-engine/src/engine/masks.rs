@@ -1,0 +1,100 @@
+//! What the texts of structured output may go on with: masks over the vocabulary, and their place on a CUDA device.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use candle_core::Result;
+#[cfg(feature = "cuda")]
+use candle_core::{DType, bail};
+use model_runtime::Exec;
+#[cfg(feature = "cuda")]
+use model_runtime::cuda::PinnedWords;
+#[cfg(feature = "cuda")]
+use model_runtime::{Buffer, View};
+use rayon::prelude::*;
+use tracing::trace_span;
+
+use super::runner::StepResult;
+use super::scheduler::Plan;
+use super::sequence::{Key, Sequence};
+use crate::structured::Mask;
+
+/// The tokens that may come next, all without a mask; or why none may.
+pub(super) type MaskResult = std::result::Result<Option<Mask>, String>;
+
+/// A token that a step samples.
+pub(super) struct Next<'a> {
+    pub sequence: &'a Sequence,
+    /// Its output position.
+    pub position: usize,
+    /// What was generated before it.
+    pub output: Cow<'a, [u32]>,
+}
+
+/// The tokens that a plan samples, in the order of its rows of logits. `before` holds the tokens that are not collected yet.
+pub(super) fn next_tokens<'a>(
+    plan: &Plan,
+    sequences: &HashMap<Key, &'a Sequence>,
+    before: Option<&StepResult>,
+) -> Result<Vec<Next<'a>>> {
+    let sampled = plan.parts.iter().filter_map(|part| Some((*sequences.get(&part.key)?, part.samples?)));
+    let next = |(sequence, position): (&'a Sequence, usize)| {
+        Ok(Next { sequence, position, output: sequence.output(position, before)? })
+    };
+    sampled.map(next).collect()
+}
+
+/// The mask of each token, side by side; `None` without structured output.
+pub(super) fn masks(tokens: &[Next], ex: &Exec) -> Vec<MaskResult> {
+    if tokens.iter().all(|next| next.sequence.constraint.is_none()) {
+        return tokens.iter().map(|_| Ok(None)).collect();
+    }
+    let _span = trace_span!("mask", rows = tokens.len()).entered();
+    ex.install(|| tokens.par_iter().map(|next| next.sequence.mask(&next.output)).collect())
+}
+
+/// The masks of a step's rows on a device.
+#[cfg(feature = "cuda")]
+pub(super) struct DeviceMasks {
+    /// [rows, ceil(V / 32)] u32.
+    bits: Buffer,
+    /// Two steps in turn.
+    pinned: [PinnedWords; 2],
+    turn: usize,
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceMasks {
+    /// For steps of at most `rows` sampled rows.
+    pub fn new(rows: usize, vocab_size: usize, ex: &Exec) -> Result<Self> {
+        let words = vocab_size.div_ceil(u32::BITS as usize);
+        let pinned = || ex.pinned(rows * words);
+        Ok(Self { bits: ex.zeros(DType::U32, &[rows, words])?, pinned: [pinned()?, pinned()?], turn: 0 })
+    }
+
+    /// Copies the masks of a step's rows; returns at once. A row without one may have any token.
+    pub fn upload(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
+        let (most, words) = (self.bits.dims()[0], self.bits.dims()[1]);
+        if masks.len() > most {
+            bail!("{} masks, and there is room for {most}", masks.len())
+        }
+        self.turn = 1 - self.turn;
+        let pinned = &mut self.pinned[self.turn];
+        for (row, mask) in pinned.wait()?.chunks_exact_mut(words.max(1)).zip(masks) {
+            let Ok(Some(mask)) = mask else {
+                row.fill(u32::MAX);
+                continue;
+            };
+            let mask = mask.words();
+            let (known, behind) = row.split_at_mut(mask.len().min(words));
+            known.copy_from_slice(&mask[..known.len()]);
+            behind.fill(0);
+        }
+        ex.upload(pinned, self.bits.view_mut().narrow(0, masks.len())?)
+    }
+
+    /// The masks of the first `rows` rows.
+    pub fn view(&self, rows: usize) -> Result<View<'_>> {
+        self.bits.view().narrow(0, rows)
+    }
+}
