@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use tracing::trace_span;
 
 use super::runner::StepResult;
-use super::scheduler::Plan;
+use super::scheduler::Part;
 use super::sequence::{Key, Sequence};
 use crate::structured::Mask;
 
@@ -31,13 +31,13 @@ pub(super) struct Next<'a> {
     pub output: Cow<'a, [u32]>,
 }
 
-/// The tokens that a plan samples, in the order of its rows of logits. `before` holds the tokens that are not collected yet.
+/// The tokens that the parts of a step sample, in the order of its rows of logits. `before` holds the tokens that are not collected yet.
 pub(super) fn next_tokens<'a>(
-    plan: &Plan,
+    parts: &[Part],
     sequences: &HashMap<Key, &'a Sequence>,
     before: Option<&StepResult>,
 ) -> Result<Vec<Next<'a>>> {
-    let sampled = plan.parts.iter().filter_map(|part| Some((*sequences.get(&part.key)?, part.samples?)));
+    let sampled = parts.iter().filter_map(|part| Some((*sequences.get(&part.key)?, part.samples?)));
     let next = |(sequence, position): (&'a Sequence, usize)| {
         Ok(Next { sequence, position, output: sequence.output(position, before)? })
     };
@@ -80,16 +80,15 @@ impl DeviceMasks {
         }
         self.turn = 1 - self.turn;
         let pinned = &mut self.pinned[self.turn];
-        for (row, mask) in pinned.wait()?.chunks_exact_mut(words.max(1)).zip(masks) {
-            let Ok(Some(mask)) = mask else {
-                row.fill(u32::MAX);
-                continue;
-            };
+        let fill = |(row, mask): (&mut [u32], &MaskResult)| {
+            let Ok(Some(mask)) = mask else { return row.fill(u32::MAX) };
             let mask = mask.words();
             let (known, behind) = row.split_at_mut(mask.len().min(words));
             known.copy_from_slice(&mask[..known.len()]);
             behind.fill(0);
-        }
+        };
+        let rows = pinned.wait()?.par_chunks_exact_mut(words.max(1));
+        ex.install(|| rows.zip(masks).for_each(fill));
         ex.upload(pinned, self.bits.view_mut().narrow(0, masks.len())?)
     }
 

@@ -171,11 +171,6 @@ impl Runner<'_> {
     fn launch_on_device(&mut self, mut plan: Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
         let structured = |part: &Part| sequences.get(&part.key).is_some_and(|s| s.constraint.is_some());
         let structured = plan.parts.iter().any(structured);
-        // A mask depends on the token before: it must be there.
-        if structured && let Some(last) = self.results.pop_back() {
-            let last = self.finish(last)?;
-            self.results.push_back(Launched::Done(last));
-        }
         self.steps += 1;
         let Self { model, force_balance, steps: step, most_logits, .. } = *self;
         let Some(device) = &mut self.device else { bail!("a step for a device that is gone") };
@@ -188,15 +183,27 @@ impl Runner<'_> {
         if let Some(result) = before {
             take_tokens(&mut plan, result)?;
         }
-        let masks = match structured {
-            true => masks(&next_tokens(&plan, sequences, before)?, &self.ex),
-            false => Vec::new(),
-        };
-        let records = records_routing(&plan, sequences);
-        let asks = (History { sequences, before }, masks, records);
-        let launched = device.launch(model, &mut self.kv, plan, asks, &mut context, &mut self.ex)?;
+        let asks = (History { sequences, before }, structured, records_routing(&plan, sequences));
+        let mut launched = device.launch(model, &mut self.kv, plan, asks, &mut context, &mut self.ex)?;
+        if structured {
+            self.sample_masked(&mut launched, sequences)?;
+        }
         self.results.push_back(Launched::OnDevice(launched));
         Ok(())
+    }
+
+    /// Samples a launched step with structured output. A mask depends on the token of the step before: the host waits for that and
+    /// computes masks while the device is busy with the layers.
+    #[cfg(feature = "cuda")]
+    fn sample_masked(&mut self, launched: &mut InFlight, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
+        let before = self.results.pop_back().map(|last| self.finish(last)).transpose()?;
+        let tokens = next_tokens(launched.parts(), sequences, before.as_ref())?;
+        let masks = masks(&tokens, &self.ex);
+        self.results.extend(before.map(Launched::Done));
+        match &mut self.device {
+            Some(device) => device.sample_masked(launched, masks, &self.ex),
+            None => bail!("a step on a device that is gone"),
+        }
     }
 
     /// Runs a step and samples: the token of each part that samples, and the log-probabilities of prompt tokens.
@@ -267,7 +274,7 @@ impl Runner<'_> {
         before: Option<&StepResult>,
         logits: ViewMut,
     ) -> Result<Tokens> {
-        let tokens = next_tokens(plan, sequences, before)?;
+        let tokens = next_tokens(&plan.parts, sequences, before)?;
         let banned = |next: &Next| -> Vec<u32> {
             let request = &next.sequence.request;
             if next.position < request.min_tokens { request.stop_ids().collect() } else { Vec::new() }

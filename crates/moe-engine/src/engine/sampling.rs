@@ -62,8 +62,6 @@ impl Asked {
 pub(super) struct DeviceSampler {
     memory: Memory<DeviceSlots>,
     masks: Memory<DeviceMasks>,
-    /// Whether the step that is launched next has masks.
-    pub is_masked: bool,
     slots: Slots,
     num_slots: usize,
     vocab_size: usize,
@@ -75,7 +73,7 @@ impl DeviceSampler {
     pub fn new(num_slots: usize, vocab_size: usize, max_model_len: usize) -> Self {
         let (memory, masks) = (Memory::None, Memory::None);
         let slots = Slots::new(num_slots);
-        Self { memory, masks, is_masked: false, slots, num_slots, vocab_size, max_model_len }
+        Self { memory, masks, slots, num_slots, vocab_size, max_model_len }
     }
 
     /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
@@ -129,27 +127,29 @@ impl DeviceSampler {
         self.masks.is_there(make, "structured output")
     }
 
-    /// Copies the masks of the step that is launched next, a row for each token that it samples; none if no row has one.
-    pub fn set_masks(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
-        self.is_masked = !masks.is_empty();
+    /// Copies the masks of a step, one for each token that it samples.
+    pub fn upload_masks(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
         match &mut self.masks {
-            Memory::Ready(memory) if self.is_masked => memory.upload(masks, ex),
-            _ if self.is_masked => bail!("masks of {} rows without memory for them", masks.len()),
-            _ => Ok(()),
+            Memory::Ready(memory) => memory.upload(masks, ex),
+            _ => bail!("masks of {} rows without memory for them", masks.len()),
         }
     }
 
-    /// What the sampling kernel reads beside the logits of `rows` rows: slots, if a request has needed one, and the masks of a
-    /// step that has some.
-    pub fn views(&mut self, rows: usize) -> Result<(Option<SampleSlots<'_>>, Option<View<'_>>)> {
+    /// What the sampling kernel reads beside the logits of `rows` rows: slots and masks, where they are asked for.
+    pub fn views(
+        &mut self,
+        asked: Asked,
+        rows: usize,
+    ) -> Result<(Option<SampleSlots<'_>>, Option<View<'_>>)> {
         let slots = match &mut self.memory {
-            Memory::Ready(slots) => Some(slots.views()),
+            Memory::Ready(slots) if asked.slots => Some(slots.views()),
             _ => None,
         };
-        match &self.masks {
-            Memory::Ready(masks) if self.is_masked => Ok((slots, Some(masks.view(rows)?))),
-            _ => Ok((slots, None)),
-        }
+        let masks = match &self.masks {
+            Memory::Ready(masks) if asked.masks => Some(masks.view(rows)?),
+            _ => None,
+        };
+        Ok((slots, masks))
     }
 
     /// How each token of a plan is sampled, and for which sequence. Slots that are stale are rebuilt from `history`.

@@ -3,28 +3,28 @@
 //! A step is one upload, one launch and one read-back, none of which waits: tokens are sampled on the
 //! device, where the next step's upload takes them; the host reads them when it collects the step. Pure decode
 //! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
-//! the same launches in the same order as without a graph, so both give the same bits.
+//! the same launches in the same order as without a graph, so both give the same bits. A step with structured output
+//! is sampled in launches of its own, once its masks are there.
 //!
 //! Where ranks share a model, each runs the same steps, pads them alike, and samples the same tokens from the same
 //! logits: no token travels. What one of them cannot record as a graph, none does.
+
+mod launches;
 
 use std::collections::HashMap;
 use std::time::Instant;
 
 use candle_core::{DType, Result, bail};
-use model_runtime::cuda::{
-    Graph, LOGPROB_WORDS, LastStep, PinnedWords, SampleLogprobs, logprobs_into, sample_into,
-};
+use model_runtime::cuda::{LOGPROB_WORDS, LastStep, PinnedWords, SampleLogprobs};
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, LogitsOut, RunnerSizes,
-    Scorer, Step, StepContext, reserve_logits,
+    Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext, reserve_logits,
 };
-use tracing::{trace_span, warn};
+use tracing::trace_span;
 
 use super::masks::MaskResult;
-use super::routing::{Forced, StepRouting};
+use super::routing::StepRouting;
 use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
@@ -32,6 +32,7 @@ use super::scores::{DeviceScorer, ScoredRows};
 use super::sequence::{Key, Sequence};
 use super::step_memory;
 use super::track::StepMarks;
+use launches::{Recording, Variant};
 
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 1024;
@@ -58,21 +59,10 @@ pub(super) struct InFlight {
     marks: Option<StepMarks>,
 }
 
-/// How far a bucket's graph is.
-enum Recording {
-    /// It ran once, so that every buffer exists.
-    Warm,
-    Ready(Graph),
-    /// Recording failed: it runs without.
-    Never,
-}
-
-/// Steps of one graph: rows, what they ask of sampling, and which weights forced experts get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Variant {
-    rows: usize,
-    asked: Asked,
-    forced: Option<ForcedWeights>,
+impl InFlight {
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
 }
 
 /// What runs steps and samples their tokens: on the rank that an engine drives, and on those that follow it.
@@ -84,6 +74,10 @@ pub(crate) struct DeviceRunner {
     routing: Option<StepRouting>,
     /// What scores rows, from the first request on that asks for it, on the rank that an engine drives.
     scorer: Option<DeviceScorer>,
+    /// Whether the step that is launched next has masks.
+    masked: bool,
+    /// A launched step that waits for its masks.
+    unsampled: Option<(Shape, Asked)>,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
     sampled: Buffer,
@@ -122,6 +116,8 @@ impl DeviceRunner {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
             scorer: None,
+            masked: false,
+            unsampled: None,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
             sampler: DeviceSampler::new(seqs, vocab_size, tokens),
@@ -150,13 +146,13 @@ impl DeviceRunner {
     }
 
     /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
-    /// launched here. `masks`: of each token that is sampled, or none. `records`: the experts of its rows are read back.
+    /// launched here. `masked`: [`sample_masked`](Self::sample_masked) follows. `records`: the experts of its rows are read back.
     pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         mut plan: Plan,
-        (history, masks, records): (History, Vec<MaskResult>, bool),
+        (history, masked, records): (History, bool, bool),
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
@@ -165,7 +161,7 @@ impl DeviceRunner {
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
-        self.sampler.set_masks(&masks, ex)?;
+        self.masked = masked;
         let listed: Vec<_> = params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
         let logprobs = Asked::of(params.iter().copied()).logprobs;
         let sampling = DeviceSampling::new(token_source, &params);
@@ -191,7 +187,7 @@ impl DeviceRunner {
             routing.read_back(self.turn, routed_rows, ex)?;
         }
         self.last.clone_from(&keys);
-        let failed = keys.iter().zip(masks).filter_map(|(key, mask)| Some((*key, mask.err()?))).collect();
+        let failed = HashMap::new();
         let rows = keys.into_iter().zip(listed).collect();
         Ok(InFlight { parts: plan.parts, rows, failed, padded, scored, slot: self.turn, routed_rows, marks })
     }
@@ -234,13 +230,29 @@ impl DeviceRunner {
             None => None,
         };
         context.padded = bucket.is_some();
-        let asked = Asked { masks: self.sampler.is_masked, ..Asked::of(sampling.rows()) };
+        let asked = Asked { masks: self.masked, ..Asked::of(sampling.rows()) };
         let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(_) if !self.sizes.eager => self.replay(shape, (asked, forced), model, kv, context, ex),
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
         });
         launched?;
+        self.unsampled = asked.masks.then_some((shape, asked));
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
+    }
+
+    /// Samples a launched step with the masks of its tokens; returns at once.
+    pub(super) fn sample_masked(
+        &mut self,
+        step: &mut InFlight,
+        masks: Vec<MaskResult>,
+        ex: &Exec,
+    ) -> Result<()> {
+        let Some((shape, asked)) = self.unsampled.take() else { bail!("masks for no step") };
+        self.sampler.upload_masks(&masks, ex)?;
+        self.sample(shape, asked, ex)?;
+        let failed = step.rows.iter().zip(masks).filter_map(|((key, _), mask)| Some((*key, mask.err()?)));
+        step.failed = failed.collect();
+        Ok(())
     }
 
     /// Waits for a step and reads its tokens.
@@ -308,93 +320,6 @@ impl DeviceRunner {
             }
         }
         Ok(source)
-    }
-
-    /// The launches of a step.
-    fn launch_step(
-        &mut self,
-        shape: Shape,
-        (asked, forced): (Asked, Option<Forced>),
-        model: &dyn CausalLm,
-        kv: &mut KvCache,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let rows = shape.logits;
-        ex.mark("embedding", 0)?;
-        let views = self.step.views(shape)?;
-        if let Some(routing) = &mut self.routing {
-            context.routing = routing.begin(forced, views.number, shape.rows, ex)?;
-        }
-        let scorer = self.scorer.as_mut().map(|scorer| scorer as &mut dyn Scorer);
-        let logits = LogitsOut { rows: self.logits.view_mut().narrow(0, rows)?, scorer };
-        let ran = model.forward(&views.step, kv, logits, None, context, ex);
-        context.routing = DeviceRouting::default();
-        ran?;
-        ex.mark("sample", 0)?;
-        let (mut tokens, rest) = self.sampled.view_mut().split_at(rows)?;
-        let (status, rest) = rest.split_at(rows)?;
-        let logits = self.logits.view().narrow(0, rows)?;
-        let (slots, masks) = self.sampler.views(rows)?;
-        let slots = slots.filter(|_| asked.slots);
-        sample_into(logits, views.sampling, slots, masks, tokens.reborrow(), status, ex)?;
-        if asked.logprobs {
-            let out = rest.narrow(0, rows * LOGPROB_WORDS)?.reshape(&[rows, LOGPROB_WORDS])?;
-            logprobs_into(logits, views.sampling, tokens.as_view(), out, ex)?;
-        }
-        Ok(())
-    }
-
-    /// The launches of a step, recorded as a graph the second time and replayed from then on.
-    fn replay(
-        &mut self,
-        shape: Shape,
-        asks: (Asked, Option<Forced>),
-        model: &dyn CausalLm,
-        kv: &mut KvCache,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let (asked, forced) = asks;
-        let variant = Variant { rows: shape.rows, asked, forced: forced.map(Forced::weights) };
-        match self.graphs.get_mut(&variant) {
-            Some(Recording::Ready(graph)) => {
-                self.replayed += 1;
-                ex.mark("graph", variant.rows)?;
-                graph.launch()?;
-                return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
-            }
-            Some(Recording::Never) => return self.launch_step(shape, asks, model, kv, context, ex),
-            None => {
-                self.graphs.insert(variant, Recording::Warm);
-                return self.launch_step(shape, asks, model, kv, context, ex);
-            }
-            Some(Recording::Warm) => {}
-        }
-        let recorded = Graph::capture(ex, |ex| self.launch_step(shape, asks, model, kv, context, ex));
-        let by_all = match model.ranks() {
-            Some(ranks) => ranks.all(recorded.is_ok())?,
-            None => recorded.is_ok(),
-        };
-        match recorded {
-            Ok(mut graph) if by_all => {
-                ex.mark("graph", variant.rows)?;
-                graph.launch()?;
-                self.recorded += 1;
-                self.replayed += 1;
-                self.graphs.insert(variant, Recording::Ready(graph));
-                model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex))
-            }
-            recorded => {
-                if !self.graphs.values().any(|r| matches!(r, Recording::Never)) {
-                    let why = recorded.err().map_or("another rank could not".to_string(), |e| e.to_string());
-                    let rows = variant.rows;
-                    warn!("decoding without CUDA graphs: a batch of {rows} could not be recorded: {why}");
-                }
-                self.graphs.insert(variant, Recording::Never);
-                self.launch_step(shape, asks, model, kv, context, ex)
-            }
-        }
     }
 }
 
