@@ -66,12 +66,13 @@ fn stop_strings_end_the_text() {
 fn logprobs_are_those_of_the_logits() {
     let model = load("base", DType::F32).unwrap();
     let vocab = model.info().vocab_size;
-    let mut request = requests(&model, &[33], 6).remove(0);
-    request.sampling.logprobs = Some(4);
-    request.prompt_logprobs = Some(2);
-    let config = EngineConfig { max_num_batched_tokens: 10, ..EngineConfig::default() };
-    for ahead in [false, true] {
-        let config = EngineConfig { async_scheduling: ahead, ..config.clone() };
+    // The longer prompt is scored in two pieces of a step.
+    for (len, rows, ahead) in [(33, 10, false), (33, 10, true), (300, 400, true)] {
+        let mut request = requests(&model, &[len], 6).remove(0);
+        request.sampling.logprobs = Some(4);
+        request.prompt_logprobs = Some(2);
+        let config =
+            EngineConfig { max_num_batched_tokens: rows, async_scheduling: ahead, ..EngineConfig::default() };
         let done = run(&model, std::slice::from_ref(&request), &config).remove(0);
         let sequence = [&request.prompt[..], &done.tokens].concat();
         let schedule = Schedule { chunk: 1000, block_size: 16, together: true };
@@ -82,10 +83,10 @@ fn logprobs_are_those_of_the_logits() {
             let row = |p: usize| &logits[p * vocab..(p + 1) * vocab];
             (from..to).map(|p| token_logprobs(row(p - 1), sequence[p], n).unwrap()).collect()
         };
-        assert_eq!(done.prompt_logprobs, Some(expected(1, 33, 2)));
-        assert_eq!(done.logprobs, expected(33, 39, 4));
+        assert_eq!(done.prompt_logprobs, Some(expected(1, len, 2)));
+        assert_eq!(done.logprobs, expected(len, len + 6, 4));
         // The formula itself: log of softmax.
-        let (row, chosen) = (&logits[32 * vocab..33 * vocab], &done.logprobs[0].chosen);
+        let (row, chosen) = (&logits[(len - 1) * vocab..len * vocab], &done.logprobs[0].chosen);
         let sum: f64 = row.iter().map(|&x| (x as f64).exp()).sum();
         let want = row[chosen.token_id as usize] as f64 - sum.ln();
         assert!((chosen.logprob as f64 - want).abs() < 1e-4, "{} {want}", chosen.logprob);

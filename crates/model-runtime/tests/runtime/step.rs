@@ -22,7 +22,7 @@ fn a_mixed_step() -> Result<()> {
     let step = Step::new(
         [
             seq(&[7], 5, 3, &[9, 2], LogitsRows::Last),
-            seq(&[1, 2, 3], 4, 20, &[0, 1, 3], LogitsRows::None),
+            SequenceStep { scored: &[2, 3], ..seq(&[1, 2, 3], 4, 20, &[0, 1, 3], LogitsRows::None) },
             seq(&[4, 5], 0, 2, &[8], LogitsRows::All),
         ],
         4,
@@ -36,11 +36,16 @@ fn a_mixed_step() -> Result<()> {
     assert_eq!(step.logits_rows(), [0, 4, 5]);
     assert_eq!([0, 1, 2, 3].map(|s| step.logits_range(s)), [0..1, 1..1, 1..3, 0..0]);
     let views = step.views()?;
-    assert_eq!((views.num_tokens(), views.num_logits()), (6, 3));
+    assert_eq!((views.num_tokens(), views.num_logits(), views.num_scored()), (6, 3, 2));
+    assert_eq!(step.scored_rows(), [1, 2]);
+    assert_eq!([0, 1, 2, 3].map(|s| step.scored_tokens(s)), [&[][..], &[2, 3], &[], &[]]);
     assert_eq!((views.decode_rows, views.one_row_each()), (1, false));
     assert_eq!(views.block_tables.dims(), [3, 3]);
     assert!(message(step.check_vocab(7)).contains("row 0: token id 7 is outside of the vocabulary of 7"));
-    step.check_vocab(8)
+    step.check_vocab(8)?;
+    let scored = Step::new([SequenceStep { scored: &[9], ..seq(&[1], 0, 2, &[0], LogitsRows::None) }], 4)?;
+    assert!(message(scored.check_vocab(8)).contains("scored row 0: token id 9"));
+    Ok(())
 }
 
 #[test]
@@ -97,6 +102,8 @@ fn wrong_sequences_are_named() {
     assert!(step(seq(&[1], 0, 1 << 32, &[0], LogitsRows::Last)).contains("prompt of 4294967296 tokens"));
     assert!(step(seq(&[1], 0, 1, &[u32::MAX], LogitsRows::Last)).contains("does not fit 32 bits"));
     assert!(message(Step::new([seq(&[1], 0, 1, &[0], LogitsRows::Last)], 0)).contains("KV slots"));
+    let e = step(SequenceStep { scored: &[5, 6], ..seq(&[1], 0, 3, &[0], LogitsRows::Last) });
+    assert!(e.contains("2 scored rows of 1 new tokens"), "{e}");
 }
 
 proptest! {

@@ -230,7 +230,7 @@ impl Runner<'_> {
         let logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(plan, sequences, before, logits))?;
-        Ok((sampled, scorer.finish()))
+        Ok((sampled, scorer.finish()?))
     }
 
     /// Runs a step without rows: this rank's part in the steps of others.

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::Result;
 #[cfg(feature = "cuda")]
-use candle_core::{DType, bail};
+use candle_core::DType;
+use candle_core::{Result, bail};
 #[cfg(feature = "cuda")]
 use model_runtime::Buffer;
 #[cfg(feature = "cuda")]
@@ -52,6 +52,14 @@ impl ScoredRows {
         self.rows.is_empty()
     }
 
+    /// Fails unless the model has shown all rows.
+    fn check_shown(&self, shown: usize) -> Result<()> {
+        match self.rows.len() == shown {
+            true => Ok(()),
+            false => bail!("the model has shown {shown} of {} scored rows", self.rows.len()),
+        }
+    }
+
     /// Scores of all rows as those of each sequence.
     fn by_part(&self, scores: impl IntoIterator<Item = Score>) -> PromptLogprobs {
         let mut scores = scores.into_iter();
@@ -70,13 +78,21 @@ impl<'a> HostScorer<'a> {
         Self { rows, found: Vec::with_capacity(rows.rows.len()) }
     }
 
-    pub fn finish(self) -> PromptLogprobs {
-        self.rows.by_part(self.found)
+    /// What was found.
+    ///
+    /// # Errors
+    /// A model that has not shown all rows.
+    pub fn finish(self) -> Result<PromptLogprobs> {
+        self.rows.check_shown(self.found.len())?;
+        Ok(self.rows.by_part(self.found))
     }
 }
 
 impl Scorer for HostScorer<'_> {
     fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
+        if first != self.found.len() {
+            bail!("the model shows scored row {first} behind {} rows", self.found.len())
+        }
         let copied = if logits.is_cuda() { Some(ex.to_host(logits)?) } else { None };
         let logits = copied.as_ref().map_or(logits, |copied| copied.view());
         let (vocab, rows) = (logits.dims()[1], &self.rows.rows[first..]);
@@ -96,6 +112,8 @@ pub(super) struct DeviceScorer {
     /// Two steps in turn, like what is read back.
     pinned: [PinnedWords; 2],
     found: Buffer,
+    /// Rows of the step that the model has shown.
+    shown: usize,
     read_back: [PinnedWords; 2],
 }
 
@@ -108,6 +126,7 @@ impl DeviceScorer {
             asked: ex.zeros(DType::U32, &[2 * rows])?,
             pinned: [ex.pinned(2 * rows)?, ex.pinned(2 * rows)?],
             found: ex.zeros(DType::U32, &[rows, LOGPROB_WORDS])?,
+            shown: 0,
             read_back: [ex.pinned(words)?, ex.pinned(words)?],
         })
     }
@@ -118,6 +137,7 @@ impl DeviceScorer {
         if rows.len() > most {
             bail!("{} rows to score, and there is room for {most}", rows.len())
         }
+        self.shown = 0;
         let pinned = &mut self.pinned[turn];
         let (tokens, listed) = pinned.wait()?.split_at_mut(most);
         for ((token, listed), &row) in tokens.iter_mut().zip(listed).zip(rows) {
@@ -128,6 +148,7 @@ impl DeviceScorer {
 
     /// Puts the copy of what was found behind a step; returns at once.
     pub fn read_back(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
+        scored.check_shown(self.shown)?;
         ex.download(self.found.view().narrow(0, scored.rows.len())?, &mut self.read_back[turn])
     }
 
@@ -147,6 +168,7 @@ impl Scorer for DeviceScorer {
     fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
         let (rows, most, asked) = (logits.rows(), self.found.dims()[0], self.asked.view());
         let (tokens, listed) = (asked.narrow(first, rows)?, asked.narrow(most + first, rows)?);
+        self.shown += rows;
         let out = self.found.view_mut().narrow(first, rows)?;
         logprobs_into(logits, listed.reshape(&[rows, 1])?, tokens, out, ex)
     }
