@@ -40,7 +40,7 @@ pub struct Shape {
 impl DeviceSampling {
     /// With a row of parameters per wanted row of logits.
     pub fn new(token_source: Vec<u32>, rows: &[SampleParams]) -> Self {
-        Self { token_source, params: rows.iter().flat_map(SampleParams::words).collect() }
+        Self { token_source, params: rows.iter().flat_map(SampleParams::words).collect(), masked: false }
     }
 
     /// The parameters, row by row.

@@ -35,6 +35,8 @@ pub struct DeviceSampling {
     pub token_source: Vec<u32>,
     /// Per wanted row of logits: its parameters, as the words that the sampling kernel reads.
     pub params: Vec<u32>,
+    /// Whether tokens are sampled only once their masks are there ([`StepRanks::tell_masks`]).
+    pub masked: bool,
 }
 
 /// The ranks of a model, as the one that is about to run a step sees them. Every call fails once a rank has died.
@@ -51,6 +53,12 @@ pub trait StepRanks: Send + Sync {
         bucket: Option<usize>,
         context: &mut StepContext,
     ) -> Result<Option<usize>>;
+
+    /// Whether masks can reach every rank that records graphs with this one: not those of other data-parallel groups.
+    fn takes_masks(&self) -> bool;
+
+    /// Tells the ranks that follow the masks of the step that they have launched, [R, ceil(V / 32)] u32: all sample then.
+    fn tell_masks(&self, masks: &[u32]) -> Result<()>;
 
     /// One round of moving experts between the ranks that share them, between two steps: tells the ranks that follow, and takes
     /// part. The first ranks of all data-parallel groups call it together.

@@ -53,11 +53,26 @@ pub(super) fn masks(tokens: &[Next], ex: &Exec) -> Vec<MaskResult> {
     ex.install(|| tokens.par_iter().map(|next| next.sequence.mask(&next.output)).collect())
 }
 
+/// Masks over a vocabulary of `vocab_size` tokens side by side, [R, ceil(V / 32)] u32. A row without one may have any token.
+#[cfg(feature = "cuda")]
+pub(super) fn pack(masks: &[MaskResult], vocab_size: usize, ex: &Exec) -> Vec<u32> {
+    let words = vocab_size.div_ceil(u32::BITS as usize).max(1);
+    let mut packed = vec![0; masks.len() * words];
+    let fill = |(row, mask): (&mut [u32], &MaskResult)| match mask {
+        Ok(Some(mask)) => row.iter_mut().zip(mask.words()).for_each(|(word, &bits)| *word = bits),
+        _ => row.fill(u32::MAX),
+    };
+    ex.install(|| packed.par_chunks_exact_mut(words).zip(masks).for_each(fill));
+    packed
+}
+
 /// The masks of a step's rows on a device.
 #[cfg(feature = "cuda")]
 pub(super) struct DeviceMasks {
     /// [rows, ceil(V / 32)] u32.
     bits: Buffer,
+    /// Words of a mask.
+    words: usize,
     /// Two steps in turn.
     pinned: [PinnedWords; 2],
     turn: usize,
@@ -69,27 +84,20 @@ impl DeviceMasks {
     pub fn new(rows: usize, vocab_size: usize, ex: &Exec) -> Result<Self> {
         let words = vocab_size.div_ceil(u32::BITS as usize);
         let pinned = || ex.pinned(rows * words);
-        Ok(Self { bits: ex.zeros(DType::U32, &[rows, words])?, pinned: [pinned()?, pinned()?], turn: 0 })
+        let (bits, pinned) = (ex.zeros(DType::U32, &[rows, words])?, [pinned()?, pinned()?]);
+        Ok(Self { bits, words, pinned, turn: 0 })
     }
 
-    /// Copies the masks of a step's rows; returns at once. A row without one may have any token.
-    pub fn upload(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
-        let (most, words) = (self.bits.dims()[0], self.bits.dims()[1]);
-        if masks.len() > most {
-            bail!("{} masks, and there is room for {most}", masks.len())
+    /// Copies the masks of a step's rows, one behind the other; returns at once.
+    pub fn upload(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
+        let (rows, most) = (masks.len() / self.words.max(1), self.bits.dims()[0]);
+        if rows > most || rows * self.words != masks.len() {
+            bail!("masks of {} words, expected {} for each of at most {most} rows", masks.len(), self.words)
         }
         self.turn = 1 - self.turn;
         let pinned = &mut self.pinned[self.turn];
-        let fill = |(row, mask): (&mut [u32], &MaskResult)| {
-            let Ok(Some(mask)) = mask else { return row.fill(u32::MAX) };
-            let mask = mask.words();
-            let (known, behind) = row.split_at_mut(mask.len().min(words));
-            known.copy_from_slice(&mask[..known.len()]);
-            behind.fill(0);
-        };
-        let rows = pinned.wait()?.par_chunks_exact_mut(words.max(1));
-        ex.install(|| rows.zip(masks).for_each(fill));
-        ex.upload(pinned, self.bits.view_mut().narrow(0, masks.len())?)
+        pinned.wait()?[..masks.len()].copy_from_slice(masks);
+        ex.upload(pinned, self.bits.view_mut().narrow(0, rows)?)
     }
 
     /// The masks of the first `rows` rows.

@@ -201,7 +201,7 @@ impl Runner<'_> {
         let masks = masks(&tokens, &self.ex);
         self.results.extend(before.map(Launched::Done));
         match &mut self.device {
-            Some(device) => device.sample_masked(launched, masks, &self.ex),
+            Some(device) => device.sample_masked(self.model, launched, masks, &self.ex),
             None => bail!("a step on a device that is gone"),
         }
     }

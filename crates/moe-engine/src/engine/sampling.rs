@@ -7,10 +7,10 @@ use candle_core::{Result, bail};
 use model_runtime::cuda::{MAX_EDITS, MAX_LOGPROBS, SampleParams, SampleSlots, SlotReset};
 use model_runtime::device_slots::DeviceSlots;
 use model_runtime::sampling::LogitEdits;
-use model_runtime::{Exec, SamplingParams, View};
+use model_runtime::{Exec, SamplingParams, StepRanks, View};
 use tracing::{info, warn};
 
-use super::masks::{DeviceMasks, MaskResult};
+use super::masks::DeviceMasks;
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
@@ -77,13 +77,13 @@ impl DeviceSampler {
     }
 
     /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
-    /// steps, so that none allocates. Unless it is `alone`, other ranks sample the same tokens and agree on graphs:
-    /// then no sequence may need slots or masks, which they do not have, or log-probabilities.
+    /// steps, so that none allocates. Unless it is alone, other `ranks` sample the same tokens and agree on graphs:
+    /// then no sequence may need slots, which they do not have, or log-probabilities, or masks that do not reach all.
     pub fn takes(
         &mut self,
         plan: &Plan,
         sequences: &HashMap<Key, &Sequence>,
-        alone: bool,
+        ranks: Option<&dyn StepRanks>,
         ex: &Exec,
     ) -> bool {
         let known = |part: &Part| sequences.get(&part.key).map(|sequence| (*sequence, part.samples));
@@ -96,7 +96,7 @@ impl DeviceSampler {
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
         let with_masks = parts.iter().any(|(s, _)| s.constraint.is_some());
-        (alone || !with_slots && !with_logprobs && !with_masks)
+        ranks.is_none_or(|ranks| !with_slots && !with_logprobs && (!with_masks || ranks.takes_masks()))
             && (!with_slots || self.has_slots(ex))
             && (!with_masks || self.has_masks(ex))
     }
@@ -127,11 +127,14 @@ impl DeviceSampler {
         self.masks.is_there(make, "structured output")
     }
 
-    /// Copies the masks of a step, one for each token that it samples.
-    pub fn upload_masks(&mut self, masks: &[MaskResult], ex: &Exec) -> Result<()> {
+    /// Copies the masks of a step, [R, ceil(V / 32)] u32, one for each token that it samples.
+    pub fn upload_masks(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
+        if !self.has_masks(ex) {
+            bail!("no memory for the masks of structured output")
+        }
         match &mut self.masks {
             Memory::Ready(memory) => memory.upload(masks, ex),
-            _ => bail!("masks of {} rows without memory for them", masks.len()),
+            _ => Ok(()),
         }
     }
 

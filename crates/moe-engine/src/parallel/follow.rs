@@ -132,6 +132,7 @@ impl Follower {
             while let Some(message) = next()? {
                 match &*message {
                     GroupMessage::Step(step) => self.run(step)?,
+                    GroupMessage::Masks(masks) => self.sample(masks)?,
                     GroupMessage::Move(round) => drop(self.model.take_part(round)?),
                 }
             }
@@ -173,6 +174,15 @@ impl Follower {
         }
         #[cfg(not(feature = "cuda"))]
         bail!("{sampling:?} of {sizes:?}: the first rank samples on a GPU, but this program has no CUDA")
+    }
+
+    /// Samples the step before with these masks.
+    fn sample(&mut self, masks: &[u32]) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(runner) = &mut self.runner {
+            return runner.sample_with(masks, &self.ex);
+        }
+        bail!("{} words of masks for a step that was not launched", masks.len())
     }
 }
 

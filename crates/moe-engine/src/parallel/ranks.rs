@@ -130,6 +130,15 @@ impl StepRanks for LocalRanks {
         begun.map_err(|e| self.first.failed(e))
     }
 
+    fn takes_masks(&self) -> bool {
+        self.first.geometry.dp_size == 1
+    }
+
+    fn tell_masks(&self, masks: &[u32]) -> Result<()> {
+        let told = self.check().and_then(|()| self.followers.tell(GroupMessage::Masks(masks.into())));
+        told.map_err(|e| self.first.failed(e))
+    }
+
     fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
         let _guard = AbortOnPanic(self.first.groups.world.as_ref());
         let moved = self.check().and_then(|()| {

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum GroupMessage<'a> {
     Step(Box<StepMessage<'a>>),
+    /// The masks of the step before, whose tokens are sampled then.
+    Masks(Cow<'a, [u32]>),
     /// Between two steps: one round of moving experts.
     Move(MoveRound),
 }
@@ -20,6 +22,7 @@ impl GroupMessage<'_> {
     pub fn into_owned(self) -> GroupMessage<'static> {
         match self {
             Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
+            Self::Masks(masks) => GroupMessage::Masks(Cow::Owned(masks.into_owned())),
             Self::Move(round) => GroupMessage::Move(round),
         }
     }
@@ -128,7 +131,8 @@ mod tests {
             most_logits: 7,
             ..StepContext::default()
         };
-        let sampling = DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect() };
+        let sampling =
+            DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect(), masked: true };
         let sizes = RunnerSizes { rows: 8, sequences: 2, tokens: 40, blocks: 3, eager: true };
         let sent = StepMessage::new(&step, Some((&sampling, sizes)), &kv, &context);
         let got: StepMessage = decode(&encode(&sent).unwrap()).unwrap();
@@ -142,7 +146,8 @@ mod tests {
         let limit = std::time::Duration::from_millis(1500);
         let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
         let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };
-        let sent = [GroupMessage::Step(Box::new(sent)), GroupMessage::Move(round)];
+        let masks = GroupMessage::Masks(Cow::Borrowed(&[7, u32::MAX]));
+        let sent = [GroupMessage::Step(Box::new(sent)), masks, GroupMessage::Move(round)];
         for sent in sent {
             let got: GroupMessage = decode(&encode(&sent).unwrap()).unwrap();
             assert_eq!(format!("{got:?}"), format!("{:?}", sent.into_owned()));

@@ -23,7 +23,7 @@ use model_runtime::{
 };
 use tracing::trace_span;
 
-use super::masks::MaskResult;
+use super::masks::{MaskResult, pack};
 use super::routing::StepRouting;
 use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
@@ -74,8 +74,6 @@ pub(crate) struct DeviceRunner {
     routing: Option<StepRouting>,
     /// What scores rows, from the first request on that asks for it, on the rank that an engine drives.
     scorer: Option<DeviceScorer>,
-    /// Whether the step that is launched next has masks.
-    masked: bool,
     /// A launched step that waits for its masks.
     unsampled: Option<(Shape, Asked)>,
     logits: Buffer,
@@ -116,7 +114,6 @@ impl DeviceRunner {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
             scorer: None,
-            masked: false,
             unsampled: None,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
@@ -141,8 +138,7 @@ impl DeviceRunner {
         sequences: &HashMap<Key, &Sequence>,
         ex: &Exec,
     ) -> bool {
-        let alone = model.ranks().is_none();
-        plan.parts.len() <= self.max_seqs && self.sampler.takes(plan, sequences, alone, ex)
+        plan.parts.len() <= self.max_seqs && self.sampler.takes(plan, sequences, model.ranks(), ex)
     }
 
     /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
@@ -161,10 +157,9 @@ impl DeviceRunner {
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
-        self.masked = masked;
         let listed: Vec<_> = params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
         let logprobs = Asked::of(params.iter().copied()).logprobs;
-        let sampling = DeviceSampling::new(token_source, &params);
+        let sampling = DeviceSampling { masked, ..DeviceSampling::new(token_source, &params) };
         plan.step.check_vocab(model.info().vocab_size)?;
         let scored = ScoredRows::of(&plan, history.sequences);
         let next = 1 - self.turn;
@@ -230,7 +225,7 @@ impl DeviceRunner {
             None => None,
         };
         context.padded = bucket.is_some();
-        let asked = Asked { masks: self.masked, ..Asked::of(sampling.rows()) };
+        let asked = Asked { masks: sampling.masked, ..Asked::of(sampling.rows()) };
         let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(_) if !self.sizes.eager => self.replay(shape, (asked, forced), model, kv, context, ex),
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
@@ -240,19 +235,29 @@ impl DeviceRunner {
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
     }
 
-    /// Samples a launched step with the masks of its tokens; returns at once.
+    /// Samples a launched step with the masks of its tokens, on all ranks; returns at once.
     pub(super) fn sample_masked(
         &mut self,
+        model: &dyn CausalLm,
         step: &mut InFlight,
         masks: Vec<MaskResult>,
         ex: &Exec,
     ) -> Result<()> {
-        let Some((shape, asked)) = self.unsampled.take() else { bail!("masks for no step") };
-        self.sampler.upload_masks(&masks, ex)?;
-        self.sample(shape, asked, ex)?;
+        let packed = pack(&masks, model.info().vocab_size, ex);
+        if let Some(ranks) = model.ranks() {
+            ranks.tell_masks(&packed)?;
+        }
+        self.sample_with(&packed, ex)?;
         let failed = step.rows.iter().zip(masks).filter_map(|((key, _), mask)| Some((*key, mask.err()?)));
         step.failed = failed.collect();
         Ok(())
+    }
+
+    /// Samples the launched step with masks [R, ceil(V / 32)] u32; returns at once.
+    pub fn sample_with(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
+        let Some((shape, asked)) = self.unsampled.take() else { bail!("masks for no step") };
+        self.sampler.upload_masks(masks, ex)?;
+        self.sample(shape, asked, ex)
     }
 
     /// Waits for a step and reads its tokens.
