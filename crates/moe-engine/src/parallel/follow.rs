@@ -176,13 +176,14 @@ impl Follower {
         bail!("{sampling:?} of {sizes:?}: the first rank samples on a GPU, but this program has no CUDA")
     }
 
-    /// Samples the step before with these masks.
-    fn sample(&mut self, masks: &[u32]) -> Result<()> {
+    /// Samples the step before with these masks, words as bytes.
+    fn sample(&mut self, masks: &[u8]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(runner) = &mut self.runner {
-            return runner.sample_with(masks, &self.ex);
+            let words = masks.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes));
+            return runner.sample_with(&words.collect::<Vec<_>>(), &self.ex);
         }
-        bail!("{} words of masks for a step that was not launched", masks.len())
+        bail!("{} bytes of masks for a step that was not launched", masks.len())
     }
 }
 

@@ -135,7 +135,8 @@ impl StepRanks for LocalRanks {
     }
 
     fn tell_masks(&self, masks: &[u32]) -> Result<()> {
-        let told = self.check().and_then(|()| self.followers.tell(GroupMessage::Masks(masks.into())));
+        let message = || GroupMessage::Masks(bytemuck::cast_slice(masks).to_vec());
+        let told = self.check().and_then(|()| self.followers.tell(message()));
         told.map_err(|e| self.first.failed(e))
     }
 

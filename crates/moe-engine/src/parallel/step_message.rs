@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum GroupMessage<'a> {
     Step(Box<StepMessage<'a>>),
-    /// The masks of the step before, whose tokens are sampled then.
-    Masks(Cow<'a, [u32]>),
+    /// The masks of the step before, whose tokens are sampled then: words as bytes, which a message copies as they are.
+    Masks(#[serde(with = "serde_bytes")] Vec<u8>),
     /// Between two steps: one round of moving experts.
     Move(MoveRound),
 }
@@ -22,7 +22,7 @@ impl GroupMessage<'_> {
     pub fn into_owned(self) -> GroupMessage<'static> {
         match self {
             Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
-            Self::Masks(masks) => GroupMessage::Masks(Cow::Owned(masks.into_owned())),
+            Self::Masks(masks) => GroupMessage::Masks(masks),
             Self::Move(round) => GroupMessage::Move(round),
         }
     }
@@ -146,7 +146,7 @@ mod tests {
         let limit = std::time::Duration::from_millis(1500);
         let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
         let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };
-        let masks = GroupMessage::Masks(Cow::Borrowed(&[7, u32::MAX]));
+        let masks = GroupMessage::Masks(vec![7, 0, 255, 3]);
         let sent = [GroupMessage::Step(Box::new(sent)), masks, GroupMessage::Move(round)];
         for sent in sent {
             let got: GroupMessage = decode(&encode(&sent).unwrap()).unwrap();
