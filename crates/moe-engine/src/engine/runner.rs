@@ -169,8 +169,9 @@ impl Runner<'_> {
     /// Starts a step whose tokens the device samples.
     #[cfg(feature = "cuda")]
     fn launch_on_device(&mut self, mut plan: Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
-        let structured = |part: &Part| sequences.get(&part.key).is_some_and(|s| s.constraint.is_some());
-        let structured = plan.parts.iter().any(structured);
+        let sampled = plan.parts.iter().filter(|part| part.samples.is_some());
+        let mut sampled = sampled.filter_map(|part| sequences.get(&part.key));
+        let structured = sampled.any(|sequence| sequence.constraint.is_some());
         self.steps += 1;
         let Self { model, force_balance, steps: step, most_logits, .. } = *self;
         let Some(device) = &mut self.device else { bail!("a step for a device that is gone") };

@@ -95,7 +95,7 @@ impl DeviceSampler {
         let sampled = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
-        let with_masks = parts.iter().any(|(s, _)| s.constraint.is_some());
+        let with_masks = sampled().any(|(s, _)| s.constraint.is_some());
         ranks.is_none_or(|ranks| !with_slots && !with_logprobs && (!with_masks || ranks.takes_masks()))
             && (!with_slots || self.has_slots(ex))
             && (!with_masks || self.has_masks(ex))

@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 #[cfg(feature = "cuda")]
 use model_runtime::Buffer;
 #[cfg(feature = "cuda")]
-use model_runtime::cuda::{LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into};
+use model_runtime::cuda::{LOGPROB_WORDS, MAX_LOGPROBS, PinnedWords, SampleLogprobs, logprobs_into};
 #[cfg(feature = "cuda")]
 use model_runtime::sampling::device_logprobs;
 use model_runtime::sampling::{SamplingError, TokenLogprobs, token_logprobs};
@@ -60,10 +60,11 @@ impl ScoredRows {
         }
     }
 
-    /// Scores of all rows as those of each sequence.
-    fn by_part(&self, scores: impl IntoIterator<Item = Score>) -> PromptLogprobs {
+    /// Scores of all rows as those of each sequence; the first error of its rows, if there is one.
+    fn by_part(&self, scores: Vec<Score>) -> PromptLogprobs {
         let mut scores = scores.into_iter();
-        self.parts.iter().map(|&(key, rows)| (key, scores.by_ref().take(rows).collect())).collect()
+        let mut own = |rows: usize| scores.by_ref().take(rows).collect::<Vec<_>>();
+        self.parts.iter().map(|&(key, rows)| (key, own(rows).into_iter().collect())).collect()
     }
 }
 
@@ -99,7 +100,7 @@ impl Scorer for HostScorer<'_> {
         let logits = logits.cpu::<f32>()?.par_chunks_exact(vocab);
         let found =
             |(logits, &(token, listed)): (&[f32], &(u32, usize))| token_logprobs(logits, token, listed);
-        self.found.par_extend(ex.install(|| logits.zip(rows).map(found).collect::<Vec<_>>()));
+        self.found.extend(ex.install(|| logits.zip(rows).map(found).collect::<Vec<_>>()));
         Ok(())
     }
 }
@@ -141,7 +142,7 @@ impl DeviceScorer {
         let pinned = &mut self.pinned[turn];
         let (tokens, listed) = pinned.wait()?.split_at_mut(most);
         for ((token, listed), &row) in tokens.iter_mut().zip(listed).zip(rows) {
-            (*token, *listed) = (row.0, row.1 as u32 + 1);
+            (*token, *listed) = (row.0, row.1.min(MAX_LOGPROBS) as u32 + 1);
         }
         ex.upload(pinned, self.asked.view_mut())
     }
@@ -171,5 +172,36 @@ impl Scorer for DeviceScorer {
         self.shown += rows;
         let out = self.found.view_mut().narrow(first, rows)?;
         logprobs_into(logits, listed.reshape(&[rows, 1])?, tokens, out, ex)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_that_fails_fails_its_sequence_alone() {
+        let rows = ScoredRows { parts: vec![((0, 0), 2), ((1, 0), 3)], rows: vec![(0, 1); 5] };
+        let mut logits = [[0f32, 1.]; 5];
+        logits[0][1] = f32::NAN;
+        let mut scorer = HostScorer::new(&rows);
+        for (first, piece) in [(0, &logits[..2]), (2, &logits[2..])] {
+            let view = View::new(piece.as_flattened(), &[piece.len(), 2]).unwrap();
+            scorer.score(first, view, &mut Exec::cpu()).unwrap();
+        }
+        let found = scorer.finish().unwrap();
+        assert!(found[&(0, 0)].is_err());
+        assert_eq!(found[&(1, 0)].as_ref().unwrap().len(), 3);
+    }
+
+    #[test]
+    fn a_model_shows_every_row_in_order() {
+        let rows = ScoredRows { parts: vec![((0, 0), 2)], rows: vec![(0, 0); 2] };
+        let logits = View::new(&[0f32, 1.], &[1, 2]).unwrap();
+        let mut scorer = HostScorer::new(&rows);
+        assert!(scorer.score(1, logits, &mut Exec::cpu()).is_err());
+        scorer.score(0, logits, &mut Exec::cpu()).unwrap();
+        let e = scorer.finish().unwrap_err().to_string();
+        assert!(e.contains("has shown 1 of 2 scored rows"), "{e}");
     }
 }
