@@ -53,7 +53,7 @@ const FORBIDDEN: &[(&str, &[&str])] = &[
 
 /// Most crates that a program is built from: the first build takes as long as they do (docs/benchmarks.md). Who needs one
 /// more says here what for.
-const MOST_CRATES: &[(&str, usize)] = &[("model-qwen3moe", 221), ("model-deepseekv2-legacy", 221)];
+const MOST_CRATES: &[(&str, usize)] = &[("model-qwen3moe", 222), ("model-deepseekv2-legacy", 222)];
 
 pub fn run() -> Result<()> {
     let packages = workspace::packages()?;

@@ -118,7 +118,7 @@ pub struct LogitsOut<'a> {
 }
 
 impl<'a> LogitsOut<'a> {
-    /// From its parts; the scorer may live longer than the rows.
+    /// From its parts. A scorer of a longer lifetime is taken, too: a literal of this type would ask for the same one.
     pub fn new<'s: 'a>(rows: ViewMut<'a>, scorer: Option<&'a mut (dyn Scorer + 's)>) -> Self {
         Self { rows, scorer: scorer.map(|scorer| scorer as &mut dyn Scorer) }
     }
@@ -163,8 +163,8 @@ pub trait CausalLm: Send + Sync {
     }
 
     /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows
-    /// that the step names or scores to `logits`. With an observer, also shows it the
-    /// intermediate results of all rows; the logits' bits are the same.
+    /// that the step names to `logits.rows`; shows those of scored rows to `logits.scorer`. With an observer, also shows it
+    /// the intermediate results of all rows; the logits' bits are the same.
     ///
     /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `context`.
     fn forward(

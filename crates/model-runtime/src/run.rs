@@ -14,7 +14,7 @@ use crate::step::Step;
 pub(crate) const SCORED_PIECE: usize = 256;
 
 /// Executes a step on a model; returns the logits, [R, V] f32, where the model is. On a CUDA device
-/// the step's arrays are copied there first.
+/// the step's arrays are copied there first. Scored rows are shown to nobody.
 pub fn run_step(
     model: &dyn CausalLm,
     step: &Step,

@@ -47,7 +47,7 @@ pub fn token_logprobs(logits: &[f32], token: u32, n: usize) -> Result<TokenLogpr
     Ok(TokenLogprobs { chosen: scale.entry(token, logit, before + 1), top: scale.list(&top(logits, n)) })
 }
 
-/// The log-probabilities of a token that was sampled on a device, from what the device found in its row of logits.
+/// The log-probabilities of a token, from what a device found in its row of logits.
 #[cfg(feature = "cuda")]
 pub fn device_logprobs(
     row: moe_kernels::cuda::SampleLogprobs,

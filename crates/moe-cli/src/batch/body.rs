@@ -183,7 +183,8 @@ impl Parser {
         };
         request.max_tokens = if prompt_only { Some(1) } else { limit.tokens.or(default_limit) };
         let logprobs = logprobs(api, &body)?;
-        request.sampling.logprobs = logprobs;
+        // The token behind a prompt that is scored alone is dropped.
+        request.sampling.logprobs = logprobs.filter(|_| !prompt_only);
         request.prompt_logprobs = body.size("prompt_logprobs")?.or(logprobs.filter(|_| echo));
         at_most_max("prompt_logprobs", request.prompt_logprobs)?;
 

@@ -17,7 +17,7 @@ use super::sequence::{Key, Sequence};
 use super::slots::{Assigned, Slots};
 
 /// Memory that is taken when a request first needs it.
-enum Memory<T> {
+pub(super) enum Memory<T> {
     None,
     Ready(Box<T>),
     /// The device has no room: the host samples.
@@ -26,17 +26,25 @@ enum Memory<T> {
 
 impl<T> Memory<T> {
     /// Whether it is there; makes it the first time, and says once if it cannot be.
-    fn is_there(&mut self, make: impl FnOnce() -> Result<T>, what: &str) -> bool {
+    pub fn is_there(&mut self, make: impl FnOnce() -> Result<T>, what: &str) -> bool {
         if let Self::None = self {
             *self = match make() {
                 Ok(memory) => Self::Ready(Box::new(memory)),
                 Err(e) => {
-                    warn!("steps with {what} go to the host: {e}; a lower --max-num-seqs needs less");
+                    warn!("steps with {what} go to the host: {e}");
                     Self::Refused
                 }
             };
         }
         matches!(self, Self::Ready(_))
+    }
+
+    /// What is there.
+    pub fn get(&mut self) -> Option<&mut T> {
+        match self {
+            Self::Ready(memory) => Some(memory),
+            _ => None,
+        }
     }
 }
 
@@ -92,6 +100,14 @@ impl DeviceSampler {
         else {
             return false;
         };
+        // As many as the device lists.
+        let scored = |i: usize| {
+            let listed = parts[i].0.request.prompt_logprobs.unwrap_or(0).min(self.vocab_size);
+            plan.step.scored_tokens(i).is_empty() || listed <= MAX_LOGPROBS
+        };
+        if !(0..parts.len()).all(scored) {
+            return false;
+        }
         let sampled = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
@@ -103,12 +119,11 @@ impl DeviceSampler {
 
     /// Whether the device can sample what a sequence asks for.
     fn fits(&self, sequence: &Sequence, position: Option<usize>) -> bool {
-        let (request, p) = (&sequence.request, &sequence.sampling);
+        let p = &sequence.sampling;
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
         let few = num_edits(sequence) <= MAX_EDITS;
         let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
-        let scored = request.prompt_logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
-        scored && (position.is_none() || listed && few && one_by_one)
+        position.is_none() || listed && few && one_by_one
     }
 
     fn has_slots(&mut self, ex: &Exec) -> bool {
@@ -119,22 +134,20 @@ impl DeviceSampler {
             info!("{bytes} bytes on the device for penalties and logit bias of {slots} sequences");
             Ok(memory)
         };
-        self.memory.is_there(make, "penalties or logit bias")
+        self.memory.is_there(make, "penalties or logit bias (a lower --max-num-seqs needs less)")
     }
 
     fn has_masks(&mut self, ex: &Exec) -> bool {
         let make = || DeviceMasks::new(self.num_slots, self.vocab_size, ex);
-        self.masks.is_there(make, "structured output")
+        self.masks.is_there(make, "structured output (a lower --max-num-seqs needs less)")
     }
 
     /// Copies the masks of a step, [R, ceil(V / 32)] u32, one for each token that it samples.
     pub fn upload_masks(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
-        if !self.has_masks(ex) {
-            bail!("no memory for the masks of structured output")
-        }
-        match &mut self.masks {
-            Memory::Ready(memory) => memory.upload(masks, ex),
-            _ => Ok(()),
+        self.has_masks(ex);
+        match self.masks.get() {
+            Some(memory) => memory.upload(masks, ex),
+            None => bail!("no memory for the masks of structured output; a lower --max-num-seqs needs less"),
         }
     }
 
@@ -144,10 +157,7 @@ impl DeviceSampler {
         asked: Asked,
         rows: usize,
     ) -> Result<(Option<SampleSlots<'_>>, Option<View<'_>>)> {
-        let slots = match &mut self.memory {
-            Memory::Ready(slots) if asked.slots => Some(slots.views()),
-            _ => None,
-        };
+        let slots = self.memory.get().filter(|_| asked.slots).map(DeviceSlots::views);
         let masks = match &self.masks {
             Memory::Ready(masks) if asked.masks => Some(masks.view(rows)?),
             _ => None,
@@ -194,7 +204,7 @@ impl DeviceSampler {
         before: Option<&StepResult>,
         ex: &Exec,
     ) -> Result<()> {
-        let Memory::Ready(memory) = &mut self.memory else { return Ok(()) };
+        let Some(memory) = self.memory.get() else { return Ok(()) };
         let mut edits = Vec::new();
         let mut outputs = Vec::new();
         for (_, sequence, position) in stale {

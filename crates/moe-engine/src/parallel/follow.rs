@@ -181,7 +181,7 @@ impl Follower {
         #[cfg(feature = "cuda")]
         if let Some(runner) = &mut self.runner {
             let words = masks.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes));
-            return runner.sample_with(&words.collect::<Vec<_>>(), &self.ex);
+            return runner.sample_with(&words.collect::<Vec<_>>(), &self.ex).map(drop);
         }
         bail!("{} bytes of masks for a step that was not launched", masks.len())
     }

@@ -1,5 +1,5 @@
-// What the host needs to say how likely sampled tokens were, from the logits as the model gave them: sums and keys with
-// the CPU's bits (model-runtime, `sampling::logprobs`); it takes the logarithms.
+// What the host needs to say how likely tokens were, sampled ones or a prompt's, from the logits as the model gave
+// them: sums and keys with the CPU's bits (model-runtime, `sampling::logprobs`); it takes the logarithms.
 //
 // Floor: the logits once, 4 V bytes per row that asks; the others' blocks leave at once.
 #include "sampling/row.cuh"
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }  // namespace moe
 
 /// out [rows, 72] u32 for rows of logits [rows, vocab] f32 whose last word of `params` [rows, stride] u32 is n + 1,
-/// with n at most 32, and whose token [rows] was sampled: status (0; 1 = a logit is NaN or +inf, with the first such
+/// with n at most 32, and a token of each, tokens [rows]: status (0; 1 = a logit is NaN or +inf, with the first such
 /// id; 2 = every logit is -inf), rank of the token, bits of the largest and of its logit, sum of the weights at
 /// temperature 1 (2 words), 2 unused, then the keys of the min(n, vocab) likeliest (2 words each, low first) in any
 /// order.

@@ -49,8 +49,8 @@ __device__ __forceinline__ float saturate(float before, float after) {
   return fabsf(before) < INFINITY ? fminf(fmaxf(after, -kLargest), kLargest) : before;
 }
 
-/// Excludes the tokens whose bit of `mask` is not set, behind `Row::load`, whose groups each thread changes. Returns as
-/// that.
+/// Excludes the tokens whose bit of `mask` is not set. Comes after `Row::load`: each thread changes the groups that it
+/// loaded, so no barrier is needed between them. Returns what `load` returns.
 __device__ __forceinline__ float keep_masked(Row& row, const uint32_t* mask) {
   for (int g = threadIdx.x; g < row.groups(); g += kRowThreads) {
     const int id = row.first + 4 * g;  // a multiple of 4: its four bits are in one word

@@ -44,7 +44,7 @@ impl DeviceRunner {
         if let Some(routing) = &mut self.routing {
             context.routing = routing.begin(forced, views.number, shape.rows, ex)?;
         }
-        let scorer = self.scorer.as_mut().map(|scorer| scorer as &mut dyn Scorer);
+        let scorer = self.scorer.get().map(|scorer| scorer as &mut dyn Scorer);
         let logits = LogitsOut { rows: self.logits.view_mut().narrow(0, rows)?, scorer };
         let ran = model.forward(&views.step, kv, logits, None, context, ex);
         context.routing = DeviceRouting::default();
@@ -81,7 +81,9 @@ impl DeviceRunner {
         ex: &mut Exec,
     ) -> Result<()> {
         let (asked, forced) = asks;
-        let variant = Variant { rows: shape.rows, asked, forced: forced.map(Forced::weights) };
+        // With masks a graph ends before sampling, whatever else that asks for.
+        let recorded = if asked.masks { Asked { masks: true, ..Asked::default() } } else { asked };
+        let variant = Variant { rows: shape.rows, asked: recorded, forced: forced.map(Forced::weights) };
         match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;

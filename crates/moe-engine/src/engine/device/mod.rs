@@ -26,7 +26,7 @@ use tracing::trace_span;
 use super::masks::{MaskResult, pack};
 use super::routing::StepRouting;
 use super::runner::StepResult;
-use super::sampling::{Asked, DeviceSampler, History};
+use super::sampling::{Asked, DeviceSampler, History, Memory};
 use super::scheduler::{Part, Plan};
 use super::scores::{DeviceScorer, ScoredRows};
 use super::sequence::{Key, Sequence};
@@ -65,6 +65,15 @@ impl InFlight {
     }
 }
 
+/// A launched step that is to be sampled.
+struct Unsampled {
+    shape: Shape,
+    asked: Asked,
+    /// Its rows, and when its launches began.
+    rows: usize,
+    begin: Instant,
+}
+
 /// What runs steps and samples their tokens: on the rank that an engine drives, and on those that follow it.
 pub(crate) struct DeviceRunner {
     sizes: RunnerSizes,
@@ -73,9 +82,9 @@ pub(crate) struct DeviceRunner {
     /// What experts are chosen; `None` for a model without any.
     routing: Option<StepRouting>,
     /// What scores rows, from the first request on that asks for it, on the rank that an engine drives.
-    scorer: Option<DeviceScorer>,
+    scorer: Memory<DeviceScorer>,
     /// A launched step that waits for its masks.
-    unsampled: Option<(Shape, Asked)>,
+    unsampled: Option<Unsampled>,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
     sampled: Buffer,
@@ -113,7 +122,7 @@ impl DeviceRunner {
         Ok(Self {
             sizes,
             routing: info.moe.as_ref().map(routing).transpose()?,
-            scorer: None,
+            scorer: Memory::None,
             unsampled: None,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
@@ -138,7 +147,15 @@ impl DeviceRunner {
         sequences: &HashMap<Key, &Sequence>,
         ex: &Exec,
     ) -> bool {
-        plan.parts.len() <= self.max_seqs && self.sampler.takes(plan, sequences, model.ranks(), ex)
+        plan.parts.len() <= self.max_seqs
+            && self.sampler.takes(plan, sequences, model.ranks(), ex)
+            && (plan.step.num_scored() == 0 || self.has_scorer(ex))
+    }
+
+    fn has_scorer(&mut self, ex: &Exec) -> bool {
+        let rows = self.sizes.rows;
+        let what = "log-probabilities of prompts (a lower --max-num-batched-tokens needs less)";
+        self.scorer.is_there(|| DeviceScorer::new(rows, ex), what)
     }
 
     /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
@@ -163,16 +180,12 @@ impl DeviceRunner {
         plan.step.check_vocab(model.info().vocab_size)?;
         let scored = ScoredRows::of(&plan, history.sequences);
         let next = 1 - self.turn;
-        if !scored.is_empty() {
-            let scorer = match &mut self.scorer {
-                Some(scorer) => scorer,
-                none => none.insert(DeviceScorer::new(self.sizes.rows, ex)?),
-            };
+        if let Some(scorer) = self.scorer.get().filter(|_| !scored.is_empty()) {
             scorer.begin(&scored, next, ex)?;
         }
         let (padded, marks) = self.run(model, kv, &plan.step, &sampling, context, ex)?;
         self.turn = next;
-        if let Some(scorer) = self.scorer.as_mut().filter(|_| !scored.is_empty()) {
+        if let Some(scorer) = self.scorer.get().filter(|_| !scored.is_empty()) {
             scorer.read_back(&scored, next, ex)?;
         }
         let words = padded * if logprobs { RESULT_WORDS } else { 2 };
@@ -188,7 +201,7 @@ impl DeviceRunner {
     }
 
     /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
-    /// of logits, padding included, and the marks of a profile.
+    /// of logits, padding included, and the marks of a profile, unless the step waits for masks.
     pub fn run(
         &mut self,
         model: &dyn CausalLm,
@@ -231,7 +244,10 @@ impl DeviceRunner {
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
         });
         launched?;
-        self.unsampled = asked.masks.then_some((shape, asked));
+        if asked.masks {
+            self.unsampled = Some(Unsampled { shape, asked, rows, begin });
+            return Ok((shape.logits, None));
+        }
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
     }
 
@@ -247,17 +263,20 @@ impl DeviceRunner {
         if let Some(ranks) = model.ranks() {
             ranks.tell_masks(&packed)?;
         }
-        self.sample_with(&packed, ex)?;
+        step.marks = self.sample_with(&packed, ex)?;
         let failed = step.rows.iter().zip(masks).filter_map(|((key, _), mask)| Some((*key, mask.err()?)));
         step.failed = failed.collect();
         Ok(())
     }
 
-    /// Samples the launched step with masks [R, ceil(V / 32)] u32; returns at once.
-    pub fn sample_with(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
-        let Some((shape, asked)) = self.unsampled.take() else { bail!("masks for no step") };
+    /// Samples the launched step with masks [R, ceil(V / 32)] u32; returns at once. The marks of a profile.
+    pub fn sample_with(&mut self, masks: &[u32], ex: &Exec) -> Result<Option<StepMarks>> {
+        let Some(Unsampled { shape, asked, rows, begin }) = self.unsampled.take() else {
+            bail!("masks for no step")
+        };
         self.sampler.upload_masks(masks, ex)?;
-        self.sample(shape, asked, ex)
+        self.sample(shape, asked, ex)?;
+        StepMarks::end(rows, begin, ex)
     }
 
     /// Waits for a step and reads its tokens.
@@ -305,7 +324,7 @@ impl DeviceRunner {
             Some(routing) => routing.collect(step.slot, step.routed_rows)?,
             None => (None, None),
         };
-        let prompt_logprobs = match self.scorer.as_mut().filter(|_| !step.scored.is_empty()) {
+        let prompt_logprobs = match self.scorer.get().filter(|_| !step.scored.is_empty()) {
             Some(scorer) => scorer.collect(&step.scored, step.slot, vocab_size)?,
             None => HashMap::new(),
         };
