@@ -5,7 +5,7 @@
 
 Makes a random checkpoint of Qwen3-30B-A3B's sizes with few layers (its whole vocabulary: a step of 8,192 rows would have 5 GB of logits;
 needs torch and safetensors) and runs a batch of both kinds with --gpu-memory. No request may fail, every answer must have what was asked
-for, and the card must stay within the limit. Log-probabilities and texts of small steps must be the same with --batch-invariant, to the last digit;
+for, and every card of the machine must stay within the limit (nothing else may run there). Log-probabilities and texts of small steps must be the same with --batch-invariant, to the last digit;
 with FLAGS, such as a number of ranks, which it excludes, they may differ by rounding. Prints a row a check; exit code 1 if one fails.
 """
 import argparse
@@ -70,10 +70,10 @@ def write_requests(file, length, long, texts):
 
 
 def most_memory(stop, most):
-    """Puts the most memory in use on the card, in MiB, into `most` until `stop` is set."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """Puts the most memory in use on any card, in MiB, into `most` until `stop` is set."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     while not stop.wait(0.1):
-        most.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+        most += map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
 def run(args, name, *flags):
@@ -92,8 +92,15 @@ def run(args, name, *flags):
     stop.set()
     if done.returncode != 0:
         print(done.stderr[-800:])
-    lines = [json.loads(line) for line in answers.read_text().splitlines()] if answers.exists() else []
-    return {line["custom_id"]: line for line in lines}, max(most), seconds
+    return {line["custom_id"]: line for line in answered_lines(answers)}, max(most), seconds
+
+
+def answered_lines(file):
+    """The answers of a batch; none without the file. Only a line end splits them: str.splitlines splits at U+2028, too."""
+    if not file.exists():
+        return []
+    with file.open() as lines:
+        return [json.loads(line) for line in lines]
 
 
 def choice(answer):

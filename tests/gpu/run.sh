@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine, unit
-# tests of CUDA code, parity on the fixtures and with a mid-size model, then the decode table, the speed of a load and the
+# tests of CUDA code, parity on the fixtures and with a mid-size model, a card that the cache fills, then the decode table, the speed of a load and the
 # timeline of steps. $OUT (default: results) gets bench.json, timeline.json, timeline.svg and all logs as run.tar.gz.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
@@ -30,6 +30,7 @@ check peers timeout 90 env MOE_KERNELS_SO="$root/lib/libmoe_kernels.so" python3 
 check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check parity-deepseek timeout 240 "$root/tests/gpu/parity.sh" "$root/bin/model-deepseekv2-legacy"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
+check full-card timeout 120 python3 "$root/tests/gpu/full_card.py" "$qwen"
 for model in deepseek-v2-lite deepseek-v2; do
   check "midsize-$model" timeout 120 python3 "$root/tests/gpu/midsize.py" "$root/bin/model-deepseekv2-legacy" --model "$model" \
     --prompts 1,1023,4097
