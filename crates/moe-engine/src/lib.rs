@@ -11,6 +11,7 @@ mod error;
 pub mod explain;
 pub mod family;
 pub mod heat;
+mod isolated;
 pub mod parallel;
 mod placements;
 mod run;

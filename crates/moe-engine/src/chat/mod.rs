@@ -24,7 +24,9 @@ pub use answer::{Answer, AnswerForm, Part, Splitter, ToolCall, opens_reasoning};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
 pub use template::ChatTemplate;
-pub use worker::{RENDER_COMMAND, serve, this_program};
+pub use worker::{RENDER_COMMAND, serve};
+
+pub use crate::isolated::this_program;
 
 /// A conversation and how to render it: the arguments of `apply_chat_template`, under the names
 /// they have in a request to `/v1/chat/completions`.

@@ -1,0 +1,300 @@
+//! Work in a process of its own, which its input may take down.
+//!
+//! An input from elsewhere, such as a chat template or a grammar, can ask for more memory, stack or time than there is.
+//! Neither a library nor Rust can take a refused allocation or a full stack back; both end the process. So it is
+//! another process, this program again with an argument that names the work. It has limits, and answers one question
+//! after the other. If it ends, that question gets an error, and the next one a new process.
+//!
+//! | limit | who ends the process | where |
+//! |---|---|---|
+//! | the stack | the system | everywhere |
+//! | time, [`Task::seconds`] | the process that waits for it | everywhere |
+//! | the same, should that one have ended | the system | on Linux |
+//! | memory, [`Task::memory`] | the system | on Linux; elsewhere there is no limit |
+
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+/// What a process is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Task {
+    /// The argument with which a program does this work and nothing else.
+    pub command: &'static str,
+    /// What it works on, such as "a chat template", for messages.
+    pub what: &'static str,
+    /// Bytes of its address space on Linux.
+    pub memory: u64,
+    /// The time of one question, and of the start before the first one.
+    pub seconds: u32,
+}
+
+/// What the last byte of an answer says of the others.
+const DONE: u8 = b'+';
+const ERROR: u8 = b'-';
+
+/// What a question is answered with: a result, or an error of the work itself.
+pub(crate) type Answer = Result<Vec<u8>, Vec<u8>>;
+
+/// A process that works, as its user sees it. It starts when it is first needed.
+pub(crate) struct Worker {
+    program: PathBuf,
+    task: Task,
+    /// What it reads before the first question.
+    first: Vec<u8>,
+    patience: Duration,
+    process: Mutex<Option<Process>>,
+}
+
+impl Worker {
+    /// A worker of `program`, which reads `first` when it starts.
+    pub fn new(program: PathBuf, task: Task, first: Vec<u8>) -> Self {
+        let patience = Duration::from_secs(task.seconds.into());
+        Self { program, task, first, patience, process: Mutex::new(None) }
+    }
+
+    /// The answer to a question.
+    ///
+    /// # Errors
+    /// Why there is none, in words for the author of the question: the process cannot start, or has ended.
+    pub fn ask(&self, question: Vec<u8>) -> Result<Answer, String> {
+        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut running, first) = match process.take() {
+            Some(running) => (running, None),
+            None => {
+                let started = Process::start(&self.program, self.task);
+                let started = started.map_err(|e| format!("the process for it cannot start: {e}"))?;
+                (started, Some(&self.first[..]))
+            }
+        };
+        let frames = first.into_iter().chain([&question[..]]);
+        match running.ask(frames, self.patience) {
+            Ok(answer) => {
+                *process = Some(running);
+                Ok(answer)
+            }
+            Err(_) => Err(running.end()),
+        }
+    }
+}
+
+/// This program, as it is run again. On Linux also after its file was replaced.
+pub fn this_program() -> io::Result<PathBuf> {
+    if cfg!(target_os = "linux") { Ok("/proc/self/exe".into()) } else { std::env::current_exe() }
+}
+
+struct Process {
+    task: Task,
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: Option<ChildStdout>,
+    /// The time after which it was ended, if it was.
+    ended_after: Option<Duration>,
+}
+
+impl Process {
+    fn start(program: &Path, task: Task) -> io::Result<Self> {
+        let mut command = Command::new(program);
+        command.arg(task.command).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // Ctrl-C at the terminal is not meant for it; it ends when its stdin does.
+        #[cfg(unix)]
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        let mut child = command.spawn()?;
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        Ok(Self { task, child, stdin, stdout, ended_after: None })
+    }
+
+    /// What it answers to the last of these frames; an error if it ended instead. It is ended after `patience`.
+    fn ask<'a>(&mut self, frames: impl Iterator<Item = &'a [u8]>, patience: Duration) -> io::Result<Answer> {
+        let Self { task, child, stdin, stdout, ended_after } = self;
+        let (stdin, stdout) = stdin.as_mut().zip(stdout.as_mut()).ok_or(io::ErrorKind::BrokenPipe)?;
+        let (answered, waits) = channel::<()>();
+        let late = &mut *ended_after;
+        let watch = move || {
+            if waits.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+                // Its end closes the pipes, and so ends the exchange.
+                *late = child.kill().is_ok().then_some(patience);
+            }
+        };
+        let answer = std::thread::scope(|scope| {
+            std::thread::Builder::new().name(task.what.to_string()).spawn_scoped(scope, watch)?;
+            let answer = exchange(stdin, stdout, frames);
+            drop(answered);
+            answer
+        });
+        // An answer in the last moment is of no use: the process is gone.
+        if ended_after.is_some() { Err(io::ErrorKind::TimedOut.into()) } else { answer }
+    }
+
+    /// Why it ended, in words for the author of the question.
+    fn end(mut self) -> String {
+        self.stdin = None;
+        if let Some(time) = self.ended_after {
+            return too_long(time);
+        }
+        let mut words = String::new();
+        if let Some(stderr) = self.child.stderr.take() {
+            // Whatever it is, the beginning tells.
+            let _ = stderr.take(1 << 16).read_to_string(&mut words);
+        }
+        match self.child.wait() {
+            _ if words.contains("memory allocation") => {
+                format!("it takes more than {} MiB of memory", self.task.memory >> 20)
+            }
+            _ if words.contains("overflowed its stack") => "it nests too deep: the stack is full".to_string(),
+            Ok(status) if is_alarm(status) => too_long(Duration::from_secs(self.task.seconds.into())),
+            Ok(status) => format!("the process for it ended ({status}): {}", words.trim()),
+            Err(e) => format!("the process for it ended: {e}"),
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Nothing is left to be said to it, and an ended one is reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends frames to a worker and reads its answer.
+fn exchange<'a>(
+    stdin: &mut ChildStdin,
+    stdout: &mut ChildStdout,
+    mut frames: impl Iterator<Item = &'a [u8]>,
+) -> io::Result<Answer> {
+    frames.try_for_each(|frame| write_frame(stdin, frame))?;
+    let mut answer = read_frame(stdout)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+    match answer.pop() {
+        Some(DONE) => Ok(Ok(answer)),
+        Some(ERROR) => Ok(Err(answer)),
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+fn too_long(time: Duration) -> String {
+    format!("it takes more than {} s", time.as_secs_f32())
+}
+
+/// The worker's side: `start` makes of what the worker reads first that which answers questions, until stdin ends.
+///
+/// # Errors
+/// The pipes break, or what comes is no question.
+pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
+    task: Task,
+    start: impl FnOnce(Vec<u8>) -> Result<W>,
+) -> Result<()> {
+    limit_memory(task.memory).context("cannot limit the memory of this process")?;
+    // A panic of a library is an answer; there is no reader for its message.
+    std::panic::set_hook(Box::new(|_| {}));
+    let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
+    let Some(first) = read_frame(&mut input)? else { return Ok(()) };
+    limit_time(task.seconds);
+    let mut work = start(first)?;
+    limit_time(0);
+    while let Some(question) = read_frame(&mut input)? {
+        limit_time(task.seconds);
+        let answer = match work(question) {
+            Ok(answer) => [&answer[..], &[DONE]].concat(),
+            Err(error) => [&error[..], &[ERROR]].concat(),
+        };
+        limit_time(0);
+        write_frame(&mut output, &answer)?;
+    }
+    Ok(())
+}
+
+/// Bytes with their number in front.
+fn write_frame(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    out.write_all(&(bytes.len() as u64).to_le_bytes())?;
+    out.write_all(bytes)?;
+    out.flush()
+}
+
+/// The next frame; `None` where the stream ends.
+fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+    let mut len = [0; 8];
+    match input.read_exact(&mut len) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        result => result?,
+    }
+    let (len, mut bytes) = (u64::from_le_bytes(len), Vec::new());
+    input.take(len).read_to_end(&mut bytes)?;
+    Ok((bytes.len() as u64 == len).then_some(bytes))
+}
+
+/// Makes the system refuse more memory than `bytes`, and leave no core files.
+#[cfg(target_os = "linux")]
+fn limit_memory(bytes: u64) -> io::Result<()> {
+    for (resource, most) in [(libc::RLIMIT_AS, bytes), (libc::RLIMIT_CORE, 0)] {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: both calls use the struct while they run.
+        let done = unsafe {
+            libc::getrlimit(resource, &mut limit) == 0 && {
+                limit.rlim_cur = most.min(limit.rlim_max);
+                libc::setrlimit(resource, &limit) == 0
+            }
+        };
+        if !done {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Ends this process after so many seconds, unless it is called again; 0 is never. The user of this process does the same, but
+/// may itself have been killed.
+#[cfg(target_os = "linux")]
+fn limit_time(seconds: u32) {
+    // SAFETY: sets a timer of this process and touches no memory.
+    unsafe { libc::alarm(seconds) };
+}
+
+#[cfg(target_os = "linux")]
+fn is_alarm(status: ExitStatus) -> bool {
+    std::os::unix::process::ExitStatusExt::signal(&status) == Some(libc::SIGALRM)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn limit_memory(_bytes: u64) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn limit_time(_seconds: u32) {}
+
+#[cfg(not(target_os = "linux"))]
+fn is_alarm(_status: ExitStatus) -> bool {
+    false
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A program that neither reads nor answers and has no limit of its own is ended by its user.
+    #[test]
+    fn a_worker_that_hangs_is_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("hangs");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 60\n").unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let task = Task { command: "work", what: "a test", memory: 1 << 30, seconds: 20 };
+        // More than a pipe holds: already writing it waits.
+        let worker = Worker::new(program, task, vec![b'x'; 1 << 20]);
+        let worker = Worker { patience: Duration::from_millis(200), ..worker };
+        let start = Instant::now();
+        for _ in 0..2 {
+            let error = worker.ask(Vec::new()).unwrap_err();
+            assert_eq!(error, "it takes more than 0.2 s");
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    }
+}
