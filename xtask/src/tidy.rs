@@ -151,6 +151,7 @@ fn check_files(root: &Path, faults: &mut Vec<String>) -> Result<()> {
         }
         // A file that is deleted but not yet committed is still listed.
         let Ok(text) = fs::read_to_string(root.join(&file)) else { continue };
+        faults.extend(print_fault(&file, &text));
         if source && text.lines().count() > MAX_LINES {
             faults.push(format!("{file}: {} lines, at most {MAX_LINES}", text.lines().count()));
         }
@@ -167,6 +168,23 @@ fn check_files(root: &Path, faults: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
+/// Where product code prints by a macro, which panics if stdout or stderr is full or gone.
+fn print_fault(file: &str, text: &str) -> Option<String> {
+    const MACROS: [&str; 5] = ["println!", "print!", "eprintln!", "eprint!", "dbg!"];
+    let is_product = file.ends_with(".rs")
+        && (file.starts_with("crates/") || file.starts_with("models/"))
+        && file.split('/').nth(2) == Some("src");
+    let prints = |line: &str| {
+        let words = line.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '!');
+        !line.trim_start().starts_with("//") && words.into_iter().any(|word| MACROS.contains(&word))
+    };
+    let at = text.lines().position(prints).filter(|_| is_product)?;
+    Some(format!(
+        "{file}:{}: prints by a macro, which panics where stdout or stderr is gone; use moe_engine::terminal",
+        at + 1
+    ))
+}
+
 fn tracked_files(root: &Path) -> Result<Vec<String>> {
     let output = std::process::Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])
@@ -180,13 +198,24 @@ fn tracked_files(root: &Path) -> Result<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
-    use super::{crate_fault, edge_faults};
+    use super::{crate_fault, edge_faults, print_fault};
 
     #[test]
     fn one_crate_more_is_a_fault() {
         assert_eq!(crate_fault("a", 7, 7), None);
         let fault = crate_fault("a", 8, 7).unwrap();
         assert!(fault.contains("8 crates, at most 7") && fault.contains("cargo tree -p a"), "{fault}");
+    }
+
+    #[test]
+    fn product_code_prints_by_no_macro() {
+        let fault = |file, text| print_fault(file, text);
+        assert!(fault("crates/a/src/b.rs", "//! x\n    eprintln!(\"{x}\");\n").unwrap().contains("b.rs:2:"));
+        assert!(fault("models/a/src/main.rs", "_ => println!(\"x\"),\n").is_some());
+        assert_eq!(fault("crates/a/src/b.rs", "/// `println!` is not used.\nsprintln!()\n"), None);
+        for tool in ["crates/a/build.rs", "crates/a/examples/x.rs", "xtask/src/main.rs", "tests/gpu/x.rs"] {
+            assert_eq!(fault(tool, "println!()\n"), None);
+        }
     }
 
     #[test]

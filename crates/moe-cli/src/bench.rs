@@ -19,6 +19,7 @@ use anyhow::{Result, ensure};
 use model_runtime::sampling::random_bits;
 use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::{Value, json};
 use tracing::info;
@@ -67,16 +68,16 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     for &length in &sizes.lengths {
         bench.time(1, length, 1)?;
         let rate = length as f64 / bench.median(args.repeat, 1, length, 1)?;
-        eprintln!("prefill {length}: {rate:.1} tok/s");
+        note(format_args!("prefill {length}: {rate:.1} tok/s"));
         result["prefill"][length.to_string()] = rate.into();
     }
     for &batch in &args.batches {
         let row = bench.decode(batch, args.repeat, &sizes)?;
         match row["tok_s"].as_f64() {
-            Some(rate) => eprintln!("decode {batch}: {rate:.2} tok/s"),
-            None => {
-                eprintln!("decode {batch}: lost in the noise of this machine; raise --output or --repeat")
-            }
+            Some(rate) => note(format_args!("decode {batch}: {rate:.2} tok/s")),
+            None => note(format_args!(
+                "decode {batch}: lost in the noise of this machine; raise --output or --repeat"
+            )),
         }
         if let Some(moe) = bench.session.model.info().moe.clone() {
             result["distinct_experts"][batch.to_string()] =

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use model_runtime::Config;
+use moe_engine::terminal::{Stderr, note};
 use moe_engine::{ModelFamily, usage};
 use tracing::warn;
 
@@ -35,10 +36,10 @@ pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
 fn check(model: &str) -> Result<ExitCode> {
     let hub::Report { dir, files, faults } = hub::check(model)?;
     for fault in &faults {
-        eprintln!("{fault}");
+        note(fault);
     }
     if faults.is_empty() {
-        eprintln!("{files} files are whole");
+        note(format_args!("{files} files are whole"));
     }
     print(&format!("{}\n", dir.display()))?;
     Ok(ExitCode::from(u8::from(!faults.is_empty())))
@@ -46,7 +47,7 @@ fn check(model: &str) -> Result<ExitCode> {
 
 /// Messages on stderr, as other commands have them.
 fn start_log() {
-    let log = tracing_subscriber::fmt().without_time().with_target(false).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().without_time().with_target(false).with_writer(|| Stderr);
     // A second call in one process (tests) keeps the first log.
     let _ = log.try_init();
 }

@@ -6,13 +6,17 @@
 use std::error::Error;
 
 use console::Term;
+use moe_engine::terminal::{LONGEST_MESSAGE, note, note_error, shortened};
 
 /// Tells a person of an error: on stderr, at a terminal in lines that break between words.
 pub fn report(error: &anyhow::Error) {
-    let text = format!("error: {}", describe(error));
+    let text = describe(error);
     match Term::stderr().size_checked() {
-        Some((_, columns)) => eprintln!("{}", wrapped(&text, usize::from(columns))),
-        None => eprintln!("{text}"),
+        Some((_, columns)) => {
+            let text = format!("error: {}", shortened(&text, LONGEST_MESSAGE));
+            note(wrapped(&text, usize::from(columns)));
+        }
+        None => note_error(text),
     }
 }
 

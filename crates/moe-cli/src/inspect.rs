@@ -13,7 +13,7 @@ use moe_engine::ModelFamily;
 use serde_json::{Map, Value, json};
 
 use crate::cli::InspectArgs;
-use crate::output::{print, write_json};
+use crate::output::{print_foreign, write_json};
 use crate::shell::program;
 use crate::{devices, hub, preflight};
 
@@ -63,7 +63,7 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
         program(),
         args.model
     );
-    print(&(table(&facts) + &kernels)).map(drop)
+    print_foreign(&(table(&facts) + &kernels)).map(drop)
 }
 
 /// What to say where the weights cannot be opened. Weights on the hub are one command away.

@@ -32,6 +32,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use moe_engine::parallel::{Placement, placement};
+use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, UsageError, chat, usage};
 
 use cli::{Cli, Command, ParityArgs};
@@ -103,7 +104,7 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     session.finish()?;
     write_json(args.json.as_deref(), &report)?;
     for failure in &report.failures {
-        eprintln!("parity: {failure}");
+        note(format_args!("parity: {failure}"));
     }
     Ok(ExitCode::from(u8::from(!report.passed)))
 }

@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use moe_engine::terminal::{Stderr, note};
 use moe_engine::usage;
 use tracing_subscriber::filter::{LevelFilter, filter_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -29,7 +30,7 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
             let file = LogFile { name: path.display().to_string(), file, failed: false };
             (BoxMakeWriter::new(Mutex::new(file)), false)
         }
-        None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal() && colours()),
+        None => (BoxMakeWriter::new(|| Stderr), std::io::stderr().is_terminal() && colours()),
     };
     let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(writer);
     // The log's level says nothing about the profile, which wants every span and no message.
@@ -51,7 +52,7 @@ impl<W: Write> Write for LogFile<W> {
         if let Err(e) = self.file.write_all(bytes)
             && !std::mem::replace(&mut self.failed, true)
         {
-            eprintln!("warning: cannot write the log {}: {e}; lines of it are lost", self.name);
+            note(format_args!("warning: cannot write the log {}: {e}; lines of it are lost", self.name));
         }
         Ok(bytes.len())
     }

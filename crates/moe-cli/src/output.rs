@@ -1,19 +1,29 @@
 //! What commands write: text and JSON to stdout, which a reader such as `head` may close, or a file.
 
-use std::io::{ErrorKind, Write};
+use std::io::IsTerminal;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use moe_engine::engine::{FinishReason, StopReason};
+use moe_engine::terminal::{visible, visible_json};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Writes to stdout and flushes; false if its reader has seen enough, which is no failure of ours.
-pub fn print(text: &str) -> Result<bool> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
-        result => result.map(|()| true).context("cannot write to stdout"),
+pub use moe_engine::terminal::print;
+
+/// Writes a text of files or of the model to stdout, byte by byte as it is but at a terminal, which must not obey it.
+pub fn print_foreign(text: &str) -> Result<bool> {
+    match std::io::stdout().is_terminal() {
+        true => print(&visible(text)),
+        false => print(text),
+    }
+}
+
+/// Writes JSON to stdout, at a terminal with further escapes.
+pub fn print_json(text: &str) -> Result<bool> {
+    match std::io::stdout().is_terminal() {
+        true => print(&visible_json(text)),
+        false => print(text),
     }
 }
 
@@ -22,7 +32,7 @@ pub fn write_json(path: Option<&Path>, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value)? + "\n";
     match path {
         Some(path) => std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display())),
-        None => print(&text).map(drop),
+        None => print_json(&text).map(drop),
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use model_runtime::Checkpoint;
 use moe_engine::explain::Explanation;
+use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
 use serde_json::Value;
@@ -47,11 +48,11 @@ fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
         return write_json(Some(file), &plans.beside(&session.backend)?);
     }
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
-    eprintln!("expert backend: {}", text(&session.backend["chosen"]));
+    note(format_args!("expert backend: {}", text(&session.backend["chosen"])));
     for rejected in session.backend["rejected"].as_array().into_iter().flatten() {
-        eprintln!("  not {}: {}", text(&rejected["backend"]), text(&rejected["reason"]["text"]));
+        note(format_args!("  not {}: {}", text(&rejected["backend"]), text(&rejected["reason"]["text"])));
     }
-    eprintln!("\n{plans}");
+    note(format_args!("\n{plans}"));
     Ok(())
 }
 

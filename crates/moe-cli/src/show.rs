@@ -3,6 +3,7 @@
 use std::io::IsTerminal;
 
 use moe_engine::chat::{Answer, AnswerForm, Part, Splitter};
+use moe_engine::terminal::visible;
 
 use crate::log;
 
@@ -70,7 +71,7 @@ impl Shown {
             Look::Raw => text.to_string(),
             Look::Tags => {
                 let first = !std::mem::replace(&mut self.begun, true);
-                format!("{}{text}", if first && self.opened { "<think>\n" } else { "" })
+                format!("{}{}", if first && self.opened { "<think>\n" } else { "" }, visible(text))
             }
             Look::Dimmed => parts.iter().map(|part| self.dimmed(part)).collect(),
         };
@@ -83,11 +84,12 @@ impl Shown {
         let something = std::mem::replace(&mut self.begun, true);
         match part {
             // Each piece on its own, so that a program that is ended leaves no dim terminal behind.
-            Part::Reasoning(text) => format!("\x1b[2m{text}\x1b[22m"),
-            Part::Text(text) => format!("{}{text}", if behind_reasoning { "\n\n" } else { "" }),
+            Part::Reasoning(text) => format!("\x1b[2m{}\x1b[22m", visible(text)),
+            Part::Text(text) => format!("{}{}", if behind_reasoning { "\n\n" } else { "" }, visible(text)),
             Part::Call(call) => {
                 let before = if something { "\n" } else { "" };
-                format!("{before}\x1b[1m[tool call]\x1b[22m {} {}", call.name, call.arguments)
+                let words = format!("{} {}", call.name, call.arguments);
+                format!("{before}\x1b[1m[tool call]\x1b[22m {}", visible(&words))
             }
         }
     }
@@ -116,6 +118,19 @@ mod tests {
         let (raw, same) = shown(Look::Raw, false, &pieces);
         assert_eq!((raw, &same), (pieces.concat(), &answer));
         assert_eq!(shown(Look::Tags, false, &pieces), (pieces.concat(), answer));
+    }
+
+    /// A model may have learnt, or be led, to write what moves the cursor or sets the title of a window.
+    #[test]
+    fn a_terminal_does_not_obey_the_model_and_a_pipe_gets_every_byte() {
+        let pieces = ["<think>\u{1b}]0;x\u{7}</think>", "a\u{1b}[2Jb", "\u{9b}c\r"];
+        for look in [Look::Dimmed, Look::Tags] {
+            let text = shown(look, false, &pieces).0;
+            let own = text.replace("\x1b[2m", "").replace("\x1b[22m", "");
+            assert!(!own.contains(['\u{1b}', '\u{7}', '\u{9b}', '\r']), "{look:?}: {text:?}");
+            assert!(own.contains(r"a\u{1b}[2Jb\u{9b}c\r"), "{look:?}: {text:?}");
+        }
+        assert_eq!(shown(Look::Raw, false, &pieces).0, pieces.concat());
     }
 
     #[test]

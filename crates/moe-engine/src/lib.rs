@@ -18,6 +18,7 @@ mod run;
 mod run_config;
 mod session;
 pub mod structured;
+pub mod terminal;
 #[cfg(test)]
 mod testing;
 pub mod tokenizer;

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use candle_core::DType;
 use clap::{Parser, Subcommand, ValueEnum};
+use moe_engine::terminal::{note_error, print};
 use moe_quant::QuantGroup;
 use moe_quantize::{
     Calibration, FileFormat, Indivisible, Method, RandomSettings, Settings, TextSettings, loss, quantize,
@@ -229,7 +230,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
             };
             let settings = args.scheme.settings(format, method, args.desc_act);
             let report = quantize(&args.model, &args.out, &settings)?;
-            println!("{}: {}", args.out.display(), report.text());
+            print(&format!("{}: {}\n", args.out.display(), report.text()))?;
         }
         Command::RandomCheckpoint(args) => {
             let format = match args.format {
@@ -248,13 +249,13 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
                 seed: args.seed,
             };
             random_checkpoint(&args.config, &args.out, &settings)?;
-            println!("{} written", args.out.display());
+            print(&format!("{} written\n", args.out.display()))?;
         }
         Command::Loss(args) => {
             let loss = loss(&args.model, args.reference.as_deref(), &args.windows.of(&args.text))?;
-            println!("{:.4} nats per token over {} tokens", loss.nats_per_token, loss.tokens);
+            print(&format!("{:.4} nats per token over {} tokens\n", loss.nats_per_token, loss.tokens))?;
             if let Some(divergence) = loss.divergence {
-                println!("{divergence:.5} nats of divergence from the reference's predictions");
+                print(&format!("{divergence:.5} nats of divergence from the reference's predictions\n"))?;
             }
         }
     }
@@ -265,7 +266,7 @@ fn main() -> ExitCode {
     match run(&Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            note_error(format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }

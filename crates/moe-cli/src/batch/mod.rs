@@ -37,6 +37,7 @@ use std::time::Duration;
 use anyhow::Result;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
+use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use tracing::info;
@@ -104,9 +105,9 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
     batch.progress.earlier_errors = batch.journal.earlier_errors;
-    eprintln!("{}", batch.progress);
+    note(&batch.progress);
     if args.answer.engine.stats {
-        eprint!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine));
+        note(format_args!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine)));
     }
     let finished = result?;
     let errors = batch.progress.all_errors();
@@ -115,7 +116,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     drop(batch.engine);
     session.finish()?;
     if !finished {
-        eprintln!("stopped; {how_to_continue}");
+        note(format_args!("stopped; {how_to_continue}"));
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
+use moe_engine::terminal::note;
 
 use super::input::Total;
 
@@ -71,7 +72,7 @@ impl Progress {
                 bar.set_message(status);
             }
             // Not a message of the log: a user who filters that still wants to see that the run is alive.
-            None => eprintln!("{status}"),
+            None => note(status),
         }
     }
 

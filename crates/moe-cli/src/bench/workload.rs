@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
 use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
+use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, usage};
 use serde_json::json;
 
@@ -48,25 +49,25 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     let config = engine_config(args, &workload, session.engine_defaults());
     let mut engine = session.engine(None, &config).map_err(|e| usage(format!("{e:#}")))?;
     warm_up(&mut engine, &workload)?;
-    eprintln!(
+    note(format_args!(
         "{} requests with {} prompt tokens and {} new ones, at most {} at once; the first token counts from the start \
          of the run, when all are submitted",
         workload.num_requests(),
         workload.input_tokens(),
         workload.output_tokens(),
         config.max_num_seqs.saturating_mul(args.run.parallel.dp).min(workload.num_requests()),
-    );
-    eprintln!("{}", report::HEAD);
+    ));
+    note(report::HEAD);
     let mut runs = Vec::with_capacity(args.repeat.min(1024));
     for run in 1..=args.repeat {
         let figures = measure(&mut engine, &workload)?;
-        eprintln!("{}", figures.row(run));
+        note(figures.row(run));
         runs.push(figures);
     }
     let best = report::best(&runs);
-    eprintln!("best: run {}, {:.1} total tok/s", best + 1, runs[best].total_tok_s);
+    note(format_args!("best: run {}, {:.1} total tok/s", best + 1, runs[best].total_tok_s));
     let kv_cache_tokens = engine.stats().kv_blocks * BLOCK_SIZE;
-    eprint!("{}", crate::parallel::experts_report(&engine));
+    note(crate::parallel::experts_report(&engine));
     let balance = engine.eplb_stats();
     drop(engine);
     session.finish()?;

@@ -6,6 +6,7 @@ use anyhow::Result;
 use model_runtime::sampling::request_seed;
 use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
 use moe_engine::engine::{FinishReason, Request, RequestId};
+use moe_engine::terminal::{note, note_error};
 use serde_json::Value;
 
 use super::Chat;
@@ -104,11 +105,14 @@ impl Chat<'_> {
         match finish {
             FinishReason::Stop(_) => {}
             FinishReason::Length if self.defaults.max_tokens.is_some() => {
-                eprintln!("\n[cut: --max-new-tokens or the end of the context]");
+                note("\n[cut: --max-new-tokens or the end of the context]");
             }
-            FinishReason::Length => eprintln!("\n[cut: the end of the context]"),
-            FinishReason::Cancelled | FinishReason::TimedOut => eprintln!("\n[stopped]"),
-            FinishReason::Failed(message) => eprintln!("\nerror: {message}"),
+            FinishReason::Length => note("\n[cut: the end of the context]"),
+            FinishReason::Cancelled | FinishReason::TimedOut => note("\n[stopped]"),
+            FinishReason::Failed(message) => {
+                note("\n");
+                note_error(message);
+            }
         }
     }
 
@@ -128,9 +132,9 @@ impl Chat<'_> {
         let (prompt, dropped) = conversation.fit(max_model_len, room, encode)?;
         self.conversation = conversation;
         if dropped > 0 {
-            eprintln!(
+            note(format_args!(
                 "[the context of {max_model_len} tokens is full: the oldest {dropped} turns are forgotten]"
-            );
+            ));
         }
         let left = max_model_len - prompt.len();
         let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));

@@ -3,6 +3,7 @@
 use std::io::{self, BufRead, IsTerminal};
 
 use anyhow::{Context, Result};
+use moe_engine::terminal::note;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
@@ -43,7 +44,7 @@ impl Lines {
                 Some(history)
             }
             Err(e) => {
-                eprintln!("warning: no history is kept in {}: {e}", path.display());
+                note(format_args!("warning: no history is kept in {}: {e}", path.display()));
                 None
             }
         });
@@ -84,7 +85,7 @@ impl Lines {
         if let Some(file) = history.as_mut().filter(|_| new)
             && let Err(e) = file.add(message)
         {
-            eprintln!("warning: the history is kept no longer: {e}");
+            note(format_args!("warning: the history is kept no longer: {e}"));
             *history = None;
         }
     }

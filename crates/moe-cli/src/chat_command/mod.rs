@@ -14,6 +14,7 @@ mod set;
 use anyhow::{Context, Result, bail};
 use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::Value;
@@ -68,7 +69,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     let terminal = lines.is_terminal();
     chat.talk(lines)?;
     if args.answer.engine.stats {
-        eprint!("{}{}", chat.engine.stats(), crate::parallel::experts_report(&chat.engine));
+        note(format_args!("{}{}", chat.engine.stats(), crate::parallel::experts_report(&chat.engine)));
     }
     let failed = chat.failed;
     drop(chat);
@@ -122,14 +123,14 @@ impl Chat<'_> {
     /// Answers until the user leaves.
     fn talk(&mut self, mut lines: Lines) -> Result<()> {
         if lines.is_terminal() {
-            eprintln!("/help shows the commands; Ctrl-D leaves.");
+            note("/help shows the commands; Ctrl-D leaves.");
         }
         let mut leaving = false;
         loop {
             let message = match lines.message()? {
                 Typed::Message(message) => message,
                 Typed::Interrupted if !leaving => {
-                    eprintln!("Ctrl-C again or Ctrl-D leaves.");
+                    note("Ctrl-C again or Ctrl-D leaves.");
                     leaving = true;
                     continue;
                 }
@@ -144,7 +145,7 @@ impl Chat<'_> {
                     Turn::Answered
                 }
                 Input::Unknown(name) => {
-                    eprintln!("{}", commands::unknown(name));
+                    note(commands::unknown(name));
                     Turn::Answered
                 }
                 Input::Say("") => Turn::Answered,
@@ -170,14 +171,14 @@ impl Chat<'_> {
     fn regenerate(&mut self) -> Result<Turn> {
         let old = match self.conversation.is_answered() {
             None => {
-                eprintln!("nothing is said that could be answered again");
+                note("nothing is said that could be answered again");
                 return Ok(Turn::Answered);
             }
             Some(true) => self.conversation.take_back(),
             Some(false) => None,
         };
         if self.defaults.sampling.temperature == 0.0 && old.is_some() {
-            eprintln!("[temperature is 0, so the answer is the same; /set temperature 0.7 gives others]");
+            note("[temperature is 0, so the answer is the same; /set temperature 0.7 gives others]");
         }
         let turn = self.respond()?;
         if let (Turn::Failed, Some(old)) = (turn, old) {
@@ -195,12 +196,12 @@ impl Chat<'_> {
             "save" | "save!" => {
                 let messages = self.conversation.messages();
                 files::save(rest, &messages, name == "save!")?;
-                eprintln!("[{} messages are in {rest}]", messages.len());
+                note(format_args!("[{} messages are in {rest}]", messages.len()));
             }
             "load" => self.load(rest)?,
             "set" => self.set(rest)?,
-            "stats" => eprintln!("{}", self.stats()?),
-            _ => eprintln!("{}", commands::help()),
+            "stats" => note(self.stats()?),
+            _ => note(commands::help()),
         }
         Ok(())
     }
@@ -213,13 +214,13 @@ impl Chat<'_> {
             Some(false) => "; the last one has no answer yet, /regenerate gives it one",
             _ => "",
         };
-        eprintln!("[{} messages{open}]", self.conversation.messages().len());
+        note(format_args!("[{} messages{open}]", self.conversation.messages().len()));
         Ok(())
     }
 
     fn set(&mut self, text: &str) -> Result<()> {
         if text.is_empty() {
-            eprint!("{}", set::list(&self.values.args()?, &self.defaults));
+            note(set::list(&self.values.args()?, &self.defaults));
             return Ok(());
         }
         let values = self.values.with(text)?;
@@ -235,16 +236,16 @@ fn show(message: &Value) {
     let text = |key: &str| message[key].as_str().unwrap_or_default().to_string();
     let names = ["reasoning", "reasoning_content"];
     if let Some(name) = names.into_iter().find(|name| message[*name].is_string()) {
-        eprintln!("{} (reasoning): {}", text("role"), text(name));
+        note(format_args!("{} (reasoning): {}", text("role"), text(name)));
     }
-    eprintln!("{}: {}", text("role"), text("content"));
+    note(format_args!("{}: {}", text("role"), text("content")));
     for call in message["tool_calls"].as_array().into_iter().flatten() {
         let function = &call["function"];
         let name = function["name"].as_str().unwrap_or_default();
-        eprintln!(
+        note(format_args!(
             "{} [tool call]: {name} {}",
             text("role"),
             function["arguments"].as_str().unwrap_or_default()
-        );
+        ));
     }
 }

@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
 use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::json;
@@ -46,7 +47,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     }
     texts.finish(&prompts)?;
     if args.engine.stats {
-        eprint!("{}{}", engine.stats(), crate::parallel::experts_report(&engine));
+        note(format_args!("{}{}", engine.stats(), crate::parallel::experts_report(&engine)));
     }
     drop(engine);
     session.finish()?;
@@ -84,10 +85,10 @@ fn prompts<F: ModelFamily>(args: &GenerateArgs) -> Result<Vec<String>> {
     match (prompts.is_empty(), embedded) {
         (false, _) => Ok(prompts),
         (true, Some(embedded)) => {
-            eprintln!(
+            note(format_args!(
                 "No prompt is given, so this continues {:?}; --prompt TEXT says another.",
                 embedded.prompt
-            );
+            ));
             Ok(vec![embedded.prompt.to_string()])
         }
         (true, None) => Err(usage("no prompt is given: use --prompt, --prompt-file or a pipe")),

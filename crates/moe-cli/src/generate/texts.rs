@@ -7,11 +7,12 @@ use anyhow::{Result, anyhow};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use moe_engine::chat::{Answer, AnswerForm};
 use moe_engine::engine::{FinishReason, Output, RequestId};
+use moe_engine::terminal::{note, visible_json};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::cli::GenerateArgs;
-use crate::output::{finish_reason, print};
+use crate::output::{finish_reason, print, print_foreign, print_json};
 use crate::show::{Look, Shown};
 use crate::{messages, routing};
 
@@ -75,7 +76,7 @@ impl<'a> Texts<'a> {
         }
         let logprobs = output.logprobs.as_ref().map(|l| self.logprobs(output.choice, l)).transpose()?;
         if let (Some(line), false) = (&logprobs, self.args.json) {
-            eprintln!("{line}");
+            note(visible_json(&line.to_string()));
         }
         if self.streams() {
             let text = match (self.tokenizer, output.token_id) {
@@ -128,17 +129,17 @@ impl<'a> Texts<'a> {
     pub fn finish(&mut self, prompts: &[String]) -> Result<()> {
         if self.args.json {
             for (prompt, text) in self.prompts.iter().zip(prompts) {
-                self.closed |= !print(&format!("{}\n", self.json(prompt, text)))?;
+                self.closed |= !print_json(&format!("{}\n", self.json(prompt, text)))?;
             }
         } else if !self.streams() {
             for text in self.titled() {
-                self.print(&text)?;
+                self.closed |= !print_foreign(&text)?;
             }
         } else if std::io::stdout().is_terminal() {
             self.print("\n")?;
         }
         if std::io::stderr().is_terminal() {
-            eprintln!("{}", self.summary(self.start.elapsed()));
+            note(self.summary(self.start.elapsed()));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 
 use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
+use moe_engine::terminal::visible;
 use tracing::info;
 
 /// Progress over several files.
@@ -77,7 +78,7 @@ impl FileProgress<'_> {
 /// A bar behind its name. The column is as wide as names of shards are, so that bars stand below each other.
 fn running(size: u64, name: String) -> ProgressBar {
     let template = "{msg:32} [{wide_bar}] {percent:>3}% of {total_bytes:>10} {bytes_per_sec:>12} {eta:>4}";
-    styled(ProgressBar::new(size), template).with_message(name)
+    styled(ProgressBar::new(size), template).with_message(visible(&name).into_owned())
 }
 
 /// Leaves name and size of what a bar showed.

@@ -27,6 +27,7 @@ use crate::chat::this_program;
 use crate::family::ModelFamily;
 use crate::run::Ranks;
 use crate::run_config::RunConfig;
+use crate::terminal::note_error;
 use crate::{end_failed, usage};
 
 /// How long a process may take to end by itself once the world has failed: it may be computing, or
@@ -287,7 +288,7 @@ fn end_with_world(comm: &SocketComm) -> Result<()> {
     let end = move || {
         let Some(cause) = watch.wait() else { return };
         std::thread::sleep(GRACE);
-        eprintln!("error: {cause}");
+        note_error(cause);
         end_failed(1);
     };
     std::thread::Builder::new().name("end".into()).spawn(end).context("cannot start a thread")?;

@@ -1,6 +1,7 @@
 //! `batch` as a user runs it: every line is answered once, whatever happens on the way.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+mod broken;
 mod faults;
 mod forms;
 mod help;
