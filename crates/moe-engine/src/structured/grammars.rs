@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::available_parallelism;
 
-use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory, panic_utils};
 use serde_json::{Map, Value, json};
 
 use super::vocabulary::token_environment;
-use super::{StructuredOutput, StructuredOutputError};
+use super::{StructuredOutput, StructuredOutputError, perl};
 use crate::tokenizer::Tokenizer;
 
 /// Grammars that are kept; the one that was asked for least lately goes.
@@ -117,8 +117,8 @@ fn factory(tokenizer: &Tokenizer) -> Result<ParserFactory, String> {
 }
 
 /// A matcher at the first token of a grammar that allows at least one.
-fn compile(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<Matcher, String> {
-    let parser = factory.create_parser(grammar).map_err(|e| reason(&e))?;
+fn compile(factory: &ParserFactory, grammar: GrammarInit) -> Result<Matcher, String> {
+    let parser = factory.create_parser_from_init_default(grammar).map_err(|e| reason(&e))?;
     let pristine = Matcher::new(Ok(parser));
     let mut first = pristine.deep_clone();
     match first.compute_mask() {
@@ -145,20 +145,21 @@ pub(super) fn reason(error: &anyhow::Error) -> String {
 }
 
 /// The output in llguidance's terms.
-fn describe(output: &StructuredOutput) -> Result<TopLevelGrammar, String> {
+fn describe(output: &StructuredOutput) -> Result<GrammarInit, String> {
     if output.len() > LONGEST {
         return Err(format!("it has {} bytes, and at most {LONGEST} are taken", output.len()));
     }
-    Ok(match output {
+    let grammar = match output {
         StructuredOutput::JsonObject => TopLevelGrammar::from_json_schema(with_white_space(Map::from_iter(
             [("type".to_string(), json!("object"))],
         ))),
         StructuredOutput::JsonSchema(text) => TopLevelGrammar::from_json_schema(schema(text)?),
         StructuredOutput::Regex(text) if text.is_empty() => return Err("it is empty".into()),
-        StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(text),
+        StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(&perl::ascii(text)),
         StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
         StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
-    })
+    };
+    Ok(GrammarInit::Serialized(grammar))
 }
 
 fn schema(text: &str) -> Result<Value, String> {

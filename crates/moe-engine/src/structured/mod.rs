@@ -9,6 +9,7 @@
 
 mod constraint;
 mod grammars;
+mod perl;
 #[cfg(test)]
 mod tests;
 mod vocabulary;
@@ -27,7 +28,8 @@ pub enum StructuredOutput {
     JsonObject,
     /// JSON that a schema describes. The schema is JSON text: requests travel in a format that has no JSON values.
     JsonSchema(String),
-    /// A regular expression, of the syntax of the `regex` crate, that the whole text matches.
+    /// A regular expression, of the syntax of the `regex` crate, that the whole text matches. `\d`, `\w` and `\s` are
+    /// classes of ASCII characters.
     Regex(String),
     /// One of these texts.
     Choice(Vec<String>),

@@ -122,6 +122,10 @@ fn masks_are_what_the_text_may_go_on_with() {
     let regex = StructuredOutput::Regex("a(b|12)+".into());
     assert_eq!(next(&t, &regex, "ab"), (vec!["1".into(), "b".into(), "12".into()], true));
     assert_eq!(next(&t, &regex, "a1"), (vec!["2".into()], false));
+    // Unicode digits begin with a byte above 127.
+    let digit = StructuredOutput::Regex(r"\d-[\w]".into());
+    assert_eq!(next(&t, &digit, "").0.len(), 10);
+    assert!(next(&t, &digit, "1-").0.iter().all(|text| text.is_ascii()));
     let lark = StructuredOutput::Grammar("start: \"(\" start \")\" | \"x\"".into());
     assert_eq!(next(&t, &lark, "((x"), (vec![")".into()], false));
     assert_eq!(next(&t, &StructuredOutput::JsonObject, "").0, ["{", "{\""]);
