@@ -147,7 +147,9 @@ impl ProductRows {
         let w = w.into();
         let [_, k] = *w.dims() else { bail!("a product's rows: expected w [N, K], got {:?}", w.dims()) };
         #[cfg(feature = "cuda")]
-        if let Some(order) = crate::cuda::linear::fp8_order(rows, w, bias, ex)? {
+        if ex.is_cuda()
+            && let Some(order) = crate::cuda::linear::fp8_order(rows, w, bias, ex)?
+        {
             return Fp8Rows::unspecified([rows, k], order, ex).map(|rows| Self::Fp8(Box::new(rows)));
         }
         let _ = bias;

@@ -17,6 +17,8 @@ mod mla;
 mod moved;
 #[path = "ops/panels.rs"]
 mod panels;
+#[path = "ops/product_rows.rs"]
+mod product_rows;
 #[path = "ops/products.rs"]
 mod products;
 #[path = "ops/quant.rs"]
