@@ -52,12 +52,12 @@ pub use vocab::VocabParallel;
 
 pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};
 pub use moe_kernels::candle;
-pub use moe_kernels::compute_capability;
 #[cfg(feature = "cuda")]
 pub use moe_kernels::cuda;
 pub use moe_kernels::{
-    Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, Roof, RoutedExperts, Scratch, StepContext,
-    TensorView, View, ViewMut, Workspace,
+    Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, QuantScheme, Roof, RoutedExperts, Scratch,
+    StepContext, TensorView, View, ViewMut, Workspace,
 };
+pub use moe_kernels::{check_kernel_image, compute_capability};
 pub use moe_layer::{BlockContext, Router};
 pub use moe_quant::QuantConfig;

@@ -32,11 +32,6 @@ fn instruction_sets() -> String {
     }
 }
 
-/// Bytes that the processor's memory has left; `None` where the system does not say.
-pub fn available_memory() -> Option<u64> {
-    bytes_of("MemAvailable:", &fs::read_to_string("/proc/meminfo").ok()?)
-}
-
 /// Linux' account of the memory.
 fn memory(meminfo: &str) -> String {
     match (bytes_of("MemTotal:", meminfo), bytes_of("MemAvailable:", meminfo)) {
@@ -60,26 +55,31 @@ fn gpus() -> Vec<String> {
 
 #[cfg(feature = "cuda")]
 fn gpus() -> Vec<String> {
-    match model_runtime::cuda::device_count() {
+    use model_runtime::cuda::{DeviceInfo, device_count};
+    match device_count() {
         Ok(0) => vec!["cuda: no device is visible; does CUDA_VISIBLE_DEVICES name one?".to_string()],
         Ok(count) => (0..count)
-            .map(|i| format!("cuda:{i}: {}", gpu(i).unwrap_or_else(|e| format!("cannot be opened: {e}"))))
+            .map(|i| match DeviceInfo::of(i) {
+                Ok(info) => {
+                    format!("cuda:{i}: {}", gpu(&info.name, info.compute_capability, [info.total, info.free]))
+                }
+                Err(e) => format!("cuda:{i}: cannot be opened: {e}"),
+            })
             .collect(),
         Err(e) => vec![format!("cuda: cannot ask the driver for its devices: {e}")],
     }
 }
 
-#[cfg(feature = "cuda")]
-fn gpu(ordinal: usize) -> Result<String> {
-    let device = model_runtime::cuda::device(ordinal)?;
-    let name = match &device {
-        candle_core::Device::Cuda(cuda) => cuda.cuda_stream().context().name()?,
-        _ => "unknown".to_string(),
+/// A GPU, and whether this program runs on it.
+#[cfg(any(test, feature = "cuda"))]
+fn gpu(name: &str, capability: (u32, u32), memory: [usize; 2]) -> String {
+    let [total, free] = memory.map(|bytes| BinaryBytes(bytes as u64));
+    let runs = match model_runtime::check_kernel_image(capability) {
+        Ok(()) => String::new(),
+        Err(why) => format!("; cannot be used: {why}"),
     };
-    let (free, total) = model_runtime::Exec::on(&device)?.device_memory()?;
-    let (major, minor) = model_runtime::compute_capability(&device).unwrap_or_default();
-    let [total, free] = [total, free].map(|bytes| BinaryBytes(bytes as u64));
-    Ok(format!("{name}, compute capability {major}.{minor}, {total} of memory, {free} available"))
+    let (major, minor) = capability;
+    format!("{name}, compute capability {major}.{minor}, {total} of memory, {free} available{runs}")
 }
 
 #[cfg(test)]
@@ -96,6 +96,17 @@ mod tests {
             "4.00 GiB of memory, 1.00 GiB available"
         );
         assert!(memory("").contains("unknown"));
+    }
+
+    #[test]
+    fn a_gpu_without_kernels_is_listed_with_the_reason() {
+        let memory = [80 << 30, 79 << 30];
+        assert_eq!(
+            gpu("H100", (9, 0), memory),
+            "H100, compute capability 9.0, 80.00 GiB of memory, 79.00 GiB available"
+        );
+        let text = gpu("T4", (7, 5), memory);
+        assert!(text.contains("; cannot be used: ") && text.contains("built for 8.x and 9.0"), "{text}");
     }
 
     #[cfg(not(feature = "cuda"))]

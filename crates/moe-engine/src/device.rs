@@ -92,13 +92,27 @@ impl DeviceChoice {
         }
     }
 
-    /// Opens the device, of the rank that is the `local_rank`-th of its host.
-    pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
+    /// GPUs of this host that a run on this device could use: none on the CPU.
+    pub(crate) fn gpus(self) -> usize {
         match self {
+            Self::Cpu => 0,
+            Self::Cuda(_) => visible().unwrap_or(0),
+        }
+    }
+
+    /// Opens the device, of the rank that is the `local_rank`-th of its host.
+    ///
+    /// # Errors
+    /// No such device, or one that this program has no kernels for ([`UsageError`](crate::UsageError)).
+    pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
+        let opened = match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(Some(ordinal)) => cuda_device(ordinal),
-            Self::Cuda(None) => cuda_device(ordinal(local_rank, visible()?)?),
-        }
+            Self::Cuda(None) => {
+                visible().and_then(|visible| ordinal(local_rank, visible)).and_then(cuda_device)
+            }
+        };
+        opened.map_err(|e| usage(format!("--device {self}: {e:#}")))
     }
 }
 

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::SystemTime;
 
 /// Architectures with machine code of their own. 90a is Hopper with all its instructions.
-const ARCHITECTURES: &[&str] = &["80", "90a"];
+pub const ARCHITECTURES: &[&str] = &["80", "90a"];
 
 /// What a failed step says.
 pub type Error = String;

@@ -12,6 +12,7 @@ pub mod door;
 mod element;
 mod exec;
 mod fp8;
+mod images;
 mod memory;
 mod monolithic;
 mod ops;
@@ -42,6 +43,7 @@ pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
 pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, compute_capability};
 pub use fp8::{FP8_GROUP, quantised_to_fp8};
+pub use images::check_kernel_image;
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
 pub use ops::{

@@ -42,7 +42,7 @@ mod timeline;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use candle_core::{Device, Result, bail};
+use candle_core::{Device, Error, Result, bail};
 
 use crate::storage::Data;
 use crate::view::View;
@@ -76,8 +76,11 @@ pub use timeline::{Mark, Section, Timeline};
 /// one in each thread, and its events, which order several streams, cannot be captured into a graph.
 ///
 /// # Errors
-/// A device that does not exist or cannot be opened.
+/// A device that does not exist or cannot be opened; one that this build has no kernels for
+/// ([`check_kernel_image`](crate::check_kernel_image)).
 pub fn device(ordinal: usize) -> Result<Device> {
+    let context = CudaContext::new(ordinal).w()?;
+    expect_kernels(&context)?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     if let Device::Cuda(cuda) = &device {
         // SAFETY: tensors of this device are used on its one stream, so no use needs an event to wait for another.
@@ -92,6 +95,41 @@ pub fn device(ordinal: usize) -> Result<Device> {
 /// No driver.
 pub fn device_count() -> Result<usize> {
     Ok(CudaContext::device_count().w()?.max(0) as usize)
+}
+
+/// Fails on a device that this build has no kernels for.
+fn expect_kernels(context: &CudaContext) -> Result<()> {
+    let (major, minor) = context.compute_capability().w()?;
+    let name = context.name().unwrap_or_else(|_| "this GPU".to_string());
+    crate::check_kernel_image((major.max(0) as u32, minor.max(0) as u32))
+        .map_err(|why| Error::msg(format!("{name} cannot run this program: {why}")))
+}
+
+/// What a device is, without opening it for computing.
+#[derive(Clone, Debug)]
+pub struct DeviceInfo {
+    /// The vendor's name.
+    pub name: String,
+    /// Major and minor.
+    pub compute_capability: (u32, u32),
+    /// Bytes that are free.
+    pub free: usize,
+    /// Bytes in all.
+    pub total: usize,
+}
+
+impl DeviceInfo {
+    /// Asks the driver about a device that this process sees.
+    ///
+    /// # Errors
+    /// A device that does not exist or cannot be opened.
+    pub fn of(ordinal: usize) -> Result<Self> {
+        let context = CudaContext::new(ordinal).w()?;
+        let (major, minor) = context.compute_capability().w()?;
+        let (free, total) = context.mem_get_info().w()?;
+        let name = context.name().w()?;
+        Ok(Self { name, compute_capability: (major.max(0) as u32, minor.max(0) as u32), free, total })
+    }
 }
 
 /// A size as launchers take it.

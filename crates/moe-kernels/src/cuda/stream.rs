@@ -11,7 +11,7 @@ use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
 use super::side::Side;
-use super::{PinnedWords, counts, ffi};
+use super::{PinnedWords, counts, expect_kernels, ffi};
 use crate::buffer::Buffer;
 use crate::plan::Gpu;
 use crate::storage::Data;
@@ -67,6 +67,7 @@ impl CudaExec {
         let context = stream.context().clone();
         let attribute = |a| context.attribute(a).w().map(|n| n.max(0) as usize);
         use sys::CUdevice_attribute_enum::*;
+        expect_kernels(&context)?;
         Ok(Self {
             ordinal: context.ordinal(),
             sms: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
