@@ -48,6 +48,14 @@ row "empty stop" 2 '--stop ""' q --prompt x --stop ""
 row "unknown backend" 2 warp q --prompt x --moe-backend warp
 row "unknown device" 2 "gpu" q --prompt x --device gpu
 row "a device that is not here" 2 cuda q --prompt x --device cuda:99
+cp -r unread huge && cp "$fixtures/text/config.json" huge/config.json
+sed -i 's/"hidden_size": 40/"hidden_size": 131072/; s/"moe_intermediate_size": 20/"moe_intermediate_size": 1048576/' huge/config.json
+row "weights without room are refused before they are read" 2 "the weights need 7680.24 GiB of memory" q --model huge --prompt x
+row "random ones, too" 2 "the weights need 7680.24 GiB" q bench --config huge/config.json --dummy-weights
+row "unless it is wanted" 1 "model.safetensors" q --model huge --prompt x --skip-memory-check
+for flag in --enforce-eager "--fp8-activations on" "--shared-experts-stream on" "--gpu-memory 24GB" "--expert-offload 1"; do
+  row "${flag%% *} is for GPUs" 2 "--device cuda" q --prompt x $flag
+done
 cp -r "$fixtures/deepseek-text" deepseek && rm -f deepseek/*.safetensors
 row "another program's checkpoint" 1 "model-deepseekv2-legacy runs" q --model deepseek --prompt x
 cp -r "$fixtures/text" keyless && sed -i '/"hidden_size"/d' keyless/config.json && rm -f keyless/*.safetensors

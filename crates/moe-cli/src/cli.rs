@@ -154,22 +154,26 @@ pub struct RunArgs {
     #[arg(long, value_name = "FORM", help_heading = "MoE")]
     pub mla: Option<MlaForm>,
     /// Shared experts on a GPU: on (a second stream, beside the routed experts), off (after them) or auto (as slots of the
-    /// routed experts where kernels take them so, else a second stream where it pays).
-    #[arg(long, value_name = "WHERE", default_value = "auto", help_heading = "MoE")]
-    pub shared_experts_stream: SharedExpertsStream,
+    /// routed experts where kernels take them so, else a second stream where it pays) (default: auto).
+    #[arg(long, value_name = "WHERE", help_heading = "MoE")]
+    pub shared_experts_stream: Option<SharedExpertsStream>,
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,
     /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU always so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
-    /// Whether products of many rows quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128).
-    #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "MoE")]
-    pub fp8_activations: Fp8Activations,
+    /// Whether products of many rows quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128)
+    /// (default: auto).
+    #[arg(long, value_name = "WHEN", help_heading = "MoE")]
+    pub fp8_activations: Option<Fp8Activations>,
     /// Experts in page-locked host memory beside the GPU of each rank, in GiB of all layers together (or a size such as 512MiB);
     /// they come to the GPU when a step needs them. Tokens stay the same.
     #[arg(long, value_name = "GIB", value_parser = crate::options::parse_gib, help_heading = "MoE")]
     pub expert_offload: Option<usize>,
+    /// Load a model also where its weights and KV cache seem to need more memory than is free.
+    #[arg(long, help_heading = "Engine")]
+    pub skip_memory_check: bool,
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,

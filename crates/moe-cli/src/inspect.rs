@@ -10,12 +10,13 @@ use model_runtime::checkpoint::{TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config, Geometry};
 use moe_engine::ModelFamily;
+use moe_engine::engine::host_memory;
 use serde_json::{Map, Value, json};
 
 use crate::cli::InspectArgs;
 use crate::output::{print_foreign, write_json};
 use crate::shell::program;
-use crate::{devices, hub, preflight};
+use crate::{hub, preflight};
 
 /// The KV cache that a run takes at most where no flag says otherwise.
 const KV_CACHE: u64 = 4 << 30;
@@ -85,7 +86,7 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
     );
     let bytes = bytes(&checkpoint.tensors);
     facts.insert("weight bytes".into(), bytes.into());
-    if let Some(free) = devices::available_memory() {
+    if let Some(free) = host_memory() {
         facts.insert("available memory bytes".into(), free.into());
         // As a run sizes its KV cache: of what the weights leave, so that only these decide.
         facts.insert("KV cache at most bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());

@@ -22,11 +22,13 @@ pub mod parity;
 pub mod preflight;
 pub mod profile;
 mod prompt;
+mod prompt_progress;
 mod roofline;
 pub mod routing;
 pub mod session;
 mod shell;
 mod show;
+mod watch;
 
 use std::process::ExitCode;
 

@@ -8,11 +8,13 @@ use moe_engine::explain::Explanation;
 use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
+use moe_layer::Fp8Activations;
 use serde_json::Value;
 
 use crate::cli::RunArgs;
 use crate::output::write_json;
 use crate::preflight::{self, Asks, Checked, Source};
+use crate::watch::{Unit, Watch};
 
 /// The model of a command.
 #[derive(Clone, Copy)]
@@ -31,7 +33,9 @@ pub fn open<F: ModelFamily>(
     asks: &Asks,
 ) -> Result<Session> {
     let Started { run, weights, tokenizer } = start::<F>(model, args, check_weights, asks)?;
+    let loading = loading::<F>(&run, &weights)?;
     let mut session = run.session::<F>(weights)?;
+    drop(loading);
     if let Some(tokenizer) = tokenizer {
         session.keep_tokenizer(tokenizer);
     }
@@ -39,6 +43,13 @@ pub fn open<F: ModelFamily>(
         explain(&session, file.as_deref())?;
     }
     Ok(session)
+}
+
+/// Shows how far the weights of a checkpoint are loaded.
+fn loading<F: ModelFamily>(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
+    let Weights::Checkpoint(checkpoint) = weights else { return Ok(None) };
+    let (bytes, tensors) = (run.bytes_to_read::<F>(checkpoint)?, checkpoint.tensors.clone());
+    Ok(Some(Watch::start("loading weights", Unit::Bytes, bytes, move || tensors.bytes_read())))
 }
 
 /// Shows which kernels run and why not others: a table on stderr, or JSON in a file.
@@ -72,8 +83,11 @@ struct Started {
 /// Checks first, on every rank, so that no rank downloads what another one refuses.
 fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<Started> {
     let config = RunConfig { check_weights, ..args.config() };
-    let Checked { source, tokenizer } = preflight::check::<F>(model, args, asks)?;
+    let Checked { source, files, tokenizer } = preflight::check::<F>(model, args, asks)?;
     let run = Run::start(&config, &model.name())?;
+    if !args.skip_memory_check {
+        files.check_memory::<F>(&run, asks)?;
+    }
     let weights = match source {
         Source::Checkpoint(located) => Weights::Checkpoint(Checkpoint::open(located.weights()?)?),
         Source::Embedded => Weights::Embedded,
@@ -110,9 +124,9 @@ impl RunArgs {
             moe_backend: self.moe_backend.clone(),
             moe_path: self.moe_path,
             mla: self.mla,
-            shared_experts_stream: self.shared_experts_stream,
+            shared_experts_stream: self.shared_experts_stream.unwrap_or_default(),
             batch_invariant: self.batch_invariant,
-            fp8_activations: self.fp8_activations,
+            fp8_activations: self.fp8_activations.unwrap_or(Fp8Activations::Auto),
             check_weights: false,
             parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,

@@ -1,9 +1,10 @@
 //! What a model crate supplies to become a program: its config, its tensors, how to load it, and
 //! perhaps a checkpoint inside the binary.
 
+use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{
-    BlockContext, CausalLm, Config, ConfigError, DecoderOptions, Geometry, GeometryError, MlaForm,
+    BlockContext, CausalLm, Config, ConfigError, DecoderOptions, Geometry, GeometryError, KvLayout, MlaForm,
     TensorLayout,
 };
 use moe_layer::{BackendSelection, MoePath};
@@ -104,6 +105,17 @@ pub trait ModelFamily {
         geometry: &Geometry,
         has: &dyn Fn(&str) -> bool,
     ) -> Result<TensorLayout, GeometryError>;
+
+    /// What the rank of this geometry caches of a token, in this dtype; `mla` as in [`LoadOptions`].
+    ///
+    /// # Errors
+    /// Heads that the geometry cannot cut.
+    fn kv_layout(
+        config: &Self::Config,
+        geometry: &Geometry,
+        mla: Option<MlaForm>,
+        dtype: DType,
+    ) -> Result<KvLayout, GeometryError>;
 
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(config: &Self::Config) -> &'static [&'static str];

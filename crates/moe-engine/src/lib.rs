@@ -10,6 +10,7 @@ pub mod eplb;
 mod error;
 pub mod explain;
 pub mod family;
+mod footprint;
 pub mod heat;
 mod isolated;
 pub mod parallel;

@@ -4,12 +4,16 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::DType;
-use model_runtime::{BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, RankView, TensorSlice};
+use model_runtime::{
+    BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, QuantConfig, RankView, TensorSlice,
+};
 use tracing::{info, warn};
 
 use crate::engine;
+use crate::engine::EngineConfig;
 use crate::explain;
 use crate::family::ModelFamily;
+use crate::footprint::{Footprint, Place, StepSizes};
 use crate::parallel::{self, Follower, Processes, Replica};
 use crate::run_config::RunConfig;
 use crate::session::{Session, tokenizer};
@@ -52,6 +56,88 @@ impl Run {
         let processes = Processes::start(config, model, &host)?;
         let ex = on_device(host, config, processes.as_ref())?;
         Ok(Self { config: config.clone(), processes, ex })
+    }
+
+    /// Checks that the weights of a model of this config have room on this process's device, and on the CPU those of all ranks
+    /// of this host, and so has the KV cache that `engine` makes of a device's defaults. Nothing is read or downloaded for it.
+    /// `max_context_len`: the longest sequence of the model, `usize::MAX` where that is not known.
+    ///
+    /// # Errors
+    /// Too little memory ([`UsageError`](crate::UsageError)), with what would fit; a config that the family does not run.
+    pub fn check_memory<F: ModelFamily>(
+        &self,
+        config: &Config,
+        quantisation: Option<&QuantConfig>,
+        max_context_len: usize,
+        engine: impl FnOnce(EngineConfig) -> EngineConfig,
+    ) -> Result<()> {
+        let check = || {
+            let engine = engine(EngineConfig::for_device(&self.ex));
+            self.check_room::<F>(config, quantisation, max_context_len, &engine)
+        };
+        match &self.processes {
+            Some(processes) => processes.explained(check),
+            None => check(),
+        }
+    }
+
+    fn check_room<F: ModelFamily>(
+        &self,
+        config: &Config,
+        quantisation: Option<&QuantConfig>,
+        max_context_len: usize,
+        engine: &EngineConfig,
+    ) -> Result<()> {
+        let on_gpu = self.ex.is_cuda();
+        let (first, ranks) = match &self.processes {
+            None => (0, self.config.parallel.world_size()?),
+            Some(processes) if on_gpu => (processes.rank(), 1),
+            // The first process of a host speaks for all of them, which share its memory.
+            Some(processes) if processes.local_rank > 0 => return Ok(()),
+            Some(processes) => (processes.rank(), processes.local_world_size()),
+        };
+        let Some(free) = engine::available_memory(&self.ex, engine.gpu_memory)? else { return Ok(()) };
+        // A config without a dtype: at least this much, whatever the weights are stored in.
+        let dtype = self.config.dtype.map_or_else(|| config.dtype(), |dtype| Ok(Some(dtype)))?;
+        let dtype = dtype.unwrap_or(DType::BF16);
+        let world = self.config.parallel.world_size()?;
+        let held = (first..first + ranks).map(|rank| rank % world);
+        let footprint = Footprint::of::<F>(config, quantisation, &self.config, held, dtype)?;
+        let place = Place {
+            on_gpu,
+            offload: self.config.expert_offload.filter(|_| on_gpu).unwrap_or(0) as u64,
+            host_free: engine::host_memory(),
+            gpus: self.config.device.gpus(),
+        };
+        footprint.check_weights(free, &place)?;
+        let geometry = self.config.parallel.geometry(first)?;
+        let kv = F::kv_layout(&F::config(config)?, &geometry, self.config.mla, dtype)?;
+        footprint.check_cache(free, &kv, &StepSizes::of(config, max_context_len)?, engine, &place)
+    }
+
+    /// About as many bytes as the ranks of this process read of a checkpoint's files.
+    ///
+    /// # Errors
+    /// A config that the family does not run; sizes that ranks cannot cut.
+    pub fn bytes_to_read<F: ModelFamily>(&self, checkpoint: &Checkpoint) -> Result<u64> {
+        let config = F::config(&checkpoint.config)?;
+        let ranks = match &self.processes {
+            None => 0..self.config.parallel.world_size()?,
+            Some(processes) => processes.rank()..processes.rank() + 1,
+        };
+        let (mut held, mut all) = (0u64, 0u64);
+        for rank in ranks.clone() {
+            let geometry = self.config.parallel.geometry(rank)?;
+            let layout = F::layout(&config, &geometry, &|name| checkpoint.has(name))?;
+            held += layout.held().iter().map(|tensor| tensor.elements as u64).sum::<u64>();
+            all += layout
+                .tensors
+                .iter()
+                .map(|t| t.shape.iter().map(|&dim| dim as u64).product::<u64>())
+                .sum::<u64>();
+        }
+        let share = held as f64 / all.max(1) as f64 * ranks.len() as f64;
+        Ok((checkpoint.tensors.bytes() as f64 * share) as u64)
     }
 
     /// Loads the model, on the process that runs requests: the only one, or rank 0's.

@@ -1,8 +1,8 @@
 //! DeepSeek-V2 as a family of the engine. The binary has no checkpoint of its own.
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
-use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
+use model_runtime::{Config, ConfigError, Geometry, GeometryError, KvLayout, MlaForm, TensorLayout};
 use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 use tracing::warn;
@@ -41,6 +41,15 @@ impl ModelFamily for DeepseekV2Family {
         has: &dyn Fn(&str) -> bool,
     ) -> Result<TensorLayout, GeometryError> {
         model::layout(config, geometry, has)
+    }
+
+    fn kv_layout(
+        config: &DeepseekV2Config,
+        geometry: &Geometry,
+        mla: Option<MlaForm>,
+        dtype: DType,
+    ) -> Result<KvLayout, GeometryError> {
+        model::kv_layout(config, geometry, mla.unwrap_or_default(), dtype)
     }
 
     fn ignored(config: &DeepseekV2Config) -> &'static [&'static str] {

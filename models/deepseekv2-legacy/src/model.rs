@@ -2,11 +2,11 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{
-    Decoder, DecoderNames, DecoderOptions, Geometry, GeometryError, MlaAttention, MlaConfig, MlaForm,
-    MlaNames, TensorLayout,
+    Decoder, DecoderNames, DecoderOptions, Geometry, GeometryError, KvLayout, MlaAttention, MlaConfig,
+    MlaForm, MlaNames, TensorLayout,
 };
 use moe_layer::BackendSelection;
-use moe_layer::candle::Result;
+use moe_layer::candle::{DType, Result};
 
 use crate::config::DeepseekV2Config;
 
@@ -33,11 +33,23 @@ pub fn load(
     let heads = context.geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
     let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
     let part = whole.with_heads(heads.len());
-    let kv = part.kv_layout(config.decoder.num_layers(), vb.dtype());
+    let kv = kv_layout(config, &context.geometry, mla, vb.dtype())?;
     Decoder::load(&config.decoder, &names(), options, kv, vb, |vb| {
         let attention = MlaAttention::load_on(part.clone(), MlaNames::default(), vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
+}
+
+/// What a rank caches of a token, in this form of attention.
+pub(crate) fn kv_layout(
+    config: &DeepseekV2Config,
+    geometry: &Geometry,
+    mla: MlaForm,
+    dtype: DType,
+) -> std::result::Result<KvLayout, GeometryError> {
+    let whole = config.mla(mla);
+    let heads = geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
+    Ok(whole.with_heads(heads.len()).kv_layout(config.decoder.num_layers(), dtype))
 }
 
 /// The tensors of a checkpoint and the parts of them that a rank holds.

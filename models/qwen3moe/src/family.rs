@@ -2,8 +2,9 @@
 //! trained on Shakespeare by tests/reference/train_tiny.py, so that the program does something
 //! real before anything is downloaded.
 
+use candle_core::DType;
 use candle_nn::VarBuilder;
-use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
+use model_runtime::{Config, ConfigError, Geometry, GeometryError, KvLayout, MlaForm, TensorLayout};
 use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
@@ -34,6 +35,15 @@ impl ModelFamily for Qwen3MoeFamily {
         has: &dyn Fn(&str) -> bool,
     ) -> Result<TensorLayout, GeometryError> {
         model::layout(config, geometry, has)
+    }
+
+    fn kv_layout(
+        config: &Qwen3MoeConfig,
+        geometry: &Geometry,
+        _: Option<MlaForm>,
+        dtype: DType,
+    ) -> Result<KvLayout, GeometryError> {
+        model::kv_layout(config, geometry, dtype)
     }
 
     fn ignored(config: &Qwen3MoeConfig) -> &'static [&'static str] {

@@ -6,7 +6,7 @@ use model_runtime::{
     GeometryError, KvLayout, TensorLayout,
 };
 use moe_layer::BackendSelection;
-use moe_layer::candle::Result;
+use moe_layer::candle::{DType, Result};
 
 use crate::config::Qwen3MoeConfig;
 
@@ -26,17 +26,23 @@ pub fn load(
     let ranks = context.row_parallel("the width of all query heads", whole.num_heads * whole.head_dim)?;
     let part =
         AttentionConfig { num_heads: heads.heads.len(), num_kv_heads: heads.kv_heads.len(), ..whole.clone() };
-    let kv = KvLayout {
-        num_layers: config.decoder.num_layers(),
-        num_kv_heads: part.num_kv_heads,
-        head_dim: part.head_dim,
-        value_dim: Some(part.head_dim),
-        dtype: vb.dtype(),
-    };
+    let kv = kv_layout(config, &context.geometry, vb.dtype())?;
     Decoder::load(&config.decoder, &DecoderNames::default(), options, kv, vb, |vb| {
         let attention = Attention::load_on(part.clone(), AttentionNames::default(), vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
+}
+
+/// What a rank caches of a token.
+pub(crate) fn kv_layout(
+    config: &Qwen3MoeConfig,
+    geometry: &Geometry,
+    dtype: DType,
+) -> std::result::Result<KvLayout, GeometryError> {
+    let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = config.attention;
+    let num_kv_heads = geometry.attention_heads(num_heads, num_kv_heads)?.kv_heads.len();
+    let num_layers = config.decoder.num_layers();
+    Ok(KvLayout { num_layers, num_kv_heads, head_dim, value_dim: Some(head_dim), dtype })
 }
 
 /// The tensors of a checkpoint and the parts of them that a rank holds.

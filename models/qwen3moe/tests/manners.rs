@@ -7,7 +7,7 @@ mod program;
 use std::io::Write;
 use std::process::{Output, Stdio};
 
-use program::{Program, fixture, stdout};
+use program::{Copied, Program, fixture, stdout};
 use serde_json::{Value, json};
 
 const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_model-qwen3moe"), flags: &[] };
@@ -174,4 +174,50 @@ fn bench_fits_the_embedded_model() {
     assert_eq!(result["prefill"].as_object().unwrap().keys().collect::<Vec<_>>(), ["511"]);
     let config = fixture("base").join("config.json");
     PROGRAM.fails(&["bench", "--config", config.to_str().unwrap()], 2, &["--dummy-weights"]);
+}
+
+/// Neither weights are needed to know their size, nor a machine that has so much memory.
+#[test]
+fn a_model_that_has_no_room_is_refused_before_its_weights() {
+    let sizes = [("hidden_size", json!(1 << 17)), ("moe_intermediate_size", json!(1 << 20))];
+    let huge = Copied::with("text", &sizes);
+    std::fs::remove_file(huge.path("model.safetensors")).unwrap();
+    let config = huge.path("config.json");
+    let run = ["--model", huge.dir(), "--prompt", "x"];
+    let refused = |flags: &[&str], need: &str| {
+        let said = [need, "GiB are available", "--skip-memory-check"];
+        PROGRAM.fails(&[&run, flags].concat(), 2, &said);
+    };
+    refused(&[], "the weights need 7680.24 GiB of memory");
+    refused(&["--dtype", "f32"], "the weights need 15360.49 GiB of memory");
+    refused(&["--tp", "2"], "the weights need 7680.2");
+    refused(&["--dp", "2"], "the weights need 15360.49 GiB");
+    refused(&["--dp", "2", "--enable-expert-parallel"], "the weights need 7680.4");
+    let dummy = ["bench", "--config", config.to_str().unwrap(), "--dummy-weights"];
+    PROGRAM.fails(&dummy, 2, &["the weights need 7680.24 GiB of memory"]);
+    PROGRAM.fails(&[&run[..], &["--skip-memory-check"]].concat(), 1, &["model.safetensors"]);
+}
+
+#[test]
+fn a_cache_that_has_no_room_is_refused_before_weights() {
+    let sizes = [("max_position_embeddings", json!(1 << 30)), ("head_dim", json!(1 << 13))];
+    let long = Copied::with("text", &sizes);
+    std::fs::remove_file(long.path("model.safetensors")).unwrap();
+    let run = ["--model", long.dir(), "--prompt", "x", "--kv-cache-memory", "100000GiB"];
+    PROGRAM.fails(&run, 2, &["--kv-cache-memory needs 10737418", "have room for"]);
+}
+
+#[test]
+fn flags_of_gpus_are_refused_on_the_cpu() {
+    for flags in [
+        &["--enforce-eager"][..],
+        &["--fp8-activations", "on"],
+        &["--shared-experts-stream", "off"],
+        &["--gpu-memory", "24GB"],
+        &["--expert-offload", "1"],
+    ] {
+        PROGRAM.fails(&[&["--prompt", "x"], flags].concat(), 2, &[flags[0], "--device cuda"]);
+    }
+    let bench = ["bench", "--workload", "none.json", "--gpu-memory", "24GB"];
+    PROGRAM.fails(&bench, 2, &["--gpu-memory is for GPUs"]);
 }

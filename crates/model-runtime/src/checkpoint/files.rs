@@ -182,6 +182,11 @@ impl TensorFiles {
         Some((self.inner.files.get(entry.file)?, entry))
     }
 
+    /// Bytes of all tensors, as they are stored.
+    pub fn bytes(&self) -> u64 {
+        self.inner.entries.values().map(|entry| entry.range.len() as u64).sum()
+    }
+
     /// Bytes of all files.
     #[cfg(feature = "cuda")]
     pub(super) fn file_bytes(&self) -> usize {

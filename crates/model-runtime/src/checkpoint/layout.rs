@@ -3,7 +3,7 @@
 //! A model crate names each tensor once, with its shape and how ranks cut it. The shapes verify a
 //! checkpoint; the parts are what a [`RankView`](super::RankView) reads.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use candle_core::Device;
@@ -24,8 +24,19 @@ pub struct TensorLayout {
     /// The parts of this rank's packs of experts, under the names `w13` and `w2`, where no stored tensor
     /// is such a pack.
     pub packs: Vec<TensorSlice>,
+    /// Stored tensors of which this rank holds nothing: experts of other ranks that are stored one by one.
+    pub absent: Vec<String>,
     /// The rank's place.
     pub geometry: Geometry,
+}
+
+/// How much of a stored tensor a rank holds.
+#[derive(Clone, Copy, Debug)]
+pub struct HeldTensor<'a> {
+    /// The whole tensor.
+    pub stored: &'a TensorSpec,
+    /// Elements on this rank.
+    pub elements: usize,
 }
 
 /// Shared experts that may be packed behind the routed ones.
@@ -42,8 +53,27 @@ pub struct SharedPacks<'a> {
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
-        let (tensors, slices, elsewhere, packs) = Default::default();
-        Self { tensors, slices, elsewhere, packs, geometry: geometry.clone() }
+        let (tensors, slices, elsewhere, packs, absent) = Default::default();
+        Self { tensors, slices, elsewhere, packs, absent, geometry: geometry.clone() }
+    }
+
+    /// How much of each stored tensor this rank holds.
+    pub fn held(&self) -> Vec<HeldTensor<'_>> {
+        let mut cut: HashMap<&str, usize> = HashMap::new();
+        for slice in &self.slices {
+            *cut.entry(&slice.stored).or_default() += slice.elements();
+        }
+        // A pack of which this rank holds some experts is among the slices, too.
+        for slice in &self.elsewhere {
+            cut.entry(&slice.stored).or_default();
+        }
+        let absent: HashSet<&str> = self.absent.iter().map(String::as_str).collect();
+        let held = |stored: &TensorSpec| match cut.get(stored.name.as_str()) {
+            _ if absent.contains(stored.name.as_str()) => 0,
+            Some(&elements) => elements,
+            None => stored.shape.iter().product(),
+        };
+        self.tensors.iter().map(|stored| HeldTensor { stored, elements: held(stored) }).collect()
     }
 
     /// What a [`RankView`](super::RankView) shows on a device. On the CPU modules fill their packs
@@ -184,6 +214,8 @@ impl TensorLayout {
                 if packed {
                     let shown = if here { &mut self.slices } else { &mut self.elsewhere };
                     shown.push(TensorSlice::renamed(single, stored, &part.ranges));
+                } else if !here {
+                    self.absent.push(single);
                 }
                 if here {
                     self.packs.push(part);

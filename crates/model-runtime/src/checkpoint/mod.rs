@@ -29,7 +29,7 @@ use crate::config::Config;
 pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
-pub use layout::{SharedPacks, TensorLayout};
+pub use layout::{HeldTensor, SharedPacks, TensorLayout};
 pub use quantised::QuantTensors;
 pub use slices::{RankView, SliceSource, TensorSlice};
 pub use verify::TensorSpec;

@@ -45,6 +45,11 @@ impl TensorSlice {
         Self { name: name.into(), stored: stored.into(), ranges: ranges.to_vec() }
     }
 
+    /// How many elements it has.
+    pub fn elements(&self) -> usize {
+        self.ranges.iter().map(|range| range.len()).product()
+    }
+
     fn dims(&self) -> Vec<usize> {
         self.ranges.iter().map(|r| r.len()).collect()
     }

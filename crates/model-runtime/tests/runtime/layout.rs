@@ -101,6 +101,41 @@ fn each_element_is_held_once_by_the_ranks_that_share_a_tensor() {
     }
 }
 
+/// What memory is counted by: the parts of all ranks are the checkpoint, and what no rank cuts is on each of them.
+#[test]
+fn ranks_hold_their_parts() {
+    let ep = ParallelConfig { enable_expert_parallel: true, ..ParallelConfig::default() };
+    for parallel in [
+        ParallelConfig::default(),
+        ParallelConfig { tp: 2, ..ParallelConfig::default() },
+        ParallelConfig { tp: 2, ..ep },
+        ParallelConfig { dp: 2, ..ep },
+    ] {
+        for packed in [false, true] {
+            let ranks = parallel.world_size().unwrap();
+            let lists: Vec<_> = (0..ranks)
+                .map(|r| layout(&config(4), &parallel.geometry(r).unwrap(), packed).unwrap())
+                .collect();
+            let held = |of: &str| -> Vec<usize> {
+                let list = |list: &TensorLayout| {
+                    let held = list.held();
+                    held.iter().filter(|held| held.stored.name.contains(of)).map(|held| held.elements).sum()
+                };
+                lists.iter().map(list).collect()
+            };
+            let experts = 5 * 3 * 8 * 6;
+            assert_eq!(held(".experts.").iter().sum::<usize>(), experts, "{parallel:?} {packed}");
+            assert!(
+                ranks == 1 || held(".experts.").iter().all(|&part| part < experts),
+                "{parallel:?} {packed}"
+            );
+            assert_eq!(held("input_layernorm"), vec![2 * 6; ranks]);
+            let heads = 2 * 6 * 8;
+            assert_eq!(held("o_proj"), vec![heads / parallel.tp; ranks]);
+        }
+    }
+}
+
 /// On a device every rank is shown its packs, [E_local, 2I, H] and [E_local, H, I], unless they are stored as such.
 #[test]
 fn packs_have_the_rows_of_all_local_experts() {

@@ -233,6 +233,7 @@ impl Batch<'_> {
             for output in self.engine.step()? {
                 self.output(output)?;
             }
+            self.progress.prompts = self.engine.prompt_progress();
             self.progress.show();
         }
         match fault {

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
+use moe_engine::engine::PromptProgress;
 use moe_engine::terminal::note;
 
 use super::input::Total;
@@ -35,6 +36,8 @@ pub struct Progress {
     pub skipped: u64,
     /// New tokens.
     pub tokens: u64,
+    /// Prompts in the engine.
+    pub prompts: PromptProgress,
 }
 
 impl Progress {
@@ -43,8 +46,21 @@ impl Progress {
         let bar = std::io::stderr().is_terminal().then(bar);
         let start = Instant::now();
         let (read, answered, errors, earlier_errors, skipped, tokens) = (0, 0, 0, 0, 0, 0);
-        let shown = start;
-        Self { bar, log_every, start, shown, total, read, answered, errors, earlier_errors, skipped, tokens }
+        let (shown, prompts) = (start, PromptProgress::default());
+        Self {
+            bar,
+            log_every,
+            start,
+            shown,
+            total,
+            read,
+            answered,
+            errors,
+            earlier_errors,
+            skipped,
+            tokens,
+            prompts,
+        }
     }
 
     /// Error records of the output.
@@ -100,7 +116,14 @@ impl Progress {
         };
         let errors = if self.errors > 0 { format!(", {} with errors", self.errors) } else { String::new() };
         let left = self.left(elapsed).map(|left| format!(", {} left", HumanDuration(left)));
-        format!("{of}, {rate:.0} tok/s{errors}{}", left.unwrap_or_default())
+        // Until the first token, long prompts are all that moves.
+        let prompts = match self.tokens {
+            0 if self.prompts.total > 0 => {
+                format!(", {} of {} prompt tokens", self.prompts.computed, self.prompts.total)
+            }
+            _ => String::new(),
+        };
+        format!("{of}, {rate:.0} tok/s{prompts}{errors}{}", left.unwrap_or_default())
     }
 
     /// The time that the rest takes at the speed of this run so far; what earlier runs answered says nothing about it.
@@ -155,6 +178,14 @@ mod tests {
         (progress.answered, progress.read) = (396, 400);
         assert!(status(&progress).ends_with(", 0 seconds left"), "{}", status(&progress));
         progress.answered = 0;
+        progress.tokens = 0;
+        progress.prompts = PromptProgress { computed: 512, total: 9000 };
+        assert_eq!(
+            status(&progress),
+            "4 / 400 requests, 0 tok/s, 512 of 9000 prompt tokens, 2 with errors",
+            "prompts move before the first token"
+        );
+        (progress.tokens, progress.prompts) = (3000, PromptProgress::default());
         assert_eq!(
             status(&progress),
             "4 / 400 requests, 100 tok/s, 2 with errors",

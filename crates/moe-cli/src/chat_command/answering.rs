@@ -14,6 +14,7 @@ use super::conversation::Encoded;
 use crate::error::report;
 use crate::messages;
 use crate::output::print;
+use crate::prompt_progress::PromptProgress;
 use crate::routing;
 use crate::show::{Look, Shown};
 
@@ -42,9 +43,12 @@ pub struct Speed {
 impl Chat<'_> {
     /// Answers the last message.
     pub fn respond(&mut self) -> Result<Turn> {
-        let added = self.request().and_then(|(request, opened)| Ok((self.engine.add(request)?, opened)));
+        let added = self.request().and_then(|(request, opened)| {
+            let progress = PromptProgress::start(request.prompt.len());
+            Ok((self.engine.add(request)?, opened, progress))
+        });
         match added {
-            Ok((id, opened)) => self.read_answer(id, opened),
+            Ok((id, opened, progress)) => self.read_answer(id, opened, progress),
             Err(e) => {
                 self.failed += 1;
                 report(&e);
@@ -54,7 +58,7 @@ impl Chat<'_> {
     }
 
     /// Shows an answer while it comes, and keeps it.
-    fn read_answer(&mut self, id: RequestId, opened: bool) -> Result<Turn> {
+    fn read_answer(&mut self, id: RequestId, opened: bool, mut progress: PromptProgress) -> Result<Turn> {
         // Ctrl-C before there is an answer does not concern it.
         self.interrupt.take();
         let mut shown = Shown::new(self.form, opened, Look::of_stdout());
@@ -64,7 +68,9 @@ impl Chat<'_> {
             if self.interrupt.take() {
                 self.engine.cancel(id)?;
             }
-            for output in self.engine.step()? {
+            let outputs = self.engine.step()?;
+            progress.step(&self.engine, !outputs.is_empty());
+            for output in outputs {
                 if output.token_id.is_some() {
                     speed.tokens += 1;
                     match speed.tokens {

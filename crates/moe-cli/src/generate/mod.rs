@@ -16,6 +16,7 @@ use tracing::warn;
 
 use crate::cli::{GenerateArgs, TemplateArgs};
 use crate::preflight::Asks;
+use crate::prompt_progress::PromptProgress;
 use crate::session::{self, Model, no_model};
 use crate::{options, prompt, routing};
 
@@ -36,12 +37,16 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     warn_of_the_context(args, &requests, engine.max_model_len());
     let lengths =
         requests.iter().map(|request| request.prompt.len()).collect::<Vec<_>>().into_iter().zip(opened);
+    let prompt_tokens = requests.iter().map(|request| request.prompt.len().saturating_mul(request.n)).sum();
     let start = Instant::now();
     let ids = requests.into_iter().map(|request| Ok(engine.add(request)?)).collect::<Result<Vec<_>>>()?;
     let asked = ids.into_iter().zip(lengths).map(|(id, (tokens, opened))| (id, tokens, opened));
     let mut texts = Texts::new(args, tokenizer.as_ref(), answer_form(args, &session)?, start, asked);
+    let mut progress = PromptProgress::start(prompt_tokens);
     while !engine.is_idle() && !texts.closed() {
-        for output in engine.step()? {
+        let outputs = engine.step()?;
+        progress.step(&engine, !outputs.is_empty());
+        for output in outputs {
             texts.add(output)?;
         }
     }

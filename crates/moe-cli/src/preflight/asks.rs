@@ -25,6 +25,8 @@ struct Text<'a> {
     sampling: &'a SamplingArgs,
     engine: &'a EngineArgs,
     n: usize,
+    /// Sequences that run at once, at most.
+    sequences: usize,
     /// Whether the command itself limits the length.
     is_limited: bool,
     template: Option<&'a TemplateArgs>,
@@ -50,15 +52,17 @@ impl<'a> Asks<'a> {
         let (sampling, engine) = (&args.sampling, &args.engine);
         let template = args.chat.then_some(&args.template);
         let tokenizes = !args.skip_tokenizer_init;
-        let needs_template = args.chat;
-        let text =
-            Text { sampling, engine, n: args.n, is_limited: true, template, needs_template, tokenizes };
+        let (n, sequences, is_limited, needs_template) = (args.n, args.n.max(1), true, args.chat);
+        let text = Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes };
         Self { text: Some(text), workload: None }
     }
 
     /// What `chat` asks.
     pub fn of_chat(args: &'a ChatArgs) -> Self {
-        Self::of_answer(&args.answer, true, true)
+        Self {
+            text: Some(Text { sequences: 1, ..Self::of_answer(&args.answer, true, true) }),
+            workload: None,
+        }
     }
 
     /// What `bench` asks for the requests of a file.
@@ -68,14 +72,19 @@ impl<'a> Asks<'a> {
 
     /// What `batch` asks: some requests need no chat template.
     pub fn of_batch(args: &'a BatchArgs) -> Self {
-        Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init)
+        let text = Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init);
+        Self { text: Some(text), workload: None }
     }
 
-    fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Self {
+    fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Text<'a> {
         let (sampling, engine, template) = (&args.sampling, &args.engine, Some(&args.chat));
-        let (n, is_limited) = (1, false);
-        let text = Text { sampling, engine, n, is_limited, template, needs_template, tokenizes };
-        Self { text: Some(text), workload: None }
+        let (n, sequences, is_limited) = (1, usize::MAX, false);
+        Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes }
+    }
+
+    /// The flags of the engine, of a command that has them.
+    pub(super) fn engine(&self) -> Option<&EngineArgs> {
+        self.text.as_ref().map(|text| text.engine)
     }
 
     /// Whether there must be a tokenizer.
@@ -128,6 +137,19 @@ impl<'a> Asks<'a> {
         request.check_parameters(vocab_size).map_err(|e| usage(e.to_string()))?;
         let settings = options::engine_config(text.engine, EngineConfig::default());
         settings.check(context).map(drop).map_err(|e| usage(e.to_string()))
+    }
+
+    /// The engine's settings over a device's defaults, as far as they are known before requests are. `generate` has a KV cache for
+    /// its texts and no more, at least for their new tokens, and `chat` for one conversation.
+    pub(super) fn engine_config(&self, default: EngineConfig, context: usize) -> EngineConfig {
+        let Some(text) = &self.text else { return default };
+        let config = options::engine_config(text.engine, default);
+        let new = text.sampling.max_new_tokens.filter(|new| text.is_limited && *new < context);
+        EngineConfig {
+            max_num_seqs: config.max_num_seqs.min(text.sequences),
+            max_model_len: config.max_model_len.or(new),
+            ..config
+        }
     }
 
     /// Checks the chat template of the flags or of a checkpoint's folder; `model` names the checkpoint.

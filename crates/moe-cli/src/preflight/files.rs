@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow, bail};
 use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{Config, Geometry, QuantConfig};
 use moe_comm::ExpertMap;
-use moe_engine::{Embedded, ModelFamily, usage};
+use moe_engine::{Embedded, ModelFamily, Run, usage};
 
 use super::Asks;
 use crate::cli::RunArgs;
@@ -18,7 +18,7 @@ const PROGRAMS: [(&str, &str); 2] =
 const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
 
 /// The configs of a checkpoint.
-pub(super) struct Files {
+pub struct Files {
     config: Config,
     generation: Option<Config>,
     quantisation: Option<QuantConfig>,
@@ -35,8 +35,9 @@ impl Files {
     }
 
     /// A config without weights.
-    pub fn random(config: Config) -> Self {
-        Self { config, generation: None, quantisation: None }
+    pub fn random(config: Config) -> Result<Self> {
+        let quantisation = config.quantisation()?;
+        Ok(Self { config, generation: None, quantisation })
     }
 
     /// The configs in the program.
@@ -66,6 +67,14 @@ impl Files {
             layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;
         }
         self.check_values(asks)
+    }
+
+    /// Checks that weights and KV cache have room where the ranks of a run are.
+    pub fn check_memory<F: ModelFamily>(&self, run: &Run, asks: &Asks) -> Result<()> {
+        let (context, quantisation) = (self.context(), self.quantisation.as_ref());
+        run.check_memory::<F>(&self.config, quantisation, context, |default| {
+            asks.engine_config(default, context)
+        })
     }
 
     /// Checks that the ranks have room for further copies of experts.

@@ -8,6 +8,7 @@
 //! file of the checkpoint, which a download brings first.
 
 mod asks;
+mod device_flags;
 mod files;
 
 use anyhow::Result;
@@ -23,12 +24,15 @@ use crate::session::{Model, no_model};
 use files::Files;
 
 pub use asks::{Asks, no_template};
+pub use device_flags::check_device_flags;
 pub use files::config;
 
 /// A model that passed.
 pub struct Checked {
     /// Where the weights come from.
     pub source: Source,
+    /// Its configs.
+    pub files: Files,
     /// The model's tokenizer, if text is asked for.
     pub tokenizer: Option<Tokenizer>,
 }
@@ -49,6 +53,7 @@ pub enum Source {
 /// What would refuse the run later: a flag ([`UsageError`](moe_engine::UsageError)), a file that is
 /// missing or wrong, a model or a format that this program does not run.
 pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Result<Checked> {
+    check_device_flags(args, asks.engine(), &[])?;
     check_run::<F>(args)?;
     asks.check_flags()?;
     match model {
@@ -59,22 +64,24 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
             asks.check_template(Some(located.dir()), Some(name))?;
             let tokenizer = asks.tokenizes().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
             asks.check_structured_output(tokenizer.as_ref())?;
-            Ok(Checked { source: Source::Checkpoint(located), tokenizer })
+            Ok(Checked { source: Source::Checkpoint(located), files, tokenizer })
         }
         Model::Checkpoint(None) => {
             let embedded = F::embedded().ok_or_else(no_model)?;
-            Files::embedded(&embedded)?.check::<F>(args, asks)?;
+            let files = Files::embedded(&embedded)?;
+            files.check::<F>(args, asks)?;
             asks.check_template(None, None)?;
             let tokenizer =
                 asks.tokenizes().then(|| Tokenizer::from_bytes(embedded.tokenizer)).transpose()?;
             asks.check_structured_output(tokenizer.as_ref())?;
-            Ok(Checked { source: Source::Embedded, tokenizer })
+            Ok(Checked { source: Source::Embedded, files, tokenizer })
         }
         Model::Random(path) => {
             let raw = Config::read(path)?;
             config::<F>(&raw)?;
-            Files::random(raw.clone()).check_values(asks)?;
-            Ok(Checked { source: Source::Random(raw), tokenizer: None })
+            let files = Files::random(raw.clone())?;
+            files.check_values(asks)?;
+            Ok(Checked { source: Source::Random(raw), files, tokenizer: None })
         }
     }
 }

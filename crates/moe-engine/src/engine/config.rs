@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 #[cfg(feature = "cuda")]
 use model_runtime::{CausalLm, RunnerSizes};
-use model_runtime::{Exec, ModelInfo};
+use model_runtime::{Exec, KvLayout, ModelInfo};
 use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -124,16 +124,22 @@ impl EngineConfig {
         }
     }
 
-    /// Sizes the KV cache where `free` bytes are left, if that is known: at most what all sequences can use at once. `budget` is
-    /// what it may take without `kv_cache_memory`.
-    pub(super) fn capacity(&self, info: &ModelInfo, free: Option<u64>, budget: usize) -> Result<Capacity> {
-        let context_len = self.check(info.max_context_len)?;
+    /// Sizes the KV cache of a model with this context where `free` bytes are left, if that is known: at most what all sequences
+    /// can use at once. `budget` is what it may take without `kv_cache_memory`.
+    pub(crate) fn capacity(
+        &self,
+        kv: &KvLayout,
+        max_context_len: usize,
+        free: Option<u64>,
+        budget: usize,
+    ) -> Result<Capacity> {
+        let context_len = self.check(max_context_len)?;
         let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
         let budget = self.kv_cache_memory.unwrap_or(budget);
         // Slot numbers are 32 bits wide.
         let addressable = (u32::MAX as usize - 1) / self.block_size;
-        let num_blocks = useful.min(info.kv.blocks_in(budget, self.block_size)?).min(addressable);
-        let block_bytes = info.kv.bytes_per_token()? * self.block_size;
+        let num_blocks = useful.min(kv.blocks_in(budget, self.block_size)?).min(addressable);
+        let block_bytes = kv.bytes_per_token()? * self.block_size;
         ensure!(
             num_blocks > 0,
             "a KV cache of {budget} bytes holds no block: one of {} tokens needs {block_bytes} bytes; raise \
@@ -158,10 +164,14 @@ impl EngineConfig {
     /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
     pub(super) fn free_and_budget(&self, ex: &Exec) -> Result<(Option<u64>, usize)> {
         let free = memory::available(ex, self.gpu_memory)?.map(|free| free / self.ranks.max(1) as u64);
+        Ok((free, Self::budget(free, ex.is_cuda())))
+    }
+
+    /// What a KV cache takes by default of the bytes that are free for a rank.
+    pub(crate) fn budget(free: Option<u64>, on_gpu: bool) -> usize {
         let share =
             |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
-        let budget = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
-        Ok((free, budget))
+        if on_gpu { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) }
     }
 
     /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot sample tokens.
@@ -206,7 +216,7 @@ impl Default for EngineConfig {
 }
 
 /// What an engine has room for.
-pub(super) struct Capacity {
+pub(crate) struct Capacity {
     /// Blocks of the KV cache.
     pub num_blocks: usize,
     /// Bytes of all of them.

@@ -13,7 +13,7 @@ use model_runtime::Exec;
 ///
 /// # Errors
 /// More than `gpu_memory` is in use.
-pub(super) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64>> {
+pub(crate) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64>> {
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let (free, total) = ex.device_memory()?;
@@ -36,7 +36,7 @@ fn free_of(free: u64, total: u64, limit: Option<u64>) -> Result<u64> {
 }
 
 /// Bytes of host memory that can be used without swapping or being killed; `None` where the system does not say.
-pub(crate) fn host() -> Option<u64> {
+pub fn host() -> Option<u64> {
     let machine = machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     Some(machine.min(allowed(&groups, Path::new("/sys/fs/cgroup"))))

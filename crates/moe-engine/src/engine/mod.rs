@@ -21,6 +21,7 @@ mod finish;
 mod masks;
 mod memory;
 mod peers;
+mod prompt_progress;
 mod request;
 #[cfg(feature = "cuda")]
 mod routing;
@@ -59,7 +60,9 @@ pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
-pub(crate) use memory::host as host_memory;
+pub(crate) use memory::available as available_memory;
+pub use memory::host as host_memory;
+pub use prompt_progress::PromptProgress;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};
@@ -140,7 +143,7 @@ impl<'m> Engine<'m> {
         let ex = track::tracked(ex)?;
         let info = model.info();
         let (free, most) = config.free_and_budget(&ex)?;
-        let capacity = config.capacity(info, free, budget.unwrap_or(most))?;
+        let capacity = config.capacity(&info.kv, info.max_context_len, free, budget.unwrap_or(most))?;
         capacity.warn_if_cut();
         let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;

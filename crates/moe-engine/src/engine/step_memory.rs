@@ -35,7 +35,7 @@ pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -
     ex.synchronize()?;
     let info = model.info();
     let (free, budget) = config.free_and_budget(ex)?;
-    let capacity = config.capacity(info, free, budget)?;
+    let capacity = config.capacity(&info.kv, info.max_context_len, free, budget)?;
     Ok(free.is_some_and(|free| capacity.bytes as u64 > free / 2))
 }
 
@@ -45,7 +45,7 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
     let info = model.info();
     ex.synchronize()?;
     let (free, most) = config.free_and_budget(ex)?;
-    let longest = config.capacity(info, free, most)?.max_model_len;
+    let longest = config.capacity(&info.kv, info.max_context_len, free, most)?.max_model_len;
     let mut kv = KvCache::new_on(ex.device(), info.kv, 1, config.block_size)?;
     kv.commit(ex)?;
     let rows = config.max_num_batched_tokens;

@@ -117,6 +117,11 @@ impl Processes {
         Ok(None)
     }
 
+    /// This process's rank in the world.
+    pub fn rank(&self) -> usize {
+        self.world.rank()
+    }
+
     /// The most ranks that share this host's memory.
     pub fn local_world_size(&self) -> usize {
         self.local_world_size.unwrap_or(self.world.world_size())

@@ -1,0 +1,74 @@
+//! Flags that mean something on one kind of device alone: on the other they would be taken and change nothing.
+
+use anyhow::Result;
+use moe_engine::{DeviceChoice, usage};
+
+use crate::cli::{EngineArgs, RunArgs};
+
+/// A flag, and whether it is given.
+pub type Given = (&'static str, bool);
+
+/// Checks the flags of a run on its device; `more` are flags for GPUs that a command has beside those.
+///
+/// # Errors
+/// The first flag that means nothing on the device ([`UsageError`](moe_engine::UsageError)).
+pub fn check_device_flags(args: &RunArgs, engine: Option<&EngineArgs>, more: &[Given]) -> Result<()> {
+    let on_gpus = [
+        ("--fp8-activations", args.fp8_activations.is_some()),
+        ("--shared-experts-stream", args.shared_experts_stream.is_some()),
+        ("--enforce-eager", engine.is_some_and(|engine| engine.enforce_eager)),
+        ("--gpu-memory", engine.is_some_and(|engine| engine.gpu_memory.is_some())),
+    ];
+    let on_cpus = [("--cpu-isa", args.cpu_isa.is_some())];
+    let first = |flags: &[Given]| flags.iter().find(|(_, given)| *given).map(|(flag, _)| *flag);
+    let refused = match args.device {
+        DeviceChoice::Cpu => first(&[&on_gpus, more].concat())
+            .map(|flag| format!("{flag} is for GPUs, and this run is on the CPU; leave it out, or add --device cuda")),
+        device @ DeviceChoice::Cuda(_) => first(&on_cpus).map(|flag| {
+            format!("{flag} is for the CPU's kernels, and this run is on {device}; leave it out, or add --device cpu")
+        }),
+    };
+    refused.map_or(Ok(()), |why| Err(usage(why)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    /// What is said about `generate` with these flags.
+    fn said(flags: &[&str]) -> Option<String> {
+        let Command::Generate(args) = Cli::command_of([&["moe", "generate"], flags].concat()).unwrap() else {
+            panic!("generate is generate")
+        };
+        check_device_flags(&args.run, Some(&args.engine), &[]).err().map(|e| {
+            assert!(e.downcast_ref::<moe_engine::UsageError>().is_some());
+            e.to_string()
+        })
+    }
+
+    #[test]
+    fn flags_of_gpus_are_refused_on_the_cpu() {
+        for flags in [
+            &["--fp8-activations", "off"][..],
+            &["--fp8-activations", "auto"],
+            &["--shared-experts-stream", "on"],
+            &["--enforce-eager"],
+            &["--gpu-memory", "24GB"],
+        ] {
+            let error = said(flags).unwrap();
+            assert!(error.starts_with(flags[0]) && error.contains("add --device cuda"), "{error}");
+            assert_eq!(said(&[flags, &["--device", "cuda:1"]].concat()), None);
+        }
+        for flags in [&[][..], &["--batch-invariant"], &["--cpu-isa", "scalar"], &["--num-threads", "1"]] {
+            assert_eq!(said(flags), None, "{flags:?}");
+        }
+    }
+
+    #[test]
+    fn flags_of_the_cpu_are_refused_on_gpus() {
+        let error = said(&["--device", "cuda", "--cpu-isa", "scalar"]).unwrap();
+        assert!(error.starts_with("--cpu-isa") && error.contains("add --device cpu"), "{error}");
+        assert_eq!(said(&["--device", "cuda", "--num-threads", "4"]), None);
+    }
+}
