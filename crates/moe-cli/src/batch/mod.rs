@@ -30,6 +30,7 @@ mod structured;
 mod tests;
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
@@ -141,8 +142,8 @@ fn earlier(args: &BatchArgs) -> Earlier {
     }
 }
 
-/// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template:
-/// how many prompts it has.
+/// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template,
+/// and compiles its structured output: how many prompts it has.
 ///
 /// # Errors
 /// The message of its error record.
@@ -162,7 +163,20 @@ pub fn check_line(
         max_model_len,
         served: Served::new(None, true),
     };
-    entries::job(line, &parser).map(|job| job.requests.len()).map_err(|e| e.message)
+    let job = entries::job(line, &parser).map_err(|e| e.message)?;
+    for output in job.requests.iter().filter_map(|request| request.structured_output.as_ref()) {
+        output.check(Some(tokenizer)).map_err(|e| e.to_string())?;
+    }
+    Ok(job.requests.len())
+}
+
+/// Reads an output file as a run that continues it would, and cuts off a torn last line: how many records it holds.
+///
+/// # Errors
+/// It cannot be read, or holds something else than records; then it is left as it is.
+pub fn check_output(path: &Path) -> Result<u64> {
+    let input = Path::new("-");
+    Journal::open(path, input, Earlier::Keep, &mut Known::with_lines(0)).map(|journal| journal.records)
 }
 
 fn parser(
