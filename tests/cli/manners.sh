@@ -204,7 +204,7 @@ row "unless it may overwrite" 0 "1 request, " q batch --input changed.jsonl --ou
 printf '{"custom_id":"b","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}\n' >other.jsonl
 row "an error whose line is gone stays" 0 "1 with errors of earlier runs" q batch --input other.jsonl --output gone.jsonl --retry-errors
 row "with its record" 0 '"custom_id":"a"' cat gone.jsonl
-row "errors are counted" 0 "1 with errors" q batch --input in.jsonl --output counted.jsonl
+row "errors are counted" 1 "1 with errors" q batch --input in.jsonl --output counted.jsonl
 request() { printf '{"custom_id":"%s","url":"/v1/completions","body":{"prompt":"x","max_tokens":%s%s}}\n' "$@"; }
 request m 2 ',"model":"gpt"' >model.jsonl
 row "another model in a body" 0 '"status_code":404' q batch --input model.jsonl --output -
@@ -215,7 +215,25 @@ row "structured output in bodies" 0 "2 requests" q batch --input guided.jsonl --
 row "a choice" 0 '"text":"Nay"' cat guided.out
 row "a faulty schema is an error of its request" 0 '"status_code":400' cat guided.out
 for i in {1..300}; do request "$i" 64 ''; done >many.jsonl
+{ request good 2 ''; echo "no JSON"; } >mixed.jsonl
+row "errors are told by reason" 0 "1 as line 2: it is not JSON" q batch --input mixed.jsonl --output mixed.out
+row "a batch without an answer fails" 1 "no line has an answer" q batch --input <(echo "no JSON") --output none.out
+full() { "$program" "$@" 2>/dev/full; }
+row "a full log disk ends no batch" 0 "" full batch --input many.jsonl --output full.out --progress-interval 0.01
+row "and every line is answered" 0 300 grep -c custom_id full.out
+headed() { "$program" "$@" 2>&1 | head -n 1; [ "$(wc -l <headed.out)" = 300 ]; }
+row "nor does a reader that leaves" 0 "" headed batch --input many.jsonl --output headed.out --progress-interval 0.01
+row "a full stdout is an error" 1 "cannot write to stdout" bash -c '"$0" --prompt x --max-new-tokens 2 >/dev/full' "$program"
+gzip -k many.jsonl
+row "a compressed input is read" 0 "300 requests" q batch --input many.jsonl.gz --output gz.out
+iconv -f UTF-8 -t UTF-16 many.jsonl >wide.jsonl
+row "UTF-16 is named" 2 "UTF-16" q batch --input wide.jsonl --output wide.out
 row "progress in a log" 0 " / 300 requests, " q batch --input many.jsonl --output many.out --progress-interval 1
+signalled() { "$program" batch --input long.jsonl --output "$1.out" --max-num-seqs 1 & sleep 2; kill "-$1" $!; wait $!; }
+for signal in TERM HUP; do
+  for i in {1..2000}; do request "$i" 500 ',"ignore_eos":true'; done >long.jsonl
+  row "SIG$signal ends a batch as Ctrl-C does" 130 "run the same command again" signalled $signal
+done
 row "bench of the embedded model" 0 tok_s q bench --batches 1 --repeat 1 --prompt 8 --output 4 --lengths 16
 printf '{"requests":[{"prompt_token_ids":[5,17],"max_tokens":4,"seed":1},{"prompt_token_ids":[9],"max_tokens":2,"seed":2}]}' >work.json
 row "bench of a file of requests" 0 '"output_tokens": 6' q bench --workload work.json --repeat 1

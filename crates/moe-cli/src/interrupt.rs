@@ -1,41 +1,127 @@
-//! Ctrl-C: the first one asks to stop, the next one ends the program.
+//! Ctrl-C and the signals that ask a program to end: the first one asks to stop, the next one ends the program.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
-static REQUESTED: AtomicBool = AtomicBool::new(false);
-
-/// Leaves Ctrl-C to another process of the terminal, which ends this one.
+/// Leaves Ctrl-C to another process of the terminal, which ends this one. Of SIGTERM the first is left to it, and the next
+/// one ends this process.
 pub fn ignore() -> Result<()> {
-    ctrlc::set_handler(|| {}).context("cannot catch Ctrl-C")
+    let asked = Arc::new(AtomicBool::new(false));
+    end_at_the_next(&[SIGTERM], &asked)?;
+    catch(&[SIGTERM], &asked)?;
+    let left_to_another = Arc::new(AtomicBool::new(false));
+    catch(&[SIGINT], &left_to_another)?;
+    catch(ends_of_terminal(), &left_to_another)
 }
 
-/// Whether Ctrl-C was pressed, where a program has asked for it.
-pub struct Interrupt(());
+/// Whether Ctrl-C was pressed, or another signal asked to stop, where a program has asked for it.
+pub struct Interrupt {
+    requested: Arc<AtomicBool>,
+}
 
 impl Interrupt {
     /// What a shell calls a program that Ctrl-C ended.
     pub const EXIT_CODE: u8 = 130;
 
-    /// Catches Ctrl-C from now on.
+    /// Catches Ctrl-C, SIGTERM and, unless `nohup` set it aside, the end of the terminal from now on.
     pub fn install() -> Result<Self> {
-        ctrlc::set_handler(|| {
-            if REQUESTED.swap(true, Ordering::Relaxed) {
-                moe_engine::end_failed(Self::EXIT_CODE);
-            }
-        })
-        .context("cannot catch Ctrl-C")?;
-        Ok(Self(()))
+        let requested = Arc::new(AtomicBool::new(false));
+        // A shell and the terminal may both tell of the terminal's end, so that two of it are one.
+        end_at_the_next(&[SIGINT, SIGTERM], &requested)?;
+        catch(&[SIGINT, SIGTERM], &requested)?;
+        catch(ends_of_terminal(), &requested)?;
+        Ok(Self { requested })
     }
 
-    /// Whether it was pressed.
+    /// Catches Ctrl-C from now on, for a program that goes on after it. SIGTERM and the end of the terminal end it, its
+    /// terminal as it was before.
+    pub fn of_conversation() -> Result<Self> {
+        let requested = Arc::new(AtomicBool::new(false));
+        end_at_the_next(&[SIGINT], &requested)?;
+        catch(&[SIGINT], &requested)?;
+        #[cfg(unix)]
+        unix::end_with_terminal_restored()?;
+        Ok(Self { requested })
+    }
+
+    /// Whether it was asked for.
     pub fn requested(&self) -> bool {
-        REQUESTED.load(Ordering::Relaxed)
+        self.requested.load(Ordering::Relaxed)
     }
 
-    /// Whether it was pressed; forgets it.
+    /// Whether it was asked for; forgets it.
     pub fn take(&self) -> bool {
-        REQUESTED.swap(false, Ordering::Relaxed)
+        self.requested.swap(false, Ordering::Relaxed)
+    }
+}
+
+/// Sets the flag at each of the signals.
+fn catch(signals: &[i32], flag: &Arc<AtomicBool>) -> Result<()> {
+    let catch = |signal: &i32| flag::register(*signal, flag.clone()).map(drop);
+    signals.iter().try_for_each(catch).context("cannot catch Ctrl-C")
+}
+
+/// Ends the process at each of the signals if the flag is set already.
+fn end_at_the_next(signals: &[i32], flag: &Arc<AtomicBool>) -> Result<()> {
+    let code = i32::from(Interrupt::EXIT_CODE);
+    let end = |signal: &i32| flag::register_conditional_shutdown(*signal, code, flag.clone()).map(drop);
+    signals.iter().try_for_each(end).context("cannot catch Ctrl-C")
+}
+
+/// The signals that tell that the terminal is gone; none where `nohup` set them aside.
+fn ends_of_terminal() -> &'static [i32] {
+    #[cfg(unix)]
+    return unix::ends_of_terminal();
+    #[cfg(not(unix))]
+    &[]
+}
+
+#[cfg(unix)]
+mod unix {
+    use std::io;
+    use std::mem::MaybeUninit;
+    use std::ptr;
+
+    use anyhow::{Context, Result};
+    use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+    use signal_hook::consts::{SIGHUP, SIGTERM};
+    use signal_hook::iterator::Signals;
+
+    use super::Interrupt;
+
+    pub fn ends_of_terminal() -> &'static [i32] {
+        if is_ignored(SIGHUP) { &[] } else { &[SIGHUP] }
+    }
+
+    fn is_ignored(signal: i32) -> bool {
+        let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: no action is given, so this only writes the present one into memory of ours, where zeros are one too.
+        let present = unsafe {
+            libc::sigaction(signal, ptr::null(), action.as_mut_ptr());
+            action.assume_init()
+        };
+        present.sa_sigaction == libc::SIG_IGN
+    }
+
+    /// Ends the process at SIGTERM or the end of the terminal, which line editing may have in another mode.
+    pub fn end_with_terminal_restored() -> Result<()> {
+        let before = tcgetattr(io::stdin()).ok();
+        let signals = [&[SIGTERM][..], ends_of_terminal()].concat();
+        let mut signals = Signals::new(signals).context("cannot catch SIGTERM")?;
+        let end = move || {
+            if signals.forever().next().is_some() {
+                if let Some(before) = before {
+                    // A terminal that is gone needs no mode.
+                    let _ = tcsetattr(io::stdin(), OptionalActions::Now, &before);
+                }
+                moe_engine::end_failed(Interrupt::EXIT_CODE);
+            }
+        };
+        std::thread::Builder::new().name("signals".into()).spawn(end).context("cannot start a thread")?;
+        Ok(())
     }
 }

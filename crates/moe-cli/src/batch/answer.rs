@@ -3,6 +3,7 @@
 use model_runtime::RoutedExperts;
 use model_runtime::sampling::TokenLogprobs;
 use moe_engine::engine::{FinishReason, Output};
+use moe_engine::terminal::{LONGEST_MESSAGE, shortened};
 use serde_json::{Value, json};
 
 use super::entries::Key;
@@ -51,7 +52,7 @@ pub fn record(key: &Key, result: Result<Value, ApiError>) -> String {
                 404 => "NotFoundError",
                 _ => "InternalServerError",
             };
-            let error = json!({"message": e.message, "type": kind, "param": e.param, "code": e.status});
+            let error = json!({"message": shortened(&e.message, LONGEST_MESSAGE), "type": kind, "param": e.param, "code": e.status});
             (e.status, Value::Null, json!({ "error": error }))
         }
     };

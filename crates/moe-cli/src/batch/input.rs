@@ -1,4 +1,4 @@
-//! The lines of the input, one at a time and of bounded length: a file of any size passes through
+//! The lines of the input, one at a time and of bounded length: a file of any size, compressed or not, passes through
 //! the memory of one line.
 
 use std::fs::File;
@@ -8,6 +8,8 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 use moe_engine::usage;
+
+use super::encoding::{self, Packing};
 
 /// The longest line that is read whole, in bytes.
 pub const MAX_LINE: usize = 64 << 20;
@@ -26,6 +28,8 @@ pub struct Line {
 /// The input as lines that are not blank.
 pub struct Lines {
     reader: Box<dyn BufRead + Send>,
+    /// What is read once somebody asks for a line.
+    stream: Option<Box<dyn BufRead + Send>>,
     max_line: usize,
     number: u64,
 }
@@ -44,8 +48,9 @@ impl Total {
         let counted = total.clone();
         let count = move || {
             // The code that answers the lines reports what cannot be read.
-            let lines = Lines::new(BufReader::with_capacity(1 << 20, file));
-            counted.is(lines.map_while(Result::ok).count() as u64);
+            if let Ok((text, _)) = encoding::text(BufReader::with_capacity(1 << 20, file)) {
+                counted.is(Lines::new(text).map_while(Result::ok).count() as u64);
+            }
         };
         // Without the thread the number is known when the input ends.
         let _ = std::thread::Builder::new().name("count".into()).spawn(count);
@@ -67,10 +72,16 @@ impl Total {
 impl Lines {
     /// Opens a file, or stdin if it is `-`; also how many lines it seems to have, if it has a size.
     pub fn open(path: &Path) -> Result<(Self, Option<u64>)> {
-        if path.as_os_str() == "-" {
-            return Ok((Self::new(BufReader::new(io::stdin())), None));
-        }
         let cannot = || format!("--input {}: cannot read it", path.display());
+        let wrong = |e: io::Error| match e.kind() {
+            io::ErrorKind::InvalidData => {
+                usage(format!("--input {}: {e}; expected UTF-8, plain or in gzip or zstd", path.display()))
+            }
+            _ => anyhow::Error::new(e).context(cannot()),
+        };
+        if path.as_os_str() == "-" {
+            return Ok((Self::of_stream(BufReader::new(io::stdin())), None));
+        }
         let file = File::open(path).map_err(|e| usage(format!("{}: {e}", cannot())))?;
         let metadata = file.metadata().with_context(cannot)?;
         if metadata.is_dir() {
@@ -78,19 +89,28 @@ impl Lines {
         }
         let mut reader = BufReader::with_capacity(SAMPLE, file);
         let bytes = metadata.len();
-        let lines = match metadata.is_file() {
-            true => Some(count(reader.fill_buf().with_context(cannot)?, bytes)),
-            false => None,
-        };
-        Ok((Self::new(reader), lines))
+        if !metadata.is_file() {
+            return Ok((Self::of_stream(reader), None));
+        }
+        let lines = count(reader.fill_buf().with_context(cannot)?, bytes);
+        let (text, packing) = encoding::text(reader).map_err(wrong)?;
+        Ok((Self::new(text), (packing == Packing::Plain).then_some(lines)))
     }
 
     fn new(reader: impl BufRead + Send + 'static) -> Self {
-        Self { reader: Box::new(reader), max_line: MAX_LINE, number: 0 }
+        Self { reader: Box::new(reader), stream: None, max_line: MAX_LINE, number: 0 }
+    }
+
+    /// The lines of a stream, which may bring its first byte much later.
+    fn of_stream(stream: impl BufRead + Send + 'static) -> Self {
+        Self { stream: Some(Box::new(stream)), ..Self::new(io::empty()) }
     }
 
     /// The next line, blank or not.
     fn line(&mut self) -> io::Result<Option<Line>> {
+        if let Some(stream) = self.stream.take() {
+            self.reader = encoding::text(stream)?.0;
+        }
         let mut bytes = Vec::new();
         let limit = self.max_line as u64 + 1;
         let read = self.reader.by_ref().take(limit).read_until(b'\n', &mut bytes)? as u64;

@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufReader, Seek, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use moe_engine::usage;
 
 use super::entries::Key;
@@ -18,6 +18,7 @@ use super::known::Known;
 use super::records::{Header, copy, scan};
 use super::replace::replace;
 use super::settings::{Settings, SettingsFile};
+use super::untouched;
 
 /// What becomes of the records of earlier runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,7 +53,7 @@ pub struct Journal {
     /// Error records of earlier runs whose lines are not answered again yet.
     pub earlier_errors: u64,
     /// Answers of earlier runs.
-    answers: u64,
+    pub answers: u64,
     /// The most tokens, of prompts and answers, in a record of earlier runs.
     longest: usize,
     errors: Errors,
@@ -193,6 +194,7 @@ impl Journal {
     /// # Errors
     /// The record cannot be written (the disk is full); the ones before are intact.
     pub fn append(&mut self, key: &Key, is_error: bool, mut record: String) -> Result<()> {
+        self.check_untouched()?;
         record.push('\n');
         let bytes = record.as_bytes();
         let written = match &mut self.file {
@@ -223,8 +225,23 @@ impl Journal {
         Ok(())
     }
 
+    /// Whether the file is where it was and holds what was written to it: nothing else.
+    fn check_untouched(&self) -> Result<()> {
+        let (Some(file), Some(len)) = (&self.file, self.len) else { return Ok(()) };
+        let change = untouched::change(file, &self.path, len);
+        match change.with_context(|| format!("cannot look at {}", self.name))? {
+            None => Ok(()),
+            Some(change) => bail!(
+                "{}: another program {change}; records of this run are lost; {}",
+                self.name,
+                self.how_to_continue()
+            ),
+        }
+    }
+
     /// Takes out errors whose lines were answered again, and waits until the file is on the disk.
     pub fn finish(mut self) -> Result<()> {
+        self.check_untouched()?;
         if self.len.is_some() {
             let errors = std::mem::take(&mut self.errors);
             self.drop_records(errors.superseded, |number, record| {
@@ -240,151 +257,5 @@ impl Journal {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn open(path: &Path) -> Result<(Journal, Known)> {
-        open_for(path, Earlier::Keep)
-    }
-
-    fn open_for(path: &Path, earlier: Earlier) -> Result<(Journal, Known)> {
-        let mut known = Known::with_lines(0);
-        Ok((Journal::open(path, Path::new("in.jsonl"), earlier, &mut known)?, known))
-    }
-
-    fn key(custom_id: &str) -> Key {
-        Key { id: "request-9".into(), custom_id: Some(custom_id.into()), request: None }
-    }
-
-    #[test]
-    fn errors_make_room_for_answers_and_not_before() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.jsonl");
-        let good = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
-        let bad = r#"{"id":"request-2","custom_id":"b","response":{},"error":{"error":{"message":"no"}}}"#;
-        let before = format!("{good}\n{bad}\n");
-        let text = || std::fs::read_to_string(&path).unwrap();
-        std::fs::write(&path, &before).unwrap();
-        assert_eq!(open(&path).unwrap().0.earlier_errors, 1);
-        let (mut journal, known) = open_for(&path, Earlier::RetryErrors).unwrap();
-        assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-        journal.begin(&Settings::default()).unwrap();
-        assert_eq!(
-            (text(), journal.earlier_errors),
-            (before.clone(), 1),
-            "an error stays until there is better"
-        );
-        let better = good.replace("\"a\"", "\"b\"");
-        journal.append(&key("b"), false, better.clone()).unwrap();
-        assert_eq!((text(), journal.earlier_errors), (format!("{before}{better}\n"), 0));
-        drop(journal); // a crash
-        let (journal, known) = open(&path).unwrap();
-        assert_eq!((known.is_done(2, Some("b")), journal.earlier_errors), (true, 0));
-        journal.finish().unwrap();
-        assert_eq!(text(), format!("{good}\n{better}\n"));
-        let (mut journal, known) = open_for(&path, Earlier::Overwrite).unwrap();
-        assert!(!known.is_done(1, Some("a")));
-        journal.begin(&Settings::default()).unwrap();
-        assert_eq!((journal.records, text().as_str()), (0, ""));
-        assert!(open(&path).is_err(), "the new file is locked as the old one was");
-        journal.append(&key("a"), true, bad.replace("\"b\"", "\"a\"")).unwrap();
-        journal.finish().unwrap();
-        assert_eq!(text().lines().count(), 1);
-        assert!(Earlier::Overwrite.how_to_continue().contains("without"), "or it would begin again");
-    }
-
-    /// The lines of records may leave the input, and the records stay.
-    #[test]
-    fn errors_whose_lines_are_gone_stay() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.jsonl");
-        let bad = r#"{"id":"line-2","custom_id":null,"response":{"body":null},"error":{"error":{}}}"#;
-        let long = r#"{"id":"request-1","custom_id":"a","response":{"body":{"usage":{"total_tokens":40}}},"error":null}"#;
-        let text = format!("{bad}\n{long}\n{}\n", bad.replace("line-2", "line-3"));
-        std::fs::write(&path, &text).unwrap();
-        let (mut journal, _) = open_for(&path, Earlier::RetryErrors).unwrap();
-        assert_eq!((journal.longest, journal.answers), (40, 1));
-        journal.begin(&Settings::default()).unwrap();
-        let answered = Key { id: "line-3".into(), custom_id: None, request: None };
-        journal.append(&answered, true, bad.replace("line-2", "line-3")).unwrap();
-        assert_eq!(journal.earlier_errors, 1);
-        journal.finish().unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "one error made room for its like");
-    }
-
-    #[test]
-    fn a_torn_last_line_is_cut_off() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.jsonl");
-        let whole = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
-        for torn in ["", "{", r#"{"id":"#, r#"{"id":"request-2","custom_id":"b","resp"#, "\0\0\0"] {
-            std::fs::write(&path, format!("{whole}\n{torn}")).unwrap();
-            let (mut journal, known) = open(&path).unwrap();
-            assert_eq!(journal.records, 1);
-            assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-            journal.append(&key("b"), false, r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
-            let text = std::fs::read_to_string(&path).unwrap();
-            assert_eq!(text, format!("{whole}\n{{\"id\":\"request-2\",\"custom_id\":\"b\"}}\n"), "{torn:?}");
-        }
-    }
-
-    #[test]
-    fn a_file_of_something_else_is_left_alone() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("notes.txt");
-        for text in ["my notes\n", "my notes", "{\"id\": 5}\n", "[1]\n{\"id\":\"", "\u{1}\0"] {
-            std::fs::write(&path, text).unwrap();
-            let error = format!("{:#}", open(&path).err().unwrap());
-            assert!(error.contains("notes.txt") && error.contains("line 1"), "{error}");
-            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
-        }
-    }
-
-    #[test]
-    fn a_folder_that_takes_no_file_is_found_before_the_run() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.jsonl");
-        // Root may write to every folder, but not over this one.
-        std::fs::create_dir(dir.path().join("out.jsonl.run.json.probe")).unwrap();
-        let error = open(&path).err().unwrap().to_string();
-        assert!(error.contains("out.jsonl.run.json") && error.contains("another folder"), "{error}");
-        let record = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
-        std::fs::write(&path, format!("{record}\n")).unwrap();
-        assert!(open(&path).is_ok(), "a run that goes on only appends");
-        assert!(open_for(&path, Earlier::Overwrite).is_err());
-    }
-
-    #[test]
-    fn what_is_not_kept_cannot_be_continued() {
-        let stdout = Journal::keeping_nothing("stdout".into(), None);
-        assert!(stdout.how_to_continue().contains("--output FILE"));
-        let dir = tempfile::tempdir().unwrap();
-        let (file, _) = open(&dir.path().join("out.jsonl")).unwrap();
-        assert!(file.how_to_continue().contains("same command"));
-    }
-
-    #[test]
-    fn two_runs_cannot_write_to_one_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.jsonl");
-        let first = open(&path).unwrap();
-        let error = open(&path).err().unwrap().to_string();
-        assert!(error.contains("another run"), "{error}");
-        drop(first);
-        assert!(open(&path).is_ok());
-    }
-
-    fn open_input_as(output: &Path, input: &Path) -> Result<Journal> {
-        Journal::open(output, input, Earlier::Overwrite, &mut Known::with_lines(0))
-    }
-
-    #[test]
-    fn the_input_is_not_overwritten() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("in.jsonl");
-        std::fs::write(&path, "").unwrap();
-        let other = dir.path().join(".").join("in.jsonl");
-        let error = open_input_as(&other, &path).err().unwrap().to_string();
-        assert!(error.contains("is the input"), "{error}");
-    }
-}
+#[path = "journal_tests.rs"]
+mod tests;

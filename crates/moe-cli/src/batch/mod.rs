@@ -12,6 +12,7 @@ mod ahead;
 mod answer;
 mod body;
 mod completion;
+mod encoding;
 mod entries;
 mod errors;
 mod fields;
@@ -21,6 +22,7 @@ mod journal;
 mod known;
 mod progress;
 mod prompts;
+mod reasons;
 mod records;
 mod replace;
 mod served;
@@ -28,6 +30,7 @@ mod settings;
 mod structured;
 #[cfg(test)]
 mod tests;
+mod untouched;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -38,7 +41,7 @@ use std::time::Duration;
 use anyhow::Result;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
-use moe_engine::terminal::note;
+use moe_engine::terminal::{note, note_error};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use tracing::info;
@@ -57,6 +60,7 @@ use fields::ApiError;
 use input::Lines;
 use journal::{Earlier, Journal};
 use known::Known;
+use reasons::Reasons;
 use served::Served;
 use settings::Settings;
 
@@ -102,16 +106,19 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         lines: HashMap::new(),
         owners: HashMap::new(),
         progress,
+        reasons: Reasons::default(),
     };
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
     batch.progress.earlier_errors = batch.journal.earlier_errors;
     note(&batch.progress);
+    note(&batch.reasons);
     if args.answer.engine.stats {
         note(format_args!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine)));
     }
     let finished = result?;
     let errors = batch.progress.all_errors();
+    let answers = batch.journal.answers + batch.progress.answered - batch.progress.errors;
     let how_to_continue = batch.journal.how_to_continue();
     batch.journal.finish()?;
     drop(batch.engine);
@@ -119,6 +126,10 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     if !finished {
         note(format_args!("stopped; {how_to_continue}"));
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
+    }
+    if errors > 0 && answers == 0 {
+        note_error("no line has an answer: every record of the output is an error");
+        return Ok(ExitCode::FAILURE);
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
 }
@@ -221,6 +232,7 @@ struct Batch<'m> {
     /// The line of a request and the place of its first choice.
     owners: HashMap<RequestId, (u64, usize)>,
     progress: Progress,
+    reasons: Reasons,
 }
 
 impl Batch<'_> {
@@ -274,7 +286,7 @@ impl Batch<'_> {
                 self.progress.skipped += 1;
                 Ok(())
             }
-            Work::Refused(error) => self.write(&entry.key, Err(error)),
+            Work::Refused(error) => self.write(entry.line, &entry.key, Err(error)),
             Work::Job(job) => self.generate(entry.line, entry.key, *job),
         }
     }
@@ -287,7 +299,7 @@ impl Batch<'_> {
                 Ok(id) => requests.push(id),
                 Err(e) => {
                     requests.into_iter().try_for_each(|id| self.engine.cancel(id))?;
-                    return self.write(&key, Err(job.form.refused(e)));
+                    return self.write(number, &key, Err(job.form.refused(e)));
                 }
             }
         }
@@ -319,11 +331,14 @@ impl Batch<'_> {
             self.owners.remove(id);
         }
         let body = completion::body(&line.key.id, &line.form, &line.choices, self.tokenizer.as_ref());
-        self.write(&line.key, body)
+        self.write(number, &line.key, body)
     }
 
-    fn write(&mut self, key: &Key, result: Result<serde_json::Value, ApiError>) -> Result<()> {
+    fn write(&mut self, line: u64, key: &Key, result: Result<serde_json::Value, ApiError>) -> Result<()> {
         self.progress.answered += 1;
+        if let Err(error) = &result {
+            self.reasons.add(line, &error.message);
+        }
         let is_error = result.is_err();
         self.progress.errors += u64::from(is_error);
         self.journal.append(key, is_error, record(key, result))

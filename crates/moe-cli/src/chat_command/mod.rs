@@ -60,7 +60,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
         session: &session,
         args,
         conversation: Conversation::new(args.system.clone()),
-        interrupt: Interrupt::install()?,
+        interrupt: Interrupt::of_conversation()?,
         answers: 0,
         failed: 0,
         speed: None,

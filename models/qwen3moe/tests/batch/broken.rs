@@ -2,8 +2,9 @@
 #![cfg(unix)]
 
 use std::fs::{self, File};
-use std::io::{Read, pipe};
-use std::process::{Output, Stdio};
+use std::io::{Read, Write, pipe};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -56,4 +57,110 @@ fn a_stdout_that_takes_nothing_is_an_error() {
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("cannot write to stdout"), "{}", stderr(&output));
     assert!(fs::metadata(folder.path("out.jsonl")).is_err());
+}
+
+/// A run that has written a record and is far from its end.
+fn begun(folder: &Folder, command: &mut Command) -> Child {
+    let run = command.args(["--max-num-seqs", "2"]).stderr(Stdio::piped()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while fs::metadata(folder.path("out.jsonl")).map_or(0, |m| m.len()) == 0 {
+        assert!(Instant::now() < deadline, "no record is written");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    run
+}
+
+#[test]
+fn an_output_that_is_deleted_or_cut_ends_the_run() {
+    for cut in [false, true] {
+        let folder = folder(2000);
+        let run = begun(&folder, &mut folder.command("in.jsonl", "out.jsonl"));
+        match cut {
+            false => fs::remove_file(folder.path("out.jsonl")).unwrap(),
+            true => File::options().write(true).open(folder.path("out.jsonl")).unwrap().set_len(5).unwrap(),
+        }
+        let output = run.wait_with_output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(
+            text.contains("out.jsonl: another program") && text.contains("run the same command"),
+            "{text}"
+        );
+    }
+}
+
+/// `nohup` says that the end of the terminal is not the end of the run.
+#[test]
+fn a_run_under_nohup_outlives_its_terminal() {
+    let folder = folder(400);
+    let direct = folder.command("in.jsonl", "out.jsonl");
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(direct.get_program()).args(direct.get_args());
+    let run = begun(&folder, command.current_dir(folder.path("")));
+    assert!(Command::new("kill").args(["-HUP", &run.id().to_string()]).status().unwrap().success());
+    let output = run.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), folder.records().len()), (Some(0), 400), "{}", stderr(&output));
+}
+
+#[test]
+fn a_file_of_nothing_but_faults_is_a_failure_with_its_reasons() {
+    let folder = folder(1);
+    fs::write(folder.path("in.jsonl"), "no JSON\n".repeat(30) + "{\"custom_id\":\"a\",\"url\":\"/v9\"}\n")
+        .unwrap();
+    let output = folder.run(&[]);
+    let text = stderr(&output);
+    assert_eq!((output.status.code(), folder.records().len()), (Some(1), 31), "{text}");
+    for words in [
+        "31 with errors",
+        "     30 as line 1: it is not JSON",
+        "      1 as line 31: ",
+        "no line has an answer",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert_eq!(folder.run(&[]).status.code(), Some(1), "nor has it when run again");
+    let good = completion("b", json!({"prompt": "x", "max_tokens": 2}));
+    fs::write(folder.path("in.jsonl"), format!("no JSON\n{good}\n")).unwrap();
+    let output = folder.run(&["--overwrite"]);
+    assert!(
+        output.status.success() && stderr(&output).contains("as line 1: it is not JSON"),
+        "one is answered"
+    );
+}
+
+#[test]
+fn files_in_other_encodings_are_named_before_the_model_loads() {
+    let folder = folder(4);
+    let text = fs::read_to_string(folder.path("in.jsonl")).unwrap();
+    for (mark, name) in [("\u{feff}", "UTF-16;"), ("", "UTF-16 without")] {
+        let bytes: Vec<u8> = format!("{mark}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+        fs::write(folder.path("in.jsonl"), bytes).unwrap();
+        let output = folder.run(&[]);
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(name) && text.contains("iconv") && !text.contains("running on"), "{text}");
+    }
+    assert!(!folder.path("out.jsonl").exists());
+}
+
+/// A compressed input is answered, also from stdin, and a rerun continues with it.
+#[test]
+fn compressed_inputs_are_read() {
+    let folder = folder(20);
+    let text = fs::read_to_string(folder.path("in.jsonl")).unwrap();
+    let half: String = text.split_inclusive('\n').take(7).collect();
+    fs::write(folder.path("half.jsonl"), half).unwrap();
+    assert!(folder.command("half.jsonl", "out.jsonl").status().unwrap().success());
+    let packed = Command::new("gzip").arg("-c").arg(folder.path("in.jsonl")).output().unwrap().stdout;
+    fs::write(folder.path("in.gz"), &packed).unwrap();
+    let output = folder.command("in.gz", "out.jsonl").output().unwrap();
+    assert!(stderr(&output).contains("13 requests, ") && stderr(&output).contains("7 done before"));
+    let mut run = folder.command("-", "stdin.jsonl").stdin(Stdio::piped()).spawn().unwrap();
+    run.stdin.take().unwrap().write_all(&packed).unwrap();
+    assert!(run.wait().unwrap().success());
+    assert_eq!(super::records(&fs::read(folder.path("stdin.jsonl")).unwrap()).len(), 20);
+    fs::write(folder.path("in.gz"), &packed[..packed.len() / 2]).unwrap();
+    let output = folder.command("in.gz", "cut.jsonl").output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cannot read the input any further"), "{}", stderr(&output));
 }

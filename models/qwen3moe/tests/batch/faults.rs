@@ -177,6 +177,10 @@ fn what_is_written_before_the_disk_is_full_is_intact() {
 #[cfg(target_os = "linux")]
 #[test]
 fn an_interrupted_run_says_how_to_continue() {
+    ["-INT", "-TERM", "-HUP"].into_iter().for_each(interrupted_by);
+}
+
+fn interrupted_by(signal: &str) {
     let lines: Vec<Value> = (0..64)
         .map(|i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 200, "ignore_eos": true})))
         .collect();
@@ -192,7 +196,7 @@ fn an_interrupted_run_says_how_to_continue() {
         assert!(Instant::now() < deadline, "no record is written");
         std::thread::sleep(Duration::from_millis(5));
     }
-    assert!(Command::new("kill").args(["-INT", &run.id().to_string()]).status().unwrap().success());
+    assert!(Command::new("kill").args([signal, &run.id().to_string()]).status().unwrap().success());
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
     assert!(stderr(&output).contains("run the same command again"), "{}", stderr(&output));
