@@ -71,7 +71,7 @@ pub fn vllm_rebalance_experts(
     old_global_expert_indices: Option<&[Vec<u32>]>,
 ) -> Result<Vec<Vec<u32>>> {
     vllm_rebalance_experts_with(
-        &Deepseek::default(),
+        &Deepseek { allow_duplicates: true, ..Deepseek::default() },
         weight,
         num_replicas,
         num_groups,

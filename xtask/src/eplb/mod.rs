@@ -93,7 +93,7 @@ impl PolicyOptions {
         let objective = self.objective.get();
         Ok(match self.policy.as_str() {
             "deepseek" => Box::new(Deepseek::default()),
-            "deepseek-global" => Box::new(Deepseek { global: true }),
+            "deepseek-global" => Box::new(Deepseek { global: true, ..Deepseek::default() }),
             "swift" => Box::new(Swift::default()),
             "flashlb" => Box::new(FlashLb { objective, ..FlashLb::default() }),
             "joint" => {

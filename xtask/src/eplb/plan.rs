@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use moe_eplb::json::{read_expert_map, write_expert_map};
 use serde_json::json;
 
-use super::PolicyOptions;
 use super::input::{InputOptions, window};
+use super::{PolicyOptions, objective_name};
 
 /// What to plan.
 #[derive(Args)]
@@ -47,6 +47,8 @@ pub fn run(options: &Options) -> Result<()> {
     };
     let policy = options.policy.build()?;
     let plan = policy.plan_on(&topology, &loads, current.as_ref(), options.threads)?;
+    let name = policy.name();
+    plan.placement.check().with_context(|| format!("--policy {name} gave a map that no run can load"))?;
     std::fs::write(&options.out, serde_json::to_string(&write_expert_map(&plan.placement))?)?;
     if let Some(path) = &options.maps {
         let (log2phy, width) = plan.placement.log2phy();
@@ -68,11 +70,45 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let bound = plan.certificates.iter().map(|c| c.lower_bound).sum::<f64>();
     println!(
-        "{} layers: mean PAR {:.4}, lower bound {:.4}, {} proven optimal",
+        "{} layers by the {} objective: mean PAR {:.4}, lower bound {:.4}, {} proven optimal",
         plan.certificates.len(),
+        objective_name(policy.objective()),
         plan.mean_par(),
         bound / plan.certificates.len().max(1) as f64,
         plan.certificates.iter().filter(|c| c.is_optimal()).count(),
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// A trace whose hot expert the published algorithm puts twice on a device.
+    #[test]
+    fn every_policy_writes_a_map_that_can_be_loaded() {
+        let dir = tempfile::tempdir().unwrap();
+        let (trace, out) = (dir.path().join("trace.jsonl"), dir.path().join("map.json"));
+        let row = |step: usize, counts: &str| {
+            format!("{{\"v\":1,\"step\":{step},\"stage\":\"decode\",\"layer\":0,\"counts\":{counts}}}\n")
+        };
+        let rows = row(0, "[900,1,1,1,1,1,1,1]") + &row(1, "[100,100,100,100,100,100,100,100]");
+        std::fs::write(&trace, rows).unwrap();
+        for policy in ["joint", "flashlb", "swift", "deepseek", "deepseek-global"] {
+            let args = ["x", "--trace", trace.to_str().unwrap(), "--out", out.to_str().unwrap()];
+            let sizes = ["--slots", "12", "--devices", "4", "--policy", policy];
+            run(&Program::parse_from(args.into_iter().chain(sizes)).options).unwrap();
+            let map = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+            let (_, placement) = read_expert_map(&map, 8).unwrap();
+            placement.check().unwrap_or_else(|e| panic!("{policy}: {e}"));
+        }
+    }
 }

@@ -45,9 +45,19 @@ struct State {
 
 impl RoundPlanner {
     pub fn new(config: &EplbConfig, topology: Topology, layers: usize, slot_len: usize) -> Result<Self> {
+        Self::with_policy(config.policy.build(), config, topology, layers, slot_len)
+    }
+
+    fn with_policy(
+        policy: Box<dyn Policy + Send>,
+        config: &EplbConfig,
+        topology: Topology,
+        layers: usize,
+        slot_len: usize,
+    ) -> Result<Self> {
         let thresholds = Thresholds { min_gain: config.min_gain, ..Thresholds::default() };
         Ok(Self(Arc::new(Mutex::new(State {
-            policy: config.policy.build(),
+            policy,
             topology,
             selector: Selector::new(layers, thresholds)?,
             slot_len: slot_len as u64,
@@ -90,6 +100,8 @@ impl RoundPlanner {
 impl State {
     fn plan(&mut self, loads: &Loads, current: &Placement) -> Result<Rebalance> {
         let placement = self.policy.plan(&self.topology, loads, Some(current))?.placement;
+        // No rank could take it; the error reaches the log.
+        placement.check()?;
         let proposals = (0..loads.layers()).map(|layer| self.propose(layer, loads, current, &placement));
         self.proposals = proposals.collect::<Result<_>>()?;
         let (mut layers, mut left) = (self.selector.select(&self.proposals)?, self.max_moves as u64);
@@ -111,10 +123,8 @@ impl State {
         let par = |row: &Placement| {
             layer_par(loads.layer(layer), row.layer(0), experts, devices, Objective::Episode)
         };
-        // A policy may put two copies on one rank, where they are of no use; such a layer stays.
-        let new_par = if after.check().is_ok() { par(&after) } else { f64::INFINITY };
         let bytes = after.moved_from(&before)? as u64 * self.slot_len;
-        Ok(Proposal { current_par: par(&before), new_par, bytes })
+        Ok(Proposal { current_par: par(&before), new_par: par(&after), bytes })
     }
 }
 
@@ -157,6 +167,25 @@ mod tests {
             assert_eq!(planner.plan(&loads, &current).unwrap().layers, [0]);
             planner.moved(0);
             assert!(planner.plan(&loads, &rebalance.placement).unwrap().layers.is_empty());
+        }
+    }
+    /// Eight experts in twelve slots: by the published algorithm the copies of the hot one meet on a rank.
+    #[test]
+    fn a_policy_plans_what_ranks_can_take_or_says_why_not() {
+        use moe_eplb::policy::Deepseek;
+
+        let topology = Topology::new(8, 12, 4).unwrap();
+        let current = Placement::initial(&topology, 1);
+        let loads = Loads::episodes(1, 1, 8, &[900., 1., 1., 1., 1., 1., 1., 1.]).unwrap();
+        let config = EplbConfig { must_pay: false, ..EplbConfig::default() };
+        let planner = |policy| RoundPlanner::with_policy(policy, &config, topology, 1, 100).unwrap();
+        let published = planner(Box::new(Deepseek { allow_duplicates: true, ..Deepseek::default() }));
+        let error = published.plan(&loads, &current).unwrap_err().to_string();
+        assert!(error.contains("holds expert 0 twice"), "{error}");
+        for policy in super::super::EplbPolicy::ALL {
+            let plan = planner(policy.build()).plan(&loads, &current).unwrap();
+            plan.placement.check().unwrap();
+            assert_eq!(plan.layers, [0], "{}", policy.name());
         }
     }
 }

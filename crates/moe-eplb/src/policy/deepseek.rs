@@ -1,11 +1,15 @@
 //! The published EPLB algorithm: pack groups to nodes, replicate inside nodes, pack to devices.
 //!
-//! Three greedy steps without repair. It may put two copies of an expert on one device, which costs
-//! a slot; engines that rely on its exact output get exactly that. On equal loads the lower index
-//! wins, where the published code follows the order of an unstable sort.
+//! Three greedy steps. They may put two copies of an expert on one device, where the second one is of no use and which
+//! engines refuse. So the policy takes care of that: no expert gets more copies than there are devices, and copies that
+//! meet on a device are exchanged with another one's ([`part_copies`](super::part::part_copies)). Placements that the
+//! published code gets right stay what they are. On equal loads the lower index wins, where the published code follows
+//! the order of an unstable sort.
 
+use super::part::part_copies;
 use super::{Layout, Policy, Task};
 use crate::error::Result;
+use crate::matching::keep_slots;
 use crate::score::Objective;
 use crate::topology::Topology;
 
@@ -14,6 +18,8 @@ use crate::topology::Topology;
 pub struct Deepseek {
     /// Treat the machine as one node in any case.
     pub global: bool,
+    /// The published algorithm to the letter, with two copies of an expert on one device where it puts them.
+    pub allow_duplicates: bool,
 }
 
 impl Policy for Deepseek {
@@ -26,7 +32,7 @@ impl Policy for Deepseek {
     }
 
     fn allows_duplicates(&self) -> bool {
-        true
+        self.allow_duplicates
     }
 
     fn place(&self, task: &Task) -> Result<Layout> {
@@ -37,7 +43,14 @@ impl Policy for Deepseek {
         } else {
             task.topology
         };
-        let slots = place_layer(&task.summed_f32(), topology).0;
+        let load = task.summed_f32();
+        let slots = match (self.allow_duplicates, task.valid_current()) {
+            (true, _) => place_layer(&load, topology).0,
+            (false, None) => place_apart(&load, topology),
+            (false, Some(current)) => {
+                keep_slots(current, &place_apart(&load, topology), topology.slots_per_device())
+            }
+        };
         Ok(Layout { slots, exhaustive: false, steps: task.topology.slots() as u64 })
     }
 }
@@ -48,16 +61,66 @@ pub(crate) fn place_layer(load: &[f32], topology: &Topology) -> (Vec<u32>, Vec<u
     let (nodes, groups) = if hierarchical { (topology.nodes(), topology.groups()) } else { (1, 1) };
     let mut slots = Vec::with_capacity(topology.slots());
     let mut ranks = Vec::with_capacity(topology.slots());
-    for members in experts_of_nodes(load, nodes, groups) {
-        let local: Vec<f32> = members.iter().map(|&e| load[e]).collect();
-        let (expert, rank, count) = replicate(&local, topology.slots() / nodes);
-        let per_copy: Vec<f32> = expert.iter().map(|&e| local[e] / count[e] as f32).collect();
-        for pack in balanced_packing(&per_copy, topology.devices() / nodes) {
-            slots.extend(pack.iter().map(|&copy| members[expert[copy]] as u32));
-            ranks.extend(pack.iter().map(|&copy| rank[copy]));
-        }
+    for node in place_nodes(load, topology, (nodes, groups), u32::MAX) {
+        slots.extend(node.copies().map(|copy| node.members[node.expert[copy]] as u32));
+        ranks.extend(node.copies().map(|copy| node.rank[copy]));
     }
     (slots, ranks)
+}
+
+/// The expert of every slot, none twice on a device. A node whose devices have more slots than the node has experts
+/// would repeat some; then the machine counts as one node. The caller has seen to it that a device has no more slots than
+/// there are experts.
+fn place_apart(load: &[f32], topology: &Topology) -> Vec<u32> {
+    let (nodes, groups) = (topology.nodes(), topology.groups());
+    let hierarchical =
+        groups.is_multiple_of(nodes) && topology.slots_per_device() <= topology.experts() / nodes;
+    let (nodes, groups) = if hierarchical { (nodes, groups) } else { (1, 1) };
+    let most = (topology.devices() / nodes) as u32;
+    let mut slots = Vec::with_capacity(topology.slots());
+    for node in place_nodes(load, topology, (nodes, groups), most) {
+        let mut experts: Vec<usize> = node.copies().map(|copy| node.expert[copy]).collect();
+        part_copies(&mut experts, topology.slots_per_device(), |expert| {
+            load[node.members[expert]] / node.count[expert] as f32
+        });
+        slots.extend(experts.into_iter().map(|expert| node.members[expert] as u32));
+    }
+    slots
+}
+
+/// What the algorithm makes of a node. Experts count from 0 in the node.
+struct Node {
+    /// The node's experts, as the machine counts them.
+    members: Vec<usize>,
+    /// Expert and number of each copy, and the copies of each expert.
+    expert: Vec<usize>,
+    rank: Vec<u32>,
+    count: Vec<u32>,
+    /// The copies of each device.
+    devices: Vec<Vec<usize>>,
+}
+
+impl Node {
+    /// The copies in the order of slots.
+    fn copies(&self) -> impl Iterator<Item = usize> {
+        self.devices.iter().flatten().copied()
+    }
+}
+
+/// The three steps, with at most `most` copies of an expert.
+fn place_nodes(
+    load: &[f32],
+    topology: &Topology,
+    (nodes, groups): (usize, usize),
+    most: u32,
+) -> impl Iterator<Item = Node> {
+    experts_of_nodes(load, nodes, groups).into_iter().map(move |members| {
+        let local: Vec<f32> = members.iter().map(|&e| load[e]).collect();
+        let (expert, rank, count) = replicate(&local, topology.slots() / nodes, most);
+        let per_copy: Vec<f32> = expert.iter().map(|&e| local[e] / count[e] as f32).collect();
+        let devices = balanced_packing(&per_copy, topology.devices() / nodes);
+        Node { members, expert, rank, count, devices }
+    })
 }
 
 /// Packs expert groups to nodes; lists each node's experts.
@@ -91,19 +154,17 @@ fn balanced_packing(load: &[f32], packs: usize) -> Vec<Vec<usize>> {
     content
 }
 
-/// One copy each, then one more for the largest load per copy until the slots are full.
+/// One copy each, then one more for the largest load per copy until the slots are full, at most `most` of an expert.
 /// Returns expert and copy number of every slot, and the copies of every expert.
-fn replicate(load: &[f32], slots: usize) -> (Vec<usize>, Vec<u32>, Vec<u32>) {
+fn replicate(load: &[f32], slots: usize, most: u32) -> (Vec<usize>, Vec<u32>, Vec<u32>) {
     let mut expert: Vec<usize> = (0..load.len()).collect();
     let mut rank = vec![0; load.len()];
     let mut count = vec![1u32; load.len()];
     for _ in load.len()..slots {
-        let mut top = 0;
-        for e in 1..load.len() {
-            if load[e] / count[e] as f32 > load[top] / count[top] as f32 {
-                top = e;
-            }
-        }
+        let per_copy = |e: usize| load[e] / count[e] as f32;
+        let open = (0..load.len()).filter(|&e| count[e] < most);
+        let heaviest = open.reduce(|top, e| if per_copy(e) > per_copy(top) { e } else { top });
+        let Some(top) = heaviest else { break };
         expert.push(top);
         rank.push(count[top]);
         count[top] += 1;

@@ -3,6 +3,7 @@
 mod deepseek;
 mod flashlb;
 mod joint;
+mod part;
 mod swift;
 
 pub use deepseek::Deepseek;
