@@ -6,8 +6,8 @@ use moe_comm::Communicator;
 
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    CpuIsa, Exec, PreNorm, TensorView, View, ViewMut, Weight, Workspace, add_rms_norm_into, embedding_into,
-    forward_rows, linear_into, rms_norm_into,
+    CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, Workspace, add_rms_norm_into,
+    embedding_into, forward_rows, linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
@@ -32,7 +32,13 @@ impl RmsNorm {
     }
 
     /// Loads `weight` `[size]`.
+    ///
+    /// # Errors
+    /// A missing or wrongly shaped tensor; a bias other than zero, which this norm does not have.
     pub fn load(size: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
+        let mut unread = Unread::under(&vb);
+        unread.bias("bias");
+        unread.refuse("RMS norm", "it has a weight alone")?;
         Self::new(vb.get(size, "weight")?, eps)
     }
 
@@ -209,13 +215,17 @@ impl LmHead {
     /// [`load`](Self::load) on a rank, where the projection may be quantised.
     ///
     /// # Errors
-    /// A missing or wrongly shaped tensor; quantised ones that are not what the header says.
+    /// A missing or wrongly shaped tensor; quantised ones that are not what the header says; a bias other than zero.
     pub fn load_on(
         vocab_size: usize,
         hidden_size: usize,
         vb: VarBuilder,
         context: &BlockContext,
     ) -> Result<Self> {
+        let mut unread = Unread::under(&vb);
+        unread.bias("bias");
+        unread.scales("weight");
+        unread.refuse("vocabulary projection", "it has no bias here")?;
         let weight = load_weight(&vb, &[("", vocab_size)], hidden_size, QuantUse::Linear, context)?;
         Ok(Self(Embedding::of(weight)))
     }

@@ -1,6 +1,7 @@
 //! The candle door: the same operations on tensors.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use moe_kernels::gradient::TensorResults;
 use moe_kernels::{
     ActivationFormat, AlignedTokens, Dispatched, Exec, Lent, View, WeightAndReduce, Workspace,
     align_tokens_into, group_slots_into, max_aligned_sizes, with_tensors, with_views,
@@ -126,6 +127,13 @@ pub struct AlignedTensors {
     pub expert_ids: Tensor,
     /// \[1\] u32 entries of `sorted_token_ids` in use.
     pub num_tokens_post_padded: Tensor,
+}
+
+impl TensorResults for AlignedTensors {
+    /// All are integers.
+    fn map_tensors(self, _: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(self)
+    }
 }
 
 /// Sorts the slots of `topk_ids` [T, K] u32 by local expert and pads each expert's to whole

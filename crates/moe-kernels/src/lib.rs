@@ -12,6 +12,7 @@ pub mod door;
 mod element;
 mod exec;
 mod fp8;
+pub mod gradient;
 mod images;
 mod memory;
 mod monolithic;
@@ -28,6 +29,7 @@ mod spec;
 mod step_routing;
 mod storage;
 mod tensor;
+mod unread;
 mod view;
 mod weight;
 
@@ -65,6 +67,7 @@ pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
 pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
+pub use unread::Unread;
 pub use view::{Dims, MAX_RANK, View, ViewMut};
 pub use weight::{PanelsView, QuantView, Weight, WeightGuard, WeightOrder, WeightView};
 

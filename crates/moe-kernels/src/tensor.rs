@@ -3,7 +3,8 @@
 //! Every call of these crates that takes candle tensors goes through [`with_tensors`] (or [`with_views`], where the
 //! caller brings the context, or [`forward_rows`], for one input and one output of the same rows). So all of them take
 //! tensors of the CPU and of CUDA devices, contiguous or not, run on the device of their first input and leave their
-//! results there. What an op needs of dtypes, dims and devices it checks itself, and names both sides.
+//! results there. What an op needs of dtypes, dims and devices it checks itself, and names both sides. None of them has a
+//! gradient, which `backward()` says ([`gradient`](crate::gradient)).
 
 use parking_lot::RwLockReadGuard;
 
@@ -12,6 +13,7 @@ use candle_core::{DType, Layout, Result, Storage, Tensor, bail};
 use crate::buffer::{Buffer, Workspace};
 use crate::dispatched::Lent;
 use crate::exec::Exec;
+use crate::gradient::{TensorResults, reads, watched};
 #[cfg(feature = "cuda")]
 use crate::storage::Data;
 use crate::storage::cpu_data;
@@ -35,6 +37,7 @@ impl<'a> TensorView<'a> {
     /// Locks the tensor's storage for reading. The tensor must be contiguous; its offset is
     /// respected.
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
+        reads(tensor);
         let (storage, layout) = tensor.storage_and_layout();
         if !layout.is_contiguous() {
             bail!(
@@ -94,7 +97,7 @@ impl Drop for TensorView<'_> {
 /// # Errors
 /// No tensor; a device other than the CPU or, in a build with the feature `cuda`, a CUDA device; a dtype that no view
 /// holds; what `f` refuses.
-pub fn with_tensors<const N: usize, const M: usize, R>(
+pub fn with_tensors<const N: usize, const M: usize, R: TensorResults>(
     workspace: &Workspace,
     tensors: [&Tensor; N],
     optional: [Option<&Tensor>; M],
@@ -109,12 +112,12 @@ pub fn with_tensors<const N: usize, const M: usize, R>(
 ///
 /// # Errors
 /// As [`with_tensors`].
-pub fn with_views<const N: usize, const M: usize, R>(
+pub fn with_views<const N: usize, const M: usize, R: TensorResults>(
     tensors: [&Tensor; N],
     optional: [Option<&Tensor>; M],
     f: impl FnOnce([View<'_>; N], [Option<View<'_>>; M]) -> Result<R>,
 ) -> Result<R> {
-    let run = || {
+    let call = || {
         let tensors = all(tensors.map(contiguous))?;
         let optional = all(optional.map(|tensor| tensor.map(contiguous).transpose()))?;
         let guards = all(tensors.each_ref().map(TensorView::new))?;
@@ -122,6 +125,7 @@ pub fn with_views<const N: usize, const M: usize, R>(
         let views = all(guards.each_ref().map(TensorView::view))?;
         f(views, all(optional.each_ref().map(|t| t.as_ref().map(TensorView::view).transpose()))?)
     };
+    let run = || watched(call);
     #[cfg(feature = "cuda")]
     if let Some(candle_core::Device::Cuda(device)) = tensors.first().map(|tensor| tensor.device()) {
         return crate::cuda::CudaExec::of(device)?.in_turn(run);

@@ -27,6 +27,7 @@ use crate::cuda::quant::DevicePack;
 use crate::door::Shaped;
 use crate::element::Float;
 use crate::exec::CpuIsa;
+use crate::gradient;
 use crate::plan::QuantWeights;
 use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
 use crate::scheme::QuantScheme;
@@ -152,7 +153,8 @@ impl Weight {
             pairs.for_each(|(rows, panel)| pack_panel(rows, panel));
             Ok(())
         })?;
-        Ok(Self(Held::Values(panels.into_tensor()?, WeightOrder::Panels)))
+        let panels = gradient::copy_of(gradient::has_variable(values), panels.into_tensor()?)?;
+        Ok(Self(Held::Values(panels, WeightOrder::Panels)))
     }
 
     /// [N, K] or [E, N, K].
@@ -258,7 +260,8 @@ impl Weight {
             }
             Ok(())
         })?;
-        rows.into_tensor()
+        let has_variable = matches!(&self.0, Held::Values(values, _) if gradient::has_variable(values));
+        gradient::copy_of(has_variable, rows.into_tensor()?)
     }
 
     /// The weight under its read guard, so that an op can borrow it.

@@ -73,7 +73,9 @@ impl BlockOptions {
 /// to be shown to the user.
 ///
 /// # Errors
-/// Missing or wrongly shaped tensors; an invalid routing method; no backend that fits.
+/// Missing or wrongly shaped tensors; an invalid routing method; no backend that fits. Tensors under these prefixes that
+/// `options` do not ask for and that would change the results, by name: a bias of the gate, biases of experts,
+/// `e_score_correction_bias`, more experts than the router knows, scales of quantised weights.
 pub fn load_block(
     options: &BlockOptions,
     gate: VarBuilder,
@@ -196,6 +198,7 @@ pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts:
     if !sliced {
         spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
     }
+    spec.refuse_unread(&experts)?;
     let weights = match &context.quant {
         Some(source) => load_quantised(options, context, logical, source.as_ref(), &spec, experts)?,
         None => ExpertWeights::load(&spec, experts)?,

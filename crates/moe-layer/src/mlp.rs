@@ -10,7 +10,7 @@ use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace, forward_rows,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, Unread, View, ViewMut, Weight, Workspace, forward_rows,
     gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
     one_group_into,
 };
@@ -67,7 +67,7 @@ impl GatedMlp {
     /// go straight into their pack.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors.
+    /// Missing or wrongly shaped tensors; biases other than zero, and scales of quantised weights, which are not read.
     pub fn load(
         hidden_size: usize,
         intermediate_size: usize,
@@ -88,6 +88,7 @@ impl GatedMlp {
         vb: candle_nn::VarBuilder,
         context: &BlockContext,
     ) -> Result<Self> {
+        refuse_unread(&vb)?;
         let modules = ["gate_proj", "up_proj"].map(|name| (name, intermediate_size));
         let w13 = load_weight(&vb, &modules, hidden_size, QuantUse::GateUp, context)?;
         let down = [("down_proj", hidden_size)];
@@ -228,4 +229,17 @@ impl GatedMlp {
             self.forward_into(x, out, ex)
         })
     }
+}
+
+/// Fails if the checkpoint has biases of an MLP, or scales of its weights.
+fn refuse_unread(vb: &candle_nn::VarBuilder) -> Result<()> {
+    let mut unread = Unread::under(vb);
+    for name in ["gate_proj", "up_proj", "down_proj"] {
+        unread.bias(&format!("{name}.bias"));
+        unread.scales(&format!("{name}.weight"));
+    }
+    unread.refuse(
+        "gated MLP",
+        "an MLP has no biases here, and quantised weights need the source of a checkpoint's header",
+    )
 }

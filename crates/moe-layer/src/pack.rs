@@ -4,7 +4,7 @@
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{Result, Tensor, bail};
 use moe_kernels::quant::{Opened, QuantPacking, QuantUse};
-use moe_kernels::{Buffer, Exec, TensorView, Weight};
+use moe_kernels::{Buffer, Exec, TensorView, Weight, gradient};
 use tracing::{debug, warn};
 
 use crate::context::BlockContext;
@@ -80,8 +80,9 @@ pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[
     // not have is an error that names a tensor.
     let first = load(vb, first)?.contiguous()?;
     let mut pack = Buffer::zeros(vb.dtype(), &dims(parts.iter().map(|(_, rows)| rows).sum()))?;
-    let mut start = 0;
+    let (mut start, mut has_variable) = (0, false);
     let mut put = |part: &Tensor| {
+        has_variable |= gradient::has_variable(part);
         let rows = part.dims()[0];
         start += rows;
         pack.view_mut().narrow(start - rows, rows)?.copy_from(TensorView::new(part)?.view()?)
@@ -89,5 +90,5 @@ pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[
     put(&first)?;
     drop(first);
     rest.iter().try_for_each(|part| put(&load(vb, part)?.contiguous()?))?;
-    pack.into_tensor()
+    gradient::copy_of(has_variable, pack.into_tensor()?)
 }

@@ -14,7 +14,7 @@ use candle_nn::VarBuilder;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Machine, Reason, Rejected, Stage, Target};
 use moe_kernels::{
-    Activation, Exec, TensorView, View, ViewMut, add_into, add_scaled_into, linear_into, sigmoid_into,
+    Activation, Exec, TensorView, Unread, View, ViewMut, add_into, add_scaled_into, linear_into, sigmoid_into,
 };
 use tracing::trace_span;
 
@@ -91,7 +91,7 @@ impl SharedExperts {
     /// shared experts.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors.
+    /// Missing or wrongly shaped tensors; biases other than zero, which are not read.
     pub fn load(
         hidden_size: usize,
         intermediate_size: usize,
@@ -100,7 +100,7 @@ impl SharedExperts {
         gate: Option<VarBuilder>,
     ) -> Result<Self> {
         let mlp = GatedMlp::load(hidden_size, intermediate_size, activation, mlp)?;
-        let gate = gate.map(|vb| vb.get((1, hidden_size), "weight")).transpose()?;
+        let gate = gate.map(|vb| load_gate(hidden_size, &vb)).transpose()?;
         Self::new(mlp, gate)
     }
 
@@ -217,4 +217,12 @@ impl SharedExperts {
         linear_into(x, TensorView::new(gate)?.view()?, None, scales.reborrow(), ex)?;
         sigmoid_into(scales, ex)
     }
+}
+
+fn load_gate(hidden_size: usize, vb: &VarBuilder) -> Result<Tensor> {
+    let mut unread = Unread::under(vb);
+    unread.bias("bias");
+    unread.scales("weight");
+    unread.refuse("shared experts", "their gate has a weight alone")?;
+    vb.get((1, hidden_size), "weight")
 }

@@ -1,6 +1,7 @@
 //! The candle door: tensors in, tensors out.
 
 use candle_core::{DType, Result, Tensor};
+use moe_kernels::gradient::TensorResults;
 use moe_kernels::{Buffer, Exec, StepContext, with_tensors, with_views};
 
 use crate::gate::GateInput;
@@ -15,6 +16,13 @@ pub struct Routed {
     pub topk_weights: Tensor,
     /// Identity weights `[T]` f32 of a router with zero experts.
     pub zero_expert_weights: Option<Tensor>,
+}
+
+impl TensorResults for Routed {
+    fn map_tensors(self, f: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
+        let zero_expert_weights = self.zero_expert_weights.map(&f).transpose()?;
+        Ok(Self { topk_weights: f(self.topk_weights)?, zero_expert_weights, ..self })
+    }
 }
 
 impl Router {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use moe_kernels::{View, ViewMut, Workspace};
+use moe_kernels::{Unread, View, ViewMut, Workspace};
 
 use crate::config::{RouterConfig, Selection};
 use crate::custom::RoutingFunction;
@@ -101,9 +101,11 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); a missing tensor is an error that names it.
+    /// As [`new`](Self::new); a missing tensor is an error that names it. So is a tensor of other routing methods: a bias
+    /// of the gate, an `e_score_correction_bias` or `tid2eid` that the configuration does not call for.
     pub fn load(config: &RouterConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
+        refuse_unread(config, &vb)?;
         let get = |name: &str, dims: &[usize], dtype: DType| {
             let tensor = vb.get_with_hints_dtype(dims, name, Default::default(), dtype);
             tensor.map_err(|e| {
@@ -148,6 +150,24 @@ fn wanted(config: &RouterConfig, wanted: bool, given: bool, faults: [&'static st
     }
     let fault = if wanted { faults[0] } else { faults[1] };
     refuse!("{} selection {fault}", config.selection.name())
+}
+
+/// Fails if the checkpoint has parameters of another routing method.
+fn refuse_unread(config: &RouterConfig, vb: &VarBuilder) -> Result<()> {
+    let mut unread = Unread::under(vb);
+    unread.bias("bias");
+    unread.scales("weight");
+    if !config.correction_bias {
+        unread.tensor("e_score_correction_bias");
+    }
+    if !matches!(config.selection, Selection::Hash { .. }) {
+        unread.tensor("tid2eid");
+    }
+    unread.refuse(
+        "router",
+        "e_score_correction_bias is read with `correction_bias`, tid2eid with hash selection; a bias of the gate goes to \
+         `GateInput` by hand",
+    )
 }
 
 fn checked_bias(config: &RouterConfig, bias: Option<Tensor>) -> Result<Option<Tensor>> {

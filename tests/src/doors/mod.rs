@@ -10,7 +10,7 @@ mod routing;
 use std::cell::Cell;
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 
 /// How the elements of an input lie in memory. The values are the same.
@@ -87,13 +87,59 @@ pub struct Case {
     pub layout: Layout,
     /// The layer's sizes.
     pub sizes: Sizes,
+    variables: Variables,
     seed: Cell<u64>,
+    made_variables: Cell<bool>,
+}
+
+/// Which tensors of a case are variables.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Variables {
+    /// None.
+    None,
+    /// Inputs.
+    Inputs,
+    /// Weights.
+    Weights,
+    /// Both, but detached: none counts.
+    Detached,
 }
 
 impl Case {
     /// A case; two with equal dtypes and sizes have the same numbers.
     pub fn new(device: &Device, dtype: DType, layout: Layout, sizes: Sizes) -> Self {
-        Self { device: device.clone(), dtype, layout, sizes, seed: Cell::new(0x5eed) }
+        Self {
+            device: device.clone(),
+            dtype,
+            layout,
+            sizes,
+            variables: Variables::None,
+            seed: Cell::new(0x5eed),
+            made_variables: Cell::new(false),
+        }
+    }
+
+    /// The same case with variables, of which candle computes gradients.
+    pub fn with(self, variables: Variables) -> Self {
+        Self { variables, ..self }
+    }
+
+    /// Whether anything of this case was a variable.
+    pub fn made_variables(&self) -> bool {
+        self.made_variables.get()
+    }
+
+    /// A float tensor as a variable, if tensors of this kind are.
+    fn variable(&self, x: Tensor, kind: Variables) -> Result<Tensor> {
+        if !matches!(self.variables, v if v == kind || v == Variables::Detached) || !x.dtype().is_float() {
+            return Ok(x);
+        }
+        let variable = Var::from_tensor(&x)?;
+        if self.variables == Variables::Detached {
+            return Ok(variable.as_detached_tensor());
+        }
+        self.made_variables.set(true);
+        Ok(variable.into_inner())
     }
 
     /// The next random number in -1..1.
@@ -116,13 +162,15 @@ impl Case {
     /// A weight of this case's dtype with entries below `scale`, contiguous.
     pub fn weight(&self, dims: &[usize], scale: f32) -> Result<Tensor> {
         let n = dims.iter().product();
-        self.place((0..n).map(|_| self.random() * scale).collect(), dims, self.dtype)
+        let weight = self.place((0..n).map(|_| self.random() * scale).collect(), dims, self.dtype)?;
+        self.variable(weight, Variables::Weights)
     }
 
     /// An input of numbers in -1..1.
     pub fn input(&self, dims: &[usize], dtype: DType) -> Result<Tensor> {
         let n = dims.iter().product();
-        self.layout.of(&self.place((0..n).map(|_| self.random()).collect(), dims, dtype)?)
+        let input = self.place((0..n).map(|_| self.random()).collect(), dims, dtype)?;
+        self.layout.of(&self.variable(input, Variables::Inputs)?)
     }
 
     /// Token rows [.., H].

@@ -1,6 +1,8 @@
 //! What an attention layer is made of: sizes, names of tensors, weights.
 
 use candle_core::{Result, Tensor, bail};
+use candle_nn::VarBuilder;
+use moe_kernels::Unread;
 
 /// Sizes and options of an attention layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,6 +51,34 @@ impl Default for AttentionNames<'_> {
     /// `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm`: the names of most models.
     fn default() -> Self {
         Self { q: "q_proj", k: "k_proj", v: "v_proj", o: "o_proj", q_norm: "q_norm", k_norm: "k_norm" }
+    }
+}
+
+impl AttentionConfig {
+    /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
+    pub(super) fn refuse_unread(&self, names: &AttentionNames, vb: &VarBuilder) -> Result<()> {
+        let mut unread = Unread::under(vb);
+        let products = [
+            (names.q, self.qkv_bias),
+            (names.k, self.qkv_bias),
+            (names.v, self.qkv_bias),
+            (names.o, self.o_bias),
+        ];
+        for (name, has_bias) in products {
+            if !has_bias {
+                unread.bias(&format!("{name}.bias"));
+            }
+            unread.scales(&format!("{name}.weight"));
+        }
+        for norm in [names.q_norm, names.k_norm] {
+            if self.qk_norm {
+                unread.bias(&format!("{norm}.bias"));
+            } else {
+                unread.tensor(&format!("{norm}.weight"));
+            }
+        }
+        unread.tensor("sinks");
+        unread.refuse("attention", "biases are read with `qkv_bias` and `o_bias`, norms with `qk_norm`")
     }
 }
 

@@ -117,7 +117,8 @@ impl Attention {
     /// [`load`](Self::load) on a rank, where projections may be quantised.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says.
+    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says; tensors that `config` does not
+    /// ask for and that would change the results, by name: biases, norms of q and k, `sinks`.
     pub fn load_on(
         config: AttentionConfig,
         names: AttentionNames,
@@ -125,6 +126,7 @@ impl Attention {
         context: &BlockContext,
     ) -> Result<Self> {
         config.check()?;
+        config.refuse_unread(&names, &vb)?;
         let (h, d) = (config.hidden_size, config.head_dim);
         let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
         let modules = [(names.q, q), (names.k, kv), (names.v, kv)];

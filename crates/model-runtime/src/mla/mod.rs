@@ -176,7 +176,8 @@ impl MlaAttention {
     /// Loads the tensors of a layer, in the model dtype.
     ///
     /// # Errors
-    /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors.
+    /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors; tensors that `config` does not ask for and
+    /// that would change the results, by name.
     pub fn load(config: MlaConfig, names: MlaNames, vb: VarBuilder) -> Result<Self> {
         Self::load_on(config, names, vb, &BlockContext::default())
     }
@@ -192,6 +193,7 @@ impl MlaAttention {
         context: &BlockContext,
     ) -> Result<Self> {
         config.check()?;
+        config.refuse_unread(&names, &vb)?;
         let (h, l) = (config.hidden_size, config.kv_lora_rank);
         let out = config.num_heads * config.v_head_dim;
         Ok(Self {

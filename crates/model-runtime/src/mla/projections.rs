@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{CpuIsa, Exec, View, ViewMut, Weight, linear_into};
+use moe_kernels::{CpuIsa, Exec, Unread, View, ViewMut, Weight, linear_into};
 use moe_layer::{BlockContext, load_weight};
 
 use super::{MlaConfig, MlaForm, MlaNames};
@@ -37,6 +37,32 @@ impl Projection {
     pub(super) fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let bias = Lock::new(&self.bias)?;
         linear_into(x, self.weight.read()?.view()?, bias.view()?, out, ex)
+    }
+}
+
+impl MlaConfig {
+    /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
+    pub(super) fn refuse_unread(&self, names: &MlaNames, vb: &VarBuilder) -> Result<()> {
+        let mut unread = Unread::under(vb);
+        let biased = [names.q_a, names.kv_a, names.o];
+        for name in [names.q, names.q_a, names.q_b, names.kv_a, names.kv_b, names.o] {
+            if !self.bias || !biased.contains(&name) {
+                unread.bias(&format!("{name}.bias"));
+            }
+            unread.scales(&format!("{name}.weight"));
+        }
+        // Queries of the other kind beside the wanted ones; alone they are no layer of this config.
+        let (wanted, others) = match self.q_lora_rank {
+            Some(_) => (names.q_a, vec![names.q]),
+            None => (names.q, vec![names.q_a, names.q_a_norm, names.q_b]),
+        };
+        if vb.contains_tensor(&format!("{wanted}.weight")) {
+            others.iter().for_each(|name| unread.tensor(&format!("{name}.weight")));
+        }
+        unread.refuse(
+            "MLA",
+            "biases of the down-projections and of the output are read with `bias`, others not at all",
+        )
     }
 }
 

@@ -201,3 +201,36 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     assert!(message(Attention::new(config, wrong)).contains("expected qk_norm to be present: true"));
     Ok(())
 }
+
+#[test]
+fn tensors_that_the_config_does_not_ask_for_are_refused() -> Result<()> {
+    let config = AttentionConfig { qkv_bias: false, ..crate::tiny::attention_config(None) };
+    let (h, d) = (config.hidden_size, config.head_dim);
+    let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+    let load = |config: &AttentionConfig, extra: &str, value: f32| {
+        let shapes = [
+            ("q_proj.weight", vec![q, h]),
+            ("k_proj.weight", vec![kv, h]),
+            ("v_proj.weight", vec![kv, h]),
+            ("o_proj.weight", vec![h, q]),
+            ("q_norm.weight", vec![d]),
+            ("k_norm.weight", vec![d]),
+        ];
+        let norms = |name: &&(&str, Vec<usize>)| config.qk_norm || !name.0.contains("norm");
+        let mut tensors = std::collections::HashMap::new();
+        for (name, shape) in shapes.iter().filter(norms) {
+            tensors.insert(name.to_string(), Tensor::ones(&shape[..], DType::F32, &CPU).unwrap());
+        }
+        tensors.insert(extra.to_string(), Tensor::full(value, q, &CPU).unwrap());
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+        Attention::load(config.clone(), AttentionNames::default(), vb)
+    };
+    for name in ["q_proj.bias", "o_proj.bias", "k_norm.bias", "sinks", "v_proj.weight_scale"] {
+        let e = message(load(&config, name, 0.5));
+        assert!(e.contains(name) && e.contains("does not read"), "{name}: {e}");
+    }
+    let plain = AttentionConfig { qk_norm: false, ..config.clone() };
+    assert!(message(load(&plain, "q_norm.weight", 1.0)).contains("q_norm.weight"));
+    load(&config, "q_proj.bias", 0.0)?;
+    load(&plain, "something.else", 1.0).map(drop)
+}

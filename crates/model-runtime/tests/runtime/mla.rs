@@ -332,3 +332,21 @@ fn wrong_sizes_and_missing_tensors_are_named() {
     assert_eq!("naive".parse(), Ok(MlaForm::Naive));
     assert!("folded".parse::<MlaForm>().unwrap_err().contains("\"folded\"; expected absorbed or naive"));
 }
+
+#[test]
+fn tensors_of_other_latent_attention_are_refused() {
+    for (c, names) in [
+        (MlaConfig { bias: false, ..config() }, ["o_proj.bias", "q_a_proj.bias", "q_proj.weight"]),
+        (
+            MlaConfig { q_lora_rank: None, ..config() },
+            ["q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.bias"],
+        ),
+    ] {
+        for name in names {
+            let mut weights = weights(&c);
+            weights.insert(name.to_string(), Tensor::ones(3, DType::F32, &CPU).unwrap());
+            let e = message(load(&c, &weights, DType::F32));
+            assert!(e.contains(name) && e.contains("does not read"), "{name}: {e}");
+        }
+    }
+}

@@ -6,10 +6,11 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_kernels::{Float, TensorView, with_float};
+use moe_kernels::{Float, TensorView, gradient, with_float};
 use rayon::prelude::*;
 
 mod spec;
+mod unread;
 
 pub use spec::LoadSpec;
 
@@ -39,9 +40,11 @@ impl ExpertWeights {
     ///
     /// # Errors
     /// A `spec` that contradicts itself; a missing tensor or one of another shape, by name; another
-    /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated.
+    /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated. So are tensors that `spec` does
+    /// not ask for ([`LoadSpec::refuse_unread`]).
     pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
         spec.check()?;
+        spec.refuse_unread(&vb)?;
         if !spec.one_by_one && vb.contains_tensor(Pack::W13.local_name()) {
             return Self::load_local(spec, &vb);
         }
@@ -180,7 +183,7 @@ impl Loader<'_> {
         let expert = dims.iter().product::<usize>();
         dims.insert(0, spec.num_experts);
         if spec.num_local() == 0 {
-            return self.fill::<T>(pack, |_, _| Ok(()));
+            return self.fill::<T>(pack, |_, _| Ok(false));
         }
         let whole = self.vb.get(dims, pack.name())?.contiguous()?;
         if spec.is_whole() {
@@ -189,9 +192,10 @@ impl Loader<'_> {
         let guard = TensorView::new(&whole)?;
         let source = guard.view()?.cpu::<T>()?;
         let (_, _, row) = pack.tensors(spec.hidden_size, spec.intermediate_size);
+        let has_variable = gradient::has_variable(&whole);
         self.fill(pack, |slot, out| {
             self.copy_part(row, &source[spec.expert(slot) * expert..][..expert], out);
-            Ok(())
+            Ok(has_variable)
         })
     }
 
@@ -199,11 +203,13 @@ impl Loader<'_> {
         let (names, dims, row) = pack.tensors(self.spec.hidden_size, self.spec.intermediate_size);
         self.fill::<T>(pack, |slot, out| {
             let (id, len) = (self.spec.expert(slot), out.len() / names.len());
+            let mut has_variable = false;
             for (name, out) in names.iter().zip(out.chunks_exact_mut(len)) {
                 let tensor = self.vb.get(&dims[..], &format!("{id}.{name}"))?.contiguous()?;
+                has_variable |= gradient::has_variable(&tensor);
                 self.copy_part(row, TensorView::new(&tensor)?.view()?.cpu::<T>()?, out);
             }
-            Ok(())
+            Ok(has_variable)
         })
     }
 
@@ -220,17 +226,18 @@ impl Loader<'_> {
     }
 
     /// Allocates a pack and fills every local slot of it, in parallel. The zeros are untouched pages, so
-    /// each is first written by the thread that loads it.
+    /// each is first written by the thread that loads it. `fill_one` says whether a variable is behind what it copied.
     fn fill<T: Float>(
         &self,
         pack: Pack,
-        fill_one: impl Fn(usize, &mut [T]) -> Result<()> + Sync,
+        fill_one: impl Fn(usize, &mut [T]) -> Result<bool> + Sync,
     ) -> Result<Tensor> {
         let mut dims = pack.expert_dims(self.spec.hidden_size, self.spec.width());
         let expert = dims.iter().product::<usize>();
         dims.insert(0, self.spec.num_local());
         let mut data = T::zeros(self.spec.num_local() * expert);
-        data.par_chunks_mut(expert).enumerate().try_for_each(|(slot, out)| fill_one(slot, out))?;
-        Tensor::from_vec(data, dims, &Device::Cpu)
+        let slots = data.par_chunks_mut(expert).enumerate().map(|(slot, out)| fill_one(slot, out));
+        let has_variable = slots.try_reduce(|| false, |a, b| Ok(a | b))?;
+        gradient::copy_of(has_variable, Tensor::from_vec(data, dims, &Device::Cpu)?)
     }
 }

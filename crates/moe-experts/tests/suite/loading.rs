@@ -44,8 +44,17 @@ fn per_expert(packed: &Tensors) -> Tensors {
     out
 }
 
+/// Loads a checkpoint, which has biases only where `spec` asks for them.
 fn load(tensors: &Tensors, spec: &LoadSpec, dtype: DType) -> Result<ExpertWeights> {
+    load_all(&if spec.has_bias { tensors.clone() } else { without_biases(tensors) }, spec, dtype)
+}
+
+fn load_all(tensors: &Tensors, spec: &LoadSpec, dtype: DType) -> Result<ExpertWeights> {
     ExpertWeights::load(spec, VarBuilder::from_tensors(tensors.clone(), dtype, &Device::Cpu).pp("experts"))
+}
+
+fn without_biases(tensors: &Tensors) -> Tensors {
+    tensors.iter().filter(|(name, _)| !name.contains("bias")).map(|(n, t)| (n.clone(), t.clone())).collect()
 }
 
 /// Packs in f64: w13, w2, and the biases if any.
@@ -150,7 +159,7 @@ impl SimpleBackend for Counting {
 #[test]
 fn only_local_experts_are_read_and_each_tensor_once() -> Result<()> {
     let reads = Arc::new(Mutex::new(Vec::new()));
-    let backend = Counting(per_expert(&packed(6, 3, 2, 1)), reads.clone());
+    let backend = Counting(without_biases(&per_expert(&packed(6, 3, 2, 1))), reads.clone());
     let vb = VarBuilder::from_backend(Box::new(backend), DType::BF16, Device::Cpu).pp("experts");
     ExpertWeights::load(&LoadSpec::new(6, 3, 2).with_local_experts(vec![5, 1]), vb)?;
     let mut reads = std::mem::take(&mut *reads.lock().unwrap());
@@ -189,8 +198,7 @@ fn faults_name_the_tensor_and_both_shapes() {
         Tensor::zeros((2, 4), DType::F32, &Device::Cpu).unwrap(),
     );
     let each = per_expert(&whole);
-    let no_bias: Tensors =
-        each.iter().filter(|(n, _)| n.ends_with("weight")).map(|(n, t)| (n.clone(), t.clone())).collect();
+    let no_bias = without_biases(&each);
     for (got, wants) in [
         (refused(&lacking, spec()), &["experts.1.up_proj.weight"][..]),
         (refused(&packed_lacking, spec()), &["experts.down_proj"]),
@@ -244,4 +252,37 @@ fn packs_of_a_rank_are_taken_as_they_are() -> Result<()> {
     let e = load(&shown, &spec.with_tp(0, 1), DType::F32).unwrap_err().to_string();
     assert!(e.contains("[2, 12, 4]") && e.contains("[2, 6, 4]"), "{e}");
     Ok(())
+}
+
+/// Biases, scales and experts that the spec does not ask for would change the results.
+#[test]
+fn what_is_not_read_is_refused_by_name() {
+    let (whole, spec) = (packed(3, 4, 2, 0), LoadSpec::new(3, 4, 2));
+    let each = per_expert(&whole);
+    let refused = |tensors: &Tensors| load_all(tensors, &spec, DType::F32).unwrap_err().to_string();
+    for (tensors, names) in [
+        (&whole, ["experts.gate_up_proj_bias", "experts.down_proj_bias"]),
+        (&each, ["experts.0.gate_proj.bias", "and 1 more"]),
+    ] {
+        let e = refused(tensors);
+        assert!(names.iter().all(|name| e.contains(name)) && e.contains("with_bias"), "{e}");
+        assert!(load_all(tensors, &spec.clone().with_bias(true), DType::F32).is_ok());
+    }
+    let (whole, each) = (without_biases(&whole), without_biases(&each));
+    let with = |tensors: &Tensors, name: &str, value: f32| {
+        let mut tensors = tensors.clone();
+        tensors.insert(format!("experts.{name}"), Tensor::full(value, 4, &Device::Cpu).unwrap());
+        tensors
+    };
+    for (tensors, name) in [
+        (&whole, "down_proj_scale_inv"),
+        (&whole, "0.gate_proj.weight"),
+        (&each, "2.down_proj.bias"),
+        (&each, "1.up_proj.weight_scale"),
+        (&each, "3.gate_proj.weight"),
+    ] {
+        let e = refused(&with(tensors, name, 1.0));
+        assert!(e.contains(&format!("experts.{name}")), "{name}: {e}");
+    }
+    assert!(load_all(&with(&each, "2.down_proj.bias", 0.0), &spec, DType::F32).is_ok());
 }

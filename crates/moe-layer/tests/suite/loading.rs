@@ -127,3 +127,50 @@ fn an_mlp_of_dense_layers_runs_alone() -> Result<()> {
     assert_eq!(mlp.forward(&none)?.dims(), [0, 21]);
     Ok(())
 }
+
+/// Tensors of other methods that lie under the block's prefixes are named and not passed over.
+#[test]
+fn what_a_block_would_not_read_is_refused() -> Result<()> {
+    let p = problem((6, 21, 10, 4), example(DType::F32).config, Some((7, true)), DType::F32, 11);
+    assert!(!p.config.correction_bias);
+    let with = |name: &str, value: f32| -> Result<VarBuilder<'static>> {
+        let mut tensors = checkpoint(&p)?;
+        tensors.insert(name.to_string(), Tensor::full(value, 6, &Device::Cpu)?);
+        Ok(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu).pp("mlp"))
+    };
+    let block = |vb: &VarBuilder| load_block(&options(&p), vb.pp("gate"), vb.pp("experts"));
+    let last = p.packed() - 1;
+    for name in [
+        "mlp.gate.bias",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.gate.tid2eid",
+        "mlp.gate.weight_scale_inv",
+        "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down_proj_bias",
+        "mlp.experts.0.gate_proj.bias",
+        &format!("mlp.experts.{last}.down_proj.bias"),
+        &format!("mlp.experts.{last}.up_proj.weight_scale"),
+        &format!("mlp.experts.{}.gate_proj.weight", last + 1),
+    ] {
+        let e = message(block(&with(name, 0.5)?));
+        assert!(e.contains(name) && e.contains("does not read"), "{name}: {e}");
+    }
+    // A bias of zeros adds nothing.
+    let want = bits(&p.clone().standard()?.forward(&p.rows()?)?);
+    for name in ["mlp.gate.bias", "mlp.experts.1.up_proj.bias"] {
+        let plain = Problem { shared: None, ..p.clone() };
+        let got = block(&with(name, 0.0)?)?.0.forward(&p.rows()?)?;
+        assert_eq!(bits(&got), bits(&plain.standard()?.forward(&p.rows()?)?), "{name}");
+        assert_ne!(bits(&got), want, "the problem has shared experts");
+    }
+    let shared = |vb: &VarBuilder| {
+        let gate = Some(vb.pp("shared_expert_gate"));
+        SharedExperts::load(p.hidden, 7, Activation::SwiGlu, vb.pp("shared_expert"), gate)
+    };
+    for name in ["mlp.shared_expert.down_proj.bias", "mlp.shared_expert_gate.bias"] {
+        let e = message(shared(&with(name, 0.5)?));
+        assert!(e.contains(name), "{e}");
+        assert!(shared(&with(name, 0.0)?).is_ok());
+    }
+    Ok(())
+}
