@@ -1,6 +1,7 @@
 //! Cross-crate tests, one binary.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+mod contradictions;
 mod deepseek;
 mod doors;
 mod engine;

@@ -207,7 +207,11 @@ impl Run {
         let config = F::config(&checkpoint.config)?;
         let has = |name: &str| checkpoint.has(name);
         let expected = F::layout(&config, &Geometry::default(), &has)?.tensors;
-        checkpoint.verify(&expected, F::ignored(&config))?;
+        let verified = checkpoint.verify(&expected, F::ignored(&config))?;
+        // Once, and not by every process.
+        if self.processes.as_ref().is_none_or(|processes| processes.rank() == 0) {
+            verified.warnings().for_each(|warning| warn!("{warning}"));
+        }
         if self.config.check_weights {
             checkpoint.tensors.check_finite().context("the checkpoint has weights that are not finite")?;
         }

@@ -93,6 +93,15 @@ impl Format {
         }
     }
 
+    /// What follows a module's name in the name of the tensor with its weights.
+    pub fn main_tensor(self) -> &'static str {
+        match self {
+            Self::Plain | Self::Fp8 { .. } => "weight",
+            Self::Gptq { .. } | Self::Awq { .. } => "qweight",
+            Self::PackQuantized { .. } => "weight_packed",
+        }
+    }
+
     /// Name of the format as its makers write it.
     pub fn name(self) -> &'static str {
         match self {

@@ -74,7 +74,8 @@ impl<'a> Job<'a> {
     /// # Errors
     /// Any error of [`quantize`] that shows before any weight is read.
     pub fn begin(source: &'a Source, out: &Path, settings: &'a Settings) -> Result<Self> {
-        let (mut files, mut report) = (Files::new(), Report::default());
+        let mut files = Files::new();
+        let mut report = Report { notes: source.notes.clone(), ..Report::default() };
         let (mut specs, mut places) = (Vec::new(), BTreeMap::new());
         for (file, tensors) in source.files()? {
             for (spec, dtype) in tensors {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use model_runtime::TensorFiles;
+use model_runtime::{TensorFiles, TensorSpec};
 use moe_quant::{Format, QuantConfig, Reader, dequantise};
 use safetensors::tensor::{Metadata, TensorView};
 use safetensors::{Dtype, SafeTensors};
@@ -21,6 +21,8 @@ pub struct Dequantised {
     /// Which file holds a tensor.
     place: BTreeMap<String, usize>,
     config: Option<QuantConfig>,
+    /// The tensors that are there; `None`: all of the files.
+    names: Option<BTreeSet<String>>,
 }
 
 struct File {
@@ -46,7 +48,12 @@ impl Dequantised {
             }
             files.push(File { bytes, first: 8 + length, header });
         }
-        Ok(Self { files, place, config })
+        Ok(Self { files, place, config, names: None })
+    }
+
+    /// These weights without tensors that the model has no place for, such as scales and biases of zeros.
+    pub fn only(self, expected: &[TensorSpec]) -> Self {
+        Self { names: Some(expected.iter().map(|spec| spec.name.clone()).collect()), ..self }
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, in f32.
@@ -128,6 +135,7 @@ impl SimpleBackend for Dequantised {
                 .iter()
                 .any(|part| self.place.contains_key(&format!("{module}.{part}")))
         };
-        self.place.contains_key(name) || name.strip_suffix(".weight").is_some_and(packed)
+        let is_there = self.names.as_ref().is_none_or(|names| names.contains(name));
+        is_there && (self.place.contains_key(name) || name.strip_suffix(".weight").is_some_and(packed))
     }
 }

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use candle_nn::var_builder::SimpleBackend;
 use model_runtime::{
-    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, host_logits, run_step,
+    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, TensorFiles, host_logits, run_step,
 };
 use serde_json::Value;
 
@@ -12,7 +13,7 @@ use crate::architecture::Architecture;
 use crate::calibrate::{TextSettings, windows};
 use crate::dequantised::Dequantised;
 use crate::progress;
-use crate::source::read_config;
+use crate::source::{read_architecture, read_config};
 
 /// Positions of a KV block.
 const BLOCK: usize = 64;
@@ -59,14 +60,15 @@ pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Resu
 }
 
 fn open(dir: &Path) -> Result<(Value, Architecture)> {
-    let file = dir.join("config.json");
-    let config = read_config(&file)?;
-    let architecture = Architecture::new(&config, &file.display().to_string())?;
+    let config = read_config(&dir.join("config.json"))?;
+    let (config, architecture, _) = read_architecture(dir, config, &TensorFiles::open_dir(dir)?)?;
     Ok((config, architecture))
 }
 
 fn load(dir: &Path, config: &Value, architecture: &Architecture) -> Result<Box<dyn CausalLm>> {
-    Ok(architecture.load(Dequantised::open(dir, config)?.var_builder())?.model)
+    let weights = Dequantised::open(dir, config)?;
+    let expected = architecture.layout(&|name| weights.contains_tensor(name))?.tensors;
+    Ok(architecture.load(weights.only(&expected).var_builder())?.model)
 }
 
 fn open_reference(dir: &Path, vocab: usize) -> Result<Box<dyn CausalLm>> {

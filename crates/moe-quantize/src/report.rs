@@ -24,6 +24,8 @@ pub struct Report {
     pub calibrated: (usize, f64),
     /// Bytes of the source's tensors, and of the written tensors.
     pub bytes: (u64, u64),
+    /// What is odd about the source, in sentences.
+    pub notes: Vec<String>,
 }
 
 impl Report {
@@ -63,6 +65,7 @@ impl Report {
             "rounded_to_nearest_instead": fallback,
             "source_bytes": self.bytes.0,
             "written_bytes": self.bytes.1,
+            "notes": self.notes,
         })
     }
 
@@ -89,6 +92,7 @@ impl Report {
                 &format!("\n{} modules were rounded to nearest instead of calibrated:", self.fallback.len());
             self.fallback.iter().for_each(|(module, why)| text += &format!("\n  {module}: {why}"));
         }
+        self.notes.iter().for_each(|note| text += &format!("\nnote: {note}"));
         text
     }
 }

@@ -1,10 +1,11 @@
 //! The float checkpoint that is read: its config, tensors and files.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor};
+use model_runtime::checkpoint::{TensorInfo, has_own_head};
 use model_runtime::{TensorFiles, TensorSpec};
 use safetensors::Dtype;
 use serde_json::Value;
@@ -21,26 +22,38 @@ pub struct Source {
     pub architecture: Architecture,
     /// The weights.
     pub tensors: TensorFiles,
+    /// What is odd about it, in sentences.
+    pub notes: Vec<String>,
+    /// Tensors that the model has no place for: nothing becomes of them.
+    left_out: BTreeSet<String>,
 }
 
 impl Source {
-    /// Opens a folder and compares its tensors with what its config describes.
+    /// Opens a folder and compares its tensors with what its config describes. What the model has no place for is left out,
+    /// and told in [`notes`](Self::notes). A vocabulary projection of its own is kept also where the config ties it to the embedding.
     ///
     /// # Errors
-    /// A folder that is not a checkpoint of a known model; one that is quantised; missing, unexpected or wrongly shaped
-    /// tensors; tensors in other dtypes than F32, F16 and BF16.
+    /// A folder that is not a checkpoint of a known model; one that is quantised; missing or wrongly shaped tensors;
+    /// tensors in other dtypes than F32, F16 and BF16.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = read_config(&dir.join("config.json"))?;
         refuse_quantised(dir, &config)?;
-        let architecture = Architecture::new(&config, &dir.join("config.json").display().to_string())?;
         let tensors = TensorFiles::open_dir(dir)?;
+        let (config, architecture, untied) = read_architecture(dir, config, &tensors)?;
         let layout = architecture.layout(&|name| tensors.info(name).is_some())?;
-        tensors.verify(layout.tensors, architecture.ignored())?;
-        let source = Self { dir: dir.to_path_buf(), config, architecture, tensors };
-        for tensor in source.tensors.iter() {
+        let verified = tensors.verify(layout.tensors, architecture.ignored())?;
+        let notes = untied.into_iter().chain(verified.warnings()).collect();
+        let left_out = verified.left_out.names().iter().cloned().collect();
+        let source = Self { dir: dir.to_path_buf(), config, architecture, tensors, notes, left_out };
+        for tensor in source.used() {
             stored_dtype(tensor.name, tensor.dtype)?;
         }
         Ok(source)
+    }
+
+    /// The tensors that something becomes of.
+    fn used(&self) -> impl Iterator<Item = TensorInfo<'_>> {
+        self.tensors.iter().filter(|tensor| !self.left_out.contains(tensor.name))
     }
 
     /// Names, shapes and dtypes of the tensors by the file that holds them, each in the order of names.
@@ -49,7 +62,7 @@ impl Source {
     /// A dtype that is not a float's.
     pub fn files(&self) -> Result<BTreeMap<String, Vec<(TensorSpec, Dtype)>>> {
         let mut files: BTreeMap<String, Vec<_>> = BTreeMap::new();
-        for tensor in self.tensors.iter() {
+        for tensor in self.used() {
             let path = self.tensors.file_of(tensor.name).unwrap_or_default();
             let Some(file) = Path::new(path).file_name() else {
                 bail!("tensor {} is in no file of {}", tensor.name, self.dir.display())
@@ -71,6 +84,29 @@ pub fn read_config(path: &Path) -> Result<Value> {
         format!("cannot read {}; a checkpoint is a folder with config.json and *.safetensors", path.display())
     })?;
     serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))
+}
+
+/// The model that a config.json describes, and the config: where the file has a vocabulary projection of its own it is not
+/// tied to the embedding, whatever the config says; then comes a sentence about that.
+///
+/// # Errors
+/// Any error of [`Architecture::new`]; tensors that cannot be read.
+pub fn read_architecture(
+    dir: &Path,
+    mut config: Value,
+    tensors: &TensorFiles,
+) -> Result<(Value, Architecture, Option<String>)> {
+    let file = dir.join("config.json").display().to_string();
+    let architecture = Architecture::new(&config, &file)?;
+    if !architecture.decoder().tie_word_embeddings || !has_own_head(tensors)? {
+        return Ok((config, architecture, None));
+    }
+    config["tie_word_embeddings"] = Value::Bool(false);
+    let untied = Architecture::new(&config, &file)?;
+    let note = format!(
+        "{file} ties the vocabulary projection to the embedding, but the weights have another one: it is used as it is"
+    );
+    Ok((config, untied, Some(note)))
 }
 
 fn refuse_quantised(dir: &Path, config: &Value) -> Result<()> {

@@ -137,6 +137,30 @@ fn every_mismatch_is_in_one_message() {
     unusable(&model, &["unexpected", &format!("model.layers.{}.input_layernorm.weight", layers - 1)]);
 }
 
+/// A tie that the file does not keep, and a layer behind the last one: both run, and are told once, whatever the ranks.
+#[test]
+fn contradictions_of_config_and_weights_are_told_once() {
+    let (plain, model) = (Copied::new("text"), Copied::new("text"));
+    let config: Value = serde_json::from_slice(&fs::read(model.path("config.json")).unwrap()).unwrap();
+    let layers = config["num_hidden_layers"].as_u64().unwrap();
+    model.config("tie_word_embeddings", json!(true));
+    [&plain, &model].map(|model| model.config("num_hidden_layers", json!(layers - 1)));
+    let text = |model: &Copied, flags: &[&str]| {
+        let args = ["--model", model.dir(), "--prompt", "The", "--temperature", "0", "--max-new-tokens", "8"];
+        let out = run(&[&args[..], flags, &["--log", "warn"]].concat());
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        (stdout(&out), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    let (want, told) = text(&plain, &[]);
+    assert_eq!(told.lines().count(), 1, "{told}");
+    for flags in [&[][..], &["--tp", "2"]] {
+        let (got, told) = text(&model, flags);
+        assert_eq!(got, want);
+        assert!(told.contains(&format!("model.layers.{}.* (", layers - 1)), "{told}");
+        assert!(told.contains("lm_head of other values") && told.lines().count() == 2, "{told}");
+    }
+}
+
 #[test]
 fn a_missing_shard_is_named() {
     let model = Copied::new("sharded");

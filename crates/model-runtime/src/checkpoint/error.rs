@@ -10,6 +10,11 @@ use crate::config::ConfigError;
 pub struct CheckpointError(pub(super) String);
 
 impl CheckpointError {
+    /// Tensors that cannot be read.
+    pub(super) fn of_tensors(e: candle_core::Error) -> Self {
+        Self(e.to_string())
+    }
+
     /// The operating system refused a file or directory.
     pub(super) fn io(path: &Path, e: std::io::Error) -> Self {
         Self(format!("cannot read {}: {e}", path.display()))

@@ -193,6 +193,16 @@ impl TensorFiles {
         self.inner.files.iter().map(|file| file.bytes().len()).sum()
     }
 
+    /// Whether two tensors of one dtype have the same bytes; they are read up to the first difference.
+    pub(super) fn same_bytes(&self, a: &str, b: &str) -> candle_core::Result<bool> {
+        const PIECE: usize = 1 << 22;
+        let (a, b) = (self.stored(a)?, self.stored(b)?);
+        let left = a.0.bytes()[a.1.range.clone()].chunks(PIECE);
+        let same = left.eq(b.0.bytes()[b.1.range.clone()].chunks(PIECE));
+        [a, b].into_iter().for_each(|(file, entry)| file.release(&entry.range));
+        Ok(same)
+    }
+
     /// Counts bytes that were read.
     pub(super) fn count(&self, bytes: usize) {
         self.inner.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);

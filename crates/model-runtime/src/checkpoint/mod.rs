@@ -11,7 +11,9 @@ mod dummy_quant;
 mod error;
 mod file;
 mod files;
+pub(crate) mod head;
 mod layout;
+mod left_out;
 mod quantised;
 mod shards;
 mod slices;
@@ -25,14 +27,17 @@ use candle_core::DType;
 use moe_quant::QuantConfig;
 
 use crate::config::Config;
+use head::{TIED, is_tied_in_vain};
 
 pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
+pub use head::has_own_head;
 pub use layout::{HeldTensor, SharedPacks, TensorLayout};
+pub use left_out::LeftOut;
 pub use quantised::QuantTensors;
 pub use slices::{RankView, SliceSource, TensorSlice};
-pub use verify::TensorSpec;
+pub use verify::{TensorSpec, Verified};
 
 /// A model on disk or in the program: weights, `config.json` and, if present,
 /// `generation_config.json`.
@@ -40,17 +45,21 @@ pub use verify::TensorSpec;
 pub struct Checkpoint {
     /// The weights.
     pub tensors: TensorFiles,
-    /// The model's config.
+    /// The model's config. Where the file has a vocabulary projection of its own, it says that the projection is not tied,
+    /// whatever the file `config.json` says ([`has_own_head`]).
     pub config: Config,
     /// Defaults for generation, if the checkpoint has any.
     pub generation_config: Option<Config>,
     /// How it is quantised; `None`: it is not.
     pub quantisation: Option<QuantConfig>,
     dir: Option<PathBuf>,
+    /// Whether `config.json` ties the vocabulary projection, but `config` does not.
+    untied: bool,
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint directory. Only configs and headers are read.
+    /// Opens a checkpoint directory. Only configs and headers are read, and, where a config ties the vocabulary projection
+    /// that the file has, both tensors up to the first difference.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let dir = dir.as_ref();
         let config = Config::read(&dir.join("config.json"))?;
@@ -58,7 +67,9 @@ impl Checkpoint {
         let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
         let quantisation = config.quantisation_in(dir)?;
         let tensors = TensorFiles::open_dir(dir)?;
-        Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()) })
+        let untied = is_tied_in_vain(&config, &tensors).map_err(CheckpointError::of_tensors)?;
+        let config = if untied { config.with(TIED, false) } else { config };
+        Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()), untied })
     }
 
     /// A checkpoint that is embedded in the program (`include_bytes!`, `include_str!`).
@@ -76,6 +87,7 @@ impl Checkpoint {
                 .map(|text| Config::parse(text, "the embedded generation_config.json"))
                 .transpose()?,
             dir: None,
+            untied: false,
         })
     }
 
@@ -87,6 +99,7 @@ impl Checkpoint {
             }
             None => RankView::new(self.tensors.clone(), slices),
         }
+        .only(expected)
     }
 
     /// Whether the checkpoint has a tensor, or a quantised matrix in its place.
@@ -97,18 +110,32 @@ impl Checkpoint {
         }
     }
 
-    /// Compares the checkpoint with the tensors that a model expects, see [`TensorFiles::verify`].
+    /// Compares the checkpoint with the tensors that a model expects, see [`TensorFiles::verify`]. What comes back is to be
+    /// told to people.
     ///
     /// # Errors
-    /// All tensors that are missing, unexpected or of another shape.
-    pub fn verify(&self, expected: &[TensorSpec], ignored: &[&str]) -> Result<(), CheckpointError> {
+    /// All tensors that are missing or of another shape.
+    pub fn verify(&self, expected: &[TensorSpec], ignored: &[&str]) -> Result<Verified, CheckpointError> {
         let all = expected.iter().cloned();
-        match &self.quantisation {
+        let mut verified = match &self.quantisation {
             Some(config) => {
-                QuantTensors::new(self.tensors.clone(), config.clone(), expected).verify(all, ignored)
+                QuantTensors::new(self.tensors.clone(), config.clone(), expected).verify(all, ignored)?
             }
-            None => self.tensors.verify(all, ignored),
+            None => {
+                self.tensors.check_floats(expected)?;
+                self.tensors.verify(all, ignored)?
+            }
+        };
+        if self.untied {
+            verified.notes.push(format!(
+                "{}: config.json says {TIED} true, but the file has an {} of other values than {}: it is used as it is, as \
+                 transformers does",
+                self.tensors.origin(),
+                head::LM_HEAD,
+                head::EMBEDDING
+            ));
         }
+        Ok(verified)
     }
 
     /// The directory, for other files beside the weights; `None` if embedded.

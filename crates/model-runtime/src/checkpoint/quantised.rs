@@ -25,7 +25,7 @@ use safetensors::tensor::TensorView;
 
 use super::file::TensorFile;
 use super::slices::check_ranges;
-use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec};
+use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec, Verified};
 
 /// The tensors of a checkpoint of which some matrices are quantised. Cloning shares the files.
 #[derive(Clone)]
@@ -135,39 +135,63 @@ impl QuantTensors {
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
-    /// Whether the file has a bias that the model has no place for, and it is zero: makers of GPTQ checkpoints give every
-    /// quantised layer one.
-    fn is_zero(&self, bias: &str) -> std::result::Result<bool, CheckpointError> {
-        let Some((file, entry)) = self.files.find(bias) else { return Ok(false) };
+    /// Whether the file has a bias of zeros: makers of GPTQ checkpoints give every quantised layer one.
+    fn is_zero(&self, bias: &str) -> bool {
+        let Some((file, entry)) = self.files.find(bias) else { return false };
         let size = (entry.dtype.bitsize() / 8).max(1);
-        let values = file.bytes()[entry.range.clone()].chunks(size);
+        let mut values = file.bytes()[entry.range.clone()].chunks(size);
         // A float of any dtype is zero where all bits but the sign, the last one, are.
-        let zero = |value: &&[u8]| matches!(value.split_last(), Some((0 | 0x80, rest)) if rest.iter().all(|b| *b == 0));
-        let others = values.len() - values.filter(zero).count();
+        let is_zero = values.all(|value| {
+            matches!(value.split_last(), Some((0 | 0x80, rest)) if rest.iter().all(|byte| *byte == 0))
+        });
         file.release(&entry.range);
-        if others == 0 {
-            return Ok(true);
-        }
-        let problem = "is not zero, but the model of this config.json has no bias there";
-        Err(CheckpointError(format!("{bias} {:?} {problem} ({others} values)", entry.shape)))
+        is_zero
     }
 
     /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format, and scales of what is not
     /// quantised here ([`UNREAD_TENSORS`]) and biases of zeros may lie beside them.
     ///
     /// # Errors
-    /// All tensors that are missing, unexpected, or of another shape or dtype.
+    /// All tensors that are missing, or of another shape or dtype.
     pub fn verify(
         &self,
         expected: impl IntoIterator<Item = TensorSpec>,
         ignored: &[&str],
-    ) -> std::result::Result<(), CheckpointError> {
+    ) -> std::result::Result<Verified, CheckpointError> {
         let expected: Vec<_> = expected.into_iter().collect();
         let names: HashSet<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
         // In parallel, for there may be tens of thousands of modules; the first error is the same as on one thread.
         let specs: Vec<_> = expected.par_iter().map(|spec| self.specs(spec, &names)).collect();
         let specs = specs.into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
-        self.files.verify(specs.into_iter().flatten(), &[ignored, UNREAD_TENSORS].concat())
+        let ignored = [ignored, UNREAD_TENSORS].concat();
+        let mut verified = self.files.verify(specs.into_iter().flatten(), &ignored)?;
+        let left_out = self.left_out_by_header(&expected)?;
+        if let Some(first) = left_out.first() {
+            verified.notes.push(format!(
+                "{}: the header ({}) says that {} modules are not quantised, {first} among them, but the file holds them \
+                 quantised: they are read like the other ones. In quantization_config of config.json, {} leave modules out",
+                self.files.origin(),
+                self.config.method(),
+                left_out.len(),
+                self.config.leaving_out()
+            ));
+        }
+        Ok(verified)
+    }
+
+    /// Modules that the file holds quantised although the header says that they are not.
+    fn left_out_by_header<'a>(
+        &self,
+        expected: &'a [TensorSpec],
+    ) -> std::result::Result<Vec<&'a str>, CheckpointError> {
+        let is_left_out = |module: &str| -> Result<bool> {
+            let format = self.format(module)?;
+            Ok(self.config.is_left_out(module, format)?)
+        };
+        let modules = expected.par_iter().filter_map(|spec| module_of(&spec.name));
+        let left_out = modules.map(|module| Ok(is_left_out(module)?.then_some(module)));
+        let left_out: Result<Vec<Option<&str>>> = left_out.collect();
+        Ok(left_out.map_err(CheckpointError::of_tensors)?.into_iter().flatten().collect())
     }
 
     /// The tensors that the file is to have in the place of `spec`; `names` are all that the model expects.
@@ -195,7 +219,7 @@ impl QuantTensors {
             specs.push(TensorSpec { name, shape });
         }
         let bias = format!("{module}.bias");
-        if !names.contains(bias.as_str()) && self.is_zero(&bias).map_err(|e| wrong(&e))? {
+        if !names.contains(bias.as_str()) && self.is_zero(&bias) {
             specs.push(TensorSpec { name: bias, shape: vec![spec.shape[0]] });
         }
         Ok(specs)

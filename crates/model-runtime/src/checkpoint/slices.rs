@@ -20,7 +20,7 @@ use moe_kernels::QuantScheme;
 use moe_kernels::cuda::Staging;
 use moe_kernels::quant::{QuantPart, QuantSource};
 
-use super::{DummyWeights, TensorFiles};
+use super::{DummyWeights, TensorFiles, TensorSpec};
 
 /// A box of a stored tensor under a name of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -185,6 +185,8 @@ pub struct RankView {
     source: Arc<dyn SliceSource>,
     slices: Arc<HashMap<String, Vec<TensorSlice>>>,
     stored: Arc<HashSet<String>>,
+    /// The tensors that are there; `None`: all of the source.
+    names: Option<Arc<HashSet<String>>>,
 }
 
 impl RankView {
@@ -195,7 +197,13 @@ impl RankView {
             stored.insert(slice.stored.clone());
             all.entry(slice.name.clone()).or_default().push(slice);
         }
-        Self { source: Arc::new(source), slices: Arc::new(all), stored: Arc::new(stored) }
+        Self { source: Arc::new(source), slices: Arc::new(all), stored: Arc::new(stored), names: None }
+    }
+
+    /// This view without tensors that the model has no place for, which loaders would refuse.
+    pub fn only(self, expected: &[TensorSpec]) -> Self {
+        let names = expected.iter().map(|spec| spec.name.clone()).collect();
+        Self { names: Some(Arc::new(names)), ..self }
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`] gives one.
@@ -289,6 +297,8 @@ impl SimpleBackend for RankView {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.slices.contains_key(name) || !self.stored.contains(name) && self.source.contains_tensor(name)
+        let is_there = || self.names.as_ref().is_none_or(|names| names.contains(name));
+        self.slices.contains_key(name)
+            || !self.stored.contains(name) && is_there() && self.source.contains_tensor(name)
     }
 }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use super::decode;
 use super::error::CheckpointError;
 use super::files::TensorFiles;
+use super::left_out::LeftOut;
 
 /// How many names an error message lists before it abbreviates.
 const LISTED: usize = 50;
@@ -26,19 +27,37 @@ impl TensorSpec {
     }
 }
 
+/// What is odd about a checkpoint that a model can be loaded from all the same.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verified {
+    /// Tensors that the model has no place for.
+    pub left_out: LeftOut,
+    /// Contradictions between the config and the file, in sentences.
+    pub notes: Vec<String>,
+}
+
+impl Verified {
+    /// A line for each thing to tell people.
+    pub fn warnings(&self) -> impl Iterator<Item = String> + '_ {
+        let left_out = (!self.left_out.is_empty()).then(|| self.left_out.to_string());
+        self.notes.iter().cloned().chain(left_out)
+    }
+}
+
 impl TensorFiles {
-    /// Compares the checkpoint with the tensors that a model expects. All that are missing,
-    /// unexpected or of another shape come in one error, with shapes. `ignored` lists patterns of
-    /// names that may be present without being expected; `*` stands for any run of characters
-    /// (`"*.rotary_emb.inv_freq"`).
+    /// Compares the checkpoint with the tensors that a model expects. All that are missing or of another shape come in one
+    /// error, with shapes, and what is unexpected beside them. Without an error what is unexpected is left out, as
+    /// transformers does it. `ignored` lists patterns of names that may be present without being expected, or told of; `*`
+    /// stands for any run of characters (`"*.rotary_emb.inv_freq"`).
     pub fn verify(
         &self,
         expected: impl IntoIterator<Item = TensorSpec>,
         ignored: &[&str],
-    ) -> Result<(), CheckpointError> {
+    ) -> Result<Verified, CheckpointError> {
+        let expected: Vec<TensorSpec> = expected.into_iter().collect();
         let (mut missing, mut wrong_shape) = (Vec::new(), Vec::new());
         let mut unseen: BTreeMap<&str, &[usize]> = self.iter().map(|t| (t.name, t.shape)).collect();
-        for TensorSpec { name, shape } in expected {
+        for TensorSpec { name, shape } in &expected {
             match unseen.remove(name.as_str()) {
                 None => missing.push(format!("{name} {shape:?}")),
                 Some(got) if got != shape => {
@@ -47,8 +66,13 @@ impl TensorFiles {
                 Some(_) => {}
             }
         }
-        let unexpected = unseen.into_iter().filter(|(name, _)| !ignored.iter().any(|p| matches(p, name)));
-        let unexpected = unexpected.map(|(name, shape)| format!("{name} {shape:?}")).collect();
+        unseen.retain(|name, _| !ignored.iter().any(|pattern| matches(pattern, name)));
+        if missing.is_empty() && wrong_shape.is_empty() {
+            let names = unseen.into_keys().map(str::to_string).collect();
+            let left_out = LeftOut::new(self.origin(), names, expected.iter().map(|spec| spec.name.as_str()));
+            return Ok(Verified { left_out, notes: Vec::new() });
+        }
+        let unexpected = unseen.into_iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
         let groups = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong_shape)];
         let mut error = String::new();
         for (what, lines) in groups.iter().filter(|(_, lines)| !lines.is_empty()) {
@@ -58,12 +82,27 @@ impl TensorFiles {
                 error += &format!("\n  ... and {} more", lines.len() - LISTED);
             }
         }
-        if error.is_empty() {
-            return Ok(());
-        }
         let origin = self.origin();
         Err(CheckpointError(format!(
             "{origin} does not hold the tensors that its config.json describes{error}"
+        )))
+    }
+
+    /// Fails where one of these tensors is stored in a dtype that holds no floats to compute with.
+    pub(super) fn check_floats(&self, expected: &[TensorSpec]) -> Result<(), CheckpointError> {
+        let is_float =
+            |name: &str| self.info(name).is_none_or(|info| info.dtype.is_some_and(|dtype| dtype.is_float()));
+        let names = expected.iter().map(|spec| spec.name.clone());
+        let others: Vec<String> = names.filter(|name| !is_float(name)).collect();
+        if others.is_empty() {
+            return Ok(());
+        }
+        Err(CheckpointError(format!(
+            "{}: {} tensors are stored in dtypes of quantised weights, but config.json has no quantization_config that says \
+             what they mean: {}",
+            self.origin(),
+            others.len(),
+            abbreviate(&others)
         )))
     }
 

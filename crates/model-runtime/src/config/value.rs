@@ -59,6 +59,13 @@ impl Config {
         }
     }
 
+    /// This config with another value of a key.
+    pub fn with(&self, key: &str, value: impl Into<Value>) -> Self {
+        let mut object = Map::clone(&self.object);
+        object.insert(key.to_string(), value.into());
+        Self { object: Arc::new(object), ..self.clone() }
+    }
+
     /// The raw object, for keys that no getter covers.
     pub fn object(&self) -> &Map<String, Value> {
         &self.object

@@ -2,6 +2,7 @@
 
 use moe_layer::{Activation, RouterConfig};
 
+use crate::checkpoint::head::{EMBEDDING, LM_HEAD};
 use crate::config::{Config, ConfigError, RopeConfig, checked_product, limits};
 
 /// Sizes and options of a decoder: what a config says beside its attention.
@@ -142,7 +143,7 @@ impl Default for DecoderNames<'_> {
     /// The names of most models, without shared experts.
     fn default() -> Self {
         Self {
-            embedding: "model.embed_tokens",
+            embedding: EMBEDDING,
             layers: "model.layers",
             input_norm: "input_layernorm",
             attention: "self_attn",
@@ -152,7 +153,7 @@ impl Default for DecoderNames<'_> {
             experts: "experts",
             shared_experts: None,
             norm: "model.norm",
-            lm_head: "lm_head",
+            lm_head: LM_HEAD,
         }
     }
 }

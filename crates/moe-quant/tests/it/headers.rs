@@ -263,8 +263,13 @@ fn the_file_decides_what_the_header_leaves_open() {
     assert_eq!(in_file(GATE, "weight", Dtype::BF16).unwrap(), Format::Plain);
     assert!(matches!(in_file(UP, "qweight", Dtype::I32).unwrap(), Format::Gptq { .. }));
     assert_eq!(in_file("lm_head", "weight", Dtype::F16).unwrap(), Format::Plain);
-    let error = in_file("lm_head", "qweight", Dtype::I32).unwrap_err().to_string();
+    let head = in_file("lm_head", "qweight", Dtype::I32).unwrap();
+    assert!(matches!(head, Format::Gptq { .. }));
+    assert!(config.is_left_out("lm_head", head).unwrap() && !config.is_left_out(UP, head).unwrap());
+    // In another format than the header's there is nothing to go by.
+    let error = in_file("lm_head", "weight_packed", Dtype::I32).unwrap_err().to_string();
     assert!(error.contains("lm_head: the header (gptq) says that it is not quantised"), "{error}");
+    assert!(error.contains("modules_in_block_to_quantize"), "{error}");
     // The scales of FP8 go by two names.
     let blocks = read(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
     for (config, scales) in [
@@ -278,5 +283,38 @@ fn the_file_decides_what_the_header_leaves_open() {
             };
             assert_eq!(config.format_in_file(UP, dtype_of).unwrap(), Format::Fp8 { scales, scale_inv });
         }
+    }
+}
+
+/// What a header leaves out and the file holds quantised all the same is as the other modules are.
+#[test]
+fn names_in_the_file_count_more_than_lists_in_the_header() {
+    let (attention, qweight) = ("model.layers.0.self_attn.q_proj", Dtype::I32);
+    let listed = json!([["mlp.experts.0.up_proj"]]);
+    let left_out = json!(["self_attn"]);
+    for (header, suffix, dtype) in [
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_in_block_to_quantize": listed}),
+            "qweight",
+            qweight,
+        ),
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*self_attn.*": {}}}),
+            "qweight",
+            qweight,
+        ),
+        (
+            json!({"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": left_out}),
+            "qweight",
+            qweight,
+        ),
+        (json!({"quant_method": "fp8", "modules_to_not_convert": left_out}), "weight", Dtype::F8_E4M3),
+    ] {
+        let config = read(header.clone());
+        assert_eq!(config.format_of(attention).unwrap(), Format::Plain);
+        let in_file = |module| config.format_in_file(module, |asked| (asked == suffix).then_some(dtype));
+        let format = in_file(attention).unwrap();
+        assert_eq!(format, in_file("model.layers.0.mlp.experts.0.up_proj").unwrap(), "{header}");
+        assert!(format != Format::Plain && config.is_left_out(attention, format).unwrap(), "{header}");
     }
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
+use candle_nn::var_builder::SimpleBackend;
 use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
@@ -44,8 +45,10 @@ fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
 /// The model with the floats that its integers stand for.
 fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
     let config = json(&dir.join("config.json"));
-    let weights = Dequantised::open(dir, &config).unwrap().var_builder();
-    Architecture::new(&config, "config.json").unwrap().load(weights).unwrap().model
+    let weights = Dequantised::open(dir, &config).unwrap();
+    let architecture = Architecture::new(&config, "config.json").unwrap();
+    let expected = architecture.layout(&|name| weights.contains_tensor(name)).unwrap().tensors;
+    architecture.load(weights.only(&expected).var_builder()).unwrap().model
 }
 
 fn logits(model: &dyn CausalLm) -> Vec<f32> {
@@ -75,13 +78,18 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
 
 /// The projection's integers are within half a step of the embedding; the embedding is as it was.
 fn check_head(source: &Path, made: &Path) {
+    check_head_of(source, made, EMBEDDING);
+}
+
+/// As [`check_head`], where the projection comes from this tensor.
+fn check_head_of(source: &Path, made: &Path, of: &str) {
     assert_eq!(json(&made.join("config.json"))["tie_word_embeddings"], false);
     let (before, after) = (tensors(source), tensors(made));
     assert_eq!(before[EMBEDDING], after[EMBEDDING]);
     assert!(!after.contains_key("lm_head.weight"));
     let (format, got) = weights(made, "lm_head", SHAPE);
     let (int, size) = (format.int().unwrap(), format.scheme().group_size(SHAPE.1));
-    for (floats, got) in bf16(&before[EMBEDDING].2).chunks(size).zip(got.chunks(size)) {
+    for (floats, got) in bf16(&before[of].2).chunks(size).zip(got.chunks(size)) {
         let largest = floats.iter().fold(0f32, |most, w| most.max(w.abs()));
         let bound = largest / ((1u32 << int.bits) - 1) as f32 * (1. + 1. / 64.);
         floats.iter().zip(got).for_each(|(a, b)| assert!((a - b).abs() <= bound, "{a} {b}"));
@@ -138,26 +146,45 @@ fn check_head_shape(made: &Path) {
     assert!(format.int().is_some() && got.len() == SHAPE.0 * SHAPE.1);
 }
 
-/// A second embedding under the name of the projection is left out: nobody reads it where the config ties both.
-#[test]
-fn a_tied_projection_that_is_stored_is_not_its_source() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = dir.path().join("source");
-    std::fs::create_dir(&source).unwrap();
-    std::fs::copy(bundled().join("config.json"), source.join("config.json")).unwrap();
+/// The bundled checkpoint, whose config ties both, with a projection of these bytes and another tensor.
+fn with_projection(dir: &Path, head: &[u8], extra: &str) {
+    std::fs::create_dir(dir).unwrap();
+    std::fs::copy(bundled().join("config.json"), dir.join("config.json")).unwrap();
     let stored = tensors(&bundled());
-    let other = vec![0; stored[EMBEDDING].2.len()];
     let mut views: Vec<(&str, TensorView)> = stored
         .iter()
         .map(|(name, (_, shape, bytes))| {
             (name.as_str(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap())
         })
         .collect();
-    views.push(("lm_head.weight", TensorView::new(Dtype::BF16, vec![SHAPE.0, SHAPE.1], &other).unwrap()));
-    std::fs::write(source.join("model.safetensors"), serialize(views, None).unwrap()).unwrap();
-    let out = dir.path().join("out");
-    quantize(&source, &out, &with_head(FileFormat::CompressedTensors, 8)).unwrap();
-    check_head(&source, &out);
+    views.push(("lm_head.weight", TensorView::new(Dtype::BF16, vec![SHAPE.0, SHAPE.1], head).unwrap()));
+    views.push((extra, TensorView::new(Dtype::BF16, vec![32, 32], &head[..2048]).unwrap()));
+    std::fs::write(dir.join("model.safetensors"), serialize(views, None).unwrap()).unwrap();
+}
+
+/// A copy of the embedding under the name of the projection is nothing of its own; other values are kept, whatever the
+/// config says of ties. What the model has no place for is left out, and told.
+#[test]
+fn a_projection_that_is_stored_is_kept_if_it_is_not_the_embedding() {
+    let dir = tempfile::tempdir().unwrap();
+    let same = tensors(&bundled())[EMBEDDING].2.clone();
+    let mut other = same.clone();
+    other.rotate_left(2 * SHAPE.1);
+    for (name, head, of) in [("same", &same, EMBEDDING), ("other", &other, "lm_head.weight")] {
+        let (source, out) = (dir.path().join(name), dir.path().join(format!("{name}-out")));
+        with_projection(&source, head, "model.layers.4.self_attn.q_proj.weight");
+        let report = quantize(&source, &out, &with_head(FileFormat::CompressedTensors, 8)).unwrap();
+        check_head_of(&source, &out, of);
+        assert!(!tensors(&out).keys().any(|name| name.contains("layers.4.")), "{name}");
+        let notes = report.notes.concat();
+        assert!(notes.contains("model.layers.4.*"), "{notes}");
+        assert_eq!(notes.contains("ties the vocabulary projection"), name == "other", "{notes}");
+        let floats = Settings { lm_head: false, ..with_head(FileFormat::CompressedTensors, 8) };
+        let out = dir.path().join(format!("{name}-floats"));
+        quantize(&source, &out, &floats).unwrap();
+        assert_eq!(json(&out.join("config.json"))["tie_word_embeddings"], name == "same");
+        assert_eq!(tensors(&out)["lm_head.weight"].2, **head);
+    }
 }
 
 #[test]

@@ -1,0 +1,70 @@
+//! The vocabulary projection of models that share it with the embedding.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result};
+
+use super::{QuantTensors, TensorFiles};
+use crate::config::Config;
+
+/// The embedding's module, from the root, in most models.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens";
+/// The vocabulary projection's module, from the root, in most models.
+pub(crate) const LM_HEAD: &str = "lm_head";
+
+/// The key of config.json that ties both.
+pub(super) const TIED: &str = "tie_word_embeddings";
+
+/// Elements that are compared at once.
+const PIECE: usize = 1 << 20;
+
+/// Whether a checkpoint has a vocabulary projection of other values than its embedding: then the projection is used, whatever
+/// config.json says of ties, as transformers does it. A quantised projection never has the embedding's values.
+///
+/// Both are read as far as they agree. If one of them is missing, or their shapes differ, the answer is what the list of
+/// tensors needs: a projection that is there counts as one of its own.
+///
+/// # Errors
+/// Values that cannot be read.
+pub fn has_own_head(files: &TensorFiles) -> Result<bool> {
+    let (embedding, head) = (format!("{EMBEDDING}.weight"), format!("{LM_HEAD}.weight"));
+    if !QuantTensors::has(files, &head) {
+        return Ok(false);
+    }
+    let (Some(left), Some(right)) = (files.info(&embedding), files.info(&head)) else { return Ok(true) };
+    if left.shape != right.shape || left.dtype.is_none() || right.dtype.is_none() {
+        return Ok(true);
+    }
+    if left.dtype == right.dtype {
+        return Ok(!files.same_bytes(&embedding, &head)?);
+    }
+    // Of two dtypes the values count.
+    let (rows, width) =
+        (left.shape.first().copied().unwrap_or(0), left.shape.iter().skip(1).product::<usize>());
+    for start in (0..rows).step_by((PIECE / width.max(1)).max(1)) {
+        let held = start..(start + (PIECE / width.max(1)).max(1)).min(rows);
+        if !same_rows(files, [&embedding, &head], held)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn same_rows(files: &TensorFiles, names: [&str; 2], held: Range<usize>) -> Result<bool> {
+    let width = |name: &str| files.info(name).and_then(|info| info.shape.get(1).copied()).unwrap_or(1);
+    let read = |name: &str| {
+        let ranges = [held.clone(), 0..width(name)];
+        files.load_slice(name, &ranges, DType::F32, &Device::Cpu)?.flatten_all()?.to_vec1::<f32>()
+    };
+    Ok(read(names[0])? == read(names[1])?)
+}
+
+/// Whether a config ties the projection to the embedding although the checkpoint has one of its own.
+///
+/// # Errors
+/// As [`has_own_head`].
+pub(super) fn is_tied_in_vain(config: &Config, files: &TensorFiles) -> Result<bool> {
+    // A value of another type is an error where the model's config is read.
+    let tied = config.bool_or(&[TIED], false).unwrap_or(false);
+    Ok(tied && has_own_head(files)?)
+}
