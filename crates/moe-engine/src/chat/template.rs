@@ -23,7 +23,7 @@ pub struct ChatTemplate(Arc<Renderer>);
 
 enum Renderer {
     Here(Box<Templates>),
-    Elsewhere(Worker),
+    Elsewhere(Box<Worker>),
 }
 
 struct Templates {
@@ -52,7 +52,7 @@ impl ChatTemplate {
     /// templates. What is wrong with them is found by [`Self::check`] and [`Self::render`].
     pub fn isolated(files: ChatFiles, program: PathBuf) -> Option<Self> {
         let some = !files.templates.is_empty();
-        some.then(|| Self(Arc::new(Renderer::Elsewhere(Worker::new(program, &files)))))
+        some.then(|| Self(Arc::new(Renderer::Elsewhere(Box::new(Worker::new(program, &files))))))
     }
 
     /// Whether the template for conversations without tools compiles.
