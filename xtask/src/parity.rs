@@ -50,6 +50,9 @@ pub struct Args {
     /// Dtype to run in (default: f32 and bf16).
     #[arg(long)]
     dtype: Option<String>,
+    /// Folder with the programs, as another profile or other features have built them (default: they are built here).
+    #[arg(long)]
+    programs: Option<PathBuf>,
     /// Print the results as a JSON array on stdout.
     #[arg(long)]
     json: bool,
@@ -82,7 +85,7 @@ pub fn run(args: &Args) -> Result<()> {
     let packages: BTreeSet<&str> = cases.iter().map(|c| c.runner.package).collect();
     // The CUDA build needs a compiler: `cargo xtask toolkit -- cargo xtask parity --device cuda`.
     let features: &[&str] = if args.device.starts_with("cuda") { &["--features", "cuda"] } else { &[] };
-    for package in packages {
+    for package in packages.into_iter().filter(|_| args.programs.is_none()) {
         workspace::run(cargo().args(["build", "--release", "-q", "-p", package]).args(features))?;
     }
     let scratch = std::env::temp_dir().join(format!("moe-parity-{}.json", std::process::id()));
@@ -111,7 +114,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path) -> Result<Value> {
     let _ = std::fs::remove_file(out);
-    let binary = workspace::target_dir().join("release").join(case.runner.package);
+    let built = args.programs.clone().unwrap_or_else(|| workspace::target_dir().join("release"));
+    let binary = built.join(case.runner.package);
     let output = Command::new(binary)
         .arg("parity")
         .arg("--model")

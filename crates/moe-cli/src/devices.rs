@@ -55,6 +55,7 @@ fn gpus() -> Vec<String> {
 
 #[cfg(feature = "cuda")]
 fn gpus() -> Vec<String> {
+    use crate::error::describe;
     use model_runtime::cuda::{DeviceInfo, device_count};
     match device_count() {
         Ok(0) => vec!["cuda: no device is visible; does CUDA_VISIBLE_DEVICES name one?".to_string()],
@@ -63,10 +64,10 @@ fn gpus() -> Vec<String> {
                 Ok(info) => {
                     format!("cuda:{i}: {}", gpu(&info.name, info.compute_capability, [info.total, info.free]))
                 }
-                Err(e) => format!("cuda:{i}: cannot be opened: {e}"),
+                Err(e) => format!("cuda:{i}: cannot be opened: {}", describe(&e.into())),
             })
             .collect(),
-        Err(e) => vec![format!("cuda: cannot ask the driver for its devices: {e}")],
+        Err(e) => vec![format!("cuda: cannot ask the driver for its devices: {}", describe(&e.into()))],
     }
 }
 

@@ -38,7 +38,8 @@ impl Unit {
             Self::Bytes => {
                 "{msg} [{wide_bar}] {percent:>3}% of {binary_total_bytes} {binary_bytes_per_sec} {eta:>4}"
             }
-            Self::Tokens => "{msg} [{wide_bar}] {percent:>3}% of {human_len} tokens {per_sec} {eta:>4}",
+            // Steps are long, and a rate between two of them would say nothing.
+            Self::Tokens => "{msg} [{wide_bar}] {percent:>3}% of {human_len} tokens {elapsed:>4}",
         }
     }
 }
