@@ -1,39 +1,91 @@
-//! Text to token ids and back. The work is the `tokenizers` crate's; this adds what generation
-//! needs: errors that name the file, and text that streams without breaking a character.
+//! Text to token ids and back. The work is the `tokenizers` crate's; this adds what generation needs: tokens that stand
+//! in other files, limits for files that may be anybody's, text that streams without breaking a character.
 
 mod bound;
+mod declared;
+#[cfg(test)]
+mod hostile_tests;
+mod limits;
+mod steps;
+mod stream;
 mod template;
+mod token_bytes;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result, anyhow};
+use llguidance::panic_utils;
 use model_runtime::config::read_file;
+use tracing::warn;
+
+use declared::Declared;
+use limits::Parts;
+use steps::Steps;
 
 pub use bound::TooLong;
+pub use stream::TextStream;
+pub use token_bytes::TokenBytes;
 
 /// A tokenizer as `tokenizer.json` describes it.
 #[derive(Clone)]
-pub struct Tokenizer(pub(crate) tokenizers::Tokenizer, Arc<OnceLock<Option<bound::Longest>>>);
+pub struct Tokenizer {
+    pub(crate) library: Arc<tokenizers::Tokenizer>,
+    steps: Arc<Steps>,
+    /// The token that ends a text, where the checkpoint declares one.
+    end: Option<u32>,
+    known: Arc<Known>,
+}
+
+/// What is found out when it is first needed.
+#[derive(Default)]
+struct Known {
+    longest: OnceLock<Option<bound::Longest>>,
+    bytes: OnceLock<Result<TokenBytes, String>>,
+}
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint folder.
+    /// Reads `tokenizer.json` of a checkpoint folder, and the tokens that its other files declare.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = read_file(&path).with_context(|| {
             format!("cannot read {}: generating text needs the checkpoint's tokenizer", path.display())
         })?;
-        Self::from_bytes(&bytes).with_context(|| format!("{} is not a tokenizer", path.display()))
+        let (mut library, steps) =
+            read(&bytes).with_context(|| format!("{} is not a tokenizer", path.display()))?;
+        let declared = Declared::read(dir)?;
+        caught(|| declared.add_to(&mut library, &steps))
+            .with_context(|| format!("the tokens of {}", dir.display()))?;
+        let end = declared.named("eos_token").and_then(|token| library.token_to_id(token));
+        let tokenizer = Self { end, ..Self::new(library)? };
+        tokenizer.check_first_token(&declared);
+        Ok(tokenizer)
     }
 
     /// Parses the contents of a `tokenizer.json`. Its truncation and padding are left out, as transformers does: they
     /// are what the file's author trained with, and would change a prompt unseen.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
-        tokenizer.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
-        template::check(&tokenizer)?;
-        Ok(Self(tokenizer, Arc::default()))
+        Self::new(read(bytes)?.0)
+    }
+
+    fn new(library: tokenizers::Tokenizer) -> Result<Self> {
+        let steps = Arc::new(Steps::of(&library)?);
+        Ok(Self { library: Arc::new(library), steps, end: None, known: Arc::default() })
+    }
+
+    /// Says that a text begins otherwise than tokenizer_config.json has it: as in transformers 5, tokenizer.json counts.
+    fn check_first_token(&self, declared: &Declared) {
+        let (Some(wanted), Some(bos)) = (declared.add_bos, declared.named("bos_token")) else { return };
+        let Ok(ids) = self.encode("") else { return };
+        let adds = self.token_to_id(bos).is_some_and(|bos| ids.first() == Some(&bos));
+        if adds != wanted {
+            let does = if adds { "puts it" } else { "puts nothing" };
+            warn!(
+                "tokenizer_config.json has add_bos_token {wanted}, and tokenizer.json {does} in front of a text: as in \
+                 transformers 5, tokenizer.json counts; write {bos:?} yourself, or leave out special tokens"
+            );
+        }
     }
 
     /// A tokenizer that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is
@@ -68,14 +120,12 @@ impl Tokenizer {
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         // The library panics on what some files say; a text is then refused like any other that it cannot take.
-        let encode = AssertUnwindSafe(|| self.0.encode_fast(text, add_special_tokens));
-        let encoding = catch_unwind(encode).map_err(|panic| {
-            let text = crate::panic_text(&*panic);
-            anyhow!(
-                "cannot tokenize the prompt: the tokenizers library panicked ({text}); check tokenizer.json"
-            )
-        })?;
-        Ok(encoding.map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?.get_ids().to_vec())
+        let encode = || {
+            let encoding = self.steps.encode(&self.library, text)?;
+            let encoding = self.library.post_process(encoding, None, add_special_tokens);
+            Ok(encoding.map_err(|e| anyhow!("{e}"))?.get_ids().to_vec())
+        };
+        caught(encode).context("cannot tokenize the prompt")
     }
 
     /// Refuses a text that is certainly longer than `context` tokens, by its bytes alone: nothing is tokenized. A text
@@ -85,7 +135,7 @@ impl Tokenizer {
         if text.len() <= context {
             return Ok(());
         }
-        let longest = self.1.get_or_init(|| bound::Longest::of(&self.0));
+        let longest = self.known.longest.get_or_init(|| bound::Longest::of(&self.library));
         longest.map_or(Ok(()), |longest| longest.check(text, context))
     }
 
@@ -96,196 +146,61 @@ impl Tokenizer {
 
     /// Text of token ids, with or without special tokens.
     pub fn decode_with(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
-        self.0.decode(ids, skip_special_tokens).map_err(|e| anyhow!("cannot decode tokens: {e}"))
+        caught(|| self.library.decode(ids, skip_special_tokens).map_err(|e| anyhow!("{e}")))
+            .context("cannot decode tokens")
     }
 
     /// Number of tokens, added ones included.
     pub fn vocab_size(&self) -> usize {
-        self.0.get_vocab_size(true)
+        self.library.get_vocab_size(true)
     }
 
     /// The id of a token's exact text.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.0.token_to_id(token)
+        self.library.token_to_id(token)
+    }
+
+    /// The token that ends a text, where the checkpoint's tokenizer declares one.
+    pub fn end_token(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// The bytes of each token.
+    ///
+    /// # Errors
+    /// The tokenizer's tokens are not bytes of the text, or an id is too large.
+    pub fn token_bytes(&self) -> Result<&TokenBytes, String> {
+        let bytes = self.known.bytes.get_or_init(|| TokenBytes::of(&self.library));
+        bytes.as_ref().map_err(String::clone)
     }
 }
 
-/// Turns a stream of token ids into a stream of text.
-///
-/// A token may end inside a character, so a piece of text is given out only once no later
-/// token can change it. Lossy decoding turns the bytes of an unfinished character into U+FFFD at
-/// the end of the text: one for all of them in byte-level tokenizers; with byte fallback one for
-/// each byte of the whole run that the character ends, finished characters included. So every U+FFFD
-/// at the end is held back. The pieces, with [`Self::finish`], concatenate to the decoding of all ids;
-/// not so with byte fallback where bytes fit no character.
-#[derive(Default)]
-pub struct TextStream {
-    /// The ids whose decoding still matters: the last given-out ones, for context, and the rest.
-    window: Vec<u32>,
-    /// Bytes of the window's text that are given out.
-    emitted: usize,
-    special_tokens: bool,
+/// Reads the contents of a tokenizer.json within limits.
+fn read(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Steps)> {
+    caught(|| {
+        Parts::read(bytes)?.check()?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
+        tokenizer.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
+        template::check(&tokenizer)?;
+        let steps = Steps::of(&tokenizer)?;
+        Ok((tokenizer, steps))
+    })
 }
 
-impl TextStream {
-    /// Bytes that an unfinished UTF-8 character has at most: what is held back of a window that
-    /// is too long to be anything but bytes without meaning.
-    const UNFINISHED: usize = 3;
-    /// Tokens of context kept for decoders that treat the first token specially.
-    const CONTEXT: usize = 4;
-
-    /// Tokens after which the window is cut even if its tail has no text.
-    const LONGEST: usize = 64;
-
-    /// A stream with nothing in it.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Whether special tokens are part of the text; they are not by default.
-    pub fn with_special_tokens(mut self, on: bool) -> Self {
-        self.special_tokens = on;
-        self
-    }
-
-    fn decode(&self, tokenizer: &Tokenizer, ids: &[u32]) -> Result<String> {
-        tokenizer.decode_with(ids, !self.special_tokens)
-    }
-
-    /// Adds a token; the text that has become final, often empty.
-    pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
-        self.window.push(id);
-        let text = self.decode(tokenizer, &self.window)?;
-        let held = if self.window.len() > Self::LONGEST { Self::UNFINISHED } else { usize::MAX };
-        let unfinished = text.chars().rev().take_while(|&c| c == char::REPLACEMENT_CHARACTER).count();
-        let end = text.len() - unfinished.min(held) * char::REPLACEMENT_CHARACTER.len_utf8();
-        let stable = text.get(..end).unwrap_or_default();
-        let piece = self.unseen(stable);
-        self.emitted = self.emitted.max(stable.len());
-        if stable.len() == text.len() {
-            self.shrink(tokenizer, &text)?;
+/// A panic of the library as an error, without the words that a panic writes to the terminal.
+fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic_utils::catch_unwind(AssertUnwindSafe(work)).map_err(|e| {
+        let text = e.to_string();
+        match text.strip_prefix("panic: ").map(|panic| panic.lines().next().unwrap_or_default()) {
+            Some(panic) => anyhow!("the tokenizers library panicked ({panic}); check tokenizer.json"),
+            None => e,
         }
-        Ok(piece)
-    }
-
-    /// The rest of the text: an unfinished character, if there is one.
-    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
-        let text = self.decode(tokenizer, &self.window)?;
-        let piece = self.unseen(&text);
-        self.window.clear();
-        self.emitted = 0;
-        Ok(piece)
-    }
-
-    /// The part that is not given out. Byte fallback turns a whole run of bytes into U+FFFD once one
-    /// of them fits no character; what was given out may then end inside a U+FFFD.
-    fn unseen(&self, text: &str) -> String {
-        text.get(text.ceil_char_boundary(self.emitted)..).unwrap_or_default().to_string()
-    }
-
-    /// Drops all but the last tokens, if their text alone is the end of `text`: not so when
-    /// the cut would fall inside a character. With at most four bytes to a character, one of the
-    /// cuts that are tried falls between two.
-    fn shrink(&mut self, tokenizer: &Tokenizer, text: &str) -> Result<()> {
-        if self.window.len() < 2 * Self::CONTEXT {
-            return Ok(());
-        }
-        for kept in Self::CONTEXT..2 * Self::CONTEXT {
-            let tail = &self.window[self.window.len() - kept..];
-            let tail_text = self.decode(tokenizer, tail)?;
-            // Skipped special tokens have no text; a run of them must not keep the window growing.
-            if text.ends_with(&tail_text) && (!tail_text.is_empty() || self.window.len() > Self::LONGEST) {
-                self.window = tail.to_vec();
-                self.emitted = tail_text.len();
-                break;
-            }
-        }
-        Ok(())
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    #[test]
-    fn a_character_comes_out_whole() {
-        let t = Tokenizer::bytes().unwrap();
-        let ids = t.encode("aé€😀").unwrap();
-        assert_eq!(ids.len(), 1 + 2 + 3 + 4);
-        let mut stream = TextStream::new();
-        let pieces: Vec<String> = ids.iter().map(|&id| stream.push(&t, id).unwrap()).collect();
-        assert_eq!(pieces, ["a", "", "é", "", "", "€", "", "", "", "😀"]);
-    }
-
-    #[test]
-    fn an_unfinished_character_is_flushed() {
-        let t = Tokenizer::bytes().unwrap();
-        let ids = t.encode("x€").unwrap();
-        let mut stream = TextStream::new();
-        let mut text = String::new();
-        for &id in &ids[..3] {
-            text += &stream.push(&t, id).unwrap();
-        }
-        assert_eq!(text, "x");
-        text += &stream.finish(&t).unwrap();
-        assert_eq!(text, "x\u{FFFD}");
-    }
-
-    /// A tokenizer of Llama's kind: a few pieces where U+2581 stands for a space, bytes for all else,
-    /// and a decoder that drops the space before the first piece.
-    fn byte_fallback() -> Tokenizer {
-        let pieces = ["<unk>", "\u{2581}", "a", "b", "\u{2581}a", "\u{2581}b", "ab"].map(String::from);
-        let bytes = (0..=255u8).map(|b| format!("<0x{b:02X}>"));
-        let vocab: serde_json::Map<String, serde_json::Value> =
-            pieces.into_iter().chain(bytes).enumerate().map(|(i, token)| (token, i.into())).collect();
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
-            "normalizer": {"type": "Sequence", "normalizers": [
-                {"type": "Prepend", "prepend": "\u{2581}"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}]},
-            "pre_tokenizer": null, "post_processor": null,
-            "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
-                {"type": "ByteFallback"}, {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-            "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
-                "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "vocab": vocab,
-                "merges": ["\u{2581} a", "\u{2581} b", "a b"]},
-        });
-        Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
-    }
-
-    /// The pieces of a stream, the last one from `finish`.
-    fn pieces(t: &Tokenizer, ids: &[u32]) -> Vec<String> {
-        let mut stream = TextStream::new();
-        let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(t, id).unwrap()).collect();
-        assert!(stream.window.len() <= TextStream::LONGEST + 1, "{} tokens are kept", stream.window.len());
-        pieces.push(stream.finish(t).unwrap());
-        pieces
-    }
-
-    #[test]
-    fn bytes_of_a_fallback_come_out_as_characters() {
-        let t = byte_fallback();
-        let ids = t.encode("a€ bé").unwrap();
-        assert_eq!(ids.len(), 1 + 3 + 1 + 2);
-        assert_eq!(pieces(&t, &ids), ["a", "", "", "€", " b", "", "é", ""]);
-        // The text ends inside a character: one U+FFFD for each of its bytes.
-        assert_eq!(pieces(&t, &ids[..3]), ["a", "", "", "\u{FFFD}\u{FFFD}"]);
-    }
-
-    /// A byte that fits no character spoils the whole run of bytes for the decoder. What is given
-    /// out stays, and the text after the run is not lost.
-    #[test]
-    fn text_after_a_spoilt_run_of_bytes_is_not_lost() {
-        let t = byte_fallback();
-        let byte = |b: u8| t.token_to_id(&format!("<0x{b:02X}>")).unwrap();
-        let a = t.token_to_id("a").unwrap();
-        let text = pieces(&t, &[a, byte(0xC3), byte(0xA9), byte(0xFF), a, a]).concat();
-        assert_eq!(text, "aé\u{FFFD}\u{FFFD}aa");
-    }
 
     #[test]
     fn a_rendered_chat_gets_no_second_bos() {
@@ -313,7 +228,7 @@ mod tests {
     /// The stride here makes the library panic, and this padding would take all memory.
     #[test]
     fn truncation_and_padding_of_the_file_are_left_out() {
-        let mut json = serde_json::to_value(&Tokenizer::bytes().unwrap().0).unwrap();
+        let mut json = serde_json::to_value(&*Tokenizer::bytes().unwrap().library).unwrap();
         json["truncation"] = serde_json::json!(
             {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 8}
         );
@@ -322,26 +237,5 @@ mod tests {
         let t = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
         let text = "longer than eight tokens";
         assert_eq!(t.decode(&t.encode(text).unwrap()).unwrap(), text);
-    }
-
-    proptest! {
-        #[test]
-        fn pieces_concatenate_to_the_whole(ids in prop::collection::vec(0u32..256, 0..60)) {
-            let t = Tokenizer::bytes().unwrap();
-            let mut stream = TextStream::new();
-            let mut text = String::new();
-            for &id in &ids {
-                text += &stream.push(&t, id).unwrap();
-            }
-            text += &stream.finish(&t).unwrap();
-            prop_assert_eq!(text, t.decode(&ids).unwrap());
-        }
-
-        #[test]
-        fn fallback_pieces_concatenate_to_the_text(text in "[ab é€😀中文]{0,150}") {
-            let t = byte_fallback();
-            let ids = t.encode(&text).unwrap();
-            prop_assert_eq!(pieces(&t, &ids).concat(), t.decode(&ids).unwrap());
-        }
     }
 }

@@ -10,12 +10,13 @@ use anyhow::{Context, Result, bail, ensure};
 const CONFIG: &str = "config.json";
 /// Taken where a repository has them: generation defaults, the header of older
 /// quantised checkpoints, tokenizer, chat template.
-const OPTIONAL: [&str; 7] = [
+const OPTIONAL: [&str; 8] = [
     "generation_config.json",
     "quantize_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
 ];

@@ -14,7 +14,7 @@ use super::*;
 fn tokenizer() -> Tokenizer {
     let bytes = Tokenizer::bytes().unwrap();
     let mut vocab: serde_json::Map<String, Value> =
-        bytes.0.get_vocab(true).into_iter().map(|(token, id)| (token, id.into())).collect();
+        bytes.library.get_vocab(true).into_iter().map(|(token, id)| (token, id.into())).collect();
     let more = ["{\"", "\":", "\":\"", "Ġ\"", "true", "Ġt", "er", "],", "\"}", "Ċ", "ĊĠĠ", "12", "Ã©"];
     for token in more {
         let id = vocab.len();

@@ -114,14 +114,14 @@ mod tests {
     use serde_json::json;
 
     fn with(change: impl FnOnce(&mut Value)) -> Tokenizer {
-        let plain = Tokenizer::bytes().unwrap().0.to_string(false).unwrap();
+        let plain = Tokenizer::bytes().unwrap().library.to_string(false).unwrap();
         let mut json: Value = serde_json::from_str(&plain).unwrap();
         change(&mut json);
         Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
     }
 
     fn longest(change: impl FnOnce(&mut Value)) -> Option<Longest> {
-        Longest::of(&with(change).0)
+        Longest::of(&with(change).library)
     }
 
     fn token(content: &str, lstrip: bool) -> Value {
