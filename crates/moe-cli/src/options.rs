@@ -52,9 +52,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
     let mut request = request_of(args, config, name)?;
     request.sampling.validate(session.model.info().vocab_size).map_err(|e| usage(e.to_string()))?;
-    if let Some(checkpoint) = &session.checkpoint {
-        request.eos_token_ids = checkpoint.eos_token_ids()?;
-    }
+    request.eos_token_ids = session.eos_token_ids()?;
     Ok(request)
 }
 

@@ -37,7 +37,7 @@ pub fn open<F: ModelFamily>(
     let mut session = run.session::<F>(weights)?;
     drop(loading);
     if let Some(tokenizer) = tokenizer {
-        session.keep_tokenizer(tokenizer);
+        session.keep_tokenizer(tokenizer)?;
     }
     if let Some(file) = &args.explain_backends {
         explain(&session, file.as_deref())?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use model_runtime::{CausalLm, Checkpoint, Exec};
 use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig};
+use tracing::warn;
 
 use crate::engine::{DpEngine, EngineConfig};
 use crate::eplb::EplbConfig;
@@ -82,9 +83,35 @@ impl Session {
         self.processes.take().map_or(Ok(()), Processes::finish)
     }
 
-    /// Keeps the checkpoint's tokenizer, which somebody has read already.
-    pub fn keep_tokenizer(&mut self, tokenizer: Tokenizer) {
+    /// Keeps the checkpoint's tokenizer, which was read before the model.
+    ///
+    /// # Errors
+    /// The checkpoint's end tokens are no token ids.
+    pub fn keep_tokenizer(&mut self, tokenizer: Tokenizer) -> Result<()> {
+        let named = self.named_ends()?;
+        if let Some(end) = tokenizer.end_token().filter(|end| !named.is_empty() && !named.contains(end)) {
+            warn!(
+                "the checkpoint's config ends texts with the tokens {named:?}, and its tokenizer with {end}: texts end at \
+                 each of them"
+            );
+        }
         self.read_tokenizer = Some(tokenizer);
+        Ok(())
+    }
+
+    /// The ids that end a text: those of generation_config.json or else config.json, and the tokenizer's.
+    pub fn eos_token_ids(&self) -> Result<Vec<u32>> {
+        let mut ids = self.named_ends()?;
+        let own = self.read_tokenizer.as_ref().and_then(Tokenizer::end_token);
+        ids.extend(own.filter(|own| !ids.contains(own)));
+        Ok(ids)
+    }
+
+    fn named_ends(&self) -> Result<Vec<u32>> {
+        match &self.checkpoint {
+            Some(checkpoint) => Ok(checkpoint.eos_token_ids()?),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// The checkpoint's tokenizer.

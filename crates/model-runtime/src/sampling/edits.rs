@@ -15,16 +15,15 @@ pub struct LogitEdits {
 
 impl LogitEdits {
     /// The edits of a request, and of `banned` ids that are excluded at first. `None` for a request that needs more
-    /// than such a list: only some tokens allowed, or bad words of several tokens, which depend on the last ones.
+    /// than such a list: only some tokens allowed.
     pub fn new(params: &SamplingParams, banned: impl IntoIterator<Item = u32>) -> Option<Self> {
-        if params.allowed_token_ids.is_some() || params.bad_words.iter().any(|word| word.len() != 1) {
+        if params.allowed_token_ids.is_some() {
             return None;
         }
         let excluded = |id| (id, f32::NEG_INFINITY);
         let mut list: Vec<(u32, f32)> = banned.into_iter().map(excluded).collect();
         list.sort_by_key(|(id, _)| *id);
         let bans = list.len();
-        list.extend(params.bad_words.iter().flatten().copied().map(excluded));
         list.extend(&params.logit_bias);
         // Stable: exclusions stay before biases, and biases in their order.
         list[bans..].sort_by_key(|(id, _)| *id);
@@ -53,12 +52,11 @@ mod tests {
     fn the_list_does_what_the_processors_do() {
         let params = SamplingParams {
             logit_bias: vec![(5, 1e-8), (2, 3.0), (5, -1.0), (4, f32::MAX), (4, f32::MAX), (1, 2.0)],
-            bad_words: vec![vec![3], vec![2]],
             ..SamplingParams::default()
         };
         let banned = [6, 1, 1];
         let edits = LogitEdits::new(&params, banned).unwrap();
-        assert_eq!((edits.list.len(), edits.bans), (11, 3));
+        assert_eq!((edits.list.len(), edits.bans), (9, 3));
         let logits = [0.5, f32::NEG_INFINITY, 1.0, f32::NAN, 4.0, 1.0, -2.0];
         for early in [false, true] {
             let (mut want, mut got) = (logits, logits);
@@ -75,8 +73,7 @@ mod tests {
     #[test]
     fn what_no_list_can_do_has_none() {
         let allowed = SamplingParams { allowed_token_ids: Some(vec![1]), ..SamplingParams::default() };
-        let phrase = SamplingParams { bad_words: vec![vec![1, 2]], ..SamplingParams::default() };
-        assert_eq!((LogitEdits::new(&allowed, []), LogitEdits::new(&phrase, [])), (None, None));
+        assert_eq!(LogitEdits::new(&allowed, []), None);
         assert_eq!(LogitEdits::new(&SamplingParams::default(), []), Some(LogitEdits::default()));
     }
 }

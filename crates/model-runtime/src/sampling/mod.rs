@@ -1,7 +1,7 @@
 //! Sampling the next token, as vLLM defines it and reproducible to the bit.
 //!
 //! Order of operations (vLLM's `v1/sample/sampler.py` and `logits_processor/builtin.py`):
-//! log-probabilities are read; the mask of a grammar, allowed tokens, bad words, minimum of tokens, logit bias and
+//! log-probabilities are read; a mask (of a grammar, of bad words), allowed tokens, minimum of tokens, logit bias and
 //! penalties edit the logits; then temperature, min-p, top-k, top-p, the sample. A temperature below
 //! 1e-5 is greedy. Ties go to the lower token id everywhere.
 //!
@@ -59,7 +59,7 @@ pub struct SampleRow<'a> {
     /// Token ids that are excluded here: the stop ids, as long as the output is shorter than the
     /// request's minimum of tokens.
     pub banned: &'a [u32],
-    /// Bits of the tokens that a grammar allows: token i is bit i % 32 of word i / 32, and tokens behind the last
+    /// Bits of the tokens that a grammar and bad words allow: token i is bit i % 32 of word i / 32, and tokens behind the last
     /// word are excluded. `None` allows all.
     pub mask: Option<&'a [u32]>,
 }
@@ -77,8 +77,7 @@ pub struct Sampled {
 /// place if the request has penalties, biases or exclusions.
 ///
 /// 1. Log-probabilities, if the request asks for them, are taken from the logits as given.
-/// 2. Only the tokens of the mask and the allowed ones stay; the token that would complete a bad word and the banned ones
-///    are excluded.
+/// 2. Only the tokens of the mask and the allowed ones stay; the banned ones are excluded.
 /// 3. Biases are added. The logit x of a token that occurs in the prompt or n times in the output
 ///    becomes x / r if positive, else x r (r: repetition penalty); then n times the frequency
 ///    penalty is subtracted, and the presence penalty if n > 0.

@@ -1,6 +1,7 @@
 //! What a request may ask of sampling, and what is wrong with a request that asks for more.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::{GREEDY_BELOW, SamplingError};
 use crate::config::{Config, ConfigError, limits};
@@ -29,9 +30,6 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
     /// Only these tokens can be sampled; `None` allows all, an empty list is refused.
     pub allowed_token_ids: Option<Vec<u32>>,
-    /// Token sequences that the output must not contain: the last token of one is excluded where
-    /// the output ends with the others. None may be empty.
-    pub bad_words: Vec<Vec<u32>>,
     /// Key of the random numbers.
     pub seed: u64,
     /// `Some(n)` asks for the log-probabilities of the sampled token and of the n likeliest;
@@ -52,7 +50,6 @@ impl Default for SamplingParams {
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
             allowed_token_ids: None,
-            bad_words: Vec::new(),
             seed: 0,
             logprobs: None,
         }
@@ -70,7 +67,7 @@ impl SamplingParams {
         let samples = config.bool_or(&["do_sample"], config.has("temperature"))?;
         let params = Self {
             temperature: if samples { float("temperature", 1.0)? } else { 0.0 },
-            top_k: config.size_or(&["top_k"], 0, limits::VOCAB_OR_NONE)?,
+            top_k: top_k(config)?,
             top_p: float("top_p", 1.0)?,
             min_p: float("min_p", 0.0)?,
             repetition_penalty: float("repetition_penalty", 1.0)?,
@@ -107,12 +104,6 @@ impl SamplingParams {
                 return Err(SamplingError::NoTokens { name: "allowed_token_ids" });
             }
         }
-        for word in &self.bad_words {
-            known("bad_words", word)?;
-            if word.is_empty() {
-                return Err(SamplingError::NoTokens { name: "bad_words" });
-            }
-        }
         Ok(())
     }
 
@@ -125,6 +116,14 @@ impl SamplingParams {
         check("repetition_penalty", "a finite number above 0", r, r.is_finite() && r > 0.0)?;
         penalty("presence_penalty", self.presence_penalty)?;
         penalty("frequency_penalty", self.frequency_penalty)
+    }
+}
+
+/// The top-k of a config; -1 keeps all, too, as in vLLM.
+fn top_k(config: &Config) -> Result<usize, ConfigError> {
+    match config.object().get("top_k").and_then(Value::as_i64) {
+        Some(-1) => Ok(0),
+        _ => config.size_or(&["top_k"], 0, limits::VOCAB_OR_NONE),
     }
 }
 

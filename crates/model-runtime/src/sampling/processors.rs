@@ -1,18 +1,15 @@
 //! The logits processors: what a request's parameters and its tokens so far do to a row of logits
 //! before the temperature. They can change which token is the likeliest.
 //!
-//! Order of operations (vLLM's `v1/sample/sampler.py`): a grammar's mask, allowed tokens, bad words, minimum of
-//! tokens, logit bias, then repetition, frequency and presence penalty.
+//! Order of operations (vLLM's `v1/sample/sampler.py`): a mask (of a grammar, of bad words), allowed tokens, minimum
+//! of tokens, logit bias, then repetition, frequency and presence penalty.
 
 use super::SampleRow;
 
 /// Whether the row's logits must be edited at all.
 pub(super) fn any(row: &SampleRow) -> bool {
     let p = row.params;
-    let excludes = row.mask.is_some()
-        || p.allowed_token_ids.is_some()
-        || !p.bad_words.is_empty()
-        || !row.banned.is_empty();
+    let excludes = row.mask.is_some() || p.allowed_token_ids.is_some() || !row.banned.is_empty();
     excludes || !p.logit_bias.is_empty() || penalises(row)
 }
 
@@ -24,11 +21,7 @@ pub(super) fn apply(logits: &mut [f32], row: &SampleRow) {
     if let Some(allowed) = &row.params.allowed_token_ids {
         keep(logits, allowed);
     }
-    let bad = row.params.bad_words.iter().filter_map(|word| {
-        let (&last, before) = word.split_last()?;
-        row.output.ends_with(before).then_some(last)
-    });
-    for id in bad.chain(row.banned.iter().copied()) {
+    for &id in row.banned {
         edit(logits, id, |_| f32::NEG_INFINITY);
     }
     for &(id, bias) in &row.params.logit_bias {

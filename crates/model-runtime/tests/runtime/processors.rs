@@ -11,13 +11,6 @@ fn processed(logits: &[f32], row: &SampleRow, token: u32) -> f64 {
     if p.allowed_token_ids.as_ref().is_some_and(|ids| !ids.contains(&token)) {
         x = f64::NEG_INFINITY;
     }
-    for word in &p.bad_words {
-        let mut sequence = row.output.to_vec();
-        sequence.push(token);
-        if sequence.len() >= word.len() && sequence[sequence.len() - word.len()..] == word[..] {
-            x = f64::NEG_INFINITY;
-        }
-    }
     if row.banned.contains(&token) {
         x = f64::NEG_INFINITY;
     }
@@ -49,8 +42,7 @@ fn params() -> impl Strategy<Value = SamplingParams> {
         (sometimes(1f32, 0.3f32..3.0), sometimes(0f32, -2f32..=2.0), sometimes(0f32, -2f32..=2.0));
     let bias = prop::collection::vec((0..V, -5f32..5.0), 0..4);
     let allowed = prop_oneof![3 => Just(None), 1 => ids(1..8).prop_map(Some)];
-    let bad_words = prop_oneof![1 => Just(vec![]), 2 => prop::collection::vec(ids(1..4), 1..6)];
-    (penalties, bias, allowed, bad_words).prop_map(|(penalties, logit_bias, allowed_token_ids, bad_words)| {
+    (penalties, bias, allowed).prop_map(|(penalties, logit_bias, allowed_token_ids)| {
         let (repetition_penalty, presence_penalty, frequency_penalty) = penalties;
         SamplingParams {
             repetition_penalty,
@@ -58,7 +50,6 @@ fn params() -> impl Strategy<Value = SamplingParams> {
             frequency_penalty,
             logit_bias,
             allowed_token_ids,
-            bad_words,
             ..SamplingParams::default()
         }
     })
@@ -134,13 +125,10 @@ fn known_rows() {
     let biased = SamplingParams { logit_bias: vec![(1, 3.0), (0, -4.0)], ..all.clone() };
     let row = SampleRow { params: &biased, prompt: &[0, 1], output: &[], banned: &[], mask: None };
     assert_eq!(edit(row), (3, [-4.0, 0.5, 0.5, 1.0]));
-    // A bad word is excluded only where the output ends with its beginning, and never by the prompt.
     let none = f32::NEG_INFINITY;
-    let words = SamplingParams { bad_words: vec![vec![3, 0], vec![2]], ..SamplingParams::default() };
-    let row = SampleRow { params: &words, prompt: &[3], output: &[], banned: &[], mask: None };
+    let plain = SamplingParams::default();
+    let row = SampleRow { params: &plain, prompt: &[3], output: &[], banned: &[], mask: Some(&[0b1011]) };
     assert_eq!(edit(row), (0, [2.0, -2.0, none, 1.0]));
-    assert_eq!(edit(SampleRow { output: &[1, 3], ..row }), (3, [none, -2.0, none, 1.0]));
-    assert_eq!(edit(SampleRow { output: &[3, 1], ..row }), (0, [2.0, -2.0, none, 1.0]));
     // Stop ids that are not in the vocabulary cannot be sampled anyway.
     assert_eq!(edit(SampleRow { banned: &[0, 4, u32::MAX], ..row }), (3, [none, -2.0, none, 1.0]));
 }

@@ -218,8 +218,6 @@ fn parameters_out_of_range() {
         (with(|p| p.logit_bias = vec![(2, 1.0)]), "logit_bias: token id 2 is outside of the vocabulary of 2"),
         (with(|p| p.allowed_token_ids = Some(vec![])), "allowed_token_ids holds an empty list"),
         (with(|p| p.allowed_token_ids = Some(vec![0, 9])), "allowed_token_ids: token id 9 is outside"),
-        (with(|p| p.bad_words = vec![vec![1], vec![]]), "bad_words holds an empty list"),
-        (with(|p| p.bad_words = vec![vec![7, 1]]), "bad_words: token id 7 is outside"),
     ] {
         assert_eq!(message(params.validate(2)), message(sample(&[0.0, 1.0], &params, 0)));
         let e = message(params.validate(2));
@@ -231,7 +229,6 @@ fn parameters_out_of_range() {
         repetition_penalty: 1e-30,
         logit_bias: vec![(1, -100.0)],
         allowed_token_ids: Some(vec![1]),
-        bad_words: vec![vec![1, 1]],
         ..params(0.0, 5, 1.0, 1.0, 0)
     };
     assert_eq!(edges.validate(2), Ok(()));

@@ -7,6 +7,7 @@ use anyhow::Result;
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs};
 
 use super::Engine;
+use super::bad_words::{self, BadWords};
 use super::request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 use super::scheduler::Part;
 use super::sequence::{Key, Sequence};
@@ -21,6 +22,8 @@ pub(super) struct Checked {
     pub max_len: usize,
     /// What their text follows.
     pub grammar: Option<Arc<Grammar>>,
+    /// What their text must not hold.
+    pub bad_words: Option<Arc<BadWords>>,
 }
 
 impl Engine<'_> {
@@ -30,7 +33,7 @@ impl Engine<'_> {
         if prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
         }
-        if prompt.len() >= max_model_len {
+        if prompt.len() > max_model_len - usize::from(!request.scores_only()) {
             return Err(RequestError::PromptTooLong { len: prompt.len(), max_model_len });
         }
         if let Some(position) = prompt.iter().position(|&id| id as usize >= vocab_size) {
@@ -51,7 +54,15 @@ impl Engine<'_> {
             return Err(RequestError::KvCacheTooSmall { tokens: asked, needed, blocks, block_size });
         }
         let max_len = if request.max_tokens.is_some() { asked } else { max_model_len };
-        Ok(Checked { max_len, grammar: self.grammar(request)? })
+        Ok(Checked { max_len, grammar: self.grammar(request)?, bad_words: self.bad_words(request)? })
+    }
+
+    fn bad_words(&self, request: &Request) -> Result<Option<Arc<BadWords>>, RequestError> {
+        match (&request.bad_words[..], &self.bad_words) {
+            ([], _) => Ok(None),
+            (words, Some(lists)) => lists.prepare(words, request.skip_special_tokens).map(Some),
+            (words, None) => refuse("bad_words", "empty without a tokenizer", format!("{words:?}")),
+        }
     }
 
     fn grammar(&self, request: &Request) -> Result<Option<Arc<Grammar>>, RequestError> {
@@ -115,18 +126,16 @@ impl Engine<'_> {
 
     /// Ends a request that this engine cannot run, before it has begun.
     pub(super) fn end_refused(&mut self, request: RequestId, choices: usize, why: &RequestError) {
-        let end = |choice| Output {
-            request,
-            choice,
-            token_id: None,
-            text: String::new(),
-            logprobs: None,
-            prompt_logprobs: None,
-            finish: Some(FinishReason::Failed(why.to_string())),
-            routed_experts: None,
-            num_cached_tokens: 0,
-        };
-        self.ended.extend((0..choices).map(end));
+        let finish = FinishReason::Failed(why.to_string());
+        self.ended.extend((0..choices).map(|choice| without_tokens(request, choice, finish.clone())));
+    }
+
+    /// Ends a choice that has nothing to compute.
+    pub(super) fn end_at_once(&mut self, request: RequestId, choice: usize) {
+        let ended = without_tokens(request, choice, FinishReason::Length);
+        let prompt_logprobs = (choice == 0).then(Vec::new);
+        self.ended.push(Output { prompt_logprobs, ..ended });
+        self.stats.finished += 1;
     }
 
     pub(super) fn accept_prompt_logprobs(
@@ -141,7 +150,10 @@ impl Engine<'_> {
             Ok(rows) => {
                 let known = sequence.prompt_logprobs.len().saturating_sub(part.start);
                 sequence.prompt_logprobs.extend(rows.into_iter().skip(known));
-                Ok(())
+                match sequence.request.scores_only() && !sequence.wants_prompt_logprobs() {
+                    true => self.end(part.key, FinishReason::Length, String::new(), None, outputs),
+                    false => Ok(()),
+                }
             }
             Err(e) => self.end(part.key, FinishReason::Failed(e.to_string()), String::new(), None, outputs),
         }
@@ -229,8 +241,8 @@ impl Request {
         if !(1..=MAX_CHOICES).contains(&self.n) {
             return refuse("n", "from 1 to 16384", self.n);
         }
-        if self.max_tokens == Some(0) {
-            return refuse("max_tokens", "at least 1", 0);
+        if self.max_tokens == Some(0) && self.prompt_logprobs.is_none() {
+            return refuse("max_tokens", "at least 1, or 0 with prompt_logprobs", 0);
         }
         if let Some(max) = self.max_tokens.filter(|max| *max < self.min_tokens) {
             return refuse("min_tokens", format!("at most max_tokens = {max}"), self.min_tokens);
@@ -238,7 +250,22 @@ impl Request {
         if self.stop.iter().any(String::is_empty) {
             return refuse("stop", "texts that are not empty", "an empty one");
         }
-        Ok(())
+        bad_words::check(&self.bad_words)
+    }
+}
+
+/// The end of a choice that has computed nothing.
+fn without_tokens(request: RequestId, choice: usize, finish: FinishReason) -> Output {
+    Output {
+        request,
+        choice,
+        token_id: None,
+        text: String::new(),
+        logprobs: None,
+        prompt_logprobs: None,
+        finish: Some(finish),
+        routed_experts: None,
+        num_cached_tokens: 0,
     }
 }
 

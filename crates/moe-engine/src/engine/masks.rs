@@ -1,4 +1,5 @@
-//! What the texts of structured output may go on with: masks over the vocabulary, and their place on a CUDA device.
+//! What texts may go on with, where a grammar or bad words say it: masks over the vocabulary, and their place on a CUDA
+//! device.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -44,9 +45,9 @@ pub(super) fn next_tokens<'a>(
     sampled.map(next).collect()
 }
 
-/// The mask of each token, side by side; `None` without structured output.
+/// The mask of each token, side by side; `None` without structured output and bad words.
 pub(super) fn masks(tokens: &[Next], ex: &Exec) -> Vec<MaskResult> {
-    if tokens.iter().all(|next| next.sequence.constraint.is_none()) {
+    if tokens.iter().all(|next| !next.sequence.has_mask()) {
         return tokens.iter().map(|_| Ok(None)).collect();
     }
     let _span = trace_span!("mask", rows = tokens.len()).entered();

@@ -10,6 +10,7 @@
 //! a request generates does not depend on the others, on the limits, on preemption or on the
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
+mod bad_words;
 mod balance;
 mod budget;
 mod config;
@@ -49,7 +50,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
-use moe_layer::{ExpertHeat, MoveRound, MoveStatus, RoutedExperts};
+use moe_layer::{ExpertHeat, MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 use tracing::trace_span;
 
@@ -67,6 +68,7 @@ pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopRe
 pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};
 
+use bad_words::BadWordLists;
 use budget::MixedLimit;
 use config::Capacity;
 use finish::Checked;
@@ -84,6 +86,8 @@ pub struct Engine<'m> {
     tokenizer: Option<Tokenizer>,
     /// Compiled grammars of structured output, for the tokenizer.
     grammars: Option<Arc<Grammars>>,
+    /// Prepares the bad words of requests, for the tokenizer.
+    bad_words: Option<BadWordLists>,
     /// The longest sequence that was asked for, and the longest that the KV cache holds.
     context_len: usize,
     max_model_len: usize,
@@ -143,6 +147,7 @@ impl<'m> Engine<'m> {
         let ex = track::tracked(ex)?;
         let info = model.info();
         let (free, most) = config.free_and_budget(&ex)?;
+        let bad_words = tokenizer.clone().map(|tokenizer| BadWordLists::new(tokenizer, info.vocab_size));
         let capacity = config.capacity(&info.kv, info.max_context_len, free, budget.unwrap_or(most))?;
         capacity.warn_if_cut();
         let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
@@ -182,6 +187,7 @@ impl<'m> Engine<'m> {
             info,
             tokenizer,
             grammars,
+            bad_words,
             context_len,
             max_model_len,
             block_size: config.block_size,
@@ -212,7 +218,7 @@ impl<'m> Engine<'m> {
 
     /// Takes a request that can run, and that was added then.
     fn enter(&mut self, RequestId(id): RequestId, request: Request, checked: Checked, added: Instant) {
-        let Checked { max_len, grammar } = checked;
+        let Checked { max_len, grammar, bad_words } = checked;
         self.next_id = self.next_id.max(id + 1);
         if let Some(timeout) = request.timeout
             && let Some(deadline) = added.checked_add(timeout)
@@ -221,6 +227,10 @@ impl<'m> Engine<'m> {
         }
         let request = Arc::new(request);
         for choice in 0..request.n {
+            if request.scores_only() && (choice > 0 || request.prompt.len() == 1) {
+                self.end_at_once(RequestId(id), choice);
+                continue;
+            }
             let mut sampling = request.sampling.clone();
             sampling.seed = sampling.seed.wrapping_add(choice as u64);
             let text = || {
@@ -242,6 +252,7 @@ impl<'m> Engine<'m> {
                 num_cached_tokens: None,
                 text: self.tokenizer.as_ref().map(|_| text()),
                 constraint: grammar.clone().map(Constraint::new).map(Mutex::new),
+                bad_words: bad_words.clone(),
                 routed: None,
                 prompt_logprobs: Vec::new(),
                 prompt_logprobs_given: false,
@@ -352,7 +363,7 @@ impl<'m> Engine<'m> {
             if let (Some(all), Some(sequence)) = (&result.routed, self.scheduler.get_mut(part.key))
                 && sequence.request.capture_routing
             {
-                record_routing(sequence, part.start, all, rows)?;
+                sequence.record_routing(part.start, all, rows)?;
             }
             if let Some(logprobs) = result.prompt_logprobs.remove(&part.key) {
                 self.accept_prompt_logprobs(part, logprobs, outputs)?;
@@ -371,27 +382,4 @@ impl<'m> Engine<'m> {
         }
         Ok(())
     }
-}
-
-/// Copies the experts of a part's rows to its sequence; positions that are computed again get the
-/// same ones.
-fn record_routing(
-    sequence: &mut Sequence,
-    start: usize,
-    all: &RoutedExperts,
-    rows: std::ops::Range<usize>,
-) -> candle_core::Result<()> {
-    let (layers, top_k) = (all.layers(), all.top_k());
-    let routed = match &mut sequence.routed {
-        Some(routed) => routed,
-        none => none.insert(RoutedExperts::empty(0, layers, top_k)?),
-    };
-    let per_token = layers * top_k;
-    for (position, row) in (start..).zip(rows) {
-        if position == routed.tokens() {
-            let ids = all.ids()[row * per_token..(row + 1) * per_token].to_vec();
-            routed.extend(&RoutedExperts::from_ids(1, layers, top_k, ids)?)?;
-        }
-    }
-    Ok(())
 }

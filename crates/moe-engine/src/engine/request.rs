@@ -22,7 +22,8 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Independent continuations.
     pub n: usize,
-    /// The most tokens to generate; `None`: until the context ends.
+    /// The most tokens to generate; `None`: until the context ends. 0 asks for `prompt_logprobs` alone: then the prompt
+    /// may fill the context.
     pub max_tokens: Option<usize>,
     /// Until so many tokens are generated, nothing but the length ends a choice: stop ids cannot be
     /// sampled and stop strings are not looked for.
@@ -35,6 +36,9 @@ pub struct Request {
     pub stop_token_ids: Vec<u32>,
     /// Texts that end the text; needs a tokenizer.
     pub stop: Vec<String>,
+    /// Texts that the text must not hold, whatever tokens it is made of; needs a tokenizer. The end of the prompt counts
+    /// as the beginning of the text.
+    pub bad_words: Vec<String>,
     /// Keeps the stop string, or the text of the stop token, at the end.
     pub include_stop_str_in_output: bool,
     /// What the text must be; needs a tokenizer. It ends where nothing may follow, also before `min_tokens` and with
@@ -66,6 +70,7 @@ impl Request {
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             stop: Vec::new(),
+            bad_words: Vec::new(),
             include_stop_str_in_output: false,
             structured_output: None,
             skip_special_tokens: true,
@@ -74,6 +79,11 @@ impl Request {
             capture_routing: false,
             replay_routing: None,
         }
+    }
+
+    /// Whether nothing is generated, and the prompt alone is scored.
+    pub(super) fn scores_only(&self) -> bool {
+        self.max_tokens == Some(0)
     }
 
     /// The ids that end the text now.

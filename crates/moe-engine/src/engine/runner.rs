@@ -171,7 +171,7 @@ impl Runner<'_> {
     fn launch_on_device(&mut self, mut plan: Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
         let sampled = plan.parts.iter().filter(|part| part.samples.is_some());
         let mut sampled = sampled.filter_map(|part| sequences.get(&part.key));
-        let structured = sampled.any(|sequence| sequence.constraint.is_some());
+        let structured = sampled.any(|sequence| sequence.has_mask());
         self.steps += 1;
         let Self { model, force_balance, steps: step, most_logits, .. } = *self;
         let Some(device) = &mut self.device else { bail!("a step for a device that is gone") };

@@ -111,7 +111,7 @@ impl DeviceSampler {
         let sampled = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
-        let with_masks = sampled().any(|(s, _)| s.constraint.is_some());
+        let with_masks = sampled().any(|(s, _)| s.has_mask());
         ranks.is_none_or(|ranks| !with_slots && !with_logprobs && (!with_masks || ranks.takes_masks()))
             && (!with_slots || self.has_slots(ex))
             && (!with_masks || self.has_masks(ex))
@@ -122,8 +122,7 @@ impl DeviceSampler {
         let p = &sequence.sampling;
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
         let few = num_edits(sequence) <= MAX_EDITS;
-        let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
-        position.is_none() || listed && few && one_by_one
+        position.is_none() || listed && few && p.allowed_token_ids.is_none()
     }
 
     fn has_slots(&mut self, ex: &Exec) -> bool {
@@ -139,7 +138,7 @@ impl DeviceSampler {
 
     fn has_masks(&mut self, ex: &Exec) -> bool {
         let make = || DeviceMasks::new(self.num_slots, self.vocab_size, ex);
-        self.masks.is_there(make, "structured output (a lower --max-num-seqs needs less)")
+        self.masks.is_there(make, "structured output or bad words (a lower --max-num-seqs needs less)")
     }
 
     /// Copies the masks of a step, [R, ceil(V / 32)] u32, one for each token that it samples.
@@ -147,7 +146,9 @@ impl DeviceSampler {
         self.has_masks(ex);
         match self.masks.get() {
             Some(memory) => memory.upload(masks, ex),
-            None => bail!("no memory for the masks of structured output; a lower --max-num-seqs needs less"),
+            None => bail!(
+                "no memory for the masks of structured output or bad words; a lower --max-num-seqs needs less"
+            ),
         }
     }
 
@@ -257,7 +258,7 @@ fn num_bans(sequence: &Sequence) -> usize {
 
 /// Length of the sequence's [`LogitEdits::list`].
 fn num_edits(sequence: &Sequence) -> usize {
-    num_bans(sequence) + sequence.sampling.bad_words.len() + sequence.sampling.logit_bias.len()
+    num_bans(sequence) + sequence.sampling.logit_bias.len()
 }
 
 /// Whether the token of an output position depends on more than the logits and the row's own parameters.

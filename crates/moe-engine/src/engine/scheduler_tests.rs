@@ -27,6 +27,7 @@ fn sequence(number: u64, prompt_len: usize) -> Sequence {
         num_cached_tokens: None,
         text: None,
         constraint: None,
+        bad_words: None,
         routed: None,
         prompt_logprobs: Vec::new(),
         prompt_logprobs_given: false,

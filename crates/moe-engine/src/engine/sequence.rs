@@ -10,6 +10,7 @@ use model_runtime::{
     BlockAllocator, LogitsRows, PrefixId, RoutedExperts, SamplingParams, SequenceBlocks, SequenceStep,
 };
 
+use super::bad_words::BadWords;
 use super::request::{FinishReason, Request, StopReason};
 use super::runner::StepResult;
 use super::text::TextOutput;
@@ -42,6 +43,8 @@ pub(super) struct Sequence {
     pub text: Option<TextOutput>,
     /// What its text follows. Locked, for the threads that compute masks.
     pub constraint: Option<Mutex<Constraint>>,
+    /// What its text must not hold.
+    pub bad_words: Option<Arc<BadWords>>,
     pub routed: Option<RoutedExperts>,
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// They are handed out once.
@@ -53,6 +56,10 @@ pub(super) struct Sequence {
 impl Sequence {
     /// Tokens that wait to be computed; 0 while it only waits for a token in flight.
     pub fn remaining(&self) -> usize {
+        if self.request.scores_only() {
+            // The last token has nothing behind it to score.
+            return self.prompt_len() - 1 - self.computed;
+        }
         if self.tokens.len() >= self.max_len { 0 } else { self.tokens.len() - self.computed }
     }
 
@@ -93,16 +100,29 @@ impl Sequence {
         }
     }
 
+    /// Whether a mask says which tokens may follow.
+    pub fn has_mask(&self) -> bool {
+        self.constraint.is_some() || self.bad_words.is_some()
+    }
+
     /// The tokens that may follow `output`; `None` for all of them. Behind an output that has ended, or whose text is
     /// complete, all may follow, because the token that is sampled there is dropped.
     pub fn mask(&self, output: &[u32]) -> std::result::Result<Option<Mask>, String> {
-        let Some(constraint) = &self.constraint else { return Ok(None) };
         let ends: Vec<u32> = self.request.stop_ids().collect();
         if output.last().is_some_and(|last| ends.contains(last)) {
             return Ok(None);
         }
         let eos: &[u32] = if self.request.ignore_eos { &[] } else { &self.request.eos_token_ids };
-        constraint.lock().unwrap_or_else(PoisonError::into_inner).mask(output, &ends, eos)
+        let grammar = match &self.constraint {
+            Some(constraint) => {
+                constraint.lock().unwrap_or_else(PoisonError::into_inner).mask(output, &ends, eos)?
+            }
+            None => None,
+        };
+        let Some(words) = &self.bad_words else { return Ok(grammar) };
+        // The text of the token that ends it is left out.
+        let shown: &[u32] = if self.request.include_stop_str_in_output { &[] } else { &ends };
+        Ok(Some(words.mask(&self.request.prompt, output, shown, grammar)))
     }
 
     /// The end after the token of an output position, if the text is then complete or went wrong.
@@ -149,6 +169,29 @@ impl Sequence {
     pub fn replay(&self, position: usize) -> Option<(&RoutedExperts, usize)> {
         let replay = self.request.replay_routing.as_deref()?;
         (position < replay.tokens()).then_some((replay, position))
+    }
+
+    /// Copies the experts of a part's rows, of which the first has position `start`; positions that are computed again get
+    /// the same ones.
+    pub fn record_routing(
+        &mut self,
+        start: usize,
+        all: &RoutedExperts,
+        rows: std::ops::Range<usize>,
+    ) -> Result<()> {
+        let (layers, top_k) = (all.layers(), all.top_k());
+        let routed = match &mut self.routed {
+            Some(routed) => routed,
+            none => none.insert(RoutedExperts::empty(0, layers, top_k)?),
+        };
+        let per_token = layers * top_k;
+        for (position, row) in (start..).zip(rows) {
+            if position == routed.tokens() {
+                let ids = all.ids()[row * per_token..(row + 1) * per_token].to_vec();
+                routed.extend(&RoutedExperts::from_ids(1, layers, top_k, ids)?)?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes the blocks of its longest cached prefix; at least one token stays to be computed.

@@ -38,7 +38,6 @@ mod tests {
             temperature: 0.1,
             logit_bias: vec![(7, f32::MIN_POSITIVE)],
             allowed_token_ids: Some(vec![1, 2]),
-            bad_words: vec![vec![5], vec![6, 7]],
             seed: u64::MAX,
             logprobs: Some(usize::MAX),
             ..SamplingParams::default()
@@ -46,6 +45,7 @@ mod tests {
         let request = Request {
             sampling,
             stop: vec!["ä\u{0}".into()],
+            bad_words: vec!["ö".into(), "u v".into()],
             structured_output: Some(Arc::new(StructuredOutput::Choice(vec!["ä".into(), "b".into()]))),
             timeout: Some(Duration::from_nanos(1_500_000_001)),
             replay_routing: Some(Arc::new(routed())),

@@ -27,6 +27,18 @@ pub(crate) struct Constraint {
 pub(crate) struct Mask(SimpleVob);
 
 impl Mask {
+    /// Every token of a vocabulary.
+    pub fn all(vocab_size: usize) -> Self {
+        Self(SimpleVob::alloc_ones(vocab_size))
+    }
+
+    /// Excludes a token.
+    pub fn exclude(&mut self, id: u32) {
+        if (id as usize) < self.0.len() {
+            self.0.disallow_token(id);
+        }
+    }
+
     /// Token i is bit i % 32 of word i / 32; tokens behind the end are excluded.
     pub fn words(&self) -> &[u32] {
         self.0.as_slice()
