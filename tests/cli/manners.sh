@@ -63,6 +63,26 @@ row "a config without a required key" 1 hidden_size q --model keyless --prompt x
 printf GGUF >tiny.gguf
 row "a GGUF file is named as one" 2 "GGUF" q --model tiny.gguf --prompt x
 
+echo "-- tokenizers"
+# Changes the JSON of a checkpoint's file: json FILE 'PYTHON on t'.
+json() { python3 -c "import json,sys; t=json.load(open('$1')); $2; json.dump(t,open('$1','w'))"; }
+cp -r "$fixtures/text" odd && json odd/tokenizer.json 't["pre_tokenizer"]={"type":"FixedLength","length":0}'
+row "a step that the tokenizer's library panics on is named" 1 "at least 1 character" q --model odd --prompt x
+cp -r "$fixtures/text" huge && json huge/tokenizer.json 't["normalizer"]={"type":"Precompiled","precompiled_charsmap":"/////w=="}'
+row "so is a table that is smaller than it says" 1 "states a trie" q --model huge --prompt x
+cp -r "$fixtures/text" double
+json double/tokenizer.json 't["normalizer"]={"type":"Sequence","normalizers":[{"type":"Replace","pattern":{"String":"a"},"content":"aa"}]*40}'
+row "a normalizer that doubles forty times refuses the prompt" 1 "more than 16777216 bytes" q --model double --prompt a
+cp -r "$fixtures/text" torn && truncate -s 1000 torn/tokenizer.json
+row "a tokenizer that was cut is named" 1 "tokenizer.json is not a tokenizer" q --model torn --prompt x
+cp -r "$fixtures/text" conflict && json conflict/tokenizer_config.json 't["added_tokens_decoder"]={"9": {"content": "<x>", "special": True}}'
+row "a token with two ids is an error" 1 'gives the token "<x>" the id 9' q --model conflict --prompt x
+cp -r "$fixtures/text" ends && json ends/generation_config.json 't["eos_token_id"]=5'
+row "another end token than the tokenizer's is told" 0 "texts end at each of them" q --model ends --prompt x "${short[@]}"
+row "texts that are the same are told" 0 "the texts of a prompt are the same" q --prompt x --num-sequences 2 "${short[@]}"
+cp -r "$fixtures/text" all && json all/generation_config.json 't.update(top_k=-1, do_sample=True)'
+row "a top-k of -1 keeps all" 0 "" q --model all --prompt x --max-new-tokens 2
+
 echo "-- prompts"
 piped "a pipe is the prompt" 0 "" 'ROMEO:' "$program" "${short[@]}"
 piped "an empty pipe is an error" 1 "prompt is empty" '' "$program" "${short[@]}"

@@ -28,6 +28,7 @@ pub mod routing;
 pub mod session;
 mod shell;
 mod show;
+mod token_names;
 mod watch;
 
 use std::process::ExitCode;

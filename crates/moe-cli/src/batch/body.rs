@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
+use super::held;
 use super::prompts::{self, Prompt};
 use super::served::Served;
 use super::structured;
@@ -127,6 +128,8 @@ pub struct Parser {
     pub seed: u64,
     /// The longest sequence.
     pub max_model_len: usize,
+    /// Bytes of the experts of a token.
+    pub routing_bytes: usize,
     /// The model and its names.
     pub served: Served,
 }
@@ -181,12 +184,17 @@ impl Parser {
             Api::Chat => request.max_tokens,
             Api::Completions => request.max_tokens.or(Some(COMPLETION_TOKENS)),
         };
-        request.max_tokens = if prompt_only { Some(1) } else { limit.tokens.or(default_limit) };
         let logprobs = logprobs(api, &body)?;
-        // The token behind a prompt that is scored alone is dropped.
         request.sampling.logprobs = logprobs.filter(|_| !prompt_only);
         request.prompt_logprobs = body.size("prompt_logprobs")?.or(logprobs.filter(|_| echo));
         at_most_max("prompt_logprobs", request.prompt_logprobs)?;
+        request.max_tokens = match (prompt_only, request.prompt_logprobs) {
+            (false, _) => limit.tokens.or(default_limit),
+            (true, Some(_)) => Some(0),
+            // Behind a prompt that is only echoed there is one token, which is dropped.
+            (true, None) => Some(1),
+        };
+        request.min_tokens = if prompt_only { 0 } else { request.min_tokens };
 
         let (prompts, role) = match api {
             Api::Chat => prompts::chat(self, &body, echo)?,
@@ -221,7 +229,9 @@ impl Parser {
             request.sampling.seed = own_seed.unwrap_or(derived.wrapping_add((i * form.n) as u64));
             request
         });
-        Ok(Job { requests: requests.collect(), form })
+        let requests: Vec<Request> = requests.collect();
+        held::check(&requests, self.max_model_len, self.routing_bytes)?;
+        Ok(Job { requests, form })
     }
 
     /// What is looked for in the answer to a body: tool calls as in vLLM only where there are tools.
@@ -256,7 +266,8 @@ impl Parser {
         }
         s.allowed_token_ids = body.token_ids("allowed_token_ids")?.or(s.allowed_token_ids.take());
         if let Some(words) = body.texts("bad_words")? {
-            s.bad_words = prompts::bad_words(self.tokenizer("bad_words")?, &words)?;
+            self.tokenizer("bad_words")?;
+            request.bad_words = bad_words(&words)?;
         }
         for (name, value) in [
             ("ignore_eos", &mut request.ignore_eos),
@@ -349,6 +360,15 @@ fn at_most_max(name: &str, count: Option<usize>) -> Result<(), ApiError> {
             Err(ApiError::field(name, format!("expected at most {MAX_LOGPROBS}, got {count}")))
         }
         _ => Ok(()),
+    }
+}
+
+/// Words that the text must not hold. Blanks around them do not count: a word has one in front in most texts.
+fn bad_words(words: &[String]) -> Result<Vec<String>, ApiError> {
+    let words: Vec<String> = words.iter().map(|word| word.trim().to_string()).collect();
+    match words.iter().any(String::is_empty) {
+        true => Err(ApiError::field("bad_words", "expected words that are not empty, got an empty one")),
+        false => Ok(words),
     }
 }
 

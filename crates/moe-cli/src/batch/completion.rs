@@ -1,231 +1,262 @@
 //! Bodies of answers: the objects `chat.completion` and `text_completion` of OpenAI's APIs with
 //! vLLM's additions.
+//!
+//! A body is written token by token: as one value in memory it would be many times larger than what it is made of.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::Result;
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use moe_engine::chat::Answer;
 use moe_engine::engine::FinishReason;
 use moe_engine::tokenizer::Tokenizer;
+use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value, json};
 
 use super::answer::Choice;
 use super::body::{Api, Form, PromptForm};
 use super::fields::ApiError;
-use crate::error::describe;
+use super::logprobs::LogprobList;
 use crate::messages;
 use crate::output::finish_reason;
 use crate::routing;
+use crate::token_names::{CharCount, TokenNames};
 
 /// The body of a line's answer; status 500 if one of its choices failed.
-pub fn body(
-    id: &str,
-    form: &Form,
-    choices: &[Choice],
-    tokenizer: Option<&Tokenizer>,
-) -> Result<Value, ApiError> {
-    let internal = |message: String| ApiError { status: 500, param: None, message };
+pub fn body<'a>(
+    id: &'a str,
+    form: &'a Form,
+    choices: &'a [Choice],
+    tokenizer: Option<&'a Tokenizer>,
+) -> Result<Body<'a>, ApiError> {
     let failure = choices.iter().find_map(|choice| match &choice.finish {
         Some(FinishReason::Failed(message)) => Some(message),
         _ => None,
     });
     match failure {
-        Some(message) => Err(internal(message.clone())),
-        None => Writer { form, tokenizer }.body(id, choices).map_err(|e| internal(describe(&e))),
+        Some(message) => Err(ApiError { status: 500, param: None, message: message.clone() }),
+        None => {
+            Ok(Body { id, form, choices, names: TokenNames::new(tokenizer), has_text: tokenizer.is_some() })
+        }
     }
 }
 
-struct Writer<'a> {
+/// A body that is written when it is serialized.
+pub struct Body<'a> {
+    id: &'a str,
     form: &'a Form,
-    tokenizer: Option<&'a Tokenizer>,
+    choices: &'a [Choice],
+    names: TokenNames<'a>,
+    has_text: bool,
 }
 
-impl Writer<'_> {
-    fn body(&self, id: &str, choices: &[Choice]) -> Result<Value> {
+impl<'a> Serialize for Body<'a> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let form = self.form;
         let (object, prefix) = match form.api {
             Api::Chat => ("chat.completion", "chatcmpl"),
             Api::Completions => ("text_completion", "cmpl"),
         };
-        let mut list = Vec::with_capacity(choices.len());
-        let mut prompt_logprobs = None;
-        for (prompt, group) in form.prompts.iter().zip(choices.chunks(form.n.max(1))) {
-            // The first choice has the log-probabilities of the prompt for all of them.
-            let logprobs =
-                group.first().and_then(|choice| choice.prompt_logprobs.as_deref()).unwrap_or_default();
-            prompt_logprobs = form.prompt_logprobs.then(|| self.prompt_logprobs(logprobs)).transpose()?;
-            for choice in group {
-                let mut json = match form.api {
-                    Api::Chat => self.chat_choice(list.len(), prompt, choice)?,
-                    Api::Completions => {
-                        let mut choice = self.completion_choice(list.len(), prompt, logprobs, choice)?;
-                        choice["prompt_logprobs"] = prompt_logprobs.clone().into();
-                        choice
-                    }
-                };
-                if form.token_ids {
-                    let new: &[u32] = if form.prompt_only { &[] } else { &choice.token_ids };
-                    json["token_ids"] = new.into();
-                }
-                if form.routed_experts {
-                    json["routed_experts"] = choice.routed_experts.as_ref().map(routing::base64_npy).into();
-                }
-                if let (Some(ids), Api::Completions) = (&prompt.token_ids, form.api) {
-                    json["prompt_token_ids"] = ids.as_slice().into();
-                }
-                list.push(json);
-            }
-        }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        let mut body = json!({
-            "id": format!("{prefix}-{id}"), "object": object, "created": now, "model": form.model,
-            "choices": list, "usage": self.usage(choices),
-        });
+        let n = form.n.max(1);
+        let one = |(index, choice): (usize, &'a Choice)| {
+            let prompt = form.prompts.get(index / n)?;
+            // The first choice has the log-probabilities of the prompt for all of them.
+            let prompt_logprobs = self.choices[index / n * n].prompt_logprobs.as_ref();
+            Some(ChoiceBody { body: self, index, prompt, prompt_logprobs, choice })
+        };
+        let choices = || self.choices.iter().enumerate().filter_map(one);
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("id", &format!("{prefix}-{}", self.id))?;
+        map.serialize_entry("object", object)?;
+        map.serialize_entry("created", &now)?;
+        map.serialize_entry("model", &form.model)?;
+        map.serialize_entry("choices", &List(choices))?;
+        map.serialize_entry("usage", &self.usage())?;
         if form.api == Api::Chat {
-            body["prompt_logprobs"] = prompt_logprobs.into();
+            let logprobs = self.choices.first().and_then(|choice| choice.prompt_logprobs.as_ref());
+            map.serialize_entry("prompt_logprobs", &self.prompt_logprobs(logprobs))?;
             if let Some(ids) = form.prompts.first().and_then(|prompt| prompt.token_ids.as_deref()) {
-                body["prompt_token_ids"] = ids.into();
+                map.serialize_entry("prompt_token_ids", ids)?;
             }
         }
-        Ok(body)
+        map.end()
     }
+}
 
+impl Body<'_> {
     /// Token counts. How many came from the prefix cache is left out: it depends on what else ran.
-    fn usage(&self, choices: &[Choice]) -> Value {
+    fn usage(&self) -> Value {
         let prompt: usize = self.form.prompts.iter().map(|prompt| prompt.len).sum();
-        let generated: usize = choices.iter().map(|choice| choice.num_tokens).sum();
+        let generated: usize = self.choices.iter().map(|choice| choice.num_tokens).sum();
         let generated = if self.form.prompt_only { 0 } else { generated };
         json!({"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated})
     }
 
-    fn chat_choice(&self, index: usize, prompt: &PromptForm, choice: &Choice) -> Result<Value> {
-        let echo = prompt.echo.as_deref().unwrap_or_default();
-        let mut answer = Answer::of(&choice.text, self.form.answer, prompt.opened);
-        answer.text.insert_str(0, echo);
-        let logprobs = match self.form.logprobs {
-            Some(top) => {
-                let entries = choice.logprobs.iter().map(|logprobs| self.chat_logprobs(logprobs, top));
-                json!({"content": entries.collect::<Result<Vec<_>>>()?})
+    /// vLLM's `prompt_logprobs`, if they are asked for: null for the first token, then an object by token id for each.
+    fn prompt_logprobs<'s>(&'s self, logprobs: Option<&'s LogprobList>) -> Option<impl Serialize + 's> {
+        let entry = |logprobs: TokenLogprobs| {
+            let mut tokens = Map::new();
+            for token in [&logprobs.chosen].into_iter().chain(&logprobs.top) {
+                let text = self.has_text.then(|| self.names.name(token.token_id));
+                let value =
+                    json!({"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text});
+                tokens.insert(token.token_id.to_string(), value);
             }
-            None => Value::Null,
+            Value::Object(tokens)
         };
+        let entries = move || logprobs.into_iter().flat_map(LogprobList::iter).map(entry);
+        self.form.prompt_logprobs.then(|| List(move || std::iter::once(Value::Null).chain(entries())))
+    }
+
+    fn chat_logprobs(&self, logprobs: &TokenLogprobs, top: usize) -> Value {
+        let entry = |token: &TokenLogprob| {
+            let (id, logprob) = (token.token_id, finite(token.logprob));
+            json!({"token": self.names.name(id), "logprob": logprob, "bytes": self.names.bytes(id)})
+        };
+        let mut chosen = entry(&logprobs.chosen);
+        chosen["top_logprobs"] = logprobs.top.iter().take(top).map(entry).collect();
+        chosen
+    }
+
+    /// The likeliest tokens by name, and the chosen one if it is not among them. A token whose name another one has, too,
+    /// goes by its id.
+    fn top_logprobs(&self, logprobs: &TokenLogprobs) -> Value {
+        let chosen = &logprobs.chosen;
+        let name = self.names.name(chosen.token_id);
+        let mut tokens = Map::new();
+        for token in &logprobs.top {
+            let mut own = self.names.name(token.token_id);
+            if token.token_id != chosen.token_id && (own == name || tokens.contains_key(&own)) {
+                own = TokenNames::of_id(token.token_id);
+            }
+            tokens.insert(own, finite(token.logprob));
+        }
+        tokens.entry(name).or_insert_with(|| finite(chosen.logprob));
+        tokens.into()
+    }
+}
+
+/// A list that is made each time it is serialized.
+struct List<F>(F);
+
+impl<F: Fn() -> I, I: Iterator<Item: Serialize>> Serialize for List<F> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq((self.0)())
+    }
+}
+
+/// One of the choices of a body.
+struct ChoiceBody<'a> {
+    body: &'a Body<'a>,
+    index: usize,
+    prompt: &'a PromptForm,
+    prompt_logprobs: Option<&'a LogprobList>,
+    choice: &'a Choice,
+}
+
+impl Serialize for ChoiceBody<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (form, choice) = (self.body.form, self.choice);
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("index", &self.index)?;
+        match form.api {
+            Api::Chat => self.chat(&mut map)?,
+            Api::Completions => self.completion(&mut map)?,
+        }
+        if form.token_ids {
+            let new: &[u32] = if form.prompt_only { &[] } else { &choice.token_ids };
+            map.serialize_entry("token_ids", new)?;
+        }
+        if form.routed_experts {
+            let routed = choice.routed_experts.as_ref().map(routing::base64_npy);
+            map.serialize_entry("routed_experts", &routed)?;
+        }
+        if let (Some(ids), Api::Completions) = (&self.prompt.token_ids, form.api) {
+            map.serialize_entry("prompt_token_ids", ids)?;
+        }
+        map.end()
+    }
+}
+
+impl ChoiceBody<'_> {
+    fn chat<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
+        let (form, choice) = (self.body.form, self.choice);
+        let echo = self.prompt.echo.as_deref().unwrap_or_default();
+        let mut answer = Answer::of(&choice.text, form.answer, self.prompt.opened);
+        answer.text.insert_str(0, echo);
         let (mut finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
         // The client is to call something; a text that was cut may still have had more calls to come.
         if !answer.calls.is_empty() && matches!(choice.finish, Some(FinishReason::Stop(_))) {
             finish_reason = "tool_calls";
         }
-        let name = |i: usize| format!("call_{}_{index}_{i}", self.form.name);
-        Ok(json!({
-            "index": index,
-            "message": messages::of_answer(&self.form.role, &answer, self.form.answer, name),
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }))
+        let name = |i: usize| format!("call_{}_{}_{i}", form.name, self.index);
+        map.serialize_entry("message", &messages::of_answer(&form.role, &answer, form.answer, name))?;
+        match form.logprobs {
+            Some(top) => map.serialize_entry("logprobs", &ChatLogprobs { choice: self, top })?,
+            None => map.serialize_entry("logprobs", &Value::Null)?,
+        }
+        map.serialize_entry("finish_reason", finish_reason)?;
+        map.serialize_entry("stop_reason", &stop_reason)
     }
 
-    fn chat_logprobs(&self, logprobs: &TokenLogprobs, top: usize) -> Result<Value> {
-        let entry = |token: &TokenLogprob| -> Result<Value> {
-            let text = self.token(token.token_id)?;
-            Ok(json!({"token": text, "logprob": finite(token.logprob), "bytes": text.as_bytes()}))
-        };
-        let mut chosen = entry(&logprobs.chosen)?;
-        chosen["top_logprobs"] = logprobs.top.iter().take(top).map(entry).collect::<Result<_>>()?;
-        Ok(chosen)
-    }
-
-    fn completion_choice(
-        &self,
-        index: usize,
-        prompt: &PromptForm,
-        prompt_logprobs: &[TokenLogprobs],
-        choice: &Choice,
-    ) -> Result<Value> {
-        let generated = if self.form.prompt_only { "" } else { &choice.text };
-        let text = format!("{}{generated}", prompt.echo.as_deref().unwrap_or_default());
-        let mut tokens = TokenList::default();
-        if let (Some(_), Some(_)) = (self.form.logprobs, &prompt.echo) {
-            tokens.push(self.token(prompt.first_token)?, Value::Null, Value::Null);
-            prompt_logprobs.iter().try_for_each(|logprobs| self.list(&mut tokens, logprobs))?;
-        }
-        if !self.form.prompt_only {
-            choice.logprobs.iter().try_for_each(|logprobs| self.list(&mut tokens, logprobs))?;
-        }
+    fn completion<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
+        let (form, choice) = (self.body.form, self.choice);
+        let generated = if form.prompt_only { "" } else { &choice.text };
+        let text = format!("{}{generated}", self.prompt.echo.as_deref().unwrap_or_default());
         let (finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
-        Ok(json!({
-            "index": index,
-            "text": text,
-            "logprobs": self.form.logprobs.map(|_| tokens.into_json()),
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }))
+        map.serialize_entry("text", &text)?;
+        map.serialize_entry("logprobs", &form.logprobs.map(|_| TokenLists(self)))?;
+        map.serialize_entry("finish_reason", finish_reason)?;
+        map.serialize_entry("stop_reason", &stop_reason)?;
+        map.serialize_entry("prompt_logprobs", &self.body.prompt_logprobs(self.prompt_logprobs))
     }
 
-    /// Adds a token to the lists of `/v1/completions`: the likeliest, and itself if it is not among
-    /// them.
-    fn list(&self, tokens: &mut TokenList, logprobs: &TokenLogprobs) -> Result<()> {
-        let mut top = Map::new();
-        for token in logprobs.top.iter().chain([&logprobs.chosen]) {
-            top.entry(self.token(token.token_id)?).or_insert_with(|| finite(token.logprob));
-        }
-        let chosen = &logprobs.chosen;
-        tokens.push(self.token(chosen.token_id)?, finite(chosen.logprob), top.into());
-        Ok(())
+    /// The tokens of the echoed prompt and of the text, the first one of a prompt without log-probabilities.
+    fn tokens(&self) -> impl Iterator<Item = (u32, Option<TokenLogprobs>)> {
+        let echoed = self.prompt.echo.is_some();
+        let first = echoed.then_some((self.prompt.first_token, None));
+        let prompt = self.prompt_logprobs.filter(|_| echoed).into_iter();
+        let new = Some(&self.choice.logprobs).filter(|_| !self.body.form.prompt_only);
+        let scored = prompt.chain(new).flat_map(LogprobList::iter);
+        first.into_iter().chain(scored.map(|logprobs| (logprobs.chosen.token_id, Some(logprobs))))
     }
+}
 
-    /// vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each.
-    fn prompt_logprobs(&self, logprobs: &[TokenLogprobs]) -> Result<Value> {
-        let entry = |logprobs: &TokenLogprobs| -> Result<Value> {
-            let mut tokens = Map::new();
-            for token in [&logprobs.chosen].into_iter().chain(&logprobs.top) {
-                let text = self.tokenizer.map(|_| self.token(token.token_id)).transpose()?;
-                let value =
-                    json!({"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text});
-                tokens.insert(token.token_id.to_string(), value);
-            }
-            Ok(tokens.into())
+/// `logprobs` of `/v1/chat/completions`.
+struct ChatLogprobs<'a> {
+    choice: &'a ChoiceBody<'a>,
+    top: usize,
+}
+
+impl Serialize for ChatLogprobs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { choice: ChoiceBody { body, choice, .. }, top } = *self;
+        let entries = || choice.logprobs.iter().map(|logprobs| body.chat_logprobs(&logprobs, top));
+        let mut map = serializer.serialize_map(Some(1))?;
+        map.serialize_entry("content", &List(entries))?;
+        map.end()
+    }
+}
+
+/// `logprobs` of `/v1/completions`: lists side by side.
+struct TokenLists<'a>(&'a ChoiceBody<'a>);
+
+impl Serialize for TokenLists<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let body = self.0.body;
+        let offsets = || {
+            let mut count = CharCount::default();
+            self.0.tokens().map(move |(id, _)| count.add(&body.names.bytes(id)))
         };
-        let entries = logprobs.iter().map(entry).collect::<Result<Vec<_>>>()?;
-        Ok(std::iter::once(Value::Null).chain(entries).collect())
-    }
-
-    /// The text of a token; without a tokenizer vLLM's name for its id.
-    fn token(&self, id: u32) -> Result<String> {
-        match self.tokenizer {
-            Some(tokenizer) => tokenizer.decode_with(&[id], false),
-            None => Ok(format!("token_id:{id}")),
-        }
-    }
-}
-
-/// The parallel lists of `/v1/completions`.
-#[derive(Default)]
-struct TokenList {
-    offsets: Vec<usize>,
-    tokens: Vec<String>,
-    logprobs: Vec<Value>,
-    top: Vec<Value>,
-    /// Characters so far.
-    offset: usize,
-}
-
-impl TokenList {
-    fn push(&mut self, token: String, logprob: Value, top: Value) {
-        self.offsets.push(self.offset);
-        self.offset += token.chars().count();
-        self.tokens.push(token);
-        self.logprobs.push(logprob);
-        self.top.push(top);
-    }
-
-    fn into_json(self) -> Value {
-        json!({
-            "text_offset": self.offsets,
-            "token_logprobs": self.logprobs,
-            "tokens": self.tokens,
-            "top_logprobs": self.top,
-        })
+        let own = || self.0.tokens().map(|(_, logprobs)| logprobs.map(|l| finite(l.chosen.logprob)));
+        let names = || self.0.tokens().map(|(id, _)| body.names.name(id));
+        let top = || self.0.tokens().map(|(_, logprobs)| logprobs.map(|l| body.top_logprobs(&l)));
+        let mut map = serializer.serialize_map(Some(4))?;
+        map.serialize_entry("text_offset", &List(offsets))?;
+        map.serialize_entry("token_logprobs", &List(own))?;
+        map.serialize_entry("tokens", &List(names))?;
+        map.serialize_entry("top_logprobs", &List(top))?;
+        map.end()
     }
 }
 

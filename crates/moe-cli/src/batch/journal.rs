@@ -1,11 +1,12 @@
 //! The output file: what it already holds, and how records are added to it.
 //!
-//! A record is one line and is appended by one write, so a kill at any moment leaves whole records
+//! A record is one line and nothing but records is appended, so a kill at any moment leaves whole records
 //! and at most one torn line at the end, which the next run cuts off. The record of a line that is answered again
 //! stands behind the old one until the run ends.
 
+use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, BufReader, Seek, Write};
+use std::io::{self, BufReader, Seek};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +16,7 @@ use super::entries::Key;
 use super::errors::Errors;
 use super::fingerprint::Fingerprint;
 use super::known::Known;
-use super::records::{Header, copy, scan};
+use super::records::{Header, copy, scan, write_line};
 use super::replace::replace;
 use super::settings::{Settings, SettingsFile};
 use super::untouched;
@@ -193,25 +194,20 @@ impl Journal {
     ///
     /// # Errors
     /// The record cannot be written (the disk is full); the ones before are intact.
-    pub fn append(&mut self, key: &Key, is_error: bool, mut record: String) -> Result<()> {
+    pub fn append(&mut self, key: &Key, is_error: bool, record: impl Display) -> Result<()> {
         self.check_untouched()?;
-        record.push('\n');
-        let bytes = record.as_bytes();
         let written = match &mut self.file {
-            Some(file) => file.write_all(bytes),
-            None => {
-                let mut out = io::stdout().lock();
-                out.write_all(bytes).and_then(|()| out.flush())
-            }
+            Some(file) => write_line(file, record),
+            None => write_line(io::stdout().lock(), record),
         };
         if let (Some(file), Some(len)) = (&self.file, &mut self.len) {
             match written {
-                Ok(()) => *len += bytes.len() as u64,
+                Ok(bytes) => *len += bytes,
                 // Half a record helps nobody; should this fail too, the next run does it.
                 Err(_) => drop(file.set_len(*len)),
             }
         }
-        written.with_context(|| {
+        written.map(drop).with_context(|| {
             let intact = match self.len {
                 Some(_) => format!("its {} records are intact, ", self.records),
                 None => String::new(),

@@ -84,7 +84,7 @@ fn a_torn_last_line_is_cut_off() {
         let (mut journal, known) = open(&path).unwrap();
         assert_eq!(journal.records, 1);
         assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-        journal.append(&key("b"), false, r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
+        journal.append(&key("b"), false, r#"{"id":"request-2","custom_id":"b"}"#).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, format!("{whole}\n{{\"id\":\"request-2\",\"custom_id\":\"b\"}}\n"), "{torn:?}");
     }
@@ -176,11 +176,11 @@ fn an_output_that_others_change_is_an_error() {
         let _ = fs::remove_file(&path);
         let started = || {
             let mut journal = open(&path).unwrap().0;
-            journal.append(&key("a"), false, record.into()).unwrap();
+            journal.append(&key("a"), false, record).unwrap();
             change(&path);
             journal
         };
-        let error = started().append(&key("b"), false, record.into()).unwrap_err().to_string();
+        let error = started().append(&key("b"), false, record).unwrap_err().to_string();
         assert!(error.contains(words) && error.contains("out.jsonl"), "{error}");
         let _ = fs::remove_file(&path);
         let error = started().finish().unwrap_err().to_string();

@@ -17,9 +17,11 @@ mod entries;
 mod errors;
 mod fields;
 mod fingerprint;
+mod held;
 mod input;
 mod journal;
 mod known;
+mod logprobs;
 mod progress;
 mod prompts;
 mod reasons;
@@ -53,7 +55,7 @@ use crate::preflight::Asks;
 use crate::session::{self, Model};
 
 use ahead::read_ahead;
-use answer::{Choice, record};
+use answer::{Choice, Record};
 use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Format, Key, Work};
 use fields::ApiError;
@@ -172,6 +174,7 @@ pub fn check_line(
         defaults: Request::new(Vec::new()),
         seed: 0,
         max_model_len,
+        routing_bytes: 0,
         served: Served::new(None, true),
     };
     let job = entries::job(line, &parser).map_err(|e| e.message)?;
@@ -208,8 +211,15 @@ fn parser(
         },
         seed: args.answer.sampling.seed,
         max_model_len,
+        routing_bytes: routing_bytes(session),
         served: Served::new(args.answer.model.as_deref(), args.any_model),
     })
+}
+
+/// Bytes of the experts of a token.
+fn routing_bytes(session: &Session) -> usize {
+    let moe = session.model.info().moe.as_ref();
+    moe.map_or(0, |moe| moe.layers.len() * moe.top_k * size_of::<u32>())
 }
 
 /// A line whose choices are being generated.
@@ -286,7 +296,7 @@ impl Batch<'_> {
                 self.progress.skipped += 1;
                 Ok(())
             }
-            Work::Refused(error) => self.write(entry.line, &entry.key, Err(error)),
+            Work::Refused(error) => self.refuse(entry.line, &entry.key, error),
             Work::Job(job) => self.generate(entry.line, entry.key, *job),
         }
     }
@@ -299,7 +309,7 @@ impl Batch<'_> {
                 Ok(id) => requests.push(id),
                 Err(e) => {
                     requests.into_iter().try_for_each(|id| self.engine.cancel(id))?;
-                    return self.write(number, &key, Err(job.form.refused(e)));
+                    return self.refuse(number, &key, job.form.refused(e));
                 }
             }
         }
@@ -330,18 +340,28 @@ impl Batch<'_> {
         for id in &line.requests {
             self.owners.remove(id);
         }
-        let body = completion::body(&line.key.id, &line.form, &line.choices, self.tokenizer.as_ref());
-        self.write(number, &line.key, body)
+        let Line { key, form, choices, .. } = &line;
+        let result = completion::body(&key.id, form, choices, self.tokenizer.as_ref());
+        let message = result.as_ref().err().map(|error| error.message.clone());
+        self.journal.append(key, message.is_some(), Record { key, result: &result })?;
+        self.count(number, message.as_deref());
+        Ok(())
     }
 
-    fn write(&mut self, line: u64, key: &Key, result: Result<serde_json::Value, ApiError>) -> Result<()> {
+    /// Refuses a line.
+    fn refuse(&mut self, line: u64, key: &Key, error: ApiError) -> Result<()> {
+        self.count(line, Some(&error.message));
+        self.journal.append(key, true, Record { key, result: &Err::<(), _>(error) })
+    }
+
+    /// Counts a line that has an answer, or this error.
+    fn count(&mut self, line: u64, error: Option<&str>) {
         self.progress.answered += 1;
-        if let Err(error) = &result {
-            self.reasons.add(line, &error.message);
+        if let Some(error) = error {
+            self.reasons.add(line, error);
         }
-        let is_error = result.is_err();
+        let is_error = error.is_some();
         self.progress.errors += u64::from(is_error);
-        self.journal.append(key, is_error, record(key, result))
     }
 }
 

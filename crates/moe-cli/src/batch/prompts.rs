@@ -106,24 +106,6 @@ fn refused(error: &ChatError) -> ApiError {
     }
 }
 
-/// Token sequences of words that must not appear: with and without a space in front, as in vLLM.
-pub fn bad_words(tokenizer: &Tokenizer, words: &[String]) -> Result<Vec<Vec<u32>>, ApiError> {
-    let mut sequences: Vec<Vec<u32>> = Vec::new();
-    for word in words {
-        let word = word.trim_start();
-        if word.is_empty() {
-            return Err(ApiError::field("bad_words", "expected words that are not empty, got an empty one"));
-        }
-        let plain = encode(tokenizer, word, false)?;
-        let spaced = encode(tokenizer, &format!(" {word}"), false)?;
-        // Where the space is a token of its own, the plain form excludes the word already.
-        let differs = spaced.len() == plain.len() && spaced.first() != plain.first();
-        sequences.push(plain);
-        sequences.extend(differs.then_some(spaced));
-    }
-    Ok(sequences)
-}
-
 /// Token ids of a prompt, unless it is certainly too long.
 fn encode_prompt(
     parser: &Parser,

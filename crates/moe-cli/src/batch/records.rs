@@ -1,7 +1,8 @@
-//! The records of an output as a later run reads them: what each is known by, and nothing of what it says.
+//! The records of an output: how one is written, and what a later run reads of it, which is what it is known by.
 
+use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -70,6 +71,32 @@ pub fn copy(
         number += 1;
     }
     Ok(())
+}
+
+/// Writes a record and its newline part by part: it may be larger than the memory. The bytes that it came to.
+pub fn write_line(out: impl Write, record: impl Display) -> io::Result<u64> {
+    let mut out = BufWriter::with_capacity(1 << 16, Counted { out, bytes: 0 });
+    writeln!(out, "{record}")?;
+    out.flush()?;
+    Ok(out.get_ref().bytes)
+}
+
+/// Counts what it writes.
+struct Counted<W> {
+    out: W,
+    bytes: u64,
+}
+
+impl<W: Write> Write for Counted<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
 }
 
 /// Reads the records of a file; its length without a torn last line.

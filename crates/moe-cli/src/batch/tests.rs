@@ -9,7 +9,7 @@ use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use super::answer::Choice;
-use super::body::{Job, Parser};
+use super::body::{Form, Job, Parser};
 use super::completion;
 use super::fields::ApiError;
 use super::served::Served;
@@ -34,6 +34,7 @@ pub fn parser() -> Parser {
         defaults,
         seed: 3,
         max_model_len: 100,
+        routing_bytes: 0,
         served: Served::new(Some("tiny"), true),
     }
 }
@@ -77,7 +78,7 @@ fn parameters_come_from_the_body_over_the_defaults() {
     assert_eq!((s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty), (0.0, 0.5, 0, 0.1, 1.5));
     assert_eq!((s.presence_penalty, s.frequency_penalty, s.seed, s.logprobs), (0.5, -0.5, u64::MAX, Some(2)));
     assert_eq!(s.logit_bias, [(5, 100.0), (6, -1.0)], "vLLM's bounds");
-    assert_eq!((s.allowed_token_ids.as_deref(), s.bad_words.len()), (Some(&[9][..]), 1));
+    assert_eq!((s.allowed_token_ids.as_deref(), &r.bad_words[..]), (Some(&[9][..]), &["z".to_string()][..]));
     assert_eq!((r.n, r.min_tokens, r.max_tokens, r.prompt_logprobs), (3, 2, Some(9), Some(1)));
     assert_eq!((&r.stop[..], &r.stop_token_ids[..]), (&["x".to_string()][..], &[1, 2][..]));
     assert!(r.ignore_eos && r.include_stop_str_in_output && !r.skip_special_tokens);
@@ -215,6 +216,16 @@ fn conversations_are_rendered() {
     assert!(error.message.contains("no chat template") && error.message.contains("--chat-template"));
 }
 
+/// The body of an answer as a value.
+fn body_of(
+    id: &str,
+    form: &Form,
+    choices: &[Choice],
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Value, ApiError> {
+    completion::body(id, form, choices, tokenizer).map(|body| serde_json::to_value(body).unwrap())
+}
+
 fn logprobs(token: &str, logprob: f32, top: &[(&str, f32)]) -> TokenLogprobs {
     let one = |(token, logprob): (&str, f32)| {
         let token_id = bytes().encode(token).unwrap()[0];
@@ -231,15 +242,15 @@ fn bodies_have_the_objects_of_the_apis() {
         text: text.into(),
         num_tokens: 1,
         token_ids: vec![5],
-        logprobs: vec![logprobs("c", -0.5, &[("c", -0.5)])],
-        prompt_logprobs: prompt,
+        logprobs: [logprobs("c", -0.5, &[("c", -0.5)])].into_iter().collect(),
+        prompt_logprobs: prompt.map(|prompt| prompt.into_iter().collect()),
         routed_experts: None,
         finish: Some(finish),
     };
     let prompt = vec![logprobs("b", f32::NEG_INFINITY, &[("x", -0.25)])];
     let stop = FinishReason::Stop(StopReason::Text("!".into()));
     let choices = [choice("c", FinishReason::Length, Some(prompt)), choice("c", stop, None)];
-    let got = completion::body("r", &job.form, &choices, Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &choices, Some(&bytes())).unwrap();
     assert_eq!(
         (&got["object"], &got["id"], &got["model"]),
         (&json!("text_completion"), &json!("cmpl-r"), &json!("tiny"))
@@ -264,7 +275,7 @@ fn bodies_have_the_objects_of_the_apis() {
         chat(json!({"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 1}))
             .unwrap();
     let choices = [choice("c", FinishReason::Stop(StopReason::EndOfSequence), None)];
-    let got = completion::body("r", &job.form, &choices, Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &choices, Some(&bytes())).unwrap();
     assert_eq!((&got["object"], &got["prompt_logprobs"]), (&json!("chat.completion"), &Value::Null));
     let top = json!([{"token": "c", "logprob": -0.5, "bytes": [99]}]);
     let content = json!([{"token": "c", "logprob": -0.5, "bytes": [99], "top_logprobs": top}]);
@@ -278,17 +289,17 @@ fn bodies_have_the_objects_of_the_apis() {
 #[test]
 fn a_prompt_alone_can_be_scored() {
     let job = completions(json!({"prompt": "ab", "echo": true, "logprobs": 0, "max_tokens": 0})).unwrap();
-    assert_eq!((job.requests[0].max_tokens, job.requests[0].prompt_logprobs), (Some(1), Some(0)));
+    assert_eq!((job.requests[0].max_tokens, job.requests[0].prompt_logprobs), (Some(0), Some(0)));
     let choice = Choice {
         text: "c".into(),
         num_tokens: 1,
         token_ids: vec![5],
-        logprobs: vec![logprobs("c", -1.0, &[])],
-        prompt_logprobs: Some(vec![logprobs("b", -2.0, &[])]),
+        logprobs: [logprobs("c", -1.0, &[])].into_iter().collect(),
+        prompt_logprobs: Some([logprobs("b", -2.0, &[])].into_iter().collect()),
         routed_experts: None,
         finish: Some(FinishReason::Length),
     };
-    let got = completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &[choice], Some(&bytes())).unwrap();
     assert_eq!((&got["choices"][0]["text"], &got["usage"]["completion_tokens"]), (&json!("ab"), &json!(0)));
     assert_eq!(got["choices"][0]["logprobs"]["token_logprobs"], json!([null, -2.0]));
 }
@@ -297,8 +308,18 @@ fn a_prompt_alone_can_be_scored() {
 fn a_choice_that_failed_is_an_internal_error() {
     let job = completions(json!({"prompt": "ab"})).unwrap();
     let choice = Choice { finish: Some(FinishReason::Failed("NaN".into())), ..Choice::default() };
-    let error = completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap_err();
+    let error = completion::body("r", &job.form, &[choice], Some(&bytes())).err().unwrap();
     assert_eq!((error.status, error.message.as_str()), (500, "NaN"));
+}
+
+#[test]
+fn a_line_that_may_hold_too_much_is_refused() {
+    let parser = Parser { max_model_len: 32768, ..parser() };
+    let line = json!({"custom_id": "a", "url": "/v1/completions",
+        "body": {"prompt": "x", "n": 4096, "logprobs": 20, "max_tokens": 900}});
+    let error = parser.parse(line.as_object().unwrap(), "a").err().unwrap();
+    assert_eq!((error.status, error.param.as_deref()), (400, Some("n")));
+    assert!(error.message.contains("a line may hold 512 MiB"), "{}", error.message);
 }
 
 #[test]

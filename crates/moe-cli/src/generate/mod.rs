@@ -34,6 +34,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let context = session.model.info().max_context_len;
     let config = engine_config(args, &requests, context, session.engine_defaults());
     let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
+    warn_of_equal_texts(args, &requests);
     warn_of_the_context(args, &requests, engine.max_model_len());
     let lengths =
         requests.iter().map(|request| request.prompt.len()).collect::<Vec<_>>().into_iter().zip(opened);
@@ -184,6 +185,17 @@ fn engine_config(
         max_num_seqs: config.max_num_seqs.min(args.n.max(1).saturating_mul(requests.len())),
         max_model_len: config.max_model_len.or((longest < context).then_some(longest)),
         ..config
+    }
+}
+
+/// Says that several texts of a prompt will be the same, where nothing is left to chance.
+fn warn_of_equal_texts(args: &GenerateArgs, requests: &[Request]) {
+    if args.n > 1 && requests.iter().any(|request| request.sampling.is_greedy()) {
+        warn!(
+            "--num-sequences {}: the texts of a prompt are the same, because the temperature is 0; --temperature 0.7 makes \
+             them differ",
+            args.n
+        );
     }
 }
 

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::cli::GenerateArgs;
 use crate::output::{finish_reason, print, print_foreign, print_json};
 use crate::show::{Look, Shown};
+use crate::token_names::TokenNames;
 use crate::{messages, routing};
 
 /// All texts of the command.
@@ -74,7 +75,7 @@ impl<'a> Texts<'a> {
         if output.token_id.is_some() {
             self.first_token.get_or_insert_with(|| self.start.elapsed());
         }
-        let logprobs = output.logprobs.as_ref().map(|l| self.logprobs(output.choice, l)).transpose()?;
+        let logprobs = output.logprobs.as_ref().map(|l| self.logprobs(output.choice, l));
         if let (Some(line), false) = (&logprobs, self.args.json) {
             note(visible_json(&line.to_string()));
         }
@@ -190,15 +191,16 @@ impl<'a> Texts<'a> {
         )
     }
 
-    fn logprobs(&self, choice: usize, logprobs: &TokenLogprobs) -> Result<Value> {
-        let one = |t: &TokenLogprob| -> Result<_> {
-            let text = self.tokenizer.map(|all| all.decode_with(&[t.token_id], false)).transpose()?;
-            Ok(json!({"token_id": t.token_id, "token": text, "logprob": t.logprob, "rank": t.rank}))
+    fn logprobs(&self, choice: usize, logprobs: &TokenLogprobs) -> Value {
+        let names = TokenNames::new(self.tokenizer);
+        let one = |t: &TokenLogprob| {
+            let text = self.tokenizer.map(|_| names.name(t.token_id));
+            json!({"token_id": t.token_id, "token": text, "logprob": t.logprob, "rank": t.rank})
         };
-        let mut line = one(&logprobs.chosen)?;
+        let mut line = one(&logprobs.chosen);
         line["choice"] = choice.into();
-        line["top_logprobs"] = logprobs.top.iter().map(one).collect::<Result<_>>()?;
-        Ok(line)
+        line["top_logprobs"] = logprobs.top.iter().map(one).collect();
+        line
     }
 
     /// A prompt's texts in the words of OpenAI's completions; answers to questions also as messages of a chat.

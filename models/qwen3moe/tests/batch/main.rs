@@ -8,6 +8,7 @@ mod help;
 #[path = "../../../../tests/cli/nan.rs"]
 mod nan;
 mod reruns;
+mod tokens;
 
 use std::collections::BTreeMap;
 use std::fs;

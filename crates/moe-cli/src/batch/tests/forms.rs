@@ -35,9 +35,9 @@ fn without_a_tokenizer_ids_go_in_and_out() {
     assert_eq!(prompts, [vec![1, 2, 3], vec![4]]);
     let mut first = choice("", FinishReason::Length);
     let one = TokenLogprob { token_id: 8, logprob: -0.5, rank: 1 };
-    first.logprobs = vec![TokenLogprobs { chosen: one, top: vec![] }];
+    first.logprobs.push(&TokenLogprobs { chosen: one, top: vec![] });
     first.prompt_logprobs = Some(first.logprobs.clone());
-    let got = completion::body("r", &job.form, &[first, choice("", end())], None).unwrap();
+    let got = body_of("r", &job.form, &[first, choice("", end())], None).unwrap();
     let choice = &got["choices"][0];
     assert_eq!((&choice["text"], &choice["token_ids"]), (&json!(""), &json!([8, 9])));
     assert_eq!(choice["prompt_token_ids"], json!([1, 2, 3]));
@@ -69,7 +69,7 @@ fn experts_are_returned_on_request() {
     let routed = RoutedExperts::from_ids(2, 1, 2, vec![1, 2, 3, 0]).unwrap();
     let answer = |job: &Job| {
         let choice = Choice { routed_experts: Some(routed.clone()), ..choice("c", end()) };
-        completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap()["choices"][0].clone()
+        body_of("r", &job.form, &[choice], Some(&bytes())).unwrap()["choices"][0].clone()
     };
     let asked = completions(json!({"prompt": "ab", "return_routed_experts": true})).unwrap();
     assert!(asked.requests[0].capture_routing);
@@ -87,7 +87,7 @@ fn experts_are_returned_on_request() {
 #[test]
 fn token_ids_are_returned_on_request() {
     let job = completions(json!({"prompt": "ab", "return_token_ids": true})).unwrap();
-    let got = completion::body("r", &job.form, &[choice("c", end())], Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &[choice("c", end())], Some(&bytes())).unwrap();
     let ids = bytes().encode("ab").unwrap();
     assert_eq!(
         (&got["choices"][0]["text"], &got["choices"][0]["prompt_token_ids"]),
@@ -95,7 +95,7 @@ fn token_ids_are_returned_on_request() {
     );
     let body = json!({"messages": [{"role": "user", "content": "x"}], "return_token_ids": true});
     let job = chat(body).unwrap();
-    let got = completion::body("r", &job.form, &[choice("c", end())], Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &[choice("c", end())], Some(&bytes())).unwrap();
     assert_eq!((&got["choices"][0]["token_ids"], got["prompt_token_ids"].is_array()), (&json!([8, 9]), true));
 }
 
@@ -126,7 +126,7 @@ fn answer(more: Value, said: &str, finish: FinishReason) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     let job = parse_with(parser, "/v1/chat/completions", body).unwrap();
-    let got = completion::body("r", &job.form, &[choice(said, finish)], Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &[choice(said, finish)], Some(&bytes())).unwrap();
     got["choices"][0].clone()
 }
 
@@ -157,7 +157,7 @@ fn nothing_is_looked_for_where_nobody_asks() {
     let tools = json!([{"type": "function", "function": {"name": "f"}}]);
     assert!(message(json!({"tools": tools, "tool_choice": "none"})).get("tool_calls").is_none());
     let job = chat(json!({"messages": [{"role": "user", "content": "x"}], "tools": tools})).unwrap();
-    let got = completion::body("r", &job.form, &[choice(SAID, end())], Some(&bytes())).unwrap();
+    let got = body_of("r", &job.form, &[choice(SAID, end())], Some(&bytes())).unwrap();
     assert_eq!(got["choices"][0]["message"], json!({"role": "assistant", "content": SAID}));
 }
 
@@ -171,7 +171,7 @@ fn a_prompt_may_begin_the_reasoning() {
     };
     let body = json!({"messages": [{"role": "user", "content": "x"}]});
     let job = parse_with(parser, "/v1/chat/completions", body).unwrap();
-    let got = completion::body("r", &job.form, &[choice("Hm.\n</think>\n\nSure.", end())], Some(&bytes()));
+    let got = body_of("r", &job.form, &[choice("Hm.\n</think>\n\nSure.", end())], Some(&bytes()));
     let message = json!({"role": "assistant", "content": "Sure.", "reasoning": "Hm."});
     assert_eq!(got.unwrap()["choices"][0]["message"], message);
 }
