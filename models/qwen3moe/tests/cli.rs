@@ -144,7 +144,9 @@ fn contradictions_of_config_and_weights_are_told_once() {
     let config: Value = serde_json::from_slice(&fs::read(model.path("config.json")).unwrap()).unwrap();
     let layers = config["num_hidden_layers"].as_u64().unwrap();
     model.config("tie_word_embeddings", json!(true));
-    [&plain, &model].map(|model| model.config("num_hidden_layers", json!(layers - 1)));
+    for model in [&plain, &model] {
+        model.config("num_hidden_layers", json!(layers - 1));
+    }
     let text = |model: &Copied, flags: &[&str]| {
         let args = ["--model", model.dir(), "--prompt", "The", "--temperature", "0", "--max-new-tokens", "8"];
         let out = run(&[&args[..], flags, &["--log", "warn"]].concat());
