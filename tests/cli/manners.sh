@@ -158,6 +158,9 @@ row "a choice" 0 "Nay" q --prompt ROMEO: --guided-choice Nay
 row "a regular expression" 0 "7-7" q --prompt x --guided-regex '7-7'
 row "a schema" 0 '5' q --prompt x --json-schema '{"const": 5}'
 row "a schema that is not JSON" 2 "--json-schema: the JSON schema cannot be used" q --prompt x --json-schema '{'
+row "a constant of more digits than a float has" 0 12345678901234567890123 q --prompt x --json-schema '{"const": 12345678901234567890123}'
+row "a format that is not enforced, and look-ahead" 0 '"1"' q --prompt x --json-schema '{"format": "path", "type": "string", "pattern": "^(?!0)[01]$"}'
+row "lists that cannot be kept distinct" 2 "uniqueItems is supported where" q --prompt x --json-schema '{"uniqueItems": true, "type": "array"}'
 row "a keyword that is not understood" 2 '"not"' q --prompt x --json-schema '{"not": {}}'
 row "a missing schema file" 2 "cannot read the file" q --prompt x -j no-such-file
 row "two at once" 2 "cannot be used with" q --prompt x --json-object --guided-regex a

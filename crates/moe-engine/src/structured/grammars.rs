@@ -6,10 +6,9 @@ use std::thread::available_parallelism;
 
 use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory, panic_utils};
-use serde_json::{Map, Value, json};
 
 use super::vocabulary::token_environment;
-use super::{StructuredOutput, StructuredOutputError, perl};
+use super::{StructuredOutput, StructuredOutputError, perl, schema};
 use crate::tokenizer::Tokenizer;
 
 /// Grammars that are kept; the one that was asked for least lately goes.
@@ -18,12 +17,10 @@ const KEPT: usize = 32;
 const LONGEST: usize = 1 << 20;
 /// States of a lexer, at one or two kilobytes each.
 const MAX_LEXER_STATES: usize = 50_000;
+/// The schema of an object with any members.
+const ANY_OBJECT: &str = r#"{"type": "object"}"#;
 /// Lexers of a grammar at most.
 const MAX_LEXERS: usize = 8;
-/// White space that may stand between the tokens of JSON, as Outlines has it: nothing or one blank. Were line breaks with
-/// their indentation allowed, small models would go on with blanks until the limit of tokens cuts the text off.
-const WHITE_SPACE: &str = " ";
-
 /// Compiles for one tokenizer.
 pub(crate) struct Grammars {
     tokenizer: Tokenizer,
@@ -150,38 +147,14 @@ fn describe(output: &StructuredOutput) -> Result<GrammarInit, String> {
         return Err(format!("it has {} bytes, and at most {LONGEST} are taken", output.len()));
     }
     let grammar = match output {
-        StructuredOutput::JsonObject => TopLevelGrammar::from_json_schema(with_white_space(Map::from_iter(
-            [("type".to_string(), json!("object"))],
-        ))),
-        StructuredOutput::JsonSchema(text) => TopLevelGrammar::from_json_schema(schema(text)?),
+        StructuredOutput::JsonObject => return schema::compile(ANY_OBJECT),
+        StructuredOutput::JsonSchema(text) => return schema::compile(text),
         StructuredOutput::Regex(text) if text.is_empty() => return Err("it is empty".into()),
         StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(&perl::ascii(text)),
         StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
         StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
     };
     Ok(GrammarInit::Serialized(grammar))
-}
-
-fn schema(text: &str) -> Result<Value, String> {
-    match serde_json::from_str(text) {
-        Ok(Value::Object(schema)) => Ok(with_white_space(schema)),
-        // Anything goes.
-        Ok(Value::Bool(true)) => Ok(with_white_space(Map::new())),
-        Ok(Value::Bool(false)) => Err("the schema false allows no text".into()),
-        Ok(other) => Err(format!("expected a JSON object, got {other}")),
-        Err(e) => Err(format!("it is not JSON: {e}")),
-    }
-}
-
-/// The schema with little white space, unless it says itself what it wants.
-fn with_white_space(mut schema: Map<String, Value>) -> Value {
-    let options = schema.entry("x-guidance").or_insert_with(|| json!({}));
-    if let Some(options) = options.as_object_mut()
-        && !options.contains_key("whitespace_flexible")
-    {
-        options.entry("whitespace_pattern").or_insert_with(|| WHITE_SPACE.into());
-    }
-    schema.into()
 }
 
 /// A regular expression for one of the texts.

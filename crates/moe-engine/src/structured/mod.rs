@@ -4,12 +4,13 @@
 //! StructuredOutput (data of a request) ─► Grammars: compiled once ─► Constraint of each choice ─► Mask of each token
 //! ```
 //!
-//! The `llguidance` crate compiles and matches grammars. A mask says which tokens may come next; the sampler sees
-//! nothing but the mask.
+//! The `llguidance` crate compiles and matches grammars; JSON schemas become grammars in `schema`. A mask says which
+//! tokens may come next; the sampler sees nothing but the mask.
 
 mod constraint;
 mod grammars;
 mod perl;
+mod schema;
 #[cfg(test)]
 mod tests;
 mod vocabulary;
