@@ -85,7 +85,6 @@ fn requests(rng: &mut Rng, count: usize, max_tokens: usize) -> Vec<Request> {
             presence_penalty: [0.0, 0.8][i / 3 % 2],
             frequency_penalty: [0.0, 0.0, 0.5][i / 2 % 3],
             logit_bias: if i % 5 == 2 { (0..9).map(|_| (id(rng), 4.0)).collect() } else { Vec::new() },
-            bad_words: if i % 7 == 3 { (0..3).map(|_| vec![id(rng)]).collect() } else { Vec::new() },
             logprobs: [None, None, Some(4)][i / 4 % 3],
             seed: i as u64,
             ..SamplingParams::default()
@@ -172,10 +171,8 @@ fn steps_of_host_and_device_take_turns() {
     for (i, request) in requests.iter_mut().enumerate().filter(|(i, _)| i % 8 == 3) {
         request.max_tokens = Some(5);
         (request.min_tokens, request.stop_token_ids) = (0, Vec::new());
-        match i % 16 {
-            3 => request.sampling.bad_words = vec![vec![1, 2], vec![5]],
-            _ => request.sampling.allowed_token_ids = Some((0..300).collect()),
-        }
+        request.sampling.allowed_token_ids =
+            Some(if i % 16 == 3 { (7..90).collect() } else { (0..300).collect() });
     }
     // More than the device lists.
     requests[20].prompt_logprobs = Some(40);

@@ -55,7 +55,6 @@ impl Sequence {
             presence_penalty: pick(rng, &[0.0, 0.0, 1.5, -0.5]),
             frequency_penalty: pick(rng, &[0.0, 0.0, 0.4, -0.2]),
             logit_bias: (0..count).map(|_| bias(rng)).collect(),
-            bad_words: (0..pick(rng, &[0, 0, 2])).map(|_| ids(rng, 1)).collect(),
             seed: rng.bits(),
             logprobs: pick(rng, &[None, None, Some(0), Some(1), Some(5), Some(32)]),
             ..SamplingParams::default()

@@ -54,12 +54,6 @@ pub fn prompt(vocab: usize, len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| (i.wrapping_mul(i) * 7 + i * seed + 3 * seed) % vocab as u32).collect()
 }
 
-/// Bad words of two tokens: for each token every second one that could follow.
-fn phrases(vocab: u32) -> Vec<Vec<u32>> {
-    let next = |first: u32| (0..vocab).step_by(2).map(move |second| vec![first, (second + first) % vocab]);
-    (0..vocab).flat_map(next).collect()
-}
-
 /// Requests that sample, with different lengths and parameters.
 pub fn requests(model: &dyn CausalLm, lengths: &[usize], max_tokens: usize) -> Vec<Request> {
     let vocab = model.info().vocab_size;
@@ -70,7 +64,7 @@ pub fn requests(model: &dyn CausalLm, lengths: &[usize], max_tokens: usize) -> V
             top_p: if i % 2 == 0 { 1.0 } else { 0.9 },
             repetition_penalty: if i % 3 == 0 { 1.2 } else { 1.0 },
             frequency_penalty: if i % 4 == 1 { 0.5 } else { 0.0 },
-            bad_words: if i % 4 == 3 { phrases(vocab as u32) } else { Vec::new() },
+            allowed_token_ids: (i % 4 == 3).then(|| (0..vocab as u32).step_by(2).collect()),
             ..SamplingParams::default()
         },
         max_tokens: Some(max_tokens),

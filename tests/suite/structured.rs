@@ -157,7 +157,7 @@ fn other_parameters_work_beside_it() {
         allowed.text
     );
     let bad: Vec<u32> = "abcdefg".chars().map(|c| id(&c.to_string())).collect();
-    let no_bad = of(&|r| r.sampling.bad_words = bad.iter().map(|&id| vec![id]).collect());
+    let no_bad = of(&|r| r.bad_words = "abcdefg".chars().map(String::from).collect());
     assert!(
         no_bad.text.len() == 8 && no_bad.text.chars().all(|c| ('a'..='h').contains(&c)),
         "{}",
