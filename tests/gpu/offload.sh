@@ -67,7 +67,7 @@ bf16() {
     echo "FAILED  refused: a model larger than the card runs without --expert-offload"
     failed=1
   else
-    echo "ok      refused: $(grep -oE "\-\-gpu-memory .*" "$out/refused.log" | head -n 1 | cut -c1-160)"
+    echo "ok      refused: $(grep -oE "the weights need .*" "$out/refused.log" | head -n 1 | cut -c1-160)"
   fi
 }
 

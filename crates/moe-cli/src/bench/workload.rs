@@ -37,7 +37,8 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     let workload = Workload::read(file, args.limit)?;
     let settings = engine_config(args, &workload, EngineConfig::default());
     settings.check(usize::MAX).map_err(|e| usage(e.to_string()))?;
-    let mut session = session::open::<F>(model(args), &args.run, false, &Asks::of_workload(&workload))?;
+    let mut session =
+        session::open::<F>(model(args), &args.run, false, &Asks::of_workload(&workload, args.gpu_memory))?;
     // A config may leave out what only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;

@@ -18,6 +18,8 @@ use crate::options;
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
     workload: Option<&'a Workload>,
+    /// Bytes of each GPU that a workload may use.
+    gpu_memory: Option<u64>,
 }
 
 /// Text, and how it is made.
@@ -54,26 +56,25 @@ impl<'a> Asks<'a> {
         let tokenizes = !args.skip_tokenizer_init;
         let (n, sequences, is_limited, needs_template) = (args.n, args.n.max(1), true, args.chat);
         let text = Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes };
-        Self { text: Some(text), workload: None }
+        Self { text: Some(text), ..Self::default() }
     }
 
     /// What `chat` asks.
     pub fn of_chat(args: &'a ChatArgs) -> Self {
-        Self {
-            text: Some(Text { sequences: 1, ..Self::of_answer(&args.answer, true, true) }),
-            workload: None,
-        }
+        let text = Text { sequences: 1, ..Self::of_answer(&args.answer, true, true) };
+        Self { text: Some(text), ..Self::default() }
     }
 
-    /// What `bench` asks for the requests of a file.
-    pub fn of_workload(workload: &'a Workload) -> Self {
-        Self { text: None, workload: Some(workload) }
+    /// What `bench` asks for the requests of a file, on GPUs of which it may use so many bytes.
+    pub fn of_workload(workload: &'a Workload, gpu_memory: Option<usize>) -> Self {
+        let gpu_memory = gpu_memory.map(|bytes| bytes as u64);
+        Self { workload: Some(workload), gpu_memory, ..Self::default() }
     }
 
     /// What `batch` asks: some requests need no chat template.
     pub fn of_batch(args: &'a BatchArgs) -> Self {
         let text = Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init);
-        Self { text: Some(text), workload: None }
+        Self { text: Some(text), ..Self::default() }
     }
 
     fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Text<'a> {
@@ -142,7 +143,9 @@ impl<'a> Asks<'a> {
     /// The engine's settings over a device's defaults, as far as they are known before requests are. `generate` has a KV cache for
     /// its texts and no more, at least for their new tokens, and `chat` for one conversation.
     pub(super) fn engine_config(&self, default: EngineConfig, context: usize) -> EngineConfig {
-        let Some(text) = &self.text else { return default };
+        let Some(text) = &self.text else {
+            return EngineConfig { gpu_memory: self.gpu_memory, ..default };
+        };
         let config = options::engine_config(text.engine, default);
         let new = text.sampling.max_new_tokens.filter(|new| text.is_limited && *new < context);
         EngineConfig {
