@@ -5,7 +5,7 @@ use llguidance::derivre::RegexAst;
 use super::decimal::Decimal;
 
 /// The greatest divisor, without zeros at its end: the lexer keeps a state for each remainder.
-const LARGEST: u64 = 10_000;
+pub(super) const LARGEST: u64 = 500;
 /// Digits behind the decimal point of a divisor.
 const MOST_PLACES: usize = 5;
 
@@ -74,6 +74,11 @@ impl Divisor {
     /// Digits behind the decimal point that multiples have.
     pub fn places(&self) -> usize {
         self.places
+    }
+
+    /// It without zeros at the end and the decimal point.
+    pub fn digits(&self) -> u64 {
+        self.digits
     }
 
     /// Digits of it, about.

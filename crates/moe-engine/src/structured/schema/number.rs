@@ -6,7 +6,7 @@
 use llguidance::derivre::RegexAst;
 
 use super::decimal::Decimal;
-use super::multiple::{Divisor, greatest_common};
+use super::multiple::{Divisor, LARGEST, greatest_common};
 use super::range::{at_least, at_most};
 
 /// Digits before the decimal point, as llama.cpp has them, and behind it. Bounds that have more digits raise it.
@@ -129,6 +129,18 @@ impl Numbers {
 
     fn has_no_multiple(&self) -> Result<bool, String> {
         let hard = || "multipleOf: the bounds or divisors have too many digits".to_string();
+        if self.divisors.len() > 1
+            && self
+                .divisors
+                .iter()
+                .map(Divisor::digits)
+                .try_fold(1u64, u64::checked_mul)
+                .is_none_or(|product| product > LARGEST)
+        {
+            return Err(format!(
+                "multipleOf: several divisors are supported whose product is at most {LARGEST}"
+            ));
+        }
         let most = self.divisors.iter().map(Divisor::places).max().unwrap_or(0);
         let unit = 10i128.checked_pow(most as u32).ok_or_else(hard)?;
         let mut step = Divisor::common(&self.divisors, most).ok_or_else(hard)?;
