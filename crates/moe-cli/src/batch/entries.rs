@@ -10,6 +10,7 @@ use moe_engine::{panic_text, usage};
 use serde_json::{Map, Value, json};
 
 use super::body::{Job, Parser};
+use super::exact;
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
 use super::input::{Line, Lines, MAX_LINE};
@@ -178,7 +179,10 @@ fn named(line: Line, format: Format) -> Result<(String, Map<String, Value>), Api
 /// The object of a line that is JSON.
 fn object(text: &str) -> Result<(String, Map<String, Value>), ApiError> {
     let object = match serde_json::from_str(text.trim_ascii()) {
-        Ok(Value::Object(object)) => object,
+        Ok(Value::Object(mut object)) => {
+            exact::keep_large_integers(text, &mut object);
+            object
+        }
         Ok(other) => return Err(ApiError::bad(format!("expected a JSON object, got {}", short(&other)))),
         Err(e) => return Err(ApiError::bad(format!("it is not JSON: {}", without_line(&e)))),
     };

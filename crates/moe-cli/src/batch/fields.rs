@@ -83,17 +83,18 @@ impl<'a> Fields<'a> {
 
     /// An integer.
     pub fn integer(&self, name: &str) -> Result<Option<i64>, ApiError> {
-        self.read(name, "an integer", Value::as_i64)
+        self.read(name, "an integer", |v| v.as_i64().or_else(|| whole(v)))
     }
 
     /// A number of things.
     pub fn size(&self, name: &str) -> Result<Option<usize>, ApiError> {
-        self.read(name, "an integer from 0", |v| usize::try_from(v.as_u64()?).ok())
+        self.read(name, "an integer from 0", |v| usize::try_from(unsigned(v)?).ok())
     }
 
     /// A seed: any integer of 64 bits.
     pub fn seed(&self, name: &str) -> Result<Option<u64>, ApiError> {
-        let bits = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|seed| seed as u64));
+        let signed = |v: &Value| v.as_i64().or_else(|| whole(v));
+        let bits = |v: &Value| v.as_u64().or_else(|| signed(v).map(|seed| seed as u64));
         self.read(name, "an integer of 64 bits", bits)
     }
 
@@ -134,9 +135,20 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// The integer that a float such as 16.0 is, as many clients write it. Larger floats are not certain to be what was meant.
+fn whole(value: &Value) -> Option<i64> {
+    const EXACT: f64 = (1u64 << 53) as f64;
+    let number = value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() <= EXACT)?;
+    Some(number as i64)
+}
+
+fn unsigned(value: &Value) -> Option<u64> {
+    value.as_u64().or_else(|| whole(value)?.try_into().ok())
+}
+
 /// Token ids of a JSON list of integers.
 pub fn token_ids(value: &Value) -> Option<Vec<u32>> {
-    value.as_array()?.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
+    value.as_array()?.iter().map(|id| unsigned(id).and_then(|id| u32::try_from(id).ok())).collect()
 }
 
 /// A value for a message: its JSON, cut where it is long.
@@ -179,6 +191,11 @@ mod tests {
             assert_eq!(error.status, 400);
             assert!(error.message.contains("expected"), "{error:?}");
         }
+        let body = json!({"a": 16.0, "b": -2.0, "c": 16.5, "d": 1e18});
+        let whole = Fields(body.as_object().unwrap());
+        assert_eq!((whole.size("a").unwrap(), whole.integer("b").unwrap()), (Some(16), Some(-2)));
+        assert_eq!(whole.seed("b").unwrap(), Some(-2i64 as u64));
+        assert!(whole.size("b").is_err() && whole.size("c").is_err() && whole.integer("d").is_err());
         let huge = json!({"x": 1e300});
         let error = Fields(huge.as_object().unwrap()).float("x").unwrap_err();
         assert!(error.message.contains("1e+300") || error.message.contains("1e300"), "{error:?}");

@@ -15,6 +15,7 @@ mod completion;
 mod encoding;
 mod entries;
 mod errors;
+mod exact;
 mod fields;
 mod fingerprint;
 mod held;

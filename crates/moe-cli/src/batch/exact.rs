@@ -1,0 +1,111 @@
+//! Schemas with integers of more than 64 bits.
+//!
+//! A JSON value holds such an integer as a float, so `{"const": 12345678901234567890123}` would ask for another number.
+//! These schemas stay the text that they are in the line.
+
+use serde_json::{Map, Value};
+
+/// Where bodies have a schema.
+const PLACES: [&[&str]; 3] = [
+    &["body", "guided_json"],
+    &["body", "structured_outputs", "json"],
+    &["body", "response_format", "json_schema", "schema"],
+];
+/// Digits of the least integer that might not fit.
+const DIGITS: usize = 19;
+
+/// Puts the text of each schema that has a large integer in the place of its value. `line` is the text of `object`.
+pub fn keep_large_integers(line: &str, object: &mut Map<String, Value>) {
+    if !has_large_integer(line) {
+        return;
+    }
+    for place in PLACES {
+        let Some(text) = place.iter().try_fold(line, |text, name| member(text, name)) else { continue };
+        let [first, rest @ ..] = place else { continue };
+        let Some(parent) = object.get_mut(*first) else { continue };
+        let value = rest.iter().try_fold(parent, |value, name| value.get_mut(*name));
+        if let Some(value) = value.filter(|value| value.is_object() && has_large_integer(text)) {
+            *value = Value::String(text.to_string());
+        }
+    }
+}
+
+fn has_large_integer(text: &str) -> bool {
+    text.as_bytes()
+        .chunk_by(|a, b| a.is_ascii_digit() == b.is_ascii_digit())
+        .any(|run| run.len() >= DIGITS && run[0].is_ascii_digit())
+}
+
+/// The text of a member of an object. Of a name that is there twice the last one counts. The text must be JSON.
+fn member<'t>(object: &'t str, name: &str) -> Option<&'t str> {
+    let mut rest = object.trim_ascii_start().strip_prefix('{')?;
+    let mut found = None;
+    loop {
+        rest = rest.trim_ascii_start().trim_start_matches(',').trim_ascii_start();
+        if !rest.starts_with('"') {
+            return found;
+        }
+        let (key, after) = rest.split_at_checked(value_length(rest))?;
+        let value = after.trim_ascii_start().strip_prefix(':')?.trim_ascii_start();
+        let (text, after) = value.split_at_checked(value_length(value))?;
+        if serde_json::from_str::<String>(key).is_ok_and(|key| key == name) {
+            found = Some(text);
+        }
+        rest = after;
+    }
+}
+
+/// How many bytes the value has with which a text begins.
+fn value_length(text: &str) -> usize {
+    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
+    for (at, byte) in text.bytes().enumerate() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => {
+                in_string = !in_string;
+                if !in_string && depth == 0 {
+                    return at + 1;
+                }
+            }
+            _ if in_string => (),
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' if depth == 1 => return at + 1,
+            b'}' | b']' | b',' if depth == 0 => return at,
+            b'}' | b']' => depth -= 1,
+            _ => (),
+        }
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemas_keep_their_digits() {
+        let schema = r#"{"enum": [12345678901234567890123, "}\""]}"#;
+        let lines = [
+            format!(r#"{{"a": ["}}", {{"b": 1}}], "body": {{"guided_json": 1, "guided_json": {schema} }}}}"#),
+            format!(
+                r#"{{"body": {{"x": "\\", "structured_outputs": {{"regex": null, "json":{schema}}}}}, "z": 5}}"#
+            ),
+            format!(
+                r#"{{"body":{{"response_format": {{"json_schema": {{"name": "n", "schema": {schema}}}}}}}}}"#
+            ),
+        ];
+        for line in &lines {
+            let Value::Object(mut object) = serde_json::from_str(line).unwrap() else { panic!() };
+            keep_large_integers(line, &mut object);
+            let kept = Value::Object(object).to_string();
+            assert!(kept.contains("12345678901234567890123"), "{kept}");
+        }
+        let small =
+            r#"{"body": {"guided_json": {"const": 5}}, "custom_id": "123456789012345678901234567890"}"#;
+        let Value::Object(mut object) = serde_json::from_str(small).unwrap() else { panic!() };
+        let before = object.clone();
+        keep_large_integers(small, &mut object);
+        assert_eq!(object, before, "a schema without large integers stays a value");
+    }
+}
