@@ -42,6 +42,13 @@ impl Op {
     }
 }
 
+impl Op {
+    /// Whether ranks give colours and keys.
+    pub(crate) fn is_split(self) -> bool {
+        self == Self::Split
+    }
+}
+
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -70,6 +77,20 @@ pub(crate) enum Counts {
     PerRank(Vec<usize>),
     /// Rows sent to and received from each rank.
     Pairwise { send: Vec<usize>, recv: Vec<usize> },
+}
+
+impl Counts {
+    /// Whether these are the counts of so many ranks, and can be added up.
+    pub(crate) fn are_of(&self, size: usize) -> bool {
+        let fit = |counts: &[usize]| {
+            counts.len() == size && counts.iter().try_fold(0usize, |n, &count| n.checked_add(count)).is_some()
+        };
+        match self {
+            Self::None => true,
+            Self::PerRank(counts) => fit(counts),
+            Self::Pairwise { send, recv } => fit(send) && fit(recv),
+        }
+    }
 }
 
 impl fmt::Debug for Counts {

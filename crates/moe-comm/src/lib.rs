@@ -53,7 +53,9 @@ pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};
 pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
-pub use socket::{Join, Messages, SocketComm, SocketTimeouts, Watch};
+pub use socket::{
+    Join, Messages, SocketComm, SocketTimeouts, WORLD_SECRET, Watch, WorldSecret, check_frames,
+};
 pub use thread::ThreadComm;
 pub use window::{Transfer, TransferSource, Window};
 

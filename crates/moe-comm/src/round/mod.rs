@@ -188,6 +188,13 @@ pub(crate) fn label(ranks: &[usize], members: &[usize]) -> String {
     }
 }
 
+/// What another process says, fit for a terminal: without control characters, and not endless.
+pub(crate) fn foreign(text: &str) -> String {
+    const MOST: usize = 4000;
+    let shown = text.chars().take(MOST).map(|c| if c.is_control() { ' ' } else { c });
+    shown.chain((text.chars().count() > MOST).then_some('…')).collect()
+}
+
 /// An error's text without the backtrace of the rank that it happened on.
 pub(crate) fn plain(e: &Error) -> String {
     match e {

@@ -14,6 +14,7 @@ use crate::round::wait::{Outcome, Stop, Wait};
 use crate::round::{Give, Posts, Rounds, copied, label};
 use crate::run::{Supervised, Supervisor};
 use crate::socket::frame::{self, Outgoing, PostHead};
+use crate::socket::inbox::Arrived;
 use crate::socket::messages::{Messages, Watch};
 use crate::socket::world::{Member, World};
 
@@ -91,6 +92,21 @@ impl SocketComm {
         (1..n).map(move |i| (self.rank + i) % n).filter_map(|rank| Some((rank, *self.members.get(rank)?)))
     }
 
+    /// Fails where another rank counts the rows of more or fewer ranks than there are.
+    fn check_counts(&self, arrived: &[Arrived]) -> Outcome<()> {
+        let size = self.members.len();
+        let others = (0..size).filter(|&rank| rank != self.rank);
+        match others.zip(arrived).find(|(_, (head, _))| !head.call.counts.are_of(size)) {
+            Some((rank, (head, _))) => {
+                let (rank, counts) = (self.label(&[rank]), &head.call.counts);
+                Err(Stop::Cause(format!(
+                    "{rank} broke the protocol: rows of {size} ranks are counted as {counts:?}"
+                )))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Sends what each of the others needs; what this rank needs itself.
     fn give(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Post> {
         let local = |e| self.local(&e);
@@ -145,6 +161,7 @@ impl Rounds for SocketComm {
             |inbox| inbox.take_posts(group, members, own),
             |inbox| inbox.absent(group, members, own),
         )?;
+        self.check_counts(&arrived)?;
         let mut posts: Vec<Post> =
             arrived.into_iter().map(|(head, data)| Post { head, rows: Rows::Sent(data) }).collect();
         posts.insert(own, given);
@@ -156,6 +173,10 @@ impl Rounds for SocketComm {
     fn join(&self, posts: &Received, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>> {
         let leader = members.first().and_then(|&leader| posts.0.get(leader)?.head.split);
         let Some((_, _, group)) = leader else { bail!("the split lost its first rank") };
+        let world_rank = members.first().and_then(|&leader| self.members.get(leader));
+        if world_rank.is_none_or(|&rank| !World::is_group_of(rank, group)) {
+            bail!("{} names a group that it does not lead", self.label(&members[..1]))
+        }
         let members = members.iter().filter_map(|&rank| self.members.get(rank).copied()).collect();
         let (member, turn) = (self.member.clone(), Mutex::new(()));
         Ok(Arc::new(Self { member, group, members, rank: own, turn, supervised: self.supervised }))
@@ -198,14 +219,14 @@ impl Posts for Received {
         match (rows, head.call.dtype, &head.rows) {
             (Rows::Own(rows), ..) => Ok(rows.view()),
             (Rows::Sent(data), Some(dtype), Some(dims)) => frame::view(dtype, dims, data),
-            _ => bail!("a rank sent no rows"),
+            _ => bail!("rank {from} sent no rows"),
         }
     }
 
     fn split(&self, from: usize) -> Result<(usize, usize)> {
         match self.0.get(from).and_then(|post| post.head.split) {
             Some((color, key, _)) => Ok((color, key)),
-            None => bail!("a rank sent no colour"),
+            None => bail!("rank {from} sent no colour"),
         }
     }
 }

@@ -1,10 +1,14 @@
 //! What travels between two ranks after the handshake.
 //!
 //! ```text
-//! bytes of the head u32 | bytes of the data u64 | head | data
+//! bytes of the head u32 | bytes of the data u64 | checksum of the head u32 | checksum of the data u32 | checksum u32 | head | data
 //! ```
 //! Numbers of the prefix are little endian; heads are a [`Frame`] in postcard; data are a message, or a view's
 //! elements as they lie in memory (the handshake refuses a rank of another byte order).
+//!
+//! TCP's own checksum of 16 bits lets some damage pass. Checksums are CRC-32: of a frame of any size each run of up to 32 altered
+//! bits is found. The third one is over the number of the frame and the prefix before it, so that no length is believed that was
+//! altered, and a frame that is missing, or there twice, is found too.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -15,13 +19,15 @@ use serde::{Deserialize, Serialize};
 use crate::call::Call;
 
 /// Bytes before the head.
-const PREFIX: usize = 12;
+const PREFIX: usize = 24;
 /// The largest head: the counts of the largest world, and an error's text, are far smaller.
 const MAX_HEAD: usize = 4 << 20;
-/// The largest data. What a length announces is only allocated as it arrives.
-const MAX_DATA: u64 = 1 << 36;
+/// The largest data of a round. What a length announces is only allocated as it arrives.
+pub(super) const MAX_DATA: u64 = 16 << 30;
+/// The longest message.
+pub(super) const MAX_MESSAGE: u64 = 1 << 30;
 /// Words that are allocated ahead of the data.
-const PIECE: usize = 1 << 20;
+const PIECE: usize = 1 << 17;
 
 /// One frame. Its data are not in its head; where it is sent they stand beside it.
 #[derive(Serialize, Deserialize)]
@@ -41,6 +47,10 @@ pub(super) enum Frame<H = PostHead> {
     Abort(String),
     /// The sender ends as it should.
     Bye,
+    /// The sender waits for this rank and asks whether it lives.
+    Ping,
+    /// It does.
+    Pong,
 }
 
 /// A frame that is sent.
@@ -54,6 +64,25 @@ pub(super) struct PostHead {
     pub split: Option<(usize, usize, u64)>,
     /// Dims of the data, which have the call's dtype.
     pub rows: Option<Vec<usize>>,
+}
+
+impl PostHead {
+    /// What is wrong with a head in front of so many bytes of data.
+    fn fault(&self, bytes: u64) -> Option<String> {
+        let expected = match (&self.rows, self.call.dtype) {
+            (None, _) => Some(0),
+            (Some(dims), Some(dtype)) => {
+                let len = Dims::new(dims).and_then(|dims| dims.elem_count()).ok();
+                len.and_then(|len| len.checked_mul(dtype.size_in_bytes()))
+            }
+            (Some(_), None) => return Some("rows without a dtype".to_string()),
+        };
+        if expected.map(|bytes| bytes as u64) != Some(bytes) {
+            return Some(format!("{bytes} bytes of data for rows of dims {:?}", self.rows));
+        }
+        let op = self.call.op;
+        (self.split.is_some() != op.is_split()).then(|| format!("colours in {op}"))
+    }
 }
 
 /// The memory of a view.
@@ -80,134 +109,174 @@ impl Outgoing<'_> {
         Self::Abort(cause[..cause.floor_char_boundary(MAX_HEAD / 2)].to_string())
     }
 
-    pub fn write(&self, data: &[u8], out: &mut impl Write) -> io::Result<()> {
-        if data.len() as u64 > MAX_DATA {
-            let what = format!("{} bytes for one rank are more than the {MAX_DATA} of a frame", data.len());
+    /// The bytes before the data of frame `number` of a connection.
+    pub fn start(&self, number: u64, data: &[u8]) -> io::Result<Vec<u8>> {
+        let (bytes, most) = (data.len() as u64, self.most());
+        if bytes > most {
+            let what = format!("{bytes} bytes for one rank are more than the {most} of a frame");
             return Err(io::Error::new(ErrorKind::InvalidInput, what));
         }
         let head = postcard::to_stdvec(self).map_err(io::Error::other)?;
+        let mut start = Vec::with_capacity(PREFIX + head.len());
+        start.extend((head.len() as u32).to_le_bytes());
+        start.extend(bytes.to_le_bytes());
+        start.extend(crc32fast::hash(&head).to_le_bytes());
+        start.extend(crc32fast::hash(data).to_le_bytes());
+        start.extend(numbered(number, &start).to_le_bytes());
+        start.extend(&head);
+        Ok(start)
+    }
+
+    /// Writes frame `number` of a connection.
+    pub fn write(&self, number: u64, data: &[u8], out: &mut impl Write) -> io::Result<()> {
+        let mut start = self.start(number, data)?;
         // Small data go with the head in one packet.
         let with_head = if data.len() <= 1 << 14 { data } else { &[] };
-        let mut start = Vec::with_capacity(PREFIX + head.len() + with_head.len());
-        start.extend((head.len() as u32).to_le_bytes());
-        start.extend((data.len() as u64).to_le_bytes());
-        start.extend(&head);
         start.extend(with_head);
         out.write_all(&start)?;
         out.write_all(&data[with_head.len()..])
     }
 }
 
-/// The next frame; `None` where the stream ends between frames.
-pub(super) fn read(input: &mut impl Read) -> io::Result<Option<Frame>> {
-    let mut prefix = [0u8; PREFIX];
-    match input.read(&mut prefix[..1])? {
-        0 => return Ok(None),
-        _ => input.read_exact(&mut prefix[1..])?,
-    }
-    let [a, b, c, d, data_len @ ..] = prefix;
-    let (head_len, data_len) = (u32::from_le_bytes([a, b, c, d]) as usize, u64::from_le_bytes(data_len));
-    if head_len > MAX_HEAD || data_len > MAX_DATA {
-        return Err(garbage(format!("a frame of {head_len} and {data_len} bytes")));
-    }
-    let mut head = vec![0; head_len];
-    input.read_exact(&mut head)?;
-    let mut frame: Frame = postcard::from_bytes(&head).map_err(|e| garbage(e.to_string()))?;
-    match &mut frame {
-        Frame::Post { data, .. } => *data = read_words(input, data_len)?,
-        Frame::Message(data) => *data = read_bytes(input, data_len)?,
-        _ if data_len > 0 => return Err(garbage(format!("{data_len} bytes of data where none belong"))),
-        _ => {}
-    }
-    Ok(Some(frame))
-}
-
-fn read_bytes(input: &mut impl Read, len: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    match input.take(len).read_to_end(&mut bytes)? as u64 == len {
-        true => Ok(bytes),
-        false => Err(ErrorKind::UnexpectedEof.into()),
+impl<H> Frame<H> {
+    /// The most data that such a frame has.
+    pub fn most(&self) -> u64 {
+        match self {
+            Self::Post { .. } => MAX_DATA,
+            Self::Message(_) => MAX_MESSAGE,
+            _ => 0,
+        }
     }
 }
 
-/// Data in words, aligned for every element type.
-fn read_words(input: &mut impl Read, bytes: u64) -> io::Result<Vec<u64>> {
-    let (bytes, mut words, mut done) = (bytes as usize, Vec::new(), 0);
-    while done < bytes {
-        words.resize((words.len() + PIECE).min(bytes.div_ceil(8)), 0u64);
-        let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        let end = memory.len().min(bytes);
-        input.read_exact(&mut memory[done..end])?;
-        done = end;
+/// The checksum of a prefix in front of frame `number`.
+fn numbered(number: u64, prefix: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&number.to_le_bytes());
+    hasher.update(prefix);
+    hasher.finalize()
+}
+
+/// The frames that arrive on one connection.
+pub(super) struct Frames<R> {
+    input: R,
+    number: u64,
+}
+
+/// A frame whose data have not been read.
+pub(super) struct Begun {
+    pub frame: Frame,
+    /// Bytes of its data.
+    pub bytes: u64,
+    checksum: u32,
+}
+
+impl<R: Read> Frames<R> {
+    pub fn new(input: R) -> Self {
+        Self { input, number: 0 }
     }
-    Ok(words)
+
+    /// The next frame without its data; `None` where the stream ends between frames.
+    pub fn begin(&mut self) -> io::Result<Option<Begun>> {
+        let mut prefix = [0u8; PREFIX];
+        match self.input.read(&mut prefix[..1])? {
+            0 => return Ok(None),
+            _ => self.input.read_exact(&mut prefix[1..])?,
+        }
+        let word =
+            |at: usize| u32::from_le_bytes([prefix[at], prefix[at + 1], prefix[at + 2], prefix[at + 3]]);
+        self.compare("prefix", word(20), numbered(self.number, &prefix[..20]))?;
+        let (head_len, bytes) = (word(0) as usize, u64::from(word(4)) | u64::from(word(8)) << 32);
+        if head_len > MAX_HEAD {
+            return Err(garbage(format!("frame {} has a head of {head_len} bytes", self.number)));
+        }
+        let mut head = vec![0; head_len];
+        self.input.read_exact(&mut head)?;
+        self.compare("head", word(12), crc32fast::hash(&head))?;
+        let frame: Frame = match postcard::take_from_bytes(&head) {
+            Ok((frame, [])) => frame,
+            Ok((_, rest)) => return Err(garbage(format!("a head with {} bytes behind it", rest.len()))),
+            Err(e) => return Err(garbage(e.to_string())),
+        };
+        if bytes > frame.most() {
+            return Err(garbage(format!(
+                "a frame with {bytes} bytes of data; at most {} belong there",
+                frame.most()
+            )));
+        }
+        if let Frame::Post { head, .. } = &frame
+            && let Some(fault) = head.fault(bytes)
+        {
+            return Err(garbage(fault));
+        }
+        Ok(Some(Begun { frame, bytes, checksum: word(16) }))
+    }
+
+    /// The frame with its data.
+    pub fn finish(&mut self, Begun { mut frame, bytes, checksum }: Begun) -> io::Result<Frame> {
+        let mut got = crc32fast::Hasher::new();
+        match &mut frame {
+            Frame::Post { data, .. } => *data = self.words(bytes, &mut got)?,
+            Frame::Message(data) => *data = self.bytes(bytes, &mut got)?,
+            _ => {}
+        }
+        self.compare("data", checksum, got.finalize())?;
+        self.number += 1;
+        Ok(frame)
+    }
+
+    fn compare(&self, what: &str, told: u32, got: u32) -> io::Result<()> {
+        match told == got {
+            true => Ok(()),
+            false => Err(garbage(format!(
+                "the {what} of frame {} was altered on its way: its checksum is {got:08x}, expected {told:08x}",
+                self.number
+            ))),
+        }
+    }
+
+    fn bytes(&mut self, len: u64, checksum: &mut crc32fast::Hasher) -> io::Result<Vec<u8>> {
+        let (len, mut bytes) = (len as usize, Vec::new());
+        while bytes.len() < len {
+            let done = bytes.len();
+            bytes.resize((done + PIECE * 8).min(len), 0);
+            self.input.read_exact(&mut bytes[done..])?;
+            checksum.update(&bytes[done..]);
+        }
+        Ok(bytes)
+    }
+
+    /// Data in words, aligned for every element type.
+    fn words(&mut self, bytes: u64, checksum: &mut crc32fast::Hasher) -> io::Result<Vec<u64>> {
+        let (bytes, mut words, mut done) = (bytes as usize, Vec::new(), 0);
+        while done < bytes {
+            words.resize((words.len() + PIECE).min(bytes.div_ceil(8)), 0u64);
+            let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+            let end = memory.len().min(bytes);
+            self.input.read_exact(&mut memory[done..end])?;
+            checksum.update(&memory[done..end]);
+            done = end;
+        }
+        Ok(words)
+    }
 }
 
 fn garbage(what: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::call::Op;
-    use proptest::prelude::*;
-
-    fn written(frame: &Outgoing, data: &[u8]) -> Vec<u8> {
-        let mut out = Vec::new();
-        frame.write(data, &mut out).unwrap();
-        out
+/// Reads a stream of frames as a rank reads those of another one: how many there are until it ends.
+///
+/// # Errors
+/// What ends the connection to the rank that sends it.
+pub fn check_frames(stream: &[u8]) -> io::Result<u64> {
+    let mut frames = Frames::new(stream);
+    while let Some(begun) = frames.begin()? {
+        frames.finish(begun)?;
     }
-
-    #[test]
-    fn rows_of_any_length_come_back() {
-        for len in [0usize, 1, 3, 9_000, (PIECE * 8) + 5] {
-            let data: Vec<u8> = (0..len).map(|i| i as u8).collect();
-            let call = Call {
-                dtype: Some(DType::U8),
-                dims: Some(Dims::new(&[len]).unwrap()),
-                ..Call::bare(Op::Broadcast)
-            };
-            let head = PostHead { call, split: None, rows: Some(vec![len]) };
-            let bytes = written(&Outgoing::post(7, &head), &data);
-            let Some(Frame::Post { group: 7, head, data: words }) = read(&mut &bytes[..]).unwrap() else {
-                panic!()
-            };
-            let rows = view(DType::U8, &head.rows.clone().unwrap(), &words).unwrap();
-            assert!(rows.cpu::<u8>().unwrap() == data);
-            assert_eq!((head.call.dtype, head.call.dims.as_deref()), (Some(DType::U8), Some(&[len][..])));
-            assert!(
-                view(DType::I64, &[len + 1], &words).is_err()
-                    && view(DType::U8, &[usize::MAX, 3], &words).is_err()
-            );
-        }
-    }
-
-    #[test]
-    fn lengths_that_lie_are_refused_or_end_with_the_stream() {
-        let message = written(&Frame::Message(Vec::new()), b"hello");
-        for cut in 1..message.len() {
-            assert_eq!(read(&mut &message[..cut]).err().unwrap().kind(), ErrorKind::UnexpectedEof, "{cut}");
-        }
-        assert!(read(&mut &message[..0]).unwrap().is_none());
-        // Head and data lengths beyond what there is, and a kind.
-        for (at, value) in [(3, 1), (11, 1), (12, 9)] {
-            let mut wrong = message.clone();
-            wrong[at] = value;
-            assert_eq!(read(&mut &wrong[..]).err().unwrap().kind(), ErrorKind::InvalidData, "{at}");
-        }
-        // A length within the limits allocates no more than arrives.
-        let mut long = message.clone();
-        long[8] = 8;
-        assert_eq!(read(&mut &long[..]).err().unwrap().kind(), ErrorKind::UnexpectedEof);
-    }
-
-    proptest! {
-        #[test]
-        fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0u8..7, head in 1u8..60) {
-            let mut prefix = vec![head, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, kind];
-            prefix.extend(bytes);
-            let _ = read(&mut &prefix[..]);
-        }
-    }
+    Ok(frames.number)
 }
+
+#[cfg(test)]
+#[path = "frame_tests.rs"]
+mod tests;

@@ -1,54 +1,146 @@
 //! What two processes say to each other before they are ranks of one world.
 //!
-//! Each message is `"moe-comm" | version u32 | byte order u32 | length u32 | postcard`, and is read
-//! within a time and a size, so that a stranger is told apart and cannot hold anybody up.
+//! ```text
+//! guest, which connects                 host, which listens
+//! Hello {its random number}      ────►
+//!                                ◄────  Challenge(its random number)
+//! Sealed(Ask)                    ────►  the proof of the key is checked
+//!                                ◄────  Sealed(Answer), or at any time Refused(why)
+//! ```
+//!
+//! Each message is `"moe-comm" | version u32 | byte order u32 | length u32 | postcard`. All that a guest says until its proof is
+//! checked must come within one time and one size, so that a stranger is told apart and holds up no other process.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread;
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::round::{foreign, plain};
+use crate::socket::secret::{Exchange, Key, Nonce, Sealed, Side, nonce};
 
 const MAGIC: &[u8; 8] = b"moe-comm";
 /// Changes with everything that processes say to each other.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Elements travel as they lie in memory.
 const BYTE_ORDER: u32 = 0x0102_0304;
+/// The settings of a rank, with room.
+const MAX_ASK: usize = 64 << 10;
 /// The addresses of the largest world.
-const MAX_LEN: usize = 4 << 20;
-/// Connections that may be saying hello at once.
-const MAX_GUESTS: usize = 256;
+const MAX_ANSWER: usize = 4 << 20;
 
-/// Between two looks for a connection, at first.
-const PAUSE: Duration = Duration::from_micros(200);
-
-/// How long a process that has connected may take to say who it is.
+/// How long a process that has connected may take to say and to prove who it is.
 pub(super) const HELLO: Duration = Duration::from_secs(5);
 
-/// How a process introduces itself.
-#[derive(Serialize, Deserialize, Debug)]
-pub(super) enum Hello {
-    /// To rank 0: a rank of a world that wants to form, where it listens, and its settings.
-    Join { rank: usize, world_size: usize, listens: SocketAddr, settings: Vec<(String, String)> },
-    /// To another rank, after the world has formed.
-    Link { rank: usize, secret: u64 },
+/// How often a process that waits asks whether that makes sense.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The first word of a guest.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    nonce: Nonce,
 }
 
-/// The answer to a [`Hello`].
+/// What a guest wants.
+#[derive(Serialize, Deserialize, Debug)]
+pub(super) enum Ask {
+    /// Of rank 0: a seat in a world that wants to form; where it listens, and its settings.
+    Join { rank: usize, world_size: usize, listens: SocketAddr, settings: Vec<(String, String)> },
+    /// Of another rank, after the world has formed.
+    Link { rank: usize },
+}
+
+/// The answer to an [`Ask`].
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum Answer {
     /// All ranks are here, and listen at these addresses.
-    Welcome { secret: u64, addresses: Vec<SocketAddr> },
+    Welcome { world: Nonce, addresses: Vec<SocketAddr> },
     /// The two are connected.
     Linked,
-    /// Why not.
+}
+
+/// What a host says.
+#[derive(Serialize, Deserialize)]
+enum Reply {
+    Challenge(Nonce),
+    Answer(Sealed),
     Refused(String),
 }
 
-pub(super) fn say(mut stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
+/// How long to wait for the other side.
+pub(super) struct Patience<'a> {
+    pub until: Instant,
+    /// An error ends the wait at once.
+    pub alive: &'a dyn Fn() -> Result<()>,
+}
+
+impl Patience<'_> {
+    /// Until then, whatever happens.
+    pub fn until(until: Instant) -> Self {
+        Self { until, alive: &|| Ok(()) }
+    }
+}
+
+/// Says a guest's hello, and proves that it knows the key with what it asks for.
+pub(super) fn ask(stream: &TcpStream, key: &Key, ask: &Ask, patience: &Patience) -> io::Result<Exchange> {
+    let guest = nonce()?;
+    say(stream, &Hello { nonce: guest })?;
+    let host = match hear::<Reply>(stream, MAX_ASK, patience)? {
+        Reply::Challenge(nonce) => nonce,
+        Reply::Refused(why) => return Err(refused(&why)),
+        Reply::Answer(_) => return Err(wrong("it answers before it was asked")),
+    };
+    let exchange = Exchange { key: key.clone(), guest, host };
+    say(stream, &exchange.seal(Side::Guest, ask)?)?;
+    Ok(exchange)
+}
+
+/// What a host answers a guest.
+pub(super) fn hear_answer(
+    stream: &TcpStream,
+    exchange: &Exchange,
+    patience: &Patience,
+) -> io::Result<Answer> {
+    match hear::<Reply>(stream, MAX_ANSWER, patience)? {
+        Reply::Answer(sealed) => exchange
+            .open(Side::Host, &sealed)?
+            .ok_or_else(|| wrong("its answer was altered, or it does not know the secret")),
+        Reply::Refused(why) => Err(refused(&why)),
+        Reply::Challenge(_) => Err(wrong("it asks again")),
+    }
+}
+
+/// What a guest asks for once it has proved that it knows the key.
+pub(super) fn hear_ask(stream: &TcpStream, key: &Key, until: Instant) -> io::Result<(Ask, Exchange)> {
+    let patience = Patience::until(until);
+    let Hello { nonce: guest } = hear(stream, MAX_ASK, &patience)?;
+    let exchange = Exchange { key: key.clone(), guest, host: nonce()? };
+    say(stream, &Reply::Challenge(exchange.host))?;
+    let sealed: Sealed = hear(stream, MAX_ASK, &patience)?;
+    match exchange.open(Side::Guest, &sealed)? {
+        Some(ask) => Ok((ask, exchange)),
+        None if key.secret => {
+            Err(wrong("it does not know the secret of this world; give all ranks the same MOE_WORLD_SECRET"))
+        }
+        None => Err(wrong(
+            "it has a secret and this world has none; give all ranks the same MOE_WORLD_SECRET, or none",
+        )),
+    }
+}
+
+/// Answers a guest.
+pub(super) fn answer(stream: &TcpStream, exchange: &Exchange, answer: &Answer) -> io::Result<()> {
+    say(stream, &Reply::Answer(exchange.seal(Side::Host, answer)?))
+}
+
+/// Tells a guest why not.
+pub(super) fn refuse(stream: &TcpStream, why: &str) -> io::Result<()> {
+    say(stream, &Reply::Refused(why.to_string()))
+}
+
+fn say(mut stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
     let body = postcard::to_stdvec(message).map_err(io::Error::other)?;
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
@@ -59,16 +151,14 @@ pub(super) fn say(mut stream: &TcpStream, message: &impl Serialize) -> io::Resul
     stream.write_all(&bytes)
 }
 
-/// What the other side says, within a time.
-pub(super) fn hear<T: DeserializeOwned>(mut stream: &TcpStream, within: Duration) -> io::Result<T> {
-    stream.set_read_timeout(Some(within.max(Duration::from_millis(1))))?;
-    let wrong = |what: &str| io::Error::new(ErrorKind::InvalidData, what.to_string());
+/// The next message of the other side, of at most `most` bytes.
+fn hear<T: DeserializeOwned>(stream: &TcpStream, most: usize, patience: &Patience) -> io::Result<T> {
     let mut prefix = [0u8; 20];
-    stream.read_exact(&mut prefix[..8])?;
+    fill(stream, &mut prefix[..8], patience)?;
     if prefix[..8] != MAGIC[..] {
         return Err(wrong("it does not speak this program's protocol"));
     }
-    stream.read_exact(&mut prefix[8..])?;
+    fill(stream, &mut prefix[8..], patience)?;
     let word = |at: usize| [prefix[at], prefix[at + 1], prefix[at + 2], prefix[at + 3]];
     let (version, len) = (u32::from_le_bytes(word(8)), u32::from_le_bytes(word(16)) as usize);
     if version != VERSION {
@@ -79,102 +169,45 @@ pub(super) fn hear<T: DeserializeOwned>(mut stream: &TcpStream, within: Duration
     if u32::from_ne_bytes(word(12)) != BYTE_ORDER {
         return Err(wrong("its machine has another byte order"));
     }
-    if len > MAX_LEN {
-        return Err(wrong(&format!("it announces {len} bytes, at most {MAX_LEN} are allowed")));
+    if len > most {
+        return Err(wrong(&format!("it announces {len} bytes, at most {most} are allowed")));
     }
     let mut body = vec![0; len];
-    stream.read_exact(&mut body)?;
+    fill(stream, &mut body, patience)?;
     postcard::from_bytes(&body).map_err(|e| wrong(&format!("its words make no sense ({e})")))
 }
 
-/// Lets processes in: each says hello on a thread of its own.
-pub(super) struct Door {
-    listener: TcpListener,
-    send: Sender<Guest>,
-    guests: Receiver<Guest>,
-    saying_hello: usize,
-    /// The last one that was turned away, and how many were.
-    strangers: (usize, String),
+/// Reads as many bytes as fit, all within one time.
+fn fill(mut stream: &TcpStream, bytes: &mut [u8], patience: &Patience) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let left = patience.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::new(ErrorKind::TimedOut, "it did not say who it is in time"));
+        }
+        stream.set_read_timeout(Some(left.clamp(Duration::from_millis(1), LOOK)))?;
+        match stream.read(&mut bytes[done..]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                ) =>
+            {
+                (patience.alive)().map_err(|e| io::Error::other(plain(&e)))?;
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }
 
-type Guest = (TcpStream, SocketAddr, io::Result<Hello>);
+fn wrong(what: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what)
+}
 
-impl Door {
-    pub fn new(listener: TcpListener) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
-        let (send, guests) = channel();
-        Ok(Self { listener, send, guests, saying_hello: 0, strangers: (0, String::new()) })
-    }
-
-    /// The next process that says hello; `None` at the deadline. `alive` is asked now and then
-    /// whether waiting makes sense.
-    ///
-    /// # Errors
-    /// `alive`'s, or the listener's.
-    pub fn next(
-        &mut self,
-        deadline: Instant,
-        alive: &dyn Fn() -> Result<()>,
-    ) -> Result<Option<(TcpStream, Hello)>> {
-        let mut pause = PAUSE;
-        while Instant::now() < deadline {
-            while let Ok((stream, from, hello)) = self.guests.try_recv() {
-                self.saying_hello -= 1;
-                match hello {
-                    Ok(hello) => return Ok(Some((stream, hello))),
-                    Err(e) => self.turn_away(&stream, &format!("{from}: {e}")),
-                }
-            }
-            if self.accept()? {
-                pause = PAUSE;
-                continue;
-            }
-            alive()?;
-            thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(20));
-        }
-        Ok(None)
-    }
-
-    /// Lets one process in that has connected, if there is one and a place for it.
-    fn accept(&mut self) -> Result<bool> {
-        if self.saying_hello == MAX_GUESTS {
-            return Ok(false);
-        }
-        match self.listener.accept() {
-            Ok((stream, from)) => {
-                self.greet(stream, from)?;
-                Ok(true)
-            }
-            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
-            Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => Ok(false),
-            Err(e) => bail!("cannot accept connections: {e}"),
-        }
-    }
-
-    /// Refuses a process, and remembers it.
-    pub fn turn_away(&mut self, stream: &TcpStream, why: &str) {
-        self.strangers = (self.strangers.0 + 1, why.to_string());
-        let _ = say(stream, &Answer::Refused(why.to_string()));
-    }
-
-    /// Who was turned away, to explain who is missing.
-    pub fn strangers(&self) -> String {
-        match &self.strangers {
-            (0, _) => String::new(),
-            (n, last) => format!("; {n} other connections were refused, the last one from {last}"),
-        }
-    }
-
-    fn greet(&mut self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
-        let send = self.send.clone();
-        let hear = move || {
-            let hello = stream.set_nonblocking(false).and_then(|()| hear(&stream, HELLO));
-            // Nobody listens any more once the world has formed.
-            let _ = send.send((stream, from, hello));
-        };
-        thread::Builder::new().name("hello".into()).spawn(hear)?;
-        self.saying_hello += 1;
-        Ok(())
-    }
+/// That a host has refused this process; another kind of error than one of its silence.
+fn refused(why: &str) -> io::Error {
+    io::Error::new(ErrorKind::PermissionDenied, foreign(why))
 }

@@ -3,12 +3,18 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::round::wait::Absent;
-use crate::socket::frame::PostHead;
+use crate::socket::frame::{Frame, MAX_DATA, MAX_MESSAGE, PostHead};
 
 /// Rounds that a rank can be ahead of this one: it has posted the next, and cannot end it.
 const MAX_POSTS: usize = 2;
+/// Bytes of rows of one rank that wait.
+const MAX_ROWS: u64 = MAX_DATA;
 /// Bytes of messages of one rank that wait.
-const MAX_MESSAGES: usize = 1 << 30;
+const MAX_MESSAGES: u64 = MAX_MESSAGE;
+/// What a message takes beside its bytes.
+const PER_MESSAGE: u64 = 64;
+/// Groups of one rank that this one may know of. A model has four.
+const MAX_GROUPS: usize = 1 << 16;
 
 /// A rank's part of a round, as it arrived.
 pub(super) type Arrived = (PostHead, Vec<u64>);
@@ -22,6 +28,8 @@ pub(super) struct Inbox {
     left: HashSet<(u64, usize)>,
     /// By world rank.
     messages: Vec<Messages>,
+    /// By world rank: bytes of the rows of its open rounds.
+    rows: Vec<u64>,
     /// Ranks that have said goodbye.
     gone: Vec<bool>,
     /// This rank is done.
@@ -31,20 +39,43 @@ pub(super) struct Inbox {
 #[derive(Default)]
 struct Messages {
     waiting: VecDeque<Vec<u8>>,
-    bytes: usize,
+    bytes: u64,
 }
 
 impl Inbox {
     pub fn new(size: usize) -> Self {
         let messages = (0..size).map(|_| Messages::default()).collect();
-        Self { messages, gone: vec![false; size], ..Self::default() }
+        Self { messages, rows: vec![0; size], gone: vec![false; size], ..Self::default() }
+    }
+
+    /// What is wrong with a frame of a rank that has so many bytes of data, if there is no room for them. A healthy rank is never
+    /// so far ahead of this one.
+    pub fn room(&self, from: usize, frame: &Frame, bytes: u64) -> Result<(), String> {
+        let (waits, most, what) = match frame {
+            Frame::Post { .. } => (self.rows.get(from).copied(), MAX_ROWS, "rows"),
+            Frame::Message(_) => {
+                let waits = self.messages.get(from).map(|messages| messages.bytes);
+                (waits, MAX_MESSAGES, "messages")
+            }
+            _ => return Ok(()),
+        };
+        match waits.unwrap_or(0).saturating_add(bytes) > most {
+            true => Err(format!("its {what} that wait are more than {most} bytes")),
+            false => Ok(()),
+        }
     }
 
     /// Keeps a post; what is wrong with it if a healthy rank cannot have sent it.
     pub fn post(&mut self, group: u64, from: usize, post: Arrived) -> Result<(), String> {
+        if self.posts.len() >= MAX_GROUPS && !self.posts.contains_key(&(group, from)) {
+            return Err(format!("it has rounds in more than {MAX_GROUPS} groups"));
+        }
         let posts = self.posts.entry((group, from)).or_default();
         if posts.len() == MAX_POSTS {
             return Err(format!("{MAX_POSTS} rounds are open, and it sent another"));
+        }
+        if let Some(rows) = self.rows.get_mut(from) {
+            *rows += size_of_val(&post.1[..]) as u64;
         }
         posts.push_back(post);
         Ok(())
@@ -52,16 +83,22 @@ impl Inbox {
 
     pub fn message(&mut self, from: usize, message: Vec<u8>) -> Result<(), String> {
         let Some(messages) = self.messages.get_mut(from) else { return Ok(()) };
-        messages.bytes = messages.bytes.saturating_add(message.len());
-        messages.waiting.push_back(message);
-        match messages.bytes > MAX_MESSAGES {
-            true => Err(format!("its messages that wait are more than {MAX_MESSAGES} bytes")),
-            false => Ok(()),
+        let bytes = messages.bytes + message.len() as u64 + PER_MESSAGE;
+        if bytes > MAX_MESSAGES + PER_MESSAGE {
+            return Err(format!("its messages that wait are more than {MAX_MESSAGES} bytes"));
         }
+        messages.bytes = bytes;
+        messages.waiting.push_back(message);
+        Ok(())
     }
 
-    pub fn leave(&mut self, group: u64, from: usize) {
+    /// Notes that a rank has left a group; what is wrong if it cannot have been in so many.
+    pub fn leave(&mut self, group: u64, from: usize) -> Result<(), String> {
+        if self.left.len() >= MAX_GROUPS && !self.left.contains(&(group, from)) {
+            return Err(format!("it has left more than {MAX_GROUPS} groups"));
+        }
         self.left.insert((group, from));
+        Ok(())
     }
 
     pub fn bye(&mut self, from: usize) {
@@ -77,7 +114,7 @@ impl Inbox {
     pub fn take_message(&mut self, from: usize) -> Option<Vec<u8>> {
         let messages = self.messages.get_mut(from)?;
         let message = messages.waiting.pop_front()?;
-        messages.bytes -= message.len();
+        messages.bytes -= message.len() as u64 + PER_MESSAGE;
         Some(message)
     }
 
@@ -85,7 +122,7 @@ impl Inbox {
     pub fn take_posts(&mut self, group: u64, members: &[usize], own: usize) -> Option<Vec<Arrived>> {
         let others = || members.iter().enumerate().filter(|&(rank, _)| rank != own).map(|(_, &m)| m);
         others().all(|member| self.has_post(group, member)).then_some(())?;
-        others().map(|member| self.posts.get_mut(&(group, member))?.pop_front()).collect()
+        others().map(|member| self.take_post(group, member)).collect()
     }
 
     /// The members whose posts are not there.
@@ -98,9 +135,27 @@ impl Inbox {
         Absent { missing, gone }
     }
 
+    fn take_post(&mut self, group: u64, member: usize) -> Option<Arrived> {
+        let post = self.posts.get_mut(&(group, member))?.pop_front()?;
+        self.give_room(member, &post);
+        Some(post)
+    }
+
+    fn give_room(&mut self, from: usize, post: &Arrived) {
+        if let Some(rows) = self.rows.get_mut(from) {
+            *rows -= size_of_val(&post.1[..]) as u64;
+        }
+    }
+
     /// Forgets a group.
     pub fn forget(&mut self, group: u64) {
-        self.posts.retain(|(g, _), _| *g != group);
+        let members: Vec<usize> =
+            self.posts.keys().filter(|(g, _)| *g == group).map(|(_, from)| *from).collect();
+        for from in members {
+            for post in self.posts.remove(&(group, from)).unwrap_or_default() {
+                self.give_room(from, &post);
+            }
+        }
         self.left.retain(|(g, _)| *g != group);
     }
 
@@ -124,9 +179,25 @@ mod tests {
         assert!(inbox.take_posts(0, &[0, 1], 0).is_some() && inbox.post(0, 1, post()).is_ok());
         inbox.forget(0);
         assert!(inbox.take_posts(0, &[0, 1], 0).is_none() && inbox.take_posts(9, &[0, 1], 0).is_some());
-        assert!(inbox.message(1, vec![0; MAX_MESSAGES / 2]).is_ok());
-        assert!(inbox.message(1, vec![0; MAX_MESSAGES / 2]).is_ok());
-        assert!(inbox.message(1, vec![1]).unwrap_err().contains("bytes"));
-        assert_eq!(inbox.take_message(1).map(|m| m.len()), Some(MAX_MESSAGES / 2));
+        let half = (MAX_MESSAGES / 2) as usize;
+        let message = Frame::Message(Vec::new());
+        assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok() && inbox.message(1, vec![0; half]).is_ok());
+        assert!(inbox.room(1, &message, MAX_MESSAGES / 2).unwrap_err().contains("messages that wait"));
+        assert!(inbox.message(1, vec![0; half + 1]).unwrap_err().contains("bytes"));
+        assert_eq!(inbox.take_message(1).map(|m| m.len()), Some(half));
+        assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok());
+        // Empty messages take room, too.
+        (0..1000).for_each(|_| inbox.message(1, Vec::new()).unwrap());
+        assert!(inbox.room(1, &message, MAX_MESSAGES - 1000).is_err());
+        let rows = |bytes: usize| (post().0, vec![0u64; bytes / 8]);
+        let frame = |group| Frame::Post { group, head: post().0, data: Vec::new() };
+        inbox.post(3, 1, rows(800)).unwrap();
+        inbox.post(4, 1, rows(800)).unwrap();
+        assert!(inbox.room(1, &frame(5), MAX_ROWS - 1600).is_ok());
+        assert!(inbox.room(1, &frame(5), MAX_ROWS - 1599).unwrap_err().contains("rows that wait"));
+        inbox.forget(3);
+        assert!(inbox.take_posts(4, &[0, 1], 0).is_some() && inbox.room(1, &frame(5), MAX_ROWS).is_ok());
+        (0..MAX_GROUPS as u64).for_each(|group| inbox.leave(group, 1).unwrap());
+        assert!(inbox.leave(0, 1).is_ok() && inbox.leave(u64::MAX, 1).is_err());
     }
 }

@@ -12,7 +12,9 @@ use crate::socket::inbox::Inbox;
 use crate::socket::world::{Member, World};
 
 /// Messages of this process to and from others, in order for each pair. Waiting for one has no
-/// limit, so that a rank may be idle for hours; it ends at once when the world fails.
+/// limit, so that a rank may be idle or busy for hours; it ends at once when the world fails. A rank that is waited for and sends
+/// nothing is asked whether it lives, which its process answers whatever it is doing: one that does not within the time limit of
+/// a collective has stopped, and fails the world.
 #[derive(Clone, Debug)]
 pub struct Messages(pub(super) Arc<Member>);
 
@@ -50,22 +52,40 @@ impl Messages {
     /// The world has failed.
     pub fn recv_any(&self, from: &[usize]) -> Result<(usize, Option<Vec<u8>>)> {
         let world = &self.0.0;
-        let mut inbox = lock(&world.inbox);
         loop {
-            if let Some(news) = world.next(&mut inbox, from)? {
-                return Ok(news);
+            {
+                let mut inbox = lock(&world.inbox);
+                if let Some(news) = world.next(&mut inbox, from)? {
+                    return Ok(news);
+                }
+                drop(sleep(&world.changed, inbox, world.look_interval()));
             }
-            inbox = sleep(&world.changed, inbox, Duration::MAX);
+            self.look_after(from)?;
         }
     }
 
-    /// Like [`recv_any`](Self::recv_any), without waiting: `None` if nothing has come.
+    /// Like [`recv_any`](Self::recv_any), without waiting: `None` if nothing has come. To be called again and again while something
+    /// is expected of these ranks.
     ///
     /// # Errors
     /// The world has failed.
     pub fn try_recv_any(&self, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
         let world = &self.0.0;
-        world.next(&mut lock(&world.inbox), from)
+        if let Some(news) = world.next(&mut lock(&world.inbox), from)? {
+            return Ok(Some(news));
+        }
+        self.look_after(from)?;
+        Ok(None)
+    }
+
+    fn look_after(&self, ranks: &[usize]) -> Result<()> {
+        let world = &self.0.0;
+        world.look_after(ranks).map_err(|stop| {
+            if let Stop::Cause(cause) = stop {
+                world.fail(cause);
+            }
+            world.error()
+        })
     }
 }
 

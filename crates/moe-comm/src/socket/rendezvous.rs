@@ -2,32 +2,35 @@
 //!
 //! ```text
 //! rank r                          rank 0
-//! listen on a free port
 //! connect (again and again) ────► accept
-//! Join {rank, size, address,  ──► compare with its own settings;
-//!       settings}                 a difference is an error on all ranks
-//!          ◄── Welcome {secret, addresses of all}, once all ranks are here
-//! connect to ranks 1..r, with the secret; accept ranks r+1..
+//! listen on a free port
+//! Join {rank, size, address,  ──► compare with its own settings
+//!       settings}
+//!          ◄── Welcome {identity of the world, addresses of all}, once all ranks are here
+//! connect to ranks 1..r; accept ranks r+1..
 //! ```
-//! The connection to rank 0 stays. What does not speak this protocol is turned away, and the world
-//! forms without it.
+//! The connection to rank 0 stays. Every connection begins with a [`handshake`](super::handshake) in which both sides prove that
+//! they know the world's secret. What does not is a stranger: it is refused, told why, and the world forms without it. What does and
+//! has other settings is a rank that was started wrongly, which is an error on all ranks. A world without a secret cannot tell the
+//! two apart, so there it is refused as a stranger.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::thread;
+use std::collections::BTreeSet;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use candle_core::{Result, bail};
 
 use crate::launch::Launch;
-use crate::round::label;
+use crate::round::{foreign, label, plain};
 use crate::socket::comm::SocketComm;
-use crate::socket::handshake::{Answer, Door, Hello, hear, say};
+use crate::socket::door::{Door, Guest};
+use crate::socket::handshake::{Answer, Ask, Patience, answer, ask, hear_answer, refuse};
+use crate::socket::reach::{listen, reach, resolve};
+use crate::socket::secret::{Exchange, Key, WorldSecret, nonce};
 use crate::socket::timeouts::SocketTimeouts;
 
-/// Between two attempts to reach a rank.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Rank 0 waits for the others until its own deadline, which may be a little later than another rank's.
+const LATER: Duration = Duration::from_secs(10);
 
 /// How a process joins its world.
 pub struct Join<'a> {
@@ -35,6 +38,8 @@ pub struct Join<'a> {
     pub launch: &'a Launch,
     /// What must be equal on all ranks, by name: a difference is an error that names it.
     pub settings: Vec<(String, String)>,
+    /// What only the ranks of this world know. Without it any process that says the right settings gets a seat.
+    pub secret: Option<WorldSecret>,
     /// How long to wait.
     pub timeouts: SocketTimeouts,
     /// Where rank 0 listens, if it does already; else it binds the master's port.
@@ -44,9 +49,10 @@ pub struct Join<'a> {
 }
 
 impl<'a> Join<'a> {
-    /// With the default timeouts.
+    /// With the default timeouts and without a secret.
     pub fn new(launch: &'a Launch, settings: Vec<(String, String)>) -> Self {
-        Self { launch, settings, timeouts: SocketTimeouts::default(), listener: None, alive: &|| Ok(()) }
+        let timeouts = SocketTimeouts::default();
+        Self { launch, settings, secret: None, timeouts, listener: None, alive: &|| Ok(()) }
     }
 }
 
@@ -68,104 +74,132 @@ impl SocketComm {
         };
         match streams {
             Ok(streams) => SocketComm::start(rank, streams, timeout),
-            Err(e) => bail!("rank {rank} cannot form the world: {}", crate::round::plain(&e)),
+            Err(e) => bail!("rank {rank} cannot form the world: {}", plain(&e)),
         }
     }
 }
 
 type Streams = Vec<Option<TcpStream>>;
 
+/// A rank that has come to rank 0, and waits for the others.
+struct Seat {
+    stream: TcpStream,
+    exchange: Exchange,
+    /// Where it listens.
+    address: SocketAddr,
+}
+
+impl Seat {
+    /// Whether its process has ended since it came.
+    fn is_left(&self) -> bool {
+        let left = self.stream.set_nonblocking(true).map(|()| match self.stream.peek(&mut [0]) {
+            Ok(bytes) => bytes == 0,
+            Err(e) => e.kind() != std::io::ErrorKind::WouldBlock,
+        });
+        let back = self.stream.set_nonblocking(false);
+        back.is_err() || left.unwrap_or(true)
+    }
+}
+
 /// Rank 0: lets all others in, then tells each where the others are.
 fn host(join: Join, deadline: Instant) -> Result<Streams> {
     let world_size = join.launch.world_size;
-    let mut seats: Vec<Option<(TcpStream, SocketAddr)>> = (0..world_size).map(|_| None).collect();
+    let mut seats: Vec<Option<Seat>> = (0..world_size).map(|_| None).collect();
     let seated = seat_all(join, deadline, &mut seats);
     let guests = || seats.iter().flatten();
     if let Err(e) = seated {
-        let why = crate::round::plain(&e);
-        guests().for_each(|(stream, _)| drop(say(stream, &Answer::Refused(why.clone()))));
+        let why = plain(&e);
+        guests().for_each(|seat| drop(refuse(&seat.stream, &why)));
         return Err(e);
     }
-    let secret = RandomState::new().build_hasher().finish();
-    let addresses: Vec<SocketAddr> = guests().map(|(_, address)| *address).collect();
-    for (stream, _) in guests() {
-        say(stream, &Answer::Welcome { secret, addresses: addresses.clone() })?;
+    let world = nonce()?;
+    let addresses: Vec<SocketAddr> = guests().map(|seat| seat.address).collect();
+    for Seat { stream, exchange, .. } in guests() {
+        answer(stream, exchange, &Answer::Welcome { world, addresses: addresses.clone() })?;
     }
-    Ok(seats.into_iter().map(|seat| seat.map(|(stream, _)| stream)).collect())
+    Ok(seats.into_iter().map(|seat| seat.map(|seat| seat.stream)).collect())
 }
 
-fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<(TcpStream, SocketAddr)>]) -> Result<()> {
+fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result<()> {
     let Launch { master_addr, master_port, world_size, .. } = join.launch;
-    let listener = match join.listener {
-        Some(listener) => listener,
-        None => match bind(master_addr, *master_port) {
-            Ok(listener) => listener,
-            Err(e) => bail!("cannot listen on port {master_port} (MASTER_PORT): {e}; choose another one"),
-        },
+    let key = Key::new(join.secret.as_ref());
+    let listeners = match join.listener {
+        Some(listener) => vec![listener],
+        None => listen(master_addr, *master_port)?,
     };
-    let mut door = Door::new(listener)?;
+    let mut door = Door::new(listeners, &key)?;
+    let mut left = BTreeSet::new();
     loop {
+        vacate(seats, &mut left);
         let missing: Vec<usize> =
             (1..*world_size).filter(|&r| seats.get(r).is_none_or(Option::is_none)).collect();
         if missing.is_empty() {
             return Ok(());
         }
-        let Some((stream, hello)) = door.next(deadline, join.alive)? else {
+        let Some(Guest { stream, from, ask, exchange }) = door.next(deadline, join.alive)? else {
             let (missing, limit) = (label(&missing, &[]), join.timeouts.rendezvous);
-            let strangers = door.strangers();
-            bail!("{missing} did not appear within {limit:?} (MOE_RENDEZVOUS_TIMEOUT){strangers}")
+            let ended: Vec<usize> = left.into_iter().filter(|&rank| seats[rank].is_none()).collect();
+            let ended = match ended.is_empty() {
+                true => String::new(),
+                false => format!("; {} came and ended", label(&ended, &[])),
+            };
+            bail!(
+                "{missing} did not appear within {limit:?} (MOE_RENDEZVOUS_TIMEOUT){}{ended}",
+                door.report()
+            )
         };
-        match admit(hello, *world_size, &join.settings, seats) {
+        vacate(seats, &mut left);
+        match admit(ask, *world_size, &join.settings, seats) {
             Ok((rank, address)) => {
                 if let Some(seat) = seats.get_mut(rank) {
-                    *seat = Some((stream, address));
+                    *seat = Some(Seat { stream, exchange, address });
                 }
             }
-            Err(Refusal::Stranger(why)) => door.turn_away(&stream, &why),
-            Err(Refusal::World(why)) => {
-                say(&stream, &Answer::Refused(why.clone()))?;
+            // It may be what is left of another run: only a secret tells that it is none.
+            Err(why) if !key.secret => door.turn_away(&stream, from, &foreign(&why)),
+            Err(why) => {
+                let why = foreign(&why);
+                // It may be gone already.
+                let _ = refuse(&stream, &why);
                 bail!("{why}")
             }
         }
     }
 }
 
-enum Refusal {
-    /// It is not one of ours: the world forms without it.
-    Stranger(String),
-    /// The world cannot form.
-    World(String),
+/// Frees the seats of processes that have ended while they waited: they may be started again.
+fn vacate(seats: &mut [Option<Seat>], left: &mut BTreeSet<usize>) {
+    for (rank, seat) in seats.iter_mut().enumerate() {
+        if seat.take_if(|seat| seat.is_left()).is_some() {
+            left.insert(rank);
+        }
+    }
 }
 
-/// The rank and the address of a process that may join.
+/// The rank and the address of a process that may join, or why it may not.
 fn admit(
-    hello: Hello,
+    ask: Ask,
     expected: usize,
     own: &[(String, String)],
-    seats: &[Option<(TcpStream, SocketAddr)>],
-) -> std::result::Result<(usize, SocketAddr), Refusal> {
-    let Hello::Join { rank, world_size, listens, settings } = hello else {
-        return Err(Refusal::Stranger("a rank of another world".to_string()));
+    seats: &[Option<Seat>],
+) -> std::result::Result<(usize, SocketAddr), String> {
+    let Ask::Join { rank, world_size, listens, settings } = ask else {
+        return Err("a rank of another world".to_string());
     };
-    let world = |why| Err(Refusal::World(why));
     if world_size != expected {
-        return world(format!(
-            "rank {rank} is of a world of {world_size} ranks, rank 0 of one of {expected}"
-        ));
+        return Err(format!("rank {rank} is of a world of {world_size} ranks, rank 0 of one of {expected}"));
     }
     match seats.get(rank) {
         Some(None) if rank > 0 => {}
-        Some(Some((_, other))) => {
-            return world(format!("two processes are rank {rank}: one listens at {other}, one at {listens}"));
+        Some(Some(Seat { address, .. })) => {
+            return Err(format!("two processes are rank {rank}: one listens at {address}, one at {listens}"));
         }
         _ => {
-            return world(format!(
-                "a process at {listens} is rank {rank}, which rank 0 is or the world lacks"
-            ));
+            return Err(format!("a process at {listens} is rank {rank}, which rank 0 is or the world lacks"));
         }
     }
     match difference(own, &settings) {
-        Some((name, own, other)) => world(format!(
+        Some((name, own, other)) => Err(format!(
             "rank {rank} has {name} {other}, but rank 0 has {own}; start all ranks with the same settings"
         )),
         None => Ok((rank, listens)),
@@ -184,123 +218,87 @@ fn difference(own: &[(String, String)], other: &[(String, String)]) -> Option<(S
 /// Any other rank: reaches rank 0, learns where the others are, and connects to each.
 fn attend(join: Join, deadline: Instant) -> Result<Streams> {
     let Launch { rank, world_size, master_addr, master_port, .. } = join.launch;
+    let (rank, world_size) = (*rank, *world_size);
+    let key = Key::new(join.secret.as_ref());
+    let patience = Patience { until: deadline, alive: join.alive };
     let master = || format!("rank 0 at {master_addr}:{master_port}");
-    let stream = match reach(|| (master_addr.as_str(), *master_port).to_socket_addrs(), deadline, join.alive)?
-    {
+    let stream = match reach(|| resolve(master_addr, *master_port), &patience)? {
         Ok(stream) => stream,
         Err(e) => bail!("cannot reach {} within {:?}: {e}", master(), join.timeouts.rendezvous),
     };
-    let listener = bind(master_addr, 0)?;
-    let ip = stream.local_addr()?.ip().to_canonical();
-    let listens = SocketAddr::new(ip, listener.local_addr()?.port());
-    let settings = join.settings.clone();
-    let hello = Hello::Join { rank: *rank, world_size: *world_size, listens, settings };
-    // Rank 0 waits for the others until its own deadline, which may be a little later.
-    let patience = deadline.saturating_duration_since(Instant::now()) + Duration::from_secs(10);
-    let answer = say(&stream, &hello).and_then(|()| hear(&stream, patience));
-    let (secret, addresses) = match answer {
-        Ok(Answer::Welcome { secret, addresses }) if addresses.len() + 1 == *world_size => {
-            (secret, addresses)
-        }
-        Ok(Answer::Refused(why)) => bail!("{} says: {why}", master()),
+    // The address by which this process reaches rank 0 is one by which others reach this process.
+    let listener = TcpListener::bind((stream.local_addr()?.ip(), 0))?;
+    let own = listener.local_addr()?;
+    let listens = SocketAddr::new(own.ip().to_canonical(), own.port());
+    let request = Ask::Join { rank, world_size, listens, settings: join.settings.clone() };
+    let longer = Patience { until: deadline + LATER, alive: join.alive };
+    let said =
+        ask(&stream, &key, &request, &longer).and_then(|exchange| hear_answer(&stream, &exchange, &longer));
+    let (world, addresses) = match said {
+        Ok(Answer::Welcome { world, addresses }) if addresses.len() + 1 == world_size => (world, addresses),
         Ok(_) => bail!("{} answers for another world", master()),
-        Err(e) => bail!("{} ended, or is no rank of this program: {e}", master()),
+        Err(e) => bail!("{} {}", master(), complaint(&e)),
     };
-    // A rank on the host of rank 0 may only know itself by its loopback address.
-    let host = stream.peer_addr()?.ip().to_canonical();
-    let address = |a: &SocketAddr| match a.ip().is_loopback() {
-        true => SocketAddr::new(host, a.port()),
-        false => *a,
-    };
-    let mut streams: Streams = (0..*world_size).map(|_| None).collect();
-    streams[0] = Some(stream);
-    for (low, a) in (1..*rank).zip(&addresses) {
-        streams[low] = Some(link(low, address(a), *rank, secret, deadline, join.alive)?);
+    let mut links =
+        Links { rank, key: key.of_world(&world), streams: (0..world_size).map(|_| None).collect() };
+    links.streams[0] = Some(stream);
+    for (low, address) in (1..rank).zip(&addresses) {
+        links.streams[low] = Some(links.reach(low, *address, &patience)?);
     }
-    let mut door = Door::new(listener)?;
-    while let Some(missing) = (rank + 1..*world_size).find(|&r| streams[r].is_none()) {
-        let Some((stream, hello)) = door.next(deadline, join.alive)? else {
-            bail!("rank {missing} did not connect in time{}", door.strangers())
-        };
-        match hello {
-            Hello::Link { rank: high, secret: theirs }
-                if theirs == secret && high > *rank && streams.get(high).is_some_and(Option::is_none) =>
-            {
-                say(&stream, &Answer::Linked)?;
-                streams[high] = Some(stream);
-            }
-            _ => door.turn_away(&stream, "a process that is no rank of this world"),
-        }
-    }
-    Ok(streams)
+    links.accept(listener, &patience)?;
+    Ok(links.streams)
 }
 
-/// Connects to a lower rank.
-fn link(
-    to: usize,
-    address: SocketAddr,
+/// What is wrong with a host, to follow its name.
+fn complaint(e: &std::io::Error) -> String {
+    match e.kind() {
+        std::io::ErrorKind::PermissionDenied => format!("says: {e}"),
+        _ => format!("ended, or is no rank of this program: {e}"),
+    }
+}
+
+/// A rank's connections to the others.
+struct Links {
     rank: usize,
-    secret: u64,
-    deadline: Instant,
-    alive: &dyn Fn() -> Result<()>,
-) -> Result<TcpStream> {
-    let stream = match reach(|| Ok([address].into_iter()), deadline, alive)? {
-        Ok(stream) => stream,
-        Err(e) => bail!("cannot reach rank {to} at {address}: {e}"),
-    };
-    let patience = deadline.saturating_duration_since(Instant::now());
-    match say(&stream, &Hello::Link { rank, secret }).and_then(|()| hear(&stream, patience)) {
-        Ok(Answer::Linked) => Ok(stream),
-        Ok(Answer::Refused(why)) => bail!("rank {to} at {address} refuses: {why}"),
-        Ok(_) => bail!("rank {to} at {address} is of another world"),
-        Err(e) => bail!("rank {to} at {address} ended, or is no rank of this program: {e}"),
-    }
+    key: Key,
+    streams: Streams,
 }
 
-/// Connects to the first address that answers, until the deadline. The outer error is `alive`'s.
-fn reach<A: Iterator<Item = SocketAddr>>(
-    resolve: impl Fn() -> io::Result<A>,
-    deadline: Instant,
-    alive: &dyn Fn() -> Result<()>,
-) -> Result<io::Result<TcpStream>> {
-    loop {
-        let mut last = io::Error::other("its name has no address");
-        match resolve() {
-            Ok(addresses) => {
-                for address in addresses {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    let attempt = left.clamp(Duration::from_millis(1), Duration::from_secs(5));
-                    match TcpStream::connect_timeout(&address, attempt) {
-                        // A port that nobody listens on may be given to the connection itself.
-                        Ok(stream) if stream.local_addr().ok() != stream.peer_addr().ok() => {
-                            return Ok(Ok(stream));
-                        }
-                        Ok(_) => last = io::ErrorKind::ConnectionRefused.into(),
-                        Err(e) => last = e,
-                    }
+impl Links {
+    /// Connects to a lower rank.
+    fn reach(&self, to: usize, address: SocketAddr, patience: &Patience) -> Result<TcpStream> {
+        let stream = match reach(|| Ok(vec![address]), patience)? {
+            Ok(stream) => stream,
+            Err(e) => bail!("cannot reach rank {to} at {address}: {e}"),
+        };
+        let said = ask(&stream, &self.key, &Ask::Link { rank: self.rank }, patience)
+            .and_then(|exchange| hear_answer(&stream, &exchange, patience));
+        match said {
+            Ok(Answer::Linked) => Ok(stream),
+            Ok(_) => bail!("rank {to} at {address} is of another world"),
+            Err(e) => bail!("rank {to} at {address} {}", complaint(&e)),
+        }
+    }
+
+    /// Lets the higher ranks in.
+    fn accept(&mut self, listener: TcpListener, patience: &Patience) -> Result<()> {
+        let mut door = Door::new(vec![listener], &self.key)?;
+        while let Some(missing) = (self.rank + 1..self.streams.len()).find(|&r| self.streams[r].is_none()) {
+            let Some(Guest { stream, from, ask, exchange }) = door.next(patience.until, patience.alive)?
+            else {
+                bail!("rank {missing} did not connect in time{}", door.report())
+            };
+            match ask {
+                Ask::Link { rank }
+                    if rank > self.rank && self.streams.get(rank).is_some_and(Option::is_none) =>
+                {
+                    answer(&stream, &exchange, &Answer::Linked)?;
+                    self.streams[rank] = Some(stream);
                 }
+                _ => door.turn_away(&stream, from, "no rank of this world that is missing here"),
             }
-            Err(e) => last = e,
         }
-        alive()?;
-        if Instant::now() + PAUSE >= deadline {
-            return Ok(Err(last));
-        }
-        thread::sleep(PAUSE);
-    }
-}
-
-/// Listens where all ranks can reach it: on the loopback interface if the master is named by it,
-/// else on all, IPv6 and IPv4.
-fn bind(master_addr: &str, port: u16) -> io::Result<TcpListener> {
-    let literal: Option<IpAddr> = match master_addr {
-        "localhost" => Some(Ipv4Addr::LOCALHOST.into()),
-        name => name.trim_matches(['[', ']']).parse().ok(),
-    };
-    match literal {
-        Some(ip) if ip.is_loopback() => TcpListener::bind((ip, port)),
-        _ => TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
-            .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))),
+        Ok(())
     }
 }
 
@@ -321,12 +319,5 @@ mod tests {
         assert_eq!(differs(&[("--tp", "2"), ("--dtype", "bf16")]), named("--dtype", "f32", "bf16"));
         assert_eq!(differs(&[("--tp", "2")]), named("--dtype", "f32", "none"));
         assert_eq!(differs(&[("--tp", "2"), ("--dtype", "f32"), ("--dp", "3")]), named("--dp", "none", "3"));
-    }
-
-    #[test]
-    fn listeners_face_the_master() {
-        let ip = |master: &str| bind(master, 0).unwrap().local_addr().unwrap().ip();
-        assert!(ip("127.0.0.1").is_loopback() && ip("localhost").is_loopback());
-        assert!(ip("host0").is_unspecified() && ip("10.1.2.3").is_unspecified());
     }
 }

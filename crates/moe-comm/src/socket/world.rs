@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Error, Result};
 
-use crate::round::lock;
 use crate::round::wait::{Outcome, Stop, sleep};
-use crate::socket::frame::{self, Frame, Outgoing};
+use crate::round::{foreign, lock};
+use crate::socket::frame::{Begun, Frame, Frames, Outgoing};
 use crate::socket::inbox::Inbox;
-use crate::socket::link::Link;
+use crate::socket::link::{Hearing, Link, Silence, interval};
 
 /// How long a rank that cannot write waits for the reason to arrive.
 const REASON: Duration = Duration::from_secs(1);
@@ -81,6 +81,11 @@ impl World {
         (self.rank as u64) << 40 | self.groups.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// Whether a rank can have given this id to a group that it leads.
+    pub fn is_group_of(rank: usize, group: u64) -> bool {
+        group >> 40 == rank as u64 && group & ((1 << 40) - 1) > 0
+    }
+
     /// The first failure.
     pub fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
@@ -142,6 +147,34 @@ impl World {
         }
     }
 
+    /// Asks those of these ranks, which are waited for, that have been silent, whether they live.
+    ///
+    /// # Errors
+    /// One that does not answer has stopped: nothing can be expected of it.
+    pub fn look_after(&self, ranks: &[usize]) -> Outcome<()> {
+        for &rank in ranks {
+            let Some(link) = self.links.get(rank).and_then(Option::as_ref) else { continue };
+            match link.silence(self.timeout) {
+                Silence::Short => {}
+                // A connection that broke is told by its reader.
+                Silence::Ask => drop(link.send_now(&Outgoing::Ping)),
+                Silence::Stalled if lock(&self.inbox).is_gone(rank) => {}
+                Silence::Stalled => {
+                    let limit = self.timeout;
+                    return Err(Stop::Cause(format!(
+                        "rank {rank} stalled: it has given no sign of life for {limit:?}"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How long to sleep between two looks after ranks.
+    pub fn look_interval(&self) -> Duration {
+        interval(self.timeout)
+    }
+
     fn last_words(&self, frame: &Outgoing) {
         self.links.iter().flatten().for_each(|link| link.close(frame));
     }
@@ -153,16 +186,12 @@ impl World {
     }
 
     /// Takes a rank's frames until it ends.
-    fn read(&self, from: usize, stream: TcpStream) {
-        let mut input = BufReader::with_capacity(1 << 16, stream);
+    fn read(&self, from: usize, stream: Hearing) {
+        let mut frames = Frames::new(BufReader::with_capacity(1 << 16, stream));
         let end = loop {
-            match frame::read(&mut input) {
-                Ok(Some(frame)) => {
-                    if let Err(wrong) = self.take(from, frame) {
-                        break format!("rank {from} broke the protocol: {wrong}");
-                    }
-                }
-                Ok(None) => break format!("rank {from} died: its connection closed"),
+            match self.read_one(from, &mut frames) {
+                Ok(true) => {}
+                Ok(false) => break format!("rank {from} died: its connection closed"),
                 Err(e) if e.kind() == ErrorKind::InvalidData => {
                     break format!("rank {from} broke the protocol: {e}");
                 }
@@ -178,19 +207,41 @@ impl World {
         }
     }
 
+    /// Takes a frame; false if there are no more.
+    fn read_one(&self, from: usize, frames: &mut Frames<BufReader<Hearing>>) -> io::Result<bool> {
+        let wrong = |what: String| io::Error::new(ErrorKind::InvalidData, what);
+        let Some(begun) = frames.begin()? else { return Ok(false) };
+        let Begun { frame, bytes, .. } = &begun;
+        // What has no place is not read.
+        lock(&self.inbox).room(from, frame, *bytes).map_err(wrong)?;
+        let frame = frames.finish(begun)?;
+        self.take(from, frame).map_err(wrong)?;
+        Ok(true)
+    }
+
     fn take(&self, from: usize, frame: Frame) -> std::result::Result<(), String> {
         {
             let mut inbox = lock(&self.inbox);
             match frame {
                 Frame::Post { group, head, data } => inbox.post(group, from, (head, data))?,
-                Frame::Leave { group } => inbox.leave(group, from),
+                Frame::Leave { group } => inbox.leave(group, from)?,
                 Frame::Message(message) => inbox.message(from, message)?,
                 Frame::Bye => inbox.bye(from),
                 Frame::Abort(cause) => {
                     drop(inbox);
-                    self.fail(cause);
+                    self.fail(foreign(&cause));
                     return Ok(());
                 }
+                Frame::Ping => {
+                    drop(inbox);
+                    if let Some(link) = self.links.get(from).and_then(Option::as_ref) {
+                        // This thread must not wait; a connection that broke is told by its end.
+                        let _ = link.send_now(&Outgoing::Pong);
+                    }
+                    return Ok(());
+                }
+                // That it came is all that it says.
+                Frame::Pong => return Ok(()),
             }
         }
         self.changed.notify_all();

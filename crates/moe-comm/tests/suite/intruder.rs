@@ -1,77 +1,41 @@
-//! A rank that joins as it should and then does not: it dies, or sends what no rank sends. The others
-//! learn it at once, also those that it never wrote to.
+//! A rank that joins as it should and then does not: it dies, is stopped, or sends what no rank sends. The others
+//! learn it soon, also those that it never wrote to.
 
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::io::Write;
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use moe_comm::{Communicator, Exec, Join, SocketComm, launch_from_env};
-use serde::{Deserialize, Serialize};
+use moe_comm::candle::Result;
+use moe_comm::{Communicator, Exec, Join, SocketComm, SocketTimeouts};
 
+use crate::foreign::{Answer, Ask, ask, connect, frame, free_port, launch, link_key, world_key};
 use crate::support::text;
-
-/// What the handshake says, as the intruder knows it.
-#[derive(Serialize)]
-enum Hello {
-    Join { rank: usize, world_size: usize, listens: SocketAddr, settings: Vec<(String, String)> },
-    Link { rank: usize, secret: u64 },
-}
-
-#[derive(Deserialize)]
-enum Answer {
-    Welcome { secret: u64, addresses: Vec<SocketAddr> },
-    Linked,
-}
-
-fn say(stream: &mut TcpStream, hello: &Hello) -> Answer {
-    let body = postcard::to_stdvec(hello).unwrap();
-    let mut bytes = b"moe-comm\x02\0\0\0".to_vec();
-    bytes.extend(0x0102_0304u32.to_ne_bytes());
-    bytes.extend((body.len() as u32).to_le_bytes());
-    bytes.extend(body);
-    stream.write_all(&bytes).unwrap();
-    let mut prefix = [0; 20];
-    stream.read_exact(&mut prefix).unwrap();
-    let len = u32::from_le_bytes(prefix[16..].try_into().unwrap());
-    let mut body = vec![0; len as usize];
-    stream.read_exact(&mut body).unwrap();
-    postcard::from_bytes(&body).unwrap()
-}
 
 /// Joins a world of three as its last rank; its connections to ranks 0 and 1.
 fn join(port: u16) -> [TcpStream; 2] {
-    let mut master = loop {
-        match TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
-            Ok(stream) => break stream,
-            Err(_) => std::thread::sleep(Duration::from_millis(5)),
-        }
-    };
+    let (mut master, key) = (connect(port), world_key(""));
     let listens = master.local_addr().unwrap();
-    let Answer::Welcome { secret, addresses } =
-        say(&mut master, &Hello::Join { rank: 2, world_size: 3, listens, settings: Vec::new() })
-    else {
+    let request = Ask::Join { rank: 2, world_size: 3, listens, settings: Vec::new() };
+    let Ok(Answer::Welcome { world, addresses }) = ask(&mut master, &key, &request) else {
         panic!("no welcome")
     };
     let mut other = TcpStream::connect(addresses[0]).unwrap();
-    assert!(matches!(say(&mut other, &Hello::Link { rank: 2, secret }), Answer::Linked));
+    let linked = ask(&mut other, &link_key(&key, &world), &Ask::Link { rank: 2 });
+    assert!(matches!(linked, Ok(Answer::Linked)), "{linked:?}");
     [master, other]
 }
 
-/// The errors of ranks 0 and 1, which wait for rank 2 in a collective while it does `what`.
-fn errors(what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-    let start = Instant::now();
+/// What ranks 0 and 1 do while rank 2 does something else.
+type Waits = fn(&SocketComm) -> Result<()>;
+
+/// The errors of ranks 0 and 1, which wait for rank 2 while it does `what`.
+fn errors_of(waits: Waits, what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
+    let (port, start) = (free_port(), Instant::now());
     let rank = |rank: usize| {
-        let value = move |name: &str| match name {
-            "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
-            "WORLD_SIZE" => Some("3".to_string()),
-            "MASTER_ADDR" => Some("127.0.0.1".to_string()),
-            "MASTER_PORT" => Some(port.to_string()),
-            _ => None,
-        };
-        let launch = launch_from_env(value).unwrap().unwrap();
-        let comm = SocketComm::connect(Join::new(&launch, Vec::new())).unwrap();
-        let error = text(comm.barrier(&mut Exec::cpu()).unwrap_err());
+        let launch = launch(rank, 3, "127.0.0.1", port);
+        let timeouts = SocketTimeouts { collective: Duration::from_secs(2), ..SocketTimeouts::default() };
+        let comm = SocketComm::connect(Join { timeouts, ..Join::new(&launch, Vec::new()) }).unwrap();
+        let error = text(waits(&comm).unwrap_err());
         assert!(comm.check().is_err());
         error
     };
@@ -86,6 +50,11 @@ fn errors(what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<Str
     errors
 }
 
+/// [`errors_of`] ranks in a collective.
+fn errors(what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
+    errors_of(|comm| comm.barrier(&mut Exec::cpu()), what)
+}
+
 #[test]
 fn a_rank_that_dies_is_named() {
     for error in errors(|links| {
@@ -96,9 +65,24 @@ fn a_rank_that_dies_is_named() {
     }
 }
 
-/// Bytes of the head, bytes of the data, and what follows.
-fn frame(head: u32, data: u64, rest: &[u8]) -> Vec<u8> {
-    [&head.to_le_bytes()[..], &data.to_le_bytes(), rest].concat()
+/// A process that is stopped keeps its connections and says nothing, as the intruder does here. Whether the others wait for its
+/// messages, or look for them between other work, they learn it after the limit of a collective.
+#[test]
+fn a_rank_that_is_stopped_is_named_by_those_that_wait_for_its_messages() {
+    let waits: [Waits; 2] = [
+        |comm| comm.messages().recv(2).map(drop),
+        |comm| loop {
+            comm.messages().try_recv_any(&[2])?;
+            std::thread::sleep(Duration::from_millis(10));
+        },
+    ];
+    for wait in waits {
+        let start = Instant::now();
+        for error in errors_of(wait, Vec::from) {
+            assert!(error.contains("rank 2 stalled: it has given no sign of life for 2s"), "{error}");
+        }
+        assert!(start.elapsed() >= Duration::from_millis(1900), "{:?}", start.elapsed());
+    }
 }
 
 /// A barrier in a group that nobody else is in: kind, group, op, what a barrier has not, no counts.
@@ -106,16 +90,29 @@ const BARRIER: [u8; 10] = [0, 9, 5, 0, 0, 0, 0, 0, 0, 0];
 
 #[test]
 fn a_rank_that_sends_garbage_is_named() {
+    let altered = |at: usize| {
+        let mut bytes = frame(0, &[2], 5, b"hello");
+        bytes[at] ^= 1;
+        bytes
+    };
+    let barriers = (0..3).flat_map(|number| frame(number, &BARRIER, 0, b""));
     for bytes in [
         b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec(),
-        frame(1, 0, &[9]),
-        // A head and data that are too long, a head that is none, data where none belong.
-        frame(u32::MAX, 0, &[]),
-        frame(0, u64::MAX, &[]),
-        frame(3, 0, &[0xff; 3]),
-        frame(1, 1, &[4]),
+        frame(0, &[99], 0, b""),
+        // A head that is none, data that are too long, data where none belong.
+        frame(0, &[0xff; 3], 0, b""),
+        frame(0, &[2], u64::MAX, b""),
+        frame(0, &[4], 1, b"x"),
         // More rounds than a rank can be ahead.
-        frame(10, 0, &BARRIER).repeat(3),
+        barriers.collect(),
+        // A flipped bit in a length, a checksum, the head, the data.
+        altered(0),
+        altered(11),
+        altered(20),
+        altered(24),
+        altered(29),
+        // A frame for the second time.
+        frame(0, &[2], 0, b"").repeat(2),
     ] {
         // Only rank 1 is written to; rank 0 has it from there.
         let send = bytes.clone();
@@ -133,10 +130,23 @@ fn a_rank_that_sends_garbage_is_named() {
 #[test]
 fn a_rank_that_dies_within_a_frame_is_named() {
     for error in errors(|[first, mut second]| {
-        second.write_all(&frame(10, 1 << 20, &BARRIER[..4])).unwrap();
+        second.write_all(&frame(0, &[2], 1 << 20, b"four")).unwrap();
         drop(second);
         vec![first]
     }) {
         assert!(error.contains("rank 2 died"), "{error}");
+    }
+}
+
+/// What a member says on its end reaches the terminal without control characters.
+#[test]
+fn the_last_words_of_a_rank_are_shown_without_control_characters() {
+    let words = "rank 2 aborted: \u{1b}[2J\u{7}gone\r\n";
+    let head = [&[3, words.len() as u8], words.as_bytes()].concat();
+    for error in errors(move |[mut first, second]| {
+        first.write_all(&frame(0, &head, 0, b"")).unwrap();
+        vec![first, second]
+    }) {
+        assert!(error.contains("rank 2 aborted:  [2J gone") && !error.contains(char::is_control), "{error}");
     }
 }

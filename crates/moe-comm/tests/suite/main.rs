@@ -6,6 +6,8 @@
 mod collectives;
 mod expert_map;
 mod faults;
+mod flips;
+mod foreign;
 mod geometry;
 mod groups;
 mod intruder;
@@ -15,4 +17,5 @@ mod rendezvous;
 mod row_parallel;
 mod shared_norm;
 mod sockets;
+mod strangers;
 mod support;
