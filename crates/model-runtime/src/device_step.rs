@@ -16,6 +16,9 @@ use moe_kernels::{Buffer, Exec, View};
 use crate::step::{Step, StepViews};
 use crate::step_ranks::DeviceSampling;
 
+// What ranks check without a device.
+const _: () = assert!(SAMPLE_WORDS == crate::step_ranks::PARAM_WORDS);
+
 /// Sizes of a step's arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {

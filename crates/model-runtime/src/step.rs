@@ -19,6 +19,8 @@
 //! | `scored_tokens` | `[P]` | these tokens |
 //! | `scored_start_loc` | [S+1] | scored rows of sequence s are `scored_start_loc[s]..scored_start_loc[s+1]` |
 
+mod check;
+
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 

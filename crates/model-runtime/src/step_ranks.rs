@@ -4,7 +4,7 @@
 //! them, and the data-parallel groups among each other, then run the same collectives in the same order. It is so on
 //! the CPU and on devices, where the launches of a step may be a recorded graph that can tell nobody anything.
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use moe_kernels::{Exec, StepContext};
 use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
@@ -27,6 +27,9 @@ pub struct RunnerSizes {
     pub eager: bool,
 }
 
+/// Words of a row of [`DeviceSampling::params`].
+pub(crate) const PARAM_WORDS: usize = 16;
+
 /// How the tokens of a step are sampled on a device. Rows that are missing at the end have tokens of their own, and
 /// sample nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +40,26 @@ pub struct DeviceSampling {
     pub params: Vec<u32>,
     /// Whether tokens are sampled only once their masks are there ([`StepRanks::tell_masks`]).
     pub masked: bool,
+}
+
+impl DeviceSampling {
+    /// Fails unless this is sampling of a step of so many rows, of which so many logits are wanted, behind one of at most
+    /// `sequences` sampled tokens.
+    ///
+    /// # Errors
+    /// An array of another size; a token of a row that there is not.
+    pub fn check(&self, rows: usize, logits: usize, sequences: usize) -> Result<()> {
+        if self.token_source.len() > rows || self.params.len() != logits.saturating_mul(PARAM_WORDS) {
+            let (sources, params) = (self.token_source.len(), self.params.len());
+            bail!(
+                "sampling of {rows} rows and {logits} logits: {sources} sources of tokens and {params} words of parameters"
+            )
+        }
+        match self.token_source.iter().find(|&&row| row != u32::MAX && row as usize >= sequences) {
+            Some(row) => bail!("sampling: the token of row {row}, of at most {sequences} in the step before"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// The ranks of a model, as the one that is about to run a step sees them. Every call fails once a rank has died.

@@ -16,11 +16,29 @@ pub const NO_EXPERT: u32 = u32::MAX;
 
 /// Routing decisions of a run of tokens: logical expert ids, shape [T, L_moe, K].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "RoutedIds")]
 pub struct RoutedExperts {
     tokens: usize,
     layers: usize,
     top_k: usize,
     ids: Vec<u32>,
+}
+
+/// A recording as it is read, whose sizes may contradict each other.
+#[derive(Deserialize)]
+struct RoutedIds {
+    tokens: usize,
+    layers: usize,
+    top_k: usize,
+    ids: Vec<u32>,
+}
+
+impl TryFrom<RoutedIds> for RoutedExperts {
+    type Error = candle_core::Error;
+
+    fn try_from(RoutedIds { tokens, layers, top_k, ids }: RoutedIds) -> Result<Self> {
+        Self::from_ids(tokens, layers, top_k, ids)
+    }
 }
 
 impl RoutedExperts {
@@ -137,9 +155,25 @@ impl RoutedExperts {
 
 /// Tokens routed to each logical expert, [L_moe, E].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "HeatCounts")]
 pub struct ExpertHeat {
     experts: usize,
     counts: Vec<u64>,
+}
+
+/// Counts as they are read, which may be of no whole number of layers.
+#[derive(Deserialize)]
+struct HeatCounts {
+    experts: usize,
+    counts: Vec<u64>,
+}
+
+impl TryFrom<HeatCounts> for ExpertHeat {
+    type Error = candle_core::Error;
+
+    fn try_from(HeatCounts { experts, counts }: HeatCounts) -> Result<Self> {
+        Self::from_counts(experts, counts)
+    }
 }
 
 impl ExpertHeat {
@@ -168,8 +202,16 @@ impl ExpertHeat {
     /// Adds the counts of another part of the same step; counts of another model are not heat.
     pub fn add(&mut self, other: &ExpertHeat) {
         if self.experts == other.experts {
-            self.counts.iter_mut().zip(&other.counts).for_each(|(count, n)| *count += n);
+            self.counts
+                .iter_mut()
+                .zip(&other.counts)
+                .for_each(|(count, n)| *count = count.saturating_add(*n));
         }
+    }
+
+    /// Number of experts of a layer.
+    pub fn experts(&self) -> usize {
+        self.experts
     }
 
     /// Number of MoE layers.

@@ -73,6 +73,11 @@ struct Known {
     unfinished: usize,
     /// Tokens that each of them can come to.
     work: usize,
+    /// Tokens of its prompt.
+    prompt: usize,
+    /// All of its choices, and those of them that have ended.
+    choices: usize,
+    ended: BTreeSet<usize>,
 }
 
 #[derive(Clone, Copy)]
@@ -123,11 +128,19 @@ impl Dispatcher {
             SchedulingPolicy::Fcfs => (false, Reverse(0), id.0),
             SchedulingPolicy::LongestFirst => (true, Reverse(output), id.0),
         };
-        let (unfinished, work) = (request.n, request.prompt.len() + output);
+        let (unfinished, prompt) = (request.n, request.prompt.len());
+        let known = Known {
+            place: Place::Waiting(turn),
+            unfinished,
+            work: prompt + output,
+            prompt,
+            choices: unfinished,
+            ended: BTreeSet::new(),
+        };
         let waiting = Waiting { request: Box::new(request), added: Instant::now() };
         self.deadlines.extend(waiting.deadline().map(|deadline| (deadline, turn)));
         self.waiting.insert(turn, waiting);
-        self.requests.insert(id, Known { place: Place::Waiting(turn), unfinished, work });
+        self.requests.insert(id, known);
         self.unfinished += unfinished;
         self.last[0] += usize::from(turn.0);
         if self.last[0] > self.last[1] {
@@ -203,6 +216,9 @@ impl Dispatcher {
             return;
         }
         let Some(known) = self.requests.get_mut(&output.request) else { return };
+        if !known.ended.insert(output.choice) {
+            return;
+        }
         self.unfinished -= 1;
         known.unfinished -= 1;
         if let Place::Rank(rank) = known.place {
@@ -213,6 +229,13 @@ impl Dispatcher {
         if known.unfinished == 0 {
             self.requests.remove(&output.request);
         }
+    }
+
+    /// The tokens of the prompt of a request that this rank runs, of which this choice has not ended; `None` if there is none.
+    pub fn prompt_of(&self, rank: usize, request: RequestId, choice: usize) -> Option<usize> {
+        let known = self.requests.get(&request)?;
+        let runs = matches!(known.place, Place::Rank(place) if place == rank);
+        (runs && choice < known.choices && !known.ended.contains(&choice)).then_some(known.prompt)
     }
 
     /// Choices that wait or run.
@@ -302,9 +325,15 @@ mod tests {
         dispatcher.reported(&end(RequestId(1)));
         assert_eq!(given(&mut dispatcher), [(0, several.0)]);
         assert_eq!(dispatcher.num_unfinished(), 3 + 3);
-        (0..2).for_each(|_| dispatcher.reported(&end(several)));
-        assert_eq!(dispatcher.rank_of(several), Some(0));
-        dispatcher.reported(&end(several));
+        let end_of = |choice| Output { choice, ..end(several) };
+        assert_eq!(dispatcher.prompt_of(0, several, 1), Some(1));
+        assert!(
+            dispatcher.prompt_of(1, several, 1).is_none() && dispatcher.prompt_of(0, several, 3).is_none()
+        );
+        // The end of a choice counts once.
+        [0, 1, 1].map(end_of).iter().for_each(|output| dispatcher.reported(output));
+        assert_eq!((dispatcher.rank_of(several), dispatcher.prompt_of(0, several, 1)), (Some(0), None));
+        dispatcher.reported(&end_of(2));
         assert_eq!(dispatcher.rank_of(several), None);
     }
 

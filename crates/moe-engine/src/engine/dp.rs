@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
 use moe_layer::ExpertTraffic;
@@ -23,7 +23,8 @@ use super::dispatch::{Assigned, Dispatcher};
 use super::peers::Peers;
 use super::serve::{Question, Reply, Stepped};
 use super::{
-    Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts, step_memory,
+    Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts, replies,
+    step_memory,
 };
 use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
@@ -197,10 +198,10 @@ impl<'m> DpEngine<'m> {
     fn step_together(&mut self) -> Result<()> {
         (0..self.peers.len()).try_for_each(|peer| self.peers.tell(peer, Question::Step))?;
         let stepped = self.run_here(Engine::stepped)?;
-        self.arrive(0, stepped);
+        self.arrive(stepped);
         for _ in 0..self.peers.len() {
             match self.next(true)? {
-                Some((peer, Reply::Stepped(stepped))) => self.arrive(1 + peer, stepped),
+                Some((peer, Reply::Stepped(stepped))) => self.arrive_from(peer, stepped)?,
                 other => return Err(self.peers.unasked(other.map_or(0, |(peer, _)| peer))),
             }
         }
@@ -211,7 +212,7 @@ impl<'m> DpEngine<'m> {
         let has_work = !self.engine.is_idle();
         if has_work {
             let stepped = self.run_here(Engine::stepped)?;
-            self.arrive(0, stepped);
+            self.arrive(stepped);
         }
         let others_run = !self.arrived.iter().all(|rank| rank.last);
         let nothing_came = self.arrived.iter().all(|rank| rank.outputs.is_empty());
@@ -258,8 +259,30 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    fn arrive(&mut self, rank: usize, stepped: Stepped) {
+    /// Takes in what has come of the first rank's step.
+    fn arrive(&mut self, stepped: Stepped) {
         stepped.outputs.iter().for_each(|output| self.dispatcher.reported(output));
+        self.keep(0, stepped);
+    }
+
+    /// Takes in what a peer has said.
+    ///
+    /// # Errors
+    /// It says what cannot be.
+    fn arrive_from(&mut self, peer: usize, stepped: Stepped) -> Result<()> {
+        let (info, who) =
+            (self.engine.info, || format!("rank {} tells what cannot be", self.peers.rank(peer)));
+        for output in &stepped.outputs {
+            let prompt = self.dispatcher.prompt_of(1 + peer, output.request, output.choice);
+            replies::check_output(output, prompt, info).with_context(who)?;
+            self.dispatcher.reported(output);
+        }
+        stepped.loads.iter().try_for_each(|load| replies::check_load(load, info)).with_context(who)?;
+        self.keep(1 + peer, stepped);
+        Ok(())
+    }
+
+    fn keep(&mut self, rank: usize, stepped: Stepped) {
         let arrived = &mut self.arrived[rank];
         arrived.outputs.extend(stepped.outputs);
         arrived.loads.extend(stepped.loads);
@@ -271,7 +294,7 @@ impl<'m> DpEngine<'m> {
     fn receive(&mut self, mut wait: bool) -> Result<()> {
         while let Some((peer, reply)) = self.next(wait)? {
             let Reply::Stepped(stepped) = reply else { return Err(self.peers.unasked(peer)) };
-            self.arrive(1 + peer, stepped);
+            self.arrive_from(peer, stepped)?;
             wait = false;
         }
         Ok(())
@@ -283,7 +306,7 @@ impl<'m> DpEngine<'m> {
         let mut answers = Vec::with_capacity(self.peers.len());
         while answers.len() < self.peers.len() {
             match self.next(true)? {
-                Some((peer, Reply::Stepped(stepped))) => self.arrive(1 + peer, stepped),
+                Some((peer, Reply::Stepped(stepped))) => self.arrive_from(peer, stepped)?,
                 answer => answers.extend(answer),
             }
         }
@@ -309,14 +332,21 @@ impl<'m> DpEngine<'m> {
         let mut total = self.engine.stats();
         let answers = self.or_fail(|ranks| {
             (0..ranks.peers.len()).try_for_each(|peer| ranks.peers.tell(peer, Question::Stats))?;
-            ranks.answers()
+            ranks
+                .answers()?
+                .into_iter()
+                .map(|(peer, answer)| ranks.stats_in(peer, answer))
+                .collect::<Result<Vec<_>>>()
         });
-        for (_, answer) in answers.unwrap_or_default() {
-            if let Reply::Stats(stats) = answer {
-                total.absorb(&stats);
-            }
-        }
+        answers.unwrap_or_default().iter().for_each(|stats| total.absorb(stats));
         total
+    }
+
+    fn stats_in(&self, peer: usize, answer: Reply) -> Result<Box<Stats>> {
+        let Reply::Stats(stats) = answer else { return Err(self.peers.unasked(peer)) };
+        replies::check_stats(&stats, self.engine.info)
+            .with_context(|| format!("rank {} tells what cannot be", self.peers.rank(peer)))?;
+        Ok(stats)
     }
 
     /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.

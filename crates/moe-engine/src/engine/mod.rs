@@ -23,6 +23,7 @@ mod masks;
 mod memory;
 mod peers;
 mod prompt_progress;
+pub(crate) mod replies;
 mod request;
 #[cfg(feature = "cuda")]
 mod routing;
@@ -34,7 +35,7 @@ mod scheduler;
 mod scheduler_tests;
 mod scores;
 mod sequence;
-mod serve;
+pub(crate) mod serve;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
 mod start_order;
@@ -219,7 +220,7 @@ impl<'m> Engine<'m> {
     /// Takes a request that can run, and that was added then.
     fn enter(&mut self, RequestId(id): RequestId, request: Request, checked: Checked, added: Instant) {
         let Checked { max_len, grammar, bad_words } = checked;
-        self.next_id = self.next_id.max(id + 1);
+        self.next_id = self.next_id.max(id.saturating_add(1));
         if let Some(timeout) = request.timeout
             && let Some(deadline) = added.checked_add(timeout)
         {

@@ -59,7 +59,7 @@ impl Peers {
     }
 
     /// The number of a peer in the world.
-    fn rank(&self, peer: usize) -> usize {
+    pub(super) fn rank(&self, peer: usize) -> usize {
         match self {
             Self::Threads { threads, .. } => threads[peer].rank,
             Self::Processes { ranks, .. } => ranks[peer],
@@ -108,7 +108,8 @@ impl Peers {
                 let Some((rank, message)) = news else { return Ok(None) };
                 let message = message.with_context(|| format!("rank {rank} has left"))?;
                 let peer = ranks.iter().position(|&other| other == rank);
-                Ok(Some((peer.context("a message of a rank that leads no group")?, decode(&message)?)))
+                let reply = decode(&message).with_context(|| format!("rank {rank}"))?;
+                Ok(Some((peer.context("a message of a rank that leads no group")?, reply)))
             }
         }
     }
@@ -123,7 +124,7 @@ impl Peers {
         for peer in 0..self.len() {
             self.tell(peer, Question::Start(Box::new(config.clone()), text))?;
             match self.next(true)? {
-                Some((_, Reply::Started(held))) => shortest = shortest.min(held),
+                Some((_, Reply::Started(held @ 1..))) => shortest = shortest.min(held),
                 Some((_, Reply::Refused(why))) => bail!("rank {}: {why}", self.rank(peer)),
                 _ => return Err(self.unasked(peer)),
             }
@@ -246,14 +247,16 @@ fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: im
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
+    use std::time::Duration;
 
     use model_runtime::{
         CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews, ViewMut,
     };
-    use moe_comm::{Communicator, ReduceOp, ThreadComm};
+    use moe_comm::{Communicator, ReduceOp, SocketComm, ThreadComm};
 
+    use super::super::serve::Stepped;
     use super::*;
-    use crate::engine::step_memory;
+    use crate::engine::{DpEngine, Output, Request, step_memory};
     use crate::testing::small_model;
 
     /// A model whose steps meet the other ranks'.
@@ -283,6 +286,69 @@ mod tests {
             self.rows.lock().unwrap().push(step.num_tokens());
             Ok(())
         }
+    }
+
+    /// The error of the next step of rank 0, whose only other rank answers with this.
+    fn error_after(answer: impl Fn(Messages) + Send + 'static) -> String {
+        let mut world = SocketComm::loopback(2, Duration::from_secs(20)).unwrap();
+        let (second, first) = (world.pop().unwrap(), world.pop().unwrap());
+        let thread = std::thread::spawn(move || {
+            let messages = second.messages();
+            messages.recv(0).unwrap();
+            messages.send(0, &encode(&Reply::Started(64)).unwrap()).unwrap();
+            // The limit, and the request.
+            (0..2).for_each(|_| drop(messages.recv(0)));
+            answer(messages.clone());
+            // Until rank 0 has noticed it.
+            let _ = messages.recv(0);
+        });
+        let (messages, world) = (first.messages(), Arc::new(first) as Arc<dyn Communicator>);
+        let model = Meeting { info: small_model(64), world: world.clone(), rows: Mutex::default() };
+        let config = EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() };
+        let first = (&model as &dyn CausalLm, Exec::cpu(), world);
+        let mut engine = DpEngine::over_processes(first, (messages, vec![1]), None, &config).unwrap();
+        // Rank 0 gets the first request, and has ended it before it steps.
+        let ids = [1, 2].map(|token| engine.add(Request::new(vec![token])).unwrap());
+        engine.cancel(ids[0]).unwrap();
+        let error = (0..50).find_map(|_| engine.step().err()).unwrap();
+        drop(engine);
+        thread.join().unwrap();
+        format!("{error:#}")
+    }
+
+    #[test]
+    fn a_rank_that_answers_what_cannot_be_is_named() {
+        let stepped = |output: Output| {
+            Reply::Stepped(Stepped { outputs: vec![output], loads: Vec::new(), idle: false })
+        };
+        let output = |request: u8| Output {
+            request: decode(&[request]).unwrap(),
+            choice: 0,
+            token_id: Some(1),
+            text: String::new(),
+            logprobs: None,
+            prompt_logprobs: None,
+            finish: None,
+            routed_experts: None,
+            num_cached_tokens: 0,
+        };
+        let send = |reply: Reply| {
+            let reply = encode(&reply).unwrap();
+            error_after(move |messages| messages.send(0, &reply).unwrap())
+        };
+        // A request of rank 0's own, one that there is not, a token that there is not, another answer.
+        for reply in [
+            stepped(output(0)),
+            stepped(output(7)),
+            stepped(Output { token_id: Some(100), ..output(1) }),
+            stepped(Output { choice: 1, ..output(1) }),
+        ] {
+            let error = send(reply);
+            assert!(error.contains("rank 1 tells what cannot be"), "{error}");
+        }
+        assert!(send(Reply::Ended).contains("rank 1 answers another question"));
+        let error = error_after(|messages| messages.send(0, &[0xff; 9]).unwrap());
+        assert!(error.contains("rank 1") && error.contains("cannot be read"), "{error}");
     }
 
     #[test]

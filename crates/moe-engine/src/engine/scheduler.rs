@@ -218,6 +218,11 @@ impl Scheduler {
         PrefixId::root(salt)
     }
 
+    /// Whether a choice of this request waits or runs.
+    pub fn knows(&self, request: u64) -> bool {
+        self.running.iter().chain(&self.waiting).any(|s| s.key.0 == request)
+    }
+
     /// The sequence, waiting or running; `None` once it has ended.
     pub fn get_mut(&mut self, key: Key) -> Option<&mut Sequence> {
         match self.running.iter().position(|s| s.key == key) {

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
 use moe_layer::{MoveRound, MoveStatus};
@@ -81,10 +81,16 @@ impl Engine<'_> {
                 bail!("an engine cannot replace itself")
             }
             Question::Limit(max_model_len) => {
+                let most = self.max_model_len;
+                ensure!(
+                    (1..=most).contains(&max_model_len),
+                    "a limit of {max_model_len} tokens, expected 1 to {most}"
+                );
                 self.limit(max_model_len);
                 None
             }
             Question::Add(id, waited, request) => {
+                ensure!(!self.scheduler.knows(id.0), "request {} for the second time", id.0);
                 self.take(id, waited, *request);
                 None
             }
@@ -205,10 +211,24 @@ pub(crate) fn serve(
         };
         let Some(message) = message else { return Ok(Next::Nothing) };
         let message = message.context("rank 0 has left without a word")?;
-        Ok(if message.is_empty() { Next::Stop } else { Next::Answer(decode(&message)?) })
+        Ok(if message.is_empty() { Next::Stop } else { Next::Answer(decode(&message).context("rank 0")?) })
     };
     let reply = |reply: Reply| Ok(messages.send(0, &encode(&reply)?)?);
     answer_all((model, ex), texts, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
+}
+
+/// Reads a question of rank 0, up to where an engine would act on it; that checks it against the engine.
+///
+/// # Errors
+/// Other bytes.
+pub(crate) fn check_question(message: &[u8]) -> Result<()> {
+    decode::<Question>(message).map(drop)
+}
+
+/// One question of each kind, for tests of what becomes of altered ones.
+#[cfg(test)]
+pub(crate) fn examples_of_questions() -> Vec<Vec<u8>> {
+    tests::questions().iter().map(|question| encode(question).unwrap_or_default()).collect()
 }
 
 #[cfg(test)]
@@ -237,6 +257,64 @@ mod tests {
             _: &mut Exec,
         ) -> candle_core::Result<()> {
             candle_core::bail!("no step was asked for")
+        }
+    }
+
+    pub(super) fn questions() -> Vec<Question> {
+        let config = || Box::new(EngineConfig { kv_cache_memory: Some(1 << 14), ..EngineConfig::default() });
+        let request = Request { max_tokens: Some(5), ..Request::new(vec![1, 2, 3]) };
+        let limit = Duration::from_secs(1);
+        let round = MoveRound { layer: 0, phy2log: vec![0], sole: vec![0], bytes: 1, limit };
+        vec![
+            Question::Start(config(), false),
+            Question::Limit(60),
+            Question::Add(RequestId(1), Duration::from_millis(5), Box::new(request)),
+            Question::Move(round),
+        ]
+    }
+
+    /// Whatever bit of a question flips, an engine answers it, refuses it or ends with an error.
+    #[test]
+    fn altered_questions_never_panic() {
+        let model = Idle(small_model(64));
+        for question in questions() {
+            let bytes = encode(&question).unwrap();
+            for bit in 0..8 * bytes.len() {
+                let mut altered = bytes.clone();
+                altered[bit / 8] ^= 1 << (bit % 8);
+                let Ok(altered) = decode::<Question>(&altered) else { continue };
+                let start = questions().swap_remove(0);
+                // A step of the idle model fails, so what is there after it was taken in.
+                let mut asked = vec![Question::Step, Question::Stats, altered, start];
+                let next = |_| Ok(asked.pop().map_or(Next::Stop, Next::Answer));
+                let _ = answer_all((&model, &Exec::cpu()), |_| Ok((None, None)), next, |_| Ok(()));
+            }
+        }
+    }
+
+    #[test]
+    fn questions_that_no_driver_asks_are_errors() {
+        let ask = |last: fn() -> Vec<Question>| {
+            let mut asked = last();
+            asked.push(questions().swap_remove(0));
+            let next = |_| Ok(asked.pop().map_or(Next::Stop, Next::Answer));
+            let answered =
+                answer_all((&Idle(small_model(64)), &Exec::cpu()), |_| Ok((None, None)), next, |_| Ok(()));
+            answered.unwrap_err().to_string()
+        };
+        assert!(ask(|| vec![Question::Limit(0)]).contains("expected 1 to"));
+        assert!(ask(|| vec![Question::Limit(65)]).contains("expected 1 to"));
+        assert!(
+            ask(|| vec![questions().swap_remove(2), questions().swap_remove(2)])
+                .contains("request 1 for the second time")
+        );
+        assert!(ask(|| vec![Question::Move(MoveRound { layer: 7, ..round() })]).contains("moving experts"));
+    }
+
+    fn round() -> MoveRound {
+        match questions().pop() {
+            Some(Question::Move(round)) => round,
+            _ => panic!("the last question moves experts"),
         }
     }
 

@@ -15,6 +15,11 @@ impl Histogram {
     const GROWTH: f64 = 1.2;
     const BUCKETS: usize = 128;
 
+    /// Whether times may be in such buckets.
+    pub(super) fn is_valid(&self) -> bool {
+        [0, Self::BUCKETS].contains(&self.0.len())
+    }
+
     fn add(&mut self, time: Duration) {
         let bucket = (time.as_secs_f64() / Self::FIRST).max(1.0).ln() / Self::GROWTH.ln();
         self.0.resize(Self::BUCKETS, 0);
@@ -98,18 +103,18 @@ impl Stats {
     /// Adds what another rank's engine counted. Ranks step side by side, so the rank with most steps counts.
     pub(super) fn absorb(&mut self, other: &Stats) {
         self.seconds = self.seconds.max(other.seconds);
-        self.requests += other.requests;
-        self.finished += other.finished;
-        self.prompt_tokens += other.prompt_tokens;
-        self.cached_prompt_tokens += other.cached_prompt_tokens;
-        self.generated_tokens += other.generated_tokens;
+        self.requests = self.requests.saturating_add(other.requests);
+        self.finished = self.finished.saturating_add(other.finished);
+        self.prompt_tokens = self.prompt_tokens.saturating_add(other.prompt_tokens);
+        self.cached_prompt_tokens = self.cached_prompt_tokens.saturating_add(other.cached_prompt_tokens);
+        self.generated_tokens = self.generated_tokens.saturating_add(other.generated_tokens);
         self.steps = self.steps.max(other.steps);
-        self.rows += other.rows;
+        self.rows = self.rows.saturating_add(other.rows);
         self.graphs = self.graphs.max(other.graphs);
         self.graph_steps = self.graph_steps.max(other.graph_steps);
-        self.preemptions += other.preemptions;
-        self.peak_kv_blocks += other.peak_kv_blocks;
-        self.kv_blocks += other.kv_blocks;
+        self.preemptions = self.preemptions.saturating_add(other.preemptions);
+        self.peak_kv_blocks = self.peak_kv_blocks.saturating_add(other.peak_kv_blocks);
+        self.kv_blocks = self.kv_blocks.saturating_add(other.kv_blocks);
         add_counts(&mut self.time_to_first_token.0, &other.time_to_first_token.0);
         add_counts(&mut self.inter_token_latency.0, &other.inter_token_latency.0);
         self.expert_load.resize(self.expert_load.len().max(other.expert_load.len()), Vec::new());
@@ -127,7 +132,7 @@ impl Stats {
 
 fn add_counts(sums: &mut Vec<u64>, counts: &[u64]) {
     sums.resize(sums.len().max(counts.len()), 0);
-    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum = sum.saturating_add(*count));
 }
 
 fn hottest_over_mean(counts: &[u64]) -> f64 {

@@ -1,5 +1,8 @@
 //! What data-parallel ranks agree on before a step, as plain data.
 
+use candle_core::{Result, bail};
+use moe_layer::MAX_STEP_TOKENS;
+
 /// What a data-parallel rank brings to a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Proposal {
@@ -17,13 +20,18 @@ impl Proposal {
         [self.rows as u32, u32::from(self.only_decode), bucket, u32::from(self.replays)]
     }
 
-    pub fn from_words(&[rows, only_decode, bucket, replays]: &[u32; 4]) -> Self {
-        Self {
-            rows: rows as usize,
-            only_decode: only_decode == 1,
-            bucket: bucket.checked_sub(1).map(|rows| rows as usize),
-            replays: replays == 1,
+    /// # Errors
+    /// What no rank brings.
+    pub fn from_words(words @ &[rows, only_decode, bucket, replays]: &[u32; 4]) -> Result<Self> {
+        let (rows, bucket) = (rows as usize, bucket.checked_sub(1).map(|rows| rows as usize));
+        let fits =
+            rows <= MAX_STEP_TOKENS && bucket.is_none_or(|bucket| (rows..=MAX_STEP_TOKENS).contains(&bucket));
+        if !fits || only_decode > 1 || replays > 1 {
+            bail!(
+                "a step of {words:?} (rows, whether all decode, rows of a graph and one, whether routing is replayed)"
+            )
         }
+        Ok(Self { rows, only_decode: only_decode == 1, bucket, replays: replays == 1 })
     }
 }
 
@@ -51,7 +59,10 @@ mod tests {
     #[test]
     fn proposals_travel() {
         for sent in [proposal(0, Some(0)), proposal(7, Some(8)), proposal(4096, None)] {
-            assert_eq!(Proposal::from_words(&sent.words()), sent);
+            assert_eq!(Proposal::from_words(&sent.words()).unwrap(), sent);
+        }
+        for wrong in [[u32::MAX, 0, 0, 0], [1, 2, 0, 0], [1, 0, 0, 7], [9, 1, 5, 0], [1, 1, u32::MAX, 0]] {
+            assert!(Proposal::from_words(&wrong).is_err(), "{wrong:?}");
         }
     }
 }

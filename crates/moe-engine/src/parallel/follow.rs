@@ -6,15 +6,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
+use anyhow::Context;
 use candle_core::{Error, Result, bail};
-use model_runtime::{CausalLm, Exec, KvCache, run_step};
+use model_runtime::kv_cache::KvLayout;
+use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, run_step};
 use moe_comm::Messages;
 
 use super::ranks::{LocalRanks, Rank};
-use super::step_message::{GroupMessage, StepMessage};
+use super::step_message::{CacheSizes, GroupMessage, StepMessage};
 use super::wire::{decode, encode};
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
+use crate::engine::host_memory;
 use crate::panic_text;
 
 /// The ranks that follow the first rank of their group, as the first rank sees them.
@@ -115,10 +118,13 @@ impl Follower {
     /// Runs the steps that the first rank of the group sends to this process, until the first rank leaves or says stop
     /// (an empty message).
     pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
-        let first = self.model.leader();
+        let (first, info) = (self.model.leader(), self.model.info().clone());
         self.follow(|| {
-            let message = messages.recv(first)?.filter(|message| !message.is_empty());
-            message.map(|message| decode(&message).map(Arc::new)).transpose()
+            let Some(message) = messages.recv(first)?.filter(|message| !message.is_empty()) else {
+                return Ok(None);
+            };
+            let message = read_message(&message, &info).with_context(|| format!("rank {first}"))?;
+            Ok(Some(Arc::new(message)))
         })
     }
 
@@ -153,10 +159,23 @@ impl Follower {
                 self.runner = None;
             }
             self.cache = None;
+            // A cache of one block is of a step that only measures; what such a step reads does not matter.
+            if sizes.num_blocks > 1 && !message.step.begins_all() {
+                bail!("a step goes on with sequences of which the new KV cache {} has nothing", sizes.id)
+            }
+            check_memory(layout, sizes, &self.ex)?;
             let kv = KvCache::new_on(self.ex.device(), layout, sizes.num_blocks, sizes.block_size)?;
             self.cache = Some((sizes.id, kv));
         }
         let Some((_, kv)) = &mut self.cache else { bail!("a rank lost its KV cache") };
+        if (kv.num_blocks(), kv.block_size()) != (sizes.num_blocks, sizes.block_size) {
+            bail!(
+                "the KV cache {} had {} blocks of {}, and now {sizes:?}",
+                sizes.id,
+                kv.num_blocks(),
+                kv.block_size()
+            )
+        }
         let Some((sampling, sizes)) = &message.sampling else {
             return run_step(&self.model, &message.step, kv, None, &mut context, &mut self.ex).map(drop);
         };
@@ -187,13 +206,36 @@ impl Follower {
     }
 }
 
+/// The message of the first rank of the group, which a rank of this model can do as it says.
+///
+/// # Errors
+/// Any other bytes, and what the message says that cannot be.
+pub(super) fn read_message(message: &[u8], info: &ModelInfo) -> anyhow::Result<GroupMessage<'static>> {
+    let message: GroupMessage = decode(message)?;
+    message.check(info).context("it asks for what cannot be done")?;
+    Ok(message)
+}
+
+/// Fails where the host has no room for a KV cache of these sizes: memory that the system refuses ends the process.
+fn check_memory(layout: KvLayout, sizes: CacheSizes, ex: &Exec) -> Result<()> {
+    let CacheSizes { num_blocks, block_size, .. } = sizes;
+    let slots = num_blocks.checked_mul(block_size);
+    let bytes = slots.and_then(|slots| layout.bytes_per_token().ok()?.checked_mul(slots));
+    match (bytes, host_memory()) {
+        (Some(bytes), Some(free)) if ex.is_cuda() || bytes as u64 <= free => Ok(()),
+        (Some(_), None) => Ok(()),
+        (bytes, free) => bail!(
+            "a KV cache of {num_blocks} blocks of {block_size}: {bytes:?} bytes where {free:?} are free"
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
 
     use model_runtime::{
-        LogitsOut, LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext,
-        StepViews,
+        LogitsOut, LogitsRows, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews,
     };
     use moe_comm::{Communicator, ParallelConfig, ReduceOp, ThreadComm};
     use moe_layer::ExpertTraffic;

@@ -9,6 +9,7 @@ mod agree;
 mod follow;
 mod launch;
 mod load;
+mod messages;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod processes;
@@ -19,6 +20,7 @@ pub(crate) mod wire;
 pub(crate) use follow::Follower;
 pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load, load_over};
+pub use messages::{MessageKind, check_message};
 pub(crate) use processes::Processes;
 pub(crate) use ranks::AbortOnPanic;
 pub use ranks::{LocalRanks, Rank};

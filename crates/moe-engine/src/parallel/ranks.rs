@@ -195,7 +195,12 @@ impl Rank {
         let dims = [self.geometry.dp_size, 4];
         let (own, out) = (View::new(&own, &[1, 4])?, ViewMut::new(&mut all, &dims)?);
         self.groups.dp.all_gather(own, out, &mut Exec::cpu())?;
-        let proposals: Vec<Proposal> = all.as_chunks::<4>().0.iter().map(Proposal::from_words).collect();
+        let proposed = |(dp_rank, words): (usize, &[u32; 4])| {
+            let rank = dp_rank * self.geometry.tp_size + self.geometry.tp_rank;
+            Proposal::from_words(words).map_err(|e| e.context(format!("rank {rank} proposes what cannot be")))
+        };
+        let proposals =
+            all.as_chunks::<4>().0.iter().enumerate().map(proposed).collect::<Result<Vec<_>>>()?;
         let bucket = common_bucket(&proposals);
         let rows = proposals.iter().map(|proposal| bucket.unwrap_or(proposal.rows));
         let tokens = rows.flat_map(|rows| std::iter::repeat_n(rows, self.geometry.tp_size));

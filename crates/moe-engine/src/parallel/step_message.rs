@@ -3,9 +3,12 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use model_runtime::{DeviceSampling, KvCache, RoutedExperts, RunnerSizes, Step, StepContext};
+use candle_core::{Result, bail};
+use model_runtime::{DeviceSampling, KvCache, ModelInfo, RoutedExperts, RunnerSizes, Step, StepContext};
 use moe_layer::MoveRound;
 use serde::{Deserialize, Serialize};
+
+use crate::engine::EngineConfig;
 
 /// What the first rank of a group tells the others to do together with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -18,6 +21,27 @@ pub(super) enum GroupMessage<'a> {
 }
 
 impl GroupMessage<'_> {
+    /// Fails unless a rank of this model can do what the message says.
+    ///
+    /// # Errors
+    /// The first field that is wrong.
+    pub fn check(&self, info: &ModelInfo) -> Result<()> {
+        match self {
+            Self::Step(step) => step.check(info),
+            Self::Masks(masks) => {
+                let row = info.vocab_size.div_ceil(u32::BITS as usize) * size_of::<u32>();
+                match masks.len().is_multiple_of(row.max(1)) {
+                    true => Ok(()),
+                    false => bail!("masks of {} bytes, expected {row} for each row", masks.len()),
+                }
+            }
+            Self::Move(round) => match info.moe.as_ref().map_or(0, |moe| moe.layers.len()) {
+                layers if round.layer < layers => Ok(()),
+                layers => bail!("a move of experts of MoE layer {} of {layers}", round.layer),
+            },
+        }
+    }
+
     /// A message that owns its data.
     pub fn into_owned(self) -> GroupMessage<'static> {
         match self {
@@ -53,6 +77,32 @@ pub(super) struct CacheSizes {
     pub id: u64,
     pub num_blocks: usize,
     pub block_size: usize,
+}
+
+impl StepMessage<'_> {
+    /// Fails unless this is a step of this model.
+    fn check(&self, info: &ModelInfo) -> Result<()> {
+        let CacheSizes { num_blocks, block_size, .. } = self.cache;
+        self.step.check(info.vocab_size, num_blocks, block_size)?;
+        let most_logits = EngineConfig::MAX_NUM_SEQS.next_multiple_of(8);
+        if self.most_logits > most_logits {
+            bail!("{} rows of logits, expected at most {most_logits}", self.most_logits)
+        }
+        if let Some(replay) = &self.replay {
+            let Some(moe) = &info.moe else { bail!("replayed routing for a model without experts") };
+            replay.check(self.step.num_tokens(), moe.layers.len(), moe.top_k, moe.num_experts)?;
+        }
+        let Some((sampling, sizes)) = &self.sampling else { return Ok(()) };
+        let RunnerSizes { rows, sequences, tokens, blocks, .. } = *sizes;
+        let fits = (1..=EngineConfig::MAX_NUM_BATCHED_TOKENS).contains(&rows)
+            && (1..=EngineConfig::MAX_NUM_SEQS).contains(&sequences)
+            && tokens <= info.max_context_len
+            && blocks <= num_blocks.saturating_add(1);
+        if !fits {
+            bail!("{sizes:?} for a context of {} tokens and {num_blocks} KV blocks", info.max_context_len)
+        }
+        sampling.check(self.step.num_tokens(), self.step.num_logits(), sequences)
+    }
 }
 
 impl<'a> StepMessage<'a> {

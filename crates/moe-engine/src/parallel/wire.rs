@@ -1,7 +1,7 @@
 //! How requests, outputs and steps travel between processes: postcard, in which a number comes back
 //! bit for bit.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -10,9 +10,15 @@ pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
     postcard::to_stdvec(value).context("cannot write a message to another rank")
 }
 
-/// The value of a message.
+/// The value of a message, which holds nothing else.
+///
+/// # Errors
+/// Any other bytes. Who takes the value checks what it says.
 pub(crate) fn decode<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
-    postcard::from_bytes(message).context("cannot read a message of another rank")
+    match postcard::take_from_bytes(message).context("it sent a message that cannot be read")? {
+        (value, []) => Ok(value),
+        (_, rest) => bail!("it sent a message with {} bytes too many", rest.len()),
+    }
 }
 
 #[cfg(test)]
@@ -94,6 +100,7 @@ mod tests {
         let again: StepLoad = decode(&bytes).unwrap();
         assert_eq!((again.counts, again.step, again.prefill_rows), (step.counts, 7, 2));
         assert!(decode::<StepLoad>(&bytes[..bytes.len() - 1]).is_err());
+        assert!(decode::<StepLoad>(&[&bytes[..], &[0]].concat()).is_err());
         assert!(decode::<Request>(&[0xff; 40]).is_err());
     }
 }
