@@ -69,7 +69,6 @@ fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         && launch.rank > 0
     {
         log::start_follower(args)?;
-        interrupt::ignore()?;
         let (model, check_weights) = command.model();
         return session::serve::<F>(model, args, check_weights, &Asks::of(command))
             .map(|()| ExitCode::SUCCESS);

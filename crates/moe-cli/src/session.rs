@@ -12,6 +12,7 @@ use moe_layer::Fp8Activations;
 use serde_json::Value;
 
 use crate::cli::RunArgs;
+use crate::interrupt;
 use crate::output::write_json;
 use crate::preflight::{self, Asks, Checked, Source};
 use crate::watch::{Unit, Watch};
@@ -70,6 +71,8 @@ fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
 /// Runs this process's rank of the command until rank 0's ends it.
 pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<()> {
     let Started { run, weights, .. } = start::<F>(model, args, check_weights, asks)?;
+    // Until the ranks have met, this process is its own: Ctrl-C ends it.
+    interrupt::leave_to_rank_0()?;
     run.serve::<F>(weights)
 }
 

@@ -100,6 +100,8 @@ struct Process {
 impl Process {
     fn start(program: &Path, task: Task) -> io::Result<Self> {
         let mut command = Command::new(program);
+        // It works on foreign texts, and needs to know no secrets.
+        command.env_remove(moe_comm::WORLD_SECRET);
         command.arg(task.command).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // Ctrl-C at the terminal is not meant for it; it ends when its stdin does.
         #[cfg(unix)]

@@ -111,6 +111,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         progress,
         reasons: Reasons::default(),
     };
+    interrupt.begin_run()?;
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
     batch.progress.earlier_errors = batch.journal.earlier_errors;

@@ -22,5 +22,6 @@ pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load, load_over};
 pub use messages::{MessageKind, check_message};
 pub(crate) use processes::Processes;
+pub use processes::started_by_rank_0;
 pub(crate) use ranks::AbortOnPanic;
 pub use ranks::{LocalRanks, Rank};

@@ -3,7 +3,7 @@
 //! Rank 0 is the driver. It ends the others by telling them to stop, which is their only way to end
 //! well: a process that ends otherwise, or a driver that is dropped, fails all of them.
 
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
 #[cfg(feature = "nccl")]
 use std::sync::OnceLock;
@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use model_runtime::Exec;
 use moe_comm::{
-    Communicator, Join, Launch, Messages, ParallelConfig, SocketComm, SocketTimeouts, launch_from_env,
+    Communicator, Join, Launch, Messages, ParallelConfig, SocketComm, SocketTimeouts, WORLD_SECRET,
+    WorldSecret, launch_from_env,
 };
-use tracing::info;
+use tracing::{info, warn};
 
 use super::follow::{Follower, Followers};
 use super::launch::{Placement, placement};
@@ -33,6 +34,9 @@ use crate::{end_failed, usage};
 /// How long a process may take to end by itself once the world has failed: it may be computing, or
 /// waiting for somebody to type.
 const GRACE: Duration = Duration::from_secs(10);
+
+/// What a rank says to rank 0 when it has loaded.
+const LOADED: &[u8] = b"loaded";
 
 /// Names the process that started a rank.
 const PARENT: &str = "MOE_PARENT_PID";
@@ -66,23 +70,30 @@ impl Processes {
     pub fn start(config: &RunConfig, model: &str, ex: &Exec) -> Result<Option<Self>> {
         let env = |name: &str| std::env::var(name).ok();
         let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
-        let (launch, listener, children) = match placement(config)? {
+        let (launch, listener, secret, children) = match placement(config)? {
             Placement::Threads => return Ok(None),
             Placement::Launched(launch) => {
                 end_with_parent(false)?;
-                (launch, None, Children::default())
+                let secret = WorldSecret::from_env(env).map_err(|e| usage(e.to_string()))?;
+                if secret.is_none() {
+                    warn_of_strangers(&launch);
+                }
+                (launch, None, secret, Children::default())
             }
             Placement::Start => {
                 let world_size = config.parallel.world_size()?;
                 config.device.check_visible(world_size)?;
                 let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot open a port")?;
                 let port = listener.local_addr()?.port();
-                (local_launch(0, world_size, port)?, Some(listener), Children::start(world_size, port)?)
+                // Made anew for each run: no other process of this host can take the place of a rank.
+                let secret = WorldSecret::random().context("cannot make a secret for the ranks")?;
+                let children = Children::start(world_size, port, &secret)?;
+                (local_launch(0, world_size, port)?, Some(listener), Some(secret), children)
             }
         };
         let alive = || children.check().map_err(candle_core::Error::msg);
         let agreed = config.agreed(model, ex);
-        let join = Join { timeouts, listener, alive: &alive, ..Join::new(&launch, agreed) };
+        let join = Join { timeouts, listener, secret, alive: &alive, ..Join::new(&launch, agreed) };
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
@@ -157,10 +168,14 @@ impl Processes {
     /// Loading takes as long as it takes: no collective waits for it.
     fn wait_for_all(&self) -> Result<()> {
         if self.world.rank() > 0 {
-            return Ok(self.messages.send(0, b"loaded")?);
+            return Ok(self.messages.send(0, LOADED)?);
         }
         for rank in 1..self.world.world_size() {
-            self.messages.recv(rank)?.with_context(|| format!("rank {rank} left while it loaded"))?;
+            let said =
+                self.messages.recv(rank)?.with_context(|| format!("rank {rank} left while it loaded"))?;
+            if said != LOADED {
+                bail!("rank {rank} did not say that it has loaded, but {} other bytes", said.len());
+            }
         }
         Ok(())
     }
@@ -217,6 +232,24 @@ fn local_env(rank: usize, world_size: usize, port: u16) -> [(&'static str, Strin
     ]
 }
 
+/// Whether rank 0 has started this process as another rank, so that the same terminal controls both.
+pub fn started_by_rank_0() -> bool {
+    std::env::var_os(PARENT).is_some()
+}
+
+/// Says once, on rank 0, that ranks without a secret are open to all who reach their host.
+fn warn_of_strangers(launch: &Launch) {
+    let Launch { rank, master_addr, master_port, .. } = launch;
+    let local = (master_addr.trim_matches(['[', ']']), *master_port)
+        .to_socket_addrs()
+        .is_ok_and(|mut addresses| addresses.all(|address| address.ip().is_loopback()));
+    if *rank == 0 && !local {
+        warn!(
+            "the ranks have no secret: a process that reaches {master_addr}:{master_port} and says the same settings gets a rank's              place; set {WORLD_SECRET} to the same 16 characters or more for all ranks"
+        );
+    }
+}
+
 fn local_launch(rank: usize, world_size: usize, port: u16) -> Result<Launch> {
     let env = local_env(rank, world_size, port);
     let launch = launch_from_env(|name| env.iter().find(|(n, _)| *n == name).map(|(_, v)| v.clone()))?;
@@ -228,11 +261,12 @@ fn local_launch(rank: usize, world_size: usize, port: u16) -> Result<Launch> {
 struct Children(Mutex<Vec<(usize, Child)>>);
 
 impl Children {
-    fn start(world_size: usize, port: u16) -> Result<Self> {
+    fn start(world_size: usize, port: u16, secret: &WorldSecret) -> Result<Self> {
         let children = Self::default();
         for rank in 1..world_size {
             let mut command = Command::new(this_program()?);
             command.args(std::env::args_os().skip(1)).envs(local_env(rank, world_size, port));
+            command.env(WORLD_SECRET, secret.reveal());
             // What a driver reads and writes is not theirs.
             command.stdin(Stdio::null()).stdout(Stdio::null());
             let child =

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use super::{MOVING, MP, answers, program, stderr, succeeds, write_batch};
 
 /// What the issue allows between a rank's death and the end of all others.
-const SOON: Duration = Duration::from_secs(30);
+pub const SOON: Duration = Duration::from_secs(30);
 
 const GEOMETRY: [&str; 6] = ["--tp", "2", "--dp", "2", "--enable-expert-parallel", "--log=warn"];
 /// Groups that wait for each other in no step.
 const REPLICAS: [&str; 5] = ["--tp", "2", "--dp", "2", "--log=warn"];
 
 /// The processes of a run by rank, found by the folder that their command lines name.
-fn processes(folder: &Path) -> BTreeMap<usize, u32> {
+pub fn processes(folder: &Path) -> BTreeMap<usize, u32> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let Some(id) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
@@ -32,11 +32,11 @@ fn processes(folder: &Path) -> BTreeMap<usize, u32> {
     found
 }
 
-fn signal(name: &str, target: &str) {
+pub fn signal(name: &str, target: &str) {
     assert!(Command::new("kill").args([name, "--", target]).status().unwrap().success());
 }
 
-fn wait_until(what: &str, done: impl Fn() -> bool) {
+pub fn wait_until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < 2 * SOON, "{what}");
@@ -44,13 +44,13 @@ fn wait_until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-struct Batch {
-    dir: tempfile::TempDir,
+pub struct Batch {
+    pub dir: tempfile::TempDir,
     args: Vec<String>,
 }
 
 impl Batch {
-    fn new(lines: usize, max_tokens: usize) -> Self {
+    pub fn new(lines: usize, max_tokens: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
         write_batch(&dir.path().join("in.jsonl"), lines, |i| if i < 4 { 2 } else { max_tokens });
@@ -65,12 +65,18 @@ impl Batch {
 
     /// Starts it, and waits until something is written and all ranks are there.
     fn start(&self, geometry: &[&str]) -> Child {
+        let run = self.spawn(geometry, "300");
+        assert_eq!(processes(self.dir.path()).into_keys().collect::<Vec<_>>(), [0, 1, 2, 3]);
+        run
+    }
+
+    /// Starts it with a limit of seconds for a collective, and waits until something is written.
+    pub fn spawn(&self, geometry: &[&str], limit: &str) -> Child {
         let mut command = program();
         command.args(&self.args).args(geometry).args(MP).stdin(Stdio::null()).stderr(Stdio::piped());
         // A terminal sends Ctrl-C to a whole group.
-        let run = command.process_group(0).spawn().unwrap();
+        let run = command.env("MOE_COLLECTIVE_TIMEOUT", limit).process_group(0).spawn().unwrap();
         wait_until("no record is written", || fs::metadata(self.output()).is_ok_and(|m| m.len() > 0));
-        assert_eq!(processes(self.dir.path()).into_keys().collect::<Vec<_>>(), [0, 1, 2, 3]);
         run
     }
 

@@ -3,8 +3,11 @@
 
 #[cfg(target_os = "linux")]
 mod faults;
+mod flips;
 mod launchers;
 mod runs;
+#[cfg(target_os = "linux")]
+mod stopped;
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
@@ -38,7 +41,8 @@ const MOVING: [&str; 19] = [
 /// The program, away from whatever started the tests.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
-    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"] {
+    let launchers = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"];
+    for name in launchers.into_iter().chain(["MOE_WORLD_SECRET"]) {
         command.env_remove(name);
     }
     command.env("RUST_BACKTRACE", "0").env("MOE_RENDEZVOUS_TIMEOUT", "60");
@@ -63,7 +67,7 @@ fn succeeds(args: &[&str]) -> Output {
     output
 }
 
-/// Starts the ranks of a world as torchrun does, each with its own flags.
+/// Starts the ranks of a world as torchrun does, each with its own flags. They know a secret.
 fn launch(flags: &[Vec<&str>]) -> Vec<Child> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let world_size = flags.len().to_string();
@@ -76,6 +80,7 @@ fn launch(flags: &[Vec<&str>]) -> Vec<Child> {
             ("WORLD_SIZE", &world_size),
             ("LOCAL_WORLD_SIZE", &world_size),
             ("MASTER_ADDR", "127.0.0.1"),
+            ("MOE_WORLD_SECRET", "of these tests alone"),
         ];
         let mut command = program();
         command.args(flags).envs(env).env("MASTER_PORT", port.to_string());
