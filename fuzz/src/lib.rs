@@ -11,6 +11,16 @@ pub fn safetensors(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
 }
 
+/// The first frame of a connection between two ranks, with right checksums.
+pub fn frame(head: &[u8], data: &[u8]) -> Vec<u8> {
+    let mut out = (head.len() as u32).to_le_bytes().to_vec();
+    out.extend((data.len() as u64).to_le_bytes());
+    out.extend(crc32fast::hash(head).to_le_bytes());
+    out.extend(crc32fast::hash(data).to_le_bytes());
+    out.extend(crc32fast::hash(&[&0u64.to_le_bytes()[..], &out].concat()).to_le_bytes());
+    [&out, head, data].concat()
+}
+
 /// Both sides of the first NUL, which JSON cannot hold; the second is empty without one.
 pub fn split(bytes: &[u8]) -> (&[u8], &[u8]) {
     match bytes.iter().position(|&b| b == 0) {
