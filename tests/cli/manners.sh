@@ -82,6 +82,11 @@ row "another end token than the tokenizer's is told" 0 "texts end at each of the
 row "texts that are the same are told" 0 "the texts of a prompt are the same" q --prompt x --num-sequences 2 "${short[@]}"
 cp -r "$fixtures/text" all && json all/generation_config.json 't.update(top_k=-1, do_sample=True)'
 row "a top-k of -1 keeps all" 0 "" q --model all --prompt x --max-new-tokens 2
+echo "-- ranks of a launcher"
+launched() { env RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_PORT=29977 MOE_RENDEZVOUS_TIMEOUT=1 "$@"; }
+row "a secret that could be guessed" 2 "expected at least 16" launched MASTER_ADDR=127.0.0.1 MOE_WORLD_SECRET=short "$program" --tp 2 --prompt x
+row "an address of another host" 1 "no address of this host" launched MASTER_ADDR=192.0.2.1 "$program" --tp 2 --prompt x
+row "a rank that does not come" 1 "rank 1 did not appear within 1s" launched MASTER_ADDR=127.0.0.1 "$program" --tp 2 --prompt x
 
 echo "-- prompts"
 piped "a pipe is the prompt" 0 "" 'ROMEO:' "$program" "${short[@]}"

@@ -75,7 +75,12 @@ impl Inbox {
             return Err(format!("{MAX_POSTS} rounds are open, and it sent another"));
         }
         if let Some(rows) = self.rows.get_mut(from) {
-            *rows += size_of_val(&post.1[..]) as u64;
+            let more = *rows + size_of_val(&post.1[..]) as u64;
+            // A row of words is up to seven bytes longer than its data.
+            if more > MAX_ROWS + size_of::<u64>() as u64 {
+                return Err(format!("its rows that wait are more than {MAX_ROWS} bytes"));
+            }
+            *rows = more;
         }
         posts.push_back(post);
         Ok(())

@@ -15,6 +15,9 @@ use crate::socket::frame::{Begun, Frame, Frames, Outgoing};
 use crate::socket::inbox::Inbox;
 use crate::socket::link::{Hearing, Link, Silence, interval};
 
+/// Bytes of data that are read before it is known whether there is room for them.
+const LITTLE: u64 = 1 << 20;
+
 /// How long a rank that cannot write waits for the reason to arrive.
 const REASON: Duration = Duration::from_secs(1);
 
@@ -212,8 +215,10 @@ impl World {
         let wrong = |what: String| io::Error::new(ErrorKind::InvalidData, what);
         let Some(begun) = frames.begin()? else { return Ok(false) };
         let Begun { frame, bytes, .. } = &begun;
-        // What has no place is not read.
-        lock(&self.inbox).room(from, frame, *bytes).map_err(wrong)?;
+        // What has no place is not read; of little data that is soon enough found where they are kept.
+        if *bytes > LITTLE {
+            lock(&self.inbox).room(from, frame, *bytes).map_err(wrong)?;
+        }
         let frame = frames.finish(begun)?;
         self.take(from, frame).map_err(wrong)?;
         Ok(true)
