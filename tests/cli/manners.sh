@@ -242,6 +242,16 @@ request s 4 ',"response_format":{"type":"json_schema","json_schema":{"name":"s",
 row "structured output in bodies" 0 "2 requests" q batch --input guided.jsonl --output guided.out
 row "a choice" 0 '"text":"Nay"' cat guided.out
 row "a faulty schema is an error of its request" 0 '"status_code":400' cat guided.out
+rules() { echo 'start: r0'; for i in $(seq 0 39999); do echo "r$i: r$((i + 1))"; done; echo 'r40000: "x"'; }
+rules >rules.lark
+row "a grammar that nests too deep is refused" 2 "at most 30000 are taken" q --model "$fixtures/text" --prompt x --guided-grammar rules.lark
+row "answers are given for the lines beside it" 0 "2 requests" bash -c '
+  python3 -c "import json
+text = open(\"rules.lark\").read()
+body = lambda **more: {\"prompt\": \"x\", \"max_tokens\": 2, **more}
+for name, body in [(\"deep\", body(guided_grammar=text)), (\"plain\", body())]:
+    print(json.dumps({\"custom_id\": name, \"method\": \"POST\", \"url\": \"/v1/completions\", \"body\": body}))" >deep.jsonl
+  "$0" batch --input deep.jsonl --output deep.out' "$program"
 for i in {1..300}; do request "$i" 64 ''; done >many.jsonl
 { request good 2 ''; echo "no JSON"; } >mixed.jsonl
 row "errors are told by reason" 0 "1 as line 2: it is not JSON" q batch --input mixed.jsonl --output mixed.out

@@ -71,6 +71,9 @@ pub enum Command {
     /// Render chat templates for the program that starts this one.
     #[command(name = moe_engine::chat::RENDER_COMMAND, hide = true)]
     RenderChatTemplates,
+    /// Compile grammars for the program that starts this one.
+    #[command(name = moe_engine::structured::COMPILE_COMMAND, hide = true)]
+    CompileGrammars,
 }
 
 impl Cli {

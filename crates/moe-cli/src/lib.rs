@@ -36,7 +36,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use moe_engine::parallel::{Placement, placement};
 use moe_engine::terminal::note;
-use moe_engine::{ModelFamily, UsageError, chat, usage};
+use moe_engine::{ModelFamily, UsageError, chat, structured, usage};
 
 use cli::{Cli, Command, ParityArgs};
 use output::write_json;
@@ -92,6 +92,7 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Completions(args) => shell::completions(args)?,
         Command::Man(args) => shell::man(args)?,
         Command::RenderChatTemplates => chat::serve()?,
+        Command::CompileGrammars => structured::serve()?,
     }
     Ok(ExitCode::SUCCESS)
 }

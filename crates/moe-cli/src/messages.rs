@@ -1,6 +1,6 @@
 //! Messages of a conversation: as OpenAI's API writes them, and as chat templates expect them.
 
-use moe_engine::chat::{Answer, AnswerForm, ToolCall};
+use moe_engine::chat::{Answer, AnswerForm, ToolCall, with_long_integers};
 use serde_json::{Map, Value, json};
 
 use crate::batch::short;
@@ -48,9 +48,12 @@ pub fn for_template(message: &mut Map<String, Value>) -> Result<(), String> {
         let arguments = function.entry("arguments").or_insert(Value::Null);
         match arguments {
             Value::Null => *arguments = Value::Object(Map::new()),
+            Value::String(text) if text.trim().is_empty() => *arguments = Value::Object(Map::new()),
             Value::String(text) => {
-                *arguments = serde_json::from_str(text)
+                let parsed = serde_json::from_str(text)
                     .map_err(|e| format!("the arguments of a tool call are not JSON: {e}"))?;
+                // Templates write a text as it is, and with it digits that a parsed number would lose.
+                *arguments = with_long_integers(text).map_or(parsed, Value::String);
             }
             _ => {}
         }
@@ -97,6 +100,8 @@ pub fn write_back(message: &mut Map<String, Value>, knows: AnswerForm) {
 
 #[cfg(test)]
 mod tests {
+    use moe_engine::chat::Begun;
+
     use super::*;
 
     const BOTH: AnswerForm = AnswerForm { reasoning: true, calls: true };
@@ -108,7 +113,8 @@ mod tests {
 
     #[test]
     fn an_answer_has_openais_fields_and_finds_back_to_its_text() {
-        let message = of_answer("assistant", &Answer::of(SAID, BOTH, false), BOTH, |i| format!("id-{i}"));
+        let message =
+            of_answer("assistant", &Answer::of(SAID, BOTH, Begun::Nothing), BOTH, |i| format!("id-{i}"));
         let call =
             json!({"id": "id-0", "type": "function", "function": {"name": "f", "arguments": "{\"x\":1}"}});
         let want = json!({
@@ -126,6 +132,22 @@ mod tests {
     }
 
     #[test]
+    fn arguments_that_are_blank_are_none_and_long_integers_stay_whole() {
+        let of = |arguments: &str| {
+            let call = json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
+            let mut message = object(json!({"role": "assistant", "content": null, "tool_calls": [call]}));
+            for_template(&mut message).map(|()| message["tool_calls"][0]["function"]["arguments"].clone())
+        };
+        for none in ["", " \n", "{}", "null"] {
+            let want = if none == "null" { Value::Null } else { json!({}) };
+            assert_eq!(of(none).unwrap(), want, "{none:?}");
+        }
+        assert_eq!(of("{\"x\":18446744073709551616}").unwrap(), "{\"x\": 18446744073709551616}");
+        assert_eq!(of("{\"x\":18446744073709551615}").unwrap(), json!({"x": u64::MAX}));
+        assert!(of("{").unwrap_err().contains("not JSON"));
+    }
+
+    #[test]
     fn reasoning_is_taken_under_both_names() {
         for name in ["reasoning", "reasoning_content"] {
             let mut message = object(json!({"role": "assistant", "content": "x", name: "Hm."}));
@@ -140,9 +162,10 @@ mod tests {
     #[test]
     fn what_was_not_looked_for_is_no_field() {
         let none = AnswerForm::default();
-        let plain = of_answer("assistant", &Answer::of(SAID, none, false), none, |_| String::new());
+        let plain = of_answer("assistant", &Answer::of(SAID, none, Begun::Nothing), none, |_| String::new());
         assert_eq!(plain, json!({"role": "assistant", "content": SAID}));
-        let message = of_answer("assistant", &Answer::of("<think>Hm.", BOTH, false), BOTH, |_| String::new());
+        let message =
+            of_answer("assistant", &Answer::of("<think>Hm.", BOTH, Begun::Nothing), BOTH, |_| String::new());
         let want = json!({"role": "assistant", "content": null, "reasoning": "Hm.", "tool_calls": []});
         assert_eq!(message, want);
         let empty = of_answer("assistant", &Answer::default(), BOTH, |_| String::new());

@@ -2,7 +2,7 @@
 
 use std::io::IsTerminal;
 
-use moe_engine::chat::{Answer, AnswerForm, Part, Splitter};
+use moe_engine::chat::{Answer, AnswerForm, Begun, Part, Splitter};
 use moe_engine::terminal::visible;
 
 use crate::log;
@@ -42,10 +42,10 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// An answer in this form; `opened`: the prompt has begun its reasoning.
-    pub fn new(form: AnswerForm, opened: bool, look: Look) -> Self {
-        let opened = opened && form.reasoning;
-        let splitter = Splitter::new(form, opened);
+    /// An answer in this form, of which the prompt has begun this.
+    pub fn new(form: AnswerForm, begun: Begun, look: Look) -> Self {
+        let opened = begun.reasons() && form.reasoning;
+        let splitter = Splitter::new(form, begun);
         Self { splitter, look, answer: Answer::default(), begun: false, opened, reasoning: false }
     }
 
@@ -102,7 +102,8 @@ mod tests {
     const FORM: AnswerForm = AnswerForm { reasoning: true, calls: true };
 
     fn shown(look: Look, opened: bool, pieces: &[&str]) -> (String, Answer) {
-        let mut shown = Shown::new(FORM, opened, look);
+        let begun = if opened { Begun::Reasoning } else { Begun::Nothing };
+        let mut shown = Shown::new(FORM, begun, look);
         let mut text: String = pieces.iter().map(|piece| shown.push(piece)).collect();
         text += &shown.finish();
         (text, shown.into_answer())

@@ -185,3 +185,95 @@ fn batch_bodies_have_all_the_names() {
     let text = |id: &str| records[id]["response"]["body"]["choices"][0]["text"].clone();
     assert_eq!((text("flag"), text("own")), (json!("Nay"), json!("Aye")));
 }
+
+/// Lines that take the process of the compiler down, or need it for long, cost themselves alone.
+#[test]
+fn hostile_grammars_cost_their_line_alone() {
+    let completions = "/v1/completions";
+    let ask = |extra: Value| {
+        let mut body = json!({"prompt": "ROMEO:\n", "max_tokens": 3});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    };
+    let object = |next: Value| json!({"type": "object", "properties": {"a": next}, "required": ["a"]});
+    let definition = |i: usize| (format!("d{i}"), object(json!({"$ref": format!("#/$defs/d{}", i + 1)})));
+    let mut defs: serde_json::Map<_, _> = (0..1_000).map(definition).collect();
+    defs.insert("d1000".into(), json!({"type": "null"}));
+    let chain = json!({"$ref": "#/$defs/d0", "$defs": defs});
+    let rules: String = (0..40_000).map(|i| format!("r{i}: r{}\n", i + 1)).collect();
+    // Every alternative has a copy of every name: some tens of gigabytes.
+    let names: Vec<String> = (0..40_000).map(|i| format!("n{i}")).collect();
+    let copies =
+        json!({"anyOf": vec![json!({"type": "object"}); 10_000], "type": "object", "required": names});
+    let bodies = [
+        ("before", completions, ask(json!({}))),
+        ("chain", completions, ask(json!({"guided_json": chain}))),
+        ("rules", completions, ask(json!({"guided_grammar": format!("start: r0\n{rules}r40000: \"x\"\n")}))),
+        ("copies", completions, ask(json!({"guided_json": copies}))),
+        ("choice", completions, ask(json!({"guided_choice": ["Aye", "Nay"]}))),
+        ("after", completions, ask(json!({}))),
+    ];
+    let records = batch(&bodies, &[]);
+    for id in ["before", "choice", "after"] {
+        assert_eq!(records[id]["response"]["status_code"], 200, "{id}: {}", records[id]["error"]);
+    }
+    let error = &records["rules"]["error"]["error"];
+    assert_eq!((&error["code"], &error["param"]), (&json!(400), &json!("guided_grammar")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("rules and groups"), "{error}");
+    // Schemas have an answer, or an error of their own.
+    for id in ["chain", "copies"] {
+        let status = &records[id]["response"]["status_code"];
+        assert!([json!(200), json!(400)].contains(status), "{id}: {}", records[id]["error"]);
+    }
+}
+
+/// With a parser the schema holds after the reasoning, whoever opens it; in the answer the text is alone.
+#[test]
+fn schemas_hold_after_the_reasoning() {
+    let dir = tempfile::tempdir().unwrap();
+    let schema = r#"{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}"#;
+    for (name, tail, closes) in
+        [("opened", "<think>\n", true), ("closed", "<think>\n\n</think>\n\n", false), ("open", "", false)]
+    {
+        let template = dir.path().join(name);
+        std::fs::write(&template, format!("{{{{ messages[0].content }}}}{tail}{{# </think> #}}\n\n"))
+            .unwrap();
+        let template = template.to_str().unwrap();
+        let flags =
+            ["--chat", "--json", "--chat-template", template, "--prompt", "ROMEO:", "--json-schema", schema];
+        let text =
+            PROGRAM.text(&[&["generate", "--max-new-tokens", "40", "--seed", "3"][..], &flags].concat());
+        let message = serde_json::from_str::<Value>(&text).unwrap()["choices"][0]["message"].clone();
+        let content = message["content"].as_str().map(|text| serde_json::from_str::<Value>(text));
+        match (closes, content) {
+            // The model does not know the tag: its reasoning goes on to the limit.
+            (true, content) => {
+                assert!(content.is_none() && message["reasoning"].is_string(), "{name}: {message}")
+            }
+            (false, content) => {
+                let json = content.unwrap_or_else(|| panic!("{name}: {message}"));
+                assert!(json.is_ok_and(|json| json["a"].is_boolean()), "{name}: {message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn required_calls_follow_the_schemas_of_their_functions() {
+    let parameters = json!({"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": false});
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+    let named = json!({"type": "function", "function": {"name": "f"}});
+    let body = |choice: Value| {
+        json!({"messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 120, "tools": tools,
+            "tool_choice": choice, "parallel_tool_calls": false})
+    };
+    let chat = "/v1/chat/completions";
+    let records = batch(&[("required", chat, body(json!("required"))), ("named", chat, body(named))], &[]);
+    for (id, finish) in [("required", "tool_calls"), ("named", "stop")] {
+        let choice = &records[id]["response"]["body"]["choices"][0];
+        let call = &choice["message"]["tool_calls"][0]["function"];
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert!(call["name"] == "f" && [json!({"x": 1}), json!({"x": 2})].contains(&arguments), "{choice}");
+        assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!(finish), &Value::Null));
+    }
+}

@@ -9,7 +9,7 @@ use moe_engine::panic_text;
 use super::entries::Entry;
 
 /// Entries that are read ahead of the engine.
-const READ_AHEAD: usize = 64;
+pub const READ_AHEAD: usize = 64;
 
 /// Starts the thread that reads. It ends when nobody listens any more, after an error, or with the program. Should it
 /// panic, that is the last entry's error: an input that merely ends has none.

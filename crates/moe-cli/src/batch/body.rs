@@ -6,8 +6,9 @@
 use std::sync::Arc;
 
 use model_runtime::sampling::request_seed;
-use moe_engine::chat::{AnswerForm, ChatTemplate};
+use moe_engine::chat::{AnswerForm, Begun, ChatTemplate};
 use moe_engine::engine::{Request, RequestError};
+use moe_engine::structured::{Precompiled, Reasoning};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
@@ -17,6 +18,8 @@ use super::held;
 use super::prompts::{self, Prompt};
 use super::served::Served;
 use super::structured;
+use super::tools::Tools;
+use super::unsupported;
 use crate::options;
 
 /// The APIs of a line's `url`.
@@ -34,6 +37,8 @@ pub struct Job {
     pub requests: Vec<Request>,
     /// How to answer.
     pub form: Form,
+    /// The grammar of its structured output, once it is compiled.
+    pub grammar: Option<Precompiled>,
 }
 
 /// What an answer holds beside what was generated.
@@ -61,6 +66,12 @@ pub struct Form {
     pub routed_experts: bool,
     /// What is looked for in an answer.
     pub answer: AnswerForm,
+    /// Which tools may be called.
+    pub tools: Tools,
+    /// Reasoning is found and left out.
+    pub hide_reasoning: bool,
+    /// Log-probabilities name tokens by their ids.
+    pub tokens_as_ids: bool,
     /// Part of the ids of its tool calls.
     pub name: Fingerprint,
     /// The prompts.
@@ -86,8 +97,8 @@ pub struct PromptForm {
     pub first_token: u32,
     /// Text in front of the answer.
     pub echo: Option<String>,
-    /// It ends where the reasoning begins.
-    pub opened: bool,
+    /// What it has begun of the answer.
+    pub begun: Begun,
     /// Its token ids, if they are wanted.
     pub token_ids: Option<Vec<u32>>,
 }
@@ -98,19 +109,6 @@ const MAX_LOGPROBS: usize = 20;
 const MAX_CHOICES: usize = 4096;
 /// What `/v1/completions` generates where nothing says how much.
 const COMPLETION_TOKENS: usize = 16;
-
-/// Parameters that would change the answer and that this engine has not: refused, not ignored.
-const UNSUPPORTED: [&str; 9] = [
-    "best_of",
-    "chat_template",
-    "guided_whitespace_pattern",
-    "logits_processors",
-    "prompt_embeds",
-    "stream",
-    "suffix",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-];
 
 /// Turns lines into jobs.
 pub struct Parser {
@@ -163,9 +161,11 @@ impl Parser {
 
     fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {
         let model = self.served.check(&body)?;
-        check_supported(&body)?;
+        unsupported::check(&body)?;
         let mut request = self.request(&body)?;
+        let tools = Tools::of(api, &body)?;
         let structured = structured::asked(&body)?;
+        let structured = tools.with_calls(structured)?;
         if let Some(asked) = &structured {
             if asked.output.is_some() {
                 self.tokenizer(asked.field)?;
@@ -206,11 +206,15 @@ impl Parser {
         }
         prompts.iter().try_for_each(|prompt| self.check_length(prompt, limit))?;
         let token_ids = self.tokenizer.is_none() || body.bool("return_token_ids")?.unwrap_or(false);
+        let answer = self.answer_form(api, &tools);
         let form = Form {
             api,
             token_ids,
             routed_experts: request.capture_routing,
-            answer: self.answer_form(api, &body)?,
+            answer,
+            tools,
+            hide_reasoning: !body.bool("include_reasoning")?.unwrap_or(true),
+            tokens_as_ids: body.bool("return_tokens_as_token_ids")?.unwrap_or(false),
             name: Fingerprint::of(&custom_id),
             model,
             n: request.n,
@@ -224,24 +228,24 @@ impl Parser {
         let requests = prompts.into_iter().enumerate().map(|(i, prompt)| {
             let room = self.max_model_len.saturating_sub(prompt.ids.len()).max(1);
             let max_tokens = request.max_tokens.map(|max| max.min(room));
-            let mut request = Request { prompt: prompt.ids, max_tokens, ..request.clone() };
+            let reasoning = Reasoning::before(answer, prompt.begun);
+            let mut request = Request { prompt: prompt.ids, max_tokens, reasoning, ..request.clone() };
             // The choices of a line differ, also where its prompts are the same.
             request.sampling.seed = own_seed.unwrap_or(derived.wrapping_add((i * form.n) as u64));
             request
         });
         let requests: Vec<Request> = requests.collect();
         held::check(&requests, self.max_model_len, self.routing_bytes)?;
-        Ok(Job { requests, form })
+        Ok(Job { requests, form, grammar: None })
     }
 
-    /// What is looked for in the answer to a body: tool calls as in vLLM only where there are tools.
-    fn answer_form(&self, api: Api, body: &Fields) -> Result<AnswerForm, ApiError> {
-        let tools = body.objects("tools")?.is_some_and(|tools| !tools.is_empty());
-        let calls = tools && body.value("tool_choice").is_none_or(|choice| choice != "none");
-        Ok(match api {
-            Api::Chat => AnswerForm { calls: self.answer.calls && calls, ..self.answer },
+    /// What is looked for in the answer to a body: tool calls as in vLLM only where there are tools, and always where they
+    /// are required.
+    fn answer_form(&self, api: Api, tools: &Tools) -> AnswerForm {
+        match api {
+            Api::Chat => AnswerForm { calls: tools.are_called(self.answer.calls), ..self.answer },
             Api::Completions => AnswerForm::default(),
-        })
+        }
     }
 
     /// The parameters of a body over the defaults, without a prompt.
@@ -315,22 +319,6 @@ impl Limit {
             Some(tokens) => Self { field: newer, tokens: Some(tokens) },
             None => Self { field: older, tokens: body.size(older)? },
         })
-    }
-}
-
-/// Refuses what cannot be done, where it is asked for.
-fn check_supported(body: &Fields) -> Result<(), ApiError> {
-    let off = |value: &Value| *value == false || *value == 1;
-    let asked = |name: &&&str| body.value(name).is_some_and(|value| !off(value));
-    if let Some(name) = UNSUPPORTED.iter().find(asked) {
-        return Err(ApiError::field(name, "it is not supported; leave it out"));
-    }
-    match body.value("tool_choice") {
-        Some(choice) if choice != "auto" && choice != "none" => Err(ApiError::field(
-            "tool_choice",
-            format!("expected \"auto\" or \"none\", got {}", short(choice)),
-        )),
-        _ => Ok(()),
     }
 }
 

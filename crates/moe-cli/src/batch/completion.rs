@@ -84,6 +84,11 @@ impl<'a> Serialize for Body<'a> {
 }
 
 impl Body<'_> {
+    /// The name of a token: its text, or where ids are asked for vLLM's name for its id.
+    fn name(&self, id: u32) -> String {
+        if self.form.tokens_as_ids { TokenNames::of_id(id) } else { self.names.name(id) }
+    }
+
     /// Token counts. How many came from the prefix cache is left out: it depends on what else ran.
     fn usage(&self) -> Value {
         let prompt: usize = self.form.prompts.iter().map(|prompt| prompt.len).sum();
@@ -105,13 +110,13 @@ impl Body<'_> {
             Value::Object(tokens)
         };
         let entries = move || logprobs.into_iter().flat_map(LogprobList::iter).map(entry);
-        self.form.prompt_logprobs.then(|| List(move || std::iter::once(Value::Null).chain(entries())))
+        self.form.prompt_logprobs.then_some(List(move || std::iter::once(Value::Null).chain(entries())))
     }
 
     fn chat_logprobs(&self, logprobs: &TokenLogprobs, top: usize) -> Value {
         let entry = |token: &TokenLogprob| {
             let (id, logprob) = (token.token_id, finite(token.logprob));
-            json!({"token": self.names.name(id), "logprob": logprob, "bytes": self.names.bytes(id)})
+            json!({"token": self.name(id), "logprob": logprob, "bytes": self.names.bytes(id)})
         };
         let mut chosen = entry(&logprobs.chosen);
         chosen["top_logprobs"] = logprobs.top.iter().take(top).map(entry).collect();
@@ -122,10 +127,10 @@ impl Body<'_> {
     /// goes by its id.
     fn top_logprobs(&self, logprobs: &TokenLogprobs) -> Value {
         let chosen = &logprobs.chosen;
-        let name = self.names.name(chosen.token_id);
+        let name = self.name(chosen.token_id);
         let mut tokens = Map::new();
         for token in &logprobs.top {
-            let mut own = self.names.name(token.token_id);
+            let mut own = self.name(token.token_id);
             if token.token_id != chosen.token_id && (own == name || tokens.contains_key(&own)) {
                 own = TokenNames::of_id(token.token_id);
             }
@@ -182,15 +187,22 @@ impl ChoiceBody<'_> {
     fn chat<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
         let (form, choice) = (self.body.form, self.choice);
         let echo = self.prompt.echo.as_deref().unwrap_or_default();
-        let mut answer = Answer::of(&choice.text, form.answer, self.prompt.opened);
+        let mut answer = Answer::of(&choice.text, form.answer, self.prompt.begun);
         answer.text.insert_str(0, echo);
+        answer.calls.truncate(form.tools.most_calls());
         let (mut finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
-        // The client is to call something; a text that was cut may still have had more calls to come.
-        if !answer.calls.is_empty() && matches!(choice.finish, Some(FinishReason::Stop(_))) {
+        // The client is to call something; a text that was cut may still have had more calls to come. As in OpenAI's API it
+        // stays "stop" where the client has named the function.
+        let stopped = matches!(choice.finish, Some(FinishReason::Stop(_)));
+        if !answer.calls.is_empty() && stopped && !form.tools.is_named() {
             finish_reason = "tool_calls";
         }
         let name = |i: usize| format!("call_{}_{}_{i}", form.name, self.index);
-        map.serialize_entry("message", &messages::of_answer(&form.role, &answer, form.answer, name))?;
+        let mut message = messages::of_answer(&form.role, &answer, form.answer, name);
+        if form.hide_reasoning && form.answer.reasoning {
+            message["reasoning"] = Value::Null;
+        }
+        map.serialize_entry("message", &message)?;
         match form.logprobs {
             Some(top) => map.serialize_entry("logprobs", &ChatLogprobs { choice: self, top })?,
             None => map.serialize_entry("logprobs", &Value::Null)?,
@@ -249,7 +261,7 @@ impl Serialize for TokenLists<'_> {
             self.0.tokens().map(move |(id, _)| count.add(&body.names.bytes(id)))
         };
         let own = || self.0.tokens().map(|(_, logprobs)| logprobs.map(|l| finite(l.chosen.logprob)));
-        let names = || self.0.tokens().map(|(id, _)| body.names.name(id));
+        let names = || self.0.tokens().map(|(id, _)| body.name(id));
         let top = || self.0.tokens().map(|(_, logprobs)| logprobs.map(|l| body.top_logprobs(&l)));
         let mut map = serializer.serialize_map(Some(4))?;
         map.serialize_entry("text_offset", &List(offsets))?;

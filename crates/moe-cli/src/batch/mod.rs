@@ -11,6 +11,7 @@
 mod ahead;
 mod answer;
 mod body;
+mod compiling;
 mod completion;
 mod encoding;
 mod entries;
@@ -33,6 +34,8 @@ mod settings;
 mod structured;
 #[cfg(test)]
 mod tests;
+mod tools;
+mod unsupported;
 mod untouched;
 
 use std::collections::HashMap;
@@ -41,9 +44,10 @@ use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::Result;
-use moe_engine::chat::{AnswerForm, ChatTemplate};
+use anyhow::{Context, Result};
+use moe_engine::chat::{AnswerForm, ChatTemplate, this_program};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
+use moe_engine::structured::Precompiled;
 use moe_engine::terminal::{note, note_error};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
@@ -58,6 +62,7 @@ use crate::session::{self, Model};
 use ahead::read_ahead;
 use answer::{Choice, Record};
 use body::{Form, Job, Parser};
+use compiling::compile_ahead;
 use entries::{Entries, Entry, Format, Key, Work};
 use fields::ApiError;
 use input::Lines;
@@ -73,6 +78,8 @@ pub(crate) use progress::Progress;
 
 /// Requests in the engine for each that runs: the longest of them start first.
 const WINDOW: usize = 8;
+/// Grammars that are compiled at the same time.
+const COMPILERS: usize = 2;
 /// How often an idle run looks whether it is interrupted.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -101,6 +108,9 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     }
     let progress = Progress::new(Total::count(&args.input), args.progress_interval);
     let entries = read_ahead(Entries { format, lines, known, parser })?;
+    let program = this_program().context("cannot find this program, which compiles grammars")?;
+    let compilers = (0..COMPILERS).filter_map(|_| engine.precompiler(program.clone())).collect();
+    let entries = compile_ahead(entries, compilers)?;
     let mut batch = Batch {
         engine,
         tokenizer,
@@ -231,6 +241,8 @@ struct Line {
     requests: Vec<RequestId>,
     choices: Vec<Choice>,
     unfinished: usize,
+    /// It stays compiled as long as the line needs it.
+    _grammar: Option<Precompiled>,
 }
 
 struct Batch<'m> {
@@ -320,7 +332,8 @@ impl Batch<'_> {
         self.owners.extend(owners);
         let unfinished = requests.len() * n;
         let choices = std::iter::repeat_with(Choice::default).take(unfinished).collect();
-        self.lines.insert(number, Line { key, form: job.form, requests, choices, unfinished });
+        let line = Line { key, form: job.form, requests, choices, unfinished, _grammar: job.grammar };
+        self.lines.insert(number, line);
         Ok(())
     }
 

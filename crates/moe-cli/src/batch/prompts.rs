@@ -1,6 +1,6 @@
 //! The prompts of a body: `prompt` in its four forms, or `messages` through the chat template.
 
-use moe_engine::chat::{ChatError, ChatRequest, opens_reasoning};
+use moe_engine::chat::{Begun, ChatError, ChatRequest};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::Value;
 
@@ -14,8 +14,8 @@ pub struct Prompt {
     pub ids: Vec<u32>,
     /// Text in front of the answer, if it is wanted.
     pub echo: Option<String>,
-    /// It ends where the reasoning begins.
-    pub opened: bool,
+    /// What it has begun of the answer.
+    pub begun: Begun,
 }
 
 impl Prompt {
@@ -23,8 +23,8 @@ impl Prompt {
     pub fn form(&self, token_ids: bool) -> PromptForm {
         let first_token = self.ids.first().copied().unwrap_or_default();
         let token_ids = token_ids.then(|| self.ids.clone());
-        let (len, echo, opened) = (self.ids.len(), self.echo.clone(), self.opened);
-        PromptForm { len, first_token, echo, opened, token_ids }
+        let (len, echo, begun) = (self.ids.len(), self.echo.clone(), self.begun);
+        PromptForm { len, first_token, echo, begun, token_ids }
     }
 }
 
@@ -34,7 +34,7 @@ pub fn completions(parser: &Parser, body: &Fields, echo: bool) -> Result<Vec<Pro
     let special = body.bool("add_special_tokens")?.unwrap_or(true);
     let from_text = |text: &str| {
         let ids = encode_prompt(parser, "prompt", text, special)?;
-        Ok(Prompt { ids, echo: echo.then(|| text.to_string()), opened: false })
+        Ok(Prompt { ids, echo: echo.then(|| text.to_string()), begun: Begun::Nothing })
     };
     let from_ids = |ids: Vec<u32>| {
         let text = || match &parser.tokenizer {
@@ -43,7 +43,7 @@ pub fn completions(parser: &Parser, body: &Fields, echo: bool) -> Result<Vec<Pro
         };
         let echo = echo.then(text).transpose();
         let echo = echo.map_err(|e| ApiError::field("prompt", error::describe(&e)))?;
-        Ok(Prompt { ids, echo, opened: false })
+        Ok(Prompt { ids, echo, begun: Begun::Nothing })
     };
     let value = body.value("prompt").ok_or_else(|| ApiError::field("prompt", FORMS))?;
     let wrong = || ApiError::field("prompt", format!("{FORMS}, got {}", short(value)));
@@ -75,6 +75,10 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     let continues = body.bool("continue_final_message")?.unwrap_or(false);
     let mut kwargs = parser.template_kwargs.clone();
     kwargs.extend(body.object("chat_template_kwargs")?.cloned().unwrap_or_default());
+    // As in vLLM: what it means is the template's matter.
+    if let Some(effort) = body.text("reasoning_effort")? {
+        kwargs.insert("reasoning_effort".into(), effort.into());
+    }
     let generates = body.bool("add_generation_prompt")?.unwrap_or(!continues);
     let last = messages.last().cloned().unwrap_or_default();
     let chat = ChatRequest {
@@ -88,12 +92,15 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     let text = template.render(&chat).map_err(|e| refused(&e))?;
     let special = body.bool("add_special_tokens")?.unwrap_or(false);
     let ids = encode_prompt(parser, "messages", &text, special)?;
-    let opened = opens_reasoning(&text);
+    let begun = match continues {
+        true => Begun::of_continued(&text, last["content"].as_str().unwrap_or_default()),
+        false => Begun::of(&text),
+    };
     let role = if generates { "assistant" } else { last["role"].as_str().unwrap_or_default() };
     // As in vLLM: the message that the answer continues.
     let echo = echo && last["role"] == *role;
     let echo = echo.then(|| last["content"].as_str().unwrap_or_default().to_string());
-    Ok((vec![Prompt { ids, echo, opened }], role.to_string()))
+    Ok((vec![Prompt { ids, echo, begun }], role.to_string()))
 }
 
 /// The error of a conversation that cannot be rendered, with the field at fault where it is not the messages.

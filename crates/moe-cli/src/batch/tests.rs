@@ -1,5 +1,6 @@
 //! Bodies to requests and back, without a model: every byte is a token of the tokenizer here.
 
+mod calls;
 mod forms;
 
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs, request_seed};

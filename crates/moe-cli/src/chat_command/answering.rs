@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use model_runtime::sampling::request_seed;
-use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
+use moe_engine::chat::{AnswerForm, Begun, ChatRequest};
 use moe_engine::engine::{FinishReason, Request, RequestId};
+use moe_engine::structured::Reasoning;
 use moe_engine::terminal::{note, note_error};
 use serde_json::Value;
 
@@ -43,12 +44,12 @@ pub struct Speed {
 impl Chat<'_> {
     /// Answers the last message.
     pub fn respond(&mut self) -> Result<Turn> {
-        let added = self.request().and_then(|(request, opened)| {
+        let added = self.request().and_then(|(request, begun)| {
             let progress = PromptProgress::start(request.prompt.len());
-            Ok((self.engine.add(request)?, opened, progress))
+            Ok((self.engine.add(request)?, begun, progress))
         });
         match added {
-            Ok((id, opened, progress)) => self.read_answer(id, opened, progress),
+            Ok((id, begun, progress)) => self.read_answer(id, begun, progress),
             Err(e) => {
                 self.failed += 1;
                 report(&e);
@@ -58,10 +59,10 @@ impl Chat<'_> {
     }
 
     /// Shows an answer while it comes, and keeps it.
-    fn read_answer(&mut self, id: RequestId, opened: bool, mut progress: PromptProgress) -> Result<Turn> {
+    fn read_answer(&mut self, id: RequestId, begun: Begun, mut progress: PromptProgress) -> Result<Turn> {
         // Ctrl-C before there is an answer does not concern it.
         self.interrupt.take();
-        let mut shown = Shown::new(self.form, opened, Look::of_stdout());
+        let mut shown = Shown::new(self.form, begun, Look::of_stdout());
         let (start, mut speed) = (Instant::now(), Speed::default());
         let (mut open, mut failed) = (true, false);
         while !self.engine.is_idle() {
@@ -122,17 +123,17 @@ impl Chat<'_> {
         }
     }
 
-    /// The request of the conversation, made to fit, and whether its prompt begins the reasoning.
-    fn request(&mut self) -> Result<(Request, bool)> {
+    /// The request of the conversation, made to fit, and what its prompt has begun of the answer.
+    fn request(&mut self) -> Result<(Request, Begun)> {
         let max_model_len = self.engine.max_model_len();
         // Enough for an answer that is worth reading.
         let room = (max_model_len / 4).max(1);
         let room = self.defaults.max_tokens.map_or(room, |max| max.min(room));
         let mut conversation = self.conversation.clone();
-        let opened = std::cell::Cell::new(false);
+        let begun = std::cell::Cell::new(Begun::Nothing);
         let encode = |messages: Vec<Value>| {
             let text = self.render(&messages, true)?;
-            opened.set(opens_reasoning(&text));
+            begun.set(Begun::of(&text));
             self.encode(&text)
         };
         let (prompt, dropped) = conversation.fit(max_model_len, room, encode)?;
@@ -145,10 +146,12 @@ impl Chat<'_> {
         let left = max_model_len - prompt.len();
         let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
         let capture_routing = self.args.routed_experts_out.is_some();
-        let mut request = Request { prompt, max_tokens, capture_routing, ..self.defaults.clone() };
+        let begun = begun.get();
+        let reasoning = Reasoning::before(self.form, begun);
+        let mut request = Request { prompt, max_tokens, capture_routing, reasoning, ..self.defaults.clone() };
         request.sampling.seed = request_seed(self.seed, &self.answers.to_string());
         self.answers += 1;
-        Ok((request, opened.get()))
+        Ok((request, begun))
     }
 
     /// The text of messages by the template.

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
+use moe_engine::chat::{AnswerForm, Begun, ChatRequest};
 use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::structured::Reasoning;
 use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
@@ -30,19 +31,20 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
     let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
-    let (requests, opened) = requests(args, &prompts, &session, tokenizer.as_ref())?;
+    let form = answer_form(args, &session)?;
+    let (requests, begun) = requests(args, &prompts, &session, (tokenizer.as_ref(), form))?;
     let context = session.model.info().max_context_len;
     let config = engine_config(args, &requests, context, session.engine_defaults());
     let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     warn_of_equal_texts(args, &requests);
     warn_of_the_context(args, &requests, engine.max_model_len());
     let lengths =
-        requests.iter().map(|request| request.prompt.len()).collect::<Vec<_>>().into_iter().zip(opened);
+        requests.iter().map(|request| request.prompt.len()).collect::<Vec<_>>().into_iter().zip(begun);
     let prompt_tokens = requests.iter().map(|request| request.prompt.len().saturating_mul(request.n)).sum();
     let start = Instant::now();
     let ids = requests.into_iter().map(|request| Ok(engine.add(request)?)).collect::<Result<Vec<_>>>()?;
-    let asked = ids.into_iter().zip(lengths).map(|(id, (tokens, opened))| (id, tokens, opened));
-    let mut texts = Texts::new(args, tokenizer.as_ref(), answer_form(args, &session)?, start, asked);
+    let asked = ids.into_iter().zip(lengths).map(|(id, (tokens, begun))| (id, tokens, begun));
+    let mut texts = Texts::new(args, tokenizer.as_ref(), form, start, asked);
     let mut progress = PromptProgress::start(prompt_tokens);
     while !engine.is_idle() && !texts.closed() {
         let outputs = engine.step()?;
@@ -109,33 +111,34 @@ fn answer_form(args: &GenerateArgs, session: &Session) -> Result<AnswerForm> {
     }
 }
 
-/// A request for each prompt, with a seed of its own, and whether the prompt begins the reasoning.
+/// A request for each prompt, with a seed of its own, and what the prompt has begun of an answer in this form.
 fn requests(
     args: &GenerateArgs,
     prompts: &[String],
     session: &Session,
-    tokenizer: Option<&Tokenizer>,
-) -> Result<(Vec<Request>, Vec<bool>)> {
+    (tokenizer, form): (Option<&Tokenizer>, AnswerForm),
+) -> Result<(Vec<Request>, Vec<Begun>)> {
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
     let encode = encoder(args, session, tokenizer)?;
     let request = |(i, prompt): (usize, &String)| {
-        let (prompt, opened) = encode(prompt)?;
+        let (prompt, begun) = encode(prompt)?;
         let mut request = Request {
             prompt,
             n: args.n,
             capture_routing: args.routed_experts_out.is_some(),
             replay_routing: replay.clone(),
+            reasoning: Reasoning::before(form, begun),
             ..options::request_defaults(&args.sampling, session, &i.to_string())?
         };
         request.sampling.logprobs = args.logprobs;
-        Ok((request, opened))
+        Ok((request, begun))
     };
     let both = prompts.iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
     Ok(both.into_iter().unzip())
 }
 
-/// Makes token ids of a prompt, and says whether it begins the reasoning.
-type Encode<'a> = Box<dyn Fn(&str) -> Result<(Vec<u32>, bool)> + 'a>;
+/// Makes token ids of a prompt, and says what it has begun of the answer.
+type Encode<'a> = Box<dyn Fn(&str) -> Result<(Vec<u32>, Begun)> + 'a>;
 
 /// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template.
 fn encoder<'a>(
@@ -144,13 +147,13 @@ fn encoder<'a>(
     tokenizer: Option<&'a Tokenizer>,
 ) -> Result<Encode<'a>> {
     let Some(tokenizer) = tokenizer else {
-        return Ok(Box::new(|prompt| Ok((prompt::token_ids(prompt)?, false))));
+        return Ok(Box::new(|prompt| Ok((prompt::token_ids(prompt)?, Begun::Nothing))));
     };
     let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(session.model.info().max_context_len);
     if !args.chat {
         return Ok(Box::new(move |prompt| {
             tokenizer.check_length(prompt, longest)?;
-            Ok((tokenizer.encode(prompt)?, false))
+            Ok((tokenizer.encode(prompt)?, Begun::Nothing))
         }));
     }
     let template = options::chat_template(&args.template, session)?.context(
@@ -165,7 +168,7 @@ fn encoder<'a>(
             ..ChatRequest::default()
         })?;
         tokenizer.check_length(&text, longest)?;
-        Ok((tokenizer.encode_rendered(&text)?, opens_reasoning(&text)))
+        Ok((tokenizer.encode_rendered(&text)?, Begun::of(&text)))
     }))
 }
 

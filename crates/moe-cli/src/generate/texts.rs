@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
-use moe_engine::chat::{Answer, AnswerForm};
+use moe_engine::chat::{Answer, AnswerForm, Begun};
 use moe_engine::engine::{FinishReason, Output, RequestId};
 use moe_engine::terminal::{note, visible_json};
 use moe_engine::tokenizer::Tokenizer;
@@ -34,8 +34,8 @@ pub struct Texts<'a> {
 struct Prompt {
     request: RequestId,
     tokens: usize,
-    /// It ends where the reasoning begins.
-    opened: bool,
+    /// What it has begun of the answer.
+    begun: Begun,
     texts: Vec<Text>,
 }
 
@@ -48,20 +48,20 @@ struct Text {
 }
 
 impl<'a> Texts<'a> {
-    /// No text yet, of requests that the engine got at `start`: with prompts of so many tokens, which may begin the
-    /// reasoning.
+    /// No text yet, of requests that the engine got at `start`: with prompts of so many tokens, which have begun
+    /// this of the answer.
     pub fn new(
         args: &'a GenerateArgs,
         tokenizer: Option<&'a Tokenizer>,
         form: AnswerForm,
         start: Instant,
-        requests: impl Iterator<Item = (RequestId, usize, bool)>,
+        requests: impl Iterator<Item = (RequestId, usize, Begun)>,
     ) -> Self {
         let texts = vec![Text::default(); args.n.max(1)];
-        let prompt = |(request, tokens, opened)| Prompt { request, tokens, opened, texts: texts.clone() };
+        let prompt = |(request, tokens, begun)| Prompt { request, tokens, begun, texts: texts.clone() };
         let prompts: Vec<_> = requests.map(prompt).collect();
-        let opened = prompts.first().is_some_and(|prompt| prompt.opened);
-        let shown = Shown::new(form, opened, Look::of_stdout());
+        let begun = prompts.first().map(|prompt| prompt.begun).unwrap_or_default();
+        let shown = Shown::new(form, begun, Look::of_stdout());
         Self { args, tokenizer, form, shown, prompts, start, first_token: None, closed: false }
     }
 
@@ -206,7 +206,7 @@ impl<'a> Texts<'a> {
     /// A prompt's texts in the words of OpenAI's completions; answers to questions also as messages of a chat.
     fn json(&self, prompt: &Prompt, text: &str) -> Value {
         let message = |index: usize, text: &str| {
-            let answer = Answer::of(text, self.form, prompt.opened);
+            let answer = Answer::of(text, self.form, prompt.begun);
             messages::of_answer("assistant", &answer, self.form, |i| format!("call_{index}_{i}"))
         };
         let choice = |(index, text): (usize, &Text)| {

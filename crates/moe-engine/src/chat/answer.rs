@@ -16,14 +16,12 @@
 //! The tags are ordinary text, which may arrive in any pieces: what the parts come to does not depend on them.
 //! Line ends beside a tag belong to the form and are left out.
 
-use serde_json::Value;
-
 use super::ChatFiles;
+use super::begun::Begun;
+use super::call::{self, CALL, END_CALL, ToolCall};
 
-const THINK: &str = "<think>";
-const END_THINK: &str = "</think>";
-const CALL: &str = "<tool_call>";
-const END_CALL: &str = "</tool_call>";
+pub(crate) const THINK: &str = "<think>";
+pub(crate) const END_THINK: &str = "</think>";
 
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,15 +32,6 @@ pub enum Part {
     Text(String),
     /// A whole tool call.
     Call(ToolCall),
-}
-
-/// What a model wants to call.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ToolCall {
-    /// The function.
-    pub name: String,
-    /// Its arguments, as JSON.
-    pub arguments: String,
 }
 
 /// What is looked for in an answer; by default nothing, and all of it is text.
@@ -63,11 +52,6 @@ impl AnswerForm {
     }
 }
 
-/// Whether a prompt ends where reasoning has begun: some templates write `<think>` themselves.
-pub fn opens_reasoning(prompt: &str) -> bool {
-    prompt.trim_end().ends_with(THINK)
-}
-
 /// A whole answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
@@ -80,9 +64,9 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Takes a whole text apart; `opened` as in [`Splitter::new`].
-    pub fn of(text: &str, form: AnswerForm, opened: bool) -> Self {
-        let mut splitter = Splitter::new(form, opened);
+    /// Takes a whole text apart, of which the prompt has begun this.
+    pub fn of(text: &str, form: AnswerForm, begun: Begun) -> Self {
+        let mut splitter = Splitter::new(form, begun);
         let mut answer = Self::default();
         answer.extend(splitter.push(text));
         answer.extend(splitter.finish());
@@ -122,14 +106,15 @@ enum State {
 }
 
 impl Splitter {
-    /// A splitter of an answer in this form; `opened`: the prompt has begun the reasoning ([`opens_reasoning`]).
-    pub fn new(form: AnswerForm, opened: bool) -> Self {
+    /// A splitter of an answer in this form, of which the prompt has begun this.
+    pub fn new(form: AnswerForm, begun: Begun) -> Self {
         let state = match form.reasoning {
-            true if opened => State::Reasoning,
+            true if begun.reasons() => State::Reasoning,
             true => State::Start,
             false => State::Text,
         };
-        Self { form, state, held: String::new(), behind_tag: state == State::Reasoning }
+        let behind_tag = state == State::Reasoning && begun == Begun::Reasoning;
+        Self { form, state, held: String::new(), behind_tag }
     }
 
     /// Adds text: the parts that have become certain.
@@ -142,14 +127,25 @@ impl Splitter {
 
     /// The rest. Reasoning may lack its end and a call its closing tag; what is no call is text.
     pub fn finish(&mut self) -> Vec<Part> {
-        let rest = std::mem::take(&mut self.held);
-        let part = match self.state {
-            State::Reasoning => Part::Reasoning(rest),
-            State::Start | State::Text => Part::Text(rest),
-            State::Call => call(&rest).map_or(Part::Text(rest), Part::Call),
-        };
         let mut parts = Vec::new();
-        give(&mut parts, part);
+        while self.state == State::Call {
+            let mut whole = std::mem::take(&mut self.held);
+            if let Some(call) = call::read(&whole) {
+                give(&mut parts, Part::Call(call));
+                return parts;
+            }
+            // A string without an end may hide the closing tag.
+            let end = call::any_end(&whole).map_or(whole.len(), |at| at + END_CALL.len());
+            self.held = whole.split_off(end);
+            self.state = State::Text;
+            give(&mut parts, Part::Text(whole));
+            while self.advance(&mut parts) {}
+        }
+        let rest = std::mem::take(&mut self.held);
+        give(
+            &mut parts,
+            if self.state == State::Reasoning { Part::Reasoning(rest) } else { Part::Text(rest) },
+        );
         parts
     }
 
@@ -215,10 +211,14 @@ impl Splitter {
 
     /// Reads the call, once all of it is there.
     fn end_call(&mut self, parts: &mut Vec<Part>) -> bool {
-        let Some(at) = self.held.find(END_CALL) else { return false };
+        let Some(mut at) = call::end(&self.held) else { return false };
+        if call::read(&self.held[..at]).is_none() {
+            // No call: then an earlier closing tag is in no string either.
+            at = call::any_end(&self.held).unwrap_or(at);
+        }
         let rest = self.held.split_off(at + END_CALL.len());
         let whole = std::mem::replace(&mut self.held, rest);
-        let call = call(&whole[..at]);
+        let call = call::read(&whole[..at]);
         (self.state, self.behind_tag) = (State::Text, call.is_some());
         give(parts, call.map_or(Part::Text(whole), Part::Call));
         true
@@ -230,19 +230,6 @@ fn give(parts: &mut Vec<Part>, part: Part) {
         Part::Reasoning(text) | Part::Text(text) if text.is_empty() => {}
         _ => parts.push(part),
     }
-}
-
-/// The call behind an opening tag, if it is one.
-fn call(text: &str) -> Option<ToolCall> {
-    let (_, json) = text.split_once(CALL)?;
-    let call: Value = serde_json::from_str(json).ok()?;
-    let arguments = match call.get("arguments") {
-        None | Some(Value::Null) => "{}".to_string(),
-        Some(Value::String(text)) => text.clone(),
-        Some(object @ Value::Object(_)) => object.to_string(),
-        Some(_) => return None,
-    };
-    Some(ToolCall { name: call.get("name")?.as_str()?.to_string(), arguments })
 }
 
 #[cfg(test)]
@@ -267,10 +254,14 @@ mod tests {
     }
 
     fn parts(pieces: &[&str], form: AnswerForm, opened: bool) -> Vec<Part> {
-        let mut splitter = Splitter::new(form, opened);
+        let mut splitter = Splitter::new(form, begun(opened));
         let mut all: Vec<Part> = pieces.iter().flat_map(|piece| splitter.push(piece)).collect();
         all.extend(splitter.finish());
         joined(all)
+    }
+
+    fn begun(opened: bool) -> Begun {
+        if opened { Begun::Reasoning } else { Begun::Nothing }
     }
 
     fn text(text: &str) -> Part {
@@ -296,16 +287,14 @@ mod tests {
             called("g", "{}"),
         ];
         assert_eq!(parts(&[answer], ALL, false), want);
-        let whole = Answer::of(answer, ALL, false);
+        let whole = Answer::of(answer, ALL, Begun::Nothing);
         assert_eq!((whole.reasoning.as_deref(), whole.calls.len()), (Some("Hm.\n\nYes."), 2));
         let as_it_is = Answer { text: answer.into(), ..Answer::default() };
-        assert_eq!(Answer::of(answer, AnswerForm::default(), false), as_it_is);
+        assert_eq!(Answer::of(answer, AnswerForm::default(), Begun::Nothing), as_it_is);
     }
 
     #[test]
     fn the_prompt_may_have_opened_the_reasoning() {
-        assert!(opens_reasoning("<|im_start|>assistant\n<think>\n"));
-        assert!(!opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n"));
         assert_eq!(parts(&["Hm.\n</think>\n\nYes.\n"], ALL, true), [reasoning("Hm."), text("Yes.\n")]);
         assert_eq!(parts(&["Hm.\n"], ALL, true), [reasoning("Hm.\n")], "it never ends");
         assert_eq!(parts(&["\n\n</think>\n\nYes"], ALL, true), [text("Yes")], "nothing was thought");
@@ -336,8 +325,26 @@ mod tests {
     }
 
     #[test]
+    fn a_closing_tag_in_the_arguments_is_part_of_them() {
+        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"a</tool_call>b\"}}\n</tool_call>";
+        let want = called("f", "{\"x\":\"a</tool_call>b\"}");
+        assert_eq!(parts(&[&format!("{call}\n{call}")], ALL, false), [want.clone(), want]);
+        // A string that never ends hides no later call.
+        let broken = "<tool_call>{\"name\": \"f</tool_call> <tool_call>{\"name\": \"g\"}</tool_call>";
+        let got = parts(&[broken], ALL, false);
+        assert_eq!(got.last(), Some(&called("g", "{}")), "{got:?}");
+    }
+
+    #[test]
+    fn reasoning_that_the_prompt_is_within_keeps_its_line_ends() {
+        let of = |begun| Answer::of("\n\nso</think>\n\nYes", ALL, begun).reasoning;
+        assert_eq!(of(Begun::MoreReasoning).as_deref(), Some("\n\nso"));
+        assert_eq!(of(Begun::Reasoning).as_deref(), Some("so"));
+    }
+
+    #[test]
     fn parts_come_out_as_soon_as_they_are_certain() {
-        let mut splitter = Splitter::new(ALL, false);
+        let mut splitter = Splitter::new(ALL, Begun::Nothing);
         let mut push = |text: &str| splitter.push(text);
         assert_eq!([push("<th"), push("ink>"), push("\n")], [vec![], vec![], vec![]]);
         assert_eq!(push("So"), [reasoning("So")]);
@@ -362,7 +369,7 @@ mod tests {
         fn parts_do_not_depend_on_the_pieces(
             words in prop::collection::vec(prop::sample::select(vec![
                 THINK, END_THINK, CALL, END_CALL, "\n", "\n\n", " ", "<", "</", "a", "é€", "{\"name\": \"f\"}",
-                "{\"name\": \"f\", \"arguments\": {\"x\": 1}}", "{\"name\"", "tool_call>", "<think", "think>",
+                "{\"name\": \"f\", \"arguments\": {\"x\": 1}}", "{\"name\": \"</tool_call>\"}", "\"", "\\", "{\"name\"", "tool_call>", "<think", "think>",
             ]), 0..14),
             cuts in prop::collection::vec(0usize..200, 0..12),
             form in (any::<bool>(), any::<bool>()),

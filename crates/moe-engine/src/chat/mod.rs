@@ -7,12 +7,15 @@
 //! template may take down; `answer` takes apart what the model says. docs/chat.md lists what still differs.
 
 mod answer;
+mod begun;
+mod call;
 mod checkpoint;
 mod continuation;
 mod engine;
 mod error;
 mod json;
 mod python;
+mod raw;
 mod template;
 #[cfg(test)]
 mod tests;
@@ -20,9 +23,14 @@ mod worker;
 
 use serde_json::{Map, Value};
 
-pub use answer::{Answer, AnswerForm, Part, Splitter, ToolCall, opens_reasoning};
+pub use answer::{Answer, AnswerForm, Part, Splitter};
+pub(crate) use answer::{END_THINK, THINK};
+pub use begun::Begun;
+pub use call::ToolCall;
+pub(crate) use call::{CALL, END_CALL};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
+pub use raw::with_long_integers;
 pub use template::ChatTemplate;
 pub use worker::{RENDER_COMMAND, serve};
 

@@ -11,6 +11,7 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -30,7 +31,7 @@ use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
 use crate::panic_text;
 use crate::parallel::{AbortOnPanic, Replica};
-use crate::structured::Grammars;
+use crate::structured::{Grammars, Precompiler};
 use crate::tokenizer::Tokenizer;
 
 /// A model, where it runs, and its place among all ranks.
@@ -135,6 +136,14 @@ impl<'m> DpEngine<'m> {
     /// The longest sequence, prompt and output, that every rank can run.
     pub fn max_model_len(&self) -> usize {
         self.dispatcher.max_model_len()
+    }
+
+    /// What compiles grammars of structured output ahead of this engine, on a thread of the caller's, in a process of
+    /// `program` first: this library's own, as [`crate::chat::this_program`] names it, which calls
+    /// [`crate::structured::serve`]. `None` without a tokenizer.
+    pub fn precompiler(&self, program: PathBuf) -> Option<Precompiler> {
+        let (grammars, tokenizer) = self.engine.grammars.clone().zip(self.engine.tokenizer.clone())?;
+        Some(Precompiler::new(grammars, tokenizer, program))
     }
 
     /// Takes a request, or says why not; then nothing has changed. It goes to the rank with the least work as soon as one

@@ -252,7 +252,9 @@ impl<'m> Engine<'m> {
                 chain: Vec::new(),
                 num_cached_tokens: None,
                 text: self.tokenizer.as_ref().map(|_| text()),
-                constraint: grammar.clone().map(Constraint::new).map(Mutex::new),
+                constraint: grammar
+                    .clone()
+                    .map(|grammar| Mutex::new(Constraint::behind(request.reasoning, grammar))),
                 bad_words: bad_words.clone(),
                 routed: None,
                 prompt_logprobs: Vec::new(),

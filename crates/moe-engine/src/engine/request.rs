@@ -7,7 +7,7 @@ use model_runtime::sampling::{SamplingError, TokenLogprobs};
 use model_runtime::{RoutedExperts, SamplingParams};
 use serde::{Deserialize, Serialize};
 
-use crate::structured::{StructuredOutput, StructuredOutputError};
+use crate::structured::{Reasoning, StructuredOutput, StructuredOutputError};
 
 /// Names a request of one engine; ascending in the order in which requests were added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -44,6 +44,8 @@ pub struct Request {
     /// What the text must be; needs a tokenizer. It ends where nothing may follow, also before `min_tokens` and with
     /// `ignore_eos`, and the ids that end a text are left for where it may end.
     pub structured_output: Option<Arc<StructuredOutput>>,
+    /// Reasoning that comes before the structured output. Nothing that ends a text may be sampled in it.
+    pub reasoning: Option<Reasoning>,
     /// Leaves special tokens out of the text.
     pub skip_special_tokens: bool,
     /// Log-probabilities of the prompt's tokens, each with this many of the likeliest.
@@ -73,6 +75,7 @@ impl Request {
             bad_words: Vec::new(),
             include_stop_str_in_output: false,
             structured_output: None,
+            reasoning: None,
             skip_special_tokens: true,
             prompt_logprobs: None,
             timeout: None,

@@ -10,18 +10,31 @@ use anyhow::bail;
 use llguidance::Matcher;
 use llguidance::toktrie::{SimpleVob, TokTrie};
 
-use super::grammars::{Grammar, is_dead_end, reason};
+use super::Reasoning;
+use super::compiler::reason;
+use super::grammars::Grammar;
+use super::lead::Stage;
 
 /// The state of a choice.
 pub(crate) struct Constraint {
     grammar: Arc<Grammar>,
+    /// How far reasoning in front of the text has come.
+    stage: Stage,
+    /// Tokens that the stage knows of.
+    seen: usize,
+    /// While the stage is open: what has come begins a text of the grammar, too.
+    fits: bool,
+    /// The text's first token.
+    begin: usize,
     /// Made when it is first needed: requests may wait for long.
     matcher: Option<Matcher>,
-    /// Tokens that the matcher has taken in.
+    /// Tokens up to here are known to the matcher, which begins at `begin`.
     taken: usize,
     /// The lexer is not shared.
     alone: bool,
 }
+
+const NO_TOKEN: &str = "no token of the vocabulary continues the text as it must";
 
 /// The tokens that may come next.
 pub(crate) struct Mask(SimpleVob);
@@ -47,8 +60,15 @@ impl Mask {
 
 impl Constraint {
     /// A constraint at the first token.
+    #[cfg(test)]
     pub fn new(grammar: Arc<Grammar>) -> Self {
-        Self { grammar, matcher: None, taken: 0, alone: false }
+        Self::behind(None, grammar)
+    }
+
+    /// A constraint at the first token, of a text that `reasoning` may come before.
+    pub fn behind(reasoning: Option<Reasoning>, grammar: Arc<Grammar>) -> Self {
+        let stage = Stage::new(reasoning);
+        Self { grammar, stage, seen: 0, fits: true, begin: 0, matcher: None, taken: 0, alone: false }
     }
 
     /// Whether the text is complete after these tokens: none can follow.
@@ -56,7 +76,12 @@ impl Constraint {
     /// # Errors
     /// The tokens do not follow the grammar, or it is too complex.
     pub fn is_complete(&mut self, output: &[u32]) -> Result<bool, String> {
-        self.ask(output, |matcher| Ok(matcher.is_stopped()))
+        self.read(output);
+        match self.stage {
+            Stage::Start(_) if !self.fits => Ok(false),
+            Stage::Reasoning(_) | Stage::Gap(_) => Ok(false),
+            Stage::Start(_) | Stage::Text(_) => self.ask(output, |matcher| Ok(matcher.is_stopped())),
+        }
     }
 
     /// The tokens that may follow `output`; `None` once the text is complete. `ends` may follow wherever the text may
@@ -65,6 +90,70 @@ impl Constraint {
     /// # Errors
     /// No token can follow, the tokens do not follow the grammar, or it is too complex.
     pub fn mask(&mut self, output: &[u32], ends: &[u32], only_there: &[u32]) -> Result<Option<Mask>, String> {
+        self.read(output);
+        let tags = self.grammar.tags.clone();
+        let mut mask = match &self.stage {
+            Stage::Reasoning(tail) => {
+                let ends = [ends, only_there].concat();
+                return Ok(Some(Mask(tags.of_reasoning(*tail, &ends))));
+            }
+            Stage::Start(_) if !self.fits => SimpleVob::new(),
+            Stage::Start(_) => match self.mask_of_text(output, ends, only_there) {
+                Ok(Some(mask)) => mask,
+                Ok(None) => return Ok(None),
+                // Then the model may still reason first.
+                Err(_) => SimpleVob::new(),
+            },
+            Stage::Gap(_) | Stage::Text(_) => match self.mask_of_text(output, ends, only_there)? {
+                Some(mask) => mask,
+                None => return Ok(None),
+            },
+        };
+        match &self.stage {
+            Stage::Start(seen) => tags.allow_opening(seen, &mut mask),
+            Stage::Gap(lines) => tags.allow_gap(*lines, &mut mask),
+            Stage::Reasoning(_) | Stage::Text(_) => {}
+        }
+        match mask.is_zero() {
+            true => Err(NO_TOKEN.into()),
+            false => Ok(Some(Mask(mask))),
+        }
+    }
+
+    /// Follows the stage through tokens that it does not know yet.
+    fn read(&mut self, output: &[u32]) {
+        while self.seen < output.len() && !matches!(self.stage, Stage::Text(_)) {
+            let (at, token) = (self.seen, output[self.seen]);
+            if self.fits && matches!(self.stage, Stage::Start(_)) {
+                let follows = |matcher: &mut Matcher| Ok(matcher.validate_tokens(&[token])? == 1);
+                self.fits = self.ask(&output[..at], follows).unwrap_or(false);
+            }
+            let tags = self.grammar.tags.clone();
+            let stage = std::mem::replace(&mut self.stage, Stage::Text(0));
+            self.stage = stage.after(at, tags.token(token));
+            self.seen = at + 1;
+            match self.stage {
+                Stage::Start(_) => {}
+                Stage::Reasoning(_) | Stage::Gap(_) => self.begin_at(at + 1),
+                Stage::Text(0) => {}
+                Stage::Text(begin) => self.begin_at(begin),
+            }
+        }
+    }
+
+    /// The text begins at this token.
+    fn begin_at(&mut self, begin: usize) {
+        if self.begin != begin {
+            (self.begin, self.taken, self.matcher) = (begin, begin, None);
+        }
+    }
+
+    fn mask_of_text(
+        &mut self,
+        output: &[u32],
+        ends: &[u32],
+        only_there: &[u32],
+    ) -> Result<Option<SimpleVob>, String> {
         self.ask(output, |matcher| {
             if matcher.is_stopped() {
                 return Ok(None);
@@ -79,7 +168,7 @@ impl Constraint {
                 true => allow(&mut mask, ends),
                 false => exclude(&mut mask, only_there, matcher.tok_env()?.tok_trie()),
             }
-            Ok(Some(Mask(mask)))
+            Ok(Some(mask))
         })
     }
 
@@ -93,11 +182,11 @@ impl Constraint {
         let mut answer = self.matcher_behind(output).and_then(&question);
         if answer.is_err() && !self.alone {
             self.alone = true;
-            (self.matcher, self.taken) = (Some(self.grammar.own_matcher()), 0);
+            (self.matcher, self.taken) = (Some(self.grammar.own_matcher()), self.begin);
             answer = self.matcher_behind(output).and_then(&question);
         }
         answer.map_err(|e| match is_dead_end(&e) {
-            true => "no token of the vocabulary continues the text as it must".into(),
+            true => NO_TOKEN.into(),
             false => reason(&e),
         })
     }
@@ -122,6 +211,11 @@ impl Constraint {
         }
         Ok(matcher)
     }
+}
+
+/// Whether no token fits.
+pub(super) fn is_dead_end(error: &anyhow::Error) -> bool {
+    error.to_string().starts_with("NoExtensionBias")
 }
 
 fn allow(mask: &mut SimpleVob, ids: &[u32]) {

@@ -1,0 +1,139 @@
+//! JSON as it is written, where a parsed value would not do: the `f64` of a long integer has other digits.
+
+use std::iter::Peekable;
+use std::str::CharIndices;
+
+/// The text of the value of a field. `json` is an object that has been parsed; of fields of the same name the last counts.
+pub fn field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
+    let mut found = None;
+    let mut rest = json.trim_start().strip_prefix('{')?.trim_start();
+    while rest.starts_with('"') {
+        let (key, behind) = rest.split_at(string_len(rest)?);
+        let value = behind.trim_start().strip_prefix(':')?.trim_start();
+        let (text, behind) = value.split_at(value_len(value)?);
+        if serde_json::from_str::<String>(key).ok()? == name {
+            found = Some(text.trim_end());
+        }
+        rest = behind.strip_prefix(',').unwrap_or_default().trim_start();
+    }
+    found
+}
+
+/// JSON without white space between its tokens.
+pub fn compact(json: &str) -> String {
+    spaced(json, "")
+}
+
+/// JSON with the white space of Python's `json.dumps`, where it has an integer that no machine word holds, and which a
+/// parsed value would round; else `None`.
+pub fn with_long_integers(json: &str) -> Option<String> {
+    has_long_integer(json).then(|| spaced(json, " "))
+}
+
+fn spaced(json: &str, separator: &str) -> String {
+    let mut out = String::with_capacity(json.len());
+    let mut chars = json.char_indices().peekable();
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '"' => out += skip_string(json, at, &mut chars),
+            c if c.is_ascii_whitespace() => {}
+            ',' | ':' => {
+                out.push(c);
+                out += separator;
+            }
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+fn has_long_integer(json: &str) -> bool {
+    let mut chars = json.char_indices().peekable();
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '"' => drop(skip_string(json, at, &mut chars)),
+            '-' | '0'..='9' => {
+                let number = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '+' | '-');
+                let len = json[at..].find(|c| !number(c)).unwrap_or(json.len() - at);
+                let text = &json[at..at + len];
+                while chars.next_if(|(next, _)| *next < at + len).is_some() {}
+                let integer = !text.contains(['.', 'e', 'E']);
+                if integer && text.parse::<i64>().is_err() && text.parse::<u64>().is_err() {
+                    return true;
+                }
+            }
+            _ => {}
+        }
+    }
+    false
+}
+
+/// The string that begins at `at`, and goes over it.
+fn skip_string<'a>(json: &'a str, at: usize, chars: &mut Peekable<CharIndices>) -> &'a str {
+    let end = at + string_len(&json[at..]).unwrap_or(json.len() - at);
+    while chars.next_if(|(next, _)| *next < end).is_some() {}
+    &json[at..end]
+}
+
+/// The length of the string that a text begins with.
+fn string_len(text: &str) -> Option<usize> {
+    let mut escaped = false;
+    for (i, byte) in text.bytes().enumerate().skip(1) {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'"' => return Some(i + 1),
+            _ => {}
+        }
+    }
+    None
+}
+
+/// The length of the value that a text begins with: up to the comma or bracket that follows it.
+fn value_len(text: &str) -> Option<usize> {
+    let (mut depth, mut at) = (0usize, 0);
+    while let Some(byte) = text.as_bytes().get(at) {
+        match byte {
+            b'"' => {
+                at += string_len(&text[at..])?;
+                continue;
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' if depth == 0 => return Some(at),
+            b',' if depth == 0 => return Some(at),
+            b'}' | b']' => depth -= 1,
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_as_they_are_written() {
+        let json =
+            r#" {"a": {"b": "}\",", "x": [1, {"a": 2}]} , "n":12345678901234567890123 ,"\u0061b": "y" } "#;
+        assert_eq!(field(json, "a"), Some(r#"{"b": "}\",", "x": [1, {"a": 2}]}"#));
+        assert_eq!(field(json, "n"), Some("12345678901234567890123"));
+        assert_eq!((field(json, "ab"), field(json, "b")), (Some("\"y\""), None));
+        assert_eq!(field(r#"{"a": 1, "a": 2}"#, "a"), Some("2"));
+        assert_eq!((field("{}", "a"), field("[1]", "a")), (None, None));
+    }
+
+    #[test]
+    fn white_space_is_that_between_tokens() {
+        let json = "{ \"a b\" : [ 1 ,\n -2.5e+3, \"é \\\" \" ] }";
+        assert_eq!(compact(json), r#"{"a b":[1,-2.5e+3,"é \" "]}"#);
+        assert_eq!(with_long_integers(json), None);
+        let long = "{\"a\":[ 18446744073709551616,-9223372036854775809,1e400]}";
+        let want = "{\"a\": [18446744073709551616, -9223372036854775809, 1e400]}";
+        assert_eq!(with_long_integers(long).as_deref(), Some(want));
+        for short in ["18446744073709551615", "-9223372036854775808", "1e400", "\"18446744073709551616\""] {
+            assert_eq!(with_long_integers(short), None, "{short}");
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Compiling ahead of the engine, so that its steps wait for no grammar, and first in a process of its own: a grammar that
+//! takes all memory, time or stack takes that process down, and is an error.
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use anyhow::{Context, Result, anyhow};
+
+use super::compiler::{SECONDS, Tools, on_stack};
+use super::vocabulary::token_bytes;
+use super::{Grammar, Grammars, StructuredOutput, StructuredOutputError};
+use crate::isolated::{self, Task, Worker};
+use crate::tokenizer::Tokenizer;
+
+/// The argument with which a program serves as a worker: it then does nothing but call [`serve`].
+pub const COMPILE_COMMAND: &str = "compile-grammars";
+
+/// The memory is that of the vocabulary, of the stack, and 1 GiB.
+const TASK: Task = Task { command: COMPILE_COMMAND, what: "grammar", memory: 7 << 28, seconds: SECONDS };
+
+/// Compiles grammars for an engine. Each has a process of its own, which starts when it is first needed.
+pub struct Precompiler {
+    grammars: Arc<Grammars>,
+    tokenizer: Tokenizer,
+    program: PathBuf,
+    worker: OnceLock<Result<Worker, String>>,
+}
+
+/// A grammar that is ready as long as this lives.
+#[derive(Clone)]
+pub struct Precompiled(#[expect(dead_code, reason = "it keeps the grammar")] Arc<Grammar>);
+
+impl Precompiler {
+    pub(crate) fn new(grammars: Arc<Grammars>, tokenizer: Tokenizer, program: PathBuf) -> Self {
+        Self { grammars, tokenizer, program, worker: OnceLock::new() }
+    }
+
+    /// The grammar, if the engine has it already.
+    pub fn known(&self, output: &StructuredOutput) -> Option<Precompiled> {
+        self.grammars.known(output).map(Precompiled)
+    }
+
+    /// Compiles for the engine; waits for it.
+    ///
+    /// # Errors
+    /// It is not well-formed, uses what is not supported, allows no text, or takes more than the limits.
+    pub fn compile(&self, output: &StructuredOutput) -> Result<Precompiled, StructuredOutputError> {
+        if let Some(known) = self.known(output) {
+            return Ok(known);
+        }
+        self.try_elsewhere(output).map_err(|reason| output.error(reason))?;
+        self.grammars.compile(output).map(Precompiled)
+    }
+
+    fn try_elsewhere(&self, output: &StructuredOutput) -> Result<(), String> {
+        let worker = self.worker.get_or_init(|| {
+            let words = token_bytes(&self.tokenizer)?;
+            let words = postcard::to_allocvec(&words).map_err(|e| e.to_string())?;
+            Ok(Worker::new(self.program.clone(), TASK, words))
+        });
+        let question = postcard::to_allocvec(output).map_err(|e| e.to_string())?;
+        match worker.as_ref().map_err(String::clone)?.ask(question)? {
+            Ok(_) => Ok(()),
+            Err(reason) => Err(String::from_utf8_lossy(&reason).into_owned()),
+        }
+    }
+}
+
+/// The worker's side: reads the vocabulary, then tries grammars until stdin ends.
+///
+/// # Errors
+/// The pipes break, or what comes is no question.
+pub fn serve() -> Result<()> {
+    isolated::serve(TASK, |words| {
+        let words: Vec<Vec<u8>> = postcard::from_bytes(&words).context("the vocabulary")?;
+        let tools = Arc::new(Tools::new(&words).map_err(|e| anyhow!(e))?);
+        Ok(move |question: Vec<u8>| answer(&tools, &question).map_err(String::into_bytes))
+    })
+}
+
+fn answer(tools: &Arc<Tools>, question: &[u8]) -> Result<Vec<u8>, String> {
+    let output: StructuredOutput = postcard::from_bytes(question).map_err(|e| e.to_string())?;
+    let tools = tools.clone();
+    let tried = on_stack(move || tools.compile(&output).map(drop))?;
+    tried.recv().map_err(|e| e.to_string())?.map(|()| Vec::new())
+}
