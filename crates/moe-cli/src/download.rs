@@ -5,17 +5,18 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use model_runtime::Config;
-use moe_engine::terminal::{Stderr, note};
+use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, usage};
 use tracing::warn;
 
 use crate::cli::DownloadArgs;
+use crate::hub::Trust;
 use crate::output::print;
-use crate::{hub, preflight};
+use crate::{hub, log, preflight};
 
 /// Runs the command. Exit code 1: a check found something.
 pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
-    start_log();
+    log::start_plain()?;
     let model = args.model.as_str();
     if Path::new(model).exists() {
         return Err(usage(format!(
@@ -25,7 +26,8 @@ pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
     if args.check {
         return check(model);
     }
-    let located = hub::locate(model)?;
+    let trust = if args.force { Trust::Nothing } else { Trust::Verified };
+    let located = hub::locate_again(model, trust)?;
     if let Err(e) = preflight::config::<F>(&Config::read(&located.dir().join("config.json"))?) {
         warn!("this program will not run it: {e}");
     }
@@ -43,11 +45,4 @@ fn check(model: &str) -> Result<ExitCode> {
     }
     print(&format!("{}\n", dir.display()))?;
     Ok(ExitCode::from(u8::from(!faults.is_empty())))
-}
-
-/// Messages on stderr, as other commands have them.
-fn start_log() {
-    let log = tracing_subscriber::fmt().without_time().with_target(false).with_writer(|| Stderr);
-    // A second call in one process (tests) keeps the first log.
-    let _ = log.try_init();
 }

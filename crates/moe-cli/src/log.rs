@@ -7,7 +7,8 @@ use std::sync::Mutex;
 use anyhow::{Context, Result};
 use moe_engine::terminal::{Stderr, note};
 use moe_engine::usage;
-use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing::{Level, Metadata};
+use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -36,7 +37,8 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
     // The log's level says nothing about the profile, which wants every span and no message.
     let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
     // A second call in one process (tests) keeps the first log.
-    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
+    let log = log.with_filter(filter.and(filter_fn(holds_no_secret)));
+    let _ = tracing_subscriber::registry().with(log).with(spans).try_init();
     Ok(profile)
 }
 
@@ -72,6 +74,24 @@ pub fn start_follower(args: &RunArgs) -> Result<()> {
 /// As `start`, on the process that the user started.
 pub fn start_driver(args: &RunArgs) -> Result<Option<Profile>> {
     start(args, DEFAULT)
+}
+
+/// The log of a command that runs no model: messages on stderr, as `RUST_LOG` says.
+pub fn start_plain() -> Result<()> {
+    let filter = filter(None, std::env::var("RUST_LOG").ok().as_deref(), DEFAULT)?;
+    let is_coloured = std::io::stderr().is_terminal() && colours();
+    let log = fmt::layer().without_time().with_target(false).with_ansi(is_coloured);
+    let log = log.with_writer(|| Stderr).with_filter(filter.and(filter_fn(holds_no_secret)));
+    // A second call in one process (tests) keeps the first log.
+    let _ = tracing_subscriber::registry().with(log).try_init();
+    Ok(())
+}
+
+/// The HTTP client dumps at trace what it sends, the token of the hub and signed addresses included, byte by byte. So its
+/// messages are left out, whatever is asked for; warnings hold none of it.
+fn holds_no_secret(message: &Metadata) -> bool {
+    let of = |program: &str| message.target().split("::").next() == Some(program);
+    *message.level() <= Level::WARN || !["ureq", "ureq_proto", "rustls", "rustls_webpki"].into_iter().any(of)
 }
 
 /// Colours are left out where the user or the terminal wants none (no-color.org).

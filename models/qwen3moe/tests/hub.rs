@@ -104,6 +104,65 @@ fn a_model_of_the_hub_generates_what_its_folder_does() {
     assert!(text(&missing.stderr).contains("org/tiny@v2 was never downloaded"), "{}", text(&missing.stderr));
 }
 
+/// The HTTP client dumps what it sends byte by byte at trace.
+#[test]
+fn no_log_holds_the_token() {
+    let hub = Hub::new("text");
+    for (flags, log) in [
+        (&["download", "org/tiny"][..], "trace"),
+        (&["--model", "org/tiny", "--prompt", "x"], "ureq=trace,trace"),
+    ] {
+        let (url, home) = (hub.server.url(), tempfile::tempdir().unwrap());
+        let vars = [
+            ("HF_HOME", home.path().to_str().unwrap()),
+            ("HF_ENDPOINT", url.as_str()),
+            ("HF_TOKEN", "hf_Zq9"),
+            ("RUST_LOG", log),
+        ];
+        let output = run(flags, &vars);
+        let stderr = text(&output.stderr);
+        assert!(output.status.success() && stderr.contains("downloading"), "{stderr}");
+        assert!(hub.server.seen().iter().any(|r| r.token.as_deref() == Some("Bearer hf_Zq9")));
+        // As text, and in the hexadecimal digits of a dump: "Bear".
+        for secret in ["hf_Zq9", "Zq9", "42 65 61 72", "Bearer", "42656172"] {
+            assert!(!stderr.contains(secret), "{secret} in {stderr}");
+        }
+    }
+}
+
+#[test]
+fn a_pipe_gets_no_colours() {
+    let hub = Hub::new("text");
+    let output = hub.run(&["download", "org/tiny"]);
+    let stderr = text(&output.stderr);
+    assert!(
+        output.status.success() && !stderr.contains('\x1b') && stderr.contains("downloading"),
+        "{stderr}"
+    );
+    let output = hub.run(&["download", "org/tiny", "--force"]);
+    assert!(output.status.success() && text(&output.stderr).contains("downloading model.safetensors"));
+    let silent = hub.run(&["download", "org/tiny"]);
+    assert!(!text(&silent.stderr).contains("downloading"), "{}", text(&silent.stderr));
+}
+
+#[test]
+fn an_address_of_the_hub_is_a_name() {
+    let hub = Hub::new("text");
+    let expected = hub.run(&["--model", "org/tiny", "--prompt", "x", "--temperature", "0"]).stdout;
+    for address in [
+        "https://huggingface.co/org/tiny",
+        "hf.co/org/tiny/tree/main",
+        "https://huggingface.co/org/tiny/resolve/main/model.safetensors?download=true",
+        &format!("{}/org/tiny", hub.server.url()),
+    ] {
+        let output = hub.run(&["--model", address, "--prompt", "x", "--temperature", "0"]);
+        assert!(output.status.success() && output.stdout == expected, "{address}: {}", text(&output.stderr));
+    }
+    hub.server.seen();
+    hub.refuses(&["--model", "https://example.com/org/tiny", "--prompt", "x"], 2, &["HF_ENDPOINT"]);
+    hub.refuses(&["download", "https://huggingface.co/datasets/org/tiny"], 2, &["not a model's"]);
+}
+
 #[test]
 fn no_weight_is_downloaded_for_a_checkpoint_that_cannot_be_run() {
     let hub = Hub::new("text");

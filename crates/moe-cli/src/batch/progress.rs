@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
+use console::Term;
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 use moe_engine::engine::PromptProgress;
 use moe_engine::terminal::note;
@@ -155,9 +156,12 @@ impl fmt::Display for Progress {
     }
 }
 
+/// On a narrow terminal the numbers have the line: one that is broken could not be drawn over.
 fn bar() -> ProgressBar {
+    let columns = Term::stderr().size_checked().map_or(u16::MAX, |(_, columns)| columns);
     // The template is a constant; should it be wrong, indicatif's own does.
-    let style = ProgressStyle::with_template("{wide_bar} {msg}  {elapsed}");
+    let style =
+        ProgressStyle::with_template(if columns < 90 { "{wide_msg}" } else { "{wide_bar} {msg}  {elapsed}" });
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 

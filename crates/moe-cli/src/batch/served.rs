@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use super::fields::{ApiError, Fields};
+use crate::hub;
 
 /// The running model.
 pub struct Served {
-    /// What `--model` says, or `embedded`.
+    /// What `--model` says, of an address the name in it, or `embedded`.
     pub name: String,
     folder: Option<PathBuf>,
     /// Bodies may name any model.
@@ -16,7 +17,7 @@ pub struct Served {
 impl Served {
     /// The model that `--model` names; `any`: bodies may name any other too.
     pub fn new(model: Option<&str>, any: bool) -> Self {
-        let name = model.unwrap_or("embedded").to_string();
+        let name = model.map_or_else(|| "embedded".to_string(), hub::name_of);
         let folder = model.and_then(|model| Path::new(model).canonicalize().ok());
         Self { name, folder, any }
     }

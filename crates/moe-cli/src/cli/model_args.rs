@@ -15,9 +15,13 @@ pub struct InspectArgs {
 /// Flags of `download`.
 #[derive(Args, Debug, Clone)]
 pub struct DownloadArgs {
-    /// ORG/NAME or ORG/NAME@REVISION on the hub.
+    /// ORG/NAME or ORG/NAME@REVISION on the hub, or its address there. What the cache has of it is compared with the
+    /// hub's sizes and hashes, and files that differ are downloaded again.
     pub model: String,
-    /// Download nothing: report which files in the cache lack or are damaged.
+    /// Download nothing: report which files in the cache are missing or damaged.
     #[arg(long)]
     pub check: bool,
+    /// Download every file again, whatever the cache has.
+    #[arg(long, conflicts_with = "check")]
+    pub force: bool,
 }

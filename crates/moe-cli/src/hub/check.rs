@@ -1,14 +1,15 @@
 //! Whether what the cache holds of a model is whole: nothing lacks, and every file has the hash that
 //! names it.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sha2::{Digest, Sha256};
+use model_runtime::checkpoint::TensorFiles;
 
 use super::env::Settings;
 use super::files;
+use super::hash::Hasher;
 use super::name::ModelName;
 
 /// What a check found.
@@ -36,29 +37,36 @@ pub(super) fn check(name: &ModelName, settings: &Settings) -> Result<Report> {
             format!("no download of {name} in {} is finished; run `download {name}`", folder.display())
         })?
     };
-    let dir = repo.pointer_path(commit.trim());
+    Ok(faults(&repo.pointer_path(commit.trim())))
+}
+
+/// Checks the files of a snapshot.
+pub(super) fn faults(dir: &Path) -> Report {
     let mut faults = Vec::new();
-    let names = expected(&dir).unwrap_or_else(|e| {
+    let names = expected(dir).unwrap_or_else(|e| {
         faults.push(format!("{e:#}"));
         Vec::new()
     });
     faults.extend(names.iter().filter_map(|file| Some(format!("{file}: {}", fault(&dir.join(file))?))));
-    Ok(Report { dir, files: names.len(), faults })
+    Report { dir: dir.to_path_buf(), files: names.len(), faults }
 }
 
-/// The files of a snapshot. A link to a blob that somebody deleted counts: it says what was there.
+/// The files of a snapshot. A link to a blob that was deleted counts: it says what was there.
 fn expected(dir: &Path) -> Result<Vec<String>> {
     let what = dir.display().to_string();
-    let has = |file: &str| dir.join(file).is_symlink() || dir.join(file).exists();
-    let mut names: Vec<String> = files::small(&what, &has)?.into_iter().map(str::to_string).collect();
-    // A shard that lacks is a fault of its own, not of the index.
-    let has = |file: &str| has(file) || file.contains("-of-");
-    let mut index = Vec::new();
-    let weights = files::weights(&what, &has, &mut |file| {
-        index.push(file.to_string());
+    let mut there = files::in_folder(dir, |path| path.is_symlink() || path.exists());
+    let mut names = files::small(&what, &there)?;
+    let index = dir.join(files::INDEX);
+    if there.contains(files::INDEX) && index.exists() {
+        // A shard that lacks is a fault of its own, not of the index.
+        there.extend(files::shards(&index)?);
+    }
+    let mut with_index = Vec::new();
+    let weights = files::weights(&what, &there, &mut |file| {
+        with_index.push(file.to_string());
         Ok(dir.join(file))
     })?;
-    names.extend(index.into_iter().chain(weights));
+    names.extend(with_index.into_iter().chain(weights));
     Ok(names)
 }
 
@@ -67,30 +75,16 @@ fn fault(path: &Path) -> Option<String> {
     let blob = fs::canonicalize(path).ok().filter(|blob| blob.is_file());
     let Some(blob) = blob else { return Some("missing; run `download` again".into()) };
     let name = blob.file_name().unwrap_or_default().to_string_lossy();
-    let found = if is_sha256(&name) { sha256_fault(&blob, &name) } else { json_fault(path) };
-    found.map(|reason| format!("damaged: {reason}; delete {} and run `download` again", blob.display()))
+    let is_named_by_hash = Hasher::new(&name, 0).knows();
+    let found = if is_named_by_hash { Hasher::fault_of(&blob, &name) } else { form_fault(path) };
+    found.map(|reason| format!("damaged: {reason}; run `download` again, which repairs {}", blob.display()))
 }
 
-/// Whether the name of a blob is the SHA-256 of its bytes: large files are named so.
-pub(super) fn is_sha256(name: &str) -> bool {
-    name.len() == 64 && name.bytes().all(|b| b.is_ascii_hexdigit())
-}
-
-/// What is wrong with a file whose SHA-256 is known.
-pub(super) fn sha256_fault(blob: &Path, expected: &str) -> Option<String> {
-    let mut hash = Sha256::new();
-    let read = File::open(blob).and_then(|mut file| std::io::copy(&mut file, &mut hash));
-    let bytes = match read {
-        Ok(bytes) => bytes,
-        Err(e) => return Some(format!("cannot be read: {e}")),
-    };
-    let got = format!("{:x}", hash.finalize());
-    (!got.eq_ignore_ascii_case(expected))
-        .then(|| format!("expected SHA-256 {expected}, got {got} of {bytes} bytes"))
-}
-
-/// Small ones are named by git's hash, which says less than that they can be read.
-fn json_fault(path: &Path) -> Option<String> {
+/// Where no hash names a file, it can at least be read as what it is.
+fn form_fault(path: &Path) -> Option<String> {
+    if path.extension().is_some_and(|extension| extension == "safetensors") {
+        return TensorFiles::open_file(path).err().map(|e| e.to_string());
+    }
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) => return Some(format!("cannot be read: {e}")),

@@ -5,24 +5,27 @@
 //! it, and `.locks/REPO/HASH.lock` keeps two processes from writing it at once.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use indicatif::{HumanBytes, ProgressBar};
+use indicatif::ProgressBar;
 use tracing::{info, warn};
 
-use super::check::{is_sha256, sha256_fault};
+use super::Trust;
 use super::client::{Client, FileInfo};
 use super::env::Settings;
 use super::failure::Failure;
+use super::hash::Hasher;
 use super::name::ModelName;
+use super::partial::Partial;
 use super::progress::{FileProgress, Progress};
+use super::retry::{RETRIES, retry};
 
-/// Tries after the first one that get no further.
-const RETRIES: u32 = 4;
 /// Bytes read at once.
 const PIECE: usize = 256 << 10;
+/// Bytes whose hash takes a moment.
+const LARGE: u64 = 1 << 30;
 
 /// Downloads of one commit.
 pub struct Download<'a> {
@@ -36,6 +39,8 @@ pub struct Download<'a> {
     pub commit: &'a str,
     /// The folder of the repository in the cache.
     pub folder: &'a Path,
+    /// How far files that are there are believed.
+    pub trust: Trust,
 }
 
 /// A file that is not in the snapshot yet.
@@ -52,10 +57,15 @@ impl Download<'_> {
         Ok(self.pointer(file))
     }
 
-    /// Downloads the files that are not in the snapshot.
-    pub fn files(&self, files: &[&str]) -> Result<()> {
-        let lacking = files.iter().filter(|file| !self.pointer(file).exists());
-        let wanted = lacking.map(|file| self.ask(file)).collect::<Result<Vec<_>>>()?;
+    /// Downloads the files that are not in the snapshot, or not as they should be.
+    pub fn files(&self, files: &[impl AsRef<str>]) -> Result<()> {
+        let files = files.iter().map(AsRef::as_ref);
+        let asked = files.filter(|file| self.trust != Trust::Present || !self.pointer(file).exists());
+        let mut wanted = asked.map(|file| self.ask(file)).collect::<Result<Vec<_>>>()?;
+        if self.trust == Trust::Verified {
+            let damaged = wanted.into_iter().map(|wanted| Ok((!self.is_whole(&wanted)?).then_some(wanted)));
+            wanted = damaged.filter_map(Result::transpose).collect::<Result<_>>()?;
+        }
         let bytes = wanted.iter().map(|wanted| wanted.info.size).sum();
         let progress = Progress::new(wanted.len(), bytes);
         wanted.iter().try_for_each(|wanted| self.fetch(wanted, &progress))?;
@@ -67,52 +77,80 @@ impl Download<'_> {
         self.folder.join("snapshots").join(self.commit).join(file)
     }
 
+    fn blob(&self, info: &FileInfo) -> PathBuf {
+        self.folder.join("blobs").join(&info.etag)
+    }
+
     /// What the hub says of a file.
     fn ask<'f>(&self, file: &'f str) -> Result<Wanted<'f>> {
         let url = self.client.url(self.name, self.commit, file);
-        let info = self.retry(file, &ProgressBar::hidden(), || self.client.file(&url));
+        let bar = ProgressBar::hidden();
+        let info = retry(file, RETRIES, self.settings.backoff, &bar, || self.client.file(&url));
         let info = info.map_err(|failure| failure.explain(self.name, Some(file), self.settings))?;
         Ok(Wanted { file, url, info })
     }
 
+    /// Whether the snapshot has a file with the bytes that the hub announces. Other bytes are deleted.
+    fn is_whole(&self, Wanted { file, info, .. }: &Wanted) -> Result<bool> {
+        let pointer = self.pointer(file);
+        let (held, is_linked) = match fs::canonicalize(&pointer) {
+            Ok(held) => (held, true),
+            Err(_) => (self.blob(info), false),
+        };
+        let Ok(metadata) = fs::metadata(&held) else { return Ok(false) };
+        if metadata.len() >= LARGE {
+            info!("{file} is here; comparing it with its hash");
+        }
+        let fault = match metadata.len() == info.size {
+            true => Hasher::fault_of(&held, &info.etag),
+            false => Some(format!("expected {} bytes, got {}", info.size, metadata.len())),
+        };
+        let Some(fault) = fault else { return Ok(is_linked) };
+        warn!("{file}: the copy in the cache is damaged ({fault}); downloading it again");
+        fs::remove_file(&held).with_context(|| format!("cannot delete {}", held.display()))?;
+        Ok(false)
+    }
+
     fn fetch(&self, wanted: &Wanted, progress: &Progress) -> Result<()> {
         let Wanted { file, info, .. } = wanted;
-        let blob = self.folder.join("blobs").join(&info.etag);
+        let (blob, pointer) = (self.blob(info), self.pointer(file));
         make_parents(&blob)?;
         let _lock = self.lock(file, &info.etag)?;
-        if fs::metadata(&blob).map(|m| m.len()).ok() != Some(info.size) {
+        let is_here = fs::metadata(&blob).is_ok_and(|metadata| metadata.len() == info.size);
+        if !is_here || self.trust == Trust::Nothing {
             let path = blob.with_added_extension("incomplete");
             let filled = self.fill(&path, wanted, progress);
             filled.map_err(|failure| failure.explain(self.name, Some(file), self.settings))?;
             fs::rename(&path, &blob).with_context(|| format!("cannot rename {}", path.display()))?;
+            if pointer.is_file() && !pointer.is_symlink() {
+                fs::remove_file(&pointer).with_context(|| format!("cannot replace {}", pointer.display()))?;
+            }
         }
-        let pointer = self.pointer(file);
         make_parents(&pointer)?;
         link(&blob, &pointer, file).with_context(|| format!("cannot create {}", pointer.display()))
     }
 
-    /// Makes a file whole. What an earlier run left may not be what it received: after a loss of power a file may have its
-    /// length and zeros at its end. So the hash tells whether the whole is right, and if not, it is downloaded once more.
+    /// Makes a file whole, with the bytes that the hub announced: a proxy or a mirror may change them, and after a loss of
+    /// power what an earlier run left may have zeros at its end. Other bytes are downloaded once more, from the first on.
     fn fill(&self, path: &Path, wanted: &Wanted, progress: &Progress) -> Result<(), Failure> {
-        let Wanted { file, info: FileInfo { size, etag }, .. } = wanted;
-        let mut partial = Partial::open(path, *size)?;
-        let is_checked = partial.len > 0 && is_sha256(etag);
-        let progress = progress.file(file, *size, partial.len);
+        let Wanted { file, info, .. } = wanted;
+        let mut partial = Partial::open(path, &info.etag, info.size)?;
+        if self.trust == Trust::Nothing {
+            partial.restart()?;
+        }
+        let progress = progress.file(file, info.size, partial.len());
         self.complete(&mut partial, wanted, &progress)?;
-        if is_checked && let Some(fault) = sha256_fault(path, etag) {
-            progress
-                .bar()
-                .suspend(|| warn!("{file}: what was here is damaged ({fault}); downloading it again"));
+        if let Some(fault) = partial.fault() {
+            progress.bar().suspend(|| warn!("{file}: {fault}; downloading it again"));
             partial.restart()?;
             self.complete(&mut partial, wanted, &progress)?;
-            if let Some(fault) = sha256_fault(path, etag) {
-                // Whoever runs again must not continue this.
-                partial.restart()?;
+            if let Some(fault) = partial.fault() {
+                partial.delete()?;
                 return Err(wrong_bytes(file, &fault, self.settings));
             }
         }
-        progress.finish(*size);
-        partial.file.sync_all().map_err(|e| partial.failed(e))
+        progress.finish(info.size);
+        partial.sync()
     }
 
     /// Brings a file to its full size.
@@ -122,63 +160,42 @@ impl Download<'_> {
         wanted: &Wanted,
         progress: &FileProgress,
     ) -> Result<(), Failure> {
-        while partial.len < partial.size {
-            let before = partial.len;
-            self.retry(wanted.file, progress.bar(), || match self.extend(partial, &wanted.url, progress) {
+        while !partial.is_full() {
+            let before = partial.len();
+            let attempt = || match self.extend(partial, &wanted.url, progress) {
                 // A try that got further is not counted.
-                Err(Failure::Transient(_)) if partial.len > before => Ok(()),
+                Err(Failure::Transient(_)) if partial.len() > before => Ok(()),
                 result => result,
-            })?;
+            };
+            retry(wanted.file, RETRIES, self.settings.backoff, progress.bar(), attempt)?;
         }
         Ok(())
     }
 
     /// Appends what one answer holds.
     fn extend(&self, partial: &mut Partial, url: &str, progress: &FileProgress) -> Result<(), Failure> {
-        let (start, mut body) = match self.client.bytes(url, partial.len) {
+        let (start, mut body) = match self.client.bytes(url, partial.len()) {
             Err(Failure::Refused(refusal)) if refusal.status == 416 => {
                 partial.restart()?;
                 return Err(Failure::Transient("the file has another size now".into()));
             }
             answer => answer?,
         };
-        if start != partial.len {
+        if start != partial.len() {
             partial.restart()?;
         }
-        progress.at(partial.len);
+        progress.at(partial.len());
         let mut piece = vec![0; PIECE];
-        while partial.len < partial.size {
-            let (len, size) = (partial.len, partial.size);
+        while !partial.is_full() {
+            let (len, size) = (partial.len(), partial.size());
             match body.read(&mut piece) {
                 Ok(0) => return Err(Failure::Transient(format!("it ended after {len} of {size} bytes"))),
                 Ok(n) => partial.append(&piece[..n])?,
                 Err(e) => return Err(Failure::Transient(format!("{e} after {len} of {size} bytes"))),
             }
-            progress.at(partial.len);
+            progress.at(partial.len());
         }
         Ok(())
-    }
-
-    /// Tries again, at growing intervals, what fails for a reason that may pass.
-    fn retry<T>(
-        &self,
-        file: &str,
-        bar: &ProgressBar,
-        mut attempt: impl FnMut() -> Result<T, Failure>,
-    ) -> Result<T, Failure> {
-        let mut pause = self.settings.backoff;
-        for _ in 0..RETRIES {
-            match attempt() {
-                Err(Failure::Transient(reason)) => {
-                    let seconds = pause.as_secs_f32();
-                    bar.suspend(|| warn!("{file}: {reason}; trying again in {seconds} s"));
-                    std::thread::sleep(pause);
-                    pause *= 2;
-                }
-                result => return result,
-            }
-        }
-        attempt()
     }
 
     /// Keeps other processes away from a blob while the returned file is open.
@@ -199,62 +216,6 @@ impl Download<'_> {
         }
         Ok(lock)
     }
-}
-
-/// The beginning of a file.
-struct Partial {
-    file: File,
-    path: PathBuf,
-    len: u64,
-    size: u64,
-}
-
-impl Partial {
-    fn open(path: &Path, size: u64) -> Result<Self, Failure> {
-        let open = || -> io::Result<(File, u64)> {
-            let file = File::options().create(true).append(true).open(path)?;
-            let len = file.metadata()?.len();
-            Ok((file, len))
-        };
-        let (file, len) = open().map_err(|e| cannot_write(path, size, e))?;
-        let mut partial = Self { file, path: path.to_path_buf(), len, size };
-        if len > size {
-            partial.restart()?;
-        }
-        Ok(partial)
-    }
-
-    fn restart(&mut self) -> Result<(), Failure> {
-        self.file.set_len(0).map_err(|e| self.failed(e))?;
-        self.len = 0;
-        Ok(())
-    }
-
-    /// Appends a piece; what goes beyond the file's size is not part of it.
-    fn append(&mut self, piece: &[u8]) -> Result<(), Failure> {
-        let room = usize::try_from(self.size - self.len).unwrap_or(usize::MAX);
-        let piece = &piece[..piece.len().min(room)];
-        self.file.write_all(piece).map_err(|e| self.failed(e))?;
-        self.len += piece.len() as u64;
-        Ok(())
-    }
-
-    fn failed(&self, error: io::Error) -> Failure {
-        cannot_write(&self.path, self.size - self.len, error)
-    }
-}
-
-fn cannot_write(path: &Path, missing: u64, error: io::Error) -> Failure {
-    let is_full = matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
-    let advice = match is_full {
-        true => format!(
-            "{} more are needed; free some space or choose another disk with HF_HUB_CACHE, then run again: what is \
-             downloaded is kept",
-            HumanBytes(missing)
-        ),
-        false => "is the cache (HF_HUB_CACHE, HF_HOME) writable?".to_string(),
-    };
-    Failure::Fatal(anyhow!("cannot write {}: {error}; {advice}", path.display()))
 }
 
 /// A file that arrived whole and is not the one that the hub announced.
@@ -279,7 +240,7 @@ fn link(blob: &Path, pointer: &Path, file: &str) -> io::Result<()> {
     if pointer.exists() {
         return Ok(());
     }
-    // What is left is a link to a blob that somebody deleted.
+    // What is left is a link to a blob that was deleted.
     match fs::remove_file(pointer) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}

@@ -1,10 +1,13 @@
 //! Which files of a repository make up a checkpoint. The same rule drives a download and the check
-//! that a cached snapshot is whole.
+//! that a cached snapshot is whole; a folder is read by the same rule (model-runtime, checkpoint).
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+
+/// Names of files, relative to the repository.
+pub type Names = BTreeSet<String>;
 
 /// Needed of every repository.
 const CONFIG: &str = "config.json";
@@ -20,55 +23,75 @@ const OPTIONAL: [&str; 8] = [
     "chat_template.jinja",
     "chat_template.json",
 ];
+/// The folder of further chat templates, `NAME.jinja` each, as transformers has it.
+const TEMPLATES: &str = "additional_chat_templates";
 const WEIGHTS: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// Shows `fetch` every file of the checkpoint, small ones first. `has` tells what the repository
-/// has, which errors call `what`; `fetch` returns where the file is now.
-pub fn visit(
-    what: &str,
-    has: &dyn Fn(&str) -> bool,
-    fetch: &mut dyn FnMut(&str) -> Result<PathBuf>,
-) -> Result<()> {
-    small(what, has)?.into_iter().try_for_each(|file| fetch(file).map(drop))?;
-    weights(what, has, fetch)?.iter().try_for_each(|file| fetch(file).map(drop))
+/// Shows `fetch` every file of the checkpoint, small ones first. `names` are the files of the repository, which errors
+/// call `what`; `fetch` returns where a file is now.
+pub fn visit(what: &str, names: &Names, fetch: &mut dyn FnMut(&str) -> Result<PathBuf>) -> Result<()> {
+    small(what, names)?.iter().try_for_each(|file| fetch(file).map(drop))?;
+    weights(what, names, fetch)?.iter().try_for_each(|file| fetch(file).map(drop))
 }
 
 /// The files that tell whether a checkpoint can be run, without its weights.
-pub fn small(what: &str, has: &dyn Fn(&str) -> bool) -> Result<Vec<&'static str>> {
-    ensure!(has(CONFIG), "{what} has no {CONFIG}; expected a checkpoint in the layout of transformers");
-    Ok(std::iter::once(CONFIG).chain(OPTIONAL.into_iter().filter(|file| has(file))).collect())
+pub fn small(what: &str, names: &Names) -> Result<Vec<String>> {
+    ensure!(
+        names.contains(CONFIG),
+        "{what} has no {CONFIG}; expected a checkpoint in the layout of transformers"
+    );
+    let optional = OPTIONAL.into_iter().filter(|file| names.contains(*file)).map(str::to_string);
+    let templates = names.iter().filter(|file| is_template(file)).cloned();
+    Ok(std::iter::once(CONFIG.to_string()).chain(optional).chain(templates).collect())
 }
 
-/// The files with the weights. Of several files there is an index, which is fetched.
+fn is_template(file: &str) -> bool {
+    let inner = file.strip_prefix(TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
+    inner.and_then(|name| name.strip_suffix(".jinja")).is_some_and(|name| !name.contains('/'))
+}
+
+/// The files with the weights: one of the usual name, else the ones of an index, which is fetched, else every other
+/// safetensors file of the repository's root.
 pub fn weights(
     what: &str,
-    has: &dyn Fn(&str) -> bool,
+    names: &Names,
     fetch: &mut dyn FnMut(&str) -> Result<PathBuf>,
 ) -> Result<Vec<String>> {
-    if has(WEIGHTS) {
+    if names.contains(WEIGHTS) {
         return Ok(vec![WEIGHTS.to_string()]);
     }
-    ensure!(
-        has(INDEX),
-        "{what} has neither {WEIGHTS} nor {INDEX}; choose a repository with safetensors weights \
-         (PyTorch .bin and GGUF files are not supported)"
-    );
-    let shards = shards(&fetch(INDEX)?)?;
-    if let Some(shard) = shards.iter().find(|shard| !has(shard)) {
-        bail!("{what} has no {shard}, which {INDEX} names");
+    if names.contains(INDEX) {
+        let shards = shards(&fetch(INDEX)?)?;
+        if let Some(shard) = shards.iter().find(|shard| !names.contains(*shard)) {
+            bail!("{what} has no {shard}, which {INDEX} names");
+        }
+        return Ok(shards.into_iter().collect());
     }
-    Ok(shards.into_iter().collect())
+    let others = names.iter().filter(|name| name.ends_with(".safetensors") && !name.contains('/'));
+    let others: Vec<String> = others.cloned().collect();
+    ensure!(
+        !others.is_empty(),
+        "{what} has neither {WEIGHTS} nor {INDEX} nor another .safetensors file; choose a repository with safetensors \
+         weights (PyTorch .bin and GGUF files are not supported)"
+    );
+    Ok(others)
+}
+
+/// Whether the names alone tell which files hold the weights. Without one of the usual names, some of several files may
+/// be missing unnoticed.
+pub fn says_what_is_whole(names: &Names) -> bool {
+    names.contains(WEIGHTS) || names.contains(INDEX)
 }
 
 /// The shards that an index names.
-fn shards(index: &Path) -> Result<BTreeSet<String>> {
+pub(super) fn shards(index: &Path) -> Result<BTreeSet<String>> {
     let read = || -> Result<BTreeSet<String>> {
         let json: serde_json::Value = serde_json::from_slice(&std::fs::read(index)?)?;
         let map = json["weight_map"].as_object().context("expected an object `weight_map`")?;
         map.values()
             .map(|shard| match shard.as_str() {
-                Some(name) if is_inside(name) => Ok(name.to_string()),
+                Some(name) if is_inside(name) && !name.contains('/') => Ok(name.to_string()),
                 _ => bail!("expected file names in `weight_map`, got {shard}"),
             })
             .collect()
@@ -82,6 +105,17 @@ pub fn is_inside(name: &str) -> bool {
     !name.is_empty() && !name.contains('\\') && parts.all(|part| matches!(part, Component::Normal(_)))
 }
 
+/// The files of a snapshot that count; none where there is no such folder.
+pub fn in_folder(dir: &Path, counts: fn(&Path) -> bool) -> Names {
+    let within = |folder: &str| {
+        let entries = dir.join(folder).read_dir().into_iter().flatten().flatten();
+        let files = entries.filter(|entry| counts(&entry.path()));
+        files.filter_map(move |entry| entry.file_name().into_string().ok()).collect::<Vec<_>>()
+    };
+    let templates = within(TEMPLATES).into_iter().map(|name| format!("{TEMPLATES}/{name}"));
+    within("").into_iter().chain(templates).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,7 +125,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(INDEX), index).unwrap();
         let mut seen = Vec::new();
-        visit("o/m", &|file| files.contains(&file), &mut |file| {
+        let names = files.iter().map(|file| file.to_string()).collect();
+        visit("o/m", &names, &mut |file| {
             seen.push(file.to_string());
             Ok(dir.path().join(file))
         })?;
@@ -108,6 +143,28 @@ mod tests {
         let index = r#"{"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}"#;
         let expected = ["config.json", "chat_template.jinja", INDEX, "a.safetensors", "b.safetensors"];
         assert_eq!(fetched(&files, index).unwrap(), expected);
+    }
+
+    #[test]
+    fn further_templates_are_fetched() {
+        let tool_use = "additional_chat_templates/tool_use.jinja";
+        let files = [
+            "additional_chat_templates/README.md",
+            "additional_chat_templates/old/tool_use.jinja",
+            "additional_chat_templates_old/x.jinja",
+            tool_use,
+            "config.json",
+            "model.safetensors",
+        ];
+        assert_eq!(fetched(&files, "").unwrap(), ["config.json", tool_use, "model.safetensors"]);
+    }
+
+    #[test]
+    fn weights_of_any_name_are_fetched_where_none_has_the_usual_one() {
+        let files = ["config.json", "q-00001-of-00002.safetensors", "q-00002-of-00002.safetensors"];
+        assert_eq!(fetched(&files, "").unwrap(), files);
+        let files = ["config.json", "gptq_model-4bit-128g.safetensors", "onnx/x.safetensors", "x.bin"];
+        assert_eq!(fetched(&files, "").unwrap(), files[..2]);
     }
 
     #[test]

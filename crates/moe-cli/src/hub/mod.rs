@@ -5,8 +5,9 @@
 //! whole file to a partial one where a server ignores ranges, and drops the headers that tell a gated
 //! model from a misspelt one. It is small: a repository is asked for its commit and its files, then
 //! each file of the checkpoint for its hash and its bytes, so that a branch that moves meanwhile
-//! cannot mix two commits.
+//! cannot mix two commits. What comes is compared with the hash before it is used.
 
+mod address;
 mod check;
 mod client;
 mod download;
@@ -14,16 +15,19 @@ mod env;
 mod failure;
 mod files;
 mod format;
+mod hash;
 mod name;
+mod partial;
 mod progress;
+mod retry;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use indicatif::ProgressBar;
 use moe_engine::usage;
 use tracing::warn;
 
@@ -33,7 +37,9 @@ use client::{Client, RepoInfo};
 use download::Download;
 use env::Settings;
 use failure::Failure;
+use files::Names;
 use name::ModelName;
+use retry::{RETRIES, retry};
 
 /// A checkpoint whose small files are here: enough to tell whether it can be run.
 pub struct Located {
@@ -47,13 +53,25 @@ struct Rest {
     name: ModelName,
     settings: Settings,
     commit: String,
-    listed: HashSet<String>,
+    listed: Names,
+    trust: Trust,
     repo: CacheRepo,
     folder: PathBuf,
 }
 
-/// Finds a model: a folder, or the hub's model of that name, `ORG/NAME[@REVISION]`, whose configs,
-/// tokenizer and chat template are downloaded as far as they are not in the cache. No weight is.
+/// How far a download believes what the cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trust {
+    /// A file that is there is used.
+    Present,
+    /// It is compared with the size and the hash that the hub announces, and replaced where it differs.
+    Verified,
+    /// Every file is downloaded again.
+    Nothing,
+}
+
+/// Finds a model: a folder, or the hub's model of that name, `ORG/NAME[@REVISION]` or its address,
+/// whose configs, tokenizer and chat templates are downloaded as far as they are not in the cache. No weight is.
 ///
 /// The usual variables apply: `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` (or the token file),
 /// `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HUB_DOWNLOAD_TIMEOUT`. Without a network a model that is
@@ -71,8 +89,12 @@ pub fn locate(model: &str) -> Result<Located> {
     if path.is_file() {
         return Err(format::file_is_no_checkpoint(path));
     }
-    let name = ModelName::parse(model).map_err(|reason| usage(format!("--model {model}: {reason}")))?;
-    locate_on_hub(name, Settings::from_env()?)
+    locate_on_hub(named(model, "--model ")?, Settings::from_env()?, Trust::Present)
+}
+
+/// As [`locate`], for a model of the hub of which the cache is believed no further than `trust` says.
+pub fn locate_again(model: &str, trust: Trust) -> Result<Located> {
+    locate_on_hub(named(model, "")?, Settings::from_env()?, trust)
 }
 
 /// The folder of a model with all its files; see [`locate`].
@@ -85,8 +107,21 @@ pub fn resolve(model: &str) -> Result<PathBuf> {
 /// # Errors
 /// A malformed name, or a folder; no finished download of that name.
 pub fn check(model: &str) -> Result<Report> {
-    let name = ModelName::parse(model).map_err(|reason| usage(format!("{model}: {reason}")))?;
-    check::check(&name, &Settings::from_env()?)
+    check::check(&named(model, "")?, &Settings::from_env()?)
+}
+
+/// What a model is called: its name on the hub, if `model` is an address there, else `model`.
+pub fn name_of(model: &str) -> String {
+    let settings = Settings::from_env().ok();
+    let name = settings.and_then(|settings| address::name_in(model, &settings.endpoint).ok().flatten());
+    name.unwrap_or_else(|| model.to_string())
+}
+
+/// The name on the hub that a text says; `flag` is what the text follows in messages.
+fn named(model: &str, flag: &str) -> Result<ModelName> {
+    let wrong = |reason: String| usage(format!("{flag}{model}: {reason}"));
+    let name = address::name_in(model, &Settings::from_env()?.endpoint).map_err(wrong)?;
+    ModelName::parse(name.as_deref().unwrap_or(model)).map_err(wrong)
 }
 
 impl Located {
@@ -109,12 +144,11 @@ impl Located {
 
 impl Rest {
     fn download(&self) -> Result<()> {
-        let Self { name, settings, commit, listed, repo, folder } = self;
+        let Self { name, settings, commit, listed, trust, repo, folder } = self;
         let client = Client::new(settings);
-        let download = Download { client: &client, settings, name, commit, folder };
-        let has = |file: &str| listed.contains(file);
-        let weights = files::weights(&name.to_string(), &has, &mut |file| download.file(file))?;
-        download.files(&weights.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let download = Download { client: &client, settings, name, commit, folder, trust: *trust };
+        let weights = files::weights(&name.to_string(), listed, &mut |file| download.file(file))?;
+        download.files(&weights)?;
         // Last, so that a revision in the cache is never one with half of its files.
         if !name.is_pinned() {
             let created = repo.create_ref(commit);
@@ -131,50 +165,82 @@ fn cache_of(name: &ModelName, settings: &Settings) -> (CacheRepo, PathBuf) {
     (Cache::new(settings.cache.clone()).repo(repo), folder)
 }
 
-fn locate_on_hub(name: ModelName, settings: Settings) -> Result<Located> {
+fn locate_on_hub(name: ModelName, settings: Settings, trust: Trust) -> Result<Located> {
     let (repo, folder) = cache_of(&name, &settings);
-    let whole = |dir| Located { dir, rest: None };
+    let here = cached(&name, &repo);
     if settings.offline {
-        return cached(&name, &repo).map(whole).with_context(|| {
+        let here = here.with_context(|| {
             format!("HF_HUB_OFFLINE is set and {name} is not in {}; unset it once", settings.cache.display())
-        });
+        })?;
+        return here.without_hub(trust, "HF_HUB_OFFLINE is set");
     }
-    if name.is_pinned()
-        && let Ok(dir) = cached(&name, &repo)
+    if let Ok(copy) = &here
+        && name.is_pinned()
+        && copy.is_known_whole
+        && trust == Trust::Present
     {
-        return Ok(whole(dir));
+        return Ok(Located { dir: copy.dir.clone(), rest: None });
     }
     let client = Client::new(&settings);
-    let RepoInfo { sha: commit, siblings } = match client.repo(&name) {
-        Ok(info) => info,
-        Err(Failure::Transient(reason)) => {
-            return match cached(&name, &repo) {
-                Ok(dir) => {
-                    warn!("cannot ask the hub for {name} ({reason}); using the copy in the cache");
-                    Ok(whole(dir))
-                }
-                Err(_) => Err(Failure::Transient(reason).explain(&name, None, &settings)),
-            };
+    // With a copy at hand a long wait for the hub is worth less.
+    let retries = if here.is_ok() { 1 } else { RETRIES };
+    let asked =
+        retry(&name.to_string(), retries, settings.backoff, &ProgressBar::hidden(), || client.repo(&name));
+    let RepoInfo { sha: commit, siblings } = match (asked, here) {
+        (Ok(info), _) => info,
+        (Err(Failure::Transient(reason)), Ok(copy)) => {
+            warn!("cannot ask the hub for {name} ({reason}); using the copy in the cache");
+            return copy.without_hub(trust, "the hub cannot be asked");
         }
-        Err(failure) => return Err(failure.explain(&name, None, &settings)),
+        (Err(failure), _) => return Err(failure.explain(&name, None, &settings)),
     };
-    let listed: HashSet<String> = siblings.into_iter().map(|s| s.rfilename).collect();
+    let listed: Names = siblings.into_iter().map(|s| s.rfilename).collect();
     format::check_names(&name.to_string(), listed.iter().map(String::as_str))?;
-    let small = files::small(&name.to_string(), &|file| listed.contains(file))?;
-    let download =
-        Download { client: &client, settings: &settings, name: &name, commit: &commit, folder: &folder };
+    let small = files::small(&name.to_string(), &listed)?;
+    let download = Download {
+        client: &client,
+        settings: &settings,
+        name: &name,
+        commit: &commit,
+        folder: &folder,
+        trust,
+    };
     download.files(&small)?;
     let dir = repo.pointer_path(&commit);
-    let rest = Rest { name, settings, commit, listed, repo, folder };
+    let rest = Rest { name, settings, commit, listed, trust, repo, folder };
     Ok(Located { dir, rest: Some(Box::new(rest)) })
 }
 
-/// The folder of a snapshot that is whole in the cache.
-fn cached(name: &ModelName, repo: &CacheRepo) -> Result<PathBuf> {
+/// A snapshot in the cache that lacks nothing as far as its names tell.
+struct Cached {
+    dir: PathBuf,
+    /// Whether the names tell all.
+    is_known_whole: bool,
+}
+
+impl Cached {
+    /// This copy where the hub cannot say more, for the reason `why`.
+    fn without_hub(self, trust: Trust, why: &str) -> Result<Located> {
+        if trust == Trust::Nothing {
+            bail!(
+                "{why}, so that nothing can be downloaded again; leave --force out to use the copy in the cache"
+            );
+        }
+        let faults = if trust == Trust::Verified { check::faults(&self.dir).faults } else { Vec::new() };
+        if !faults.is_empty() {
+            bail!("the copy in the cache is not whole, and {why}:\n{}", faults.join("\n"));
+        }
+        Ok(Located { dir: self.dir, rest: None })
+    }
+}
+
+/// The snapshot of a model that is whole in the cache.
+fn cached(name: &ModelName, repo: &CacheRepo) -> Result<Cached> {
     let pinned = name.is_pinned().then(|| repo.pointer_path(&name.revision));
     let by_ref = || Some(repo.get("config.json")?.parent()?.to_path_buf());
     let dir = pinned.or_else(by_ref).ok_or_else(|| anyhow!("{name} was never downloaded"))?;
     let what = format!("the copy of {name} in the cache");
-    files::visit(&what, &|file| dir.join(file).exists(), &mut |file| Ok(dir.join(file)))?;
-    Ok(dir)
+    let names = files::in_folder(&dir, Path::exists);
+    files::visit(&what, &names, &mut |file| Ok(dir.join(file)))?;
+    Ok(Cached { dir, is_known_whole: files::says_what_is_whole(&names) })
 }

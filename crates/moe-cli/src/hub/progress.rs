@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 
+use console::Term;
 use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
 use moe_engine::terminal::visible;
 use tracing::info;
@@ -75,15 +76,36 @@ impl FileProgress<'_> {
     }
 }
 
-/// A bar behind its name. The column is as wide as names of shards are, so that bars stand below each other.
+/// Columns from which on all of a line has room.
+const WIDE: u16 = 90;
+
+/// What a line shows while a file comes, and when it is whole, on a terminal of so many columns. The column of names is as
+/// wide as names of shards are, so that bars stand below each other. A narrow terminal shows less, and cuts names: a line
+/// that is broken could not be drawn over.
+fn templates(columns: u16) -> (&'static str, &'static str) {
+    match columns {
+        WIDE.. => (
+            "{msg:32} [{wide_bar}] {percent:>3}% of {total_bytes:>10} {bytes_per_sec:>12} {eta:>4}",
+            "{msg:32} {total_bytes:>10}",
+        ),
+        50.. => ("{wide_msg} {percent:>3}% of {total_bytes:>10} {eta:>4}", "{wide_msg} {total_bytes:>10}"),
+        _ => ("{wide_msg} {percent:>3}%", "{wide_msg} {total_bytes:>10}"),
+    }
+}
+
+/// The columns of the terminal on stderr.
+fn columns() -> u16 {
+    Term::stderr().size_checked().map_or(WIDE, |(_, columns)| columns)
+}
+
+/// A bar behind its name.
 fn running(size: u64, name: String) -> ProgressBar {
-    let template = "{msg:32} [{wide_bar}] {percent:>3}% of {total_bytes:>10} {bytes_per_sec:>12} {eta:>4}";
-    styled(ProgressBar::new(size), template).with_message(visible(&name).into_owned())
+    styled(ProgressBar::new(size), templates(columns()).0).with_message(visible(&name).into_owned())
 }
 
 /// Leaves name and size of what a bar showed.
 fn end(bar: &ProgressBar) {
-    styled(bar.clone(), "{msg:32} {total_bytes:>10}").finish();
+    styled(bar.clone(), templates(columns()).1).finish();
 }
 
 /// Templates are constants; should one be wrong, indicatif's own does.
@@ -96,7 +118,81 @@ fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use indicatif::{ProgressDrawTarget, TermLike};
+
     use super::*;
+
+    /// A terminal that keeps what is written.
+    #[derive(Clone, Debug)]
+    struct Paper {
+        columns: u16,
+        text: Arc<Mutex<String>>,
+    }
+
+    impl TermLike for Paper {
+        fn width(&self) -> u16 {
+            self.columns
+        }
+
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(&format!("{text}\n"))
+        }
+
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            *self.text.lock().unwrap() += text;
+            Ok(())
+        }
+
+        fn clear_line(&self) -> io::Result<()> {
+            self.write_str("\n")
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_line_fits_its_terminal() {
+        for columns in [20, 49, 50, 72, 89, 90, 200] {
+            let paper = Paper { columns, text: Arc::default() };
+            let taken = || std::mem::take(&mut *paper.text.lock().unwrap());
+            let fits = |text: &str| {
+                text.lines().all(|line| console::measure_text_width(line) <= usize::from(columns))
+            };
+            let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
+            let (running, ended) = templates(columns);
+            let bar = styled(ProgressBar::with_draw_target(Some(5_000_000_000), target), running);
+            bar.set_message("model-00001-of-00002.safetensors");
+            taken();
+            bar.set_position(2_500_000_000);
+            bar.tick();
+            let shown = taken();
+            assert!(fits(&shown) && shown.contains(" 50%"), "{columns}: {shown:?}");
+            styled(bar.clone(), ended).finish();
+            let shown = taken();
+            assert!(fits(&shown) && shown.contains("4.66 GiB"), "{columns}: {shown:?}");
+        }
+    }
 
     #[test]
     fn the_total_counts_all_files() {

@@ -46,11 +46,16 @@ fn access_that_lacks_is_explained() {
 
 #[test]
 fn no_network_and_a_busy_hub_say_so() {
-    let mut case = Case::new("text");
-    case.server.spoil("GET", "/api/", 1, Act::Status(429, "", "slow down"));
+    let case = Case::new("text");
+    case.server.spoil("GET", "/api/", 5, Act::Status(429, "", "slow down"));
     has_all(&case.error("org/tiny"), &["too many requests (429)", "HF_TOKEN"]);
     case.server.spoil("HEAD", "config.json", 100, Act::Status(502, "", ""));
     has_all(&case.error("org/tiny"), &["status 502", "run again"]);
+    case.server.heal();
+    // The first request is tried again like the others.
+    case.server.spoil("GET", "/api/", 4, Act::Status(503, "", ""));
+    case.get("org/tiny").unwrap();
+    let mut case = Case::new("text");
     case.settings.endpoint = "http://127.0.0.1:1".into();
     has_all(
         &case.error("org/tiny"),

@@ -3,6 +3,7 @@
 
 mod check;
 mod errors;
+mod repair;
 mod resume;
 mod server;
 mod snapshots;
@@ -10,6 +11,7 @@ mod snapshots;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::Trust;
 use super::env::Settings;
 use super::name::ModelName;
 use server::Server;
@@ -40,7 +42,11 @@ impl Case {
     }
 
     fn get(&self, name: &str) -> anyhow::Result<PathBuf> {
-        super::locate_on_hub(ModelName::parse(name).unwrap(), self.settings.clone())?.weights()
+        self.get_with(name, Trust::Present)
+    }
+
+    fn get_with(&self, name: &str, trust: Trust) -> anyhow::Result<PathBuf> {
+        super::locate_on_hub(ModelName::parse(name).unwrap(), self.settings.clone(), trust)?.weights()
     }
 
     /// The error of a model that cannot be had, as the user reads it.

@@ -103,6 +103,35 @@ fn what_has_another_hash_is_downloaded_again() {
 }
 
 #[test]
+fn a_flipped_byte_of_a_fresh_file_is_downloaded_again() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/storage/", 1, Act::Flip(70_000));
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["all", "all"]);
+}
+
+#[test]
+fn so_is_one_of_a_transfer_that_was_resumed_in_the_same_process() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/storage/", 1, Act::Cut(60_000));
+    case.server.spoil("GET", "/storage/", 1, Act::Flip(10_000));
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["all", "bytes=60000-", "all"]);
+}
+
+#[test]
+fn so_is_one_of_a_small_file() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/cached/", 1, Act::Flip(5));
+    is_whole(&case);
+    case.server.put("config.json", b"another file");
+    fs::remove_file(case.folder().join("snapshots").join(super::server::COMMIT).join("config.json")).unwrap();
+    case.server.spoil("GET", "/cached/", 2, Act::Flip(0));
+    let error = case.error("org/tiny");
+    assert!(error.contains("config.json") && error.contains("expected SHA-1"), "{error}");
+}
+
+#[test]
 fn bytes_that_are_wrong_twice_are_an_error() {
     let case = Case::new("text");
     fs::create_dir_all(case.folder().join("blobs")).unwrap();
@@ -116,6 +145,7 @@ fn bytes_that_are_wrong_twice_are_an_error() {
     }
     assert!(!case.folder().join("blobs").join(hash).exists() && !error.contains('\n'), "{error}");
     // Nothing of it is kept.
+    assert!(!case.partial(WEIGHTS).exists());
     is_whole(&case);
     assert_eq!(ranges(&case.server.seen()), ["all"]);
 }

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
 /// The commit of branch `main`.
@@ -30,6 +31,8 @@ pub enum Act {
     IgnoreRange,
     /// Zeros come instead of the body's bytes.
     Zeros,
+    /// The lowest bit of this byte of the body is another one.
+    Flip(usize),
     /// This text comes instead of the body.
     Body(&'static str),
 }
@@ -74,8 +77,11 @@ impl Server {
         let state = Arc::new(Mutex::new(State::default()));
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
+            // What tests compare with is no part of a repository.
             let name = path.file_name().unwrap().to_str().unwrap().to_string();
-            state.lock().unwrap().files.insert(name, fs::read(path).unwrap());
+            if name != "reference.safetensors" {
+                state.lock().unwrap().files.insert(name, fs::read(path).unwrap());
+            }
         }
         let shared = Arc::clone(&state);
         thread::spawn(move || {
@@ -123,7 +129,7 @@ impl Server {
 
     /// The name of a file's blob.
     pub fn etag(&self, name: &str) -> String {
-        etag(&self.state.lock().unwrap().files[name])
+        etag(name, &self.state.lock().unwrap().files[name])
     }
 }
 
@@ -134,8 +140,19 @@ impl Drop for Server {
     }
 }
 
-fn etag(bytes: &[u8]) -> String {
-    format!("{:x}", Sha256::digest(bytes))
+/// Weights have their SHA-256, small files git's hash.
+fn etag(name: &str, bytes: &[u8]) -> String {
+    match is_large(name) {
+        true => format!("{:x}", Sha256::digest(bytes)),
+        false => {
+            let git = Sha1::new_with_prefix(format!("blob {}\0", bytes.len()));
+            format!("{:x}", git.chain_update(bytes).finalize())
+        }
+    }
+}
+
+fn is_large(name: &str) -> bool {
+    name.ends_with(".safetensors")
 }
 
 fn serve(stream: TcpStream, port: u16, state: &Mutex<State>) -> std::io::Result<()> {
@@ -228,13 +245,15 @@ impl State {
             return self.redirect(rest, port);
         }
         let stored = path.strip_prefix("/cached/").or(path.strip_prefix("/storage/"));
-        let file = stored.and_then(|hash| self.files.values().find(|bytes| etag(bytes) == hash));
+        let file = stored.and_then(|hash| self.files.iter().find(|(name, bytes)| etag(name, bytes) == hash));
         match file {
-            Some(bytes) => {
+            Some((name, bytes)) => {
                 let range = request.range.as_deref().filter(|_| !matches!(act, Some(Act::IgnoreRange)));
-                let mut answer = part(bytes, range);
-                if let Some(Act::Zeros) = act {
-                    answer.body.fill(0);
+                let mut answer = part(&etag(name, bytes), bytes, range);
+                match act {
+                    Some(Act::Zeros) => answer.body.fill(0),
+                    Some(Act::Flip(at)) => answer.body[at] ^= 1,
+                    _ => {}
                 }
                 answer
             }
@@ -258,8 +277,8 @@ impl State {
         let Some(bytes) = self.files.get(file) else {
             return Answer::error(404, "EntryNotFound", "Entry not found");
         };
-        let (hash, commit) = (etag(bytes), format!("X-Repo-Commit: {COMMIT}"));
-        if !file.ends_with(".safetensors") {
+        let (hash, commit) = (etag(file, bytes), format!("X-Repo-Commit: {COMMIT}"));
+        if !is_large(file) {
             return Answer {
                 status: 307,
                 headers: vec![format!("Location: /cached/{hash}"), commit],
@@ -276,15 +295,17 @@ impl State {
     }
 }
 
-fn part(bytes: &[u8], range: Option<&str>) -> Answer {
-    let mut headers = vec![format!("ETag: W/\"{}\"", etag(bytes))];
-    let from = range.and_then(|r| r.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok());
-    match from {
-        Some(from) if from >= bytes.len() => Answer::error(416, "", ""),
-        Some(from) => {
-            headers.push(format!("Content-Range: bytes {from}-{}/{}", bytes.len() - 1, bytes.len()));
-            Answer { status: 206, headers, body: bytes[from..].to_vec() }
-        }
-        None => Answer { status: 200, headers, body: bytes.to_vec() },
+/// A file, or the part that a range `bytes=FROM-[TO]` names.
+fn part(etag: &str, bytes: &[u8], range: Option<&str>) -> Answer {
+    let mut headers = vec![format!("ETag: W/\"{etag}\"")];
+    let Some((from, to)) = range.and_then(|r| r.strip_prefix("bytes=")?.split_once('-')) else {
+        return Answer { status: 200, headers, body: bytes.to_vec() };
+    };
+    let from: usize = from.parse().unwrap();
+    let end = to.parse::<usize>().map_or(bytes.len(), |to| bytes.len().min(to + 1));
+    if from >= bytes.len() {
+        return Answer::error(416, "", "");
     }
+    headers.push(format!("Content-Range: bytes {from}-{}/{}", end - 1, bytes.len()));
+    Answer { status: 206, headers, body: bytes[from..end].to_vec() }
 }

@@ -56,6 +56,25 @@ fn every_shard_of_an_index_is_downloaded() {
     same_weights(&dir, &fixture("sharded"));
 }
 
+/// As in a folder: a template for requests with tools, and weights whose name says how they are quantised.
+#[test]
+fn further_templates_and_weights_of_another_name_are_downloaded() {
+    let case = Case::new("text");
+    let weights = fs::read(fixture("text").join("model.safetensors")).unwrap();
+    case.server.put("gptq_model-4bit-128g.safetensors", &weights);
+    case.server.put("additional_chat_templates/tool_use.jinja", b"{{ tools }}");
+    case.server.put("onnx/model.safetensors", b"not a checkpoint");
+    case.server.remove("model.safetensors");
+    let dir = case.get("org/tiny").unwrap();
+    assert_eq!(fs::read(dir.join("additional_chat_templates/tool_use.jinja")).unwrap(), b"{{ tools }}");
+    assert!(!dir.join("onnx").exists());
+    same_weights(&dir, &fixture("text"));
+    // An older copy without the template gets it.
+    fs::remove_file(dir.join("additional_chat_templates/tool_use.jinja")).unwrap();
+    case.get("org/tiny").unwrap();
+    assert!(dir.join("additional_chat_templates/tool_use.jinja").exists());
+}
+
 #[test]
 fn a_second_run_asks_for_the_commit_only_and_a_pinned_one_for_nothing() {
     let case = Case::new("text");
