@@ -48,6 +48,11 @@ row "empty stop" 2 '--stop ""' q --prompt x --stop ""
 row "unknown backend" 2 warp q --prompt x --moe-backend warp
 row "unknown device" 2 "gpu" q --prompt x --device gpu
 row "a device that is not here" 2 cuda q --prompt x --device cuda:99
+cp -r "$fixtures/text" tied
+sed -i 's/"tie_word_embeddings": false/"tie_word_embeddings": true/; s/"num_hidden_layers": 2/"num_hidden_layers": 1/' tied/config.json
+row "a projection that the config ties but the file does not is used, and told" 0 "lm_head of other values" q --model tied --prompt x "${short[@]}"
+row "a layer behind the last one is left out, and told" 0 "model.layers.1.* (" q --model tied --prompt x "${short[@]}"
+row "inspect tells of both" 0 "lm_head of other values" q inspect tied
 cp -r unread huge && cp "$fixtures/text/config.json" huge/config.json
 sed -i 's/"hidden_size": 40/"hidden_size": 131072/; s/"moe_intermediate_size": 20/"moe_intermediate_size": 1048576/' huge/config.json
 row "weights without room are refused before they are read" 2 "the weights need 7680.24 GiB of memory" q --model huge --prompt x

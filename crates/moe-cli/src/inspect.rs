@@ -52,6 +52,7 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
         Ok(checkpoint) => {
             weights(&checkpoint, &mut facts)?;
             quantisation::<F>(&checkpoint, &mut facts)?;
+            notes::<F>(&checkpoint, &mut facts)?;
         }
         Err(e) => drop(facts.insert("weights".into(), json!(lacking(&args.model, &e)))),
     }
@@ -111,6 +112,18 @@ fn quantisation<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String,
     let schemes: Vec<_> = schemes.into_iter().collect();
     facts.insert("quantisation".into(), json!(format!("{}: {}", config.method(), schemes.join("; "))));
     facts.insert("parameters".into(), parameters.into());
+    Ok(())
+}
+
+/// What a run would tell of tensors that contradict the config.
+fn notes<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Ok(family) = F::config(&checkpoint.config) else { return Ok(()) };
+    let tensors = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?.tensors;
+    let Ok(verified) = checkpoint.verify(&tensors, F::ignored(&family)) else { return Ok(()) };
+    let notes: Vec<String> = verified.warnings().collect();
+    if !notes.is_empty() {
+        facts.insert("notes".into(), json!(notes.join("\n")));
+    }
     Ok(())
 }
 
