@@ -187,7 +187,8 @@ mod tests {
     /// Bytes, and tokens of several with the tags in them.
     fn tokenizer() -> Tokenizer {
         let bytes = Tokenizer::bytes().unwrap();
-        let mut json: serde_json::Value = serde_json::from_str(&bytes.library.to_string(false).unwrap()).unwrap();
+        let mut json: serde_json::Value =
+            serde_json::from_str(&bytes.library.to_string(false).unwrap()).unwrap();
         let added = ["</think>", "<think>", "k>{", ">ab", "\n\n", "\n\n\n"];
         json["added_tokens"] = (added.iter().zip(256..))
             .map(|(text, id)| {
