@@ -67,6 +67,15 @@ cp -r "$fixtures/text" keyless && sed -i '/"hidden_size"/d' keyless/config.json 
 row "a config without a required key" 1 hidden_size q --model keyless --prompt x
 printf GGUF >tiny.gguf
 row "a GGUF file is named as one" 2 "GGUF" q --model tiny.gguf --prompt x
+# A checkpoint whose weights cannot be read: what is told here is told before them.
+cp -r "$fixtures/text" weightless && printf '' >weightless/model.safetensors
+row "a prompt that the context cannot hold" 2 "longer than the context" q --model weightless --prompt "$(printf 'x %.0s' {1..700})"
+row "an id that the vocabulary does not have" 2 "token id 99999 at position 1" q --model weightless --skip-tokenizer-init --prompt "5, 99999"
+row "words where there is no tokenizer" 2 '"ROMEO:"' q --model weightless --skip-tokenizer-init --prompt ROMEO:
+row "bench of more sequences than there can be" 2 "--batches 70000" q bench --model weightless --batches 70000
+row "bench of a prompt that fills the context" 2 "context is 512" q bench --model weightless --lengths 512
+row "bench of no config" 2 "no-such.json" q bench --config no-such.json --dummy-weights
+row "the reference of another model" 1 "not a usable reference" q parity --model weightless --reference "$fixtures/base/reference.safetensors"
 
 echo "-- tokenizers"
 # Changes the JSON of a checkpoint's file: json FILE 'PYTHON on t'.
@@ -98,10 +107,10 @@ piped "a pipe is the prompt" 0 "" 'ROMEO:' "$program" "${short[@]}"
 piped "an empty pipe is an error" 1 "prompt is empty" '' "$program" "${short[@]}"
 row "several texts are told apart" 0 "=== text 2 of 2" q --prompt x --num-sequences 2 "${short[@]}"
 head -c 4194304 /dev/zero | tr '\0' x >long.txt
-row "megabytes are refused by their bytes" 1 "4194304 bytes" timeout 5 "$program" --prompt-file long.txt
+row "megabytes are refused by their bytes" 2 "4194304 bytes" timeout 5 "$program" --prompt-file long.txt
 cp -r "$fixtures/text" ids && rm -f ids/tokenizer.json
 row "token ids need no tokenizer" 0 "" q --model ids --skip-tokenizer-init --prompt "5, 6 7" "${short[@]}"
-row "and words are none" 1 '"ROMEO:"' q --model ids --skip-tokenizer --prompt ROMEO: "${short[@]}"
+row "and words are none" 2 '"ROMEO:"' q --model ids --skip-tokenizer --prompt ROMEO: "${short[@]}"
 row "-n is refused and says why" 2 "--num-sequences" q --prompt x -n 2
 row "stop escapes" 0 "" q --prompt ROMEO: --stop '\n' "${short[@]}"
 row "seed -1" 0 "" q --prompt x --seed -1 --max-new-tokens 4
@@ -306,8 +315,20 @@ if command -v python3 >/dev/null; then
   row "and a token that the hub does not know" 1 "does not accept the token" env HF_TOKEN=hf_bad "$program" --model org/tiny --prompt x
   row "inspect shows the config of a model that is not here" 0 "download org/tiny" q inspect org/tiny
   row "all without asking for a weight" 0 "" unasked
+  row "an address in place of the name" 0 "models--org--sharded/snapshots/" q download https://huggingface.co/org/sharded/tree/main
+  row "an address of a data set" 2 "not a model's" q download https://huggingface.co/datasets/org/sharded
   row "download prints the folder" 0 "$work/hub/hub/models--org--sharded/snapshots/" q download org/sharded
   row "and checks it" 0 "5 files are whole" q download org/sharded --check
+  shard=$(echo "$work"/hub/hub/models--org--sharded/snapshots/*/model-00002-of-00003.safetensors)
+  cp "$shard" whole.shard && head -c 1000 whole.shard >"$shard"
+  row "a truncated file is found" 1 "damaged: expected SHA-256" q download org/sharded --check
+  row "and repaired" 0 "downloading it again" q download org/sharded
+  row "to the byte" 0 "" cmp "$shard" whole.shard
+  row "everything comes again by force" 0 "downloading 3 files" q download org/sharded --force
+  uncoloured() { ! "$program" download org/sharded --force 2>&1 | grep -q $'\e'; }
+  row "without colours in a pipe" 0 "" uncoloured
+  untold() { ! RUST_LOG=trace "$program" download org/sharded --force 2>&1 | grep -qE 'hf_good|Bearer|42 65 61 72'; }
+  row "no log holds the token" 0 "" untold
   row "a download with a text" 0 "" q --model org/tiny --prompt the "${short[@]}"
   row "then inspect knows the weights" 0 "fits memory" q inspect org/tiny
   row "a quantised model is downloaded" 0 "models--org--awq" q download org/awq

@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use model_runtime::sampling::random_bits;
-use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
+use model_runtime::{MoeInfo, SamplingParams};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, Session, usage};
@@ -27,7 +27,7 @@ use tracing::info;
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
 use crate::output::write_json;
-use crate::preflight::{Asks, check_device_flags};
+use crate::preflight::{Asks, Known, check_device_flags};
 use crate::roofline;
 use crate::session::{self, Model};
 
@@ -53,9 +53,12 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     if let Some(file) = &args.workload {
         return workload::run::<F>(args, file);
     }
-    let session = session::open::<F>(model(args), &args.run, false, &Asks::default())?;
-    let sizes = Sizes::new(args, session.model.info().max_context_len);
-    check_sizes(args, &sizes, session.model.info())?;
+    let check = |model: &Known| check_sizes(args, &Sizes::new(args, model.context), model.context);
+    let session = session::open::<F>(model(args), &args.run, false, &Asks::default().with(&check))?;
+    // A config may leave out what only the family knows.
+    let context = session.model.info().max_context_len;
+    let sizes = Sizes::new(args, context);
+    check_sizes(args, &sizes, context)?;
     let default = session.engine_defaults().max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
     let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
@@ -147,11 +150,14 @@ impl Sizes {
     }
 }
 
-/// Refuses rows that do not fit the model's context, before anything is allocated for them.
-fn check_sizes(args: &BenchArgs, sizes: &Sizes, info: &ModelInfo) -> Result<()> {
-    let context = info.max_context_len;
+/// Refuses rows that do not fit a model's context, before anything is read or allocated for them.
+fn check_sizes(args: &BenchArgs, sizes: &Sizes, context: usize) -> Result<()> {
     let fits = |prompt: usize, output: usize| prompt.checked_add(output).is_some_and(|n| n <= context);
     let most = EngineConfig::MAX_NUM_SEQS;
+    let default = EngineConfig::default();
+    let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens);
+    let settings = EngineConfig { max_num_batched_tokens, ..default };
+    settings.check(context).map_err(|e| usage(e.to_string()))?;
     if let Some(batch) = args.batches.iter().find(|b| !(1..=most).contains(*b)) {
         return Err(usage(format!("--batches {batch}: expected 1 to {most}")));
     }

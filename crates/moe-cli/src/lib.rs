@@ -40,7 +40,7 @@ use moe_engine::{ModelFamily, UsageError, chat, structured, usage};
 
 use cli::{Cli, Command, ParityArgs};
 use output::write_json;
-use preflight::Asks;
+use preflight::{Asks, Known};
 use profile::Profile;
 use session::Model;
 
@@ -101,8 +101,9 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
-    let mut session =
-        session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false, &Asks::default())?;
+    let check = |model: &Known| parity::check_reference(&args.reference, model.config, model.context);
+    let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
+    let mut session = session::open::<F>(model, &args.run, false, &asks)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;
     write_json(args.json.as_deref(), &report)?;

@@ -4,6 +4,7 @@ use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use moe_engine::usage;
 
 use crate::cli::GenerateArgs;
 
@@ -31,8 +32,10 @@ pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
 pub fn token_ids(prompt: &str) -> Result<Vec<u32>> {
     let words = prompt.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty());
     let id = |word: &str| {
-        word.parse().ok().with_context(|| {
-            format!("the prompt holds {word:?}: without a tokenizer a prompt is token ids such as 5, 17, 3")
+        word.parse().map_err(|_| {
+            usage(format!(
+                "the prompt holds {word:?}: without a tokenizer a prompt is token ids such as 5, 17, 3"
+            ))
         })
     };
     words.map(id).collect()

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use model_runtime::RoutedExperts;
+use model_runtime::config::limits;
+use model_runtime::{Config, RoutedExperts};
 use moe_engine::usage;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
@@ -44,6 +45,31 @@ pub fn read(path: &Path) -> Result<RoutedExperts> {
     let ids = tensor.data().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let &[tokens, layers, top_k] = tensor.shape() else { anyhow::bail!(what()) };
     Ok(RoutedExperts::from_ids(tokens, layers, top_k, ids)?)
+}
+
+/// Checks that a recording may be of a model, as far as its config tells.
+///
+/// # Errors
+/// Another number of experts per token, more layers than the model has, or an expert that it does not have.
+pub fn check(recording: &RoutedExperts, config: &Config) -> Result<()> {
+    const FLAG: &str = "--replay-routed-experts";
+    let size = |keys: &[&str], bounds| config.opt_size(keys, bounds);
+    let layers = size(&["num_hidden_layers"], limits::LAYERS)?.unwrap_or(usize::MAX);
+    let top_k = size(&["num_experts_per_tok"], limits::EXPERTS)?;
+    let experts = size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?.unwrap_or(usize::MAX);
+    let (shown_layers, shown_top_k) = (recording.layers(), recording.top_k());
+    if shown_layers > layers {
+        return Err(usage(format!(
+            "{FLAG}: expected at most {layers} layers as the model has, got {shown_layers}"
+        )));
+    }
+    if let Some(top_k) = top_k.filter(|top_k| *top_k != shown_top_k) {
+        return Err(usage(format!("{FLAG}: expected {top_k} experts per token, got {shown_top_k}")));
+    }
+    match recording.ids().iter().find(|id| **id as usize >= experts) {
+        Some(id) => Err(usage(format!("{FLAG}: expected ids of the model's {experts} experts, got {id}"))),
+        None => Ok(()),
+    }
 }
 
 /// A recording as vLLM has it in `choices[i].routed_experts`: what `numpy.save` writes of an array [T, L_moe, K], in
@@ -104,6 +130,23 @@ mod tests {
         assert_eq!(base64_npy(&routed), file);
         let small = RoutedExperts::from_ids(1, 1, 2, vec![255, 0]).unwrap();
         assert!(base64_npy(&small).ends_with("IAr/AA=="), "bytes of ids below 256");
+    }
+
+    #[test]
+    fn a_recording_of_another_model_is_told_by_the_config() {
+        let config = r#"{"num_hidden_layers": 2, "num_experts_per_tok": 2, "num_experts": 8}"#;
+        let config = Config::parse(config, "config.json").unwrap();
+        let routed =
+            |layers, top_k, ids: &[u32]| RoutedExperts::from_ids(1, layers, top_k, ids.to_vec()).unwrap();
+        check(&routed(2, 2, &[0, 7, 1, 2]), &config).unwrap();
+        for (routed, words) in [
+            (routed(3, 2, &[0; 6]), "at most 2 layers"),
+            (routed(1, 3, &[0, 1, 2]), "expected 2 experts per token, got 3"),
+            (routed(1, 2, &[0, 8]), "8 experts, got 8"),
+        ] {
+            let error = check(&routed, &config).unwrap_err();
+            assert!(error.to_string().contains(words) && error.is::<moe_engine::UsageError>(), "{error}");
+        }
     }
 
     #[test]

@@ -230,6 +230,60 @@ fn no_weight_is_downloaded_for_a_wrong_flag() {
 }
 
 #[test]
+fn no_weight_is_downloaded_for_a_prompt_that_does_not_fit() {
+    let hub = Hub::new("text");
+    let generate =
+        |flags: &[&str], words: &[&str]| hub.refuses(&[&["--model", "org/tiny"], flags].concat(), 2, words);
+    let long = "x ".repeat(700);
+    generate(&["--prompt", &long], &["longer than the context", "512"]);
+    generate(&["--prompt", "x", "--prompt", &long], &["prompt 2 of 2", "longer than the context"]);
+    generate(&["--prompt", "a long text", "--max-model-len", "2"], &["model length of 2"]);
+    let ids = |prompt, words: &[&str]| generate(&["--skip-tokenizer-init", "--prompt", prompt], words);
+    ids("ROMEO:", &["\"ROMEO:\"", "token ids such as"]);
+    ids("5, 99999", &["token id 99999 at position 1", "vocabulary of"]);
+    ids(" , ", &["the prompt is empty"]);
+    let missing = ["--model", "org/tiny", "--prompt", "x", "--replay-routed-experts", "no-such-file"];
+    hub.refuses(&missing, 1, &["no-such-file"]);
+}
+
+#[test]
+fn no_weight_is_downloaded_for_a_bench_that_cannot_run() {
+    let hub = Hub::new("text");
+    let bench = |flags: &[&str], words: &[&str]| {
+        hub.refuses(&[&["bench", "--model", "org/tiny"], flags].concat(), 2, words);
+    };
+    bench(&["--batches", "0"], &["--batches 0", "1 to 65535"]);
+    bench(&["--batches", "1,70000"], &["--batches 70000"]);
+    bench(&["--prompt", "400", "--output", "400"], &["--prompt 400 and --output 400", "context of 512"]);
+    bench(&["--lengths", "512"], &["--lengths 512", "context is 512"]);
+    bench(&["--long-context", "500"], &["--long-context 500", "512"]);
+    bench(&["--max-num-batched-tokens", "0"], &["--max-num-batched-tokens"]);
+    hub.refuses(&["bench", "--config", "no-such.json", "--dummy-weights"], 2, &["--config", "no-such.json"]);
+    let config = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(config.path(), r#"{"model_type": "qwen3_moe"}"#).unwrap();
+    let path = config.path().to_str().unwrap();
+    hub.refuses(&["bench", "--config", path, "--dummy-weights"], 1, &["hidden_size"]);
+}
+
+#[test]
+fn no_weight_is_downloaded_for_another_models_reference() {
+    let hub = Hub::new("text");
+    let parity = |file: &Path, words: &[&str]| {
+        let words = [&[file.to_str().unwrap()], words].concat();
+        hub.refuses(&["parity", "--model", "org/tiny", "--reference", file.to_str().unwrap()], 1, &words);
+    };
+    parity(
+        &fixture("base").join("reference.safetensors"),
+        &["not a usable reference", "the model has 2 layers"],
+    );
+    parity(&fixture("text").join("model.safetensors"), &["no tensor input_ids"]);
+    parity(Path::new("no-such-file"), &[]);
+    let own = fixture("text").join("reference.safetensors");
+    let output = hub.run(&["parity", "--model", "org/tiny", "--reference", own.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+#[test]
 fn no_weight_is_downloaded_to_chat_without_a_template() {
     let hub = Hub::new("text");
     let chat = ["chat", "--model", "org/tiny"];

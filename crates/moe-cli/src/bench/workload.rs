@@ -19,7 +19,7 @@ use serde_json::json;
 use crate::batch::{Progress, Total};
 use crate::cli::BenchArgs;
 use crate::output::write_json;
-use crate::preflight::Asks;
+use crate::preflight::{Asks, Known};
 use crate::{routing, session};
 
 use super::arrivals::Arrivals;
@@ -37,12 +37,16 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     let workload = Workload::read(file, args.limit)?;
     let settings = engine_config(args, &workload, EngineConfig::default());
     settings.check(usize::MAX).map_err(|e| usage(e.to_string()))?;
-    let mut session =
-        session::open::<F>(model(args), &args.run, false, &Asks::of_workload(&workload, args.gpu_memory))?;
+    let recording = args.replay_routed_experts.as_deref().map(routing::read).transpose()?;
+    let check = |model: &Known| {
+        recording.as_ref().map_or(Ok(()), |recording| routing::check(recording, model.config))?;
+        workload.check(model.vocab_size, model.context)
+    };
+    let asks = Asks::within(args.gpu_memory).with(&check);
+    let mut session = session::open::<F>(model(args), &args.run, false, &asks)?;
     // A config may leave out what only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;
-    let recording = args.replay_routed_experts.as_deref().map(routing::read).transpose()?;
     let workload = match &recording {
         Some(recording) => workload.replaying(recording, info.moe.as_ref())?,
         None => workload,

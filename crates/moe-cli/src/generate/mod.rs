@@ -2,10 +2,12 @@
 
 mod texts;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use model_runtime::RoutedExperts;
 use moe_engine::chat::{AnswerForm, Begun, ChatRequest};
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::structured::Reasoning;
@@ -16,7 +18,7 @@ use serde_json::json;
 use tracing::warn;
 
 use crate::cli::{GenerateArgs, TemplateArgs};
-use crate::preflight::Asks;
+use crate::preflight::{Asks, Known};
 use crate::prompt_progress::PromptProgress;
 use crate::session::{self, Model, no_model};
 use crate::{options, prompt, routing};
@@ -28,11 +30,17 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     check_template_flags(args)?;
     let prompts = prompts::<F>(args)?;
     args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
-    let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
+    let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
+    let check = |model: &Known| {
+        replay.as_ref().map_or(Ok(()), |recording| routing::check(recording, model.config))?;
+        check_prompts(args, &prompts, model)
+    };
+    let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args).with(&check));
     let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     let form = answer_form(args, &session)?;
-    let (requests, begun) = requests(args, &prompts, &session, (tokenizer.as_ref(), form))?;
+    let answers = (tokenizer.as_ref(), form);
+    let (requests, begun) = requests(args, &prompts, replay.as_ref(), &session, answers)?;
     let context = session.model.info().max_context_len;
     let config = engine_config(args, &requests, context, session.engine_defaults());
     let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
@@ -111,22 +119,44 @@ fn answer_form(args: &GenerateArgs, session: &Session) -> Result<AnswerForm> {
     }
 }
 
+/// Refuses a prompt that a model cannot take, before its weights are read: text where there is no tokenizer, ids that the
+/// vocabulary does not have, more tokens than the context holds.
+fn check_prompts(args: &GenerateArgs, prompts: &[String], model: &Known) -> Result<()> {
+    let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(model.context);
+    let encode = encoder(args, model.dir, model.tokenizer, longest)?;
+    for (i, prompt) in prompts.iter().enumerate() {
+        let of_several = |e: anyhow::Error| match prompts.len() {
+            1 => e,
+            count => usage(format!("prompt {} of {count}: {e:#}", i + 1)),
+        };
+        let mut request = options::request_of(&args.sampling, None, "")?;
+        (request.prompt, _) = encode(prompt).map_err(of_several)?;
+        request.sampling.logprobs = args.logprobs;
+        let checked = request.check_prompt(model.vocab_size, longest);
+        checked.map_err(|e| of_several(usage(e.to_string())))?;
+        request.check_parameters(model.vocab_size).map_err(|e| usage(e.to_string()))?;
+    }
+    Ok(())
+}
+
 /// A request for each prompt, with a seed of its own, and what the prompt has begun of an answer in this form.
 fn requests(
     args: &GenerateArgs,
     prompts: &[String],
+    replay: Option<&Arc<RoutedExperts>>,
     session: &Session,
     (tokenizer, form): (Option<&Tokenizer>, AnswerForm),
 ) -> Result<(Vec<Request>, Vec<Begun>)> {
-    let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
-    let encode = encoder(args, session, tokenizer)?;
+    let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(session.model.info().max_context_len);
+    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    let encode = encoder(args, dir, tokenizer, longest)?;
     let request = |(i, prompt): (usize, &String)| {
         let (prompt, begun) = encode(prompt)?;
         let mut request = Request {
             prompt,
             n: args.n,
             capture_routing: args.routed_experts_out.is_some(),
-            replay_routing: replay.clone(),
+            replay_routing: replay.cloned(),
             reasoning: Reasoning::before(form, begun),
             ..options::request_defaults(&args.sampling, session, &i.to_string())?
         };
@@ -140,23 +170,26 @@ fn requests(
 /// Makes token ids of a prompt, and says what it has begun of the answer.
 type Encode<'a> = Box<dyn Fn(&str) -> Result<(Vec<u32>, Begun)> + 'a>;
 
-/// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template.
+/// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template. A text that is certainly
+/// longer than `longest` tokens is refused; `dir` is the model's folder.
 fn encoder<'a>(
     args: &'a GenerateArgs,
-    session: &Session,
+    dir: Option<&Path>,
     tokenizer: Option<&'a Tokenizer>,
+    longest: usize,
 ) -> Result<Encode<'a>> {
     let Some(tokenizer) = tokenizer else {
         return Ok(Box::new(|prompt| Ok((prompt::token_ids(prompt)?, Begun::Nothing))));
     };
-    let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(session.model.info().max_context_len);
+    let check_length =
+        move |text: &str| tokenizer.check_length(text, longest).map_err(|e| usage(e.to_string()));
     if !args.chat {
         return Ok(Box::new(move |prompt| {
-            tokenizer.check_length(prompt, longest)?;
+            check_length(prompt)?;
             Ok((tokenizer.encode(prompt)?, Begun::Nothing))
         }));
     }
-    let template = options::chat_template(&args.template, session)?.context(
+    let template = options::chat_template_in(&args.template, dir)?.context(
         "the model has no chat template: supply one with --chat-template FILE, or leave --chat out",
     )?;
     Ok(Box::new(move |prompt| {
@@ -167,7 +200,7 @@ fn encoder<'a>(
             chat_template_kwargs: args.template.chat_template_kwargs.clone().unwrap_or_default(),
             ..ChatRequest::default()
         })?;
-        tokenizer.check_length(&text, longest)?;
+        check_length(&text)?;
         Ok((tokenizer.encode_rendered(&text)?, Begun::of(&text)))
     }))
 }

@@ -14,19 +14,25 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use model_runtime::{CausalLm, Exec, MoeInfo, RoutedExperts, Router};
+use model_runtime::{CausalLm, Config, Exec, MoeInfo, RoutedExperts, Router};
 use moe_layer::{DType, Device, RouterSelection, Tensor};
 
 pub use judge::{LayerError, Report};
 
 use compare::{grouped_gap, top_k_gap};
 use judge::{Rules, Selection, judge};
-use reference::Reference;
+use reference::{Reference, Sizes};
+
+/// Checks by the header of a reference, before weights are read, whether it can be one of a model of this config and
+/// context.
+pub fn check_reference(reference: &Path, config: &Config, context: usize) -> Result<()> {
+    Reference::check_header(reference, &Sizes::of_config(config, context)?)
+}
 
 /// Compares a model with a reference file.
 pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<Report> {
     let info = model.info();
-    let reference = Reference::read(reference, info)?;
+    let reference = Reference::read(reference, &Sizes::of(info))?;
     let dtype = info.kv.dtype;
     let rules = Rules::new(dtype, matches!(ex.device(), Device::Cpu), reference.bf16_noise);
 

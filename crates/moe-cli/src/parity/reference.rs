@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use model_runtime::ModelInfo;
+use candle_core::DType;
+use model_runtime::checkpoint::TensorFiles;
+use model_runtime::config::limits;
+use model_runtime::{Config, ModelInfo};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 /// The tensors of `reference.safetensors`. All but ids and logits may be missing.
@@ -27,14 +30,110 @@ pub struct Reference {
     pub bf16_noise: Option<f32>,
 }
 
-impl Reference {
-    /// Reads a reference and checks it against the model's sizes.
-    pub fn read(path: &Path, info: &ModelInfo) -> Result<Self> {
-        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        Self::parse(&bytes, info).with_context(|| format!("{} is not a usable reference", path.display()))
+/// The sizes of a model that a reference must fit.
+pub struct Sizes {
+    vocab_size: usize,
+    hidden_size: usize,
+    num_layers: usize,
+    num_experts: usize,
+    /// Decoder layers with a router; `None`: only the family knows.
+    routed_layers: Option<Vec<usize>>,
+    context: usize,
+}
+
+impl Sizes {
+    /// As a loaded model has them.
+    pub fn of(info: &ModelInfo) -> Self {
+        let moe = info.moe.as_ref();
+        Self {
+            vocab_size: info.vocab_size,
+            hidden_size: info.hidden_size,
+            num_layers: info.num_layers,
+            num_experts: moe.map_or(0, |moe| moe.num_experts),
+            routed_layers: Some(moe.map(|moe| moe.layers.clone()).unwrap_or_default()),
+            context: info.max_context_len,
+        }
     }
 
-    fn parse(bytes: &[u8], info: &ModelInfo) -> Result<Self> {
+    /// As far as a config tells them, before weights are read.
+    pub fn of_config(config: &Config, context: usize) -> Result<Self> {
+        Ok(Self {
+            vocab_size: config.size(&["vocab_size"], limits::VOCAB)?,
+            hidden_size: config.size(&["hidden_size"], limits::WIDTH)?,
+            num_layers: config.size(&["num_hidden_layers"], limits::LAYERS)?,
+            num_experts: config.opt_size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?.unwrap_or(0),
+            routed_layers: None,
+            context,
+        })
+    }
+
+    /// Values of a tensor of f32 over `rows` tokens; `None`: the tensor is another one.
+    fn values(&self, name: &str, rows: usize) -> Result<Option<usize>> {
+        if let Some(index) = name.strip_prefix("hidden_states.") {
+            let index: usize = index.parse().with_context(|| format!("{name} has no index"))?;
+            ensure!(index <= self.num_layers, "{name}: the model has {} layers", self.num_layers);
+            return Ok(Some(rows.saturating_mul(self.hidden_size)));
+        }
+        if let Some(layer) = name.strip_prefix("router_logits.") {
+            let layer: usize = layer.parse().with_context(|| format!("{name} has no layer"))?;
+            let has_router = match &self.routed_layers {
+                Some(layers) => layers.contains(&layer),
+                None => layer < self.num_layers,
+            };
+            ensure!(has_router, "{name}: layer {layer} of the model has no router");
+            return Ok(Some(rows.saturating_mul(self.num_experts)));
+        }
+        Ok(match name {
+            "logits" => Some(rows.saturating_mul(self.vocab_size)),
+            "bf16_noise" => Some(1),
+            _ => None,
+        })
+    }
+
+    /// Checks that the context holds a sequence of `length` tokens and `count` new ones.
+    fn check_length(&self, length: usize, count: usize) -> Result<()> {
+        ensure!(
+            length.saturating_add(count) <= self.context,
+            "input_ids and generated: {length} tokens and {count} new ones do not fit the model's context of {}",
+            self.context
+        );
+        Ok(())
+    }
+}
+
+impl Reference {
+    /// Checks by the header of a reference, and its token ids, whether it can be a model's. Nothing large is read.
+    pub fn check_header(path: &Path, sizes: &Sizes) -> Result<()> {
+        let check = || -> Result<()> {
+            let file = TensorFiles::open_file(path)?;
+            let shape = |name: &str| file.info(name).map(|tensor| tensor.shape);
+            let &[batch, length] = shape("input_ids").context("it has no tensor input_ids")? else {
+                bail!("input_ids: expected [B, T], got {:?}", shape("input_ids").unwrap_or_default())
+            };
+            ensure!(shape("logits").is_some(), "it has no tensor logits");
+            let rows = batch.saturating_mul(length);
+            for tensor in file.iter() {
+                let Some(expected) = sizes.values(tensor.name, rows)? else { continue };
+                check_values(tensor.name, tensor.shape, expected)?;
+            }
+            sizes.check_length(
+                length,
+                shape("generated").and_then(|shape| shape.last()).copied().unwrap_or(0),
+            )?;
+            let ids = file.tensor("input_ids")?.flatten_all()?;
+            ensure!(ids.dtype() == DType::I64, "input_ids: expected i64, got {:?}", ids.dtype());
+            ids.to_vec1()?.into_iter().try_for_each(|id| token_id("input_ids", id, sizes).map(drop))
+        };
+        check().with_context(|| format!("{} is not a usable reference", path.display()))
+    }
+
+    /// Reads a reference and checks it against the model's sizes.
+    pub fn read(path: &Path, sizes: &Sizes) -> Result<Self> {
+        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Self::parse(&bytes, sizes).with_context(|| format!("{} is not a usable reference", path.display()))
+    }
+
+    fn parse(bytes: &[u8], sizes: &Sizes) -> Result<Self> {
         let file = SafeTensors::deserialize(bytes)?;
         let ids = file.tensor("input_ids")?;
         let &[batch, length] = ids.shape() else {
@@ -45,44 +144,42 @@ impl Reference {
         let mut reference = Self {
             batch,
             length,
-            input_ids: token_ids("input_ids", &ids, info)?,
-            logits: floats("logits", &file.tensor("logits")?, rows * info.vocab_size)?,
+            input_ids: token_ids("input_ids", &ids, sizes)?,
+            logits: floats("logits", &file.tensor("logits")?, rows * sizes.vocab_size)?,
             hidden_states: BTreeMap::new(),
             router_logits: BTreeMap::new(),
             generated: None,
             bf16_noise: None,
         };
         for (name, tensor) in file.tensors() {
-            reference.optional(&name, &tensor, info)?;
+            reference.optional(&name, &tensor, sizes)?;
         }
+        sizes.check_length(length, reference.generated.as_ref().map_or(0, |(count, _)| *count))?;
         Ok(reference)
     }
 
-    fn optional(&mut self, name: &str, tensor: &TensorView, info: &ModelInfo) -> Result<()> {
-        let rows = self.batch * self.length;
-        if let Some(index) = name.strip_prefix("hidden_states.") {
-            let index: usize = index.parse().with_context(|| format!("{name} has no index"))?;
-            ensure!(index <= info.num_layers, "{name}: the model has {} layers", info.num_layers);
-            self.hidden_states.insert(index, floats(name, tensor, rows * info.hidden_size)?);
-        } else if let Some(layer) = name.strip_prefix("router_logits.") {
-            let layer: usize = layer.parse().with_context(|| format!("{name} has no layer"))?;
-            let Some(moe) = info.moe.as_ref().filter(|moe| moe.layers.contains(&layer)) else {
-                bail!("{name}: layer {layer} of the model has no router")
-            };
-            self.router_logits.insert(layer, floats(name, tensor, rows * moe.num_experts)?);
-        } else if name == "generated" {
+    fn optional(&mut self, name: &str, tensor: &TensorView, sizes: &Sizes) -> Result<()> {
+        if name == "generated" {
             let &[batch, count] = tensor.shape() else {
                 bail!("generated: expected [B, N], got {:?}", tensor.shape())
             };
             ensure!(batch == self.batch, "generated: expected {} sequences, got {batch}", self.batch);
-            self.generated = Some((count, token_ids(name, tensor, info)?));
-        } else if name == "bf16_noise" {
-            let noise = floats(name, tensor, 1)?.first().copied().unwrap_or(f32::NAN);
-            ensure!(
-                noise.is_finite() && noise > 0.,
-                "bf16_noise: expected a finite number above 0, got {noise}"
-            );
-            self.bf16_noise = Some(noise);
+            self.generated = Some((count, token_ids(name, tensor, sizes)?));
+            return Ok(());
+        }
+        let values = sizes.values(name, self.batch * self.length)?.filter(|_| name != "logits");
+        let Some(values) = values.map(|len| floats(name, tensor, len)).transpose()? else { return Ok(()) };
+        match name.rsplit_once('.').map(|(kind, index)| (kind, index.parse())) {
+            Some(("hidden_states", Ok(index))) => drop(self.hidden_states.insert(index, values)),
+            Some(("router_logits", Ok(layer))) => drop(self.router_logits.insert(layer, values)),
+            _ => {
+                let noise = values.first().copied().unwrap_or(f32::NAN);
+                ensure!(
+                    noise.is_finite() && noise > 0.,
+                    "bf16_noise: expected a finite number above 0, got {noise}"
+                );
+                self.bf16_noise = Some(noise);
+            }
         }
         Ok(())
     }
@@ -93,23 +190,31 @@ impl Reference {
     }
 }
 
-fn floats(name: &str, tensor: &TensorView, len: usize) -> Result<Vec<f32>> {
-    ensure!(tensor.dtype() == Dtype::F32, "{name}: expected f32, got {:?}", tensor.dtype());
-    let values: Vec<f32> = tensor.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+fn check_values(name: &str, shape: &[usize], expected: usize) -> Result<()> {
+    let values = shape.iter().fold(1, |n: usize, &dim| n.saturating_mul(dim));
     ensure!(
-        values.len() == len,
-        "{name}: expected {len} values for this model and these input_ids, got dims {:?}",
-        tensor.shape()
+        values == expected,
+        "{name}: expected {expected} values for this model and these input_ids, got dims {shape:?}"
     );
-    Ok(values)
+    Ok(())
 }
 
-fn token_ids(name: &str, tensor: &TensorView, info: &ModelInfo) -> Result<Vec<u32>> {
+fn floats(name: &str, tensor: &TensorView, len: usize) -> Result<Vec<f32>> {
+    ensure!(tensor.dtype() == Dtype::F32, "{name}: expected f32, got {:?}", tensor.dtype());
+    check_values(name, tensor.shape(), len)?;
+    Ok(tensor.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+}
+
+fn token_ids(name: &str, tensor: &TensorView, sizes: &Sizes) -> Result<Vec<u32>> {
     ensure!(tensor.dtype() == Dtype::I64, "{name}: expected i64, got {:?}", tensor.dtype());
     let ids = tensor.data().as_chunks().0.iter().map(|b| i64::from_le_bytes(*b));
-    ids.map(|id| match u32::try_from(id) {
-        Ok(valid) if (valid as usize) < info.vocab_size => Ok(valid),
-        _ => bail!("{name}: token id {id} is outside of the vocabulary of {}", info.vocab_size),
-    })
-    .collect()
+    ids.map(|id| token_id(name, id, sizes)).collect()
+}
+
+fn token_id(name: &str, id: i64, sizes: &Sizes) -> Result<u32> {
+    let vocab_size = sizes.vocab_size;
+    match u32::try_from(id) {
+        Ok(valid) if (valid as usize) < vocab_size => Ok(valid),
+        _ => bail!("{name}: token id {id} is outside of the vocabulary of {vocab_size}"),
+    }
 }

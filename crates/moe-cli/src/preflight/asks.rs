@@ -8,7 +8,7 @@ use moe_engine::engine::EngineConfig;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::usage;
 
-use crate::bench::Workload;
+use super::Known;
 use crate::cli::{AnswerArgs, BatchArgs, ChatArgs, Command, EngineArgs, GenerateArgs};
 use crate::cli::{SamplingArgs, TemplateArgs};
 use crate::options;
@@ -17,8 +17,8 @@ use crate::options;
 #[derive(Default)]
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
-    workload: Option<&'a Workload>,
-    /// Bytes of each GPU that a workload may use.
+    further: Option<&'a dyn Fn(&Known) -> Result<()>>,
+    /// Bytes of each GPU that may be used, of a command that has no flags of the engine.
     gpu_memory: Option<u64>,
 }
 
@@ -49,6 +49,11 @@ impl<'a> Asks<'a> {
         }
     }
 
+    /// With what else the command checks against the model.
+    pub fn with(self, further: &'a dyn Fn(&Known) -> Result<()>) -> Self {
+        Self { further: Some(further), ..self }
+    }
+
     /// What `generate` asks.
     pub fn of_generate(args: &'a GenerateArgs) -> Self {
         let (sampling, engine) = (&args.sampling, &args.engine);
@@ -65,10 +70,9 @@ impl<'a> Asks<'a> {
         Self { text: Some(text), ..Self::default() }
     }
 
-    /// What `bench` asks for the requests of a file, on GPUs of which it may use so many bytes.
-    pub fn of_workload(workload: &'a Workload, gpu_memory: Option<usize>) -> Self {
-        let gpu_memory = gpu_memory.map(|bytes| bytes as u64);
-        Self { workload: Some(workload), gpu_memory, ..Self::default() }
+    /// What `bench` asks for the requests of a file: GPUs of which it may use so many bytes.
+    pub fn within(gpu_memory: Option<usize>) -> Self {
+        Self { gpu_memory: gpu_memory.map(|bytes| bytes as u64), ..Self::default() }
     }
 
     /// What `batch` asks: some requests need no chat template.
@@ -120,15 +124,18 @@ impl<'a> Asks<'a> {
         checked.map_err(|e| usage(format!("{}: {e}", structured.flag())))
     }
 
-    /// Checks the values that flags and generation_config.json come to, and the requests of a workload, for a model
-    /// of this vocabulary and context.
+    /// Checks what only the command knows.
+    pub(super) fn check_further(&self, model: &Known) -> Result<()> {
+        self.further.map_or(Ok(()), |further| further(model))
+    }
+
+    /// Checks the values that flags and generation_config.json come to, for a model of this vocabulary and context.
     pub(super) fn check_values(
         &self,
         generation: Option<&Config>,
         vocab_size: usize,
         context: usize,
     ) -> Result<()> {
-        self.workload.map_or(Ok(()), |workload| workload.check(vocab_size, context))?;
         let Some(text) = &self.text else { return Ok(()) };
         let mut request = options::request_of(text.sampling, generation, "")?;
         request.n = text.n;

@@ -6,9 +6,10 @@ use anyhow::{Result, anyhow, bail};
 use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{Config, Geometry, QuantConfig};
 use moe_comm::ExpertMap;
+use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{Embedded, ModelFamily, Run, usage};
 
-use super::Asks;
+use super::{Asks, Known};
 use crate::cli::RunArgs;
 
 /// The programs of this project, and the `model_type` that each runs.
@@ -89,6 +90,12 @@ impl Files {
     /// Checks what is asked for against the sizes in the config.
     pub fn check_values(&self, asks: &Asks) -> Result<()> {
         asks.check_values(self.generation.as_ref(), self.vocab_size()?, self.context())
+    }
+
+    /// What is known of the model; `dir` is its folder.
+    pub fn known<'a>(&'a self, dir: Option<&'a Path>, tokenizer: Option<&'a Tokenizer>) -> Result<Known<'a>> {
+        let (vocab_size, context) = (self.vocab_size()?, self.context());
+        Ok(Known { config: &self.config, dir, tokenizer, vocab_size, context })
     }
 
     fn vocab_size(&self) -> Result<usize> {

@@ -4,14 +4,16 @@
 //! flags ─► config.json, generation_config.json, tokenizer.json, chat template ─► device ─► weights
 //! ```
 //!
-//! Weights take minutes and gigabytes. Whatever refuses a run says so before: every flag, and every small
-//! file of the checkpoint, which a download brings first.
+//! Weights take minutes and gigabytes. Whatever refuses a run says so before: every flag, every small
+//! file of the checkpoint, which a download brings first, and what the command adds: its prompts, its rows, its reference.
 
 mod asks;
 mod device_flags;
 mod files;
 
-use anyhow::Result;
+use std::path::Path;
+
+use anyhow::{Result, bail};
 use model_runtime::{BlockContext, Config};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{LoadOptions, ModelFamily, usage};
@@ -37,6 +39,20 @@ pub struct Checked {
     pub tokenizer: Option<Tokenizer>,
 }
 
+/// What is known of a model before its weights are read.
+pub struct Known<'a> {
+    /// Its config.json.
+    pub config: &'a Config,
+    /// Its folder; `None`: it is in the program, or random.
+    pub dir: Option<&'a Path>,
+    /// Its tokenizer, if the command makes text.
+    pub tokenizer: Option<&'a Tokenizer>,
+    /// Number of token ids; `usize::MAX` where only the family knows.
+    pub vocab_size: usize,
+    /// The longest sequence; `usize::MAX` where only the family knows.
+    pub context: usize,
+}
+
 /// Where weights come from.
 pub enum Source {
     /// A checkpoint whose weights may not be here yet.
@@ -56,32 +72,44 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
     check_device_flags(args, asks.engine(), &[])?;
     check_run::<F>(args)?;
     asks.check_flags()?;
-    match model {
+    let (source, files) = match model {
         Model::Checkpoint(Some(name)) => {
             let located = hub::locate(name)?;
             let files = Files::read(located.dir())?;
-            files.check::<F>(args, asks)?;
-            asks.check_template(Some(located.dir()), Some(name))?;
-            let tokenizer = asks.tokenizes().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
-            asks.check_structured_output(tokenizer.as_ref())?;
-            Ok(Checked { source: Source::Checkpoint(located), files, tokenizer })
+            (Source::Checkpoint(located), files)
         }
-        Model::Checkpoint(None) => {
-            let embedded = F::embedded().ok_or_else(no_model)?;
-            let files = Files::embedded(&embedded)?;
-            files.check::<F>(args, asks)?;
-            asks.check_template(None, None)?;
-            let tokenizer =
-                asks.tokenizes().then(|| Tokenizer::from_bytes(embedded.tokenizer)).transpose()?;
-            asks.check_structured_output(tokenizer.as_ref())?;
-            Ok(Checked { source: Source::Embedded, files, tokenizer })
-        }
+        Model::Checkpoint(None) => (Source::Embedded, Files::embedded(&F::embedded().ok_or_else(no_model)?)?),
         Model::Random(path) => {
-            let raw = Config::read(path)?;
-            config::<F>(&raw)?;
-            let files = Files::random(raw.clone())?;
-            files.check_values(asks)?;
-            Ok(Checked { source: Source::Random(raw), files, tokenizer: None })
+            let config = Config::read(path).map_err(|e| usage(format!("--config: {e}")))?;
+            (Source::Random(config.clone()), Files::random(config)?)
+        }
+    };
+    files.check::<F>(args, asks)?;
+    let name = match model {
+        Model::Checkpoint(name) => name,
+        Model::Random(_) => None,
+    };
+    asks.check_template(source.dir(), name)?;
+    let tokenizer = asks.tokenizes().then(|| source.tokenizer::<F>()).transpose()?;
+    asks.check_structured_output(tokenizer.as_ref())?;
+    asks.check_further(&files.known(source.dir(), tokenizer.as_ref())?)?;
+    Ok(Checked { source, files, tokenizer })
+}
+
+impl Source {
+    /// The folder of a checkpoint.
+    fn dir(&self) -> Option<&Path> {
+        match self {
+            Self::Checkpoint(located) => Some(located.dir()),
+            Self::Embedded | Self::Random(_) => None,
+        }
+    }
+
+    fn tokenizer<F: ModelFamily>(&self) -> Result<Tokenizer> {
+        match self {
+            Self::Checkpoint(located) => Tokenizer::from_dir(located.dir()),
+            Self::Embedded => Tokenizer::from_bytes(F::embedded().ok_or_else(no_model)?.tokenizer),
+            Self::Random(_) => bail!("a model with random weights has no tokenizer"),
         }
     }
 }

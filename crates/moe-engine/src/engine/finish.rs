@@ -30,15 +30,7 @@ impl Engine<'_> {
     /// Whether a request can run.
     pub(super) fn check(&self, request: &Request) -> Result<Checked, RequestError> {
         let (prompt, vocab_size, max_model_len) = (&request.prompt, self.info.vocab_size, self.max_model_len);
-        if prompt.is_empty() {
-            return Err(RequestError::EmptyPrompt);
-        }
-        if prompt.len() > max_model_len - usize::from(!request.scores_only()) {
-            return Err(RequestError::PromptTooLong { len: prompt.len(), max_model_len });
-        }
-        if let Some(position) = prompt.iter().position(|&id| id as usize >= vocab_size) {
-            return Err(RequestError::UnknownToken { position, token_id: prompt[position], vocab_size });
-        }
+        request.check_prompt(vocab_size, max_model_len)?;
         request.check_parameters(vocab_size)?;
         if !request.stop.is_empty() && self.tokenizer.is_none() {
             return refuse("stop", "empty without a tokenizer", format!("{:?}", request.stop));
@@ -231,6 +223,26 @@ impl Engine<'_> {
 }
 
 impl Request {
+    /// Checks the prompt for a model of this vocabulary, and sequences of at most `max_model_len` tokens.
+    ///
+    /// # Errors
+    /// No token, too many, or one that the vocabulary does not have.
+    pub fn check_prompt(&self, vocab_size: usize, max_model_len: usize) -> Result<(), RequestError> {
+        let prompt = &self.prompt;
+        if prompt.is_empty() {
+            return Err(RequestError::EmptyPrompt);
+        }
+        if prompt.len() > max_model_len.saturating_sub(usize::from(!self.scores_only())) {
+            return Err(RequestError::PromptTooLong { len: prompt.len(), max_model_len });
+        }
+        match prompt.iter().position(|&id| id as usize >= vocab_size) {
+            Some(position) => {
+                Err(RequestError::UnknownToken { position, token_id: prompt[position], vocab_size })
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Whether its parameters are in their ranges, whatever its prompt is: what can be known before a
     /// model is loaded.
     ///
