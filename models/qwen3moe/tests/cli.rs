@@ -93,7 +93,7 @@ fn wrong_calls_are_usage_errors() {
 #[test]
 fn bad_prompts_are_named() {
     fails(&["--prompt", ""], 1, &["prompt is empty"]);
-    fails(&["--prompt", &"word ".repeat(1000)], 1, &["longer than the context", "512"]);
+    fails(&["--prompt", &"word ".repeat(1000)], 2, &["longer than the context", "512"]);
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("latin1.txt");
     fs::write(&file, b"caf\xe9").unwrap();

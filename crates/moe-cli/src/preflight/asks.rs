@@ -17,10 +17,13 @@ use crate::options;
 #[derive(Default)]
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
-    further: Option<&'a dyn Fn(&Known) -> Result<()>>,
+    further: Option<Further<'a>>,
     /// Bytes of each GPU that may be used, of a command that has no flags of the engine.
     gpu_memory: Option<u64>,
 }
+
+/// A check of a command's own.
+pub type Further<'a> = &'a dyn Fn(&Known) -> Result<()>;
 
 /// Text, and how it is made.
 struct Text<'a> {
@@ -50,7 +53,7 @@ impl<'a> Asks<'a> {
     }
 
     /// With what else the command checks against the model.
-    pub fn with(self, further: &'a dyn Fn(&Known) -> Result<()>) -> Self {
+    pub fn with(self, further: Further<'a>) -> Self {
         Self { further: Some(further), ..self }
     }
 
