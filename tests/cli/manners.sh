@@ -68,6 +68,7 @@ row "a config without a required key" 1 hidden_size q --model keyless --prompt x
 printf GGUF >tiny.gguf
 row "a GGUF file is named as one" 2 "GGUF" q --model tiny.gguf --prompt x
 # A checkpoint whose weights cannot be read: what is told here is told before them.
+cp -r "$fixtures/text" unfinished && printf 'cut' >unfinished/model.safetensors
 cp -r "$fixtures/text" weightless && printf '' >weightless/model.safetensors
 row "a prompt that the context cannot hold" 2 "longer than the context" q --model weightless --prompt "$(printf 'x %.0s' {1..700})"
 row "an id that the vocabulary does not have" 2 "token id 99999 at position 1" q --model weightless --skip-tokenizer-init --prompt "5, 99999"
@@ -296,6 +297,10 @@ row "a config without weights" 2 "--dummy-weights" q bench --config "$fixtures/b
 row "a prompt that fills the context" 2 "context is 512" q bench --model "$fixtures/text" --lengths 512
 row "bench of a small checkpoint" 0 tok_s q bench --model "$fixtures/text" --batches 1 --repeat 1
 row "devices" 0 cpu q list-devices
+row "inspect says what runs" 0 '"runs_here": true' q inspect "$fixtures/text" --json
+row "with keys without blanks" 0 '"available_memory_bytes"' q inspect "$fixtures/text" --json
+row "and what does not" 1 "is truncated" q inspect unfinished
+row "with another program's name" 1 "model-deepseekv2-legacy runs" q inspect deepseek
 
 if command -v python3 >/dev/null; then
   echo "-- the hub"
@@ -313,8 +318,9 @@ if command -v python3 >/dev/null; then
   row "and a model of no such name" 1 "there is no model org/none" q --model org/none --prompt x
   row "and a revision that there is not" 1 "has no revision" q --model org/tiny@v2 --prompt x
   row "and a token that the hub does not know" 1 "does not accept the token" env HF_TOKEN=hf_bad "$program" --model org/tiny --prompt x
-  row "inspect shows the config of a model that is not here" 0 "download org/tiny" q inspect org/tiny
   row "all without asking for a weight" 0 "" unasked
+  row "inspect shows what a model is that is not here" 0 "download org/tiny" q inspect org/tiny
+  row "and that its tensors would load" 0 "runs here          yes" q inspect org/tiny
   row "an address in place of the name" 0 "models--org--sharded/snapshots/" q download https://huggingface.co/org/sharded/tree/main
   row "an address of a data set" 2 "not a model's" q download https://huggingface.co/datasets/org/sharded
   row "download prints the folder" 0 "$work/hub/hub/models--org--sharded/snapshots/" q download org/sharded
@@ -332,7 +338,8 @@ if command -v python3 >/dev/null; then
   row "a download with a text" 0 "" q --model org/tiny --prompt the "${short[@]}"
   row "then inspect knows the weights" 0 "fits memory" q inspect org/tiny
   row "a quantised model is downloaded" 0 "models--org--awq" q download org/awq
-  row "and its scheme is named" 0 "awq: int4 group 32 with zero points" q inspect org/awq
+  row "and its scheme is named" 1 "awq: int4 group 32 with zero points" q inspect org/awq
+  row "as is what it lacks" 1 "tokenizer.json" q inspect org/awq
   if script --version >/dev/null 2>&1; then
     bars() { HF_HOME="$work/bars" script -qec "stty cols 90; '$program' download org/sharded" /dev/null; }
     row "at a terminal a download shows the whole" 0 "3 files" bars

@@ -26,7 +26,7 @@ use tracing::info;
 
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
-use crate::output::write_json;
+use crate::output::{check_writable, write_json};
 use crate::preflight::{Asks, Known, check_device_flags};
 use crate::roofline;
 use crate::session::{self, Model};
@@ -49,6 +49,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     if args.output.is_some_and(|output| output < 2) || args.prompt == Some(0) || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
+    args.json.as_deref().map_or(Ok(()), |path| check_writable("--json", path))?;
     check_device_flags(&args.run, None, &[("--gpu-memory", args.gpu_memory.is_some())])?;
     if let Some(file) = &args.workload {
         return workload::run::<F>(args, file);

@@ -1,22 +1,25 @@
-//! `inspect`: what a checkpoint is, from its config and the headers of its files; no weight is read.
+//! `inspect`: what a checkpoint is, and whether this program would load it, from its config, its tokenizer and the headers of
+//! its files; no weight is read. Of a model on the hub the headers are asked for.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::Path;
+use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, HumanCount};
 use model_runtime::checkpoint::{TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config, Geometry};
 use moe_engine::ModelFamily;
 use moe_engine::engine::host_memory;
+use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
 use crate::cli::InspectArgs;
 use crate::output::{print_foreign, write_json};
 use crate::shell::program;
-use crate::{hub, preflight};
+use crate::{error, hub, preflight};
 
 /// The KV cache that a run takes at most where no flag says otherwise.
 const KV_CACHE: u64 = 4 << 30;
@@ -35,29 +38,44 @@ const SIZES: [(&str, &[&str]); 9] = [
     ("context", &["max_position_embeddings"]),
 ];
 
-/// Runs the command.
-pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
+/// Runs the command. Exit code 1: this program does not run the checkpoint.
+pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<ExitCode> {
     let located = hub::locate(&args.model)?;
     let config = Config::read(&located.dir().join("config.json"))?;
+    let headers = located.headers();
+    let opened = headers.as_ref().map_err(|e| anyhow!("{e:#}"));
+    let opened = opened.and_then(|headers| Ok(Checkpoint::open(headers.dir())?));
+    let runs = verdict::<F>(&config, located.dir(), opened.as_ref());
     let mut facts = Map::new();
     facts.insert("model type".into(), json!(config.opt_string(&["model_type"])?));
-    let runs = preflight::config::<F>(&config);
-    facts.insert("runs here".into(), runs.map_or_else(|e| json!(format!("no: {e}")), |_| json!("yes")));
+    facts.insert("runs here".into(), runs.is_ok().into());
+    if let Err(why) = &runs {
+        facts.insert("why not".into(), error::describe(why).into());
+    }
     for (name, keys) in SIZES {
         if let Some(size) = config.opt_size(keys, ANY)? {
             facts.insert(name.into(), size.into());
         }
     }
-    match Checkpoint::open(located.dir()) {
-        Ok(checkpoint) => {
-            weights(&checkpoint, &mut facts)?;
-            quantisation::<F>(&checkpoint, &mut facts)?;
-            notes::<F>(&checkpoint, &mut facts)?;
-        }
-        Err(e) => drop(facts.insert("weights".into(), json!(lacking(&args.model, &e)))),
+    if headers.as_ref().is_ok_and(hub::Headers::are_remote) {
+        let (program, model) = (program(), &args.model);
+        facts.insert("weights".into(), format!("not here; `{program} download {model}` fetches them").into());
     }
+    if let Ok(checkpoint) = &opened {
+        weights(checkpoint, &mut facts)?;
+        quantisation::<F>(checkpoint, &mut facts)?;
+        if runs.is_ok() {
+            notes::<F>(checkpoint, &mut facts)?;
+        }
+    }
+    show(args, &facts, runs.is_ok())?;
+    Ok(ExitCode::from(u8::from(runs.is_err())))
+}
+
+fn show(args: &InspectArgs, facts: &Map<String, Value>, runs: bool) -> Result<()> {
     if args.json {
-        return write_json(None, &facts);
+        let keys = facts.iter().map(|(name, value)| (key(name), value.clone()));
+        return write_json(None, &keys.collect::<Map<_, _>>());
     }
     let kernels = format!(
         "\nWhich kernels run is known once the weights are loaded. This tells:\n  {} --model {} --prompt x \
@@ -65,15 +83,33 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
         program(),
         args.model
     );
-    print_foreign(&(table(&facts) + &kernels)).map(drop)
+    print_foreign(&(table(facts) + if runs { &kernels } else { "" })).map(drop)
 }
 
-/// What to say where the weights cannot be opened. Weights on the hub are one command away.
-fn lacking(model: &str, error: &dyn std::fmt::Display) -> String {
-    match Path::new(model).is_dir() {
-        true => format!("not here or not whole: {error}"),
-        false => format!("not here or not whole; `{} download {model}` fetches what is missing", program()),
+/// What a fact is called in JSON.
+fn key(name: &str) -> String {
+    name.to_lowercase().replace([' ', '-'], "_")
+}
+
+/// Whether a run would load the checkpoint: its config, its tensors with their shapes, and its tokenizer.
+///
+/// # Errors
+/// What a run would say.
+fn verdict<F: ModelFamily>(
+    config: &Config,
+    dir: &Path,
+    opened: Result<&Checkpoint, &anyhow::Error>,
+) -> Result<()> {
+    let family = preflight::config::<F>(config)?;
+    preflight::check_required(config)?;
+    let checkpoint = opened.map_err(|e| anyhow!("{e:#}"))?;
+    let layout = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?;
+    if let Some(quantisation) = &checkpoint.quantisation {
+        layout.check_quantised(quantisation)?;
     }
+    checkpoint.verify(&layout.tensors, F::ignored(&family)).map(drop)?;
+    let tokenizer = Tokenizer::from_dir(dir).map(drop);
+    tokenizer.context("there is no text without a tokenizer (--skip-tokenizer-init runs token ids)")
 }
 
 /// Number, bytes and dtype of the tensors, and whether they fit the memory.
@@ -91,7 +127,7 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
         facts.insert("available memory bytes".into(), free.into());
         // As a run sizes its KV cache: of what the weights leave, so that only these decide.
         facts.insert("KV cache at most bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
-        facts.insert("fits memory".into(), json!(if bytes < free { "yes" } else { "no" }));
+        facts.insert("fits memory".into(), (bytes < free).into());
     }
     Ok(())
 }
@@ -144,7 +180,8 @@ fn table(facts: &Map<String, Value>) -> String {
         let shown = match (name.strip_suffix(" bytes"), value) {
             (Some(_), Value::Number(n)) => BinaryBytes(n.as_u64().unwrap_or_default()).to_string(),
             (None, Value::Number(n)) => HumanCount(n.as_u64().unwrap_or_default()).to_string(),
-            (_, Value::String(text)) => text.clone(),
+            (_, Value::String(text)) => text.replace('\n', "\n                   "),
+            (_, Value::Bool(is_so)) => if *is_so { "yes" } else { "no" }.to_string(),
             _ => value.to_string(),
         };
         // Writing to a string does not fail.

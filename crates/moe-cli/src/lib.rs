@@ -39,7 +39,7 @@ use moe_engine::terminal::note;
 use moe_engine::{ModelFamily, UsageError, chat, structured, usage};
 
 use cli::{Cli, Command, ParityArgs};
-use output::write_json;
+use output::{check_writable, write_json};
 use preflight::{Asks, Known};
 use profile::Profile;
 use session::Model;
@@ -87,7 +87,7 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Parity(args) => return run_parity::<F>(args),
         Command::Bench(args) => bench::run::<F>(args)?,
         Command::Download(args) => return download::run::<F>(args),
-        Command::Inspect(args) => inspect::run::<F>(args)?,
+        Command::Inspect(args) => return inspect::run::<F>(args),
         Command::ListDevices => devices::run()?,
         Command::Completions(args) => shell::completions(args)?,
         Command::Man(args) => shell::man(args)?,
@@ -101,6 +101,7 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
+    args.json.as_deref().map_or(Ok(()), |path| check_writable("--json", path))?;
     let check = |model: &Known| parity::check_reference(&args.reference, model.config, model.context);
     let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
     let mut session = session::open::<F>(model, &args.run, false, &asks)?;

@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use moe_engine::engine::{FinishReason, StopReason};
 use moe_engine::terminal::{visible, visible_json};
+use moe_engine::usage;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -25,6 +26,12 @@ pub fn print_json(text: &str) -> Result<bool> {
         true => print(&visible_json(text)),
         false => print(text),
     }
+}
+
+/// Checks that a file can be written, so that no run is lost for it; `flag` names it. What is there stays until then.
+pub fn check_writable(flag: &str, path: &Path) -> Result<()> {
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|e| usage(format!("{flag} {}: cannot write it: {e}", path.display())))
 }
 
 /// Writes a result as JSON to a file, or to stdout.

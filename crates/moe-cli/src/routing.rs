@@ -12,14 +12,6 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 const NAME: &str = "routed_experts";
 
-/// Checks that a recording can be written here, so that no run is lost for it. What is there stays until then.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    opened
-        .map(drop)
-        .map_err(|e| usage(format!("--routed-experts-out {}: cannot write it: {e}", path.display())))
-}
-
 /// Writes a recording.
 pub fn write(path: &Path, routed: &RoutedExperts) -> Result<()> {
     let bytes: Vec<u8> = routed.ids().iter().flat_map(|id| id.to_le_bytes()).collect();

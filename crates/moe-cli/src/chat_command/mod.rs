@@ -23,8 +23,8 @@ use crate::cli::{ChatArgs, SamplingArgs};
 use crate::error::report;
 use crate::interrupt::Interrupt;
 use crate::options;
+use crate::output::check_writable;
 use crate::preflight::{self, Asks};
-use crate::routing;
 use crate::session::{self, Model};
 
 use answering::{Speed, Turn};
@@ -35,7 +35,8 @@ use set::Values;
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
-    args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
+    let recording = args.routed_experts_out.as_deref();
+    recording.map_or(Ok(()), |path| check_writable("--routed-experts-out", path))?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;

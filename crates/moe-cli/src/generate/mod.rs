@@ -21,7 +21,7 @@ use crate::cli::{GenerateArgs, TemplateArgs};
 use crate::preflight::{Asks, Known};
 use crate::prompt_progress::PromptProgress;
 use crate::session::{self, Model, no_model};
-use crate::{options, prompt, routing};
+use crate::{options, output, prompt, routing};
 
 use texts::Texts;
 
@@ -29,7 +29,8 @@ use texts::Texts;
 pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     check_template_flags(args)?;
     let prompts = prompts::<F>(args)?;
-    args.routed_experts_out.as_deref().map_or(Ok(()), routing::check_writable)?;
+    let recording = args.routed_experts_out.as_deref();
+    recording.map_or(Ok(()), |path| output::check_writable("--routed-experts-out", path))?;
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
     let check = |model: &Known| {
         replay.as_ref().map_or(Ok(()), |recording| routing::check(recording, model.config))?;

@@ -74,7 +74,7 @@ impl<'a> Client<'a> {
     pub fn repo(&self, name: &ModelName) -> Result<RepoInfo, Failure> {
         let (endpoint, revision) = (&self.settings.endpoint, encode(&name.revision, false));
         let url = format!("{endpoint}/api/models/{}/revision/{revision}", name.id);
-        let response = self.ask(Method::Get, &url, 0)?;
+        let response = self.ask(Method::Get, &url, None)?;
         let mut text = Vec::new();
         let read = response.into_body().into_reader().take(LONGEST_INFO).read_to_end(&mut text);
         read.map_err(|e| Failure::Transient(e.to_string()))?;
@@ -98,7 +98,7 @@ impl<'a> Client<'a> {
 
     /// Hash and size of a file. Large files are described by the redirect to their storage.
     pub fn file(&self, url: &str) -> Result<FileInfo, Failure> {
-        let response = self.ask(Method::Head, url, 0)?;
+        let response = self.ask(Method::Head, url, None)?;
         let etag = header(&response, "x-linked-etag").or(header(&response, "etag"));
         let etag = etag.map(|e| e.trim_start_matches("W/").trim_matches('"').to_string());
         let size = header(&response, "x-linked-size").or(header(&response, "content-length"));
@@ -114,13 +114,9 @@ impl<'a> Client<'a> {
     /// The bytes of a file from `from` on, and where the first of them stands: at 0 if the server
     /// knows no ranges. A read fails when the server is silent for too long.
     pub fn bytes(&self, url: &str, from: u64) -> Result<(u64, impl Read + use<>), Failure> {
-        let response = self.ask(Method::Get, url, from)?;
-        let start = match response.status().as_u16() {
-            206 => {
-                range_start(&response).ok_or_else(|| self.foreign("a part of a file without its range"))?
-            }
-            _ => 0,
-        };
+        let range = (from > 0).then(|| format!("bytes={from}-"));
+        let response = self.ask(Method::Get, url, range.as_deref())?;
+        let start = self.start_of(&response)?;
         if start != 0 && start != from {
             return Err(
                 self.foreign(&format!("asked for bytes from {from} on, it sends those from {start} on"))
@@ -129,12 +125,37 @@ impl<'a> Client<'a> {
         Ok((start, response.into_body().into_reader()))
     }
 
+    /// The first `len` bytes of a file, which is at least as long.
+    pub fn beginning(&self, url: &str, len: u64) -> Result<Vec<u8>, Failure> {
+        let range = format!("bytes=0-{}", len.saturating_sub(1));
+        let response = self.ask(Method::Get, url, Some(&range))?;
+        let start = self.start_of(&response)?;
+        if start != 0 {
+            return Err(self.foreign(&format!("asked for the first bytes, it sends those from {start} on")));
+        }
+        let mut bytes = Vec::new();
+        let read = response.into_body().into_reader().take(len).read_to_end(&mut bytes);
+        read.map_err(|e| Failure::Transient(e.to_string()))?;
+        match bytes.len() as u64 == len {
+            true => Ok(bytes),
+            false => Err(Failure::Transient(format!("it ended after {} of {len} bytes", bytes.len()))),
+        }
+    }
+
+    /// Where in its file an answer begins.
+    fn start_of(&self, response: &Response) -> Result<u64, Failure> {
+        match response.status().as_u16() {
+            206 => range_start(response).ok_or_else(|| self.foreign("a part of a file without its range")),
+            _ => Ok(0),
+        }
+    }
+
     /// Follows redirects by hand: the first answer that describes a file is the one to read, and the
     /// token must not leave the hub.
-    fn ask(&self, method: Method, url: &str, from: u64) -> Result<Response, Failure> {
+    fn ask(&self, method: Method, url: &str, range: Option<&str>) -> Result<Response, Failure> {
         let mut url = url.to_string();
         for _ in 0..MAX_REDIRECTS {
-            let response = self.send(method, &url, from)?;
+            let response = self.send(method, &url, range)?;
             let is_described = method == Method::Head && header(&response, "x-linked-etag").is_some();
             if !response.status().is_redirection() || is_described {
                 return accepted(response);
@@ -145,7 +166,7 @@ impl<'a> Client<'a> {
         Err(self.foreign(&format!("more than {MAX_REDIRECTS} redirects")))
     }
 
-    fn send(&self, method: Method, url: &str, from: u64) -> Result<Response, Failure> {
+    fn send(&self, method: Method, url: &str, range: Option<&str>) -> Result<Response, Failure> {
         let mut request = match method {
             Method::Head => self.agent.head(url),
             Method::Get => self.agent.get(url),
@@ -155,8 +176,8 @@ impl<'a> Client<'a> {
         {
             request = request.header("Authorization", format!("Bearer {token}"));
         }
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
+        if let Some(range) = range {
+            request = request.header("Range", range);
         }
         request.call().map_err(|e| Failure::Transient(e.to_string()))
     }

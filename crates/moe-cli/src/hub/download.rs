@@ -66,7 +66,7 @@ impl Download<'_> {
             let damaged = wanted.into_iter().map(|wanted| Ok((!self.is_whole(&wanted)?).then_some(wanted)));
             wanted = damaged.filter_map(Result::transpose).collect::<Result<_>>()?;
         }
-        let bytes = wanted.iter().map(|wanted| wanted.info.size).sum();
+        let bytes = wanted.iter().fold(0u64, |bytes, wanted| bytes.saturating_add(wanted.info.size));
         let progress = Progress::new(wanted.len(), bytes);
         wanted.iter().try_for_each(|wanted| self.fetch(wanted, &progress))?;
         progress.finish();

@@ -16,6 +16,7 @@ mod failure;
 mod files;
 mod format;
 mod hash;
+mod headers;
 mod name;
 mod partial;
 mod progress;
@@ -32,6 +33,7 @@ use moe_engine::usage;
 use tracing::warn;
 
 pub use check::Report;
+pub use headers::Headers;
 
 use client::{Client, RepoInfo};
 use download::Download;
@@ -143,12 +145,23 @@ impl Located {
 }
 
 impl Rest {
+    /// Downloads of this commit by a client.
+    fn download_by<'a>(&'a self, client: &'a Client<'a>) -> Download<'a> {
+        let Self { name, settings, commit, trust, folder, .. } = self;
+        Download { client, settings, name, commit, folder, trust: *trust }
+    }
+
+    /// The files with the weights; an index is downloaded.
+    fn weights(&self) -> Result<Vec<String>> {
+        let client = Client::new(&self.settings);
+        let download = self.download_by(&client);
+        files::weights(&self.name.to_string(), &self.listed, &mut |file| download.file(file))
+    }
+
     fn download(&self) -> Result<()> {
-        let Self { name, settings, commit, listed, trust, repo, folder } = self;
-        let client = Client::new(settings);
-        let download = Download { client: &client, settings, name, commit, folder, trust: *trust };
-        let weights = files::weights(&name.to_string(), listed, &mut |file| download.file(file))?;
-        download.files(&weights)?;
+        let Self { name, settings, commit, repo, folder, .. } = self;
+        let weights = self.weights()?;
+        self.download_by(&Client::new(settings)).files(&weights)?;
         // Last, so that a revision in the cache is never one with half of its files.
         if !name.is_pinned() {
             let created = repo.create_ref(commit);

@@ -56,9 +56,7 @@ impl Files {
     /// Checks that the family runs these configs, on the ranks and with the values that are asked for.
     pub fn check<F: ModelFamily>(&self, args: &RunArgs, asks: &Asks) -> Result<()> {
         let config = config::<F>(&self.config)?;
-        if let Some(key) = REQUIRED.into_iter().find(|key| !self.config.has(key)) {
-            bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
-        }
+        check_required(&self.config)?;
         let geometry = args.config().parallel.geometry(0)?;
         self.check_redundant(args, &geometry)?;
         // Only plain checkpoints have packs: quantised ones hold experts one by one.
@@ -109,6 +107,14 @@ impl Files {
         let declared = self.config.opt_size(&["max_position_embeddings"], limits::POSITIONS).ok().flatten();
         let rope = declared.and_then(|len| RopeConfig::from_config(&self.config, HEAD_DIM, len).ok());
         rope.map_or(usize::MAX, |rope| rope.max_context_len())
+    }
+}
+
+/// Checks that a config has what every checkpoint's has.
+pub fn check_required(config: &Config) -> Result<()> {
+    match REQUIRED.into_iter().find(|key| !config.has(key)) {
+        Some(key) => bail!(config.invalid(key, "the number that every checkpoint has there", "nothing")),
+        None => Ok(()),
     }
 }
 

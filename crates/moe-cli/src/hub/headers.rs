@@ -1,0 +1,122 @@
+//! The headers of weights that are still on the hub: enough to tell which tensors a checkpoint has.
+//!
+//! They come into a folder of their own, with the checkpoint's small files. Each file of weights has its size there and its
+//! header, and a hole in place of its data, which takes no room on a disk. So the code that opens checkpoints opens it.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use indicatif::ProgressBar;
+
+use super::client::Client;
+use super::failure::Failure;
+use super::retry::{RETRIES, retry};
+use super::{Located, Rest, files};
+
+/// Bytes that are asked for at first: most headers are shorter.
+const FIRST: u64 = 128 << 10;
+/// The longest header of the format, and its length before it.
+const LONGEST: u64 = 100_000_000 + LENGTH_FIELD;
+const LENGTH_FIELD: u64 = 8;
+/// Files whose headers are asked for at once.
+const AT_ONCE: usize = 8;
+
+/// A folder in which the headers of a checkpoint's weights can be read.
+pub struct Headers {
+    dir: PathBuf,
+    /// Whether the weights are on the hub and the folder is gone when this is dropped.
+    are_remote: bool,
+}
+
+impl Headers {
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Whether the weights themselves are on the hub.
+    pub fn are_remote(&self) -> bool {
+        self.are_remote
+    }
+}
+
+impl Drop for Headers {
+    fn drop(&mut self) {
+        if self.are_remote {
+            let _ = fs::remove_dir_all(&self.dir);
+        }
+    }
+}
+
+impl Located {
+    /// The headers of the weights. What is here is used; otherwise the hub is asked for the beginnings of the files.
+    ///
+    /// # Errors
+    /// As [`locate`](super::locate); no folder for temporary files, or one that has no room for sparse files.
+    pub fn headers(&self) -> Result<Headers> {
+        let here = || Ok(Headers { dir: self.dir.clone(), are_remote: false });
+        let Some(rest) = &self.rest else { return here() };
+        let weights = rest.weights()?;
+        if weights.iter().all(|file| self.dir.join(file).exists()) {
+            return here();
+        }
+        let dir = std::env::temp_dir().join(format!("moe-headers-{}", std::process::id()));
+        // Not the folder of another process.
+        fs::create_dir(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let headers = Headers { dir, are_remote: true };
+        for name in files::in_folder(&self.dir, Path::is_file).iter().filter(|name| !name.contains('/')) {
+            let copied = fs::copy(self.dir.join(name), headers.dir.join(name));
+            copied.with_context(|| format!("cannot copy {name} to {}", headers.dir.display()))?;
+        }
+        let dir = headers.dir();
+        for files in weights.chunks(AT_ONCE) {
+            std::thread::scope(|scope| {
+                let threads: Vec<_> =
+                    files.iter().map(|file| scope.spawn(move || rest.header(file, dir))).collect();
+                let mut joined = threads.into_iter().map(|thread| thread.join());
+                joined
+                    .try_for_each(|header| header.map_err(|_| anyhow!("a request for a header panicked"))?)
+            })?;
+        }
+        Ok(headers)
+    }
+}
+
+impl Rest {
+    /// Makes a file of weights in a folder, with nothing but its header and its size.
+    fn header(&self, file: &str, dir: &Path) -> Result<()> {
+        let Self { name, settings, commit, .. } = self;
+        let client = Client::new(settings);
+        let url = client.url(name, commit, file);
+        let ask = || -> Result<_, Failure> {
+            let size = client.file(&url)?.size;
+            Ok((header(&client, &url, size)?, size))
+        };
+        let asked = retry(file, RETRIES, settings.backoff, &ProgressBar::hidden(), ask);
+        let (header, size) = asked.map_err(|failure: Failure| failure.explain(name, Some(file), settings))?;
+        let path = dir.join(file);
+        let write = || {
+            let mut hollow = File::create_new(&path)?;
+            hollow.write_all(&header)?;
+            hollow.set_len(size)
+        };
+        write().with_context(|| format!("cannot write the header of {file} to {}", path.display()))
+    }
+}
+
+/// The header of a safetensors file of `size` bytes. Of what is no such file its beginning, for the reader to refuse.
+fn header(client: &Client, url: &str, size: u64) -> Result<Vec<u8>, Failure> {
+    let mut bytes = client.beginning(url, FIRST.min(size))?;
+    let Some(length) = bytes.first_chunk() else { return Ok(bytes) };
+    let end = u64::from_le_bytes(*length).saturating_add(LENGTH_FIELD);
+    if end > LONGEST {
+        return Ok(bytes);
+    }
+    if end > bytes.len() as u64 {
+        bytes = client.beginning(url, end.min(size))?;
+    }
+    bytes.truncate(usize::try_from(end).unwrap_or(usize::MAX));
+    Ok(bytes)
+}
