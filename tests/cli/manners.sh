@@ -147,6 +147,21 @@ for flag in "--dtype bfloat16" "--dtype float32" "--dtype float16" "--dtype auto
   # shellcheck disable=SC2086  # a flag and its value
   row "$flag" 0 "" q -p x --seed 3 $flag
 done
+row "a prompt that begins with a dash" 0 "" q -p '- apples' "${short[@]}"
+row "and a stop text" 0 "" q -p x --stop '---' "${short[@]}"
+row "a flag is no prompt" 2 "a value is required for '--prompt" q --prompt --stats
+row "a prompt without a flag" 0 "" q 'The sea is' "${short[@]}"
+row "quiet" 0 "" bash -c '[ -z "$("$0" -p x -q --max-new-tokens 2 2>&1 >/dev/null)" ]' "$program"
+for flag in "-m $fixtures/text" "-c 64" "--no-enable-prefix-caching" "-hf $fixtures/text"; do
+  # shellcheck disable=SC2086  # a flag and its value
+  row "${flag%% *}" 0 "" q -p x "${short[@]}" $flag
+done
+row "--revision of what is here" 2 "is on this disk" q -m "$fixtures/text" --revision main -p x
+row "JSON in a file" 0 "" q -p x --json=said.json "${short[@]}"
+row "holds the same" 0 '"finish_reason":"length"' cat said.json
+printf 'root ::= "a"\n' >gbnf
+row "llama.cpp's grammar is named" 2 "GBNF" q -p x --grammar-file gbnf
+row "--version names what runs" 0 "runs by default: " q --version
 row "version" 0 "$(basename "$program") 0." q --version
 row "features" 0 "features:" q --version
 row "instruction sets" 0 "instruction sets of this CPU:" q --version
@@ -155,7 +170,9 @@ row "a shell that is none" 2 "possible values" q completions tcsh
 q completions bash >complete.bash
 row "bash reads its completions" 0 "" bash -n complete.bash
 row "and offers the commands" 0 "batch" bash -c 'source ./complete.bash; f=$(complete -p "$0" | grep -o "_model[^ ]*" | head -n 1); COMP_WORDS=(m ba); COMP_CWORD=1; "$f" m ba m; echo "${COMPREPLY[@]}"' "$(basename "$program")"
+row "bash offers a command's flags" 0 "--retry-errors" bash -c 'source ./complete.bash; f=$(complete -p "$0" | grep -o "_model[^ ]*" | head -n 1); COMP_WORDS=("$0" batch --re); COMP_CWORD=2; "$f" "$0" --re batch; echo "${COMPREPLY[@]}"' "$(basename "$program")"
 row "man pages" 0 "" q man pages
+row "say what flags do" 0 "Keep the k likeliest" cat "pages/$(basename "$program")-chat.1"
 row "of a command" 0 "temperature" cat "pages/$(basename "$program")-chat.1"
 if command -v mandoc >/dev/null; then
   row "which mandoc reads" 0 "" mandoc -T lint -W error "pages/$(basename "$program")-chat.1"
@@ -169,6 +186,7 @@ for command in "" generate chat batch bench download inspect; do
   # shellcheck disable=SC2086  # no command is no word
   row "help of ${command:-the program} stays within 100 columns" 0 "" wide $command --help
 done
+for flag in --chat --json --json-schema; do row "short help shows $flag" 0 "$flag" q generate -h; done
 lines() { [ "$("$program" generate -h | wc -l)" -lt 60 ]; }
 row "short help fits a screen" 0 "" lines
 row "batch's help says what its temperature is" 0 "batch: else" q batch --help
@@ -202,6 +220,9 @@ printf '{{ messages[-1].content }}' >template.jinja
 piped "a piped chat that fails" 1 "no answer" "$(printf 'word %.0s' {1..2000})\n" "$program" chat --chat-template template.jinja
 printf '\xef\xbb\xbf{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{"messages":[{"role":"user","content":"x"}],"max_tokens":4}}\n' >in.jsonl
 chat=("$program" chat --model "$fixtures/text" "${short[@]}")
+piped "the bundled model talks" 0 "" 'What news?\n' "$program" chat --max-new-tokens 8
+piped "what cut an answer is named" 0 "[cut: --max-new-tokens 8]" 'hi\n' "${chat[@]}" --ignore-eos
+piped "/set checks as the command line does" 0 "--max-new-tokens 0: expected at least 1" '/set max-new-tokens 0\n' "${chat[@]}"
 piped "a misspelt chat command" 0 "Did you mean /regenerate?" '/regenrate\n' "${chat[@]}"
 piped "an unknown sampling value" 0 "did you mean temperature?" '/set temprature 1\n' "${chat[@]}"
 piped "another answer" 0 "2 messages are in" 'hi\n/set temperature 1\n/regenerate\n/save talk.json\n' "${chat[@]}"
@@ -225,6 +246,8 @@ if script --version >/dev/null 2>&1; then
   row "that only its owner reads" 0 600 stat -c %a state/moe/chat_history
   no_history=--no-history row "or none" 0 "" typed XDG_STATE_HOME="$work/none"
   row "and then no file" 1 "" test -e none
+  pasted() { { sleep 2; printf 'one\ntwo\n'; sleep 3; printf '/stats\n'; sleep 1; printf '/quit\n'; } | env TERM="$1" script -qec "'$program' chat --model '$fixtures/text' --max-new-tokens 8 --no-history" /dev/null; }
+  for term in xterm dumb; do row "lines that are pasted at once are one message ($term)" 0 "[2 messages" pasted $term; done
   touch state/file
   no_history= row "where none can be, a warning says so" 0 "no history is kept" typed XDG_STATE_HOME="$work/state/file"
 fi

@@ -49,7 +49,8 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     if args.output.is_some_and(|output| output < 2) || args.prompt == Some(0) || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
-    args.json.as_deref().map_or(Ok(()), |path| check_writable("--json", path))?;
+    let json = args.json.as_ref().and_then(|file| file.as_deref());
+    json.map_or(Ok(()), |path| check_writable("--json", path))?;
     check_device_flags(&args.run, None, &[("--gpu-memory", args.gpu_memory.is_some())])?;
     if let Some(file) = &args.workload {
         return workload::run::<F>(args, file);
@@ -100,7 +101,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     bench.session.finish()?;
     info!("measuring what this machine can do at most");
     result["roofline"] = roofline::measure::<F>(args, &sizes, &result, bench.session)?;
-    write_json(args.json.as_deref(), &result)
+    write_json(json, &result)
 }
 
 fn model(args: &BenchArgs) -> Model<'_> {

@@ -9,6 +9,7 @@ mod help;
 mod model_args;
 mod numbers;
 mod sampling;
+mod settle;
 mod shell;
 mod structured;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::builder::UnknownArgumentValueParser;
+use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
@@ -31,6 +33,7 @@ use dtype::DtypeChoice;
 pub use batch::{BatchArgs, InputFormat};
 pub use bench::BenchArgs;
 pub use chat::{ChatArgs, ReasoningParser, TemplateArgs, ToolCallParser};
+pub use help::About;
 pub use model_args::{DownloadArgs, InspectArgs};
 pub use sampling::SamplingArgs;
 pub use shell::{CompletionsArgs, ManArgs};
@@ -82,20 +85,31 @@ impl Cli {
     /// # Errors
     /// clap's: what is wrong, or the text of `--help` and `--version`.
     pub fn command_of(args: impl IntoIterator<Item = impl Into<OsString>>) -> Result<Command, clap::Error> {
+        Self::command_about(args, About::default())
+    }
+
+    /// [`Self::command_of`] the program of a family.
+    ///
+    /// # Errors
+    /// As [`Self::command_of`].
+    pub fn command_about(
+        args: impl IntoIterator<Item = impl Into<OsString>>,
+        about: About,
+    ) -> Result<Command, clap::Error> {
         let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
         let name = args.first().and_then(|path| Path::new(path).file_stem());
         let name = name.map_or_else(|| "moe".into(), |name| name.to_string_lossy());
-        let mut definition = Self::definition(&name);
+        let mut definition = Self::definition(&name, about);
         let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args));
         let matches = matches.map_err(numbers::reworded)?;
-        Ok(Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command)
+        let mut command = Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command;
+        command.settle().map_err(|e| definition.error(ErrorKind::ValueValidation, e))?;
+        Ok(command)
     }
-}
 
-impl Cli {
     /// clap's definition of the program under a name: every command and flag, with help and examples.
-    pub fn definition(name: &str) -> clap::Command {
-        help::definition(Self::command(), name)
+    pub fn definition(name: &str, about: About) -> clap::Command {
+        help::definition(Self::command(), name, about)
     }
 }
 
@@ -180,6 +194,12 @@ pub struct RunArgs {
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,
+    /// Branch, tag or commit of a model on the hub, as by ORG/NAME@REVISION.
+    #[arg(long)]
+    pub revision: Option<String>,
+    /// Say nothing on stderr but errors and what other flags ask for.
+    #[arg(short, long, help_heading = "Engine")]
+    pub quiet: bool,
     /// Log filter, such as info or moe_engine=debug (default: RUST_LOG, else info).
     #[arg(long, value_name = "FILTER", help_heading = "Engine")]
     pub log: Option<String>,
@@ -196,7 +216,7 @@ pub struct RunArgs {
 pub struct GenerateArgs {
     /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint, where
     /// the binary has one).
-    #[arg(long)]
+    #[arg(short, long, visible_alias = "hf-repo", alias = "hf")]
     pub model: Option<String>,
     /// Prompt text; repeatable (default: stdin, unless that is a terminal).
     #[arg(short, long, value_name = "TEXT", conflicts_with = "prompt_file")]
@@ -204,9 +224,9 @@ pub struct GenerateArgs {
     /// File with the prompt; - reads stdin; repeatable.
     #[arg(short = 'f', long, visible_alias = "file", value_name = "FILE")]
     pub prompt_file: Vec<PathBuf>,
-    /// - reads the prompt from stdin.
-    #[arg(value_parser = ["-"], conflicts_with_all = ["prompt", "prompt_file"])]
-    pub stdin: Option<String>,
+    /// Prompt text, as by --prompt; - reads it from stdin.
+    #[arg(value_name = "PROMPT", conflicts_with_all = ["prompt", "prompt_file"])]
+    pub text: Option<String>,
     /// The prompt is a question to an instruct model: it goes through the model's chat template.
     #[arg(long, help_heading = "Chat")]
     pub chat: bool,
@@ -219,10 +239,10 @@ pub struct GenerateArgs {
     /// Run without a tokenizer: prompts are token ids with commas or white space between them, and so is the output.
     #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
     pub skip_tokenizer_init: bool,
-    /// Print a JSON object for each prompt instead of text: texts, token ids, finish reasons, usage,
-    /// log-probabilities.
-    #[arg(long)]
-    pub json: bool,
+    /// Write JSON instead of text, to stdout or FILE: an object for each prompt, with texts, token ids, finish reasons,
+    /// usage, log-probabilities.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub json: Option<Option<PathBuf>>,
     /// Sampling.
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -265,7 +285,7 @@ pub struct GenerateArgs {
 pub struct AnswerArgs {
     /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
     /// where the binary has one).
-    #[arg(long)]
+    #[arg(short, long, visible_alias = "hf-repo", alias = "hf")]
     pub model: Option<String>,
     /// Chat template.
     #[command(flatten)]
@@ -305,7 +325,7 @@ pub struct EngineArgs {
     pub scheduling_policy: Option<SchedulingPolicy>,
     /// Longest sequence, prompt and output, which the KV cache must hold (default: the model's context,
     /// or as much of it as the KV cache holds).
-    #[arg(long, help_heading = "Engine")]
+    #[arg(short = 'c', long, visible_alias = "ctx-size", help_heading = "Engine")]
     pub max_model_len: Option<usize>,
     /// Tokens per KV-cache block.
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
@@ -318,6 +338,10 @@ pub struct EngineArgs {
     /// Memory of each GPU that may be in use, such as 24GB: weights, KV cache and buffers (default: all of it).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub gpu_memory: Option<usize>,
+    /// As --gpu-memory, as a share of the smallest visible GPU: above 0, at most 1.
+    #[arg(long, value_name = "SHARE", value_parser = crate::options::parse_share, conflicts_with = "gpu_memory",
+        help_heading = "Engine")]
+    pub gpu_memory_utilization: Option<f64>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.
     #[arg(long, help_heading = "Engine")]
     pub enforce_eager: bool,
@@ -325,6 +349,9 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
         default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]
     pub enable_prefix_caching: bool,
+    /// As --enable-prefix-caching false.
+    #[arg(long, overrides_with = "enable_prefix_caching", help_heading = "Engine")]
+    pub no_enable_prefix_caching: bool,
     /// Print counters, times, and how evenly experts were chosen, to stderr at the end.
     #[arg(long, help_heading = "Engine")]
     pub stats: bool,
@@ -340,14 +367,14 @@ pub struct EngineArgs {
 #[derive(Args, Debug, Clone)]
 pub struct ParityArgs {
     /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
-    #[arg(long)]
+    #[arg(short, long, visible_alias = "hf-repo", alias = "hf")]
     pub model: String,
     /// reference.safetensors of that checkpoint.
     #[arg(long)]
     pub reference: PathBuf,
-    /// Write the result here as JSON (default: stdout).
-    #[arg(long)]
-    pub json: Option<PathBuf>,
+    /// Write the result as JSON, to stdout (as without this flag) or FILE.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub json: Option<Option<PathBuf>>,
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,

@@ -71,6 +71,20 @@ fn gpus() -> Vec<String> {
     }
 }
 
+/// Bytes of memory of the smallest visible GPU.
+#[cfg(not(feature = "cuda"))]
+pub fn smallest_gpu() -> Option<u64> {
+    None
+}
+
+/// Bytes of memory of the smallest visible GPU.
+#[cfg(feature = "cuda")]
+pub fn smallest_gpu() -> Option<u64> {
+    use model_runtime::cuda::{DeviceInfo, device_count};
+    let infos = (0..device_count().ok()?).filter_map(|i| DeviceInfo::of(i).ok());
+    infos.map(|info| info.total as u64).min()
+}
+
 /// A GPU, and whether this program runs on it.
 #[cfg(any(test, feature = "cuda"))]
 fn gpu(name: &str, capability: (u32, u32), memory: [usize; 2]) -> String {

@@ -73,9 +73,9 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<ExitCode> {
 }
 
 fn show(args: &InspectArgs, facts: &Map<String, Value>, runs: bool) -> Result<()> {
-    if args.json {
+    if let Some(file) = &args.json {
         let keys = facts.iter().map(|(name, value)| (key(name), value.clone()));
-        return write_json(None, &keys.collect::<Map<_, _>>());
+        return write_json(file.as_deref(), &keys.collect::<Map<_, _>>());
     }
     let kernels = format!(
         "\nWhich kernels run is known once the weights are loaded. This tells:\n  {} --model {} --prompt x \

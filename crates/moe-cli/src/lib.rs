@@ -35,10 +35,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use moe_engine::parallel::{Placement, placement};
-use moe_engine::terminal::note;
+use moe_engine::terminal::{self, note};
 use moe_engine::{ModelFamily, UsageError, chat, structured, usage};
 
-use cli::{Cli, Command, ParityArgs};
+use cli::{About, Cli, Command, ParityArgs};
 use output::{check_writable, write_json};
 use preflight::{Asks, Known};
 use profile::Profile;
@@ -51,7 +51,12 @@ pub use {clap, moe_engine};
 /// stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
 pub fn main<F: ModelFamily>() -> ExitCode {
     bench::mark_start();
-    let command = Cli::command_of(std::env::args_os()).unwrap_or_else(|e| e.exit());
+    let parsed = Cli::command_about(std::env::args_os(), About::of::<F>());
+    let mut command = parsed.unwrap_or_else(|e| e.exit());
+    command.complete::<F>();
+    if command.run_args().is_some_and(|args| args.quiet) {
+        terminal::be_quiet();
+    }
     match run::<F>(&command) {
         Ok(code) => code,
         Err(e) => {
@@ -89,8 +94,8 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Download(args) => return download::run::<F>(args),
         Command::Inspect(args) => return inspect::run::<F>(args),
         Command::ListDevices => devices::run()?,
-        Command::Completions(args) => shell::completions(args)?,
-        Command::Man(args) => shell::man(args)?,
+        Command::Completions(args) => shell::completions(args, About::of::<F>())?,
+        Command::Man(args) => shell::man(args, About::of::<F>())?,
         Command::RenderChatTemplates => chat::serve()?,
         Command::CompileGrammars => structured::serve()?,
     }
@@ -101,13 +106,14 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
-    args.json.as_deref().map_or(Ok(()), |path| check_writable("--json", path))?;
+    let json = args.json.as_ref().and_then(|file| file.as_deref());
+    json.map_or(Ok(()), |path| check_writable("--json", path))?;
     let check = |model: &Known| parity::check_reference(&args.reference, model.config, model.context);
     let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
     let mut session = session::open::<F>(model, &args.run, false, &asks)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;
-    write_json(args.json.as_deref(), &report)?;
+    write_json(json, &report)?;
     for failure in &report.failures {
         note(format_args!("parity: {failure}"));
     }

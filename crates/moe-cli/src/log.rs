@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use moe_engine::terminal::{Stderr, note};
 use moe_engine::usage;
 use tracing::{Level, Metadata};
@@ -26,8 +26,8 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
     let profile = args.profile.as_deref().map(Profile::create).transpose()?;
     let (writer, colours) = match &args.log_file {
         Some(path) => {
-            let file =
-                File::create(path).with_context(|| format!("cannot write the log {}", path.display()))?;
+            let file = File::create(path)
+                .map_err(|e| usage(format!("--log-file {}: cannot write it: {e}", path.display())))?;
             let file = LogFile { name: path.display().to_string(), file, failed: false };
             (BoxMakeWriter::new(Mutex::new(file)), false)
         }
@@ -73,7 +73,7 @@ pub fn start_follower(args: &RunArgs) -> Result<()> {
 
 /// As `start`, on the process that the user started.
 pub fn start_driver(args: &RunArgs) -> Result<Option<Profile>> {
-    start(args, DEFAULT)
+    start(args, if args.quiet { "error" } else { DEFAULT })
 }
 
 /// The log of a command that runs no model: messages on stderr, as `RUST_LOG` says.

@@ -13,7 +13,7 @@ use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
 
 use crate::cli::{self, EngineArgs, SamplingArgs, TemplateArgs};
-use crate::{error, flag_file};
+use crate::{devices, error, flag_file};
 
 /// Tokens that `generate` makes where nothing says how many.
 const MAX_NEW_TOKENS: usize = 128;
@@ -27,7 +27,10 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
         max_model_len: args.max_model_len,
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
-        gpu_memory: args.gpu_memory.map(|bytes| bytes as u64),
+        gpu_memory: args
+            .gpu_memory
+            .map(|bytes| bytes as u64)
+            .or_else(|| share_of_gpu(args.gpu_memory_utilization?)),
         enable_prefix_caching: args.enable_prefix_caching,
         enforce_eager: args.enforce_eager,
         count_experts: args.stats,
@@ -35,6 +38,11 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
         force_balance: args.force_balance.then_some(0),
         ..default
     }
+}
+
+/// Bytes of this share of the smallest visible GPU; none without one, which is refused elsewhere.
+fn share_of_gpu(share: f64) -> Option<u64> {
+    devices::smallest_gpu().map(|total| (total as f64 * share) as u64)
 }
 
 impl From<cli::SchedulingPolicy> for SchedulingPolicy {
@@ -117,7 +125,10 @@ fn chat_files_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatF
             ChatFiles::from_template(text, dir).map(Some).map_err(|e| wrong_template(file, e))
         }
         (None, Some(dir)) => Ok(Some(ChatFiles::from_dir(dir)?)),
-        (None, None) => Ok(None),
+        (None, None) => {
+            let embedded = args.embedded.map(|text| ChatFiles::from_template(text.into(), None));
+            Ok(embedded.transpose()?)
+        }
     }
 }
 
@@ -174,6 +185,12 @@ pub fn parse_gib(text: &str) -> Result<usize> {
     parse_bytes(&if is_number { format!("{text}GiB") } else { text.to_string() })
 }
 
+/// A share of a whole, above 0 and at most 1.
+pub fn parse_share(text: &str) -> Result<f64> {
+    let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.with_context(|| format!("expected a number above 0, at most 1, got {text:?}"))
+}
+
 /// A time from a number of seconds.
 pub fn parse_seconds(text: &str) -> Result<Duration> {
     let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
@@ -215,6 +232,14 @@ mod tests {
         assert_eq!(sizes, [1 << 30, 3 << 29, 512 << 20, 2 << 30]);
         for bad in ["", "0", "-1", "nan", "inf", "1e300"] {
             assert!(parse_gib(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn shares_are_of_a_whole() {
+        assert_eq!([parse_share("0.9").unwrap(), parse_share("1").unwrap()], [0.9, 1.0]);
+        for bad in ["0", "1.1", "-0.5", "nan", "90%", ""] {
+            assert!(parse_share(bad).is_err(), "{bad}");
         }
     }
 

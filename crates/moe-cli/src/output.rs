@@ -21,7 +21,7 @@ pub fn print_foreign(text: &str) -> Result<bool> {
 }
 
 /// Writes JSON to stdout, at a terminal with further escapes.
-pub fn print_json(text: &str) -> Result<bool> {
+fn print_json(text: &str) -> Result<bool> {
     match std::io::stdout().is_terminal() {
         true => print(&visible_json(text)),
         false => print(text),
@@ -36,11 +36,14 @@ pub fn check_writable(flag: &str, path: &Path) -> Result<()> {
 
 /// Writes a result as JSON to a file, or to stdout.
 pub fn write_json(path: Option<&Path>, value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value)? + "\n";
-    match path {
-        Some(path) => std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display())),
-        None => print_json(&text).map(drop),
-    }
+    write_json_lines(path, &(serde_json::to_string_pretty(value)? + "\n")).map(drop)
+}
+
+/// Writes JSON to a file, or to stdout; false if the reader of stdout has seen enough.
+pub fn write_json_lines(path: Option<&Path>, text: &str) -> Result<bool> {
+    let Some(path) = path else { return print_json(text) };
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(true)
 }
 
 /// `finish_reason` as OpenAI's API says it, and vLLM's `stop_reason`.

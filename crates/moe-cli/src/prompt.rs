@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use moe_engine::usage;
 
 use crate::cli::GenerateArgs;
@@ -15,15 +15,18 @@ pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
         args.prompt_file.iter().map(file).collect::<Result<_>>()?
     } else if !args.prompt.is_empty() {
         args.prompt.clone()
-    } else if args.stdin.is_some() || !std::io::stdin().is_terminal() {
+    } else if let Some(text) = args.text.as_ref().filter(|text| *text != "-") {
+        vec![text.clone()]
+    } else if args.text.is_some() || !std::io::stdin().is_terminal() {
         vec![from_stdin()?]
     } else {
         Vec::new()
     };
     if prompts.iter().any(String::is_empty) {
-        bail!(
-            "the prompt is empty: give at least one character, by --prompt, --prompt-file or through a pipe"
-        )
+        let empty =
+            "the prompt is empty: give at least one character, by --prompt, --prompt-file or through a pipe";
+        let by_flag = !args.prompt.is_empty() || args.text.is_some();
+        return Err(if by_flag { usage(empty) } else { anyhow!(empty) });
     }
     Ok(prompts)
 }
@@ -42,8 +45,8 @@ pub fn token_ids(prompt: &str) -> Result<Vec<u32>> {
 }
 
 fn from_file(path: &Path) -> Result<String> {
-    let bytes =
-        std::fs::read(path).with_context(|| format!("cannot read the prompt file {}", path.display()))?;
+    let bytes = std::fs::read(path)
+        .map_err(|e| usage(format!("--prompt-file {}: cannot read the file: {e}", path.display())))?;
     utf8(bytes, &path.display().to_string())
 }
 

@@ -1,25 +1,27 @@
 //! What shells and manuals know of the program: scripts that complete its flags, and its man pages. Both are made of
 //! clap's definition, so they cannot say anything else than the program does.
 
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 use anyhow::{Context, Result};
 use clap::Command;
 use clap_complete::Shell;
+use moe_engine::usage;
 
-use crate::cli::{Cli, CompletionsArgs, ManArgs};
+use crate::cli::{About, Cli, CompletionsArgs, ManArgs};
 use crate::output::print;
 
 /// Prints the script of a shell.
-pub fn completions(args: &CompletionsArgs) -> Result<()> {
-    let script = script(args.shell, &program())?;
+pub fn completions(args: &CompletionsArgs, about: About) -> Result<()> {
+    let script = script(args.shell, &program(), about)?;
     print(&script).map(drop)
 }
 
 /// Writes a page for the program and for each of its commands.
-pub fn man(args: &ManArgs) -> Result<()> {
-    write_pages(&program(), &args.dir).with_context(|| format!("cannot write to {}", args.dir.display()))
+pub fn man(args: &ManArgs, about: About) -> Result<()> {
+    let cannot = |e: io::Error| usage(format!("cannot write to {}: {e}", args.dir.display()));
+    write_pages(&program(), &args.dir, about).map_err(cannot)
 }
 
 /// The name of this program, which its pages and scripts are about.
@@ -28,10 +30,19 @@ pub fn program() -> String {
     Path::new(&path).file_stem().map_or_else(|| "moe".into(), |name| name.to_string_lossy().into_owned())
 }
 
-fn script(shell: Shell, program: &str) -> Result<String> {
+fn script(shell: Shell, program: &str, about: About) -> Result<String> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut as_typed(&Cli::definition(program)), program, &mut script);
-    String::from_utf8(script).context("the script is not UTF-8")
+    clap_complete::generate(shell, &mut as_typed(&Cli::definition(program, about)), program, &mut script);
+    let script = String::from_utf8(script).context("the script is not UTF-8")?;
+    Ok(match shell {
+        // clap_complete names a program with a hyphen in two ways, so that nothing is offered behind a command.
+        Shell::Bash => {
+            let [looked_up, set] =
+                ["__subcmd__", "__"].map(|joint| program.replace('-', joint) + "__subcmd__");
+            script.replace(&looked_up, &set)
+        }
+        _ => script,
+    })
 }
 
 /// What people type: the commands that are not hidden, and the flags of `generate` without a command too.
@@ -44,10 +55,11 @@ fn as_typed(command: &Command) -> Command {
         .subcommands(command.get_subcommands().filter(|command| !command.is_hide_set()).cloned())
 }
 
-fn write_pages(program: &str, dir: &Path) -> Result<()> {
+fn write_pages(program: &str, dir: &Path, about: About) -> io::Result<()> {
     fs::create_dir_all(dir)?;
-    clap_mangen::generate_to(Cli::definition(program), dir)?;
-    Ok(())
+    // What the short help leaves out, clap_mangen would name without a word about it.
+    let described = |command: Command| command.mut_args(|arg| arg.hide_short_help(false));
+    clap_mangen::generate_to(Cli::definition(program, about).mut_subcommands(described), dir)
 }
 
 #[cfg(test)]
@@ -58,7 +70,7 @@ mod tests {
     #[test]
     fn every_shell_has_a_script_with_commands_and_flags() {
         for shell in Shell::value_variants() {
-            let script = script(*shell, "moe").unwrap();
+            let script = script(*shell, "moe", About::default()).unwrap();
             for word in ["generate", "chat", "batch", "temperature", "completions"] {
                 assert!(script.contains(word), "{shell}: no {word}");
             }
@@ -68,10 +80,11 @@ mod tests {
 
     /// What bash offers for a word behind others.
     fn offered(script: &Path, words: &[&str]) -> String {
-        let words = words.join(" ");
+        let (program, words) = (words[0], words.join(" "));
+        let function = program.replace('-', "__");
         let ask = format!(
             "source {}; COMP_WORDS=({words} ''); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); \
-             _moe moe '' \"${{COMP_WORDS[COMP_CWORD - 1]}}\"; echo \"${{COMPREPLY[@]}}\"",
+             _{function} {program} '' \"${{COMP_WORDS[COMP_CWORD - 1]}}\"; echo \"${{COMPREPLY[@]}}\"",
             script.display()
         );
         let output = std::process::Command::new("bash").args(["-c", &ask]).output().unwrap();
@@ -84,7 +97,12 @@ mod tests {
     fn bash_reads_its_script_and_offers_what_there_is() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("moe.bash");
-        fs::write(&file, script(Shell::Bash, "moe").unwrap()).unwrap();
+        for program in ["moe", "model-qwen3moe"] {
+            fs::write(&file, script(Shell::Bash, program, About::default()).unwrap()).unwrap();
+            assert!(offered(&file, &[program, "batch"]).contains(" --retry-errors "), "{program}");
+            assert!(offered(&file, &[program, "chat", "--dtype"]).contains(" bf16 "), "{program}");
+        }
+        fs::write(&file, script(Shell::Bash, "moe", About::default()).unwrap()).unwrap();
         assert!(std::process::Command::new("bash").arg("-n").arg(&file).status().unwrap().success());
         let top = offered(&file, &["moe"]);
         for word in ["generate", "chat", "batch", "inspect", "--prompt"] {
@@ -99,7 +117,7 @@ mod tests {
     fn man_pages_have_their_sections() {
         let dir = tempfile::tempdir().unwrap();
         let pages = dir.path().join("new").join("man");
-        write_pages("moe", &pages).unwrap();
+        write_pages("moe", &pages, About::default()).unwrap();
         let page = |name: &str| fs::read_to_string(pages.join(name)).unwrap();
         for section in [".SH NAME", ".SH SYNOPSIS", ".SH SUBCOMMANDS", ".SH EXTRA"] {
             assert!(page("moe.1").contains(section), "{section}");
@@ -110,6 +128,10 @@ mod tests {
             assert!(page.contains(".SH NAME") && page.contains(".SH OPTIONS"), "{command}: {page}");
         }
         assert!(page("moe-chat.1").contains("\\-\\-temperature"));
+        let batch = page("moe-batch.1");
+        for said in ["Keep the k likeliest", "Exit with code 1", "Tokens per KV"] {
+            assert!(batch.contains(said), "{said}");
+        }
         assert!(!pages.join("moe-man.1").exists(), "hidden commands have none");
     }
 }

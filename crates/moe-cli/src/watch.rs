@@ -7,6 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use indicatif::{BinaryBytes, HumanCount, ProgressBar, ProgressStyle};
+use moe_engine::terminal::is_quiet;
 use tracing::info;
 
 /// Time between two looks.
@@ -54,7 +55,7 @@ impl Watch {
     /// Watches `what`, which has `total` to do and has done what `at` says.
     pub fn start(what: &'static str, unit: Unit, total: u64, at: impl Fn() -> u64 + Send + 'static) -> Self {
         let (stop, stopped) = mpsc::channel();
-        let terminal = std::io::stderr().is_terminal();
+        let terminal = std::io::stderr().is_terminal() && !is_quiet();
         let watch = move || {
             let mut shown = Shown { what, unit, total, start: Instant::now(), bar: None, told: false };
             while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(LOOK_EVERY) {

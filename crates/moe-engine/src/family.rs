@@ -76,6 +76,17 @@ pub struct Embedded {
     pub tokenizer: &'static [u8],
     /// What it continues when no prompt is given.
     pub prompt: &'static str,
+    /// How it talks, if it can.
+    pub chat: Option<EmbeddedChat>,
+}
+
+/// How an embedded checkpoint talks.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddedChat {
+    /// The chat template, in Jinja.
+    pub template: &'static str,
+    /// What ends an answer, where nothing else is asked for.
+    pub stop: &'static str,
 }
 
 /// A family of models that one binary runs.
@@ -85,6 +96,9 @@ pub trait ModelFamily {
 
     /// The `model_type` of its configs.
     const MODEL_TYPE: &'static str;
+
+    /// A model of the family on the hub, for examples: `ORG/NAME`.
+    const EXAMPLE: &'static str;
 
     /// Reads and validates `config.json`.
     fn config(config: &Config) -> Result<Self::Config, ConfigError>;

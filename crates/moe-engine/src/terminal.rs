@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::fmt::{Display, Write as _};
 use std::io::{self, ErrorKind, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 
@@ -33,6 +34,26 @@ pub fn note(text: impl Display) {
         text.push('\n');
     }
     let _ = io::stderr().write_all(visible(&text).as_bytes());
+}
+
+/// Whether only errors and what was asked for are told.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// From now on, tells only errors and what was asked for.
+pub fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether only errors and what was asked for are told.
+pub fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
+/// [`note`] for what nothing asked for: how far a run is and how it went.
+pub fn hint(text: impl Display) {
+    if !is_quiet() {
+        note(text);
+    }
 }
 
 /// Writes an error to stderr, as [`note`], and of a very long one the beginning and the end.

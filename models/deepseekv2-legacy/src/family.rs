@@ -25,6 +25,7 @@ impl ModelFamily for DeepseekV2Family {
     type Config = DeepseekV2Config;
 
     const MODEL_TYPE: &'static str = "deepseek_v2";
+    const EXAMPLE: &'static str = "deepseek-ai/DeepSeek-V2-Lite";
 
     fn refuse(options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
         let several = options.context.geometry.world_size > 1 && device != DeviceChoice::Cpu;

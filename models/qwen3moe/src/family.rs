@@ -5,7 +5,7 @@
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, Geometry, GeometryError, KvLayout, MlaForm, TensorLayout};
-use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
+use moe_engine::{DeviceChoice, Embedded, EmbeddedChat, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
 use crate::config::Qwen3MoeConfig;
@@ -20,6 +20,7 @@ impl ModelFamily for Qwen3MoeFamily {
     type Config = Qwen3MoeConfig;
 
     const MODEL_TYPE: &'static str = "qwen3_moe";
+    const EXAMPLE: &'static str = "Qwen/Qwen3-30B-A3B";
 
     fn refuse(options: &LoadOptions, _: DeviceChoice) -> Option<&'static str> {
         options.mla.map(|_| NO_MLA)
@@ -70,6 +71,8 @@ impl ModelFamily for Qwen3MoeFamily {
             generation_config: include_str!("../checkpoint/generation_config.json"),
             tokenizer: include_bytes!("../checkpoint/tokenizer.json"),
             prompt: "First Citizen:\n",
+            // It was trained on plays, in which a blank line ends what somebody says.
+            chat: Some(EmbeddedChat { template: include_str!("../checkpoint/play.jinja"), stop: "\n\n" }),
         })
     }
 }

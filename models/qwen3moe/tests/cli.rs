@@ -92,13 +92,13 @@ fn wrong_calls_are_usage_errors() {
 
 #[test]
 fn bad_prompts_are_named() {
-    fails(&["--prompt", ""], 1, &["prompt is empty"]);
+    fails(&["--prompt", ""], 2, &["prompt is empty"]);
     fails(&["--prompt", &"word ".repeat(1000)], 2, &["longer than the context", "512"]);
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("latin1.txt");
     fs::write(&file, b"caf\xe9").unwrap();
     fails(&["--prompt-file", file.to_str().unwrap()], 1, &["not UTF-8", "0xe9", "offset 3", "latin1.txt"]);
-    fails(&["--prompt-file", "/no/such/file"], 1, &["/no/such/file"]);
+    fails(&["--prompt-file", "/no/such/file"], 2, &["/no/such/file"]);
 }
 
 #[test]

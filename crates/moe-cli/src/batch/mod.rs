@@ -48,7 +48,7 @@ use anyhow::{Context, Result};
 use moe_engine::chat::{AnswerForm, ChatTemplate, this_program};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
 use moe_engine::structured::Precompiled;
-use moe_engine::terminal::{note, note_error};
+use moe_engine::terminal::{hint, note, note_error};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use tracing::info;
@@ -125,8 +125,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
     batch.progress.earlier_errors = batch.journal.earlier_errors;
-    note(&batch.progress);
-    note(&batch.reasons);
+    hint(&batch.progress);
+    hint(&batch.reasons);
     if args.answer.engine.stats {
         note(format_args!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine)));
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use console::Term;
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 use moe_engine::engine::PromptProgress;
-use moe_engine::terminal::note;
+use moe_engine::terminal::{hint, is_quiet};
 
 use super::input::Total;
 
@@ -44,7 +44,7 @@ pub struct Progress {
 impl Progress {
     /// Progress over an input whose number of lines is known sooner or later; a log gets a line every `log_every`.
     pub fn new(total: Total, log_every: Duration) -> Self {
-        let bar = std::io::stderr().is_terminal().then(bar);
+        let bar = (std::io::stderr().is_terminal() && !is_quiet()).then(bar);
         let start = Instant::now();
         let (read, answered, errors, earlier_errors, skipped, tokens) = (0, 0, 0, 0, 0, 0);
         let (shown, prompts) = (start, PromptProgress::default());
@@ -89,7 +89,7 @@ impl Progress {
                 bar.set_message(status);
             }
             // Not a message of the log: a user who filters that still wants to see that the run is alive.
-            None => note(status),
+            None => hint(status),
         }
     }
 

@@ -89,7 +89,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     result["eplb"] = json!(balance);
     result["best"] = json!(runs[best]);
     result["runs"] = json!(runs);
-    write_json(args.json.as_deref(), &result)
+    write_json(args.json.as_ref().and_then(|file| file.as_deref()), &result)
 }
 
 /// The flags over what the device has as default; never room for more than the workload needs.

@@ -82,7 +82,7 @@ impl Chat<'_> {
                 open = open && print(&shown.push(&output.text))?;
                 if let Some(finish) = output.finish {
                     open = open && print(&shown.finish())?;
-                    self.notice(&finish);
+                    self.notice(&finish, speed.tokens);
                     failed = matches!(finish, FinishReason::Failed(_));
                 }
                 if let (Some(path), Some(routed)) = (&self.args.routed_experts_out, &output.routed_experts) {
@@ -108,13 +108,16 @@ impl Chat<'_> {
     }
 
     /// Says why an answer ended, where it did not end by itself.
-    fn notice(&self, finish: &FinishReason) {
+    fn notice(&self, finish: &FinishReason, new_tokens: usize) {
         match finish {
             FinishReason::Stop(_) => {}
-            FinishReason::Length if self.defaults.max_tokens.is_some() => {
-                note("\n[cut: --max-new-tokens or the end of the context]");
-            }
-            FinishReason::Length => note("\n[cut: the end of the context]"),
+            FinishReason::Length => match self.defaults.max_tokens {
+                Some(max) if new_tokens >= max => note(format_args!("\n[cut: --max-new-tokens {max}]")),
+                _ => {
+                    let context = self.engine.max_model_len();
+                    note(format_args!("\n[cut: the context of {context} tokens is full]"));
+                }
+            },
             FinishReason::Cancelled | FinishReason::TimedOut => note("\n[stopped]"),
             FinishReason::Failed(message) => {
                 note("\n");

@@ -1,20 +1,35 @@
 //! What the user types: with line editing and history at a terminal, plain lines otherwise.
 
+use std::collections::VecDeque;
 use std::io::{self, BufRead, IsTerminal};
 
 use anyhow::{Context, Result};
 use moe_engine::terminal::note;
-use rustyline::DefaultEditor;
+use rustyline::Editor;
 use rustyline::error::ReadlineError;
+use rustyline::history::DefaultHistory;
 
 use super::history::{self, History};
+use super::paste::{self, Paste};
+use crate::output::print;
 
 /// Where lines come from.
 pub enum Lines {
-    /// A person, whose lines may be kept for the next time.
-    Terminal(Box<DefaultEditor>, Option<History>),
+    /// A person.
+    Terminal(Box<Typist>),
     /// A file or another program.
     Plain,
+}
+
+/// What a person types at a terminal.
+pub struct Typist {
+    editor: Editor<Paste, DefaultHistory>,
+    /// Lines may be kept for the next time.
+    history: Option<History>,
+    /// What was pasted and is not answered yet.
+    waiting: VecDeque<String>,
+    /// Ctrl-D came with a paste.
+    ended: bool,
 }
 
 /// What came.
@@ -34,7 +49,8 @@ impl Lines {
         if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
             return Ok(Self::Plain);
         }
-        let mut editor = DefaultEditor::new().context("cannot use the terminal")?;
+        let mut editor = Editor::<Paste, DefaultHistory>::new().context("cannot use the terminal")?;
+        editor.set_helper(Some(Paste::default()));
         let place = history::place(|name| std::env::var_os(name)).filter(|_| keep);
         let history = place.and_then(|path| match History::open(&path) {
             Ok((history, entries)) => {
@@ -48,7 +64,7 @@ impl Lines {
                 None
             }
         });
-        Ok(Self::Terminal(Box::new(editor), history))
+        Ok(Self::Terminal(Box::new(Typist { editor, history, waiting: VecDeque::new(), ended: false })))
     }
 
     /// Whether a person sits there.
@@ -80,27 +96,79 @@ impl Lines {
 
     /// For the arrow keys. A line that cannot be remembered is no reason to stop.
     fn remember(&mut self, message: &str) {
-        let Self::Terminal(editor, history) = self else { return };
-        let new = editor.add_history_entry(message).unwrap_or(false);
-        if let Some(file) = history.as_mut().filter(|_| new)
+        let Self::Terminal(typist) = self else { return };
+        let new = typist.editor.add_history_entry(message).unwrap_or(false);
+        if let Some(file) = typist.history.as_mut().filter(|_| new)
             && let Err(e) = file.add(message)
         {
             note(format_args!("warning: the history is kept no longer: {e}"));
-            *history = None;
+            typist.history = None;
         }
     }
 
     fn line(&mut self, prompt: &str) -> Result<Typed> {
         match self {
-            Self::Terminal(editor, _) => match editor.readline(prompt) {
-                Ok(line) => Ok(Typed::Message(line)),
-                Err(ReadlineError::Interrupted) => Ok(Typed::Interrupted),
-                Err(ReadlineError::Eof) => Ok(Typed::End),
-                Err(e) => Err(e).context("cannot read from the terminal"),
-            },
+            Self::Terminal(typist) => typist.line(prompt),
             Self::Plain => plain_line(&mut io::stdin().lock()),
         }
     }
+}
+
+impl Typist {
+    /// The next line, or all lines of a paste.
+    fn line(&mut self, prompt: &str) -> Result<Typed> {
+        if let Some(line) = self.waiting.pop_front() {
+            return Ok(Typed::Message(line));
+        }
+        if self.ended {
+            return Ok(Typed::End);
+        }
+        let mut text = String::new();
+        loop {
+            if let Some(paste) = self.editor.helper() {
+                paste.begin();
+            }
+            text = match self.editor.readline_with_initial(prompt, (&text, "")) {
+                Ok(line) if without_editing() => {
+                    let text = self.with_lines_that_wait(line)?;
+                    return Ok(self.pasted(&text));
+                }
+                Ok(line) => return Ok(Typed::Message(line)),
+                Err(ReadlineError::Interrupted) => return Ok(Typed::Interrupted),
+                Err(ReadlineError::Eof) => match self.editor.helper().and_then(Paste::take) {
+                    None => return Ok(Typed::End),
+                    Some(pasted) if pasted.ends_with('\n') => return Ok(self.pasted(&pasted)),
+                    // Its last line has no end yet, and may be edited.
+                    Some(pasted) => pasted,
+                },
+                Err(e) => return Err(e).context("cannot read from the terminal"),
+            };
+            print("\n")?;
+        }
+    }
+
+    /// A line with those that came together with it.
+    fn with_lines_that_wait(&mut self, mut text: String) -> Result<String> {
+        while !self.ended && paste::more_lines_wait() {
+            match plain_line(&mut io::stdin().lock())? {
+                Typed::Message(line) => text = text + "\n" + &line,
+                _ => self.ended = true,
+            }
+        }
+        Ok(text)
+    }
+
+    /// The first message of a paste; the others wait.
+    fn pasted(&mut self, text: &str) -> Typed {
+        self.waiting = paste::messages(text).into();
+        Typed::Message(self.waiting.pop_front().unwrap_or_default())
+    }
+}
+
+/// Whether the terminal is one that rustyline edits no lines on.
+fn without_editing() -> bool {
+    let term = std::env::var("TERM").unwrap_or_default();
+    ["dumb", "cons25", "emacs"].iter().any(|name| term.eq_ignore_ascii_case(name))
 }
 
 fn plain_line(input: &mut impl BufRead) -> Result<Typed> {

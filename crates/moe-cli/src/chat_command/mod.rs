@@ -9,17 +9,18 @@ mod conversation;
 mod files;
 mod history;
 mod lines;
+mod paste;
 mod set;
 
 use anyhow::{Context, Result, bail};
 use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
-use moe_engine::terminal::note;
+use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::Value;
 
-use crate::cli::{ChatArgs, SamplingArgs};
+use crate::cli::{AnswerArgs, ChatArgs, SamplingArgs};
 use crate::error::report;
 use crate::interrupt::Interrupt;
 use crate::options;
@@ -124,7 +125,7 @@ impl Chat<'_> {
     /// Answers until the user leaves.
     fn talk(&mut self, mut lines: Lines) -> Result<()> {
         if lines.is_terminal() {
-            note("/help shows the commands; Ctrl-D leaves.");
+            hint("/help shows the commands; Ctrl-D leaves.");
         }
         let mut leaving = false;
         loop {
@@ -226,9 +227,20 @@ impl Chat<'_> {
         }
         let values = self.values.with(text)?;
         let args = values.args()?;
+        self.check(&args)?;
         self.defaults = defaults(&args, self.session)?;
         (self.values, self.seed) = (values, args.seed);
         Ok(())
+    }
+}
+
+impl Chat<'_> {
+    /// Checks values as the command line does.
+    fn check(&self, sampling: &SamplingArgs) -> Result<()> {
+        let answer = AnswerArgs { sampling: sampling.clone(), ..self.args.answer.clone() };
+        let generation = self.session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
+        let info = self.session.model.info();
+        Asks::of_answers(&answer).check(&self.tokenizer, generation, info.vocab_size, info.max_context_len)
     }
 }
 

@@ -1,7 +1,8 @@
 //! The command line in the order that clap wants: the subcommand first.
 //!
 //! People write `--model X chat` and leave `generate` out. clap takes either flags of the program or a subcommand, so
-//! the subcommand is moved to the front, or `generate` is put there.
+//! the subcommand is moved to the front, or `generate` is put there. A value that begins with a dash is joined to its flag,
+//! which clap would else take for a flag of its own.
 
 use std::ffi::OsString;
 
@@ -11,16 +12,82 @@ use clap::{Arg, Command};
 const DEFAULT: &str = "generate";
 
 /// `args`, the program's name first, with the subcommand behind it. The first bare word is the subcommand: if it is
-/// none, clap says so and names the nearest.
+/// none, clap says so and names the nearest. Several words in one argument are a prompt.
 pub fn arrange(command: &Command, mut args: Vec<OsString>) -> Vec<OsString> {
-    if let Some(at) = first_word(command, &args) {
+    subcommand_first(command, &mut args);
+    match args.get(1).and_then(|name| command.find_subcommand(&*name.to_string_lossy())) {
+        Some(of) => join_values(of, args),
+        None => args,
+    }
+}
+
+fn subcommand_first(command: &Command, args: &mut Vec<OsString>) {
+    if let Some(at) = first_word(command, args) {
         let word = args.remove(at);
         args.insert(1, word);
     } else if !args.get(1).is_some_and(|arg| ["-h", "--help", "-V", "--version"].iter().any(|f| arg == f)) {
         args.insert(1.min(args.len()), DEFAULT.into());
     }
-    args
 }
+
+/// The arguments of a subcommand, with `--flag=- value` for `--flag '- value'`, and llama.cpp's `-hf` as a flag of two dashes.
+fn join_values(of: &Command, args: Vec<OsString>) -> Vec<OsString> {
+    let mut joined = Vec::with_capacity(args.len());
+    let mut rest = args.into_iter().peekable();
+    joined.extend(rest.by_ref().take(2));
+    while let Some(arg) = rest.next() {
+        let text = arg.to_string_lossy();
+        if text == "--" {
+            joined.push(arg);
+            break;
+        }
+        let text = if text == "-hf" { "--hf-repo".into() } else { text };
+        let named = flag(&text).and_then(|name| of.get_arguments().find(|arg| is_called(arg, name)));
+        let value =
+            rest.next_if(|next| named.is_some_and(|named| is_value(of, named, &next.to_string_lossy())));
+        match (value, named.and_then(Arg::get_long)) {
+            (Some(value), Some(long)) => {
+                let mut whole = OsString::from(format!("--{long}="));
+                whole.push(value);
+                joined.push(whole);
+            }
+            _ if text == "--hf-repo" => joined.push("--hf-repo".into()),
+            _ => joined.push(arg),
+        }
+    }
+    joined.extend(rest);
+    joined
+}
+
+/// Whether the argument behind a flag must be joined to it: it begins with a dash, and is no flag of the subcommand.
+fn is_value(of: &Command, named: &Arg, next: &str) -> bool {
+    // `--json FILE` of bench and parity, which write `--json=FILE` as the others do today.
+    if named.is_require_equals_set() {
+        return named.get_id() == "json"
+            && ["bench", "parity"].contains(&of.get_name())
+            && !next.starts_with('-');
+    }
+    let takes_one =
+        named.get_action().takes_values() && named.get_num_args().is_none_or(|n| n.min_values() > 0);
+    if !takes_one || next.len() < 2 || !next.starts_with('-') {
+        return false;
+    }
+    let is_text = named.get_value_names().into_iter().flatten().any(|name| TEXTS.contains(&name.as_str()));
+    let known =
+        |name: &str| ["help", "h"].contains(&name) || of.get_arguments().any(|arg| is_called(arg, name));
+    match next.strip_prefix("--") {
+        Some(long) if long.contains(char::is_whitespace) => true,
+        Some(long) => is_text && !known(long.split_once('=').map_or(long, |(name, _)| name)),
+        // `-t` and `-t4` are flags, `-time` and `- t` are none.
+        None => {
+            let letter: String = next.chars().skip(1).take(1).collect();
+            !(known(&letter) && next.chars().skip(2).all(|c| c.is_ascii_digit()))
+        }
+    }
+}
+
+/// What the values are called that may be any text.
+const TEXTS: [&str; 4] = ["TEXT", "REGEX", "SCHEMA|FILE", "JSON"];
 
 /// Where the first argument is that is neither a flag nor a flag's value. Behind a flag that no command has, a word may be
 /// its value: then only a subcommand counts, and without one clap names the flag.
@@ -30,6 +97,7 @@ fn first_word(command: &Command, args: &[OsString]) -> Option<usize> {
         match flag(&arg) {
             _ if arg == "--" => return None,
             None if arg == "-" => at += 1,
+            None if arg.contains(char::is_whitespace) => return None,
             None if unknown && command.find_subcommand(&*arg).is_none() => at += 1,
             None => return Some(at),
             Some(name) if takes_next(command, name, args.get(at + 1)) => at += 2,
@@ -109,6 +177,34 @@ mod tests {
         assert_eq!(arranged("--top_k 4 chat"), "chat --top_k 4");
         let parsed = Cli::command_of(["m", "--top_k", "4", "--prompt", "x"]).unwrap_err().to_string();
         assert!(parsed.contains("'--top_k'") && parsed.contains("'--top-k'"), "{parsed}");
+    }
+
+    #[test]
+    fn values_may_begin_with_a_dash() {
+        let arranged = |args: &[&str]| {
+            let args = [&["m"], args].concat().into_iter().map(OsString::from).collect();
+            let args = arrange(&Cli::command(), args);
+            args[1..].iter().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(arranged(&["-p", "- apples"]), ["generate", "--prompt=- apples"]);
+        assert_eq!(arranged(&["--stop", "---", "-t", "4"]), ["generate", "--stop=---", "-t", "4"]);
+        assert_eq!(arranged(&["--prompt", "--"]), ["generate", "--prompt=--"]);
+        assert_eq!(arranged(&["chat", "--system", "--be brief"]), ["chat", "--system=--be brief"]);
+        assert_eq!(arranged(&["--guided-regex", "-?[0-9]+"]), ["generate", "--guided-regex=-?[0-9]+"]);
+        assert_eq!(arranged(&["--guided-choice", "-1"]), ["generate", "--guided-choice=-1"]);
+        assert_eq!(arranged(&["-p", "-time flies"]), ["generate", "--prompt=-time flies"]);
+        assert_eq!(
+            arranged(&["--prompt", "--stats"]),
+            ["generate", "--prompt", "--stats"],
+            "it is forgotten"
+        );
+        assert_eq!(arranged(&["--prompt", "-t4"]), ["generate", "--prompt", "-t4"]);
+        assert_eq!(arranged(&["--prompt", "-"]), ["generate", "--prompt", "-"]);
+        assert_eq!(arranged(&["-hf", "o/m", "-p", "x"]), ["generate", "--hf-repo", "o/m", "-p", "x"]);
+        assert_eq!(arranged(&["--", "- x"]), ["generate", "--", "- x"]);
+        assert_eq!(arranged(&["bench", "--json", "f"]), ["bench", "--json=f"]);
+        assert_eq!(arranged(&["The sea is"]), ["generate", "The sea is"]);
+        assert_eq!(arranged(&["-m", "chat", "The sea"]), ["generate", "-m", "chat", "The sea"]);
     }
 
     #[test]

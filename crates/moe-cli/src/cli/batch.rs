@@ -21,8 +21,8 @@ pub enum InputFormat {
 /// generation_config.json, and that over vLLM's defaults.
 #[derive(Args, Debug, Clone)]
 pub struct BatchArgs {
-    /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
-    #[arg(long, value_name = "FILE")]
+    /// Requests, one JSON object per line: custom_id, method, url, body; perhaps in gzip or zstd; - reads stdin.
+    #[arg(short, long, visible_alias = "input-file", value_name = "FILE")]
     pub input: PathBuf,
     /// jsonl: each line is a request. text: each line that is not empty is a prompt, and its custom_id is line-N.
     #[arg(long, value_name = "FORMAT", default_value = "jsonl")]
@@ -32,7 +32,7 @@ pub struct BatchArgs {
     pub chat: bool,
     /// Answers are appended here as they finish, and lines that it answers already are skipped;
     /// - writes to stdout.
-    #[arg(long, value_name = "FILE")]
+    #[arg(short, long, visible_alias = "output-file", value_name = "FILE")]
     pub output: PathBuf,
     /// Answer lines again whose record in the output is an error; the old record is taken out.
     #[arg(long, conflicts_with = "overwrite")]

@@ -17,7 +17,7 @@ pub struct BenchArgs {
     pub dummy_weights: bool,
     /// Checkpoint folder or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint, where the
     /// binary has one).
-    #[arg(long, conflicts_with = "config")]
+    #[arg(short, long, visible_alias = "hf-repo", alias = "hf", conflicts_with = "config")]
     pub model: Option<String>,
     /// Run the requests of this JSON file instead, all submitted at once, and report tokens per second.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["batches", "prompt", "output", "lengths", "long_context"])]
@@ -63,9 +63,9 @@ pub struct BenchArgs {
     /// Runs per row, of which the median counts; with --workload the best.
     #[arg(long, default_value_t = 3)]
     pub repeat: usize,
-    /// Write the result here as JSON (default: stdout).
-    #[arg(long)]
-    pub json: Option<PathBuf>,
+    /// Write the result as JSON, to stdout (as without this flag) or FILE.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub json: Option<Option<PathBuf>>,
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,

@@ -35,6 +35,9 @@ pub struct TemplateArgs {
     /// Variables for the chat template, such as '{"enable_thinking": false}'.
     #[arg(long, value_name = "JSON", value_parser = crate::options::parse_object, help_heading = "Chat")]
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// The template that the program brings for its own checkpoint.
+    #[arg(skip)]
+    pub embedded: Option<&'static str>,
     /// How reasoning is told from text in answers of a chat: qwen3 (think tags), none, or auto: as the chat template
     /// shows (default: auto; batch: none).
     #[arg(long, value_name = "PARSER", help_heading = "Chat")]

@@ -1,14 +1,18 @@
 //! What `-h` and `--help` show: `-h` the flags that most people need and examples, `--help` every flag by group.
 
 use clap::Command;
+use moe_engine::ModelFamily;
 
 use super::version;
 
 /// Flags in the short help of every command that has them.
-const COMMON: [&str; 17] = [
+const COMMON: [&str; 20] = [
     "model",
     "prompt",
     "prompt_file",
+    "chat",
+    "json",
+    "json_schema",
     "max_new_tokens",
     "temperature",
     "seed",
@@ -25,7 +29,37 @@ const COMMON: [&str; 17] = [
     "reference",
 ];
 
-/// Examples behind the help of a command, one a line; `{}` is the program.
+/// What is told of the program of a family.
+#[derive(Clone, Copy, Debug)]
+pub struct About {
+    /// A model of the family on the hub, for examples.
+    pub model: &'static str,
+    /// Whether a checkpoint is part of the program.
+    pub embedded: bool,
+}
+
+impl About {
+    /// What is told of the program of a family.
+    pub fn of<F: ModelFamily>() -> Self {
+        Self { model: F::EXAMPLE, embedded: F::embedded().is_some() }
+    }
+
+    /// An example of a command for this program.
+    fn example(self, program: &str, line: &str) -> String {
+        let model = if self.embedded { String::new() } else { format!(" --model {}", self.model) };
+        let brings_model = line.contains("MODEL") || line.contains("--config");
+        let program = if brings_model { program.to_string() } else { format!("{program}{model}") };
+        line.replace("{}", &program).replace("MODEL", self.model)
+    }
+}
+
+impl Default for About {
+    fn default() -> Self {
+        Self { model: "ORG/NAME", embedded: true }
+    }
+}
+
+/// Examples behind the help of a command, one a line; `{}` is the program, MODEL a model of its family on the hub.
 const EXAMPLES: [(&str, &[&str]); 6] = [
     (
         "generate",
@@ -33,40 +67,40 @@ const EXAMPLES: [(&str, &[&str]); 6] = [
             "{} --prompt 'First Citizen:'",
             "{} --prompt-file story.txt --max-new-tokens 500",
             "echo 'ROMEO:' | {} --temperature 0.8 --seed 7",
-            "{} --model Qwen/Qwen3-30B-A3B --device cuda --prompt 'The sea'",
+            "{} --model MODEL --device cuda --prompt 'The sea'",
             "{} --prompt 'Q: 1+1 A:' --stop '\\n' --dtype f32 --num-threads 4",
         ],
     ),
-    ("chat", &["{} chat --model Qwen/Qwen3-30B-A3B --device cuda --system 'Be brief.'"]),
-    ("batch", &["{} batch --model Qwen/Qwen3-30B-A3B --input requests.jsonl --output answers.jsonl"]),
+    ("chat", &["{} chat --model MODEL --device cuda --system 'Be brief.'"]),
+    ("batch", &["{} batch --model MODEL --input requests.jsonl --output answers.jsonl"]),
     (
         "bench",
         &[
             "{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda",
-            "{} bench --model Qwen/Qwen3-30B-A3B --device cuda --workload requests.json",
+            "{} bench --model MODEL --device cuda --workload requests.json",
         ],
     ),
-    ("download", &["{} download Qwen/Qwen3-30B-A3B@main"]),
-    ("inspect", &["{} inspect Qwen/Qwen3-30B-A3B"]),
+    ("download", &["{} download MODEL@main"]),
+    ("inspect", &["{} inspect MODEL"]),
 ];
 
 /// clap's definition of the program under a name, with examples and two lengths of help.
-pub fn definition(command: Command, name: &str) -> Command {
+pub fn definition(command: Command, name: &str, about: About) -> Command {
     let all: Vec<&str> = EXAMPLES.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
-    let about = format!(
+    let after = format!(
         "{}\n\n`{name} generate -h` shows the flags that most people need, \
         `{name} COMMAND --help` all of a command.",
-        examples(name, &all)
+        examples(name, &all, about)
     );
     command
         .override_usage(format!("{name} [COMMAND] [OPTIONS]"))
         .name(name.to_string())
         .version(version::short())
         .long_version(version::long())
-        .after_help(about)
+        .after_help(after)
         .mut_subcommands(|command| {
             let own = EXAMPLES.iter().find(|(of, _)| *of == command.get_name());
-            let text = own.map(|(_, lines)| examples(name, lines)).unwrap_or_default();
+            let text = own.map(|(_, lines)| examples(name, lines, about)).unwrap_or_default();
             command.after_help(text).mut_args(|arg| {
                 let common = COMMON.contains(&arg.get_id().as_str());
                 // A negative number behind a flag is its value: the flag then says what it expects.
@@ -79,8 +113,8 @@ pub fn definition(command: Command, name: &str) -> Command {
         })
 }
 
-fn examples(program: &str, lines: &[&str]) -> String {
-    let lines: Vec<_> = lines.iter().map(|line| format!("\n  {}", line.replace("{}", program))).collect();
+fn examples(program: &str, lines: &[&str], about: About) -> String {
+    let lines: Vec<_> = lines.iter().map(|line| format!("\n  {}", about.example(program, line))).collect();
     format!("Examples:{}", lines.concat())
 }
 
@@ -102,7 +136,7 @@ mod tests {
         let flags = |text: &str| {
             text.lines().filter(|line| line.trim_start().starts_with('-') && line.contains("--")).count()
         };
-        assert!(flags(&short) <= 14 && short.lines().count() <= 48, "{short}");
+        assert!(flags(&short) <= 17 && short.lines().count() <= 56, "{short}");
         assert!(flags(&long) > 40, "{long}");
         assert!(long.contains("[possible values: ") && short.contains("--temperature"), "{long}");
         assert!(help(&["--help"]).contains("chat") && help(&["-h"]).contains("Examples:"));
@@ -123,9 +157,25 @@ mod tests {
     }
 
     #[test]
+    fn examples_are_of_the_programs_own_models() {
+        let about = About { model: "deepseek-ai/DeepSeek-V2-Lite", embedded: false };
+        let short = |command: &str| Cli::command_about(["m", command, "-h"], about).unwrap_err().to_string();
+        for command in ["generate", "chat", "batch", "bench", "download", "inspect"] {
+            let text = short(command);
+            assert!(text.contains("deepseek-ai/DeepSeek-V2-Lite") && !text.contains("Qwen"), "{text}");
+        }
+        assert!(
+            short("generate").contains("m --model deepseek-ai/DeepSeek-V2-Lite --prompt 'First Citizen:'")
+        );
+        for flag in ["--chat", "--json", "--json-schema"] {
+            assert!(short("generate").contains(flag), "{flag}");
+        }
+    }
+
+    #[test]
     fn the_version_says_what_was_built() {
         let text = Cli::command_of(["m", "--version"]).unwrap_err().to_string();
         assert!(text.starts_with(concat!("m ", env!("CARGO_PKG_VERSION"))), "{text}");
-        assert!(text.contains("features: ") && text.contains("scalar"), "{text}");
+        assert!(text.contains("features: ") && text.contains("runs by default: "), "{text}");
     }
 }

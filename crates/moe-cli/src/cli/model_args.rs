@@ -1,5 +1,7 @@
 //! Commands about models that run none.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 /// Flags of `inspect`.
@@ -7,9 +9,12 @@ use clap::Args;
 pub struct InspectArgs {
     /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub; no weight is downloaded.
     pub model: String,
-    /// Write JSON.
+    /// Branch, tag or commit of the model on the hub, as by ORG/NAME@REVISION.
     #[arg(long)]
-    pub json: bool,
+    pub revision: Option<String>,
+    /// Write JSON, to stdout or FILE.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub json: Option<Option<PathBuf>>,
 }
 
 /// Flags of `download`.
@@ -18,6 +23,9 @@ pub struct DownloadArgs {
     /// ORG/NAME or ORG/NAME@REVISION on the hub, or its address there. What the cache has of it is compared with the
     /// hub's sizes and hashes, and files that differ are downloaded again.
     pub model: String,
+    /// Branch, tag or commit of the model, as by ORG/NAME@REVISION.
+    #[arg(long)]
+    pub revision: Option<String>,
     /// Download nothing: report which files in the cache are missing or damaged.
     #[arg(long)]
     pub check: bool,

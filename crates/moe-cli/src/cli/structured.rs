@@ -32,7 +32,7 @@ pub struct StructuredArgs {
     #[arg(long, value_name = "TEXT", help_heading = "Structured output")]
     pub guided_choice: Vec<String>,
     /// The text follows the grammar in this file, in llguidance's dialect of Lark.
-    #[arg(long, value_name = "FILE", help_heading = "Structured output")]
+    #[arg(long, visible_alias = "grammar-file", value_name = "FILE", help_heading = "Structured output")]
     pub guided_grammar: Option<String>,
 }
 
@@ -55,7 +55,14 @@ impl StructuredArgs {
             return Ok(Some(StructuredOutput::Regex(regex.clone())));
         }
         if let Some(file) = &self.guided_grammar {
-            return Ok(Some(StructuredOutput::Grammar(read("--guided-grammar", file)?)));
+            let text = read("--guided-grammar", file)?;
+            if is_gbnf(&text) {
+                return Err(usage(format!(
+                    "--guided-grammar {file}: it is GBNF, as llama.cpp reads it; expected llguidance's dialect of Lark, in \
+                     which `root ::= \"a\" | \"b\"` is `start: \"a\" | \"b\"`"
+                )));
+            }
+            return Ok(Some(StructuredOutput::Grammar(text)));
         }
         Ok((!self.guided_choice.is_empty()).then(|| StructuredOutput::Choice(self.guided_choice.clone())))
     }
@@ -76,6 +83,17 @@ impl StructuredArgs {
     pub fn flag(&self) -> &'static str {
         self.given().first().copied().unwrap_or("structured output")
     }
+}
+
+/// Whether a grammar defines a rule as GBNF does, `name ::= ..`.
+fn is_gbnf(text: &str) -> bool {
+    let defines = |line: &str| {
+        let name = line.split_once("::=").map(|(name, _)| name.trim());
+        name.is_some_and(|name| {
+            !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "-_".contains(c))
+        })
+    };
+    text.lines().any(defines)
 }
 
 fn read(flag: &str, file: &str) -> Result<String> {

@@ -19,8 +19,9 @@ pub fn long() -> String {
     let supported: Vec<_> =
         CpuIsa::ALL.iter().filter(|isa| isa.is_supported()).map(|isa| isa.name()).collect();
     format!(
-        "{}\nfeatures: {features}\ninstruction sets of this CPU: {} (the last one runs by default)",
+        "{}\nfeatures: {features}\ninstruction sets of this CPU: {}; runs by default: {}",
         short(),
-        supported.join(", ")
+        supported.join(", "),
+        CpuIsa::detect().name()
     )
 }

@@ -11,7 +11,7 @@ use model_runtime::RoutedExperts;
 use moe_engine::chat::{AnswerForm, Begun, ChatRequest};
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::structured::Reasoning;
-use moe_engine::terminal::note;
+use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::json;
@@ -102,7 +102,7 @@ fn prompts<F: ModelFamily>(args: &GenerateArgs) -> Result<Vec<String>> {
     match (prompts.is_empty(), embedded) {
         (false, _) => Ok(prompts),
         (true, Some(embedded)) => {
-            note(format_args!(
+            hint(format_args!(
                 "No prompt is given, so this continues {:?}; --prompt TEXT says another.",
                 embedded.prompt
             ));

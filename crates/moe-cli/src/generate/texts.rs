@@ -7,12 +7,12 @@ use anyhow::{Result, anyhow};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use moe_engine::chat::{Answer, AnswerForm, Begun};
 use moe_engine::engine::{FinishReason, Output, RequestId};
-use moe_engine::terminal::{note, visible_json};
+use moe_engine::terminal::{hint, note, visible_json};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::cli::GenerateArgs;
-use crate::output::{finish_reason, print, print_foreign, print_json};
+use crate::output::{finish_reason, print, print_foreign, write_json_lines};
 use crate::show::{Look, Shown};
 use crate::token_names::TokenNames;
 use crate::{messages, routing};
@@ -76,7 +76,7 @@ impl<'a> Texts<'a> {
             self.first_token.get_or_insert_with(|| self.start.elapsed());
         }
         let logprobs = output.logprobs.as_ref().map(|l| self.logprobs(output.choice, l));
-        if let (Some(line), false) = (&logprobs, self.args.json) {
+        if let (Some(line), false) = (&logprobs, self.args.json.is_some()) {
             note(visible_json(&line.to_string()));
         }
         if self.streams() {
@@ -128,10 +128,10 @@ impl<'a> Texts<'a> {
 
     /// Shows what has not been shown, and at a terminal how it went.
     pub fn finish(&mut self, prompts: &[String]) -> Result<()> {
-        if self.args.json {
-            for (prompt, text) in self.prompts.iter().zip(prompts) {
-                self.closed |= !print_json(&format!("{}\n", self.json(prompt, text)))?;
-            }
+        if let Some(file) = &self.args.json {
+            let line = |(prompt, text): (&Prompt, &String)| format!("{}\n", self.json(prompt, text));
+            let lines: String = self.prompts.iter().zip(prompts).map(line).collect();
+            self.closed |= !write_json_lines(file.as_deref(), &lines)?;
         } else if !self.streams() {
             for text in self.titled() {
                 self.closed |= !print_foreign(&text)?;
@@ -140,13 +140,13 @@ impl<'a> Texts<'a> {
             self.print("\n")?;
         }
         if std::io::stderr().is_terminal() {
-            note(self.summary(self.start.elapsed()));
+            hint(self.summary(self.start.elapsed()));
         }
         Ok(())
     }
 
     fn streams(&self) -> bool {
-        !self.args.json && self.args.n <= 1 && self.prompts.len() == 1
+        self.args.json.is_none() && self.args.n <= 1 && self.prompts.len() == 1
     }
 
     /// Each text below a line that says which one it is.

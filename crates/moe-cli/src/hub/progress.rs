@@ -4,8 +4,8 @@
 use std::cell::Cell;
 
 use console::Term;
-use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
-use moe_engine::terminal::visible;
+use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use moe_engine::terminal::{is_quiet, visible};
 use tracing::info;
 
 /// Progress over several files.
@@ -20,6 +20,9 @@ impl Progress {
     /// Progress over `files` files of `bytes` bytes together. A single file is its own total.
     pub fn new(files: usize, bytes: u64) -> Self {
         let bars = MultiProgress::new();
+        if is_quiet() {
+            bars.set_draw_target(ProgressDrawTarget::hidden());
+        }
         let total = match files {
             0 | 1 => ProgressBar::hidden(),
             _ => bars.add(running(bytes, format!("{files} files"))),

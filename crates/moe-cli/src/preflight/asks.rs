@@ -84,6 +84,24 @@ impl<'a> Asks<'a> {
         Self { text: Some(text), ..Self::default() }
     }
 
+    /// What conversations ask.
+    pub fn of_answers(args: &'a AnswerArgs) -> Self {
+        Self { text: Some(Self::of_answer(args, true, true)), ..Self::default() }
+    }
+
+    /// Checks everything but the chat template, for a model that is loaded.
+    pub fn check(
+        &self,
+        tokenizer: &Tokenizer,
+        generation: Option<&Config>,
+        vocab_size: usize,
+        context: usize,
+    ) -> Result<()> {
+        self.check_flags()?;
+        self.check_structured_output(Some(tokenizer))?;
+        self.check_values(generation, vocab_size, context)
+    }
+
     fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Text<'a> {
         let (sampling, engine, template) = (&args.sampling, &args.engine, Some(&args.chat));
         let (n, sequences, is_limited) = (1, usize::MAX, false);

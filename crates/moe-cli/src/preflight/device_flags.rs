@@ -18,6 +18,7 @@ pub fn check_device_flags(args: &RunArgs, engine: Option<&EngineArgs>, more: &[G
         ("--shared-experts-stream", args.shared_experts_stream.is_some()),
         ("--enforce-eager", engine.is_some_and(|engine| engine.enforce_eager)),
         ("--gpu-memory", engine.is_some_and(|engine| engine.gpu_memory.is_some())),
+        ("--gpu-memory-utilization", engine.is_some_and(|engine| engine.gpu_memory_utilization.is_some())),
     ];
     let on_cpus = [("--cpu-isa", args.cpu_isa.is_some())];
     let first = |flags: &[Given]| flags.iter().find(|(_, given)| *given).map(|(flag, _)| *flag);
@@ -55,6 +56,7 @@ mod tests {
             &["--shared-experts-stream", "on"],
             &["--enforce-eager"],
             &["--gpu-memory", "24GB"],
+            &["--gpu-memory-utilization", "0.9"],
         ] {
             let error = said(flags).unwrap();
             assert!(error.starts_with(flags[0]) && error.contains("add --device cuda"), "{error}");

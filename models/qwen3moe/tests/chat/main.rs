@@ -104,8 +104,17 @@ fn a_model_without_a_template_is_named() {
         let output = command.arg("chat").args(flags).stdin(Stdio::null()).output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
+    let bare = tempfile::tempdir().unwrap();
+    for file in ["config.json", "tokenizer.json"] {
+        std::fs::copy(fixture().join(file), bare.path().join(file)).unwrap();
+    }
+    let (code, stderr) = chat(&["--model", bare.path().to_str().unwrap()]);
+    assert!(
+        code == Some(1) && stderr.contains("no chat template") && stderr.contains("--chat-template"),
+        "{stderr}"
+    );
     let (code, stderr) = chat(&[]);
-    assert!(code == Some(1) && stderr.contains("embedded") && stderr.contains("--chat-template"), "{stderr}");
+    assert_eq!(code, Some(0), "the embedded model brings the template of a play: {stderr}");
     let template = tempfile::NamedTempFile::new().unwrap();
     let path = template.path().to_str().unwrap();
     std::fs::write(path, "{{ messages[0].content }}").unwrap();
@@ -137,4 +146,74 @@ fn an_interrupted_answer_is_not_the_end() {
     assert!(chat.wait().unwrap().success(), "the program goes on to the end of its input");
     let text = String::from_utf8(rest).unwrap();
     assert!(text.ends_with(&whole) && text.len() > whole.len(), "then answers the next message: {text}");
+}
+
+/// The bundled model was trained on plays: its answers end where somebody else speaks.
+#[test]
+fn the_bundled_model_talks_without_flags() {
+    let folder = tempfile::tempdir().unwrap();
+    let play = "{% for m in messages %}{{ 'First Citizen' if m.role == 'user' else 'MENENIUS' }}:\n{{ m.content }}\n\n\
+                {% endfor %}{% if add_generation_prompt %}MENENIUS:\n{% endif %}\n";
+    std::fs::write(folder.path().join("play.jinja"), play).unwrap();
+    let said = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+        command.current_dir(folder.path()).args(["chat", "--seed", "1"]).args(flags);
+        let mut chat =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        chat.stdin
+            .take()
+            .unwrap()
+            .write_all(b"What news from the senate?\nAnd what say the people?\n")
+            .unwrap();
+        let output = chat.wait_with_output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let talk = said(&[]);
+    assert!(talk.lines().count() >= 2 && !talk.contains("\n\n"), "{talk}");
+    assert_eq!(talk, said(&["--chat-template", "play.jinja", "--stop", "\\n\\n"]));
+}
+
+#[test]
+fn the_limit_that_cut_an_answer_is_named() {
+    let (_, stderr) = talk(&SHORT, "Hello\n");
+    assert!(stderr.contains("[cut: --max-new-tokens 6]"), "{stderr}");
+    let (_, stderr) = talk(&["--temperature", "0", "--ignore-eos", "--max-model-len", "64"], "Hello\n");
+    assert!(stderr.contains("[cut: the context of 64 tokens is full]"), "{stderr}");
+    let far = ["--temperature", "0", "--ignore-eos", "--max-model-len", "64", "--max-new-tokens", "500"];
+    let (_, stderr) = talk(&far, "Hello\n");
+    assert!(
+        stderr.contains("[cut: the context of 64 tokens is full]"),
+        "the other limit was not met: {stderr}"
+    );
+}
+
+#[test]
+fn set_refuses_what_the_command_line_refuses() {
+    let refused = "/set max-new-tokens 0\n/set stop default\n/set json-schema {\n/set guided-regex a(\n/set temperature -1\n";
+    let (output, stderr) = talk(&SHORT, &format!("{refused}/set\n"));
+    assert!(output.status.success(), "{stderr}");
+    for words in [
+        "--max-new-tokens 0: expected at least 1",
+        "JSON schema cannot be used",
+        "unclosed group",
+        "temperature",
+    ] {
+        assert!(stderr.contains(words), "{words}: {stderr}");
+    }
+    let listed = stderr.lines().find(|line| line.starts_with("max-new-tokens ")).unwrap();
+    assert!(listed.ends_with(" 6"), "what was refused changes nothing: {listed}");
+}
+
+/// SIGTERM is no Ctrl-C that stops an answer: somebody ends the program.
+#[cfg(unix)]
+#[test]
+fn a_terminated_chat_ends() {
+    let mut chat = start(&SHORT);
+    let mut stdin = chat.stdin.take().unwrap();
+    stdin.write_all(b"Hello\n").unwrap();
+    let mut stdout = BufReader::new(chat.stdout.take().unwrap());
+    assert!(!stdout.fill_buf().unwrap().is_empty());
+    assert!(Command::new("kill").args(["-TERM", &chat.id().to_string()]).status().unwrap().success());
+    assert_eq!(chat.wait().unwrap().code(), Some(130), "while it waits for a line");
 }
