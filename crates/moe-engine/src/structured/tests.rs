@@ -244,7 +244,7 @@ fn hostile_requests_are_bounded() {
     }
     assert!(refused(&schema(nested)).contains("too large"));
     let deep = format!("start: {}\"a\"{}", "(".repeat(100_000), ")".repeat(100_000));
-    assert!(refused(&StructuredOutput::Grammar(deep)).contains("too deeply nested"));
+    assert!(refused(&StructuredOutput::Grammar(deep)).contains("rules and groups, and at most 30000"));
     assert!(refused(&StructuredOutput::Regex("a".repeat(2 << 20))).contains("at most 1048576 are taken"));
     // As large as they may be: taken or not, none takes long.
     let names = |n: usize| (0..n).map(|i| format!("name {i}")).collect::<Vec<_>>();
