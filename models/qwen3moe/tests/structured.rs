@@ -243,7 +243,7 @@ fn schemas_hold_after_the_reasoning() {
         let text =
             PROGRAM.text(&[&["generate", "--max-new-tokens", "40", "--seed", "3"][..], &flags].concat());
         let message = serde_json::from_str::<Value>(&text).unwrap()["choices"][0]["message"].clone();
-        let content = message["content"].as_str().map(|text| serde_json::from_str::<Value>(text));
+        let content = message["content"].as_str().map(serde_json::from_str::<Value>);
         match (closes, content) {
             // The model does not know the tag: its reasoning goes on to the limit.
             (true, content) => {

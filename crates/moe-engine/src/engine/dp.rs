@@ -4,8 +4,7 @@
 //! Each rank has a scheduler, a prefix cache and a KV cache of its own. The first one's steps run on the caller's thread, in
 //! [`DpEngine::step`]; the others are [`Peers`], on threads or in processes.
 //!
-//! - With expert parallelism ranks meet in every layer: they step in lockstep, and a rank without requests
-//!   runs steps without rows until all have finished.
+//! - With expert parallelism ranks step in lockstep: one without requests runs steps without rows until all are done.
 //! - Without it no rank waits for another. Peers run their steps by themselves as long as they have something to do, and
 //!   a call returns what has come of them beside the first rank's step.
 

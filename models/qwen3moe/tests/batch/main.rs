@@ -5,6 +5,8 @@ mod broken;
 mod faults;
 mod forms;
 mod help;
+mod hostile;
+mod hostile_lines;
 #[path = "../../../../tests/cli/nan.rs"]
 mod nan;
 mod reruns;
