@@ -31,7 +31,7 @@ const SIZES: [(&str, &[&str]); 9] = [
     ("hidden size", &["hidden_size"]),
     ("attention heads", &["num_attention_heads"]),
     ("key-value heads", &["num_key_value_heads"]),
-    ("experts", &["num_experts", "num_local_experts", "n_routed_experts"]),
+    ("experts", preflight::NUM_EXPERTS),
     ("experts per token", &["num_experts_per_tok"]),
     ("expert width", &["moe_intermediate_size"]),
     ("vocabulary", &["vocab_size"]),

@@ -10,6 +10,8 @@ use model_runtime::{Config, RoutedExperts};
 use moe_engine::usage;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
+use crate::preflight::NUM_EXPERTS;
+
 const NAME: &str = "routed_experts";
 
 /// Writes a recording.
@@ -48,7 +50,7 @@ pub fn check(recording: &RoutedExperts, config: &Config) -> Result<()> {
     let size = |keys: &[&str], bounds| config.opt_size(keys, bounds);
     let layers = size(&["num_hidden_layers"], limits::LAYERS)?.unwrap_or(usize::MAX);
     let top_k = size(&["num_experts_per_tok"], limits::EXPERTS)?;
-    let experts = size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?.unwrap_or(usize::MAX);
+    let experts = size(NUM_EXPERTS, limits::EXPERTS)?.unwrap_or(usize::MAX);
     let (shown_layers, shown_top_k) = (recording.layers(), recording.top_k());
     if shown_layers > layers {
         return Err(usage(format!(

@@ -162,7 +162,7 @@ mod tests {
                     // Scored tokens may be any that exist, as may blocks that no row uses and prompts longer than their rows.
                     let free = number == 8 && value < 10
                         || number == 4 && [2, 4, 5, 6, 7, 8].contains(&at) && value < 6
-                        || number == 2 && at == 0 && value == 6;
+                        || number == 2 && at == 0 && value >= 6;
                     if value != before && !free {
                         assert!(
                             fails(&|s| array(s)[at] = value),

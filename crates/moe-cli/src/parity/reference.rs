@@ -10,6 +10,8 @@ use model_runtime::config::limits;
 use model_runtime::{Config, ModelInfo};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
+use crate::preflight::NUM_EXPERTS;
+
 /// The tensors of `reference.safetensors`. All but ids and logits may be missing.
 pub struct Reference {
     /// Sequences B.
@@ -35,7 +37,8 @@ pub struct Sizes {
     vocab_size: usize,
     hidden_size: usize,
     num_layers: usize,
-    num_experts: usize,
+    /// `None`: only the family knows.
+    num_experts: Option<usize>,
     /// Decoder layers with a router; `None`: only the family knows.
     routed_layers: Option<Vec<usize>>,
     context: usize,
@@ -49,7 +52,7 @@ impl Sizes {
             vocab_size: info.vocab_size,
             hidden_size: info.hidden_size,
             num_layers: info.num_layers,
-            num_experts: moe.map_or(0, |moe| moe.num_experts),
+            num_experts: Some(moe.map_or(0, |moe| moe.num_experts)),
             routed_layers: Some(moe.map(|moe| moe.layers.clone()).unwrap_or_default()),
             context: info.max_context_len,
         }
@@ -61,7 +64,7 @@ impl Sizes {
             vocab_size: config.size(&["vocab_size"], limits::VOCAB)?,
             hidden_size: config.size(&["hidden_size"], limits::WIDTH)?,
             num_layers: config.size(&["num_hidden_layers"], limits::LAYERS)?,
-            num_experts: config.opt_size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?.unwrap_or(0),
+            num_experts: config.opt_size(NUM_EXPERTS, limits::EXPERTS)?,
             routed_layers: None,
             context,
         })
@@ -81,7 +84,7 @@ impl Sizes {
                 None => layer < self.num_layers,
             };
             ensure!(has_router, "{name}: layer {layer} of the model has no router");
-            return Ok(Some(rows.saturating_mul(self.num_experts)));
+            return Ok(self.num_experts.map(|experts| rows.saturating_mul(experts)));
         }
         Ok(match name {
             "logits" => Some(rows.saturating_mul(self.vocab_size)),

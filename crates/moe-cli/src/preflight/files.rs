@@ -12,6 +12,9 @@ use moe_engine::{Embedded, ModelFamily, Run, usage};
 use super::{Asks, Known};
 use crate::cli::RunArgs;
 
+/// The keys of config.json that say how many routed experts a layer has; a config has one of them, or none.
+pub const NUM_EXPERTS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts"];
+
 /// The programs of this project, and the `model_type` that each runs.
 const PROGRAMS: [(&str, &str); 2] =
     [("model-qwen3moe", "qwen3_moe"), ("model-deepseekv2-legacy", "deepseek_v2")];
@@ -79,7 +82,7 @@ impl Files {
     /// Checks that the ranks have room for further copies of experts.
     fn check_redundant(&self, args: &RunArgs, geometry: &Geometry) -> Result<()> {
         let redundant = args.parallel.placements.num_redundant_experts;
-        let experts = self.config.opt_size(&["num_experts", "n_routed_experts"], limits::EXPERTS)?;
+        let experts = self.config.opt_size(NUM_EXPERTS, limits::EXPERTS)?;
         let (Some(experts), 1..) = (experts, redundant) else { return Ok(()) };
         let map = ExpertMap::initial(experts, redundant, geometry.ep_size);
         map.map(drop).map_err(|e| usage(format!("--num-redundant-experts: {e}")))

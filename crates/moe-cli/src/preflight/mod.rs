@@ -27,7 +27,7 @@ use files::Files;
 
 pub use asks::{Asks, no_template};
 pub use device_flags::check_device_flags;
-pub use files::{check_required, config};
+pub use files::{NUM_EXPERTS, check_required, config};
 
 /// A model that passed.
 pub struct Checked {
