@@ -108,7 +108,7 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     }
     let json = args.json.as_ref().and_then(|file| file.as_deref());
     json.map_or(Ok(()), |path| check_writable("--json", path))?;
-    let check = |model: &Known| parity::check_reference(&args.reference, model.config, model.context);
+    let check = |model: &Known| parity::check_reference(&args.reference, model.config);
     let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
     let mut session = session::open::<F>(model, &args.run, false, &asks)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;

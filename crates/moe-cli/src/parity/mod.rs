@@ -23,10 +23,9 @@ use compare::{grouped_gap, top_k_gap};
 use judge::{Rules, Selection, judge};
 use reference::{Reference, Sizes};
 
-/// Checks by the header of a reference, before weights are read, whether it can be one of a model of this config and
-/// context.
-pub fn check_reference(reference: &Path, config: &Config, context: usize) -> Result<()> {
-    Reference::check_header(reference, &Sizes::of_config(config, context)?)
+/// Checks by the header of a reference, before weights are read, whether it can be one of a model of this config.
+pub fn check_reference(reference: &Path, config: &Config) -> Result<()> {
+    Reference::check_header(reference, &Sizes::of_config(config)?)
 }
 
 /// Compares a model with a reference file.
