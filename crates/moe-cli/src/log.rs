@@ -8,7 +8,7 @@ use anyhow::Result;
 use moe_engine::terminal::{Stderr, note};
 use moe_engine::usage;
 use tracing::{Level, Metadata};
-use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
+use tracing_subscriber::filter::{FilterExt, FilterFn, LevelFilter, filter_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -37,7 +37,7 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
     // The log's level says nothing about the profile, which wants every span and no message.
     let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
     // A second call in one process (tests) keeps the first log.
-    let log = log.with_filter(filter.and(filter_fn(holds_no_secret)));
+    let log = log.with_filter(filter.and(without_secrets()));
     let _ = tracing_subscriber::registry().with(log).with(spans).try_init();
     Ok(profile)
 }
@@ -81,15 +81,20 @@ pub fn start_plain() -> Result<()> {
     let filter = filter(None, std::env::var("RUST_LOG").ok().as_deref(), DEFAULT)?;
     let is_coloured = std::io::stderr().is_terminal() && colours();
     let log = fmt::layer().without_time().with_target(false).with_ansi(is_coloured);
-    let log = log.with_writer(|| Stderr).with_filter(filter.and(filter_fn(holds_no_secret)));
+    let log = log.with_writer(|| Stderr).with_filter(filter.and(without_secrets()));
     // A second call in one process (tests) keeps the first log.
     let _ = tracing_subscriber::registry().with(log).try_init();
     Ok(())
 }
 
+/// A filter of its own keeps the level of the other one only if it states the most that it lets through.
+fn without_secrets() -> FilterFn {
+    filter_fn(holds_no_secret as fn(&Metadata<'_>) -> bool).with_max_level_hint(LevelFilter::TRACE)
+}
+
 /// The HTTP client dumps at trace what it sends, the token of the hub and signed addresses included, byte by byte. So its
 /// messages are left out, whatever is asked for; warnings hold none of it.
-fn holds_no_secret(message: &Metadata) -> bool {
+fn holds_no_secret(message: &Metadata<'_>) -> bool {
     let of = |program: &str| message.target().split("::").next() == Some(program);
     *message.level() <= Level::WARN || !["ureq", "ureq_proto", "rustls", "rustls_webpki"].into_iter().any(of)
 }

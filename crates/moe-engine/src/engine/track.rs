@@ -16,9 +16,10 @@ pub(crate) struct StepMarks {
     rows: usize,
 }
 
-/// A context that marks its stream if a profile wants to know.
+/// A context that marks its stream if a profile wants to know; the CPU has no stream.
 pub(super) fn tracked(ex: Exec) -> Result<Exec> {
-    let timeline = device_events::wanted().then(|| Timeline::new(device_events::origin(), &ex));
+    let is_tracked = ex.is_cuda() && device_events::wanted();
+    let timeline = is_tracked.then(|| Timeline::new(device_events::origin(), &ex));
     Ok(ex.with_timeline(timeline.transpose()?))
 }
 
