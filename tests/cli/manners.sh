@@ -273,7 +273,7 @@ row "with its record" 0 '"custom_id":"a"' cat gone.jsonl
 row "errors are counted" 1 "1 with errors" q batch --input in.jsonl --output counted.jsonl
 request() { printf '{"custom_id":"%s","url":"/v1/completions","body":{"prompt":"x","max_tokens":%s%s}}\n' "$@"; }
 request m 2 ',"model":"gpt"' >model.jsonl
-row "another model in a body" 0 '"status_code":404' q batch --input model.jsonl --output -
+row "another model in a body" 1 '"status_code":404' q batch --input model.jsonl --output -
 row "is let pass on request" 0 '"status_code":200' q batch --input model.jsonl --output - --any-model
 request g 4 ',"guided_choice":["Nay"]' >guided.jsonl
 request s 4 ',"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":{"not":{}}}}' >>guided.jsonl

@@ -2,7 +2,7 @@
 //!
 //! These crates run models and train none, so their operations have no gradient. candle would not notice: it would skip
 //! the results of a call as if they were constants, and `backward()` would leave out the variables behind them. So a call
-//! on tensors watches which tensors it reads, its inputs and the weights of its module ([`reads`]). If candle tracks the
+//! on tensors watches which tensors it reads, its inputs and the weights of its module (`reads`). If candle tracks the
 //! gradient of one of them, each result that could have a gradient becomes the result of an operation whose backward
 //! pass is an error. Without a variable nothing is added, and detached tensors work as always.
 
