@@ -230,9 +230,11 @@ fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok((bytes.len() as u64 == len).then_some(bytes))
 }
 
-/// Makes the system refuse more memory than `bytes`, and leave no core files.
+/// Makes the system refuse more than `bytes` beyond what this process has mapped already, which with the libraries of CUDA is
+/// more than a question may take, and leave no core files.
 #[cfg(target_os = "linux")]
 fn limit_memory(bytes: u64) -> io::Result<()> {
+    let bytes = bytes.saturating_add(mapped_bytes());
     for (resource, most) in [(libc::RLIMIT_AS, bytes), (libc::RLIMIT_CORE, 0)] {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: both calls use the struct while they run.
@@ -247,6 +249,15 @@ fn limit_memory(bytes: u64) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Bytes of the address space of this process; 0 where the system does not say.
+#[cfg(target_os = "linux")]
+fn mapped_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
+    let kib = size.and_then(|size| size.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
 }
 
 /// Ends this process after so many seconds, unless it is called again; 0 is never. The user of this process does the same, but

@@ -54,10 +54,11 @@ impl Step {
     fn check_sequence(&self, s: usize, block_size: usize) -> Result<()> {
         let rows = super::range(&self.query_start_loc, s);
         let table = &self.block_tables[s * self.max_blocks..][..self.max_blocks];
-        let (Some(&start), Some(&prompt)) = (self.positions.get(rows.start), self.rope_len.get(rows.start))
-        else {
+        if rows.is_empty() {
             bail!("it has no rows")
-        };
+        }
+        let start = self.positions[rows.start];
+        let prompt = self.rope_len[rows.start];
         for (row, position) in rows.clone().zip(u64::from(start)..) {
             let (got, slot, rope) = (self.positions[row], self.slot_mapping[row], self.rope_len[row]);
             if u64::from(got) != position {
