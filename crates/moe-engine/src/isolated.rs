@@ -64,16 +64,21 @@ impl Worker {
     /// Why there is none, in words for the author of the question: the process cannot start, or has ended.
     pub fn ask(&self, question: Vec<u8>) -> Result<Answer, String> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut running, first) = match process.take() {
-            Some(running) => (running, None),
-            None => {
-                let started = Process::start(&self.program, self.task);
-                let started = started.map_err(|e| format!("the process for it cannot start: {e}"))?;
-                (started, Some(&self.first[..]))
+        if let Some(mut running) = process.take() {
+            let answer = running.ask([&question[..]].into_iter(), self.patience);
+            match answer {
+                Ok(answer) => {
+                    *process = Some(running);
+                    return Ok(answer);
+                }
+                Err(_) if running.ended_after.is_some() => return Err(running.end()),
+                // Earlier questions may have left it too little memory: a new process decides.
+                Err(_) => drop(running),
             }
-        };
-        let frames = first.into_iter().chain([&question[..]]);
-        match running.ask(frames, self.patience) {
+        }
+        let started = Process::start(&self.program, self.task);
+        let mut running = started.map_err(|e| format!("the process for it cannot start: {e}"))?;
+        match running.ask([&self.first[..], &question[..]].into_iter(), self.patience) {
             Ok(answer) => {
                 *process = Some(running);
                 Ok(answer)
@@ -199,6 +204,8 @@ pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
     limit_time(task.seconds);
     let mut work = start(first)?;
     limit_time(0);
+    // A library may keep memory of a question. The process ends before too little is left for the next ones.
+    let most = mapped_bytes().saturating_add(task.memory / 4);
     while let Some(question) = read_frame(&mut input)? {
         limit_time(task.seconds);
         let answer = match work(question) {
@@ -207,6 +214,9 @@ pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
         };
         limit_time(0);
         write_frame(&mut output, &answer)?;
+        if mapped_bytes() > most {
+            break;
+        }
     }
     Ok(())
 }
@@ -271,6 +281,11 @@ fn limit_time(seconds: u32) {
 #[cfg(target_os = "linux")]
 fn is_alarm(status: ExitStatus) -> bool {
     std::os::unix::process::ExitStatusExt::signal(&status) == Some(libc::SIGALRM)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn mapped_bytes() -> u64 {
+    0
 }
 
 #[cfg(not(target_os = "linux"))]
