@@ -116,7 +116,7 @@ fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path)
     let _ = std::fs::remove_file(out);
     let built = args.programs.clone().unwrap_or_else(|| workspace::target_dir().join("release"));
     let binary = built.join(case.runner.package);
-    let output = Command::new(binary)
+    let output = Command::new(&binary)
         .arg("parity")
         .arg("--model")
         .arg(&case.model)
@@ -128,7 +128,8 @@ fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path)
         .args(&args.flags)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
-        .output()?;
+        .output()
+        .with_context(|| format!("cannot run {}", binary.display()))?;
     let mut row: Value = match std::fs::read(out) {
         Ok(bytes) => serde_json::from_slice(&bytes)?,
         // The run broke before it could compare anything: its own message says why.
