@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, Exec, Geometry, Rope, SamplingParams, View};
 use moe_engine::ModelFamily;
 

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use moe_cli::batch::check_line;
 use moe_engine::ModelFamily;
 use moe_engine::chat::ChatTemplate;

@@ -8,7 +8,7 @@ use serde_json::Value;
 /// Copies the embedded checkpoint of `model-qwen3moe` into a folder that does not exist, with expert 3 of the first layer
 /// NaN.
 pub fn copy_with_nan(to: &Path) {
-    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/qwen3moe/checkpoint");
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/families/checkpoint");
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();

@@ -22,8 +22,8 @@ trap finish EXIT
 # The play model of the program as a repository with a chat template, in three shards, behind a slow line.
 mkdir "$work/bin" "$work/play" "$work/here"
 ln -s "$program" "$work/bin/model-qwen3moe"
-cp "$here"/../../models/qwen3moe/checkpoint/{config,generation_config,tokenizer,tokenizer_config}.json \
-  "$here/../../models/qwen3moe/checkpoint/model.safetensors" "$work/play"
+cp "$here"/../../models/families/checkpoint/{config,generation_config,tokenizer,tokenizer_config}.json \
+  "$here/../../models/families/checkpoint/model.safetensors" "$work/play"
 cat >"$work/play/chat_template.jinja" <<'END'
 {% for m in messages %}{{ 'First Citizen' if m.role == 'user' else 'MENENIUS' }}:
 {{ m.content }}

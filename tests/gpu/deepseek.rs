@@ -2,7 +2,7 @@
 //! that do not depend on the batch.
 
 use candle_core::{DType, Device};
-use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
+use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
 use model_runtime::{CausalLm, Config, DummyWeights, Exec, Geometry, MlaForm, RankView};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelFamily};
@@ -77,7 +77,7 @@ fn on_device(
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    model_deepseekv2_legacy::load(&config, mla, &options.decoder(path), vb).unwrap().0
+    model_families::deepseek_v2::load(&config, mla, &options.decoder(path), vb).unwrap().0
 }
 
 fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::DType;
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
 use moe_engine::{LoadOptions, ModelFamily};
@@ -23,7 +23,7 @@ fn model() -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
-    model_qwen3moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
+    model_families::qwen3_moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
 pub fn requests(count: usize, new_tokens: usize) -> Vec<Request> {

@@ -2,7 +2,7 @@
 //! computed as part of the prompt or one by one.
 
 use candle_core::DType;
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, DummyWeights, Exec, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelFamily};
@@ -28,7 +28,7 @@ fn model(replaced: &[(&str, &str)], dtype: DType) -> Qwen3Moe {
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    model_qwen3moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
+    model_families::qwen3_moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
 }
 
 /// Prompts of 1 to 150 tokens; the first is a long one.

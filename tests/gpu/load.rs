@@ -4,7 +4,7 @@
 use std::fs;
 
 use candle_core::{DType, Device, Result, Tensor};
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles, TensorSlice};
 use moe_engine::ModelFamily;
 use moe_experts::{ExpertWeights, LoadSpec};

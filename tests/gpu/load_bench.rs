@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candle_core::{DType, Device};
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, Geometry, RankView, TensorFiles, TensorLayout, TensorSpec};
 use moe_engine::{LoadOptions, ModelFamily};
 use rayon::prelude::*;

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_qwen3moe::Qwen3MoeConfig;
+use model_families::qwen3_moe::Qwen3MoeConfig;
 use model_runtime::{RankView, TensorFiles, TensorLayout};
 use moe_kernels::cuda::Staging;
 use moe_kernels::{Buffer, ViewMut};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Checkpoint, RankView};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_kernels::cuda::Staging;

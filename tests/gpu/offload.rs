@@ -2,7 +2,7 @@
 //! device.
 
 use candle_core::DType;
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{CausalLm, Config, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelFamily};
@@ -207,7 +207,7 @@ fn model(offloaded: usize) -> Qwen3Moe {
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let expert_offload = Some(offloaded * ONE_OF_EACH).filter(|bytes| *bytes > 0);
     let options = LoadOptions { context, expert_offload, ..LoadOptions::default() };
-    model_qwen3moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
+    model_families::qwen3_moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
 }
 
 fn config(max_num_seqs: usize, max_num_batched_tokens: usize, enforce_eager: bool) -> EngineConfig {
@@ -263,7 +263,10 @@ fn what_cannot_live_in_host_memory_is_refused_by_name() {
     let load = |dtype, bytes, path, device: &candle_core::Device| {
         let vb = DummyWeights::new(layout.tensors.clone(), 7).var_builder(dtype, device);
         let options = LoadOptions { expert_offload: Some(bytes), ..LoadOptions::default() };
-        format!("{:#}", model_qwen3moe::load(&config, &options.decoder(path), vb).map(drop).unwrap_err())
+        format!(
+            "{:#}",
+            model_families::qwen3_moe::load(&config, &options.decoder(path), vb).map(drop).unwrap_err()
+        )
     };
     let (gpu, bf16) = (cuda().device().clone(), DType::BF16);
     for (dtype, bytes, path, device, said) in [

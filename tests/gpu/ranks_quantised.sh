@@ -8,7 +8,7 @@ quantised() {
   requests "$out/requests.jsonl" 24 32
   for scheme in gptq-int4-channel gptq-int4-act-order fp8-block; do
     folder=$out/text-$scheme
-    rm -rf "$folder" && cp -r "$root/models/qwen3moe/checkpoint" "$folder"
+    rm -rf "$folder" && cp -r "$root/models/families/checkpoint" "$folder"
     check "quantise-$scheme" 90 python3 "$root/tests/gpu/quantise.py" "$folder" $scheme
     answers=("$qwen" batch --model "$folder-packed") one=$scheme-one
     # What would be quantised depends on how many rows a rank has.

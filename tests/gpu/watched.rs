@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{
     CausalLm, Config, DummyWeights, Exec, Geometry, LogitsRows, RoutedExperts, SequenceStep, Step,
     StepContext, run_step,
@@ -26,7 +26,7 @@ fn model_on(device: &Device, text: &str) -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(text, "config.json").unwrap()).unwrap();
     let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, device);
-    model_qwen3moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
+    model_families::qwen3_moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
 /// What a run leaves.

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result};
 use candle_nn::VarBuilder;
-use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Family};
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeFamily};
+use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Family};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeFamily};
 use model_runtime::{
     BlockAllocator, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, MlaForm, SequenceBlocks,
     SequenceStep, Step, StepContext, run_step,
@@ -32,14 +32,14 @@ pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
 /// As [`load`], on a path of experts.
 pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
     load_family::<Qwen3MoeFamily, _>(name, dtype, |config, options, vb| {
-        Ok(model_qwen3moe::load(config, &options.decoder(path), vb)?.0)
+        Ok(model_families::qwen3_moe::load(config, &options.decoder(path), vb)?.0)
     })
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
 pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<DeepseekV2> {
     load_family::<DeepseekV2Family, _>(name, dtype, |config, options, vb| {
-        Ok(model_deepseekv2_legacy::load(config, mla, &options.decoder(path), vb)?.0)
+        Ok(model_families::deepseek_v2::load(config, mla, &options.decoder(path), vb)?.0)
     })
 }
 

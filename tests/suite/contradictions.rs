@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{Checkpoint, Geometry};
 use moe_comm::ParallelConfig;
 use moe_engine::{LoadOptions, ModelFamily};

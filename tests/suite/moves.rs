@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use moe_comm::{Communicator, EpBackend, ExpertMap, ParallelConfig, ReplicaChoice, ThreadComm};
 use moe_engine::ModelFamily;
 use moe_engine::engine::DpEngine;

@@ -2,8 +2,8 @@
 //! any chunk size give the bits of one rank.
 
 use candle_core::DType;
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::MlaForm;
 use moe_comm::ParallelConfig;
 use moe_layer::MoePath;

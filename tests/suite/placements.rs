@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::MoeInfo;
 use moe_comm::{ExpertPlacement, ParallelConfig, ReplicaChoice};
 use moe_engine::ModelFamily;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{Checkpoint, DummyWeights, Exec, ModelInfo, RankView};
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::{EngineConfig, Request};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Result, bail};
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{
     CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepRanks, StepViews,
 };

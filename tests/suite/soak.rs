@@ -2,7 +2,7 @@
 //! `cargo test --release -p moe-tests --test suite -- --ignored --nocapture soak_of`, SOAK_STEPS=100000 by default.
 
 use candle_core::DType;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::{DpEngine, EngineConfig};
 use moe_layer::ExpertPlacements;

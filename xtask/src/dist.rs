@@ -39,7 +39,7 @@ const FILES: &[&str] = &[
     "tests/bench/skewed_routing.py",
     "tests/bench/peers",
     // What tests/gpu/ranks_quantised.sh quantises. The programs hold the same bytes, so the archive hardly grows.
-    "models/qwen3moe/checkpoint",
+    "models/families/checkpoint",
 ];
 
 #[derive(clap::Args)]
@@ -60,14 +60,10 @@ pub fn run(args: &Args) -> Result<()> {
     let mut environment = toolkit.environment()?;
     // Benchmarks name the commit; there is no repository where they run.
     environment.push(("MOE_COMMIT", workspace::commit()?.into()));
-    let binaries: Vec<String> = workspace::packages()?
-        .into_iter()
-        .filter(|package| package.dir.starts_with(root().join("models")))
-        .map(|package| package.name)
-        .collect();
+    let packages = workspace::model_programs()?;
     // One selection of packages for all: another one would have other features, and compile candle again.
     let mut selected = vec!["moe-tests"];
-    selected.extend(binaries.iter().map(String::as_str));
+    selected.extend(packages.iter().map(|package| package.name.as_str()));
     selected.extend(UNIT_TESTED);
     let build = |command: &[&str], targets: &[&str]| {
         let mut build = cargo();
@@ -82,7 +78,7 @@ pub fn run(args: &Args) -> Result<()> {
         fs::remove_dir_all(&folder)?;
     }
     fs::create_dir_all(folder.join("bin")).with_context(|| format!("cannot make {}", folder.display()))?;
-    for name in &binaries {
+    for name in packages.iter().flat_map(|package| &package.programs) {
         strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
     }
     let units = test_programs(&units)?

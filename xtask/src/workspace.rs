@@ -14,6 +14,8 @@ pub struct Package {
     /// Normal and build dependencies by package name, external ones too.
     pub deps: Vec<String>,
     pub has_lib: bool,
+    /// Names of its programs.
+    pub programs: Vec<String>,
     /// May be published, so it is a library that others build on.
     pub publish: bool,
     manifest: Value,
@@ -65,6 +67,13 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// The packages of models/ that are programs.
+pub fn model_programs() -> Result<Vec<Package>> {
+    let models = root().join("models");
+    let all = packages()?.into_iter();
+    Ok(all.filter(|package| package.dir.starts_with(&models) && !package.programs.is_empty()).collect())
+}
+
 /// All packages of the workspace.
 pub fn packages() -> Result<Vec<Package>> {
     let output = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
@@ -107,13 +116,17 @@ fn package(p: &Value) -> Result<Package> {
         .filter(|d| d["kind"].as_str() != Some("dev"))
         .filter_map(|d| d["name"].as_str().map(str::to_string))
         .collect();
-    let has_lib =
-        array(&p["targets"]).iter().any(|t| array(&t["kind"]).iter().any(|k| k.as_str() == Some("lib")));
+    let targets = array(&p["targets"]);
+    let is = |target: &Value, kind: &str| array(&target["kind"]).iter().any(|k| k.as_str() == Some(kind));
+    let has_lib = targets.iter().any(|target| is(target, "lib"));
+    let programs = targets.iter().filter(|target| is(target, "bin"));
+    let programs = programs.filter_map(|target| target["name"].as_str().map(str::to_string)).collect();
     Ok(Package {
         name: p["name"].as_str().unwrap_or_default().to_string(),
         dir: Path::new(manifest).parent().context("a manifest has no folder")?.to_path_buf(),
         deps,
         has_lib,
+        programs,
         publish: p["publish"].is_null(),
         manifest: p.clone(),
     })

@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 use candle_nn::VarBuilder;
-use model_deepseekv2_legacy::{DeepseekV2Config, DeepseekV2Family};
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::deepseek_v2::{DeepseekV2Config, DeepseekV2Family};
+use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, DecoderConfig, Geometry, TensorLayout};
 use moe_engine::{LoadOptions, LoadedModel, ModelFamily};
 use serde_json::Value;

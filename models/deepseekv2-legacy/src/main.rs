@@ -4,5 +4,5 @@
 static ALLOCATOR: moe_cli::HugePages = moe_cli::HugePages;
 
 fn main() -> std::process::ExitCode {
-    moe_cli::main::<model_deepseekv2_legacy::DeepseekV2Family>()
+    moe_cli::main::<model_families::deepseek_v2::DeepseekV2Family>()
 }

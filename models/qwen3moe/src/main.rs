@@ -4,5 +4,5 @@
 static ALLOCATOR: moe_cli::HugePages = moe_cli::HugePages;
 
 fn main() -> std::process::ExitCode {
-    moe_cli::main::<model_qwen3moe::Qwen3MoeFamily>()
+    moe_cli::main::<model_families::qwen3_moe::Qwen3MoeFamily>()
 }

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use candle_core::DType;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::Config;
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::EngineConfig;

@@ -9,8 +9,8 @@ mod pack;
 use std::collections::BTreeSet;
 
 use candle_core::{DType, Device};
-use model_deepseekv2_legacy::DeepseekV2Family;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::deepseek_v2::DeepseekV2Family;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{BlockContext, CausalLm, Checkpoint, Exec, Geometry, MlaForm};
 use moe_comm::ParallelConfig;
 use moe_engine::{LoadOptions, ModelFamily};

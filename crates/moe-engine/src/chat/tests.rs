@@ -98,7 +98,7 @@ fn checkpoints_as_transformers_loads_them() {
 
 #[test]
 fn a_checkpoint_without_templates_has_none_and_a_broken_one_is_an_error() {
-    let embedded = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/qwen3moe/checkpoint");
+    let embedded = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/families/checkpoint");
     let config = std::fs::read(embedded.join("tokenizer_config.json")).unwrap();
     assert!(ChatTemplate::from_tokenizer_config(&config).unwrap().is_none());
     assert!(ChatTemplate::from_dir(&embedded).unwrap().is_none());

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use model_deepseekv2_legacy::DeepseekV2Config;
+use model_families::deepseek_v2::DeepseekV2Config;
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, DecoderConfig, DecoderNames, KvLayout, MlaAttention, MlaForm,
     MlaNames, RmsNorm,

@@ -63,7 +63,7 @@ fn settings(calibration: Calibration, group: QuantGroup) -> Settings {
 fn layers_one_by_one_are_the_model() {
     let text = repository().join("docs/architecture.md");
     for (model, group) in [
-        ("models/qwen3moe/checkpoint", QuantGroup::Size(32)),
+        ("models/families/checkpoint", QuantGroup::Size(32)),
         ("tests/fixtures/text", QuantGroup::Channel),
         ("tests/fixtures/deepseek-text", QuantGroup::Channel),
     ] {

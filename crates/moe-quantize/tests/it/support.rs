@@ -14,7 +14,7 @@ pub fn repository() -> PathBuf {
 
 /// The small trained Qwen3-MoE checkpoint.
 pub fn bundled() -> PathBuf {
-    repository().join("models/qwen3moe/checkpoint")
+    repository().join("models/families/checkpoint")
 }
 
 pub fn fixture(name: &str) -> PathBuf {

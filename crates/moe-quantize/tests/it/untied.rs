@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use candle_nn::var_builder::SimpleBackend;
-use model_qwen3moe::Qwen3MoeFamily;
+use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
     host_logits, run_step,

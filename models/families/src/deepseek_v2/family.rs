@@ -7,8 +7,8 @@ use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 use tracing::warn;
 
-use crate::config::DeepseekV2Config;
-use crate::model;
+use super::config::DeepseekV2Config;
+use super::model;
 
 const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
 

@@ -8,7 +8,7 @@ use model_runtime::{
 use moe_layer::BackendSelection;
 use moe_layer::candle::{DType, Result};
 
-use crate::config::DeepseekV2Config;
+use super::config::DeepseekV2Config;
 
 /// A loaded DeepSeek-V2 model.
 pub type DeepseekV2 = Decoder<MlaAttention>;

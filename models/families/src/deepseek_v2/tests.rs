@@ -1,14 +1,14 @@
 //! Configs of published models and in both styles: what they come to.
-#![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
-use model_deepseekv2_legacy::{DeepseekV2Config, DeepseekV2Family};
 use model_runtime::config::Config;
 use model_runtime::{Geometry, MlaForm, TensorSpec};
 use moe_engine::ModelFamily;
 use moe_layer::RouterSelection;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+
+use super::{DeepseekV2Config, DeepseekV2Family};
 
 fn config(value: Value) -> DeepseekV2Config {
     DeepseekV2Config::new(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()

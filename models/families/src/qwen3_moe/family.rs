@@ -8,8 +8,8 @@ use model_runtime::{Config, ConfigError, Geometry, GeometryError, KvLayout, MlaF
 use moe_engine::{DeviceChoice, Embedded, EmbeddedChat, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
-use crate::config::Qwen3MoeConfig;
-use crate::model;
+use super::config::Qwen3MoeConfig;
+use super::model;
 
 const NO_MLA: &str = "--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out";
 
@@ -66,13 +66,13 @@ impl ModelFamily for Qwen3MoeFamily {
 
     fn embedded() -> Option<Embedded> {
         Some(Embedded {
-            weights: include_bytes!("../checkpoint/model.safetensors"),
-            config: include_str!("../checkpoint/config.json"),
-            generation_config: include_str!("../checkpoint/generation_config.json"),
-            tokenizer: include_bytes!("../checkpoint/tokenizer.json"),
+            weights: include_bytes!("../../checkpoint/model.safetensors"),
+            config: include_str!("../../checkpoint/config.json"),
+            generation_config: include_str!("../../checkpoint/generation_config.json"),
+            tokenizer: include_bytes!("../../checkpoint/tokenizer.json"),
             prompt: "First Citizen:\n",
             // It was trained on plays, in which a blank line ends what somebody says.
-            chat: Some(EmbeddedChat { template: include_str!("../checkpoint/play.jinja"), stop: "\n\n" }),
+            chat: Some(EmbeddedChat { template: include_str!("../../checkpoint/play.jinja"), stop: "\n\n" }),
         })
     }
 }

@@ -4,6 +4,8 @@
 mod config;
 mod family;
 mod model;
+#[cfg(test)]
+mod tests;
 
 pub use config::DeepseekV2Config;
 pub use family::DeepseekV2Family;

@@ -8,7 +8,7 @@ use model_runtime::{
 use moe_layer::BackendSelection;
 use moe_layer::candle::{DType, Result};
 
-use crate::config::Qwen3MoeConfig;
+use super::config::Qwen3MoeConfig;
 
 /// A loaded Qwen3-MoE model.
 pub type Qwen3Moe = Decoder<Attention>;

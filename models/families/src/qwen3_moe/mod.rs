@@ -1,6 +1,5 @@
 //! Qwen3-MoE on the runtime of this workspace: the config, the tensors, the attention, and a
-//! small trained checkpoint that is part of the program.
-#![doc = include_str!("../README.md")]
+//! small trained checkpoint that is part of its program.
 
 mod config;
 mod family;
