@@ -6,8 +6,9 @@
 //!             └─► lines that wait ─► compilers ──┘
 //! ```
 //!
-//! The compilers take the shortest text first, so that a few megabytes of one line delay no small schema. A line whose
-//! grammar cannot be used becomes an error record.
+//! A long text waits while the compilers take short ones of later lines, so that a few megabytes of one line delay no small
+//! schema; a line further for each [`BYTES_PER_LINE`], so that its time comes. A line whose grammar cannot be used becomes an
+//! error record.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -22,6 +23,8 @@ use super::entries::{Entry, Work};
 /// Lines that may wait for a compiler, and bytes of their grammars. Beyond that the input is read no further.
 const MAX_LINES: usize = 512;
 const MAX_BYTES: usize = 256 << 20;
+/// Bytes of a grammar's text for which it lets one further line go first.
+const BYTES_PER_LINE: usize = 128;
 
 /// The entries of `entries` with their grammars compiled, in an order of its own. Each compiler works on a thread.
 pub fn compile_ahead(
@@ -95,8 +98,8 @@ struct Waiting {
 
 #[derive(Default)]
 struct Queue {
-    /// By the length of the grammar's text, then in their order.
-    entries: BTreeMap<(usize, u64), (Arc<StructuredOutput>, Entry)>,
+    /// By the line whose turn is theirs, then by their own.
+    entries: BTreeMap<(u64, u64), (Arc<StructuredOutput>, Entry)>,
     bytes: usize,
     closed: bool,
 }
@@ -118,18 +121,19 @@ impl Waiting {
         }
         let len = output.text_len();
         queue.bytes += len;
-        queue.entries.insert((len, entry.line), (output, entry));
+        let turn = entry.line + (len / BYTES_PER_LINE) as u64;
+        queue.entries.insert((turn, entry.line), (output, entry));
         self.changed.notify_all();
         true
     }
 
-    /// The entry with the shortest grammar, once there is one; `None` after the last.
+    /// The entry whose turn it is, once there is one; `None` after the last.
     fn next(&self) -> Option<(Arc<StructuredOutput>, Entry)> {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let nothing = |queue: &mut Queue| queue.entries.is_empty() && !queue.closed;
         let mut queue = self.changed.wait_while(queue, nothing).unwrap_or_else(PoisonError::into_inner);
-        let ((len, _), next) = queue.entries.pop_first()?;
-        queue.bytes -= len;
+        let (_, next) = queue.entries.pop_first()?;
+        queue.bytes -= next.0.text_len();
         self.changed.notify_all();
         Some(next)
     }
@@ -152,14 +156,15 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_grammar_is_compiled_first_and_equal_ones_in_their_order() {
+    fn long_grammars_let_short_ones_of_later_lines_go_first_but_not_all() {
         let waiting = Waiting::default();
-        for (line, len) in [(1, 9), (2, 3), (3, 3), (4, 1)] {
-            assert!(waiting.add(Arc::new(StructuredOutput::Regex("a".repeat(len))), entry(line)));
+        for (line, lines) in [(1, 9), (2, 3), (3, 3), (4, 0), (9, 0), (10, 0), (11, 0)] {
+            let text = "a".repeat(lines * BYTES_PER_LINE + 1);
+            assert!(waiting.add(Arc::new(StructuredOutput::Regex(text)), entry(line)));
         }
         waiting.close();
         let order: Vec<u64> = std::iter::from_fn(|| waiting.next()).map(|(_, entry)| entry.line).collect();
-        assert_eq!(order, [4, 2, 3, 1]);
+        assert_eq!(order, [4, 2, 3, 9, 1, 10, 11]);
         assert!(!waiting.add(Arc::new(StructuredOutput::JsonObject), entry(5)), "it is closed");
     }
 

@@ -1,13 +1,10 @@
 //! How deep compiling a grammar may recurse, known before it begins: a full stack ends the process.
 //!
-//! llguidance goes down one level for each value of a JSON schema in another, through every `$ref` that it meets for the
-//! first time, and for each rule of a Lark grammar through the rules that it names. The sum over all of them bounds the
-//! depth whatever refers to what. Regular expressions nest to a limit of the regex-syntax crate's.
-
-use std::collections::HashSet;
+//! llguidance goes down one level for each rule of a Lark grammar through the rules that it names. The sum over all of them
+//! bounds the depth whatever refers to what. Regular expressions nest to a limit of the regex-syntax crate's. JSON schemas
+//! have limits of their own, in `schema`.
 
 use llguidance::api::TopLevelGrammar;
-use serde_json::Value;
 
 /// The most levels. Their frames take a few kilobytes each: [`super::compiler::STACK`] has room for more.
 const MAX_LEVELS: usize = 30_000;
@@ -17,7 +14,6 @@ const MAX_WIDE_CLASSES: usize = 2_000;
 /// Refuses what may nest too deep or grow too large.
 pub(super) fn check(grammar: &TopLevelGrammar) -> Result<(), String> {
     for part in &grammar.grammars {
-        part.json_schema.as_ref().map_or(Ok(()), check_schema)?;
         if let Some(text) = part.lark_grammar.as_deref() {
             let levels = lark_levels(text);
             if levels > MAX_LEVELS {
@@ -33,44 +29,6 @@ pub(super) fn check(grammar: &TopLevelGrammar) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// Refuses a JSON schema that may nest too deep.
-pub(super) fn check_schema(schema: &Value) -> Result<(), String> {
-    match schema_levels(schema) {
-        0..=MAX_LEVELS => Ok(()),
-        levels => {
-            Err(format!("its definitions may nest {levels} levels deep, and at most {MAX_LEVELS} are taken"))
-        }
-    }
-}
-
-/// The depth of the schema, and of all that a `$ref` in it leads to.
-fn schema_levels(schema: &Value) -> usize {
-    let mut refs = HashSet::new();
-    let mut levels = measure(schema, &mut refs);
-    for reference in &refs {
-        let target = reference.strip_prefix('#').and_then(|path| schema.pointer(path));
-        levels += 1 + target.map_or(0, |target| measure(target, &mut HashSet::new()));
-    }
-    levels
-}
-
-/// The depth of a value; adds the texts of each `$ref` in it.
-fn measure<'a>(root: &'a Value, refs: &mut HashSet<&'a str>) -> usize {
-    let (mut deepest, mut todo) = (0, vec![(root, 1)]);
-    while let Some((value, depth)) = todo.pop() {
-        deepest = deepest.max(depth);
-        match value {
-            Value::Array(values) => todo.extend(values.iter().map(|value| (value, depth + 1))),
-            Value::Object(fields) => {
-                refs.extend(fields.get("$ref").and_then(Value::as_str));
-                todo.extend(fields.values().map(|value| (value, depth + 1)));
-            }
-            _ => {}
-        }
-    }
-    deepest
 }
 
 /// At least as many as the text has rules and groups. A grammar of one regular expression has one rule.

@@ -8,22 +8,28 @@ use std::thread::available_parallelism;
 use llguidance::Matcher;
 use llguidance::api::{GrammarInit, TopLevelGrammar};
 
-use super::compiler::Compiler;
+use super::compiler::{Compiled, Compiler};
 use super::lead::Tags;
+use super::room::{Room, Taken};
 use super::{StructuredOutput, StructuredOutputError, bounds, perl, schema, tool_calls};
 use crate::tokenizer::Tokenizer;
 
-/// Grammars that are kept though they are not in use; the one that was asked for least lately goes.
+/// Grammars that are kept though they are not in use, and bytes of their lexers; the one that was asked for least lately goes.
 const KEPT: usize = 32;
+const KEPT_LEXER_BYTES: usize = 4 << 20;
+/// Bytes of the lexers of all grammars, beyond which none is compiled ahead of its use: about 100 MB in all.
+const AHEAD_LEXER_BYTES: usize = 8 << 20;
 /// The longest text of a schema, expression, list or grammar.
 const LONGEST: usize = 1 << 20;
 /// The schema of an object with any members.
 const ANY_OBJECT: &str = r#"{"type": "object"}"#;
 /// Lexers of a grammar at most.
 const MAX_LEXERS: usize = 8;
+
 /// Compiles for one tokenizer.
 pub(crate) struct Grammars {
     compiler: Arc<Compiler>,
+    room: Arc<Room>,
     state: Mutex<State>,
 }
 
@@ -38,10 +44,11 @@ struct State {
 impl State {
     fn keep(&mut self, grammar: Arc<Grammar>) {
         self.kept.retain(|kept| !Arc::ptr_eq(kept, &grammar));
-        if self.kept.len() == KEPT {
-            self.kept.remove(0);
-        }
         self.kept.push(grammar);
+        let mut bytes: usize = self.kept.iter().map(|kept| kept.taken.bytes()).sum();
+        while self.kept.len() > KEPT || bytes > KEPT_LEXER_BYTES {
+            bytes -= self.kept.remove(0).taken.bytes();
+        }
     }
 }
 
@@ -55,11 +62,14 @@ pub(crate) struct Grammar {
     /// a lock. So there are several, for masks that threads compute side by side.
     shared: Vec<Mutex<Option<Matcher>>>,
     next: AtomicUsize,
+    /// The room of its lexer.
+    taken: Taken,
 }
 
 impl Grammars {
     pub fn new(tokenizer: Tokenizer) -> Self {
-        Self { compiler: Arc::new(Compiler::new(tokenizer)), state: Mutex::default() }
+        let compiler = Arc::new(Compiler::new(tokenizer));
+        Self { compiler, room: Arc::default(), state: Mutex::default() }
     }
 
     /// The compiled form.
@@ -70,13 +80,18 @@ impl Grammars {
         if let Some(grammar) = self.known(output) {
             return Ok(grammar);
         }
-        let (pristine, tags) = self.compiler.compile(output).map_err(|reason| output.error(reason))?;
-        let grammar = Arc::new(Grammar::new(pristine, tags));
+        let compiled = self.compiler.compile(output).map_err(|reason| output.error(reason))?;
+        let grammar = Arc::new(Grammar::new(compiled, &self.room));
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.known.retain(|_, grammar| grammar.strong_count() > 0);
         state.known.insert(output.clone(), Arc::downgrade(&grammar));
         state.keep(grammar.clone());
         Ok(grammar)
+    }
+
+    /// Waits until the grammars that there are leave room for another one. Grammars that are in use go when their requests end.
+    pub fn wait_for_room(&self) {
+        self.room.wait_below(AHEAD_LEXER_BYTES);
     }
 
     /// The compiled form, if it is there.
@@ -95,10 +110,17 @@ impl Grammars {
 }
 
 impl Grammar {
-    fn new(pristine: Matcher, tags: Arc<Tags>) -> Self {
+    fn new(compiled: Compiled, room: &Arc<Room>) -> Self {
+        let Compiled { pristine, tags, lexer_bytes } = compiled;
         let lexers = available_parallelism().map_or(1, usize::from).min(MAX_LEXERS);
         let shared = (0..lexers).map(|_| Mutex::default()).collect();
-        Self { tags, pristine: Mutex::new(pristine), shared, next: AtomicUsize::new(0) }
+        Self {
+            tags,
+            pristine: Mutex::new(pristine),
+            shared,
+            next: AtomicUsize::new(0),
+            taken: room.take(lexer_bytes),
+        }
     }
 
     /// A matcher at the first token that shares its lexer with others.
@@ -126,7 +148,9 @@ pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String>
         StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(&perl::ascii(text)),
         StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
         StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
-        StructuredOutput::ToolCalls { functions, parallel } => tool_calls::describe(functions, *parallel)?,
+        StructuredOutput::ToolCalls { functions, parallel } => {
+            return tool_calls::compile(functions, *parallel);
+        }
     };
     bounds::check(&grammar)?;
     Ok(GrammarInit::Serialized(grammar))

@@ -20,6 +20,7 @@ mod lead;
 mod limits_tests;
 mod perl;
 mod precompiler;
+mod room;
 mod schema;
 #[cfg(test)]
 mod tests;

@@ -40,7 +40,7 @@ impl Precompiler {
         self.grammars.known(output).map(Precompiled)
     }
 
-    /// Compiles for the engine; waits for it.
+    /// Compiles for the engine, once there is room for one more grammar; waits for both.
     ///
     /// # Errors
     /// It is not well-formed, uses what is not supported, allows no text, or takes more than the limits.
@@ -49,6 +49,7 @@ impl Precompiler {
             return Ok(known);
         }
         self.try_elsewhere(output).map_err(|reason| output.error(reason))?;
+        self.grammars.wait_for_room();
         self.grammars.compile(output).map(Precompiled)
     }
 

@@ -6,62 +6,37 @@
 //! </tool_call>
 //! ```
 
-use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
-use serde_json::{Map, Value, json};
+use llguidance::api::GrammarInit;
+use serde_json::json;
 
 use super::Function;
+use super::schema::Texts;
 use crate::chat::{CALL, END_CALL};
 
 /// The grammar of at least one call, or of exactly one.
-pub(super) fn describe(functions: &[Function], parallel: bool) -> Result<TopLevelGrammar, String> {
+pub(super) fn compile(functions: &[Function], parallel: bool) -> Result<GrammarInit, String> {
     if functions.is_empty() {
         return Err("expected at least one function".into());
     }
-    let mut grammars = Vec::with_capacity(1 + functions.len());
+    let mut texts = Texts::new();
+    let end = texts.literal(&format!("}}\n{END_CALL}"));
     let mut calls = Vec::with_capacity(functions.len());
-    for (i, function) in functions.iter().enumerate() {
-        let name = json!(function.name);
-        let begin = literal(&format!("{CALL}\n{{\"name\": {name}, \"arguments\": "));
-        calls.push(format!("{begin} @arguments_{i} {}", literal(&format!("}}\n{END_CALL}"))));
-        let arguments = schema(&function.parameters)
-            .map_err(|reason| format!("the parameters of the function {name}: {reason}"))?;
-        grammars.push(GrammarWithLexer {
-            name: Some(format!("arguments_{i}")),
-            ..GrammarWithLexer::from_json_schema(arguments)
-        });
+    for Function { name, parameters } in functions {
+        let name = json!(name);
+        let begin = texts.literal(&format!("{CALL}\n{{\"name\": {name}, \"arguments\": "));
+        let arguments = texts.value(parameters);
+        let arguments =
+            arguments.map_err(|reason| format!("the parameters of the function {name}: {reason}"))?;
+        calls.push(vec![begin, arguments, end]);
     }
-    let more = if parallel { " (\"\\n\" call)*" } else { "" };
-    let text = format!("start: call{more}\ncall: {}\n", calls.join("\n    | "));
-    grammars.insert(0, GrammarWithLexer::from_lark(text));
-    Ok(TopLevelGrammar { grammars, max_tokens: None })
-}
-
-/// The schema of arguments, for llguidance's own compiler.
-fn schema(text: &str) -> Result<Value, String> {
-    match serde_json::from_str(text) {
-        Ok(Value::Object(schema)) => Ok(with_white_space(schema)),
-        // Anything goes.
-        Ok(Value::Bool(true)) => Ok(with_white_space(Map::new())),
-        Ok(Value::Bool(false)) => Err("the schema false allows no text".into()),
-        Ok(other) => Err(format!("expected a JSON object, got {other}")),
-        Err(e) => Err(format!("it is not JSON: {e}")),
+    let call = texts.either(calls);
+    let mut parts = vec![call];
+    if parallel {
+        let between = texts.literal("\n");
+        let further = texts.either(vec![vec![between, call]]);
+        parts.extend(texts.repeated(further));
     }
-}
-
-/// The schema with little white space, unless it says itself what it wants.
-fn with_white_space(mut schema: Map<String, Value>) -> Value {
-    let options = schema.entry("x-guidance").or_insert_with(|| json!({}));
-    if let Some(options) = options.as_object_mut()
-        && !options.contains_key("whitespace_flexible")
-    {
-        options.entry("whitespace_pattern").or_insert_with(|| " ".into());
-    }
-    schema.into()
-}
-
-/// A literal of Lark, whose strings are those of JSON.
-fn literal(text: &str) -> String {
-    json!(text).to_string()
+    texts.finish(parts)
 }
 
 #[cfg(test)]
@@ -82,8 +57,12 @@ mod tests {
 
     /// How much of a text follows the grammar, and whether it is complete and may be.
     fn follow(parallel: bool, text: &str) -> (usize, bool, bool) {
+        follow_calls(functions(), parallel, text)
+    }
+
+    fn follow_calls(functions: Vec<Function>, parallel: bool, text: &str) -> (usize, bool, bool) {
         let tokenizer = Tokenizer::bytes().unwrap();
-        let output = StructuredOutput::ToolCalls { functions: functions(), parallel };
+        let output = StructuredOutput::ToolCalls { functions, parallel };
         let mut constraint = Constraint::new(Grammars::new(tokenizer.clone()).compile(&output).unwrap());
         let tokens = tokenizer.encode(text).unwrap();
         let end = 5_000;
@@ -112,11 +91,34 @@ mod tests {
         assert_eq!(follow(true, "Hi").0, 0);
     }
 
+    /// The same compiler as for a schema alone: numbers are exact and end, and definitions are those of each function.
+    #[test]
+    fn arguments_are_as_exact_as_structured_output() {
+        let bounded = json!({"$defs": {"x": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.5}},
+            "type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"],
+            "additionalProperties": false});
+        let large = json!({"$defs": {"x": {"enum": [9_007_199_254_740_993_u64]}},
+            "type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"],
+            "additionalProperties": false});
+        let functions = vec![
+            Function { name: "f".into(), parameters: bounded.to_string() },
+            Function { name: "fg".into(), parameters: large.to_string() },
+        ];
+        let call = |name: &str, x: &str| {
+            format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {{\"x\": {x}}}}}\n</tool_call>")
+        };
+        let takes = |text: &str| follow_calls(functions.clone(), false, text).1;
+        assert!(takes(&call("f", "5.25")) && takes(&call("fg", "9007199254740993")));
+        for (name, x) in [("f", "5"), ("f", "5.5"), ("fg", "9007199254740992"), ("fg", "5.25")] {
+            assert!(!takes(&call(name, x)), "{name} {x}");
+        }
+    }
+
     #[test]
     fn what_is_wrong_names_the_function() {
         let wrong = [Function { name: "f".into(), parameters: "5".into() }];
-        let error = describe(&wrong, true).unwrap_err();
+        let error = compile(&wrong, true).err().unwrap();
         assert_eq!(error, "the parameters of the function \"f\": expected a JSON object, got 5");
-        assert!(describe(&[], true).is_err());
+        assert!(compile(&[], true).is_err());
     }
 }

@@ -34,8 +34,11 @@ use llguidance::api::GrammarInit;
 use llguidance::derivre::RegexAst;
 
 use json::Json;
+use rules::{Grammar, RuleRef};
 use schemas::Schemas;
 use values::Values;
+
+pub(super) use rules::Item;
 
 /// White space that may stand between the tokens of JSON, as Outlines has it: nothing or one blank. Were line breaks with
 /// their indentation allowed, small models would go on with blanks until the limit of tokens cuts the text off.
@@ -46,22 +49,84 @@ const WHITE_SPACE: &str = " ";
 /// # Errors
 /// It is not JSON, wrong, not supported, too large, or allows no text.
 pub(super) fn compile(text: &str) -> Result<GrammarInit, String> {
-    let schema = Json::read(text)?;
-    match schema {
-        Json::Object(_) | Json::Bool(true) => (),
-        Json::Bool(false) => return Err("the schema false allows no text".into()),
-        other => return Err(format!("expected a JSON object, got {}", other.short())),
+    let mut texts = Texts::new();
+    let value = texts.value(text)?;
+    texts.finish(vec![value])
+}
+
+/// A grammar of values that follow schemas, and of text around them.
+pub(super) struct Texts {
+    grammar: Grammar,
+    start: RuleRef,
+    /// What may stand between terminals, as a regular expression; the same for all values.
+    white_space: Option<Option<String>>,
+}
+
+impl Texts {
+    pub fn new() -> Self {
+        let mut grammar = Grammar::default();
+        // The first rule is the start.
+        let start = grammar.reserve();
+        Self { grammar, start, white_space: None }
     }
-    let options = Options::read(schema.get("x-guidance"))?;
-    let mut schemas = Schemas::new(&schema, options.coerce_one_of);
-    let goal = shape::all(vec![schemas.schema(&schema)]);
-    let grammar = Values::write(schemas, goal, options.item_separator, options.key_separator)?;
-    emit::emit(&grammar, options.white_space)
+
+    /// A value that follows a schema.
+    ///
+    /// # Errors
+    /// The schema is not JSON, wrong, not supported, too large, or wants other white space than an earlier one.
+    pub fn value(&mut self, text: &str) -> Result<Item, String> {
+        let schema = Json::read(text)?;
+        match schema {
+            Json::Object(_) | Json::Bool(true) => (),
+            Json::Bool(false) => return Err("the schema false allows no text".into()),
+            other => return Err(format!("expected a JSON object, got {}", other.short())),
+        }
+        let options = Options::read(schema.get("x-guidance"))?;
+        if *self.white_space.get_or_insert_with(|| options.white_space.clone()) != options.white_space {
+            return Err("x-guidance: other schemas of the same text have other white space".into());
+        }
+        let mut schemas = Schemas::new(&schema, options.coerce_one_of);
+        let goal = shape::all(vec![schemas.schema(&schema)]);
+        let grammar = std::mem::take(&mut self.grammar);
+        let (grammar, value) =
+            Values::write(grammar, schemas, goal, options.item_separator, options.key_separator)?;
+        self.grammar = grammar;
+        Ok(Item::Rule(value))
+    }
+
+    /// This text.
+    pub fn literal(&mut self, text: &str) -> Item {
+        self.grammar.literal(text)
+    }
+
+    /// One of these sequences.
+    pub fn either(&mut self, alternatives: Vec<Vec<Item>>) -> Item {
+        Item::Rule(self.grammar.rule(alternatives))
+    }
+
+    /// Any number of a part after each other.
+    pub fn repeated(&mut self, part: Item) -> Vec<Item> {
+        self.grammar.repeat(part, 0, None)
+    }
+
+    /// The grammar of the texts that are these parts after each other.
+    ///
+    /// # Errors
+    /// There is no such text, or the grammar is too large.
+    pub fn finish(mut self, parts: Vec<Item>) -> Result<GrammarInit, String> {
+        self.grammar.fill(self.start, vec![parts]);
+        let white_space = match self.white_space {
+            Some(Some(pattern)) => RegexAst::Regex(pattern),
+            Some(None) | None => RegexAst::NoMatch,
+        };
+        emit::emit(&self.grammar, white_space)
+    }
 }
 
 /// What `x-guidance` says.
 struct Options {
-    white_space: RegexAst,
+    /// What may stand between terminals, if anything.
+    white_space: Option<String>,
     item_separator: RegexAst,
     key_separator: RegexAst,
     coerce_one_of: bool,
@@ -72,7 +137,7 @@ impl Options {
         let mut flexible = true;
         let mut pattern = WHITE_SPACE.to_string();
         let mut read = Self {
-            white_space: RegexAst::NoMatch,
+            white_space: None,
             item_separator: RegexAst::Literal(",".into()),
             key_separator: RegexAst::Literal(":".into()),
             coerce_one_of: false,
@@ -99,7 +164,7 @@ impl Options {
             }
         }
         if flexible {
-            read.white_space = RegexAst::Regex(pattern);
+            read.white_space = Some(pattern);
         }
         Ok(read)
     }

@@ -9,11 +9,11 @@ const STEP: usize = 4;
 
 /// A rule of [`Grammar`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct RuleRef(pub usize);
+pub(in crate::structured) struct RuleRef(pub usize);
 
 /// A part of an alternative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Item {
+pub(in crate::structured) enum Item {
     Rule(RuleRef),
     Terminal(usize),
 }

@@ -26,33 +26,33 @@ pub(super) struct Values<'d> {
 }
 
 impl<'d> Values<'d> {
-    /// Writes all rules that a goal needs. The first rule is the start.
+    /// Adds all rules that a goal needs to a grammar; the second result is the goal's rule.
     ///
     /// # Errors
     /// The schema is wrong, not supported, or too large.
     pub fn write(
+        mut grammar: Grammar,
         schemas: Schemas<'d>,
         goal: Goal,
         comma: RegexAst,
         colon: RegexAst,
-    ) -> Result<Grammar, String> {
-        let mut grammar = Grammar::default();
-        let start = grammar.reserve();
+    ) -> Result<(Grammar, RuleRef), String> {
+        let value = grammar.reserve();
         let (comma, colon) = (grammar.terminal(comma), grammar.terminal(colon));
         let mut values = Self {
             schemas,
             grammar,
             of_goals: HashMap::new(),
-            left: vec![(goal.clone(), start)],
+            left: vec![(goal.clone(), value)],
             comma,
             colon,
         };
-        values.of_goals.insert(goal, start);
+        values.of_goals.insert(goal, value);
         while let Some((goal, rule)) = values.left.pop() {
             let alternatives = values.alternatives(&goal)?;
             values.grammar.fill(rule, alternatives);
         }
-        Ok(values.grammar)
+        Ok((values.grammar, value))
     }
 
     /// The rule of a goal.
