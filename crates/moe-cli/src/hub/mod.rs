@@ -25,6 +25,7 @@ mod retry;
 mod tests;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
@@ -102,6 +103,30 @@ pub fn locate_again(model: &str, trust: Trust) -> Result<Located> {
 /// The folder of a model with all its files; see [`locate`].
 pub fn resolve(model: &str) -> Result<PathBuf> {
     locate(model)?.weights()
+}
+
+/// The folder of a model with all its files, from the hub at `endpoint` into `cache`, apart from this process's settings. A
+/// request that fails is repeated without a wait, and a server that is silent for a second has failed. It is for servers of
+/// tests, on this machine.
+///
+/// # Errors
+/// As [`locate`].
+pub fn resolve_from(model: &str, endpoint: &str, cache: &Path) -> Result<PathBuf> {
+    let settings = Settings {
+        endpoint: endpoint.to_string(),
+        cache: cache.to_path_buf(),
+        token: None,
+        offline: false,
+        timeout: Duration::from_secs(1),
+        backoff: Duration::ZERO,
+    };
+    let name = ModelName::parse(model).map_err(usage)?;
+    locate_on_hub(name, settings, Trust::Present)?.weights()
+}
+
+/// Checks the files of a snapshot in the cache, as [`check`] does.
+pub fn check_snapshot(dir: &Path) -> Report {
+    check::faults(dir)
 }
 
 /// Checks the copy of a model of the hub in the cache: whether a file lacks or is damaged.
