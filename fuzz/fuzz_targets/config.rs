@@ -2,9 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::ALL;
 use model_runtime::{Config, Exec, Geometry, Rope, SamplingParams, View};
-use moe_engine::ModelFamily;
 
 fuzz_target!(|text: &str| {
     let config = match Config::parse(text, "config.json") {
@@ -15,11 +14,11 @@ fuzz_target!(|text: &str| {
         assert_eq!(params.validate(1), Ok(()));
     }
     let _ = config.token_ids(&["eos_token_id"]);
-    let model = match Qwen3MoeConfig::new(&config) {
+    let model = match ALL.parse(&config) {
         Ok(model) => model,
         Err(e) => return drop(e.to_string()),
     };
-    let decoder = &model.decoder;
+    let decoder = model.decoder();
     // Positions at both ends of the context that the config claims.
     let last = (decoder.rope.max_context_len() - 1) as u32;
     let (positions, lens) = ([0, last], [1, u32::MAX]);
@@ -28,9 +27,7 @@ fuzz_target!(|text: &str| {
     assert!(rows.cos().cpu::<f32>().unwrap().iter().all(|x| x.is_finite()));
     // The list is bounded too, but millions of names are slow to write down for every input.
     if decoder.moe_layers().len() * decoder.num_experts() <= 4096 {
-        let count = |packed: bool| {
-            Qwen3MoeFamily::layout(&model, &Geometry::default(), &|_| packed).unwrap().tensors.len()
-        };
+        let count = |packed: bool| model.layout(&Geometry::default(), &|_| packed).unwrap().tensors.len();
         assert!(count(true) <= count(false));
     }
 });

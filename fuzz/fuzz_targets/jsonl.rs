@@ -4,15 +4,13 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use model_families::qwen3_moe::Qwen3MoeFamily;
+use model_families::EMBEDDED;
 use moe_cli::batch::check_line;
-use moe_engine::ModelFamily;
 use moe_engine::chat::ChatTemplate;
 use moe_engine::tokenizer::Tokenizer;
 
 static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
-    let embedded = Qwen3MoeFamily::embedded().expect("an embedded checkpoint");
-    Tokenizer::from_bytes(embedded.tokenizer).expect("its tokenizer")
+    Tokenizer::from_bytes(EMBEDDED.tokenizer).expect("its tokenizer")
 });
 
 static TEMPLATE: LazyLock<Option<ChatTemplate>> = LazyLock::new(|| {

@@ -2,10 +2,10 @@
 //! that do not depend on the batch.
 
 use candle_core::{DType, Device};
-use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
+use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Config};
 use model_runtime::{CausalLm, Config, DummyWeights, Exec, Geometry, MlaForm, RankView};
 use moe_engine::engine::{Engine, EngineConfig};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath, PlanStep, SharedExpertsStream};
 use moe_tests::{Schedule, all_logits};
 
@@ -71,7 +71,7 @@ fn on_device(
         json = json.replace(from, to);
     }
     let config = DeepseekV2Config::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
-    let layout = DeepseekV2Family::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     // As the engine shows a checkpoint: with packs.
     let weights = DummyWeights::new(layout.tensors.clone(), 7);
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);

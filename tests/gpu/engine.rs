@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::MoePath;
 
 use crate::common::cuda;
@@ -21,7 +21,7 @@ pub const CONFIG: &str = r#"{
 
 fn model() -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
     model_families::qwen3_moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }

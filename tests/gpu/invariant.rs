@@ -2,10 +2,10 @@
 //! computed as part of the prompt or one by one.
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{Config, DummyWeights, Exec, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
 use moe_tests::{Schedule, all_logits};
 
@@ -24,7 +24,7 @@ fn model(replaced: &[(&str, &str)], dtype: DType) -> Qwen3Moe {
         json = json.replace(from, to);
     }
     let config = Qwen3MoeConfig::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };

@@ -4,9 +4,9 @@
 use std::fs;
 
 use candle_core::{DType, Device, Result, Tensor};
-use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::Qwen3MoeConfig;
 use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles, TensorSlice};
-use moe_engine::ModelFamily;
+use moe_engine::ModelSpec;
 use moe_experts::{ExpertWeights, LoadSpec};
 use moe_kernels::cuda::Staging;
 use moe_kernels::quant::{Opened, QuantPacking, QuantUse};
@@ -50,8 +50,7 @@ fn packs(name: &str, geometry: &Geometry, layer: usize, dtype: DType, device: &D
     let checkpoint = Checkpoint::open(fixture(name)).unwrap();
     let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
     let moe = config.decoder.moe.as_ref().unwrap();
-    let layout =
-        Qwen3MoeFamily::layout(&config, geometry, &|name| checkpoint.tensors.info(name).is_some()).unwrap();
+    let layout = config.layout(geometry, &|name| checkpoint.tensors.info(name).is_some()).unwrap();
     let vb = RankView::new(checkpoint.tensors, layout.slices_for(device)).var_builder(dtype, device);
     let width = geometry.expert_intermediate(moe.intermediate_size).unwrap().range.len();
     let local = geometry.expert_layout(moe.router.num_experts).unwrap().local_experts;
@@ -190,7 +189,7 @@ fn a_quantised_file_that_was_cut_is_an_error() -> Result<()> {
     copy("model.safetensors")?;
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    let layout = config.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
     let view = checkpoint.rank_view(&layout.tensors, Vec::new());
     let module = |expert: u32| vec![format!("model.layers.1.mlp.experts.{expert}.down_proj")];
     let modules: Vec<_> = (0..4).map(module).collect();

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candle_core::{DType, Device};
-use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::Qwen3MoeConfig;
 use model_runtime::{Config, Geometry, RankView, TensorFiles, TensorLayout, TensorSpec};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use rayon::prelude::*;
 
 use crate::common::cuda;
@@ -163,7 +163,7 @@ fn peak_memory() -> f64 {
 
 /// The layout of the model on one rank.
 pub fn layout(config: &Qwen3MoeConfig, has: &(dyn Fn(&str) -> bool + Sync)) -> TensorLayout {
-    Qwen3MoeFamily::layout(config, &Geometry::default(), has).unwrap()
+    config.layout(&Geometry::default(), has).unwrap()
 }
 
 /// The whole load of a model, as the programs do it: GB/s.
@@ -173,7 +173,7 @@ fn load(dir: &Path, config: &Qwen3MoeConfig) -> f64 {
     let layout = layout(config, &|name: &str| files.info(name).is_some());
     let device = cuda().device().clone();
     let vb = RankView::new(files.clone(), layout.slices_for(&device)).var_builder(DType::BF16, &device);
-    let model = Qwen3MoeFamily::load(config, &LoadOptions::default(), vb).unwrap();
+    let model = config.load(&LoadOptions::default(), vb).unwrap();
     cuda().synchronize().unwrap();
     let rate = rate(files.bytes_read() as usize, start);
     drop(model);

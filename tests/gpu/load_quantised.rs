@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_families::qwen3_moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::Qwen3MoeConfig;
 use model_runtime::{Checkpoint, RankView};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::Staging;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows, QuantSource, StoredTensor};
 use moe_kernels::{Exec, QuantScheme};
@@ -74,7 +74,7 @@ fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
         if by_rows { Arc::new(ByRows(view.clone())) } else { Arc::new(view.clone()) };
     let context = BlockContext { quant: Some(quant), ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    let model = Qwen3MoeFamily::load(&config, &options, view.var_builder(DType::BF16, &device)).unwrap();
+    let model = config.load(&options, view.var_builder(DType::BF16, &device)).unwrap();
     cuda().synchronize().unwrap();
     let loaded = ms(start);
     drop(model);

@@ -2,10 +2,10 @@
 //! device.
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{CausalLm, Config, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, Residency, Weight, max_passes};
@@ -202,7 +202,7 @@ const ONE_OF_EACH: usize = 3 * 3 * 256 * 128 * 2;
 /// The small model of the engine's tests, with so many of the 16 experts of each layer in host memory.
 fn model(offloaded: usize) -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let expert_offload = Some(offloaded * ONE_OF_EACH).filter(|bytes| *bytes > 0);
@@ -259,7 +259,7 @@ fn steps_that_fetch_allocate_nothing() {
 fn what_cannot_live_in_host_memory_is_refused_by_name() {
     let raw = Config::parse(CONFIG, "config.json").unwrap();
     let config = Qwen3MoeConfig::new(&raw).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let load = |dtype, bytes, path, device: &candle_core::Device| {
         let vb = DummyWeights::new(layout.tensors.clone(), 7).var_builder(dtype, device);
         let options = LoadOptions { expert_offload: Some(bytes), ..LoadOptions::default() };

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{
     CausalLm, Config, DummyWeights, Exec, Geometry, LogitsRows, RoutedExperts, SequenceStep, Step,
     StepContext, run_step,
 };
 use moe_comm::{Communicator, SelfComm};
 use moe_engine::engine::{DpEngine, Engine, EngineConfig, Request, Stats};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{ExpertHeat, MoePath};
 
 use crate::common::{Rng, cuda};
@@ -24,7 +24,7 @@ const TOP_K: usize = 4;
 
 fn model_on(device: &Device, text: &str) -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(text, "config.json").unwrap()).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, device);
     model_families::qwen3_moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }

@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result};
 use candle_nn::VarBuilder;
-use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Family};
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeFamily};
+use model_families::deepseek_v2::{self, DeepseekV2, DeepseekV2Config};
+use model_families::qwen3_moe::{self, Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{
-    BlockAllocator, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, MlaForm, SequenceBlocks,
-    SequenceStep, Step, StepContext, run_step,
+    BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Exec, Geometry, KvCache, LogitsRows, MlaForm,
+    SequenceBlocks, SequenceStep, Step, StepContext, run_step,
 };
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
 
 /// The folder of a fixture: in the sources or, where these are not, in the bundle that this program lies in.
@@ -31,28 +31,28 @@ pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
 
 /// As [`load`], on a path of experts.
 pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
-    load_family::<Qwen3MoeFamily, _>(name, dtype, |config, options, vb| {
-        Ok(model_families::qwen3_moe::load(config, &options.decoder(path), vb)?.0)
+    load_family(name, dtype, Qwen3MoeConfig::new, |config, options, vb| {
+        Ok(qwen3_moe::load(config, &options.decoder(path), vb)?.0)
     })
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
 pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<DeepseekV2> {
-    load_family::<DeepseekV2Family, _>(name, dtype, |config, options, vb| {
-        Ok(model_families::deepseek_v2::load(config, mla, &options.decoder(path), vb)?.0)
+    load_family(name, dtype, DeepseekV2Config::new, |config, options, vb| {
+        Ok(deepseek_v2::load(config, mla, &options.decoder(path), vb)?.0)
     })
 }
 
 /// A fixture as the engine would give it to the one rank of a run, quantised ones too.
-fn load_family<F: ModelFamily, M>(
+fn load_family<S: ModelSpec, M>(
     name: &str,
     dtype: DType,
-    load: impl FnOnce(&F::Config, &LoadOptions, VarBuilder) -> Result<M>,
+    parse: impl FnOnce(&Config) -> std::result::Result<S, ConfigError>,
+    load: impl FnOnce(&S, &LoadOptions, VarBuilder) -> Result<M>,
 ) -> Result<M> {
     let checkpoint = Checkpoint::open(fixture(name))?;
-    let config = F::config(&checkpoint.config).map_err(Error::wrap)?;
-    let layout =
-        F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).map_err(Error::wrap)?;
+    let config = parse(&checkpoint.config).map_err(Error::wrap)?;
+    let layout = config.layout(&Geometry::default(), &|name| checkpoint.has(name)).map_err(Error::wrap)?;
     let expected = layout.tensors.clone();
     let tensors = checkpoint.rank_view(&expected, layout.slices_for(&Device::Cpu));
     let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..BlockContext::default() };

@@ -5,11 +5,10 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
+use model_families::ALL;
 use model_runtime::{Checkpoint, Geometry};
 use moe_comm::ParallelConfig;
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::LoadOptions;
 use moe_tests::fixture;
 use serde_json::{Value, json};
 
@@ -41,15 +40,15 @@ fn configure(dir: &Path, settings: &[(&str, Value)]) {
 }
 
 /// What people are told of a checkpoint.
-fn warnings<F: ModelFamily>(path: &str) -> Vec<String> {
+fn warnings(path: &str) -> Vec<String> {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let config = F::config(&checkpoint.config).unwrap();
-    let layout = F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    checkpoint.verify(&layout.tensors, F::ignored(&config)).unwrap().warnings().collect()
+    let model = ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    checkpoint.verify(&layout.tensors, model.ignored()).unwrap().warnings().collect()
 }
 
-fn run<F: ModelFamily>(path: &str) -> Vec<f32> {
-    logits::<F>(path, LoadOptions::default(), DType::F32)
+fn run(path: &str) -> Vec<f32> {
+    logits(path, LoadOptions::default(), DType::F32)
 }
 
 fn is_tied(path: &str) -> bool {
@@ -57,24 +56,24 @@ fn is_tied(path: &str) -> bool {
 }
 
 /// The file's own projection is used, on one rank and on several; one that is the embedding's copy is not.
-fn heads<F: ModelFamily>(untied: &'static str, tied: &'static str) {
+fn heads(untied: &'static str, tied: &'static str) {
     let own = edited(untied, &[("tie_word_embeddings", json!(true))], |_| {});
     assert!(!is_tied(own));
-    let told = warnings::<F>(own);
+    let told = warnings(own);
     assert!(told.len() == 1 && told[0].contains("lm_head of other values"), "{told:?}");
-    let got = run::<F>(own);
-    assert!(got == run::<F>(fixture(untied).to_str().unwrap()), "the file's projection is not what ran");
+    let got = run(own);
+    assert!(got == run(fixture(untied).to_str().unwrap()), "the file's projection is not what ran");
     let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
-    check::<F>(&[Case::new(own, DType::F32, parallel)]);
+    check(&[Case::new(own, DType::F32, parallel)]);
 
-    let want = run::<F>(fixture(tied).to_str().unwrap());
+    let want = run(fixture(tied).to_str().unwrap());
     for dtype in [DType::BF16, DType::F32] {
         let copy = edited(tied, &[], |tensors| {
             let head = tensors[EMBEDDING].to_dtype(dtype).unwrap();
             tensors.insert(HEAD.to_string(), head);
         });
-        assert!(is_tied(copy) && warnings::<F>(copy).is_empty(), "{dtype:?}");
-        assert!(run::<F>(copy) == want, "{dtype:?}");
+        assert!(is_tied(copy) && warnings(copy).is_empty(), "{dtype:?}");
+        assert!(run(copy) == want, "{dtype:?}");
     }
     // One value, the last one, in another dtype.
     let other = edited(tied, &[], |tensors| {
@@ -85,8 +84,7 @@ fn heads<F: ModelFamily>(untied: &'static str, tied: &'static str) {
         tensors.insert(HEAD.to_string(), Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap());
     });
     assert!(!is_tied(other));
-    let (got, vocab) =
-        (run::<F>(other), Checkpoint::open(other).unwrap().tensors.info(HEAD).unwrap().shape[0]);
+    let (got, vocab) = (run(other), Checkpoint::open(other).unwrap().tensors.info(HEAD).unwrap().shape[0]);
     let others = |(at, (got, want)): (usize, (&f32, &f32))| (got != want).then_some(at % vocab);
     let others: Vec<usize> = got.iter().zip(&want).enumerate().filter_map(others).collect();
     assert!(!others.is_empty() && others.iter().all(|column| *column == vocab - 1), "{others:?}");
@@ -94,8 +92,8 @@ fn heads<F: ModelFamily>(untied: &'static str, tied: &'static str) {
 
 #[test]
 fn a_projection_of_its_own_is_used_though_the_config_ties_it() {
-    heads::<Qwen3MoeFamily>("base", "tied");
-    heads::<DeepseekV2Family>("deepseek-f32", "deepseek-tied");
+    heads("base", "tied");
+    heads("deepseek-f32", "deepseek-tied");
 }
 
 #[test]
@@ -106,12 +104,12 @@ fn so_is_a_quantised_projection() {
                      "config_groups": {"group_0": {"targets": ["Linear"], "weights":
                          {"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel"}}}});
     for header in [with_head, packed(4, Some(32), true, None, &[]), fp8] {
-        let made = make::<Qwen3MoeFamily>(QWEN, &header, 1);
-        let want = run::<Qwen3MoeFamily>(made.quantised);
+        let made = make(QWEN, &header, 1);
+        let want = run(made.quantised);
         configure(Path::new(made.quantised), &[("tie_word_embeddings", json!(true))]);
         assert!(!is_tied(made.quantised), "{header}");
-        assert!(run::<Qwen3MoeFamily>(made.quantised) == want, "{header}");
-        let told = warnings::<Qwen3MoeFamily>(made.quantised);
+        assert!(run(made.quantised) == want, "{header}");
+        let told = warnings(made.quantised);
         assert!(told.iter().any(|told| told.contains("lm_head of other values")), "{told:?}");
     }
 }
@@ -135,12 +133,12 @@ fn with_extras(tensors: &mut Tensors, layers: usize) {
     tensors.insert("mtp.norm.weight".to_string(), ones(3));
 }
 
-fn extras<F: ModelFamily>(name: &'static str) {
-    let want = run::<F>(fixture(name).to_str().unwrap());
+fn extras(name: &'static str) {
+    let want = run(fixture(name).to_str().unwrap());
     let layers =
         Checkpoint::open(fixture(name)).unwrap().config.object()["num_hidden_layers"].as_u64().unwrap();
     let path = edited(name, &[], |tensors| with_extras(tensors, layers as usize));
-    let told = warnings::<F>(path);
+    let told = warnings(path);
     assert_eq!(told.len(), 1, "{told:?}");
     for words in [
         &format!("model.layers.{layers}.* ("),
@@ -154,37 +152,37 @@ fn extras<F: ModelFamily>(name: &'static str) {
         assert!(told[0].contains(words), "{words}: {}", told[0]);
     }
     assert!(told[0].lines().count() == 1 && told[0].len() < 1200, "{}", told[0]);
-    assert!(run::<F>(path) == want, "{name}: extra tensors changed the logits");
+    assert!(run(path) == want, "{name}: extra tensors changed the logits");
     let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
-    check::<F>(&[Case::new(path, DType::F32, parallel)]);
+    check(&[Case::new(path, DType::F32, parallel)]);
     // Without a tensor that the model needs, both lists are shown.
     let lacking = edited(name, &[], |tensors| {
         with_extras(tensors, layers as usize);
         tensors.remove("model.norm.weight");
     });
     let checkpoint = Checkpoint::open(lacking).unwrap();
-    let config = F::config(&checkpoint.config).unwrap();
-    let layout = F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    let error = checkpoint.verify(&layout.tensors, F::ignored(&config)).unwrap_err().to_string();
+    let model = ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    let error = checkpoint.verify(&layout.tensors, model.ignored()).unwrap_err().to_string();
     assert!(error.contains("1 missing:\n  model.norm.weight") && error.contains("mtp.fc.weight"), "{error}");
 }
 
 #[test]
 fn what_the_model_has_no_place_for_is_left_out_and_named() {
-    extras::<Qwen3MoeFamily>("base");
-    extras::<DeepseekV2Family>("deepseek-f32");
+    extras("base");
+    extras("deepseek-f32");
 }
 
 #[test]
 fn modules_that_the_header_leaves_out_are_read_as_the_file_holds_them() {
-    let made = make::<Qwen3MoeFamily>(QWEN, &gptq(4, 32, true, false, "gptq"), 7);
-    let want = run::<Qwen3MoeFamily>(made.quantised);
-    assert!(warnings::<Qwen3MoeFamily>(made.quantised).is_empty());
+    let made = make(QWEN, &gptq(4, 32, true, false, "gptq"), 7);
+    let want = run(made.quantised);
+    assert!(warnings(made.quantised).is_empty());
     let mut header = gptq(4, 32, true, false, "gptq");
     header["modules_in_block_to_quantize"] = json!([["mlp.experts"], ["mlp.gate_proj", "mlp.up_proj"]]);
     configure(Path::new(made.quantised), &[("quantization_config", header)]);
-    assert!(run::<Qwen3MoeFamily>(made.quantised) == want);
-    let told = warnings::<Qwen3MoeFamily>(made.quantised);
+    assert!(run(made.quantised) == want);
+    let told = warnings(made.quantised);
     // q, k, v and o of three layers, and the dense layer's down_proj.
     assert!(told.len() == 1 && told[0].contains("13 modules are not quantised"), "{told:?}");
     assert!(told[0].contains("modules_in_block_to_quantize"), "{told:?}");
@@ -193,11 +191,11 @@ fn modules_that_the_header_leaves_out_are_read_as_the_file_holds_them() {
 /// Weights that only a header could explain are refused before any is read.
 #[test]
 fn integers_without_a_header_are_no_weights() {
-    let made = make::<Qwen3MoeFamily>(QWEN, &json!({"quant_method": "fp8"}), 1);
+    let made = make(QWEN, &json!({"quant_method": "fp8"}), 1);
     configure(Path::new(made.quantised), &[("quantization_config", Value::Null)]);
     let checkpoint = Checkpoint::open(made.quantised).unwrap();
-    let config = Qwen3MoeFamily::config(&checkpoint.config).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    let error = checkpoint.verify(&layout.tensors, Qwen3MoeFamily::ignored(&config)).unwrap_err().to_string();
+    let model = ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    let error = checkpoint.verify(&layout.tensors, model.ignored()).unwrap_err().to_string();
     assert!(error.contains("no quantization_config") && error.contains("self_attn.q_proj.weight"), "{error}");
 }

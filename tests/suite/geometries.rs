@@ -1,4 +1,4 @@
-//! Running a model of either family under a geometry, and comparing it with one rank.
+//! Running a model of any family under a geometry, and comparing it with one rank.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{DType, Device, Result};
+use model_families::{ALL, EMBEDDED};
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, LogitsOut, MlaForm,
     ModelInfo, Observer, RankView, Scorer, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, View,
@@ -14,7 +15,7 @@ use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelCon
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{ChunkedMoe, ExpertPlacements, MoePath, PlacedExperts, Router};
 use moe_tests::fixture;
 
@@ -56,27 +57,26 @@ enum Weights {
 }
 
 /// A model to load.
-pub struct Origin<F: ModelFamily> {
-    pub config: F::Config,
+pub struct Origin {
+    model: Box<dyn ModelSpec>,
     weights: Weights,
 }
 
-impl<F: ModelFamily> Origin<F> {
+impl Origin {
     pub fn open(model: &str) -> Self {
         if model.starts_with('{') {
-            let config = F::config(&Config::parse(model, "config.json").unwrap()).unwrap();
-            let tensors = F::layout(&config, &Geometry::default(), &|_| true).unwrap().tensors;
-            return Self { config, weights: Weights::Random(tensors) };
+            let model = ALL.parse(&Config::parse(model, "config.json").unwrap()).unwrap();
+            let tensors = model.layout(&Geometry::default(), &|_| true).unwrap().tensors;
+            return Self { model, weights: Weights::Random(tensors) };
         }
-        let checkpoint = match F::embedded().filter(|_| model == "embedded") {
-            Some(e) => Checkpoint::from_static(e.weights, e.config, None).unwrap(),
-            None => Checkpoint::open(fixture(model)).unwrap(),
+        let checkpoint = match model {
+            "embedded" => Checkpoint::from_static(EMBEDDED.weights, EMBEDDED.config, None).unwrap(),
+            name => Checkpoint::open(fixture(name)).unwrap(),
         };
-        let config = F::config(&checkpoint.config).unwrap();
-        let expected =
-            F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
-        checkpoint.verify(&expected, F::ignored(&config)).unwrap();
-        Self { config, weights: Weights::Stored(Box::new(checkpoint), expected) }
+        let model = ALL.parse(&checkpoint.config).unwrap();
+        let expected = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
+        checkpoint.verify(&expected, model.ignored()).unwrap();
+        Self { model, weights: Weights::Stored(Box::new(checkpoint), expected) }
     }
 
     fn has(&self, name: &str) -> bool {
@@ -95,7 +95,7 @@ impl<F: ModelFamily> Origin<F> {
 
     /// Whether a geometry can cut the model.
     pub fn fits(&self, parallel: &ParallelConfig) -> bool {
-        F::layout(&self.config, &parallel.geometry(0).unwrap(), &|name| self.has(name)).is_ok()
+        self.model.layout(&parallel.geometry(0).unwrap(), &|name| self.has(name)).is_ok()
     }
 
     /// The replicas of a case of this model.
@@ -120,8 +120,8 @@ impl<F: ModelFamily> Origin<F> {
             Some(size) => ChunkedMoe::of_size(size),
             None => ChunkedMoe::default(),
         };
-        let source = Source::<F> {
-            config: &self.config,
+        let source = Source {
+            model: self.model.as_ref(),
             has: &|name| self.has(name),
             tensors: &|slices| self.view(slices),
             dtype: case.dtype,
@@ -289,17 +289,17 @@ pub fn backends() -> Vec<ParallelConfig> {
 
 /// The outcome of one rank without any of the code that parallelism adds, and, where a family has it,
 /// on the loop without dispatch.
-pub fn one_rank<F: ModelFamily>(case: &Case) -> Outcome {
+pub fn one_rank(case: &Case) -> Outcome {
     type Key = (&'static str, bool, bool);
     static KNOWN: OnceLock<Mutex<HashMap<Key, Outcome>>> = OnceLock::new();
     let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap();
     let key = (case.model, case.dtype == DType::F32, case.mla == Some(MlaForm::Naive));
     let entry = known.entry(key).or_insert_with(|| {
-        let origin = Origin::<F>::open(case.model);
+        let origin = Origin::open(case.model);
         let view = origin.view(Vec::new());
         let context = BlockContext { quant: Some(Arc::new(view.clone())), ..BlockContext::default() };
         let options = Case { path: None, backend: None, ..*case }.options(context);
-        let plain = F::load(&origin.config, &options, view.var_builder(case.dtype, &Device::Cpu)).unwrap();
+        let plain = origin.model.load(&options, view.var_builder(case.dtype, &Device::Cpu)).unwrap();
         let world = Arc::new(SelfComm::new());
         outcome(
             &[Replica { model: Arc::from(plain.model), ex: Exec::cpu().with_threads(1).unwrap(), world }],
@@ -311,11 +311,11 @@ pub fn one_rank<F: ModelFamily>(case: &Case) -> Outcome {
 }
 
 /// Runs all cases; how often each model was run.
-pub fn check<F: ModelFamily>(cases: &[Case]) -> BTreeMap<&'static str, usize> {
+pub fn check(cases: &[Case]) -> BTreeMap<&'static str, usize> {
     let mut seen = BTreeMap::new();
     for case in cases {
-        let want = one_rank::<F>(case);
-        let replicas = Origin::<F>::open(case.model).load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
+        let want = one_rank(case);
+        let replicas = Origin::open(case.model).load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
         let lockstep = case.parallel.enable_expert_parallel && case.parallel.dp > 1;
         let got = outcome(&replicas, lockstep).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
         assert!(got.1 == want.1, "{case:?}: other logits");

@@ -6,10 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use moe_comm::{Communicator, EpBackend, ExpertMap, ParallelConfig, ReplicaChoice, ThreadComm};
-use moe_engine::ModelFamily;
 use moe_engine::engine::DpEngine;
 use moe_engine::eplb::{EplbConfig, EplbPolicy};
 use moe_engine::parallel::Replica;
@@ -30,8 +27,8 @@ struct Broken {
 }
 
 /// A case over ranks of which one may break moves.
-fn load<F: ModelFamily>(
-    origin: &Origin<F>,
+fn load(
+    origin: &Origin,
     case: &Case,
     placements: &ExpertPlacements,
     broken: Option<Broken>,
@@ -61,11 +58,7 @@ fn renamed(map: &ExpertMap, numbers: &mut Numbers) -> Vec<u32> {
 }
 
 /// Random uneven places of a case's experts, to be moved.
-fn movable<F: ModelFamily>(
-    origin: &Origin<F>,
-    case: &Case,
-    numbers: &mut Numbers,
-) -> (ExpertPlacements, usize) {
+fn movable(origin: &Origin, case: &Case, numbers: &mut Numbers) -> (ExpertPlacements, usize) {
     let moe = moe_of(&origin.load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}")));
     let ranks = case.parallel.tp * case.parallel.dp;
     let redundant = numbers.below(2 * ranks);
@@ -82,12 +75,8 @@ fn movable<F: ModelFamily>(
 }
 
 /// Runs a case while all layers' experts move before every step; the moves and how many were rolled back.
-fn run_moving<F: ModelFamily>(
-    case: &Case,
-    numbers: &mut Numbers,
-    broken: Option<Broken>,
-) -> anyhow::Result<[usize; 2]> {
-    let (want, origin) = (one_rank::<F>(case), Origin::<F>::open(case.model));
+fn run_moving(case: &Case, numbers: &mut Numbers, broken: Option<Broken>) -> anyhow::Result<[usize; 2]> {
+    let (want, origin) = (one_rank(case), Origin::open(case.model));
     let (placements, layers) = movable(&origin, case, numbers);
     let replicas = load(&origin, case, &placements, broken, PATIENCE);
     let mut seen = [0; 2];
@@ -137,14 +126,14 @@ fn experts_that_move_before_every_step_change_no_bit() {
         let path = Some(if i % 4 < 2 { MoePath::Fused } else { MoePath::Legacy });
         let chunk = [None, Some(1), Some(7)][i % 3];
         let case = |model: &'static str| Case { chunk, ..Case::new(model, dtype, parallel) };
-        if let Some(case) = first_that_loads::<Qwen3MoeFamily>(&qwen, i, case) {
-            let moves = run_moving::<Qwen3MoeFamily>(&case, &mut numbers, None);
+        if let Some(case) = first_that_loads(&qwen, i, case) {
+            let moves = run_moving(&case, &mut numbers, None);
             assert!(moves.unwrap_or_else(|e| panic!("{case:?}: {e:#}"))[0] > 1);
             *seen.entry(case.model).or_insert(0) += 1;
         }
         let case = |model: &'static str| Case { chunk, path, ..Case::new(model, dtype, parallel) };
-        if let Some(case) = first_that_loads::<DeepseekV2Family>(&deepseek, i, case) {
-            let moves = run_moving::<DeepseekV2Family>(&case, &mut numbers, None);
+        if let Some(case) = first_that_loads(&deepseek, i, case) {
+            let moves = run_moving(&case, &mut numbers, None);
             assert!(moves.unwrap_or_else(|e| panic!("{case:?}: {e:#}"))[0] > 1);
             *seen.entry(case.model).or_insert(0) += 1;
         }
@@ -153,13 +142,13 @@ fn experts_that_move_before_every_step_change_no_bit() {
 }
 
 /// The case of the first model, from `turn` on, that its geometry can cut.
-fn first_that_loads<F: ModelFamily>(
+fn first_that_loads(
     models: &[&'static str],
     turn: usize,
     case: impl Fn(&'static str) -> Case,
 ) -> Option<Case> {
     let turned = models.iter().cycle().skip(turn % models.len()).take(models.len());
-    turned.map(|model| case(model)).find(|case| Origin::<F>::open(case.model).load(case).is_ok())
+    turned.map(|model| case(model)).find(|case| Origin::open(case.model).load(case).is_ok())
 }
 
 fn four(tp: usize, backend: EpBackend) -> ParallelConfig {
@@ -178,7 +167,7 @@ fn a_corrupt_transfer_is_found_rolled_back_and_named() {
         for rank in 0..4 {
             let case = Case::new("base", DType::BF16, parallel);
             let broken = Some(Broken { rank, fault: Fault::Corrupt });
-            let [moves, back] = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(3), broken).unwrap();
+            let [moves, back] = run_moving(&case, &mut Numbers(3), broken).unwrap();
             assert!(back > 0 && back <= moves, "{back} of {moves}");
         }
     }
@@ -192,7 +181,7 @@ fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_comp
             for rank in usize::from(parallel.dp == 1)..3 {
                 let case = Case::new("base", DType::F32, parallel);
                 let (broken, start) = (Some(Broken { rank, fault }), Instant::now());
-                let error = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(5), broken).unwrap_err();
+                let error = run_moving(&case, &mut Numbers(5), broken).unwrap_err();
                 let text = format!("{error:#}");
                 assert!(
                     text.contains(&format!("rank {rank}")) && text.contains("panicked"),
@@ -200,8 +189,7 @@ fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_comp
                 );
                 assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             }
-            let moves =
-                run_moving::<Qwen3MoeFamily>(&Case::new("base", DType::F32, parallel), &mut Numbers(5), None);
+            let moves = run_moving(&Case::new("base", DType::F32, parallel), &mut Numbers(5), None);
             assert!(moves.unwrap()[0] > 0);
         }
     }
@@ -211,7 +199,7 @@ fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_comp
 fn what_cannot_move_is_refused_and_nothing_changes() {
     let parallel = four(2, EpBackend::DeepEp);
     let case = Case::new("base", DType::F32, parallel);
-    let (want, origin) = (one_rank::<Qwen3MoeFamily>(&case), Origin::<Qwen3MoeFamily>::open("base"));
+    let (want, origin) = (one_rank(&case), Origin::open("base"));
     let (placements, layers) = movable(&origin, &case, &mut Numbers(1));
     let replicas = origin.load_placed(&case, &placements).unwrap();
     let got = outcome_with(&replicas, true, None, |engine| {
@@ -256,7 +244,7 @@ fn the_balancer_moves_experts_and_changes_no_bit() {
     for (i, policy) in EplbPolicy::ALL.into_iter().enumerate() {
         let parallel = geometries()[i % 2];
         let case = Case::new(["base", "packed"][i / 2], DType::BF16, parallel);
-        let (want, origin) = (one_rank::<Qwen3MoeFamily>(&case), Origin::<Qwen3MoeFamily>::open(case.model));
+        let (want, origin) = (one_rank(&case), Origin::open(case.model));
         let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
         let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
         let placements =
@@ -289,7 +277,7 @@ fn experts_that_arrive_too_late_stay_where_they_were() {
     let limit = Duration::from_secs(1);
     for (rank, parallel) in [(0, geometries()[0]), (3, geometries()[1])] {
         let case = Case::new("base", DType::F32, parallel);
-        let (want, origin) = (one_rank::<Qwen3MoeFamily>(&case), Origin::<Qwen3MoeFamily>::open("base"));
+        let (want, origin) = (one_rank(&case), Origin::open("base"));
         let (mut numbers, late) = (Numbers(7), Fault::Late(2 * limit));
         let (placements, _) = movable(&origin, &case, &mut numbers);
         let replicas = load(&origin, &case, &placements, Some(Broken { rank, fault: late }), PATIENCE);
@@ -325,7 +313,7 @@ fn experts_that_arrive_too_late_stay_where_they_were() {
 fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
     for parallel in geometries() {
         let case = Case::new("base", DType::F32, parallel);
-        let origin = Origin::<Qwen3MoeFamily>::open("base");
+        let origin = Origin::open("base");
         let (placements, _) = movable(&origin, &case, &mut Numbers(9));
         let broken = Some(Broken { rank: 2, fault: Fault::Hang });
         let replicas = load(&origin, &case, &placements, broken, Duration::from_secs(3));
@@ -343,8 +331,7 @@ fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
 /// A report that is made after the error still tells what balancing has done.
 #[test]
 fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
-    let (case, origin) =
-        (Case::new("base", DType::BF16, geometries()[0]), Origin::<Qwen3MoeFamily>::open("base"));
+    let (case, origin) = (Case::new("base", DType::BF16, geometries()[0]), Origin::open("base"));
     let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
     let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
     let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
@@ -367,9 +354,8 @@ fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
 
 #[test]
 fn the_balancer_rolls_back_what_takes_longer_than_its_limit() {
-    let (case, origin) =
-        (Case::new("base", DType::BF16, geometries()[0]), Origin::<Qwen3MoeFamily>::open("base"));
-    let want = one_rank::<Qwen3MoeFamily>(&case);
+    let (case, origin) = (Case::new("base", DType::BF16, geometries()[0]), Origin::open("base"));
+    let want = one_rank(&case);
     let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
     let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
     let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };

@@ -2,8 +2,6 @@
 //! any chunk size give the bits of one rank.
 
 use candle_core::DType;
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::MlaForm;
 use moe_comm::ParallelConfig;
 use moe_layer::MoePath;
@@ -64,7 +62,7 @@ fn qwen(dtype: DType) -> Vec<Case> {
 /// Every geometry, backend and chunk size on both expert paths and in both forms of attention, each on
 /// the next model that the geometry can cut; dtypes take turns.
 fn deepseek() -> Vec<Case> {
-    let mut models = DEEPSEEK.map(|name| (name, Origin::<DeepseekV2Family>::open(name)));
+    let mut models = DEEPSEEK.map(|name| (name, Origin::open(name)));
     let mut cases = Vec::new();
     for parallel in backends() {
         for chunk in [None, Some(1), Some(7)] {
@@ -85,7 +83,7 @@ fn deepseek() -> Vec<Case> {
 
 fn check_qwen(dtype: DType) {
     let cases = qwen(dtype);
-    let seen = check::<Qwen3MoeFamily>(&cases);
+    let seen = check(&cases);
     assert!(cases.len() >= 150 && seen.len() == QWEN.len(), "{} cases, {seen:?}", cases.len());
 }
 
@@ -102,18 +100,18 @@ fn any_geometry_backend_and_chunk_gives_the_bits_of_one_rank_in_bf16() {
 #[test]
 fn any_geometry_path_and_form_of_latent_attention_gives_the_bits_of_one_rank() {
     let cases = deepseek();
-    let seen = check::<DeepseekV2Family>(&cases);
+    let seen = check(&cases);
     assert!(cases.len() >= 500 && seen.len() == DEEPSEEK.len(), "{} cases, {seen:?}", cases.len());
 }
 
 #[test]
 fn the_comparison_can_fail() {
     let case = |model| Case::new(model, DType::F32, ParallelConfig::default());
-    let (a, b) = (one_rank::<Qwen3MoeFamily>(&case("f32")), one_rank::<Qwen3MoeFamily>(&case("base")));
+    let (a, b) = (one_rank(&case("f32")), one_rank(&case("base")));
     assert!(a.0 != b.0 && a.1 != b.1);
     assert_eq!(a.1.len(), 19 + 1 + 2 + 3);
     assert!(a.0.iter().all(|d| d.routed.is_some() && !d.logprobs.is_empty() && d.prompt_logprobs.is_some()));
     let naive = Case { mla: Some(MlaForm::Naive), ..case("deepseek-v2") };
-    let (a, b) = (one_rank::<DeepseekV2Family>(&case("deepseek-v2")), one_rank::<DeepseekV2Family>(&naive));
+    let (a, b) = (one_rank(&case("deepseek-v2")), one_rank(&naive));
     assert!(a.1 != b.1, "the forms round at other places");
 }

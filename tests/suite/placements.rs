@@ -3,11 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::MoeInfo;
 use moe_comm::{ExpertPlacement, ParallelConfig, ReplicaChoice};
-use moe_engine::ModelFamily;
 use moe_engine::parallel::Replica;
 use moe_layer::{ExpertPlacements, MoePath};
 
@@ -58,8 +55,8 @@ pub fn expert_parallel() -> Vec<ParallelConfig> {
 }
 
 /// Runs a case with random and with uneven placements, and with the usual start.
-fn check_case<F: ModelFamily>(case: &Case, numbers: &mut Numbers, turn: usize) {
-    let (want, origin) = (one_rank::<F>(case), Origin::<F>::open(case.model));
+fn check_case(case: &Case, numbers: &mut Numbers, turn: usize) {
+    let (want, origin) = (one_rank(case), Origin::open(case.model));
     let plain = origin.load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
     let (moe, ranks) = (moe_of(&plain), case.parallel.tp * case.parallel.dp);
     drop(plain);
@@ -92,19 +89,19 @@ fn any_placement_gives_the_bits_of_one_rank() {
         let path = if i % 4 < 2 { MoePath::Fused } else { MoePath::Legacy };
         let chunk = [None, Some(1), Some(7)][i % 3];
         let case = Case { chunk, ..Case::new(qwen[i % qwen.len()], dtype, parallel) };
-        check_case::<Qwen3MoeFamily>(&case, &mut numbers, i);
-        let origin = |model: &&&str| Origin::<DeepseekV2Family>::open(model).fits(&parallel);
+        check_case(&case, &mut numbers, i);
+        let origin = |model: &&&str| Origin::open(model).fits(&parallel);
         let fitting: Vec<_> = deepseek.iter().filter(origin).collect();
         if let Some(model) = fitting.get(i % fitting.len().max(1)) {
             let case = Case { chunk, path: Some(path), ..Case::new(model, dtype, parallel) };
-            check_case::<DeepseekV2Family>(&case, &mut numbers, i + 1);
+            check_case(&case, &mut numbers, i + 1);
         }
     }
 }
 
 #[test]
 fn maps_that_do_not_fit_are_refused_by_layer_rank_slot_and_expert() {
-    let origin = Origin::<Qwen3MoeFamily>::open("base");
+    let origin = Origin::open("base");
     let ep = ParallelConfig { tp: 2, enable_expert_parallel: true, ..ParallelConfig::default() };
     let refused = |parallel: ParallelConfig, placements: ExpertPlacements| {
         let case = Case::new("base", DType::F32, parallel);

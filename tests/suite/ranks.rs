@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
+use model_families::ALL;
 use model_runtime::{Checkpoint, DummyWeights, Exec, ModelInfo, RankView};
 use moe_comm::{EpBackend, ParallelConfig};
+use moe_engine::LoadOptions;
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::parallel::{self, Source};
-use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::{ChunkedMoe, MoePath};
 use moe_tests::fixture;
 
@@ -32,7 +31,7 @@ fn bytes_of(name: &str, parts: &[&str]) -> u64 {
 /// All ranks together read each slice once, and on every rank the tensors with names like `everywhere`.
 /// A rank may read `probe` bytes more: the loader looks at one matrix of one expert of each of
 /// three layers first.
-fn check_bytes<F: ModelFamily>(name: &'static str, path: MoePath, everywhere: &[&str], probe: u64) {
+fn check_bytes(name: &'static str, path: MoePath, everywhere: &[&str], probe: u64) {
     let all = bytes_of(name, &[""]);
     let shared = bytes_of(name, everywhere);
     for (tp, dp, ep) in [(2, 1, false), (2, 1, true), (1, 2, true), (2, 2, true), (1, 2, false)] {
@@ -40,7 +39,7 @@ fn check_bytes<F: ModelFamily>(name: &'static str, path: MoePath, everywhere: &[
         let (ranks, copies) = ((tp * dp) as u64, dp as u64);
         let experts = bytes_of(name, &["mlp.experts"]);
         let want = (all - shared - experts) * copies + shared * ranks + experts * if ep { 1 } else { copies };
-        let origin = Origin::<F>::open(name);
+        let origin = Origin::open(name);
         origin.load(&Case { path: Some(path), ..Case::new(name, DType::F32, parallel) }).unwrap();
         let got = origin.bytes_read();
         assert!(
@@ -53,14 +52,14 @@ fn check_bytes<F: ModelFamily>(name: &'static str, path: MoePath, everywhere: &[
 #[test]
 fn a_rank_reads_its_slices_and_what_all_have() {
     for name in ["base", "packed", "tied", "mlp-only-layers"] {
-        check_bytes::<Qwen3MoeFamily>(name, MoePath::Fused, &["norm", "gate.weight"], 3 * 20 * 40 * 2);
+        check_bytes(name, MoePath::Fused, &["norm", "gate.weight"], 3 * 20 * 40 * 2);
     }
     // Heads share the latents, so their down-projections are on every rank.
     let everywhere = ["norm", "gate.weight", "kv_a_proj", "q_a_proj"];
     for name in ["deepseek-v2", "deepseek-v2-lite", "deepseek-packed", "deepseek-tied", "deepseek-layer-freq"]
     {
         for path in [MoePath::Legacy, MoePath::Fused] {
-            check_bytes::<DeepseekV2Family>(name, path, &everywhere, 3 * 14 * 40 * 2);
+            check_bytes(name, path, &everywhere, 3 * 14 * 40 * 2);
         }
     }
 }
@@ -126,11 +125,11 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
 #[test]
 fn a_rank_that_cannot_load_ends_all_soon() {
     let checkpoint = Checkpoint::open(fixture("deepseek-v2")).unwrap();
-    let config = DeepseekV2Family::config(&checkpoint.config).unwrap();
+    let model = ALL.parse(&checkpoint.config).unwrap();
     let parallel = ParallelConfig { dp: 3, enable_expert_parallel: true, ..ParallelConfig::default() };
     let opened = AtomicUsize::new(0);
-    let source = Source::<DeepseekV2Family> {
-        config: &config,
+    let source = Source {
+        model: model.as_ref(),
         has: &|name| checkpoint.tensors.info(name).is_some(),
         tensors: &|slices| match opened.fetch_add(1, Ordering::SeqCst) {
             1 => RankView::new(DummyWeights::new([], 0), slices),

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Result, bail};
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{
     CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepRanks, StepViews,
 };
@@ -91,7 +90,7 @@ impl Fault {
 }
 
 pub fn base(parallel: &ParallelConfig) -> Vec<Replica> {
-    Origin::<Qwen3MoeFamily>::open("base").load(&Case::new("base", DType::F32, *parallel)).unwrap()
+    Origin::open("base").load(&Case::new("base", DType::F32, *parallel)).unwrap()
 }
 
 fn two() -> Vec<Replica> {

@@ -2,7 +2,6 @@
 //! `cargo test --release -p moe-tests --test suite -- --ignored --nocapture soak_of`, SOAK_STEPS=100000 by default.
 
 use candle_core::DType;
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::{DpEngine, EngineConfig};
 use moe_layer::ExpertPlacements;
@@ -22,7 +21,7 @@ fn run(asked: &Soak) -> Soaked {
     let case = Case::new("base", DType::F32, parallel);
     let placements =
         ExpertPlacements { num_redundant_experts: 4, movable: true, ..ExpertPlacements::default() };
-    let replicas = Origin::<Qwen3MoeFamily>::open("base").load_placed(&case, &placements).unwrap();
+    let replicas = Origin::open("base").load_placed(&case, &placements).unwrap();
     let (moe, info) = (moe_of(&replicas), replicas[0].model.info().clone());
     let config = EngineConfig {
         kv_cache_memory: Some(info.kv.bytes_per_token().unwrap() * 4096),

@@ -20,10 +20,11 @@ use model_runtime::sampling::random_bits;
 use model_runtime::{MoeInfo, SamplingParams};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::terminal::note;
-use moe_engine::{ModelFamily, Session, usage};
+use moe_engine::{Session, usage};
 use serde_json::{Value, json};
 use tracing::info;
 
+use crate::Program;
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
 use crate::output::{check_writable, write_json};
@@ -45,7 +46,7 @@ pub fn mark_start() {
 }
 
 /// Runs the command.
-pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
+pub fn run(program: &Program, args: &BenchArgs) -> Result<()> {
     if args.output.is_some_and(|output| output < 2) || args.prompt == Some(0) || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
@@ -53,10 +54,10 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     json.map_or(Ok(()), |path| check_writable("--json", path))?;
     check_device_flags(&args.run, None, &[("--gpu-memory", args.gpu_memory.is_some())])?;
     if let Some(file) = &args.workload {
-        return workload::run::<F>(args, file);
+        return workload::run(program, args, file);
     }
     let check = |model: &Known| check_sizes(args, &Sizes::new(args, model.context), model.context);
-    let session = session::open::<F>(model(args), &args.run, false, &Asks::default().with(&check))?;
+    let session = session::open(program, model(args), &args.run, false, &Asks::default().with(&check))?;
     // A config may leave out what only the family knows.
     let context = session.model.info().max_context_len;
     let sizes = Sizes::new(args, context);
@@ -100,7 +101,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
     bench.session.finish()?;
     info!("measuring what this machine can do at most");
-    result["roofline"] = roofline::measure::<F>(args, &sizes, &result, bench.session)?;
+    result["roofline"] = roofline::measure(program, args, &sizes, &result, bench.session)?;
     write_json(json, &result)
 }
 

@@ -88,7 +88,7 @@ impl Cli {
         Self::command_about(args, About::default())
     }
 
-    /// [`Self::command_of`] the program of a family.
+    /// [`Self::command_of`] a program.
     ///
     /// # Errors
     /// As [`Self::command_of`].

@@ -6,16 +6,17 @@ use std::process::ExitCode;
 use anyhow::Result;
 use model_runtime::Config;
 use moe_engine::terminal::note;
-use moe_engine::{ModelFamily, usage};
+use moe_engine::usage;
 use tracing::warn;
 
+use crate::Program;
 use crate::cli::DownloadArgs;
 use crate::hub::Trust;
 use crate::output::print;
-use crate::{hub, log, preflight};
+use crate::{hub, log};
 
 /// Runs the command. Exit code 1: a check found something.
-pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
+pub fn run(program: &Program, args: &DownloadArgs) -> Result<ExitCode> {
     log::start_plain()?;
     let model = args.model.as_str();
     if Path::new(model).exists() {
@@ -28,7 +29,7 @@ pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
     }
     let trust = if args.force { Trust::Nothing } else { Trust::Verified };
     let located = hub::locate_again(model, trust)?;
-    if let Err(e) = preflight::config::<F>(&Config::read(&located.dir().join("config.json"))?) {
+    if let Err(e) = program.families.parse(&Config::read(&located.dir().join("config.json"))?) {
         warn!("this program will not run it: {e}");
     }
     print(&format!("{}\n", located.weights()?.display()))?;

@@ -11,14 +11,14 @@ use indicatif::{BinaryBytes, HumanCount};
 use model_runtime::checkpoint::{TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config, Geometry};
-use moe_engine::ModelFamily;
 use moe_engine::engine::host_memory;
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
+use crate::Program;
 use crate::cli::InspectArgs;
 use crate::output::{print_foreign, write_json};
-use crate::shell::program;
+use crate::shell;
 use crate::{error, hub, preflight};
 
 /// The KV cache that a run takes at most where no flag says otherwise.
@@ -39,13 +39,13 @@ const SIZES: [(&str, &[&str]); 9] = [
 ];
 
 /// Runs the command. Exit code 1: this program does not run the checkpoint.
-pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<ExitCode> {
+pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
     let located = hub::locate(&args.model)?;
     let config = Config::read(&located.dir().join("config.json"))?;
     let headers = located.headers();
     let opened = headers.as_ref().map_err(|e| anyhow!("{e:#}"));
     let opened = opened.and_then(|headers| Ok(Checkpoint::open(headers.dir())?));
-    let runs = verdict::<F>(&config, located.dir(), opened.as_ref());
+    let runs = verdict(program, &config, located.dir(), opened.as_ref());
     let mut facts = Map::new();
     facts.insert("model type".into(), json!(config.opt_string(&["model_type"])?));
     facts.insert("runs here".into(), runs.is_ok().into());
@@ -58,14 +58,14 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<ExitCode> {
         }
     }
     if headers.as_ref().is_ok_and(hub::Headers::are_remote) {
-        let (program, model) = (program(), &args.model);
-        facts.insert("weights".into(), format!("not here; `{program} download {model}` fetches them").into());
+        let (name, model) = (shell::program(), &args.model);
+        facts.insert("weights".into(), format!("not here; `{name} download {model}` fetches them").into());
     }
     if let Ok(checkpoint) = &opened {
         weights(checkpoint, &mut facts)?;
-        quantisation::<F>(checkpoint, &mut facts)?;
+        quantisation(program, checkpoint, &mut facts)?;
         if runs.is_ok() {
-            notes::<F>(checkpoint, &mut facts)?;
+            notes(program, checkpoint, &mut facts)?;
         }
     }
     show(args, &facts, runs.is_ok())?;
@@ -80,7 +80,7 @@ fn show(args: &InspectArgs, facts: &Map<String, Value>, runs: bool) -> Result<()
     let kernels = format!(
         "\nWhich kernels run is known once the weights are loaded. This tells:\n  {} --model {} --prompt x \
          --max-new-tokens 1 --explain-backends\n",
-        program(),
+        shell::program(),
         args.model
     );
     print_foreign(&(table(facts) + if runs { &kernels } else { "" })).map(drop)
@@ -95,19 +95,20 @@ fn key(name: &str) -> String {
 ///
 /// # Errors
 /// What a run would say.
-fn verdict<F: ModelFamily>(
+fn verdict(
+    program: &Program,
     config: &Config,
     dir: &Path,
     opened: Result<&Checkpoint, &anyhow::Error>,
 ) -> Result<()> {
-    let family = preflight::config::<F>(config)?;
+    let model = program.families.parse(config)?;
     preflight::check_required(config)?;
     let checkpoint = opened.map_err(|e| anyhow!("{e:#}"))?;
-    let layout = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?;
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?;
     if let Some(quantisation) = &checkpoint.quantisation {
         layout.check_quantised(quantisation)?;
     }
-    checkpoint.verify(&layout.tensors, F::ignored(&family)).map(drop)?;
+    checkpoint.verify(&layout.tensors, model.ignored()).map(drop)?;
     let tokenizer = Tokenizer::from_dir(dir).map(drop);
     tokenizer.context("there is no text without a tokenizer (--skip-tokenizer-init runs token ids)")
 }
@@ -133,10 +134,10 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
 }
 
 /// Method and schemes of a quantised checkpoint, and its parameters, of which several lie in a word.
-fn quantisation<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+fn quantisation(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let Some(config) = &checkpoint.quantisation else { return Ok(()) };
-    let Ok(family) = F::config(&checkpoint.config) else { return Ok(()) };
-    let tensors = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?.tensors;
+    let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
+    let tensors = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.tensors;
     let (mut schemes, mut parameters) = (BTreeSet::new(), 0u64);
     for spec in &tensors {
         parameters += spec.shape.iter().map(|&dim| dim as u64).product::<u64>();
@@ -152,10 +153,10 @@ fn quantisation<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String,
 }
 
 /// What a run would tell of tensors that contradict the config.
-fn notes<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
-    let Ok(family) = F::config(&checkpoint.config) else { return Ok(()) };
-    let tensors = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?.tensors;
-    let Ok(verified) = checkpoint.verify(&tensors, F::ignored(&family)) else { return Ok(()) };
+fn notes(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
+    let tensors = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.tensors;
+    let Ok(verified) = checkpoint.verify(&tensors, model.ignored()) else { return Ok(()) };
     let notes: Vec<String> = verified.warnings().collect();
     if !notes.is_empty() {
         facts.insert("notes".into(), json!(notes.join("\n")));

@@ -1,4 +1,4 @@
-//! The command line of a model family: generate, chat, batch, parity, bench.
+//! The command line of a program: generate, chat, batch, parity, bench.
 #![doc = include_str!("../README.md")]
 
 pub mod batch;
@@ -21,6 +21,7 @@ pub mod parallel;
 pub mod parity;
 pub mod preflight;
 pub mod profile;
+mod program;
 mod prompt;
 mod prompt_progress;
 mod roofline;
@@ -36,7 +37,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use moe_engine::parallel::{Placement, placement};
 use moe_engine::terminal::{self, note};
-use moe_engine::{ModelFamily, UsageError, chat, structured, usage};
+use moe_engine::{UsageError, chat, structured, usage};
 
 use cli::{About, Cli, Command, ParityArgs};
 use output::{check_writable, write_json};
@@ -45,19 +46,19 @@ use profile::Profile;
 use session::Model;
 
 pub use model_runtime::HugePages;
+pub use program::Program;
 pub use {clap, moe_engine};
 
-/// The whole program of a model family: parses the command line, runs it, reports errors on
-/// stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
-pub fn main<F: ModelFamily>() -> ExitCode {
+/// The whole of a program: parses the command line, runs it, reports errors on stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
+pub fn main(program: &Program) -> ExitCode {
     bench::mark_start();
-    let parsed = Cli::command_about(std::env::args_os(), About::of::<F>());
+    let parsed = Cli::command_about(std::env::args_os(), About::of(program));
     let mut command = parsed.unwrap_or_else(|e| e.exit());
-    command.complete::<F>();
+    command.complete(program);
     if command.run_args().is_some_and(|args| args.quiet) {
         terminal::be_quiet();
     }
-    match run::<F>(&command) {
+    match run(program, &command) {
         Ok(code) => code,
         Err(e) => {
             error::report(&e);
@@ -66,43 +67,43 @@ pub fn main<F: ModelFamily>() -> ExitCode {
     }
 }
 
-fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
+fn run(program: &Program, command: &Command) -> Result<ExitCode> {
     let Some(args) = command.run_args() else {
-        return run_command::<F>(command);
+        return run_command(program, command);
     };
     if let Placement::Launched(launch) = placement(&args.config())?
         && launch.rank > 0
     {
         log::start_follower(args)?;
         let (model, check_weights) = command.model();
-        return session::serve::<F>(model, args, check_weights, &Asks::of(command))
+        return session::serve(program, model, args, check_weights, &Asks::of(command))
             .map(|()| ExitCode::SUCCESS);
     }
     let profile = log::start_driver(args)?;
-    let code = run_command::<F>(command)?;
+    let code = run_command(program, command)?;
     profile.map_or(Ok(()), Profile::finish)?;
     Ok(code)
 }
 
-fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
+fn run_command(program: &Program, command: &Command) -> Result<ExitCode> {
     match command {
-        Command::Generate(args) => generate::run::<F>(args)?,
-        Command::Chat(args) => chat_command::run::<F>(args)?,
-        Command::Batch(args) => return batch::run::<F>(args),
-        Command::Parity(args) => return run_parity::<F>(args),
-        Command::Bench(args) => bench::run::<F>(args)?,
-        Command::Download(args) => return download::run::<F>(args),
-        Command::Inspect(args) => return inspect::run::<F>(args),
+        Command::Generate(args) => generate::run(program, args)?,
+        Command::Chat(args) => chat_command::run(program, args)?,
+        Command::Batch(args) => return batch::run(program, args),
+        Command::Parity(args) => return run_parity(program, args),
+        Command::Bench(args) => bench::run(program, args)?,
+        Command::Download(args) => return download::run(program, args),
+        Command::Inspect(args) => return inspect::run(program, args),
         Command::ListDevices => devices::run()?,
-        Command::Completions(args) => shell::completions(args, About::of::<F>())?,
-        Command::Man(args) => shell::man(args, About::of::<F>())?,
+        Command::Completions(args) => shell::completions(args, About::of(program))?,
+        Command::Man(args) => shell::man(args, About::of(program))?,
         Command::RenderChatTemplates => chat::serve()?,
         Command::CompileGrammars => structured::serve()?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
+fn run_parity(program: &Program, args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
@@ -110,7 +111,7 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     json.map_or(Ok(()), |path| check_writable("--json", path))?;
     let check = |model: &Known| parity::check_reference(&args.reference, model.config);
     let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
-    let mut session = session::open::<F>(model, &args.run, false, &asks)?;
+    let mut session = session::open(program, model, &args.run, false, &asks)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;
     write_json(json, &report)?;

@@ -3,9 +3,10 @@
 
 use anyhow::{Result, bail};
 use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
-use moe_engine::{ModelFamily, Session};
+use moe_engine::Session;
 use serde_json::{Value, json};
 
+use crate::Program;
 use crate::bench::Sizes;
 use crate::cli::BenchArgs;
 
@@ -66,25 +67,26 @@ impl StepWeights {
 }
 
 /// Measures this machine's limits once the model is gone, and puts a bench result beside them.
-pub fn measure<F: ModelFamily>(
+pub fn measure(
+    program: &Program,
     args: &BenchArgs,
     sizes: &Sizes,
     result: &Value,
     session: Session,
 ) -> Result<Value> {
     let Session { model, ex, checkpoint, .. } = session;
-    let (config, quantisation) = match (&args.config, checkpoint) {
+    let (spec, quantisation) = match (&args.config, checkpoint) {
         (Some(path), _) => {
             let config = Config::read(path)?;
-            (F::config(&config)?, config.quantisation()?)
+            (program.families.parse(&config)?, config.quantisation()?)
         }
-        (None, Some(checkpoint)) => (F::config(&checkpoint.config)?, checkpoint.quantisation),
+        (None, Some(checkpoint)) => (program.families.parse(&checkpoint.config)?, checkpoint.quantisation),
         (None, None) => bail!("a model without a config has no roofline"),
     };
     let info = model.info().clone();
     drop(model);
     let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
-    let layout = F::layout(&config, &Geometry::default(), &one_by_one)?;
+    let layout = spec.layout(&Geometry::default(), &one_by_one)?;
     // Routers and embeddings are floats whatever the header says of all modules.
     let quantised = |t: &TensorSpec| {
         let module = t.name.strip_suffix(".weight").filter(|m| !m.ends_with(".gate") && !m.contains("embed"));

@@ -7,10 +7,11 @@ use model_runtime::Checkpoint;
 use moe_engine::explain::Explanation;
 use moe_engine::terminal::note;
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
+use moe_engine::{Run, RunConfig, Session, Weights};
 use moe_layer::Fp8Activations;
 use serde_json::Value;
 
+use crate::Program;
 use crate::cli::RunArgs;
 use crate::interrupt;
 use crate::output::write_json;
@@ -27,15 +28,16 @@ pub enum Model<'a> {
 }
 
 /// Opens the model of a command, on the process that runs it.
-pub fn open<F: ModelFamily>(
+pub fn open(
+    program: &Program,
     model: Model,
     args: &RunArgs,
     check_weights: bool,
     asks: &Asks,
 ) -> Result<Session> {
-    let Started { run, weights, tokenizer } = start::<F>(model, args, check_weights, asks)?;
-    let loading = loading::<F>(&run, &weights)?;
-    let mut session = run.session::<F>(weights)?;
+    let Started { run, weights, tokenizer } = start(program, model, args, check_weights, asks)?;
+    let loading = loading(&run, &weights)?;
+    let mut session = run.session(weights)?;
     drop(loading);
     if let Some(tokenizer) = tokenizer {
         session.keep_tokenizer(tokenizer)?;
@@ -47,9 +49,9 @@ pub fn open<F: ModelFamily>(
 }
 
 /// Shows how far the weights of a checkpoint are loaded.
-fn loading<F: ModelFamily>(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
+fn loading(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
     let Weights::Checkpoint(checkpoint) = weights else { return Ok(None) };
-    let (bytes, tensors) = (run.bytes_to_read::<F>(checkpoint)?, checkpoint.tensors.clone());
+    let (bytes, tensors) = (run.bytes_to_read(checkpoint)?, checkpoint.tensors.clone());
     Ok(Some(Watch::start("loading weights", Unit::Bytes, bytes, move || tensors.bytes_read())))
 }
 
@@ -69,11 +71,17 @@ fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
 }
 
 /// Runs this process's rank of the command until rank 0's ends it.
-pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<()> {
-    let Started { run, weights, .. } = start::<F>(model, args, check_weights, asks)?;
+pub fn serve(
+    program: &Program,
+    model: Model,
+    args: &RunArgs,
+    check_weights: bool,
+    asks: &Asks,
+) -> Result<()> {
+    let Started { run, weights, .. } = start(program, model, args, check_weights, asks)?;
     // Until the ranks have met, this process is its own: Ctrl-C ends it.
     interrupt::leave_to_rank_0()?;
-    run.serve::<F>(weights)
+    run.serve(weights)
 }
 
 /// A run, and what it loads.
@@ -84,16 +92,22 @@ struct Started {
 }
 
 /// Checks first, on every rank, so that no rank downloads what another one refuses.
-fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<Started> {
+fn start(
+    program: &Program,
+    model: Model,
+    args: &RunArgs,
+    check_weights: bool,
+    asks: &Asks,
+) -> Result<Started> {
     let config = RunConfig { check_weights, ..args.config() };
-    let Checked { source, files, tokenizer } = preflight::check::<F>(model, args, asks)?;
-    let run = Run::start(&config, &model.name())?;
+    let Checked { source, files, tokenizer } = preflight::check(program, model, args, asks)?;
+    let run = Run::start(&config, program.families, &model.name())?;
     if !args.skip_memory_check {
-        files.check_memory::<F>(&run, asks)?;
+        files.check_memory(&run, asks)?;
     }
     let weights = match source {
         Source::Checkpoint(located) => Weights::Checkpoint(Checkpoint::open(located.weights()?)?),
-        Source::Embedded => Weights::Embedded,
+        Source::Embedded(embedded) => Weights::Embedded(embedded),
         Source::Random(config) => Weights::Random(config),
     };
     Ok(Started { run, weights, tokenizer })
@@ -107,13 +121,6 @@ impl Model<'_> {
             Self::Random(path) => path.to_string_lossy().into_owned(),
         }
     }
-}
-
-/// The mistake of naming no model to a program that has none of its own.
-pub fn no_model() -> anyhow::Error {
-    usage(
-        "no model is given, and none is part of this program: name one with --model (--help lists the flags)",
-    )
 }
 
 impl RunArgs {

@@ -1,11 +1,10 @@
-//! What a model crate supplies to become a program: its config, its tensors, how to load it, and
-//! perhaps a checkpoint inside the binary.
+//! Families of models: which configs belong to one, what a model of it is made of, and how it is loaded.
 
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{
-    BlockContext, CausalLm, Config, ConfigError, DecoderOptions, Geometry, GeometryError, KvLayout, MlaForm,
-    TensorLayout,
+    AttentionConfig, BlockContext, CausalLm, Config, ConfigError, DecoderConfig, DecoderOptions, Geometry,
+    GeometryError, KvLayout, MlaConfig, MlaForm, TensorLayout,
 };
 use moe_layer::{BackendSelection, MoePath};
 
@@ -89,22 +88,29 @@ pub struct EmbeddedChat {
     pub stop: &'static str,
 }
 
-/// A family of models that one binary runs.
-pub trait ModelFamily {
-    /// The parsed config.
-    type Config: Sync;
-
+/// A family of models: a row of the table that a program looks a config up in.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelFamily {
     /// The `model_type` of its configs.
-    const MODEL_TYPE: &'static str;
-
+    pub model_type: &'static str,
+    /// The name of its models in `architectures`, which counts in a config without `model_type`.
+    pub architecture: &'static str,
     /// A model of the family on the hub, for examples: `ORG/NAME`.
-    const EXAMPLE: &'static str;
+    pub example: &'static str,
+    /// Reads and validates a config.json of this family.
+    pub parse: fn(&Config) -> Result<Box<dyn ModelSpec>, ConfigError>,
+}
 
-    /// Reads and validates `config.json`.
-    fn config(config: &Config) -> Result<Self::Config, ConfigError>;
+/// A model as its config.json describes it: its tensors, what it caches of a token, how it is loaded.
+pub trait ModelSpec: Send + Sync {
+    /// What surrounds the attention.
+    fn decoder(&self) -> &DecoderConfig;
 
-    /// What the family does not have of what a run asks for, by the flag's name; asked before anything is loaded.
-    fn refuse(options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
+    /// The attention of the layers.
+    fn attention(&self) -> AttentionSpec<'_>;
+
+    /// What the family does not have of what a run asks for, by the flag's name; asked before weights are read.
+    fn refuse(&self, options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
         let _ = (options, device);
         None
     }
@@ -114,31 +120,85 @@ pub trait ModelFamily {
     ///
     /// # Errors
     /// Sizes that the geometry cannot cut; none on one rank.
-    fn layout(
-        config: &Self::Config,
-        geometry: &Geometry,
-        has: &dyn Fn(&str) -> bool,
-    ) -> Result<TensorLayout, GeometryError>;
+    fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError>;
 
     /// What the rank of this geometry caches of a token, in this dtype; `mla` as in [`LoadOptions`].
     ///
     /// # Errors
     /// Heads that the geometry cannot cut.
     fn kv_layout(
-        config: &Self::Config,
+        &self,
         geometry: &Geometry,
         mla: Option<MlaForm>,
         dtype: DType,
     ) -> Result<KvLayout, GeometryError>;
 
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
-    fn ignored(config: &Self::Config) -> &'static [&'static str];
+    fn ignored(&self) -> &'static [&'static str] {
+        self.decoder().ignored()
+    }
 
     /// Loads the model, or one rank's part of it, in the dtype of `vb`, which is at the root of the
     /// checkpoint and shows the rank's slices.
-    fn load(config: &Self::Config, options: &LoadOptions, vb: VarBuilder)
-    -> candle_core::Result<LoadedModel>;
+    fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle_core::Result<LoadedModel>;
+}
 
-    /// The checkpoint in the binary, if it has one.
-    fn embedded() -> Option<Embedded>;
+/// The attention of a model, with the heads of all ranks.
+#[derive(Clone, Copy, Debug)]
+pub enum AttentionSpec<'a> {
+    /// Heads share keys and values in groups.
+    GroupedQuery(&'a AttentionConfig),
+    /// Heads share a latent row.
+    Latent(&'a MlaConfig),
+}
+
+/// The families that a program runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Families {
+    /// All that there are.
+    pub table: &'static [ModelFamily],
+    /// The `model_type` of the only one that this program runs; `None`: it runs all.
+    pub only: Option<&'static str>,
+}
+
+impl Families {
+    /// The families that this program runs, in the table's order.
+    pub fn run_here(&self) -> impl Iterator<Item = &'static ModelFamily> {
+        let only = self.only;
+        self.table.iter().filter(move |family| only.is_none_or(|only| only == family.model_type))
+    }
+
+    /// Reads and validates a config.json by the reader of its family.
+    ///
+    /// # Errors
+    /// A config of no family that this program runs, with those that are known; what the family's reader finds wrong.
+    pub fn parse(&self, config: &Config) -> Result<Box<dyn ModelSpec>, ConfigError> {
+        if let Some(model_type) = config.opt_string(&["model_type"])? {
+            let family = self.run_here().find(|family| family.model_type == model_type);
+            let unknown =
+                || config.unsupported(format!("model_type {model_type:?}"), &format!("; {}", self.listed()));
+            return (family.ok_or_else(unknown)?.parse)(config);
+        }
+        let names = config.strings(&["architectures"])?;
+        let family = self.run_here().find(|family| names.contains(&family.architecture));
+        let expected =
+            || format!("the type of a model, or a known name in `architectures`: {}", self.listed());
+        let family = family.ok_or_else(|| config.invalid("model_type", &expected(), "nothing"))?;
+        (family.parse)(&config.with("model_type", family.model_type))
+    }
+
+    /// What this program runs, and which program runs more.
+    fn listed(&self) -> String {
+        let quoted = |family: &ModelFamily| format!("{:?}", family.model_type);
+        let here: Vec<String> = self.run_here().map(quoted).collect();
+        let all: Vec<String> = self.table.iter().map(quoted).collect();
+        match self.only {
+            Some(_) => format!(
+                "this program runs model_type {}; the program `moe` runs {}",
+                here.join(", "),
+                all.join(", ")
+            ),
+            None => format!("this program runs model_type {}", here.join(", ")),
+        }
+    }
 }

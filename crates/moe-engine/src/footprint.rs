@@ -7,7 +7,7 @@ use candle_core::DType;
 use model_runtime::{Config, KvLayout, QuantConfig, QuantScheme, TensorLayout};
 
 use crate::engine::EngineConfig;
-use crate::family::ModelFamily;
+use crate::family::ModelSpec;
 use crate::run_config::RunConfig;
 use crate::usage;
 
@@ -39,20 +39,20 @@ impl Footprint {
     /// The footprint of these ranks of a run, with weights in `dtype`.
     ///
     /// # Errors
-    /// A config that the family does not run; sizes that ranks cannot cut.
-    pub fn of<F: ModelFamily>(
+    /// Sizes that ranks cannot cut.
+    pub fn of(
+        model: &dyn ModelSpec,
         raw: &Config,
         quantisation: Option<&QuantConfig>,
         run: &RunConfig,
         ranks: impl Iterator<Item = usize>,
         dtype: DType,
     ) -> Result<Self> {
-        let config = F::config(raw)?;
         // Quantised checkpoints hold experts one by one, and others take as many bytes in packs.
         let has = |name: &str| quantisation.is_none() || !name.ends_with("gate_up_proj");
         let mut sum = Self { float_size: dtype.size_in_bytes() as u64, ..Self::default() };
         for rank in ranks {
-            let layout = F::layout(&config, &run.parallel.geometry(rank)?, &has)?;
+            let layout = model.layout(&run.parallel.geometry(rank)?, &has)?;
             sum.add(&layout, quantisation, copies_of_experts(raw, run)?, dtype)?;
         }
         Ok(sum)

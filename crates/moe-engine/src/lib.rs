@@ -26,7 +26,9 @@ pub mod tokenizer;
 
 pub use device::DeviceChoice;
 pub use error::{UsageError, end_failed, panic_text, usage};
-pub use family::{Embedded, EmbeddedChat, LoadOptions, LoadedModel, ModelFamily};
+pub use family::{
+    AttentionSpec, Embedded, EmbeddedChat, Families, LoadOptions, LoadedModel, ModelFamily, ModelSpec,
+};
 pub use placements::PlacementConfig;
 pub use run::{Run, Weights};
 pub use run_config::{ExecutorBackend, RunConfig};

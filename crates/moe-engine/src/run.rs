@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use crate::engine;
 use crate::engine::EngineConfig;
 use crate::explain;
-use crate::family::ModelFamily;
+use crate::family::{Embedded, Families, ModelSpec};
 use crate::footprint::{Footprint, Place, StepSizes};
 use crate::parallel::{self, Follower, Processes, Replica};
 use crate::run_config::RunConfig;
@@ -22,8 +22,8 @@ use crate::session::{Session, tokenizer};
 pub enum Weights {
     /// A checkpoint.
     Checkpoint(Checkpoint),
-    /// The checkpoint that is part of the family's program.
-    Embedded,
+    /// A checkpoint that is part of the program.
+    Embedded(Embedded),
     /// Random weights for this config: to measure with, not to talk to.
     Random(Config),
 }
@@ -36,6 +36,7 @@ pub enum Weights {
 /// ```
 pub struct Run {
     config: RunConfig,
+    families: Families,
     /// The processes of all ranks; `None` where they are in this one.
     processes: Option<Processes>,
     ex: Exec,
@@ -44,18 +45,18 @@ pub struct Run {
 impl Run {
     /// Opens the device of this process's ranks, after joining the processes of the others or starting
     /// them: each is this program again, with its arguments, and finds that it is
-    /// [`Placement::Launched`](parallel::Placement). `model` is what the ranks call the model, to find
-    /// one that runs another.
+    /// [`Placement::Launched`](parallel::Placement). The model is of one of `families`; `model` is what the ranks call it, to
+    /// find one that runs another.
     ///
     /// # Errors
     /// Settings that cannot be ([`UsageError`](crate::UsageError)); a rank that does not appear or has
     /// other settings; no such device.
-    pub fn start(config: &RunConfig, model: &str) -> Result<Self> {
+    pub fn start(config: &RunConfig, families: Families, model: &str) -> Result<Self> {
         config.check()?;
         let host = config.host_exec()?;
         let processes = Processes::start(config, model, &host)?;
         let ex = on_device(host, config, processes.as_ref())?;
-        Ok(Self { config: config.clone(), processes, ex })
+        Ok(Self { config: config.clone(), families, processes, ex })
     }
 
     /// Checks that the weights of a model of this config have room on this process's device, and on the CPU those of all ranks
@@ -63,8 +64,8 @@ impl Run {
     /// `max_context_len`: the longest sequence of the model, `usize::MAX` where that is not known.
     ///
     /// # Errors
-    /// Too little memory ([`UsageError`](crate::UsageError)), with what would fit; a config that the family does not run.
-    pub fn check_memory<F: ModelFamily>(
+    /// Too little memory ([`UsageError`](crate::UsageError)), with what would fit; a config that no family runs.
+    pub fn check_memory(
         &self,
         config: &Config,
         quantisation: Option<&QuantConfig>,
@@ -73,7 +74,7 @@ impl Run {
     ) -> Result<()> {
         let check = || {
             let engine = engine(EngineConfig::for_device(&self.ex));
-            self.check_room::<F>(config, quantisation, max_context_len, &engine)
+            self.check_room(config, quantisation, max_context_len, &engine)
         };
         match &self.processes {
             Some(processes) => processes.explained(check),
@@ -81,7 +82,7 @@ impl Run {
         }
     }
 
-    fn check_room<F: ModelFamily>(
+    fn check_room(
         &self,
         config: &Config,
         quantisation: Option<&QuantConfig>,
@@ -102,7 +103,8 @@ impl Run {
         let dtype = dtype.unwrap_or(DType::BF16);
         let world = self.config.parallel.world_size()?;
         let held = (first..first + ranks).map(|rank| rank % world);
-        let footprint = Footprint::of::<F>(config, quantisation, &self.config, held, dtype)?;
+        let model = self.families.parse(config)?;
+        let footprint = Footprint::of(model.as_ref(), config, quantisation, &self.config, held, dtype)?;
         let place = Place {
             on_gpu,
             offload: self.config.expert_offload.filter(|_| on_gpu).unwrap_or(0) as u64,
@@ -111,7 +113,7 @@ impl Run {
         };
         footprint.check_weights(free, &place)?;
         let geometry = self.config.parallel.geometry(first)?;
-        let kv = F::kv_layout(&F::config(config)?, &geometry, self.config.mla, dtype)?;
+        let kv = model.kv_layout(&geometry, self.config.mla, dtype)?;
         footprint.check_cache(free, &kv, &StepSizes::of(config, max_context_len)?, engine, &place)
     }
 
@@ -119,8 +121,8 @@ impl Run {
     ///
     /// # Errors
     /// A config that the family does not run; sizes that ranks cannot cut.
-    pub fn bytes_to_read<F: ModelFamily>(&self, checkpoint: &Checkpoint) -> Result<u64> {
-        let config = F::config(&checkpoint.config)?;
+    pub fn bytes_to_read(&self, checkpoint: &Checkpoint) -> Result<u64> {
+        let model = self.families.parse(&checkpoint.config)?;
         let ranks = match &self.processes {
             None => 0..self.config.parallel.world_size()?,
             Some(processes) => processes.rank()..processes.rank() + 1,
@@ -128,7 +130,7 @@ impl Run {
         let (mut held, mut all) = (0u64, 0u64);
         for rank in ranks.clone() {
             let geometry = self.config.parallel.geometry(rank)?;
-            let layout = F::layout(&config, &geometry, &|name| checkpoint.has(name))?;
+            let layout = model.layout(&geometry, &|name| checkpoint.has(name))?;
             held += layout.held().iter().map(|tensor| tensor.elements as u64).sum::<u64>();
             all += layout
                 .tensors
@@ -144,8 +146,8 @@ impl Run {
     ///
     /// # Errors
     /// Weights that do not fit the family and its config; whatever fails while they are read.
-    pub fn session<F: ModelFamily>(self, weights: Weights) -> Result<Session> {
-        let Part { ranks, checkpoint, tokenizer, backend } = self.load::<F>(weights)?;
+    pub fn session(self, weights: Weights) -> Result<Session> {
+        let Part { ranks, checkpoint, tokenizer, backend } = self.load(weights)?;
         let Ranks::Replicas(mut replicas) = ranks else {
             bail!("this process follows another one's rank and runs no requests")
         };
@@ -176,8 +178,8 @@ impl Run {
     }
 
     /// Loads this process's rank and runs what rank 0's process sends, until that says stop.
-    pub fn serve<F: ModelFamily>(self, weights: Weights) -> Result<()> {
-        let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load::<F>(weights)?;
+    pub fn serve(self, weights: Weights) -> Result<()> {
+        let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load(weights)?;
         // An error is one only where requests want text; rank 0 then hears of it.
         let tokenizer = tokenizer(checkpoint.as_ref(), embedded);
         let Some(processes) = self.processes else {
@@ -194,20 +196,19 @@ impl Run {
         processes.finish()
     }
 
-    fn load<F: ModelFamily>(&self, weights: Weights) -> Result<Part> {
+    fn load(&self, weights: Weights) -> Result<Part> {
         let (checkpoint, tokenizer) = match weights {
-            Weights::Random(config) => return self.load_random::<F>(&config),
+            Weights::Random(config) => return self.load_random(&config),
             Weights::Checkpoint(checkpoint) => (checkpoint, None),
-            Weights::Embedded => {
-                let Some(e) = F::embedded() else { bail!("no checkpoint is part of this program") };
+            Weights::Embedded(e) => {
                 let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
                 (checkpoint, Some(e.tokenizer))
             }
         };
-        let config = F::config(&checkpoint.config)?;
+        let model = self.families.parse(&checkpoint.config)?;
         let has = |name: &str| checkpoint.has(name);
-        let expected = F::layout(&config, &Geometry::default(), &has)?.tensors;
-        let verified = checkpoint.verify(&expected, F::ignored(&config))?;
+        let expected = model.layout(&Geometry::default(), &has)?.tensors;
+        let verified = checkpoint.verify(&expected, model.ignored())?;
         // Once, and not by every process.
         if self.processes.as_ref().is_none_or(|processes| processes.rank() == 0) {
             verified.warnings().for_each(|warning| warn!("{warning}"));
@@ -220,30 +221,30 @@ impl Run {
             warn!("{note}");
         }
         let tensors = |slices: Vec<TensorSlice>| checkpoint.rank_view(&expected, slices);
-        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors, dtype)?;
+        let (ranks, backend) = self.load_ranks(model.as_ref(), &has, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: Some(checkpoint), tokenizer, backend })
     }
 
-    fn load_random<F: ModelFamily>(&self, raw: &Config) -> Result<Part> {
-        let config = F::config(raw)?;
+    fn load_random(&self, raw: &Config) -> Result<Part> {
+        let model = self.families.parse(raw)?;
         let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::F32);
         let quantisation = raw.quantisation()?;
         // Packed experts: one tensor is generated for each pack, at full speed. Quantised ones are matrices.
         let has = |name: &str| quantisation.is_none() || name.ends_with(".weight");
-        let specs = F::layout(&config, &Geometry::default(), &has)?.tensors;
+        let specs = model.layout(&Geometry::default(), &has)?.tensors;
         let tensors = |slices: Vec<TensorSlice>| {
             let weights = DummyWeights::new(specs.clone(), 0).with_quantisation(quantisation.clone());
             RankView::new(weights, slices)
         };
-        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors, dtype)?;
+        let (ranks, backend) = self.load_ranks(model.as_ref(), &has, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
     }
 
     /// Loads one rank, all ranks on threads, or this process's.
-    fn load_ranks<F: ModelFamily>(
+    fn load_ranks(
         &self,
-        config: &F::Config,
+        model: &dyn ModelSpec,
         has: &(dyn Fn(&str) -> bool + Sync),
         tensors: &(dyn Fn(Vec<TensorSlice>) -> RankView + Sync),
         dtype: DType,
@@ -252,7 +253,7 @@ impl Run {
         let placements = self.config.placements.read(self.config.eplb.is_some())?;
         let options =
             |context| self.config.load_options(BlockContext { placements: placements.clone(), ..context });
-        let source = parallel::Source::<F> { config, has, tensors, dtype, options: &options, chunked_moe };
+        let source = parallel::Source { model, has, tensors, dtype, options: &options, chunked_moe };
         let (ranks, chosen) = if let Some(processes) = &self.processes {
             processes.load(&source, parallel, ex)?
         } else if parallel.world_size()? == 1 {
@@ -266,10 +267,10 @@ impl Run {
                 ..BlockContext::default()
             };
             let world = context.groups.world.clone();
-            let slices = F::layout(config, &context.geometry, has)?.slices_for(ex.device());
+            let slices = model.layout(&context.geometry, has)?.slices_for(ex.device());
             let tensors = tensors(slices);
             let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..context };
-            let loaded = F::load(config, &options(context), tensors.var_builder(dtype, ex.device()))?;
+            let loaded = model.load(&options(context), tensors.var_builder(dtype, ex.device()))?;
             let replica = Replica { model: Arc::from(loaded.model), ex: ex.clone(), world };
             (Ranks::Replicas(vec![replica]), loaded.backend)
         } else {

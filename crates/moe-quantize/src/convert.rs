@@ -84,7 +84,7 @@ impl<'a> Job<'a> {
                 specs.push(spec);
             }
         }
-        let is_tied = source.architecture.decoder().tie_word_embeddings;
+        let is_tied = source.model.decoder().tie_word_embeddings;
         let Plan { items: planned, untied, header } = plan(specs, is_tied, settings)?;
         let mut items = Vec::new();
         for item in planned {

@@ -2,13 +2,13 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod architecture;
 mod calibrate;
 mod convert;
 mod dequantised;
 mod exceptions;
 mod gptq;
 mod loss;
+mod model;
 mod plan;
 mod progress;
 mod random;
@@ -18,12 +18,12 @@ mod settings;
 mod source;
 mod write;
 
-pub use architecture::Architecture;
 pub use calibrate::{Calibration, TextSettings};
 pub use convert::quantize;
 pub use dequantised::Dequantised;
 pub use gptq::{Feedback, Hessian, NoFactor, gptq};
 pub use loss::{Loss, loss};
+pub use model::model_of;
 pub use random::{RandomSettings, random_checkpoint};
 pub use report::Report;
 pub use round::{Grid, round_to_nearest};

@@ -5,15 +5,16 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use candle_nn::var_builder::SimpleBackend;
 use model_runtime::{
-    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, TensorFiles, host_logits, run_step,
+    CausalLm, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext, TensorFiles, host_logits,
+    run_step,
 };
+use moe_engine::{LoadOptions, ModelSpec};
 use serde_json::Value;
 
-use crate::architecture::Architecture;
 use crate::calibrate::{TextSettings, windows};
 use crate::dequantised::Dequantised;
 use crate::progress;
-use crate::source::{read_architecture, read_config};
+use crate::source::{read_config, read_model};
 
 /// Positions of a KV block.
 const BLOCK: usize = 64;
@@ -35,10 +36,10 @@ pub struct Loss {
 /// # Errors
 /// Any error of reading the checkpoints and the text; a reference with another vocabulary.
 pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Result<Loss> {
-    let (config, architecture) = open(model)?;
-    let decoder = architecture.decoder();
+    let (config, spec) = open(model)?;
+    let decoder = spec.decoder();
     let windows = windows(model, text, decoder.vocab_size, decoder.rope.max_position_embeddings)?;
-    let model = load(model, &config, &architecture)?;
+    let model = load(model, &config, spec.as_ref())?;
     let reference = reference.map(|dir| open_reference(dir, decoder.vocab_size)).transpose()?;
     let mut ex = Exec::cpu();
     let (mut nats, mut divergence, mut tokens) = (0.0, 0.0, 0);
@@ -59,25 +60,25 @@ pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Resu
     Ok(Loss { nats_per_token: mean(nats), divergence: reference.map(|_| mean(divergence)), tokens })
 }
 
-fn open(dir: &Path) -> Result<(Value, Architecture)> {
+fn open(dir: &Path) -> Result<(Value, Box<dyn ModelSpec>)> {
     let config = read_config(&dir.join("config.json"))?;
-    let (config, architecture, _) = read_architecture(dir, config, &TensorFiles::open_dir(dir)?)?;
-    Ok((config, architecture))
+    let (config, spec, _) = read_model(dir, config, &TensorFiles::open_dir(dir)?)?;
+    Ok((config, spec))
 }
 
-fn load(dir: &Path, config: &Value, architecture: &Architecture) -> Result<Box<dyn CausalLm>> {
+fn load(dir: &Path, config: &Value, spec: &dyn ModelSpec) -> Result<Box<dyn CausalLm>> {
     let weights = Dequantised::open(dir, config)?;
-    let expected = architecture.layout(&|name| weights.contains_tensor(name))?.tensors;
-    Ok(architecture.load(weights.only(&expected).var_builder())?.model)
+    let expected = spec.layout(&Geometry::default(), &|name| weights.contains_tensor(name))?.tensors;
+    Ok(spec.load(&LoadOptions::default(), weights.only(&expected).var_builder())?.model)
 }
 
 fn open_reference(dir: &Path, vocab: usize) -> Result<Box<dyn CausalLm>> {
-    let (config, architecture) = open(dir)?;
-    let got = architecture.decoder().vocab_size;
+    let (config, spec) = open(dir)?;
+    let got = spec.decoder().vocab_size;
     if got != vocab {
         bail!("the reference {}: expected a vocabulary of {vocab}, got {got}", dir.display())
     }
-    load(dir, &config, &architecture)
+    load(dir, &config, spec.as_ref())
 }
 
 /// The logarithms of the probabilities that the model gives each id behind each token of a window.

@@ -9,13 +9,13 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use half::{bf16, f16};
-use model_runtime::{Config, DummyWeights, TensorSpec};
+use model_runtime::{Config, DummyWeights, Geometry, TensorSpec};
 use moe_quant::write::StoredSpec;
 use moe_quant::{Format, GptqZeros, IntFormat};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
-use crate::architecture::{Architecture, QUANTISATION_KEYS};
+use crate::model::{QUANTISATION_KEYS, model_of};
 use crate::plan::{Item, Linear, plan};
 use crate::progress;
 use crate::settings::{FileFormat, Settings};
@@ -57,14 +57,14 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
     if settings.quantised.as_ref().is_some_and(|quantised| quantised.lm_head) {
         config["tie_word_embeddings"] = json!(false);
     }
-    let architecture = Architecture::new(&config, &label)?;
+    let model = model_of(&config, &label)?;
     let (dtype, float) = match settings.dtype.or(named).unwrap_or(DType::BF16) {
         DType::F32 => (Dtype::F32, DType::F32),
         DType::F16 => (Dtype::F16, DType::F16),
         DType::BF16 => (Dtype::BF16, DType::BF16),
         other => bail!("a random checkpoint is in f32, f16 or bf16, not in {}", other.as_str()),
     };
-    let specs = architecture.layout(&|_| false)?.tensors;
+    let specs = model.layout(&Geometry::default(), &|_| false)?.tensors;
     let (items, outputs) = match &settings.quantised {
         None => {
             let items: Vec<Item> =

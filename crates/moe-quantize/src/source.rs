@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor};
 use model_runtime::checkpoint::{TensorInfo, has_own_head};
-use model_runtime::{TensorFiles, TensorSpec};
+use model_runtime::{Geometry, TensorFiles, TensorSpec};
+use moe_engine::ModelSpec;
 use safetensors::Dtype;
 use serde_json::Value;
 
-use crate::architecture::{Architecture, QUANTISATION_KEYS};
+use crate::model::{QUANTISATION_KEYS, model_of};
 
 /// A checkpoint in floats.
 pub struct Source {
@@ -19,7 +20,7 @@ pub struct Source {
     /// config.json.
     pub config: Value,
     /// What it describes.
-    pub architecture: Architecture,
+    pub model: Box<dyn ModelSpec>,
     /// The weights.
     pub tensors: TensorFiles,
     /// What is odd about it, in sentences.
@@ -39,12 +40,12 @@ impl Source {
         let config = read_config(&dir.join("config.json"))?;
         refuse_quantised(dir, &config)?;
         let tensors = TensorFiles::open_dir(dir)?;
-        let (config, architecture, untied) = read_architecture(dir, config, &tensors)?;
-        let layout = architecture.layout(&|name| tensors.info(name).is_some())?;
-        let verified = tensors.verify(layout.tensors, architecture.ignored())?;
+        let (config, model, untied) = read_model(dir, config, &tensors)?;
+        let layout = model.layout(&Geometry::default(), &|name| tensors.info(name).is_some())?;
+        let verified = tensors.verify(layout.tensors, model.ignored())?;
         let notes = untied.into_iter().chain(verified.warnings()).collect();
         let left_out = verified.left_out.names().iter().cloned().collect();
-        let source = Self { dir: dir.to_path_buf(), config, architecture, tensors, notes, left_out };
+        let source = Self { dir: dir.to_path_buf(), config, model, tensors, notes, left_out };
         for tensor in source.used() {
             stored_dtype(tensor.name, tensor.dtype)?;
         }
@@ -90,19 +91,19 @@ pub fn read_config(path: &Path) -> Result<Value> {
 /// tied to the embedding, whatever the config says; then comes a sentence about that.
 ///
 /// # Errors
-/// Any error of [`Architecture::new`]; tensors that cannot be read.
-pub fn read_architecture(
+/// Any error of [`model_of`]; tensors that cannot be read.
+pub fn read_model(
     dir: &Path,
     mut config: Value,
     tensors: &TensorFiles,
-) -> Result<(Value, Architecture, Option<String>)> {
+) -> Result<(Value, Box<dyn ModelSpec>, Option<String>)> {
     let file = dir.join("config.json").display().to_string();
-    let architecture = Architecture::new(&config, &file)?;
-    if !architecture.decoder().tie_word_embeddings || !has_own_head(tensors)? {
-        return Ok((config, architecture, None));
+    let model = model_of(&config, &file)?;
+    if !model.decoder().tie_word_embeddings || !has_own_head(tensors)? {
+        return Ok((config, model, None));
     }
     config["tie_word_embeddings"] = Value::Bool(false);
-    let untied = Architecture::new(&config, &file)?;
+    let untied = model_of(&config, &file)?;
     let note = format!(
         "{file} ties the vocabulary projection to the embedding, but the weights have another one: it is used as it is"
     );

@@ -99,7 +99,7 @@ fn wrong_choices_are_named() {
     fails(
         &["--model", qwen.to_str().unwrap(), "--prompt", "x"],
         1,
-        &["qwen3_moe", "deepseek_v2", "model-qwen3moe"],
+        &["qwen3_moe", "deepseek_v2", "the program `moe` runs"],
     );
 }
 
@@ -121,7 +121,7 @@ fn the_path_is_told() {
 #[test]
 fn unsupported_values_are_refused_by_name() {
     for (key, value, words) in [
-        ("model_type", json!("deepseek_v3"), &["deepseek_v3", "deepseek_v2", "defaults"][..]),
+        ("model_type", json!("deepseek_v3"), &["deepseek_v3", "deepseek_v2", "`moe` runs"][..]),
         ("model_type", json!("qwen3_moe"), &["qwen3_moe", "deepseek_v2"]),
         ("topk_method", json!("random"), &["topk_method", "random"]),
         ("scoring_func", json!("tanh"), &["scoring_func", "tanh"]),

@@ -2,4 +2,23 @@
 #![doc = include_str!("../README.md")]
 
 pub mod deepseek_v2;
+mod embedded;
 pub mod qwen3_moe;
+
+use moe_engine::{Families, ModelFamily};
+
+pub use embedded::EMBEDDED;
+
+/// Every family, a row each. Examples of the program that runs all of them name a model of the first.
+pub const TABLE: &[ModelFamily] = &[qwen3_moe::FAMILY, deepseek_v2::FAMILY];
+
+/// The families of a program that runs all of them.
+pub const ALL: Families = Families { table: TABLE, only: None };
+
+/// The families of a program that runs one of them.
+pub const fn only(family: &ModelFamily) -> Families {
+    Families { table: TABLE, only: Some(family.model_type) }
+}
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use candle_core::DType;
-use model_families::qwen3_moe::Qwen3MoeFamily;
+use model_families::ALL;
 use model_runtime::Config;
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::EngineConfig;
@@ -73,12 +73,12 @@ fn a_rank_of_it() {
         eplb: Some(EplbConfig { interval: u32::MAX as usize, ..EplbConfig::default() }),
         ..RunConfig::default()
     };
-    let run = Run::start(&config, "rebalance").unwrap();
+    let run = Run::start(&config, ALL, "rebalance").unwrap();
     let weights = Weights::Random(Config::parse(CONFIG, "config.json").unwrap());
     if std::env::var("RANK").unwrap() != "0" {
-        return run.serve::<Qwen3MoeFamily>(weights).unwrap();
+        return run.serve(weights).unwrap();
     }
-    let mut session = run.session::<Qwen3MoeFamily>(weights).unwrap();
+    let mut session = run.session(weights).unwrap();
     let settings = EngineConfig {
         max_num_seqs: SHORT.requests,
         kv_cache_memory: Some(64 << 20),

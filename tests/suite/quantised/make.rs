@@ -6,8 +6,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use candle_nn::var_builder::SimpleBackend;
+use model_families::ALL;
 use model_runtime::{Config, DummyWeights, Geometry};
-use moe_engine::ModelFamily;
 use moe_quant::safetensors::tensor::TensorView;
 use moe_quant::safetensors::{Dtype, serialize_to_file};
 use moe_quant::{Format, Fp8Scales, IntFormat, QuantConfig, e4m3};
@@ -38,12 +38,12 @@ impl Random {
 
 /// Makes a checkpoint of this config with this `quantization_config`. Matrices that the header names are quantised, but
 /// for routers and embeddings, which real checkpoints keep in floats without a word in the header.
-pub fn make<F: ModelFamily>(config: &str, header: &Value, seed: u64) -> Made {
+pub fn make(config: &str, header: &Value, seed: u64) -> Made {
     let mut raw: Value = serde_json::from_str(config).unwrap();
-    let plain = F::config(&Config::parse(config, "config.json").unwrap()).unwrap();
+    let plain = ALL.parse(&Config::parse(config, "config.json").unwrap()).unwrap();
     // Experts one by one: no name is a pack.
     let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
-    let specs = F::layout(&plain, &Geometry::default(), &one_by_one).unwrap().tensors;
+    let specs = plain.layout(&Geometry::default(), &one_by_one).unwrap().tensors;
     raw["quantization_config"] = header.clone();
     let quant = QuantConfig::from_json(&raw).unwrap().unwrap();
     let weights = DummyWeights::new(specs.clone(), seed);

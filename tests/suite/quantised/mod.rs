@@ -9,11 +9,10 @@ mod pack;
 use std::collections::BTreeSet;
 
 use candle_core::{DType, Device};
-use model_families::deepseek_v2::DeepseekV2Family;
-use model_families::qwen3_moe::Qwen3MoeFamily;
+use model_families::ALL;
 use model_runtime::{BlockContext, CausalLm, Checkpoint, Exec, Geometry, MlaForm};
 use moe_comm::ParallelConfig;
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::LoadOptions;
 use moe_layer::MoePath;
 use moe_tests::{Schedule, all_logits};
 use serde_json::{Value, json};
@@ -121,20 +120,20 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
 const SCHEDULE: Schedule = Schedule { chunk: 7, block_size: 4, together: true };
 
 /// Loads a checkpoint on one rank as the engine does; whether its experts are quantised in memory comes along.
-fn load<F: ModelFamily>(path: &str, options: LoadOptions, dtype: DType) -> (Box<dyn CausalLm>, Value) {
+fn load(path: &str, options: LoadOptions, dtype: DType) -> (Box<dyn CausalLm>, Value) {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let config = F::config(&checkpoint.config).unwrap();
-    let expected = F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
-    checkpoint.verify(&expected, F::ignored(&config)).unwrap();
+    let model = ALL.parse(&checkpoint.config).unwrap();
+    let expected = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
+    checkpoint.verify(&expected, model.ignored()).unwrap();
     let view = checkpoint.rank_view(&expected, Vec::new());
     let context = BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..options.context };
     let loaded =
-        F::load(&config, &LoadOptions { context, ..options }, view.var_builder(dtype, &Device::Cpu)).unwrap();
+        model.load(&LoadOptions { context, ..options }, view.var_builder(dtype, &Device::Cpu)).unwrap();
     (loaded.model, loaded.backend)
 }
 
-pub fn logits<F: ModelFamily>(path: &str, options: LoadOptions, dtype: DType) -> Vec<f32> {
-    let (model, _) = load::<F>(path, options, dtype);
+pub fn logits(path: &str, options: LoadOptions, dtype: DType) -> Vec<f32> {
+    let (model, _) = load(path, options, dtype);
     let sequences = [prompt(96, 23, 1), prompt(96, 5, 2)];
     all_logits(model.as_ref(), &sequences, SCHEDULE, &mut Exec::cpu()).unwrap().concat()
 }
@@ -153,15 +152,15 @@ fn usual_distance(got: &[f32], want: &[f32]) -> f32 {
     rows[rows.len() / 2]
 }
 
-fn close<F: ModelFamily>(config: &str, options: &[LoadOptions]) {
+fn close(config: &str, options: &[LoadOptions]) {
     for (seed, (name, header, keeps_order)) in (1u64..).zip(headers()) {
-        let made = make::<F>(config, &header, seed);
+        let made = make(config, &header, seed);
         assert!(made.matrices > 10, "{name}: {} matrices", made.matrices);
         for options in options {
             let what = format!("{name} {:?} {:?} {:?}", options.moe_path, options.mla, options.backend);
-            let run = |path, dtype| logits::<F>(path, options.clone(), dtype);
+            let run = |path, dtype| logits(path, options.clone(), dtype);
             let plain = LoadOptions { backend: None, ..options.clone() };
-            let want = logits::<F>(made.twin, plain, DType::F32);
+            let want = logits(made.twin, plain, DType::F32);
             let got = run(made.quantised, DType::F32);
             match keeps_order {
                 true => assert!(got == want, "{what}: other bits, {}", distance(&got, &want)),
@@ -192,13 +191,13 @@ fn emulation() -> LoadOptions {
 
 #[test]
 fn every_format_has_the_logits_of_its_floats_in_qwen() {
-    close::<Qwen3MoeFamily>(QWEN, &[path(MoePath::Fused), path(MoePath::Legacy), emulation()]);
+    close(QWEN, &[path(MoePath::Fused), path(MoePath::Legacy), emulation()]);
 }
 
 #[test]
 fn every_format_has_the_logits_of_its_floats_in_deepseek() {
     let naive = LoadOptions { mla: Some(MlaForm::Naive), ..path(MoePath::Fused) };
-    close::<DeepseekV2Family>(DEEPSEEK, &[path(MoePath::Legacy), naive, emulation()]);
+    close(DEEPSEEK, &[path(MoePath::Legacy), naive, emulation()]);
 }
 
 /// Integers stay integers: what the oracle says of each format.
@@ -206,8 +205,8 @@ fn every_format_has_the_logits_of_its_floats_in_deepseek() {
 fn experts_are_read_as_they_are_stored() {
     let mut schemes = BTreeSet::new();
     for (name, header, _) in headers() {
-        let made = make::<Qwen3MoeFamily>(QWEN, &header, 3);
-        let (_, backend) = load::<Qwen3MoeFamily>(made.quantised, path(MoePath::Fused), DType::BF16);
+        let made = make(QWEN, &header, 3);
+        let (_, backend) = load(made.quantised, path(MoePath::Fused), DType::BF16);
         // Experts of two schemes are loaded as floats, and it is said.
         let apart = name == "gptq dynamic";
         let is_plain = backend["spec"]["quant"] == "none";
@@ -223,12 +222,12 @@ fn experts_are_read_as_they_are_stored() {
 fn a_bias_that_the_model_does_not_have_is_told_unless_it_is_zero() {
     let mut header = gptq(4, 32, true, false, "gptq");
     header["static_groups"] = json!(false);
-    let made = make::<Qwen3MoeFamily>(QWEN, &header, 1);
+    let made = make(QWEN, &header, 1);
     let verify = || {
         let checkpoint = Checkpoint::open(made.quantised).unwrap();
-        let config = Qwen3MoeFamily::config(&checkpoint.config).unwrap();
-        let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name));
-        let verified = checkpoint.verify(&layout.unwrap().tensors, Qwen3MoeFamily::ignored(&config));
+        let model = ALL.parse(&checkpoint.config).unwrap();
+        let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name));
+        let verified = checkpoint.verify(&layout.unwrap().tensors, model.ignored());
         verified.unwrap().warnings().collect::<Vec<_>>()
     };
     assert!(verify().is_empty());
@@ -250,18 +249,18 @@ fn a_bias_that_the_model_does_not_have_is_told_unless_it_is_zero() {
 /// Gate and up whose columns lie in two orders are loaded as floats.
 #[test]
 fn two_orders_of_columns_are_loaded_as_floats() {
-    let made = make::<Qwen3MoeFamily>(QWEN, &gptq(4, 32, false, true, "gptq"), 0);
-    let (_, backend) = load::<Qwen3MoeFamily>(made.quantised, path(MoePath::Fused), DType::F32);
+    let made = make(QWEN, &gptq(4, 32, false, true, "gptq"), 0);
+    let (_, backend) = load(made.quantised, path(MoePath::Fused), DType::F32);
     assert_eq!(backend["spec"]["quant"], "none");
-    let run = |path_of| logits::<Qwen3MoeFamily>(path_of, path(MoePath::Fused), DType::F32);
+    let run = |path_of| logits(path_of, path(MoePath::Fused), DType::F32);
     assert!(distance(&run(made.quantised), &run(made.twin)) < 1e-4);
 }
 
 /// Any tensor, data and expert parallelism and any backend give the bits of one rank.
-fn ranks<F: ModelFamily>(config: &str) {
+fn ranks(config: &str) {
     for (at, (name, header, _)) in headers().into_iter().enumerate() {
-        let made = make::<F>(config, &header, at as u64 + 1);
-        let origin = Origin::<F>::open(made.quantised);
+        let made = make(config, &header, at as u64 + 1);
+        let origin = Origin::open(made.quantised);
         let mut cases = Vec::new();
         for (turn, parallel) in backends().into_iter().enumerate() {
             // Groups of 32 columns leave 2 ranks for 64 inputs, groups of 64 one.
@@ -286,16 +285,16 @@ fn ranks<F: ModelFamily>(config: &str) {
             ));
         }
         assert!(!cases.is_empty());
-        check::<F>(&cases);
+        check(&cases);
     }
 }
 
 #[test]
 fn ranks_have_the_bits_of_one_in_qwen() {
-    ranks::<Qwen3MoeFamily>(QWEN);
+    ranks(QWEN);
 }
 
 #[test]
 fn ranks_have_the_bits_of_one_in_deepseek() {
-    ranks::<DeepseekV2Family>(DEEPSEEK);
+    ranks(DEEPSEEK);
 }

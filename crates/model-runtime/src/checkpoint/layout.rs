@@ -1,6 +1,6 @@
 //! The tensors of a checkpoint and the part of each that one rank holds, listed together.
 //!
-//! A model crate names each tensor once, with its shape and how ranks cut it. The shapes verify a
+//! A family of models names each tensor once, with its shape and how ranks cut it. The shapes verify a
 //! checkpoint; the parts are what a [`RankView`](super::RankView) reads.
 
 use std::collections::{HashMap, HashSet};

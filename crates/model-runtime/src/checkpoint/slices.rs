@@ -1,6 +1,6 @@
 //! A rank's view of a checkpoint: named parts of its tensors, read alone.
 //!
-//! A model crate says which part of which tensor a rank holds, as a list of [`TensorSlice`]s. Its
+//! A family of models says which part of which tensor a rank holds, as a list of [`TensorSlice`]s. Its
 //! loaders then ask for the same names with smaller shapes, and only those bytes are read. Packed
 //! experts can be shown under the names of single ones, so that one loader serves both layouts; and
 //! single ones as a pack, which a device then gets without a stop.

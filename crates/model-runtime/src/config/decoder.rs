@@ -7,26 +7,6 @@ use super::value::Config;
 const DEFAULT_EPS: f64 = 1e-6;
 
 impl Config {
-    /// Refuses the config of another family than `model_type`. `advice` says more about some of them.
-    ///
-    /// # Errors
-    /// Another `model_type`, or none.
-    pub fn expect_model_type(
-        &self,
-        model_type: &str,
-        advice: impl FnOnce(&str) -> Option<&'static str>,
-    ) -> Result<(), ConfigError> {
-        let got = self.string(&["model_type"])?;
-        if got == model_type {
-            return Ok(());
-        }
-        let more = advice(got).unwrap_or_default();
-        Err(self.unsupported(
-            format!("model_type {got:?}"),
-            &format!("; this program runs model_type {model_type:?}{more}"),
-        ))
-    }
-
     /// Epsilon of the norms between layers, under `rms_norm_eps`.
     ///
     /// # Errors

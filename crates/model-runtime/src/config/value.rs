@@ -135,6 +135,12 @@ impl Config {
         self.get(keys, "a string", Value::as_str)
     }
 
+    /// A list of strings; absent is an empty list.
+    pub fn strings(&self, keys: &[&str]) -> Result<Vec<&str>, ConfigError> {
+        let strings = |value| Value::as_array(value)?.iter().map(Value::as_str).collect();
+        Ok(self.get(keys, "a list of strings", strings)?.unwrap_or_default())
+    }
+
     /// A list of sizes; absent is an empty list.
     pub fn sizes(&self, keys: &[&str], bounds: Bounds) -> Result<Vec<usize>, ConfigError> {
         let sizes = |value: &Value| value.as_array()?.iter().map(|size| as_size(size, &bounds)).collect();

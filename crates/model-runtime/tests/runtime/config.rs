@@ -37,19 +37,14 @@ fn sizes_are_typed_and_bounded() {
 
 #[test]
 fn what_all_families_refuse_alike() {
-    let qwen = config(r#"{"model_type": "qwen3_moe", "rms_norm_eps": 1e-5}"#);
-    qwen.expect_model_type("qwen3_moe", |_| None).unwrap();
-    assert_eq!(qwen.rms_norm_eps().unwrap(), 1e-5);
+    assert_eq!(config(r#"{"rms_norm_eps": 1e-5}"#).rms_norm_eps().unwrap(), 1e-5);
     assert_eq!(config("{}").rms_norm_eps().unwrap(), 1e-6);
     let e = message(config(r#"{"rms_norm_eps": -1e-6}"#).rms_norm_eps());
     assert_eq!(e, "config.json: `rms_norm_eps`: expected a number of at least 0, got -0.000001");
-    let advice = |other: &str| (other == "qwen3_moe").then_some(", and not the newer one");
-    let e = message(qwen.expect_model_type("qwen2_moe", advice));
-    assert_eq!(
-        e,
-        "config.json: model_type \"qwen3_moe\" is not supported; this program runs model_type \"qwen2_moe\", and not the newer one"
-    );
-    assert!(message(config("{}").expect_model_type("qwen2_moe", advice)).contains("`model_type` is missing"));
+    let named = config(r#"{"architectures": ["A", "B"], "odd": ["A", 1]}"#);
+    assert_eq!(named.strings(&["architectures"]).unwrap(), ["A", "B"]);
+    assert!(named.strings(&["absent"]).unwrap().is_empty());
+    assert!(message(named.strings(&["odd"])).contains("`odd`: expected a list of strings"));
 }
 
 #[test]

@@ -50,9 +50,10 @@ use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, Sch
 use moe_engine::structured::Precompiled;
 use moe_engine::terminal::{hint, note, note_error};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{ModelFamily, Session, usage};
+use moe_engine::{Session, usage};
 use tracing::info;
 
+use crate::Program;
 use crate::cli::{BatchArgs, InputFormat};
 use crate::interrupt::Interrupt;
 use crate::options;
@@ -84,14 +85,14 @@ const COMPILERS: usize = 2;
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs the command.
-pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
+pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     let format = format(args)?;
     let (lines, guess) = Lines::open(&args.input)?;
     let mut known = Known::with_lines(guess.unwrap_or(0));
     let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
-    let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
+    let mut session = session::open(program, model, &args.answer.run, false, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     // Nobody waits for a single request here.
     let default =

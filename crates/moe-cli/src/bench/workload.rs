@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, ensure};
 use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
 use moe_engine::terminal::note;
-use moe_engine::{ModelFamily, usage};
+use moe_engine::usage;
 use serde_json::json;
 
+use crate::Program;
 use crate::batch::{Progress, Total};
 use crate::cli::BenchArgs;
 use crate::output::write_json;
@@ -33,7 +34,7 @@ const WARM_UP: (usize, usize) = (64, 4);
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
 /// Runs the workload of a file.
-pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
+pub fn run(program: &Program, args: &BenchArgs, file: &Path) -> Result<()> {
     let workload = Workload::read(file, args.limit)?;
     let settings = engine_config(args, &workload, EngineConfig::default());
     settings.check(usize::MAX).map_err(|e| usage(e.to_string()))?;
@@ -43,7 +44,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
         workload.check(model.vocab_size, model.context)
     };
     let asks = Asks::within(args.gpu_memory).with(&check);
-    let mut session = session::open::<F>(model(args), &args.run, false, &asks)?;
+    let mut session = session::open(program, model(args), &args.run, false, &asks)?;
     // A config may leave out what only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;

@@ -17,9 +17,10 @@ use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{ModelFamily, Session, usage};
+use moe_engine::{Session, usage};
 use serde_json::Value;
 
+use crate::Program;
 use crate::cli::{AnswerArgs, ChatArgs, SamplingArgs};
 use crate::error::report;
 use crate::interrupt::Interrupt;
@@ -35,11 +36,11 @@ use lines::{Lines, Typed};
 use set::Values;
 
 /// Runs the command.
-pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
+pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {
     let recording = args.routed_experts_out.as_deref();
     recording.map_or(Ok(()), |path| check_writable("--routed-experts-out", path))?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
-    let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
+    let mut session = session::open(program, model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;
     let files = options::chat_files(&args.answer.chat, &session)?;
     let template = options::chat_template(&args.answer.chat, &session)?

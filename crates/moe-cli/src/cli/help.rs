@@ -1,9 +1,8 @@
 //! What `-h` and `--help` show: `-h` the flags that most people need and examples, `--help` every flag by group.
 
-use clap::Command;
-use moe_engine::ModelFamily;
-
 use super::version;
+use crate::Program;
+use clap::Command;
 
 /// Flags in the short help of every command that has them.
 const COMMON: [&str; 20] = [
@@ -29,19 +28,21 @@ const COMMON: [&str; 20] = [
     "reference",
 ];
 
-/// What is told of the program of a family.
+/// What is told of a program.
 #[derive(Clone, Copy, Debug)]
 pub struct About {
-    /// A model of the family on the hub, for examples.
+    /// A model on the hub that it runs, for examples.
     pub model: &'static str,
     /// Whether a checkpoint is part of the program.
     pub embedded: bool,
 }
 
 impl About {
-    /// What is told of the program of a family.
-    pub fn of<F: ModelFamily>() -> Self {
-        Self { model: F::EXAMPLE, embedded: F::embedded().is_some() }
+    /// What is told of a program.
+    pub fn of(program: &Program) -> Self {
+        let first = program.families.run_here().next();
+        let model = first.map_or(Self::default().model, |family| family.example);
+        Self { model, embedded: program.embedded.is_some() }
     }
 
     /// An example of a command for this program.
@@ -59,7 +60,7 @@ impl Default for About {
     }
 }
 
-/// Examples behind the help of a command, one a line; `{}` is the program, MODEL a model of its family on the hub.
+/// Examples behind the help of a command, one a line; `{}` is the program, MODEL a model on the hub that it runs.
 const EXAMPLES: [(&str, &[&str]); 6] = [
     (
         "generate",

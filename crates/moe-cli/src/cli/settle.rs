@@ -2,9 +2,8 @@
 
 use std::path::Path;
 
-use moe_engine::ModelFamily;
-
 use super::{Command, EngineArgs};
+use crate::Program;
 
 impl Command {
     /// Puts the revision behind the model's name, and the flags of other programs into the fields that they mean.
@@ -43,10 +42,10 @@ impl Command {
         Ok(())
     }
 
-    /// Adds what the program of a family brings: the chat template of its own checkpoint.
-    pub(crate) fn complete<F: ModelFamily>(&mut self) {
+    /// Adds what a program brings: the chat template of its own checkpoint.
+    pub(crate) fn complete(&mut self, program: &Program) {
         let Self::Chat(args) = self else { return };
-        let Some(chat) = F::embedded().and_then(|embedded| embedded.chat) else { return };
+        let Some(chat) = program.embedded.and_then(|embedded| embedded.chat) else { return };
         let answer = &mut args.answer;
         if answer.model.is_some() || answer.chat.chat_template.is_some() {
             return;

@@ -13,22 +13,23 @@ use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::structured::Reasoning;
 use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{ModelFamily, Session, usage};
+use moe_engine::{Session, usage};
 use serde_json::json;
 use tracing::warn;
 
+use crate::Program;
 use crate::cli::{GenerateArgs, TemplateArgs};
 use crate::preflight::{Asks, Known};
 use crate::prompt_progress::PromptProgress;
-use crate::session::{self, Model, no_model};
+use crate::session::{self, Model};
 use crate::{options, output, prompt, routing};
 
 use texts::Texts;
 
 /// Runs the command.
-pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
+pub fn run(program: &Program, args: &GenerateArgs) -> Result<()> {
     check_template_flags(args)?;
-    let prompts = prompts::<F>(args)?;
+    let prompts = prompts(program, args)?;
     let recording = args.routed_experts_out.as_deref();
     recording.map_or(Ok(()), |path| output::check_writable("--routed-experts-out", path))?;
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
@@ -37,7 +38,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         check_prompts(args, &prompts, model)
     };
     let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args).with(&check));
-    let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
+    let mut session = session::open(program, model, &args.run, args.check_weights, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     let form = answer_form(args, &session)?;
     let answers = (tokenizer.as_ref(), form);
@@ -87,11 +88,8 @@ fn check_template_flags(args: &GenerateArgs) -> Result<()> {
 }
 
 /// The prompts, or at a terminal the one that is part of the program.
-fn prompts<F: ModelFamily>(args: &GenerateArgs) -> Result<Vec<String>> {
-    let embedded = F::embedded().filter(|_| args.model.is_none());
-    if args.model.is_none() && embedded.is_none() {
-        return Err(no_model());
-    }
+fn prompts(program: &Program, args: &GenerateArgs) -> Result<Vec<String>> {
+    let embedded = args.model.is_none().then(|| program.own_model()).transpose()?;
     let prompts = prompt::read(args)?;
     if prompts.len() > 1 && (args.routed_experts_out.is_some() || args.replay_routed_experts.is_some()) {
         return Err(usage(format!(

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{Config, Geometry, QuantConfig};
 use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{Embedded, ModelFamily, Run, usage};
+use moe_engine::{Embedded, ModelSpec, Run, usage};
 
 use super::{Asks, Known};
 use crate::cli::RunArgs;
@@ -15,9 +15,6 @@ use crate::cli::RunArgs;
 /// The keys of config.json that say how many routed experts a layer has; a config has one of them, or none.
 pub const NUM_EXPERTS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts"];
 
-/// The programs of this project, and the `model_type` that each runs.
-const PROGRAMS: [(&str, &str); 2] =
-    [("model-qwen3moe", "qwen3_moe"), ("model-deepseekv2-legacy", "deepseek_v2")];
 /// What transformers writes into every config. A model of default sizes is not what anybody means.
 const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
 
@@ -56,15 +53,19 @@ impl Files {
         })
     }
 
-    /// Checks that the family runs these configs, on the ranks and with the values that are asked for.
-    pub fn check<F: ModelFamily>(&self, args: &RunArgs, asks: &Asks) -> Result<()> {
-        let config = config::<F>(&self.config)?;
+    /// The model's config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Checks that a model of these configs runs on the ranks and with the values that are asked for.
+    pub fn check(&self, model: &dyn ModelSpec, args: &RunArgs, asks: &Asks) -> Result<()> {
         check_required(&self.config)?;
         let geometry = args.config().parallel.geometry(0)?;
         self.check_redundant(args, &geometry)?;
         // Only plain checkpoints have packs: quantised ones hold experts one by one.
         let has = |name: &str| self.quantisation.is_none() || !name.ends_with("gate_up_proj");
-        let layout = F::layout(&config, &geometry, &has).map_err(|e| usage(e.to_string()))?;
+        let layout = model.layout(&geometry, &has).map_err(|e| usage(e.to_string()))?;
         if let Some(quantisation) = &self.quantisation {
             layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;
         }
@@ -72,11 +73,9 @@ impl Files {
     }
 
     /// Checks that weights and KV cache have room where the ranks of a run are.
-    pub fn check_memory<F: ModelFamily>(&self, run: &Run, asks: &Asks) -> Result<()> {
+    pub fn check_memory(&self, run: &Run, asks: &Asks) -> Result<()> {
         let (context, quantisation) = (self.context(), self.quantisation.as_ref());
-        run.check_memory::<F>(&self.config, quantisation, context, |default| {
-            asks.engine_config(default, context)
-        })
+        run.check_memory(&self.config, quantisation, context, |default| asks.engine_config(default, context))
     }
 
     /// Checks that the ranks have room for further copies of experts.
@@ -119,15 +118,4 @@ pub fn check_required(config: &Config) -> Result<()> {
         Some(key) => bail!(config.invalid(key, "the number that every checkpoint has there", "nothing")),
         None => Ok(()),
     }
-}
-
-/// The family's view of a config; the error of another family's says which program fits.
-pub fn config<F: ModelFamily>(raw: &Config) -> Result<F::Config> {
-    F::config(raw).map_err(|e| match raw.opt_string(&["model_type"]) {
-        Ok(Some(model_type)) if model_type == F::MODEL_TYPE => anyhow!(e),
-        _ => {
-            let runs = PROGRAMS.map(|(program, model_type)| format!("{program} runs {model_type:?}"));
-            anyhow!("{e}; {}", runs.join(", "))
-        }
-    })
 }

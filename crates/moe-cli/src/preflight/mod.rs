@@ -16,18 +16,19 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use model_runtime::{BlockContext, Config};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{LoadOptions, ModelFamily, usage};
+use moe_engine::{Embedded, LoadOptions, ModelSpec, usage};
 use moe_layer::Backend;
 
+use crate::Program;
 use crate::cli::RunArgs;
 use crate::hub::{self, Located};
-use crate::session::{Model, no_model};
+use crate::session::Model;
 
 use files::Files;
 
 pub use asks::{Asks, no_template};
 pub use device_flags::check_device_flags;
-pub use files::{NUM_EXPERTS, check_required, config};
+pub use files::{NUM_EXPERTS, check_required};
 
 /// A model that passed.
 pub struct Checked {
@@ -58,7 +59,7 @@ pub enum Source {
     /// A checkpoint whose weights may not be here yet.
     Checkpoint(Located),
     /// The program.
-    Embedded,
+    Embedded(Embedded),
     /// Nowhere: random ones for this config.
     Random(Config),
 }
@@ -68,9 +69,9 @@ pub enum Source {
 /// # Errors
 /// What would refuse the run later: a flag ([`UsageError`](moe_engine::UsageError)), a file that is
 /// missing or wrong, a model or a format that this program does not run.
-pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Result<Checked> {
+pub fn check(program: &Program, model: Model, args: &RunArgs, asks: &Asks) -> Result<Checked> {
     check_device_flags(args, asks.engine(), &[])?;
-    check_run::<F>(args)?;
+    let options = check_run(args)?;
     asks.check_flags()?;
     let (source, files) = match model {
         Model::Checkpoint(Some(name)) => {
@@ -78,19 +79,24 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
             let files = Files::read(located.dir())?;
             (Source::Checkpoint(located), files)
         }
-        Model::Checkpoint(None) => (Source::Embedded, Files::embedded(&F::embedded().ok_or_else(no_model)?)?),
+        Model::Checkpoint(None) => {
+            let embedded = program.own_model()?;
+            (Source::Embedded(embedded), Files::embedded(&embedded)?)
+        }
         Model::Random(path) => {
             let config = Config::read(path).map_err(|e| usage(format!("--config: {e}")))?;
             (Source::Random(config.clone()), Files::random(config)?)
         }
     };
-    files.check::<F>(args, asks)?;
+    let spec = program.families.parse(files.config())?;
+    check_options(spec.as_ref(), &options, args)?;
+    files.check(spec.as_ref(), args, asks)?;
     let name = match model {
         Model::Checkpoint(name) => name,
         Model::Random(_) => None,
     };
     asks.check_template(source.dir(), name)?;
-    let tokenizer = asks.tokenizes().then(|| source.tokenizer::<F>()).transpose()?;
+    let tokenizer = asks.tokenizes().then(|| source.tokenizer()).transpose()?;
     asks.check_structured_output(tokenizer.as_ref())?;
     asks.check_further(&files.known(source.dir(), tokenizer.as_ref())?)?;
     Ok(Checked { source, files, tokenizer })
@@ -101,21 +107,21 @@ impl Source {
     fn dir(&self) -> Option<&Path> {
         match self {
             Self::Checkpoint(located) => Some(located.dir()),
-            Self::Embedded | Self::Random(_) => None,
+            Self::Embedded(_) | Self::Random(_) => None,
         }
     }
 
-    fn tokenizer<F: ModelFamily>(&self) -> Result<Tokenizer> {
+    fn tokenizer(&self) -> Result<Tokenizer> {
         match self {
             Self::Checkpoint(located) => Tokenizer::from_dir(located.dir()),
-            Self::Embedded => Tokenizer::from_bytes(F::embedded().ok_or_else(no_model)?.tokenizer),
+            Self::Embedded(embedded) => Tokenizer::from_bytes(embedded.tokenizer),
             Self::Random(_) => bail!("a model with random weights has no tokenizer"),
         }
     }
 }
 
-/// Checks where and how a model runs.
-fn check_run<F: ModelFamily>(args: &RunArgs) -> Result<()> {
+/// Checks where and how a model runs; how it will be loaded.
+fn check_run(args: &RunArgs) -> Result<LoadOptions> {
     args.config().check()?;
     match args.moe_backend.as_deref() {
         None | Some("auto") => {}
@@ -125,6 +131,10 @@ fn check_run<F: ModelFamily>(args: &RunArgs) -> Result<()> {
     }
     let geometry = args.config().parallel.geometry(0).map_err(|e| usage(e.to_string()))?;
     let context = BlockContext { geometry, ..BlockContext::default() };
-    let options = LoadOptions { moe_path: args.moe_path, mla: args.mla, context, ..LoadOptions::default() };
-    F::refuse(&options, args.device).map_or(Ok(()), |reason| Err(usage(reason)))
+    Ok(LoadOptions { moe_path: args.moe_path, mla: args.mla, context, ..LoadOptions::default() })
+}
+
+/// Refuses what the model's family does not have.
+fn check_options(model: &dyn ModelSpec, options: &LoadOptions, args: &RunArgs) -> Result<()> {
+    model.refuse(options, args.device).map_or(Ok(()), |reason| Err(usage(reason)))
 }

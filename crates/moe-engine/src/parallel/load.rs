@@ -13,7 +13,7 @@ use moe_layer::ChunkedMoe;
 use tracing::info;
 
 use super::ranks::{LocalRanks, Rank};
-use crate::family::{LoadOptions, ModelFamily};
+use crate::family::{LoadOptions, ModelSpec};
 use crate::{panic_text, usage};
 
 /// How long a rank waits for another in one collective: far longer than any layer computes.
@@ -31,9 +31,9 @@ pub struct Replica {
 }
 
 /// What all ranks load.
-pub struct Source<'a, F: ModelFamily> {
-    /// The model's config.
-    pub config: &'a F::Config,
+pub struct Source<'a> {
+    /// The model.
+    pub model: &'a dyn ModelSpec,
     /// Which names the checkpoint has.
     pub has: &'a (dyn Fn(&str) -> bool + Sync),
     /// The tensors as a rank with these slices sees them.
@@ -51,14 +51,11 @@ type Place = (Geometry, Vec<TensorSlice>);
 
 /// Loads every rank of `parallel`, each its own slices, and the oracle's choice of the first. `ex`
 /// gives the instruction set and the threads, which the ranks share evenly.
-pub fn load<F: ModelFamily>(
-    source: &Source<F>,
+pub fn load(
+    source: &Source,
     parallel: &ParallelConfig,
     ex: &Exec,
-) -> Result<(Vec<Replica>, serde_json::Value)>
-where
-    F::Config: Sync,
-{
+) -> Result<(Vec<Replica>, serde_json::Value)> {
     let world = ThreadComm::world_with_timeout(parallel.world_size()?, PATIENCE);
     load_over(source, parallel, world.into_iter().map(|comm| Arc::new(comm) as _).collect(), ex)
 }
@@ -67,15 +64,12 @@ where
 ///
 /// # Errors
 /// A world of another size; any error of [`load`].
-pub fn load_over<F: ModelFamily>(
-    source: &Source<F>,
+pub fn load_over(
+    source: &Source,
     parallel: &ParallelConfig,
     comms: Vec<Arc<dyn Communicator>>,
     ex: &Exec,
-) -> Result<(Vec<Replica>, serde_json::Value)>
-where
-    F::Config: Sync,
-{
+) -> Result<(Vec<Replica>, serde_json::Value)> {
     let world = parallel.world_size()?;
     ensure!(comms.len() == world, "loading {world} ranks over {} communicators", comms.len());
     let threads = (ex.num_threads() / world).max(1);
@@ -115,8 +109,8 @@ type Loaded = (Rank, Exec, serde_json::Value);
 
 /// Loads the rank that this process is, on `threads` threads and on the device of `ex`. `device` joins the
 /// GPUs of all ranks, where they run on some.
-pub(crate) fn load_rank<F: ModelFamily>(
-    source: &Source<F>,
+pub(crate) fn load_rank(
+    source: &Source,
     parallel: &ParallelConfig,
     comm: Arc<dyn Communicator>,
     device: Option<Arc<dyn Communicator>>,
@@ -128,19 +122,14 @@ pub(crate) fn load_rank<F: ModelFamily>(
 }
 
 /// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
-fn place<F: ModelFamily>(
-    source: &Source<F>,
-    parallel: &ParallelConfig,
-    rank: usize,
-    ex: &Exec,
-) -> Result<Place> {
+fn place(source: &Source, parallel: &ParallelConfig, rank: usize, ex: &Exec) -> Result<Place> {
     let geometry = parallel.geometry(rank)?;
-    let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+    let layout = source.model.layout(&geometry, source.has).map_err(|e| usage(e.to_string()))?;
     Ok((geometry, layout.slices_for(ex.device())))
 }
 
-fn load_place<F: ModelFamily>(
-    source: &Source<F>,
+fn load_place(
+    source: &Source,
     (geometry, slices): Place,
     comm: Arc<dyn Communicator>,
     device: Option<Arc<dyn Communicator>>,
@@ -168,7 +157,7 @@ fn load_place<F: ModelFamily>(
             ..BlockContext::default()
         };
         let vb = tensors.var_builder(source.dtype, ex.device());
-        let loaded = F::load(source.config, &(source.options)(context), vb);
+        let loaded = source.model.load(&(source.options)(context), vb);
         let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
         let window = landing_window(loaded.model.as_ref(), (groups.ep.as_ref(), owners), &ex)?;
         Ok((loaded, groups, window))

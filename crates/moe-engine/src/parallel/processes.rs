@@ -25,7 +25,6 @@ use super::load::{Replica, Source, load_rank};
 use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
-use crate::family::ModelFamily;
 use crate::run::Ranks;
 use crate::run_config::RunConfig;
 use crate::terminal::note_error;
@@ -139,9 +138,9 @@ impl Processes {
     }
 
     /// Loads this process's rank, and waits until all others have theirs.
-    pub fn load<F: ModelFamily>(
+    pub fn load(
         &self,
-        source: &Source<F>,
+        source: &Source,
         parallel: &ParallelConfig,
         ex: &Exec,
     ) -> Result<(Ranks, serde_json::Value)> {

@@ -11,14 +11,13 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use model_families::deepseek_v2::DeepseekV2Config;
 use model_runtime::{
-    Attention, AttentionConfig, AttentionNames, DecoderConfig, DecoderNames, KvLayout, MlaAttention, MlaForm,
-    MlaNames, RmsNorm,
+    Attention, AttentionConfig, AttentionNames, DecoderConfig, DecoderNames, KvLayout, MlaAttention,
+    MlaConfig, MlaForm, MlaNames, RmsNorm, RopeConfig,
 };
+use moe_engine::{AttentionSpec, ModelSpec};
 use safetensors::Dtype;
 
-use crate::architecture::Architecture;
 use crate::convert::Job;
 use crate::plan::Item;
 use crate::progress;
@@ -46,7 +45,7 @@ const ATTENTION: &str = "self_attn";
 /// # Errors
 /// A text that does not fit the model; weights or hidden states that are not finite; I/O.
 pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<()> {
-    let (decoder, names) = (source.architecture.decoder(), DecoderNames::default());
+    let (decoder, names) = (source.model.decoder(), DecoderNames::default());
     let context = decoder.rope.max_position_embeddings;
     let windows = windows(&source.dir, &calibration.text, decoder.vocab_size, context)?;
     let (layers, others) = by_layer(std::mem::take(&mut job.items), names.layers);
@@ -69,7 +68,7 @@ fn through_layers(
     mut layers: BTreeMap<usize, Items>,
     windows: &[Vec<u32>],
 ) -> Result<Tensor> {
-    let (decoder, names) = (source.architecture.decoder(), DecoderNames::default());
+    let (decoder, names) = (source.model.decoder(), DecoderNames::default());
     let ids = Tensor::new(windows.concat().as_slice(), &Device::Cpu)?;
     let embedding = source.tensors.tensor(&format!("{}.weight", names.embedding))?;
     let mut hidden = embedding.index_select(&ids, 0)?.to_dtype(DType::F32)?;
@@ -78,7 +77,7 @@ fn through_layers(
     for index in 0..decoder.num_layers() {
         let prefix = format!("{}.{index}.", names.layers);
         let mut layer = Layer::load(job, calibration, &prefix, layers.remove(&index).unwrap_or_default())?;
-        hidden = (&hidden + attention(&mut layer, &source.architecture, &hidden, calibration.text.length)?)?;
+        hidden = (&hidden + attention(&mut layer, source.model.as_ref(), &hidden, calibration.text.length)?)?;
         let x = norm(&layer.weights, names.post_attention_norm, decoder.rms_norm_eps, &hidden)?;
         hidden = (&hidden + mlp(&mut layer, decoder, index, &x)?)?;
         layer.finish()?;
@@ -120,12 +119,12 @@ fn mlp(layer: &mut Layer, decoder: &DecoderConfig, index: usize, x: &Tensor) -> 
 }
 
 /// Quantises the attention of a layer; its output [T, H] for the residual stream `hidden` [T, H].
-fn attention(layer: &mut Layer, model: &Architecture, hidden: &Tensor, length: usize) -> Result<Tensor> {
+fn attention(layer: &mut Layer, model: &dyn ModelSpec, hidden: &Tensor, length: usize) -> Result<Tensor> {
     let decoder = model.decoder();
     let x = norm(&layer.weights, DecoderNames::default().input_norm, decoder.rms_norm_eps, hidden)?;
-    let attended = match model {
-        Architecture::Qwen3Moe(config) => grouped_query(layer, &config.attention, decoder, &x, length)?,
-        Architecture::DeepseekV2(config) => latent(layer, config, &x, length)?,
+    let attended = match model.attention() {
+        AttentionSpec::GroupedQuery(config) => grouped_query(layer, config, &decoder.rope, &x, length)?,
+        AttentionSpec::Latent(config) => latent(layer, config, &decoder.rope, &x, length)?,
     };
     let o = format!("{ATTENTION}.o_proj");
     layer.quantise(&[o.as_str()], &attended)?;
@@ -136,7 +135,7 @@ fn attention(layer: &mut Layer, model: &Architecture, hidden: &Tensor, length: u
 fn grouped_query(
     layer: &mut Layer,
     config: &AttentionConfig,
-    decoder: &DecoderConfig,
+    rope: &RopeConfig,
     x: &Tensor,
     length: usize,
 ) -> Result<Tensor> {
@@ -152,7 +151,7 @@ fn grouped_query(
     };
     let probe = AttentionConfig { o_bias: false, ..config.clone() };
     let sizes = (config.hidden_size, config.num_heads * config.head_dim, length);
-    attention::attended(x, sizes, &decoder.rope, kv, |identity| {
+    attention::attended(x, sizes, rope, kv, |identity| {
         let mut weights = layer.weights.clone();
         weights.0.insert(format!("{ATTENTION}.{}.weight", names.o), identity);
         Ok(Attention::load(probe.clone(), names, weights.var_builder().pp(ATTENTION))?)
@@ -160,8 +159,15 @@ fn grouped_query(
 }
 
 /// Quantises the projections of latent attention; what the output product reads.
-fn latent(layer: &mut Layer, config: &DeepseekV2Config, x: &Tensor, length: usize) -> Result<Tensor> {
-    let (names, mla) = (MlaNames::default(), config.mla(MlaForm::Naive));
+fn latent(
+    layer: &mut Layer,
+    config: &MlaConfig,
+    rope: &RopeConfig,
+    x: &Tensor,
+    length: usize,
+) -> Result<Tensor> {
+    let names = MlaNames::default();
+    let mla = MlaConfig { form: MlaForm::Naive, ..config.clone() };
     let module = |name: &str| format!("{ATTENTION}.{name}");
     let (q, q_a, q_b) = (module(names.q), module(names.q_a), module(names.q_b));
     let (kv_a, kv_b) = (module(names.kv_a), module(names.kv_b));
@@ -175,21 +181,15 @@ fn latent(layer: &mut Layer, config: &DeepseekV2Config, x: &Tensor, length: usiz
     let low = norm(&layer.weights, &module(names.kv_a_norm), mla.norm_eps, &low)?;
     layer.quantise(&[kv_b.as_str()], &low)?;
     let (h, width) = (mla.hidden_size, mla.num_heads * mla.v_head_dim);
-    attention::attended(
-        x,
-        (h, width, length),
-        &config.decoder.rope,
-        mla.kv_layout(1, DType::F32),
-        |identity| {
-            let mut weights = layer.weights.clone();
-            weights.0.insert(format!("{}.weight", module(names.o)), identity);
-            if mla.bias {
-                let none = Tensor::zeros(h, DType::F32, &Device::Cpu)?;
-                weights.0.insert(format!("{}.bias", module(names.o)), none);
-            }
-            Ok(MlaAttention::load(mla.clone(), names, weights.var_builder().pp(ATTENTION))?)
-        },
-    )
+    attention::attended(x, (h, width, length), rope, mla.kv_layout(1, DType::F32), |identity| {
+        let mut weights = layer.weights.clone();
+        weights.0.insert(format!("{}.weight", module(names.o)), identity);
+        if mla.bias {
+            let none = Tensor::zeros(h, DType::F32, &Device::Cpu)?;
+            weights.0.insert(format!("{}.bias", module(names.o)), none);
+        }
+        Ok(MlaAttention::load(mla.clone(), names, weights.var_builder().pp(ATTENTION))?)
+    })
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings)
     let settings = settings(calibration.clone());
     let source = Source::open(model).unwrap();
     let mut job = Job::begin(&source, &out, &settings).unwrap();
-    let vocab = source.architecture.decoder().vocab_size;
+    let vocab = source.model.decoder().vocab_size;
     let windows = windows(model, &text, vocab, 512).unwrap();
     let (layers, others) = by_layer(std::mem::take(&mut job.items), "model.layers");
     for (item, dtype) in others {
@@ -26,7 +26,7 @@ fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings)
     }
     let hidden = through_layers(&source, &mut job, &calibration, layers, &windows).unwrap();
     job.finish().unwrap();
-    let tied = source.architecture.decoder().tie_word_embeddings;
+    let tied = source.model.decoder().tie_word_embeddings;
     let head = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
     let head = source.tensors.tensor(head).unwrap().to_dtype(DType::F32).unwrap();
     let logits = hidden.matmul(&head.t().unwrap()).unwrap();

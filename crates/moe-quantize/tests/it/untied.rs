@@ -4,16 +4,15 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use candle_nn::var_builder::SimpleBackend;
-use model_families::qwen3_moe::Qwen3MoeFamily;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
     host_logits, run_step,
 };
-use moe_engine::{LoadOptions, ModelFamily};
+use moe_engine::LoadOptions;
 use moe_quant::QuantGroup;
 use moe_quantize::{
-    Architecture, Calibration, Dequantised, FileFormat, Indivisible, Method, RandomSettings, Settings,
-    TextSettings, quantize, random_checkpoint,
+    Calibration, Dequantised, FileFormat, Indivisible, Method, RandomSettings, Settings, TextSettings,
+    model_of, quantize, random_checkpoint,
 };
 use safetensors::Dtype;
 use safetensors::tensor::{TensorView, serialize};
@@ -32,23 +31,23 @@ fn with_head(format: FileFormat, bits: u8) -> Settings {
 /// The model as the engine loads it.
 fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
     let checkpoint = Checkpoint::open(dir.to_str().unwrap()).unwrap();
-    let config = Qwen3MoeFamily::config(&checkpoint.config).unwrap();
-    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    checkpoint.verify(&layout.tensors, Qwen3MoeFamily::ignored(&config)).unwrap();
+    let model = model_families::ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    checkpoint.verify(&layout.tensors, model.ignored()).unwrap();
     let view = checkpoint.rank_view(&layout.tensors, Vec::new());
     let context =
         BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..LoadOptions::default().context };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    Qwen3MoeFamily::load(&config, &options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
+    model.load(&options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
 }
 
 /// The model with the floats that its integers stand for.
 fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
     let config = json(&dir.join("config.json"));
     let weights = Dequantised::open(dir, &config).unwrap();
-    let architecture = Architecture::new(&config, "config.json").unwrap();
-    let expected = architecture.layout(&|name| weights.contains_tensor(name)).unwrap().tensors;
-    architecture.load(weights.only(&expected).var_builder()).unwrap().model
+    let model = model_of(&config, "config.json").unwrap();
+    let expected = model.layout(&Geometry::default(), &|name| weights.contains_tensor(name)).unwrap().tensors;
+    model.load(&LoadOptions::default(), weights.only(&expected).var_builder()).unwrap().model
 }
 
 fn logits(model: &dyn CausalLm) -> Vec<f32> {

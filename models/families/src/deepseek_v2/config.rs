@@ -30,10 +30,6 @@ pub struct DeepseekV2Config {
 impl DeepseekV2Config {
     /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        config.expect_model_type("deepseek_v2", |other| {
-            let younger = matches!(other, "deepseek_v3" | "deepseek_v32");
-            younger.then_some(", whose configs have other defaults than DeepSeek-V3's")
-        })?;
         config.quantisation()?;
         if config.bool_or(&["mlp_bias"], false)? {
             return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));

@@ -8,5 +8,5 @@ mod model;
 mod tests;
 
 pub use config::DeepseekV2Config;
-pub use family::DeepseekV2Family;
+pub use family::FAMILY;
 pub use model::{DeepseekV2, load};

@@ -3,12 +3,12 @@
 use candle_core::DType;
 use model_runtime::config::Config;
 use model_runtime::{Geometry, MlaForm, TensorSpec};
-use moe_engine::ModelFamily;
+use moe_engine::ModelSpec;
 use moe_layer::RouterSelection;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{DeepseekV2Config, DeepseekV2Family};
+use super::DeepseekV2Config;
 
 fn config(value: Value) -> DeepseekV2Config {
     DeepseekV2Config::new(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()
@@ -16,7 +16,7 @@ fn config(value: Value) -> DeepseekV2Config {
 
 /// The tensors of a checkpoint with its experts packed or one by one.
 fn tensors(config: &DeepseekV2Config, packed: bool) -> Vec<TensorSpec> {
-    DeepseekV2Family::layout(config, &Geometry::default(), &|_| packed).unwrap().tensors
+    config.layout(&Geometry::default(), &|_| packed).unwrap().tensors
 }
 
 /// DeepSeek-V2-Lite's config.json, less what changes nothing here.

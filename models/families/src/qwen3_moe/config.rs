@@ -21,7 +21,6 @@ pub struct Qwen3MoeConfig {
 impl Qwen3MoeConfig {
     /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        config.expect_model_type("qwen3_moe", |_| None)?;
         config.quantisation()?;
         let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
         let hidden_size = width("hidden_size", 2048)?;

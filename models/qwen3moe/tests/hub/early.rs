@@ -12,9 +12,9 @@ fn no_weight_is_downloaded_for_a_checkpoint_that_cannot_be_run() {
     let args = ["--model", "org/tiny", "--prompt", "x"];
     for (key, value, words) in [
         ("quantization_config", json!({"quant_method": "hqq"}), &["hqq", "original float dtype"][..]),
-        ("model_type", json!("llama"), &["llama", "qwen3_moe", "model-deepseekv2-legacy runs"]),
-        ("model_type", json!("deepseek_v2"), &["model-deepseekv2-legacy runs \"deepseek_v2\""]),
-        ("model_type", json!(null), &["`model_type` is missing", "model-qwen3moe runs"]),
+        ("model_type", json!("llama"), &["llama", "qwen3_moe", "the program `moe` runs"]),
+        ("model_type", json!("deepseek_v2"), &["the program `moe` runs \"qwen3_moe\", \"deepseek_v2\""]),
+        ("model_type", json!(7), &["`model_type`: expected a string, got 7"]),
         ("hidden_size", json!(null), &["hidden_size", "config.json"]),
         ("num_experts_per_tok", json!(1000), &["num_experts_per_tok"]),
     ] {

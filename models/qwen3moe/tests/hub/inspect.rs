@@ -69,7 +69,7 @@ fn inspect_says_what_would_not_load() {
     copy(&|dir| config(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), "missing");
     let other = run(&["inspect", fixture("deepseek-text").to_str().unwrap()], &[]);
     let words = text(&other.stdout);
-    assert!(other.status.code() == Some(1) && words.contains("model-deepseekv2-legacy runs"), "{words}");
+    assert!(other.status.code() == Some(1) && words.contains("the program `moe` runs"), "{words}");
     assert!(!words.contains("--explain-backends"), "{words}");
 }
 

@@ -1,0 +1,59 @@
+//! The table: which family a config belongs to, and what is said of one that belongs to none.
+
+use std::collections::HashSet;
+
+use model_runtime::Config;
+use moe_engine::{AttentionSpec, Families, ModelFamily};
+
+use crate::{ALL, EMBEDDED, TABLE, deepseek_v2, only, qwen3_moe};
+
+fn config(text: &str) -> Config {
+    Config::parse(text, "config.json").unwrap()
+}
+
+fn refused(families: Families, text: &str) -> String {
+    families.parse(&config(text)).map(drop).unwrap_err().to_string()
+}
+
+#[test]
+fn every_row_has_names_of_its_own() {
+    for name in [|row: &ModelFamily| row.model_type, |row: &ModelFamily| row.architecture] {
+        assert_eq!(TABLE.iter().map(name).collect::<HashSet<_>>().len(), TABLE.len());
+    }
+    assert!(TABLE.iter().all(|row| row.example.split('/').count() == 2));
+    ALL.parse(&config(EMBEDDED.config)).unwrap();
+}
+
+#[test]
+fn the_model_type_decides_and_without_it_the_architecture() {
+    let grouped =
+        |text| matches!(ALL.parse(&config(text)).unwrap().attention(), AttentionSpec::GroupedQuery(_));
+    assert!(grouped(r#"{"model_type": "qwen3_moe"}"#));
+    assert!(grouped(r#"{"model_type": "qwen3_moe", "architectures": ["DeepseekV2ForCausalLM"]}"#));
+    assert!(grouped(r#"{"architectures": ["Other", "Qwen3MoeForCausalLM"]}"#));
+    assert!(!grouped(r#"{"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6}"#));
+    assert!(!grouped(r#"{"model_type": "deepseek_v2", "num_experts_per_tok": 6}"#));
+}
+
+#[test]
+fn what_is_unknown_is_refused_with_what_is_known() {
+    assert_eq!(
+        refused(ALL, r#"{"model_type": "llama", "architectures": ["Qwen3MoeForCausalLM"]}"#),
+        "config.json: model_type \"llama\" is not supported; this program runs model_type \"qwen3_moe\", \"deepseek_v2\""
+    );
+    for text in ["{}", r#"{"architectures": ["LlamaForCausalLM"]}"#] {
+        let error = refused(ALL, text);
+        assert!(error.contains("`model_type`") && error.contains("\"deepseek_v2\", got nothing"), "{error}");
+    }
+    assert!(refused(ALL, r#"{"architectures": 7}"#).contains("a list of strings"));
+}
+
+#[test]
+fn a_program_of_one_family_names_the_one_that_runs_all() {
+    let error = refused(only(&deepseek_v2::FAMILY), r#"{"model_type": "qwen3_moe"}"#);
+    let runs =
+        "this program runs model_type \"deepseek_v2\"; the program `moe` runs \"qwen3_moe\", \"deepseek_v2\"";
+    assert_eq!(error, format!("config.json: model_type \"qwen3_moe\" is not supported; {runs}"));
+    let error = refused(only(&qwen3_moe::FAMILY), r#"{"architectures": ["DeepseekV2ForCausalLM"]}"#);
+    assert!(error.contains("got nothing") && error.contains("`moe` runs"), "{error}");
+}
