@@ -12,8 +12,8 @@ with n sequences at once a steady speed shows as (1,000 + n / 2) / (1,000 - n / 
 second, which count a token when it is sampled, are printed beside it; answers by second of processor time tell a loaded
 machine from a program that slows down.
 
-    cargo build --release -p model-qwen3moe
-    tests/bench/batch_10k.py target/release/model-qwen3moe
+    cargo build --release -p model-moe
+    tests/bench/batch_10k.py target/release/moe
 """
 
 import argparse

@@ -8,7 +8,7 @@ Sample at temperature 1, ignore end-of-sequence, share no prefixes. Figures: pro
 alone, over the seconds from the first submit to the last answer.
 
     tests/bench/mixed_workload.py --out mixed.json
-    model-qwen3moe bench --model DIR --workload mixed.json
+    moe bench --model DIR --workload mixed.json
 
 With --score N the same prompts ask for the log-probabilities of their own tokens and of the N likeliest at each position, and for
 one new token: what an evaluation by log-likelihood asks for.

@@ -12,7 +12,7 @@ each request and a sequence's length beside them.
 can do which never change. --json writes the peaks over mean loads.
 
     tests/bench/skewed_routing.py --out zipf.safetensors --requests requests.json
-    model-qwen3moe bench --config qwen3-30b-a3b.json --dummy-weights --workload requests.json --replay-routed-experts zipf.safetensors ..
+    moe bench --config qwen3-30b-a3b.json --dummy-weights --workload requests.json --replay-routed-experts zipf.safetensors ..
 
 The recording is what `generate --routed-experts-out` writes: safetensors, routed_experts [T, L, K] u32.
 """

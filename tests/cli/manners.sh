@@ -62,7 +62,7 @@ for flag in --enforce-eager "--fp8-activations on" "--shared-experts-stream on" 
   row "${flag%% *} is for GPUs" 2 "--device cuda" q --prompt x $flag
 done
 cp -r "$fixtures/deepseek-text" deepseek && rm -f deepseek/*.safetensors
-row "another program's checkpoint" 1 "model-deepseekv2-legacy runs" q --model deepseek --prompt x
+row "another program's checkpoint" 1 'the program `moe` runs' q --model deepseek --prompt x
 cp -r "$fixtures/text" keyless && sed -i '/"hidden_size"/d' keyless/config.json && rm -f keyless/*.safetensors
 row "a config without a required key" 1 hidden_size q --model keyless --prompt x
 printf GGUF >tiny.gguf
@@ -323,7 +323,7 @@ row "devices" 0 cpu q list-devices
 row "inspect says what runs" 0 '"runs_here": true' q inspect "$fixtures/text" --json
 row "with keys without blanks" 0 '"available_memory_bytes"' q inspect "$fixtures/text" --json
 row "and what does not" 1 "is truncated" q inspect unfinished
-row "with another program's name" 1 "model-deepseekv2-legacy runs" q inspect deepseek
+row "with another program's name" 1 'the program `moe` runs' q inspect deepseek
 
 if command -v python3 >/dev/null; then
   echo "-- the hub"

@@ -7,8 +7,8 @@ constrained answer had, so that both batches are the same work but for the gramm
 tokens per second of wall time, start of the program included, are compared. Prints the figures as JSON, and as a last
 line the summary. It fails if an answer is not valid or the ratio is below 0.8.
 
-    cargo build --release -p model-qwen3moe
-    tests/cli/structured.py target/release/model-qwen3moe
+    cargo build --release -p model-moe
+    tests/cli/structured.py target/release/moe
 """
 
 import argparse

@@ -13,7 +13,7 @@ set -uo pipefail
 . "$(dirname "$0")/check.sh"
 out=${OUT:-$root/results}/offload
 mkdir -p "$out"
-qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
+program=${MOE_PROGRAM:-$root/bin/moe}
 configs=$root/tests/bench/configs
 failed=0
 
@@ -33,7 +33,7 @@ END
 bench() {
   local name=$1 seconds=$2 count=$3 recording=$4 config=$configs/$5.json
   shift 5
-  check "$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
+  check "$name" "$seconds" "$program" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
     --workload "$out/requests.json" --limit "$count" --replay-routed-experts "$out/$recording.safetensors" --repeat 1 \
     --kv-cache-memory 1GiB --json "$out/run-$name.json" "$@"
   grep -hoE "experts of each of .*" "$out/$name.log" | head -n 1 | cut -c1-300
@@ -51,7 +51,7 @@ half() {
 
 check_part() {
   check tests 120 "${GPU_TESTS:-$root/bin/gpu}" offload:: --skip nccl:: --test-threads 1
-  check texts 90 python3 "$root/tests/gpu/offload_texts.py" "$qwen"
+  check texts 90 python3 "$root/tests/gpu/offload_texts.py" "$program"
   grep -E "texts," "$out/texts.log"
 }
 
@@ -62,7 +62,7 @@ bf16() {
   bench bf16-device-1 60 1 uniform $config
   bench bf16-device-8 60 8 uniform $config
   bench bf16-small-card-8 60 8 zipf $config --expert-offload 27 --gpu-memory 44GB
-  if timeout 60 "$qwen" bench --config "$configs/$config.json" --dummy-weights --dtype bf16 --device cuda --workload \
+  if timeout 60 "$program" bench --config "$configs/$config.json" --dummy-weights --dtype bf16 --device cuda --workload \
     "$out/requests.json" --limit 1 --repeat 1 --gpu-memory 44GB >"$out/refused.log" 2>&1; then
     echo "FAILED  refused: a model larger than the card runs without --expert-offload"
     failed=1

@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
-# Parity of every fixture of a program's model on a GPU: parity.sh BINARY [DTYPE...]; one line per failure, a count last.
-# DeepSeek-V2's run on both paths of experts and in both forms of attention. $JOBS (default: 4) run at a time.
+# Parity of every fixture on a GPU: parity.sh PROGRAM [DTYPE...]; one line per failure, a count last.
+# Models with latent attention run on both paths of experts and in both forms of it. $JOBS (default: 4) run at a time.
 set -uo pipefail
 export binary=$1
 shift
 dtypes=("$@")
 [ ${#dtypes[@]} -eq 0 ] && dtypes=(f32 bf16)
 root=$(cd "$(dirname "$0")/../.." && pwd)
-case $(basename "$binary") in
-  *deepseek*) type=deepseek_v2 variants=("--moe-path fused" "--moe-path legacy" "--moe-path fused --mla naive" "--moe-path legacy --mla naive") ;;
-  *) type=qwen3_moe variants=("") ;;
-esac
 scratch=$(mktemp -d)
 export scratch
 trap 'rm -rf "$scratch"' EXIT
@@ -24,7 +20,10 @@ one() {
 export -f one
 for reference in "$root"/tests/fixtures/*/reference.safetensors; do
   model=$(dirname "$reference")
-  grep -q "\"model_type\": \"$type\"" "$model/config.json" || continue
+  variants=("")
+  if grep -q '"kv_lora_rank": [0-9]' "$model/config.json"; then
+    variants=("--moe-path fused" "--moe-path legacy" "--moe-path fused --mla naive" "--moe-path legacy --mla naive")
+  fi
   for dtype in "${dtypes[@]}"; do
     for variant in "${variants[@]}"; do printf '%s\0%s\0%s\0' "$model" "$dtype" "$variant"; done
   done

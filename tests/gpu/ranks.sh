@@ -15,7 +15,7 @@ set -uo pipefail
 . "$(dirname "$0")/check.sh"
 out=${OUT:-$root/results}/ranks
 mkdir -p "$out"
-qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
+program=${MOE_PROGRAM:-$root/bin/moe}
 visible=$(nvidia-smi -L | wc -l)
 n=${GPUS:-$((visible < 4 ? visible : 4))}
 [ "$n" -ge 2 ] || { echo "ranks.sh needs at least 2 GPUs, found $visible" && exit 1; }
@@ -24,9 +24,8 @@ half=$((n / 2))
 export MOE_COLLECTIVE_TIMEOUT=${MOE_COLLECTIVE_TIMEOUT:-45} MOE_RENDEZVOUS_TIMEOUT=${MOE_RENDEZVOUS_TIMEOUT:-45}
 ep="--enable-expert-parallel --moe-ep-backend"
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
-deepseek=$root/bin/model-deepseekv2-legacy
 # What answers requests, and which answers are those of one GPU.
-answers=("$qwen" batch) one=one
+answers=("$program" batch) one=one
 failed=0
 
 # Parity with transformers over tensor-parallel ranks, by every backend and with copies of experts: f32 and bf16, and a model of the fast kernels'
@@ -38,14 +37,14 @@ parity() {
       for dtype in f32 bf16; do
         [ $fixture-$dtype = narrow-experts-bf16 ] && continue
         # shellcheck disable=SC2086
-        check "parity-$label-$fixture-$dtype" 40 "$qwen" parity --model "$root/tests/fixtures/$fixture" --reference \
+        check "parity-$label-$fixture-$dtype" 40 "$program" parity --model "$root/tests/fixtures/$fixture" --reference \
           "$root/tests/fixtures/$fixture/reference.safetensors" --device cuda --dtype $dtype --tp $n --log error $flags \
           --json "$out/parity-$label-$fixture-$dtype.json"
       done
     done
     [ -f /tmp/midsize/reference.safetensors ] || continue
     # shellcheck disable=SC2086
-    check "parity-$label-midsize-bf16" 60 "$qwen" parity --model /tmp/midsize --reference \
+    check "parity-$label-midsize-bf16" 60 "$program" parity --model /tmp/midsize --reference \
       /tmp/midsize/reference.safetensors --device cuda --dtype bf16 --tp $n --log error $flags
   done <<END
 disabled
@@ -61,7 +60,7 @@ END
 # Parity of long prompts over tensor-parallel ranks, which share the rows of their residual stream, or whose experts get rows and
 # send sums back.
 prompts() {
-  check prompts 170 python3 "$root/tests/gpu/midsize.py" "$qwen" --dir /tmp/midsize-ranks --prompts 300,1023,4097,20000 \
+  check prompts 170 python3 "$root/tests/gpu/midsize.py" "$program" --dir /tmp/midsize-ranks --prompts 300,1023,4097,20000 \
     --flags="--tp $n --log error" --flags="--tp $n --log error $ep allgather_reducescatter" \
     --flags="--tp $n --log error $ep deepep --deepep-mode high_throughput"
   grep -E "prompt of|tokens" "$out/prompts.log" | cut -c1-250
@@ -152,7 +151,7 @@ death_of() {
   local label=$1 rank=$((($2 - 1) % (n - 1) + 1)) log=$out/death-$1-$2.log driver victim start code
   shift 2
   rm -f "$out/death.jsonl"
-  "$qwen" batch --input "$out/long.jsonl" --output "$out/death.jsonl" --device cuda --ignore-eos --log error "$@" \
+  "$program" batch --input "$out/long.jsonl" --output "$out/death.jsonl" --device cuda --ignore-eos --log error "$@" \
     >"$log" 2>&1 &
   driver=$!
   for _ in $(seq 300); do [ -s "$out/death.jsonl" ] || ! kill -0 $driver 2>/dev/null || sleep 0.1; done
@@ -190,7 +189,7 @@ hosts() {
       # shellcheck disable=SC2086
       env RANK=$rank WORLD_SIZE=$((2 * half)) LOCAL_RANK=$((rank % half)) LOCAL_WORLD_SIZE=$half MASTER_ADDR=127.0.0.1 \
         MASTER_PORT=$port NCCL_HOSTID=host$host NCCL_NET=Socket NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} \
-        CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + half - 1))) timeout -k 5 60 "$qwen" batch \
+        CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + half - 1))) timeout -k 5 60 "$program" batch \
         --input "$out/requests.jsonl" --output "$out/hosts-$label.jsonl" --device cuda --dtype f32 --ignore-eos \
         --log error $flags \
         >"$out/hosts-$label-$rank.log" 2>&1 &
@@ -205,11 +204,11 @@ dp --dp 2 --tp $half $ep allgather_reducescatter
 END
 }
 
-# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B, or $benched with $config, with random weights, prompts of $LENGTHS.
+# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B, or the model of $config, with random weights, prompts of $LENGTHS.
 bench_row() {
   local name=$1 seconds=$2 batches=$3
   shift 3
-  check "bench-$name" "$seconds" "${benched:-$qwen}" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
+  check "bench-$name" "$seconds" "$program" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
     "$batches" --lengths "${LENGTHS:-8192}" --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
 }
 
@@ -270,7 +269,7 @@ END
 mixed_row() {
   local name=$1 seconds=$2
   shift 2
-  check "mixed-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
+  check "mixed-$name" "$seconds" "$program" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
     "$out/requests-mixed.json" --repeat "${REPEAT:-1}" --log warn --json "$out/mixed-$name.json" "$@"
 }
 
@@ -314,7 +313,7 @@ deepseek() {
     for form in v2-lite:absorbed v2:absorbed v2:naive; do
       fixture=$root/tests/fixtures/deepseek-${form%:*}
       # shellcheck disable=SC2086
-      check "deepseek-parity-$label-${form/:/-}" 40 "$deepseek" parity --model "$fixture" --device cuda --dtype f32 --tp $n \
+      check "deepseek-parity-$label-${form/:/-}" 40 "$program" parity --model "$fixture" --device cuda --dtype f32 --tp $n \
         --reference "$fixture/reference.safetensors" --log error --mla "${form#*:}" $flags
     done
   done <<END
@@ -324,7 +323,7 @@ allgather $ep allgather_reducescatter
 low_latency $ep deepep --deepep-mode low_latency
 END
   requests "$out/requests.jsonl" 24 32
-  answers=("$deepseek" batch --model "$root/tests/fixtures/deepseek-text") one=deepseek-one
+  answers=("$program" batch --model "$root/tests/fixtures/deepseek-text") one=deepseek-one
   generate deepseek-one
   while read -r label flags; do
     # shellcheck disable=SC2086
@@ -340,12 +339,12 @@ dp-allgather --dp $n $ep allgather_reducescatter
 dp-allgather-stream --dp $n $ep allgather_reducescatter --shared-experts-stream on
 dp-deepep --dp $n $ep deepep
 END
-  answers=("$qwen" batch) one=one
+  answers=("$program" batch) one=one
 }
 
 # DeepSeek-V2-Lite over ranks, shared experts as slots, on the second stream and after the routed ones.
 deepseek_bench() {
-  local qwens=$config benched=$deepseek label flags
+  local qwens=$config label flags
   config=$root/tests/bench/configs/deepseek-v2-lite.json
   while read -r label flags; do
     # shellcheck disable=SC2086

@@ -24,7 +24,7 @@ part() {
     grep -vE '^ *$' "$work/$name.log" | tail -n 6 | cut -c1-300
   fi
 }
-part ours 150 "$root/bin/model-qwen3moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
+part ours 150 "$root/bin/moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
   --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --log warn --json "$work/ours.json"
 part ceilings 40 python3 "$root/tests/bench/peers/ceilings.py" --out "$work/ceilings.json"
 part transformers 100 python3 "$root/tests/bench/peers/transformers_offline.py" --config "$config" --out "$work/transformers.json" \

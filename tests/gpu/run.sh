@@ -22,20 +22,19 @@ units() {
   [ "$("$root/bin/$1" --list "$2" | grep -c ': test$')" -gt 0 ] || { echo "error: $1 has no tests named $2" && return 1; }
   timeout 60 "$root/bin/$1" "$2"
 }
-qwen="$root/bin/model-qwen3moe"
+program="$root/bin/moe"
 check ops timeout 240 "$root/bin/gpu" --skip nccl:: --test-threads 1
 check units-engine units moe_engine engine::slots::
 check units-kernels units moe_kernels cuda::
 check peers timeout 90 env MOE_KERNELS_SO="$root/lib/libmoe_kernels.so" python3 "$root/tests/cuda/peers.py"
-check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
-check parity-deepseek timeout 240 "$root/tests/gpu/parity.sh" "$root/bin/model-deepseekv2-legacy"
-check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
-check full-card timeout 120 python3 "$root/tests/gpu/full_card.py" "$qwen"
+check parity timeout 360 "$root/tests/gpu/parity.sh" "$program"
+check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$program"
+check full-card timeout 120 python3 "$root/tests/gpu/full_card.py" "$program"
 for model in deepseek-v2-lite deepseek-v2; do
-  check "midsize-$model" timeout 120 python3 "$root/tests/gpu/midsize.py" "$root/bin/model-deepseekv2-legacy" --model "$model" \
+  check "midsize-$model" timeout 120 python3 "$root/tests/gpu/midsize.py" "$program" --model "$model" \
     --prompts 1,1023,4097
 done
-check bench timeout 200 "$qwen" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
+check bench timeout 200 "$program" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
   --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
 check load "$root/tests/gpu/load.sh"
 check timeline env OUT="$out" "$root/tests/gpu/timeline.sh"

@@ -13,7 +13,7 @@ fi
 mkdir -p "$out" "$PROFILES"
 failed=0 profiles=()
 for batch in 1 64 256; do
-  if timeout 60 "$root/bin/model-qwen3moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
+  if timeout 60 "$root/bin/moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
     --batches "$batch" --lengths 128 --output 128 --repeat 1 --profile "$PROFILES/$batch.json" \
     --json "$PROFILES/bench-$batch.json" >"$PROFILES/$batch.log" 2>&1; then
     profiles+=("$batch=$PROFILES/$batch.json")

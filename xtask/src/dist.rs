@@ -1,6 +1,6 @@
 //! `cargo xtask dist`: one compressed archive for a machine with a GPU and without Rust.
 //!
-//! target/dist/moe.tar.xz holds the model binaries, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
+//! target/dist/moe.tar.xz holds the program `moe`, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
 //! a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine:
 //! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; experts in host
 //! memory `moe/tests/gpu/offload.sh`; with several GPUs also
@@ -14,7 +14,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::workspace::{self, cargo, root, target_dir};
+use crate::workspace::{self, PROGRAM, PROGRAM_PACKAGE, cargo, root, target_dir};
 use crate::{kernels, sanitizer, standalone, toolkit};
 
 /// Most bytes of an archive, so that it can be carried to a machine.
@@ -38,7 +38,7 @@ const FILES: &[&str] = &[
     "tests/bench/mixed_workload.py",
     "tests/bench/skewed_routing.py",
     "tests/bench/peers",
-    // What tests/gpu/ranks_quantised.sh quantises. The programs hold the same bytes, so the archive hardly grows.
+    // What tests/gpu/ranks_quantised.sh quantises. The program holds the same bytes, so the archive hardly grows.
     "models/families/checkpoint",
 ];
 
@@ -60,10 +60,8 @@ pub fn run(args: &Args) -> Result<()> {
     let mut environment = toolkit.environment()?;
     // Benchmarks name the commit; there is no repository where they run.
     environment.push(("MOE_COMMIT", workspace::commit()?.into()));
-    let packages = workspace::model_programs()?;
     // One selection of packages for all: another one would have other features, and compile candle again.
-    let mut selected = vec!["moe-tests"];
-    selected.extend(packages.iter().map(|package| package.name.as_str()));
+    let mut selected = vec!["moe-tests", PROGRAM_PACKAGE];
     selected.extend(UNIT_TESTED);
     let build = |command: &[&str], targets: &[&str]| {
         let mut build = cargo();
@@ -78,9 +76,7 @@ pub fn run(args: &Args) -> Result<()> {
         fs::remove_dir_all(&folder)?;
     }
     fs::create_dir_all(folder.join("bin")).with_context(|| format!("cannot make {}", folder.display()))?;
-    for name in packages.iter().flat_map(|package| &package.programs) {
-        strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
-    }
+    strip(&target_dir().join("release").join(PROGRAM), &folder.join("bin").join(PROGRAM))?;
     let units = test_programs(&units)?
         .into_iter()
         .filter(|(name, _)| UNIT_TESTED.iter().any(|package| package.replace('-', "_") == *name));

@@ -1,26 +1,33 @@
 //! `cargo xtask man`: the man pages of the programs. Each program writes its own, so that this crate depends
 //! on none of them.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::workspace;
-
-/// The packages that are programs; each is called like its package.
-const PROGRAMS: [&str; 2] = ["model-qwen3moe", "model-deepseekv2-legacy"];
 
 #[derive(clap::Args)]
 pub struct Args {
     /// Only this program.
-    #[arg(long, value_parser = PROGRAMS)]
+    #[arg(long)]
     program: Option<String>,
 }
 
 pub fn run(args: &Args) -> Result<()> {
     let dir = workspace::target_dir().join("man");
-    let wanted = |name: &&str| args.program.as_deref().is_none_or(|program| program == *name);
-    for program in PROGRAMS.into_iter().filter(wanted) {
-        let run = ["run", "--release", "--quiet", "-p", program, "--", "man"];
-        workspace::run(workspace::cargo().args(run).arg(&dir))?;
+    let all = workspace::model_programs()?;
+    let names: Vec<&str> = all.iter().map(|(name, _)| name.as_str()).collect();
+    if let Some(program) = &args.program {
+        ensure!(
+            names.contains(&program.as_str()),
+            "--program {program}: expected one of {}",
+            names.join(", ")
+        );
+    }
+    for (program, package) in &all {
+        if args.program.as_ref().is_none_or(|only| only == program) {
+            let run = ["run", "--release", "--quiet", "-p", package, "--", "man"];
+            workspace::run(workspace::cargo().args(run).arg(&dir))?;
+        }
     }
     println!("{}", dir.display());
     Ok(())

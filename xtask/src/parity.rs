@@ -1,39 +1,27 @@
 //! `cargo xtask parity`: the models against Hugging Face transformers.
 //!
-//! Each case is a checkpoint folder and a reference recorded by tests/reference. The binary
-//! that the checkpoint's `model_type` names is built and run once per dtype and variant; it compares
-//! and judges, this task collects. Without arguments every fixture runs in f32 and bf16, and DeepSeek-V2
-//! fixtures on both expert paths and in both forms of latent attention.
+//! Each case is a checkpoint folder and a reference recorded by tests/reference. The program `moe` is
+//! built and run once per dtype and variant; it compares and judges, this task collects. Without
+//! arguments every fixture runs in f32 and bf16, and those with latent attention on both expert paths
+//! and in both forms of it.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::workspace::{self, cargo, root};
+use crate::workspace::{self, PROGRAM, PROGRAM_PACKAGE, cargo, root};
 
-/// What runs a checkpoint, by the `model_type` of its config.json.
-struct Model {
-    model_type: &'static str,
-    package: &'static str,
-    /// Flags of each way to run it.
-    variants: &'static [&'static [&'static str]],
-}
+/// Flags of a way to run a checkpoint.
+type Variant = &'static [&'static str];
 
-const MODELS: &[Model] = &[
-    Model { model_type: "qwen3_moe", package: "model-qwen3moe", variants: &[&[]] },
-    Model {
-        model_type: "deepseek_v2",
-        package: "model-deepseekv2-legacy",
-        variants: &[
-            &["--moe-path", "legacy", "--mla", "absorbed"],
-            &["--moe-path", "legacy", "--mla", "naive"],
-            &["--moe-path", "fused", "--mla", "absorbed"],
-            &["--moe-path", "fused", "--mla", "naive"],
-        ],
-    },
+const ONE: &[Variant] = &[&[]];
+const LATENT: &[Variant] = &[
+    &["--moe-path", "legacy", "--mla", "absorbed"],
+    &["--moe-path", "legacy", "--mla", "naive"],
+    &["--moe-path", "fused", "--mla", "absorbed"],
+    &["--moe-path", "fused", "--mla", "naive"],
 ];
 
 #[derive(clap::Args)]
@@ -50,13 +38,13 @@ pub struct Args {
     /// Dtype to run in (default: f32 and bf16).
     #[arg(long)]
     dtype: Option<String>,
-    /// Folder with the programs, as another profile or other features have built them (default: they are built here).
+    /// Folder with the program, as another profile or other features have built it (default: it is built here).
     #[arg(long)]
     programs: Option<PathBuf>,
     /// Print the results as a JSON array on stdout.
     #[arg(long)]
     json: bool,
-    /// Further flags for the model binary.
+    /// Further flags for the program.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     flags: Vec<String>,
 }
@@ -65,14 +53,14 @@ struct Case {
     name: String,
     model: PathBuf,
     reference: PathBuf,
-    runner: &'static Model,
+    variants: &'static [Variant],
 }
 
 impl Case {
     /// The ways to run it; where the user's flags say which, that one.
-    fn variants(&self, flags: &[String]) -> &'static [&'static [&'static str]] {
+    fn variants(&self, flags: &[String]) -> &'static [Variant] {
         let given = |name: &&str| flags.iter().any(|flag| flag.split('=').next() == Some(*name));
-        if self.runner.variants.iter().copied().flatten().any(given) { &[&[]] } else { self.runner.variants }
+        if self.variants.iter().copied().flatten().any(given) { ONE } else { self.variants }
     }
 }
 
@@ -82,11 +70,10 @@ pub fn run(args: &Args) -> Result<()> {
         _ => fixtures()?,
     };
     let dtypes: Vec<&str> = args.dtype.as_deref().map_or(vec!["f32", "bf16"], |d| vec![d]);
-    let packages: BTreeSet<&str> = cases.iter().map(|c| c.runner.package).collect();
     // The CUDA build needs a compiler: `cargo xtask toolkit -- cargo xtask parity --device cuda`.
     let features: &[&str] = if args.device.starts_with("cuda") { &["--features", "cuda"] } else { &[] };
-    for package in packages.into_iter().filter(|_| args.programs.is_none()) {
-        workspace::run(cargo().args(["build", "--release", "-q", "-p", package]).args(features))?;
+    if args.programs.is_none() {
+        workspace::run(cargo().args(["build", "--release", "-q", "-p", PROGRAM_PACKAGE]).args(features))?;
     }
     let scratch = std::env::temp_dir().join(format!("moe-parity-{}.json", std::process::id()));
     let mut results = Vec::new();
@@ -115,7 +102,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path) -> Result<Value> {
     let _ = std::fs::remove_file(out);
     let built = args.programs.clone().unwrap_or_else(|| workspace::target_dir().join("release"));
-    let binary = built.join(case.runner.package);
+    let binary = built.join(PROGRAM);
     let output = Command::new(&binary)
         .arg("parity")
         .arg("--model")
@@ -184,12 +171,8 @@ fn case(model: &Path, reference: &Path) -> Result<Case> {
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let config: Value =
         serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
-    let model_type = config["model_type"].as_str().unwrap_or_default();
-    let Some(runner) = MODELS.iter().find(|model| model.model_type == model_type) else {
-        let known: Vec<&str> = MODELS.iter().map(|model| model.model_type).collect();
-        bail!("{}: model_type {model_type:?} has no model here; known: {known:?}", path.display())
-    };
+    let variants = if config["kv_lora_rank"].is_null() { ONE } else { LATENT };
     let name = model.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    // The binary runs in our working directory, so relative paths stay valid.
-    Ok(Case { name, model: model.to_path_buf(), reference: reference.to_path_buf(), runner })
+    // The program runs in our working directory, so relative paths stay valid.
+    Ok(Case { name, model: model.to_path_buf(), reference: reference.to_path_buf(), variants })
 }

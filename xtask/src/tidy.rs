@@ -1,5 +1,7 @@
 //! `cargo xtask tidy`: the rules of the workspace that no compiler checks.
 
+mod families;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -26,6 +28,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("moe-engine", &["model-runtime", "moe-layer", "moe-comm", "moe-eplb"]),
     ("moe-cli", &["moe-engine", "model-runtime", "moe-layer", "moe-comm"]),
     ("model-families", &["moe-engine", "model-runtime", "moe-layer"]),
+    ("model-moe", &["moe-cli", "model-families"]),
     ("model-qwen3moe", &["moe-cli", "model-families"]),
     ("model-deepseekv2-legacy", &["moe-cli", "model-families"]),
     (
@@ -47,7 +50,7 @@ const FORBIDDEN: &[(&str, &[&str])] = &[
 /// Most crates that a program is built from: the first build takes as long as they do (docs/benchmarks.md). Who needs one
 /// more says here what for. Six read compressed batch files (flate2, ruzstd), two catch signals (signal-hook), one proves
 /// that a rank knows the secret of its world (hmac), one computes git's hash of small files of the hub (sha1).
-const MOST_CRATES: &[(&str, usize)] = &[("model-qwen3moe", 233), ("model-deepseekv2-legacy", 233)];
+const MOST_CRATES: &[(&str, usize)] = &[(workspace::PROGRAM_PACKAGE, 233)];
 
 pub fn run() -> Result<()> {
     let packages = workspace::packages()?;
@@ -69,7 +72,9 @@ pub fn run() -> Result<()> {
     for (name, most) in MOST_CRATES {
         faults.extend(crate_fault(name, workspace::crates(name)?, *most));
     }
-    check_files(&workspace::root(), &mut faults)?;
+    let files = tracked_files(&workspace::root())?;
+    check_files(&workspace::root(), &files, &mut faults);
+    families::check(&workspace::root(), &files, &mut faults)?;
     if faults.is_empty() {
         println!("tidy: {} packages, no faults", packages.len());
         return Ok(());
@@ -136,16 +141,16 @@ fn check_library(package: &Package, faults: &mut Vec<String>) {
     }
 }
 
-fn check_files(root: &Path, faults: &mut Vec<String>) -> Result<()> {
-    for file in tracked_files(root)? {
-        let Some(extension) = Path::new(&file).extension().and_then(|e| e.to_str()) else { continue };
+fn check_files(root: &Path, files: &[String], faults: &mut Vec<String>) {
+    for file in files {
+        let Some(extension) = Path::new(file).extension().and_then(|e| e.to_str()) else { continue };
         let source = matches!(extension, "rs" | "cu" | "cuh" | "py" | "sh");
         if !source && !matches!(extension, "md" | "toml") {
             continue;
         }
         // A file that is deleted but not yet committed is still listed.
-        let Ok(text) = fs::read_to_string(root.join(&file)) else { continue };
-        faults.extend(print_fault(&file, &text));
+        let Ok(text) = fs::read_to_string(root.join(file)) else { continue };
+        faults.extend(print_fault(file, &text));
         if source && text.lines().count() > MAX_LINES {
             faults.push(format!("{file}: {} lines, at most {MAX_LINES}", text.lines().count()));
         }
@@ -159,7 +164,6 @@ fn check_files(root: &Path, faults: &mut Vec<String>) -> Result<()> {
             faults.push(format!("{file}: does not end with a newline"));
         }
     }
-    Ok(())
 }
 
 /// Where product code prints by a macro, which panics if stdout or stderr is full or gone.

@@ -28,6 +28,10 @@ impl Package {
     }
 }
 
+/// The program that runs every model family, and its package.
+pub const PROGRAM: &str = "moe";
+pub const PROGRAM_PACKAGE: &str = "model-moe";
+
 /// The workspace's root folder.
 pub fn root() -> PathBuf {
     let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -67,11 +71,12 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The packages of models/ that are programs.
-pub fn model_programs() -> Result<Vec<Package>> {
+/// The programs that run models, each with its package.
+pub fn model_programs() -> Result<Vec<(String, String)>> {
     let models = root().join("models");
-    let all = packages()?.into_iter();
-    Ok(all.filter(|package| package.dir.starts_with(&models) && !package.programs.is_empty()).collect())
+    let packages = packages()?.into_iter().filter(|package| package.dir.starts_with(&models));
+    let named = |package: Package| package.programs.into_iter().map(move |name| (name, package.name.clone()));
+    Ok(packages.flat_map(named).collect())
 }
 
 /// All packages of the workspace.

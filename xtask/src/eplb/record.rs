@@ -14,8 +14,8 @@ use crate::workspace;
 pub struct Options {
     #[command(flatten)]
     replay: ReplayOptions,
-    /// Package of the model's program.
-    #[arg(long, default_value = "model-qwen3moe")]
+    /// Package of the program.
+    #[arg(long, default_value = "model-moe")]
     package: String,
     /// Layer of the expert heat map.
     #[arg(long, default_value_t = 0)]

@@ -1,0 +1,62 @@
+//! One program for every family: config.json says which one runs.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+#[path = "../../../tests/cli/program.rs"]
+mod program;
+
+use program::{Copied, Program, fixture, stdout};
+use serde_json::{Value, json};
+
+const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_moe"), flags: &[] };
+
+/// A fixture with a tokenizer of each family.
+const TEXTS: [&str; 2] = ["text", "deepseek-text"];
+
+#[test]
+fn every_family_continues_like_transformers() {
+    TEXTS.iter().for_each(|name| PROGRAM.continues_like_transformers(name));
+}
+
+#[test]
+fn without_a_model_the_embedded_one_talks() {
+    let text = PROGRAM.text(&["--prompt", "First Citizen:", "--max-new-tokens", "8", "--temperature", "0"]);
+    assert!(!text.trim().is_empty());
+    let embedded = ["--prompt", "x", "--max-new-tokens", "1", "--mla", "naive"];
+    PROGRAM.fails(&embedded, 2, &["--mla", "no multi-head latent attention"]);
+    let latent = fixture("deepseek-text");
+    let flags =
+        ["--model", latent.to_str().unwrap(), "--mla", "naive", "--prompt", "x", "--max-new-tokens", "1"];
+    PROGRAM.text(&flags);
+}
+
+#[test]
+fn inspect_tells_of_each_that_it_runs() {
+    for name in TEXTS {
+        let facts = stdout(&PROGRAM.run(&["inspect", fixture(name).to_str().unwrap(), "--json"]));
+        let facts: Value = serde_json::from_str(&facts).unwrap();
+        assert_eq!(facts["runs_here"], true, "{facts}");
+    }
+}
+
+#[test]
+fn an_architecture_names_the_family_where_the_model_type_is_missing() {
+    for name in TEXTS {
+        let model = Copied::with(name, &[("model_type", Value::Null)]);
+        PROGRAM.text(&["--model", model.dir(), "--prompt", "x", "--max-new-tokens", "1"]);
+    }
+}
+
+#[test]
+fn an_unknown_model_is_refused_with_the_known_ones() {
+    let unknown = Copied::with("text", &[("model_type", json!("llama"))]);
+    let words =
+        ["model_type \"llama\" is not supported; this program runs model_type", "qwen3_moe", "deepseek_v2"];
+    PROGRAM.fails(&["--model", unknown.dir(), "--prompt", "x"], 1, &words);
+    let nameless = [("model_type", Value::Null), ("architectures", json!(["LlamaForCausalLM"]))];
+    let nameless = Copied::with("text", &nameless);
+    PROGRAM.fails(
+        &["--model", nameless.dir(), "--prompt", "x"],
+        1,
+        &["`model_type`", "`architectures`", "got nothing"],
+    );
+}
