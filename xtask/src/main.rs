@@ -8,6 +8,7 @@ mod fixtures;
 mod format_kernels;
 mod kernels;
 mod man;
+mod names;
 mod parity;
 mod plot;
 mod quantize;

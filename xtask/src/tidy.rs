@@ -8,6 +8,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
+use crate::names;
 use crate::workspace::{self, Package};
 
 /// Lines after which a file no longer holds one idea.
@@ -151,6 +152,7 @@ fn check_files(root: &Path, files: &[String], faults: &mut Vec<String>) {
         // A file that is deleted but not yet committed is still listed.
         let Ok(text) = fs::read_to_string(root.join(file)) else { continue };
         faults.extend(print_fault(file, &text));
+        faults.extend(names::fault(file, &text));
         if source && text.lines().count() > MAX_LINES {
             faults.push(format!("{file}: {} lines, at most {MAX_LINES}", text.lines().count()));
         }

@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::Communicator;
 
+use moe_kernels::names::TensorNames;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, Workspace, add_rms_norm_into,
@@ -243,7 +244,7 @@ impl LmHead {
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
-        let _span = trace_span!("lm_head").entered();
+        let _span = trace_span!(TensorNames::USUAL.lm_head).entered();
         let weight = self.0.weight.read()?;
         let Some(ranks) = &self.0.ranks else { return linear_into(hidden, weight.view()?, None, logits, ex) };
         let mut local = ex.scratch(DType::F32, &[hidden.rows(), ranks.num_local()])?;

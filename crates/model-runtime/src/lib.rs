@@ -25,19 +25,17 @@ pub mod step;
 pub mod step_ranks;
 mod vocab;
 
-pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights};
+pub use attention::{Attention, AttentionConfig, AttentionWeights};
 pub use blocks::{BlockAllocator, SequenceBlocks};
 pub use checkpoint::{
     Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorLayout, TensorSlice,
     TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use decoder::{
-    Decoder, DecoderConfig, DecoderNames, DecoderOptions, LayerPlan, MoeConfig, SelfAttention,
-};
+pub use decoder::{Decoder, DecoderConfig, DecoderOptions, LayerPlan, MoeConfig, SelfAttention};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
-pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
+pub use mla::{MlaAttention, MlaConfig, MlaForm};
 pub use model::{CausalLm, LogitsOut, ModelInfo, MoeInfo, Observe, Observed, Observer, Scorer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
@@ -54,6 +52,7 @@ pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};
 pub use moe_kernels::candle;
 #[cfg(feature = "cuda")]
 pub use moe_kernels::cuda;
+pub use moe_kernels::names::{AttentionNames, MlaNames, MlpNames, TensorNames, is_gate_up_pack};
 pub use moe_kernels::{
     Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, QuantScheme, Roof, RoutedExperts, Scratch,
     StepContext, TensorView, View, ViewMut, Workspace,

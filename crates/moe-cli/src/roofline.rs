@@ -2,7 +2,7 @@
 //! limits that a benchmark's figures reach.
 
 use anyhow::{Result, bail};
-use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
+use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec, is_gate_up_pack};
 use moe_engine::Session;
 use serde_json::{Value, json};
 
@@ -85,7 +85,7 @@ pub fn measure(
     };
     let info = model.info().clone();
     drop(model);
-    let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
+    let one_by_one = |name: &str| !is_gate_up_pack(name);
     let layout = spec.layout(&Geometry::default(), &one_by_one)?;
     // Routers and embeddings are floats whatever the header says of all modules.
     let quantised = |t: &TensorSpec| {

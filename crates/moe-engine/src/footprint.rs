@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result};
 use candle_core::DType;
-use model_runtime::{Config, KvLayout, QuantConfig, QuantScheme, TensorLayout};
+use model_runtime::{Config, KvLayout, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
 
 use crate::engine::EngineConfig;
 use crate::family::ModelSpec;
@@ -49,7 +49,7 @@ impl Footprint {
         dtype: DType,
     ) -> Result<Self> {
         // Quantised checkpoints hold experts one by one, and others take as many bytes in packs.
-        let has = |name: &str| quantisation.is_none() || !name.ends_with("gate_up_proj");
+        let has = |name: &str| quantisation.is_none() || !is_gate_up_pack(name);
         let mut sum = Self { float_size: dtype.size_in_bytes() as u64, ..Self::default() };
         for rank in ranks {
             let layout = model.layout(&run.parallel.geometry(rank)?, &has)?;

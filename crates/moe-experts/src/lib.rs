@@ -28,6 +28,7 @@ pub use oracle::{Backend, OracleError, Rejection, Selection, select};
 pub use weights::{ExpertWeights, ExpertsShape};
 
 pub use candle_core as candle;
+pub use moe_kernels::names::MlpNames;
 pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Reason, Rejected, Stage};
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertTraffic, ExpertsSpec, Gate,

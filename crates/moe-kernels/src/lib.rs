@@ -16,6 +16,7 @@ pub mod gradient;
 mod images;
 mod memory;
 mod monolithic;
+pub mod names;
 mod ops;
 mod philox;
 pub mod plan;

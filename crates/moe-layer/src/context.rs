@@ -1,4 +1,4 @@
-//! Where a block runs: its place among the ranks, and how its tokens are cut.
+//! Where a block runs: its place among the ranks, how its tokens are cut, and how its source shows its weights.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use moe_chunking::ChunkedMoe;
 use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel};
 use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
 use moe_kernels::candle::{Device, Error, Result};
+use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
@@ -20,7 +21,7 @@ pub const LOW_LATENCY_TOKENS: usize = 128;
 /// Tokens that a rank brings to the low-latency form at most where ranks add and slots are listed: as many as the largest graph has.
 const LISTED_TOKENS: usize = 1024;
 
-/// Where a block runs. The default is one rank, without chunks.
+/// Where a block runs and where its weights come from. The default is one rank, without chunks, and the usual names.
 #[derive(Clone, Debug)]
 pub struct BlockContext {
     /// This rank's place.
@@ -47,6 +48,8 @@ pub struct BlockContext {
     pub batch_invariant: bool,
     /// The path of the CPU for which weights are packed when they are loaded; `None`: they stay in rows.
     pub cpu_isa: Option<CpuIsa>,
+    /// What the checkpoint calls the matrices of MLPs and experts.
+    pub names: MlpNames,
     /// Where weights are that the checkpoint holds quantised, as this rank sees them; `None`: all are floats.
     pub quant: Option<Arc<dyn QuantSource>>,
 }
@@ -65,6 +68,7 @@ impl Default for BlockContext {
             shared_experts_stream: SharedExpertsStream::default(),
             batch_invariant: false,
             cpu_isa: None,
+            names: MlpNames::USUAL,
             quant: None,
         }
     }

@@ -49,6 +49,7 @@ pub use moe_experts::{
     select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
+pub use moe_kernels::names::MlpNames;
 pub use moe_kernels::plan::Fp8Activations;
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertTraffic, ExpertsSpec, Gate,

@@ -10,6 +10,7 @@ use moe_experts::{
     Backend, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
 };
 use moe_kernels::candle::{Error, Result};
+use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{Opened, QuantSource};
 use moe_kernels::{Activation, ActivationFormat, Exec, ExpertsSpec, Weight};
 use moe_router::{Router, RouterConfig};
@@ -69,7 +70,8 @@ impl BlockOptions {
 /// [`with_shared_experts`](SparseMoeBlock::with_shared_experts) and
 /// [`SharedExperts::load`](crate::SharedExperts::load). `gate` has the
 /// prefix of the router (its `weight` [E + zero experts, H], and what the routing method needs),
-/// `experts` has the prefix of the experts (see [`ExpertWeights::load`]). The oracle's choice comes along,
+/// `experts` has the prefix of the experts (see [`ExpertWeights::load`]). Matrices have the usual names; for others, such as
+/// [`MlpNames::MIXTRAL`], call [`load_block_on`] with [`BlockContext::names`]. The oracle's choice comes along,
 /// to be shown to the user.
 ///
 /// # Errors
@@ -187,7 +189,8 @@ pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts:
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
-    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate);
+    let mut spec =
+        LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate).with_names(context.names);
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(logical.iter().map(|&id| id as usize).collect());
     }
@@ -221,7 +224,8 @@ fn load_quantised(
         let of = |id: &u32| names.iter().map(|name| format!("{prefix}.{id}.{name}")).collect();
         local_experts.iter().map(of).collect()
     };
-    let (gate_up, down) = (modules(&["gate_proj", "up_proj"]), modules(&["down_proj"]));
+    let names = &context.names;
+    let (gate_up, down) = (modules(&[names.gate, names.up]), modules(&[names.down]));
     let Some(first) = gate_up.first().and_then(|expert| expert.first()) else {
         return ExpertWeights::load(spec, experts);
     };
@@ -230,7 +234,7 @@ fn load_quantised(
     if emulates {
         return Ok(ExpertWeights::load(spec, experts)?.emulating(scheme));
     }
-    if !alike(source, &prefix, options.router.num_experts)? {
+    if !alike(source, &prefix, names, options.router.num_experts)? {
         warn!("experts loaded as floats: {prefix}: expected one scheme for all experts, got several");
         return ExpertWeights::load(spec, experts);
     }
@@ -250,8 +254,8 @@ fn load_quantised(
 
 /// Whether each matrix has one scheme in all experts of all ranks: else a rank whose own experts are alike would multiply integers
 /// where another multiplies floats, and the bits of a token would depend on the number of ranks.
-fn alike(source: &dyn QuantSource, prefix: &str, experts: usize) -> Result<bool> {
-    for name in ["gate_proj", "up_proj", "down_proj"] {
+fn alike(source: &dyn QuantSource, prefix: &str, names: &MlpNames, experts: usize) -> Result<bool> {
+    for name in names.matrices() {
         let first = source.scheme(&format!("{prefix}.0.{name}"))?;
         for id in 1..experts {
             if source.scheme(&format!("{prefix}.{id}.{name}"))? != first {

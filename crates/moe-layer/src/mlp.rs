@@ -7,6 +7,7 @@
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::names::MlpNames;
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
@@ -77,7 +78,8 @@ impl GatedMlp {
         Self::load_on(hidden_size, intermediate_size, activation, vb, &BlockContext::default())
     }
 
-    /// [`load`](Self::load) on a rank, where projections may be quantised: `intermediate_size` is the size of the rank's part.
+    /// [`load`](Self::load) on a rank, where projections may be quantised and have the names of the context:
+    /// `intermediate_size` is the size of the rank's part.
     ///
     /// # Errors
     /// As `load`; quantised tensors that are not what the header says.
@@ -88,10 +90,11 @@ impl GatedMlp {
         vb: candle_nn::VarBuilder,
         context: &BlockContext,
     ) -> Result<Self> {
-        refuse_unread(&vb)?;
-        let modules = ["gate_proj", "up_proj"].map(|name| (name, intermediate_size));
+        let names = &context.names;
+        refuse_unread(names, &vb)?;
+        let modules = [names.gate, names.up].map(|name| (name, intermediate_size));
         let w13 = load_weight(&vb, &modules, hidden_size, QuantUse::GateUp, context)?;
-        let down = [("down_proj", hidden_size)];
+        let down = [(names.down, hidden_size)];
         let usage = context.row_parallel_use(intermediate_size);
         Self::of(w13, load_weight(&vb, &down, intermediate_size, usage, context)?, activation)
     }
@@ -232,9 +235,9 @@ impl GatedMlp {
 }
 
 /// Fails if the checkpoint has biases of an MLP, or scales of its weights.
-fn refuse_unread(vb: &candle_nn::VarBuilder) -> Result<()> {
+fn refuse_unread(names: &MlpNames, vb: &candle_nn::VarBuilder) -> Result<()> {
     let mut unread = Unread::under(vb);
-    for name in ["gate_proj", "up_proj", "down_proj"] {
+    for name in names.matrices() {
         unread.bias(&format!("{name}.bias"));
         unread.scales(&format!("{name}.weight"));
     }

@@ -85,7 +85,8 @@ impl<'a> Job<'a> {
             }
         }
         let is_tied = source.model.decoder().tie_word_embeddings;
-        let Plan { items: planned, untied, header } = plan(specs, is_tied, settings)?;
+        let Plan { items: planned, untied, header } =
+            plan(specs, &source.model.decoder().names, is_tied, settings)?;
         let mut items = Vec::new();
         for item in planned {
             let name = &item.source.name;

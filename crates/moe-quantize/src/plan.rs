@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
 use fancy_regex::Regex;
-use model_runtime::TensorSpec;
+use model_runtime::{TensorNames, TensorSpec};
 use moe_quant::write::{StoredSpec, header, stored};
 use moe_quant::{Format, IntFormat, QuantConfig, QuantGroup};
 use safetensors::Dtype;
@@ -12,9 +12,6 @@ use serde_json::Value;
 
 use crate::exceptions::exceptions;
 use crate::settings::{Indivisible, Settings};
-
-const EMBEDDING: &str = "model.embed_tokens";
-const LM_HEAD: &str = "lm_head";
 
 /// How many modules an error lists.
 const LISTED: usize = 5;
@@ -91,21 +88,26 @@ impl Item {
     }
 }
 
-/// The plan for a model's tensors; `is_tied`: its vocabulary projection is the embedding.
+/// The plan for a model's tensors, which have these names; `is_tied`: its vocabulary projection is the embedding.
 ///
 /// # Errors
 /// Settings that contradict each other; a pattern that names nothing; layers that do not divide, if that is refused;
 /// nothing to quantise.
-pub fn plan(tensors: Vec<TensorSpec>, is_tied: bool, settings: &Settings) -> Result<Plan> {
+pub fn plan(
+    tensors: Vec<TensorSpec>,
+    names: &TensorNames,
+    is_tied: bool,
+    settings: &Settings,
+) -> Result<Plan> {
     let base = settings.base()?;
     let unties = is_tied && settings.lm_head;
     // A tied projection that is stored all the same is the embedding once more.
-    let tensors = tensors.into_iter().filter(|tensor| !(unties && tensor.name == weight_of(LM_HEAD)));
-    let mut items: Vec<Item> = tensors.map(|source| item(source, base, settings.lm_head)).collect();
+    let tensors = tensors.into_iter().filter(|tensor| !(unties && tensor.name == weight_of(names.lm_head)));
+    let mut items: Vec<Item> = tensors.map(|source| item(source, names, base, settings.lm_head)).collect();
     if unties {
-        items.push(own_head(&items, base)?);
+        items.push(own_head(&items, names, base)?);
     }
-    apply_patterns(&mut items, &settings.ignore)?;
+    apply_patterns(&mut items, names, &settings.ignore)?;
     apply_sizes(&mut items, settings.indivisible)?;
     // A projection that stays in floats stays the embedding.
     let in_floats = |head: &mut Item| head.linears.iter().all(|linear| linear.format == Format::Plain);
@@ -116,7 +118,7 @@ pub fn plan(tensors: Vec<TensorSpec>, is_tied: bool, settings: &Settings) -> Res
             item.linears.clear();
         }
     }
-    let decided: Vec<(String, Format)> = items.iter().flat_map(decisions).collect();
+    let decided: Vec<(String, Format)> = items.iter().flat_map(|item| decisions(item, names)).collect();
     if decided.iter().all(|(_, format)| *format == Format::Plain) {
         bail!("no linear layer is left to quantise; check --ignore and --indivisible")
     }
@@ -127,13 +129,13 @@ pub fn plan(tensors: Vec<TensorSpec>, is_tied: bool, settings: &Settings) -> Res
 }
 
 /// The vocabulary projection of a model that has the embedding in its place.
-fn own_head(items: &[Item], base: Format) -> Result<Item> {
-    let name = weight_of(EMBEDDING);
+fn own_head(items: &[Item], names: &TensorNames, base: Format) -> Result<Item> {
+    let name = weight_of(names.embedding);
     let embedding = items.iter().find(|item| item.source.name == name);
     let Some((source, &[n, k])) = embedding.map(|item| (&item.source, item.source.shape.as_slice())) else {
         bail!("--quantise-lm-head: expected the matrix {name}, of which a projection could be made")
     };
-    let head = Linear { module: LM_HEAD.to_string(), part: Part::Whole, n, k, format: base };
+    let head = Linear { module: names.lm_head.to_string(), part: Part::Whole, n, k, format: base };
     Ok(Item { source: source.clone(), linears: vec![head] })
 }
 
@@ -141,26 +143,32 @@ fn weight_of(module: &str) -> String {
     format!("{module}.weight")
 }
 
-fn item(source: TensorSpec, base: Format, lm_head: bool) -> Item {
-    let linears = linears(&source, base, lm_head);
+fn item(source: TensorSpec, names: &TensorNames, base: Format, lm_head: bool) -> Item {
+    let linears = linears(&source, names, base, lm_head);
     Item { source, linears }
 }
 
-/// The linear layers of a tensor: matrices of decoder layers but the routers' gates, and `lm_head` if asked for.
-fn linears(source: &TensorSpec, base: Format, lm_head: bool) -> Vec<Linear> {
+/// The linear layers of a tensor: matrices of decoder layers but the routers' gates, and the vocabulary projection if
+/// `lm_head` asks for it.
+fn linears(source: &TensorSpec, names: &TensorNames, base: Format, lm_head: bool) -> Vec<Linear> {
     let linear = |module: String, part, n, k| Linear { module, part, n, k, format: base };
     match *source.shape.as_slice() {
         [n, k] if n * k > 0 => match source.name.strip_suffix(".weight") {
-            Some(module) if is_linear(module, lm_head) => vec![linear(module.to_string(), Part::Whole, n, k)],
+            Some(module) if is_linear(module, names, lm_head) => {
+                vec![linear(module.to_string(), Part::Whole, n, k)]
+            }
             _ => Vec::new(),
         },
         // Packs of experts, as transformers 5 writes them.
         [experts, n, k] => {
             let Some((prefix, last)) = source.name.rsplit_once('.') else { return Vec::new() };
-            let parts = match last {
-                "gate_up_proj" => vec![("gate_proj", 0..n / 2), ("up_proj", n / 2..n)],
-                "down_proj" => vec![("down_proj", 0..n)],
-                _ => return Vec::new(),
+            let matrices = &names.matrices;
+            let parts = if last == matrices.packed_gate_up {
+                vec![(matrices.gate, 0..n / 2), (matrices.up, n / 2..n)]
+            } else if last == matrices.packed_down {
+                vec![(matrices.down, 0..n)]
+            } else {
+                return Vec::new();
             };
             let of_expert = |expert: usize| {
                 parts.iter().map(move |(name, rows)| (expert, *name, rows.clone())).collect::<Vec<_>>()
@@ -177,14 +185,18 @@ fn linears(source: &TensorSpec, base: Format, lm_head: bool) -> Vec<Linear> {
     }
 }
 
-fn is_linear(module: &str, lm_head: bool) -> bool {
+fn is_linear(module: &str, names: &TensorNames, lm_head: bool) -> bool {
     match module.rsplit_once('.') {
-        Some((parent, last)) => parent.contains("layers.") && last != "gate",
-        None => module == LM_HEAD && lm_head,
+        Some((parent, last)) => is_in_layers(parent, names) && last != names.gate,
+        None => module == names.lm_head && lm_head,
     }
 }
 
-fn apply_patterns(items: &mut [Item], patterns: &[String]) -> Result<()> {
+fn is_in_layers(module: &str, names: &TensorNames) -> bool {
+    module.strip_prefix(names.layers).is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn apply_patterns(items: &mut [Item], names: &TensorNames, patterns: &[String]) -> Result<()> {
     for pattern in patterns {
         let parts: Vec<_> = pattern.split('*').map(fancy_regex::escape).collect();
         let regex = Regex::new(&format!("^{}$", parts.join(".*"))).context("--ignore")?;
@@ -196,7 +208,10 @@ fn apply_patterns(items: &mut [Item], patterns: &[String]) -> Result<()> {
         }
         if !found {
             bail!(
-                "--ignore {pattern:?} names no linear layer; names are such as model.layers.0.self_attn.q_proj"
+                "--ignore {pattern:?} names no linear layer; names are such as {}.0.{}.{}",
+                names.layers,
+                names.attention,
+                names.grouped_query.q
             )
         }
     }
@@ -255,12 +270,12 @@ fn channel(format: Format) -> Format {
 }
 
 /// The format of every linear layer, also of layers that are copied, as the header must tell it.
-fn decisions(item: &Item) -> Vec<(String, Format)> {
+fn decisions(item: &Item, names: &TensorNames) -> Vec<(String, Format)> {
     if !item.linears.is_empty() {
         return item.linears.iter().map(|linear| (linear.module.clone(), linear.format)).collect();
     }
     let module = item.source.name.strip_suffix(".weight");
-    let copied = module.filter(|name| item.source.shape.len() == 2 && name.contains("layers."));
+    let copied = module.filter(|name| item.source.shape.len() == 2 && is_in_layers(name, names));
     copied.map(|name| (name.to_string(), Format::Plain)).into_iter().collect()
 }
 

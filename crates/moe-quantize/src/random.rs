@@ -76,7 +76,7 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
             bail!("--desc-act: groups in a random order are of the format gptq; use --format gptq")
         }
         Some(quantised) => {
-            let plan = plan(specs.clone(), false, quantised)?;
+            let plan = plan(specs.clone(), &model.decoder().names, false, quantised)?;
             config["quantization_config"] = plan.header;
             let outputs =
                 plan.items.iter().map(|item| item.outputs(quantised, dtype)).collect::<Result<Vec<_>>>()?;

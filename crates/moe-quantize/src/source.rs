@@ -99,7 +99,7 @@ pub fn read_model(
 ) -> Result<(Value, Box<dyn ModelSpec>, Option<String>)> {
     let file = dir.join("config.json").display().to_string();
     let model = model_of(&config, &file)?;
-    if !model.decoder().tie_word_embeddings || !has_own_head(tensors)? {
+    if !model.decoder().tie_word_embeddings || !has_own_head(tensors, &model.decoder().names)? {
         return Ok((config, model, None));
     }
     config["tie_word_embeddings"] = Value::Bool(false);

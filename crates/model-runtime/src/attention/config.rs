@@ -1,8 +1,9 @@
-//! What an attention layer is made of: sizes, names of tensors, weights.
+//! What an attention layer is made of: sizes, weights.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::Unread;
+use moe_kernels::names::AttentionNames;
 
 /// Sizes and options of an attention layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,31 +30,6 @@ pub struct AttentionConfig {
     pub softmax_scale: Option<f64>,
 }
 
-/// Names of an attention layer's tensors under its prefix. A projection `q` has `q.weight` and,
-/// with a bias, `q.bias`; a norm has `.weight`.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionNames<'a> {
-    /// Query projection, [Hq*D, H].
-    pub q: &'a str,
-    /// Key projection, [Hkv*D, H].
-    pub k: &'a str,
-    /// Value projection, [Hkv*D, H].
-    pub v: &'a str,
-    /// Output projection, [H, Hq*D].
-    pub o: &'a str,
-    /// Query norm, `[D]`; unused without `qk_norm`.
-    pub q_norm: &'a str,
-    /// Key norm, `[D]`; unused without `qk_norm`.
-    pub k_norm: &'a str,
-}
-
-impl Default for AttentionNames<'_> {
-    /// `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm`: the names of most models.
-    fn default() -> Self {
-        Self { q: "q_proj", k: "k_proj", v: "v_proj", o: "o_proj", q_norm: "q_norm", k_norm: "k_norm" }
-    }
-}
-
 impl AttentionConfig {
     /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
     pub(super) fn refuse_unread(&self, names: &AttentionNames, vb: &VarBuilder) -> Result<()> {
@@ -77,7 +53,7 @@ impl AttentionConfig {
                 unread.tensor(&format!("{norm}.weight"));
             }
         }
-        unread.tensor("sinks");
+        unread.tensor(names.sinks);
         unread.refuse("attention", "biases are read with `qkv_bias` and `o_bias`, norms with `qk_norm`")
     }
 }

@@ -10,6 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
+use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::{
     AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, LinearForm, Machine, Reason, Stage,
 };
@@ -22,9 +23,9 @@ use moe_kernels::{
 use moe_layer::{BlockContext, PlanStep, load_packed, load_weight};
 use tracing::trace_span;
 
-pub use config::{AttentionConfig, AttentionNames, AttentionWeights};
+pub use config::{AttentionConfig, AttentionWeights};
 
-use crate::decoder::{SelfAttention, linear_stage, plain};
+use crate::decoder::{OUTPUT, OUTPUT_ADD, SelfAttention, linear_stage, plain};
 use crate::kv_cache::KvLayer;
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
@@ -288,7 +289,7 @@ impl SelfAttention for Attention {
             aligned: true,
         };
         let (qkv, o): (&[&str], &[&str]) =
-            if fused { (&["norm", "qkv"], &["o_proj", "add"]) } else { (&["qkv"], &["o_proj"]) };
+            if fused { (&["norm", "qkv"], OUTPUT_ADD) } else { (&["qkv"], OUTPUT) };
         let mut stages = vec![
             linear_stage(qkv, fused, &self.qkv_call(step.rows), machine),
             AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine),

@@ -3,14 +3,10 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result};
+use moe_kernels::names::TensorNames;
 
 use super::{QuantTensors, TensorFiles};
 use crate::config::Config;
-
-/// The embedding's module, from the root, in most models.
-pub(crate) const EMBEDDING: &str = "model.embed_tokens";
-/// The vocabulary projection's module, from the root, in most models.
-pub(crate) const LM_HEAD: &str = "lm_head";
 
 /// The key of config.json that ties both.
 pub(super) const TIED: &str = "tie_word_embeddings";
@@ -26,8 +22,8 @@ const PIECE: usize = 1 << 20;
 ///
 /// # Errors
 /// Values that cannot be read.
-pub fn has_own_head(files: &TensorFiles) -> Result<bool> {
-    let (embedding, head) = (format!("{EMBEDDING}.weight"), format!("{LM_HEAD}.weight"));
+pub fn has_own_head(files: &TensorFiles, names: &TensorNames) -> Result<bool> {
+    let [embedding, head] = [names.embedding, names.lm_head].map(|module| format!("{module}.weight"));
     if !QuantTensors::has(files, &head) {
         return Ok(false);
     }
@@ -63,8 +59,8 @@ fn same_rows(files: &TensorFiles, names: [&str; 2], held: Range<usize>) -> Resul
 ///
 /// # Errors
 /// As [`has_own_head`].
-pub(super) fn is_tied_in_vain(config: &Config, files: &TensorFiles) -> Result<bool> {
+pub(super) fn is_tied_in_vain(config: &Config, files: &TensorFiles, names: &TensorNames) -> Result<bool> {
     // A value of another type is an error where the model's config is read.
     let tied = config.bool_or(&[TIED], false).unwrap_or(false);
-    Ok(tied && has_own_head(files)?)
+    Ok(tied && has_own_head(files, names)?)
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use candle_core::Device;
 use moe_comm::{Geometry, GeometryError};
+use moe_kernels::names::MlpNames;
 use moe_quant::{Format, QuantConfig, QuantError};
 
 use super::{TensorSlice, TensorSpec};
@@ -148,6 +149,7 @@ impl TensorLayout {
     pub fn gated_mlp(
         &mut self,
         prefix: &str,
+        names: &MlpNames,
         what: &'static str,
         [hidden, intermediate]: [usize; 2],
     ) -> Result<(), GeometryError> {
@@ -155,7 +157,7 @@ impl TensorLayout {
             0 => 0..0,
             _ => self.geometry.row_shard(what, intermediate)?.range,
         };
-        self.mlp(prefix, [hidden, intermediate], &held);
+        self.mlp(prefix, names, [hidden, intermediate], &held);
         Ok(())
     }
 
@@ -168,18 +170,20 @@ impl TensorLayout {
     pub fn experts(
         &mut self,
         prefix: &str,
+        names: &MlpNames,
         packed: bool,
         [experts, hidden, intermediate]: [usize; 3],
         shared: Option<SharedPacks<'_>>,
     ) -> Result<(), GeometryError> {
         let held = self.geometry.expert_intermediate(intermediate)?.range;
-        let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
+        let (gate_up, down) =
+            (format!("{prefix}.{}", names.packed_gate_up), format!("{prefix}.{}", names.packed_down));
         if packed {
             self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
             self.whole(&down, &[experts, hidden, intermediate]);
         } else {
             for expert in 0..experts {
-                self.mlp(&format!("{prefix}.{expert}"), [hidden, intermediate], &held);
+                self.mlp(&format!("{prefix}.{expert}"), names, [hidden, intermediate], &held);
             }
         }
         let first = self.packs.len();
@@ -191,7 +195,7 @@ impl TensorLayout {
                     TensorSlice::renamed(format!("{prefix}.w13"), &gate_up, &whole(2 * intermediate, hidden));
                 let w2 = TensorSlice::renamed(format!("{prefix}.w2"), &down, &whole(hidden, intermediate));
                 self.packs.extend([w13, w2]);
-                self.packs_with_shared(first, prefix, [hidden, intermediate], &shared, &held);
+                self.packs_with_shared(first, prefix, names, [hidden, intermediate], &shared, &held);
             }
             return Ok(());
         }
@@ -201,9 +205,9 @@ impl TensorLayout {
                 (format!("{prefix}.{e}"), layout.local_experts.binary_search(&(e as u32)).is_ok());
             let up = intermediate + held.start..intermediate + held.end;
             for (projection, pack, stored, rows, packed_rows, columns) in [
-                ("gate_proj", "w13", &gate_up, held.clone(), held.clone(), 0..hidden),
-                ("up_proj", "w13", &gate_up, held.clone(), up, 0..hidden),
-                ("down_proj", "w2", &down, 0..hidden, 0..hidden, held.clone()),
+                (names.gate, "w13", &gate_up, held.clone(), held.clone(), 0..hidden),
+                (names.up, "w13", &gate_up, held.clone(), up, 0..hidden),
+                (names.down, "w2", &down, 0..hidden, 0..hidden, held.clone()),
             ] {
                 let single = format!("{name}.{projection}.weight");
                 let pack = format!("{prefix}.{pack}");
@@ -223,7 +227,7 @@ impl TensorLayout {
             }
         }
         if let Some(shared) = shared.filter(|_| self.geometry.ep_size == 1) {
-            self.packs_with_shared(first, prefix, [hidden, intermediate], &shared, &held);
+            self.packs_with_shared(first, prefix, names, [hidden, intermediate], &shared, &held);
         }
         Ok(())
     }
@@ -234,6 +238,7 @@ impl TensorLayout {
         &mut self,
         first: usize,
         prefix: &str,
+        names: &MlpNames,
         [hidden, intermediate]: [usize; 2],
         shared: &SharedPacks<'_>,
         held: &Range<usize>,
@@ -246,9 +251,9 @@ impl TensorLayout {
         for expert in 0..shared.count {
             let held = expert * intermediate + held.start..expert * intermediate + held.end;
             for (projection, pack, ranges) in [
-                ("gate_proj", "w13", [held.clone(), 0..hidden]),
-                ("up_proj", "w13", [held.clone(), 0..hidden]),
-                ("down_proj", "w2", [0..hidden, held.clone()]),
+                (names.gate, "w13", [held.clone(), 0..hidden]),
+                (names.up, "w13", [held.clone(), 0..hidden]),
+                (names.down, "w2", [0..hidden, held.clone()]),
             ] {
                 let stored = format!("{}.{projection}.weight", shared.stored);
                 parts.push(TensorSlice::renamed(format!("{}.{pack}", shared.packs), stored, &ranges));
@@ -257,10 +262,16 @@ impl TensorLayout {
         self.packs.extend(parts);
     }
 
-    fn mlp(&mut self, prefix: &str, [hidden, intermediate]: [usize; 2], held: &Range<usize>) {
-        for name in ["gate_proj", "up_proj"] {
+    fn mlp(
+        &mut self,
+        prefix: &str,
+        names: &MlpNames,
+        [hidden, intermediate]: [usize; 2],
+        held: &Range<usize>,
+    ) {
+        for name in [names.gate, names.up] {
             self.rows(format!("{prefix}.{name}.weight"), [intermediate, hidden], held.clone());
         }
-        self.columns(format!("{prefix}.down_proj.weight"), [hidden, intermediate], held.clone());
+        self.columns(format!("{prefix}.{}.weight", names.down), [hidden, intermediate], held.clone());
     }
 }

@@ -11,7 +11,7 @@ mod dummy_quant;
 mod error;
 mod file;
 mod files;
-pub(crate) mod head;
+mod head;
 mod layout;
 mod left_out;
 mod quantised;
@@ -24,6 +24,7 @@ mod verify;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
+use moe_kernels::names::TensorNames;
 use moe_quant::QuantConfig;
 
 use crate::config::Config;
@@ -38,6 +39,9 @@ pub use left_out::LeftOut;
 pub use quantised::QuantTensors;
 pub use slices::{RankView, SliceSource, TensorSlice};
 pub use verify::{TensorSpec, Verified};
+
+/// What embedding and vocabulary projection are called, while nothing is known of the family.
+const NAMES: TensorNames = TensorNames::USUAL;
 
 /// A model on disk or in the program: weights, `config.json` and, if present,
 /// `generation_config.json`.
@@ -67,7 +71,7 @@ impl Checkpoint {
         let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
         let quantisation = config.quantisation_in(dir)?;
         let tensors = TensorFiles::open_dir(dir)?;
-        let untied = is_tied_in_vain(&config, &tensors).map_err(CheckpointError::of_tensors)?;
+        let untied = is_tied_in_vain(&config, &tensors, &NAMES).map_err(CheckpointError::of_tensors)?;
         let config = if untied { config.with(TIED, false) } else { config };
         Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()), untied })
     }
@@ -131,8 +135,8 @@ impl Checkpoint {
                 "{}: config.json says {TIED} true, but the file has an {} of other values than {}: it is used as it is, as \
                  transformers does",
                 self.tensors.origin(),
-                head::LM_HEAD,
-                head::EMBEDDING
+                NAMES.lm_head,
+                NAMES.embedding
             ));
         }
         Ok(verified)

@@ -1,13 +1,15 @@
 //! What a decoder is made of beside its attention, and what its tensors are called.
 
+use moe_kernels::names::TensorNames;
 use moe_layer::{Activation, RouterConfig};
 
-use crate::checkpoint::head::{EMBEDDING, LM_HEAD};
 use crate::config::{Config, ConfigError, RopeConfig, checked_product, limits};
 
 /// Sizes and options of a decoder: what a config says beside its attention.
 #[derive(Clone, Debug)]
 pub struct DecoderConfig {
+    /// What the tensors are called.
+    pub names: TensorNames,
     /// Tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream, H.
@@ -67,9 +69,8 @@ impl DecoderConfig {
     /// Names that a checkpoint of such a decoder may have without being read; `*` is a wildcard.
     pub fn ignored(&self) -> &'static [&'static str] {
         match self.tie_word_embeddings {
-            // Some exporters write the tied weight twice.
-            true => &["*.rotary_emb.inv_freq", "lm_head.weight"],
-            false => &["*.rotary_emb.inv_freq"],
+            true => self.names.unread_if_tied,
+            false => self.names.unread,
         }
     }
 
@@ -109,51 +110,5 @@ impl DecoderConfig {
             checked_product(config, what, factors, limit)?;
         }
         Ok(())
-    }
-}
-
-/// Prefixes of a decoder's modules.
-#[derive(Clone, Copy, Debug)]
-pub struct DecoderNames<'a> {
-    /// Embedding, from the root.
-    pub embedding: &'a str,
-    /// Layers, from the root; a layer's prefix ends with its number.
-    pub layers: &'a str,
-    /// Norm before the attention, from the layer.
-    pub input_norm: &'a str,
-    /// Attention, from the layer.
-    pub attention: &'a str,
-    /// Norm before the MLP, from the layer.
-    pub post_attention_norm: &'a str,
-    /// MLP, from the layer: dense, or the prefix of the three below.
-    pub mlp: &'a str,
-    /// Router, from the MLP.
-    pub gate: &'a str,
-    /// Routed experts, from the MLP.
-    pub experts: &'a str,
-    /// Shared experts, from the MLP; `None` for a family that has none.
-    pub shared_experts: Option<&'a str>,
-    /// Last norm, from the root.
-    pub norm: &'a str,
-    /// Vocabulary projection, from the root.
-    pub lm_head: &'a str,
-}
-
-impl Default for DecoderNames<'_> {
-    /// The names of most models, without shared experts.
-    fn default() -> Self {
-        Self {
-            embedding: EMBEDDING,
-            layers: "model.layers",
-            input_norm: "input_layernorm",
-            attention: "self_attn",
-            post_attention_norm: "post_attention_layernorm",
-            mlp: "mlp",
-            gate: "gate",
-            experts: "experts",
-            shared_experts: None,
-            norm: "model.norm",
-            lm_head: LM_HEAD,
-        }
     }
 }

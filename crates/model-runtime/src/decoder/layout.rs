@@ -6,7 +6,7 @@
 
 use moe_comm::{Geometry, GeometryError};
 
-use super::{DecoderConfig, DecoderNames, MoeConfig};
+use super::{DecoderConfig, MoeConfig};
 use crate::checkpoint::{SharedPacks, TensorLayout};
 
 /// What errors call the width of dense layers.
@@ -21,12 +21,11 @@ impl DecoderConfig {
     /// for layouts that differ in them; `attention` lists the tensors of a layer's attention, under its prefix.
     pub fn layout(
         &self,
-        names: &DecoderNames,
         geometry: &Geometry,
         has: &dyn Fn(&str) -> bool,
         attention: impl Fn(&str, &mut TensorLayout) -> Result<(), GeometryError>,
     ) -> Result<TensorLayout, GeometryError> {
-        let (h, mut list) = (self.hidden_size, TensorLayout::new(geometry));
+        let (h, names, mut list) = (self.hidden_size, &self.names, TensorLayout::new(geometry));
         list.vocabulary(format!("{}.weight", names.embedding), self.vocab_size, h);
         for (layer, &sparse) in self.is_sparse.iter().enumerate() {
             let prefix = format!("{}.{layer}", names.layers);
@@ -34,10 +33,16 @@ impl DecoderConfig {
             for norm in [names.input_norm, names.post_attention_norm] {
                 list.whole(format!("{prefix}.{norm}.weight"), &[h]);
             }
-            let mlp = format!("{prefix}.{}", names.mlp);
             match self.moe.as_ref().filter(|_| sparse) {
-                Some(moe) => self.sparse_layout(moe, names, &mlp, has, &mut list)?,
-                None => list.gated_mlp(&mlp, DENSE, [h, self.intermediate_size])?,
+                Some(moe) => {
+                    let mlp =
+                        format!("{prefix}.{}", names.sparse_mlp(|name| has(&format!("{prefix}.{name}"))));
+                    self.sparse_layout(moe, &mlp, has, &mut list)?;
+                }
+                None => {
+                    let mlp = format!("{prefix}.{}", names.mlp);
+                    list.gated_mlp(&mlp, &names.matrices, DENSE, [h, self.intermediate_size])?;
+                }
             }
         }
         list.whole(format!("{}.weight", names.norm), &[h]);
@@ -50,12 +55,11 @@ impl DecoderConfig {
     fn sparse_layout(
         &self,
         moe: &MoeConfig,
-        names: &DecoderNames,
         mlp: &str,
         has: &dyn Fn(&str) -> bool,
         list: &mut TensorLayout,
     ) -> Result<(), GeometryError> {
-        let (e, h) = (moe.router.num_experts, self.hidden_size);
+        let (e, h, names) = (moe.router.num_experts, self.hidden_size, &self.names);
         list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
         if moe.router.correction_bias {
             list.whole(format!("{mlp}.{}.e_score_correction_bias", names.gate), &[e]);
@@ -63,15 +67,16 @@ impl DecoderConfig {
         let width = moe.shared_intermediate_size;
         let shared = names.shared_experts.map(|name| format!("{mlp}.{name}"));
         // Without shared experts, transformers 5 writes their tensors with a width of 0.
-        let is_there = |shared: &String| width > 0 || has(&format!("{shared}.down_proj.weight"));
+        let is_there =
+            |shared: &String| width > 0 || has(&format!("{shared}.{}.weight", names.matrices.down));
         if let Some(shared) = shared.as_ref().filter(|shared| is_there(shared)) {
-            list.gated_mlp(shared, SHARED, [h, width])?;
+            list.gated_mlp(shared, &names.matrices, SHARED, [h, width])?;
         }
         let (experts, packs) = (format!("{mlp}.{}", names.experts), format!("{mlp}.{WITH_SHARED}"));
-        let packed = has(&format!("{experts}.gate_up_proj"));
+        let packed = has(&format!("{experts}.{}", names.matrices.packed_gate_up));
         let count = moe.shared_experts().filter(|count| *count > 0);
         let shared = shared.as_deref().zip(count);
         let shared = shared.map(|(stored, count)| SharedPacks { count, stored, packs: &packs });
-        list.experts(&experts, packed, [e, h, moe.intermediate_size], shared)
+        list.experts(&experts, &names.matrices, packed, [e, h, moe.intermediate_size], shared)
     }
 }

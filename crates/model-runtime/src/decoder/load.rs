@@ -5,7 +5,7 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::QuantScheme;
 use moe_layer::{
@@ -14,7 +14,7 @@ use moe_layer::{
 };
 
 use super::layout::{DENSE, SHARED, WITH_SHARED};
-use super::{Decoder, DecoderConfig, DecoderLayer, DecoderNames, Mlp, MoeConfig, SelfAttention};
+use super::{Decoder, DecoderConfig, DecoderLayer, Mlp, MoeConfig, SelfAttention};
 use crate::kv_cache::KvLayout;
 use crate::layers::{Embedding, LmHead, RmsNorm};
 use crate::model::{ModelInfo, MoeInfo};
@@ -36,12 +36,7 @@ pub struct DecoderOptions<'a> {
 
 impl DecoderOptions<'_> {
     /// The experts of each layer that live in host memory, where weights are of `dtype`.
-    fn offload(
-        &self,
-        config: &DecoderConfig,
-        names: &DecoderNames,
-        dtype: DType,
-    ) -> Result<Option<ExpertOffload>> {
+    fn offload(&self, config: &DecoderConfig, vb: &VarBuilder) -> Result<Option<ExpertOffload>> {
         let Some(bytes) = self.expert_offload else { return Ok(None) };
         if self.path == MoePath::Legacy {
             bail!(
@@ -53,18 +48,17 @@ impl DecoderOptions<'_> {
         let (experts, top_k, width) = moe.unwrap_or_default();
         // This rank's part of an expert's width.
         let width = self.context.geometry.expert_intermediate(width).map_err(Error::wrap)?.range.len();
-        let layers = config.moe_layers();
-        let module = |name: &str| {
-            let layer = layers.first().copied().unwrap_or(0);
-            format!("{}.{layer}.{}.{}.0.{name}", names.layers, names.mlp, names.experts)
-        };
+        let (layers, names, dtype) = (config.moe_layers(), &config.names, vb.dtype());
+        let first = format!("{}.{}", names.layers, layers.first().copied().unwrap_or(0));
+        let mlp = names.sparse_mlp(|name| vb.contains_tensor(&format!("{first}.{name}")));
+        let module = |name: &str| format!("{first}.{mlp}.{}.0.{name}", names.experts);
         let matrix = |name: &str, dims: (usize, usize)| -> Result<usize> {
             let scheme =
                 self.context.quant.as_ref().map(|source| source.scheme(&module(name))).transpose()?;
             Ok(scheme.unwrap_or(QuantScheme::None).matrix_bytes(dims, dtype))
         };
-        let expert = matrix("gate_proj", (2 * width, config.hidden_size))?
-            + matrix("down_proj", (config.hidden_size, width))?;
+        let expert = matrix(names.matrices.gate, (2 * width, config.hidden_size))?
+            + matrix(names.matrices.down, (config.hidden_size, width))?;
         ExpertOffload::within(bytes, (experts, top_k), expert, layers.len()).map(Some)
     }
 }
@@ -78,15 +72,14 @@ impl<A: SelfAttention> Decoder<A> {
     /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut; any error of the expert path.
     pub fn load(
         config: &DecoderConfig,
-        names: &DecoderNames,
         options: &DecoderOptions,
         kv: KvLayout,
         vb: VarBuilder,
         attention: impl Fn(VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
-        let (h, eps) = (config.hidden_size, config.rms_norm_eps);
-        let context =
-            &BlockContext { offload: options.offload(config, names, vb.dtype())?, ..options.context.clone() };
+        let (h, eps, names) = (config.hidden_size, config.rms_norm_eps, &config.names);
+        let offload = options.offload(config, &vb)?;
+        let context = &BlockContext { offload, names: names.matrices, ..options.context.clone() };
         let options = &DecoderOptions { context, ..*options };
         let (layers, experts) = (config.moe_layers().len(), config.num_experts());
         context.placements.check(layers, experts, &context.geometry)?;
@@ -97,7 +90,7 @@ impl<A: SelfAttention> Decoder<A> {
         if config.tie_word_embeddings {
             embedding = embedding.packed(context.cpu_isa)?;
         }
-        let mlps = MlpLoader { config, names, options };
+        let mlps = MlpLoader { config, options };
         // In the fast mode norms add what the ranks computed.
         let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| tp.clone());
         let load = |index: usize| -> Result<_> {
@@ -105,7 +98,7 @@ impl<A: SelfAttention> Decoder<A> {
             let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
             let attention = attention(vb.pp(names.attention))?.packed(context.cpu_isa)?;
             let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
-            let (mlp, chosen) = mlps.load(index, vb.pp(names.mlp))?;
+            let (mlp, chosen) = mlps.load(index, &vb)?;
             let deferred = [false; 2];
             let mut layer = DecoderLayer { input_norm, attention, post_attention_norm, mlp, deferred };
             if sums.is_some() {
@@ -172,26 +165,27 @@ fn each_layer<T: Send>(
 /// Loads the MLPs of the layers.
 struct MlpLoader<'a> {
     config: &'a DecoderConfig,
-    names: &'a DecoderNames<'a>,
     options: &'a DecoderOptions<'a>,
 }
 
 impl MlpLoader<'_> {
-    /// The MLP of a layer, and the oracle's choice for its experts.
-    fn load(&self, index: usize, vb: VarBuilder) -> Result<(Mlp, Option<BackendSelection>)> {
+    /// The MLP of the layer at `vb`, and the oracle's choice for its experts.
+    fn load(&self, index: usize, vb: &VarBuilder) -> Result<(Mlp, Option<BackendSelection>)> {
         let (config, DecoderOptions { path, context, .. }) = (self.config, *self.options);
+        let names = &config.names;
         let Some(moe) = config.moe.as_ref().filter(|_| config.is_sparse[index]) else {
-            return Ok((Mlp::Dense(self.gated_mlp(DENSE, config.intermediate_size, vb)?), None));
+            let mlp = self.gated_mlp(DENSE, config.intermediate_size, vb.pp(names.mlp))?;
+            return Ok((Mlp::Dense(mlp), None));
         };
+        let vb = vb.pp(names.sparse_mlp(|name| vb.contains_tensor(name)));
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
-        let (mut options, gate) = (self.block(moe, layer), vb.pp(self.names.gate));
-        let Some(name) = self.names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
-            let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
+        let (mut options, gate) = (self.block(moe, layer), vb.pp(names.gate));
+        let Some(name) = names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
+            let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(names.experts))?;
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
         };
         let packs = vb.pp(WITH_SHARED);
-        let quantised =
-            self.is_quantised(&vb.pp(self.names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
+        let quantised = self.is_quantised(&vb.pp(names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
         let (count, place) = (moe.shared_experts(), (vb.dtype(), quantised, vb.device()));
         let fits = shared_fit_slots(count, path, self.options.backend, place, context);
         let shown = fits.and_then(|count| match packs.contains_tensor("w13") {
@@ -209,14 +203,15 @@ impl MlpLoader<'_> {
         let shared = self.gated_mlp(SHARED, moe.shared_intermediate_size, vb.pp(name))?;
         let shared =
             SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
-        let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
+        let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(names.experts))?;
         Ok((Mlp::Sparse(Box::new(sparse.with_shared_experts(shared)?)), chosen))
     }
 
     /// Whether the checkpoint holds the matrices of an MLP quantised.
     fn is_quantised(&self, mlp: &VarBuilder) -> Result<bool> {
         let Some(source) = &self.options.context.quant else { return Ok(false) };
-        Ok(source.scheme(&format!("{}.gate_proj", mlp.prefix()))? != QuantScheme::None)
+        Ok(source.scheme(&format!("{}.{}", mlp.prefix(), self.config.names.matrices.gate))?
+            != QuantScheme::None)
     }
 
     /// This rank's part of a gated MLP.

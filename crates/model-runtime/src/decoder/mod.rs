@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_comm::Communicator;
+use moe_kernels::names::TensorNames;
 use moe_kernels::plan::{Machine, Reason, Stage};
 use moe_kernels::{
     CpuIsa, Exec, ExpertTraffic, PreNorm, ProductRows, RowsView, StepContext, View, ViewMut, embedding_into,
@@ -29,11 +30,11 @@ use crate::rope::{Rope, RopeRows};
 use crate::run::SCORED_PIECE;
 use crate::step::StepViews;
 
-pub use config::{DecoderConfig, DecoderNames, MoeConfig};
+pub use config::{DecoderConfig, MoeConfig};
 pub use load::DecoderOptions;
 pub use plan::LayerPlan;
 use plan::RankSums;
-pub(crate) use plan::{linear_stage, plain};
+pub(crate) use plan::{OUTPUT, OUTPUT_ADD, linear_stage, plain};
 use residual::Residual;
 
 /// The attention of a decoder layer.
@@ -298,7 +299,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             }
         }
         let x = residual.normed(&self.norm, ex)?;
-        ex.mark("lm_head", 0)?;
+        ex.mark(TensorNames::USUAL.lm_head, 0)?;
         if step.num_logits() == x.rows() {
             self.lm_head.forward_into(x, logits.rows, ex)?;
         } else {

@@ -4,6 +4,7 @@
 //! (`moe_kernels::plan`, `moe_layer::plan`), so that a plan for any machine can be made on any other.
 
 use moe_comm::Communicator;
+use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::{
     Form, FusedLinearForm, Fusion, LinearCall, LinearForm, Machine, Reason, Rejected, Stage,
 };
@@ -11,6 +12,11 @@ use moe_layer::{MoeForm, PlanStep};
 use serde::Serialize;
 
 use super::{Decoder, DecoderLayer, Mlp, SelfAttention};
+
+/// What a plan calls an attention's last product.
+pub(crate) const OUTPUT: &[&str] = &[AttentionNames::USUAL.o];
+/// That product with the addition to the residual stream.
+pub(crate) const OUTPUT_ADD: &[&str] = &[AttentionNames::USUAL.o, "add"];
 
 /// What the attention's launches contain beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +83,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
             }
             if let Some(last) = attention.last_mut() {
                 match self.adds_attention(form.mlp, step, machine) {
-                    Ok(()) => last.computes = &["o_proj", "add"],
+                    Ok(()) => last.computes = OUTPUT_ADD,
                     Err(reason) => {
                         let kernel = format!("{} with addition", LinearForm::Blas.name());
                         last.rejected.insert(0, Rejected { kernel, reason });

@@ -15,6 +15,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
+use moe_kernels::names::MlaNames;
 use moe_kernels::plan::{Form, FusedLinearForm, Machine, Reason, Stage};
 use moe_kernels::{
     CpuIsa, Exec, MlaLatent, PreNorm, RowsView, TensorView, View, ViewMut, linear_add_into,
@@ -119,44 +120,6 @@ impl MlaConfig {
             bail!("MLA: expected an even qk_rope_head_dim, got {}", self.qk_rope_head_dim)
         }
         Ok(())
-    }
-}
-
-/// Names of an MLA layer's tensors under its prefix. A projection has `.weight` and perhaps
-/// `.bias`; a norm has `.weight`.
-#[derive(Clone, Copy, Debug)]
-pub struct MlaNames<'a> {
-    /// [Hq*(N+R), H], without a query down-projection.
-    pub q: &'a str,
-    /// Query down-projection, [q_lora_rank, H].
-    pub q_a: &'a str,
-    /// Norm of the query latent.
-    pub q_a_norm: &'a str,
-    /// Query up-projection, [Hq*(N+R), q_lora_rank].
-    pub q_b: &'a str,
-    /// Down-projection of the latent and the shared rotated key, [L+R, H].
-    pub kv_a: &'a str,
-    /// Norm of the latent.
-    pub kv_a_norm: &'a str,
-    /// Up-projection to N key and V value dimensions per head, [Hq*(N+V), L].
-    pub kv_b: &'a str,
-    /// Output projection, [H, Hq*V].
-    pub o: &'a str,
-}
-
-impl Default for MlaNames<'_> {
-    /// DeepSeek's names.
-    fn default() -> Self {
-        Self {
-            q: "q_proj",
-            q_a: "q_a_proj",
-            q_a_norm: "q_a_layernorm",
-            q_b: "q_b_proj",
-            kv_a: "kv_a_proj_with_mqa",
-            kv_a_norm: "kv_a_layernorm",
-            kv_b: "kv_b_proj",
-            o: "o_proj",
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 use moe_kernels::Weight;
+use moe_kernels::names::MlaNames;
 use moe_kernels::plan::{
     AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, PromptCall,
     PromptForm, Stage,
@@ -10,7 +11,10 @@ use moe_layer::PlanStep;
 
 use super::projections::{Down, Projection, Query, Up};
 use super::{MlaAttention, MlaConfig};
-use crate::decoder::{linear_stage, plain};
+use crate::decoder::{OUTPUT, OUTPUT_ADD, linear_stage, plain};
+
+/// What a plan calls the product that makes queries.
+const QUERY: &str = MlaNames::DEEPSEEK.q;
 
 impl MlaAttention {
     /// The kernels of a step, in their order.
@@ -38,7 +42,7 @@ impl MlaAttention {
         let mut stages = Vec::new();
         match &self.down {
             Down::Packed(packed) => {
-                let computes: &[&str] = if fused { &["norm", "q_proj, kv_a"] } else { &["q_proj, kv_a"] };
+                let computes: &[&str] = if fused { &["norm", QUERY, "kv_a"] } else { &[QUERY, "kv_a"] };
                 stages.push(linear(computes, packed));
                 stages.push(by_rows(&["latent norm", "rope", "kv write"], "mla_rows"));
             }
@@ -50,7 +54,7 @@ impl MlaAttention {
                 }
                 stages.push(by_rows(&["kv write"], "mla_cache"));
                 match query {
-                    Query::Direct(q) => stages.push(linear(&["q_proj"], q)),
+                    Query::Direct(q) => stages.push(linear(&[QUERY], q)),
                     Query::Low { a, b, .. } => {
                         stages.push(linear(&["q_a"], a));
                         stages.push(by_rows(&["norm of the query's latent"], "rms_norm"));
@@ -84,7 +88,7 @@ impl MlaAttention {
                 }
             }
         }
-        stages.push(linear(if fused { &["o_proj", "add"] } else { &["o_proj"] }, &self.o));
+        stages.push(linear(if fused { OUTPUT_ADD } else { OUTPUT }, &self.o));
         if self.ranks.is_some() {
             stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
         }

@@ -2,11 +2,12 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
+use moe_kernels::names::MlaNames;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{CpuIsa, Exec, Unread, View, ViewMut, Weight, linear_into};
 use moe_layer::{BlockContext, load_weight};
 
-use super::{MlaConfig, MlaForm, MlaNames};
+use super::{MlaConfig, MlaForm};
 use crate::attention::Lock;
 use crate::layers::RmsNorm;
 

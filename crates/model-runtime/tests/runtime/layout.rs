@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor};
 use model_runtime::{
-    Config, DecoderConfig, DecoderNames, DummyWeights, Geometry, MoeConfig, ParallelConfig, RankView,
-    TensorLayout,
+    Config, DecoderConfig, DummyWeights, Geometry, MoeConfig, ParallelConfig, RankView, TensorLayout,
+    TensorNames,
 };
 use moe_layer::RouterConfig;
 
@@ -15,6 +15,7 @@ use crate::message;
 fn config(shared: usize) -> DecoderConfig {
     let json = Config::parse(r#"{"hidden_act": "silu"}"#, "config.json").unwrap();
     DecoderConfig {
+        names: TensorNames { shared_experts: Some("shared_experts"), ..TensorNames::USUAL },
         vocab_size: 11,
         hidden_size: 6,
         intermediate_size: 12,
@@ -36,13 +37,11 @@ fn layout(
     geometry: &Geometry,
     packed: bool,
 ) -> std::result::Result<TensorLayout, String> {
-    let names = DecoderNames { shared_experts: Some("shared_experts"), ..DecoderNames::default() };
-    let list =
-        config.layout(&names, geometry, &|name| packed && name.ends_with("gate_up_proj"), |prefix, list| {
-            let output = list.geometry.row_shard("heads", 8)?.range;
-            list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
-            Ok(())
-        });
+    let list = config.layout(geometry, &|name| packed && name.ends_with("gate_up_proj"), |prefix, list| {
+        let output = list.geometry.row_shard("heads", 8)?.range;
+        list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
+        Ok(())
+    });
     list.map_err(|e| e.to_string())
 }
 
@@ -240,14 +239,15 @@ fn what_cannot_be_cut_is_named() {
 
 #[test]
 fn shared_experts_of_no_width_are_listed_where_a_checkpoint_has_them() {
-    let names = DecoderNames { shared_experts: Some("shared_experts"), ..DecoderNames::default() };
-    let count = |names: &DecoderNames, geometry: &Geometry, there: bool| {
+    let usual = TensorNames::USUAL;
+    let count = |names: &TensorNames, geometry: &Geometry, there: bool| {
         let has = |name: &str| there && name.contains("shared_experts");
-        let list = config(0).layout(names, geometry, &has, |_, _| Ok(())).unwrap();
+        let config = DecoderConfig { names: *names, ..config(0) };
+        let list = config.layout(geometry, &has, |_, _| Ok(())).unwrap();
         assert!(list.slices.iter().all(|slice| !slice.name.contains("shared")));
         list.tensors.iter().filter(|t| t.name.contains("shared_experts") && t.shape.contains(&0)).count()
     };
-    assert_eq!(count(&names, &Geometry::default(), true), 3);
-    assert_eq!(count(&names, &Geometry::default(), false), 0);
-    assert_eq!(count(&DecoderNames::default(), &Geometry::default(), true), 0);
+    assert_eq!(count(&config(0).names, &Geometry::default(), true), 3);
+    assert_eq!(count(&config(0).names, &Geometry::default(), false), 0);
+    assert_eq!(count(&usual, &Geometry::default(), true), 0);
 }

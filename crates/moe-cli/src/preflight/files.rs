@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use model_runtime::config::{RopeConfig, limits};
-use model_runtime::{Config, Geometry, QuantConfig};
+use model_runtime::{Config, Geometry, QuantConfig, is_gate_up_pack};
 use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{Embedded, ModelSpec, Run, usage};
@@ -64,7 +64,7 @@ impl Files {
         let geometry = args.config().parallel.geometry(0)?;
         self.check_redundant(args, &geometry)?;
         // Only plain checkpoints have packs: quantised ones hold experts one by one.
-        let has = |name: &str| self.quantisation.is_none() || !name.ends_with("gate_up_proj");
+        let has = |name: &str| self.quantisation.is_none() || !is_gate_up_pack(name);
         let layout = model.layout(&geometry, &has).map_err(|e| usage(e.to_string()))?;
         if let Some(quantisation) = &self.quantisation {
             layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;

@@ -6,6 +6,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
+use moe_kernels::names::MlpNames;
 use moe_kernels::{Float, TensorView, gradient, with_float};
 use rayon::prelude::*;
 
@@ -31,7 +32,7 @@ impl ExpertWeights {
     /// | | with biases: `gate_up_proj_bias`, `down_proj_bias` | [E, 2I], [E, H] |
     /// | this rank's | `w13`, `w2`; with biases: `w13_bias`, `w2_bias` | see [`ExpertWeights`] |
     ///
-    /// For other names, rename: [`VarBuilder::rename_f`]. Per-expert tensors are read by all
+    /// Other names are told by [`LoadSpec::with_names`]. Per-expert tensors are read by all
     /// threads, one at a time each, straight into the packs; experts of other ranks are not read.
     /// A packed tensor becomes the pack itself where this rank holds all of it; otherwise it is in
     /// memory as a whole while this rank's part is copied, because a `VarBuilder` reads whole
@@ -48,20 +49,20 @@ impl ExpertWeights {
         if !spec.one_by_one && vb.contains_tensor(Pack::W13.local_name()) {
             return Self::load_local(spec, &vb);
         }
-        if spec.one_by_one && !vb.device().is_cpu() && !vb.contains_tensor(Pack::W13.name()) {
+        if spec.one_by_one && !vb.device().is_cpu() && !vb.contains_tensor(spec.names.packed_gate_up) {
             return Self::load_on_device(spec, &vb);
         }
         let device = vb.device().clone();
         let on_device = vb.clone();
         let vb = vb.set_device(Device::Cpu);
         let dtype = vb.dtype();
-        let loader = Loader { spec, packed: vb.contains_tensor(Pack::W13.name()), vb };
+        let loader = Loader { spec, packed: vb.contains_tensor(spec.names.packed_gate_up), vb };
         let load = |pack: Pack| -> Result<Tensor> {
             // A whole pack on a device comes from the checkpoint (or is made) without a stop here.
             if loader.packed && spec.is_whole() && !device.is_cpu() && spec.num_local() > 0 {
                 let mut dims = pack.expert_dims(spec.hidden_size, spec.intermediate_size);
                 dims.insert(0, spec.num_experts);
-                return on_device.get(dims, pack.name())?.contiguous();
+                return on_device.get(dims, &pack.name(&spec.names))?.contiguous();
             }
             let tensor = with_float!(dtype, "load experts", T => loader.load::<T>(pack))?;
             tensor.to_device(&device)
@@ -77,7 +78,7 @@ impl ExpertWeights {
     fn load_on_device(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
         let load = |pack: Pack| -> Result<Tensor> {
             let (h, i) = (spec.hidden_size, spec.width());
-            let (names, tensor, _) = pack.tensors(h, i);
+            let (names, (tensor, _)) = (pack.tensors(&spec.names), pack.tensor_dims(h, i));
             let slots = (0..spec.num_local()).flat_map(|slot| names.iter().map(move |name| (slot, name)));
             let get = |(slot, name)| vb.get(&tensor[..], &format!("{}.{name}", spec.expert(slot)));
             let parts = slots.map(get).collect::<Result<Vec<_>>>()?;
@@ -113,12 +114,12 @@ enum Pack {
 
 impl Pack {
     /// Name in the packed layout.
-    fn name(self) -> &'static str {
+    fn name(self, names: &MlpNames) -> String {
         match self {
-            Self::W13 => "gate_up_proj",
-            Self::W2 => "down_proj",
-            Self::W13Bias => "gate_up_proj_bias",
-            Self::W2Bias => "down_proj_bias",
+            Self::W13 => names.packed_gate_up.to_string(),
+            Self::W2 => names.packed_down.to_string(),
+            Self::W13Bias => format!("{}_bias", names.packed_gate_up),
+            Self::W2Bias => format!("{}_bias", names.packed_down),
         }
     }
 
@@ -142,14 +143,26 @@ impl Pack {
         }
     }
 
-    /// Names and dims of an expert's own tensors, which lie one after the other in the pack, and the length of the rows
-    /// among which ranks cut them: w2 is cut along its columns.
-    fn tensors(self, h: usize, i: usize) -> (&'static [&'static str], Vec<usize>, usize) {
+    /// Names of an expert's own tensors, which lie one after the other in the pack.
+    fn tensors(self, names: &MlpNames) -> Vec<String> {
+        let of = |ending: &str, matrices: &[&str]| {
+            matrices.iter().map(|name| format!("{name}.{ending}")).collect()
+        };
         match self {
-            Self::W13 => (&["gate_proj.weight", "up_proj.weight"], vec![i, h], h),
-            Self::W13Bias => (&["gate_proj.bias", "up_proj.bias"], vec![i], 1),
-            Self::W2 => (&["down_proj.weight"], vec![h, i], 1),
-            Self::W2Bias => (&["down_proj.bias"], vec![h], 1),
+            Self::W13 => of("weight", &[names.gate, names.up]),
+            Self::W13Bias => of("bias", &[names.gate, names.up]),
+            Self::W2 => of("weight", &[names.down]),
+            Self::W2Bias => of("bias", &[names.down]),
+        }
+    }
+
+    /// Dims of each of these tensors, and the length of the rows among which ranks cut it: w2 is cut along its columns.
+    fn tensor_dims(self, h: usize, i: usize) -> (Vec<usize>, usize) {
+        match self {
+            Self::W13 => (vec![i, h], h),
+            Self::W13Bias => (vec![i], 1),
+            Self::W2 => (vec![h, i], 1),
+            Self::W2Bias => (vec![h], 1),
         }
     }
 }
@@ -168,7 +181,7 @@ impl Loader<'_> {
         if let Some(last) = self.spec.num_local().checked_sub(1)
             && !self.packed
         {
-            self.vb.get((i, h), &format!("{}.gate_proj.weight", self.spec.expert(last)))?;
+            self.vb.get((i, h), &format!("{}.{}.weight", self.spec.expert(last), self.spec.names.gate))?;
         }
         Ok(())
     }
@@ -185,13 +198,13 @@ impl Loader<'_> {
         if spec.num_local() == 0 {
             return self.fill::<T>(pack, |_, _| Ok(false));
         }
-        let whole = self.vb.get(dims, pack.name())?.contiguous()?;
+        let whole = self.vb.get(dims, &pack.name(&spec.names))?.contiguous()?;
         if spec.is_whole() {
             return Ok(whole);
         }
         let guard = TensorView::new(&whole)?;
         let source = guard.view()?.cpu::<T>()?;
-        let (_, _, row) = pack.tensors(spec.hidden_size, spec.intermediate_size);
+        let (_, row) = pack.tensor_dims(spec.hidden_size, spec.intermediate_size);
         let has_variable = gradient::has_variable(&whole);
         self.fill(pack, |slot, out| {
             self.copy_part(row, &source[spec.expert(slot) * expert..][..expert], out);
@@ -200,7 +213,8 @@ impl Loader<'_> {
     }
 
     fn load_experts<T: Float>(&self, pack: Pack) -> Result<Tensor> {
-        let (names, dims, row) = pack.tensors(self.spec.hidden_size, self.spec.intermediate_size);
+        let names = pack.tensors(&self.spec.names);
+        let (dims, row) = pack.tensor_dims(self.spec.hidden_size, self.spec.intermediate_size);
         self.fill::<T>(pack, |slot, out| {
             let (id, len) = (self.spec.expert(slot), out.len() / names.len());
             let mut has_variable = false;

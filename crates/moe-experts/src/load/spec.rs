@@ -1,6 +1,7 @@
 //! Which part of a checkpoint's experts a rank loads, as plain data.
 
 use candle_core::{Result, bail};
+use moe_kernels::names::MlpNames;
 
 /// What to load: sizes in the checkpoint, and the part of them that lives on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,12 +21,14 @@ pub struct LoadSpec {
     pub tp_rank: usize,
     /// Parts into which the intermediate size is cut; 1 = no split.
     pub tp_size: usize,
+    /// What the checkpoint calls the experts' matrices.
+    pub names: MlpNames,
     /// Whether experts are read one by one although the source shows this rank's packs, because the packs hold other experts.
     pub one_by_one: bool,
 }
 
 impl LoadSpec {
-    /// All experts, whole, without biases.
+    /// All experts, whole, without biases, under the usual names.
     pub fn new(num_experts: usize, hidden_size: usize, intermediate_size: usize) -> Self {
         Self {
             num_experts,
@@ -35,6 +38,7 @@ impl LoadSpec {
             local_experts: None,
             tp_rank: 0,
             tp_size: 1,
+            names: MlpNames::USUAL,
             one_by_one: false,
         }
     }
@@ -54,6 +58,12 @@ impl LoadSpec {
     /// Loads part `rank` of `size` of the intermediate size only (tensor parallelism).
     pub fn with_tp(mut self, rank: usize, size: usize) -> Self {
         (self.tp_rank, self.tp_size) = (rank, size);
+        self
+    }
+
+    /// Loads matrices of these names, such as [`MlpNames::MIXTRAL`].
+    pub fn with_names(mut self, names: MlpNames) -> Self {
+        self.names = names;
         self
     }
 

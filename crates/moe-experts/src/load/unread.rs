@@ -6,10 +6,8 @@ use moe_kernels::Unread;
 
 use super::LoadSpec;
 
-/// An expert's matrices in a checkpoint that holds experts one by one.
-const MATRICES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-/// All experts' matrices in a checkpoint that holds packs, and this rank's.
-const PACKS: [&str; 4] = ["gate_up_proj", "down_proj", "w13", "w2"];
+/// The packs of this rank, as a source shows them.
+const LOCAL_PACKS: [&str; 2] = ["w13", "w2"];
 
 impl LoadSpec {
     /// Fails if the checkpoint has tensors of its experts that are not read and would change what they compute: biases other
@@ -20,28 +18,29 @@ impl LoadSpec {
     /// The tensors, by name.
     pub fn refuse_unread(&self, vb: &VarBuilder) -> Result<()> {
         let mut unread = Unread::under(vb);
-        for pack in PACKS {
+        let names = &self.names;
+        for pack in names.packs().into_iter().chain(LOCAL_PACKS) {
             if !self.has_bias {
                 unread.bias(&format!("{pack}_bias"));
             }
             unread.scales(pack);
         }
         for expert in 0..self.num_experts {
-            for matrix in MATRICES {
+            for matrix in names.matrices() {
                 if !self.has_bias {
                     unread.bias(&format!("{expert}.{matrix}.bias"));
                 }
                 unread.scales(&format!("{expert}.{matrix}.weight"));
             }
             // Behind the last expert that is there nothing follows, whatever number is asked for.
-            if !vb.contains_tensor(&format!("{expert}.gate_proj.weight")) {
+            if !vb.contains_tensor(&format!("{expert}.{}.weight", names.gate)) {
                 break;
             }
         }
         // Of another number of experts the router would know nothing.
-        unread.tensor(&format!("{}.gate_proj.weight", self.num_experts));
-        if vb.contains_tensor("gate_up_proj") {
-            unread.tensor("0.gate_proj.weight");
+        unread.tensor(&format!("{}.{}.weight", self.num_experts, names.gate));
+        if vb.contains_tensor(names.packed_gate_up) {
+            unread.tensor(&format!("0.{}.weight", names.gate));
         }
         unread.refuse(
             "experts",

@@ -4,7 +4,10 @@ use std::collections::HashMap;
 
 use candle_nn::VarBuilder;
 use moe_layer::candle::{Result, Tensor};
-use moe_layer::{Activation, BlockOptions, DType, Device, GatedMlp, SharedExperts, load_block};
+use moe_layer::{
+    Activation, BlockContext, BlockOptions, DType, Device, GatedMlp, MlpNames, SharedExperts, load_block,
+    load_block_on,
+};
 
 use crate::reference::{Problem, Shared, example, problem};
 use crate::{bits, message};
@@ -172,5 +175,30 @@ fn what_a_block_would_not_read_is_refused() -> Result<()> {
         assert!(e.contains(name), "{e}");
         assert!(shared(&with(name, 0.0)?).is_ok());
     }
+    Ok(())
+}
+
+#[test]
+fn experts_under_the_names_of_mixtral_have_the_same_bits() -> Result<()> {
+    let p = problem((6, 21, 10, 4), example(DType::F32).config, None, DType::F32, 11);
+    let (want, _) = load_block(&options(&p), vb(&p)?.pp("gate"), vb(&p)?.pp("experts"))?;
+    let renamed = checkpoint(&p)?.into_iter().map(|(name, tensor)| {
+        let name = name.replace("mlp.", "block_sparse_moe.");
+        (name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2"), tensor)
+    });
+    let renamed: HashMap<_, _> = renamed.collect();
+    let vb = |tensors| VarBuilder::from_tensors(tensors, p.dtype, &Device::Cpu).pp("block_sparse_moe");
+    let load = |tensors, names| {
+        let (vb, context) = (vb(tensors), BlockContext { names, ..BlockContext::default() });
+        load_block_on(&options(&p), &context, vb.pp("gate"), vb.pp("experts"))
+    };
+    let (got, _) = load(renamed.clone(), MlpNames::MIXTRAL)?;
+    let x = p.rows()?;
+    assert_eq!(bits(&got.forward(&x)?), bits(&want.forward(&x)?));
+    // Names of the other scheme are missing, and biases are refused by the names that the scheme gives them.
+    assert!(message(load(renamed.clone(), MlpNames::USUAL)).contains("experts.5.gate_proj.weight"));
+    let mut biased = renamed;
+    biased.insert("block_sparse_moe.experts.2.w3.bias".into(), Tensor::ones(p.width, p.dtype, &Device::Cpu)?);
+    assert!(message(load(biased, MlpNames::MIXTRAL)).contains("block_sparse_moe.experts.2.w3.bias"));
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! Headers of AWQ (AutoAWQ, and what llm-compressor and AutoRound export for it).
 
+use moe_kernels::names::LM_HEAD;
+
 use super::common::{BITS, GROUP_SIZE, bits, group};
 use super::header::Header;
 use super::pattern::Pattern;
@@ -43,7 +45,7 @@ pub(super) fn int_format(header: &Header) -> Result<IntFormat, QuantError> {
 
 /// The vocabulary projection is outside of the blocks that AWQ quantises.
 pub(super) fn left_out(header: &Header) -> Result<Vec<Rule>, QuantError> {
-    let mut rules = vec![Rule::plain(Pattern::Exact("lm_head".to_string()))];
+    let mut rules = vec![Rule::plain(Pattern::Exact(LM_HEAD.to_string()))];
     let names = header.strings(&["modules_to_not_convert"])?;
     rules.extend(names.into_iter().map(|name| Rule::plain(Pattern::Segments(name.to_string()))));
     Ok(rules)

@@ -1,6 +1,7 @@
 //! Headers of `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8, AutoFP8, transformers).
 
 use moe_kernels::Fp8Scales;
+use moe_kernels::names::LM_HEAD;
 use serde_json::Value;
 
 use super::header::{Header, value_error};
@@ -26,7 +27,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         Some((key, value)) => Format::Fp8 { scales: block(&key, value)?, scale_inv: true },
         None => Format::Fp8 { scales: Fp8Scales::Tensor, scale_inv: false },
     };
-    let mut rules = vec![Rule::plain(Pattern::Exact("lm_head".to_string()))];
+    let mut rules = vec![Rule::plain(Pattern::Exact(LM_HEAD.to_string()))];
     for key in ["modules_to_not_convert", "ignored_layers"] {
         let names = header.strings(&[key])?;
         rules.extend(names.into_iter().map(|name| Rule::plain(Pattern::Segments(name.to_string()))));

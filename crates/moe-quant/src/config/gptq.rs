@@ -4,6 +4,7 @@
 //! `GPTQConfig`.
 
 use moe_kernels::QuantGroup;
+use moe_kernels::names::LM_HEAD;
 
 use super::common::{BITS, GROUP_SIZE, bits, group};
 use super::dynamic;
@@ -21,8 +22,8 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     }
     let int = int_format(header, None)?;
     let mut rules = Vec::new();
-    if !header.bool("lm_head")?.unwrap_or(false) {
-        rules.push(Rule::plain(Pattern::Exact("lm_head".to_string())));
+    if !header.bool(LM_HEAD)?.unwrap_or(false) {
+        rules.push(Rule::plain(Pattern::Exact(LM_HEAD.to_string())));
     }
     rules.extend(dynamic::rules(header, |settings| override_format(settings, int, zeros))?);
     let inside = header.strings(&["modules_in_block_to_quantize"])?;

@@ -3,6 +3,7 @@
 //! Keys and their meaning are those of GPTQModel's `QuantizeConfig` and of compressed-tensors' `QuantizationConfig`.
 
 use moe_kernels::QuantGroup;
+use moe_kernels::names::LM_HEAD;
 use serde_json::{Map, Value, json};
 
 use super::written;
@@ -56,7 +57,7 @@ fn gptq(int: IntFormat, zeros: GptqZeros, lm_head: bool, exceptions: &[Exception
         "group_size": group_size(int),
         "sym": !int.zero_point,
         "desc_act": int.act_order,
-        "lm_head": lm_head,
+        LM_HEAD: lm_head,
         "checkpoint_format": if zeros == GptqZeros::V2 { "gptq_v2" } else { "gptq" },
         "pack_dtype": "int32",
     });
@@ -82,7 +83,7 @@ fn gptq(int: IntFormat, zeros: GptqZeros, lm_head: bool, exceptions: &[Exception
 fn compressed(int: IntFormat, lm_head: bool, exceptions: &[Exception]) -> Value {
     let ignored = exceptions.iter().filter(|exception| exception.format.is_none());
     let patterns = ignored.map(|exception| format!("re:{}", exception.pattern));
-    let ignore: Vec<String> = (!lm_head).then(|| "lm_head".to_string()).into_iter().chain(patterns).collect();
+    let ignore: Vec<String> = (!lm_head).then(|| LM_HEAD.to_string()).into_iter().chain(patterns).collect();
     let group = |target: String, int: IntFormat| {
         json!({
             "targets": [target],

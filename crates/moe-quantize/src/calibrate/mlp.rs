@@ -4,18 +4,17 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{DecoderConfig, MoeConfig};
 use moe_kernels::{Activation, NO_EXPERT, Workspace, gated_activation_into, with_tensors};
-use moe_layer::{BlockContext, BlockOptions, MoePath, Router, SharedExperts, load_layer_on};
+use moe_layer::{BlockContext, BlockOptions, GatedMlp, MoePath, Router, SharedExperts, load_layer_on};
 
 use super::layer::Layer;
 
-const EXPERTS: &str = "mlp.experts";
-const SHARED: &str = "mlp.shared_experts";
 /// Tokens that go through the experts at once.
 const ROWS: usize = 4096;
 
 /// Quantises a dense MLP for its inputs `x` [T, H]; its output [T, H].
-pub fn dense(layer: &mut Layer, prefix: &str, x: &Tensor, activation: Activation) -> Result<Tensor> {
-    let [gate, up, down] = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("{prefix}.{name}"));
+pub fn dense(layer: &mut Layer, prefix: &str, x: &Tensor, decoder: &DecoderConfig) -> Result<Tensor> {
+    let activation = decoder.activation;
+    let [gate, up, down] = decoder.names.matrices.matrices().map(|name| format!("{prefix}.{name}"));
     layer.quantise(&[gate.as_str(), up.as_str()], x)?;
     let activated = match x.dims()[0] {
         // candle multiplies no matrices without rows.
@@ -41,6 +40,23 @@ fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     })?)
 }
 
+/// Prefixes of a sparse layer's modules, from the layer.
+struct Block {
+    gate: String,
+    experts: String,
+    shared: Option<String>,
+}
+
+impl Block {
+    fn new(layer: &Layer, decoder: &DecoderConfig, moe: &MoeConfig) -> Self {
+        let names = &decoder.names;
+        let mlp = names.sparse_mlp(|name| layer.weights.0.contains_key(name));
+        let below = |name: &str| format!("{mlp}.{name}");
+        let shared = names.shared_experts.filter(|_| moe.shared_intermediate_size > 0);
+        Self { gate: below(names.gate), experts: below(names.experts), shared: shared.map(below) }
+    }
+}
+
 /// Quantises the experts of a sparse layer, each for the tokens that the router sends to it; the block's output [T, H].
 /// `number` counts the sparse layers.
 pub fn sparse(
@@ -50,25 +66,35 @@ pub fn sparse(
     moe: &MoeConfig,
     number: usize,
 ) -> Result<Tensor> {
-    let tokens = tokens_of_experts(layer, x, moe)?;
+    let block = Block::new(layer, decoder, moe);
+    let tokens = tokens_of_experts(layer, &block.gate, x, moe)?;
     for (expert, rows) in tokens.into_iter().enumerate() {
         let rows = Tensor::new(rows.as_slice(), &Device::Cpu)?;
         let x = match rows.elem_count() {
             0 => x.narrow(0, 0, 0)?,
             _ => x.index_select(&rows, 0)?,
         };
-        dense(layer, &format!("{EXPERTS}.{expert}"), &x, decoder.activation)?;
+        dense(layer, &format!("{}.{expert}", block.experts), &x, decoder)?;
     }
-    if moe.shared_intermediate_size > 0 {
-        dense(layer, SHARED, x, decoder.activation)?;
+    if let Some(shared) = &block.shared {
+        dense(layer, shared, x, decoder)?;
     }
-    output(layer, x, decoder, moe, number)
+    let options = BlockOptions {
+        router: moe.router.clone(),
+        hidden_size: decoder.hidden_size,
+        intermediate_size: moe.intermediate_size,
+        activation: decoder.activation,
+        layer: number,
+        backend: None,
+    };
+    let context = BlockContext { names: decoder.names.matrices, ..BlockContext::default() };
+    output(layer, &block, x, &options, moe.shared_intermediate_size, &context)
 }
 
 /// The rows of `x` that each expert gets.
-fn tokens_of_experts(layer: &Layer, x: &Tensor, moe: &MoeConfig) -> Result<Vec<Vec<u32>>> {
-    let router = Router::load(&moe.router, layer.weights.var_builder().pp("mlp.gate"))?;
-    let ids = router.route(&layer.weights.linear("mlp.gate", x)?)?.topk_ids.to_vec2::<u32>()?;
+fn tokens_of_experts(layer: &Layer, gate: &str, x: &Tensor, moe: &MoeConfig) -> Result<Vec<Vec<u32>>> {
+    let router = Router::load(&moe.router, layer.weights.var_builder().pp(gate))?;
+    let ids = router.route(&layer.weights.linear(gate, x)?)?.topk_ids.to_vec2::<u32>()?;
     let mut tokens = vec![Vec::new(); moe.router.num_experts];
     for (row, ids) in ids.iter().enumerate() {
         for id in ids.iter().filter(|id| **id != NO_EXPERT) {
@@ -83,26 +109,19 @@ fn tokens_of_experts(layer: &Layer, x: &Tensor, moe: &MoeConfig) -> Result<Vec<V
 /// The whole block with the weights as they are now.
 fn output(
     layer: &Layer,
+    names: &Block,
     x: &Tensor,
-    decoder: &DecoderConfig,
-    moe: &MoeConfig,
-    number: usize,
+    options: &BlockOptions,
+    shared_width: usize,
+    context: &BlockContext,
 ) -> Result<Tensor> {
-    let (h, vb) = (decoder.hidden_size, layer.weights.var_builder());
-    let options = BlockOptions {
-        router: moe.router.clone(),
-        hidden_size: h,
-        intermediate_size: moe.intermediate_size,
-        activation: decoder.activation,
-        layer: number,
-        backend: None,
-    };
-    let (gate, experts) = (vb.pp("mlp.gate"), vb.pp(EXPERTS));
-    let (mut block, _) = load_layer_on(MoePath::Fused, &options, &BlockContext::default(), gate, experts)?;
-    if moe.shared_intermediate_size > 0 {
-        let width = moe.shared_intermediate_size;
-        let shared = SharedExperts::load(h, width, decoder.activation, vb.pp(SHARED), None)?;
-        block = block.with_shared_experts(shared)?;
+    let vb = layer.weights.var_builder();
+    let (gate, experts) = (vb.pp(&names.gate), vb.pp(&names.experts));
+    let (mut block, _) = load_layer_on(MoePath::Fused, options, context, gate, experts)?;
+    if let Some(shared) = &names.shared {
+        let (hidden, activation) = (options.hidden_size, options.activation);
+        let mlp = GatedMlp::load_on(hidden, shared_width, activation, vb.pp(shared), context)?;
+        block = block.with_shared_experts(SharedExperts::new(mlp, None)?)?;
     }
     let rows = x.dims()[0];
     let part = |first: usize| Ok(block.forward(&x.narrow(0, first, ROWS.min(rows - first))?)?);

@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{
-    Attention, AttentionConfig, AttentionNames, DecoderConfig, DecoderNames, KvLayout, MlaAttention,
-    MlaConfig, MlaForm, MlaNames, RmsNorm, RopeConfig,
+    Attention, AttentionConfig, DecoderConfig, KvLayout, MlaAttention, MlaConfig, MlaForm, RmsNorm,
+    TensorNames,
 };
 use moe_engine::{AttentionSpec, ModelSpec};
 use safetensors::Dtype;
@@ -38,14 +38,13 @@ pub struct Calibration {
     pub min_tokens: usize,
 }
 
-const ATTENTION: &str = "self_attn";
-
 /// Quantises and writes all tensors of `job`.
 ///
 /// # Errors
 /// A text that does not fit the model; weights or hidden states that are not finite; I/O.
 pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<()> {
-    let (decoder, names) = (source.model.decoder(), DecoderNames::default());
+    let decoder = source.model.decoder();
+    let names = &decoder.names;
     let context = decoder.rope.max_position_embeddings;
     let windows = windows(&source.dir, &calibration.text, decoder.vocab_size, context)?;
     let (layers, others) = by_layer(std::mem::take(&mut job.items), names.layers);
@@ -68,7 +67,8 @@ fn through_layers(
     mut layers: BTreeMap<usize, Items>,
     windows: &[Vec<u32>],
 ) -> Result<Tensor> {
-    let (decoder, names) = (source.model.decoder(), DecoderNames::default());
+    let decoder = source.model.decoder();
+    let names = &decoder.names;
     let ids = Tensor::new(windows.concat().as_slice(), &Device::Cpu)?;
     let embedding = source.tensors.tensor(&format!("{}.weight", names.embedding))?;
     let mut hidden = embedding.index_select(&ids, 0)?.to_dtype(DType::F32)?;
@@ -114,33 +114,41 @@ fn mlp(layer: &mut Layer, decoder: &DecoderConfig, index: usize, x: &Tensor) -> 
             let number = decoder.is_sparse[..index].iter().filter(|sparse| **sparse).count();
             mlp::sparse(layer, x, decoder, moe, number)
         }
-        None => mlp::dense(layer, "mlp", x, decoder.activation),
+        None => mlp::dense(layer, decoder.names.mlp, x, decoder),
     }
 }
 
 /// Quantises the attention of a layer; its output [T, H] for the residual stream `hidden` [T, H].
 fn attention(layer: &mut Layer, model: &dyn ModelSpec, hidden: &Tensor, length: usize) -> Result<Tensor> {
     let decoder = model.decoder();
-    let x = norm(&layer.weights, DecoderNames::default().input_norm, decoder.rms_norm_eps, hidden)?;
-    let attended = match model.attention() {
-        AttentionSpec::GroupedQuery(config) => grouped_query(layer, config, &decoder.rope, &x, length)?,
-        AttentionSpec::Latent(config) => latent(layer, config, &decoder.rope, &x, length)?,
+    let x = norm(&layer.weights, decoder.names.input_norm, decoder.rms_norm_eps, hidden)?;
+    let names = &decoder.names;
+    let (attended, o) = match model.attention() {
+        AttentionSpec::GroupedQuery(config) => {
+            (grouped_query(layer, config, decoder, &x, length)?, names.grouped_query.o)
+        }
+        AttentionSpec::Latent(config) => (latent(layer, config, decoder, &x, length)?, names.latent.o),
     };
-    let o = format!("{ATTENTION}.o_proj");
+    let o = below_attention(names, o);
     layer.quantise(&[o.as_str()], &attended)?;
     layer.weights.linear(&o, &attended)
+}
+
+/// A module of a layer's attention, from the layer.
+fn below_attention(names: &TensorNames, module: &str) -> String {
+    format!("{}.{module}", names.attention)
 }
 
 /// Quantises q, k and v; what the output product reads.
 fn grouped_query(
     layer: &mut Layer,
     config: &AttentionConfig,
-    rope: &RopeConfig,
+    decoder: &DecoderConfig,
     x: &Tensor,
     length: usize,
 ) -> Result<Tensor> {
-    let names = AttentionNames::default();
-    let inputs = [names.q, names.k, names.v].map(|name| format!("{ATTENTION}.{name}"));
+    let (below, names) = (|name: &str| below_attention(&decoder.names, name), decoder.names.grouped_query);
+    let inputs = [names.q, names.k, names.v].map(below);
     layer.quantise(&inputs.each_ref().map(String::as_str), x)?;
     let kv = KvLayout {
         num_layers: 1,
@@ -151,10 +159,10 @@ fn grouped_query(
     };
     let probe = AttentionConfig { o_bias: false, ..config.clone() };
     let sizes = (config.hidden_size, config.num_heads * config.head_dim, length);
-    attention::attended(x, sizes, rope, kv, |identity| {
+    attention::attended(x, sizes, &decoder.rope, kv, |identity| {
         let mut weights = layer.weights.clone();
-        weights.0.insert(format!("{ATTENTION}.{}.weight", names.o), identity);
-        Ok(Attention::load(probe.clone(), names, weights.var_builder().pp(ATTENTION))?)
+        weights.0.insert(format!("{}.weight", below(names.o)), identity);
+        Ok(Attention::load(probe.clone(), names, weights.var_builder().pp(decoder.names.attention))?)
     })
 }
 
@@ -162,13 +170,13 @@ fn grouped_query(
 fn latent(
     layer: &mut Layer,
     config: &MlaConfig,
-    rope: &RopeConfig,
+    decoder: &DecoderConfig,
     x: &Tensor,
     length: usize,
 ) -> Result<Tensor> {
-    let names = MlaNames::default();
+    let names = decoder.names.latent;
     let mla = MlaConfig { form: MlaForm::Naive, ..config.clone() };
-    let module = |name: &str| format!("{ATTENTION}.{name}");
+    let module = |name: &str| below_attention(&decoder.names, name);
     let (q, q_a, q_b) = (module(names.q), module(names.q_a), module(names.q_b));
     let (kv_a, kv_b) = (module(names.kv_a), module(names.kv_b));
     layer.quantise(&[q.as_str(), q_a.as_str(), kv_a.as_str()], x)?;
@@ -181,14 +189,15 @@ fn latent(
     let low = norm(&layer.weights, &module(names.kv_a_norm), mla.norm_eps, &low)?;
     layer.quantise(&[kv_b.as_str()], &low)?;
     let (h, width) = (mla.hidden_size, mla.num_heads * mla.v_head_dim);
-    attention::attended(x, (h, width, length), rope, mla.kv_layout(1, DType::F32), |identity| {
+    let kv = mla.kv_layout(1, DType::F32);
+    attention::attended(x, (h, width, length), &decoder.rope, kv, |identity| {
         let mut weights = layer.weights.clone();
         weights.0.insert(format!("{}.weight", module(names.o)), identity);
         if mla.bias {
             let none = Tensor::zeros(h, DType::F32, &Device::Cpu)?;
             weights.0.insert(format!("{}.bias", module(names.o)), none);
         }
-        Ok(MlaAttention::load(mla.clone(), names, weights.var_builder().pp(ATTENTION))?)
+        Ok(MlaAttention::load(mla.clone(), names, weights.var_builder().pp(decoder.names.attention))?)
     })
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
-use model_runtime::{DecoderConfig, MlaConfig, MlaForm, MoeConfig};
+use model_runtime::{DecoderConfig, MlaConfig, MlaForm, MoeConfig, TensorNames};
 use moe_layer::RouterConfig;
 
 /// Tensors of a layer without its experts, at most.
@@ -49,6 +49,7 @@ impl DeepseekV2Config {
         let is_sparse = sparse_layers(config, router.is_some())?;
         let attention = attention(config, &rope)?;
         let decoder = DecoderConfig {
+            names: TensorNames { shared_experts: Some("shared_experts"), ..TensorNames::USUAL },
             vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
             hidden_size: attention.hidden_size,
             intermediate_size: width("intermediate_size", 11008)?,

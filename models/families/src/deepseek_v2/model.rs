@@ -2,8 +2,8 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{
-    Decoder, DecoderNames, DecoderOptions, Geometry, GeometryError, KvLayout, MlaAttention, MlaConfig,
-    MlaForm, MlaNames, TensorLayout,
+    Decoder, DecoderOptions, Geometry, GeometryError, KvLayout, MlaAttention, MlaConfig, MlaForm, MlaNames,
+    TensorLayout,
 };
 use moe_layer::BackendSelection;
 use moe_layer::candle::{DType, Result};
@@ -12,10 +12,6 @@ use super::config::DeepseekV2Config;
 
 /// A loaded DeepSeek-V2 model.
 pub type DeepseekV2 = Decoder<MlaAttention>;
-
-fn names() -> DecoderNames<'static> {
-    DecoderNames { shared_experts: Some("shared_experts"), ..DecoderNames::default() }
-}
 
 /// What errors call the reduced size of o_proj.
 const OUTPUT: &str = "the width of all value heads";
@@ -34,8 +30,8 @@ pub fn load(
     let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
     let part = whole.with_heads(heads.len());
     let kv = kv_layout(config, &context.geometry, mla, vb.dtype())?;
-    Decoder::load(&config.decoder, &names(), options, kv, vb, |vb| {
-        let attention = MlaAttention::load_on(part.clone(), MlaNames::default(), vb, context)?;
+    Decoder::load(&config.decoder, options, kv, vb, |vb| {
+        let attention = MlaAttention::load_on(part.clone(), config.decoder.names.latent, vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
 }
@@ -58,10 +54,8 @@ pub(crate) fn layout(
     geometry: &Geometry,
     has: &dyn Fn(&str) -> bool,
 ) -> std::result::Result<TensorLayout, GeometryError> {
-    let mla = MlaNames::default();
-    config
-        .decoder
-        .layout(&names(), geometry, has, |prefix, list| attention(&config.attention, &mla, prefix, list))
+    let names = &config.decoder.names.latent;
+    config.decoder.layout(geometry, has, |prefix, list| attention(&config.attention, names, prefix, list))
 }
 
 /// Up-projections have the rows of this rank's heads, o_proj their columns; down-projections and norms

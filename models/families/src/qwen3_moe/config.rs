@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
-use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig};
+use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, TensorNames};
 
 /// Tensors of a layer without its experts, at most.
 const LAYER_TENSORS: usize = 16;
@@ -50,6 +50,7 @@ impl Qwen3MoeConfig {
         let attention_bias = config.bool_or(&["attention_bias"], false)?;
         config.size_or(&["num_experts", "num_local_experts"], 128, limits::EXPERTS)?;
         let decoder = DecoderConfig {
+            names: TensorNames::USUAL,
             vocab_size: config.size_or(&["vocab_size"], 151936, limits::VOCAB)?,
             hidden_size,
             intermediate_size: width("intermediate_size", 6144)?,

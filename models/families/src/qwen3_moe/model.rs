@@ -2,8 +2,8 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{
-    Attention, AttentionConfig, AttentionNames, Decoder, DecoderNames, DecoderOptions, Geometry,
-    GeometryError, KvLayout, TensorLayout,
+    Attention, AttentionConfig, AttentionNames, Decoder, DecoderOptions, Geometry, GeometryError, KvLayout,
+    TensorLayout,
 };
 use moe_layer::BackendSelection;
 use moe_layer::candle::{DType, Result};
@@ -26,9 +26,10 @@ pub fn load(
     let ranks = context.row_parallel("the width of all query heads", whole.num_heads * whole.head_dim)?;
     let part =
         AttentionConfig { num_heads: heads.heads.len(), num_kv_heads: heads.kv_heads.len(), ..whole.clone() };
+    let names = config.decoder.names.grouped_query;
     let kv = kv_layout(config, &context.geometry, vb.dtype())?;
-    Decoder::load(&config.decoder, &DecoderNames::default(), options, kv, vb, |vb| {
-        let attention = Attention::load_on(part.clone(), AttentionNames::default(), vb, context)?;
+    Decoder::load(&config.decoder, options, kv, vb, |vb| {
+        let attention = Attention::load_on(part.clone(), names, vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
 }
@@ -51,10 +52,8 @@ pub(crate) fn layout(
     geometry: &Geometry,
     has: &dyn Fn(&str) -> bool,
 ) -> std::result::Result<TensorLayout, GeometryError> {
-    let (names, attention) = (AttentionNames::default(), &config.attention);
-    config.decoder.layout(&DecoderNames::default(), geometry, has, |prefix, list| {
-        attention_layout(attention, &names, prefix, list)
-    })
+    let (names, attention) = (&config.decoder.names.grouped_query, &config.attention);
+    config.decoder.layout(geometry, has, |prefix, list| attention_layout(attention, names, prefix, list))
 }
 
 fn attention_layout(
