@@ -1,6 +1,7 @@
 //! The table: which family a config belongs to, and what is said of one that belongs to none.
 
 use std::collections::HashSet;
+use std::path::Path;
 
 use model_runtime::Config;
 use moe_engine::{AttentionSpec, Families, ModelFamily};
@@ -35,15 +36,23 @@ fn the_model_type_decides_and_without_it_the_architecture() {
     assert!(!grouped(r#"{"model_type": "deepseek_v2", "num_experts_per_tok": 6}"#));
 }
 
+/// The `model_type`s of the table as errors list them.
+fn listed() -> String {
+    TABLE.iter().map(|row| format!("{:?}", row.model_type)).collect::<Vec<_>>().join(", ")
+}
+
 #[test]
 fn what_is_unknown_is_refused_with_what_is_known() {
     assert_eq!(
         refused(ALL, r#"{"model_type": "llama", "architectures": ["Qwen3MoeForCausalLM"]}"#),
-        "config.json: model_type \"llama\" is not supported; this program runs model_type \"qwen3_moe\", \"deepseek_v2\""
+        format!(
+            "config.json: model_type \"llama\" is not supported; this program runs model_type {}",
+            listed()
+        )
     );
     for text in ["{}", r#"{"architectures": ["LlamaForCausalLM"]}"#] {
         let error = refused(ALL, text);
-        assert!(error.contains("`model_type`") && error.contains("\"deepseek_v2\", got nothing"), "{error}");
+        assert!(error.contains("`model_type`") && error.contains(&(listed() + ", got nothing")), "{error}");
     }
     assert!(refused(ALL, r#"{"architectures": 7}"#).contains("a list of strings"));
 }
@@ -51,9 +60,19 @@ fn what_is_unknown_is_refused_with_what_is_known() {
 #[test]
 fn a_program_of_one_family_names_the_one_that_runs_all() {
     let error = refused(only(&deepseek_v2::FAMILY), r#"{"model_type": "qwen3_moe"}"#);
-    let runs =
-        "this program runs model_type \"deepseek_v2\"; the program `moe` runs \"qwen3_moe\", \"deepseek_v2\"";
+    let runs = format!("this program runs model_type \"deepseek_v2\"; the program `moe` runs {}", listed());
     assert_eq!(error, format!("config.json: model_type \"qwen3_moe\" is not supported; {runs}"));
     let error = refused(only(&qwen3_moe::FAMILY), r#"{"architectures": ["DeepseekV2ForCausalLM"]}"#);
     assert!(error.contains("got nothing") && error.contains("`moe` runs"), "{error}");
+}
+
+/// The program's tests run these fixtures, one of each family.
+#[test]
+fn every_family_has_a_fixture_with_text() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures");
+    let fixtures = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let texts = fixtures.filter(|dir| dir.join("text_case.json").is_file());
+    let configs: Vec<Config> = texts.map(|dir| Config::read(&dir.join("config.json")).unwrap()).collect();
+    let types: HashSet<&str> = configs.iter().map(|config| config.string(&["model_type"]).unwrap()).collect();
+    assert_eq!(types, TABLE.iter().map(|row| row.model_type).collect());
 }

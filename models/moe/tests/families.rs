@@ -4,17 +4,32 @@
 #[path = "../../../tests/cli/program.rs"]
 mod program;
 
+use std::collections::BTreeMap;
+
 use program::{Copied, Program, fixture, stdout};
 use serde_json::{Value, json};
 
 const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_moe"), flags: &[] };
 
-/// A fixture with a tokenizer of each family.
-const TEXTS: [&str; 2] = ["text", "deepseek-text"];
+/// A fixture with recorded text of each family.
+fn texts() -> Vec<String> {
+    let folder = fixture("");
+    let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let names = names.filter_map(|name| name.into_string().ok());
+    let recorded = names.filter(|name| folder.join(name).join("text_case.json").is_file());
+    let by_type = recorded.map(|name| {
+        let config = std::fs::read(folder.join(&name).join("config.json")).unwrap();
+        let config: Value = serde_json::from_slice(&config).unwrap();
+        (config["model_type"].to_string(), name)
+    });
+    let texts: Vec<String> = by_type.collect::<BTreeMap<_, _>>().into_values().collect();
+    assert!(texts.len() > 1, "{texts:?}");
+    texts
+}
 
 #[test]
 fn every_family_continues_like_transformers() {
-    TEXTS.iter().for_each(|name| PROGRAM.continues_like_transformers(name));
+    texts().iter().for_each(|name| PROGRAM.continues_like_transformers(name));
 }
 
 #[test]
@@ -31,8 +46,8 @@ fn without_a_model_the_embedded_one_talks() {
 
 #[test]
 fn inspect_tells_of_each_that_it_runs() {
-    for name in TEXTS {
-        let facts = stdout(&PROGRAM.run(&["inspect", fixture(name).to_str().unwrap(), "--json"]));
+    for name in texts() {
+        let facts = stdout(&PROGRAM.run(&["inspect", fixture(&name).to_str().unwrap(), "--json"]));
         let facts: Value = serde_json::from_str(&facts).unwrap();
         assert_eq!(facts["runs_here"], true, "{facts}");
     }
@@ -40,8 +55,8 @@ fn inspect_tells_of_each_that_it_runs() {
 
 #[test]
 fn an_architecture_names_the_family_where_the_model_type_is_missing() {
-    for name in TEXTS {
-        let model = Copied::with(name, &[("model_type", Value::Null)]);
+    for name in texts() {
+        let model = Copied::with(&name, &[("model_type", Value::Null)]);
         PROGRAM.text(&["--model", model.dir(), "--prompt", "x", "--max-new-tokens", "1"]);
     }
 }
