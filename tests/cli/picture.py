@@ -1,7 +1,7 @@
-"""Records a real terminal session of model-qwen3moe and draws it as an animated SVG.
+"""Records a real terminal session of moe and draws it as an animated SVG.
 
   pip install termtosvg==1.1.0
-  python tests/cli/picture.py [PROGRAM] [PICTURE]    default: target/release/model-qwen3moe docs/images/terminal.svg
+  python tests/cli/picture.py [PROGRAM] [PICTURE]    default: target/release/moe docs/images/terminal.svg
 
 Each command runs in a pseudo terminal of its own; what it prints is shown when it was printed, what is typed at a typist's
 pace. The program runs in an empty folder, so the picture needs nothing but the program.
@@ -24,10 +24,10 @@ KEY, PAUSE = 0.03, 1.2  # seconds between keys, and behind a command
 LINE = '{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "ROMEO:", "max_tokens": 64}}\n'
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}, "required": ["name", "age"], "additionalProperties": false}'
 COMMANDS = [
-    'model-qwen3moe --prompt "First Citizen:" --max-new-tokens 48 --seed 5',
-    "model-qwen3moe list-devices",
-    "model-qwen3moe --json-schema schema.json --prompt 'The king: ' --max-new-tokens 64 --seed 3",
-    "wc -l requests.jsonl; model-qwen3moe batch --input requests.jsonl --output answers.jsonl",
+    'moe --prompt "First Citizen:" --max-new-tokens 48 --seed 5',
+    "moe list-devices",
+    "moe --json-schema schema.json --prompt 'The king: ' --max-new-tokens 64 --seed 3",
+    "wc -l requests.jsonl; moe batch --input requests.jsonl --output answers.jsonl",
 ]
 
 
@@ -56,7 +56,7 @@ def run(command, folder, path, emit):
 def record(program, folder):
     """The session as asciicast events."""
     (folder / "bin").mkdir()
-    (folder / "bin/model-qwen3moe").symlink_to(program)
+    (folder / "bin/moe").symlink_to(program)
     (folder / "schema.json").write_text(SCHEMA)
     (folder / "requests.jsonl").write_text("".join(LINE % i for i in range(200)))
     start, events = time.monotonic(), []
@@ -75,7 +75,7 @@ def record(program, folder):
 
 
 def main():
-    program = Path(sys.argv[1] if len(sys.argv) > 1 else "target/release/model-qwen3moe").resolve()
+    program = Path(sys.argv[1] if len(sys.argv) > 1 else "target/release/moe").resolve()
     picture = Path(sys.argv[2] if len(sys.argv) > 2 else "docs/images/terminal.svg").resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Records docs/a-session.md: what somebody sees who tries model-qwen3moe in a terminal of 100 columns, with a model of a hub
+# Records docs/a-session.md: what a new user of `moe` sees in a terminal of 100 columns, with a model of a hub
 # on this machine (hub.py). Each screen must hold the words given behind its command. Needs tmux and python3.
 #
-#   tests/cli/session.sh [PROGRAM [PAGE]]     default: target/release/model-qwen3moe docs/a-session.md
+#   tests/cli/session.sh [PROGRAM [PAGE]]     default: target/release/moe docs/a-session.md
 set -euo pipefail
-program=$(realpath "${1:-target/release/model-qwen3moe}")
+program=$(realpath "${1:-target/release/moe}")
 page=$(realpath -m "${2:-docs/a-session.md}")
 here=$(realpath "$(dirname "$0")")
 # A fixed folder, because the screens name it.
@@ -21,7 +21,7 @@ trap finish EXIT
 
 # The play model of the program as a repository with a chat template, in three shards, behind a slow line.
 mkdir "$work/bin" "$work/play" "$work/here"
-ln -s "$program" "$work/bin/model-qwen3moe"
+ln -s "$program" "$work/bin/moe"
 cp "$here"/../../models/families/checkpoint/{config,generation_config,tokenizer,tokenizer_config}.json \
   "$here/../../models/families/checkpoint/model.safetensors" "$work/play"
 cat >"$work/play/chat_template.jinja" <<'END'
@@ -84,35 +84,35 @@ say() { printf '%s\n\n' "$1"; }
 
 record() {
   say '# A session'
-  say "A new user at a terminal of 100 columns, as \`tests/cli/session.sh\` recorded it: every line is what the terminal showed, keys included. It
-checks that each screen says what it should. The hub is \`tests/cli/hub.py\` on the same machine, slowed to 2.5 MB/s; its one repository, \`org/play\`, is the small
-model of the program with a chat template. Program: $("$program" --version | head -n 1)."
+  say "A new user at a terminal of 100 columns, recorded by \`tests/cli/session.sh\`: every line is what the terminal showed, keys included. The script checks
+each screen. The hub is \`tests/cli/hub.py\` on the same machine, slowed to 2.5 MB/s; its one repository, \`org/play\`, is the embedded model with a chat
+template. Program: $("$program" --version | head -n 1)."
   say '## Text'
-  screen 'finish reason' 'model-qwen3moe --prompt "First Citizen:" --max-new-tokens 48 --seed 5' \
-    '"usage"' 'model-qwen3moe --prompt ROMEO: --max-new-tokens 8 --temperature 0 --json --log warn'
+  screen 'finish reason' 'moe --prompt "First Citizen:" --max-new-tokens 48 --seed 5' \
+    '"usage"' 'moe --prompt ROMEO: --max-new-tokens 8 --temperature 0 --json --log warn'
   say '## A model of the hub'
-  say 'Before its weights are here `inspect` knows what the config says; a `download` shows each file and the whole.'
-  screen 'not here' 'model-qwen3moe inspect org/play'
-  halfway 'model-00002-of' 'model-qwen3moe download org/play'
+  say 'Before the weights are downloaded, `inspect` shows what the config says; `download` shows the progress of each file and of all.'
+  screen 'not here' 'moe inspect org/play'
+  halfway 'model-00002-of' 'moe download org/play'
   await snapshots
   say 'At its end, and what can be asked then:'
   put
-  screen 'are whole' 'model-qwen3moe download org/play --check' 'fits memory' 'model-qwen3moe inspect org/play'
+  screen 'are whole' 'moe download org/play --check' 'fits memory' 'moe inspect org/play'
   say '## A conversation'
-  screen leaves "model-qwen3moe chat --model org/play --stop '\\n\\n' --max-new-tokens 60 --seed 1" '>' 'What news from the senate?' \
+  screen leaves "moe chat --model org/play --stop '\\n\\n' --max-new-tokens 60 --seed 1" '>' 'What news from the senate?' \
     'tok/s' /stats '>' '/set temperature 0.3' '>' /regenerate 'Did you mean' /histry 'talk.json' '/save talk.json' '$' /quit
   say '## A file of requests'
   say 'Three hundred requests, one of them faulty. While it runs:'
-  halfway ' left ' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl'
+  halfway ' left ' 'moe batch --model org/play --input in.jsonl --output out.jsonl'
   await '300 requests, '
   say 'At its end; a rerun finds all answered, and one with other settings is refused:'
   put
-  screen 'done before' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl' \
-    'temperature was' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl --temperature 0' \
+  screen 'done before' 'moe batch --model org/play --input in.jsonl --output out.jsonl' \
+    'temperature was' 'moe batch --model org/play --input in.jsonl --output out.jsonl --temperature 0' \
     BadRequestError "grep '\"status_code\":400' out.jsonl"
   say '## Mistakes'
-  screen "'generate'" 'model-qwen3moe gnerate' 'at least 1' 'model-qwen3moe --prompt x --max-new-tokens 0' \
-    'there is no model org/plya' 'model-qwen3moe --model org/plya --prompt x' 'has no revision' 'model-qwen3moe inspect org/play@v2'
+  screen "'generate'" 'moe gnerate' 'at least 1' 'moe --prompt x --max-new-tokens 0' \
+    'there is no model org/plya' 'moe --model org/plya --prompt x' 'has no revision' 'moe inspect org/play@v2'
 }
 record >"$work/page.md"
 # One empty line at the end.
