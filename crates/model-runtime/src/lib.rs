@@ -25,14 +25,16 @@ pub mod step;
 pub mod step_ranks;
 mod vocab;
 
-pub use attention::{Attention, AttentionConfig, AttentionWeights};
+pub use attention::{Attention, AttentionConfig, AttentionWeights, QkNorm};
 pub use blocks::{BlockAllocator, SequenceBlocks};
 pub use checkpoint::{
     Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorLayout, TensorSlice,
     TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use decoder::{Decoder, DecoderConfig, DecoderOptions, LayerPlan, MoeConfig, SelfAttention};
+pub use decoder::{
+    Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, LayerPlan, MoeConfig, SelfAttention,
+};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mla::{MlaAttention, MlaConfig, MlaForm};

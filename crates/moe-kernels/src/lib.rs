@@ -50,12 +50,13 @@ pub use images::check_kernel_image;
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
 pub use ops::{
-    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, MlaLatent, MlaPrompt, MlaQuery, MlaRows, QkNormRope,
-    Segment, StepRows, add_into, add_rms_norm_into, add_scaled_into, embedding_into, gated_activation_into,
-    gated_rows_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, linear_add_into,
-    linear_into, linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into,
-    mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into,
-    one_group_into, paged_attention_into, qk_norm_rope_cache_into, quant_down_into, quant_down_segment_into,
+    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows,
+    QkNormRope, QkvHeads, Segment, StepRows, add_into, add_rms_norm_into, add_scaled_into, embedding_into,
+    gated_activation_into, gated_rows_into, grouped_down_into, grouped_down_segment_into,
+    grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into, linear_into,
+    linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into, mla_latent_into,
+    mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into, one_group_into,
+    paged_attention_into, qk_norm_rope_cache_into, quant_down_into, quant_down_segment_into,
     quant_gate_up_into, quant_linear_into, quant_linear_segment_into, rms_norm_into, rope_attention_into,
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };

@@ -11,6 +11,8 @@ mod common;
 mod errors;
 #[path = "ops/experts.rs"]
 mod experts;
+#[path = "ops/heads_norm.rs"]
+mod heads_norm;
 #[path = "ops/mla.rs"]
 mod mla;
 #[path = "ops/moved.rs"]

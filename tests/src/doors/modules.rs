@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 use model_runtime::{
-    Attention, AttentionConfig, AttentionWeights, Embedding, KvCache, KvLayout, LmHead, LogitsRows, RmsNorm,
-    Rope, RopeConfig, RopeScaling, SequenceStep, Step,
+    Attention, AttentionConfig, AttentionWeights, Embedding, KvCache, KvLayout, LmHead, LogitsRows, QkNorm,
+    RmsNorm, Rope, RopeConfig, RopeScaling, SequenceStep, Step,
 };
 
 use super::{Call, Case};
@@ -42,7 +42,7 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
         head_dim: dim,
         qkv_bias: false,
         o_bias: true,
-        qk_norm: true,
+        qk_norm: QkNorm::PerHead,
         rms_norm_eps: 1e-6,
         sliding_window: None,
         softmax_scale: None,

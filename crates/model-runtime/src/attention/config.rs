@@ -5,6 +5,18 @@ use candle_nn::VarBuilder;
 use moe_kernels::Unread;
 use moe_kernels::names::AttentionNames;
 
+/// Over what the RMS norms of q and k are taken, before rotation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum QkNorm {
+    /// There are none.
+    #[default]
+    None,
+    /// Over each head, with one weight `[D]` for all heads of q and one for all of k (Qwen3).
+    PerHead,
+    /// Over all heads together, with weights `[Hq * D]` and `[Hkv * D]` (OLMoE).
+    AllHeads,
+}
+
 /// Sizes and options of an attention layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionConfig {
@@ -20,9 +32,9 @@ pub struct AttentionConfig {
     pub qkv_bias: bool,
     /// Whether the output product has a bias.
     pub o_bias: bool,
-    /// Whether each head of q and k is RMS-normed before its rotation.
-    pub qk_norm: bool,
-    /// Epsilon of the norm of q and k heads.
+    /// RMS norm of q and k before their rotation.
+    pub qk_norm: QkNorm,
+    /// Epsilon of the norms of q and k.
     pub rms_norm_eps: f64,
     /// Positions that a row attends to, itself included; `None` for all.
     pub sliding_window: Option<usize>,
@@ -47,7 +59,7 @@ impl AttentionConfig {
             unread.scales(&format!("{name}.weight"));
         }
         for norm in [names.q_norm, names.k_norm] {
-            if self.qk_norm {
+            if self.qk_norm != QkNorm::None {
                 unread.bias(&format!("{norm}.bias"));
             } else {
                 unread.tensor(&format!("{norm}.weight"));
@@ -69,11 +81,20 @@ pub struct AttentionWeights {
     pub o: Tensor,
     /// `[H]`.
     pub o_bias: Option<Tensor>,
-    /// Norm weight of every q head and of every k head, `[D]` each.
+    /// Norm weights of q and of k, of the lengths that [`QkNorm`] says.
     pub qk_norm: Option<(Tensor, Tensor)>,
 }
 
 impl AttentionConfig {
+    /// Lengths of the norm weights of q and of k; `None` without norms.
+    pub(super) fn norm_widths(&self) -> Option<[usize; 2]> {
+        match self.qk_norm {
+            QkNorm::None => None,
+            QkNorm::PerHead => Some([self.head_dim; 2]),
+            QkNorm::AllHeads => Some([self.num_heads, self.num_kv_heads].map(|heads| heads * self.head_dim)),
+        }
+    }
+
     /// Rows of the q, k, v pack.
     pub fn qkv_rows(&self) -> usize {
         (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

@@ -5,40 +5,31 @@
 //! the same bits.
 
 mod config;
+mod load;
+mod ranks;
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_nn::VarBuilder;
 
-use moe_comm::RowParallel;
-use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::{
     AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, LinearForm, Machine, Reason, Stage,
 };
-use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     AttentionMeta, CpuIsa, Exec, PreNorm, ProductRows, QkNormRope, RowsView, RowsViewMut, StepRows,
     TensorView, View, ViewMut, Weight, Workspace, forward_rows, linear_add_into, linear_into,
     linear_row_parallel_into, norm_linear_into, rope_attention_into,
 };
-use moe_layer::{BlockContext, PlanStep, load_packed, load_weight};
+use moe_layer::PlanStep;
 use tracing::trace_span;
 
-pub use config::{AttentionConfig, AttentionWeights};
+pub use config::{AttentionConfig, AttentionWeights, QkNorm};
+
+use load::Held;
+use ranks::HeadRanks;
 
 use crate::decoder::{OUTPUT, OUTPUT_ADD, SelfAttention, linear_stage, plain};
 use crate::kv_cache::KvLayer;
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
-
-/// [`AttentionWeights`] as a layer holds them.
-#[derive(Clone, Debug)]
-struct Held {
-    qkv: Weight,
-    qkv_bias: Option<Tensor>,
-    o: Weight,
-    o_bias: Option<Tensor>,
-    qk_norm: Option<(Tensor, Tensor)>,
-}
 
 /// An attention layer.
 #[derive(Clone, Debug)]
@@ -47,109 +38,15 @@ pub struct Attention {
     weights: Held,
     scale: f32,
     /// The ranks that cut the heads, if these are a part of them.
-    ranks: Option<RowParallel>,
+    ranks: Option<HeadRanks>,
     workspace: Workspace,
 }
 
 impl Attention {
-    /// From weights whose shapes match the config.
-    pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
-        let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
-        Self::of(config, Held { qkv: Weight::new(qkv)?, qkv_bias, o: Weight::new(o)?, o_bias, qk_norm })
-    }
-
-    fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
-        config.check()?;
-        let (h, n, q) = (config.hidden_size, config.qkv_rows(), config.num_heads * config.head_dim);
-        let dtype = weights.qkv.dtype();
-        let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
-            if got != (dims, dtype) {
-                bail!(
-                    "attention: expected {name} {dims:?} of dtype {}, got {:?} of {}",
-                    dtype.as_str(),
-                    got.0,
-                    got.1.as_str()
-                )
-            }
-            Ok(())
-        };
-        let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
-            check_of(name, (tensor.dims(), tensor.dtype()), dims)
-        };
-        check_of("qkv", (weights.qkv.dims(), dtype), &[n, h])?;
-        check_of("o", (weights.o.dims(), weights.o.dtype()), &[h, q])?;
-        for (name, wanted, bias, rows) in [
-            ("qkv_bias", config.qkv_bias, &weights.qkv_bias, n),
-            ("o_bias", config.o_bias, &weights.o_bias, h),
-        ] {
-            match bias {
-                Some(bias) if wanted => check(name, bias, &[rows])?,
-                None if !wanted => {}
-                _ => bail!("attention: expected {name} to be present: {wanted}, got {}", bias.is_some()),
-            }
-        }
-        match &weights.qk_norm {
-            Some((q_norm, k_norm)) if config.qk_norm => {
-                check("q_norm", q_norm, &[config.head_dim])?;
-                check("k_norm", k_norm, &[config.head_dim])?;
-            }
-            None if !config.qk_norm => {}
-            other => bail!(
-                "attention: expected qk_norm to be present: {}, got {}",
-                config.qk_norm,
-                other.is_some()
-            ),
-        }
-        let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
-        Ok(Self { config, weights, scale, ranks: None, workspace: Workspace::new() })
-    }
-
-    /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's
-    /// heads, `o` has their columns, and `o_bias` is whole.
-    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
-        Self { ranks: ranks.into(), ..self }
-    }
-
-    /// Loads the tensors of a layer; q, k and v go straight into their pack.
-    pub fn load(config: AttentionConfig, names: AttentionNames, vb: VarBuilder) -> Result<Self> {
-        Self::load_on(config, names, vb, &BlockContext::default())
-    }
-
-    /// [`load`](Self::load) on a rank, where projections may be quantised.
-    ///
-    /// # Errors
-    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says; tensors that `config` does not
-    /// ask for and that would change the results, by name: biases, norms of q and k, `sinks`.
-    pub fn load_on(
-        config: AttentionConfig,
-        names: AttentionNames,
-        vb: VarBuilder,
-        context: &BlockContext,
-    ) -> Result<Self> {
-        config.check()?;
-        config.refuse_unread(&names, &vb)?;
-        let (h, d) = (config.hidden_size, config.head_dim);
-        let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
-        let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
-        let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
-        let norm = |name: &str| vb.get(d, &format!("{name}.weight"));
-        let weights = Held {
-            qkv: load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
-            qkv_bias: config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?,
-            o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
-            o_bias: config.o_bias.then(|| vb.get(h, &format!("{}.bias", names.o))).transpose()?,
-            qk_norm: match config.qk_norm {
-                true => Some((norm(names.q_norm)?, norm(names.k_norm)?)),
-                false => None,
-            },
-        };
-        Self::of(config, weights)
-    }
-
     /// `attended` [T, Hq * D] from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
     fn attend_into(
         &self,
-        qkv: View,
+        mut qkv: ViewMut,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
@@ -157,10 +54,14 @@ impl Attention {
         ex: &mut Exec,
     ) -> Result<()> {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
-        let norms = self.weights.qk_norm.as_ref();
+        let mut norms = self.weights.qk_norm.as_ref();
+        if let Some((q_norm, k_norm)) = norms.filter(|_| self.config.qk_norm == QkNorm::AllHeads) {
+            self.norm_all_heads(q_norm, k_norm, qkv.reborrow(), ex)?;
+            norms = None;
+        }
         let (q_norm, k_norm) = (Lock::of(norms.map(|n| &n.0))?, Lock::of(norms.map(|n| &n.1))?);
         let args = QkNormRope {
-            qkv,
+            qkv: qkv.as_view(),
             q_norm: q_norm.view()?,
             k_norm: k_norm.view()?,
             eps: self.config.rms_norm_eps as f32,
@@ -221,7 +122,7 @@ impl SelfAttention for Attention {
     }
 
     fn defer_sum(&mut self) -> bool {
-        self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
+        self.ranks.as_mut().map(|ranks| ranks.output.defer_sum()).is_some()
     }
 
     fn input_rows(&self, dims: &[usize], _: DType, ex: &Exec) -> Result<ProductRows> {
@@ -242,7 +143,7 @@ impl SelfAttention for Attention {
         let (o, bias) = (self.weights.o.read()?, Lock::new(&self.weights.o_bias)?);
         match &self.ranks {
             None => linear_row_parallel_into(attended.rows(), o.view()?, bias.view()?, out, ex),
-            Some(ranks) => ranks.linear_into(attended.rows(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.output.linear_into(attended.rows(), o.view()?, bias.view()?, out, ex),
         }
     }
 
@@ -290,12 +191,13 @@ impl SelfAttention for Attention {
         };
         let (qkv, o): (&[&str], &[&str]) =
             if fused { (&["norm", "qkv"], OUTPUT_ADD) } else { (&["qkv"], OUTPUT) };
-        let mut stages = vec![
-            linear_stage(qkv, fused, &self.qkv_call(step.rows), machine),
-            AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine),
-            linear_stage(o, fused, &self.o_call(step.rows), machine),
-        ];
-        if self.ranks.as_ref().is_some_and(|ranks| !ranks.is_deferred()) {
+        let mut stages = vec![linear_stage(qkv, fused, &self.qkv_call(step.rows), machine)];
+        if self.config.qk_norm == QkNorm::AllHeads {
+            stages.push(self.all_heads_stage(machine));
+        }
+        stages.push(AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine));
+        stages.push(linear_stage(o, fused, &self.o_call(step.rows), machine));
+        if self.ranks.as_ref().is_some_and(|ranks| !ranks.output.is_deferred()) {
             stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
         }
         stages
@@ -316,7 +218,7 @@ impl SelfAttention for Attention {
         let (packed, bias) = (w.qkv.read()?, Lock::new(&w.qkv_bias)?);
         norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut().into(), ex)?;
+        self.attend_into(qkv.view_mut(), step, rope, kv, attended.view_mut().into(), ex)?;
         let (o, bias) = (w.o.read()?, Lock::new(&w.o_bias)?);
         linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
@@ -338,7 +240,7 @@ impl Attention {
         let bias = Lock::new(&w.qkv_bias)?;
         linear_into(x, w.qkv.read()?.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ProductRows::of_product(t, w.o.read()?.view()?, w.o_bias.is_some(), ex)?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.rows_mut(), ex)?;
+        self.attend_into(qkv.view_mut(), step, rope, kv, attended.rows_mut(), ex)?;
         Ok(attended)
     }
 

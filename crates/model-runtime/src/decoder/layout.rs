@@ -18,18 +18,19 @@ pub(super) const WITH_SHARED: &str = "experts_with_shared_experts";
 
 impl DecoderConfig {
     /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present,
-    /// for layouts that differ in them; `attention` lists the tensors of a layer's attention, under its prefix.
+    /// for layouts that differ in them; `attention` lists the tensors of the attention of a layer, by its number, under its
+    /// prefix.
     pub fn layout(
         &self,
         geometry: &Geometry,
         has: &dyn Fn(&str) -> bool,
-        attention: impl Fn(&str, &mut TensorLayout) -> Result<(), GeometryError>,
+        attention: impl Fn(usize, &str, &mut TensorLayout) -> Result<(), GeometryError>,
     ) -> Result<TensorLayout, GeometryError> {
         let (h, names, mut list) = (self.hidden_size, &self.names, TensorLayout::new(geometry));
         list.vocabulary(format!("{}.weight", names.embedding), self.vocab_size, h);
         for (layer, &sparse) in self.is_sparse.iter().enumerate() {
             let prefix = format!("{}.{layer}", names.layers);
-            attention(&format!("{prefix}.{}", names.attention), &mut list)?;
+            attention(layer, &format!("{prefix}.{}", names.attention), &mut list)?;
             for norm in [names.input_norm, names.post_attention_norm] {
                 list.whole(format!("{prefix}.{norm}.weight"), &[h]);
             }

@@ -65,7 +65,7 @@ impl DecoderOptions<'_> {
 
 impl<A: SelfAttention> Decoder<A> {
     /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
-    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, which
+    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, by its number, which
     /// caches rows as `kv` says. The oracle's choice comes along, unless there was none to make.
     ///
     /// # Errors
@@ -75,7 +75,7 @@ impl<A: SelfAttention> Decoder<A> {
         options: &DecoderOptions,
         kv: KvLayout,
         vb: VarBuilder,
-        attention: impl Fn(VarBuilder) -> Result<A> + Sync,
+        attention: impl Fn(usize, VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps, names) = (config.hidden_size, config.rms_norm_eps, &config.names);
         let offload = options.offload(config, &vb)?;
@@ -96,7 +96,7 @@ impl<A: SelfAttention> Decoder<A> {
         let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
             let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
-            let attention = attention(vb.pp(names.attention))?.packed(context.cpu_isa)?;
+            let attention = attention(index, vb.pp(names.attention))?.packed(context.cpu_isa)?;
             let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
             let (mlp, chosen) = mlps.load(index, &vb)?;
             let deferred = [false; 2];

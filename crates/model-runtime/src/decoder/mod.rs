@@ -6,6 +6,7 @@
 //! its attention, its sizes and the names of its tensors.
 
 mod config;
+mod grouped_query;
 mod layout;
 mod load;
 mod plan;
@@ -31,6 +32,7 @@ use crate::run::SCORED_PIECE;
 use crate::step::StepViews;
 
 pub use config::{DecoderConfig, MoeConfig};
+pub use grouped_query::GroupedQueryModel;
 pub use load::DecoderOptions;
 pub use plan::LayerPlan;
 use plan::RankSums;

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Attention, AttentionConfig, AttentionNames, AttentionWeights, KvCache, KvLayout, LogitsRows, Rope,
-    SequenceStep, Step,
+    Attention, AttentionConfig, AttentionNames, AttentionWeights, KvCache, KvLayout, LogitsRows, QkNorm,
+    Rope, SequenceStep, Step,
 };
 use proptest::prelude::*;
 
@@ -35,8 +35,10 @@ fn layer(config: &AttentionConfig) -> Result<(Attention, HashMap<String, Vec<f32
     if config.o_bias {
         shapes.push(("o_proj.bias", vec![h]));
     }
-    if config.qk_norm {
-        shapes.extend([("q_norm.weight", vec![d]), ("k_norm.weight", vec![d])]);
+    match config.qk_norm {
+        QkNorm::None => {}
+        QkNorm::PerHead => shapes.extend([("q_norm.weight", vec![d]), ("k_norm.weight", vec![d])]),
+        QkNorm::AllHeads => shapes.extend([("q_norm.weight", vec![q]), ("k_norm.weight", vec![kv])]),
     }
     let (mut tensors, mut values) = (HashMap::new(), HashMap::new());
     for (seed, (name, shape)) in shapes.into_iter().enumerate() {
@@ -60,14 +62,18 @@ fn linear(x: &[f64], w: &[f32], b: Option<&Vec<f32>>) -> Vec<f64> {
         .collect()
 }
 
-/// Norm (if any) and rotation of one head at a position.
-fn head(x: &[f64], norm: Option<&Vec<f32>>, eps: f64, position: usize) -> Vec<f64> {
+/// RMS norm of values by parts of the weight's length.
+fn normed(x: Vec<f64>, weight: &[f32], eps: f64) -> Vec<f64> {
+    let part = |x: &[f64]| {
+        let rms = (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + eps).sqrt();
+        x.iter().zip(weight).map(|(x, &w)| x / rms * w as f64).collect::<Vec<_>>()
+    };
+    x.chunks(weight.len()).flat_map(part).collect()
+}
+
+/// Rotation of one head at a position.
+fn head(x: &[f64], position: usize) -> Vec<f64> {
     let d = x.len();
-    let mut x = x.to_vec();
-    if let Some(w) = norm {
-        let rms = (x.iter().map(|x| x * x).sum::<f64>() / d as f64 + eps).sqrt();
-        x.iter_mut().zip(w).for_each(|(x, &w)| *x = *x / rms * w as f64);
-    }
     (0..d)
         .map(|i| {
             let angle = position as f64 / 10000f64.powf((i % (d / 2)) as f64 * 2.0 / d as f64);
@@ -85,8 +91,11 @@ fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f
         linear(&x, &w[&format!("{name}.weight")], w.get(&format!("{name}.bias")))
     };
     let heads = |x: &Vec<f32>, name: &str, norm: &str, position: usize| -> Vec<Vec<f64>> {
-        let norm = w.get(&format!("{norm}.weight"));
-        project(x, name).chunks(d).map(|h| head(h, norm, config.rms_norm_eps, position)).collect()
+        let projected = match w.get(&format!("{norm}.weight")) {
+            Some(weight) => normed(project(x, name), weight, config.rms_norm_eps),
+            None => project(x, name),
+        };
+        projected.chunks(d).map(|h| head(h, position)).collect()
     };
     let keys: Vec<_> = x.iter().enumerate().map(|(p, x)| heads(x, "k_proj", "k_norm", p)).collect();
     let values: Vec<Vec<f64>> = x.iter().map(|x| project(x, "v_proj")).collect();
@@ -116,7 +125,8 @@ proptest! {
     #[test]
     fn equals_the_definition(
         kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, hidden in 1usize..20,
-        qkv_bias: bool, o_bias: bool, qk_norm: bool,
+        qkv_bias: bool, o_bias: bool,
+        qk_norm in prop_oneof![Just(QkNorm::None), Just(QkNorm::PerHead), Just(QkNorm::AllHeads)],
         window in prop_oneof![Just(None), (1usize..80).prop_map(Some)],
         scale in prop_oneof![Just(None), Just(Some(0.3))],
         lens in (1usize..90, 1usize..20), cut in 0.0f64..1.0, block_size in 1usize..20,
@@ -197,6 +207,9 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     assert!(message(Attention::new(config.clone(), wrong)).contains("of bf16"));
     let wrong = AttentionWeights { qkv_bias: None, ..weights.clone() };
     assert!(message(Attention::new(config.clone(), wrong)).contains("expected qkv_bias to be present: true"));
+    let all_heads = AttentionConfig { qk_norm: QkNorm::AllHeads, ..config.clone() };
+    let e = message(Attention::new(all_heads, weights.clone()));
+    assert!(e.contains("expected the norm of q [32] of dtype f32, got [8] of f32"), "{e}");
     let wrong = AttentionWeights { qk_norm: None, ..weights };
     assert!(message(Attention::new(config, wrong)).contains("expected qk_norm to be present: true"));
     Ok(())
@@ -216,7 +229,7 @@ fn tensors_that_the_config_does_not_ask_for_are_refused() -> Result<()> {
             ("q_norm.weight", vec![d]),
             ("k_norm.weight", vec![d]),
         ];
-        let norms = |name: &&(&str, Vec<usize>)| config.qk_norm || !name.0.contains("norm");
+        let norms = |name: &&(&str, Vec<usize>)| config.qk_norm != QkNorm::None || !name.0.contains("norm");
         let mut tensors = std::collections::HashMap::new();
         for (name, shape) in shapes.iter().filter(norms) {
             tensors.insert(name.to_string(), Tensor::ones(&shape[..], DType::F32, &CPU).unwrap());
@@ -229,7 +242,7 @@ fn tensors_that_the_config_does_not_ask_for_are_refused() -> Result<()> {
         let e = message(load(&config, name, 0.5));
         assert!(e.contains(name) && e.contains("does not read"), "{name}: {e}");
     }
-    let plain = AttentionConfig { qk_norm: false, ..config.clone() };
+    let plain = AttentionConfig { qk_norm: QkNorm::None, ..config.clone() };
     assert!(message(load(&plain, "q_norm.weight", 1.0)).contains("q_norm.weight"));
     load(&config, "q_proj.bias", 0.0)?;
     load(&plain, "something.else", 1.0).map(drop)

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor};
 use model_runtime::{
-    Config, DecoderConfig, DummyWeights, Geometry, MoeConfig, ParallelConfig, RankView, TensorLayout,
-    TensorNames,
+    AttentionConfig, AttentionNames, BlockContext, Config, DecoderConfig, DecoderOptions, DummyWeights,
+    Geometry, GroupedQueryModel, MoeConfig, ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
 };
-use moe_layer::RouterConfig;
+use moe_layer::{MoePath, RouterConfig};
 
 use crate::message;
 
@@ -37,11 +37,12 @@ fn layout(
     geometry: &Geometry,
     packed: bool,
 ) -> std::result::Result<TensorLayout, String> {
-    let list = config.layout(geometry, &|name| packed && name.ends_with("gate_up_proj"), |prefix, list| {
-        let output = list.geometry.row_shard("heads", 8)?.range;
-        list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
-        Ok(())
-    });
+    let list =
+        config.layout(geometry, &|name| packed && name.ends_with("gate_up_proj"), |_, prefix, list| {
+            let output = list.geometry.row_shard("heads", 8)?.range;
+            list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
+            Ok(())
+        });
     list.map_err(|e| e.to_string())
 }
 
@@ -161,7 +162,7 @@ fn packs_have_the_rows_of_all_local_experts() {
         let slices = list.slices.len() + list.elsewhere.len();
         // Of stored packs each expert is shown, for maps that place it here.
         assert_eq!(list.elsewhere.len(), if packed && parallel.dp == 2 { 3 * (5 - experts) } else { 0 });
-        assert_eq!(list.clone().slices_for(&candle_core::Device::Cpu).len(), slices);
+        assert_eq!(list.clone().slices_for(&Device::Cpu).len(), slices);
         assert_eq!(list.packs.len(), 3 * experts);
     }
 }
@@ -243,11 +244,57 @@ fn shared_experts_of_no_width_are_listed_where_a_checkpoint_has_them() {
     let count = |names: &TensorNames, geometry: &Geometry, there: bool| {
         let has = |name: &str| there && name.contains("shared_experts");
         let config = DecoderConfig { names: *names, ..config(0) };
-        let list = config.layout(geometry, &has, |_, _| Ok(())).unwrap();
+        let list = config.layout(geometry, &has, |_, _, _| Ok(())).unwrap();
         assert!(list.slices.iter().all(|slice| !slice.name.contains("shared")));
         list.tensors.iter().filter(|t| t.name.contains("shared_experts") && t.shape.contains(&0)).count()
     };
     assert_eq!(count(&config(0).names, &Geometry::default(), true), 3);
     assert_eq!(count(&config(0).names, &Geometry::default(), false), 0);
     assert_eq!(count(&usual, &Geometry::default(), true), 0);
+}
+
+#[test]
+fn ranks_hold_their_heads_of_norms_over_all_heads() {
+    let attention = AttentionConfig {
+        num_heads: 8,
+        num_kv_heads: 2,
+        qk_norm: QkNorm::AllHeads,
+        ..crate::tiny::attention_config(None)
+    };
+    let d = attention.head_dim;
+    for (tp, kv_heads) in [(1, 2), (2, 1), (4, 1)] {
+        for rank in 0..tp {
+            let geometry = ParallelConfig { tp, ..ParallelConfig::default() }.geometry(rank).unwrap();
+            let mut list = TensorLayout::new(&geometry);
+            attention.layout(&AttentionNames::USUAL, "a", &mut list).unwrap();
+            let held = |name: &str| {
+                let held = list.held();
+                held.iter().find(|held| held.stored.name == name).map(|held| held.elements)
+            };
+            assert_eq!(held("a.q_norm.weight"), Some(8 / tp * d));
+            assert_eq!(held("a.k_norm.weight"), Some(kv_heads * d));
+            let part = attention.part(&geometry).unwrap();
+            assert_eq!((part.num_heads, part.num_kv_heads), (8 / tp, kv_heads));
+            let cached = attention.kv_layout(3, &geometry, DType::F32).unwrap();
+            assert_eq!((cached.num_layers, cached.num_kv_heads, cached.head_dim), (3, kv_heads, d));
+        }
+    }
+}
+
+#[test]
+fn layers_of_different_caches_are_refused() {
+    let attention = crate::tiny::attention_config(None);
+    let other = AttentionConfig { head_dim: attention.head_dim * 2, ..attention.clone() };
+    let model = |layers| GroupedQueryModel { decoder: config(0), attention: layers };
+    let context = BlockContext::default();
+    let options =
+        DecoderOptions { path: MoePath::Fused, backend: None, context: &context, expert_offload: None };
+    let refused = |layers| {
+        let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
+        model(layers).load(&options, vb).err().unwrap().to_string()
+    };
+    let e = refused(vec![attention.clone(), other]);
+    assert!(e.contains("the KV heads of layer 0, 2 of 8 values, in layer 1 too, got 2 of 16"), "{e}");
+    let e = refused(vec![attention]);
+    assert!(e.contains("expected a config for each of 2 layers, got 1"), "{e}");
 }

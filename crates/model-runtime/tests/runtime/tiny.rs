@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
-    LmHead, LogitsOut, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepContext, StepViews,
-    TensorSpec,
+    LmHead, LogitsOut, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, SelfAttention, StepContext,
+    StepViews, TensorSpec,
 };
 use moe_kernels::{add_into, embedding_into};
 
@@ -21,7 +21,7 @@ pub fn attention_config(window: Option<usize>) -> AttentionConfig {
         head_dim: 8,
         qkv_bias: true,
         o_bias: false,
-        qk_norm: true,
+        qk_norm: QkNorm::PerHead,
         rms_norm_eps: 1e-6,
         sliding_window: window,
         softmax_scale: None,

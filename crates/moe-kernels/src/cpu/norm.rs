@@ -24,6 +24,24 @@ pub(crate) fn inverse_rms<S: Simd, T: Lanes>(s: S, x: &[T], eps: f32) -> f32 {
     1.0 / (square_sum(s, x) / x.len() as f32 + eps).sqrt()
 }
 
+/// The sum of squares of each of `out.len()` equal parts of `x`.
+pub(crate) struct SquareSums<'a> {
+    pub x: &'a [f32],
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for SquareSums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let width = self.x.len() / self.out.len().max(1);
+        for (out, x) in self.out.iter_mut().zip(self.x.chunks_exact(width.max(1))) {
+            *out = square_sum(s, x);
+        }
+    }
+}
+
 /// out = x / rms(x) * weight, by rows of the weight's length.
 pub(crate) struct RmsNorm<'a, T, X> {
     pub x: &'a [X],

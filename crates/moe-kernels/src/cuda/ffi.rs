@@ -154,6 +154,11 @@ launchers! {
     moe_any_add_rms_norm(
         delta: In, residual: Out, weight: In, eps: f32, out: Out, dtype stream_dtype: Dtype, rows width: i32
     );
+    moe_any_head_squares(qkv: In, squares: Out, tokens normed all head_dim: i32);
+    moe_any_heads_norm(
+        qkv: Out, squares q_norm k_norm: In, eps: f32, dtype: Dtype,
+        tokens heads kv_heads head_dim ranks kv_replicas: i32
+    );
     moe_any_softmax(x: In, out: Out, rows width: i32);
     moe_any_linear(args: *const AnyLinearArgs);
     moe_any_gate_up(args: *const AnyGateUpArgs);

@@ -23,6 +23,7 @@ mod experts;
 pub(crate) mod ffi;
 mod fp8;
 mod graph;
+pub(crate) mod heads_norm;
 pub(crate) mod linear;
 mod locked;
 mod memory;

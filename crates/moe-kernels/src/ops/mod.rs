@@ -9,6 +9,7 @@ mod combine;
 mod elementwise;
 mod experts;
 mod fused_linear;
+mod heads_norm;
 mod linear;
 mod mla;
 mod mla_prompt;
@@ -25,6 +26,7 @@ pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
 pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use fused_linear::{linear_add_into, norm_linear_into};
+pub use heads_norm::{HeadsNorm, QkvHeads, head_squares_into, heads_norm_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{
     MlaLatent, MlaQuery, mla_attention_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,

@@ -30,7 +30,7 @@ pub fn load(
     let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
     let part = whole.with_heads(heads.len());
     let kv = kv_layout(config, &context.geometry, mla, vb.dtype())?;
-    Decoder::load(&config.decoder, options, kv, vb, |vb| {
+    Decoder::load(&config.decoder, options, kv, vb, |_, vb| {
         let attention = MlaAttention::load_on(part.clone(), config.decoder.names.latent, vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
@@ -55,7 +55,7 @@ pub(crate) fn layout(
     has: &dyn Fn(&str) -> bool,
 ) -> std::result::Result<TensorLayout, GeometryError> {
     let names = &config.decoder.names.latent;
-    config.decoder.layout(geometry, has, |prefix, list| attention(&config.attention, names, prefix, list))
+    config.decoder.layout(geometry, has, |_, prefix, list| attention(&config.attention, names, prefix, list))
 }
 
 /// Up-projections have the rows of this rank's heads, o_proj their columns; down-projections and norms

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
-use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, TensorNames};
+use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, QkNorm, TensorNames};
 
 /// Tensors of a layer without its experts, at most.
 const LAYER_TENSORS: usize = 16;
@@ -73,7 +73,7 @@ impl Qwen3MoeConfig {
             head_dim,
             qkv_bias: attention_bias,
             o_bias: attention_bias,
-            qk_norm: true,
+            qk_norm: QkNorm::PerHead,
             rms_norm_eps,
             sliding_window: sliding_window.filter(|_| use_sliding_window),
             softmax_scale: None,

@@ -33,7 +33,7 @@ impl ModelSpec for Qwen3MoeConfig {
     }
 
     fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {
-        model::layout(self, geometry, has)
+        self.model().layout(geometry, has)
     }
 
     fn kv_layout(
@@ -42,7 +42,7 @@ impl ModelSpec for Qwen3MoeConfig {
         _: Option<MlaForm>,
         dtype: DType,
     ) -> Result<KvLayout, GeometryError> {
-        model::kv_layout(self, geometry, dtype)
+        self.model().kv_layout(geometry, dtype)
     }
 
     fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle_core::Result<LoadedModel> {

@@ -1,0 +1,110 @@
+//! Loading an attention layer, and checks of what it is made of.
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+use moe_kernels::names::AttentionNames;
+use moe_kernels::quant::QuantUse;
+use moe_kernels::{Weight, Workspace};
+use moe_layer::{BlockContext, load_packed, load_weight};
+
+use super::{Attention, AttentionConfig, AttentionWeights};
+
+/// [`AttentionWeights`] as a layer holds them.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub(super) qkv: Weight,
+    pub(super) qkv_bias: Option<Tensor>,
+    pub(super) o: Weight,
+    pub(super) o_bias: Option<Tensor>,
+    pub(super) qk_norm: Option<(Tensor, Tensor)>,
+}
+
+impl Attention {
+    /// From weights whose shapes match the config.
+    pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
+        let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
+        Self::of(config, Held { qkv: Weight::new(qkv)?, qkv_bias, o: Weight::new(o)?, o_bias, qk_norm })
+    }
+
+    fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
+        config.check()?;
+        let (h, n, q) = (config.hidden_size, config.qkv_rows(), config.num_heads * config.head_dim);
+        let dtype = weights.qkv.dtype();
+        let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
+            if got != (dims, dtype) {
+                bail!(
+                    "attention: expected {name} {dims:?} of dtype {}, got {:?} of {}",
+                    dtype.as_str(),
+                    got.0,
+                    got.1.as_str()
+                )
+            }
+            Ok(())
+        };
+        let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
+            check_of(name, (tensor.dims(), tensor.dtype()), dims)
+        };
+        check_of("qkv", (weights.qkv.dims(), dtype), &[n, h])?;
+        check_of("o", (weights.o.dims(), weights.o.dtype()), &[h, q])?;
+        for (name, wanted, bias, rows) in [
+            ("qkv_bias", config.qkv_bias, &weights.qkv_bias, n),
+            ("o_bias", config.o_bias, &weights.o_bias, h),
+        ] {
+            match bias {
+                Some(bias) if wanted => check(name, bias, &[rows])?,
+                None if !wanted => {}
+                _ => bail!("attention: expected {name} to be present: {wanted}, got {}", bias.is_some()),
+            }
+        }
+        match (&weights.qk_norm, config.norm_widths()) {
+            (Some((q_norm, k_norm)), Some([q, k])) => {
+                check("the norm of q", q_norm, &[q])?;
+                check("the norm of k", k_norm, &[k])?;
+            }
+            (None, None) => {}
+            (got, wanted) => bail!(
+                "attention: expected qk_norm to be present: {}, got {}",
+                wanted.is_some(),
+                got.is_some()
+            ),
+        }
+        let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
+        Ok(Self { config, weights, scale, ranks: None, workspace: Workspace::new() })
+    }
+
+    /// Loads the tensors of a layer; q, k and v go straight into their pack.
+    pub fn load(config: AttentionConfig, names: AttentionNames, vb: VarBuilder) -> Result<Self> {
+        Self::load_on(config, names, vb, &BlockContext::default())
+    }
+
+    /// [`load`](Self::load) on a rank, where projections may be quantised.
+    ///
+    /// # Errors
+    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says; tensors that `config` does not
+    /// ask for and that would change the results, by name: biases, norms of q and k, `sinks`.
+    pub fn load_on(
+        config: AttentionConfig,
+        names: AttentionNames,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        config.check()?;
+        config.refuse_unread(&names, &vb)?;
+        let (h, d) = (config.hidden_size, config.head_dim);
+        let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+        let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
+        let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
+        let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));
+        let weights = Held {
+            qkv: load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+            qkv_bias: config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?,
+            o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
+            o_bias: config.o_bias.then(|| vb.get(h, &format!("{}.bias", names.o))).transpose()?,
+            qk_norm: match config.norm_widths() {
+                Some([q, k]) => Some((norm(names.q_norm, q)?, norm(names.k_norm, k)?)),
+                None => None,
+            },
+        };
+        Self::of(config, weights)
+    }
+}

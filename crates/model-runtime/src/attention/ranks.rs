@@ -1,0 +1,155 @@
+//! Grouped-query attention over ranks: which tensors its layers have, which parts of them a rank holds, what it caches.
+//!
+//! Heads are cut. A rank has the rows of its heads in q, k and v, and their columns in the output product. Where there are
+//! more ranks than key-value heads, neighbouring ranks hold the same ones.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+use moe_comm::{Communicator, Geometry, GeometryError, RowParallel};
+use moe_kernels::names::AttentionNames;
+use moe_kernels::plan::{Machine, Stage};
+use moe_kernels::{Exec, HeadsNorm, QkvHeads, TensorView, ViewMut, head_squares_into, heads_norm_into};
+use moe_layer::BlockContext;
+
+use super::{Attention, AttentionConfig, QkNorm};
+use crate::checkpoint::TensorLayout;
+use crate::decoder::plain;
+use crate::kv_cache::KvLayout;
+
+/// What errors call the reduced size of the output product.
+const OUTPUT: &str = "the width of all query heads";
+
+/// The ranks that share the heads of a layer.
+#[derive(Clone, Debug)]
+pub(super) struct HeadRanks {
+    /// The output product.
+    pub output: RowParallel,
+    /// The ranks, for norms over all heads.
+    comm: Arc<dyn Communicator>,
+    /// How many ranks in succession hold the same key-value heads.
+    kv_replicas: usize,
+}
+
+impl AttentionConfig {
+    /// This layer's part on the rank of `geometry`.
+    ///
+    /// # Errors
+    /// Heads that the geometry cannot cut.
+    pub fn part(&self, geometry: &Geometry) -> std::result::Result<Self, GeometryError> {
+        let heads = geometry.attention_heads(self.num_heads, self.num_kv_heads)?;
+        Ok(Self { num_heads: heads.heads.len(), num_kv_heads: heads.kv_heads.len(), ..self.clone() })
+    }
+
+    /// What the rank of `geometry` caches of a token in layers like this one, `num_layers` in all.
+    ///
+    /// # Errors
+    /// Heads that the geometry cannot cut.
+    pub fn kv_layout(
+        &self,
+        num_layers: usize,
+        geometry: &Geometry,
+        dtype: DType,
+    ) -> std::result::Result<KvLayout, GeometryError> {
+        let AttentionConfig { num_kv_heads, head_dim, .. } = self.part(geometry)?;
+        Ok(KvLayout { num_layers, num_kv_heads, head_dim, value_dim: Some(head_dim), dtype })
+    }
+
+    /// Adds the layer's tensors, which are under `prefix`, to a list.
+    ///
+    /// # Errors
+    /// Heads that the list's geometry cannot cut.
+    pub fn layout(
+        &self,
+        names: &AttentionNames,
+        prefix: &str,
+        list: &mut TensorLayout,
+    ) -> std::result::Result<(), GeometryError> {
+        let Self { hidden_size: h, head_dim: d, num_heads, num_kv_heads, .. } = *self;
+        let heads = list.geometry.attention_heads(num_heads, num_kv_heads)?;
+        let q = list.geometry.row_shard(OUTPUT, num_heads * d)?.range;
+        let kv = heads.kv_heads.start * d..heads.kv_heads.end * d;
+        for (name, heads, held) in
+            [(names.q, num_heads, &q), (names.k, num_kv_heads, &kv), (names.v, num_kv_heads, &kv)]
+        {
+            list.rows(format!("{prefix}.{name}.weight"), [heads * d, h], held.clone());
+            if self.qkv_bias {
+                list.part(format!("{prefix}.{name}.bias"), &[heads * d], std::slice::from_ref(held));
+            }
+        }
+        list.columns(format!("{prefix}.{}.weight", names.o), [h, num_heads * d], q.clone());
+        if self.o_bias {
+            list.whole(format!("{prefix}.{}.bias", names.o), &[h]);
+        }
+        for (norm, heads, held) in [(names.q_norm, num_heads, q), (names.k_norm, num_kv_heads, kv)] {
+            let name = format!("{prefix}.{norm}.weight");
+            match self.qk_norm {
+                QkNorm::None => {}
+                QkNorm::PerHead => list.whole(name, &[d]),
+                QkNorm::AllHeads => list.part(name, &[heads * d], &[held]),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Attention {
+    /// Loads the part of a layer that lives on this rank; `config` counts the heads of all ranks, and `vb` shows this rank's
+    /// slices ([`AttentionConfig::layout`]).
+    ///
+    /// # Errors
+    /// As [`load_on`](Self::load_on); heads that the geometry cannot cut.
+    pub fn load_part(
+        config: &AttentionConfig,
+        names: AttentionNames,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        let heads = context.geometry.attention_heads(config.num_heads, config.num_kv_heads)?;
+        let output = context.row_parallel(OUTPUT, config.num_heads * config.head_dim)?;
+        let (comm, kv_replicas) = (&context.groups.tp, heads.kv_replicas);
+        let ranks = output.map(|output| HeadRanks { output, comm: comm.clone(), kv_replicas });
+        let part = config.part(&context.geometry)?;
+        Ok(Self { ranks, ..Self::load_on(part, names, vb, context)? })
+    }
+
+    /// Norms q and k in `qkv` [T, (Hq + 2 Hkv) * D] f32 over all heads of all ranks.
+    pub(super) fn norm_all_heads(
+        &self,
+        q_norm: &Tensor,
+        k_norm: &Tensor,
+        qkv: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let AttentionConfig { num_heads: q, num_kv_heads: kv, head_dim: dim, .. } = self.config;
+        let (heads, rows) = (QkvHeads { q, kv, dim }, qkv.rows());
+        let (ranks, kv_replicas) =
+            self.ranks.as_ref().map_or((1, 1), |ranks| (ranks.comm.world_size(), ranks.kv_replicas));
+        let mut squares = ex.scratch(DType::F32, &[rows, heads.normed()])?;
+        head_squares_into(qkv.as_view(), heads, squares.view_mut(), ex)?;
+        if let Some(ranks_of_heads) = &self.ranks {
+            let mut all = ex.scratch(DType::F32, &[ranks * rows, heads.normed()])?;
+            ranks_of_heads.comm.all_gather(squares.view(), all.view_mut(), ex)?;
+            squares = all;
+        }
+        let (q_norm, k_norm) = (TensorView::new(q_norm)?, TensorView::new(k_norm)?);
+        let args = HeadsNorm {
+            squares: squares.view().reshape(&[ranks, rows, heads.normed()])?,
+            kv_replicas,
+            q_norm: q_norm.view()?,
+            k_norm: k_norm.view()?,
+            eps: self.config.rms_norm_eps as f32,
+        };
+        heads_norm_into(&args, heads, qkv, ex)
+    }
+
+    /// What [`norm_all_heads`](Self::norm_all_heads) launches.
+    pub(super) fn all_heads_stage(&self, machine: &Machine) -> Stage {
+        let computes: &[&str] = match self.ranks {
+            Some(_) => &["sums of squares over ranks", "norm of all heads"],
+            None => &["norm of all heads"],
+        };
+        plain(computes, if machine.gpu.is_some() { "head_squares, heads_norm" } else { "cpu" }, Vec::new())
+    }
+}
