@@ -5,10 +5,16 @@ from dataclasses import dataclass, field
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import deepseek_definition
@@ -25,6 +31,14 @@ class Family:
     # Keys of a published config.json in their order, and the values of those that a fixture leaves out.
     hub_keys: tuple
     hub_defaults: dict = field(default_factory=dict)
+    # Parts of names of tensors in published checkpoints, in the place of transformers' own.
+    hub_names: dict = field(default_factory=dict)
+
+    def hub_name(self, name):
+        """What a published checkpoint calls a tensor that transformers 5 calls `name`."""
+        for own, published in self.hub_names.items():
+            name = name.replace(own, published)
+        return name
 
     def moe_layers(self, model):
         """Decoder indices of the layers whose MLP is a sparse MoE block."""
@@ -85,6 +99,60 @@ DEEPSEEK_V2 = Family(
     },
 )  # fmt: skip
 
-FAMILIES = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2}
+MIXTRAL = Family(
+    MixtralConfig,
+    MixtralForCausalLM,
+    mixtral.MixtralRotaryEmbedding,
+    mixtral.MixtralSparseMoeBlock,
+    (
+        "architectures", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim",
+        "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "model_type", "num_attention_heads", "num_experts_per_tok",
+        "num_hidden_layers", "num_key_value_heads", "num_local_experts", "output_router_logits",
+        "rms_norm_eps", "rope_scaling", "rope_theta", "router_aux_loss_coef", "sliding_window",
+        "tie_word_embeddings", "torch_dtype", "use_cache", "vocab_size",
+    ),
+    {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02,
+        "model_type": "mixtral", "output_router_logits": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+        "tie_word_embeddings": False, "use_cache": True,
+    },
+    {
+        ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+    },
+)  # fmt: skip
+
+OLMOE = Family(
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    olmoe.OlmoeRotaryEmbedding,
+    olmoe.OlmoeSparseMoeBlock,
+    (
+        "architectures", "attention_bias", "attention_dropout", "bos_token_id", "clip_qkv",
+        "eos_token_id",
+        "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "model_type", "norm_topk_prob", "num_attention_heads",
+        "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "output_router_logits", "pad_token_id", "rms_norm_eps", "rope_scaling", "rope_theta",
+        "router_aux_loss_coef", "tie_word_embeddings", "torch_dtype", "use_cache", "vocab_size",
+    ),
+    {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "clip_qkv": None, "eos_token_id": 50279, "hidden_act": "silu", "initializer_range": 0.02,
+        "model_type": "olmoe", "norm_topk_prob": False, "output_router_logits": False,
+        "pad_token_id": 1, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "use_cache": True,
+    },
+)  # fmt: skip
+
+FAMILIES = {
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v2": DEEPSEEK_V2,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+}
 
 deepseek_definition.install()

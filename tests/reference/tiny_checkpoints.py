@@ -99,6 +99,8 @@ def write_hub(model, directory, config_values, dtype, shards, drop, packed=False
         state = {name: t.contiguous().clone() for name, t in model.state_dict().items()}
     else:
         state = hub_state(model.state_dict(), model.config.tie_word_embeddings)
+        family = FAMILIES[model.config.model_type]
+        state = {family.hub_name(name): tensor for name, tensor in state.items()}
     if shards == 1:
         save_file(state, directory / "model.safetensors", {"format": "pt"})
         return

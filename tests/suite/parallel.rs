@@ -47,6 +47,13 @@ const WIDE: &str = r#"{
     "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5, "max_position_embeddings": 512
 }"#;
 
+/// Names of their own, experts one by one and packed, a window.
+const MIXTRAL: [&str; 4] = ["mixtral", "mixtral-window", "mixtral-packed", "mixtral-minimal-config"];
+
+/// Norms over all heads, which ranks share: of as many key heads as query heads, and of fewer than there are ranks; biases.
+const OLMOE: [&str; 5] =
+    ["olmoe", "olmoe-grouped", "olmoe-attention-bias", "olmoe-packed", "olmoe-minimal-config"];
+
 /// Every geometry, backend and chunk size in both dtypes, each on one of the models in turn.
 fn qwen(dtype: DType) -> Vec<Case> {
     let all =
@@ -102,6 +109,30 @@ fn any_geometry_path_and_form_of_latent_attention_gives_the_bits_of_one_rank() {
     let cases = deepseek();
     let seen = check(&cases);
     assert!(cases.len() >= 500 && seen.len() == DEEPSEEK.len(), "{} cases, {seen:?}", cases.len());
+}
+
+/// Two and four ranks, with parts of experts and with whole ones, in both dtypes; each model in each of them that can cut it.
+fn over_ranks(models: &[&'static str]) -> Vec<Case> {
+    let sizes =
+        [(2, 1), (4, 1), (2, 2)].map(|(tp, dp)| ParallelConfig { tp, dp, ..ParallelConfig::default() });
+    let expert = |p: ParallelConfig| ParallelConfig { enable_expert_parallel: true, ..p };
+    let ways: Vec<_> = sizes.into_iter().flat_map(|p| [p, expert(p)]).collect();
+    let mut cases = Vec::new();
+    for model in models {
+        let origin = Origin::open(model);
+        for parallel in ways.iter().filter(|parallel| origin.fits(parallel)) {
+            cases.extend([DType::F32, DType::BF16].map(|dtype| Case::new(model, dtype, *parallel)));
+        }
+    }
+    cases
+}
+
+#[test]
+fn norms_over_all_heads_and_names_of_another_scheme_give_the_bits_of_one_rank() {
+    let models = [&MIXTRAL[..], &OLMOE].concat();
+    let cases = over_ranks(&models);
+    assert!(cases.iter().any(|case| case.parallel.tp == 4 && case.model == "olmoe-grouped"));
+    assert_eq!(check(&cases).len(), models.len());
 }
 
 #[test]

@@ -146,8 +146,8 @@ pub trait ModelSpec: Send + Sync {
 /// The attention of a model, with the heads of all ranks.
 #[derive(Clone, Copy, Debug)]
 pub enum AttentionSpec<'a> {
-    /// Heads share keys and values in groups.
-    GroupedQuery(&'a AttentionConfig),
+    /// Heads share keys and values in groups: one config for each layer.
+    GroupedQuery(&'a [AttentionConfig]),
     /// Heads share a latent row.
     Latent(&'a MlaConfig),
 }

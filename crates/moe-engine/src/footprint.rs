@@ -241,8 +241,9 @@ impl StepSizes {
 
 /// How often an expert is there on average: once, or more with redundant ones.
 fn copies_of_experts(raw: &Config, run: &RunConfig) -> Result<f64> {
-    let experts =
-        raw.opt_size(&["num_experts", "n_routed_experts"], 1..=1 << 20).context("the number of experts")?;
+    let experts = raw
+        .opt_size(&["num_experts", "num_local_experts", "n_routed_experts"], 1..=1 << 20)
+        .context("the number of experts")?;
     let redundant = run.placements.num_redundant_experts as f64;
     Ok(experts.map_or(1.0, |experts| 1.0 + redundant / experts as f64))
 }

@@ -3,6 +3,9 @@
 
 pub mod deepseek_v2;
 mod embedded;
+pub mod grouped_query;
+pub mod mixtral;
+pub mod olmoe;
 pub mod qwen3_moe;
 
 use moe_engine::{Families, ModelFamily};
@@ -10,7 +13,7 @@ use moe_engine::{Families, ModelFamily};
 pub use embedded::EMBEDDED;
 
 /// Every family, a row each. Examples of the program that runs all of them name a model of the first.
-pub const TABLE: &[ModelFamily] = &[qwen3_moe::FAMILY, deepseek_v2::FAMILY];
+pub const TABLE: &[ModelFamily] = &[qwen3_moe::FAMILY, deepseek_v2::FAMILY, mixtral::FAMILY, olmoe::FAMILY];
 
 /// The families of a program that runs all of them.
 pub const ALL: Families = Families { table: TABLE, only: None };

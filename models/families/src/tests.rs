@@ -32,6 +32,8 @@ fn the_model_type_decides_and_without_it_the_architecture() {
     assert!(grouped(r#"{"model_type": "qwen3_moe"}"#));
     assert!(grouped(r#"{"model_type": "qwen3_moe", "architectures": ["DeepseekV2ForCausalLM"]}"#));
     assert!(grouped(r#"{"architectures": ["Other", "Qwen3MoeForCausalLM"]}"#));
+    assert!(grouped(r#"{"architectures": ["MixtralForCausalLM"]}"#));
+    assert!(grouped(r#"{"model_type": "olmoe"}"#));
     assert!(!grouped(r#"{"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6}"#));
     assert!(!grouped(r#"{"model_type": "deepseek_v2", "num_experts_per_tok": 6}"#));
 }

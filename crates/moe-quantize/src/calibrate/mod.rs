@@ -9,7 +9,7 @@ mod weights;
 
 use std::collections::BTreeMap;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{
     Attention, AttentionConfig, DecoderConfig, KvLayout, MlaAttention, MlaConfig, MlaForm, RmsNorm,
@@ -77,7 +77,8 @@ fn through_layers(
     for index in 0..decoder.num_layers() {
         let prefix = format!("{}.{index}.", names.layers);
         let mut layer = Layer::load(job, calibration, &prefix, layers.remove(&index).unwrap_or_default())?;
-        hidden = (&hidden + attention(&mut layer, source.model.as_ref(), &hidden, calibration.text.length)?)?;
+        hidden = (&hidden
+            + attention(&mut layer, source.model.as_ref(), index, &hidden, calibration.text.length)?)?;
         let x = norm(&layer.weights, names.post_attention_norm, decoder.rms_norm_eps, &hidden)?;
         hidden = (&hidden + mlp(&mut layer, decoder, index, &x)?)?;
         layer.finish()?;
@@ -118,13 +119,20 @@ fn mlp(layer: &mut Layer, decoder: &DecoderConfig, index: usize, x: &Tensor) -> 
     }
 }
 
-/// Quantises the attention of a layer; its output [T, H] for the residual stream `hidden` [T, H].
-fn attention(layer: &mut Layer, model: &dyn ModelSpec, hidden: &Tensor, length: usize) -> Result<Tensor> {
+/// Quantises the attention of layer `index`; its output [T, H] for the residual stream `hidden` [T, H].
+fn attention(
+    layer: &mut Layer,
+    model: &dyn ModelSpec,
+    index: usize,
+    hidden: &Tensor,
+    length: usize,
+) -> Result<Tensor> {
     let decoder = model.decoder();
     let x = norm(&layer.weights, decoder.names.input_norm, decoder.rms_norm_eps, hidden)?;
     let names = &decoder.names;
     let (attended, o) = match model.attention() {
-        AttentionSpec::GroupedQuery(config) => {
+        AttentionSpec::GroupedQuery(layers) => {
+            let config = layers.get(index).context("the model has no attention for this layer")?;
             (grouped_query(layer, config, decoder, &x, length)?, names.grouped_query.o)
         }
         AttentionSpec::Latent(config) => (latent(layer, config, decoder, &x, length)?, names.latent.o),

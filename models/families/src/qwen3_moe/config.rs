@@ -12,8 +12,8 @@ const LAYER_TENSORS: usize = 16;
 pub struct Qwen3MoeConfig {
     /// The decoder around the attention.
     pub decoder: DecoderConfig,
-    /// Attention, with the heads of all ranks.
-    pub attention: AttentionConfig,
+    /// The attention of each layer, with the heads of all ranks.
+    pub attention: Vec<AttentionConfig>,
     /// The dtype that the config names.
     pub dtype: Option<DType>,
 }
@@ -78,6 +78,7 @@ impl Qwen3MoeConfig {
             sliding_window: sliding_window.filter(|_| use_sliding_window),
             softmax_scale: None,
         };
+        let attention = vec![attention; decoder.num_layers()];
         Ok(Self { decoder, attention, dtype: config.dtype()? })
     }
 }

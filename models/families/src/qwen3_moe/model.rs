@@ -24,6 +24,6 @@ pub fn load(
 impl Qwen3MoeConfig {
     /// The decoder with its attention.
     pub(crate) fn model(&self) -> GroupedQueryModel {
-        GroupedQueryModel::alike(self.decoder.clone(), self.attention.clone())
+        GroupedQueryModel { decoder: self.decoder.clone(), attention: self.attention.clone() }
     }
 }
