@@ -66,6 +66,8 @@ fn layers_one_by_one_are_the_model() {
         ("models/families/checkpoint", QuantGroup::Size(32)),
         ("tests/fixtures/text", QuantGroup::Channel),
         ("tests/fixtures/deepseek-text", QuantGroup::Channel),
+        ("tests/fixtures/mixtral-text", QuantGroup::Channel),
+        ("tests/fixtures/olmoe-text", QuantGroup::Channel),
     ] {
         let (seen, made) =
             losses(&repository().join(model), &text, |calibration| settings(calibration, group));
