@@ -2,8 +2,10 @@
 //! that do not depend on the batch.
 
 use candle_core::{DType, Device};
-use model_families::deepseek_v2::{DeepseekV2, DeepseekV2Config};
-use model_runtime::{CausalLm, Config, DummyWeights, Exec, Geometry, MlaForm, RankView};
+use model_families::deepseek_v2;
+use model_runtime::{
+    CausalLm, Config, Decoder, DummyWeights, Exec, Geometry, MlaAttention, MlaForm, RankView,
+};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath, PlanStep, SharedExpertsStream};
@@ -11,6 +13,8 @@ use moe_tests::{Schedule, all_logits};
 
 use crate::common::cuda;
 use crate::engine::{requests, run};
+
+type DeepseekV2 = Decoder<MlaAttention>;
 
 /// Small, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
 const CONFIG: &str = r#"{
@@ -70,14 +74,14 @@ fn on_device(
         assert!(json.contains(from), "{from}");
         json = json.replace(from, to);
     }
-    let config = DeepseekV2Config::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
+    let config = deepseek_v2::read(&Config::parse(&json, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     // As the engine shows a checkpoint: with packs.
     let weights = DummyWeights::new(layout.tensors.clone(), 7);
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    model_families::deepseek_v2::load(&config, mla, &options.decoder(path), vb).unwrap().0
+    config.build(mla, &options.decoder(path), vb).unwrap().0
 }
 
 fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {

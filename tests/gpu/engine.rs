@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
-use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
+use model_families::qwen3_moe;
+use model_runtime::{Attention, Config, Decoder, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::MoePath;
@@ -19,11 +19,11 @@ pub const CONFIG: &str = r#"{
     "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": false, "hidden_act": "silu"
 }"#;
 
-fn model() -> Qwen3Moe {
-    let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
+fn model() -> Decoder<Attention> {
+    let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
-    model_families::qwen3_moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
+    config.model.load(&LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
 pub fn requests(count: usize, new_tokens: usize) -> Vec<Request> {

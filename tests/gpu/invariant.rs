@@ -2,8 +2,8 @@
 //! computed as part of the prompt or one by one.
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
-use model_runtime::{Config, DummyWeights, Exec, Geometry};
+use model_families::qwen3_moe;
+use model_runtime::{Attention, Config, Decoder, DummyWeights, Exec, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
@@ -17,18 +17,18 @@ fn exact() -> Exec {
 }
 
 /// The small model of the engine's tests with some of its config replaced.
-fn model(replaced: &[(&str, &str)], dtype: DType) -> Qwen3Moe {
+fn model(replaced: &[(&str, &str)], dtype: DType) -> Decoder<Attention> {
     let mut json = CONFIG.to_string();
     for (from, to) in replaced {
         assert!(json.contains(from), "{from}");
         json = json.replace(from, to);
     }
-    let config = Qwen3MoeConfig::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
+    let config = qwen3_moe::read(&Config::parse(&json, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    model_families::qwen3_moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
+    config.model.load(&options.decoder(MoePath::Fused), vb).unwrap().0
 }
 
 /// Prompts of 1 to 150 tokens; the first is a long one.
@@ -44,7 +44,7 @@ const BATCHES: [(usize, usize); 9] =
     [(1, 1), (1, 7), (2, 1), (5, 64), (9, 1), (33, 5), (70, 1), (70, 3), (70, usize::MAX >> 1)];
 
 /// The first batch whose logits have other bits than those of its prompts alone.
-fn first_difference(model: &Qwen3Moe, mut ex: Exec) -> Option<String> {
+fn first_difference(model: &Decoder<Attention>, mut ex: Exec) -> Option<String> {
     let prompts = prompts(70);
     let bits = |rows: &[f32]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let alone: Vec<_> = all_logits(model, &prompts, ALONE, &mut ex).unwrap();

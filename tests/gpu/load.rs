@@ -4,7 +4,7 @@
 use std::fs;
 
 use candle_core::{DType, Device, Result, Tensor};
-use model_families::qwen3_moe::Qwen3MoeConfig;
+use model_families::qwen3_moe;
 use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles, TensorSlice};
 use moe_engine::ModelSpec;
 use moe_experts::{ExpertWeights, LoadSpec};
@@ -48,13 +48,13 @@ fn every_tensor_has_the_bits_of_the_cpu() {
 /// The packs of a layer's experts, as one rank loads them on a device.
 fn packs(name: &str, geometry: &Geometry, layer: usize, dtype: DType, device: &Device) -> ExpertWeights {
     let checkpoint = Checkpoint::open(fixture(name)).unwrap();
-    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
-    let moe = config.decoder.moe.as_ref().unwrap();
+    let config = qwen3_moe::read(&checkpoint.config).unwrap();
+    let moe = config.model.decoder.moe.as_ref().unwrap();
     let layout = config.layout(geometry, &|name| checkpoint.tensors.info(name).is_some()).unwrap();
     let vb = RankView::new(checkpoint.tensors, layout.slices_for(device)).var_builder(dtype, device);
     let width = geometry.expert_intermediate(moe.intermediate_size).unwrap().range.len();
     let local = geometry.expert_layout(moe.router.num_experts).unwrap().local_experts;
-    let spec = LoadSpec::new(moe.router.num_experts, config.decoder.hidden_size, width)
+    let spec = LoadSpec::new(moe.router.num_experts, config.model.decoder.hidden_size, width)
         .with_local_experts(local.into_iter().map(|id| id as usize).collect());
     ExpertWeights::load(&spec, vb.pp(format!("model.layers.{layer}.mlp.experts"))).unwrap()
 }
@@ -188,7 +188,7 @@ fn a_quantised_file_that_was_cut_is_an_error() -> Result<()> {
     copy("config.json")?;
     copy("model.safetensors")?;
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
-    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
+    let config = qwen3_moe::read(&checkpoint.config).unwrap();
     let layout = config.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
     let view = checkpoint.rank_view(&layout.tensors, Vec::new());
     let module = |expert: u32| vec![format!("model.layers.1.mlp.experts.{expert}.down_proj")];

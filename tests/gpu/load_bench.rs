@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candle_core::{DType, Device};
-use model_families::qwen3_moe::Qwen3MoeConfig;
+use model_families::grouped_query::GroupedQuerySpec;
+use model_families::qwen3_moe;
 use model_runtime::{Config, Geometry, RankView, TensorFiles, TensorLayout, TensorSpec};
 use moe_engine::{LoadOptions, ModelSpec};
 use rayon::prelude::*;
@@ -162,12 +163,12 @@ fn peak_memory() -> f64 {
 }
 
 /// The layout of the model on one rank.
-pub fn layout(config: &Qwen3MoeConfig, has: &(dyn Fn(&str) -> bool + Sync)) -> TensorLayout {
+pub fn layout(config: &GroupedQuerySpec, has: &(dyn Fn(&str) -> bool + Sync)) -> TensorLayout {
     config.layout(&Geometry::default(), has).unwrap()
 }
 
 /// The whole load of a model, as the programs do it: GB/s.
-fn load(dir: &Path, config: &Qwen3MoeConfig) -> f64 {
+fn load(dir: &Path, config: &GroupedQuerySpec) -> f64 {
     let start = Instant::now();
     let files = TensorFiles::open_dir(dir).unwrap();
     let layout = layout(config, &|name: &str| files.info(name).is_some());
@@ -187,7 +188,7 @@ fn a_load_runs_at_the_speed_of_disk_and_bus() {
     let dir = tempfile::tempdir_in(root).unwrap();
     let layers = std::env::var("LOAD_LAYERS").map_or(6, |text| text.parse().expect("LOAD_LAYERS: a number"));
     let config = CONFIG.replace("LAYERS", &layers.to_string());
-    let config = Qwen3MoeConfig::new(&Config::parse(&config, "config.json").unwrap()).unwrap();
+    let config = qwen3_moe::read(&Config::parse(&config, "config.json").unwrap()).unwrap();
     let tensors = layout(&config, &|_| false).tensors;
     let start = Instant::now();
     let paths = write(dir.path(), &tensors).unwrap();

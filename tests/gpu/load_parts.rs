@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_families::qwen3_moe::Qwen3MoeConfig;
+use model_families::grouped_query::GroupedQuerySpec;
 use model_runtime::{RankView, TensorFiles, TensorLayout};
 use moe_kernels::cuda::Staging;
 use moe_kernels::{Buffer, ViewMut};
@@ -22,7 +22,7 @@ const STAGES: [(usize, usize); 7] =
     [(48, 2 * MIB), (16, 4 * MIB), (24, 4 * MIB), (32, 4 * MIB), (48, 4 * MIB), (16, 8 * MIB), (32, 8 * MIB)];
 
 /// Prints the parts for the checkpoint in `dir`, whose shards are `files`.
-pub fn print(dir: &Path, config: &Qwen3MoeConfig, files: &[File]) {
+pub fn print(dir: &Path, config: &GroupedQuerySpec, files: &[File]) {
     headers(dir, config);
     device_memory(&sizes(layout(config, &|_| false)));
     locked_memory();
@@ -37,7 +37,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (f64, T) {
     (start.elapsed().as_secs_f64() * 1e3, made)
 }
 
-fn headers(dir: &Path, config: &Qwen3MoeConfig) {
+fn headers(dir: &Path, config: &GroupedQuerySpec) {
     let (opened, files) = timed(|| TensorFiles::open_dir(dir).unwrap());
     let (laid_out, _view) = timed(|| {
         let slices = layout(config, &|name| files.info(name).is_some()).slices_for(cuda().device());

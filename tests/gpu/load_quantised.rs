@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_families::qwen3_moe::Qwen3MoeConfig;
+use model_families::qwen3_moe;
 use model_runtime::{Checkpoint, RankView};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::Staging;
@@ -62,7 +62,7 @@ fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let opened = ms(start);
     let start = Instant::now();
-    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
+    let config = qwen3_moe::read(&checkpoint.config).unwrap();
     let layout = || layout(&config, &|name| checkpoint.has(name));
     let expected = layout().tensors;
     checkpoint.verify(&expected, &[]).unwrap();
@@ -85,13 +85,13 @@ fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
 /// memory that is there.
 fn print_parts(dir: &Path) {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
+    let config = qwen3_moe::read(&checkpoint.config).unwrap();
     let view = checkpoint.rank_view(&layout(&config, &|name| checkpoint.has(name)).tensors, Vec::new());
     let projections = ["gate_proj", "up_proj", "down_proj"];
-    let experts = config.decoder.moe.as_ref().unwrap().router.num_experts;
+    let experts = config.model.decoder.moe.as_ref().unwrap().router.num_experts;
     let module =
         |layer: usize, i: usize| format!("model.layers.{layer}.mlp.experts.{}.{}", i / 3, projections[i % 3]);
-    let layers = config.decoder.num_layers();
+    let layers = config.model.decoder.num_layers();
     let names: Vec<_> = (0..layers).flat_map(|l| (0..3 * experts).map(move |i| module(l, i))).collect();
     let start = Instant::now();
     let parts: Vec<_> =

@@ -2,8 +2,8 @@
 //! device.
 
 use candle_core::DType;
-use model_families::qwen3_moe::{Qwen3Moe, Qwen3MoeConfig};
-use model_runtime::{CausalLm, Config, DummyWeights, Geometry};
+use model_families::qwen3_moe;
+use model_runtime::{Attention, CausalLm, Config, Decoder, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
@@ -200,14 +200,14 @@ fn a_measurement_leaves_everything_in_its_place() {
 const ONE_OF_EACH: usize = 3 * 3 * 256 * 128 * 2;
 
 /// The small model of the engine's tests, with so many of the 16 experts of each layer in host memory.
-fn model(offloaded: usize) -> Qwen3Moe {
-    let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
+fn model(offloaded: usize) -> Decoder<Attention> {
+    let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
     let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
     let expert_offload = Some(offloaded * ONE_OF_EACH).filter(|bytes| *bytes > 0);
     let options = LoadOptions { context, expert_offload, ..LoadOptions::default() };
-    model_families::qwen3_moe::load(&config, &options.decoder(MoePath::Fused), vb).unwrap().0
+    config.model.load(&options.decoder(MoePath::Fused), vb).unwrap().0
 }
 
 fn config(max_num_seqs: usize, max_num_batched_tokens: usize, enforce_eager: bool) -> EngineConfig {
@@ -258,15 +258,12 @@ fn steps_that_fetch_allocate_nothing() {
 #[test]
 fn what_cannot_live_in_host_memory_is_refused_by_name() {
     let raw = Config::parse(CONFIG, "config.json").unwrap();
-    let config = Qwen3MoeConfig::new(&raw).unwrap();
+    let config = qwen3_moe::read(&raw).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let load = |dtype, bytes, path, device: &candle_core::Device| {
         let vb = DummyWeights::new(layout.tensors.clone(), 7).var_builder(dtype, device);
         let options = LoadOptions { expert_offload: Some(bytes), ..LoadOptions::default() };
-        format!(
-            "{:#}",
-            model_families::qwen3_moe::load(&config, &options.decoder(path), vb).map(drop).unwrap_err()
-        )
+        format!("{:#}", config.model.load(&options.decoder(path), vb).map(drop).unwrap_err())
     };
     let (gpu, bf16) = (cuda().device().clone(), DType::BF16);
     for (dtype, bytes, path, device, said) in [

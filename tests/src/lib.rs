@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result};
 use candle_nn::VarBuilder;
-use model_families::deepseek_v2::{self, DeepseekV2, DeepseekV2Config};
-use model_families::qwen3_moe::{self, Qwen3Moe, Qwen3MoeConfig};
+use model_families::deepseek_v2;
+use model_families::qwen3_moe;
 use model_runtime::{
-    BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Exec, Geometry, KvCache, LogitsRows, MlaForm,
-    SequenceBlocks, SequenceStep, Step, StepContext, run_step,
+    Attention, BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Decoder, Exec, Geometry, KvCache,
+    LogitsRows, MlaAttention, MlaForm, SequenceBlocks, SequenceStep, Step, StepContext, run_step,
 };
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
@@ -25,21 +25,21 @@ pub fn fixture(name: &str) -> PathBuf {
 }
 
 /// Loads a fixture of Qwen3-MoE in a dtype.
-pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
+pub fn load(name: &str, dtype: DType) -> Result<Decoder<Attention>> {
     load_on(name, MoePath::Fused, dtype)
 }
 
 /// As [`load`], on a path of experts.
-pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
-    load_family(name, dtype, Qwen3MoeConfig::new, |config, options, vb| {
-        Ok(qwen3_moe::load(config, &options.decoder(path), vb)?.0)
+pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Decoder<Attention>> {
+    load_family(name, dtype, qwen3_moe::read, |spec, options, vb| {
+        Ok(spec.model.load(&options.decoder(path), vb)?.0)
     })
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
-pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<DeepseekV2> {
-    load_family(name, dtype, DeepseekV2Config::new, |config, options, vb| {
-        Ok(deepseek_v2::load(config, mla, &options.decoder(path), vb)?.0)
+pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<Decoder<MlaAttention>> {
+    load_family(name, dtype, deepseek_v2::read, |spec, options, vb| {
+        Ok(spec.build(mla, &options.decoder(path), vb)?.0)
     })
 }
 

@@ -30,6 +30,7 @@ impl GroupedQuerySpec {
         attention: AttentionConfig,
         no_mla: &'static str,
     ) -> Result<Self, ConfigError> {
+        config.dtype()?;
         let AttentionConfig { num_heads, head_dim, hidden_size, .. } = attention;
         decoder.check_sizes(config, LAYER_TENSORS, &[num_heads, head_dim, hidden_size, 4])?;
         Ok(Self { model: GroupedQueryModel::alike(decoder, attention), no_mla })

@@ -4,6 +4,7 @@
 pub mod deepseek_v2;
 mod embedded;
 pub mod grouped_query;
+pub mod latent;
 pub mod mixtral;
 pub mod olmoe;
 pub mod qwen3_moe;

@@ -8,14 +8,15 @@ use moe_layer::RouterSelection;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::DeepseekV2Config;
+use super::read;
+use crate::latent::LatentSpec;
 
-fn config(value: Value) -> DeepseekV2Config {
-    DeepseekV2Config::new(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()
+fn config(value: Value) -> LatentSpec {
+    read(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()
 }
 
 /// The tensors of a checkpoint with its experts packed or one by one.
-fn tensors(config: &DeepseekV2Config, packed: bool) -> Vec<TensorSpec> {
+fn tensors(config: &LatentSpec, packed: bool) -> Vec<TensorSpec> {
     config.layout(&Geometry::default(), &|_| packed).unwrap().tensors
 }
 
@@ -32,7 +33,7 @@ fn v2_lite() -> Value {
         "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400})
 }
 
-fn with(changes: Value) -> DeepseekV2Config {
+fn with(changes: Value) -> LatentSpec {
     let mut value = v2_lite();
     value.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
     config(value)
@@ -50,10 +51,10 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
     let router = &decoder.moe.as_ref().unwrap().router;
     assert_eq!((router.top_k, router.renormalize, &router.selection), (6, false, &RouterSelection::TopK));
     assert_eq!((decoder.rope.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
-    assert!(lite.ignored_by_transformers().is_empty());
+    assert!(lite.ignored_by_transformers.is_empty());
     // 192^-1/2 times (0.1 * 0.707 * ln 40 + 1)^2.
     assert!((lite.attention.softmax_scale - 0.114_721_386).abs() < 1e-8, "{}", lite.attention.softmax_scale);
-    let weights = |config: &DeepseekV2Config| -> usize {
+    let weights = |config: &LatentSpec| -> usize {
         let specs = tensors(config, false);
         specs.iter().map(|t| t.shape.iter().product::<usize>()).sum()
     };
@@ -84,7 +85,7 @@ fn noaux_tc_takes_its_bias_from_the_checkpoint() {
     let bias = "model.layers.1.mlp.gate.e_score_correction_bias";
     let shape = |config| tensors(config, false).into_iter().find(|t| t.name == bias).map(|t| t.shape);
     assert_eq!((shape(&biased), shape(&config(v2_lite()))), (Some(vec![64]), None));
-    assert!(biased.ignored_by_transformers().iter().any(|option| option.contains("noaux_tc")));
+    assert!(biased.ignored_by_transformers.iter().any(|option| option.contains("noaux_tc")));
 }
 
 #[test]
@@ -128,7 +129,7 @@ fn layers_follow_first_k_dense_replace_and_moe_layer_freq() {
 
 #[test]
 fn options_that_transformers_ignores_are_collected() {
-    let ignored = |changes| with(changes).ignored_by_transformers().to_vec();
+    let ignored = |changes| with(changes).ignored_by_transformers;
     assert_eq!(ignored(json!({"norm_topk_prob": true})), ["norm_topk_prob true"]);
     let all = json!({"norm_topk_prob": true, "scoring_func": "sigmoid", "moe_layer_freq": 3});
     assert_eq!(ignored(all), ["norm_topk_prob true", "scoring_func \"sigmoid\"", "moe_layer_freq 3"]);
@@ -206,7 +207,7 @@ proptest! {
             }
         }
         let text = config.to_string();
-        let config = match DeepseekV2Config::new(&Config::parse(&text, "config.json").unwrap()) {
+        let config = match read(&Config::parse(&text, "config.json").unwrap()) {
             Ok(config) => config,
             Err(e) => {
                 prop_assert!(e.to_string().contains("config.json"), "{e}");

@@ -1,9 +1,14 @@
-//! DeepSeek-V2's config.json, with the defaults of transformers 5.17.
+//! DeepSeek-V2: the config, with the defaults of transformers 5.17; its experts run one by one or fused.
 
-use candle_core::DType;
 use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
 use model_runtime::{DecoderConfig, MlaConfig, MlaForm, MoeConfig, TensorNames};
+use moe_engine::ModelFamily;
 use moe_layer::RouterConfig;
+
+use crate::latent::LatentSpec;
+
+#[cfg(test)]
+mod tests;
 
 /// Tensors of a layer without its experts, at most.
 const LAYER_TENSORS: usize = 20;
@@ -15,72 +20,56 @@ const LARGEST_MSCALE: f64 = 1e3;
 /// `first_k_dense_replace` and `moe_layer_freq`.
 const LAYERS_OR_NONE: Bounds = 0..=*limits::LAYERS.end();
 
-/// Everything a DeepSeek-V2 config says that changes the forward pass.
-#[derive(Clone, Debug)]
-pub struct DeepseekV2Config {
-    /// The decoder around the attention.
-    pub decoder: DecoderConfig,
-    /// Attention, in the absorbed form and with the heads of all ranks.
-    pub attention: MlaConfig,
-    /// The dtype that the config names.
-    pub dtype: Option<DType>,
-    ignored_by_transformers: Vec<String>,
-}
+/// DeepSeek-V2 and V2-Lite.
+pub const FAMILY: ModelFamily = ModelFamily {
+    model_type: "deepseek_v2",
+    architecture: "DeepseekV2ForCausalLM",
+    example: "deepseek-ai/DeepSeek-V2-Lite",
+    parse: |config| Ok(Box::new(read(config)?)),
+};
 
-impl DeepseekV2Config {
-    /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
-    pub fn new(config: &Config) -> Result<Self, ConfigError> {
-        config.quantisation()?;
-        if config.bool_or(&["mlp_bias"], false)? {
-            return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
-        }
-        let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
-        let max_position_embeddings =
-            config.size_or(&["max_position_embeddings"], 2048, limits::POSITIONS)?;
-        let rope_dim = config.size_or(&["qk_rope_head_dim"], 64, limits::HEAD_DIM)?;
-        if rope_dim % 2 != 0 {
-            return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", rope_dim));
-        }
-        let rope = RopeConfig::from_config(config, rope_dim, max_position_embeddings)?;
-        let rms_norm_eps = config.rms_norm_eps()?;
-        let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
-        let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
-        let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
-        let is_sparse = sparse_layers(config, router.is_some())?;
-        let attention = attention(config, &rope)?;
-        let decoder = DecoderConfig {
-            names: TensorNames { shared_experts: Some("shared_experts"), ..TensorNames::USUAL },
-            vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
-            hidden_size: attention.hidden_size,
-            intermediate_size: width("intermediate_size", 11008)?,
-            activation: config.activation()?,
-            rms_norm_eps,
-            tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-            rope,
-            moe: router.map(|router| MoeConfig {
-                router,
-                intermediate_size,
-                shared_intermediate_size: shared * intermediate_size,
-            }),
-            is_sparse,
-        };
-        let head = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim;
-        let reads = attention.hidden_size.max(attention.kv_lora_rank).max(attention.q_lora_rank.unwrap_or(0));
-        decoder.check_sizes(config, LAYER_TENSORS, &[attention.num_heads, head, reads, 2])?;
-        Ok(Self { decoder, attention, dtype: config.dtype()?, ignored_by_transformers })
+/// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
+///
+/// # Errors
+/// Values of another type or out of bounds; options that are not supported.
+pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
+    config.quantisation()?;
+    if config.bool_or(&["mlp_bias"], false)? {
+        return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
     }
-
-    /// Options that this config sets and that transformers 5.17 does not look at: a checkpoint
-    /// behaves differently there. As in vLLM, `norm_topk_prob` divides the chosen scores by their
-    /// sum before `routed_scaling_factor` multiplies them.
-    pub fn ignored_by_transformers(&self) -> &[String] {
-        &self.ignored_by_transformers
+    let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
+    let max_position_embeddings = config.size_or(&["max_position_embeddings"], 2048, limits::POSITIONS)?;
+    let rope_dim = config.size_or(&["qk_rope_head_dim"], 64, limits::HEAD_DIM)?;
+    if rope_dim % 2 != 0 {
+        return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", rope_dim));
     }
-
-    /// Attention in a form.
-    pub fn mla(&self, form: MlaForm) -> MlaConfig {
-        MlaConfig { form, ..self.attention.clone() }
-    }
+    let rope = RopeConfig::from_config(config, rope_dim, max_position_embeddings)?;
+    let rms_norm_eps = config.rms_norm_eps()?;
+    let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
+    let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
+    let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
+    let is_sparse = sparse_layers(config, router.is_some())?;
+    let attention = attention(config, &rope)?;
+    let decoder = DecoderConfig {
+        names: TensorNames { shared_experts: Some("shared_experts"), ..TensorNames::USUAL },
+        vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
+        hidden_size: attention.hidden_size,
+        intermediate_size: width("intermediate_size", 11008)?,
+        activation: config.activation()?,
+        rms_norm_eps,
+        tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
+        rope,
+        moe: router.map(|router| MoeConfig {
+            router,
+            intermediate_size,
+            shared_intermediate_size: shared * intermediate_size,
+        }),
+        is_sparse,
+    };
+    let head = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim;
+    let reads = attention.hidden_size.max(attention.kv_lora_rank).max(attention.q_lora_rank.unwrap_or(0));
+    decoder.check_sizes(config, LAYER_TENSORS, &[attention.num_heads, head, reads, 2])?;
+    Ok(LatentSpec { decoder, attention, dtype: config.dtype()?, ignored_by_transformers })
 }
 
 /// A size whose absence means a default and whose explicit null means none, as in DeepSeek's own
@@ -151,6 +140,8 @@ fn sparse_layers(config: &Config, has_experts: bool) -> Result<Vec<bool>, Config
     Ok((0..layers).map(|layer| has_experts && layer >= first && layer.is_multiple_of(every)).collect())
 }
 
+/// Options that this config sets and that transformers 5.17 does not look at. As in vLLM,
+/// `norm_topk_prob` divides the chosen scores by their sum before `routed_scaling_factor` multiplies them.
 fn ignored_by_transformers(
     config: &Config,
     router: Option<&RouterConfig>,

@@ -1,0 +1,151 @@
+//! What families with multi-head latent attention have in common: their configs differ, and the rest is one model.
+
+use candle_core::Device;
+use candle_nn::VarBuilder;
+use model_runtime::{
+    Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, KvLayout, MlaAttention, MlaConfig,
+    MlaForm, MlaNames, TensorLayout,
+};
+use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
+use moe_layer::candle::{self, DType};
+use moe_layer::{BackendSelection, MoePath};
+use tracing::warn;
+
+/// What errors call the reduced size of o_proj.
+const OUTPUT: &str = "the width of all value heads";
+
+const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
+
+/// A model of such a family.
+#[derive(Clone, Debug)]
+pub struct LatentSpec {
+    /// The decoder around the attention.
+    pub decoder: DecoderConfig,
+    /// Attention, in the absorbed form and with the heads of all ranks.
+    pub attention: MlaConfig,
+    /// The dtype that the config names.
+    pub dtype: Option<DType>,
+    /// Options that the config sets and that transformers does not look at: a checkpoint behaves differently there.
+    pub ignored_by_transformers: Vec<String>,
+}
+
+impl LatentSpec {
+    /// Attention in a form.
+    pub fn mla(&self, form: MlaForm) -> MlaConfig {
+        MlaConfig { form, ..self.attention.clone() }
+    }
+
+    /// Loads the model with its attention in a form, or one rank's part of it; `vb` is at the root of the
+    /// checkpoint, has the model dtype and shows the rank's slices. The oracle's choice of expert backend
+    /// comes along, unless there was none to make.
+    ///
+    /// # Errors
+    /// Missing or wrongly shaped tensors; sizes that ranks cannot cut.
+    pub fn build(
+        &self,
+        mla: MlaForm,
+        options: &DecoderOptions,
+        vb: VarBuilder,
+    ) -> candle::Result<(Decoder<MlaAttention>, Option<BackendSelection>)> {
+        let context = options.context;
+        let whole = self.mla(mla);
+        let heads = context.geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
+        let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
+        let part = whole.with_heads(heads.len());
+        let kv = self.kv_layout(&context.geometry, Some(mla), vb.dtype())?;
+        Decoder::load(&self.decoder, options, kv, vb, |_, vb| {
+            let attention = MlaAttention::load_on(part.clone(), self.decoder.names.latent, vb, context)?;
+            Ok(attention.with_row_parallel(ranks.clone()))
+        })
+    }
+}
+
+/// The path of experts that runs where none is asked for: the loop on the CPU, where it is the reference; on a GPU the loop
+/// would wait for the device in every layer.
+fn default_path(device: &Device) -> MoePath {
+    if device.is_cpu() { MoePath::Legacy } else { MoePath::Fused }
+}
+
+impl ModelSpec for LatentSpec {
+    fn decoder(&self) -> &DecoderConfig {
+        &self.decoder
+    }
+
+    fn attention(&self) -> AttentionSpec<'_> {
+        AttentionSpec::Latent(&self.attention)
+    }
+
+    fn refuse(&self, options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
+        let several = options.context.geometry.world_size > 1 && device != DeviceChoice::Cpu;
+        (several && options.moe_path == Some(MoePath::Legacy)).then_some(LOOP_OVER_GPUS)
+    }
+
+    fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {
+        let names = &self.decoder.names.latent;
+        self.decoder.layout(geometry, has, |_, prefix, list| attention(&self.attention, names, prefix, list))
+    }
+
+    fn kv_layout(
+        &self,
+        geometry: &Geometry,
+        mla: Option<MlaForm>,
+        dtype: DType,
+    ) -> Result<KvLayout, GeometryError> {
+        let whole = self.mla(mla.unwrap_or_default());
+        let heads = geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
+        Ok(whole.with_heads(heads.len()).kv_layout(self.decoder.num_layers(), dtype))
+    }
+
+    fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle::Result<LoadedModel> {
+        // Once, and not by every rank.
+        if options.context.geometry.rank == 0 {
+            for option in &self.ignored_by_transformers {
+                warn!("config.json: {option} is honoured here, but transformers 5.17 ignores it");
+            }
+        }
+        let mla = options.mla.unwrap_or_default();
+        let options = options.decoder(default_path(vb.device()));
+        let (model, selection) = self.build(mla, &options, vb)?;
+        LoadedModel::new(Box::new(model), options.path, selection)
+    }
+}
+
+/// Up-projections have the rows of this rank's heads, o_proj their columns; down-projections and norms
+/// are whole, because all heads read the latents.
+fn attention(
+    config: &MlaConfig,
+    names: &MlaNames,
+    prefix: &str,
+    list: &mut TensorLayout,
+) -> Result<(), GeometryError> {
+    let MlaConfig { hidden_size: h, num_heads, kv_lora_rank: l, v_head_dim: v, bias, .. } = *config;
+    let (query, up) = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + v);
+    let heads = list.geometry.attention_heads(num_heads, num_heads)?.heads;
+    let output = list.geometry.row_shard(OUTPUT, num_heads * v)?.range;
+    let weight = |name: &str| format!("{prefix}.{name}.weight");
+    let by_head = |list: &mut TensorLayout, name: &str, width: usize, columns: usize| {
+        list.rows(weight(name), [num_heads * width, columns], heads.start * width..heads.end * width);
+    };
+    let biases = |list: &mut TensorLayout, name: &str, rows: usize| {
+        if bias {
+            list.whole(format!("{prefix}.{name}.bias"), &[rows]);
+        }
+    };
+    match config.q_lora_rank {
+        None => by_head(list, names.q, query, h),
+        Some(rank) => {
+            list.whole(weight(names.q_a), &[rank, h]);
+            biases(list, names.q_a, rank);
+            list.whole(weight(names.q_a_norm), &[rank]);
+            by_head(list, names.q_b, query, rank);
+        }
+    }
+    let latent = l + config.qk_rope_head_dim;
+    list.whole(weight(names.kv_a), &[latent, h]);
+    biases(list, names.kv_a, latent);
+    list.whole(weight(names.kv_a_norm), &[l]);
+    by_head(list, names.kv_b, up, l);
+    list.columns(weight(names.o), [h, num_heads * v], output);
+    biases(list, names.o, h);
+    Ok(())
+}
