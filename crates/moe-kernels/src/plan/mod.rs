@@ -14,6 +14,8 @@ mod mixed;
 mod monolithic;
 mod one_launch;
 mod per_head;
+#[cfg(test)]
+mod pins;
 mod prompt;
 mod quant;
 mod reason;
