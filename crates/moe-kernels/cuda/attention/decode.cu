@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(DecodeArgs a, const
   if constexpr (!kTiles) {
     decode<D, CopyRing<D>, kFp8>(a, maps);
   } else {
-#if MOE_SM90
+#if MOE_HAS_TMA
     decode<D, TileRing<D>, kFp8>(a, maps);
 #endif
   }

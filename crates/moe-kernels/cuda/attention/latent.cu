@@ -18,7 +18,7 @@ namespace moe::attention_latent {
 
 namespace {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 // Named barriers; 0 is the block's own.
 constexpr int kOwn = 1;    // of the warpgroup of the scores
@@ -277,12 +277,12 @@ __device__ __forceinline__ void consume(const Block& b, const Args& a, const Spl
   if (is_left) named_barrier(kTaken, kWarps * 32);  // every arrival has been waited for
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 __global__ void __launch_bounds__(kThreads, 1)
     latent_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                   const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap rows, int page_rows) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block b = {smem};
   if (threadIdx.x == 0) {

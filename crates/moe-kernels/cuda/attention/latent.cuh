@@ -24,6 +24,7 @@ constexpr int kThreads = 3 * 128;                // the third loads, with one wa
 constexpr int kWeightBytes = kRows * kTile * 2;  // weights, from one warpgroup to the other
 constexpr int kHeader = 2048;                    // barriers, work tiles, factors
 constexpr int kSmem = kHeader + (1 + kStages) * kTileBytes + kWeightBytes;
+static_assert(kSmem == 231424, "the plan has this size, too: src/plan/attention.rs");
 constexpr int kWorkSlots = 2;  // work tiles announced ahead
 constexpr int kMaxSplits = 160;
 
@@ -122,7 +123,7 @@ cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream);
 /// values [tokens, heads, 128] = w_uv [heads, 128, kValue] times that.
 cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream);
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// The warp that takes work by ticket, announces it and loads its queries and latent rows: a lane brings 64 columns of
 /// one page's rows, or of 16 queries.
@@ -228,6 +229,6 @@ struct Loader {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::attention_latent

@@ -14,7 +14,7 @@
 namespace moe::attention_latent::decode {
 namespace {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// A warpgroup's part of the products of a tile's keys and the queries, to shared memory.
 __device__ __forceinline__ void score(const Block& b, int stage) {
@@ -261,13 +261,13 @@ struct Worker {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 // Half of the registers, so that blocks of the launches around it find some.
 __global__ void __launch_bounds__(kThreads, 2)
     latent_decode(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                   const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap rows) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   extern __shared__ __align__(1024) uint8_t smem[];
   pdl_launch_dependents();
   Worker worker = {{smem}, a, splits, &query, &rows, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y)};

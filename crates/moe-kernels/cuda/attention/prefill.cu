@@ -190,6 +190,8 @@ cudaError_t run(const Args& a, void* stream) {
   return launch(prefill_kernel<D>, l, a);
 }
 
+static_assert((1 + 2 * kStages) * kTile * 128 * 2 == 81920, "the plan has this size, too: src/plan/attention.rs");
+
 cudaError_t launch_mma(const Args& a, int head_dim, void* stream) {
   return head_dim == 128 ? run<128>(a, stream) : run<64>(a, stream);
 }

@@ -16,7 +16,7 @@
 
 namespace moe::attention_prefill {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 constexpr float kLimit = 4294967296.f;  // 2^32: values of 2^80 and 2^15 positions still fit f32
 constexpr float kUnset = -3e38f;        // below every score, and no infinity: a score of -infinity weighs nothing
@@ -145,6 +145,6 @@ struct Rows {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::attention_prefill

@@ -16,7 +16,7 @@
 namespace moe::attention_prefill {
 namespace {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 // Named barriers; 0 is the block's own.
 constexpr int kOwn = 1;   // and 2: of one warpgroup
@@ -230,13 +230,13 @@ __device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
   }
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 template <class D, class Source>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_wgmma(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap k,
                   const __grid_constant__ CUtensorMap v, const __grid_constant__ Source source) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block<D> b = {smem};
   if (threadIdx.x == 0) {

@@ -33,6 +33,10 @@ struct Dims {
   static constexpr int kSmem = kHeader + kRows * kKey * 2 + kStages * (kKeyBytes + kValueBytes);
 };
 
+static_assert(Dims<64, 64, 1>::kSmem == 115712 && Dims<128, 128, 1>::kSmem == 230400 &&
+                  Dims<192, 128, 1>::kSmem == 214016,
+              "the plan has these sizes, too: src/plan/attention.rs, src/plan/prompt.rs");
+
 /// Rows of one sequence and KV head, and the positions that they see. No tiles: the end. The second block of a pair may
 /// have no rows; it then computes the last row, for nobody, and loads its half.
 struct Work {
@@ -105,7 +109,7 @@ struct Contiguous {
   }
 };
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// The warp that takes work tiles by ticket, announces them and loads their keys and values: a lane brings 64 columns
 /// of one page's rows.
@@ -230,6 +234,6 @@ struct Loader {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::attention_prefill

@@ -110,7 +110,7 @@ struct CopyRing {
   __device__ __forceinline__ void end() const { cp_async_wait<0>(); }
 };
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 /// A ring filled by the copy engine: blocks of the cache of whole tiles. One instruction of one lane brings a tile,
 /// where cp.async takes eight of each lane and as many addresses.
 template <int D>
@@ -184,7 +184,7 @@ struct TileRing {
 
   __device__ __forceinline__ void end() const {}
 };
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace
 }  // namespace moe

@@ -25,6 +25,7 @@ constexpr int kDepth = 64;  // elements along K per stage: rows of 128 bytes
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kRows + kCols) * kDepth * 2;
 constexpr int kSmem = kStages * kStageBytes;
+static_assert(kSmem == 98304, "the plan has this size, too: src/plan/experts.rs");
 
 struct GroupedArgs {
   const bf16* x;  // [T, H], or [T K, I] for the down product

@@ -23,7 +23,7 @@ struct Bf16Weights : PlainWeights, CopiedRows {
   template <int kCapacity>
   static constexpr int kConsumerRegisters = 0;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
                                               int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
     load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);

@@ -91,7 +91,7 @@ struct Block {
   static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 };
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// Keeps a value in a register: where registers are short the compiler would compute it anew for each stage.
 __device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
@@ -303,7 +303,7 @@ __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, cons
   });
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 /// Token rows as they are, in the swizzle of warpgroup products.
 struct CopiedRows {
@@ -312,7 +312,7 @@ struct CopiedRows {
   template <int kCapacity>
   static constexpr int kMostStages = experts_tensor::kMaxStages;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// The token row of a lane's i-th result.
   static __device__ __forceinline__ int result_row(int i) {
     return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;

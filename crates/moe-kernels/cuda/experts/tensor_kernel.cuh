@@ -11,7 +11,7 @@ namespace moe::experts_tensor {
 template <class W, int kCapacity>
 constexpr int kBlocks = kCapacity > 32 ? 1 : (W::template kFewBlocks<kCapacity>);
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// A work tile with up to kColumns rows. Of every 4 columns a lane holds one, of weight rows g and g + 8 of its warp.
 template <int kCapacity, int kColumns, class W>
@@ -85,7 +85,7 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
   });
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 /// Registers of a thread as the launch gives them.
 template <class W, int kCapacity>
@@ -95,7 +95,7 @@ template <int kCapacity, class W>
 __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     experts_tensor(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
                    const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   // What consumers take the loaders give: there are half as many.
   constexpr int kEach = kRegisters<W, kCapacity>, kTaken = W::template kConsumerRegisters<kCapacity>;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -145,7 +145,7 @@ cudaError_t run(Args<W> a, const CUtensorMap& w13, const CUtensorMap& w2, const 
   const cudaError_t e = make_tensor_map(&act, a.act, a.num_slots(), a.inter, kActRows);
   if (e != cudaSuccess) return e;
   constexpr int kEach = kBlocks<W, kCapacity>, kStage = stage_bytes<W>(kCapacity) + W::kSideBytes;
-  constexpr int kRing = 200 * 1024 / kEach;  // leaves room for the blocks of the kernels ahead
+  constexpr int kRing = 200 * 1024 / kEach;  // leaves room for the blocks of the kernels ahead; the plan has it, too
   constexpr int kMost = W::template kMostStages<kCapacity>;
   static_assert(kRing / kStage <= kMaxStages);
   a.stages = kRing / kStage < kMost ? kRing / kStage : kMost;

@@ -94,7 +94,7 @@ __device__ __forceinline__ void announce_work(const Block& b, const Work& work, 
   mbarrier_arrive(b.work_full((*announced)++));
 }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so that a
 /// lane's accumulators hold both. One thread.

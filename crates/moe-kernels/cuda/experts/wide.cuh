@@ -91,9 +91,11 @@ struct Block {
 
   static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 };
+static_assert(kHeader == 1024 && kTableEntry == 16 && kStaging + kRing == 212992,
+              "the plan has Args::smem, too: src/plan/experts.rs");
 static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActRows % kGranule == 0);
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// The table of touched experts from the counts of their buckets, and the set of counters. One warp; several loads at a
 /// time.
@@ -300,6 +302,6 @@ struct Gatherer {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::experts_wide

@@ -11,7 +11,7 @@ namespace moe::experts_wide {
 template <class W>
 constexpr bool kPublishesInside = false;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 // Registers of a launch of three warpgroups: loaders get what consumers leave.
 constexpr int kAllRegisters = 3 * 168;
@@ -63,13 +63,13 @@ struct Consumer {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 template <int kWidth, class W>
 __global__ void __launch_bounds__(kThreads, 1)
     experts_wide(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
                  const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   extern __shared__ __align__(1024) uint8_t smem[];
   uint8_t* staging = smem + a.staging();
   const Block<W> b = {smem, staging, staging + kStaging, a.stages(), a.stage_bytes(), a.width};

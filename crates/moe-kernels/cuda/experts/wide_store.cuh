@@ -12,7 +12,7 @@
 
 namespace moe::experts_wide {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 constexpr int kSums = kMostRows / 2;      // of a thread; of each 8 token rows 4, as wgmma.cuh says
 constexpr int kPairSums = kPairRows / 2;  // of one of two weight tiles
@@ -143,6 +143,6 @@ struct Store {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::experts_wide

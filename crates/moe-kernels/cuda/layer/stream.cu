@@ -37,7 +37,7 @@ struct Rows {
     return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
   }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
@@ -125,7 +125,7 @@ struct Rows {
     multiply(low, high, act + k * 2, warp, min(a.chunk[1], a.inter - k), acc);
   }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 };
 
 template <int kPerLane, bool kPlain>

@@ -173,10 +173,10 @@ struct Cursor {
   }
 };
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 __device__ __forceinline__ void consumers_sync() { named_barrier(1, kConsumerThreads); }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::layer

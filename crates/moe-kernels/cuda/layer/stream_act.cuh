@@ -5,7 +5,7 @@
 
 namespace moe::layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
 __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
@@ -65,6 +65,6 @@ __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s
   }
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::layer

@@ -12,7 +12,7 @@
 
 namespace moe::layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// The multiplying warps' side of the ring. Token t is in columns 2t and 2t + 1 of mma.sync: lane 4g + t ends with its
 /// sums of rows g and 8 + g.
@@ -130,12 +130,12 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
   mbarrier_fence_init();
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
 template <int kPerLane, bool kPlain, Output kOutput, class Weights>
 __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
-#if MOE_SM90
+#if MOE_HAS_TMA
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s(smem, a);
   const int warp = threadIdx.x / 32, at = threadIdx.x * 8;

@@ -5,7 +5,7 @@
 
 namespace moe::layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// The tile that a block begins with where the experts are chosen here. It belongs to the first token's shared experts,
 /// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still
@@ -137,6 +137,6 @@ struct Loader {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::layer

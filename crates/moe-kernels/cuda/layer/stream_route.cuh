@@ -7,7 +7,7 @@
 
 namespace moe::layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// Eight elements of a row and norm weight as bf16, and the sum of the squares before the weight.
 __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const Vec16& norm_weight, float* squares) {
@@ -232,6 +232,6 @@ __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& 
   if (lane < a.route.top_k) leave(a.routing, a.route.experts, token, lane, c.id);
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::layer

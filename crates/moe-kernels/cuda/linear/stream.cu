@@ -44,6 +44,9 @@ struct Args : StreamInput {
   int n, stages;
 };
 
+static_assert(kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) == 8064 && kPad == 64 && kStageBytes == 33280,
+              "the plan has these sizes, too: src/plan/linear.rs");
+
 /// Shared memory but for the stages: barriers, sums, parts of the norms, rows of x.
 size_t fixed_bytes(int m, int k) {
   return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);

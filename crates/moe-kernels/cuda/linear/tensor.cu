@@ -33,7 +33,7 @@ struct Bf16Weights {
       __device__ __forceinline__ Side(const Source&, int, int) {}
     };
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
     static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar,
                                                 uint64_t policy) {
       load_tile(to, w, row, step * kTileColumns, bar, policy);

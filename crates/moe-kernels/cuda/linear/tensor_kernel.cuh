@@ -48,14 +48,14 @@ struct Block {
   static constexpr int kWeightBytes = Stage::kBytes;
   static constexpr int kStageBytes = kWeightBytes + kParts * kPartBytes;
   static constexpr int kSideBytes = Stage::kSideBytes + (Stage::kRowScales ? kTokens * 4 : 0);
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   static constexpr int kColumns = kTokens < 128 ? kTokens : 128;  // of one wgmma: beyond 128 there are several
   static constexpr int kProducts = kTokens / kColumns;
 #endif
   static constexpr int kSumPitch = kRows + 4;  // floats of a token's sums, against bank conflicts
 };
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 /// The producer: fills the ring with this block's share of K. One thread; where something lies beside the weights, one
 /// warp.
 template <class B>
@@ -133,13 +133,13 @@ __device__ __forceinline__ void finish(const Args<W>& a, const float* sums, int 
   }
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 template <class W, int kTokens, int kGroups, Output kOutput>
 __global__ void __launch_bounds__(Block<W, kTokens, kGroups>::kThreads, 1)
     tensor_kernel(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x,
                   const __grid_constant__ Args<W> a) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   using B = Block<W, kTokens, kGroups>;
   extern __shared__ __align__(1024) uint8_t smem[];
   uint8_t* ring = smem;

@@ -9,7 +9,7 @@ namespace moe {
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r = 0;
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
 #endif
   return r;
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 __device__ __forceinline__ uint32_t cluster_size() {
   uint32_t n = 1;
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
 #endif
   return n;
@@ -26,14 +26,14 @@ __device__ __forceinline__ uint32_t cluster_size() {
 /// All threads of all blocks of the cluster, in two halves for work in between; shared memory written before the first
 /// is readable after the second.
 __device__ __forceinline__ void cluster_arrive() {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void cluster_wait() {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
@@ -46,7 +46,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
 /// Address of the same shared variable in another block of the cluster.
 __device__ __forceinline__ uint32_t cluster_addr(const void* p, uint32_t rank) {
   uint32_t a;
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t cluster_addr(const void* p, uint32_t rank) {
 #endif
 
 __device__ __forceinline__ uint32_t cluster_load(const uint32_t* p, [[maybe_unused]] uint32_t rank) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   uint32_t v;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(cluster_addr(p, rank)) : "memory");
   return v;
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t cluster_load(const uint32_t* p, [[maybe_unus
 }
 
 __device__ __forceinline__ uint64_t cluster_load(const uint64_t* p, [[maybe_unused]] uint32_t rank) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   uint64_t v;
   asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(cluster_addr(p, rank)) : "memory");
   return v;
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint64_t cluster_load(const uint64_t* p, [[maybe_unus
 
 /// Four floats, 16-byte aligned.
 __device__ __forceinline__ float4 cluster_load4(const float* p, [[maybe_unused]] uint32_t rank) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -90,7 +90,7 @@ __device__ __forceinline__ float4 cluster_load4(const float* p, [[maybe_unused]]
 }
 
 __device__ __forceinline__ void cluster_store(float* p, [[maybe_unused]] uint32_t rank, float v) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_addr(p, rank)), "f"(v) : "memory");
 #else
   *p = v;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void cluster_store(float* p, [[maybe_unused]] uint32_
 }
 
 __device__ __forceinline__ void cluster_store(uint64_t* p, [[maybe_unused]] uint32_t rank, uint64_t v) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(cluster_addr(p, rank)), "l"(v) : "memory");
 #else
   *p = v;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void cluster_store(uint64_t* p, [[maybe_unused]] uint
 }
 
 __device__ __forceinline__ void cluster_store4(float* p, [[maybe_unused]] uint32_t rank, float4 v) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_addr(p, rank)), "f"(v.x), "f"(v.y),
                "f"(v.z), "f"(v.w)
                : "memory");
@@ -115,7 +115,7 @@ __device__ __forceinline__ void cluster_store4(float* p, [[maybe_unused]] uint32
 #endif
 }
 
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
 /// An arrival at a barrier of another block, without waiting for this thread's own stores: for what it has read.
 __device__ __forceinline__ void cluster_arrive_at(uint64_t* bar, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_addr(bar, rank)) : "memory");

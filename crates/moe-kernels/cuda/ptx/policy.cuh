@@ -34,7 +34,7 @@ __device__ __forceinline__ void cp_async16(void* dst, const void* src, uint64_t 
                : "memory");
 }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 /// `bulk_copy` with a policy.
 __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
   asm volatile(
@@ -51,7 +51,7 @@ __device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, cons
                                              uint32_t bytes, uint64_t* bar) {
   const uint8_t* from = static_cast<const uint8_t*>(src);
   const uint64_t policy = read_once();
-#if MOE_SM90
+#if MOE_HAS_TMA
   if (elect_one()) {
     arrive_expecting(bar, kRows * bytes);
 #pragma unroll

@@ -11,10 +11,29 @@
 
 namespace moe {
 
+// What the architecture that is compiled for has beyond sm_80. Host code sees none of it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define MOE_SM90 1
+#define MOE_HAS_PDL 1            // griddepcontrol: a launch that begins before the one ahead ends
+#define MOE_HAS_TMA 1            // bulk copies, tensor maps and barriers that count their bytes
+#define MOE_HAS_CLUSTERS 1       // blocks that share their shared memory
+#define MOE_HAS_STMATRIX 1       // matrices of registers to shared memory
+#define MOE_HAS_RELEASE_FENCE 1  // a fence that only releases
 #else
-#define MOE_SM90 0
+#define MOE_HAS_PDL 0
+#define MOE_HAS_TMA 0
+#define MOE_HAS_CLUSTERS 0
+#define MOE_HAS_STMATRIX 0
+#define MOE_HAS_RELEASE_FENCE 0
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define MOE_HAS_FP8 1  // conversions to and from E4M3
+#else
+#define MOE_HAS_FP8 0
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MOE_HAS_WGMMA 1  // warpgroup products, and registers that move between warps; sm_90a alone
+#else
+#define MOE_HAS_WGMMA 0
 #endif
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) {
@@ -26,14 +45,14 @@ __device__ __forceinline__ uint32_t smem_addr(const void* p) {
 /// Waits until the kernels before this one have finished and their writes are visible. Everything
 /// that does not depend on them (barriers, weight prefetch) belongs above this call.
 __device__ __forceinline__ void pdl_wait() {
-#if MOE_SM90
+#if MOE_HAS_PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 /// Lets the next kernel's blocks start where there is room for them. It orders nothing.
 __device__ __forceinline__ void pdl_launch_dependents() {
-#if MOE_SM90
+#if MOE_HAS_PDL
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
@@ -46,7 +65,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
 
 /// Makes initialised barriers visible to the copy engine; a block barrier must follow.
 __device__ __forceinline__ void mbarrier_fence_init() {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
@@ -71,7 +90,7 @@ __device__ __forceinline__ void warp_arrive(uint64_t* bar) {
 
 __device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
-#if MOE_SM90
+#if MOE_HAS_TMA
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(done)
                : "r"(smem_addr(bar)), "r"(parity)
@@ -92,14 +111,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 
 /// Orders this thread's ordinary accesses with copies of the bulk engine.
 __device__ __forceinline__ void fence_async_proxy() {
-#if MOE_SM90
+#if MOE_HAS_TMA
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
 /// fence_async_proxy for shared memory alone.
 __device__ __forceinline__ void fence_async_shared() {
-#if MOE_SM90
+#if MOE_HAS_TMA
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
@@ -107,7 +126,7 @@ __device__ __forceinline__ void fence_async_shared() {
 /// fence_async_proxy for global memory alone. But it waits for no earlier store, so it is to be followed by what makes
 /// the stores visible.
 __device__ __forceinline__ void fence_async_global() {
-#if MOE_SM90
+#if MOE_HAS_TMA
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
@@ -149,14 +168,14 @@ __device__ __forceinline__ void cp_async_wait() {
 
 /// Arrivals that complete a phase of a barrier filled by one call of `copy_rows`, or of `copy_strided`
 /// (ptx/policy.cuh).
-__device__ __forceinline__ uint32_t copy_arrivals() { return MOE_SM90 ? 1 : 32; }
+__device__ __forceinline__ uint32_t copy_arrivals() { return MOE_HAS_TMA ? 1 : 32; }
 
 /// One arrival of this thread at a barrier, when all its cp.async before have landed.
 __device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 /// True in one lane of the warp; unlike a test of the lane number it tells the compiler so, which then
 /// issues bulk copies back to back (a loop over lanes costs about 75 cycles per copy).
 __device__ __forceinline__ bool elect_one() {
@@ -194,7 +213,7 @@ template <class Source>
 __device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_t rows, uint32_t bytes, uint64_t* bar,
                                           Source source) {
   const uint32_t lane = threadIdx.x % 32;
-#if MOE_SM90
+#if MOE_HAS_TMA
   if (lane == 0) arrive_expecting(bar, rows * bytes);
   __syncwarp();
   for (uint32_t r = lane; r < rows; r += 32) bulk_copy(dst + r * stride, source(r), bytes, bar);
@@ -223,7 +242,7 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
 /// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote
 /// before. For several counters: `add_release` would wait for memory once for each.
 __device__ __forceinline__ void fence_release() {
-#if MOE_SM90
+#if MOE_HAS_RELEASE_FENCE
   asm volatile("fence.release.gpu;" ::: "memory");  // acq_rel would empty L1, too
 #else
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -318,7 +337,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
-#if MOE_SM90
+#if MOE_HAS_STMATRIX
 /// Stores 16 bytes with a policy for L2.
 __device__ __forceinline__ void store16(void* to, const uint4& v, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -340,7 +359,9 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&v)
                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
 }
+#endif
 
+#if MOE_HAS_WGMMA
 /// Registers of each thread of a warpgroup from here on; all its warps. Taking more waits until others have given some.
 template <int N>
 __device__ __forceinline__ void give_registers() {

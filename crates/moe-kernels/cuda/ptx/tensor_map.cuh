@@ -67,7 +67,7 @@ inline cudaError_t make_word_map(CUtensorMap* map, const void* data, int64_t row
                            box);
 }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -9,7 +9,7 @@
 
 namespace moe {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// Descriptor of a swizzled tile at a 1,024-byte aligned address: every 8 rows are `eight_rows` bytes behind those
 /// before. 16 columns further is 32 bytes, 2 in units of the descriptor.

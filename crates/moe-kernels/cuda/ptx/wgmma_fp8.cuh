@@ -9,7 +9,7 @@
 
 namespace moe {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 // Accumulators are outputs alone: until the products begin their registers serve others.
 #define MOE_O(i)                                                                                                     \

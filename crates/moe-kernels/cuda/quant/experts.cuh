@@ -13,7 +13,7 @@ struct ExpertStage : QuantStage<kFormat, kColumns, kShare, experts_tiles::kTileR
   using Stage = QuantStage<kFormat, kColumns, kShare, experts_tiles::kTileRows / 16>;
   using Source = quant::Source;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   static __device__ __forceinline__ int row_block(const Source& s, int expert, int tile) {
     return expert * s.blocks + tile * (experts_tiles::kTileRows / 16);
   }

@@ -37,7 +37,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   static __device__ __forceinline__ int result_row(int i) { return i * kGroup + static_cast<int>(threadIdx.x) % 4; }
 
   /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.

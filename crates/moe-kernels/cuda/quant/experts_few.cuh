@@ -29,7 +29,7 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,

@@ -32,7 +32,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
                                             : kCapacity == 32 ? 88
                                                               : 0;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// acc += 64 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,

@@ -20,7 +20,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
   using Self = QuantWeights;
   static constexpr int kConsumerRegisters = 216;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
   /// behind them.
   template <int kWidth, int kColumns>

@@ -8,7 +8,7 @@
 
 namespace moe::fp8 {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 __device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 #endif
 
@@ -19,7 +19,7 @@ struct StoreActivations {
   static constexpr bool kSlots = false;
   static constexpr int kCluster = kPair;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// A lane's pairs of each 8 columns in bf16, of a part's rows g and g + 8.
   struct Rows {
     uint32_t word[2][8];
@@ -83,7 +83,7 @@ struct StoreSlotRows {
   static constexpr bool kSlots = true;
   static constexpr int kCluster = 1;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   template <class Consumer>
   static __device__ __forceinline__ void store(Consumer& c, const Work& work, int parts, uint32_t slot,
                                                const float* total) {

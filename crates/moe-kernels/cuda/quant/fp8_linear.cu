@@ -38,7 +38,7 @@ struct Fp8Weights {
     static constexpr int kRowBytes = kFp8Columns;
     static constexpr bool kRowScales = true;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
     using Side = typename Base::template SideCopies<32>;
 
     static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar,

@@ -96,7 +96,7 @@ static_assert((3 * kMaxStages + 2 * Block::kWorkSlots + 2 * kConsumers) * 8 <= 5
 static_assert(Block::kWorkSlots * sizeof(Work) <= 512 && kConsumers * 2 * 2 * 16 * 4 <= kStaging);
 static_assert(sizeof(uint4) == kTableEntry && kSideBytes % 16 == 0);
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 /// The table of touched experts. One warp.
 __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
@@ -235,6 +235,6 @@ struct Converter {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 }  // namespace moe::fp8

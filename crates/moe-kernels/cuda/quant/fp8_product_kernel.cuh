@@ -14,7 +14,7 @@
 
 namespace moe::fp8 {
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
 
 constexpr int kPartSums = kTileRows / 2;  // of a thread, of 64 rows x 128 weight rows
 // Registers of a launch of three warpgroups: loaders get what consumers leave.
@@ -145,13 +145,13 @@ struct Consumer {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_WGMMA
 
 template <class Kind, bool kByRow>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_product(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap rows,
                 const __grid_constant__ Args a) {
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   extern __shared__ __align__(1024) uint8_t smem[];
   uint8_t* staging = smem + a.staging();
   const Block b = {smem, staging, staging + kStaging, a.stages};

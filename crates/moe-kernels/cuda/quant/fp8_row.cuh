@@ -34,7 +34,7 @@ struct RowsOut {
 /// Four numbers as bytes, the first one lowest.
 __device__ __forceinline__ uint32_t pack_e4m3([[maybe_unused]] float a, [[maybe_unused]] float b,
                                               [[maybe_unused]] float c, [[maybe_unused]] float d) {
-#if MOE_SM90
+#if MOE_HAS_FP8
   uint16_t low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));

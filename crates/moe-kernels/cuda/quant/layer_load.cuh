@@ -7,7 +7,7 @@
 
 namespace moe::quant_layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// A row of tiles of an active expert.
 struct Tile {
@@ -107,6 +107,6 @@ struct Loader {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::quant_layer

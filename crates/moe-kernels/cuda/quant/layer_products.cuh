@@ -5,7 +5,7 @@
 
 namespace moe::quant_layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 __device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
 
@@ -230,6 +230,6 @@ struct Worker {
   }
 };
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::quant_layer

@@ -6,7 +6,7 @@
 
 namespace moe::quant_layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 constexpr int kRowsFinished = 4;      // barrier
 constexpr int kWidth = kWorkers * 4;  // columns that the block's threads take at a time
@@ -242,6 +242,6 @@ __device__ __forceinline__ void build_active(const Args& a, const Shared& s) {
   if (local >= 0 && part == lane) s.slot_of(active)[token] = lane;
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::quant_layer

@@ -31,7 +31,7 @@ namespace {
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
 template <class Kind, class Form, int kPerLane, bool kPlain>
 __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
-#if MOE_SM90
+#if MOE_HAS_TMA
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
   // Each token's experts are chosen by a warp: by the first warps, or by the warps that do not multiply.

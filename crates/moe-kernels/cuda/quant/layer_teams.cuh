@@ -6,7 +6,7 @@
 
 namespace moe::quant_layer {
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 
 /// Adds a team's shares of its tiles of gate and up in the order of a pair's sums, and activates the sums.
 __device__ __forceinline__ void activate_all(const Args& a, const Shared& s, const Tiles<Teams>& tiles, int team) {
@@ -51,6 +51,6 @@ __device__ __forceinline__ void store_all(const Args& a, const Shared& s, const 
   }
 }
 
-#endif  // MOE_SM90
+#endif  // MOE_HAS_TMA
 
 }  // namespace moe::quant_layer

@@ -31,7 +31,7 @@ struct QuantWeights {
     static constexpr int kRowBytes = 2 * Base::kColumns;
     static constexpr bool kRowScales = false;
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
     using Side = typename Base::template SideCopies<32>;
 
     static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar,

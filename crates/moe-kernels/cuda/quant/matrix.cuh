@@ -126,7 +126,7 @@ __device__ __forceinline__ Pieces pieces(const Matrix& w, const StageLayout& l, 
   return p;
 }
 
-#if MOE_SM90
+#if MOE_HAS_TMA
 /// Copies the pieces by the copy engine. One thread.
 __device__ __forceinline__ void bulk_copy_pieces(uint8_t* stage, const Pieces& p, uint64_t* bar) {
   arrive_expecting(bar, p.total());
@@ -138,7 +138,7 @@ __device__ __forceinline__ void bulk_copy_pieces(uint8_t* stage, const Pieces& p
 
 /// Copies the pieces by one warp, as copy_rows does: the barrier is initialised with copy_arrivals().
 __device__ __forceinline__ void copy_pieces(uint8_t* stage, const Pieces& p, uint64_t* bar) {
-#if MOE_SM90
+#if MOE_HAS_TMA
   if (elect_one()) bulk_copy_pieces(stage, p, bar);
   __syncwarp();
 #else

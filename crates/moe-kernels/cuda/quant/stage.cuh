@@ -46,7 +46,7 @@ struct QuantStage {
   static constexpr uint32_t kReleases = kWarpArrivals;
   static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
 
-#if MOE_SM90
+#if MOE_HAS_WGMMA
   /// The weights of `step`, kBytes that the barrier must expect. One thread.
   static __device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int row_block, int step,
                                                       uint64_t* bar, uint64_t policy) {

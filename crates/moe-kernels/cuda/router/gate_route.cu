@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x,
 // ordinary stores would wait for all that the block has stored to memory, too.
 
 __device__ __forceinline__ void expect_logits([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] int count) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   if (threadIdx.x != 0) return;
   mbarrier_init(arrived, 1);
   mbarrier_fence_init();
@@ -95,7 +95,7 @@ __device__ __forceinline__ void expect_logits([[maybe_unused]] uint64_t* arrived
 
 __device__ __forceinline__ void send_logit(float* to, [[maybe_unused]] uint32_t rank, float logit,
                                            [[maybe_unused]] uint64_t* arrived) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   cluster_send(reinterpret_cast<uint32_t*>(to), __float_as_uint(logit), arrived, rank);
 #else
   *to = logit;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void send_logit(float* to, [[maybe_unused]] uint32_t 
 
 /// Behind the block's own last product, whose barrier orders it where the block is a cluster of its own.
 __device__ __forceinline__ void await_logits([[maybe_unused]] uint64_t* arrived) {
-#if MOE_SM90
+#if MOE_HAS_CLUSTERS
   mbarrier_wait(arrived, 0);
 #endif
 }
