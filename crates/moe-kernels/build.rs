@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     }
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     println!("cargo:rerun-if-env-changed=MOE_KERNELS_OBJECTS");
-    println!("cargo:rustc-env=MOE_KERNEL_IMAGES={}", nvcc::ARCHITECTURES.join(" "));
+    println!("cargo:rustc-env=MOE_KERNEL_IMAGES={}", nvcc::images());
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return ExitCode::SUCCESS;
     }

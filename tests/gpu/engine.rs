@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use model_families::qwen3_moe;
 use model_runtime::{Attention, Config, Decoder, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
@@ -20,9 +20,14 @@ pub const CONFIG: &str = r#"{
 }"#;
 
 fn model() -> Decoder<Attention> {
+    model_on(DType::BF16, cuda().device())
+}
+
+/// The model of [`CONFIG`], on a device.
+pub fn model_on(dtype: DType, device: &Device) -> Decoder<Attention> {
     let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
-    let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
+    let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, device);
     config.model.load(&LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 

@@ -23,6 +23,7 @@ mod mla_rows;
 mod nccl;
 mod offload;
 mod products;
+mod ptx;
 mod quant;
 mod ranks;
 mod route;

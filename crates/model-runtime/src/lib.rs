@@ -55,10 +55,11 @@ pub use moe_kernels::candle;
 #[cfg(feature = "cuda")]
 pub use moe_kernels::cuda;
 pub use moe_kernels::names::{AttentionNames, MlaNames, MlpNames, TensorNames, is_gate_up_pack};
+pub use moe_kernels::plan::Feature;
 pub use moe_kernels::{
     Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, QuantScheme, Roof, RoutedExperts, Scratch,
     StepContext, TensorView, View, ViewMut, Workspace,
 };
-pub use moe_kernels::{check_kernel_image, compute_capability};
+pub use moe_kernels::{check_kernel_image, is_portable_only};
 pub use moe_layer::{BlockContext, Router};
 pub use moe_quant::QuantConfig;

@@ -90,6 +90,9 @@ pub fn smallest_gpu() -> Option<u64> {
 fn gpu(name: &str, capability: (u32, u32), memory: [usize; 2]) -> String {
     let [total, free] = memory.map(|bytes| BinaryBytes(bytes as u64));
     let runs = match model_runtime::check_kernel_image(capability) {
+        Ok(()) if model_runtime::is_portable_only(capability) => {
+            "; runs on kernels for any card, which are slow: the others are not built for it".to_string()
+        }
         Ok(()) => String::new(),
         Err(why) => format!("; cannot be used: {why}"),
     };
@@ -119,6 +122,11 @@ mod tests {
         assert_eq!(
             gpu("H100", (9, 0), memory),
             "H100, compute capability 9.0, 80.00 GiB of memory, 79.00 GiB available"
+        );
+        let text = gpu("RTX 5090", (12, 0), memory);
+        assert!(
+            text.ends_with("; runs on kernels for any card, which are slow: the others are not built for it"),
+            "{text}"
         );
         let text = gpu("T4", (7, 5), memory);
         assert!(text.contains("; cannot be used: ") && text.contains("built for 8.x and 9.0"), "{text}");

@@ -64,7 +64,7 @@ fn build_with(
             describe(shape.dtype, weights.has_bias())
         )
     }
-    if weights.device().is_cuda() != spec.compute_capability.is_some() {
+    if weights.device().is_cuda() != spec.gpu.is_some() {
         bail!(
             "{} experts: expected weights on the device of the specification, got {:?}",
             selection.chosen,

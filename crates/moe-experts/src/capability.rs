@@ -32,7 +32,7 @@ pub(crate) struct Capability {
 impl Capability {
     /// The first check that fails, in the documented order.
     pub fn check(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.target.expect(spec.compute_capability)?;
+        self.target.expect(spec.gpu.as_ref())?;
         self.check_weights(spec)?;
         self.check_layout(spec)
     }
@@ -89,11 +89,12 @@ impl Capability {
 mod tests {
     use super::*;
     use crate::oracle::tests::spec;
+    use moe_kernels::plan::{Gpu, WARPGROUPS};
     use moe_kernels::{Activation, Fp8Scales, QuantGroup};
 
     /// A picky GPU kernel, so that every check can fail.
     const PICKY: Capability = Capability {
-        target: Target::Cuda { min: (9, 0) },
+        target: Target::Tuned(WARPGROUPS),
         activations: &["swiglu"],
         bias: false,
         quantised: false,
@@ -111,9 +112,9 @@ mod tests {
     /// Faults in the order of the checks: (what breaks it, its check, part of its text).
     const FAULTS: [(Change, &str, &str); 10] = [
         (
-            |s| s.compute_capability = Some((8, 9)),
+            |s| s.gpu = Gpu::new((8, 9), 101_376, 142).ok(),
             "device",
-            "9.0 or later, but this rank computes on CUDA with compute capability 8.9",
+            "uses tensor maps and bulk copies, which its code for compute capability 8.9 does not have",
         ),
         (
             |s| s.activation = Activation::SwiGluOai { alpha: 1.5, limit: 7. },
@@ -131,12 +132,12 @@ mod tests {
             "takes rows in the Standard format, but prepare hands over BatchedExperts",
         ),
         (|s| s.batch_invariant = true, "batch_invariance", "depend on its batch"),
-        (|s| s.compute_capability = None, "device", "but this rank computes on the CPU"),
+        (|s| s.gpu = None, "device", "but this rank computes on the CPU"),
     ];
 
     fn fitting() -> ExpertsSpec {
         ExpertsSpec {
-            compute_capability: Some((9, 0)),
+            gpu: Some(Gpu::HOPPER),
             dtype: DType::BF16,
             hidden_size: 128,
             intermediate_size: 96,

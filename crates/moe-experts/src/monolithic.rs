@@ -1,7 +1,7 @@
 //! The launches of moe-kernels that contain the router, as monolithic experts.
 
 use candle_core::Result;
-use moe_kernels::plan::{Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
+use moe_kernels::plan::{BULK_COPIES, Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
 use moe_kernels::{Exec, ExpertsSpec, Gate, MonolithicIo, View};
 
 use crate::capability::Capability;
@@ -9,8 +9,9 @@ use crate::experts::MonolithicExperts;
 use crate::oracle::{Backend, CUDA_FUSED};
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// What these kernels compute: SwiGLU experts on Hopper with bf16 activations, whole or cut along their intermediate size.
-const CAPABILITY: Capability = Capability { target: Target::HOPPER, tensor_parallel: true, ..CUDA_FUSED };
+/// What these kernels compute: SwiGLU experts with bf16 activations, whole or cut along their intermediate size.
+const CAPABILITY: Capability =
+    Capability { target: Target::Tuned(BULK_COPIES), tensor_parallel: true, ..CUDA_FUSED };
 
 /// One of the monolithic kernels over the packed weights of a layer.
 #[derive(Clone, Debug)]

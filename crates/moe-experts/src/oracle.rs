@@ -10,7 +10,7 @@ use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
 use crate::capability::Capability;
-use moe_kernels::plan::{Reason, Target};
+use moe_kernels::plan::{Reason, TENSOR_CORES, Target};
 
 /// An implementation of the fused experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -52,10 +52,11 @@ const CPU: Capability = Capability {
 
 /// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
 /// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
+const CUDA: Capability = Capability { target: Target::Gpu, ..CPU };
 
 /// Its kernels load weights and rows in stages of 64 elements, 128 bytes, so H and I must be multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
+    target: Target::Tuned(TENSOR_CORES),
     activations: &["swiglu"],
     bias: false,
     dtypes: &[DType::BF16],

@@ -1,6 +1,7 @@
 //! Table tests of the oracle: specifications in, choices and reasons out.
 
 use candle_core::DType;
+use moe_kernels::plan::Gpu;
 use moe_kernels::{
     Activation, ActivationFormat, ExpertsSpec, Fp8Scales, QuantGroup, QuantScheme, RoutingMethod,
 };
@@ -25,7 +26,7 @@ pub(crate) fn spec() -> ExpertsSpec {
         tp_size: 1,
         ep_size: 1,
         batch_invariant: false,
-        compute_capability: None,
+        gpu: None,
     }
 }
 
@@ -64,7 +65,7 @@ const INT4: Change = |s| {
 const INT4_ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
                            cuda_batched (device), cpu_batched (activation_format), emulation (lower_priority)";
 
-const ON_CUDA: Change = |s| s.compute_capability = Some((9, 0));
+const ON_CUDA: Change = |s| s.gpu = Some(Gpu::HOPPER);
 
 #[test]
 fn the_table() {
@@ -89,13 +90,13 @@ fn the_table() {
         (|s| (s.top_k, s.apply_router_weight_on_input) = (1, true), None, ON_CPU),
         // Tensor parallelism cuts experts of token rows: 384 columns are a multiple of 64, 96 are not.
         (
-            |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (2, 384, Some((9, 0))),
+            |s| (s.tp_size, s.intermediate_size, s.gpu) = (2, 384, Some(Gpu::HOPPER)),
             None,
             "cuda_fused; cuda_fused_listed (tensor_parallel), cuda (lower_priority), cuda_batched (tensor_parallel), \
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (8, 96, Some((9, 0))),
+            |s| (s.tp_size, s.intermediate_size, s.gpu) = (8, 96, Some(Gpu::HOPPER)),
             None,
             "cuda; cuda_fused (shape), cuda_fused_listed (tensor_parallel), cuda_batched (tensor_parallel), \
              cpu (device), cpu_batched (device)",
@@ -113,6 +114,13 @@ fn the_table() {
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
+        // There is no machine code for the card: the fused experts were not built for it.
+        (
+            |s| s.gpu = Gpu::new((12, 0), 101_376, 170).ok(),
+            None,
+            "cuda; cuda_fused (device), cuda_fused_listed (device), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
+        ),
         (
             ON_CUDA,
             Some("cuda"),
@@ -120,45 +128,43 @@ fn the_table() {
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.dtype) = (Some((8, 0)), DType::F16),
+            |s| (s.gpu, s.dtype) = (Gpu::new((8, 0), 166_912, 108).ok(), DType::F16),
             None,
             "cuda; cuda_fused (dtype), cuda_fused_listed (dtype), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.activation) = (Some((9, 0)), Activation::Gelu),
+            |s| (s.gpu, s.activation) = (Some(Gpu::HOPPER), Activation::Gelu),
             None,
             "cuda; cuda_fused (activation), cuda_fused_listed (activation), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.has_bias) = (Some((9, 0)), true),
+            |s| (s.gpu, s.has_bias) = (Some(Gpu::HOPPER), true),
             None,
             "cuda; cuda_fused (bias), cuda_fused_listed (bias), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.hidden_size) = (Some((9, 0)), 96),
+            |s| (s.gpu, s.hidden_size) = (Some(Gpu::HOPPER), 96),
             None,
             "cuda; cuda_fused (shape), cuda_fused_listed (shape), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.top_k, s.apply_router_weight_on_input) = (Some((9, 0)), 1, true),
+            |s| (s.gpu, s.top_k, s.apply_router_weight_on_input) = (Some(Gpu::HOPPER), 1, true),
             None,
             "cuda; cuda_fused (router_weight_on_input), cuda_fused_listed (activation_format), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
-            |s| {
-                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::BatchedExperts)
-            },
+            |s| (s.gpu, s.activation_format) = (Some(Gpu::HOPPER), ActivationFormat::BatchedExperts),
             None,
             "cuda_batched; cuda_fused (activation_format), cuda_fused_listed (activation_format), \
              cuda (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed),
+            |s| (s.gpu, s.activation_format) = (Some(Gpu::HOPPER), ActivationFormat::Listed),
             None,
             "cuda_fused_listed; cuda_fused (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
@@ -166,7 +172,7 @@ fn the_table() {
         (|s| s.activation_format = ActivationFormat::Listed, None, ON_CPU),
         (
             |s| {
-                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed);
+                (s.gpu, s.activation_format) = (Some(Gpu::HOPPER), ActivationFormat::Listed);
                 s.hidden_size = 96;
             },
             None,
@@ -175,7 +181,7 @@ fn the_table() {
         ),
         (
             |s| {
-                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed);
+                (s.gpu, s.activation_format) = (Some(Gpu::HOPPER), ActivationFormat::Listed);
                 (s.top_k, s.apply_router_weight_on_input) = (1, true);
             },
             None,
@@ -183,7 +189,7 @@ fn the_table() {
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.compute_capability, s.batch_invariant) = (Some((9, 0)), true),
+            |s| (s.gpu, s.batch_invariant) = (Some(Gpu::HOPPER), true),
             None,
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
@@ -234,7 +240,6 @@ fn the_table() {
         (|s| (INT4(s), s.dtype = DType::F64).0, None, "no MoE backend runs this configuration:"),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
-        (|s| s.compute_capability = Some((7, 5)), None, "no MoE backend runs this configuration:"),
         (
             |_| (),
             Some("cpu_batched"),
@@ -242,7 +247,7 @@ fn the_table() {
              BatchedExperts format, but prepare hands over Standard; use auto or another backend",
         ),
         (
-            |s| s.compute_capability = Some((9, 0)),
+            |s| s.gpu = Some(Gpu::HOPPER),
             Some("cpu"),
             "the MoE backend that was asked for does not fit: cpu: runs on the CPU, but this rank \
              computes on CUDA with compute capability 9.0; use auto or another backend",
@@ -318,7 +323,7 @@ fn the_explanation_is_json() {
     let spec = ExpertsSpec { activation: Activation::SwiGluOai { alpha: 1.702, limit: 7. }, ..spec() };
     let json = serde_json::to_value(select(&spec, None).unwrap()).unwrap();
     let on_cuda = |backend| {
-        let text = "runs on CUDA with compute capability 8.0 or later, but this rank computes on the CPU";
+        let text = "runs on CUDA, but this rank computes on the CPU";
         serde_json::json!({"backend": backend, "reason": {"check": "device", "text": text}})
     };
     let want = serde_json::json!({

@@ -201,7 +201,7 @@ impl ExpertWeights {
             tp_size: 1,
             ep_size: 1,
             batch_invariant: false,
-            compute_capability: moe_kernels::compute_capability(self.device()),
+            gpu: moe_kernels::gpu_of(self.device()),
         }
     }
 }

@@ -6,8 +6,29 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
-/// Architectures with machine code of their own. 90a is Hopper with all its instructions.
-pub const ARCHITECTURES: &[&str] = &["80", "90a"];
+/// Architectures with machine code of their own, ascending. 90a is Hopper with all its instructions.
+const ARCHITECTURES: &[&str] = &["80", "90a"];
+
+/// The first of [`ARCHITECTURES`] becomes PTX, too, in the files of the portable tier.
+const PORTABLE_PTX: &str = "80";
+
+/// The portable tier: folders and files of kernels that need nothing of a card that came after [`PORTABLE_PTX`], and that
+/// are enough to run a model. All other files are the tuned tier.
+const PORTABLE: &[&str] =
+    &["any/", "load/", "rows/", "quant/dequantise.cu", "quant/order_rows.cu", "router/balance.cu"];
+
+/// What each tier is compiled to, for the choice of kernels (`src/images.rs`): `portable sm_80 .. compute_80; tuned ..`.
+#[allow(dead_code)] // The report of the kernels has no use for it.
+pub fn images() -> String {
+    let machine: Vec<String> = ARCHITECTURES.iter().map(|arch| format!("sm_{arch}")).collect();
+    let machine = machine.join(" ");
+    format!("portable {machine} compute_{PORTABLE_PTX}; tuned {machine}")
+}
+
+/// Whether a source, relative to the folder of all sources, is in the portable tier.
+fn is_portable(source: &Path) -> bool {
+    PORTABLE.iter().any(|place| source.starts_with(place))
+}
 
 /// What a failed step says.
 pub type Error = String;
@@ -26,10 +47,13 @@ pub struct Object {
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
     let files = files_and_objects(sources, out)?;
-    let mut command = vec![nvcc.to_string_lossy().into_owned()];
-    command.extend(flags());
-    command.extend(["-I".to_string(), sources.to_string_lossy().into_owned()]);
-    files.iter().map(|(file, object)| compile(&command, file, newest(sources, file)?, object)).collect()
+    let compile_one = |(file, object): &(PathBuf, PathBuf)| {
+        let mut command = vec![nvcc.to_string_lossy().into_owned()];
+        command.extend(flags(is_portable(file.strip_prefix(sources).unwrap_or(file))));
+        command.extend(["-I".to_string(), sources.to_string_lossy().into_owned()]);
+        compile(&command, file, newest(sources, file)?, object)
+    };
+    files.iter().map(compile_one).collect()
 }
 
 /// Every .cu below `sources`, and its object in `out`: layer_stream.o of layer/stream.cu. An object's name
@@ -90,13 +114,21 @@ fn modified(path: &Path) -> Result<SystemTime, Error> {
     time.map_err(|e| format!("cannot read {}: {e}", path.display()))
 }
 
-fn flags() -> Vec<String> {
+/// `portable`: for a file of the portable tier.
+fn flags(portable: bool) -> Vec<String> {
     let all = "-std=c++17 -O3 -lineinfo --threads 2 -Werror all-warnings \
                -Xcompiler -fPIC,-Wall,-Wextra,-Werror -Xptxas -v";
     let mut flags: Vec<String> = all.split_whitespace().map(str::to_string).collect();
     for arch in ARCHITECTURES {
         flags.push("-gencode".to_string());
-        flags.push(format!("arch=compute_{arch},code=sm_{arch}"));
+        flags.push(match portable && *arch == PORTABLE_PTX {
+            // Both come out of one run of the front end, which takes most of the time.
+            true => format!("arch=compute_{arch},code=[sm_{arch},compute_{arch}]"),
+            false => format!("arch=compute_{arch},code=sm_{arch}"),
+        });
+    }
+    if portable {
+        flags.push("-DMOE_PTX".to_string());
     }
     flags
 }
@@ -161,6 +193,23 @@ mod tests {
         assert_eq!(newest(&dir, &dir.join("both.cu")).unwrap(), deepest);
         assert!(newest(&dir, &dir.join("none.cu")).unwrap_err().contains("none.cu"));
         fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn the_portable_tier_is_built_as_ptx_too() {
+        for (source, portable) in [
+            ("any/linear.cu", true),
+            ("router/balance.cu", true),
+            ("router/gate_route.cu", false),
+            ("quant/dequantise.cu", true),
+            ("quant/linear_stream.cu", false),
+            ("anything.cu", false),
+        ] {
+            assert_eq!(is_portable(Path::new(source)), portable, "{source}");
+            let has_ptx = flags(portable).iter().any(|flag| flag.contains("code=[sm_80,compute_80]"));
+            assert_eq!(has_ptx, portable, "{source}");
+        }
+        assert_eq!(images(), "portable sm_80 sm_90a compute_80; tuned sm_80 sm_90a");
     }
 
     #[test]

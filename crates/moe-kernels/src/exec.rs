@@ -18,20 +18,17 @@ use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
 use crate::cuda::{PinnedWords, Timeline};
 use crate::door;
-use crate::plan::{Fp8Activations, Machine};
+use crate::plan::{Fp8Activations, Gpu, Machine};
 use crate::view::{View, ViewMut};
 
 pub use isa::CpuIsa;
 
-/// Compute capability (major, minor) of a CUDA device, (0, 0) if the driver does not tell; `None` for
-/// other devices.
-pub fn compute_capability(device: &Device) -> Option<(u32, u32)> {
+/// What the choice of kernels depends on of a CUDA device; `None` for other devices. Of one on which no kernel can run it is
+/// a card without any: the first op there says why.
+pub fn gpu_of(device: &Device) -> Option<Gpu> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            let capability = device.cuda_stream().context().compute_capability();
-            Some(capability.map_or((0, 0), |(major, minor)| (major.max(0) as u32, minor.max(0) as u32)))
-        }
+        Device::Cuda(device) => Some(crate::cuda::CudaExec::of(device).map_or(Gpu::NONE, |cuda| cuda.gpu)),
         _ => None,
     }
 }

@@ -13,7 +13,6 @@ mod element;
 mod exec;
 mod fp8;
 pub mod gradient;
-mod images;
 mod memory;
 mod monolithic;
 pub mod names;
@@ -44,9 +43,8 @@ pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
 pub use element::{Element, Float};
-pub use exec::{CpuIsa, Exec, compute_capability};
+pub use exec::{CpuIsa, Exec, gpu_of};
 pub use fp8::{FP8_GROUP, quantised_to_fp8};
-pub use images::check_kernel_image;
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
 pub use ops::{
@@ -61,6 +59,7 @@ pub use ops::{
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
+pub use plan::{check_kernel_image, is_portable_only};
 pub use product_rows::{Fp8Order, Fp8Rows, ProductRows, RowsView, RowsViewMut};
 pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;

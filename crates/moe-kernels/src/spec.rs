@@ -3,7 +3,7 @@
 use candle_core::DType;
 use serde::{Serialize, Serializer};
 
-use crate::plan::activation_name;
+use crate::plan::{Gpu, activation_name};
 use crate::scheme::QuantScheme;
 
 /// The layout in which prepare hands rows to the experts.
@@ -107,9 +107,9 @@ pub struct ExpertsSpec {
     pub ep_size: usize,
     /// A token's bits must not depend on its batch.
     pub batch_invariant: bool,
-    /// `None`: CPU. `Some((major, minor))`: CUDA compute capability.
-    #[serde(serialize_with = "capability_text")]
-    pub compute_capability: Option<(u32, u32)>,
+    /// The GPU; `None`: the CPU. As text its compute capability.
+    #[serde(rename = "compute_capability", serialize_with = "capability_text")]
+    pub gpu: Option<Gpu>,
 }
 
 fn dtype_name<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
@@ -120,6 +120,7 @@ fn activation_text<S: Serializer>(activation: &Activation, to: S) -> Result<S::O
     to.serialize_str(&activation_name(*activation))
 }
 
-fn capability_text<S: Serializer>(capability: &Option<(u32, u32)>, to: S) -> Result<S::Ok, S::Error> {
+fn capability_text<S: Serializer>(gpu: &Option<Gpu>, to: S) -> Result<S::Ok, S::Error> {
+    let capability = gpu.map(|gpu| gpu.compute_capability);
     capability.map(|(major, minor)| format!("{major}.{minor}")).serialize(to)
 }

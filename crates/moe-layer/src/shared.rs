@@ -139,7 +139,7 @@ impl SharedExperts {
     /// Whether they run on a second stream in a step of `rows` rows, or why not.
     fn fits_beside(&self, rows: usize, machine: &Machine) -> std::result::Result<(), Reason> {
         use SharedExpertsStream::{Auto, Off, On};
-        Target::GPU.expect(machine.gpu.map(|gpu| gpu.compute_capability))?;
+        Target::Gpu.expect(machine.gpu.as_ref())?;
         match self.stream {
             Off => Err(Reason::NotRequested { requested: "--shared-experts-stream off" }),
             Auto if !STREAM_ROWS.contains(&rows) => {

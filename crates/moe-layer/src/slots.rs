@@ -5,8 +5,8 @@
 //! width they join the same sum.
 
 use moe_kernels::candle::{DType, Device};
-use moe_kernels::compute_capability;
-use moe_kernels::plan::{Reason, Target};
+use moe_kernels::gpu_of;
+use moe_kernels::plan::{BULK_COPIES, Reason, Target};
 
 use crate::context::BlockContext;
 use crate::path::MoePath;
@@ -24,7 +24,7 @@ pub fn shared_fit_slots(
     (dtype, quantised, device): (DType, bool, &Device),
     context: &BlockContext,
 ) -> Result<usize, Reason> {
-    Target::HOPPER.expect(compute_capability(device))?;
+    Target::Tuned(BULK_COPIES).expect(gpu_of(device).as_ref())?;
     let part = |part| Err(Reason::Part { part });
     match context.shared_experts_stream {
         SharedExpertsStream::Auto => {}

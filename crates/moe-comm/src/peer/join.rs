@@ -38,7 +38,9 @@ pub(super) fn share<T>(
     if !(2..=MAX_PEERS).contains(&ranks) {
         return Ok(Err(format!("expected 2 to {MAX_PEERS} ranks, got {ranks}")));
     }
-    let made = make().and_then(|(own, more)| Ok((offer(&own, stream)?, own, more)));
+    let made = expect_kernels(ex)
+        .and_then(|()| make())
+        .and_then(|(own, more)| Ok((offer(&own, stream)?, own, more)));
     let answer: Answer = made.as_ref().map(|(offer, ..)| offer.clone()).map_err(Error::to_string);
     let answers = exchange(comm, &answer, wire)?;
     if let Some(reason) = refusal(&answers) {
@@ -58,6 +60,12 @@ pub(super) fn share<T>(
     }
     let (addresses, _mappings) = mapped?;
     Ok(Ok((Shared { addresses, _mappings, _own: own }, more)))
+}
+
+/// The kernels that wait for other ranks were not built for every card.
+fn expect_kernels(ex: &Exec) -> Result<()> {
+    let checked = ex.machine().gpu.map_or(Ok(()), |gpu| gpu.expect_tuned(&[]));
+    checked.map_err(|why| Error::msg(format!("the kernel over shared memory {why}")))
 }
 
 /// What the other ranks are told of this one's memory.

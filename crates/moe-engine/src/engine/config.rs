@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 #[cfg(feature = "cuda")]
-use model_runtime::{CausalLm, RunnerSizes};
+use model_runtime::{CausalLm, Feature, RunnerSizes};
 use model_runtime::{Exec, KvLayout, ModelInfo};
 use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
@@ -182,7 +182,8 @@ impl EngineConfig {
         max_model_len: usize,
         ex: &Exec,
     ) -> Result<Option<DeviceRunner>> {
-        if model_runtime::compute_capability(ex.device()).is_none_or(|capability| capability < (9, 0)) {
+        // A cluster of blocks samples a token.
+        if !ex.machine().gpu.is_some_and(|gpu| gpu.has(Feature::Clusters)) {
             return Ok(None);
         }
         let blocks = max_model_len.div_ceil(self.block_size);

@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 namespace moe {
 
@@ -28,12 +30,42 @@ __host__ __device__ constexpr A round_up(A a, B b) {
   return ceil_div(a, b) * static_cast<A>(b);
 }
 
-// ---- host: limits and launch
+// ---- host: which code runs, limits and launch
+
+/// Whether this file is compiled to PTX, too, which a driver translates for cards that there is no machine code for.
+#ifdef MOE_PTX
+constexpr bool kBuiltAsPtx = true;
+#else
+constexpr bool kBuiltAsPtx = false;
+#endif
+
+/// Whether only kernels that are built as PTX may run. Tests ask for it on cards that have machine code: by
+/// MOE_PTX_ONLY=1, which launches the machine code of these kernels, or by the driver's CUDA_FORCE_PTX_JIT=1, with
+/// which it ignores all machine code and translates their PTX.
+inline bool ptx_only() {
+  static const bool asked = [] {
+    for (const char* name : {"MOE_PTX_ONLY", "CUDA_FORCE_PTX_JIT"}) {
+      const char* value = std::getenv(name);
+      if (value != nullptr && std::strcmp(value, "1") == 0) return true;
+    }
+    return false;
+  }();
+  return asked;
+}
+
+/// Major version of the architecture whose code runs on a card of this major version: the same where there is machine
+/// code for it, else that of the earliest architecture, whose PTX the driver translates.
+inline int code_major(int card) {
+  constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
+  for (const int architecture : kArchitectures)
+    if (architecture / 100 == card && !ptx_only()) return card;
+  return kArchitectures[0] / 100;
+}
 
 struct DeviceLimits {
   int sms;         // SMs
   int block_smem;  // shared memory a block may opt in to, bytes
-  int major;       // compute capability: 9 has clusters, bulk copies and warpgroup products
+  int major;       // of the architecture whose code runs: 9 has clusters, bulk copies and warpgroup products
 };
 
 /// Limits of the current device.
@@ -42,7 +74,9 @@ inline cudaError_t device_limits(DeviceLimits* out) {
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->block_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->major, cudaDevAttrComputeCapabilityMajor, device);
+  int card = 0;
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&card, cudaDevAttrComputeCapabilityMajor, device);
+  if (e == cudaSuccess) out->major = code_major(card);
   return e;
 }
 
@@ -57,9 +91,11 @@ struct Launch {
   unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
 
-/// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call.
-template <class... Params, class... Args>
+/// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call. kPtx keeps the two kinds
+/// of files apart, which may launch kernels of the same parameters.
+template <bool kPtx = kBuiltAsPtx, class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
+  if (!kPtx && ptx_only()) return cudaErrorNoKernelImageForDevice;
   int device = 0, major = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess && l.smem > 48 * 1024)
@@ -74,7 +110,8 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attributes[4];
   unsigned count = 0;
-  if (l.overlap && major >= 9) {
+  // Code for earlier cards has no pdl_wait, without which an early start would be a race.
+  if (l.overlap && code_major(major) >= 9) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

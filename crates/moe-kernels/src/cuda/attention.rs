@@ -14,7 +14,7 @@ use super::fp8::Fp8Place;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope, StepRows};
-use crate::plan::{AttentionCall, AttentionForm, Form, MAX_ROWS, MixedCall, MixedForm};
+use crate::plan::{AttentionCall, AttentionForm, Feature, Form, MAX_ROWS, MixedCall, MixedForm};
 use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
 
@@ -144,7 +144,9 @@ pub(crate) fn decode_then_prompts(
     let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
     qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
     let blocks = match form {
-        MixedForm::Beside => small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.sms))?,
+        MixedForm::Beside => {
+            small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.gpu.sms))?
+        }
         MixedForm::Apart => 0,
     };
     let (k, v) = (k_cache.as_view(), v_cache.as_view());
@@ -171,14 +173,15 @@ fn decode_attention(
     let (op, cuda) = ("decode_attention", ex.cuda("decode_attention")?);
     let (rows, heads) = (small(op, args.qkv.rows())?, small(op, args.num_heads)?);
     let (kv_heads, head_dim) = (small(op, args.num_kv_heads)?, small(op, args.head_dim)?);
-    let sms = small(op, cuda.sms)?;
-    let splits = match cuda.gpu.compute_capability.0 {
-        9.. => {
+    let sms = small(op, cuda.gpu.sms)?;
+    // The blocks of a cluster put splits together.
+    let splits = match cuda.gpu.has(Feature::Clusters) {
+        true => {
             // SAFETY: a pure function of numbers.
             let splits = unsafe { ffi::moe_attention_decode_splits(rows, heads, kv_heads, sms) };
             small(op, mixed.decode_splits(form, splits as usize))?
         }
-        _ => 1,
+        false => 1,
     };
     // SAFETY: a pure function of numbers.
     let bytes = unsafe { ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits) };

@@ -193,6 +193,7 @@ launchers! {
 // The text of an error, and what launches need to know of sizes.
 unsafe extern "C" {
     pub(crate) fn cudaGetErrorString(code: i32) -> *const c_char;
+    pub(crate) fn moe_ptx_only() -> i32;
     pub(crate) fn moe_attention_decode_splits(rows: i32, heads: i32, kv_heads: i32, sms: i32) -> i32;
     pub(crate) fn moe_attention_decode_workspace(
         rows: i32,

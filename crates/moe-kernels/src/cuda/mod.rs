@@ -43,8 +43,10 @@ mod timeline;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum;
 use candle_core::{Device, Error, Result, bail};
 
+use crate::plan::Gpu;
 use crate::storage::Data;
 use crate::view::View;
 
@@ -81,7 +83,7 @@ pub use timeline::{Mark, Section, Timeline};
 /// ([`check_kernel_image`](crate::check_kernel_image)).
 pub fn device(ordinal: usize) -> Result<Device> {
     let context = CudaContext::new(ordinal).w()?;
-    expect_kernels(&context)?;
+    describe(&context)?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     if let Device::Cuda(cuda) = &device {
         // SAFETY: tensors of this device are used on its one stream, so no use needs an event to wait for another.
@@ -98,12 +100,23 @@ pub fn device_count() -> Result<usize> {
     Ok(CudaContext::device_count().w()?.max(0) as usize)
 }
 
-/// Fails on a device that this build has no kernels for.
-fn expect_kernels(context: &CudaContext) -> Result<()> {
+/// What the choice of kernels depends on of a device; fails on one that this build has no kernels for.
+fn describe(context: &CudaContext) -> Result<Gpu> {
+    use CUdevice_attribute_enum::{
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+    };
+    let attribute = |a| context.attribute(a).w().map(|n| n.max(0) as usize);
     let (major, minor) = context.compute_capability().w()?;
+    let capability = (major.max(0) as u32, minor.max(0) as u32);
+    let shared = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    // SAFETY: a function of environment variables.
+    let gpu = match unsafe { ffi::moe_ptx_only() } {
+        0 => Gpu::new(capability, shared, sms),
+        _ => Gpu::ptx_only(capability, shared, sms),
+    };
     let name = context.name().unwrap_or_else(|_| "this GPU".to_string());
-    crate::check_kernel_image((major.max(0) as u32, minor.max(0) as u32))
-        .map_err(|why| Error::msg(format!("{name} cannot run this program: {why}")))
+    gpu.map_err(|why| Error::msg(format!("{name} cannot run this program: {why}")))
 }
 
 /// What a device is, without opening it for computing.

@@ -11,7 +11,7 @@ use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
 use super::side::Side;
-use super::{PinnedWords, counts, expect_kernels, ffi};
+use super::{PinnedWords, counts, describe, ffi};
 use crate::buffer::Buffer;
 use crate::plan::Gpu;
 use crate::storage::Data;
@@ -23,8 +23,6 @@ pub(crate) struct CudaExec {
     pub(crate) stream: Arc<CudaStream>,
     /// Ordinal of the device.
     pub(crate) ordinal: usize,
-    /// Streaming multiprocessors (SMs).
-    pub(crate) sms: usize,
     /// What the choice of kernels depends on.
     pub(crate) gpu: Gpu,
     /// candle's handle for dense products, and whether it has its workspace.
@@ -65,19 +63,9 @@ impl CudaExec {
     fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let context = stream.context().clone();
-        let attribute = |a| context.attribute(a).w().map(|n| n.max(0) as usize);
-        use sys::CUdevice_attribute_enum::*;
-        expect_kernels(&context)?;
         Ok(Self {
             ordinal: context.ordinal(),
-            sms: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            gpu: Gpu {
-                compute_capability: (
-                    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
-                    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
-                ),
-                block_shared_memory: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
-            },
+            gpu: describe(&context)?,
             blas: device.cublas_handle(),
             blas_ready: Arc::default(),
             device: Device::Cuda(device.clone()),

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::linear::{expect_at_most, expect_bf16};
-use super::{Form, Machine, Reason};
+use super::{Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 
 /// Most rows of a grid.
 pub(crate) const MAX_ROWS: usize = 65_535;
@@ -17,6 +17,12 @@ const LATENT_VALUES: &[usize] = &[512];
 /// Most rows and heads of the kernel for one new row of each of a few sequences over latent rows.
 const LATENT_DECODE_ROWS: usize = 8;
 const LATENT_DECODE_HEADS: usize = 16;
+/// Shared memory of the kernels, bytes; the kernels assert the same. On warpgroup products: with heads of 64, of 128.
+const WGMMA_BYTES: (usize, usize) = (115_712, 230_400);
+const LATENT_DECODE_BYTES: usize = 177_664;
+const LATENT_BYTES: usize = 231_424;
+/// With heads of 128; half of it with heads of 64.
+const PREFILL_BYTES: usize = 81_920;
 
 /// Head norm, rotation, cache write and attention of a step's rows.
 #[derive(Clone, Copy, Debug)]
@@ -85,7 +91,7 @@ impl Form for AttentionForm {
     fn fits(self, call: &AttentionCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::Decode => {
-                machine.expect_gpu()?;
+                machine.expect_tuned(TENSOR_CORES)?;
                 machine.expect_batch_variant()?;
                 if !call.one_row_each {
                     return Err(Reason::OneRowEach);
@@ -94,12 +100,14 @@ impl Form for AttentionForm {
                 call.expect_fast()
             }
             Self::Wgmma => {
-                machine.expect_hopper()?;
+                let gpu = machine.expect_tuned(WARPGROUPS)?;
                 call.expect_pages()?;
-                call.expect_fast()
+                call.expect_fast()?;
+                gpu.expect_shared_memory(if call.head_dim == 64 { WGMMA_BYTES.0 } else { WGMMA_BYTES.1 })
             }
             Self::LatentDecode => {
-                machine.expect_hopper()?;
+                let gpu = machine.expect_tuned(WARPGROUPS)?;
+                gpu.expect_shared_memory(LATENT_DECODE_BYTES)?;
                 machine.expect_batch_variant()?;
                 call.expect_latent()?;
                 call.expect_pages()?;
@@ -110,12 +118,12 @@ impl Form for AttentionForm {
                 expect_at_most("heads", LATENT_DECODE_HEADS, call.num_heads)
             }
             Self::Latent => {
-                machine.expect_hopper()?;
+                machine.expect_tuned(WARPGROUPS)?.expect_shared_memory(LATENT_BYTES)?;
                 call.expect_latent()?;
                 call.expect_pages()
             }
             Self::Prefill => {
-                machine.expect_gpu()?;
+                machine.expect_tuned(TENSOR_CORES)?.expect_shared_memory(PREFILL_BYTES)?;
                 call.expect_fast()
             }
             Self::Any => machine.expect_gpu().map(drop),
@@ -174,7 +182,7 @@ mod tests {
     #[test]
     fn prompts_take_warpgroup_products_where_pages_and_card_allow() {
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Gpu::ampere();
         let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         let form = |one_row_each, block_size, machine: &Machine| {
             let (rows, num_heads, head_dim) = (300, 32, 128);
@@ -205,7 +213,7 @@ mod tests {
     #[test]
     fn latent_rows_take_their_kernel_where_sizes_and_card_allow() {
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Gpu::ampere();
         let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         let call = AttentionCall {
             rows: 3,

@@ -5,14 +5,18 @@
 //! and copies share them.
 
 use super::linear::expect_rows;
-use super::{Form, Machine, QuantWeights, Reason};
+use super::{Form, Machine, QuantWeights, Rates, Reason};
 use crate::scheme::QuantScheme;
 
-/// Rows per expert, on average, from which on the products of bf16 weights count. Weights arrive at 4.5 TB/s while products take
-/// some 600 TFLOP/s, so both take as long at about 130; imbalance, which copies are for, makes products count before.
-const SHARED_ROWS: usize = 64;
-/// Bits of a weight there.
+/// Bits of a weight for which [`shared_rows`] is.
 const SHARED_BITS: usize = 16;
+
+/// Rows per expert, on average, from which on the products of bf16 weights count. A weight of 2 bytes arrives while each row
+/// takes 2 FLOPs of it, so both take as long at as many rows as the FLOPs for a byte (130 on an H200); imbalance, which
+/// copies are for, makes products count at half of it.
+fn shared_rows(rates: &Rates) -> usize {
+    (rates.flops / rates.read / 2).max(1) as usize
+}
 
 /// A step of experts with copies.
 #[derive(Clone, Copy, Debug)]
@@ -53,13 +57,13 @@ impl Form for CopiesForm {
             return Ok(());
         }
         // Nothing was measured for ranks on CPUs, which share their memory and reach the products' bound sooner.
-        machine.expect_gpu()?;
+        let gpu = machine.expect_gpu()?;
         let bits = match call.quant.map(|[w13, _]| w13.scheme) {
             None | Some(QuantScheme::None) => SHARED_BITS,
             Some(QuantScheme::Int { bits, .. }) => usize::from(bits),
             Some(QuantScheme::Fp8 { .. }) => 8,
         };
-        let rows = (SHARED_ROWS * bits).div_ceil(SHARED_BITS);
+        let rows = (shared_rows(&gpu.rates) * bits).div_ceil(SHARED_BITS);
         expect_rows(..(rows * call.experts).div_ceil(call.top_k.max(1)), call.tokens)
     }
 }

@@ -4,10 +4,10 @@ use super::fp8::expect_fp8_products;
 use super::linear::{expect_at_most, expect_rows, expect_steps};
 use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
 use super::quant::{ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{Form, Machine, Reason};
+use super::{BULK_COPIES, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 use crate::scheme::QuantScheme;
 
-/// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
+/// From this many tokens on warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
 /// [`TENSOR_TOKENS`] for quantised weights.
 const QUANT_TENSOR_TOKENS: usize = 5;
@@ -25,6 +25,13 @@ const WIDE_EXPERTS: usize = 1024;
 const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
 const STREAM_SLOTS: usize = 2048;
+/// Shared memory of the kernels, bytes: a ring and what stands beside it, and the table's bytes for an expert; the kernels
+/// assert or say the same.
+const TENSOR_RING: usize = 200 << 10;
+const TENSOR_ENTRY: usize = 8;
+const WIDE_RING: usize = 212_992;
+const WIDE_ENTRY: usize = 16;
+const GROUPED_BYTES: usize = 98_304;
 
 /// Sizes of an expert layer's step on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +65,7 @@ impl ExpertsCall {
     /// # Errors
     /// The first reason why not.
     pub fn fits_one_launch(&self, machine: &Machine) -> Result<(), Reason> {
-        let gpu = machine.expect_hopper()?;
+        let gpu = machine.expect_tuned(BULK_COPIES)?;
         machine.expect_batch_variant()?;
         self.expect_one_pass()?;
         expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
@@ -74,12 +81,12 @@ impl ExpertsCall {
         self.expect_shared_memory(gpu)
     }
 
-    /// Whether the warpgroup products of Hopper compute these sizes.
+    /// Whether the warpgroup products compute these sizes.
     ///
     /// # Errors
     /// The first reason why not.
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
-        machine.expect_hopper()?;
+        let gpu = machine.expect_tuned(WARPGROUPS)?;
         if !machine.batch_invariant && self.passes == 1 {
             let least = match self.quant {
                 None => TENSOR_TOKENS,
@@ -93,7 +100,8 @@ impl ExpertsCall {
         self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
-        expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)
+        expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)?;
+        gpu.expect_shared_memory(self.header_bytes(TENSOR_ENTRY) + TENSOR_RING)
     }
 
     /// Whether the warpgroup products for prompts compute these sizes. Their slot rows are rounded to bf16, so a row's
@@ -102,7 +110,7 @@ impl ExpertsCall {
     /// # Errors
     /// The first reason why not.
     pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
-        machine.expect_hopper()?;
+        let gpu = machine.expect_tuned(WARPGROUPS)?;
         machine.expect_batch_variant()?;
         let rows = if self.quant.is_some() { QUANT_WIDE_ROWS } else { WIDE_ROWS };
         expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
@@ -110,7 +118,14 @@ impl ExpertsCall {
         self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
-        expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
+        expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)?;
+        gpu.expect_shared_memory(self.header_bytes(WIDE_ENTRY) + WIDE_RING)
+    }
+
+    /// Bytes of barriers and of the table of experts that a step touches, `entry` bytes each, in the products over lists of
+    /// slots.
+    fn header_bytes(&self, entry: usize) -> usize {
+        (1024 + (self.slots().min(self.num_local) + 1) * entry).next_multiple_of(1024)
     }
 
     /// Whether the products of FP8 weights with activations in FP8 compute these sizes. Slot rows are rounded as in
@@ -163,11 +178,11 @@ impl ExpertsCall {
 /// The kernels of the fused experts (`cuda_fused`) for ids that are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertsForm {
-    /// Both products and the sum in one launch for a few tokens on Hopper (`layer_stream`).
+    /// Both products and the sum in one launch for a few tokens (`layer_stream`).
     OneLaunch,
     /// FP8 weights with activations that become FP8, too, over lists of slots, then the sum (`fp8_experts`).
     Fp8,
-    /// Warpgroup products of Hopper in tiles of up to 256 rows over lists of slots, then the sum (`experts_wide`).
+    /// Warpgroup products in tiles of up to 256 rows over lists of slots, then the sum (`experts_wide`).
     Wide,
     /// [`Wide`](Self::Wide) in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
     Tensor,
@@ -209,9 +224,9 @@ impl Form for ExpertsForm {
             Self::Wide => call.fits_wide(machine),
             Self::Tensor => call.fits_tensor(machine),
             Self::Stream => {
-                machine.expect_gpu()?;
+                machine.expect_tuned(TENSOR_CORES)?;
                 if call.quant.is_some() {
-                    machine.expect_hopper()?;
+                    machine.expect_tuned(BULK_COPIES)?;
                     call.expect_weights()?;
                     call.expect_order_of_x()?;
                 }
@@ -221,12 +236,13 @@ impl Form for ExpertsForm {
                 expect_at_most("number of slots", STREAM_SLOTS, call.slots())
             }
             Self::Grouped => {
-                machine.expect_gpu()?;
+                machine.expect_tuned(TENSOR_CORES)?.expect_shared_memory(GROUPED_BYTES)?;
                 call.expect_one_pass()?;
                 expect_floats(call.quant.map(|[w13, _]| w13))
             }
             Self::QuantAny => {
-                machine.expect_gpu()?;
+                // The kernels around the products, which sort slots and add, are tuned ones.
+                machine.expect_tuned(&[])?;
                 call.expect_one_pass()?;
                 expect_quantised(call.quant.map(|[w13, _]| w13)).map(drop)
             }

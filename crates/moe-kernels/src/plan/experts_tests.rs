@@ -42,7 +42,7 @@ fn rows_choose_the_kernel() {
         (form(1, &invariant), form(9000, &invariant)),
         (Some("experts_tensor"), Some("experts_tensor"))
     );
-    let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+    let ampere = Gpu::ampere();
     let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
     assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
     assert_eq!(form(4, &Machine::default()), None);
@@ -55,7 +55,7 @@ fn experts_that_come_in_passes_take_the_products_over_lists() {
     {
         let call = ExpertsCall { tokens, num_local: 16, passes: 2, ..QWEN3_30B };
         assert_eq!(ExpertsForm::choose(&call, &hopper()).map(Form::name), Some(kernel), "{tokens} tokens");
-        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Gpu::ampere();
         assert_eq!(ExpertsForm::choose(&call, &Machine { gpu: Some(ampere), ..Machine::default() }), None);
     }
     let said = ExpertsCall { passes: 2, ..QWEN3_30B }.fits_one_launch(&hopper()).unwrap_err();
@@ -114,8 +114,7 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         }
         let invariant = Machine { batch_invariant: true, ..hopper() };
         assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
-        let ampere =
-            Machine { gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }), ..Machine::default() };
+        let ampere = Machine { gpu: Some(Gpu::ampere()), ..Machine::default() };
         assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
     }
     let group = int(4, 48, false);
@@ -149,7 +148,7 @@ fn experts_with_act_order_take_rows_in_the_order_of_their_columns() {
     }
     let invariant = Machine { batch_invariant: true, ..hopper() };
     assert_eq!(kernel(call(1, [Sorted, Input]), &invariant), "order_rows + quant_experts_tensor");
-    let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+    let ampere = Gpu::ampere();
     let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
     assert_eq!(kernel(call(1, [Sorted, Input]), &ampere), "any_quant_experts");
     let why = |form: ExpertsForm, orders| form.fits(&call(4, orders), &hopper()).unwrap_err().to_string();

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::linear::{expect_bf16, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_quantised};
-use super::{LinearCall, Machine, Reason};
+use super::{LinearCall, Machine, Reason, WARPGROUPS};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Fp8Scales, QuantScheme};
 
@@ -85,7 +85,7 @@ pub(super) fn expect_fp8_products(
     for &(quant, n, k) in matrices {
         expect_quantised(quant)?.expect_fp8_activations(n, k, machine.fp8_activations)?;
     }
-    machine.expect_hopper()?;
+    machine.expect_tuned(WARPGROUPS)?;
     machine.expect_batch_variant()
 }
 
@@ -109,6 +109,7 @@ pub(super) fn expect_fp8_linear(call: &LinearCall, machine: &Machine) -> Result<
 /// The first reason why not.
 pub(super) fn expect_fp8_blas(call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
     expect_fp8_linear(call, machine)?;
+    machine.expect_library()?;
     if call.bias {
         return Err(Reason::Bias);
     }

@@ -6,7 +6,7 @@ use super::fp8::{expect_fp8_blas, expect_fp8_linear};
 use super::quant::{
     ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
 };
-use super::{DequantiseForm, Form, Gpu, Machine, Reason};
+use super::{BULK_COPIES, DequantiseForm, Feature, Form, Gpu, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 use crate::product_rows::Fp8Order;
 use crate::scheme::QuantScheme;
 
@@ -32,6 +32,12 @@ const QUANT_BLAS_BYTES: usize = 256 << 20;
 const WIDE: usize = 32 * 1024;
 /// Longest rows of x of which [`STREAM_ROWS`] fit beside the ring of weight stages in shared memory.
 const STREAM_K: usize = 8192;
+/// Shared memory of that kernel beside rows of x, with one stage of weights, and behind each row, bytes; the kernel asserts
+/// the same.
+const STREAM_BYTES: usize = 8064 + 33_280;
+const STREAM_PAD: usize = 64;
+/// Least of the ring of the warpgroup products, with its barriers, bytes.
+const TENSOR_BYTES: usize = (112 << 10) + 256;
 /// Elements along K that every fast kernel takes at a time.
 const K_STEP: usize = 64;
 
@@ -132,7 +138,10 @@ impl LinearCall {
         let most = if self.quant.is_some() { QUANT_STREAM_ROWS } else { STREAM_ROWS };
         expect_rows(..=most, self.rows)?;
         match self.quant {
-            None => expect_at_most("k", STREAM_K, self.k),
+            None => {
+                expect_at_most("k", STREAM_K, self.k)?;
+                gpu.expect_shared_memory(STREAM_BYTES + self.rows * (2 * self.k + STREAM_PAD))
+            }
             Some(quant) => self.expect_quant_stream(quant, gpu),
         }
     }
@@ -150,10 +159,7 @@ impl LinearCall {
         let own = self.k.div_ceil(COLUMNS).div_ceil(WARPS) * COLUMNS;
         let pitch = row_pitch(own, self.rows == 1 && takes_digits(quant.scheme));
         let needs = WARPS * (depth * (step + SIDE) + self.rows * (pitch + 4 * SUMS + 4));
-        match gpu.block_shared_memory {
-            has if needs <= has => Ok(()),
-            has => Err(Reason::SharedMemory { needs, has }),
-        }
+        gpu.expect_shared_memory(needs)
     }
 
     fn expect_aligned(&self) -> Result<(), Reason> {
@@ -205,7 +211,7 @@ impl Form for LinearForm {
     fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::Blas => {
-                machine.expect_gpu()?;
+                machine.expect_library()?;
                 expect_floats(call.quant)?;
                 call.expect_bf16()?;
                 machine.expect_batch_variant()?;
@@ -217,7 +223,7 @@ impl Form for LinearForm {
             Self::Fp8Blas => expect_fp8_blas(call, machine),
             Self::Fp8 => expect_fp8_linear(call, machine),
             Self::QuantBlas => {
-                machine.expect_gpu()?;
+                machine.expect_library()?;
                 expect_quantised(call.quant)?;
                 expect_bf16(call.dtype)?;
                 machine.expect_batch_variant()?;
@@ -231,19 +237,20 @@ impl Form for LinearForm {
                 }
             }
             Self::Stream => {
-                let gpu = machine.expect_gpu()?;
+                let gpu = machine.expect_tuned(TENSOR_CORES)?;
                 if call.quant.is_some() {
-                    machine.expect_hopper()?;
+                    machine.expect_tuned(BULK_COPIES)?;
                 }
                 machine.expect_batch_variant()?;
                 call.expect_stream(gpu)?;
-                if gpu.compute_capability >= (9, 0) && call.quant.is_none() {
+                // Warpgroup products are faster there.
+                if gpu.has(Feature::Wgmma) && call.quant.is_none() {
                     expect_at_most("n", WIDE - 1, call.n)?;
                 }
                 call.expect_aligned()
             }
             Self::Tensor => {
-                machine.expect_hopper()?;
+                machine.expect_tuned(WARPGROUPS)?.expect_shared_memory(TENSOR_BYTES)?;
                 call.expect_bf16()?;
                 call.expect_aligned()
             }
@@ -286,7 +293,7 @@ impl Form for FusedLinearForm {
         if self == Self::Apart {
             return Ok(());
         }
-        let gpu = machine.expect_hopper()?;
+        let gpu = machine.expect_tuned(BULK_COPIES)?;
         machine.expect_batch_variant()?;
         call.expect_stream(gpu)?;
         call.quant.map_or(Ok(()), |quant| quant.expect_order_of_x())?;

@@ -1,14 +1,11 @@
 //! Attention of a step whose first rows decode while prompts follow: one after the other, or the prompts on some SMs beside
 //! the decoding rows, which wait for memory.
 
-use super::{AttentionCall, AttentionForm, Form, Machine, Reason};
+use super::{AttentionCall, AttentionForm, Form, Machine, Rates, Reason, WARPGROUPS};
 
-/// Bytes that a card reads in a microsecond, for the choice only.
-const READ: f64 = 4.4e6;
-/// What prompts take on a whole card beside their FLOPs (25 us for 620 and 300 rows, 75 for 2,048), and FLOPs in a
-/// microsecond, for the choice only.
+/// What prompts take on a whole card beside their FLOPs (25 us for 620 and 300 rows, 75 for 2,048 on an H200), for the choice
+/// only.
 const PROMPTS_US: f64 = 16.0;
-const FLOPS: f64 = 570e6;
 /// Most of the decoding rows' time that prompts may take on the whole card: on a part of it they would end much later.
 const MOST_OF_DECODE: f64 = 0.75;
 /// Part of the SMs for prompts: with the others a card still reads at almost its full rate, and the decoding rows' blocks take
@@ -58,13 +55,13 @@ impl Form for MixedForm {
         if self == Self::Apart {
             return Ok(());
         }
-        machine.expect_hopper()?;
+        let gpu = machine.expect_tuned(WARPGROUPS)?;
         AttentionForm::Decode.fits(&call.decode, machine)?;
         AttentionForm::Wgmma.fits(&call.prompts, machine)?;
         if call.decode_scores == 0 || call.prompt_scores == 0 {
             return Err(Reason::NoGain("how many positions the rows see is not known"));
         }
-        if call.prompt_us() > MOST_OF_DECODE * call.decode_us() {
+        if call.prompt_us(&gpu.rates) > MOST_OF_DECODE * call.decode_us(&gpu.rates) {
             return Err(Reason::NoGain(
                 "the prompts take longer than the decoding rows on a part of the card",
             ));
@@ -87,17 +84,17 @@ impl MixedCall {
     }
 
     /// Time of reading the decoding rows' keys and values.
-    fn decode_us(&self) -> f64 {
+    fn decode_us(&self, rates: &Rates) -> f64 {
         let AttentionCall { head_dim, value_dim, dtype, .. } = self.decode;
         let row = self.num_kv_heads * (head_dim + value_dim) * dtype.size_in_bytes();
-        self.decode_scores as f64 * row as f64 / READ
+        self.decode_scores as f64 * row as f64 / rates.read as f64
     }
 
     /// Time of the prompts' products on the whole card.
-    fn prompt_us(&self) -> f64 {
+    fn prompt_us(&self, rates: &Rates) -> f64 {
         let AttentionCall { num_heads, head_dim, value_dim, .. } = self.prompts;
         let flops = 2 * num_heads * (head_dim + value_dim);
-        PROMPTS_US + self.prompt_scores as f64 * flops as f64 / FLOPS
+        PROMPTS_US + self.prompt_scores as f64 * flops as f64 / rates.flops as f64
     }
 }
 

@@ -8,7 +8,10 @@ mod attention;
 mod copies;
 mod dequantise;
 mod experts;
+mod features;
 mod fp8;
+mod gpu;
+mod images;
 mod linear;
 mod mixed;
 mod monolithic;
@@ -27,7 +30,10 @@ pub use attention::{AttentionCall, AttentionForm};
 pub use copies::{CopiesCall, CopiesForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
+pub use features::{Feature, Features};
 pub use fp8::Fp8Activations;
+pub use gpu::{Gpu, Rates};
+pub use images::{check_kernel_image, is_portable_only};
 #[cfg(feature = "cuda")]
 pub(crate) use linear::BLAS_FP8_ROWS;
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
@@ -39,19 +45,12 @@ pub use quant::{ColumnOrder, QuantWeights};
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 
-/// A CUDA device, as far as the choice of kernels depends on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gpu {
-    /// Compute capability (major, minor).
-    pub compute_capability: (u32, u32),
-    /// Shared memory that a block may ask for, bytes.
-    pub block_shared_memory: usize,
-}
-
-impl Gpu {
-    /// Hopper's data-centre cards (H100, H200).
-    pub const HOPPER: Self = Self { compute_capability: (9, 0), block_shared_memory: 232_448 };
-}
+/// What the kernels for tensor cores of any card use.
+pub const TENSOR_CORES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma];
+/// What streaming kernels use that were measured beside bulk copies alone.
+pub const BULK_COPIES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma, Feature::TensorMaps];
+/// What the kernels on warpgroup products use.
+pub const WARPGROUPS: &[Feature] = &[Feature::TensorMaps, Feature::Clusters, Feature::Wgmma];
 
 /// Where ops run, as far as the choice of kernels depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,25 +64,26 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Fails on the CPU.
+    /// Fails on the CPU: for the portable kernels, which every GPU runs.
     pub(crate) fn expect_gpu(&self) -> Result<Gpu, Reason> {
-        self.expect(Target::GPU)
+        self.gpu.ok_or(Reason::Device { needs: Target::Gpu, got: None })
     }
 
-    /// Fails on everything before Hopper.
-    pub(crate) fn expect_hopper(&self) -> Result<Gpu, Reason> {
-        self.expect(Target::HOPPER)
+    /// Fails unless tuned kernels that use these features run here.
+    pub(crate) fn expect_tuned(&self, features: &'static [Feature]) -> Result<Gpu, Reason> {
+        let gpu = self.expect_gpu()?;
+        gpu.expect_tuned(features)?;
+        Ok(gpu)
     }
 
-    fn expect(&self, target: Target) -> Result<Gpu, Reason> {
-        let got = self.gpu.map(|gpu| gpu.compute_capability);
-        target.expect(got)?;
-        self.gpu.ok_or(Reason::Device { needs: target, got })
+    /// Fails where the vendor's libraries do not compute.
+    pub(crate) fn expect_library(&self) -> Result<(), Reason> {
+        if self.expect_gpu()?.libraries { Ok(()) } else { Err(Reason::Library) }
     }
 
     /// Fails on a GPU.
     pub(crate) fn expect_cpu(&self) -> Result<(), Reason> {
-        Target::Cpu.expect(self.gpu.map(|gpu| gpu.compute_capability))
+        Target::Cpu.expect(self.gpu.as_ref())
     }
 
     /// Fails where a row's bits must not depend on the rows beside it.

@@ -13,14 +13,10 @@ pub(super) const ONE_LAUNCH_LOCAL: usize = 1024;
 impl ExpertsCall {
     /// The one launch keeps rows, activations and rings of weights in a block's shared memory.
     pub(super) fn expect_shared_memory(&self, gpu: Gpu) -> Result<(), Reason> {
-        let needs = match self.quant {
+        gpu.expect_shared_memory(match self.quant {
             None => self.one_launch_bytes(),
             Some([w13, _]) => self.quant_one_launch_bytes(w13.scheme),
-        };
-        match gpu.block_shared_memory {
-            has if needs <= has => Ok(()),
-            has => Err(Reason::SharedMemory { needs, has }),
-        }
+        })
     }
 
     /// Fewest bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, which a test compares.

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::linear::{expect_bf16, expect_rows, expect_steps};
-use super::{Form, Machine, Reason};
+use super::{Feature, Form, Machine, Reason};
 
 /// From this many rows on cuBLAS is faster than streaming the matrices past eight rows at a time.
 const BLAS_ROWS: usize = 16;
@@ -58,7 +58,7 @@ impl Form for PerHeadForm {
     fn fits(self, call: &PerHeadCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::Beside => {
-                machine.expect_hopper()?;
+                machine.expect_tuned(&[Feature::Bf16Mma, Feature::Clusters])?;
                 expect_bf16(call.dtype)?;
                 machine.expect_batch_variant()?;
                 expect_rows(1..=BESIDE_ROWS, call.rows)?;
@@ -78,7 +78,7 @@ impl Form for PerHeadForm {
                 }
             }
             Self::Blas => {
-                machine.expect_gpu()?;
+                machine.expect_library()?;
                 expect_bf16(call.dtype)?;
                 machine.expect_batch_variant()?;
                 expect_rows(BLAS_ROWS.., call.rows)

@@ -1,6 +1,7 @@
-//! What every card that was built for gets, over numbers of rows: a table that a change must not move by accident.
+//! What cards get, over numbers of rows.
 //!
-//! `pins.txt` holds it. A change that is meant to move a choice replaces the file by what the failing test prints.
+//! `pins.txt` holds the choices of every card that was built for, which a change must not move by accident. A change that is
+//! meant to move one replaces the file by what the failing test prints.
 
 use std::fmt::Write;
 
@@ -11,16 +12,16 @@ use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
 
 /// Numbers of rows that are asked: around every bound of the forms, and the buckets of captured steps.
 const ROWS: [usize; 34] = [
-    1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 47, 48, 64, 65, 96, 128, 255, 256, 384, 511, 512, 768, 1023,
-    1024, 2048, 4096, 8191, 8192, 16_384,
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 47, 48, 64, 65, 96, 128, 255, 256, 384, 511, 512, 768,
+    1023, 1024, 2048, 4096, 8191, 8192, 16_384,
 ];
 
-/// Capability and shared memory of a block (CUDA's table of features and technical specifications).
-const CARDS: [((u32, u32), usize); 4] =
-    [((8, 0), 166_912), ((8, 6), 101_376), ((8, 9), 101_376), ((9, 0), 232_448)];
+/// Capability, shared memory of a block (CUDA's table of technical specifications) and SMs (of A100, A40, L40S, H200).
+const CARDS: [((u32, u32), usize, usize); 4] =
+    [((8, 0), 166_912, 108), ((8, 6), 101_376, 84), ((8, 9), 101_376, 142), ((9, 0), 232_448, 132)];
 
-fn card((capability, shared): ((u32, u32), usize)) -> Gpu {
-    Gpu { compute_capability: capability, block_shared_memory: shared }
+fn card((capability, shared, sms): ((u32, u32), usize, usize)) -> Gpu {
+    Gpu::new(capability, shared, sms).unwrap()
 }
 
 /// The three number formats of the measured checkpoints.
@@ -116,8 +117,7 @@ fn experts(machine: &Machine, table: &mut Table) {
             let name = |what: &str| format!("{what} {format} {model}");
             table.push((name("experts"), runs(|rows| chosen::<ExpertsForm>(&call(rows), machine))));
             for fusion in [Fusion::Nothing, Fusion::NormAdd, Fusion::AddNorm] {
-                let call =
-                    |tokens| MonolithicCall { experts: call(tokens), dtype: DType::BF16, fusion };
+                let call = |tokens| MonolithicCall { experts: call(tokens), dtype: DType::BF16, fusion };
                 let text = runs(|rows| chosen::<MonolithicForm>(&call(rows), machine));
                 table.push((name(&format!("experts with router, {fusion:?},")), text));
             }
@@ -196,7 +196,7 @@ fn machines() -> Vec<(String, Machine)> {
     for place in CARDS {
         for fp8_activations in [Fp8Activations::Off, Fp8Activations::Auto] {
             for batch_invariant in [false, true] {
-                let ((major, minor), _) = place;
+                let ((major, minor), ..) = place;
                 let fp8 = if fp8_activations == Fp8Activations::Off { "" } else { "+fp8" };
                 let invariant = if batch_invariant { "+invariant" } else { "" };
                 let machine = Machine { gpu: Some(card(place)), batch_invariant, fp8_activations };
@@ -207,15 +207,20 @@ fn machines() -> Vec<(String, Machine)> {
     machines
 }
 
+/// Every question, answered by a machine.
+fn asked(machine: &Machine) -> Table {
+    let mut own = Table::new();
+    products(machine, &mut own);
+    experts(machine, &mut own);
+    attention(machine, &mut own);
+    own
+}
+
 /// Each question with its answers, and the machines that give them.
 fn table() -> String {
     let mut answers: Vec<(String, Vec<(String, String)>)> = Vec::new();
     for (name, machine) in machines() {
-        let mut own = Table::new();
-        products(&machine, &mut own);
-        experts(&machine, &mut own);
-        attention(&machine, &mut own);
-        for (at, (question, answer)) in own.into_iter().enumerate() {
+        for (at, (question, answer)) in asked(&machine).into_iter().enumerate() {
             if at == answers.len() {
                 answers.push((question, Vec::new()));
             }
@@ -240,4 +245,85 @@ fn table() -> String {
 fn cards_that_were_built_for_get_what_they_got() {
     let (table, pinned) = (table(), include_str!("pins.txt"));
     assert!(table == pinned, "{table}");
+}
+
+/// What is built as PTX, too, or is no kernel of this project, or several launches that are asked for by themselves.
+const PORTABLE: [&str; 15] = [
+    "any_linear",
+    "any_quant_linear",
+    "any_attention",
+    "per_head",
+    "cublas",
+    "any_dequantise + cublas",
+    "quant_dequantise + cublas",
+    "order_rows + quant_dequantise + cublas",
+    "apart",
+    "in latent space",
+    "gate product, then route",
+    "decoding rows, then prompts",
+    "one copy of each expert",
+    "all copies of each expert",
+    // No experts fused in one call: the oracle then takes experts of plain products (`cuda`).
+    "none",
+];
+
+#[test]
+fn cards_without_machine_code_get_portable_kernels_and_libraries() {
+    let cards = [
+        Gpu::new((9, 1), 232_448, 132),
+        Gpu::new((10, 0), 232_448, 148),
+        Gpu::new((12, 0), 101_376, 170),
+        Gpu::ptx_only((9, 0), 232_448, 132),
+    ];
+    for gpu in cards.map(Result::unwrap) {
+        for batch_invariant in [false, true] {
+            let fp8_activations = Fp8Activations::On;
+            let machine = Machine { gpu: Some(gpu), batch_invariant, fp8_activations };
+            let mut products = 0;
+            for (question, answer) in asked(&machine) {
+                for run in answer.split("; ") {
+                    // Its rows stand before the name, where the question is for numbers of rows.
+                    let kernel = run
+                        .split_once(' ')
+                        .filter(|(rows, _)| rows.contains('-'))
+                        .map_or(run, |(_, name)| name);
+                    assert!(PORTABLE.contains(&kernel), "{gpu:?}: {question}: {run}");
+                    assert!(gpu.libraries || !kernel.contains("cublas"), "{gpu:?}: {question}: {run}");
+                    products += usize::from(kernel == "any_linear" || kernel == "any_quant_linear");
+                }
+            }
+            assert!(products > 0, "{gpu:?}");
+        }
+    }
+}
+
+#[test]
+fn kernels_that_do_not_fit_a_blocks_shared_memory_are_refused() {
+    let small = Gpu { block_shared_memory: 101_376, ..Gpu::HOPPER };
+    let machine = Machine { gpu: Some(small), ..Machine::default() };
+    let hopper = Machine { gpu: Some(Gpu::HOPPER), ..machine };
+    let experts = ExpertsCall {
+        tokens: 512,
+        top_k: 8,
+        num_ids: 128,
+        num_local: 128,
+        hidden: 2048,
+        inter: 768,
+        quant: None,
+        passes: 1,
+    };
+    // A ring of 192 KiB, with results on their way out, barriers and a table of 128 experts.
+    let needs = 192 * 1024 + 16 * 1024 + 4 * 1024;
+    assert_eq!(experts.fits_wide(&machine), Err(Reason::SharedMemory { needs, has: 101_376 }));
+    assert_eq!(experts.fits_wide(&hopper), Ok(()));
+    assert_eq!(experts.fits_tensor(&hopper), Ok(()));
+    assert!(matches!(experts.fits_tensor(&machine), Err(Reason::SharedMemory { .. })));
+    assert_eq!(ExpertsForm::choose(&experts, &machine), Some(ExpertsForm::Grouped));
+    for (question, answer) in asked(&machine) {
+        for kernel in
+            ["wgmma", "attention_latent", "attention_expanded", "linear_tensor", "experts_tensor", "wide"]
+        {
+            assert!(!answer.contains(kernel), "{question}: {answer}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::linear::{expect_bf16, expect_rows};
-use super::{Form, Machine, Reason};
+use super::{Form, Machine, Reason, WARPGROUPS};
 
 /// From this many rows on the products that make keys and values cost less than attention in latent space.
 const EXPANDED_ROWS: usize = 256;
@@ -11,6 +11,8 @@ const EXPANDED_ROWS: usize = 256;
 const EXPANDED_BYTES: usize = 4 << 30;
 /// Sizes that the kernels are compiled for: of the latent, of the parts of a key, of a value.
 const SIZES: [usize; 4] = [512, 128, 64, 128];
+/// Shared memory of attention over these keys and values, bytes; the kernel asserts the same.
+const SHARED_BYTES: usize = 214_016;
 
 /// Rows of prompts over latent rows.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +57,7 @@ impl Form for PromptForm {
         if self == Self::Latent {
             return Ok(());
         }
-        machine.expect_hopper()?;
+        machine.expect_tuned(WARPGROUPS)?.expect_shared_memory(SHARED_BYTES)?;
         machine.expect_batch_variant()?;
         expect_bf16(call.dtype)?;
         if call.dims != SIZES {

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
+use super::features::Feature;
+use super::gpu::Gpu;
 use super::{ColumnOrder, Fp8Activations};
 use crate::scheme::QuantScheme;
 use crate::spec::{Activation, ActivationFormat};
@@ -13,41 +15,32 @@ use crate::spec::{Activation, ActivationFormat};
 pub enum Target {
     /// Host memory.
     Cpu,
-    /// An NVIDIA GPU of at least this compute capability.
-    Cuda {
-        /// (major, minor).
-        min: (u32, u32),
-    },
+    /// A GPU that this build has kernels for.
+    Gpu,
+    /// A GPU that this build has tuned kernels for, whose code uses these features.
+    Tuned(&'static [Feature]),
 }
 
 impl Target {
-    /// Any GPU that our kernels are built for.
-    pub const GPU: Self = Self::Cuda { min: (8, 0) };
-    /// A GPU with warpgroup products and bulk copies.
-    pub const HOPPER: Self = Self::Cuda { min: (9, 0) };
-
-    /// Whether it is this compute capability; `None`: the CPU.
+    /// Fails unless it is this GPU; `None`: the CPU.
     ///
     /// # Errors
-    /// [`Reason::Device`].
-    pub fn expect(self, got: Option<(u32, u32)>) -> Result<(), Reason> {
-        let fits = match (self, got) {
-            (Self::Cpu, None) => true,
-            (Self::Cuda { min }, Some(got)) => got >= min,
-            _ => false,
-        };
-        if fits { Ok(()) } else { Err(Reason::Device { needs: self, got }) }
+    /// [`Reason::Device`], [`Reason::NoCode`], [`Reason::Feature`].
+    pub fn expect(self, gpu: Option<&Gpu>) -> Result<(), Reason> {
+        match (self, gpu) {
+            (Self::Cpu, None) | (Self::Gpu, Some(_)) => Ok(()),
+            (Self::Tuned(features), Some(gpu)) => gpu.expect_tuned(features),
+            _ => Err(Reason::Device { needs: self, got: gpu.map(|gpu| gpu.compute_capability) }),
+        }
     }
 }
 
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu => f.write_str("the CPU"),
-            Self::Cuda { min: (major, minor) } => {
-                write!(f, "CUDA with compute capability {major}.{minor} or later")
-            }
-        }
+        f.write_str(match self {
+            Self::Cpu => "the CPU",
+            Self::Gpu | Self::Tuned(_) => "CUDA",
+        })
     }
 }
 
@@ -70,6 +63,23 @@ pub enum Reason {
         /// Compute capability of the rank's GPU; `None`: the CPU.
         got: Option<(u32, u32)>,
     },
+    /// It is a tuned kernel, and these were not built for the rank's GPU.
+    #[error("is not built for compute capability {}.{}", .got.0, .got.1)]
+    NoCode {
+        /// Compute capability of the rank's GPU.
+        got: (u32, u32),
+    },
+    /// Its code for the rank's GPU lacks what it uses.
+    #[error("uses {needs}, which its code for compute capability {}.{} does not have", .got.0, .got.1)]
+    Feature {
+        /// What it uses.
+        needs: Feature,
+        /// Compute capability of the rank's GPU.
+        got: (u32, u32),
+    },
+    /// The vendor's libraries are left aside.
+    #[error("is a library of the vendor, of which none runs where only PTX of this program may")]
+    Library,
     /// Another number of rows.
     #[error("computes {} at once, got {got}", rows_range(*.least, *.most))]
     Rows {
@@ -261,7 +271,7 @@ impl Reason {
     /// The check that failed, as a stable identifier.
     pub fn check(&self) -> &'static str {
         match self {
-            Self::Device { .. } => "device",
+            Self::Device { .. } | Self::NoCode { .. } | Self::Feature { .. } | Self::Library => "device",
             Self::Rows { .. } => "rows",
             Self::TooLarge { .. } | Self::OneOf { .. } | Self::BlockSize { .. } => "shape",
             Self::SharedMemory { .. } => "shared_memory",

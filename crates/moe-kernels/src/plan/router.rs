@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::linear::{expect_at_most, expect_bf16, expect_steps};
-use super::{Form, Machine, Reason};
+use super::{Form, Machine, Reason, TENSOR_CORES};
 
 /// Limits of the one launch.
 const MAX_EXPERTS: usize = 1024;
@@ -47,7 +47,7 @@ impl Form for RouterForm {
         if self == Self::Apart {
             return Ok(());
         }
-        machine.expect_gpu()?;
+        machine.expect_tuned(TENSOR_CORES)?;
         machine.expect_batch_variant()?;
         expect_bf16(call.dtype)?;
         expect_steps("hidden_size", call.hidden, 64)?;

@@ -165,7 +165,7 @@ fn on_hopper() -> Result<SparseMoeBlock> {
     let experts = build_experts(&select_backend(&spec, None)?, weights.clone())?;
     let router = Router::new(RouterConfig::new(4, 2), Default::default())?;
     let mut block = SparseMoeBlock::new(zeros(&[4, 64])?, router, Box::new(NoEp::new()), experts, 0)?;
-    let there = ExpertsSpec { compute_capability: Some((9, 0)), routing: RoutingMethod::Default, ..spec };
+    let there = ExpertsSpec { gpu: Some(Gpu::HOPPER), routing: RoutingMethod::Default, ..spec };
     for experts in MonolithicKernels::all(&there, &weights, None) {
         block = block.with_monolithic(Box::new(experts))?;
     }

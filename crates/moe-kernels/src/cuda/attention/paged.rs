@@ -138,7 +138,7 @@ impl Inputs<'_> {
     fn splits(&self, form: Option<AttentionForm>, ex: &Exec) -> Result<i32> {
         let sequences = small(OP, self.meta.block_tables.rows())?;
         let (rows, heads) = (small(OP, self.q.rows())?, small(OP, self.q.dims()[1])?);
-        let sms = small(OP, ex.cuda(OP)?.sms)?;
+        let sms = small(OP, ex.cuda(OP)?.gpu.sms)?;
         Ok(match form {
             // SAFETY: a pure function of numbers.
             Some(AttentionForm::LatentDecode) => unsafe {

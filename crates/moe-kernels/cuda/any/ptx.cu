@@ -1,0 +1,5 @@
+// Whether only kernels that are built as PTX run: the choice of kernels on the host asks for it.
+#include "ptx/common.cuh"
+
+/// 1 or 0.
+extern "C" int moe_ptx_only() { return moe::ptx_only() ? 1 : 0; }

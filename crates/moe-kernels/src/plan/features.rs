@@ -1,0 +1,57 @@
+//! What kernels use of a GPU beyond plain instructions.
+
+use std::fmt;
+
+/// A part of the hardware that some kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// Copies from global to shared memory that no thread waits for (`cp.async`).
+    AsyncCopies,
+    /// Products of tiles of bf16 by a warp (`mma.sync`).
+    Bf16Mma,
+    /// An engine that copies rows, or tiles that a tensor map describes, to shared memory (TMA).
+    TensorMaps,
+    /// Blocks that read each other's shared memory.
+    Clusters,
+    /// Products by four warps out of shared memory (`wgmma`). Only the capability 9.0 has them, with 227 KiB of shared
+    /// memory for a block.
+    Wgmma,
+}
+
+impl fmt::Display for Feature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AsyncCopies => "asynchronous copies (cp.async)",
+            Self::Bf16Mma => "tensor cores for bf16 (mma.sync)",
+            Self::TensorMaps => "tensor maps and bulk copies",
+            Self::Clusters => "clusters of blocks",
+            Self::Wgmma => "warpgroup products (wgmma)",
+        })
+    }
+}
+
+/// A set of features.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features(u8);
+
+impl Features {
+    /// These features.
+    pub const fn of(features: &[Feature]) -> Self {
+        let (mut set, mut next) = (0, 0);
+        while next < features.len() {
+            set |= 1 << features[next] as u8;
+            next += 1;
+        }
+        Self(set)
+    }
+
+    /// Whether a feature is in the set.
+    pub const fn has(self, feature: Feature) -> bool {
+        self.0 & 1 << feature as u8 != 0
+    }
+
+    /// Both sets together.
+    pub(super) const fn and(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}

@@ -1,0 +1,106 @@
+//! Cards that there is no machine code for: the kernels that are built as PTX, as the plan chooses them, against the CPU.
+//!
+//! Tests of this program run again in a process of its own, under a variable that leaves machine code aside (`ptx_only` in
+//! cuda/ptx/common.cuh): the plan then chooses as for a later card, and a launch of any other kernel is an error.
+
+use std::process::Command;
+
+use candle_core::DType;
+use model_runtime::{CausalLm, Exec};
+use moe_engine::engine::Engine;
+use moe_layer::PlanStep;
+use moe_tests::{Schedule, all_logits};
+
+use crate::common::cuda;
+use crate::engine::{config, model_on, requests, run};
+
+/// What runs again: whole models of both kinds of attention, and every op that has a portable kernel, each against the CPU.
+const AGAIN: [&str; 18] = [
+    "ptx::logits_are_those_of_the_cpu",
+    "ptx::an_engine_runs_on_the_kernels_of_its_plan",
+    "deepseek::logits_are_those_of_the_cpu",
+    "align::groups_and_local_ids_are_the_same",
+    "align::batched_rows_go_and_come_back",
+    "attention::attention_agrees_on_mixed_steps",
+    "attention::attention_agrees_on_decoding_prefill_and_nothing",
+    "mla_rows::latents_queries_and_values_agree",
+    "mla_rows::rows_of_one_product_agree",
+    "products::dense_products_agree",
+    "products::expert_layers_agree_for_every_activation",
+    "quant::quantised_packs_mean_the_same_floats",
+    "quant::quantised_dense_products_agree",
+    "quant::quantised_expert_layers_agree_for_every_scheme",
+    "route::every_method_routes_as_on_the_cpu",
+    "rows::gathered_rows_are_those_of_the_table",
+    "rows::norms_agree",
+    "rows::softmax_gates_and_fills_agree",
+];
+
+/// Runs [`AGAIN`] with a variable set to 1.
+fn run_again(variable: &str) {
+    let program = std::env::current_exe().unwrap();
+    let mut command = Command::new(program);
+    command.args(["--test-threads", "1", "--exact"]).args(AGAIN).env(variable, "1");
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let passed = format!("{} passed", AGAIN.len());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains(&passed), "{variable}: {text}\n{errors}");
+}
+
+/// The machine code of the kernels that are built as PTX, too.
+#[test]
+fn portable_kernels_compute_as_the_cpu() {
+    run_again("MOE_PTX_ONLY");
+}
+
+/// Their PTX, which the driver translates: the driver knows this variable, too.
+#[test]
+fn translated_kernels_compute_as_the_cpu() {
+    run_again("CUDA_FORCE_PTX_JIT");
+}
+
+#[test]
+fn logits_are_those_of_the_cpu() {
+    let prompts: Vec<Vec<u32>> = (1..5).map(|n| (0..n * 17).map(|i| i * 11 % 1000).collect()).collect();
+    for chunk in [8, 100] {
+        let schedule = Schedule { chunk, block_size: 16, together: true };
+        let logits = |mut ex: Exec| {
+            all_logits(&model_on(DType::F32, ex.device()), &prompts, schedule, &mut ex).unwrap().concat()
+        };
+        let (want, got) = (logits(Exec::cpu()), logits(cuda()));
+        let largest = want.iter().fold(0f32, |most, logit| most.max(logit.abs()));
+        let off = want.iter().zip(&got).fold(0f32, |most, (w, g)| most.max((w - g).abs()));
+        assert!(off < 1e-4 * largest, "chunks of {chunk}: off by {off} of {largest}");
+    }
+}
+
+/// In bf16, with what the engine does around a step: decoding and prompts in one step, sampling on the host where clusters
+/// are missing.
+#[test]
+fn an_engine_runs_on_the_kernels_of_its_plan() {
+    let ex = cuda();
+    let model = model_on(DType::BF16, ex.device());
+    let mut engine = Engine::new(&model, ex.clone(), None, &config(9, false)).unwrap();
+    let tokens = run(&mut engine, requests(9, 12));
+    assert!(tokens.iter().all(|tokens| tokens.len() == 12) && tokens[0] != tokens[1], "{tokens:?}");
+    let gpu = ex.machine().gpu.unwrap();
+    let kernels = |rows, one_row_each| -> Vec<String> {
+        let step = PlanStep { rows, one_row_each, observed: None };
+        let layers = model.plan(&step, &ex.machine());
+        let stages = layers.iter().flat_map(|layer| layer.attention.iter().chain(&layer.mlp));
+        stages.map(|stage| stage.kernel.clone()).collect()
+    };
+    let all = [kernels(1, true), kernels(64, true), kernels(600, false)].concat();
+    let products = all.iter().filter(|kernel| kernel.starts_with("any_")).count();
+    match gpu.tuned {
+        Some(_) => assert!(engine.num_graph_steps() > 0),
+        None => {
+            assert_eq!(engine.num_graph_steps(), 0);
+            let tuned =
+                ["_stream", "_tensor", "gate_route", "attention_decode", "attention_prefill", "cublas"];
+            assert!(products > 0, "{all:?}");
+            assert!(all.iter().all(|kernel| !tuned.iter().any(|name| kernel.contains(name))), "{all:?}");
+        }
+    }
+}
