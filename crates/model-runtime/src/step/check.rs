@@ -12,6 +12,11 @@ impl Step {
     /// The first array that is wrong, with its place.
     pub fn check(&self, vocab_size: usize, num_blocks: usize, block_size: usize) -> Result<()> {
         let (rows, sequences) = (self.num_tokens(), self.num_sequences());
+        // Slots are numbers of 32 bits.
+        let slots = num_blocks.checked_mul(block_size).filter(|&slots| u32::try_from(slots).is_ok());
+        if block_size == 0 || slots.is_none() {
+            bail!("step: a KV cache of {num_blocks} blocks of {block_size} slots")
+        }
         for (name, len, expected) in [
             ("positions", self.positions.len(), Some(rows)),
             ("slot_mapping", self.slot_mapping.len(), Some(rows)),
@@ -64,7 +69,7 @@ impl Step {
             if u64::from(got) != position {
                 bail!("row {row} is at position {got}, expected {position}")
             }
-            let Some(&block) = table.get(position as usize / block_size.max(1)) else {
+            let Some(&block) = table.get(position as usize / block_size) else {
                 bail!("position {position} lies behind its {} KV blocks", table.len())
             };
             let expected = block as usize * block_size + position as usize % block_size;
@@ -131,6 +136,9 @@ mod tests {
         assert!(step().check(9, 6, 2).is_err(), "a token outside of the vocabulary");
         assert!(step().check(10, 5, 2).is_err(), "a block outside of the cache");
         assert!(step().check(10, 6, 4).is_err() && step().check(10, 6, 0).is_err(), "slots of other blocks");
+        for (num_blocks, block_size) in [(6, 0), (usize::MAX, 2), (1 << 31, 2)] {
+            assert!(Step::default().check(10, num_blocks, block_size).is_err(), "no cache has these slots");
+        }
         assert!(!step().begins_all() && Step::default().begins_all());
     }
 
