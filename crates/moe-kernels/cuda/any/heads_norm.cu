@@ -1,5 +1,5 @@
-// RMS norm of q and of k over all of their heads, of any dtype and head size, in two launches: the sums of squares by a warp
-// per head, then the norms by a block per row. Ranks exchange the sums between the launches.
+// RMS norm of q and of k over all of their heads, of any dtype and head size, in two launches: the sums of squares by a
+// warp per head, then the norms by a block per row. Ranks exchange the sums between the launches.
 #include "any/any.cuh"
 
 namespace moe {
