@@ -5,7 +5,7 @@ use model_runtime::Config;
 use moe_engine::ModelSpec;
 use serde_json::Value;
 
-/// Where a header of quantisation lies in config.json.
+/// Keys of config.json under which a header of quantisation may stand.
 pub const QUANTISATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 
 /// Reads a config.json, whether it is of a quantised checkpoint or not; `file` names it in errors.

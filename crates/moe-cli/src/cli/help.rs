@@ -60,7 +60,7 @@ impl Default for About {
     }
 }
 
-/// Examples behind the help of a command, one a line; `{}` is the program, MODEL a model on the hub that it runs.
+/// Examples at the end of a command's help, one a line; `{}` is the program, MODEL a model on the hub that it runs.
 const EXAMPLES: [(&str, &[&str]); 6] = [
     (
         "generate",

@@ -105,9 +105,9 @@ pub fn resolve(model: &str) -> Result<PathBuf> {
     locate(model)?.weights()
 }
 
-/// The folder of a model with all its files, from the hub at `endpoint` into `cache`, apart from this process's settings. A
-/// request that fails is repeated without a wait, and a server that is silent for a second has failed. It is for servers of
-/// tests, on this machine.
+/// Downloads a model from the server at `endpoint` into `cache` and returns its folder. The environment variables of the hub do
+/// not apply. A request that fails is repeated without a wait, and a server that sends nothing for a second has failed. This
+/// is for tests and fuzzing with a server on the same machine.
 ///
 /// # Errors
 /// As [`locate`].

@@ -1,8 +1,8 @@
 //! How deep compiling a grammar may recurse, known before it begins: a full stack ends the process.
 //!
-//! llguidance goes down one level for each rule of a Lark grammar through the rules that it names. The sum over all of them
-//! bounds the depth whatever refers to what. Regular expressions nest to a limit of the regex-syntax crate's. JSON schemas
-//! have limits of their own, in `schema`.
+//! llguidance recurses once for each rule of a Lark grammar that another rule names. The number of rules and groups therefore
+//! bounds the depth, in every order of references. The regex-syntax crate limits how deep regular expressions nest. The module
+//! `schema` limits JSON schemas.
 
 use llguidance::api::TopLevelGrammar;
 

@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(follow(true, "Hi").0, 0);
     }
 
-    /// The same compiler as for a schema alone: numbers are exact and end, and definitions are those of each function.
+    /// Arguments have the guarantees of structured output: numbers are exact, and each function has definitions of its own.
     #[test]
     fn arguments_are_as_exact_as_structured_output() {
         let bounded = json!({"$defs": {"x": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.5}},

@@ -91,7 +91,7 @@ struct Launch {
   unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
 
-/// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call. kPtx keeps the two kinds
+/// Launches `kernel`. The result is the error of this launch, never one of an earlier call. kPtx keeps the two kinds
 /// of files apart, which may launch kernels of the same parameters.
 template <bool kPtx = kBuiltAsPtx, class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {

@@ -25,8 +25,8 @@ const WIDE_EXPERTS: usize = 1024;
 const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
 const STREAM_SLOTS: usize = 2048;
-/// Shared memory of the kernels, bytes: a ring and what stands beside it, and the table's bytes for an expert; the kernels
-/// assert or say the same.
+/// Bytes of shared memory that the kernels ask for: `.._RING` for the ring of weight stages and all that does not depend on
+/// the number of experts, `.._ENTRY` for each expert in the table. The kernels assert or name the same numbers.
 const TENSOR_RING: usize = 200 << 10;
 const TENSOR_ENTRY: usize = 8;
 const WIDE_RING: usize = 212_992;

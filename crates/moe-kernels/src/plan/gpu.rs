@@ -128,7 +128,7 @@ impl Gpu {
         }
     }
 
-    /// Fails where a block may not ask for so many bytes of shared memory.
+    /// Fails if a block of this card may not have `needs` bytes of shared memory.
     pub(crate) fn expect_shared_memory(&self, needs: usize) -> Result<(), Reason> {
         match self.block_shared_memory {
             has if needs <= has => Ok(()),

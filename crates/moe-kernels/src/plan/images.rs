@@ -44,7 +44,7 @@ pub fn is_portable_only(capability: (u32, u32)) -> bool {
 pub(super) struct Built(&'static str);
 
 impl Built {
-    /// Those of this build.
+    /// The images of this build.
     pub const THIS: Self = Self(BUILT);
 
     /// What the code of a tier that runs on a GPU was compiled to use; `None`: none runs there. `ptx_only`: machine code is

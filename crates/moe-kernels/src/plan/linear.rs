@@ -32,8 +32,8 @@ const QUANT_BLAS_BYTES: usize = 256 << 20;
 const WIDE: usize = 32 * 1024;
 /// Longest rows of x of which [`STREAM_ROWS`] fit beside the ring of weight stages in shared memory.
 const STREAM_K: usize = 8192;
-/// Shared memory of that kernel beside rows of x, with one stage of weights, and behind each row, bytes; the kernel asserts
-/// the same.
+/// Bytes of shared memory that this kernel asks for in addition to the rows of x, with one stage of weights, and the padding
+/// at the end of each row. The kernel asserts the same numbers.
 const STREAM_BYTES: usize = 8064 + 33_280;
 const STREAM_PAD: usize = 64;
 /// Least of the ring of the warpgroup products, with its barriers, bytes.

@@ -3,8 +3,8 @@
 
 use super::{AttentionCall, AttentionForm, Form, Machine, Rates, Reason, WARPGROUPS};
 
-/// What prompts take on a whole card beside their FLOPs (25 us for 620 and 300 rows, 75 for 2,048 on an H200), for the choice
-/// only.
+/// Microseconds that prompts take on a whole card in addition to their FLOPs (25 us for 620 and 300 rows, 75 us for 2,048 on an
+/// H200). Only the choice of a form uses it.
 const PROMPTS_US: f64 = 16.0;
 /// Most of the decoding rows' time that prompts may take on the whole card: on a part of it they would end much later.
 const MOST_OF_DECODE: f64 = 0.75;

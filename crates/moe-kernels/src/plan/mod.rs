@@ -47,7 +47,7 @@ pub use router::{RouterCall, RouterForm};
 
 /// What the kernels for tensor cores of any card use.
 pub const TENSOR_CORES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma];
-/// What streaming kernels use that were measured beside bulk copies alone.
+/// Features of streaming kernels that were only measured on cards with bulk copies.
 pub const BULK_COPIES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma, Feature::TensorMaps];
 /// What the kernels on warpgroup products use.
 pub const WARPGROUPS: &[Feature] = &[Feature::TensorMaps, Feature::Clusters, Feature::Wgmma];

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::hostile_lines::hostile;
 use super::{Folder, completion, essence};
 
-/// One line in so many is hostile.
+/// One of this number of lines is hostile.
 const ONE_IN: usize = 10;
 /// How often a run is looked at.
 const LOOK: Duration = Duration::from_millis(20);
