@@ -1,5 +1,6 @@
 //! `cargo xtask tidy`: the rules of the workspace that no compiler checks.
 
+mod circles;
 mod families;
 
 use std::collections::BTreeSet;
@@ -76,6 +77,7 @@ pub fn run() -> Result<()> {
     let files = tracked_files(&workspace::root())?;
     check_files(&workspace::root(), &files, &mut faults);
     families::check(&workspace::root(), &files, &mut faults)?;
+    circles::check(&workspace::root(), &packages, &mut faults)?;
     if faults.is_empty() {
         println!("tidy: {} packages, no faults", packages.len());
         return Ok(());

@@ -1,0 +1,125 @@
+//! No circles of modules: the files of a crate use each other in one direction only, so each can be read and changed after
+//! those that it uses. `Tree` reads the modules of a crate, `arrows` finds which file uses which names of which other file,
+//! and this file refuses files that reach each other.
+//!
+//! Two things are not seen: methods, as only a compiler knows whose they are, and names inside files that a build writes.
+
+mod arrows;
+mod tree;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+
+use crate::workspace::Package;
+use arrows::arrows;
+use tree::Tree;
+
+/// Crates that still have circles, each with the number of files in them. A number may only become smaller.
+const EXCEPTIONS: &[(&str, usize)] = &[
+    ("model-runtime", 26),
+    ("moe-comm", 17),
+    ("moe-kernels", 94),
+    ("moe-layer", 15),
+    ("moe-router", 2),
+    ("moe-quant", 9),
+    ("moe-cli", 21),
+    ("moe-engine", 31),
+    ("moe-eplb", 2),
+    ("moe-quantize", 7),
+    ("xtask", 9),
+    ("moe-tests", 4),
+];
+
+/// Checks every library and program of the workspace.
+///
+/// # Errors
+/// A source that cannot be read or parsed.
+pub fn check(root: &Path, packages: &[Package], faults: &mut Vec<String>) -> Result<()> {
+    for package in packages {
+        let dir = package.dir.strip_prefix(root)?;
+        let mut circles = Vec::new();
+        for start in ["src/lib.rs", "src/main.rs"] {
+            let start = dir.join(start).display().to_string();
+            if root.join(&start).exists() {
+                circles.extend(self::circles(&start, &|file| fs::read_to_string(root.join(file)).ok())?);
+            }
+        }
+        let known = EXCEPTIONS.iter().find(|(name, _)| *name == package.name).map_or(0, |(_, files)| *files);
+        faults.extend(fault(&package.name, &circles, known));
+    }
+    Ok(())
+}
+
+/// Files that reach each other, each with the arrows among them.
+struct Circle {
+    files: BTreeSet<String>,
+    /// (user, used): the names.
+    arrows: BTreeMap<(String, String), BTreeSet<String>>,
+}
+
+/// The circles of the crate that begins with this file.
+fn circles(start: &str, read: &dyn Fn(&str) -> Option<String>) -> Result<Vec<Circle>> {
+    let tree = Tree::read(start, read)?;
+    let arrows = arrows(&tree);
+    let reached: Vec<BTreeSet<usize>> = (0..tree.files.len()).map(|file| reached(file, &arrows)).collect();
+    let mut circles = Vec::new();
+    for first in 0..tree.files.len() {
+        let members: BTreeSet<usize> =
+            reached[first].iter().copied().filter(|other| reached[*other].contains(&first)).collect();
+        if members.first() != Some(&first) {
+            continue;
+        }
+        let inside =
+            arrows.iter().filter(|((user, used), _)| members.contains(user) && members.contains(used));
+        let name = |file: &usize| tree.files[*file].clone();
+        circles.push(Circle {
+            files: members.iter().map(name).collect(),
+            arrows: inside.map(|((user, used), names)| ((name(user), name(used)), names.clone())).collect(),
+        });
+    }
+    Ok(circles)
+}
+
+/// The files that a file uses, directly or through others.
+fn reached(file: usize, arrows: &BTreeMap<(usize, usize), BTreeSet<String>>) -> BTreeSet<usize> {
+    let mut reached = BTreeSet::new();
+    let mut next = vec![file];
+    while let Some(user) = next.pop() {
+        let used = arrows.range((user, 0)..(user + 1, 0)).map(|((_, used), _)| *used);
+        next.extend(used.filter(|used| reached.insert(*used)));
+    }
+    reached
+}
+
+/// What is wrong with the circles of a crate, if so many files may be in circles.
+fn fault(name: &str, circles: &[Circle], known: usize) -> Option<String> {
+    let files: usize = circles.iter().map(|circle| circle.files.len()).sum();
+    if files == known {
+        return None;
+    }
+    if files < known {
+        let now =
+            if files == 0 { "take it from the list".into() } else { format!("lower its number to {files}") };
+        return Some(format!(
+            "{name}: has fewer circles than EXCEPTIONS in xtask/src/tidy/circles.rs says; {now}"
+        ));
+    }
+    let mut text = format!(
+        "{name}: {files} files use each other in circles, at most {known}; move what two files need to a third"
+    );
+    for (at, circle) in circles.iter().enumerate() {
+        let _ = write!(text, "\n  circle {} of {} files", at + 1, circle.files.len());
+        for ((user, used), names) in &circle.arrows {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let _ = write!(text, "\n    {user} -> {used}: {}", names.join(", "));
+        }
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests;
