@@ -7,8 +7,8 @@ use moe_comm::Communicator;
 use moe_kernels::names::TensorNames;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, Workspace, add_rms_norm_into,
-    embedding_into, forward_rows, linear_into, rms_norm_into,
+    CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, add_rms_norm_into, embedding_into,
+    forward_rows, linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
@@ -22,14 +22,13 @@ use crate::vocab::VocabParallel;
 pub struct RmsNorm {
     weight: Tensor,
     eps: f32,
-    workspace: Workspace,
 }
 
 impl RmsNorm {
     /// From a weight `[H]`.
     pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
         weight.dims1()?;
-        Ok(Self { weight: weight.contiguous()?, eps: eps as f32, workspace: Workspace::new() })
+        Ok(Self { weight: weight.contiguous()?, eps: eps as f32 })
     }
 
     /// Loads `weight` `[size]`.
@@ -101,8 +100,8 @@ impl RmsNorm {
 
     /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let out = (self.weight.elem_count(), self.weight.dtype());
-        forward_rows(x, out, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+        let hidden_size = self.weight.elem_count();
+        forward_rows(x, hidden_size, self.weight.dtype(), |x, out, ex| self.forward_into(x, out, ex))
     }
 }
 
@@ -118,7 +117,6 @@ pub struct Embedding {
     weight: Weight,
     /// The ranks that hold the table, if this is a run of its rows.
     ranks: Option<VocabParallel>,
-    workspace: Workspace,
 }
 
 impl Embedding {
@@ -129,7 +127,7 @@ impl Embedding {
     }
 
     fn of(weight: Weight) -> Self {
-        Self { weight, ranks: None, workspace: Workspace::new() }
+        Self { weight, ranks: None }
     }
 
     /// Loads `weight` [vocab_size, hidden_size].
@@ -173,7 +171,7 @@ impl Embedding {
     /// Another dtype or device; on the CPU an id outside of the table.
     pub fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
         let ids = token_ids.unsqueeze(token_ids.rank())?;
-        forward_rows(&ids, (self.weight.dims()[1], self.weight.dtype()), &self.workspace, |ids, out, ex| {
+        forward_rows(&ids, self.weight.dims()[1], self.weight.dtype(), |ids, out, ex| {
             self.forward_into(ids.reshape(&[ids.elem_count()])?, out, ex)
         })
     }
@@ -255,8 +253,6 @@ impl LmHead {
     /// Logits [.., V] f32 of `hidden` [.., H] (the weight's dtype, in any layout) as a new tensor.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims()[0], VocabParallel::vocab_size);
-        forward_rows(hidden, (vocab, DType::F32), &self.0.workspace, |x, out, ex| {
-            self.forward_into(x, out, ex)
-        })
+        forward_rows(hidden, vocab, DType::F32, |x, out, ex| self.forward_into(x, out, ex))
     }
 }

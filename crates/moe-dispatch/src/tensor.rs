@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use moe_kernels::gradient::TensorResults;
 use moe_kernels::{
-    ActivationFormat, AlignedTokens, Dispatched, Exec, Lent, View, WeightAndReduce, Workspace,
-    align_tokens_into, group_slots_into, max_aligned_sizes, with_tensors, with_views,
+    ActivationFormat, AlignedTokens, Dispatched, Exec, Lent, View, WeightAndReduce, align_tokens_into,
+    group_slots_into, max_aligned_sizes, with_tensors, with_views,
 };
 
 use crate::prepare_finalize::PrepareFinalize;
@@ -14,7 +14,6 @@ use crate::tokens::Tokens;
 /// A backend with the workspace that its calls reuse: dispatch, experts and combine on tensors.
 pub struct Dispatcher {
     backend: Box<dyn PrepareFinalize>,
-    workspace: Workspace,
 }
 
 /// Dispatched rows as tensors, see [`Dispatched`].
@@ -36,7 +35,7 @@ pub struct DispatchedTensors {
 impl Dispatcher {
     /// Dispatches through this backend.
     pub fn new(backend: impl PrepareFinalize + 'static) -> Self {
-        Self { backend: Box::new(backend), workspace: Workspace::new() }
+        Self { backend: Box::new(backend) }
     }
 
     /// The backend.
@@ -62,7 +61,7 @@ impl Dispatcher {
         experts: impl FnOnce(&DispatchedTensors) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let tensors = [hidden, topk_ids, topk_weights];
-        with_tensors(&self.workspace, tensors, [], |[rows, ids, weights], [], ex| {
+        with_tensors(tensors, [], |[rows, ids, weights], [], ex| {
             let dispatched = self.backend.prepare(Tokens::new(rows, ids, weights), None, ex)?;
             let expert_out = experts(&dispatched_tensors(&dispatched, hidden, ex)?)?;
             let expert_out = match expert_out.elem_count() {
@@ -110,7 +109,7 @@ pub fn group_slots(
     num_local: usize,
 ) -> Result<(Tensor, Tensor)> {
     let Some(groups) = num_local.checked_add(1) else { bail!("group_slots: too many local experts") };
-    with_tensors(&Workspace::new(), [topk_ids], [expert_map], |[ids], [map], ex| {
+    with_tensors([topk_ids], [expert_map], |[ids], [map], ex| {
         let mut offsets = ex.output(DType::U32, &[groups])?;
         let mut slots = ex.zeros(DType::U32, &[ids.elem_count()])?;
         group_slots_into(ids, map, offsets.view_mut(), slots.view_mut(), ex)?;
@@ -152,7 +151,7 @@ pub fn moe_align_block_size(
     let (device, host) = (topk_ids.device(), |tensor: &Tensor| tensor.to_device(&Device::Cpu));
     let (ids, map) = (host(topk_ids)?, expert_map.map(host).transpose()?);
     let max = max_aligned_sizes(ids.elem_count(), num_local, block_size)?;
-    with_tensors(&Workspace::new(), [&ids], [map.as_ref()], |[ids], [map], ex| {
+    with_tensors([&ids], [map.as_ref()], |[ids], [map], ex| {
         let mut sorted = ex.output(DType::U32, &[max.sorted_token_ids])?;
         let mut blocks = ex.output(DType::I32, &[max.expert_ids])?;
         let mut used = ex.output(DType::U32, &[1])?;
@@ -187,7 +186,7 @@ pub fn weight_and_reduce(
         bail!("weight_and_reduce: expected expert_out and topk_ids with dimensions, got scalars")
     };
     let tensors = [expert_out, topk_ids, topk_weights];
-    with_tensors(&Workspace::new(), tensors, [expert_map], |[rows, ids, weights], [expert_map], ex| {
+    with_tensors(tensors, [expert_map], |[rows, ids, weights], [expert_map], ex| {
         let args = CombineArgs { topk_ids: ids, topk_weights: weights, expert_map, weights_applied: false };
         let mut out = ex.output(dtype, &[tokens, hidden])?;
         weight_and_reduce_into(strategy, rows, &args, out.view_mut(), ex)?;

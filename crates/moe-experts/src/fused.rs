@@ -4,9 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_kernels::{
-    Activation, Dispatched, WeightAndReduce, Workspace, copy_rows_into, weighted_sum_into, with_tensors,
-};
+use moe_kernels::{Activation, Dispatched, WeightAndReduce, copy_rows_into, weighted_sum_into, with_tensors};
 
 use crate::build::build;
 use crate::experts::Experts;
@@ -21,7 +19,6 @@ use crate::weights::ExpertWeights;
 /// batch, so a token's output has the same bits whatever other tokens are computed beside it.
 pub struct FusedExperts {
     experts: Box<dyn Experts>,
-    workspace: Workspace,
 }
 
 impl FusedExperts {
@@ -29,7 +26,7 @@ impl FusedExperts {
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
         let selection = select(&weights.spec(activation, 1), None)?;
         let experts = build(&selection, weights)?;
-        Ok(Self { experts, workspace: Workspace::new() })
+        Ok(Self { experts })
     }
 
     /// Loads the experts under `vb`, which has the prefix of the experts
@@ -53,7 +50,7 @@ impl FusedExperts {
     /// # Errors
     /// Wrong dims, dtypes or devices; on the CPU an id that is no expert.
     pub fn forward(&self, hidden: &Tensor, topk_ids: &Tensor, topk_weights: &Tensor) -> Result<Tensor> {
-        with_tensors(&self.workspace, [hidden, topk_ids, topk_weights], [], |[x, ids, weights], [], ex| {
+        with_tensors([hidden, topk_ids, topk_weights], [], |[x, ids, weights], [], ex| {
             let rows = Dispatched::standard(x, ids, weights);
             let mut expert_out = ex.scratch(DType::F32, &self.experts.out_dims(&rows)?)?;
             self.experts.apply(&rows, expert_out.view_mut(), ex)?;

@@ -4,6 +4,7 @@
 //! first pass at the largest size nothing allocates. A frozen workspace refuses to grow: that
 //! is the state in which a step may be captured into a graph.
 
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::op::BackpropOp;
@@ -126,6 +127,7 @@ fn check_memory(dtype: DType, len: usize) -> Result<()> {
 struct Pool {
     free: Vec<Memory>,
     bytes: usize,
+    limit: Option<usize>,
     frozen: bool,
 }
 
@@ -138,9 +140,28 @@ impl Pool {
         let largest = (0..self.free.len()).filter(outgrown).max_by_key(|&i| self.free[i].as_data().len());
         if let (None, Some(i)) = (place, largest) {
             let memory = self.free.swap_remove(i);
-            self.bytes -= memory.as_data().len() * dtype.size_in_bytes();
+            self.bytes -= bytes_of(&memory);
         }
     }
+
+    /// Takes a buffer back, unless the pool is larger than its limit.
+    fn take_back(&mut self, memory: Memory) {
+        if !self.frozen && self.limit.is_some_and(|limit| self.bytes > limit) {
+            self.bytes -= bytes_of(&memory);
+        } else {
+            self.free.push(memory);
+        }
+    }
+}
+
+fn bytes_of(memory: &Memory) -> usize {
+    let data = memory.as_data();
+    data.len() * data.dtype().size_in_bytes()
+}
+
+thread_local! {
+    /// The workspaces of calls on tensors on this thread.
+    static OF_THREAD: RefCell<Vec<(Device, Workspace)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A pool of scratch buffers. Cloning shares the pool.
@@ -151,6 +172,23 @@ impl Workspace {
     /// An empty pool.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The workspace that all calls on tensors of `device` share on this thread, whichever module they are made on: calls of
+    /// a thread run one after another, so that one workspace serves all layers of a model. It lives as long as the
+    /// thread; [`trim`](Self::trim) gives its memory back earlier.
+    pub fn of_thread(device: &Device) -> Self {
+        let find_or_make = |known: &RefCell<Vec<(Device, Self)>>| {
+            let mut known = known.borrow_mut();
+            if let Some((_, workspace)) = known.iter().find(|(of, _)| of.same_device(device)) {
+                return workspace.clone();
+            }
+            let workspace = Self::new();
+            known.push((device.clone(), workspace.clone()));
+            workspace
+        };
+        // While a thread ends its workspaces are gone, and a call has one of its own.
+        OF_THREAD.try_with(find_or_make).unwrap_or_default()
     }
 
     /// Scratch of this dtype and these dims, with unspecified contents. It goes back to the
@@ -205,6 +243,22 @@ impl Workspace {
         self.lock().bytes
     }
 
+    /// Frees the buffers that are not lent. A frozen workspace keeps them, because a graph may have recorded their addresses.
+    pub fn trim(&self) {
+        let mut pool = self.lock();
+        if !pool.frozen {
+            let freed: usize = pool.free.drain(..).map(|memory| bytes_of(&memory)).sum();
+            pool.bytes -= freed;
+        }
+    }
+
+    /// Bounds the memory that is kept between calls: while the pool is larger than `bytes`, buffers that come back
+    /// are freed, so that later calls allocate them again. `None`, the default, keeps all of them. What one call needs at the
+    /// same time is not bounded by it.
+    pub fn set_limit(&self, bytes: Option<usize>) {
+        self.lock().limit = bytes;
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Pool> {
         // A panic elsewhere cannot leave the pool inconsistent: every update is one push or remove.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -236,7 +290,7 @@ impl std::ops::DerefMut for Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            self.pool.lock().free.push(buffer.data);
+            self.pool.lock().take_back(buffer.data);
         }
     }
 }
@@ -276,6 +330,37 @@ mod tests {
         let steady = workspace.bytes();
         drop(workspace.scratch(DType::F32, &[99, 100])?);
         assert_eq!(workspace.bytes(), steady);
+        Ok(())
+    }
+
+    #[test]
+    fn a_thread_has_one_workspace_for_each_device() -> Result<()> {
+        let workspace = Workspace::of_thread(&Device::Cpu);
+        drop(workspace.scratch(DType::F32, &[100])?);
+        assert_eq!(Workspace::of_thread(&Device::Cpu).bytes(), 400);
+        let of_another = std::thread::spawn(|| Workspace::of_thread(&Device::Cpu).bytes()).join();
+        assert_eq!(of_another.ok(), Some(0));
+        workspace.trim();
+        assert_eq!(Workspace::of_thread(&Device::Cpu).bytes(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_limit_frees_what_comes_back_and_lent_buffers_survive_a_trim() -> Result<()> {
+        let workspace = Workspace::new();
+        let kept = workspace.scratch(DType::F32, &[10])?;
+        workspace.set_limit(Some(40));
+        drop(workspace.scratch(DType::F32, &[20])?);
+        assert_eq!(workspace.bytes(), 40);
+        workspace.trim();
+        assert_eq!(workspace.bytes(), 40);
+        drop(kept);
+        workspace.freeze(true);
+        workspace.trim();
+        assert_eq!(workspace.bytes(), 40);
+        workspace.freeze(false);
+        workspace.trim();
+        assert_eq!(workspace.bytes(), 0);
         Ok(())
     }
 

@@ -93,9 +93,10 @@ impl Exec {
         }
     }
 
-    /// The context of a tensor's device, with a module's workspace.
-    pub fn for_tensor(tensor: &Tensor, workspace: &Workspace) -> Result<Self> {
-        Ok(Self { workspace: workspace.clone(), ..Self::on(tensor.device())? })
+    /// The context of a tensor's device, with this thread's workspace for it.
+    pub fn for_tensor(tensor: &Tensor) -> Result<Self> {
+        let device = tensor.device();
+        Ok(Self { workspace: Workspace::of_thread(device), ..Self::on(device)? })
     }
 
     /// Forces an instruction set; an error if this machine lacks it.

@@ -163,12 +163,12 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+    use crate::Weight;
     use crate::tensor::with_tensors;
-    use crate::{Weight, Workspace};
 
     /// The first tensor, read as every call reads its inputs.
     fn call(tensors: [&Tensor; 2]) -> Result<Tensor> {
-        with_tensors(&Workspace::new(), tensors, [], |[x, _], [], ex| {
+        with_tensors(tensors, [], |[x, _], [], ex| {
             let mut out = ex.output(x.dtype(), x.dims())?;
             ex.copy(x, out.view_mut())?;
             out.into_tensor()
@@ -200,7 +200,7 @@ mod tests {
     fn what_a_call_reads_inside_of_another_counts_in_both() -> Result<()> {
         let constant = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
         let variable = Var::from_tensor(&constant)?;
-        let outer = with_tensors(&Workspace::new(), [&constant], [], |[x], [], ex| {
+        let outer = with_tensors([&constant], [], |[x], [], ex| {
             call([&constant, &constant])?;
             let inner = call([&constant, &*variable])?;
             assert!(backward(&inner).is_err());

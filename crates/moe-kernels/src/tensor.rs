@@ -10,7 +10,7 @@ use parking_lot::RwLockReadGuard;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, bail};
 
-use crate::buffer::{Buffer, Workspace};
+use crate::buffer::Buffer;
 use crate::dispatched::Lent;
 use crate::exec::Exec;
 use crate::gradient::{TensorResults, reads, watched};
@@ -79,12 +79,13 @@ impl Drop for TensorView<'_> {
 ///
 /// `f` allocates its results by [`Exec::output`] and turns them into tensors of the same device. Tensors that are not
 /// contiguous are copied first. On a CUDA device this returns when the work is on the stream; calls of several threads
-/// that share modules are put in order, see [`Exec::on`].
+/// that share modules are put in order, see [`Exec::on`]. Scratch comes from the thread's
+/// [workspace](crate::Workspace::of_thread).
 ///
 /// ```
-/// use moe_kernels::{Workspace, add_into, with_tensors, candle::{Device, Tensor}};
+/// use moe_kernels::{add_into, with_tensors, candle::{Device, Tensor}};
 /// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?.t()?;
-/// let sum = with_tensors(&Workspace::new(), [&x, &x], [], |[a, b], [], ex| {
+/// let sum = with_tensors([&x, &x], [], |[a, b], [], ex| {
 ///     let mut out = ex.output(a.dtype(), a.dims())?;
 ///     ex.copy(a, out.view_mut())?;
 ///     add_into(b, out.view_mut(), ex)?;
@@ -98,13 +99,12 @@ impl Drop for TensorView<'_> {
 /// No tensor; a device other than the CPU or, in a build with the feature `cuda`, a CUDA device; a dtype that no view
 /// holds; what `f` refuses.
 pub fn with_tensors<const N: usize, const M: usize, R: TensorResults>(
-    workspace: &Workspace,
     tensors: [&Tensor; N],
     optional: [Option<&Tensor>; M],
     f: impl FnOnce([View<'_>; N], [Option<View<'_>>; M], &mut Exec) -> Result<R>,
 ) -> Result<R> {
     let Some(first) = tensors.first() else { bail!("expected at least one tensor, whose device is used") };
-    let mut ex = Exec::for_tensor(first, workspace)?;
+    let mut ex = Exec::for_tensor(first)?;
     with_views(tensors, optional, |tensors, optional| f(tensors, optional, &mut ex))
 }
 
@@ -140,8 +140,8 @@ pub fn with_views<const N: usize, const M: usize, R: TensorResults>(
 /// A scalar; as [`with_tensors`].
 pub fn forward_rows(
     x: &Tensor,
-    (width, dtype): (usize, DType),
-    workspace: &Workspace,
+    width: usize,
+    dtype: DType,
     f: impl FnOnce(View<'_>, ViewMut<'_>, &mut Exec) -> Result<()>,
 ) -> Result<Tensor> {
     let Some((&hidden, leading)) = x.dims().split_last() else {
@@ -149,7 +149,7 @@ pub fn forward_rows(
     };
     let rows = leading.iter().product::<usize>();
     let matrix = contiguous(x)?.reshape((rows, hidden))?;
-    with_tensors(workspace, [&matrix], [], |[x], [], ex| {
+    with_tensors([&matrix], [], |[x], [], ex| {
         let mut out = ex.output(dtype, &[rows, width])?;
         f(x, out.view_mut(), ex)?;
         out.into_tensor()?.reshape([leading, &[width]].concat())
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn rows_of_any_leading_dims_and_order_go_through() -> Result<()> {
         let double = |x: &Tensor| {
-            forward_rows(x, (x.dims()[x.rank() - 1], x.dtype()), &Workspace::new(), |x, mut out, ex| {
+            forward_rows(x, x.dims()[x.rank() - 1], x.dtype(), |x, mut out, ex| {
                 ex.copy(x, out.reborrow())?;
                 crate::add_into(x, out, ex)
             })
@@ -220,10 +220,7 @@ mod tests {
             assert_eq!(y.dims(), x.dims());
             assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, (&x * 2.)?.flatten_all()?.to_vec1::<f32>()?);
         }
-        let scalar =
-            forward_rows(&Tensor::new(1f32, &Device::Cpu)?, (1, DType::F32), &Workspace::new(), |_, _, _| {
-                Ok(())
-            });
+        let scalar = forward_rows(&Tensor::new(1f32, &Device::Cpu)?, 1, DType::F32, |_, _, _| Ok(()));
         assert!(scalar.unwrap_err().to_string().contains("got a scalar"));
         Ok(())
     }

@@ -12,7 +12,7 @@ use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
-    CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into,
+    CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, copy_rows_into,
     forward_rows,
 };
 use moe_router::{GateInput, GateStep, RouteOutput, Router, Selection};
@@ -39,7 +39,6 @@ pub struct SparseMoeBlock {
     layer: usize,
     /// Tokens of a chunk, at most.
     chunk: Option<NonZeroUsize>,
-    workspace: Workspace,
 }
 
 impl SparseMoeBlock {
@@ -85,7 +84,6 @@ impl SparseMoeBlock {
             shared: None,
             layer,
             chunk: None,
-            workspace: Workspace::new(),
         })
     }
 
@@ -363,12 +361,10 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(
-            hidden,
-            (self.path.experts.shape().hidden_size, hidden.dtype()),
-            &self.workspace,
-            |x, out, ex| self.forward_into(x, out, &mut StepContext::default(), ex),
-        )
+        let hidden_size = self.path.experts.shape().hidden_size;
+        forward_rows(hidden, hidden_size, hidden.dtype(), |x, out, ex| {
+            self.forward_into(x, out, &mut StepContext::default(), ex)
+        })
     }
 }
 

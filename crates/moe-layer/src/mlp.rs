@@ -11,7 +11,7 @@ use moe_kernels::names::MlpNames;
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, Scratch, Unread, View, ViewMut, Weight, Workspace, forward_rows,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, Unread, View, ViewMut, Weight, forward_rows,
     gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
     one_group_into,
 };
@@ -35,7 +35,6 @@ pub struct GatedMlp {
     activation: Activation,
     /// The ranks that cut it, if it is a part.
     ranks: Option<RowParallel>,
-    workspace: Workspace,
 }
 
 impl GatedMlp {
@@ -61,7 +60,7 @@ impl GatedMlp {
         if w13.dtype() != w2.dtype() {
             bail!("gated MLP: w13 is {} but w2 is {}", w13.dtype().as_str(), w2.dtype().as_str())
         }
-        Ok(Self { w13, w2, activation, ranks: None, workspace: Workspace::new() })
+        Ok(Self { w13, w2, activation, ranks: None })
     }
 
     /// Loads `gate_proj.weight`, `up_proj.weight` [I, H] and `down_proj.weight` [H, I]; gate and up
@@ -228,9 +227,7 @@ impl GatedMlp {
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        forward_rows(x, (self.hidden_size(), x.dtype()), &self.workspace, |x, out, ex| {
-            self.forward_into(x, out, ex)
-        })
+        forward_rows(x, self.hidden_size(), x.dtype(), |x, out, ex| self.forward_into(x, out, ex))
     }
 }
 

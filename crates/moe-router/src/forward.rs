@@ -33,7 +33,7 @@ impl Router {
     ///
     /// As [`route_into`](Self::route_into).
     pub fn route(&self, router_logits: &Tensor) -> Result<Routed> {
-        with_tensors(&self.workspace, [router_logits], [], |[logits], [], ex| {
+        with_tensors([router_logits], [], |[logits], [], ex| {
             self.route_views(RouteInput::new(logits, 0), &mut StepContext::default(), ex)
         })
     }

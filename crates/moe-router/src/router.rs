@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use moe_kernels::{Unread, View, ViewMut, Workspace};
+use moe_kernels::{Unread, View, ViewMut};
 
 use crate::config::{RouterConfig, Selection};
 use crate::custom::RoutingFunction;
@@ -69,7 +69,6 @@ pub struct Router {
     pub(crate) table: Option<Tensor>,
     pub(crate) function: Option<Arc<dyn RoutingFunction>>,
     pub(crate) strategy: Option<Arc<dyn RoutingStrategy>>,
-    pub(crate) workspace: Workspace,
 }
 
 impl Router {
@@ -89,7 +88,7 @@ impl Router {
             Selection::Simulated { strategy, .. } => Some(params.strategies.get(strategy)?),
             _ => None,
         };
-        Ok(Self { config, bias, table, function: params.function, strategy, workspace: Workspace::new() })
+        Ok(Self { config, bias, table, function: params.function, strategy })
     }
 
     /// A router with its parameters from a checkpoint; `vb` has the gate's prefix

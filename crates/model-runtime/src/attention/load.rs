@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use moe_kernels::Weight;
 use moe_kernels::names::AttentionNames;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{Weight, Workspace};
 use moe_layer::{BlockContext, load_packed, load_weight};
 
 use super::{Attention, AttentionConfig, AttentionWeights};
@@ -69,7 +69,7 @@ impl Attention {
             ),
         }
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
-        Ok(Self { config, weights, scale, ranks: None, workspace: Workspace::new() })
+        Ok(Self { config, weights, scale, ranks: None })
     }
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.

@@ -15,8 +15,8 @@ use moe_kernels::plan::{
 };
 use moe_kernels::{
     AttentionMeta, CpuIsa, Exec, PreNorm, ProductRows, QkNormRope, RowsView, RowsViewMut, StepRows,
-    TensorView, View, ViewMut, Weight, Workspace, forward_rows, linear_add_into, linear_into,
-    linear_row_parallel_into, norm_linear_into, rope_attention_into,
+    TensorView, View, ViewMut, Weight, forward_rows, linear_add_into, linear_into, linear_row_parallel_into,
+    norm_linear_into, rope_attention_into,
 };
 use moe_layer::PlanStep;
 use tracing::trace_span;
@@ -39,7 +39,6 @@ pub struct Attention {
     scale: f32,
     /// The ranks that cut the heads, if these are a part of them.
     ranks: Option<HeadRanks>,
-    workspace: Workspace,
 }
 
 impl Attention {
@@ -96,7 +95,7 @@ impl Attention {
     ///
     /// [`Step::views`]: crate::Step::views
     pub fn forward(&self, x: &Tensor, step: &StepViews, rope: &Rope, kv: &mut KvLayer) -> Result<Tensor> {
-        forward_rows(x, (self.config.hidden_size, x.dtype()), &self.workspace, |x, out, ex| {
+        forward_rows(x, self.config.hidden_size, x.dtype(), |x, out, ex| {
             let (positions, rope_len) = (ex.lend(step.positions)?, ex.lend(step.rope_len)?);
             let (slots, tables) = (ex.lend(step.slot_mapping)?, ex.lend(step.block_tables)?);
             let starts = ex.lend(step.query_start_loc)?;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use candle_nn::VarBuilder;
 use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, run_ranks};
-use moe_layer::candle::{Result, Tensor};
+use moe_layer::candle::{Error, Result, Tensor};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
-    RoutedExperts, RouterConfig, SparseMoeBlock, StepContext, TensorView, WhoAdds, load_block_on,
+    RoutedExperts, RouterConfig, SparseMoeBlock, StepContext, TensorView, WhoAdds, Workspace, load_block_on,
 };
 use proptest::prelude::*;
 
@@ -83,6 +83,26 @@ fn chunks_cut_the_workspace_and_reuse_it() -> Result<()> {
     let chunked = workspace(&p.standard()?.with_chunk_size(size(64)), &x)?;
     // Routing of all tokens and the kernels' own scratch remain.
     assert!(chunked * 4 < whole, "{chunked} of {whole}");
+    Ok(())
+}
+
+#[test]
+fn layers_that_are_called_on_tensors_share_the_workspace_of_their_thread() -> Result<()> {
+    // Tests share threads, and so would the workspace of this one.
+    let sizes = std::thread::spawn(|| -> Result<Vec<usize>> {
+        let (p, x) = large()?;
+        let mut sizes = Vec::new();
+        for _layer in 0..4 {
+            p.standard()?.forward(&x)?;
+            sizes.push(Workspace::of_thread(x.device()).bytes());
+        }
+        Workspace::of_thread(x.device()).trim();
+        sizes.push(Workspace::of_thread(x.device()).bytes());
+        Ok(sizes)
+    });
+    let sizes = sizes.join().map_err(|_| Error::msg("the thread panicked"))??;
+    assert!(sizes[0] > 0, "{sizes:?}");
+    assert_eq!(sizes, [sizes[0], sizes[0], sizes[0], sizes[0], 0]);
     Ok(())
 }
 

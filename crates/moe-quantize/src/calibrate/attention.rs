@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use model_runtime::config::RopeConfig;
 use model_runtime::decoder::SelfAttention;
-use model_runtime::{KvCache, KvLayout, LogitsRows, Rope, SequenceStep, Step, Workspace};
+use model_runtime::{KvCache, KvLayout, LogitsRows, Rope, SequenceStep, Step};
 use moe_kernels::forward_rows;
 
 /// Positions of a KV block.
@@ -47,7 +47,7 @@ fn run(
     rope: &RopeConfig,
     kv: KvLayout,
 ) -> Result<Tensor> {
-    let (rope, workspace) = (Rope::new(rope.clone()), Workspace::new());
+    let rope = Rope::new(rope.clone());
     let blocks: Vec<u32> = (0..length.div_ceil(BLOCK) as u32).collect();
     let ids = vec![0; length];
     let sequence = SequenceStep {
@@ -64,7 +64,7 @@ fn run(
     for first in (0..x.dims()[0]).step_by(length) {
         let mut cache = KvCache::new_on(&Device::Cpu, layout, blocks.len(), BLOCK)?;
         let x = x.narrow(0, first, length)?;
-        outputs.push(forward_rows(&x, (hidden, DType::F32), &workspace, |x, out, ex| {
+        outputs.push(forward_rows(&x, hidden, DType::F32, |x, out, ex| {
             let step = step.views()?;
             let rows = rope.rows(step.positions, step.rope_len, ex)?;
             layer.forward_into(x.into(), &step, &rows, cache.layer_mut(0)?, out, ex)

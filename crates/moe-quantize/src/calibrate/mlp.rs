@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{DecoderConfig, MoeConfig};
-use moe_kernels::{Activation, NO_EXPERT, Workspace, gated_activation_into, with_tensors};
+use moe_kernels::{Activation, NO_EXPERT, gated_activation_into, with_tensors};
 use moe_layer::{BlockContext, BlockOptions, GatedMlp, MoePath, Router, SharedExperts, load_layer_on};
 
 use super::layer::Layer;
@@ -33,7 +33,7 @@ pub fn dense(layer: &mut Layer, prefix: &str, x: &Tensor, decoder: &DecoderConfi
 }
 
 fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
-    Ok(with_tensors(&Workspace::new(), [gate, up], [], |[gate, up], [], ex| {
+    Ok(with_tensors([gate, up], [], |[gate, up], [], ex| {
         let mut out = ex.output(DType::F32, gate.dims())?;
         gated_activation_into(gate, up, activation, out.view_mut(), ex)?;
         out.into_tensor()
