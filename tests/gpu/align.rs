@@ -95,6 +95,34 @@ fn copies_are_chosen_alike() {
     }
 }
 
+/// On the device an id that there is not is no expert; rows are counted as the CPU counts them, also past 32 bits.
+#[test]
+fn ids_that_there_are_not_have_no_copy() {
+    let mut rng = Rng::new();
+    let (tokens, top_k, experts, width) = (300, 7, 40, 3);
+    let table =
+        Buffer::from_vec((0..experts * width).map(|id| id as i32).collect(), &[experts, width]).unwrap();
+    let beyond = [NO_EXPERT, experts as u32, u32::MAX - 1];
+    let known: Vec<u32> = (0..tokens * top_k).map(|_| rng.below(experts) as u32).collect();
+    let with = |of: &dyn Fn(usize) -> u32| {
+        let ids = known.iter().enumerate().map(|(i, id)| if i % 7 == 3 { of(i) } else { *id });
+        words(ids.collect(), &[tokens, top_k])
+    };
+    for (spread, first_row) in
+        [(Spread::InTurns, 0), (Spread::Hashed, 12_345), (Spread::InTurns, u32::MAX as usize - 2)]
+    {
+        let run = |ids: &Buffer, mut p: Place| {
+            let (ids, table, mut out) = (p.put(ids), p.put(&table), p.out(DType::U32, &[tokens, top_k]));
+            let log2phy = Log2Phy { ids: table.view(), spread, first_row };
+            physical_ids_into(ids.view(), &log2phy, out.view_mut(), &mut p.ex).unwrap();
+            out.host(&p)
+        };
+        let want = run(&with(&|_| NO_EXPERT), Place::new(moe_kernels::Exec::cpu()));
+        let got = run(&with(&|i| beyond[i / 7 % 3]), Place::new(cuda()));
+        assert_same(&format!("{spread:?} from row {first_row}"), &want, &got);
+    }
+}
+
 #[test]
 fn batched_rows_go_and_come_back() {
     let mut rng = Rng::new();

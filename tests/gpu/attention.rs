@@ -12,40 +12,40 @@ use crate::common::*;
 use crate::quant::matrices::{Matrix, Source, fp8};
 
 /// Rows of one sequence in a step: the first position and how many.
-type Sequence = (usize, usize);
+pub type Sequence = (usize, usize);
 
-struct Case {
-    heads: (usize, usize),
-    head_dim: usize,
-    block_size: usize,
-    window: Option<usize>,
-    norms: bool,
-    sequences: Vec<Sequence>,
-    padding: usize,
+pub struct Case {
+    pub heads: (usize, usize),
+    pub head_dim: usize,
+    pub block_size: usize,
+    pub window: Option<usize>,
+    pub norms: bool,
+    pub sequences: Vec<Sequence>,
+    pub padding: usize,
 }
 
-struct Data {
-    rows: usize,
+pub struct Data {
+    pub rows: usize,
     qkv: Buffer,
     norms: Option<(Buffer, Buffer)>,
     cos: Buffer,
     sin: Buffer,
-    slots: Buffer,
-    caches: [Buffer; 2],
+    pub slots: Buffer,
+    pub caches: [Buffer; 2],
     starts: Buffer,
     positions: Buffer,
-    tables: Buffer,
+    pub tables: Buffer,
 }
 
 /// What an op reads, on a device.
-struct Given {
+pub struct Given {
     floats: [Placed; 3],
     norms: [Option<Placed>; 2],
     words: [Placed; 4],
 }
 
 impl Data {
-    fn placed(&self, p: &Place) -> Given {
+    pub fn placed(&self, p: &Place) -> Given {
         let norms = self.norms.as_ref();
         Given {
             floats: [&self.qkv, &self.cos, &self.sin].map(|data| p.put(data)),
@@ -56,7 +56,7 @@ impl Data {
 }
 
 impl Given {
-    fn args(&self, case: &Case) -> QkNormRope<'_> {
+    pub fn args(&self, case: &Case) -> QkNormRope<'_> {
         let ([qkv, cos, sin], [q_norm, k_norm]) = (&self.floats, &self.norms);
         QkNormRope {
             qkv: qkv.view(),
@@ -72,7 +72,7 @@ impl Given {
         }
     }
 
-    fn meta(&self, case: &Case) -> AttentionMeta<'_> {
+    pub fn meta(&self, case: &Case) -> AttentionMeta<'_> {
         let [_, starts, positions, tables] = &self.words;
         AttentionMeta {
             query_start_loc: starts.view(),
@@ -85,7 +85,7 @@ impl Given {
 }
 
 impl Case {
-    fn data(&self, rng: &mut Rng, model: DType, stream: DType) -> Data {
+    pub fn data(&self, rng: &mut Rng, model: DType, stream: DType) -> Data {
         let ((hq, hkv), d, bs) = (self.heads, self.head_dim, self.block_size);
         let used: usize = self.sequences.iter().map(|s| s.1).sum();
         let rows = used + self.padding;
@@ -120,7 +120,7 @@ impl Case {
         }
     }
 
-    fn step_rows(&self) -> StepRows {
+    pub fn step_rows(&self) -> StepRows {
         let decode = self.sequences.iter().take_while(|s| s.1 == 1).count();
         let scores = |sequences: &[Sequence]| {
             sequences
@@ -134,7 +134,7 @@ impl Case {
     }
 
     /// How a step in bf16 runs.
-    fn form(&self, machine: &Machine) -> Option<MixedForm> {
+    pub fn form(&self, machine: &Machine) -> Option<MixedForm> {
         let rows = self.step_rows();
         let decode = AttentionCall {
             rows: rows.decode,
@@ -320,7 +320,7 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
         (with(decoding(1), &[(1000, 515)]), 0),
     ];
     for (sequences, padding) in small(steps, 80, |step| step.0.iter().map(|s| s.1).sum()) {
-        for (heads, head_dim) in [((8, 2), 128), ((4, 4), 64)] {
+        for (heads, head_dim) in [((8, 2), 128), ((12, 1), 128), ((24, 8), 128), ((4, 4), 64)] {
             let case = Case {
                 heads,
                 head_dim,

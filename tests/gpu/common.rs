@@ -11,8 +11,13 @@ pub const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// With TINY=1 only the cases up to this size: under compute-sanitizer a launch takes 100 to 1,000 times as long.
 pub fn small<T>(cases: impl IntoIterator<Item = T>, most: usize, size: impl Fn(&T) -> usize) -> Vec<T> {
-    let tiny = std::env::var("TINY").is_ok_and(|v| v == "1");
+    let tiny = tiny();
     cases.into_iter().filter(|case| !tiny || size(case) <= most).collect()
+}
+
+/// Whether the tests run under compute-sanitizer.
+pub fn tiny() -> bool {
+    std::env::var("TINY").is_ok_and(|v| v == "1")
 }
 
 /// Dtypes of a stream beside a model dtype.
@@ -98,6 +103,11 @@ impl Rng {
     }
 }
 
+/// Rows of a buffer in host memory.
+pub fn cut(b: &Buffer, first: usize, count: usize) -> Buffer {
+    Exec::cpu().to_host(b.view().narrow(first, count).unwrap()).unwrap()
+}
+
 pub fn words(data: Vec<u32>, dims: &[usize]) -> Buffer {
     Buffer::from_vec(data, dims).unwrap()
 }
@@ -109,8 +119,15 @@ pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
         |x: f32| with_float!(dtype, "poison", T => Buffer::from_vec(vec![<T as Float>::narrow(x); n], dims));
     match dtype {
         DType::U32 => words(vec![0xdead_beef; n], dims),
-        _ => poison(77.0).unwrap(),
+        _ if FLOATS.contains(&dtype) => poison(77.0).unwrap(),
+        _ => Buffer::zeros(dtype, dims).unwrap(),
     }
+}
+
+/// Elements behind data at a place that no launch may write. There are none under compute-sanitizer, which watches the memory
+/// that belongs to nothing.
+fn guard() -> usize {
+    if tiny() { 0 } else { 4096 }
 }
 
 /// Where an op runs: the CPU or the GPU; and whether data lies at misaligned addresses.
@@ -135,7 +152,8 @@ impl Place {
     /// A copy of host data here.
     pub fn put(&self, host: &Buffer) -> Placed {
         let (dims, len) = (host.dims().to_vec(), host.view().elem_count());
-        let mut data = self.ex.zeros(host.dtype(), &[len + self.offset]).unwrap();
+        let around = poisoned(host.dtype(), &[self.offset + len + guard()]);
+        let mut data = self.ex.buffer_from_host(around.view()).unwrap();
         let to = data.view_mut().narrow(self.offset, len).unwrap();
         self.ex.copy_from_host(host.view(), to).unwrap();
         Placed { data, offset: self.offset, dims }
@@ -162,9 +180,20 @@ impl Placed {
         self.data.view_mut().narrow(self.offset, len).unwrap().reshape(&self.dims).unwrap()
     }
 
-    /// A copy in host memory.
+    /// A copy in host memory. Fails if a launch has written before or behind the data.
     pub fn host(&self, place: &Place) -> Buffer {
+        let end = self.offset + self.dims.iter().product::<usize>();
+        for (start, len) in [(0, self.offset), (end, self.data.view().elem_count() - end)] {
+            let around = self.data.view().narrow(start, len).unwrap();
+            let around = place.ex.to_host(around).unwrap();
+            assert_same("memory around the data", &poisoned(around.dtype(), &[len]), &around);
+        }
         place.ex.to_host(self.view()).unwrap()
+    }
+
+    /// The values of floats.
+    pub fn floats(&self, place: &Place) -> Vec<f32> {
+        self.host(place).view().to_f32_vec().unwrap()
     }
 }
 

@@ -7,16 +7,16 @@ use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
 use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, Tokens, WhoAdds};
 use moe_experts::{Activation, ActivationFormat, ExpertWeights, Experts, build, build_batched, select};
 use moe_kernels::cuda::{
-    ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into,
-    monolithic_experts_into,
+    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
 };
 use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
 use moe_kernels::{
     Buffer, Exec, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, PreNorm, add_into,
-    add_rms_norm_into, list_slots_into,
+    add_rms_norm_into,
 };
 
 use crate::common::*;
+use crate::definition::relative_error;
 
 struct Problem {
     x: Buffer,
@@ -118,12 +118,10 @@ fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
     to
 }
 
-/// |got - want| / |want|; where all that is wanted is 0, as without a local expert, |got - want| over the least number.
-fn relative_error(want: &Buffer, got: &Buffer) -> f64 {
-    let (want, got) = (want.view().to_f32_vec().unwrap(), got.view().to_f32_vec().unwrap());
-    let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-    norm(&mut want.iter().zip(&got).map(|(w, g)| w - g))
-        / norm(&mut want.iter().copied()).max(f64::MIN_POSITIVE)
+/// The relative error of a result.
+fn off(want: &Buffer, got: &Buffer) -> f64 {
+    let [want, got] = [want, got].map(|b| b.view().to_f32_vec().unwrap());
+    relative_error(&want.into_iter().map(f64::from).collect::<Vec<_>>(), &got)
 }
 
 const SIZES: [(usize, usize, usize, usize); 6] = [
@@ -134,46 +132,6 @@ const SIZES: [(usize, usize, usize, usize); 6] = [
     (300, 8, 64, 192),
     (1100, 2, 128, 64),
 ];
-
-#[test]
-fn fused_experts_agree_with_the_cpu() {
-    let mut rng = Rng::new();
-    for (tokens, top_k, hidden, inter) in small(SIZES, 64, |size| size.0) {
-        let p = Problem::new(&mut rng, DType::BF16, tokens, top_k, hidden, inter);
-        let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
-        let mut ex = cuda();
-        let map = Buffer::from_vec(p.map.clone(), &[EXPERTS]).unwrap();
-        let [x, w13, w2, ids, weights, map] =
-            [&p.x, &p.packs[0], &p.packs[1], &p.ids, &p.weights, &map].map(|b| on_device(b, &ex));
-        let args = FusedExperts {
-            x: x.view(),
-            w13: w13.view().into(),
-            w2: w2.view().into(),
-            topk_ids: ids.view(),
-            topk_weights: weights.view(),
-            expert_map: Some(map.view()),
-            lists: None,
-        };
-        let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
-        fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-        let sorted = ex.to_host(out.view()).unwrap();
-        let off = relative_error(&cpu, &sorted);
-        // Activations and results are rounded to bf16 on both sides.
-        assert!(off < 1e-2, "T={tokens}: off by {off}");
-
-        let mut counts = ex.zeros(DType::U32, &[EXPERTS]).unwrap();
-        let mut slots = ex.zeros(DType::U32, &[EXPERTS, tokens * top_k]).unwrap();
-        list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), &mut ex)
-            .unwrap();
-        let lists = Some(ExpertLists { counts: counts.view(), slots: slots.view() });
-        // Twice: the launch leaves its counters ready for the next one.
-        for _ in 0..2 {
-            let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
-            fused_experts_into(&FusedExperts { lists, ..args }, out.view_mut(), &mut ex).unwrap();
-            assert_same(&format!("listed T={tokens}"), &sorted, &ex.to_host(out.view()).unwrap());
-        }
-    }
-}
 
 /// The low-latency form of deepep on a rank that has all experts: slots are listed, and the oracle's experts take them.
 #[test]
@@ -194,7 +152,7 @@ fn listed_rows_agree_with_the_cpu() {
             let ranks = EpRanks::new(&layout, alone.clone(), alone).unwrap().on(ex.device()).unwrap();
             let prepare = OverRanks::low_latency(ranks, 2000, WhoAdds::ByRank);
             assert_eq!(experts.name(), name);
-            let off = relative_error(&cpu, &p.through(&prepare, experts.as_ref(), &mut ex));
+            let off = off(&cpu, &p.through(&prepare, experts.as_ref(), &mut ex));
             let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
             assert!(tokens == 0 || off < bound, "{name}, T={tokens}: off by {off}");
         }
@@ -228,7 +186,7 @@ fn backends_add_by_slot_and_by_rank() {
             spec.activation_format = prepare.activation_format();
             let experts = build(&select(&spec, None).unwrap(), weights).unwrap();
             let gpu = p.through(&prepare, experts.as_ref(), &mut ex);
-            let off = relative_error(&cpu, &gpu);
+            let off = off(&cpu, &gpu);
             assert!(tokens == 0 || off < 1e-5, "{} {who:?}: off by {off}", prepare.name());
         }
     }
@@ -312,7 +270,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
         let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
         if tokens < 8 {
             // One launch adds in another order.
-            assert!(relative_error(&a, &b) < 1e-2, "T={tokens}: off by {}", relative_error(&a, &b));
+            assert!(off(&a, &b) < 1e-2, "T={tokens}: off by {}", off(&a, &b));
             continue;
         }
         assert_same(&format!("routed T={tokens}"), &a, &b);

@@ -6,13 +6,18 @@
 
 mod align;
 mod attention;
+mod attention_forms;
 mod checksum;
 mod common;
 mod deepseek;
+mod definition;
 mod doors;
 mod engine;
 mod experts;
+mod fused;
+mod gates;
 mod invariant;
+mod layer;
 mod load;
 mod load_bench;
 mod load_parts;
@@ -22,6 +27,7 @@ mod mla_rows;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod offload;
+mod packs;
 mod products;
 mod ptx;
 mod quant;

@@ -66,13 +66,15 @@ fn layer(
 /// Experts, slots, K, H, I, and the tokens of the steps.
 type Case = (usize, usize, usize, usize, usize, &'static [usize]);
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 8] = [
     (2, 1, 1, 64, 64, &[1, 3, 0, 1, 1]),
     (9, 4, 3, 128, 64, &[1, 1, 1, 4, 5, 7, 8, 33, 1, 0, 1]),
     (16, 12, 4, 192, 128, &[2, 3, 1, 64, 1, 1, 300, 2, 1]),
     (64, 8, 8, 64, 192, &[1, 1, 2, 1, 4, 1, 700, 1, 1]),
     (33, 32, 2, 128, 128, &[16, 1, 17, 40, 1, 8]),
     (128, 64, 8, 256, 128, &[1, 8, 1, 8, 1, 128, 8, 600, 1]),
+    (513, 512, 8, 64, 64, &[1, 64, 8, 200, 1]),
+    (2048, 100, 4, 64, 64, &[1, 16, 64, 0, 300, 1]),
 ];
 
 /// Steps one after the other, exact and fast: the same bits, or the same within rounding; as many fetches as the rule makes.

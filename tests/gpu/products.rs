@@ -2,14 +2,16 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Activation, Buffer, ExpertGroups, NO_EXPERT, group_token_slots_into, grouped_down_into,
-    grouped_gate_up_into, linear_into, linear_row_parallel_into, weighted_sum_into, zero_absent_into,
+    Activation, Buffer, ExpertGroups, NO_EXPERT, PreNorm, group_token_slots_into, grouped_down_into,
+    grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
+    weighted_sum_into, zero_absent_into,
 };
 
 use crate::common::*;
+use crate::definition::{product, relative_error};
 
 /// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
-fn sum_bound(k: usize) -> f64 {
+pub fn sum_bound(k: usize) -> f64 {
     k as f64 * 4e-7 + 1e-6
 }
 
@@ -51,6 +53,111 @@ fn dense_products_agree() {
             }
         }
     }
+}
+
+/// Products in bf16 by every kernel: stored in f32 and bf16, added, with a bias, behind a norm; again with the same bits.
+#[test]
+fn dense_products_in_bf16_are_those_of_their_definition() {
+    let mut rng = Rng::new();
+    // N and K: the models', rows that fill no tile, long ones, more stages than a ring has.
+    let sizes = [
+        (5120, 2048),
+        (2048, 4096),
+        (130, 64),
+        (1, 128),
+        (33, 1088),
+        (777, 2880),
+        (16, 1024),
+        (100, 6208),
+        (5000, 64),
+    ];
+    let rows = small([1, 2, 3, 4, 5, 8, 9, 17, 33, 64, 65, 129, 300, 520], 65, |m| *m);
+    for (n, k) in small(sizes, 400_000, |size| size.0 * size.1) {
+        let w = rng.floats(DType::BF16, &[n, k]);
+        let gain = rng.floats(DType::BF16, &[k]);
+        let [w_floats, gain_floats] = [&w, &gain].map(|b| b.view().to_f32_vec().unwrap());
+        for (i, &m) in rows.iter().enumerate() {
+            let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
+            let (stream, before) = (rng.floats(DType::F32, &[m, k]), rng.floats(DType::F32, &[m, n]));
+            let bias = (i % 2 == 0).then_some(&bias);
+            let with_bias = |mut sums: Vec<f64>| {
+                let bias = bias.map_or(vec![0.0; n], |bias| bias.view().to_f32_vec().unwrap());
+                sums.iter_mut().enumerate().for_each(|(i, sum)| *sum += f64::from(bias[i % n]));
+                sums
+            };
+            let want = with_bias(product(&x.view().to_f32_vec().unwrap(), &w_floats, k));
+            let added =
+                want.iter().zip(before.view().to_f32_vec().unwrap()).map(|(sum, x)| sum + f64::from(x));
+            let added: Vec<f64> = added.collect();
+            let normed = rms_norm(&stream.view().to_f32_vec().unwrap(), &gain_floats);
+            let normed = with_bias(product(&normed, &w_floats, k));
+            let mut p = Place::new(cuda());
+            let (x, w, bias) = (p.put(&x), p.put(&w), p.put_some(bias));
+            let (stream, gain) = (p.put(&stream), p.put(&gain));
+            let mut run = || {
+                let (mut stored, mut rounded) = (p.out(DType::F32, &[m, n]), p.out(DType::BF16, &[m, n]));
+                let (mut sums, mut behind) = (p.put(&before), p.out(DType::F32, &[m, n]));
+                let (w, bias) = (w.view(), view_of(&bias));
+                linear_into(x.view(), w, bias, stored.view_mut(), &mut p.ex).unwrap();
+                linear_into(x.view(), w, bias, rounded.view_mut(), &mut p.ex).unwrap();
+                linear_add_into(x.view(), w, bias, sums.view_mut(), &mut p.ex).unwrap();
+                let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+                norm_linear_into(stream.view(), &norm, w, bias, behind.view_mut(), &mut p.ex).unwrap();
+                [stored, rounded, sums, behind].map(|placed| placed.host(&p))
+            };
+            let (got, again) = (run(), run());
+            // f32 sums; one rounding to bf16; x rounded ahead of sums that may cancel, in as few as one output.
+            let bounds = [
+                ("stored", &want, 2e-5),
+                ("in bf16", &want, 4e-3),
+                ("added", &added, 2e-5),
+                ("normed", &normed, 8e-3),
+            ];
+            for ((part, want, bound), (got, again)) in bounds.into_iter().zip(got.iter().zip(&again)) {
+                let what = format!("{part} {m} x {n} x {k}");
+                let off = relative_error(want, &got.view().to_f32_vec().unwrap());
+                assert!(off < bound, "{what}: off by {off}");
+                assert_same(&what, got, again);
+            }
+        }
+    }
+}
+
+/// Where weights stream past a few rows, a row's bits do not depend on the others.
+#[test]
+fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
+    let mut rng = Rng::new();
+    for (n, k) in small([(640, 2048), (300, 1088)], 1100, |size| size.1) {
+        let (w, gain) = (rng.floats(DType::BF16, &[n, k]), rng.floats(DType::BF16, &[k]));
+        let (x, stream) = (rng.floats(DType::BF16, &[4, k]), rng.floats(DType::F32, &[4, k]));
+        let mut p = Place::new(cuda());
+        let (w, gain) = (p.put(&w), p.put(&gain));
+        let mut run = |rows: usize| {
+            let (x, stream) = (p.put(&cut(&x, 0, rows)), p.put(&cut(&stream, 0, rows)));
+            let (mut plain, mut normed) = (p.out(DType::F32, &[rows, n]), p.out(DType::F32, &[rows, n]));
+            linear_into(x.view(), w.view(), None, plain.view_mut(), &mut p.ex).unwrap();
+            let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+            norm_linear_into(stream.view(), &norm, w.view(), None, normed.view_mut(), &mut p.ex).unwrap();
+            [plain, normed].map(|placed| placed.host(&p))
+        };
+        let whole = run(4);
+        for rows in 1..4 {
+            for (whole, part) in whole.iter().zip(&run(rows)) {
+                assert_same(&format!("{rows} of 4 rows, {n} x {k}"), &cut(whole, 0, rows), part);
+            }
+        }
+    }
+}
+
+/// Rows by their norm, times `gain`, without rounding.
+fn rms_norm(rows: &[f32], gain: &[f32]) -> Vec<f32> {
+    let normed = |row: &[f32]| {
+        let squares: f64 = row.iter().map(|x| f64::from(*x).powi(2)).sum();
+        let factor = (squares / row.len() as f64 + 1e-6).sqrt().recip();
+        let each = row.iter().zip(gain).map(|(x, gain)| (f64::from(*x) * factor * f64::from(*gain)) as f32);
+        each.collect::<Vec<_>>()
+    };
+    rows.chunks(gain.len()).flat_map(normed).collect()
 }
 
 /// Who computes what.

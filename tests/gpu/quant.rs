@@ -1,12 +1,12 @@
 //! Products with quantised weights: packs on the device against their definition in f64 and against the CPU's.
 
 mod activations;
+mod linear;
 pub mod matrices;
 mod order;
 mod packing;
 
 use candle_core::DType;
-use moe_kernels::cuda::{FusedExperts, fused_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
@@ -16,6 +16,7 @@ use moe_kernels::{
 };
 
 use crate::common::*;
+use crate::definition::product;
 use matrices::{Matrix, Source, fp8, int, schemes};
 
 /// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
@@ -33,22 +34,15 @@ fn rounded_weights(dtype: DType, k: usize) -> f64 {
     if dtype == DType::BF16 { 8.0 * (k as f64).sqrt() * f64::powi(2.0, -9) } else { 0.0 }
 }
 
-/// x · wᵀ in f64.
-fn product(x: &[f32], w: &[f32], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
-    let dot = |i: usize| -> f64 {
-        let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
-        x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum()
-    };
-    (0..m * n).map(dot).collect()
-}
-
 #[test]
 fn quantised_packs_mean_the_same_floats() {
     let mut rng = Rng::new();
     // The last ones are of shapes that the kernel for bf16 rows takes.
-    for (n, k) in [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384), (64, 128), (96, 320), (128, 1152)] {
+    for (n, k) in
+        [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384), (64, 128), (96, 320), (128, 1152), (512, 1024)]
+    {
         for scheme in schemes(k) {
-            let m = Matrix::new(&mut rng, n, k, scheme, 1);
+            let m = Matrix::new(&mut rng, n, k, scheme, 1).with_every_code(&mut rng);
             let floats = m.floats();
             let source = Source { matrices: [("m".to_string(), m)].into(), inputs: None };
             let names = ["m".to_string()];
@@ -93,7 +87,7 @@ fn quantised_dense_products_agree() {
             let names = ["m".to_string()];
             for (i, dtype) in FLOATS.into_iter().enumerate() {
                 let (x, bias) = (rng.floats(dtype, &[m, k]), (i != 1).then(|| rng.floats(dtype, &[n])));
-                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, k));
+                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, k);
                 if let Some(bias) = &bias {
                     let bias = bias.view().to_f32_vec().unwrap();
                     want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
@@ -135,7 +129,7 @@ fn a_rank_multiplies_its_inputs() {
         let floats: Vec<f32> = w.floats().chunks(k).flat_map(|row| row[inputs.clone()].to_vec()).collect();
         let source = Source { matrices: [("m".to_string(), w)].into(), inputs: Some(inputs.clone()) };
         let x = rng.floats(DType::F32, &[m, inputs.len()]);
-        let want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, inputs.len()));
+        let want = product(&x.view().to_f32_vec().unwrap(), &floats, inputs.len());
         let mut p = Place::new(cuda());
         let (on_device, mut out) = (p.put(&x), p.out(DType::F32, &[m, n]));
         let w = source.weight(&[&["m".to_string()]], QuantUse::Linear, DType::F32, &p.ex);
@@ -223,104 +217,6 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
         assert_close(&format!("down {what}"), &c[1], &g[1], down);
         assert_close(&format!("sum {what}"), &c[2], &g[2], down * top_k as f64);
     });
-}
-
-/// Relative error of all values together.
-fn relative_error(want: &[f64], got: &[f32]) -> f64 {
-    let off: f64 = want.iter().zip(got).map(|(w, g)| (w - f64::from(*g)).powi(2)).sum();
-    (off / want.iter().map(|w| w * w).sum::<f64>().max(1e-30)).sqrt()
-}
-
-/// The whole layer with bf16 activations, weighted and summed, by the kernels that the plan chooses.
-#[test]
-fn fused_quantised_experts_agree() {
-    let mut rng = Rng::new();
-    let (experts, top_k) = (12, 3);
-    for (hidden, inter) in [(128, 64), (256, 192)] {
-        for scheme in [
-            int(4, 64, false, false),
-            int(4, 32, true, false),
-            int(8, 64, true, false),
-            int(8, 0, false, false),
-            int(4, 64, true, true),
-            fp8(Fp8Scales::Block { n: 128, k: 128 }),
-            fp8(Fp8Scales::Channel),
-        ] {
-            let mut source = Source::default();
-            let (mut gate_up, mut down) = (Vec::new(), Vec::new());
-            for e in 0..experts {
-                let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
-                let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
-                for (name, (n, k)) in names.iter().zip(dims) {
-                    source.matrices.insert(name.clone(), Matrix::new(&mut rng, n, k, scheme, e as u64));
-                }
-                let [gate, up, last] = names;
-                gate_up.push(vec![gate, up]);
-                down.push(vec![last]);
-            }
-            let mut ex = cuda();
-            let pack = |modules: &[Vec<String>], usage| {
-                let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
-                source.weight(&modules, usage, DType::BF16, &cuda())
-            };
-            let segments = row_parallel_segments(inter);
-            let (w13, w2) =
-                (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
-            let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
-            let floats: Vec<[Vec<f32>; 3]> = (0..experts)
-                .map(|e| ["gate", "up", "down"].map(|name| source.matrices[&format!("{e}.{name}")].floats()))
-                .collect();
-            for tokens in small([0, 1, 4, 6, 9, 70, 300], 9, |tokens| *tokens) {
-                let x = rng.floats(DType::BF16, &[tokens, hidden]);
-                let mut ids = Vec::new();
-                for _ in 0..tokens {
-                    let order = rng.permutation(experts);
-                    ids.extend((0..top_k).map(|k| if rng.below(9) == 0 { NO_EXPERT } else { order[k] }));
-                }
-                let weights = rng.floats(DType::F32, &[tokens, top_k]);
-                let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
-                let p = Place::new(cuda());
-                let (ids, weights) = (p.put(&words(ids, &[tokens, top_k])), p.put(&weights));
-                let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
-                let args = FusedExperts {
-                    x: x.view(),
-                    w13: w13.view().unwrap(),
-                    w2: w2.view().unwrap(),
-                    topk_ids: ids.view(),
-                    topk_weights: weights.view(),
-                    expert_map: None,
-                    lists: None,
-                };
-                fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-                let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
-                let off = relative_error(&want, &got);
-                assert!(off < 0.012, "{scheme} {tokens} tokens, H {hidden}, I {inter}: off by {off}");
-            }
-        }
-    }
-}
-
-/// The layer's definition in f64.
-fn layer(
-    x: &Buffer,
-    ids: &[u32],
-    weights: &Buffer,
-    experts: &[[Vec<f32>; 3]],
-    (hidden, inter): (usize, usize),
-) -> Vec<f64> {
-    let (x, weights) = (x.view().to_f32_vec().unwrap(), weights.view().to_f32_vec().unwrap());
-    let top_k = ids.len().checked_div(x.len() / hidden).unwrap_or(1);
-    let mut out = vec![0.0; x.len()];
-    for (slot, (id, weight)) in ids.iter().zip(&weights).enumerate() {
-        let Some([gate, up, down]) = experts.get(*id as usize) else { continue };
-        let token = slot / top_k * hidden;
-        let row = &x[token..token + hidden];
-        let (gate, up) = (product(row, gate, (1, inter, hidden)), product(row, up, (1, inter, hidden)));
-        let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| (g / (1.0 + (-g).exp()) * u) as f32).collect();
-        let rows = product(&act, down, (1, hidden, inter));
-        out[token..token + hidden].iter_mut().zip(rows).for_each(|(o, r)| *o += f64::from(*weight) * r);
-    }
-    out
 }
 
 #[test]

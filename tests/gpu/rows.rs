@@ -2,8 +2,8 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    NO_EXPERT, add_into, add_rms_norm_into, add_scaled_into, copy_rows_into, embedding_into, fill_into,
-    one_group_into, rms_norm_into, scale_rows_into, sigmoid_into, softmax_into, weighted_sum_into,
+    Buffer, NO_EXPERT, add_into, add_rms_norm_into, add_scaled_into, copy_rows_into, embedding_into,
+    fill_into, one_group_into, rms_norm_into, scale_rows_into, sigmoid_into, softmax_into, weighted_sum_into,
 };
 
 use crate::common::*;
@@ -29,12 +29,58 @@ fn gathered_rows_are_those_of_the_table() {
     }
 }
 
+/// A token that the table does not have is a row of zeros on the device.
+#[test]
+fn an_id_beyond_the_table_is_a_row_of_zeros() {
+    let (mut rng, mut p) = (Rng::new(), Place::new(cuda()));
+    for width in [7, 64, 4160] {
+        let (table, ids) = (p.put(&rng.floats(DType::BF16, &[33, width])), [32, 33, u32::MAX]);
+        let (ids, mut out) = (p.put(&words(ids.to_vec(), &[3])), p.out(DType::F32, &[3, width]));
+        embedding_into(table.view(), ids.view(), out.view_mut(), &mut p.ex).unwrap();
+        let (out, table) = (out.floats(&p), table.floats(&p));
+        assert!(out[..width] == table[32 * width..] && out[width..].iter().all(|x| *x == 0.0));
+    }
+}
+
+/// Sizes that a launch of several rows a block takes, and such for one row.
+const WIDE: [(usize, usize); 6] =
+    [(257, 2048), (5, 4160), (2, 8192), (1501, 2056), (700, 3080), (4500, 1032)];
+
+/// A row is what it is alone, with the addition ahead of the norm and without.
+#[test]
+fn norms_do_not_depend_on_other_rows() {
+    let mut rng = Rng::new();
+    for (rows, width) in small(WIDE, 10_000, |size| size.0 * size.1 / 4) {
+        let mut p = Place::new(cuda());
+        let [delta, x] = [(); 2].map(|()| rng.floats(DType::F32, &[rows, width]));
+        let gain = p.put(&rng.floats(DType::BF16, &[width]));
+        let mut run = |x: &Buffer, delta: Option<&Buffer>| {
+            let (mut x, mut out) = (p.put(x), p.out(DType::BF16, x.dims()));
+            let to = out.view_mut();
+            match delta {
+                Some(delta) => {
+                    let delta = p.put(delta);
+                    add_rms_norm_into(delta.view(), gain.view(), 1e-6, x.view_mut(), to, &mut p.ex).unwrap();
+                }
+                None => rms_norm_into(x.view(), gain.view(), 1e-6, to, &mut p.ex).unwrap(),
+            }
+            [x.host(&p), out.host(&p)]
+        };
+        let [sums, whole] = run(&x, Some(&delta));
+        assert_same(&format!("the norm alone, {rows} x {width}"), &whole, &run(&sums, None)[1]);
+        for (first, count) in [(0, 1), (rows - 1, 1), (rows / 3, rows / 2)] {
+            let [_, part] = run(&cut(&x, first, count), Some(&cut(&delta, first, count)));
+            assert_same(&format!("{count} rows of {rows} x {width}"), &cut(&whole, first, count), &part);
+        }
+    }
+}
+
 #[test]
 fn norms_agree() {
     let mut rng = Rng::new();
     for dtype in FLOATS {
         for stream in streams(dtype) {
-            for (rows, width) in SIZES {
+            for (rows, width) in SIZES.into_iter().chain(small(WIDE, 10_000, |size| size.0 * size.1 / 4)) {
                 let (x, delta) = (rng.floats(stream, &[rows, width]), rng.floats(stream, &[rows, width]));
                 let weight = rng.floats(dtype, &[width]);
                 let op = |p: &mut Place| {

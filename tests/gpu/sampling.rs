@@ -195,6 +195,14 @@ fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
                 logits[rng.below(rows * vocab)] = pick(&mut rng, &[f32::NAN, f32::INFINITY]);
                 logits[..vocab].fill(f32::NEG_INFINITY);
             }
+            // What a mask excludes may be no number.
+            for (row, s) in
+                logits.chunks_mut(vocab).zip(&sequences).filter(|(_, s)| s.params.logprobs.is_none())
+            {
+                let Some(mask) = &s.mask else { continue };
+                let excluded = (0..vocab).step_by(3).filter(|t| mask[t / 32] >> (t % 32) & 1 == 0);
+                excluded.for_each(|t| row[t] = f32::NAN);
+            }
             let buffer = Buffer::from_vec(logits, &[rows, vocab]).unwrap();
             let got = on_device(&buffer, &sequences, &mut slots, &ex);
             let logits = values::<f32>(&buffer);
@@ -269,12 +277,21 @@ fn a_slot_that_is_not_there_is_no_slot() {
     let mut reset = vec![0; 64];
     let of_absent = SlotReset { slot: 1, prompt: &[1, 2], output: &[3], edits: &[(4, 1.0)] };
     SlotReset::write(&[of_absent], &mut reset).unwrap();
-    let reset = place.put(&words(reset, &[64]));
-    let slots = SampleSlots {
-        uses: held_uses.view_mut().narrow(0, 1).unwrap(),
-        edits: held_edits.view_mut().narrow(0, 1).unwrap(),
-    };
-    reset_slots_into(reset.view(), 1, slots, &ex).unwrap();
+    // Of a slot that is: ids, too many edits, and edits behind the words.
+    let beyond: [[u32; 8]; 4] = [
+        [0, 9, 0, 4, 8, 0, 0, 0],
+        [0, 8, 0, 0, 8, MAX_EDITS as u32 + 1, 0, 0],
+        [0, 8, 0, 0, 11, 1, 0, 0],
+        [0, u32::MAX, 0, 2, 8, 0, 0, 0],
+    ];
+    for reset in beyond.iter().map(|entry| [&entry[..], &[1, 2, 3, 4]].concat()).chain([reset]) {
+        let reset = place.put(&words(reset.clone(), &[reset.len()]));
+        let slots = SampleSlots {
+            uses: held_uses.view_mut().narrow(0, 1).unwrap(),
+            edits: held_edits.view_mut().narrow(0, 1).unwrap(),
+        };
+        reset_slots_into(reset.view(), 1, slots, &ex).unwrap();
+    }
     assert_same("uses", &uses, &held_uses.host(&place));
     assert_same("edits", &edits, &held_edits.host(&place));
 }

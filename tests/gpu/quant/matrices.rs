@@ -61,6 +61,15 @@ impl Matrix {
         self
     }
 
+    /// With any number of E4M3 that is finite, not only those below 2; integers are all there in any event.
+    pub fn with_every_code(mut self, rng: &mut Rng) -> Self {
+        if let QuantScheme::Fp8 { .. } = self.scheme {
+            let finite = |code: u8| if code & 0x7f == 0x7f { code & 0x80 } else { code };
+            self.rows.q.iter_mut().for_each(|q| *q = finite(rng.bits() as u8));
+        }
+        self
+    }
+
     /// [N, K] in the order of x.
     pub fn floats(&self) -> Vec<f32> {
         let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));

@@ -14,8 +14,9 @@ use moe_kernels::{
 
 use super::activations::gate;
 use super::matrices::{Matrix, Source, int};
-use super::{layer, product, relative_error, rounded_weights, sum_bound};
+use super::{rounded_weights, sum_bound};
 use crate::common::*;
+use crate::definition::{self, product, relative_error};
 
 const EXPERTS: usize = 12;
 const TOP_K: usize = 3;
@@ -66,11 +67,18 @@ impl Experts {
         self.source.experts([&gate_up, &down], row_parallel_segments(self.dims.1), dtype, ex)
     }
 
-    fn floats(&self) -> Vec<[Vec<f32>; 3]> {
+    /// What experts `local` mean, the others being zero.
+    fn meaning(&self, local: &[usize]) -> definition::Experts {
         let of = |e: usize| {
-            ["gate", "up", "down"].map(|name| self.source.matrices[&format!("{e}.{name}")].floats())
+            let [gate, up, down] =
+                ["gate", "up", "down"].map(|name| self.source.matrices[&format!("{e}.{name}")].floats());
+            let mut weights = [[gate, up].concat(), down];
+            if !local.contains(&e) {
+                weights.iter_mut().for_each(|w| w.fill(0.0));
+            }
+            weights
         };
-        (0..EXPERTS).map(of).collect()
+        definition::Experts { hidden: self.dims.0, weights: (0..EXPERTS).map(of).collect() }
     }
 }
 
@@ -104,16 +112,14 @@ fn experts_take_rows_in_their_own_orders() {
                 let scales = if scheme.1 { DType::BF16 } else { DType::F16 };
                 assert_eq!(packs.each_ref().map(|w| w.quantisation().unwrap().scales), [scales; 2]);
                 let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
-                let mut floats = experts.floats();
-                floats.iter_mut().enumerate().filter(|(e, _)| !local.contains(e)).for_each(|(_, of)| {
-                    of.iter_mut().for_each(|w| w.fill(0.0));
-                });
+                let meaning = experts.meaning(&local);
                 // Streamed rows' number, few rows and, from 256 tokens on, the tiles of prompts.
                 for tokens in small([0, 1, 4, 9, 70, 300], 9, |tokens| *tokens) {
                     for ids in routings(&mut rng, tokens) {
                         let x = rng.floats(DType::BF16, &[tokens, hidden]);
                         let weights = rng.floats(DType::F32, &[tokens, TOP_K]);
-                        let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
+                        let [rows, shares] = [&x, &weights].map(|b| b.view().to_f32_vec().unwrap());
+                        let want = meaning.sums(&rows, &ids, &shares, <[f32]>::to_vec);
                         let p = Place::new(cuda());
                         let (ids, weights) = (p.put(&words(ids, &[tokens, TOP_K])), p.put(&weights));
                         let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
@@ -258,7 +264,7 @@ fn dense_products_take_rows_in_the_order_of_the_columns() {
                 };
                 let kernel = LinearForm::choose(&call, &ex.machine()).map(|form| form.kernel(&call));
                 assert!(kernel.is_some_and(|kernel| kernel.starts_with("order_rows + ")), "{call:?}");
-                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, k));
+                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, k);
                 if let Some(bias) = bias {
                     let bias = bias.view().to_f32_vec().unwrap();
                     want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));

@@ -1,0 +1,306 @@
+//! Attention by each of its kernels: pages, windows, splits and sharp scores that they treat apart, and rows whose bits must not
+//! depend on the step that they are in.
+
+use candle_core::DType;
+use moe_kernels::half::bf16;
+use moe_kernels::plan::{Gpu, Machine, MixedForm};
+use moe_kernels::{
+    AttentionMeta, Buffer, Exec, QkNormRope, StepRows, paged_attention_into, qk_norm_rope_cache_into,
+    rope_attention_into,
+};
+
+use crate::attention::{Case, Data, Sequence};
+use crate::common::*;
+use crate::definition::relative_error;
+
+/// The rounding of q, of weights, keys, values and results to bf16, and of the CPU's; sharp softmaxes round worst.
+const BOUND: f64 = 1.2e-2;
+
+fn case(heads: (usize, usize), head_dim: usize, block_size: usize, sequences: &[Sequence]) -> Case {
+    let sequences = sequences.to_vec();
+    Case { heads, head_dim, block_size, window: None, norms: true, sequences, padding: 0 }
+}
+
+/// The caches with infinities in every slot that no sequence has written before this step.
+fn hidden(case: &Case, data: &Data) -> [Buffer; 2] {
+    let (bs, kv, d) = (case.block_size, case.heads.1, case.head_dim);
+    let tables = values::<u32>(&data.tables);
+    let mut is_written = vec![false; data.caches[0].dims()[0] * bs];
+    for (&(first, _), table) in case.sequences.iter().zip(tables.chunks(data.tables.dims()[1])) {
+        (0..first).for_each(|p| is_written[table[p / bs] as usize * bs + p % bs] = true);
+    }
+    data.caches.each_ref().map(|cache| {
+        let mut all = values::<bf16>(cache);
+        for (row, slot) in all.chunks_mut(d).zip((0..).map(|row| row / (kv * bs) * bs + row % bs)) {
+            if !is_written[slot] {
+                row.fill(bf16::INFINITY);
+            }
+        }
+        Buffer::from_vec(all, cache.dims()).unwrap()
+    })
+}
+
+fn assert_near(what: &str, cpu: &Buffer, gpu: &Buffer, bound: f64) {
+    let [want, got] = [cpu, gpu].map(|b| b.view().to_f32_vec().unwrap());
+    let off = relative_error(&want.into_iter().map(f64::from).collect::<Vec<_>>(), &got);
+    assert!(off < bound, "{what}: off by {off}");
+}
+
+/// Steps in bf16 whose unwritten slots hold no numbers on the GPU.
+fn check(rng: &mut Rng, case: &Case) {
+    let data = case.data(rng, DType::BF16, DType::F32);
+    let hidden = hidden(case, &data);
+    let op = |p: &mut Place| {
+        let placed = data.placed(p);
+        let caches = if p.ex.is_cuda() { &hidden } else { &data.caches };
+        let [mut k, mut v] = caches.each_ref().map(|cache| p.put(cache));
+        let mut out = p.out(DType::BF16, &[data.rows, case.heads.0 * case.head_dim]);
+        let (args, meta, rows) = (placed.args(case), placed.meta(case), case.step_rows());
+        rope_attention_into(&args, &meta, rows, k.view_mut(), v.view_mut(), out.view_mut(), &mut p.ex)?;
+        let first = p.put(&out.host(p));
+        rope_attention_into(&args, &meta, rows, k.view_mut(), v.view_mut(), out.view_mut(), &mut p.ex)?;
+        Ok(vec![first, out])
+    };
+    let Case { heads, head_dim, block_size, window, .. } = case;
+    let what = format!(
+        "{heads:?} heads of {head_dim}, pages of {block_size}, window {window:?}, {:?}",
+        case.sequences
+    );
+    on_both(op, |c, g| {
+        assert_near(&what, &c[0], &g[0], BOUND);
+        assert_same(&format!("{what}, again"), &g[0], &g[1]);
+    });
+}
+
+#[test]
+fn decoding_rows_agree_for_every_number_of_splits() {
+    let mut rng = Rng::new();
+    let edges = [0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000];
+    let decoding = |positions: &[usize]| positions.iter().map(|p| (*p, 1)).collect::<Vec<Sequence>>();
+    let uneven: Vec<usize> = (0..256).map(|i| i * 37 % 400).collect();
+    let heads = [((32, 4), 128), ((8, 8), 64), ((12, 1), 128), ((16, 4), 64), ((32, 2), 128), ((5, 1), 64)];
+    for (heads, head_dim) in small(heads, 5, |heads| heads.0.0) {
+        // Fewer rows are cut into more splits.
+        for positions in [&edges[..], &edges[8..], &[8191, 5119], &[255], &uneven] {
+            for (block_size, window) in [(16, None), (7, Some(100)), (64, Some(1))] {
+                check(&mut rng, &Case { window, ..case(heads, head_dim, block_size, &decoding(positions)) });
+            }
+        }
+    }
+}
+
+#[test]
+fn prompts_agree_on_pages_and_windows_of_every_size() {
+    let mut rng = Rng::new();
+    let many: Vec<Sequence> = (0..70).map(|i| (i * 3, 1 + i % 45)).collect();
+    let mixed = [(0, 1), (7, 65), (0, 0), (130, 1), (64, 64), (0, 8), (0, 9), (3, 17)];
+    let mut cases = vec![
+        case((8, 2), 128, 8, &many),
+        case((32, 4), 128, 16, &mixed),
+        case((8, 8), 64, 64, &[(100, 33), (0, 129), (1000, 256)]),
+        case((32, 4), 128, 7, &mixed),
+        case((6, 1), 64, 96, &[(0, 300), (513, 130)]),
+    ];
+    for block_size in [8, 32, 64, 128, 256] {
+        cases.push(case((32, 4), 128, block_size, &[(77, 1000), (0, 128), (0, 127), (128, 1)]));
+        cases.push(case((6, 1), 64, block_size, &[(0, 300), (513, 130)]));
+    }
+    for window in [1, 20, 128, 129, 300] {
+        cases.push(Case { window: Some(window), ..case((12, 4), 128, 16, &[(100, 333), (0, 129)]) });
+        cases.push(Case { window: Some(window), ..case((16, 2), 64, 32, &[(0, 700)]) });
+    }
+    // Blocks in pairs, whose second has no rows in the last pair; rows of a pair see positions of two tiles.
+    for rows in [129, 160, 161, 384] {
+        cases.push(case((32, 1), 64, 16, &[(3, rows)]));
+        cases.push(Case { window: Some(300), ..case((32, 1), 128, 32, &[(3, 3 * rows), (90, 3 * rows)]) });
+    }
+    for case in small(cases, 3000, |case| case.heads.0 * case.sequences.iter().map(|s| s.1).sum::<usize>()) {
+        check(&mut rng, &case);
+    }
+}
+
+/// Scores grow by far more than weights may from one tile to the next, and beyond what f32 can say.
+#[test]
+fn sharp_scores_agree() {
+    let mut rng = Rng::new();
+    let steps = [
+        case((32, 4), 128, 16, &[(1000, 300)]),
+        case((32, 1), 128, 16, &[(1000, 300)]),
+        Case { window: Some(200), ..case((8, 2), 64, 32, &[(0, 700), (130, 5)]) },
+        case((4, 1), 128, 7, &[(0, 200), (70, 3)]),
+        case((2, 1), 64, 16, &[(130, 20)]),
+    ];
+    for case in small(steps, 2, |step| step.heads.0) {
+        let Case { heads, head_dim, .. } = case;
+        let data = case.data(&mut rng, DType::BF16, DType::F32);
+        let q = rng.floats(DType::BF16, &[data.rows, heads.0, head_dim]);
+        for sharp in [3.0, 36.0, 120.0] {
+            let op = |p: &mut Place| {
+                let (placed, q) = (data.placed(p), p.put(&q));
+                let [k, v] = data.caches.each_ref().map(|cache| p.put(cache));
+                let mut meta = placed.meta(&case);
+                meta.scale *= sharp;
+                let mut out = p.out(DType::BF16, &[data.rows, heads.0 * head_dim]);
+                paged_attention_into(q.view(), k.view(), v.view(), &meta, out.view_mut(), &mut p.ex)?;
+                let mut exact = p.out(DType::BF16, &[data.rows, heads.0 * head_dim]);
+                let mut ex = p.ex.clone().with_batch_invariant(true);
+                paged_attention_into(q.view(), k.view(), v.view(), &meta, exact.view_mut(), &mut ex)?;
+                Ok(vec![out, exact])
+            };
+            on_both(op, |c, g| {
+                for (c, g) in c.iter().zip(g) {
+                    let bound = if sharp > 3.0 { 2.0 * BOUND } else { BOUND };
+                    assert_near(&format!("{heads:?} heads of {head_dim}, {sharp} times"), c, g, bound);
+                }
+            });
+        }
+    }
+}
+
+/// The rows of a prompt in one step, in chunks and behind another sequence have the same bits where they must; also where
+/// scores are sharp, and a row whose weights become too large must not change its neighbours.
+#[test]
+fn rows_of_a_prompt_do_not_depend_on_their_step() {
+    let mut rng = Rng::new();
+    let (heads, head_dim, count) = ((32, 4), 128, if tiny() { 150 } else { 700 });
+    // Both sequences are in the cache; steps over them take some rows of one or both.
+    let both = case(heads, head_dim, 16, &[(0, 300), (0, count)]);
+    let data = both.data(&mut rng, DType::BF16, DType::F32);
+    let q = rng.floats(DType::BF16, &[300 + count, heads.0, head_dim]);
+    let p = Place::new(cuda());
+    let [k, v] = data.caches.each_ref().map(|cache| p.put(cache));
+    let tables: Vec<Vec<u32>> =
+        values::<u32>(&data.tables).chunks(data.tables.dims()[1]).map(<[u32]>::to_vec).collect();
+    for sharp in [3.0, 36.0, 120.0] {
+        // Rows of q, and of each sequence of the step its number, first position and rows.
+        let run = |from: usize, sequences: &[(usize, usize, usize)], ex: &Exec| {
+            let rows: usize = sequences.iter().map(|s| s.2).sum();
+            let (mut starts, mut positions, mut table) = (vec![0], Vec::new(), Vec::new());
+            for &(sequence, first, count) in sequences {
+                positions.extend(first as u32..(first + count) as u32);
+                starts.push(positions.len() as u32);
+                table.extend(&tables[sequence]);
+            }
+            let starts = p.put(&words(starts, &[sequences.len() + 1]));
+            let positions = p.put(&words(positions, &[rows]));
+            let table = p.put(&words(table, &[sequences.len(), tables[0].len()]));
+            let meta = AttentionMeta {
+                query_start_loc: starts.view(),
+                positions: positions.view(),
+                block_tables: table.view(),
+                scale: (head_dim as f32).powf(-0.5) * sharp,
+                sliding_window: None,
+            };
+            let q = p.put(&cut(&q, from, rows));
+            let mut out = p.out(DType::BF16, &[rows, heads.0 * head_dim]);
+            let mut ex = ex.clone();
+            paged_attention_into(q.view(), k.view(), v.view(), &meta, out.view_mut(), &mut ex).unwrap();
+            out.floats(&p)
+        };
+        let same = |what: &str, a: &[f32], b: &[f32]| {
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(a) == bits(b), "{what}, scores {sharp} times: other bits");
+        };
+        let exact = cuda().with_batch_invariant(true);
+        let whole = run(300, &[(1, 0, count)], &exact);
+        let mut parts = Vec::new();
+        for (at, rows) in [(0, 1), (1, 130), (131, 400), (531, 169)] {
+            let rows = rows.min(count.saturating_sub(at));
+            if rows > 0 {
+                parts.extend(run(300 + at, &[(1, at, rows)], &exact));
+            }
+        }
+        same("chunks of a prompt", &parts, &whole);
+        let beside = run(0, &[(0, 0, 300), (1, 0, count)], &exact);
+        same("a prompt behind another", &beside[300 * heads.0 * head_dim..], &whole);
+        same("a prompt without batch invariance", &run(300, &[(1, 0, count)], &cuda()), &whole);
+    }
+}
+
+/// Decoding rows beside prompts have the bits of one after the other, in every repetition.
+#[test]
+fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
+    let mut rng = Rng::new();
+    let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+    for round in 0..if tiny() { 1 } else { 12 } {
+        let (heads, head_dim) = [((32, 4), 128), ((32, 8), 64), ((16, 4), 128)][round % 3];
+        let decoding = if tiny() { 60 } else { 150 + rng.below(100) };
+        let mut sequences: Vec<Sequence> = (0..decoding).map(|_| (400 + rng.below(1500), 1)).collect();
+        for _ in 0..[1, 2, 5][rng.below(3)] {
+            sequences.push((rng.below(300), 2 + rng.below(100)));
+        }
+        let case = Case { padding: 3, ..case(heads, head_dim, 16, &sequences) };
+        let is_beside = case.form(&machine) == Some(MixedForm::Beside);
+        assert!(is_beside || tiny(), "{:?}", case.step_rows());
+        let data = case.data(&mut rng, DType::BF16, DType::F32);
+        let mut p = Place::new(cuda());
+        let placed = data.placed(&p);
+        let mut run = |rows: StepRows| {
+            let (args, meta) = (placed.args(&case), placed.meta(&case));
+            let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
+            let mut out = p.out(DType::BF16, &[data.rows, heads.0 * head_dim]);
+            let (to_k, to_v) = (k.view_mut(), v.view_mut());
+            rope_attention_into(&args, &meta, rows, to_k, to_v, out.view_mut(), &mut p.ex).unwrap();
+            [out, k, v].map(|placed| placed.host(&p))
+        };
+        // A step whose scores are not known runs one after the other, with the same splits.
+        let want = run(StepRows { decode_scores: 0, prompt_scores: 0, ..case.step_rows() });
+        for _ in 0..4 {
+            for (part, (want, got)) in
+                ["rows", "keys", "values"].iter().zip(want.iter().zip(&run(case.step_rows())))
+            {
+                assert_same(&format!("{part} of {decoding} decoding rows, {heads:?} heads"), want, got);
+            }
+        }
+    }
+}
+
+/// Queries, keys and values have the same bits whatever rows are beside them, and the launch of decoding rows writes the keys
+/// and values that the launch of prompts writes.
+#[test]
+fn cached_rows_do_not_depend_on_their_step() {
+    let mut rng = Rng::new();
+    // From 512 rows on several are one block's; 4 + 2 and 5 + 2 heads leave warps without a head, or with one.
+    let shapes = [
+        ((32, 4), 128, 70),
+        ((5, 1), 64, 3),
+        ((4, 1), 64, 150),
+        ((32, 4), 128, 700),
+        ((5, 1), 64, 513),
+        ((4, 1), 128, 600),
+    ];
+    for (i, (heads, head_dim, rows)) in
+        small(shapes, 513, |shape| shape.0.0 * shape.2 / 6).into_iter().enumerate()
+    {
+        let sequences: Vec<Sequence> = (0..rows).map(|i| (i % 40, 1)).collect();
+        let case = Case { norms: i % 2 == 0, ..case(heads, head_dim, 16, &sequences) };
+        let data = case.data(&mut rng, DType::BF16, DType::F32);
+        let mut p = Place::new(cuda());
+        let placed = data.placed(&p);
+        let (args, meta) = (placed.args(&case), placed.meta(&case));
+        let mut run = |step: usize| {
+            let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
+            let mut q = p.out(DType::BF16, &[rows, heads.0, head_dim]);
+            for first in (0..rows).step_by(step) {
+                let count = step.min(rows - first);
+                let [qkv, cos, sin, slot_mapping] = [args.qkv, args.cos, args.sin, args.slot_mapping]
+                    .map(|view| view.narrow(first, count).unwrap());
+                let part = QkNormRope { qkv, cos, sin, slot_mapping, ..args };
+                let q = q.view_mut().narrow(first, count).unwrap();
+                qk_norm_rope_cache_into(&part, q, k.view_mut(), v.view_mut(), &mut p.ex).unwrap();
+            }
+            [q, k, v].map(|placed| placed.host(&p))
+        };
+        let (whole, parts) = (run(rows), run(37));
+        let what = format!("{rows} rows, {heads:?} heads of {head_dim}");
+        for (part, (whole, parts)) in ["queries", "keys", "values"].iter().zip(whole.iter().zip(&parts)) {
+            assert_same(&format!("{part} of {what}"), whole, parts);
+        }
+        let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
+        let mut out = p.out(DType::BF16, &[rows, heads.0 * head_dim]);
+        let (to_k, to_v) = (k.view_mut(), v.view_mut());
+        rope_attention_into(&args, &meta, case.step_rows(), to_k, to_v, out.view_mut(), &mut p.ex).unwrap();
+        assert_same(&format!("decoded keys of {what}"), &whole[1], &k.host(&p));
+        assert_same(&format!("decoded values of {what}"), &whole[2], &v.host(&p));
+    }
+}

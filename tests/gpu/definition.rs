@@ -1,0 +1,63 @@
+//! Products and expert layers by their definition, in f64, and how far results are from it.
+
+use moe_kernels::half::bf16;
+use rayon::prelude::*;
+
+/// x [M, K] · wᵀ [N, K].
+pub fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
+    let (m, n) = (x.len() / k, w.len() / k);
+    (0..m * n).into_par_iter().map(|i| dot(&x[i / n * k..][..k], &w[i % n * k..][..k])).collect()
+}
+
+fn dot(x: &[f32], w: &[f32]) -> f64 {
+    let mut sums = [0.0; 8];
+    for (x, w) in x.chunks(8).zip(w.chunks(8)) {
+        for (sum, (x, w)) in sums.iter_mut().zip(x.iter().zip(w)) {
+            *sum += f64::from(*x) * f64::from(*w);
+        }
+    }
+    sums.iter().sum()
+}
+
+/// What products make of rows of bf16.
+pub type Operand = fn(&[f32]) -> Vec<f32>;
+
+/// SwiGLU experts in floats.
+#[derive(Debug)]
+pub struct Experts {
+    pub hidden: usize,
+    /// Of each expert gate and up rows [2I, H], and down [H, I].
+    pub weights: Vec<[Vec<f32>; 2]>,
+}
+
+impl Experts {
+    /// The weighted sums [T, H] of the experts that `ids` [T, K] name; other ids add nothing. Activations are rounded to bf16.
+    pub fn sums(&self, x: &[f32], ids: &[u32], weights: &[f32], operand: Operand) -> Vec<f64> {
+        let (hidden, x) = (self.hidden, operand(x));
+        let top_k = (ids.len() * hidden).checked_div(x.len()).unwrap_or(1).max(1);
+        let slot = |(slot, id): (usize, &u32)| {
+            let [gate_up, down] = self.weights.get(*id as usize)?;
+            let both = product(&x[slot / top_k * hidden..][..hidden], gate_up, hidden);
+            let (gate, up) = both.split_at(both.len() / 2);
+            let act = gate.iter().zip(up).map(|(g, u)| bf16::from_f64(g / (1.0 + (-g).exp()) * u).to_f32());
+            Some(product(&operand(&act.collect::<Vec<_>>()), down, gate.len()))
+        };
+        let rows: Vec<Option<Vec<f64>>> = ids.par_iter().enumerate().map(slot).collect();
+        let mut out = vec![0.0; x.len()];
+        for (slot, row) in rows.iter().enumerate().filter_map(|(slot, row)| Some((slot, row.as_ref()?))) {
+            let weight = f64::from(weights[slot]);
+            out[slot / top_k * hidden..][..hidden].iter_mut().zip(row).for_each(|(o, r)| *o += weight * r);
+        }
+        out
+    }
+}
+
+/// |got - want| / |want| of all values together; infinite if a result is not finite.
+pub fn relative_error(want: &[f64], got: &[f32]) -> f64 {
+    assert_eq!(want.len(), got.len());
+    if got.iter().any(|x| !x.is_finite()) {
+        return f64::INFINITY;
+    }
+    let off: f64 = want.iter().zip(got).map(|(w, g)| (w - f64::from(*g)).powi(2)).sum();
+    (off / want.iter().map(|w| w * w).sum::<f64>().max(1e-30)).sqrt()
+}

@@ -1,0 +1,260 @@
+//! The launch that computes the whole expert layer of a few tokens: norm, router, experts and their weighted sum, added to the
+//! residual stream or stored, against the definition.
+
+use candle_core::DType;
+use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
+use moe_kernels::half::bf16;
+use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
+use moe_kernels::{Buffer, ForcedWeights, Fp8Scales, MonolithicIo, NO_EXPERT, PreNorm, QuantScheme};
+
+use crate::common::*;
+use crate::definition::{product, relative_error};
+use crate::gates::{Case, Rule};
+use crate::packs::Packs;
+use crate::quant::matrices::{fp8, int};
+
+const EPS: f32 = 1e-6;
+
+/// A layer of a step.
+struct Layer<'a> {
+    case: Case,
+    packs: &'a Packs,
+    /// Rows are the residual stream, whose norm the experts see and to which their sum is added; else it is stored.
+    gain: Option<Buffer>,
+    map: Option<Vec<i32>>,
+}
+
+impl<'a> Layer<'a> {
+    /// A layer that adds, or with `is_stored` one that stores.
+    fn new(rng: &mut Rng, rule: Rule, sizes: [usize; 3], packs: &'a Packs, is_stored: bool) -> Self {
+        let ([tokens, experts, top_k], hidden) = (sizes, packs.meaning.hidden);
+        let dtype = if is_stored { DType::BF16 } else { DType::F32 };
+        let rows = rng.floats(dtype, &[tokens, hidden]);
+        let gain = (!is_stored).then(|| rng.floats(DType::BF16, &[hidden]));
+        Self { case: Case::new(rng, rule, rows, experts, top_k), packs, gain, map: None }
+    }
+
+    fn fits(&self) -> bool {
+        let [w13, w2] = &self.packs.weights;
+        let experts = ExpertsCall {
+            tokens: self.case.tokens(),
+            top_k: self.case.top_k + self.case.shared,
+            num_ids: self.case.experts + self.case.shared,
+            num_local: self.packs.meaning.weights.len(),
+            hidden: self.packs.meaning.hidden,
+            inter: self.packs.inter,
+            quant: w13.quantisation().zip(w2.quantisation()).map(Into::into),
+            passes: 1,
+        };
+        let fusion = if self.gain.is_some() { Fusion::NormAdd } else { Fusion::Nothing };
+        let call = MonolithicCall { experts, dtype: DType::BF16, fusion };
+        MonolithicForm::choose(&call, &cuda().machine()) == Some(MonolithicForm::OneLaunch)
+    }
+
+    /// Choices, if they are watched, and what the launch leaves: sums, or the residual stream.
+    fn run(&self, is_watched: bool) -> (Vec<u32>, Buffer) {
+        let mut p = Place::new(cuda());
+        let gain = p.put_some(self.gain.as_ref());
+        let map = self.map.as_ref().map(|map| Buffer::from_vec(map.clone(), &[map.len()]).unwrap());
+        let map = p.put_some(map.as_ref());
+        let (x, mut out) = match &gain {
+            Some(_) => (None, p.put(&self.case.rows)),
+            None => (Some(p.put(&self.case.rows)), p.out(DType::F32, self.case.rows.dims())),
+        };
+        let [w13, w2] = self.packs.weights.each_ref().map(|weight| weight.read().unwrap());
+        let chosen = self.case.with_gate(is_watched, &mut p, |gate, p| {
+            let (w13, w2) = (w13.view().unwrap(), w2.view().unwrap());
+            let args = MonolithicExperts { gate, w13, w2, expert_map: view_of(&map) };
+            let io = match (&gain, &x) {
+                (Some(gain), _) => MonolithicIo::NormAdd {
+                    norm: PreNorm { weight: gain.view(), eps: EPS },
+                    residual: out.view_mut(),
+                },
+                (_, x) => MonolithicIo::Store { x: view_of(x).unwrap(), out: out.view_mut() },
+            };
+            monolithic_experts_into(MonolithicForm::OneLaunch, &args, io, &mut p.ex).unwrap();
+        });
+        (chosen, out.host(&p))
+    }
+
+    /// Rows as router and experts see them.
+    fn rows(&self) -> Vec<f32> {
+        let rows = self.case.rows.view().to_f32_vec().unwrap();
+        let Some(gain) = &self.gain else { return rows };
+        let (gain, hidden) = (gain.view().to_f32_vec().unwrap(), gain.dims()[0]);
+        let normed = |row: &[f32]| {
+            let squares: f64 = row.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let factor = (squares / hidden as f64 + f64::from(EPS)).sqrt().recip() as f32;
+            // Rounded ahead of the factor, as the kernel does.
+            let each = row.iter().zip(&gain).map(|(x, gain)| bf16::from_f32(x * gain).to_f32() * factor);
+            each.collect::<Vec<_>>()
+        };
+        rows.chunks(hidden).flat_map(normed).collect()
+    }
+
+    /// Fails unless `got` is what experts `ids` with these weights leave.
+    fn assert_sums(&self, what: &str, ids: &[u32], weights: &[f64], got: &Buffer) {
+        let local = |id: &u32| match &self.map {
+            Some(map) => {
+                map.get(*id as usize).and_then(|slot| u32::try_from(*slot).ok()).unwrap_or(NO_EXPERT)
+            }
+            None => *id,
+        };
+        let ids: Vec<u32> = ids.iter().map(local).collect();
+        let weights: Vec<f32> = weights.iter().map(|w| *w as f32).collect();
+        let want = self.packs.meaning.sums(&self.rows(), &ids, &weights, <[f32]>::to_vec);
+        let mut got = got.view().to_f32_vec().unwrap();
+        if self.gain.is_some() {
+            let before = self.case.rows.view().to_f32_vec().unwrap();
+            got.iter_mut().zip(before).for_each(|(x, before)| *x -= before);
+        }
+        let off = relative_error(&want, &got);
+        let bound = if self.packs.weights[0].quantisation().is_some() { 5e-3 } else { 3e-3 };
+        assert!(off < bound, "{what}: off by {off}");
+    }
+
+    /// Runs it watched and not, and compares choices and sums with the definition.
+    fn check(&self, what: &str) -> Buffer {
+        let case = &self.case;
+        let what = format!(
+            "{what}: {:?}, {} tokens, {} of {} experts and {} shared, adds: {}",
+            self.packs.weights[0].scheme(),
+            case.tokens(),
+            case.top_k,
+            case.experts,
+            case.shared,
+            self.gain.is_some()
+        );
+        assert!(self.fits(), "{what}: the plan chooses another launch");
+        let (chosen, got) = self.run(true);
+        let (ids, weights) = case.expect(&what, &self.rows(), &chosen);
+        self.assert_sums(&what, &ids, &weights, &got);
+        assert_same(&format!("{what}, not watched"), &got, &self.run(false).1);
+        got
+    }
+}
+
+/// E, K, and H and I.
+type Sizes = ([usize; 2], [usize; 2]);
+
+/// Sizes in floats and, of a few schemes, in integers and FP8.
+fn layers() -> Vec<(Option<QuantScheme>, Sizes)> {
+    let floats = [
+        ([8, 2], [64, 64]),
+        ([16, 4], [320, 192]),
+        ([60, 6], [1024, 448]),
+        ([5, 1], [576, 1344]),
+        ([40, 3], [128, 2560]),
+        ([200, 4], [1024, 128]),
+        ([8, 8], [2048, 768]),
+    ];
+    let schemes =
+        [int(4, 128, false, false), int(8, 0, true, false), fp8(Fp8Scales::Block { n: 128, k: 128 })];
+    let quantised = [([12, 3], [128, 128]), ([6, 2], [384, 256]), ([16, 8], [1024, 384])];
+    let quantised = quantised.into_iter().flat_map(|sizes| schemes.map(|scheme| (Some(scheme), sizes)));
+    let all = floats.map(|sizes| (None, sizes)).into_iter().chain(quantised);
+    // The last of 8 experts fill the launch's ring of stages more than once.
+    small(all, 200_000, |(_, (experts, dims))| if experts[0] == 8 { 0 } else { dims[0] * dims[1] })
+}
+
+#[test]
+fn one_launch_computes_the_layer_of_a_few_tokens() {
+    let mut rng = Rng::new();
+    for (scheme, ([experts, top_k], dims)) in layers() {
+        let packs = Packs::new(&mut rng, experts, dims, scheme);
+        for tokens in (1..=4).filter(|tokens| tokens * top_k <= 32) {
+            for is_stored in [false, true] {
+                let sizes = [tokens, experts, top_k];
+                Layer::new(&mut rng, Rule::all()[0], sizes, &packs, is_stored).check("the usual rule");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_launch_routes_by_every_rule() {
+    let mut rng = Rng::new();
+    for (scheme, ([experts, top_k], dims)) in layers().into_iter().filter(|layer| layer.1.1[0] <= 384) {
+        let shared = Packs::new(&mut rng, experts + 2, dims, scheme);
+        let packs = Packs::new(&mut rng, experts, dims, scheme);
+        for rule in Rule::all() {
+            let new =
+                |rng: &mut Rng, tokens, packs| Layer::new(rng, rule, [tokens, experts, top_k], packs, false);
+            new(&mut rng, 2, &packs).check(&format!("{rule:?}"));
+            let mut with_shared = new(&mut rng, 2, &shared);
+            with_shared.case.shared = 2;
+            with_shared.check(&format!("{rule:?}, shared"));
+        }
+        for (tokens, valid) in [(1, 0), (3, 0), (3, 2)] {
+            let mut padded =
+                Layer::new(&mut rng, Rule::all()[0], [tokens, experts, top_k], &packs, tokens == 1);
+            padded.case.valid = Some(valid);
+            padded.check(&format!("{valid} valid rows"));
+        }
+        for weights in [ForcedWeights::OfForced, ForcedWeights::OfChosen] {
+            let mut forced = Layer::new(&mut rng, Rule::all()[0], [4, experts, top_k], &packs, true);
+            forced.case.force(&mut rng, weights);
+            forced.check(&format!("forced {weights:?}"));
+        }
+        // Every other expert lives elsewhere.
+        let here = experts.div_ceil(2);
+        let some = Packs::new(&mut rng, here, dims, scheme);
+        let slot = |id: usize| if id.is_multiple_of(2) { (here - 1 - id / 2) as i32 } else { -1 };
+        let mut mapped = Layer::new(&mut rng, Rule::all()[0], [4, experts, top_k], &some, false);
+        mapped.map = Some((0..experts).map(slot).collect());
+        mapped.check("half elsewhere");
+    }
+}
+
+/// A softmax over a NaN chooses nothing; else the experts without one are left, fewer than a token may have.
+#[test]
+fn one_launch_chooses_no_nan() {
+    let mut rng = Rng::new();
+    for (scheme, ([experts, top_k], dims)) in layers().into_iter().filter(|layer| layer.1.1[0] <= 384) {
+        let packs = Packs::new(&mut rng, experts, dims, scheme);
+        for (rule, left) in [(Rule::all()[0], 0), (Rule::all()[4], 1), (Rule::all()[4], 2)] {
+            for tokens in [1, 2] {
+                let mut layer = Layer::new(&mut rng, rule, [tokens, experts, top_k], &packs, true);
+                let mut gate = values::<bf16>(&layer.case.gate);
+                // Of a softmax one NaN is enough.
+                gate[if left == 0 { (experts - 1) * dims[0] } else { left * dims[0] }..].fill(bf16::NAN);
+                layer.case.gate = Buffer::from_vec(gate, &[experts, dims[0]]).unwrap();
+                let (chosen, got) = layer.run(true);
+                let logits = product(&layer.rows(), &layer.case.gate.view().to_f32_vec().unwrap(), dims[0]);
+                let mut weights = Vec::new();
+                for (row, logits) in chosen.chunks(top_k).zip(logits.chunks(experts)) {
+                    let (some, none) = row.split_at(left.min(top_k));
+                    let mut some = some.to_vec();
+                    some.sort_unstable();
+                    assert!(some.iter().copied().eq(0..some.len() as u32), "{rule:?}, {left} left: {row:?}");
+                    assert!(none.iter().all(|id| *id == NO_EXPERT), "{rule:?}, {left} left: {row:?}");
+                    let values: Vec<f64> = rule.values(logits);
+                    weights.extend(rule.weights(&values, row));
+                }
+                layer.assert_sums(&format!("{rule:?}, {left} left"), &chosen, &weights, &got);
+            }
+        }
+    }
+}
+
+/// A token has the same bits alone as beside others.
+#[test]
+fn a_token_of_one_launch_does_not_depend_on_its_neighbours() {
+    let mut rng = Rng::new();
+    for (scheme, ([experts, top_k], dims)) in layers() {
+        let packs = Packs::new(&mut rng, experts, dims, scheme);
+        let whole = Layer::new(&mut rng, Rule::all()[0], [4, experts, top_k], &packs, false);
+        let all = whole.check("four tokens");
+        for (start, end) in [(0, 1), (3, 4), (0, 2), (2, 4), (1, 4)] {
+            let mut part = Layer::new(&mut rng, Rule::all()[0], [end - start, experts, top_k], &packs, false);
+            part.case.rows = cut(&whole.case.rows, start, end - start);
+            part.case.gate = cut(&whole.case.gate, 0, experts);
+            part.gain = whole.gain.as_ref().map(|gain| cut(gain, 0, dims[0]));
+            assert_same(
+                &format!("{scheme:?}: tokens {start} to {end}"),
+                &cut(&all, start, end - start),
+                &part.run(false).1,
+            );
+        }
+    }
+}

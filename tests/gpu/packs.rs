@@ -1,0 +1,64 @@
+//! Random experts on the GPU, in bf16 or quantised, with what their weights mean.
+
+use candle_core::DType;
+use moe_kernels::quant::QuantUse;
+use moe_kernels::{QuantScheme, Weight, row_parallel_segments};
+
+use crate::common::*;
+use crate::definition::Experts;
+use crate::quant::matrices::{Matrix, Source};
+
+/// Packs of gate and up, and of down.
+pub struct Packs {
+    pub weights: [Weight; 2],
+    pub meaning: Experts,
+    pub inter: usize,
+}
+
+impl Packs {
+    /// bf16, or quantised by a scheme; an expert has an order of columns of its own where the scheme has one.
+    pub fn new(
+        rng: &mut Rng,
+        experts: usize,
+        [hidden, inter]: [usize; 2],
+        scheme: Option<QuantScheme>,
+    ) -> Self {
+        match scheme {
+            None => Self::floats(rng, experts, hidden, inter),
+            Some(scheme) => Self::quantised(rng, experts, hidden, inter, scheme),
+        }
+    }
+
+    fn floats(rng: &mut Rng, experts: usize, hidden: usize, inter: usize) -> Self {
+        let dims = [[experts, 2 * inter, hidden], [experts, hidden, inter]];
+        let packs = dims.map(|dims| rng.floats(DType::BF16, &dims));
+        let [w13, w2] = packs.each_ref().map(|pack| pack.view().to_f32_vec().unwrap());
+        let each = w13.chunks(2 * inter * hidden).zip(w2.chunks(hidden * inter));
+        let weights = each.map(|(w13, w2)| [w13.to_vec(), w2.to_vec()]).collect();
+        let on_device = |pack| cuda().buffer_from_host(pack).unwrap().into_tensor().unwrap();
+        let packs = packs.each_ref().map(|pack| Weight::new(on_device(pack.view())).unwrap());
+        Self { weights: packs, meaning: Experts { hidden, weights }, inter }
+    }
+
+    fn quantised(rng: &mut Rng, experts: usize, hidden: usize, inter: usize, scheme: QuantScheme) -> Self {
+        let mut source = Source::default();
+        let (mut gate_up, mut down, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+        for e in 0..experts {
+            let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+            let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
+            let [gate, up, last] = dims.map(|(n, k)| Matrix::new(rng, n, k, scheme, e as u64));
+            weights.push([[gate.floats(), up.floats()].concat(), last.floats()]);
+            source.matrices.extend(names.iter().cloned().zip([gate, up, last]));
+            let [gate, up, last] = names;
+            gate_up.push(vec![gate, up]);
+            down.push(vec![last]);
+        }
+        let pack = |modules: &[Vec<String>], usage| {
+            let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+            source.weight(&modules, usage, DType::BF16, &cuda())
+        };
+        let segments = row_parallel_segments(inter);
+        let packs = [pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments })];
+        Self { weights: packs, meaning: Experts { hidden, weights }, inter }
+    }
+}
