@@ -4,8 +4,7 @@ import os
 
 import library
 import torch
-from check_sampling import PLAIN, pack_rows
-from kernels import attention_splits, attention_workspace, call, randn, u32
+from kernels import PLAIN, attention_splits, attention_workspace, call, pack_rows, randn, u32
 
 READ = 4.59e12  # bytes per second of a read-only stream on this card
 H, HQ, HKV, D, LAYERS, VOCAB = 2048, 32, 4, 128, 48, 151936

@@ -6,8 +6,7 @@ Weights and caches of 12 layers in turn, each set far larger than L2 but for the
 import torch
 from bench_decode import D, H, HQ, QKV, READ, VOCAB, graph_us, tensors
 from bench_layer import BATCHES, E, I, K, LAYERS, Model, Step
-from check_sampling import pack_rows
-from kernels import call, randn, u32
+from kernels import call, pack_rows, randn, u32
 from library import BF16, F32
 
 MODEL_LAYERS = 48

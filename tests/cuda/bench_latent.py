@@ -1,10 +1,8 @@
 """Attention over latent rows (DeepSeek-V2's absorbed form) on one card, against the floors of its bytes and FLOPs."""
 
-import math
-
 import torch
-from kernels import LIB, Out, call, graph_us, randn, rel, u32
-from library import BF16, sized
+from kernels import LIB, call, graph_us, randn, u32
+from library import BF16
 
 READ, PEAK = 4.0e12, 790e12  # bytes and FLOP per second
 KEY, VALUE, BLOCK, ROPE, NOPE, HEAD = 576, 512, 16, 64, 128, 192
@@ -110,69 +108,6 @@ def latent_prompts(rows):
         row(rows, f"prompt {name} expanded, attention alone", graph_us(attend, 5), 0, flops)
         products = 2 * sequences * positions * 16 * VALUE * 2 * NOPE
         row(rows, f"prompt {name} expanded, with its products", graph_us(whole, 5), 0, flops + products)
-
-
-def check_rows(step, cache, q, out, name, window=0, w_uv=None):
-    """The rows of a step against float64, with `w_uv` the product behind them, too."""
-    count, heads, n = step.t // step.s, step.heads, step.n
-    for s in range(step.s):
-        k = cache[step.tables[0][s].long()].reshape(-1, KEY)[:n].double()
-        scores = torch.einsum("thd,nd->htn", q[s * count : (s + 1) * count].double(), k) * KEY**-0.5
-        at = torch.arange(n - count, n, device="cuda")[:, None]
-        seen = torch.arange(n, device="cuda")[None] <= at
-        if window > 0:
-            seen &= torch.arange(n, device="cuda")[None] > at - window
-        scores.masked_fill_(~seen, -math.inf)
-        want = torch.einsum("htn,nd->thd", torch.softmax(scores, -1), k[:, :VALUE])
-        if w_uv is not None:
-            want = torch.einsum("thd,hvd->thv", want, w_uv.double())
-        error = rel(out[s * count : (s + 1) * count].view(want.shape), want)
-        assert error < 1e-2, f"latent {name}: sequence {s}: {error:.2e}"
-
-
-def check_latent():
-    """Against float64: splits with and without positions, padding, windows, whole tiles and parts of one, several tiles of a block."""
-    cases = ((16, 3, 700, 1, 0), (16, 2, 400, 333, 0), (128, 1, 1500, 1, 0), (7, 2, 129, 40, 0), (16, 1, 1, 1, 0), (16, 1, 64, 1, 0),
-             (16, 1, 8192, 1, 0), (16, 1, 8193, 1, 0), (5, 2, 20000, 1, 0), (16, 4, 9000, 1, 0), (8, 8, 1003, 1, 0), (16, 2, 3000, 1, 700), (12, 1, 500, 3, 65))
-    for heads, sequences, positions, count, window in sized(cases, ((16, 1, 130, 1, 0), (7, 2, 67, 3, 40))):
-        step = Step(sequences, positions, count, heads)
-        cache, table = step.caches[0], step.tables[0]
-        cache[table[:, -1].long(), :, (step.n - 1) % BLOCK + 1 :] = float("nan")  # rows that nobody has written
-        padding = 3 if count == 1 else 70
-        tokens, q = step.t + padding, randn(step.t + padding, heads, KEY)
-        # As in a padded step of a graph: as many sequences as rows, the last ones without any.
-        starts = torch.cat([step.starts, step.starts[-1:].repeat(padding)])
-        at, out = torch.cat([step.positions, step.positions[:1].repeat(padding)]), Out((tokens, heads * VALUE), torch.bfloat16)
-        tables = torch.cat([table, table[:1].repeat(padding, 1)])
-        w_uv, values = randn(heads, NOPE, VALUE, scale=0.05), Out((tokens, heads * NOPE), torch.bfloat16)
-        own = (False, splits_of(tokens, sequences + padding, heads)), (True, decode_splits(sequences + padding))
-        trials = {(False, 1), (False, 4), (False, 64), (True, 1), (True, 7), (True, 160), *own}
-        for few, splits in sorted(trials):
-            if few and heads > 16:
-                continue
-            name = f"{heads} heads, {sequences} x {count} of {step.n}, window {window}, {splits} splits" + (" of few" if few else "")
-            partials = torch.full((tokens * heads * splits * (VALUE + 2),), float("nan"), device="cuda")
-            args = (q, cache, cache, starts, at, tables, out.t, BF16, BF16, tokens, sequences + padding, table.shape[1], heads, 1, KEY, VALUE,
-                    KEY, cache.shape[0], BLOCK, KEY**-0.5, window, 0, step.counters, partials, splits)
-
-            def attend():
-                out.all.fill_(float("nan"))
-                call(*(("moe_attention_latent_decode", *args, None, None) if few else ("moe_attention_latent", *args)))
-
-            attend()
-            check_rows(step, cache, q, out.t, name, window)
-            assert bool((out.t[step.t :] == 0).all()), f"{name}: padding rows are not zero"
-            out.check_guard()
-            first = out.t.clone()
-            attend()
-            assert torch.equal(first, out.t), f"{name}: bits differ from launch to launch"
-            assert not step.counters.any(), "counters are not left zero"
-            if few or splits > 1:
-                values.all.fill_(float("nan"))
-                call("moe_attention_latent_decode" if few else "moe_attention_latent_values", *args, w_uv, values.t)
-                check_rows(step, cache, q, values.t, name + ", values", window, w_uv)
-                assert bool((values.t[step.t :] == 0).all()), f"{name}: values of padding rows are not zero"
-                values.check_guard()
 
 
 BENCHES = [latent_decode, latent_prompts]

@@ -2,8 +2,7 @@
 
 import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, SEED, Caches, asked, graph_us, tensors
-from check_layer import state_for
-from kernels import LIB, attention_splits, attention_workspace, call, randn
+from kernels import LIB, attention_splits, attention_workspace, call, randn, state_for
 from library import BF16, F32, UNCOPIED, UNWATCHED, routing
 
 E, K, I, LAYERS = 128, 8, 768, 12

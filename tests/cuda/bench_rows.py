@@ -6,9 +6,8 @@ Inputs in turn, 300 MB of them and more where there are many rows, so that reads
 import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, VOCAB
 from bench_layer import E, K
-from check_sampling import pack_rows
 from kernels import call, graph_us as us_of
-from kernels import randn, u32
+from kernels import pack_rows, randn, u32
 from library import BF16, F32
 
 ROWS = (1, 8, 64, 256, 512, 1000, 1200, 2048, 8192)

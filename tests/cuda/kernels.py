@@ -1,33 +1,17 @@
-"""The decode kernels' launchers on torch tensors, guarded outputs and workspaces."""
+"""The kernels' launchers on torch tensors, and what several benches hand to them."""
 
 import ctypes
 import os
+import struct
 
 import torch
-from library import Library, graph_us, ids_tensor, poison, sized
+from library import Library, graph_us, ids_tensor
 
 LIB = Library(os.environ.get("MOE_KERNELS_SO", "target/kernels/libmoe_kernels.so"))
 LIB.lib.moe_attention_decode_workspace.restype = ctypes.c_size_t
-NOTHING = -1  # u32::MAX in an int32 tensor
-GUARD = 4096  # elements behind an output that must not change
+PLAIN = (1.0, 0.0, 0.0, 0xFFFFFFFF, 0, 0, 0, 0)  # no penalties, no slot, no edits, no log-probabilities
 
-call, refuses, u32 = LIB.launch, LIB.refused, ids_tensor
-
-
-class Out:
-    """A poisoned output with a guard zone behind it."""
-
-    def __init__(self, shape, dtype):
-        self.count = 1
-        for d in shape:
-            self.count *= d
-        self.all = poison(self.count + GUARD, dtype=dtype)
-        self.t = self.all[: self.count].view(shape)
-
-    def check_guard(self):
-        guard = self.all[self.count :]
-        same = torch.isnan(guard) if guard.dtype.is_floating_point else guard == 0x5A5A5A5A
-        assert bool(same.all()), "wrote behind the output"
+call, u32 = LIB.launch, ids_tensor
 
 
 def rel(out, ref):
@@ -51,3 +35,15 @@ def attention_splits(rows, heads, kv_heads):
 def attention_workspace(rows, heads, kv_heads, head_dim, splits):
     size = LIB.lib.moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits)
     return torch.zeros(max(size, 16), dtype=torch.uint8, device="cuda")
+
+
+def state_for(experts, inter):
+    """The counters of the launch of a whole layer."""
+    return torch.zeros(LIB.raw("moe_layer_stream_state", experts, inter), dtype=torch.uint8, device="cuda")
+
+
+def pack_rows(params, extras=None):
+    """SampleRow of sampling/sampling.cu: (temperature, k, p, min_p, seed, position) and what follows a slot."""
+    rows = zip(params, extras or [PLAIN] * len(params))
+    packed = b"".join(struct.pack("<fffIQQfffIIIII", t, p, m, k, seed, at, *more) for (t, k, p, m, seed, at), more in rows)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()

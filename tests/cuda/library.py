@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 NO_EXPERT = 0xFFFFFFFF
-INVALID_VALUE = 1
 F32, BF16, ADD_F32 = range(3)  # Dtype and Output of cuda/codes.cuh
 SOURCES = Path(__file__).parents[2] / "crates/moe-kernels/cuda"
 C_TYPES = {"int": ctypes.c_int32, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
@@ -46,15 +45,6 @@ class Copies:
 
 
 UNCOPIED = Copies()
-
-
-def copy_of_row(row, expert, copies, hashed):
-    """The number of the copy, of `copies`, that computes a row: `Spread::copy` in src/align/physical.rs. Integers or int64 tensors."""
-    number = (row + expert) & NO_EXPERT
-    if hashed:
-        mixed = ((row + 0x9E3779B9 & NO_EXPERT) * 0x85EBCA6B & NO_EXPERT) ^ (expert * 0xC2B2AE35 & NO_EXPERT)
-        number = ((mixed ^ mixed >> 15) * 0x2C1B3C6D & NO_EXPERT) >> 8
-    return number % copies
 
 
 def fields(body, kind_of):
@@ -105,10 +95,6 @@ class Library:
         if code != 0:
             raise RuntimeError(f"{name} returned CUDA error {code}")
 
-    def refused(self, name, *args):
-        """Whether the launcher refuses these sizes."""
-        return self.raw(name, *args, None) == INVALID_VALUE
-
 
 def filled(launcher, *values):
     """The struct that a launcher takes, with these values."""
@@ -142,23 +128,6 @@ def _convert(value):
 def ids_tensor(values):
     """u32 ids as torch carries them (int32 bits)."""
     return torch.as_tensor(values, dtype=torch.int64, device="cuda").to(torch.int32)
-
-
-def ids_back(tensor):
-    """u32 values of an id tensor, as int64."""
-    return tensor.to(torch.int64) & 0xFFFFFFFF
-
-
-def poison(*shape, dtype):
-    """Memory that no kernel leaves as it is without being noticed."""
-    if dtype.is_floating_point:
-        return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-    return torch.full(shape, 0x5A5A5A5A, dtype=dtype, device="cuda")
-
-
-def rel_error(out, ref):
-    """||out - ref|| / ||ref||; NaN anywhere gives NaN, which passes no check."""
-    return ((out.double() - ref.double()).norm() / ref.double().norm().clamp_min(1e-30)).item()
 
 
 def graph_us(calls, replays=20):

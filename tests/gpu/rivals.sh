@@ -30,9 +30,9 @@ part ceilings 40 python3 "$root/tests/bench/peers/ceilings.py" --out "$work/ceil
 part transformers 100 python3 "$root/tests/bench/peers/transformers_offline.py" --config "$config" --out "$work/transformers.json" \
   --batches 1,8 --lengths 2048 --output 17
 part kernels 80 env OUT="$work" BENCH_BATCHES="1 8 64 256" python3 "$root/tests/cuda/decode.py" bench kernels layers linears
-part experts 60 python3 "$root/tests/cuda/experts.py" "$MOE_KERNELS_SO" --no-checks --kernels "stream,one launch,tensor,router + one launch,router + tensor,router alone" \
+part experts 60 python3 "$root/tests/cuda/experts.py" "$MOE_KERNELS_SO" --kernels "stream,one launch,tensor,router + one launch,router + tensor,router alone" \
   --tokens 1,2,4,8,16,32,64,128,256,512,1024 --skews 0,0.5,1 --out "$work/experts.json"
-part router 40 python3 "$root/tests/cuda/router.py" "$MOE_KERNELS_SO" --only check_refusals
+part router 40 python3 "$root/tests/cuda/router.py" "$MOE_KERNELS_SO"
 echo "== $SECONDS s"
 python3 "$root/tests/gpu/rivals.py" "$work" "$out/rivals.json" | tee "$out/rivals.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernel tests, from the bundle that `cargo xtask dist --sanitizer` packs:
 #   sanitize.sh [TOOL...]    memcheck, racecheck, synccheck; default: racecheck memcheck
-# Every check of tests/cuda, on few and small shapes (TINY), and every kernel test of bin/gpu is a job. JOBS of them at a
-# time share each visible GPU (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540).
+# Every kernel test of bin/gpu, on few and small shapes (TINY), and every check of tests/cuda/peers.py is a job. JOBS of them at
+# a time share each visible GPU (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540).
 # Only our kernels are watched. A line per job and, of one that fails, its first distinct reports. ONLY=PATTERN chooses jobs
 # by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
 set -uo pipefail
@@ -36,11 +36,7 @@ job() {
   local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code log options command
   log=$logs/$tool-$kind-${name//:/_}.log
   command=("$root/bin/gpu" --exact "$name" --test-threads 1)
-  case $kind in
-    decode) command=(python3 "$root/tests/cuda/decode.py" check "$name") ;;
-    peers) command=(python3 "$root/tests/cuda/peers.py" "$name") ;;
-  esac
-  case $kind in experts | router | quant_tensor) command=(python3 "$root/tests/cuda/$kind.py" "$MOE_KERNELS_SO" --no-bench --only "$name") ;; esac
+  [ "$kind" = peers ] && command=(python3 "$root/tests/cuda/peers.py" "$name")
   if [ "$left" -lt 10 ]; then
     echo "NOT RUN $tool $kind $name: no time is left"
     return 1
@@ -59,17 +55,10 @@ job() {
   python3 "$root/tests/gpu/sanitize.py" "$tool $kind $name" $code $(($(date +%s) - start)) "$log"
 }
 
-list() (
-  cd "$root/tests/cuda" && python3 - <<'END'
-import bench_latent, check_attention, check_fp8_rows, check_ids, check_layer, check_mixed, check_quant, check_rows, check_sampling, experts, peers, quant_tensor, router
-for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS), ("quant_tensor", quant_tensor.CHECKS)):
-    print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
-for module in (check_layer, check_quant, check_attention, check_ids, check_mixed, check_fp8_rows, check_rows, check_sampling):
-    print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
-print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
-END
-  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling|step)::.*): test$/rust \1/p'
-)
+list() {
+  "$root/bin/gpu" --list | sed -nE "s/^(($modules)::.*): test$/rust \1/p"
+  (cd "$root/tests/cuda" && python3 -c 'import peers; print(*(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")')
+}
 
 run() {
   local tool
@@ -79,6 +68,8 @@ run() {
     xargs -P $((gpus * ${JOBS:-4})) -n 3 --process-slot-var=SLOT bash -c 'job "$@"' job
 }
 
+# Of bin/gpu: the modules whose tests run kernels by themselves.
+modules='align|attention|attention_forms|checksum|experts|fused|gates|layer|mla|mla_rows|products|quant|route|rows|sampling|step'
 export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so TINY=1 PYTHONDONTWRITEBYTECODE=1
 export root logs devices gpus sanitizer limit deadline
 export -f job
