@@ -222,10 +222,10 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
 fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
     let mut rng = Rng::new();
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-    for round in 0..if tiny() { 1 } else { 12 } {
+    for round in 0..if tiny() { 1 } else { 6 } {
         let (heads, head_dim) = [((32, 4), 128), ((32, 8), 64), ((16, 4), 128)][round % 3];
         let decoding = if tiny() { 60 } else { 150 + rng.below(100) };
-        let mut sequences: Vec<Sequence> = (0..decoding).map(|_| (400 + rng.below(1500), 1)).collect();
+        let mut sequences: Vec<Sequence> = (0..decoding).map(|_| (300 + rng.below(400), 1)).collect();
         for _ in 0..[1, 2, 5][rng.below(3)] {
             sequences.push((rng.below(300), 2 + rng.below(100)));
         }

@@ -152,10 +152,14 @@ impl Place {
     /// A copy of host data here.
     pub fn put(&self, host: &Buffer) -> Placed {
         let (dims, len) = (host.dims().to_vec(), host.view().elem_count());
-        let around = poisoned(host.dtype(), &[self.offset + len + guard()]);
-        let mut data = self.ex.buffer_from_host(around.view()).unwrap();
-        let to = data.view_mut().narrow(self.offset, len).unwrap();
-        self.ex.copy_from_host(host.view(), to).unwrap();
+        let mut data = self.ex.zeros(host.dtype(), &[self.offset + len + guard()]).unwrap();
+        let mut copy = |from: &Buffer, start: usize| {
+            let to = data.view_mut().narrow(start, from.view().elem_count()).unwrap();
+            self.ex.copy_from_host(from.view(), to).unwrap();
+        };
+        copy(host, self.offset);
+        copy(&poisoned(host.dtype(), &[self.offset]), 0);
+        copy(&poisoned(host.dtype(), &[guard()]), self.offset + len);
         Placed { data, offset: self.offset, dims }
     }
 
