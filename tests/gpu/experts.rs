@@ -6,14 +6,7 @@ use candle_core::{DType, Tensor};
 use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
 use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, Tokens, WhoAdds};
 use moe_experts::{Activation, ActivationFormat, ExpertWeights, Experts, build, build_batched, select};
-use moe_kernels::cuda::{
-    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
-};
-use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
-use moe_kernels::{
-    Buffer, Exec, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, PreNorm, add_into,
-    add_rms_norm_into,
-};
+use moe_kernels::{Buffer, Exec, NO_EXPERT};
 
 use crate::common::*;
 use crate::definition::relative_error;
@@ -189,109 +182,5 @@ fn backends_add_by_slot_and_by_rank() {
             let off = off(&cpu, &gpu);
             assert!(tokens == 0 || off < 1e-5, "{} {who:?}: off by {off}", prepare.name());
         }
-    }
-}
-
-/// Router, experts, addition and norm in three launches have the bits of the four ops.
-#[test]
-fn experts_with_the_next_norm_are_the_ops_one_by_one() {
-    let mut rng = Rng::new();
-    let sizes = small(SIZES, 64, |size| size.0);
-    for ((tokens, top_k, hidden, inter), shared) in sizes.into_iter().flat_map(|size| [(size, 0), (size, 2)])
-    {
-        let (mut ex, routed_experts) = (cuda(), EXPERTS - shared);
-        let routed_k = top_k.min(routed_experts);
-        let top_k = routed_k + shared;
-        let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
-        let (x, gate, gain) = (
-            put(DType::BF16, &[tokens, hidden]),
-            put(DType::BF16, &[routed_experts, hidden]),
-            put(DType::BF16, &[hidden]),
-        );
-        let w13 = put(DType::BF16, &[EXPERTS, 2 * inter, hidden]);
-        let w2 = put(DType::BF16, &[EXPERTS, hidden, inter]);
-        let start = put(DType::F32, &[tokens, hidden]);
-        let gate = Gate {
-            weight: gate.view(),
-            bias: None,
-            correction_bias: None,
-            top_k: routed_k,
-            shared,
-            shared_weight: 0.5,
-            scoring: GateScoring::Softmax,
-            raw_logits: false,
-            renormalize: true,
-            scale: 1.0,
-            softcap: None,
-            padded: false,
-            routing: LayerRouting::default(),
-            log2phy: None,
-        };
-        let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
-        let (mut logits, mut ids) =
-            (zeros(DType::F32, &[tokens, routed_experts]), zeros(DType::U32, &[tokens, top_k]));
-        let (mut weights, mut delta) =
-            (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
-        let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
-        let mut got = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
-        let mut routed = zeros(DType::F32, &[tokens, hidden]);
-        for residual in [&mut want[0], &mut got[0]] {
-            add_into(start.view(), residual.view_mut(), &mut ex).unwrap();
-        }
-        let (l, i, w) = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        gate_route_into(x.view(), &gate, l, i, w, &mut ex).unwrap();
-        let args = FusedExperts {
-            x: x.view(),
-            w13: w13.view().into(),
-            w2: w2.view().into(),
-            topk_ids: ids.view(),
-            topk_weights: weights.view(),
-            expert_map: None,
-            lists: None,
-        };
-        fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
-        let experts =
-            MonolithicExperts { gate: &gate, w13: w13.view().into(), w2: w2.view().into(), expert_map: None };
-        let (num_ids, num_local) = (EXPERTS, EXPERTS);
-        let sizes = ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant: None, passes: 1 };
-        let choose = |fusion| {
-            MonolithicForm::choose(
-                &MonolithicCall { experts: sizes, dtype: DType::BF16, fusion },
-                &ex.machine(),
-            )
-        };
-        let Some(form) = choose(Fusion::Nothing) else {
-            assert!((5..8).contains(&tokens), "T={tokens} is refused");
-            continue;
-        };
-        let next = choose(Fusion::AddNorm);
-        let io = MonolithicIo::Store { x: x.view(), out: routed.view_mut() };
-        monolithic_experts_into(form, &experts, io, &mut ex).unwrap();
-        let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
-        if tokens < 8 {
-            // One launch adds in another order.
-            assert!(off(&a, &b) < 1e-2, "T={tokens}: off by {}", off(&a, &b));
-            continue;
-        }
-        assert_same(&format!("routed T={tokens}"), &a, &b);
-        let [sums, normed] = &mut want;
-        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), normed.view_mut(), &mut ex)
-            .unwrap();
-        let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-        let [sums, normed] = &mut got;
-        let io = MonolithicIo::AddNorm {
-            x: x.view(),
-            residual: sums.view_mut(),
-            norm,
-            out: normed.view_mut().into(),
-        };
-        monolithic_experts_into(next.unwrap(), &experts, io, &mut ex).unwrap();
-        let same = |what: &str, want: &[Buffer; 2], got: &[Buffer; 2], ex: &Exec| {
-            for (name, a, b) in [("residual", &want[0], &got[0]), ("norm", &want[1], &got[1])] {
-                let (a, b) = (ex.to_host(a.view()).unwrap(), ex.to_host(b.view()).unwrap());
-                assert_same(&format!("{what}{name} T={tokens}"), &a, &b);
-            }
-        };
-        same("", &want, &got, &ex);
     }
 }

@@ -33,6 +33,7 @@ mod ptx;
 mod quant;
 mod ranks;
 mod route;
+mod routed;
 mod rows;
 mod sampled_engine;
 mod sampling;

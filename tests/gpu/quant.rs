@@ -3,7 +3,7 @@
 mod activations;
 mod linear;
 pub mod matrices;
-mod order;
+pub mod order;
 mod packing;
 
 use candle_core::DType;

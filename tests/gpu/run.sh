@@ -23,7 +23,7 @@ units() {
   timeout 60 "$root/bin/$1" "$2"
 }
 program="$root/bin/moe"
-check ops timeout 420 "$root/bin/gpu" --skip nccl:: --test-threads 1
+check ops timeout 560 "$root/bin/gpu" --skip nccl:: --test-threads 1
 check units-engine units moe_engine engine::slots::
 check units-kernels units moe_kernels cuda::
 check peers timeout 90 env MOE_KERNELS_SO="$root/lib/libmoe_kernels.so" python3 "$root/tests/cuda/peers.py"

@@ -69,7 +69,7 @@ run() {
 }
 
 # Of bin/gpu: the modules whose tests run kernels by themselves.
-modules='align|attention|attention_forms|checksum|experts|fused|gates|layer|mla|mla_rows|products|quant|route|rows|sampling|step'
+modules='align|attention|attention_forms|checksum|experts|fused|gates|layer|mla|mla_rows|products|quant|route|routed|rows|sampling|step'
 export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so TINY=1 PYTHONDONTWRITEBYTECODE=1
 export root logs devices gpus sanitizer limit deadline
 export -f job

@@ -1,9 +1,7 @@
 //! Products whose activations become FP8 beside FP8 weights, against their definition: `quantised_to_fp8`, then f64.
 
 use candle_core::DType;
-use moe_kernels::cuda::{
-    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
-};
+use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
@@ -28,7 +26,7 @@ fn on() -> Exec {
     cuda().with_fp8_activations(Fp8Activations::On)
 }
 
-pub(super) fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
+fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
     Gate {
         weight,
         bias: None,
@@ -44,47 +42,6 @@ pub(super) fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
         padded: false,
         routing: LayerRouting::default(),
         log2phy: None,
-    }
-}
-
-/// Router, experts and sum have the bits of the ops one by one, also where the launches before have counted slots.
-#[test]
-fn experts_behind_their_router_are_the_ops_one_by_one() {
-    let mut rng = Rng::new();
-    let (experts, top_k, tokens, hidden, inter) = (8, 2, 300, 128, 128);
-    let packs = Packs::new(&mut rng, experts, [hidden, inter], Some(fp8(BLOCK)));
-    let [w13, w2] = packs.weights.each_ref().map(|weight| weight.read().unwrap());
-    let (mut ex, p) = (on(), Place::new(cuda()));
-    for _ in 0..3 {
-        let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
-        let weight = p.put(&rng.floats(DType::BF16, &[experts, hidden]));
-        let gate = gate(weight.view(), top_k);
-        let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
-        let (mut logits, mut ids) = (zeros(DType::F32, experts), zeros(DType::U32, top_k));
-        let (mut weights, mut want) = (zeros(DType::F32, top_k), zeros(DType::F32, hidden));
-        let mut got = zeros(DType::F32, hidden);
-        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        gate_route_into(x.view(), &gate, outputs.0, outputs.1, outputs.2, &mut ex).unwrap();
-        let args = FusedExperts {
-            x: x.view(),
-            w13: w13.view().unwrap(),
-            w2: w2.view().unwrap(),
-            topk_ids: ids.view(),
-            topk_weights: weights.view(),
-            expert_map: None,
-            lists: None,
-        };
-        fused_experts_into(&args, want.view_mut(), &mut ex).unwrap();
-        let args = MonolithicExperts {
-            gate: &gate,
-            w13: w13.view().unwrap(),
-            w2: w2.view().unwrap(),
-            expert_map: None,
-        };
-        let io = MonolithicIo::Store { x: x.view(), out: got.view_mut() };
-        monolithic_experts_into(MonolithicForm::Fp8, &args, io, &mut ex).unwrap();
-        let (want, got) = (ex.to_host(want.view()).unwrap(), ex.to_host(got.view()).unwrap());
-        assert_same("router and experts", &want, &got);
     }
 }
 

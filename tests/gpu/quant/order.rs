@@ -1,25 +1,21 @@
 //! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in the order of down's columns.
 
 use candle_core::{DType, Result};
-use moe_kernels::cuda::{
-    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
-};
-use moe_kernels::plan::{ColumnOrder, Form, LinearCall, LinearForm, MonolithicForm};
+use moe_kernels::cuda::{FusedExperts, fused_experts_into};
+use moe_kernels::plan::{ColumnOrder, Form, LinearCall, LinearForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Exec, ExpertGroups, MonolithicIo, NO_EXPERT, QuantScheme, Weight, group_token_slots_into,
-    grouped_down_into, grouped_gate_up_into, linear_into, row_parallel_segments, weighted_sum_into,
-    zero_absent_into,
+    Exec, ExpertGroups, NO_EXPERT, QuantScheme, Weight, group_token_slots_into, grouped_down_into,
+    grouped_gate_up_into, linear_into, row_parallel_segments, weighted_sum_into, zero_absent_into,
 };
 
-use super::activations::gate;
 use super::matrices::{Matrix, Source, int};
 use super::{rounded_weights, sum_bound};
 use crate::common::*;
 use crate::definition::{self, product, relative_error};
 
-const EXPERTS: usize = 12;
-const TOP_K: usize = 3;
+pub const EXPERTS: usize = 12;
+pub const TOP_K: usize = 3;
 
 /// Schemes that the fast kernels read, and whether their scales are held as bf16.
 fn schemes() -> [(QuantScheme, bool); 5] {
@@ -38,14 +34,14 @@ fn matrix(rng: &mut Rng, (n, k): (usize, usize), scheme: (QuantScheme, bool), pe
 }
 
 /// Experts of which each has orders of its own.
-struct Experts {
+pub struct Experts {
     source: Source,
     modules: [Vec<Vec<String>>; 2],
     dims: (usize, usize),
 }
 
 impl Experts {
-    fn new(rng: &mut Rng, (hidden, inter): (usize, usize), scheme: (QuantScheme, bool)) -> Self {
+    pub fn new(rng: &mut Rng, (hidden, inter): (usize, usize), scheme: (QuantScheme, bool)) -> Self {
         let mut of = Self { source: Source::default(), modules: Default::default(), dims: (hidden, inter) };
         for e in 0..EXPERTS {
             let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
@@ -61,7 +57,7 @@ impl Experts {
     }
 
     /// The packs of experts `local`.
-    fn packs(&self, local: &[usize], dtype: DType, ex: &Exec) -> [Weight; 2] {
+    pub fn packs(&self, local: &[usize], dtype: DType, ex: &Exec) -> [Weight; 2] {
         let of = |modules: &[Vec<String>]| local.iter().map(|e| modules[*e].clone()).collect::<Vec<_>>();
         let [gate_up, down] = [of(&self.modules[0]), of(&self.modules[1])];
         self.source.experts([&gate_up, &down], row_parallel_segments(self.dims.1), dtype, ex)
@@ -144,43 +140,6 @@ fn experts_take_rows_in_their_own_orders() {
                 }
             }
         }
-    }
-}
-
-/// Behind their router they have the bits of the ops one by one.
-#[test]
-fn experts_behind_their_router_take_rows_in_their_own_orders() {
-    let mut rng = Rng::new();
-    let (hidden, inter) = (256, 128);
-    let experts = Experts::new(&mut rng, (hidden, inter), (int(4, 128, true, true), false));
-    let mut ex = cuda();
-    let packs = experts.packs(&(0..EXPERTS).collect::<Vec<_>>(), DType::BF16, &ex);
-    let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
-    for (tokens, form) in
-        [(1, MonolithicForm::Tensor), (70, MonolithicForm::Tensor), (300, MonolithicForm::Wide)]
-    {
-        let p = Place::new(cuda());
-        let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
-        let weight = p.put(&rng.floats(DType::BF16, &[EXPERTS, hidden]));
-        let gate = gate(weight.view(), TOP_K);
-        let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
-        let (mut logits, mut ids) = (zeros(DType::F32, EXPERTS), zeros(DType::U32, TOP_K));
-        let (mut weights, mut want) = (zeros(DType::F32, TOP_K), zeros(DType::F32, hidden));
-        let (mut got, mut none) = (zeros(DType::F32, hidden), zeros(DType::F32, hidden));
-        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        gate_route_into(x.view(), &gate, outputs.0, outputs.1, outputs.2, &mut ex).unwrap();
-        let (w13, w2) = (w13.view().unwrap(), w2.view().unwrap());
-        let (x, topk_ids, topk_weights) = (x.view(), ids.view(), weights.view());
-        let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map: None, lists: None };
-        fused_experts_into(&args, want.view_mut(), &mut ex).unwrap();
-        let args = MonolithicExperts { gate: &gate, w13, w2, expert_map: None };
-        let io = MonolithicIo::Store { x, out: got.view_mut() };
-        monolithic_experts_into(form, &args, io, &mut ex).unwrap();
-        let (want, got) = (ex.to_host(want.view()).unwrap(), ex.to_host(got.view()).unwrap());
-        assert_same(&format!("router and experts of {tokens} tokens"), &want, &got);
-        let io = MonolithicIo::Store { x, out: none.view_mut() };
-        let refused = monolithic_experts_into(MonolithicForm::OneLaunch, &args, io, &mut ex).unwrap_err();
-        assert!(refused.to_string().contains("act-order") || tokens > 4, "{refused}");
     }
 }
 
