@@ -11,9 +11,10 @@ use model_runtime::{
 use moe_engine::{LoadOptions, ModelSpec};
 use serde_json::Value;
 
-use crate::calibrate::{TextSettings, windows};
+use crate::calibrate::windows;
 use crate::dequantised::Dequantised;
 use crate::progress;
+use crate::settings::TextSettings;
 use crate::source::{read_config, read_model};
 
 /// Positions of a KV block.

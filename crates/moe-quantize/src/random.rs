@@ -97,7 +97,7 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
                 writer.write_with(name, |out| {
                     for first in (0..len).step_by(PIECE) {
                         let piece = tensor.narrow(0, first, PIECE.min(len - first))?;
-                        out.write_all(&crate::convert::bytes(&piece, dtype)?)?;
+                        out.write_all(&crate::job::bytes(&piece, dtype)?)?;
                     }
                     Ok(())
                 })?;

@@ -1,10 +1,10 @@
 //! What is asked for, as plain data.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail};
 use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
 use safetensors::Dtype;
-
-use crate::calibrate::Calibration;
 
 /// The file format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,28 @@ pub enum Method {
     Rtn,
     /// Column after column, later columns making up for the errors of earlier ones (Frantar et al. 2022, arXiv 2210.17323).
     Gptq(Calibration),
+}
+
+/// How GPTQ calibrates.
+#[derive(Clone, Debug)]
+pub struct Calibration {
+    /// The text.
+    pub text: TextSettings,
+    /// Share of the mean of a Hessian's diagonal that is added to it.
+    pub damping: f64,
+    /// Tokens that a module must have seen; one that saw fewer is rounded to nearest.
+    pub min_tokens: usize,
+}
+
+/// Text and how much of it.
+#[derive(Clone, Debug)]
+pub struct TextSettings {
+    /// The file, in UTF-8.
+    pub file: PathBuf,
+    /// Windows.
+    pub samples: usize,
+    /// Tokens of a window.
+    pub length: usize,
 }
 
 /// What becomes of a linear layer whose sizes the format or the group does not divide.

@@ -4,7 +4,8 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::StepContext;
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
 
-use crate::router::{RouteInput, RouteOutput, Router};
+use crate::io::{RouteInput, RouteOutput};
+use crate::router::Router;
 
 const OP: &str = "route";
 

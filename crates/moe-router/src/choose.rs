@@ -5,7 +5,8 @@ use moe_kernels::{Exec, NO_EXPERT, TensorView, ViewMut};
 use rayon::prelude::*;
 
 use crate::custom::RoutingFunction;
-use crate::router::{RouteInput, Router};
+use crate::io::RouteInput;
+use crate::router::Router;
 use crate::row::{RowRouter, RowScratch, StepRows};
 
 /// Logits per call below which one thread does the work: splitting costs more than it saves.

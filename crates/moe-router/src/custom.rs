@@ -4,7 +4,7 @@ use candle_core::Result;
 use moe_kernels::{Exec, View, ViewMut};
 
 use crate::config::RouterConfig;
-use crate::router::RouteInput;
+use crate::io::RouteInput;
 
 /// A caller-supplied routing method.
 ///

@@ -10,7 +10,8 @@ use moe_kernels::{Exec, ForcedWeights, LayerRouting, NO_EXPERT, Scratch, StepCon
 use crate::config::Selection;
 use crate::custom::RoutingFunction;
 use crate::fused::gate_scoring;
-use crate::router::{RouteInput, RouteOutput, Router};
+use crate::io::{RouteInput, RouteOutput};
+use crate::router::Router;
 
 /// Ids and weights [T, K] that were not chosen by logits.
 struct Given {

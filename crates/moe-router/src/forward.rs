@@ -5,7 +5,8 @@ use moe_kernels::gradient::TensorResults;
 use moe_kernels::{Buffer, Exec, StepContext, with_tensors, with_views};
 
 use crate::gate::GateInput;
-use crate::router::{RouteInput, RouteOutput, Router};
+use crate::io::{RouteInput, RouteOutput};
+use crate::router::Router;
 
 /// Routing of T tokens as tensors.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use crate::config::{Scoring, Selection};
 #[cfg(feature = "cuda")]
 use crate::gate::GateInput;
 #[cfg(feature = "cuda")]
-use crate::router::RouteOutput;
+use crate::io::RouteOutput;
 use crate::router::Router;
 
 /// What a step has for a launch that contains its router.

@@ -7,7 +7,8 @@ use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
 use moe_kernels::{Exec, Log2Phy, StepContext, View, ViewMut, WeightView, linear_into, physical_ids_into};
 
-use crate::router::{RouteInput, RouteOutput, Router};
+use crate::io::{RouteInput, RouteOutput};
+use crate::router::Router;
 
 /// Hidden states, the gate, and their place in the step.
 #[derive(Clone, Copy, Debug)]

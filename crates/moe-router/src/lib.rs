@@ -13,6 +13,7 @@ mod forward;
 mod fused;
 mod gate;
 mod hf;
+mod io;
 mod math;
 mod philox;
 mod route;
@@ -29,8 +30,9 @@ pub use error::RouterError;
 pub use forward::Routed;
 pub use fused::GateStep;
 pub use gate::GateInput;
+pub use io::{RouteInput, RouteOutput};
 pub use philox::RowRng;
-pub use router::{RouteInput, RouteOutput, Router, RouterParams};
+pub use router::{Router, RouterParams};
 pub use simulate::{NormalRouting, RoutingStrategy, Strategies, UniformRandom};
 
 pub use candle_core as candle;

@@ -3,8 +3,9 @@
 use candle_core::Result;
 use moe_kernels::{Exec, NO_EXPERT, StepContext, ViewMut};
 
+use crate::io::{RouteInput, RouteOutput};
 use crate::philox::{RowRng, Stream};
-use crate::router::{RouteInput, RouteOutput, Router};
+use crate::router::Router;
 use crate::row::StepRows;
 
 impl Router {

@@ -7,7 +7,7 @@ use moe_layer::{
     SparseMoeBlock, load_block, load_block_on,
 };
 
-use super::{Call, Case};
+use super::case::{Call, Case};
 
 pub const CALLS: &[(&str, Call)] = &[
     ("SparseMoeBlock", |case| Ok(vec![block(case)?.forward(&case.hidden()?)?])),

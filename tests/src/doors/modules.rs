@@ -6,7 +6,7 @@ use model_runtime::{
     RmsNorm, Rope, RopeConfig, RopeScaling, SequenceStep, Step,
 };
 
-use super::{Call, Case};
+use super::case::{Call, Case};
 
 pub const CALLS: &[(&str, Call)] = &[
     ("RmsNorm", |case| {

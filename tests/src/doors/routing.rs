@@ -7,7 +7,7 @@ use moe_dispatch::{
 use moe_kernels::{Exec, StepContext, WeightAndReduce};
 use moe_router::{Routed, Router, RouterConfig, RouterParams};
 
-use super::{Call, Case};
+use super::case::{Call, Case};
 
 pub const CALLS: &[(&str, Call)] = &[
     ("Router::route", |case| results(router(case)?.route(&logits(case)?)?)),

@@ -8,7 +8,7 @@ use moe_eplb::json::{read_expert_map, write_expert_map};
 use serde_json::json;
 
 use super::input::{InputOptions, window};
-use super::{PolicyOptions, objective_name};
+use super::policy::{PolicyOptions, objective_name};
 
 /// What to plan.
 #[derive(Args)]

@@ -15,8 +15,8 @@ use moe_eplb::select::{Proposal, Selector, Thresholds};
 use moe_eplb::{Loads, Objective, Placement, Topology, check_migration, layer_par, plan_migration};
 use serde_json::{Value, json};
 
-use super::PolicyOptions;
 use super::input::{InputOptions, window};
+use super::policy::PolicyOptions;
 use super::table::mean;
 
 /// What to replay.

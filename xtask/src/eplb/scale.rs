@@ -8,8 +8,8 @@ use moe_eplb::policy::{Joint, Policy};
 use moe_eplb::{Loads, Objective, Topology};
 use serde_json::json;
 
-use super::bench::timed;
-use super::objective_name;
+use super::policy::objective_name;
+use super::timing::timed;
 
 /// What to sweep.
 #[derive(Args)]

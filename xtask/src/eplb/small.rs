@@ -7,8 +7,8 @@ use moe_eplb::policy::Policy;
 use moe_eplb::{Loads, Topology};
 use serde_json::{Value, json};
 
-use super::bench::timed;
-use super::objective_name;
+use super::policy::objective_name;
+use super::timing::timed;
 
 /// Solves every case of `file`; prints the misses and a summary, returns a row per case.
 pub fn run(file: &Path, policy: &dyn Policy, effort: u32, repeat: usize) -> Result<Vec<Value>> {

@@ -10,8 +10,8 @@ use clap::Args;
 use moe_eplb::{Loads, Objective, Placement, Topology, layer_par};
 use serde_json::json;
 
-use super::PolicyOptions;
 use super::input::window;
+use super::policy::PolicyOptions;
 use super::table::mean;
 use crate::trace;
 

@@ -5,9 +5,9 @@
 //! the copy away first overloads all its hosts. A kick takes that step, lets the descent repair the
 //! placement, and keeps the outcome if it is no worse.
 
+use super::best::{Best, CLOSE_ENOUGH, Request};
 use super::descent::Descent;
 use super::state::State;
-use super::{Best, CLOSE_ENOUGH, Request};
 
 /// Count changes weighed for each kick; the least harmful is taken.
 const CANDIDATES: usize = 12;

@@ -1,5 +1,6 @@
 //! The joint search behind the default policy.
 
+pub(crate) mod best;
 pub(crate) mod descent;
 pub(crate) mod kick;
 pub(crate) mod rng;
@@ -7,23 +8,11 @@ pub(crate) mod rows;
 pub(crate) mod start;
 pub(crate) mod state;
 
+use best::Best;
 use descent::Descent;
 use state::State;
 
-/// What a search is asked for.
-#[derive(Clone, Copy)]
-pub(crate) struct Request<'a> {
-    pub(crate) devices: usize,
-    pub(crate) slots: usize,
-    /// Candidate moves to look at.
-    pub(crate) steps: u64,
-    /// Lower bound of the PAR.
-    pub(crate) floor: f32,
-    /// Placement in force, if any.
-    pub(crate) current: Option<&'a [u32]>,
-    /// PAR that transferring every slot would have to gain.
-    pub(crate) move_price: f32,
-}
+pub(crate) use best::Request;
 
 /// How a descent approaches the peak.
 struct Schedule {
@@ -41,38 +30,8 @@ const FRESH: Schedule = Schedule { rounds: 16, aim: (0.0, 0.9), frugality: 1.0, 
 /// price falls tenfold over the rounds.
 const PRICED: Schedule = Schedule { rounds: 48, aim: (0.5, 0.7), frugality: 10.0, ease: 0.952_184 };
 
-/// Kicks stop this close to the floor, relatively: nobody can measure the rest.
-pub(crate) const CLOSE_ENOUGH: f32 = 1e-4;
 /// Any constant will do; it must be the same on every rank.
 const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
-
-/// The best placement seen, by PAR plus the price of its moves.
-pub(crate) struct Best {
-    pub(crate) score: f32,
-    pub(crate) slot: Vec<u16>,
-}
-
-impl Best {
-    pub(crate) fn offer<const W: usize>(&mut self, state: &State<W>, request: &Request) -> bool {
-        let mut score = mean_peak(state);
-        if request.move_price > 0.0 {
-            score += request.move_price * state.moves() as f32 / request.slots as f32;
-        }
-        let better = score < self.score;
-        if better {
-            self.score = score;
-            self.slot.copy_from_slice(&state.slot);
-        }
-        better
-    }
-}
-
-/// Mean over the lanes in use of each lane's peak.
-pub(crate) fn mean_peak<const W: usize>(state: &State<W>) -> f32 {
-    let peaks = state.peaks();
-    let used = peaks.iter().filter(|&&p| p > 0.0).count().max(1);
-    peaks.iter().sum::<f32>() / used as f32
-}
 
 /// Searches one layer; returns the expert of every slot and the steps used.
 pub(crate) fn solve<const W: usize>(row: Vec<[f32; W]>, request: &Request) -> (Vec<u16>, u64) {

@@ -7,12 +7,12 @@ use candle_core::{DType, Device, Tensor};
 use moe_quant::Format;
 use safetensors::Dtype;
 
-use super::Calibration;
 use super::weights::Weights;
-use crate::convert::{Job, part};
 use crate::gptq::{Feedback, Hessian, NoFactor, gptq};
+use crate::job::{Job, part};
 use crate::plan::{Item, Linear};
 use crate::round::{Grid, round_to_nearest};
+use crate::settings::Calibration;
 use crate::source::to_f32;
 
 /// What GPTQ needs of the inputs that some modules share; else why these modules are rounded to nearest.

@@ -18,25 +18,15 @@ use model_runtime::{
 use moe_engine::{AttentionSpec, ModelSpec};
 use safetensors::Dtype;
 
-use crate::convert::Job;
+use crate::job::Job;
 use crate::plan::Item;
 use crate::progress;
+use crate::settings::Calibration;
 use crate::source::Source;
 use layer::Layer;
 use weights::Weights;
 
-pub use text::{TextSettings, windows};
-
-/// How GPTQ calibrates.
-#[derive(Clone, Debug)]
-pub struct Calibration {
-    /// The text.
-    pub text: TextSettings,
-    /// Share of the mean of a Hessian's diagonal that is added to it.
-    pub damping: f64,
-    /// Tokens that a module must have seen; one that saw fewer is rounded to nearest.
-    pub min_tokens: usize,
-}
+pub use text::windows;
 
 /// Quantises and writes all tensors of `job`.
 ///

@@ -6,7 +6,7 @@ use moe_quant::QuantGroup;
 
 use super::*;
 use crate::loss;
-use crate::settings::{FileFormat, Indivisible, Method, Settings};
+use crate::settings::{FileFormat, Indivisible, Method, Settings, TextSettings};
 
 /// The loss from the hidden states of the calibration, and the loss of the written checkpoint.
 fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings) -> (f64, f64) {

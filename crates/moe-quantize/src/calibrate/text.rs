@@ -5,16 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use moe_engine::tokenizer::Tokenizer;
 
-/// Text and how much of it.
-#[derive(Clone, Debug)]
-pub struct TextSettings {
-    /// The file, in UTF-8.
-    pub file: std::path::PathBuf,
-    /// Windows.
-    pub samples: usize,
-    /// Tokens of a window.
-    pub length: usize,
-}
+use crate::settings::TextSettings;
 
 /// Windows of the text that do not overlap, spread evenly over it.
 ///
