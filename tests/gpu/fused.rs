@@ -2,53 +2,14 @@
 
 use candle_core::DType;
 use moe_kernels::cuda::{ExpertLists, FusedExperts, Graph, fused_experts_into};
-use moe_kernels::plan::{ExpertsCall, ExpertsForm, Form, Fp8Activations};
+use moe_kernels::plan::{ColumnOrder, ExpertsCall, ExpertsForm, Form, Fp8Activations};
 use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, QuantScheme, quantised_to_fp8};
 
 use crate::common::*;
 use crate::definition::{Operand, relative_error};
-use crate::packs::Packs;
+use crate::packs::{Packs, Routing, routings};
 use crate::quant::matrices::{fp8, int};
-
-/// Which experts compute a step's rows.
-struct Routing {
-    name: &'static str,
-    ids: Vec<u32>,
-    map: Option<Vec<i32>>,
-}
-
-/// Spread, with padding, nobody, half of the experts elsewhere, one overloaded and others empty, ids that there are not.
-fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> Vec<Routing> {
-    let spread = |rng: &mut Rng, experts: usize| -> Vec<u32> {
-        (0..tokens)
-            .flat_map(|_| rng.permutation(experts).into_iter().take(top_k).collect::<Vec<_>>())
-            .collect()
-    };
-    let ids = spread(rng, experts);
-    let is_padding = |rng: &mut Rng, slot: usize| slot >= ids.len() / 4 * 3 || rng.below(5) == 0;
-    let padded =
-        (0..ids.len()).map(|slot| if is_padding(rng, slot) { NO_EXPERT } else { ids[slot] }).collect();
-    let last = experts as u32 - 1;
-    let mut crowd = ids.clone();
-    for row in crowd.chunks_mut(top_k) {
-        row.iter_mut().filter(|id| **id == last).for_each(|id| *id = 0);
-        row[0] = last;
-    }
-    let mut beyond = crowd.clone();
-    beyond.chunks_mut(top_k).for_each(|row| row[top_k - 1] = last + 8);
-    // Every other of twice as many experts lives here, in reversed order.
-    let here = (0..2 * experts).map(|id| if id % 2 == 0 { (experts - 1 - id / 2) as i32 } else { -1 });
-    let (elsewhere, map) = (spread(rng, 2 * experts), here.collect());
-    let all = |name, ids| Routing { name, ids, map: None };
-    vec![
-        all("spread", ids.clone()),
-        all("padded", padded),
-        all("nobody", vec![NO_EXPERT; ids.len()]),
-        Routing { name: "half elsewhere", ids: elsewhere, map: Some(map) },
-        all("overloaded", crowd),
-        all("out of range", beyond),
-    ]
-}
+use crate::quant::order;
 
 /// A step over experts.
 struct Step<'a> {
@@ -339,6 +300,28 @@ fn quantised_experts_are_those_of_their_definition() {
         let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(int(4, 64, true, true)));
         for tokens in small([1, 9, 70], 9, |tokens| *tokens) {
             check(&mut rng, (QuantAny, [12, 3, hidden, inter], tokens), &packs, &cuda());
+        }
+    }
+}
+
+/// Experts whose rows come in an order of each expert's own, and whose activations come in the order of down's columns.
+#[test]
+fn experts_take_rows_in_their_own_orders() {
+    use ExpertsForm::{Tensor, Wide};
+    let mut rng = Rng::new();
+    for dims in small([(128, 128), (384, 256)], 128, |dims| dims.0) {
+        for scheme in order::schemes() {
+            let packs = order::Experts::new(&mut rng, dims, scheme).with_meaning();
+            let quant = packs.weights.each_ref().map(|weight| weight.quantisation().unwrap());
+            assert_eq!(quant.map(|of| of.order), [ColumnOrder::Sorted, ColumnOrder::Input], "{}", scheme.0);
+            let scales = if scheme.1 { DType::BF16 } else { DType::F16 };
+            assert_eq!(quant.map(|of| of.scales), [scales; 2], "{}", scheme.0);
+            for (form, tokens) in
+                small([(Tensor, 1), (Tensor, 9), (Tensor, 70), (Wide, 300)], 9, |form| form.1)
+            {
+                let case = (form, [order::EXPERTS, order::TOP_K, dims.0, dims.1], tokens);
+                check(&mut rng, case, &packs, &cuda());
+            }
         }
     }
 }

@@ -7,23 +7,13 @@ use model_runtime::{Attention, CausalLm, Config, Decoder, DummyWeights, Geometry
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
-use moe_kernels::quant::QuantUse;
-use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, Residency, Weight, max_passes};
+use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, QuantScheme, Residency, Weight, max_passes};
 use moe_layer::{BlockContext, MoePath};
 
 use crate::common::*;
 use crate::engine::{CONFIG, requests, run};
-use crate::quant::matrices::{Matrix, Source, fp8, int};
-
-fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
-    let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
-    ex.copy_from_host(b.view(), to.view_mut()).unwrap();
-    to
-}
-
-fn weight(b: &Buffer, ex: &Exec) -> Weight {
-    Weight::new(on_device(b, ex).into_tensor().unwrap()).unwrap()
-}
+use crate::packs::Packs;
+use crate::quant::matrices::{fp8, int};
 
 /// Ids [T, K]: different ones in a row, some absent; skewed to the low ones where `hot` is below `experts`.
 fn choose(rng: &mut Rng, (tokens, top_k): (usize, usize), experts: usize, hot: usize) -> Vec<u32> {
@@ -55,7 +45,7 @@ fn layer(
         expert_map: None,
         lists: None,
     };
-    let mut out = on_device(&poisoned(DType::F32, x.dims()), ex);
+    let mut out = ex.buffer_from_host(poisoned(DType::F32, x.dims()).view()).unwrap();
     match slots {
         Some(slots) => slotted_experts_into(slots, &args, out.view_mut(), ex).unwrap(),
         None => fused_experts_into(&args, out.view_mut(), ex).unwrap(),
@@ -77,111 +67,74 @@ const CASES: [Case; 8] = [
     (2048, 100, 4, 64, 64, &[1, 16, 64, 0, 300, 1]),
 ];
 
-/// Steps one after the other, exact and fast: the same bits, or the same within rounding; as many fetches as the rule makes.
+/// Steps one after the other, exact or fast: the same bits, or the same within rounding; as many fetches as the rule makes.
+fn assert_outputs(rng: &mut Rng, case: Case, scheme: Option<QuantScheme>, exact: bool) {
+    let (experts, slots, top_k, hidden, inter, steps) = case;
+    let whole = Packs::new(rng, experts, [hidden, inter], scheme).weights;
+    let mut ex = cuda().with_batch_invariant(exact);
+    let (slotted, held) = ExpertSlots::split([&whole[0], &whole[1]], slots, &ex).unwrap();
+    let mut rule = Residency::new(experts, slots).unwrap();
+    let (mut needed, mut fetched) = (0, 0);
+    for &tokens in steps {
+        let ids = choose(rng, (tokens, top_k), experts, experts / 3);
+        let x = rng.floats(DType::BF16, &[tokens, hidden]);
+        let topk_weights = rng.floats(DType::F32, &[tokens, top_k]);
+        let topk_ids = words(ids.clone(), &[tokens, top_k]);
+        let on_device = [x, topk_ids, topk_weights].map(|b| ex.buffer_from_host(b.view()).unwrap());
+        let io = on_device.each_ref();
+        let (want, got) = (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
+        let name = format!("{scheme:?}, {experts} experts, {slots} slots, {tokens} tokens, exact {exact}");
+        if exact {
+            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&got) == bits(&want), "{name}");
+        } else {
+            let most = want.iter().fold(1e-3f32, |most, x| most.max(x.abs()));
+            let off = want.iter().zip(&got).fold(0f32, |off, (w, g)| off.max((w - g).abs()));
+            assert!(off <= 0.02 * most, "{name}: off by {off} of {most}");
+        }
+        if tokens == 0 {
+            continue;
+        }
+        needed += rule.begin(&ids) as u64;
+        let mut map = Vec::new();
+        for _ in 0..max_passes(experts, slots, ids.len()) {
+            let pass = rule.pass();
+            fetched += pass.exchanges.len() as u64;
+            map = pass.map;
+        }
+        let device = ex.to_host(slotted.map()).unwrap();
+        let map: Vec<i32> = map.into_iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect();
+        assert_eq!(device.view().cpu::<i32>().unwrap(), map, "{name}");
+        let traffic = slotted.traffic(&ex).unwrap();
+        assert_eq!((traffic.needed, traffic.fetched), (needed, fetched), "{name}");
+    }
+}
+
 #[test]
 fn outputs_are_those_of_experts_on_the_device() {
     let mut rng = Rng::new();
-    for (experts, slots, top_k, hidden, inter, steps) in small(CASES, 64, |case| case.0) {
-        let packs = [vec![experts, 2 * inter, hidden], vec![experts, hidden, inter]]
-            .map(|dims| rng.floats(DType::BF16, &dims));
+    for case in small(CASES, 64, |case| case.0) {
         for exact in [true, false] {
-            let mut ex = cuda().with_batch_invariant(exact);
-            let whole = [weight(&packs[0], &ex), weight(&packs[1], &ex)];
-            let (slotted, held) = ExpertSlots::split([&whole[0], &whole[1]], slots, &ex).unwrap();
-            let mut rule = Residency::new(experts, slots).unwrap();
-            let (mut needed, mut fetched) = (0, 0);
-            for &tokens in steps {
-                let ids = choose(&mut rng, (tokens, top_k), experts, experts / 3);
-                let x = on_device(&rng.floats(DType::BF16, &[tokens, hidden]), &ex);
-                let topk_weights = on_device(&rng.floats(DType::F32, &[tokens, top_k]), &ex);
-                let topk_ids = on_device(&words(ids.clone(), &[tokens, top_k]), &ex);
-                let io = [&x, &topk_ids, &topk_weights];
-                let (want, got) =
-                    (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
-                let name = format!("{experts} experts, {slots} slots, {tokens} tokens, exact {exact}");
-                if exact {
-                    let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-                    assert_eq!(bits(&got), bits(&want), "{name}");
-                } else {
-                    let most = want.iter().fold(1e-3f32, |most, x| most.max(x.abs()));
-                    let off = want.iter().zip(&got).fold(0f32, |off, (w, g)| off.max((w - g).abs()));
-                    assert!(off <= 0.02 * most, "{name}: off by {off} of {most}");
-                }
-                if tokens == 0 {
-                    continue;
-                }
-                needed += rule.begin(&ids) as u64;
-                let passes = max_passes(experts, slots, ids.len());
-                let mut map = Vec::new();
-                for _ in 0..passes {
-                    let pass = rule.pass();
-                    fetched += pass.exchanges.len() as u64;
-                    map = pass.map;
-                }
-                let device = ex.to_host(slotted.map()).unwrap();
-                let map: Vec<i32> = map.into_iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect();
-                assert_eq!(device.view().cpu::<i32>().unwrap(), map, "{name}");
-                let traffic = slotted.traffic(&ex).unwrap();
-                assert_eq!((traffic.needed, traffic.fetched), (needed, fetched), "{name}");
-            }
+            assert_outputs(&mut rng, case, None, exact);
         }
     }
 }
 
-/// Outputs and fetches of quantised experts, whose integers, scales and zero points change places apart.
+/// Integers, scales and zero points of quantised experts change places apart.
 #[test]
 fn outputs_of_quantised_experts_are_those_on_the_device() {
     let mut rng = Rng::new();
-    let (experts, slots, top_k, hidden, inter) = (9, 4, 3, 256, 128);
-    let block = Fp8Scales::Block { n: 128, k: 128 };
-    for scheme in [int(4, 128, true, false), int(4, 128, false, false), int(8, 128, true, false), fp8(block)]
-    {
-        let mut source = Source::default();
-        let modules = |names: &[&str]| -> Vec<Vec<String>> {
-            (0..experts).map(|e| names.iter().map(|name| format!("{e}.{name}")).collect()).collect()
-        };
-        for (name, n, k) in [("gate", inter, hidden), ("up", inter, hidden), ("down", hidden, inter)] {
-            for e in 0..experts {
-                source.matrices.insert(format!("{e}.{name}"), Matrix::new(&mut rng, n, k, scheme, 1));
-            }
-        }
-        let pack = |names: &[&str], usage| {
-            let modules = modules(names);
-            let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
-            source.weight(&modules, usage, DType::BF16, &cuda())
-        };
-        let whole = [pack(&["gate", "up"], QuantUse::GateUp), pack(&["down"], QuantUse::Linear)];
-        let mut ex = cuda().with_batch_invariant(true);
-        let (slotted, held) = ExpertSlots::split([&whole[0], &whole[1]], slots, &ex).unwrap();
-        let mut rule = Residency::new(experts, slots).unwrap();
-        let (mut needed, mut fetched) = (0, 0);
-        for tokens in [1, 1, 4, 0, 7, 33, 1, 300, 2] {
-            let ids = choose(&mut rng, (tokens, top_k), experts, experts / 3);
-            let x = on_device(&rng.floats(DType::BF16, &[tokens, hidden]), &ex);
-            let topk_weights = on_device(&rng.floats(DType::F32, &[tokens, top_k]), &ex);
-            let topk_ids = on_device(&words(ids.clone(), &[tokens, top_k]), &ex);
-            let io = [&x, &topk_ids, &topk_weights];
-            let (want, got) = (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
-            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert!(bits(&got) == bits(&want), "{scheme}, {tokens} tokens");
-            if tokens == 0 {
-                continue;
-            }
-            needed += rule.begin(&ids) as u64;
-            fetched += (0..max_passes(experts, slots, ids.len()))
-                .map(|_| rule.pass().exchanges.len() as u64)
-                .sum::<u64>();
-            let traffic = slotted.traffic(&ex).unwrap();
-            assert_eq!((traffic.needed, traffic.fetched), (needed, fetched), "{scheme}, {tokens} tokens");
-        }
+    let block = fp8(Fp8Scales::Block { n: 128, k: 128 });
+    for scheme in [int(4, 128, true, false), int(4, 128, false, false), int(8, 128, true, false), block] {
+        let case = (9, 4, 3, 256, 128, &[1, 1, 4, 0, 7, 33, 1, 300, 2][..]);
+        assert_outputs(&mut rng, case, Some(scheme), true);
     }
 }
 
 #[test]
 fn a_measurement_leaves_everything_in_its_place() {
     let (mut rng, ex) = (Rng::new(), cuda());
-    let packs = [vec![12, 128, 64], vec![12, 64, 64]].map(|dims| rng.floats(DType::BF16, &dims));
-    let whole = [weight(&packs[0], &ex), weight(&packs[1], &ex)];
+    let whole = Packs::new(&mut rng, 12, [64, 64], None).weights;
     let (mut slots, held) = ExpertSlots::split([&whole[0], &whole[1]], 5, &ex).unwrap();
     let before: Vec<_> = held
         .iter()

@@ -1,8 +1,8 @@
-//! Random experts on the GPU, in bf16 or quantised, with what their weights mean.
+//! Random experts on the GPU, in bf16 or quantised, with what their weights mean; and who of them computes which rows.
 
 use candle_core::DType;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{QuantScheme, Weight, row_parallel_segments};
+use moe_kernels::{NO_EXPERT, QuantScheme, Weight, row_parallel_segments};
 
 use crate::common::*;
 use crate::definition::Experts;
@@ -61,4 +61,44 @@ impl Packs {
         let packs = [pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments })];
         Self { weights: packs, meaning: Experts { hidden, weights }, inter }
     }
+}
+
+/// Which experts compute a step's rows.
+pub struct Routing {
+    pub name: &'static str,
+    pub ids: Vec<u32>,
+    pub map: Option<Vec<i32>>,
+}
+
+/// Spread, with padding, nobody, half of the experts elsewhere, one overloaded and others empty, ids that there are not.
+pub fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> Vec<Routing> {
+    let spread = |rng: &mut Rng, experts: usize| -> Vec<u32> {
+        (0..tokens)
+            .flat_map(|_| rng.permutation(experts).into_iter().take(top_k).collect::<Vec<_>>())
+            .collect()
+    };
+    let ids = spread(rng, experts);
+    let is_padding = |rng: &mut Rng, slot: usize| slot >= ids.len() / 4 * 3 || rng.below(5) == 0;
+    let padded =
+        (0..ids.len()).map(|slot| if is_padding(rng, slot) { NO_EXPERT } else { ids[slot] }).collect();
+    let last = experts as u32 - 1;
+    let mut crowd = ids.clone();
+    for row in crowd.chunks_mut(top_k) {
+        row.iter_mut().filter(|id| **id == last).for_each(|id| *id = 0);
+        row[0] = last;
+    }
+    let mut beyond = crowd.clone();
+    beyond.chunks_mut(top_k).for_each(|row| row[top_k - 1] = last + 8);
+    // Every other of twice as many experts lives here, in reversed order.
+    let here = (0..2 * experts).map(|id| if id % 2 == 0 { (experts - 1 - id / 2) as i32 } else { -1 });
+    let (elsewhere, map) = (spread(rng, 2 * experts), here.collect());
+    let all = |name, ids| Routing { name, ids, map: None };
+    vec![
+        all("spread", ids.clone()),
+        all("padded", padded),
+        all("nobody", vec![NO_EXPERT; ids.len()]),
+        Routing { name: "half elsewhere", ids: elsewhere, map: Some(map) },
+        all("overloaded", crowd),
+        all("out of range", beyond),
+    ]
 }

@@ -86,7 +86,7 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
         check(&mut rng, Fp8, [tokens, 8, 2, 0], &packs.weights, ex);
     }
     let ordered = order::Experts::new(&mut rng, (256, 128), (int(4, 128, true, true), false));
-    let weights = ordered.packs(&(0..order::EXPERTS).collect::<Vec<_>>(), DType::BF16, &cuda());
+    let weights = ordered.with_meaning().weights;
     for (form, tokens) in small([(Tensor, 1), (Tensor, 70), (Wide, 300)], 70, |case| case.1) {
         check(&mut rng, form, [tokens, order::EXPERTS, order::TOP_K, 0], &weights, cuda());
     }

@@ -1,8 +1,7 @@
 //! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in the order of down's columns.
 
 use candle_core::{DType, Result};
-use moe_kernels::cuda::{FusedExperts, fused_experts_into};
-use moe_kernels::plan::{ColumnOrder, Form, LinearCall, LinearForm};
+use moe_kernels::plan::{Form, LinearCall, LinearForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     Exec, ExpertGroups, NO_EXPERT, QuantScheme, Weight, group_token_slots_into, grouped_down_into,
@@ -13,12 +12,13 @@ use super::matrices::{Matrix, Source, int};
 use super::{rounded_weights, sum_bound};
 use crate::common::*;
 use crate::definition::{self, product, relative_error};
+use crate::packs::Packs;
 
 pub const EXPERTS: usize = 12;
 pub const TOP_K: usize = 3;
 
 /// Schemes that the fast kernels read, and whether their scales are held as bf16.
-fn schemes() -> [(QuantScheme, bool); 5] {
+pub fn schemes() -> [(QuantScheme, bool); 5] {
     [
         (int(4, 128, true, true), false),
         (int(4, 32, false, true), true),
@@ -56,25 +56,21 @@ impl Experts {
         of
     }
 
-    /// The packs of experts `local`.
-    pub fn packs(&self, local: &[usize], dtype: DType, ex: &Exec) -> [Weight; 2] {
-        let of = |modules: &[Vec<String>]| local.iter().map(|e| modules[*e].clone()).collect::<Vec<_>>();
-        let [gate_up, down] = [of(&self.modules[0]), of(&self.modules[1])];
-        self.source.experts([&gate_up, &down], row_parallel_segments(self.dims.1), dtype, ex)
+    fn packs(&self, dtype: DType, ex: &Exec) -> [Weight; 2] {
+        let [gate_up, down] = &self.modules;
+        self.source.experts([gate_up, down], row_parallel_segments(self.dims.1), dtype, ex)
     }
 
-    /// What experts `local` mean, the others being zero.
-    fn meaning(&self, local: &[usize]) -> definition::Experts {
+    /// Their packs in bf16, with what they mean.
+    pub fn with_meaning(&self) -> Packs {
         let of = |e: usize| {
             let [gate, up, down] =
                 ["gate", "up", "down"].map(|name| self.source.matrices[&format!("{e}.{name}")].floats());
-            let mut weights = [[gate, up].concat(), down];
-            if !local.contains(&e) {
-                weights.iter_mut().for_each(|w| w.fill(0.0));
-            }
-            weights
+            [[gate, up].concat(), down]
         };
-        definition::Experts { hidden: self.dims.0, weights: (0..EXPERTS).map(of).collect() }
+        let (hidden, inter) = self.dims;
+        let meaning = definition::Experts { hidden, weights: (0..EXPERTS).map(of).collect() };
+        Packs { weights: self.packs(DType::BF16, &cuda()), meaning, inter }
     }
 }
 
@@ -87,60 +83,6 @@ fn routings(rng: &mut Rng, tokens: usize) -> [Vec<u32>; 3] {
     }
     let one = (0..tokens * TOP_K).map(|slot| if slot % TOP_K == 1 { 5 } else { NO_EXPERT });
     [some, one.collect(), vec![NO_EXPERT; tokens * TOP_K]]
-}
-
-#[test]
-fn experts_take_rows_in_their_own_orders() {
-    let mut rng = Rng::new();
-    for (hidden, inter) in small([(128, 128), (384, 256)], 128, |size| size.0) {
-        for scheme in schemes() {
-            let experts = Experts::new(&mut rng, (hidden, inter), scheme);
-            let mut ex = cuda();
-            // All experts, and those at odd places in another order, the rest being elsewhere.
-            let odd: Vec<usize> = (0..EXPERTS).rev().filter(|e| e % 2 == 1).collect();
-            let map = (0..EXPERTS).map(|e| odd.iter().position(|l| *l == e).map_or(-1, |at| at as i32));
-            let map =
-                Place::new(cuda()).put(&moe_kernels::Buffer::from_vec(map.collect(), &[EXPERTS]).unwrap());
-            for (local, map) in [((0..EXPERTS).collect(), None), (odd, Some(&map))] {
-                let packs = experts.packs(&local, DType::BF16, &ex);
-                let orders = packs.each_ref().map(|w| w.quantisation().unwrap().order);
-                assert_eq!(orders, [ColumnOrder::Sorted, ColumnOrder::Input], "{}", scheme.0);
-                let scales = if scheme.1 { DType::BF16 } else { DType::F16 };
-                assert_eq!(packs.each_ref().map(|w| w.quantisation().unwrap().scales), [scales; 2]);
-                let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
-                let meaning = experts.meaning(&local);
-                // Streamed rows' number, few rows and, from 256 tokens on, the tiles of prompts.
-                for tokens in small([0, 1, 4, 9, 70, 300], 9, |tokens| *tokens) {
-                    for ids in routings(&mut rng, tokens) {
-                        let x = rng.floats(DType::BF16, &[tokens, hidden]);
-                        let weights = rng.floats(DType::F32, &[tokens, TOP_K]);
-                        let [rows, shares] = [&x, &weights].map(|b| b.view().to_f32_vec().unwrap());
-                        let want = meaning.sums(&rows, &ids, &shares, <[f32]>::to_vec);
-                        let p = Place::new(cuda());
-                        let (ids, weights) = (p.put(&words(ids, &[tokens, TOP_K])), p.put(&weights));
-                        let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
-                        let args = FusedExperts {
-                            x: x.view(),
-                            w13: w13.view().unwrap(),
-                            w2: w2.view().unwrap(),
-                            topk_ids: ids.view(),
-                            topk_weights: weights.view(),
-                            expert_map: map.map(|map| map.view()),
-                            lists: None,
-                        };
-                        fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-                        let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
-                        let off = relative_error(&want, &got);
-                        assert!(
-                            off < 0.012,
-                            "{} {tokens} tokens, H {hidden}, I {inter}: off by {off}",
-                            scheme.0
-                        );
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// The kernels for any dtype, on experts that are ordered in the same way: against the CPU, whose are not.
@@ -156,7 +98,7 @@ fn experts_in_their_own_orders_agree_in_every_dtype() {
             let x = rng.floats(dtype, &[tokens, hidden]);
             let op = |p: &mut Place| -> Result<Vec<Placed>> {
                 let (ids, weights, x) = (p.put(&ids), p.put(&weights), p.put(&x));
-                let packs = experts.packs(&(0..EXPERTS).collect::<Vec<_>>(), dtype, &p.ex);
+                let packs = experts.packs(dtype, &p.ex);
                 let (w13, w2) = (packs[0].read()?, packs[1].read()?);
                 let slots = tokens * TOP_K;
                 let (mut offsets, mut sorted) =
