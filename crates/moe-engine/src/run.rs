@@ -14,7 +14,7 @@ use crate::engine::EngineConfig;
 use crate::explain;
 use crate::family::{Embedded, Families, ModelSpec};
 use crate::footprint::{Footprint, Place, StepSizes};
-use crate::parallel::{self, Follower, Processes, Replica};
+use crate::parallel::{self, Processes, Ranks, Replica};
 use crate::run_config::RunConfig;
 use crate::session::{Session, tokenizer};
 
@@ -289,14 +289,6 @@ struct Part {
     /// The embedded tokenizer.
     tokenizer: Option<&'static [u8]>,
     backend: serde_json::Value,
-}
-
-/// The ranks of this process.
-pub(crate) enum Ranks {
-    /// Data-parallel replicas, at least one.
-    Replicas(Vec<Replica>),
-    /// A rank that follows one in another process.
-    Follower(Box<Follower>),
 }
 
 /// The host's context on the device that is asked for, and that is this rank's.

@@ -26,7 +26,6 @@ const EXCEPTIONS: &[(&str, usize)] = &[
     ("moe-layer", 15),
     ("moe-quant", 9),
     ("moe-cli", 21),
-    ("moe-engine", 31),
 ];
 
 /// Checks every library and program of the workspace.

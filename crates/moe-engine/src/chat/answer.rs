@@ -17,11 +17,8 @@
 //! Line ends beside a tag belong to the form and are left out.
 
 use super::ChatFiles;
-use super::begun::Begun;
+use super::begun::{Begun, END_THINK, THINK};
 use super::call::{self, CALL, END_CALL, ToolCall};
-
-pub(crate) const THINK: &str = "<think>";
-pub(crate) const END_THINK: &str = "</think>";
 
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq)]

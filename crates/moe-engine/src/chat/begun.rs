@@ -1,7 +1,8 @@
 //! What a prompt has begun of the answer: some templates open the reasoning, or open and close it, and the last message of
 //! a conversation may be left open in the middle of it.
 
-use super::answer::{END_THINK, THINK};
+pub(crate) const THINK: &str = "<think>";
+pub(crate) const END_THINK: &str = "</think>";
 
 /// What a prompt has begun of the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -16,6 +16,7 @@ mod error;
 mod json;
 mod python;
 mod raw;
+mod serve;
 mod template;
 #[cfg(test)]
 mod tests;
@@ -24,15 +25,16 @@ mod worker;
 use serde_json::{Map, Value};
 
 pub use answer::{Answer, AnswerForm, Part, Splitter};
-pub(crate) use answer::{END_THINK, THINK};
 pub use begun::Begun;
+pub(crate) use begun::{END_THINK, THINK};
 pub use call::ToolCall;
 pub(crate) use call::{CALL, END_CALL};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
 pub use raw::with_long_integers;
+pub use serve::serve;
 pub use template::ChatTemplate;
-pub use worker::{RENDER_COMMAND, serve};
+pub use worker::RENDER_COMMAND;
 
 pub use crate::isolated::this_program;
 

@@ -3,19 +3,17 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
-
+use super::ChatRequest;
 use super::checkpoint::ChatFiles;
 use super::error::ChatError;
-use super::template::ChatTemplate;
-use super::{ChatRequest, engine};
-use crate::isolated::{self, Answer, Task};
+use crate::isolated::{self, Task};
 
-/// The argument with which a program serves as a worker: it then does nothing but call [`serve`].
+/// The argument with which a program serves as a worker: it then does nothing but call [`serve`](super::serve).
 pub const RENDER_COMMAND: &str = "render-chat-templates";
 
 /// 1 GiB is 64 MiB of conversation, some copies of it, and the stack.
-const TASK: Task = Task { command: RENDER_COMMAND, what: "chat template", memory: 1 << 30, seconds: 20 };
+pub(super) const TASK: Task =
+    Task { command: RENDER_COMMAND, what: "chat template", memory: 1 << 30, seconds: 20 };
 
 /// Templates that a process of their own renders.
 pub(super) struct Worker(isolated::Worker);
@@ -35,33 +33,10 @@ impl Worker {
     }
 }
 
-/// The worker's side: reads the files, then answers questions until stdin ends.
-///
-/// # Errors
-/// The pipes break, or what comes is no question.
-pub fn serve() -> Result<()> {
-    isolated::serve(TASK, |files| {
-        let template = ChatTemplate::new(serde_json::from_slice(&files)?, engine::local_time)?;
-        let template = template.context("there is no template")?;
-        Ok(move |question| answer(&template, question))
-    })
-}
-
-fn answer(template: &ChatTemplate, question: Vec<u8>) -> Answer {
-    let chat: Result<Option<ChatRequest>, _> = serde_json::from_slice(&question);
-    drop(question);
-    let rendered = match chat {
-        Ok(Some(chat)) => template.render(&chat),
-        Ok(None) => template.check().map(|()| String::new()),
-        Err(e) => Err(ChatError::Request(format!("the conversation: {e}"))),
-    };
-    rendered.map(String::into_bytes).map_err(|e| json(&e).unwrap_or_default())
-}
-
 fn limit(message: String) -> ChatError {
     ChatError::Limit { template: "default".to_string(), message }
 }
 
-fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, ChatError> {
+pub(super) fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, ChatError> {
     serde_json::to_vec(value).map_err(|e| ChatError::Request(e.to_string()))
 }

@@ -3,15 +3,11 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-#[cfg(feature = "cuda")]
-use model_runtime::{CausalLm, Feature, RunnerSizes};
 use model_runtime::{Exec, KvLayout, ModelInfo};
 use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-#[cfg(feature = "cuda")]
-use super::device::DeviceRunner;
 use super::memory;
 use crate::eplb::EplbConfig;
 
@@ -172,24 +168,6 @@ impl EngineConfig {
         let share =
             |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
         if on_gpu { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) }
-    }
-
-    /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot sample tokens.
-    #[cfg(feature = "cuda")]
-    pub(super) fn device_runner(
-        &self,
-        model: &dyn CausalLm,
-        max_model_len: usize,
-        ex: &Exec,
-    ) -> Result<Option<DeviceRunner>> {
-        // A cluster of blocks samples a token.
-        if !ex.machine().gpu.is_some_and(|gpu| gpu.has(Feature::Clusters)) {
-            return Ok(None);
-        }
-        let blocks = max_model_len.div_ceil(self.block_size);
-        let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
-        let sizes = RunnerSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
-        Ok(Some(DeviceRunner::new(model, sizes, (self.counts(), true), ex)?))
     }
 }
 

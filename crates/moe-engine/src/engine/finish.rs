@@ -8,23 +8,13 @@ use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs};
 
 use super::Engine;
 use super::bad_words::{self, BadWords};
+use super::plan::{Key, Part};
 use super::request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
-use super::scheduler::Part;
-use super::sequence::{Key, Sequence};
+use super::sequence::{Checked, Sequence};
 use crate::structured::Grammar;
 
 /// The most choices of a request.
 const MAX_CHOICES: usize = 16384;
-
-/// What is known of a request that can run.
-pub(super) struct Checked {
-    /// The length at which its sequences end.
-    pub max_len: usize,
-    /// What their text follows.
-    pub grammar: Option<Arc<Grammar>>,
-    /// What their text must not hold.
-    pub bad_words: Option<Arc<BadWords>>,
-}
 
 impl Engine<'_> {
     /// Whether a request can run.

@@ -15,9 +15,8 @@ use model_runtime::{Buffer, View};
 use rayon::prelude::*;
 use tracing::trace_span;
 
-use super::runner::StepResult;
-use super::scheduler::Part;
-use super::sequence::{Key, Sequence};
+use super::plan::{Key, Part, StepResult};
+use super::sequence::Sequence;
 use crate::structured::Mask;
 
 /// The tokens that may come next, all without a mask; or why none may.

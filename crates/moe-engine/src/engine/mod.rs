@@ -22,6 +22,7 @@ mod finish;
 mod masks;
 mod memory;
 mod peers;
+mod plan;
 mod prompt_progress;
 pub(crate) mod replies;
 mod request;
@@ -72,10 +73,10 @@ pub use stats::{Histogram, Stats};
 use bad_words::BadWordLists;
 use budget::MixedLimit;
 use config::Capacity;
-use finish::Checked;
-use runner::{Runner, StepResult};
+use plan::StepResult;
+use runner::Runner;
 use scheduler::{Limits, Scheduler};
-use sequence::Sequence;
+use sequence::{Checked, Sequence};
 use text::TextOutput;
 
 /// What makes text of tokens and holds texts to a grammar.
@@ -169,7 +170,7 @@ impl<'m> Engine<'m> {
         let scheduler = Scheduler::new(limits, num_blocks)?;
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
-        let device = config.device_runner(model, max_model_len, &ex)?;
+        let device = DeviceRunner::of(config, model, max_model_len, &ex)?;
         let most_logits = if ex.is_cuda() { step_memory::most_logits(config.max_num_seqs) } else { 0 };
         let runner = Runner {
             model,
@@ -376,7 +377,7 @@ impl<'m> Engine<'m> {
             }
         }
         if let Some(counts) = result.expert_counts {
-            let decodes = |p: &&scheduler::Part| p.rows == 1 && p.samples.is_some_and(|n| n > 0);
+            let decodes = |p: &&plan::Part| p.rows == 1 && p.samples.is_some_and(|n| n > 0);
             let decode_rows = result.parts.iter().filter(decodes).count();
             let step = self.stats.steps - 1 - self.runner.results.len() as u64;
             self.stats.add_expert_load(&counts);

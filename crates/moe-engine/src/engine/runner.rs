@@ -8,7 +8,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
-use model_runtime::sampling::{Sampled, SamplingError};
+use model_runtime::sampling::SamplingError;
 use model_runtime::{
     Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Step, StepContext, ViewMut, host_logits,
     run_scored_step, run_step, sample_rows,
@@ -19,27 +19,14 @@ use tracing::trace_span;
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRunner, InFlight};
 use super::masks::{Next, masks, next_tokens};
+use super::plan::{Key, Part, Plan, PromptLogprobs, StepResult, Tokens};
 #[cfg(feature = "cuda")]
 use super::sampling::History;
-use super::scheduler::{Part, Plan};
-use super::scores::{HostScorer, PromptLogprobs, ScoredRows};
-use super::sequence::{Key, Sequence};
+use super::scores::{HostScorer, ScoredRows};
+use super::sequence::Sequence;
 #[cfg(feature = "cuda")]
 use super::track::StepMarks;
 use crate::structured::Mask;
-
-/// What a step found out.
-#[derive(Default)]
-pub(super) struct StepResult {
-    pub parts: Vec<Part>,
-    pub sampled: Tokens,
-    pub prompt_logprobs: PromptLogprobs,
-    pub routed: Option<RoutedExperts>,
-    pub expert_counts: Option<ExpertHeat>,
-}
-
-/// The token of each part that samples.
-type Tokens = HashMap<Key, std::result::Result<Sampled, SamplingError>>;
 
 /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
 /// with any token until its end is noticed.

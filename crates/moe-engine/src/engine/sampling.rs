@@ -11,9 +11,8 @@ use model_runtime::{Exec, SamplingParams, StepRanks, View};
 use tracing::{info, warn};
 
 use super::masks::DeviceMasks;
-use super::runner::StepResult;
-use super::scheduler::{Part, Plan};
-use super::sequence::{Key, Sequence};
+use super::plan::{Key, Part, Plan, StepResult};
+use super::sequence::Sequence;
 use super::slots::{Assigned, Slots};
 
 /// Memory that is taken when a request first needs it.

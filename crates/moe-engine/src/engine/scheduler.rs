@@ -15,7 +15,8 @@ use model_runtime::{BlockAllocator, PrefixId, Step};
 
 use super::budget::{Budget, MixedLimit};
 use super::config::SchedulingPolicy;
-use super::sequence::{IN_FLIGHT, Key, Sequence};
+use super::plan::{IN_FLIGHT, Key, Part, Plan};
+use super::sequence::Sequence;
 use super::start_order;
 
 /// What bounds a step.
@@ -29,25 +30,6 @@ pub(super) struct Limits {
     pub prefix_caching: bool,
     /// Prefixes are shared only between prompts of one length.
     pub prefix_by_prompt_len: bool,
-}
-
-/// The rows of one sequence in a step.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
-    pub key: Key,
-    /// Position of its first row.
-    pub start: usize,
-    pub rows: usize,
-    /// Whether its last row samples a token, and which output position that is.
-    pub samples: Option<usize>,
-}
-
-/// A step and the sequences that its rows belong to.
-pub(super) struct Plan {
-    pub step: Step,
-    pub parts: Vec<Part>,
-    /// Rows whose token is in flight, with the sequence that it was sampled for.
-    pub in_flight: Vec<(usize, Key)>,
 }
 
 pub(super) struct Scheduler {

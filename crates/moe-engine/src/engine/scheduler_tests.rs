@@ -8,9 +8,10 @@ use model_runtime::SequenceBlocks;
 
 use super::budget::MixedLimit;
 use super::config::SchedulingPolicy;
+use super::plan::IN_FLIGHT;
 use super::request::Request;
 use super::scheduler::{Limits, Scheduler};
-use super::sequence::{IN_FLIGHT, Sequence};
+use super::sequence::Sequence;
 
 fn sequence(number: u64, prompt_len: usize) -> Sequence {
     let request = Request::new(vec![1; prompt_len]);

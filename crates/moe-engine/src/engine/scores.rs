@@ -15,13 +15,10 @@ use model_runtime::sampling::{SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{Exec, Scorer, View};
 use rayon::prelude::*;
 
-use super::scheduler::Plan;
-use super::sequence::{Key, Sequence};
+use super::plan::{Key, Plan, PromptLogprobs};
+use super::sequence::Sequence;
 
 type Score = std::result::Result<TokenLogprobs, SamplingError>;
-
-/// Log-probabilities of prompt tokens, from a part's first row on.
-pub(super) type PromptLogprobs = HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>;
 
 /// The scored rows of a step.
 #[derive(Default)]

@@ -11,16 +11,20 @@ use model_runtime::{
 };
 
 use super::bad_words::BadWords;
+use super::plan::{IN_FLIGHT, Key, StepResult};
 use super::request::{FinishReason, Request, StopReason};
-use super::runner::StepResult;
 use super::text::TextOutput;
-use crate::structured::{Constraint, Mask};
+use crate::structured::{Constraint, Grammar, Mask};
 
-/// The id of a token that is sampled but not known to the host yet.
-pub(super) const IN_FLIGHT: u32 = u32::MAX;
-
-/// Names a sequence: request and choice. Ascending in the order of arrival.
-pub(super) type Key = (u64, usize);
+/// What is known of a request that can run.
+pub(super) struct Checked {
+    /// The length at which its sequences end.
+    pub max_len: usize,
+    /// What their text follows.
+    pub grammar: Option<Arc<Grammar>>,
+    /// What their text must not hold.
+    pub bad_words: Option<Arc<BadWords>>,
+}
 
 pub(super) struct Sequence {
     pub key: Key,

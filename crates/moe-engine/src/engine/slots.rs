@@ -5,7 +5,7 @@
 //! then it is rebuilt from the sequence's tokens. Nobody gives slots back: one whose sequence has not run for longest
 //! is taken. There are as many as sequences run at once, so a sequence that runs in every step keeps its slot.
 
-use super::sequence::Key;
+use super::plan::Key;
 
 #[derive(Clone, Default)]
 struct Slot {

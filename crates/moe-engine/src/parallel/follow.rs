@@ -3,93 +3,33 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
-use std::thread::JoinHandle;
 
 use anyhow::Context;
-use candle_core::{Error, Result, bail};
+use candle_core::{Result, bail};
 use model_runtime::kv_cache::KvLayout;
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, run_step};
 use moe_comm::Messages;
 
+use super::followers::{FollowerThread, Followers};
 use super::ranks::{LocalRanks, Rank};
 use super::step_message::{CacheSizes, GroupMessage, StepMessage};
-use super::wire::{decode, encode};
+use super::wire::decode;
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
 use crate::engine::host_memory;
 use crate::panic_text;
 
-/// The ranks that follow the first rank of their group, as the first rank sees them.
-pub(crate) enum Followers {
-    /// Threads of this process.
-    Threads(Vec<FollowerThread>),
-    /// Processes: their numbers in the world.
-    Processes(Messages, Vec<usize>),
-}
-
-impl Followers {
-    /// No other rank.
-    pub fn nobody() -> Self {
-        Self::Threads(Vec::new())
-    }
-
-    /// Whether this rank leads any other.
-    pub(super) fn is_somebody(&self) -> bool {
-        match self {
-            Self::Threads(threads) => !threads.is_empty(),
-            Self::Processes(_, ranks) => !ranks.is_empty(),
-        }
-    }
-
-    /// Tells all of them what to do; its collectives tell whether they do it.
-    pub(super) fn tell(&self, message: GroupMessage) -> Result<()> {
-        match self {
-            Self::Threads(threads) if !threads.is_empty() => {
-                let message = Arc::new(message.into_owned());
-                threads.iter().try_for_each(|thread| thread.tell(message.clone()))
-            }
-            Self::Processes(messages, ranks) if !ranks.is_empty() => {
-                let message = encode(&message).map_err(Error::wrap)?;
-                ranks.iter().try_for_each(|&rank| messages.send(rank, &message))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-/// A rank that follows on a thread, until this is dropped.
-pub(crate) struct FollowerThread {
-    rank: usize,
-    steps: Option<Sender<Arc<GroupMessage<'static>>>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl FollowerThread {
-    pub(super) fn start(rank: Rank, ex: Exec) -> Result<Self> {
-        let (number, mut follower) = (rank.geometry.rank, Follower::new(rank, ex));
-        let (steps, told) = channel::<Arc<GroupMessage>>();
-        // What fails it has failed the world, which tells the others.
-        let run = move || drop(follower.follow(|| Ok(told.recv().ok())));
-        let thread = std::thread::Builder::new().name(format!("rank {number}")).spawn(run)?;
-        Ok(Self { rank: number, steps: Some(steps), thread: Some(thread) })
-    }
-
-    fn tell(&self, message: Arc<GroupMessage<'static>>) -> Result<()> {
-        match self.steps.as_ref().map(|steps| steps.send(message)) {
-            Some(Ok(())) => Ok(()),
-            _ => bail!("the thread of rank {} has ended", self.rank),
-        }
-    }
-}
-
-impl Drop for FollowerThread {
-    fn drop(&mut self) {
-        self.steps = None;
-        if let Some(thread) = self.thread.take() {
-            // It has caught its own panics.
-            let _ = thread.join();
-        }
+impl LocalRanks {
+    /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on a thread of its own.
+    pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Result<Self> {
+        let threads = followers.into_iter().map(|(rank, ex)| {
+            let number = rank.geometry.rank;
+            let mut follower = Follower::new(rank, ex);
+            // What fails it has failed the world, which tells the others.
+            FollowerThread::start(number, move |told| drop(follower.follow(|| Ok(told.recv().ok()))))
+        });
+        let followers = Followers::Threads(threads.collect::<Result<_>>()?);
+        Ok(Self::with_followers(first, followers))
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod agree;
 mod follow;
+mod followers;
 mod launch;
 mod load;
 mod messages;
@@ -17,11 +18,10 @@ mod ranks;
 mod step_message;
 pub(crate) mod wire;
 
-pub(crate) use follow::Follower;
 pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load, load_over};
 pub use messages::{MessageKind, check_message};
-pub(crate) use processes::Processes;
 pub use processes::started_by_rank_0;
+pub(crate) use processes::{Processes, Ranks};
 pub(crate) use ranks::AbortOnPanic;
 pub use ranks::{LocalRanks, Rank};

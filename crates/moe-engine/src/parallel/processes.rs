@@ -18,14 +18,14 @@ use moe_comm::{
 };
 use tracing::{info, warn};
 
-use super::follow::{Follower, Followers};
+use super::follow::Follower;
+use super::followers::Followers;
 use super::launch::{Placement, placement};
 use super::load::{Replica, Source, load_rank};
 #[cfg(feature = "nccl")]
 use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
-use crate::run::Ranks;
 use crate::run_config::RunConfig;
 use crate::terminal::note_error;
 use crate::{end_failed, usage};
@@ -39,6 +39,14 @@ const LOADED: &[u8] = b"loaded";
 
 /// Names the process that started a rank.
 const PARENT: &str = "MOE_PARENT_PID";
+
+/// The ranks of this process.
+pub(crate) enum Ranks {
+    /// Data-parallel replicas, at least one.
+    Replicas(Vec<Replica>),
+    /// A rank that follows one in another process.
+    Follower(Box<Follower>),
+}
 
 /// One rank's process, as part of its run.
 pub(crate) struct Processes {

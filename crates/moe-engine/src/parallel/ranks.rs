@@ -18,7 +18,7 @@ use moe_layer::{ExpertTraffic, Machine, MoveRound, MoveStatus, PlacedExperts, Pl
 use tracing::trace_span;
 
 use super::agree::{Proposal, common_bucket};
-use super::follow::{FollowerThread, Followers};
+use super::followers::Followers;
 use super::step_message::{GroupMessage, StepMessage};
 
 /// How long the reason of a failure may take to arrive.
@@ -45,13 +45,6 @@ pub struct LocalRanks {
 }
 
 impl LocalRanks {
-    /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on a thread of its own.
-    pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Result<Self> {
-        let threads = followers.into_iter().map(|(rank, ex)| FollowerThread::start(rank, ex));
-        let followers = Followers::Threads(threads.collect::<Result<_>>()?);
-        Ok(Self { first, followers })
-    }
-
     pub(crate) fn with_followers(first: Rank, followers: Followers) -> Self {
         Self { first, followers }
     }

@@ -13,10 +13,9 @@ use std::time::Duration;
 use llguidance::api::ParserLimits;
 use llguidance::{Matcher, ParserFactory, panic_utils};
 
-use super::StructuredOutput;
-use super::constraint::is_dead_end;
-use super::grammars::describe;
+use super::describe::describe;
 use super::lead::Tags;
+use super::output::StructuredOutput;
 use super::vocabulary::{token_bytes, token_environment};
 use crate::tokenizer::Tokenizer;
 
@@ -145,6 +144,11 @@ pub(super) fn on_stack<T: Send + 'static>(
     let thread = thread::Builder::new().name("grammar".into()).stack_size(STACK);
     thread.spawn(run).map_err(|e| format!("there is no thread to compile it on: {e}"))?;
     Ok(receive)
+}
+
+/// Whether no token fits.
+pub(super) fn is_dead_end(error: &anyhow::Error) -> bool {
+    error.to_string().starts_with("NoExtensionBias")
 }
 
 /// What an error of llguidance says, without its notes for debuggers. A panic of it is an error, too.

@@ -10,10 +10,10 @@ use anyhow::bail;
 use llguidance::Matcher;
 use llguidance::toktrie::{SimpleVob, TokTrie};
 
-use super::Reasoning;
-use super::compiler::reason;
+use super::compiler::{is_dead_end, reason};
 use super::grammars::Grammar;
 use super::lead::Stage;
+use super::output::Reasoning;
 
 /// The state of a choice.
 pub(crate) struct Constraint {
@@ -211,11 +211,6 @@ impl Constraint {
         }
         Ok(matcher)
     }
-}
-
-/// Whether no token fits.
-pub(super) fn is_dead_end(error: &anyhow::Error) -> bool {
-    error.to_string().starts_with("NoExtensionBias")
 }
 
 fn allow(mask: &mut SimpleVob, ids: &[u32]) {

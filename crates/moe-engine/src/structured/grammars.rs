@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::available_parallelism;
 
 use llguidance::Matcher;
-use llguidance::api::{GrammarInit, TopLevelGrammar};
 
 use super::compiler::{Compiled, Compiler};
 use super::lead::Tags;
+use super::output::{StructuredOutput, StructuredOutputError};
 use super::room::{Room, Taken};
-use super::{StructuredOutput, StructuredOutputError, bounds, perl, schema, tool_calls};
 use crate::tokenizer::Tokenizer;
 
 /// Grammars that are kept though they are not in use, and bytes of their lexers; the one that was asked for least lately goes.
@@ -19,10 +18,6 @@ const KEPT: usize = 32;
 const KEPT_LEXER_BYTES: usize = 4 << 20;
 /// Bytes of the lexers of all grammars, beyond which none is compiled ahead of its use: about 100 MB in all.
 const AHEAD_LEXER_BYTES: usize = 8 << 20;
-/// The longest text of a schema, expression, list or grammar.
-const LONGEST: usize = 1 << 20;
-/// The schema of an object with any members.
-const ANY_OBJECT: &str = r#"{"type": "object"}"#;
 /// Lexers of a grammar at most.
 const MAX_LEXERS: usize = 8;
 
@@ -136,34 +131,19 @@ impl Grammar {
     }
 }
 
-/// The output in llguidance's terms.
-pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String> {
-    if output.text_len() > LONGEST {
-        return Err(format!("it has {} bytes, and at most {LONGEST} are taken", output.text_len()));
-    }
-    let grammar = match output {
-        StructuredOutput::JsonObject => return schema::compile(ANY_OBJECT),
-        StructuredOutput::JsonSchema(text) => return schema::compile(text),
-        StructuredOutput::Regex(text) if text.is_empty() => return Err("it is empty".into()),
-        StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(&perl::ascii(text)),
-        StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
-        StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
-        StructuredOutput::ToolCalls { functions, parallel } => {
-            return tool_calls::compile(functions, *parallel);
+impl StructuredOutput {
+    /// Checks it as the engine will. Without a tokenizer a grammar is taken as it is: it may name special tokens.
+    ///
+    /// # Errors
+    /// It is not well-formed, uses what is not supported, allows no text, or is too large.
+    pub fn check(&self, tokenizer: Option<&Tokenizer>) -> Result<(), StructuredOutputError> {
+        match (tokenizer, self) {
+            (Some(tokenizer), _) => Grammars::new(tokenizer.clone()).compile(self).map(drop),
+            (None, Self::Grammar(_)) => Ok(()),
+            (None, _) => {
+                let bytes = Tokenizer::bytes().map_err(|e| self.error(format!("{e:#}")))?;
+                Grammars::new(bytes).compile(self).map(drop)
+            }
         }
-    };
-    bounds::check(&grammar)?;
-    Ok(GrammarInit::Serialized(grammar))
-}
-
-/// A regular expression for one of the texts.
-fn alternatives(texts: &[String]) -> Result<String, String> {
-    if texts.is_empty() || texts.iter().any(String::is_empty) {
-        return Err("expected at least one text, and none that is empty".into());
     }
-    let escaped = |text: &String| {
-        let special = |c: char| c.is_ascii_punctuation() && !matches!(c, '<' | '>' | '/');
-        text.chars().flat_map(|c| special(c).then_some('\\').into_iter().chain([c])).collect()
-    };
-    Ok(texts.iter().map(escaped).collect::<Vec<String>>().join("|"))
 }

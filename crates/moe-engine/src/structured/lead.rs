@@ -4,7 +4,7 @@
 
 use llguidance::toktrie::{SimpleVob, TokEnv, TokTrie};
 
-use super::Reasoning;
+use super::output::Reasoning;
 use crate::chat::{END_THINK, THINK};
 
 /// Line ends after the closing tag that are no part of the text, as models write them.

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::compiler::reason;
 use super::*;
+use crate::tokenizer::Tokenizer;
 
 /// A schema of definitions that each refer to the next one.
 fn chain(len: usize, definition: impl Fn(Value) -> Value) -> StructuredOutput {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::vocabulary::token_bytes;
 use super::*;
+use crate::tokenizer::Tokenizer;
 
 /// Every byte, some tokens of several bytes as a byte-pair encoding has them, and added tokens: `<think>`, an
 /// ordinary one, and `<|end|>`, a special one, whose text would fit into any string.

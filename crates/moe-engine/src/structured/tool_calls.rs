@@ -9,7 +9,7 @@
 use llguidance::api::GrammarInit;
 use serde_json::json;
 
-use super::Function;
+use super::output::Function;
 use super::schema::Texts;
 use crate::chat::{CALL, END_CALL};
 

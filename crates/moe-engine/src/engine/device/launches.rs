@@ -3,29 +3,13 @@
 use candle_core::Result;
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, logprobs_into, sample_into};
 use model_runtime::device_step::Shape;
-use model_runtime::{CausalLm, DeviceRouting, Exec, ForcedWeights, KvCache, LogitsOut, Scorer, StepContext};
+use model_runtime::{CausalLm, DeviceRouting, Exec, KvCache, LogitsOut, Scorer, StepContext};
 use tracing::warn;
 
 use super::DeviceRunner;
+use super::graphs::{Recording, Variant};
 use crate::engine::routing::Forced;
 use crate::engine::sampling::Asked;
-
-/// How far a bucket's graph is.
-pub(super) enum Recording {
-    /// It ran once, so that every buffer exists.
-    Warm,
-    Ready(Graph),
-    /// Recording failed: it runs without.
-    Never,
-}
-
-/// Steps of one graph: rows, what they ask of sampling, and which weights forced experts get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Variant {
-    rows: usize,
-    asked: Asked,
-    forced: Option<ForcedWeights>,
-}
 
 impl DeviceRunner {
     /// The launches of a step.

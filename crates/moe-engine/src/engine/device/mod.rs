@@ -9,6 +9,7 @@
 //! Where ranks share a model, each runs the same steps, pads them alike, and samples the same tokens from the same
 //! logits: no token travels. What one of them cannot record as a graph, none does.
 
+mod graphs;
 mod launches;
 
 use std::collections::HashMap;
@@ -19,20 +20,20 @@ use model_runtime::cuda::{LOGPROB_WORDS, LastStep, PinnedWords, SampleLogprobs};
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext, reserve_logits,
+    Buffer, CausalLm, DeviceSampling, Exec, Feature, KvCache, RunnerSizes, Step, StepContext, reserve_logits,
 };
 use tracing::trace_span;
 
+use super::config::EngineConfig;
 use super::masks::{MaskResult, pack};
+use super::plan::{Key, Part, Plan, StepResult};
 use super::routing::StepRouting;
-use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History, Memory};
-use super::scheduler::{Part, Plan};
 use super::scores::{DeviceScorer, ScoredRows};
-use super::sequence::{Key, Sequence};
+use super::sequence::Sequence;
 use super::step_memory;
 use super::track::StepMarks;
-use launches::{Recording, Variant};
+use graphs::{Recording, Variant};
 
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 1024;
@@ -104,6 +105,27 @@ pub(crate) struct DeviceRunner {
 }
 
 impl DeviceRunner {
+    /// What runs an engine's steps; `None` on the CPU and on cards that cannot sample tokens.
+    pub(super) fn of(
+        config: &EngineConfig,
+        model: &dyn CausalLm,
+        max_model_len: usize,
+        ex: &Exec,
+    ) -> Result<Option<Self>> {
+        // A cluster of blocks samples a token.
+        if !ex.machine().gpu.is_some_and(|gpu| gpu.has(Feature::Clusters)) {
+            return Ok(None);
+        }
+        let sizes = RunnerSizes {
+            rows: config.max_num_batched_tokens,
+            sequences: config.max_num_seqs,
+            tokens: max_model_len,
+            blocks: max_model_len.div_ceil(config.block_size),
+            eager: config.enforce_eager,
+        };
+        Ok(Some(Self::new(model, sizes, (config.counts(), true), ex)?))
+    }
+
     /// A runner for steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of
     /// each token can be asked for.
     pub fn new(

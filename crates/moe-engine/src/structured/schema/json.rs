@@ -173,3 +173,13 @@ fn last_of_each(members: Vec<(String, Json)>) -> Vec<(String, Json)> {
     let kept = members.into_iter().enumerate().filter(|(at, (name, _))| last[name] == *at);
     kept.map(|(_, member)| member).collect()
 }
+
+/// The elements of the value of a keyword.
+pub(super) fn list<'d>(value: &'d Json, name: &str) -> Result<&'d [Json], String> {
+    value.array().ok_or_else(|| wrong(name, "a list", value))
+}
+
+/// The error of a keyword whose value is none of its values.
+pub(super) fn wrong(name: &str, expected: &str, got: &Json) -> String {
+    format!("{name}: expected {expected}, got {}", got.short())
+}

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use super::decimal::Decimal;
-use super::json::Json;
+use super::json::{Json, list, wrong};
 use super::multiple::Divisor;
 use super::number::{Bound, Numbers};
 use super::schemas::Schemas;
@@ -157,15 +157,7 @@ fn numbers(schema: &Json) -> Result<Numbers, String> {
     Ok(numbers.and(&Numbers { low: above, high: below, ..Numbers::default() }))
 }
 
-pub(super) fn list<'d>(value: &'d Json, name: &str) -> Result<&'d [Json], String> {
-    value.array().ok_or_else(|| wrong(name, "a list", value))
-}
-
 fn size(schema: &Json, name: &str) -> Result<Option<usize>, String> {
     let Some(value) = schema.get(name) else { return Ok(None) };
     value.size().map(Some).ok_or_else(|| wrong(name, "an integer from 0", value))
-}
-
-pub(super) fn wrong(name: &str, expected: &str, got: &Json) -> String {
-    format!("{name}: expected {expected}, got {}", got.short())
 }

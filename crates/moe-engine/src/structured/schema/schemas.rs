@@ -7,8 +7,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use super::document::Document;
-use super::json::Json;
-use super::keywords::{list, wrong};
+use super::json::{Json, list, wrong};
 use super::number::Numbers;
 use super::shape::{Arrays, Goal, Members, NodeId, Objects, Shape, all};
 use super::text::{Rules, Strings};
