@@ -8,8 +8,10 @@
 //! With `--workload` it runs a file of requests instead: the module `workload`.
 
 mod arrivals;
+mod facts;
 mod report;
 mod requests;
+mod sizes;
 mod workload;
 
 use std::sync::OnceLock;
@@ -26,17 +28,16 @@ use tracing::info;
 
 use crate::Program;
 use crate::cli::BenchArgs;
-use crate::cli::version::COMMIT;
 use crate::output::{check_writable, write_json};
 use crate::preflight::{Asks, Known, check_device_flags};
 use crate::roofline;
-use crate::session::{self, Model};
+use crate::session;
+
+use facts::{BLOCK_SIZE, facts, model};
+use sizes::{LONG_OUTPUT, check_sizes};
 
 pub use requests::Workload;
-
-const BLOCK_SIZE: usize = 16;
-/// New tokens behind the prompt of `--long-context`.
-const LONG_OUTPUT: usize = 128;
+pub use sizes::Sizes;
 
 static START: OnceLock<Instant> = OnceLock::new();
 
@@ -103,86 +104,6 @@ pub fn run(program: &Program, args: &BenchArgs) -> Result<()> {
     info!("measuring what this machine can do at most");
     result["roofline"] = roofline::measure(program, args, &sizes, &result, bench.session)?;
     write_json(json, &result)
-}
-
-fn model(args: &BenchArgs) -> Model<'_> {
-    match &args.config {
-        Some(config) => Model::Random(config),
-        None => Model::Checkpoint(args.model.as_deref()),
-    }
-}
-
-/// What a result says about the program, the machine and how the model runs.
-fn facts(args: &BenchArgs, session: &Session) -> Value {
-    json!({
-        "engine": "moe-engine",
-        "version": env!("CARGO_PKG_VERSION"),
-        "device": args.run.device.to_string(),
-        "tp": args.run.parallel.tp,
-        "dp": args.run.parallel.dp,
-        "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
-        "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
-        "cpu_isa": session.ex.isa().name(),
-        "num_threads": session.ex.num_threads(),
-        "dtype": session.model.info().kv.dtype.as_str(),
-        "commit": COMMIT,
-    })
-}
-
-/// Tokens of the rows: what the flags say, else the defaults, cut to the model's context.
-pub struct Sizes {
-    /// Prompt of the decode rows.
-    pub prompt: usize,
-    /// New tokens of the decode rows.
-    pub output: usize,
-    /// Prompts of the prefill rows.
-    pub lengths: Vec<usize>,
-}
-
-impl Sizes {
-    fn new(args: &BenchArgs, context: usize) -> Self {
-        let fitting = |default: usize, most: usize, least: usize| default.min(most).max(least);
-        Self {
-            prompt: args.prompt.unwrap_or(fitting(128, context / 4, 1)),
-            output: args.output.unwrap_or(fitting(256, context / 2, 2)),
-            lengths: args
-                .lengths
-                .clone()
-                .unwrap_or_else(|| vec![fitting(2048, context.saturating_sub(1), 1)]),
-        }
-    }
-}
-
-/// Refuses rows that do not fit a model's context, before anything is read or allocated for them.
-fn check_sizes(args: &BenchArgs, sizes: &Sizes, context: usize) -> Result<()> {
-    let fits = |prompt: usize, output: usize| prompt.checked_add(output).is_some_and(|n| n <= context);
-    let most = EngineConfig::MAX_NUM_SEQS;
-    let default = EngineConfig::default();
-    let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens);
-    let settings = EngineConfig { max_num_batched_tokens, ..default };
-    settings.check(context).map_err(|e| usage(e.to_string()))?;
-    if let Some(batch) = args.batches.iter().find(|b| !(1..=most).contains(*b)) {
-        return Err(usage(format!("--batches {batch}: expected 1 to {most}")));
-    }
-    if !args.batches.is_empty() && !fits(sizes.prompt, sizes.output) {
-        return Err(usage(format!(
-            "--prompt {} and --output {} do not fit the model's context of {context}",
-            sizes.prompt, sizes.output
-        )));
-    }
-    if let Some(length) = sizes.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
-        return Err(usage(format!(
-            "--lengths {length}: expected 1 to {}: a token is generated behind the prompt, and the model's context is {context}",
-            context - 1
-        )));
-    }
-    if args.long_context > 0 && !fits(args.long_context, LONG_OUTPUT) {
-        return Err(usage(format!(
-            "--long-context {}: {LONG_OUTPUT} more tokens must fit {context}",
-            args.long_context
-        )));
-    }
-    Ok(())
 }
 
 struct Bench {

@@ -6,102 +6,22 @@
 use std::sync::Arc;
 
 use model_runtime::sampling::request_seed;
-use moe_engine::chat::{AnswerForm, Begun, ChatTemplate};
-use moe_engine::engine::{Request, RequestError};
-use moe_engine::structured::{Precompiled, Reasoning};
-use moe_engine::tokenizer::Tokenizer;
+use moe_engine::chat::AnswerForm;
+use moe_engine::engine::Request;
+use moe_engine::structured::Reasoning;
 use serde_json::{Map, Value};
 
+use super::api::Api;
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
 use super::held;
+use super::job::{Form, Job};
+use super::parser::Parser;
 use super::prompts::{self, Prompt};
-use super::served::Served;
 use super::structured;
 use super::tools::Tools;
 use super::unsupported;
 use crate::options;
-
-/// The APIs of a line's `url`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Api {
-    /// `/v1/chat/completions`.
-    Chat,
-    /// `/v1/completions`.
-    Completions,
-}
-
-/// The requests of a line, one for each prompt.
-pub struct Job {
-    /// In the order of the prompts.
-    pub requests: Vec<Request>,
-    /// How to answer.
-    pub form: Form,
-    /// The grammar of its structured output, once it is compiled.
-    pub grammar: Option<Precompiled>,
-}
-
-/// What an answer holds beside what was generated.
-#[derive(Debug)]
-pub struct Form {
-    /// Which object.
-    pub api: Api,
-    /// The `model` of the body, else this program's.
-    pub model: String,
-    /// Choices of each prompt.
-    pub n: usize,
-    /// The role of a message.
-    pub role: String,
-    /// Log-probabilities of so many likeliest tokens.
-    pub logprobs: Option<usize>,
-    /// Log-probabilities of the prompt are asked for under the name `prompt_logprobs`.
-    pub prompt_logprobs: bool,
-    /// The field that asks for structured output.
-    pub structured: Option<&'static str>,
-    /// Only the prompt is wanted: `echo` with `max_tokens` 0.
-    pub prompt_only: bool,
-    /// Token ids of prompts and choices are wanted.
-    pub token_ids: bool,
-    /// The experts of every token are wanted.
-    pub routed_experts: bool,
-    /// What is looked for in an answer.
-    pub answer: AnswerForm,
-    /// Which tools may be called.
-    pub tools: Tools,
-    /// Reasoning is found and left out.
-    pub hide_reasoning: bool,
-    /// Log-probabilities name tokens by their ids.
-    pub tokens_as_ids: bool,
-    /// Part of the ids of its tool calls.
-    pub name: Fingerprint,
-    /// The prompts.
-    pub prompts: Vec<PromptForm>,
-}
-
-impl Form {
-    /// The error of a request that the engine does not take.
-    pub fn refused(&self, error: RequestError) -> ApiError {
-        match (error, self.structured) {
-            (RequestError::StructuredOutput(e), Some(field)) => ApiError::field(field, e),
-            (error, _) => error.into(),
-        }
-    }
-}
-
-/// A prompt as its answer needs it.
-#[derive(Debug)]
-pub struct PromptForm {
-    /// Its tokens.
-    pub len: usize,
-    /// The first of them, which has no log-probability.
-    pub first_token: u32,
-    /// Text in front of the answer.
-    pub echo: Option<String>,
-    /// What it has begun of the answer.
-    pub begun: Begun,
-    /// Its token ids, if they are wanted.
-    pub token_ids: Option<Vec<u32>>,
-}
 
 /// The most log-probabilities of one token, vLLM's limit.
 const MAX_LOGPROBS: usize = 20;
@@ -109,28 +29,6 @@ const MAX_LOGPROBS: usize = 20;
 const MAX_CHOICES: usize = 4096;
 /// What `/v1/completions` generates where nothing says how much.
 const COMPLETION_TOKENS: usize = 16;
-
-/// Turns lines into jobs.
-pub struct Parser {
-    /// The model's tokenizer; without it there are only token ids.
-    pub tokenizer: Option<Tokenizer>,
-    /// Its chat template, if it has one.
-    pub template: Option<ChatTemplate>,
-    /// Variables for the template; a body's replace them.
-    pub template_kwargs: Map<String, Value>,
-    /// What is looked for in answers of a chat.
-    pub answer: AnswerForm,
-    /// Flags over generation_config.json over vLLM's defaults.
-    pub defaults: Request,
-    /// The run's seed.
-    pub seed: u64,
-    /// The longest sequence.
-    pub max_model_len: usize,
-    /// Bytes of the experts of a token.
-    pub routing_bytes: usize,
-    /// The model and its names.
-    pub served: Served,
-}
 
 impl Parser {
     /// The job of a line.
@@ -150,13 +48,6 @@ impl Parser {
         };
         let body = line.object("body")?.ok_or_else(|| ApiError::field("body", "it is missing"))?;
         self.job(api, Fields(body), custom_id)
-    }
-
-    /// The tokenizer, for what a field asks for.
-    pub fn tokenizer(&self, field: &str) -> Result<&Tokenizer, ApiError> {
-        let without =
-            "it needs a tokenizer, and this run has none (--skip-tokenizer-init): send token ids as prompt";
-        self.tokenizer.as_ref().ok_or_else(|| ApiError::field(field, without))
     }
 
     fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {

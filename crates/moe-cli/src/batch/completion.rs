@@ -13,8 +13,9 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value, json};
 
 use super::answer::Choice;
-use super::body::{Api, Form, PromptForm};
+use super::api::Api;
 use super::fields::ApiError;
+use super::job::{Form, PromptForm};
 use super::logprobs::LogprobList;
 use crate::messages;
 use crate::output::finish_reason;

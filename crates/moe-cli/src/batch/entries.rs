@@ -9,12 +9,13 @@ use anyhow::{Context, Result};
 use moe_engine::{panic_text, usage};
 use serde_json::{Map, Value, json};
 
-use super::body::{Job, Parser};
 use super::exact;
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
 use super::input::{Line, Lines, MAX_LINE};
+use super::job::Job;
 use super::known::{Known, line_id, request_id};
+use super::parser::Parser;
 
 /// Names a record.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,6 +10,7 @@
 
 mod ahead;
 mod answer;
+mod api;
 mod body;
 mod compiling;
 mod completion;
@@ -21,9 +22,11 @@ mod fields;
 mod fingerprint;
 mod held;
 mod input;
+mod job;
 mod journal;
 mod known;
 mod logprobs;
+mod parser;
 mod progress;
 mod prompts;
 mod reasons;
@@ -62,13 +65,14 @@ use crate::session::{self, Model};
 
 use ahead::read_ahead;
 use answer::{Choice, Record};
-use body::{Form, Job, Parser};
 use compiling::compile_ahead;
 use entries::{Entries, Entry, Format, Key, Work};
 use fields::ApiError;
 use input::Lines;
+use job::{Form, Job};
 use journal::{Earlier, Journal};
 use known::Known;
+use parser::Parser;
 use reasons::Reasons;
 use served::Served;
 use settings::Settings;

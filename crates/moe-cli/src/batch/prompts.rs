@@ -4,8 +4,9 @@ use moe_engine::chat::{Begun, ChatError, ChatRequest};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::Value;
 
-use super::body::{Parser, PromptForm};
 use super::fields::{ApiError, Fields, short, token_ids};
+use super::job::PromptForm;
+use super::parser::Parser;
 use crate::{error, messages};
 
 /// Tokens to continue.

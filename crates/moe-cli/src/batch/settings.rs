@@ -11,9 +11,9 @@ use moe_engine::usage;
 use serde_json::{Map, Value, json};
 use tracing::warn;
 
-use super::body::Parser;
 use super::fields::short;
 use super::fingerprint::Fingerprint;
+use super::parser::Parser;
 use super::replace::{beside, replace};
 
 /// Fields of the default request that are no settings: what each request has of its own, and the seed that is derived.

@@ -10,9 +10,10 @@ use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use super::answer::Choice;
-use super::body::{Form, Job, Parser};
 use super::completion;
 use super::fields::ApiError;
+use super::job::{Form, Job};
+use super::parser::Parser;
 use super::served::Served;
 
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}\

@@ -3,7 +3,7 @@
 use moe_engine::structured::{Function, StructuredOutput};
 use serde_json::{Value, json};
 
-use super::body::Api;
+use super::api::Api;
 use super::fields::{ApiError, Fields, short};
 use super::structured::Asked;
 

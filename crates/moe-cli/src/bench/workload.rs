@@ -24,9 +24,9 @@ use crate::preflight::{Asks, Known};
 use crate::{routing, session};
 
 use super::arrivals::Arrivals;
+use super::facts::{BLOCK_SIZE, facts, model};
 use super::report::{self, Figures};
 use super::requests::Workload;
-use super::{BLOCK_SIZE, facts, model};
 
 /// Requests of the warm-up, and the most new tokens of each: on a GPU, enough to record a decode graph.
 const WARM_UP: (usize, usize) = (64, 4);

@@ -1,6 +1,6 @@
 //! A turn of the conversation: the request, the answer as it comes, and how it went.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use model_runtime::sampling::request_seed;
@@ -12,34 +12,13 @@ use serde_json::Value;
 
 use super::Chat;
 use super::conversation::Encoded;
+use super::turn::{Speed, Turn};
 use crate::error::report;
 use crate::messages;
 use crate::output::print;
 use crate::prompt_progress::PromptProgress;
 use crate::routing;
 use crate::show::{Look, Shown};
-
-/// How a turn went.
-#[derive(Clone, Copy, PartialEq)]
-pub enum Turn {
-    /// There is an answer, perhaps not all of it.
-    Answered,
-    /// There is none; why has been said.
-    Failed,
-    /// Nobody reads the answers any more.
-    Closed,
-}
-
-/// The speed of an answer.
-#[derive(Clone, Copy, Default)]
-pub struct Speed {
-    /// New tokens.
-    pub tokens: usize,
-    /// The time to the first of them.
-    pub first: Duration,
-    /// The time of the others.
-    pub rest: Duration,
-}
 
 impl Chat<'_> {
     /// Answers the last message.

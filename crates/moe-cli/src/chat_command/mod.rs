@@ -11,6 +11,7 @@ mod history;
 mod lines;
 mod paste;
 mod set;
+mod turn;
 
 use anyhow::{Context, Result, bail};
 use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
@@ -29,11 +30,11 @@ use crate::output::check_writable;
 use crate::preflight::{self, Asks};
 use crate::session::{self, Model};
 
-use answering::{Speed, Turn};
 use commands::Input;
 use conversation::Conversation;
 use lines::{Lines, Typed};
 use set::Values;
+use turn::{Speed, Turn};
 
 /// Runs the command.
 pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use model_runtime::checkpoint::TensorFiles;
 
+use super::cache::cache_of;
 use super::env::Settings;
 use super::files;
 use super::hash::Hasher;
@@ -28,7 +29,7 @@ pub struct Report {
 /// # Errors
 /// No finished download of that name. Files that lack or are damaged are no error but in the report.
 pub(super) fn check(name: &ModelName, settings: &Settings) -> Result<Report> {
-    let (repo, folder) = super::cache_of(name, settings);
+    let (repo, folder) = cache_of(name, settings);
     let commit = if name.is_pinned() {
         name.revision.clone()
     } else {

@@ -12,7 +12,6 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::ProgressBar;
 use tracing::{info, warn};
 
-use super::Trust;
 use super::client::{Client, FileInfo};
 use super::env::Settings;
 use super::failure::Failure;
@@ -20,6 +19,17 @@ use super::hash::Hasher;
 use super::name::ModelName;
 use super::partial::Partial;
 use super::progress::{FileProgress, Progress};
+
+/// How far a download believes what the cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trust {
+    /// A file that is there is used.
+    Present,
+    /// It is compared with the size and the hash that the hub announces, and replaced where it differs.
+    Verified,
+    /// Every file is downloaded again.
+    Nothing,
+}
 use super::retry::{RETRIES, retry};
 
 /// Bytes read at once.

@@ -8,6 +8,7 @@
 //! cannot mix two commits. What comes is compared with the hash before it is used.
 
 mod address;
+mod cache;
 mod check;
 mod client;
 mod download;
@@ -28,14 +29,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use hf_hub::CacheRepo;
 use indicatif::ProgressBar;
 use moe_engine::usage;
 use tracing::warn;
 
 pub use check::Report;
+pub use download::Trust;
 pub use headers::Headers;
 
+use cache::cache_of;
 use client::{Client, RepoInfo};
 use download::Download;
 use env::Settings;
@@ -60,17 +63,6 @@ struct Rest {
     trust: Trust,
     repo: CacheRepo,
     folder: PathBuf,
-}
-
-/// How far a download believes what the cache holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trust {
-    /// A file that is there is used.
-    Present,
-    /// It is compared with the size and the hash that the hub announces, and replaced where it differs.
-    Verified,
-    /// Every file is downloaded again.
-    Nothing,
 }
 
 /// Finds a model: a folder, or the hub's model of that name, `ORG/NAME[@REVISION]` or its address,
@@ -194,13 +186,6 @@ impl Rest {
         }
         Ok(())
     }
-}
-
-/// The cache of a repository, and its folder there.
-fn cache_of(name: &ModelName, settings: &Settings) -> (CacheRepo, PathBuf) {
-    let repo = Repo::with_revision(name.id.clone(), RepoType::Model, name.revision.clone());
-    let folder = settings.cache.join(repo.folder_name());
-    (Cache::new(settings.cache.clone()).repo(repo), folder)
 }
 
 fn locate_on_hub(name: ModelName, settings: Settings, trust: Trust) -> Result<Located> {

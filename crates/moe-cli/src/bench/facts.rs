@@ -1,0 +1,36 @@
+//! What every measurement has in common: the model, the size of a KV block, and what a result says about the run.
+
+use moe_engine::Session;
+use serde_json::{Value, json};
+
+use crate::cli::BenchArgs;
+use crate::cli::version::COMMIT;
+use crate::session::Model;
+
+/// Tokens of a KV block.
+pub const BLOCK_SIZE: usize = 16;
+
+/// The model that is measured.
+pub fn model(args: &BenchArgs) -> Model<'_> {
+    match &args.config {
+        Some(config) => Model::Random(config),
+        None => Model::Checkpoint(args.model.as_deref()),
+    }
+}
+
+/// What a result says about the program, the machine and how the model runs.
+pub fn facts(args: &BenchArgs, session: &Session) -> Value {
+    json!({
+        "engine": "moe-engine",
+        "version": env!("CARGO_PKG_VERSION"),
+        "device": args.run.device.to_string(),
+        "tp": args.run.parallel.tp,
+        "dp": args.run.parallel.dp,
+        "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
+        "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
+        "cpu_isa": session.ex.isa().name(),
+        "num_threads": session.ex.num_threads(),
+        "dtype": session.model.info().kv.dtype.as_str(),
+        "commit": COMMIT,
+    })
+}
