@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use model_families::ALL;
-use model_runtime::{Config, Exec, Geometry, Rope, SamplingParams, View};
+use model_runtime::{Config, Exec, Geometry, LayerRopes, SamplingParams, View};
 
 fuzz_target!(|text: &str| {
     let config = match Config::parse(text, "config.json") {
@@ -20,11 +20,14 @@ fuzz_target!(|text: &str| {
     };
     let decoder = model.decoder();
     // Positions at both ends of the context that the config claims.
-    let last = (decoder.rope.max_context_len() - 1) as u32;
+    let last = (decoder.max_context_len() - 1) as u32;
     let (positions, lens) = ([0, last], [1, u32::MAX]);
     let views = (View::new(&positions, &[2]).unwrap(), View::new(&lens, &[2]).unwrap());
-    let rows = Rope::new(decoder.rope.clone()).rows(views.0, views.1, &mut Exec::cpu()).unwrap();
-    assert!(rows.cos().cpu::<f32>().unwrap().iter().all(|x| x.is_finite()));
+    let ropes = LayerRopes::new(&decoder.rope);
+    let rows = ropes.rows(views.0, views.1, &mut Exec::cpu()).unwrap();
+    for layer in 0..decoder.num_layers() {
+        assert!(rows.layer(layer).unwrap().cos().cpu::<f32>().unwrap().iter().all(|x| x.is_finite()));
+    }
     // The list is bounded too, but millions of names are slow to write down for every input.
     if decoder.moe_layers().len() * decoder.num_experts() <= 4096 {
         let count = |packed: bool| model.layout(&Geometry::default(), &|_| packed).unwrap().tensors.len();

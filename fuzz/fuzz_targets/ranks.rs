@@ -17,7 +17,8 @@ fn info() -> ModelInfo {
         num_layers: 1,
         max_context_len: 64,
         keys_depend_on_prompt_len: false,
-        kv: KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype },
+        dtype,
+        states: KvLayout { num_kv_heads: 1, head_dim: 2, value_dim: None, dtype }.layers(1),
         moe: Some(MoeInfo { layers: vec![0], num_experts: 4, top_k: 2 }),
     }
 }

@@ -23,14 +23,15 @@ struct Table {
 
 impl Table {
     fn new(rows: &Buffer, ex: &Exec) -> Self {
-        let kv = KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 8, value_dim: None, dtype: DType::F32 };
+        let kv = KvLayout { num_kv_heads: 1, head_dim: 8, value_dim: None, dtype: DType::F32 };
         let info = ModelInfo {
             vocab_size: VOCAB,
             hidden_size: 8,
             num_layers: 1,
             max_context_len: 512,
             keys_depend_on_prompt_len: false,
-            kv,
+            dtype: DType::F32,
+            states: kv.layers(1),
             moe: None,
         };
         let mut on_device = ex.zeros(DType::F32, rows.dims()).unwrap();

@@ -158,7 +158,7 @@ fn an_even_spread_runs_as_graphs() {
     // The same step, also on the CPU.
     let ids = |model: &Decoder<Attention>, mut ex: Exec| {
         let tokens: Vec<u32> = (0..9).collect();
-        let mut kv = model_runtime::KvCache::new_on(ex.device(), model.info().kv, 2, 16).unwrap();
+        let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
         let mut context = StepContext {
             force_balance: Some(9),
             step: 5,
@@ -193,7 +193,7 @@ fn choices_and_counts_are_those_of_the_cpu() {
     for rows in [1, 4, 8, 31] {
         let tokens: Vec<u32> = (0..rows).map(|_| rng.below(1000) as u32).collect();
         let seen = |model: &Decoder<Attention>, mut ex: Exec, replay: Option<Arc<RoutedExperts>>| {
-            let mut kv = model_runtime::KvCache::new_on(ex.device(), model.info().kv, 2, 16).unwrap();
+            let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
             let mut context = StepContext {
                 replay,
                 capture: Some(RoutedExperts::empty(rows, LAYERS, TOP_K).unwrap()),
@@ -215,7 +215,7 @@ fn choices_and_counts_are_those_of_the_cpu() {
 #[test]
 fn a_step_that_is_refused_leaves_its_context() {
     let (model, mut ex) = (model_on(cuda().device(), CONFIG), cuda());
-    let mut kv = model_runtime::KvCache::new_on(ex.device(), model.info().kv, 2, 16).unwrap();
+    let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
     let asked = StepContext {
         // A recording of another step.
         replay: Some(Arc::new(RoutedExperts::empty(2, LAYERS, TOP_K).unwrap())),
@@ -249,7 +249,7 @@ fn measure_watched_steps() {
                 count_experts: name == "counted",
                 expert_heat: (name == "traced").then(|| trace.clone()),
                 force_balance: (name == "spread").then_some(1),
-                kv_cache_memory: Some(batch * 256 * model.info().kv.bytes_per_token().unwrap()),
+                kv_cache_memory: Some(batch * 256 * model.info().states.bytes_per_token().unwrap()),
                 ..EngineConfig::for_device(&cuda())
             };
             let mut all = requests(batch, 160);

@@ -80,7 +80,7 @@ pub fn all_logits(
     ex: &mut Exec,
 ) -> Result<Vec<Vec<f32>>> {
     let needed: usize = sequences.iter().map(|s| s.len().div_ceil(schedule.block_size)).sum();
-    let mut kv = KvCache::new_on(ex.device(), model.info().kv, needed, schedule.block_size)?;
+    let mut kv = KvCache::new_on(ex.device(), &model.info().states, needed, schedule.block_size)?;
     let mut allocator = BlockAllocator::new(needed)?;
     let mut tables: Vec<SequenceBlocks> = sequences.iter().map(|_| SequenceBlocks::new()).collect();
     let longest = sequences.iter().map(Vec::len).max().unwrap_or(0);

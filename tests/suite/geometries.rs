@@ -232,7 +232,7 @@ pub fn outcome_with(
     let config = EngineConfig {
         max_num_batched_tokens: 16,
         block_size: 4,
-        kv_cache_memory: Some(info.kv.bytes_per_token()? * 128),
+        kv_cache_memory: Some(info.states.bytes_per_token()? * 128),
         enable_prefix_caching: false,
         ranks: 1,
         lockstep,

@@ -39,7 +39,7 @@ pub fn check_model(
     lengths: &[usize],
     schedules: &[Schedule],
 ) -> Result<()> {
-    let dtype = model.info().kv.dtype;
+    let dtype = model.info().dtype;
     let sequences = sequences(model.info().vocab_size, lengths, lengths.len() as u32);
     for isa in isas() {
         let mut ex = Exec::cpu().with_isa(isa)?.with_threads(1)?;
@@ -96,7 +96,7 @@ fn two_steps(
     context: &mut StepContext,
 ) -> Result<Vec<Vec<u32>>> {
     const LAST: usize = 2;
-    let mut kv = KvCache::new(model.info().kv, 12, 8)?;
+    let mut kv = KvCache::new(&model.info().states, 12, 8)?;
     let blocks: Vec<Vec<u32>> = (0..3).map(|s| (4 * s..4 * s + 4).collect()).collect();
     let mut got = Vec::new();
     for is_second in [false, true] {

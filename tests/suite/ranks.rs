@@ -65,7 +65,7 @@ fn a_rank_reads_its_slices_and_what_all_have() {
 }
 
 fn config(info: &ModelInfo, lockstep: bool) -> EngineConfig {
-    let kv_cache_memory = Some(info.kv.bytes_per_token().unwrap() * 16 * 64);
+    let kv_cache_memory = Some(info.states.bytes_per_token().unwrap() * 16 * 64);
     EngineConfig { kv_cache_memory, lockstep, ..EngineConfig::default() }
 }
 

@@ -46,7 +46,7 @@ pub fn run(model: &dyn CausalLm, requests: &[Request], config: &EngineConfig) ->
 }
 
 pub fn kv_blocks(model: &dyn CausalLm, blocks: usize, block_size: usize) -> EngineConfig {
-    let bytes = model.info().kv.bytes_per_token().unwrap() * blocks * block_size;
+    let bytes = model.info().states.bytes_per_token().unwrap() * blocks * block_size;
     EngineConfig { kv_cache_memory: Some(bytes), block_size, ..EngineConfig::default() }
 }
 

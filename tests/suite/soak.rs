@@ -24,7 +24,7 @@ fn run(asked: &Soak) -> Soaked {
     let replicas = Origin::open("base").load_placed(&case, &placements).unwrap();
     let (moe, info) = (moe_of(&replicas), replicas[0].model.info().clone());
     let config = EngineConfig {
-        kv_cache_memory: Some(info.kv.bytes_per_token().unwrap() * 4096),
+        kv_cache_memory: Some(info.states.bytes_per_token().unwrap() * 4096),
         enable_prefix_caching: false,
         ranks: 2,
         lockstep: true,

@@ -10,11 +10,9 @@ use rayon::prelude::*;
 
 use moe_kernels::{Buffer, Exec, View, ViewMut, with_float};
 
-/// What the KV cache of a model holds per token.
+/// What a layer caches of each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
-    /// Decoder layers with attention.
-    pub num_layers: usize,
     /// Key-value heads on this rank, Hkv.
     pub num_kv_heads: usize,
     /// Dimensions of a key, D.
@@ -27,22 +25,72 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Bytes that one token takes over all layers; an error on overflow.
+    /// Bytes that one token takes in a layer; an error on overflow.
     pub fn bytes_per_token(&self) -> Result<usize> {
         let row = self.head_dim.checked_add(self.value_dim.unwrap_or(0));
-        let factors = [self.num_layers, self.num_kv_heads, self.dtype.size_in_bytes()];
+        let factors = [self.num_kv_heads, self.dtype.size_in_bytes()];
         match row.and_then(|row| factors.iter().try_fold(row, |n, &f| n.checked_mul(f))) {
             Some(bytes) => Ok(bytes),
             None => bail!("the KV cache of {self:?} overflows"),
         }
     }
 
+    /// The states of `count` layers that all cache the same.
+    pub fn layers(self, count: usize) -> LayerStates {
+        LayerStates(vec![LayerState::Paged(self); count])
+    }
+}
+
+/// What a layer keeps of a sequence between two steps. A state of another kind, such as one of a fixed size for each
+/// sequence, is another variant: [`LayerStates`] and [`KvCache`] are the only code that looks at the kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerState {
+    /// Keys and values of each token, in the blocks that the sequence owns.
+    Paged(KvLayout),
+}
+
+/// What the layers of a model keep, first layer first. Scheduler, prefix cache and memory plans ask it what they may do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LayerStates(Vec<LayerState>);
+
+impl FromIterator<LayerState> for LayerStates {
+    fn from_iter<I: IntoIterator<Item = LayerState>>(layers: I) -> Self {
+        Self(layers.into_iter().collect())
+    }
+}
+
+impl LayerStates {
+    /// The state of each layer.
+    pub fn as_slice(&self) -> &[LayerState] {
+        &self.0
+    }
+
+    /// Bytes that one token takes over all layers; an error on overflow.
+    pub fn bytes_per_token(&self) -> Result<usize> {
+        self.0.iter().try_fold(0usize, |sum, LayerState::Paged(kv)| {
+            match sum.checked_add(kv.bytes_per_token()?) {
+                Some(sum) => Ok(sum),
+                None => bail!("the KV cache of {} layers like {kv:?} overflows", self.0.len()),
+            }
+        })
+    }
+
     /// How many blocks of `block_size` slots fit into `bytes`.
     pub fn blocks_in(&self, bytes: usize, block_size: usize) -> Result<usize> {
         match self.bytes_per_token()?.checked_mul(block_size) {
-            Some(0) | None => bail!("a KV block of {block_size} slots of {self:?} has no valid size"),
+            Some(0) | None => bail!("a KV block of {block_size} slots of {:?} has no valid size", self.0),
             Some(block) => Ok(bytes / block),
         }
+    }
+
+    /// Whether a sequence can start from the blocks of another one's prefix: they hold all that is kept of it.
+    pub fn share_prefixes(&self) -> bool {
+        self.0.iter().all(|LayerState::Paged(_)| true)
+    }
+
+    /// Whether a layer caches latent rows, of which steps make keys and values.
+    pub fn have_latent_rows(&self) -> bool {
+        self.0.iter().any(|LayerState::Paged(kv)| kv.value_dim.is_none())
     }
 }
 
@@ -71,11 +119,10 @@ impl KvLayer {
     }
 }
 
-/// Keys and values of all layers.
+/// The states of all layers.
 #[derive(Debug)]
 pub struct KvCache {
     id: u64,
-    layout: KvLayout,
     num_blocks: usize,
     block_size: usize,
     layers: Vec<KvLayer>,
@@ -84,12 +131,17 @@ pub struct KvCache {
 impl KvCache {
     /// A cache in host memory of `num_blocks` blocks of `block_size` slots. Memory is taken from the
     /// system only as blocks are first written, or by [`Self::commit`].
-    pub fn new(layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
-        Self::new_on(&Device::Cpu, layout, num_blocks, block_size)
+    pub fn new(states: &LayerStates, num_blocks: usize, block_size: usize) -> Result<Self> {
+        Self::new_on(&Device::Cpu, states, num_blocks, block_size)
     }
 
     /// A cache on a device.
-    pub fn new_on(device: &Device, layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
+    pub fn new_on(
+        device: &Device,
+        states: &LayerStates,
+        num_blocks: usize,
+        block_size: usize,
+    ) -> Result<Self> {
         if num_blocks == 0 || block_size == 0 {
             bail!("the KV cache needs at least one block of one slot, got {num_blocks} of {block_size}")
         }
@@ -97,19 +149,19 @@ impl KvCache {
         if num_blocks.checked_mul(block_size).is_none_or(|slots| slots >= u32::MAX as usize) {
             bail!("{num_blocks} KV blocks of {block_size} slots do not fit 32-bit slot numbers; use fewer")
         }
-        let bytes = layout.bytes_per_token()?;
+        let bytes = states.bytes_per_token()?;
         if bytes.checked_mul(num_blocks * block_size).is_none_or(|bytes| bytes > isize::MAX as usize) {
-            bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {layout:?} overflows")
+            bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {states:?} overflows")
         }
-        let rows =
-            |dim| Buffer::zeros_on(device, layout.dtype, &[num_blocks, layout.num_kv_heads, block_size, dim]);
-        let layer = || -> Result<KvLayer> {
-            Ok(KvLayer { k: rows(layout.head_dim)?, v: layout.value_dim.map(rows).transpose()? })
+        let layer = |LayerState::Paged(kv): &LayerState| -> Result<KvLayer> {
+            let rows =
+                |dim| Buffer::zeros_on(device, kv.dtype, &[num_blocks, kv.num_kv_heads, block_size, dim]);
+            Ok(KvLayer { k: rows(kv.head_dim)?, v: kv.value_dim.map(rows).transpose()? })
         };
-        let layers = (0..layout.num_layers).map(|_| layer()).collect::<Result<_>>()?;
+        let layers = states.as_slice().iter().map(layer).collect::<Result<_>>()?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { id, layout, num_blocks, block_size, layers })
+        Ok(Self { id, num_blocks, block_size, layers })
     }
 
     /// Takes the memory from the system now, layers side by side on the threads of `ex`, so that a
@@ -119,15 +171,15 @@ impl KvCache {
             return Ok(());
         }
         let layers = &mut self.layers;
-        with_float!(self.layout.dtype, "KV cache", T => ex.install(|| {
+        ex.install(|| {
             layers.par_iter_mut().try_for_each(|layer| {
                 let (k, v) = layer.kv_mut();
                 for mut rows in std::iter::once(k).chain(v) {
-                    touch(rows.cpu_mut::<T>()?);
+                    with_float!(rows.dtype(), "KV cache", T => { touch(rows.cpu_mut::<T>()?); Ok(()) })?;
                 }
                 Ok(())
             })
-        }))
+        })
     }
 
     /// Tells the caches of this process apart, even a later cache of the same size.

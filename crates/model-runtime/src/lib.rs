@@ -35,12 +35,12 @@ pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
 pub use decoder::{
     Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, LayerPlan, MoeConfig, SelfAttention,
 };
-pub use kv_cache::{KvCache, KvLayer, KvLayout};
+pub use kv_cache::{KvCache, KvLayer, KvLayout, LayerState, LayerStates};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mla::{MlaAttention, MlaConfig, MlaForm};
 pub use model::{CausalLm, LogitsOut, ModelInfo, MoeInfo, Observe, Observed, Observer, Scorer};
 pub use prefix::PrefixId;
-pub use rope::{Rope, RopeRows};
+pub use rope::{LayerRopes, Rope, RopeRows};
 pub use run::{host_logits, logits_rows, reserve_logits, run_scored_step, run_step};
 pub use sampling::{
     SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,

@@ -3,14 +3,14 @@
 //! Generation, parity and benchmarks call the same [`CausalLm::forward`]; parity only adds an
 //! [`Observer`].
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 use moe_kernels::plan::Machine;
 use moe_kernels::{Exec, ExpertTraffic, StepContext, View, ViewMut};
 use moe_layer::PlanStep;
 
 use crate::decoder::LayerPlan;
-use crate::kv_cache::{KvCache, KvLayout};
+use crate::kv_cache::{KvCache, LayerStates};
 use crate::step::StepViews;
 
 /// Facts of a model, from its config.
@@ -27,8 +27,10 @@ pub struct ModelInfo {
     /// Whether a token's keys depend on the length of its prompt (dynamic NTK RoPE), so that only
     /// prompts of one length can share a cached prefix.
     pub keys_depend_on_prompt_len: bool,
-    /// What the KV cache holds per token; its dtype is the model's.
-    pub kv: KvLayout,
+    /// The dtype of weights and activations.
+    pub dtype: DType,
+    /// What each layer keeps of a sequence.
+    pub states: LayerStates,
     /// The routed experts; `None` for a dense model.
     pub moe: Option<MoeInfo>,
 }

@@ -144,6 +144,54 @@ impl Rope {
     }
 }
 
+/// The rotary embeddings of a model's layers; layers of equal settings share one.
+#[derive(Clone, Debug)]
+pub struct LayerRopes {
+    ropes: Vec<Rope>,
+    /// Which of `ropes` each layer has.
+    of_layer: Vec<usize>,
+}
+
+/// The rows of a step for each of a model's rotary embeddings.
+pub struct LayerRopeRows<'a> {
+    rows: Vec<RopeRows>,
+    of_layer: &'a [usize],
+}
+
+impl LayerRopes {
+    /// From the settings of each layer, first layer first.
+    pub fn new(layers: &[RopeConfig]) -> Self {
+        let mut ropes: Vec<Rope> = Vec::new();
+        let mut of_layer = Vec::with_capacity(layers.len());
+        for config in layers {
+            let known = ropes.iter().position(|rope| rope.config == *config);
+            of_layer.push(known.unwrap_or(ropes.len()));
+            if known.is_none() {
+                ropes.push(Rope::new(config.clone()));
+            }
+        }
+        Self { ropes, of_layer }
+    }
+
+    /// Rows for a step, as [`Rope::rows`] gives them.
+    pub fn rows(&self, positions: View, rope_len: View, ex: &mut Exec) -> Result<LayerRopeRows<'_>> {
+        let rows = self.ropes.iter().map(|rope| rope.rows(positions, rope_len, ex)).collect::<Result<_>>()?;
+        Ok(LayerRopeRows { rows, of_layer: &self.of_layer })
+    }
+}
+
+impl LayerRopeRows<'_> {
+    /// The rows that a layer reads.
+    pub fn layer(&self, layer: usize) -> Result<&RopeRows> {
+        match self.of_layer.get(layer).and_then(|&rope| self.rows.get(rope)) {
+            Some(rows) => Ok(rows),
+            None => {
+                bail!("layer {layer} is outside of the rotary embeddings of {} layers", self.of_layer.len())
+            }
+        }
+    }
+}
+
 /// A power with one rounding to f32, as close to torch's f32 `pow` as one can state.
 fn pow(base: f32, exponent: f32) -> f32 {
     (base as f64).powf(exponent as f64) as f32

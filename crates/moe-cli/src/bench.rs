@@ -196,7 +196,7 @@ impl Bench {
             max_num_seqs: batch,
             max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
-            kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
+            kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.states.bytes_per_token()?)),
             count_experts,
             max_num_batched_tokens: self.max_num_batched_tokens,
             ..self.session.engine_defaults()

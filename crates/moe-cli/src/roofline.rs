@@ -56,7 +56,7 @@ impl StepWeights {
     /// `tokens` cached tokens.
     fn decode_bytes(&self, info: &ModelInfo, distinct: f64, tokens: f64) -> Result<f64> {
         let weights = self.dense.bytes + self.vocabulary.bytes + distinct * self.expert.bytes;
-        Ok(weights + tokens * info.kv.bytes_per_token()? as f64)
+        Ok(weights + tokens * info.states.bytes_per_token()? as f64)
     }
 
     /// FLOP of the products of a prefill; attention is left out, and the last layer's MLP counted for all rows.
@@ -92,7 +92,7 @@ pub fn measure(
         let module = t.name.strip_suffix(".weight").filter(|m| !m.ends_with(".gate") && !m.contains("embed"));
         quantisation.as_ref()?.bytes_per_weight(module?, *t.shape.last()?).ok()?
     };
-    let bytes = |t: &TensorSpec| quantised(t).unwrap_or(info.kv.dtype.size_in_bytes() as f64);
+    let bytes = |t: &TensorSpec| quantised(t).unwrap_or(info.dtype.size_in_bytes() as f64);
     let weights = StepWeights::new(&layout.tensors, &info, bytes);
     let context = sizes.prompt as f64 + sizes.output as f64 / 2.;
     // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
@@ -153,13 +153,9 @@ mod tests {
             num_layers: 2,
             max_context_len: 64,
             keys_depend_on_prompt_len: false,
-            kv: KvLayout {
-                num_layers: 2,
-                num_kv_heads: 1,
-                head_dim: 4,
-                value_dim: Some(4),
-                dtype: DType::BF16,
-            },
+            dtype: DType::BF16,
+            states: KvLayout { num_kv_heads: 1, head_dim: 4, value_dim: Some(4), dtype: DType::BF16 }
+                .layers(2),
             moe: Some(MoeInfo { layers: vec![0, 1], num_experts: 8, top_k: 2 }),
         }
     }

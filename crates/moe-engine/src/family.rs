@@ -4,7 +4,7 @@ use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{
     AttentionConfig, BlockContext, CausalLm, Config, ConfigError, DecoderConfig, DecoderOptions, Geometry,
-    GeometryError, KvLayout, MlaConfig, MlaForm, TensorLayout,
+    GeometryError, LayerStates, MlaConfig, MlaForm, TensorLayout,
 };
 use moe_layer::{BackendSelection, MoePath};
 
@@ -122,16 +122,16 @@ pub trait ModelSpec: Send + Sync {
     /// Sizes that the geometry cannot cut; none on one rank.
     fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError>;
 
-    /// What the rank of this geometry caches of a token, in this dtype; `mla` as in [`LoadOptions`].
+    /// What each layer keeps of a sequence on the rank of this geometry, in this dtype; `mla` as in [`LoadOptions`].
     ///
     /// # Errors
     /// Heads that the geometry cannot cut.
-    fn kv_layout(
+    fn states(
         &self,
         geometry: &Geometry,
         mla: Option<MlaForm>,
         dtype: DType,
-    ) -> Result<KvLayout, GeometryError>;
+    ) -> Result<LayerStates, GeometryError>;
 
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(&self) -> &'static [&'static str] {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result};
 use candle_core::DType;
-use model_runtime::{Config, KvLayout, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
+use model_runtime::{Config, LayerStates, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
 
 use crate::engine::EngineConfig;
 use crate::family::ModelSpec;
@@ -168,7 +168,7 @@ impl Footprint {
     pub fn check_cache(
         &self,
         free: u64,
-        kv: &KvLayout,
+        states: &LayerStates,
         sizes: &StepSizes,
         engine: &EngineConfig,
         place: &Place,
@@ -177,9 +177,9 @@ impl Footprint {
         let step = if place.on_gpu { 0 } else { sizes.bytes(engine).saturating_mul(self.ranks) };
         let left = free.saturating_sub(weights).saturating_sub(step) / self.ranks.max(1);
         let budget = EngineConfig::budget(Some(left), place.on_gpu);
-        let checked = engine.capacity(kv, sizes.max_context_len, Some(left), budget);
+        let checked = engine.capacity(states, sizes.max_context_len, Some(left), budget);
         checked.map(drop).map_err(|e| {
-            let tokens = left / kv.bytes_per_token().unwrap_or(1).max(1) as u64;
+            let tokens = left / states.bytes_per_token().unwrap_or(1).max(1) as u64;
             usage(format!(
                 "{e}; beside the weights ({}) and a step ({}), {} of {} have room for {tokens} tokens",
                 gib(weights),
@@ -259,6 +259,8 @@ fn gib(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use model_runtime::KvLayout;
+
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -309,16 +311,11 @@ mod tests {
 
     #[test]
     fn a_cache_has_room_beside_the_weights() {
-        let kv = KvLayout {
-            num_layers: 48,
-            num_kv_heads: 4,
-            head_dim: 128,
-            value_dim: Some(128),
-            dtype: DType::BF16,
-        };
+        let kv = KvLayout { num_kv_heads: 4, head_dim: 128, value_dim: Some(128), dtype: DType::BF16 };
+        let states = kv.layers(48);
         let sizes = StepSizes { max_context_len: 40_960, vocab_size: 151_936, hidden_size: 2048 };
         let check = |engine: &EngineConfig, free| {
-            footprint().check_cache(free, &kv, &sizes, engine, &Place::default())
+            footprint().check_cache(free, &states, &sizes, engine, &Place::default())
         };
         let asked = EngineConfig { kv_cache_memory: Some(8 << 30), ..EngineConfig::default() };
         assert!(check(&asked, 70 * GIB).is_ok());

@@ -113,8 +113,8 @@ impl Run {
         };
         footprint.check_weights(free, &place)?;
         let geometry = self.config.parallel.geometry(first)?;
-        let kv = model.kv_layout(&geometry, self.config.mla, dtype)?;
-        footprint.check_cache(free, &kv, &StepSizes::of(config, max_context_len)?, engine, &place)
+        let states = model.states(&geometry, self.config.mla, dtype)?;
+        footprint.check_cache(free, &states, &StepSizes::of(config, max_context_len)?, engine, &place)
     }
 
     /// About as many bytes as the ranks of this process read of a checkpoint's files.

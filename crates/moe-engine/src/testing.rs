@@ -15,7 +15,8 @@ pub(crate) fn small_model(max_context_len: usize) -> ModelInfo {
         num_layers: 1,
         max_context_len,
         keys_depend_on_prompt_len: false,
-        kv: KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 },
+        dtype: DType::F32,
+        states: KvLayout { num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 }.layers(1),
         moe: None,
     }
 }

@@ -39,7 +39,7 @@ pub struct Loss {
 pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Result<Loss> {
     let (config, spec) = open(model)?;
     let decoder = spec.decoder();
-    let windows = windows(model, text, decoder.vocab_size, decoder.rope.max_position_embeddings)?;
+    let windows = windows(model, text, decoder.vocab_size, decoder.max_position_embeddings())?;
     let model = load(model, &config, spec.as_ref())?;
     let reference = reference.map(|dir| open_reference(dir, decoder.vocab_size)).transpose()?;
     let mut ex = Exec::cpu();
@@ -85,7 +85,7 @@ fn open_reference(dir: &Path, vocab: usize) -> Result<Box<dyn CausalLm>> {
 /// The logarithms of the probabilities that the model gives each id behind each token of a window.
 fn log_probabilities(model: &dyn CausalLm, window: &[u32], ex: &mut Exec) -> Result<Vec<Vec<f64>>> {
     let blocks: Vec<u32> = (0..window.len().div_ceil(BLOCK) as u32).collect();
-    let mut cache = KvCache::new_on(ex.device(), model.info().kv, blocks.len(), BLOCK)?;
+    let mut cache = KvCache::new_on(ex.device(), &model.info().states, blocks.len(), BLOCK)?;
     let sequence = SequenceStep {
         token_ids: window,
         start: 0,

@@ -58,7 +58,7 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         activation: config.activation()?,
         rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-        rope,
+        rope: vec![rope; is_sparse.len()],
         moe: router.map(|router| MoeConfig {
             router,
             intermediate_size,

@@ -5,7 +5,7 @@ use candle_nn::VarBuilder;
 use model_runtime::config::limits;
 use model_runtime::{
     AttentionConfig, Config, ConfigError, DecoderConfig, Geometry, GeometryError, GroupedQueryModel,
-    KvLayout, MlaForm, QkNorm, TensorLayout,
+    LayerStates, MlaForm, QkNorm, TensorLayout,
 };
 use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
 use moe_layer::MoePath;
@@ -54,13 +54,13 @@ impl ModelSpec for GroupedQuerySpec {
         self.model.layout(geometry, has)
     }
 
-    fn kv_layout(
+    fn states(
         &self,
         geometry: &Geometry,
         _: Option<MlaForm>,
         dtype: DType,
-    ) -> Result<KvLayout, GeometryError> {
-        self.model.kv_layout(geometry, dtype)
+    ) -> Result<LayerStates, GeometryError> {
+        self.model.states(geometry, dtype)
     }
 
     fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle_core::Result<LoadedModel> {

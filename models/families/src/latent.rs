@@ -3,7 +3,7 @@
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use model_runtime::{
-    Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, KvLayout, MlaAttention, MlaConfig,
+    Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, LayerStates, MlaAttention, MlaConfig,
     MlaForm, MlaNames, TensorLayout,
 };
 use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
@@ -52,8 +52,7 @@ impl LatentSpec {
         let heads = context.geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
         let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
         let part = whole.with_heads(heads.len());
-        let kv = self.kv_layout(&context.geometry, Some(mla), vb.dtype())?;
-        Decoder::load(&self.decoder, options, kv, vb, |_, vb| {
+        Decoder::load(&self.decoder, options, vb, |_, vb| {
             let attention = MlaAttention::load_on(part.clone(), self.decoder.names.latent, vb, context)?;
             Ok(attention.with_row_parallel(ranks.clone()))
         })
@@ -85,15 +84,15 @@ impl ModelSpec for LatentSpec {
         self.decoder.layout(geometry, has, |_, prefix, list| attention(&self.attention, names, prefix, list))
     }
 
-    fn kv_layout(
+    fn states(
         &self,
         geometry: &Geometry,
         mla: Option<MlaForm>,
         dtype: DType,
-    ) -> Result<KvLayout, GeometryError> {
+    ) -> Result<LayerStates, GeometryError> {
         let whole = self.mla(mla.unwrap_or_default());
         let heads = geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
-        Ok(whole.with_heads(heads.len()).kv_layout(self.decoder.num_layers(), dtype))
+        Ok(whole.with_heads(heads.len()).kv_layout(dtype).layers(self.decoder.num_layers()))
     }
 
     fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle::Result<LoadedModel> {

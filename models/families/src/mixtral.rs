@@ -55,7 +55,7 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         activation: config.activation()?,
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-        rope,
+        rope: vec![rope; layers],
         moe: Some(MoeConfig { router: config.router()?, intermediate_size, shared_intermediate_size: 0 }),
         is_sparse: vec![true; layers],
     };
@@ -76,7 +76,7 @@ mod tests {
         let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[31]);
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (32, 8, 128));
         assert_eq!((attention.sliding_window, attention.rms_norm_eps), (None, 1e-5));
-        assert_eq!((decoder.rope.theta, decoder.rope.max_position_embeddings), (1e6, 131_072));
+        assert_eq!((decoder.rope[0].theta, decoder.rope[0].max_position_embeddings), (1e6, 131_072));
         let moe = decoder.moe.as_ref().unwrap();
         assert_eq!((moe.router.num_experts, moe.router.top_k, moe.intermediate_size), (8, 2, 14336));
         assert!(moe.router.renormalize && decoder.is_sparse == [true; 32]);
@@ -92,9 +92,9 @@ mod tests {
             (attention.sliding_window, attention.num_kv_heads, attention.head_dim),
             (Some(4096), 16, 256)
         );
-        assert_eq!(spec.model.decoder.rope.theta, 5e5);
+        assert_eq!(spec.model.decoder.rope[0].theta, 5e5);
         let null = parse(r#"{"model_type": "mixtral", "sliding_window": null, "rope_theta": 1e4}"#).unwrap();
-        assert_eq!((null.model.attention[0].sliding_window, null.model.decoder.rope.theta), (None, 1e4));
+        assert_eq!((null.model.attention[0].sliding_window, null.model.decoder.rope[0].theta), (None, 1e4));
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         activation: config.activation()?,
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-        rope: RopeConfig::from_config(config, head_dim, positions)?,
+        rope: vec![RopeConfig::from_config(config, head_dim, positions)?; layers],
         moe: Some(MoeConfig { router: config.router()?, intermediate_size, shared_intermediate_size: 0 }),
         is_sparse: vec![true; layers],
     };
@@ -86,7 +86,7 @@ mod tests {
         let moe = decoder.moe.as_ref().unwrap();
         assert_eq!((moe.router.num_experts, moe.router.top_k, moe.intermediate_size), (64, 8, 2048));
         assert!(!moe.router.renormalize && decoder.is_sparse == [true; 16]);
-        assert_eq!((decoder.rope.theta, decoder.vocab_size), (1e4, 50304));
+        assert_eq!((decoder.rope[15].theta, decoder.vocab_size), (1e4, 50304));
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     };
     let positions = config.size_or(&["max_position_embeddings"], 32768, limits::POSITIONS)?;
     config.size_or(&["num_experts", "num_local_experts"], 128, limits::EXPERTS)?;
+    let rope = RopeConfig::from_config(config, attention.head_dim, positions)?;
+    let is_sparse = sparse_layers(config)?;
     let decoder = DecoderConfig {
         names: TensorNames::USUAL,
         vocab_size: config.size_or(&["vocab_size"], 151936, limits::VOCAB)?,
@@ -43,13 +45,13 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         activation: config.activation()?,
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-        rope: RopeConfig::from_config(config, attention.head_dim, positions)?,
+        rope: vec![rope; is_sparse.len()],
         moe: Some(MoeConfig {
             router: config.router()?,
             intermediate_size: width("moe_intermediate_size", 768)?,
             shared_intermediate_size: 0,
         }),
-        is_sparse: sparse_layers(config)?,
+        is_sparse,
     };
     GroupedQuerySpec::new(config, decoder, attention, NO_MLA)
 }

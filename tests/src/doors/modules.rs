@@ -56,16 +56,10 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
         qk_norm: Some((case.weight(&[dim], 1.)?, case.weight(&[dim], 1.)?)),
     };
     let attention = Attention::new(config, weights)?;
-    let layout = KvLayout {
-        num_layers: 1,
-        num_kv_heads: kv_heads,
-        head_dim: dim,
-        value_dim: Some(dim),
-        dtype: case.dtype,
-    };
+    let layout = KvLayout { num_kv_heads: kv_heads, head_dim: dim, value_dim: Some(dim), dtype: case.dtype };
     let (block_size, ids) = (16, vec![0; tokens]);
     let blocks: Vec<u32> = (0..tokens.div_ceil(block_size) as u32).rev().collect();
-    let mut cache = KvCache::new_on(&case.device, layout, blocks.len().max(1), block_size)?;
+    let mut cache = KvCache::new_on(&case.device, &layout.layers(1), blocks.len().max(1), block_size)?;
     let rope = RopeConfig { theta: 1e4, dim, max_position_embeddings: 512, scaling: RopeScaling::Default };
     let (rope, kv) = (Rope::new(rope), cache.layer_mut(0)?);
     let mut outputs = Vec::new();

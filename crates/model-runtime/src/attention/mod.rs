@@ -27,7 +27,7 @@ use load::Held;
 use ranks::HeadRanks;
 
 use crate::decoder::{OUTPUT, OUTPUT_ADD, SelfAttention, linear_stage, plain};
-use crate::kv_cache::KvLayer;
+use crate::kv_cache::{KvLayer, LayerState};
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
 
@@ -118,6 +118,10 @@ impl SelfAttention for Attention {
         let (rows, hidden) = (self.config.qkv_rows(), self.config.hidden_size);
         let (qkv, o) = (self.weights.qkv.packed(isa, rows)?, self.weights.o.packed(isa, hidden)?);
         Ok(Self { weights: Held { qkv, o, ..self.weights }, ..self })
+    }
+
+    fn state(&self) -> LayerState {
+        LayerState::Paged(self.config.kv_layout(self.weights.qkv.dtype()))
     }
 
     fn defer_sum(&mut self) -> bool {

@@ -42,18 +42,10 @@ impl AttentionConfig {
         Ok(Self { num_heads: heads.heads.len(), num_kv_heads: heads.kv_heads.len(), ..self.clone() })
     }
 
-    /// What the rank of `geometry` caches of a token in layers like this one, `num_layers` in all.
-    ///
-    /// # Errors
-    /// Heads that the geometry cannot cut.
-    pub fn kv_layout(
-        &self,
-        num_layers: usize,
-        geometry: &Geometry,
-        dtype: DType,
-    ) -> std::result::Result<KvLayout, GeometryError> {
-        let AttentionConfig { num_kv_heads, head_dim, .. } = self.part(geometry)?;
-        Ok(KvLayout { num_layers, num_kv_heads, head_dim, value_dim: Some(head_dim), dtype })
+    /// What a layer with these heads caches of a token.
+    pub fn kv_layout(&self, dtype: DType) -> KvLayout {
+        let Self { num_kv_heads, head_dim, .. } = *self;
+        KvLayout { num_kv_heads, head_dim, value_dim: Some(head_dim), dtype }
     }
 
     /// Adds the layer's tensors, which are under `prefix`, to a list.

@@ -22,8 +22,8 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Whether the vocabulary projection is the embedding.
     pub tie_word_embeddings: bool,
-    /// Rotary embedding.
-    pub rope: RopeConfig,
+    /// Rotary embedding of each layer, first layer first.
+    pub rope: Vec<RopeConfig>,
     /// Experts of sparse layers; `None` for a dense model.
     pub moe: Option<MoeConfig>,
     /// Per layer: whether it has experts. Without `moe`, none has.
@@ -54,6 +54,16 @@ impl DecoderConfig {
     /// Number of layers.
     pub fn num_layers(&self) -> usize {
         self.is_sparse.len()
+    }
+
+    /// The longest sequence that the positions of all layers are made for.
+    pub fn max_context_len(&self) -> usize {
+        self.rope.iter().map(RopeConfig::max_context_len).min().unwrap_or_default()
+    }
+
+    /// The longest sequence that all layers were trained for, as the config declares it.
+    pub fn max_position_embeddings(&self) -> usize {
+        self.rope.iter().map(|rope| rope.max_position_embeddings).min().unwrap_or_default()
     }
 
     /// The sparse layers, ascending.

@@ -1,6 +1,6 @@
 //! Decoders whose layers all have grouped-query attention: what is left to a family of models is to read its config.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 use candle_nn::VarBuilder;
 use moe_comm::{Geometry, GeometryError};
 use moe_layer::BackendSelection;
@@ -8,10 +8,9 @@ use moe_layer::BackendSelection;
 use super::{Decoder, DecoderConfig, DecoderOptions};
 use crate::attention::{Attention, AttentionConfig};
 use crate::checkpoint::TensorLayout;
-use crate::kv_cache::KvLayout;
+use crate::kv_cache::{LayerState, LayerStates};
 
-/// A decoder with the attention of each of its layers, which counts the heads of all ranks. The layers have the same KV heads of
-/// the same size; windows, biases and norms may differ.
+/// A decoder with the attention of each of its layers, which counts the heads of all ranks.
 #[derive(Clone, Debug)]
 pub struct GroupedQueryModel {
     /// The decoder around the attention.
@@ -43,60 +42,41 @@ impl GroupedQueryModel {
         })
     }
 
-    /// What the rank of `geometry` caches of a token, in this dtype.
+    /// What the layers keep of a sequence on the rank of `geometry`, in this dtype.
     ///
     /// # Errors
     /// Heads that the geometry cannot cut.
-    pub fn kv_layout(
+    pub fn states(
         &self,
         geometry: &Geometry,
         dtype: DType,
-    ) -> std::result::Result<KvLayout, GeometryError> {
-        let num_layers = self.decoder.num_layers();
-        match self.attention.first() {
-            Some(attention) => attention.kv_layout(num_layers, geometry, dtype),
-            None => Ok(KvLayout { num_layers, num_kv_heads: 0, head_dim: 0, value_dim: Some(0), dtype }),
-        }
+    ) -> std::result::Result<LayerStates, GeometryError> {
+        self.attention
+            .iter()
+            .map(|attention| Ok(LayerState::Paged(attention.part(geometry)?.kv_layout(dtype))))
+            .collect()
     }
 
     /// Loads the model, or one rank's part of it; `vb` is at the root of the checkpoint, has the model dtype and shows the
     /// rank's slices. The oracle's choice of expert backend comes along, unless there was none to make.
     ///
     /// # Errors
-    /// A list of attention layers of another length than the decoder's, or with KV heads that differ; any error of
-    /// [`Decoder::load`].
+    /// A list of attention layers of another length than the decoder's; any error of [`Decoder::load`].
     pub fn load(
         &self,
         options: &DecoderOptions,
         vb: VarBuilder,
     ) -> Result<(Decoder<Attention>, Option<BackendSelection>)> {
-        self.check()?;
-        let (names, context) = (self.decoder.names.grouped_query, options.context);
-        let kv = self.kv_layout(&context.geometry, vb.dtype())?;
-        Decoder::load(&self.decoder, options, kv, vb, |layer, vb| {
-            Attention::load_part(&self.attention[layer], names, vb, context)
-        })
-    }
-
-    fn check(&self) -> Result<()> {
-        let layers = self.decoder.num_layers();
+        let (layers, names, context) =
+            (self.decoder.num_layers(), self.decoder.names.grouped_query, options.context);
         if self.attention.len() != layers {
-            candle_core::bail!(
+            bail!(
                 "grouped-query attention: expected a config for each of {layers} layers, got {}",
                 self.attention.len()
             )
         }
-        let kv = |attention: &AttentionConfig| (attention.num_kv_heads, attention.head_dim);
-        let differs = self.attention.windows(2).position(|pair| kv(&pair[0]) != kv(&pair[1]));
-        if let Some(layer) = differs {
-            let ((heads, dim), (other_heads, other_dim)) =
-                (kv(&self.attention[layer]), kv(&self.attention[layer + 1]));
-            candle_core::bail!(
-                "grouped-query attention: expected the KV heads of layer {layer}, {heads} of {dim} values, in layer {} too, \
-                 got {other_heads} of {other_dim}: one KV cache holds all layers",
-                layer + 1
-            )
-        }
-        Ok(())
+        Decoder::load(&self.decoder, options, vb, |layer, vb| {
+            Attention::load_part(&self.attention[layer], names, vb, context)
+        })
     }
 }

@@ -5,7 +5,7 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use candle_core::{Error, Result, bail};
+use candle_core::{DType, Error, Result, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::QuantScheme;
 use moe_layer::{
@@ -15,10 +15,11 @@ use moe_layer::{
 
 use super::layout::{DENSE, SHARED, WITH_SHARED};
 use super::{Decoder, DecoderConfig, DecoderLayer, Mlp, MoeConfig, SelfAttention};
-use crate::kv_cache::KvLayout;
+use crate::config::RopeConfig;
+use crate::kv_cache::LayerStates;
 use crate::layers::{Embedding, LmHead, RmsNorm};
 use crate::model::{ModelInfo, MoeInfo};
-use crate::rope::Rope;
+use crate::rope::LayerRopes;
 use crate::vocab::VocabParallel;
 
 /// How a decoder is loaded.
@@ -65,18 +66,25 @@ impl DecoderOptions<'_> {
 
 impl<A: SelfAttention> Decoder<A> {
     /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
-    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, by its number, which
-    /// caches rows as `kv` says. The oracle's choice comes along, unless there was none to make.
+    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, by its number. The
+    /// oracle's choice comes along, unless there was none to make.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut; any error of the expert path.
+    /// Rotary settings of another number of layers; missing or wrongly shaped tensors; sizes that the geometry cannot cut; any
+    /// error of the expert path.
     pub fn load(
         config: &DecoderConfig,
         options: &DecoderOptions,
-        kv: KvLayout,
         vb: VarBuilder,
         attention: impl Fn(usize, VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
+        if config.rope.len() != config.num_layers() {
+            bail!(
+                "rotary embedding: expected settings for each of {} layers, got {}",
+                config.num_layers(),
+                config.rope.len()
+            )
+        }
         let (h, eps, names) = (config.hidden_size, config.rms_norm_eps, &config.names);
         let offload = options.offload(config, &vb)?;
         let context = &BlockContext { offload, names: names.matrices, ..options.context.clone() };
@@ -110,19 +118,19 @@ impl<A: SelfAttention> Decoder<A> {
         // whole first, so one is loaded at a time, to need room there for only one.
         let together = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), if together { LOADING } else { 1 }, load)?;
-        let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
+        let (layers, chosen): (Vec<DecoderLayer<A>>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::tied(&embedding),
             false => LmHead::load_on(held, h, vb.pp(names.lm_head), context)?.packed(context.cpu_isa)?,
         };
-        let rope = Rope::new(config.rope.clone());
+        let states = layers.iter().map(|layer| layer.attention.state()).collect();
         let decoder = Self {
-            info: config.info(kv),
+            info: config.info(vb.dtype(), states),
             embedding: embedding.with_vocab_parallel(vocab.clone()),
             layers,
             norm: RmsNorm::load(h, eps, vb.pp(names.norm))?,
             lm_head: lm_head.with_vocab_parallel(vocab),
-            rope,
+            ropes: LayerRopes::new(&config.rope),
             sums,
             ends_few: context.geometry.world_size == 1 && vb.device().is_cpu(),
         };
@@ -237,7 +245,7 @@ impl MlpLoader<'_> {
 }
 
 impl DecoderConfig {
-    fn info(&self, kv: KvLayout) -> ModelInfo {
+    fn info(&self, dtype: DType, states: LayerStates) -> ModelInfo {
         let moe = |moe: &MoeConfig| MoeInfo {
             layers: self.moe_layers(),
             num_experts: moe.router.num_experts,
@@ -247,9 +255,10 @@ impl DecoderConfig {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             num_layers: self.num_layers(),
-            max_context_len: self.rope.max_context_len(),
-            keys_depend_on_prompt_len: self.rope.depends_on_prompt_len(),
-            kv,
+            max_context_len: self.max_context_len(),
+            keys_depend_on_prompt_len: self.rope.iter().any(RopeConfig::depends_on_prompt_len),
+            dtype,
+            states,
             moe: self.moe.as_ref().filter(|_| self.is_sparse.contains(&true)).map(moe),
         }
     }

@@ -24,10 +24,10 @@ use moe_kernels::{
 use moe_layer::{GatedMlp, PlacedExperts, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
-use crate::kv_cache::{KvCache, KvLayer};
+use crate::kv_cache::{KvCache, KvLayer, LayerState};
 use crate::layers::{Embedding, LmHead, RmsNorm};
 use crate::model::{CausalLm, LogitsOut, ModelInfo, Observe, Observer, Scorer};
-use crate::rope::{Rope, RopeRows};
+use crate::rope::{LayerRopes, RopeRows};
 use crate::run::SCORED_PIECE;
 use crate::step::StepViews;
 
@@ -53,6 +53,9 @@ pub trait SelfAttention: Send + Sync {
         let _ = isa;
         Ok(self)
     }
+
+    /// What the layer keeps of a sequence between two steps.
+    fn state(&self) -> LayerState;
 
     /// Memory for the rows `dims` [T, H] that [`forward_into`](Self::forward_into) reads in such a step, in the model dtype
     /// `dtype` or as its first product takes them.
@@ -171,7 +174,7 @@ pub struct Decoder<A> {
     layers: Vec<DecoderLayer<A>>,
     norm: RmsNorm,
     lm_head: LmHead,
-    rope: Rope,
+    ropes: LayerRopes,
     /// The ranks that share each token, where norms add their sums.
     sums: Option<Arc<dyn Communicator>>,
     /// Whether the last layer computes its MLP for the rows alone whose logits are wanted: on the CPU, where a row has the same bits
@@ -265,11 +268,11 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         ex: &mut Exec,
     ) -> Result<()> {
         let dims = [step.num_tokens(), self.info.hidden_size];
-        let dtype = self.info.kv.dtype;
+        let dtype = self.info.dtype;
         let mut observe = Observe(observer);
         let shared = !context.whole_residual && self.shares_residual(dims[0]).is_ok();
         let mut residual = Residual::new(&dims, dtype, self.sums.as_deref(), shared, ex)?;
-        let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
+        let ropes = self.ropes.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.stream.view_mut(), ex)?;
         observe.hidden(0, residual.stream.view(), ex)?;
         let observed = observe.asks().or(context.asks_of_router());
@@ -278,7 +281,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             let _span = trace_span!("layer", layer = index).entered();
             ex.mark("layer", index)?;
             let form = layer.choose(&shape, &ex.machine());
-            residual.attention(layer, form, (step, &rope), kv.layer_mut(index)?, ex)?;
+            residual.attention(layer, form, (step, ropes.layer(index)?), kv.layer_mut(index)?, ex)?;
             let next = match self.layers.get(index + 1) {
                 Some(layer) => (&layer.input_norm, Some(&layer.attention)),
                 None => (&self.norm, None),

@@ -144,7 +144,7 @@ impl<A> Decoder<A> {
         if self.layers.iter().any(|layer| layer.deferred != [true; 2]) {
             return Err(Reason::Part { part: "a sum over ranks that is not left to the norm" });
         }
-        ranks.shares_residual(rows, self.info.hidden_size, self.info.kv.dtype).map_err(Reason::NoGain)
+        ranks.shares_residual(rows, self.info.hidden_size, self.info.dtype).map_err(Reason::NoGain)
     }
 }
 

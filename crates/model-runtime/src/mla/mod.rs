@@ -28,7 +28,7 @@ use attend::Source;
 
 use crate::attention::Lock;
 use crate::decoder::SelfAttention;
-use crate::kv_cache::{KvLayer, KvLayout};
+use crate::kv_cache::{KvLayer, KvLayout, LayerState};
 use crate::rope::RopeRows;
 use crate::step::StepViews;
 use projections::{Down, Projection, Up};
@@ -88,14 +88,14 @@ impl MlaConfig {
         Self { num_heads, ..self }
     }
 
-    /// The KV cache that `num_layers` layers of this form fill.
-    pub fn kv_layout(&self, num_layers: usize, dtype: DType) -> KvLayout {
+    /// What a layer of this form caches of a token.
+    pub fn kv_layout(&self, dtype: DType) -> KvLayout {
         let rope = self.qk_rope_head_dim;
         let (num_kv_heads, head_dim, value_dim) = match self.form {
             MlaForm::Absorbed => (1, self.kv_lora_rank + rope, None),
             MlaForm::Naive => (self.num_heads, self.qk_nope_head_dim + rope, Some(self.v_head_dim)),
         };
-        KvLayout { num_layers, num_kv_heads, head_dim, value_dim, dtype }
+        KvLayout { num_kv_heads, head_dim, value_dim, dtype }
     }
 
     /// Rows of the matrix that makes queries.
@@ -233,6 +233,10 @@ impl SelfAttention for MlaAttention {
     fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
         let (down, o) = (self.down.packed(isa)?, self.o.packed(isa)?);
         Ok(Self { down, o, ..self })
+    }
+
+    fn state(&self) -> LayerState {
+        LayerState::Paged(self.config.kv_layout(self.o.weight.dtype()))
     }
 
     fn defer_sum(&mut self) -> bool {

@@ -138,8 +138,8 @@ proptest! {
         let (attention, weights) = layer(&config).unwrap();
         let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), 2 * half, 4096).unwrap();
         let rope = Rope::new(rope);
-        let layout = KvLayout { num_layers: 1, num_kv_heads: kv_heads, head_dim: 2 * half, value_dim: Some(2 * half), dtype: DType::F32 };
-        let mut kv = KvCache::new(layout, 200, block_size).unwrap();
+        let layout = KvLayout { num_kv_heads: kv_heads, head_dim: 2 * half, value_dim: Some(2 * half), dtype: DType::F32 };
+        let mut kv = KvCache::new(&layout.layers(1), 200, block_size).unwrap();
         let lens = [lens.0, lens.1];
         let inputs = [0, 1].map(|s| -> Vec<Vec<f32>> {
             (0..lens[s]).map(|i| pseudo(50 + 13 * s + 2 * i, hidden)).collect()

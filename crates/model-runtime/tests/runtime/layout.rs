@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor};
 use model_runtime::{
-    AttentionConfig, AttentionNames, BlockContext, Config, DecoderConfig, DecoderOptions, DummyWeights,
-    Geometry, GroupedQueryModel, MoeConfig, ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
+    AttentionConfig, AttentionNames, Config, DecoderConfig, DummyWeights, Geometry, MoeConfig,
+    ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
 };
-use moe_layer::{MoePath, RouterConfig};
+use moe_layer::RouterConfig;
 
 use crate::message;
 
@@ -22,7 +22,7 @@ fn config(shared: usize) -> DecoderConfig {
         activation: json.activation().unwrap(),
         rms_norm_eps: 1e-6,
         tie_word_embeddings: false,
-        rope: model_runtime::RopeConfig::from_config(&json, 4, 64).unwrap(),
+        rope: vec![model_runtime::RopeConfig::from_config(&json, 4, 64).unwrap(); 2],
         moe: Some(MoeConfig {
             router: RouterConfig::new(5, 2),
             intermediate_size: 8,
@@ -275,26 +275,8 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
             assert_eq!(held("a.k_norm.weight"), Some(kv_heads * d));
             let part = attention.part(&geometry).unwrap();
             assert_eq!((part.num_heads, part.num_kv_heads), (8 / tp, kv_heads));
-            let cached = attention.kv_layout(3, &geometry, DType::F32).unwrap();
-            assert_eq!((cached.num_layers, cached.num_kv_heads, cached.head_dim), (3, kv_heads, d));
+            let cached = part.kv_layout(DType::F32);
+            assert_eq!((cached.num_kv_heads, cached.head_dim), (kv_heads, d));
         }
     }
-}
-
-#[test]
-fn layers_of_different_caches_are_refused() {
-    let attention = crate::tiny::attention_config(None);
-    let other = AttentionConfig { head_dim: attention.head_dim * 2, ..attention.clone() };
-    let model = |layers| GroupedQueryModel { decoder: config(0), attention: layers };
-    let context = BlockContext::default();
-    let options =
-        DecoderOptions { path: MoePath::Fused, backend: None, context: &context, expert_offload: None };
-    let refused = |layers| {
-        let vb = candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu);
-        model(layers).load(&options, vb).err().unwrap().to_string()
-    };
-    let e = refused(vec![attention.clone(), other]);
-    assert!(e.contains("the KV heads of layer 0, 2 of 8 values, in layer 1 too, got 2 of 16"), "{e}");
-    let e = refused(vec![attention]);
-    assert!(e.contains("expected a config for each of 2 layers, got 1"), "{e}");
 }

@@ -4,6 +4,7 @@
 mod attention;
 mod checkpoint;
 mod config;
+mod differing;
 mod layers;
 mod layout;
 mod logprobs;

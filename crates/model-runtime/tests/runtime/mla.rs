@@ -160,7 +160,7 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
     let rope = Rope::new(
         RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), c.qk_rope_head_dim, 4096).unwrap(),
     );
-    let mut kv = KvCache::new(c.kv_layout(1, xs.dtype()), len.div_ceil(block_size) + 1, block_size)?;
+    let mut kv = KvCache::new(&c.kv_layout(xs.dtype()).layers(1), len.div_ceil(block_size) + 1, block_size)?;
     let blocks: Vec<u32> = (0..len.div_ceil(block_size) as u32).rev().collect();
     let (ids, mut out, mut ex) = (vec![0u32; len], Vec::new(), Exec::cpu());
     for start in (0..len).step_by(chunk) {
@@ -298,22 +298,16 @@ fn the_absorbed_cache_holds_one_latent_row() -> Result<()> {
         v_head_dim: 128,
         ..config()
     };
-    let layout = v2.kv_layout(60, DType::BF16);
-    assert_eq!(layout.bytes_per_token()?, 60 * 2 * (512 + 64));
-    let mut kv = KvCache::new(v2.kv_layout(1, DType::BF16), 3, 16)?;
+    let layout = v2.kv_layout(DType::BF16);
+    assert_eq!(layout.layers(60).bytes_per_token()?, 60 * 2 * (512 + 64));
+    let mut kv = KvCache::new(&layout.layers(1), 3, 16)?;
     let layer = kv.layer_mut(0)?;
     assert_eq!((layer.k().dims(), layer.v().dims()), (&[3, 1, 16, 576][..], &[3, 1, 16, 576][..]));
     assert!(layer.kv_mut().1.is_none(), "values have no memory of their own");
-    let naive = MlaConfig { form: MlaForm::Naive, ..v2 }.kv_layout(60, DType::BF16);
-    let want = KvLayout {
-        num_layers: 60,
-        num_kv_heads: 128,
-        head_dim: 192,
-        value_dim: Some(128),
-        dtype: DType::BF16,
-    };
+    let naive = MlaConfig { form: MlaForm::Naive, ..v2 }.kv_layout(DType::BF16);
+    let want = KvLayout { num_kv_heads: 128, head_dim: 192, value_dim: Some(128), dtype: DType::BF16 };
     assert_eq!(naive, want);
-    assert_eq!(naive.bytes_per_token()?, 60 * 128 * 2 * (192 + 128));
+    assert_eq!(naive.layers(60).bytes_per_token()?, 60 * 128 * 2 * (192 + 128));
     Ok(())
 }
 

@@ -32,7 +32,7 @@ fn teacher_forced(
     ex: &mut Exec,
     mut seen: Option<&mut Seen>,
 ) -> Result<Vec<f32>> {
-    let mut kv = KvCache::new(model.info().kv, 20, 8)?;
+    let mut kv = KvCache::new(&model.info().states, 20, 8)?;
     let blocks: Vec<u32> = (0..20).rev().collect();
     let mut logits = Vec::new();
     let mut start = 0;

@@ -131,15 +131,15 @@ proptest! {
     }
 }
 
-const LAYOUT: KvLayout =
-    KvLayout { num_layers: 3, num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype: DType::BF16 };
+const LAYOUT: KvLayout = KvLayout { num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype: DType::BF16 };
 
 #[test]
 fn the_cache_is_sized_by_blocks_or_by_bytes() -> Result<()> {
     // 2 (k and v) x 3 layers x 2 heads x 8 x 2 bytes.
-    assert_eq!(LAYOUT.bytes_per_token()?, 192);
-    assert_eq!((LAYOUT.blocks_in(192 * 16 * 5 + 191, 16)?, LAYOUT.blocks_in(3071, 16)?), (5, 0));
-    let mut kv = KvCache::new(LAYOUT, 5, 16)?;
+    let states = LAYOUT.layers(3);
+    assert_eq!(states.bytes_per_token()?, 192);
+    assert_eq!((states.blocks_in(192 * 16 * 5 + 191, 16)?, states.blocks_in(3071, 16)?), (5, 0));
+    let mut kv = KvCache::new(&states, 5, 16)?;
     assert_eq!((kv.num_blocks(), kv.block_size()), (5, 16));
     let layer = kv.layer_mut(2)?;
     assert_eq!((layer.k().dims(), layer.v().dtype()), (&[5, 2, 16, 8][..], DType::BF16));
@@ -149,12 +149,15 @@ fn the_cache_is_sized_by_blocks_or_by_bytes() -> Result<()> {
 
 #[test]
 fn absurd_caches_are_refused_before_allocation() {
-    assert!(message(KvCache::new(LAYOUT, 0, 16)).contains("at least one block"));
-    assert!(message(KvCache::new(LAYOUT, 1, 0)).contains("at least one block"));
-    assert!(message(KvCache::new(LAYOUT, usize::MAX, 16)).contains("32-bit slot numbers"));
-    assert!(message(KvCache::new(LAYOUT, 1 << 28, 16)).contains("32-bit slot numbers"));
-    let huge = KvLayout { num_layers: 1 << 20, head_dim: 1 << 22, ..LAYOUT };
-    assert!(message(KvCache::new(huge, 1 << 20, 16)).contains("overflows"));
+    let states = LAYOUT.layers(3);
+    assert!(message(KvCache::new(&states, 0, 16)).contains("at least one block"));
+    assert!(message(KvCache::new(&states, 1, 0)).contains("at least one block"));
+    assert!(message(KvCache::new(&states, usize::MAX, 16)).contains("32-bit slot numbers"));
+    assert!(message(KvCache::new(&states, 1 << 28, 16)).contains("32-bit slot numbers"));
+    let huge = KvLayout { head_dim: 1 << 22, ..LAYOUT }.layers(1 << 20);
+    assert!(message(KvCache::new(&huge, 1 << 20, 16)).contains("overflows"));
+    let wide = KvLayout { head_dim: usize::MAX / 8, ..LAYOUT }.layers(3);
+    assert!(message(wide.bytes_per_token()).contains("3 layers"));
     assert!(message(KvLayout { head_dim: usize::MAX, ..LAYOUT }.bytes_per_token()).contains("overflows"));
-    assert!(message(LAYOUT.blocks_in(100, 0)).contains("no valid size"));
+    assert!(message(states.blocks_in(100, 0)).contains("no valid size"));
 }

@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
-    LmHead, LogitsOut, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, SelfAttention, StepContext,
-    StepViews, TensorSpec,
+    Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, LmHead,
+    LogitsOut, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, SelfAttention, StepContext, StepViews,
+    TensorSpec,
 };
 use moe_kernels::{add_into, embedding_into};
 
@@ -71,7 +71,8 @@ impl Tiny {
                 num_layers: LAYERS,
                 max_context_len: rope.max_context_len(),
                 keys_depend_on_prompt_len: rope.depends_on_prompt_len(),
-                kv: KvLayout { num_layers: LAYERS, num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype },
+                dtype,
+                states: attention_config(window).kv_layout(dtype).layers(LAYERS),
                 moe: None,
             },
             rope: Rope::new(rope),
@@ -101,7 +102,7 @@ impl CausalLm for Tiny {
         _: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (t, dtype) = (step.num_tokens(), self.info.kv.dtype);
+        let (t, dtype) = (step.num_tokens(), self.info.dtype);
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         let mut hidden = ex.scratch(dtype, &[t, HIDDEN])?;
         let mut normed = ex.scratch(dtype, &[t, HIDDEN])?;

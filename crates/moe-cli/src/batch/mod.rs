@@ -106,7 +106,7 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     let chat = options::chat_files(&args.answer.chat, &session)?;
     let answer = args.answer.chat.answer_form(chat.as_ref(), false);
     let parser = parser(args, &session, tokenizer.clone(), answer, engine.max_model_len())?;
-    let dtype = session.model.info().kv.dtype.as_str();
+    let dtype = session.model.info().dtype.as_str();
     journal.begin(&Settings::new(&parser, chat.as_ref(), dtype)?)?;
     if journal.records > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);

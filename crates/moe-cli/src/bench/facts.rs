@@ -30,7 +30,7 @@ pub fn facts(args: &BenchArgs, session: &Session) -> Value {
         "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
         "cpu_isa": session.ex.isa().name(),
         "num_threads": session.ex.num_threads(),
-        "dtype": session.model.info().kv.dtype.as_str(),
+        "dtype": session.model.info().dtype.as_str(),
         "commit": COMMIT,
     })
 }

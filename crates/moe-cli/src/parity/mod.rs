@@ -32,7 +32,7 @@ pub fn check_reference(reference: &Path, config: &Config) -> Result<()> {
 pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<Report> {
     let info = model.info();
     let reference = Reference::read(reference, &Sizes::of(info))?;
-    let dtype = info.kv.dtype;
+    let dtype = info.dtype;
     let rules = Rules::new(dtype, matches!(ex.device(), Device::Cpu), reference.bf16_noise);
 
     let count = reference.generated.as_ref().map_or(0, |(count, _)| *count);

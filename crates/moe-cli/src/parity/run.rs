@@ -54,7 +54,7 @@ impl Sequences {
     fn new(model: &dyn CausalLm, batch: usize, tokens: usize, ex: &Exec) -> Result<Self> {
         let per_sequence = tokens.div_ceil(BLOCK_SIZE);
         let mut allocator = BlockAllocator::new(batch * per_sequence)?;
-        let kv = KvCache::new_on(ex.device(), model.info().kv, batch * per_sequence, BLOCK_SIZE)?;
+        let kv = KvCache::new_on(ex.device(), &model.info().states, batch * per_sequence, BLOCK_SIZE)?;
         let mut blocks = Vec::new();
         for _ in 0..batch {
             let mut table = SequenceBlocks::new();

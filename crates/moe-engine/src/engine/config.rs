@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-use model_runtime::{Exec, KvLayout, ModelInfo};
+use model_runtime::{Exec, LayerStates, ModelInfo};
 use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -91,7 +91,7 @@ impl EngineConfig {
     /// step, a chunk of a long prompt makes them again for all chunks before it, so that chunks are longer.
     pub fn for_model(ex: &Exec, info: &ModelInfo) -> Self {
         let default = Self::for_device(ex);
-        match ex.is_cuda() && info.kv.value_dim.is_none() {
+        match ex.is_cuda() && info.states.have_latent_rows() {
             true => Self { max_num_batched_tokens: 16384, ..default },
             false => default,
         }
@@ -124,7 +124,7 @@ impl EngineConfig {
     /// can use at once. `budget` is what it may take without `kv_cache_memory`.
     pub(crate) fn capacity(
         &self,
-        kv: &KvLayout,
+        states: &LayerStates,
         max_context_len: usize,
         free: Option<u64>,
         budget: usize,
@@ -134,8 +134,8 @@ impl EngineConfig {
         let budget = self.kv_cache_memory.unwrap_or(budget);
         // Slot numbers are 32 bits wide.
         let addressable = (u32::MAX as usize - 1) / self.block_size;
-        let num_blocks = useful.min(kv.blocks_in(budget, self.block_size)?).min(addressable);
-        let block_bytes = kv.bytes_per_token()? * self.block_size;
+        let num_blocks = useful.min(states.blocks_in(budget, self.block_size)?).min(addressable);
+        let block_bytes = states.bytes_per_token()? * self.block_size;
         ensure!(
             num_blocks > 0,
             "a KV cache of {budget} bytes holds no block: one of {} tokens needs {block_bytes} bytes; raise \

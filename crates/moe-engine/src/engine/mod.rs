@@ -150,21 +150,21 @@ impl<'m> Engine<'m> {
         let info = model.info();
         let (free, most) = config.free_and_budget(&ex)?;
         let bad_words = tokenizer.clone().map(|tokenizer| BadWordLists::new(tokenizer, info.vocab_size));
-        let capacity = config.capacity(&info.kv, info.max_context_len, free, budget.unwrap_or(most))?;
+        let capacity = config.capacity(&info.states, info.max_context_len, free, budget.unwrap_or(most))?;
         capacity.warn_if_cut();
         let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
-        let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
+        let mut kv = KvCache::new_on(ex.device(), &info.states, num_blocks, config.block_size)?;
         kv.commit(&ex)?;
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
-            mixed: match ex.is_cuda() && info.kv.value_dim.is_some() {
+            mixed: match ex.is_cuda() && !info.states.have_latent_rows() {
                 true => MixedLimit::gpu(config.max_num_seqs),
                 false => MixedLimit::NONE,
             },
             policy: config.scheduling_policy,
             block_size: config.block_size,
-            prefix_caching: config.enable_prefix_caching,
+            prefix_caching: config.enable_prefix_caching && info.states.share_prefixes(),
             prefix_by_prompt_len: info.keys_depend_on_prompt_len,
         };
         let scheduler = Scheduler::new(limits, num_blocks)?;

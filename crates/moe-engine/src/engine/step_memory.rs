@@ -35,7 +35,7 @@ pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -
     ex.synchronize()?;
     let info = model.info();
     let (free, budget) = config.free_and_budget(ex)?;
-    let capacity = config.capacity(&info.kv, info.max_context_len, free, budget)?;
+    let capacity = config.capacity(&info.states, info.max_context_len, free, budget)?;
     Ok(free.is_some_and(|free| capacity.bytes as u64 > free / 2))
 }
 
@@ -45,11 +45,11 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
     let info = model.info();
     ex.synchronize()?;
     let (free, most) = config.free_and_budget(ex)?;
-    let longest = config.capacity(&info.kv, info.max_context_len, free, most)?.max_model_len;
-    let mut kv = KvCache::new_on(ex.device(), info.kv, 1, config.block_size)?;
+    let longest = config.capacity(&info.states, info.max_context_len, free, most)?.max_model_len;
+    let mut kv = KvCache::new_on(ex.device(), &info.states, 1, config.block_size)?;
     kv.commit(ex)?;
     let rows = config.max_num_batched_tokens;
-    let step = largest(rows, longest, info.vocab_size, info.kv.value_dim.is_none(), config)?;
+    let step = largest(rows, longest, info.vocab_size, info.states.have_latent_rows(), config)?;
     run(model, &step, &mut kv, ex).with_context(|| {
         format!(
             "the largest step, of {rows} rows, which says how much memory the KV cache may take, failed; if memory ran out, lower \

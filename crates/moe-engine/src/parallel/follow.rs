@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use candle_core::{Result, bail};
-use model_runtime::kv_cache::KvLayout;
+use model_runtime::LayerStates;
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, run_step};
 use moe_comm::Messages;
 
@@ -91,7 +91,7 @@ impl Follower {
 
     fn run(&mut self, message: &StepMessage) -> Result<()> {
         let mut context = message.context();
-        let (sizes, layout) = (message.cache, self.model.info().kv);
+        let sizes = message.cache;
         if self.cache.as_ref().is_none_or(|(id, _)| *id != sizes.id) {
             // The old cache goes before the new one is allocated.
             #[cfg(feature = "cuda")]
@@ -103,8 +103,9 @@ impl Follower {
             if sizes.num_blocks > 1 && !message.step.begins_all() {
                 bail!("a step goes on with sequences of which the new KV cache {} has nothing", sizes.id)
             }
-            check_memory(layout, sizes, &self.ex)?;
-            let kv = KvCache::new_on(self.ex.device(), layout, sizes.num_blocks, sizes.block_size)?;
+            let states = &self.model.info().states;
+            check_memory(states, sizes, &self.ex)?;
+            let kv = KvCache::new_on(self.ex.device(), states, sizes.num_blocks, sizes.block_size)?;
             self.cache = Some((sizes.id, kv));
         }
         let Some((_, kv)) = &mut self.cache else { bail!("a rank lost its KV cache") };
@@ -157,10 +158,10 @@ pub(super) fn read_message(message: &[u8], info: &ModelInfo) -> anyhow::Result<G
 }
 
 /// Fails where the host has no room for a KV cache of these sizes: memory that the system refuses ends the process.
-fn check_memory(layout: KvLayout, sizes: CacheSizes, ex: &Exec) -> Result<()> {
+fn check_memory(states: &LayerStates, sizes: CacheSizes, ex: &Exec) -> Result<()> {
     let CacheSizes { num_blocks, block_size, .. } = sizes;
     let slots = num_blocks.checked_mul(block_size);
-    let bytes = slots.and_then(|slots| layout.bytes_per_token().ok()?.checked_mul(slots));
+    let bytes = slots.and_then(|slots| states.bytes_per_token().ok()?.checked_mul(slots));
     match (bytes, host_memory()) {
         (Some(bytes), Some(free)) if ex.is_cuda() || bytes as u64 <= free => Ok(()),
         (Some(_), None) => Ok(()),
@@ -260,11 +261,11 @@ mod tests {
     #[test]
     fn a_thread_runs_the_same_steps_with_a_cache_of_the_same_size() {
         let ranks = group(None);
-        let layout = ranks.info().kv;
-        let mut kv = KvCache::new(layout, 2, 4).unwrap();
+        let states = &ranks.info().states;
+        let mut kv = KvCache::new(states, 2, 4).unwrap();
         assert_eq!(run(&ranks, &[1, 2], 1, &mut kv).unwrap(), 2.0 * (3.0 + 100.0 + 20_000.0 + 1e6));
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 20_000.0 + 2e6));
-        let mut kv = KvCache::new(layout, 3, 4).unwrap();
+        let mut kv = KvCache::new(states, 3, 4).unwrap();
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 30_000.0 + 2e6));
     }
 
@@ -278,7 +279,7 @@ mod tests {
         let panics: fn() -> Result<()> = || panic!("the disk is on fire");
         for fails in [panics, || bail!("the disk is on fire")] {
             let ranks = group(Some(fails));
-            let mut kv = KvCache::new(ranks.info().kv, 2, 4).unwrap();
+            let mut kv = KvCache::new(&ranks.info().states, 2, 4).unwrap();
             run(&ranks, &[1], 2, &mut kv).unwrap();
             let start = Instant::now();
             let error = run(&ranks, &[1], 3, &mut kv).unwrap_err().to_string();

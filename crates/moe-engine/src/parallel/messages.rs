@@ -73,7 +73,7 @@ mod tests {
             scored: &[],
         };
         let step = Step::new([sequence(&[9], 6, &[5, 2]), sequence(&[7, 8, 9], 1, &[3])], 4).unwrap();
-        let kv = KvCache::new(info().kv, 6, 4).unwrap();
+        let kv = KvCache::new(&info().states, 6, 4).unwrap();
         let replay = RoutedExperts::from_ids(4, 1, 2, vec![0, 1, 2, 3, u32::MAX, 0, 1, 0]).unwrap();
         let context = StepContext { replay: Some(Arc::new(replay)), step: 9, ..StepContext::default() };
         let sampling =
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn what_a_step_says_beside_its_rows_is_checked() {
         let step = Step::new([], 4).unwrap();
-        let kv = KvCache::new(info().kv, 6, 4).unwrap();
+        let kv = KvCache::new(&info().states, 6, 4).unwrap();
         let message = |alter: &dyn Fn(&mut StepMessage)| {
             let mut message = StepMessage::new(&step, None, &kv, &StepContext::default());
             alter(&mut message);

@@ -168,9 +168,8 @@ mod tests {
             scored: &[],
         };
         let step = Step::new([sequence], 2).unwrap();
-        let layout =
-            KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
-        let kv = KvCache::new(layout, 6, 2).unwrap();
+        let layout = KvLayout { num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
+        let kv = KvCache::new(&layout.layers(1), 6, 2).unwrap();
         let replay = RoutedExperts::from_ids(3, 2, 1, vec![0, 1, 2, 3, u32::MAX, 0]).unwrap();
         let context = StepContext {
             replay: Some(Arc::new(replay)),

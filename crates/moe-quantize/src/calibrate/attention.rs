@@ -59,10 +59,10 @@ fn run(
         scored: &[],
     };
     let step = Step::new([sequence], BLOCK)?;
-    let layout = KvLayout { num_layers: 1, ..kv };
+    let states = kv.layers(1);
     let mut outputs = Vec::new();
     for first in (0..x.dims()[0]).step_by(length) {
-        let mut cache = KvCache::new_on(&Device::Cpu, layout, blocks.len(), BLOCK)?;
+        let mut cache = KvCache::new_on(&Device::Cpu, &states, blocks.len(), BLOCK)?;
         let x = x.narrow(0, first, length)?;
         outputs.push(forward_rows(&x, hidden, DType::F32, |x, out, ex| {
             let step = step.views()?;

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{
-    Attention, AttentionConfig, DecoderConfig, KvLayout, MlaAttention, MlaConfig, MlaForm, RmsNorm,
+    Attention, AttentionConfig, DecoderConfig, MlaAttention, MlaConfig, MlaForm, RmsNorm, RopeConfig,
     TensorNames,
 };
 use moe_engine::{AttentionSpec, ModelSpec};
@@ -35,7 +35,7 @@ pub use text::windows;
 pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<()> {
     let decoder = source.model.decoder();
     let names = &decoder.names;
-    let context = decoder.rope.max_position_embeddings;
+    let context = decoder.max_position_embeddings();
     let windows = windows(&source.dir, &calibration.text, decoder.vocab_size, context)?;
     let (layers, others) = by_layer(std::mem::take(&mut job.items), names.layers);
     let (copied, head): (Items, Items) = others.into_iter().partition(|(item, _)| item.linears.is_empty());
@@ -118,14 +118,15 @@ fn attention(
     length: usize,
 ) -> Result<Tensor> {
     let decoder = model.decoder();
+    let rope = decoder.rope.get(index).context("the model has no rotary embedding for this layer")?;
     let x = norm(&layer.weights, decoder.names.input_norm, decoder.rms_norm_eps, hidden)?;
     let names = &decoder.names;
     let (attended, o) = match model.attention() {
         AttentionSpec::GroupedQuery(layers) => {
             let config = layers.get(index).context("the model has no attention for this layer")?;
-            (grouped_query(layer, config, decoder, &x, length)?, names.grouped_query.o)
+            (grouped_query(layer, config, decoder, rope, &x, length)?, names.grouped_query.o)
         }
-        AttentionSpec::Latent(config) => (latent(layer, config, decoder, &x, length)?, names.latent.o),
+        AttentionSpec::Latent(config) => (latent(layer, config, decoder, rope, &x, length)?, names.latent.o),
     };
     let o = below_attention(names, o);
     layer.quantise(&[o.as_str()], &attended)?;
@@ -142,22 +143,17 @@ fn grouped_query(
     layer: &mut Layer,
     config: &AttentionConfig,
     decoder: &DecoderConfig,
+    rope: &RopeConfig,
     x: &Tensor,
     length: usize,
 ) -> Result<Tensor> {
     let (below, names) = (|name: &str| below_attention(&decoder.names, name), decoder.names.grouped_query);
     let inputs = [names.q, names.k, names.v].map(below);
     layer.quantise(&inputs.each_ref().map(String::as_str), x)?;
-    let kv = KvLayout {
-        num_layers: 1,
-        num_kv_heads: config.num_kv_heads,
-        head_dim: config.head_dim,
-        value_dim: Some(config.head_dim),
-        dtype: DType::F32,
-    };
+    let kv = config.kv_layout(DType::F32);
     let probe = AttentionConfig { o_bias: false, ..config.clone() };
     let sizes = (config.hidden_size, config.num_heads * config.head_dim, length);
-    attention::attended(x, sizes, &decoder.rope, kv, |identity| {
+    attention::attended(x, sizes, rope, kv, |identity| {
         let mut weights = layer.weights.clone();
         weights.0.insert(format!("{}.weight", below(names.o)), identity);
         Ok(Attention::load(probe.clone(), names, weights.var_builder().pp(decoder.names.attention))?)
@@ -169,6 +165,7 @@ fn latent(
     layer: &mut Layer,
     config: &MlaConfig,
     decoder: &DecoderConfig,
+    rope: &RopeConfig,
     x: &Tensor,
     length: usize,
 ) -> Result<Tensor> {
@@ -187,8 +184,8 @@ fn latent(
     let low = norm(&layer.weights, &module(names.kv_a_norm), mla.norm_eps, &low)?;
     layer.quantise(&[kv_b.as_str()], &low)?;
     let (h, width) = (mla.hidden_size, mla.num_heads * mla.v_head_dim);
-    let kv = mla.kv_layout(1, DType::F32);
-    attention::attended(x, (h, width, length), &decoder.rope, kv, |identity| {
+    let kv = mla.kv_layout(DType::F32);
+    attention::attended(x, (h, width, length), rope, kv, |identity| {
         let mut weights = layer.weights.clone();
         weights.0.insert(format!("{}.weight", module(names.o)), identity);
         if mla.bias {

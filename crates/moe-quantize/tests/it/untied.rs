@@ -53,7 +53,7 @@ fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
 fn logits(model: &dyn CausalLm) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % SHAPE.0 as u32).collect();
     let mut ex = Exec::cpu();
-    let mut cache = KvCache::new_on(ex.device(), model.info().kv, 1, 64).unwrap();
+    let mut cache = KvCache::new_on(ex.device(), &model.info().states, 1, 64).unwrap();
     let sequence = SequenceStep {
         token_ids: &ids,
         start: 0,

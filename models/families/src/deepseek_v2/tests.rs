@@ -50,7 +50,7 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
     );
     let router = &decoder.moe.as_ref().unwrap().router;
     assert_eq!((router.top_k, router.renormalize, &router.selection), (6, false, &RouterSelection::TopK));
-    assert_eq!((decoder.rope.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
+    assert_eq!((decoder.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
     assert!(lite.ignored_by_transformers.is_empty());
     // 192^-1/2 times (0.1 * 0.707 * ln 40 + 1)^2.
     assert!((lite.attention.softmax_scale - 0.114_721_386).abs() < 1e-8, "{}", lite.attention.softmax_scale);
@@ -68,7 +68,8 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
     let router = &v2.decoder.moe.as_ref().unwrap().router;
     assert_eq!(router.selection, RouterSelection::Grouped { num_expert_group: 8, topk_group: 3 });
     assert_eq!(router.routed_scaling_factor, 16.0);
-    let kv = |form| v2.mla(form).kv_layout(v2.decoder.num_layers(), DType::BF16).bytes_per_token().unwrap();
+    let kv =
+        |form| v2.mla(form).kv_layout(DType::BF16).layers(v2.decoder.num_layers()).bytes_per_token().unwrap();
     assert_eq!(kv(MlaForm::Absorbed), 60 * 2 * (512 + 64));
     assert_eq!(kv(MlaForm::Naive), 60 * 2 * 128 * (128 + 64 + 128));
 }
@@ -218,7 +219,7 @@ proptest! {
         prop_assert!(scale.is_finite() && scale > 0.0, "{scale}");
         let layers = config.decoder.num_layers();
         for form in [MlaForm::Absorbed, MlaForm::Naive] {
-            prop_assert!(config.mla(form).kv_layout(layers, DType::F32).bytes_per_token().is_ok());
+            prop_assert!(config.mla(form).kv_layout(DType::F32).layers(layers).bytes_per_token().is_ok());
         }
         if layers * config.decoder.num_experts().max(1) <= 4096 {
             let count = |packed| tensors(&config, packed).len();

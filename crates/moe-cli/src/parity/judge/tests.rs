@@ -14,7 +14,8 @@ fn info() -> ModelInfo {
         num_layers: 2,
         max_context_len: 8,
         keys_depend_on_prompt_len: false,
-        kv: KvLayout { num_layers: 2, num_kv_heads: 1, head_dim: 2, value_dim: Some(2), dtype: DType::F32 },
+        dtype: DType::F32,
+        states: KvLayout { num_kv_heads: 1, head_dim: 2, value_dim: Some(2), dtype: DType::F32 }.layers(2),
         moe: Some(MoeInfo { layers: vec![1], num_experts: 4, top_k: 2 }),
     }
 }
