@@ -60,14 +60,15 @@ impl Rope {
             }
             RopeScaling::Yarn(yarn) => (yarn_inv_freq(&config, yarn), yarn.attention_factor as f32),
         };
+        let inv_freq = padded(inv_freq, &config);
         Self { config, inv_freq, attention_factor }
     }
 
-    /// Inverse frequencies, [D/2], for rows of a sequence of `rope_len` tokens.
+    /// Inverse frequencies, [D/2], those of dimensions that are not rotated 0, for rows of a sequence of `rope_len` tokens.
     pub fn inv_freq(&self, rope_len: u32) -> std::borrow::Cow<'_, [f32]> {
         match self.config.scaling {
             RopeScaling::Dynamic { factor } if rope_len as usize > self.config.max_position_embeddings => {
-                dynamic_inv_freq(&self.config, factor, rope_len).into()
+                padded(dynamic_inv_freq(&self.config, factor, rope_len), &self.config).into()
             }
             _ => (&self.inv_freq).into(),
         }
@@ -77,7 +78,7 @@ impl Rope {
     ///
     /// `positions` and `rope_len` are `[T]` u32 (`rope_len` as described in the module).
     pub fn rows(&self, positions: View, rope_len: View, ex: &mut Exec) -> Result<RopeRows> {
-        let dims = [positions.elem_count(), self.config.dim / 2];
+        let dims = [positions.elem_count(), self.config.head_dim / 2];
         let mut rows = RopeRows { cos: ex.scratch(DType::F32, &dims)?, sin: ex.scratch(DType::F32, &dims)? };
         self.rows_into(positions, rope_len, rows.cos.view_mut(), rows.sin.view_mut(), ex)?;
         Ok(rows)
@@ -92,7 +93,7 @@ impl Rope {
         mut sin: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (t, half) = (positions.elem_count(), self.config.dim / 2);
+        let (t, half) = (positions.elem_count(), self.config.head_dim / 2);
         expect_dims("rope", "positions", &positions, &[t])?;
         expect_dims("rope", "rope_len", &rope_len, &[t])?;
         for (name, out) in [("cos", &cos), ("sin", &sin)] {
@@ -190,6 +191,12 @@ impl LayerRopeRows<'_> {
             }
         }
     }
+}
+
+/// The frequencies of a whole head: dimensions that are not rotated have the angle 0, a cosine of 1 and a sine of 0.
+fn padded(mut inv_freq: Vec<f32>, config: &RopeConfig) -> Vec<f32> {
+    inv_freq.resize(config.head_dim / 2, 0.0);
+    inv_freq
 }
 
 /// A power with one rounding to f32, as close to torch's f32 `pow` as one can state.

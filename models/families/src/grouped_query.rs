@@ -73,6 +73,33 @@ impl ModelSpec for GroupedQuerySpec {
     }
 }
 
+/// Which layers see a window of positions alone, by `layer_types`; `None` without that list.
+///
+/// # Errors
+/// A list of another length than `layers`, or of other types.
+pub(crate) fn sliding_layers(config: &Config, layers: usize) -> Result<Option<Vec<bool>>, ConfigError> {
+    if !config.has("layer_types") {
+        return Ok(None);
+    }
+    let types = config.strings(&["layer_types"])?;
+    if types.len() != layers {
+        return Err(config.invalid(
+            "layer_types",
+            &format!("a type for each of {layers} layers"),
+            types.len(),
+        ));
+    }
+    let is_sliding = |kind: &str| match kind {
+        "sliding_attention" => Ok(true),
+        "full_attention" => Ok(false),
+        other => Err(config.unsupported(
+            format!("a layer of type {other:?}"),
+            "; supported are full_attention and sliding_attention",
+        )),
+    };
+    types.into_iter().map(is_sliding).collect::<Result<_, _>>().map(Some)
+}
+
 /// Defaults of a family's sizes.
 pub(crate) struct Sizes {
     pub hidden_size: usize,
@@ -82,8 +109,8 @@ pub(crate) struct Sizes {
     pub rms_norm_eps: f64,
 }
 
-/// Attention of the config's sizes, without biases, norms or a window; the size of a head is the hidden size over the
-/// number of heads where the config does not say it.
+/// Attention of the config's sizes, without biases, norms or a window, whose heads are rotated as a whole; the size of a
+/// head is the hidden size over the number of heads where the config does not say it.
 ///
 /// # Errors
 /// Sizes that do not divide; an odd size of a head.
@@ -107,6 +134,7 @@ pub(crate) fn attention(config: &Config, defaults: &Sizes) -> Result<AttentionCo
         num_heads,
         num_kv_heads,
         head_dim,
+        rotary_dim: head_dim,
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,

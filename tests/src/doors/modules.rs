@@ -40,6 +40,7 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
         num_heads: heads,
         num_kv_heads: kv_heads,
         head_dim: dim,
+        rotary_dim: dim,
         qkv_bias: false,
         o_bias: true,
         qk_norm: QkNorm::PerHead,
@@ -60,7 +61,13 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
     let (block_size, ids) = (16, vec![0; tokens]);
     let blocks: Vec<u32> = (0..tokens.div_ceil(block_size) as u32).rev().collect();
     let mut cache = KvCache::new_on(&case.device, &layout.layers(1), blocks.len().max(1), block_size)?;
-    let rope = RopeConfig { theta: 1e4, dim, max_position_embeddings: 512, scaling: RopeScaling::Default };
+    let rope = RopeConfig {
+        theta: 1e4,
+        dim,
+        head_dim: dim,
+        max_position_embeddings: 512,
+        scaling: RopeScaling::Default,
+    };
     let (rope, kv) = (Rope::new(rope), cache.layer_mut(0)?);
     let mut outputs = Vec::new();
     for rows in [0..tokens.saturating_sub(1), tokens.saturating_sub(1)..tokens] {

@@ -28,6 +28,8 @@ pub struct AttentionConfig {
     pub num_kv_heads: usize,
     /// Dimensions of a head D; even.
     pub head_dim: usize,
+    /// Dimensions of a head that are rotated, the first ones: D or less; even.
+    pub rotary_dim: usize,
     /// Whether q, k and v have biases.
     pub qkv_bias: bool,
     /// Whether the output product has a bias.
@@ -70,7 +72,7 @@ impl AttentionConfig {
     }
 }
 
-/// The weights of an attention layer; all in the model dtype.
+/// The weights of an attention layer, in the order of a checkpoint; all in the model dtype.
 #[derive(Clone, Debug)]
 pub struct AttentionWeights {
     /// Rows of q, then k, then v: [(Hq + 2 Hkv) * D, H].
@@ -109,6 +111,10 @@ impl AttentionConfig {
         }
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!("attention: expected an even head_dim, got {head_dim}")
+        }
+        let rotary_dim = self.rotary_dim;
+        if rotary_dim == 0 || rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {
+            bail!("attention: expected an even rotary_dim from 2 to head_dim = {head_dim}, got {rotary_dim}")
         }
         if self.sliding_window == Some(0) {
             bail!("attention: expected a sliding window of at least 1, got 0")

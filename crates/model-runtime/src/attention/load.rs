@@ -2,10 +2,11 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use moe_kernels::Weight;
 use moe_kernels::names::AttentionNames;
 use moe_kernels::quant::QuantUse;
+use moe_kernels::{QuantScheme, Weight};
 use moe_layer::{BlockContext, load_packed, load_weight};
+use tracing::warn;
 
 use super::{Attention, AttentionConfig, AttentionWeights};
 
@@ -22,8 +23,17 @@ pub(super) struct Held {
 impl Attention {
     /// From weights whose shapes match the config.
     pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
+        config.check()?;
         let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
-        Self::of(config, Held { qkv: Weight::new(qkv)?, qkv_bias, o: Weight::new(o)?, o_bias, qk_norm })
+        let heads = config.query_key_heads();
+        let weights = Held {
+            qkv: Weight::new(config.in_rotated_order(qkv, heads)?)?,
+            qkv_bias: qkv_bias.map(|bias| config.in_rotated_order(bias, heads)).transpose()?,
+            o: Weight::new(o)?,
+            o_bias,
+            qk_norm: qk_norm.map(|norms| config.norms_in_rotated_order(norms)).transpose()?,
+        };
+        Self::of(config, weights)
     }
 
     fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
@@ -95,16 +105,44 @@ impl Attention {
         let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
         let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
         let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));
+        let heads = config.query_key_heads();
+        let in_order = |tensor: Tensor| config.in_rotated_order(tensor, heads);
         let weights = Held {
-            qkv: load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
-            qkv_bias: config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?,
+            qkv: match config.rotary_dim < d {
+                true => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
+                false => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+            },
+            qkv_bias: config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?,
             o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
             o_bias: config.o_bias.then(|| vb.get(h, &format!("{}.bias", names.o))).transpose()?,
             qk_norm: match config.norm_widths() {
-                Some([q, k]) => Some((norm(names.q_norm, q)?, norm(names.k_norm, k)?)),
+                Some([q, k]) => {
+                    Some(config.norms_in_rotated_order((norm(names.q_norm, q)?, norm(names.k_norm, k)?))?)
+                }
                 None => None,
             },
         };
         Self::of(config, weights)
     }
+}
+
+/// The rows of `modules` under each other as floats: where their order changes, quantised rows are not kept as they are.
+fn load_floats(
+    vb: &VarBuilder,
+    modules: &[(&str, usize)],
+    columns: usize,
+    context: &BlockContext,
+) -> Result<Tensor> {
+    if let Some(source) = &context.quant {
+        for (module, _) in modules {
+            let name = format!("{}.{module}", vb.prefix());
+            if source.scheme(&name)? != QuantScheme::None {
+                warn!(
+                    "{name} is loaded as floats: a part of each head is rotated, so its rows change their order"
+                );
+            }
+        }
+    }
+    let parts: Vec<_> = modules.iter().map(|(module, rows)| (format!("{module}.weight"), *rows)).collect();
+    load_packed(vb, &parts, &[columns])
 }

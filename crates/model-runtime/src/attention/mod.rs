@@ -6,6 +6,7 @@
 
 mod config;
 mod load;
+mod partial;
 mod ranks;
 
 use candle_core::{DType, Result, Tensor, bail};

@@ -21,8 +21,10 @@ const DEFAULT_THETA: f64 = 10_000.0;
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Rotated dimensions of a head, D; even.
+    /// Rotated dimensions of a head, the first ones; even.
     pub dim: usize,
+    /// Dimensions of a head that rows have cosines and sines for, D; those after `dim` keep their values.
+    pub head_dim: usize,
     /// `max_position_embeddings` of the config.
     pub max_position_embeddings: usize,
     /// How positions beyond the original context are handled.
@@ -71,18 +73,43 @@ pub fn yarn_mscale(scale: f64, mscale: f64) -> f64 {
 }
 
 impl RopeConfig {
-    /// Reads the RoPE settings of a config for heads with `dim` rotated dimensions.
+    /// Reads the RoPE settings of a config for heads of which all `head_dim` dimensions are rotated.
+    ///
+    /// # Errors
+    /// Values out of bounds; scaling of another type; a `partial_rotary_factor`.
     pub fn from_config(
         config: &Config,
-        dim: usize,
+        head_dim: usize,
         max_position_embeddings: usize,
     ) -> Result<Self, ConfigError> {
-        if dim == 0 || !dim.is_multiple_of(2) {
-            return Err(config.invalid("head_dim", "an even number of rotated dimensions", dim));
+        let rope = Self::partial_from_config(config, head_dim, max_position_embeddings, 1.0)?;
+        match rope.dim == head_dim {
+            true => Ok(rope),
+            false => Err(config.unsupported(
+                format!("partial_rotary_factor {}", rope.dim as f64 / head_dim as f64),
+                "; heads of this model are rotated as a whole",
+            )),
+        }
+    }
+
+    /// Reads the RoPE settings of a config for heads of which a part is rotated: the `partial_rotary_factor` of their
+    /// `head_dim` dimensions, which is `factor` if the config has none.
+    ///
+    /// # Errors
+    /// As [`from_config`](Self::from_config); an odd number of rotated dimensions, or more than there are; a part with
+    /// scaling that changes with the prompt, or that multiplies cosines and sines.
+    pub fn partial_from_config(
+        config: &Config,
+        head_dim: usize,
+        max_position_embeddings: usize,
+        factor: f64,
+    ) -> Result<Self, ConfigError> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            return Err(config.invalid("head_dim", "an even number of rotated dimensions", head_dim));
         }
         let scaling = Self::section(config)?;
         let mut theta = config.positive_float_or(&["rope_theta"], DEFAULT_THETA)?;
-        let mut rotary = config.positive_float_or(&["partial_rotary_factor"], 1.0)?;
+        let mut rotary = config.positive_float_or(&["partial_rotary_factor"], factor)?;
         let mut kind = RopeScaling::Default;
         if let Some(section) = &scaling {
             if section.object().values().any(Value::is_object) {
@@ -92,8 +119,20 @@ impl RopeConfig {
             rotary = section.positive_float_or(&["partial_rotary_factor"], rotary)?;
             kind = scaling_kind(config, section, max_position_embeddings)?;
         }
-        if rotary != 1.0 {
-            return Err(config.unsupported(format!("partial_rotary_factor {rotary}"), ""));
+        let dim = (head_dim as f64 * rotary) as usize;
+        if rotary > 1.0 || dim == 0 || !dim.is_multiple_of(2) {
+            let expected =
+                format!("the share of {head_dim} dimensions of a head that is an even number of them");
+            return Err(config.invalid("partial_rotary_factor", &expected, rotary));
+        }
+        // Cosines and sines of what is not rotated are those of the angle 0, unscaled.
+        let scales = match &kind {
+            RopeScaling::Dynamic { .. } => Some("dynamic RoPE"),
+            RopeScaling::Yarn(yarn) if yarn.attention_factor != 1.0 => Some("YaRN with an attention factor"),
+            _ => None,
+        };
+        if let Some(scales) = scales.filter(|_| dim < head_dim) {
+            return Err(config.unsupported(format!("{scales} for a part of each head"), ""));
         }
         match kind {
             _ if !(1.0..=LARGEST_THETA).contains(&theta) => {
@@ -105,7 +144,7 @@ impl RopeConfig {
             RopeScaling::Yarn(_) if theta <= 1.0 => {
                 Err(config.invalid("rope_theta", "a number above 1 for YaRN", theta))
             }
-            scaling => Ok(Self { theta, dim, max_position_embeddings, scaling }),
+            scaling => Ok(Self { theta, dim, head_dim, max_position_embeddings, scaling }),
         }
     }
 

@@ -75,6 +75,16 @@ impl GroupedQueryModel {
                 self.attention.len()
             )
         }
+        let rotary = self
+            .attention
+            .iter()
+            .zip(&self.decoder.rope)
+            .map(|(layer, rope)| ([layer.rotary_dim, layer.head_dim], [rope.dim, rope.head_dim]));
+        if let Some((layer, (wanted, got))) = rotary.enumerate().find(|(_, (wanted, got))| wanted != got) {
+            bail!(
+                "rotary embedding of layer {layer}: expected [rotated dimensions, dimensions of a head] {wanted:?}, got {got:?}"
+            )
+        }
         Decoder::load(&self.decoder, options, vb, |layer, vb| {
             Attention::load_part(&self.attention[layer], names, vb, context)
         })

@@ -71,15 +71,15 @@ fn normed(x: Vec<f64>, weight: &[f32], eps: f64) -> Vec<f64> {
     x.chunks(weight.len()).flat_map(part).collect()
 }
 
-/// Rotation of one head at a position.
-fn head(x: &[f64], position: usize) -> Vec<f64> {
-    let d = x.len();
+/// Rotation of the first `d` dimensions of one head at a position.
+fn head(x: &[f64], position: usize, d: usize) -> Vec<f64> {
     (0..d)
         .map(|i| {
             let angle = position as f64 / 10000f64.powf((i % (d / 2)) as f64 * 2.0 / d as f64);
             let other = if i < d / 2 { -x[i + d / 2] } else { x[i - d / 2] };
             x[i] * angle.cos() + other * angle.sin()
         })
+        .chain(x[d..].iter().copied())
         .collect()
 }
 
@@ -95,7 +95,7 @@ fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f
             Some(weight) => normed(project(x, name), weight, config.rms_norm_eps),
             None => project(x, name),
         };
-        projected.chunks(d).map(|h| head(h, position)).collect()
+        projected.chunks(d).map(|h| head(h, position, config.rotary_dim)).collect()
     };
     let keys: Vec<_> = x.iter().enumerate().map(|(p, x)| heads(x, "k_proj", "k_norm", p)).collect();
     let values: Vec<Vec<f64>> = x.iter().map(|x| project(x, "v_proj")).collect();
@@ -124,7 +124,7 @@ proptest! {
     /// Two sequences, each cut into two parts, in one cache: every row equals the definition.
     #[test]
     fn equals_the_definition(
-        kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, hidden in 1usize..20,
+        kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, pairs in 1usize..6, hidden in 1usize..20,
         qkv_bias: bool, o_bias: bool,
         qk_norm in prop_oneof![Just(QkNorm::None), Just(QkNorm::PerHead), Just(QkNorm::AllHeads)],
         window in prop_oneof![Just(None), (1usize..80).prop_map(Some)],
@@ -133,11 +133,11 @@ proptest! {
     ) {
         let config = AttentionConfig {
             hidden_size: hidden, num_heads: kv_heads * group, num_kv_heads: kv_heads, head_dim: 2 * half,
-            qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
+            rotary_dim: 2 * pairs.min(half), qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
         };
         let (attention, weights) = layer(&config).unwrap();
         let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), 2 * half, 4096).unwrap();
-        let rope = Rope::new(rope);
+        let rope = Rope::new(RopeConfig { dim: config.rotary_dim, ..rope });
         let layout = KvLayout { num_kv_heads: kv_heads, head_dim: 2 * half, value_dim: Some(2 * half), dtype: DType::F32 };
         let mut kv = KvCache::new(&layout.layers(1), 200, block_size).unwrap();
         let lens = [lens.0, lens.1];
@@ -189,6 +189,8 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     assert!(
         message(load(AttentionConfig { head_dim: 7, ..config.clone() })).contains("even head_dim, got 7")
     );
+    let e = message(load(AttentionConfig { rotary_dim: 10, ..config.clone() }));
+    assert!(e.contains("an even rotary_dim from 2 to head_dim = 8, got 10"), "{e}");
     assert!(message(load(AttentionConfig { sliding_window: Some(0), ..config.clone() })).contains("window"));
 
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &CPU);

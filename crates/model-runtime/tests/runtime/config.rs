@@ -167,7 +167,8 @@ fn rope(text: &str) -> Result<RopeConfig, ConfigError> {
 
 #[test]
 fn rope_of_both_styles() {
-    let plain = |theta, scaling| RopeConfig { theta, dim: 16, max_position_embeddings: 64, scaling };
+    let plain =
+        |theta, scaling| RopeConfig { theta, dim: 16, head_dim: 16, max_position_embeddings: 64, scaling };
     assert_eq!(rope("{}").unwrap(), plain(1e4, RopeScaling::Default));
     assert_eq!(rope(r#"{"rope_theta": 1000000}"#).unwrap(), plain(1e6, RopeScaling::Default));
     assert_eq!(

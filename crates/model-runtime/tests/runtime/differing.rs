@@ -22,6 +22,7 @@ fn attention(heads: [usize; 3], sliding_window: Option<usize>) -> AttentionConfi
         num_heads,
         num_kv_heads,
         head_dim,
+        rotary_dim: if head_dim == 12 { 8 } else { head_dim },
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,
@@ -31,8 +32,8 @@ fn attention(heads: [usize; 3], sliding_window: Option<usize>) -> AttentionConfi
     }
 }
 
-fn rope(text: &str, dim: usize) -> RopeConfig {
-    RopeConfig::from_config(&Config::parse(text, "config.json").unwrap(), dim, 64).unwrap()
+fn rope(text: &str, head_dim: usize) -> RopeConfig {
+    RopeConfig::partial_from_config(&Config::parse(text, "config.json").unwrap(), head_dim, 64, 1.0).unwrap()
 }
 
 /// Three layers, of which the first and the last have the same rotary embedding.
@@ -40,7 +41,10 @@ fn model() -> GroupedQueryModel {
     let layers = [([4, 2, 8], None), ([2, 1, 12], Some(3)), ([6, 6, 8], Some(5))];
     let json = Config::parse(r#"{"hidden_act": "silu"}"#, "config.json").unwrap();
     let near = rope(r#"{"rope_theta": 100.0}"#, 8);
-    let far = rope(r#"{"rope_theta": 50000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}"#, 12);
+    let far = rope(
+        r#"{"rope_theta": 5e4, "partial_rotary_factor": 0.67, "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
+        12,
+    );
     let decoder = DecoderConfig {
         names: TensorNames::USUAL,
         vocab_size: VOCAB,
@@ -158,7 +162,7 @@ fn a_decoder_computes_what_its_layers_do() -> Result<()> {
 }
 
 #[test]
-fn a_model_with_settings_for_too_few_layers_is_refused() {
+fn settings_that_do_not_fit_the_layers_are_refused() {
     let refused = |model: GroupedQueryModel| {
         let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
         load(&model, vb).err().unwrap().to_string()
@@ -167,6 +171,10 @@ fn a_model_with_settings_for_too_few_layers_is_refused() {
     few.attention.pop();
     let e = refused(few);
     assert!(e.contains("expected a config for each of 3 layers, got 2"), "{e}");
+    let mut other = model();
+    other.decoder.rope.swap(0, 1);
+    let e = refused(other);
+    assert!(e.contains("rotary embedding of layer 0") && e.contains("[8, 8], got [8, 12]"), "{e}");
     let mut few = model();
     few.decoder.rope.pop();
     let e = refused(few);

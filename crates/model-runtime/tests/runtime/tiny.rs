@@ -19,6 +19,7 @@ pub fn attention_config(window: Option<usize>) -> AttentionConfig {
         num_heads: 4,
         num_kv_heads: 2,
         head_dim: 8,
+        rotary_dim: 8,
         qkv_bias: true,
         o_bias: false,
         qk_norm: QkNorm::PerHead,

@@ -1,0 +1,89 @@
+//! Heads of which only the first dimensions are rotated.
+//!
+//! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. Models that rotate R < D dimensions pair i with
+//! i + R/2. So the rows of q and of k are put in another order when they are loaded, in which the pairs are D/2 apart;
+//! pairs that are not rotated have a cosine of 1 and a sine of 0 ([`Rope`](crate::Rope)), which changes no bit of them.
+//! Both sides of a score are in the same order, and values keep theirs.
+
+use candle_core::{Result, Tensor};
+
+use super::{AttentionConfig, QkNorm};
+
+impl AttentionConfig {
+    /// Heads of q and of k.
+    pub(super) fn query_key_heads(&self) -> usize {
+        self.num_heads + self.num_kv_heads
+    }
+
+    /// `tensor` [rows, ..] with the rows of its first `heads` heads in the order in which kernels rotate them.
+    pub(super) fn in_rotated_order(&self, tensor: Tensor, heads: usize) -> Result<Tensor> {
+        if self.rotary_dim == self.head_dim {
+            return Ok(tensor);
+        }
+        let rows = tensor.dim(0)?;
+        let order = self.head_order();
+        let head = |head: usize| order.iter().map(move |dim| (head * self.head_dim + dim) as u32);
+        let of_heads = (0..heads).flat_map(head);
+        let order: Vec<u32> = of_heads.chain((heads * self.head_dim) as u32..rows as u32).collect();
+        tensor.index_select(&Tensor::new(order, tensor.device())?, 0)
+    }
+
+    /// Norm weights of q and of k in the order of their heads' dimensions.
+    pub(super) fn norms_in_rotated_order(&self, (q, k): (Tensor, Tensor)) -> Result<(Tensor, Tensor)> {
+        let [q_heads, k_heads] = match self.qk_norm {
+            QkNorm::AllHeads => [self.num_heads, self.num_kv_heads],
+            QkNorm::PerHead | QkNorm::None => [1, 1],
+        };
+        Ok((self.in_rotated_order(q, q_heads)?, self.in_rotated_order(k, k_heads)?))
+    }
+
+    /// The dimensions of a head, first those that are rotated forwards: of each pair the first one, then what is not
+    /// rotated to half of the head; then likewise the second ones and the rest.
+    fn head_order(&self) -> Vec<usize> {
+        let (pairs, half) = (self.rotary_dim / 2, self.head_dim / 2);
+        let kept = self.rotary_dim..self.head_dim;
+        let (first, second) = (0..pairs, pairs..self.rotary_dim);
+        let (before, after) = kept.clone().partition::<Vec<_>, _>(|dim| dim - kept.start < half - pairs);
+        first.chain(before).chain(second).chain(after).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn config(head_dim: usize, rotary_dim: usize) -> AttentionConfig {
+        AttentionConfig {
+            hidden_size: 4,
+            num_heads: 2,
+            num_kv_heads: 1,
+            head_dim,
+            rotary_dim,
+            qkv_bias: true,
+            o_bias: false,
+            qk_norm: QkNorm::None,
+            rms_norm_eps: 1e-6,
+            sliding_window: None,
+            softmax_scale: None,
+        }
+    }
+
+    #[test]
+    fn rotated_pairs_are_half_a_head_apart() {
+        assert_eq!(config(8, 4).head_order(), [0, 1, 4, 5, 2, 3, 6, 7]);
+        assert_eq!(config(8, 2).head_order(), [0, 2, 3, 4, 1, 5, 6, 7]);
+        assert_eq!(config(6, 4).head_order(), [0, 1, 4, 2, 3, 5]);
+        assert_eq!(config(6, 6).head_order(), [0, 1, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn values_keep_their_order() -> Result<()> {
+        let config = config(4, 2);
+        let rows = Tensor::arange(0u32, 16, &Device::Cpu)?;
+        let moved = config.in_rotated_order(rows, config.query_key_heads())?.to_vec1::<u32>()?;
+        assert_eq!(moved, [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 13, 14, 15]);
+        Ok(())
+    }
+}
