@@ -163,6 +163,8 @@ pub struct TensorNames {
     pub experts: &'static str,
     /// Shared experts, from the MLP; `None` for a family that has none.
     pub shared_experts: Option<&'static str>,
+    /// The gate whose sigmoid scales the shared experts' output for each token, from the MLP; `None`: it is added as it is.
+    pub shared_expert_gate: Option<&'static str>,
     /// Last norm, from the root.
     pub norm: &'static str,
     /// Vocabulary projection, from the root.
@@ -192,6 +194,7 @@ impl TensorNames {
         gate: "gate",
         experts: "experts",
         shared_experts: None,
+        shared_expert_gate: None,
         norm: "model.norm",
         lm_head: LM_HEAD,
         matrices: MlpNames::USUAL,

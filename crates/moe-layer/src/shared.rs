@@ -99,8 +99,15 @@ impl SharedExperts {
         mlp: VarBuilder,
         gate: Option<VarBuilder>,
     ) -> Result<Self> {
-        let mlp = GatedMlp::load(hidden_size, intermediate_size, activation, mlp)?;
-        let gate = gate.map(|vb| load_gate(hidden_size, &vb)).transpose()?;
+        Self::load_gated(GatedMlp::load(hidden_size, intermediate_size, activation, mlp)?, gate)
+    }
+
+    /// Around a loaded MLP, with the `weight` [1, H] of its gate under `gate`, if given.
+    ///
+    /// # Errors
+    /// A missing or wrongly shaped gate; a bias of the gate other than zero, which is not read.
+    pub fn load_gated(mlp: GatedMlp, gate: Option<VarBuilder>) -> Result<Self> {
+        let gate = gate.map(|vb| load_gate(mlp.hidden_size(), &vb)).transpose()?;
         Self::new(mlp, gate)
     }
 

@@ -187,7 +187,9 @@ fn linears(source: &TensorSpec, names: &TensorNames, base: Format, lm_head: bool
 
 fn is_linear(module: &str, names: &TensorNames, lm_head: bool) -> bool {
     match module.rsplit_once('.') {
-        Some((parent, last)) => is_in_layers(parent, names) && last != names.gate,
+        Some((parent, last)) => {
+            is_in_layers(parent, names) && last != names.gate && Some(last) != names.shared_expert_gate
+        }
         None => module == names.lm_head && lm_head,
     }
 }

@@ -72,10 +72,13 @@ impl DecoderConfig {
             |shared: &String| width > 0 || has(&format!("{shared}.{}.weight", names.matrices.down));
         if let Some(shared) = shared.as_ref().filter(|shared| is_there(shared)) {
             list.gated_mlp(shared, &names.matrices, SHARED, [h, width])?;
+            if let Some(gate) = names.shared_expert_gate {
+                list.whole(format!("{mlp}.{gate}.weight"), &[1, h]);
+            }
         }
         let (experts, packs) = (format!("{mlp}.{}", names.experts), format!("{mlp}.{WITH_SHARED}"));
         let packed = has(&format!("{experts}.{}", names.matrices.packed_gate_up));
-        let count = moe.shared_experts().filter(|count| *count > 0);
+        let count = moe.shared_experts().filter(|count| *count > 0 && names.shared_expert_gate.is_none());
         let shared = shared.as_deref().zip(count);
         let shared = shared.map(|(stored, count)| SharedPacks { count, stored, packs: &packs });
         list.experts(&experts, &names.matrices, packed, [e, h, moe.intermediate_size], shared)

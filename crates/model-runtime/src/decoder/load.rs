@@ -196,9 +196,11 @@ impl MlpLoader<'_> {
         let quantised = self.is_quantised(&vb.pp(names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
         let (count, place) = (moe.shared_experts(), (vb.dtype(), quantised, vb.device()));
         let fits = shared_fit_slots(count, path, self.options.backend, place, context);
-        let shown = fits.and_then(|count| match packs.contains_tensor("w13") {
-            true => Ok(count),
-            false => Err(Reason::Part { part: "shared experts that their source does not show in a pack" }),
+        let part = |part| Err(Reason::Part { part });
+        let shown = fits.and_then(|count| match names.shared_expert_gate {
+            Some(_) => part("shared experts with a gate of their own"),
+            None if packs.contains_tensor("w13") => Ok(count),
+            None => part("shared experts that their source does not show in a pack"),
         });
         let apart = match shown {
             Ok(count) => {
@@ -209,8 +211,8 @@ impl MlpLoader<'_> {
             Err(apart) => apart,
         };
         let shared = self.gated_mlp(SHARED, moe.shared_intermediate_size, vb.pp(name))?;
-        let shared =
-            SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
+        let shared = SharedExperts::load_gated(shared, names.shared_expert_gate.map(|gate| vb.pp(gate)))?
+            .with_stream(context.shared_experts_stream, Some(apart));
         let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(names.experts))?;
         Ok((Mlp::Sparse(Box::new(sparse.with_shared_experts(shared)?)), chosen))
     }

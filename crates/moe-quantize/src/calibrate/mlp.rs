@@ -45,6 +45,7 @@ struct Block {
     gate: String,
     experts: String,
     shared: Option<String>,
+    shared_gate: Option<String>,
 }
 
 impl Block {
@@ -53,7 +54,12 @@ impl Block {
         let mlp = names.sparse_mlp(|name| layer.weights.0.contains_key(name));
         let below = |name: &str| format!("{mlp}.{name}");
         let shared = names.shared_experts.filter(|_| moe.shared_intermediate_size > 0);
-        Self { gate: below(names.gate), experts: below(names.experts), shared: shared.map(below) }
+        Self {
+            gate: below(names.gate),
+            experts: below(names.experts),
+            shared: shared.map(below),
+            shared_gate: names.shared_expert_gate.map(below),
+        }
     }
 }
 
@@ -121,7 +127,8 @@ fn output(
     if let Some(shared) = &names.shared {
         let (hidden, activation) = (options.hidden_size, options.activation);
         let mlp = GatedMlp::load_on(hidden, shared_width, activation, vb.pp(shared), context)?;
-        block = block.with_shared_experts(SharedExperts::new(mlp, None)?)?;
+        let gate = names.shared_gate.as_ref().map(|gate| vb.pp(gate));
+        block = block.with_shared_experts(SharedExperts::load_gated(mlp, gate)?)?;
     }
     let rows = x.dims()[0];
     let part = |first: usize| Ok(block.forward(&x.narrow(0, first, ROWS.min(rows - first))?)?);
