@@ -5,16 +5,22 @@ from dataclasses import dataclass, field
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import deepseek_definition
@@ -148,11 +154,64 @@ OLMOE = Family(
     },
 )  # fmt: skip
 
+QWEN2_MOE = Family(
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    qwen2_moe.Qwen2MoeRotaryEmbedding,
+    qwen2_moe.Qwen2MoeSparseMoeBlock,
+    (
+        "architectures", "attention_dropout", "bos_token_id", "decoder_sparse_step",
+        "eos_token_id", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "layer_types", "max_position_embeddings", "max_window_layers", "mlp_only_layers",
+        "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
+        "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "output_router_logits", "qkv_bias", "rms_norm_eps", "rope_scaling", "rope_theta",
+        "router_aux_loss_coef", "shared_expert_intermediate_size", "sliding_window",
+        "tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window", "vocab_size",
+    ),
+    {
+        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": None,
+        "decoder_sparse_step": 1, "eos_token_id": None, "hidden_act": "silu",
+        "initializer_range": 0.02, "model_type": "qwen2_moe", "norm_topk_prob": False,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": 32768, "tie_word_embeddings": False,
+        "use_cache": True, "use_sliding_window": False,
+    },
+)  # fmt: skip
+
+GLM4_MOE = Family(
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    glm4_moe.Glm4MoeRotaryEmbedding,
+    glm4_moe.Glm4MoeMoE,
+    (
+        "architectures", "attention_bias", "attention_dropout", "pad_token_id", "bos_token_id",
+        "eos_token_id", "head_dim", "hidden_act", "hidden_size", "partial_rotary_factor",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "model_type",
+        "moe_intermediate_size", "norm_topk_prob", "num_attention_heads", "n_group", "topk_group",
+        "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "num_experts_per_tok",
+        "first_k_dense_replace", "num_hidden_layers", "num_key_value_heads",
+        "num_nextn_predict_layers", "rms_norm_eps", "rope_scaling", "rope_theta",
+        "tie_word_embeddings", "torch_dtype", "use_cache", "use_qk_norm", "vocab_size",
+    ),
+    {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "initializer_range": 0.02, "model_type": "glm4_moe", "n_group": 1,
+        "norm_topk_prob": True, "pad_token_id": None, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+        "use_cache": True, "use_qk_norm": False,
+    },
+)  # fmt: skip
+
 FAMILIES = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "qwen2_moe": QWEN2_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 deepseek_definition.install()

@@ -13,14 +13,22 @@ from make_reference import bf16_noise, greedy, reset_rope, teacher_force
 def kept_groups(logits, config):
     """The experts that group-limited routing may choose, as a boolean mask, and how clearly their
     groups are separated from the next; all experts where there are no groups."""
-    if getattr(config, "topk_method", "greedy") != "group_limited_greedy":
+    top_two = config.model_type == "glm4_moe" and config.n_group > 1
+    if not top_two and getattr(config, "topk_method", "greedy") != "group_limited_greedy":
         return torch.ones_like(logits, dtype=torch.bool), float("inf")
-    best = logits.unflatten(-1, (config.n_group, -1)).amax(-1)
+    groups = logits.unflatten(-1, (config.n_group, -1))
+    best = groups.topk(2).values.sum(-1) if top_two else groups.amax(-1)
     ordered = best.sort(-1, descending=True).values
     k = config.topk_group
     gap = (ordered[:, k - 1] - ordered[:, k]).min().item() if k < config.n_group else float("inf")
     groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(k).indices, True)
     return groups.repeat_interleave(logits.shape[-1] // config.n_group, -1), gap
+
+
+def choice_keys(model, layer, logits):
+    """What the router of a layer chooses by: its logits, or sigmoids of them plus the correction bias."""
+    bias = getattr(model.model.layers[layer].mlp.gate, "e_score_correction_bias", None)
+    return logits if bias is None else logits.sigmoid() + bias.float()
 
 
 def topk_sets(logits, config):
@@ -34,17 +42,20 @@ def topk_sets(logits, config):
     return chosen, gap
 
 
-def margins(f32, bf16, step_logits, config):
+def margins(f32, bf16, step_logits, model):
     """Smallest gaps of the f32 run, the experts that bf16 flips, and the bf16 error."""
+    config = model.config
     best = step_logits.topk(2).values
     token_gap = ((best[..., 0] - best[..., 1]) / step_logits.std(-1)).min().item()
     router_gap, flips = float("inf"), 0
     for name, logits in f32.items():
         if not name.startswith("router_logits."):
             continue
-        chosen, gap = topk_sets(logits, config)
+        layer = int(name.rsplit(".", 1)[1])
+        chosen, gap = topk_sets(choice_keys(model, layer, logits), config)
         router_gap = min(router_gap, gap)
-        flips += int((chosen != topk_sets(bf16[name], config)[0]).any(-1).sum())
+        in_bf16 = topk_sets(choice_keys(model, layer, bf16[name]), config)[0]
+        flips += int((chosen != in_bf16).any(-1).sum())
     return {
         "token_gap": token_gap,
         "router_gap": router_gap,
@@ -67,4 +78,4 @@ def measure(model, input_ids, generate):
     steps = greedy(model, input_ids, generate)[1]
     model.bfloat16()
     reset_rope(model)
-    return margins(f32, teacher_force(model, input_ids), steps, model.config)
+    return margins(f32, teacher_force(model, input_ids), steps, model)

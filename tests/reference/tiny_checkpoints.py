@@ -24,7 +24,12 @@ def build(config_values, dtype, seed):
         mean, std = weight_scale(name, parameter, config)
         values = torch.randn(parameter.shape, generator=generator) * std + mean
         parameter.data.copy_(values)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    # Published checkpoints store these in f32. They come last, so that they change no other family's weights.
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = torch.randn(buffer.shape, generator=generator) * 0.2
+    return model
 
 
 def weight_scale(name, parameter, config):

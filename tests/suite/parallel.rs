@@ -54,6 +54,12 @@ const MIXTRAL: [&str; 4] = ["mixtral", "mixtral-window", "mixtral-packed", "mixt
 const OLMOE: [&str; 5] =
     ["olmoe", "olmoe-grouped", "olmoe-attention-bias", "olmoe-packed", "olmoe-minimal-config"];
 
+/// Windows in some layers, and a shared expert with a gate.
+const QWEN2: [&str; 4] = ["qwen2", "qwen2-windows", "qwen2-layer-types", "qwen2-packed"];
+
+/// Heads of which a part is rotated, with biases, with norms and with a part of a quarter; a correction bias.
+const GLM4: [&str; 4] = ["glm4", "glm4-qk-norm", "glm4-quarter", "glm4-packed"];
+
 /// Every geometry, backend and chunk size in both dtypes, each on one of the models in turn.
 fn qwen(dtype: DType) -> Vec<Case> {
     let all =
@@ -132,6 +138,16 @@ fn norms_over_all_heads_and_names_of_another_scheme_give_the_bits_of_one_rank() 
     let models = [&MIXTRAL[..], &OLMOE].concat();
     let cases = over_ranks(&models);
     assert!(cases.iter().any(|case| case.parallel.tp == 4 && case.model == "olmoe-grouped"));
+    assert_eq!(check(&cases).len(), models.len());
+}
+
+#[test]
+fn windows_of_some_layers_and_heads_rotated_in_part_give_the_bits_of_one_rank() {
+    let models = [QWEN2, GLM4].concat();
+    let cases = over_ranks(&models);
+    assert!(
+        models.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))
+    );
     assert_eq!(check(&cases).len(), models.len());
 }
 

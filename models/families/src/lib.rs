@@ -3,10 +3,12 @@
 
 pub mod deepseek_v2;
 mod embedded;
+pub mod glm4_moe;
 pub mod grouped_query;
 pub mod latent;
 pub mod mixtral;
 pub mod olmoe;
+pub mod qwen2_moe;
 pub mod qwen3_moe;
 
 use moe_engine::{Families, ModelFamily};
@@ -14,7 +16,14 @@ use moe_engine::{Families, ModelFamily};
 pub use embedded::EMBEDDED;
 
 /// Every family, a row each. Examples of the program that runs all of them name a model of the first.
-pub const TABLE: &[ModelFamily] = &[qwen3_moe::FAMILY, deepseek_v2::FAMILY, mixtral::FAMILY, olmoe::FAMILY];
+pub const TABLE: &[ModelFamily] = &[
+    qwen3_moe::FAMILY,
+    deepseek_v2::FAMILY,
+    mixtral::FAMILY,
+    olmoe::FAMILY,
+    qwen2_moe::FAMILY,
+    glm4_moe::FAMILY,
+];
 
 /// The families of a program that runs all of them.
 pub const ALL: Families = Families { table: TABLE, only: None };

@@ -67,7 +67,7 @@ fn sliding_window(config: &Config) -> Result<Option<usize>, ConfigError> {
 }
 
 /// Which layers are sparse: every `decoder_sparse_step`-th, except `mlp_only_layers`.
-fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
+pub(crate) fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
     let layers = config.size_or(&["num_hidden_layers"], 24, limits::LAYERS)?;
     let step = config.size_or(&["decoder_sparse_step"], 1, limits::LAYERS)?;
     let dense = config.sizes(&["mlp_only_layers"], 0..=*limits::LAYERS.end())?;
