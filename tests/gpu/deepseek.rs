@@ -8,6 +8,7 @@ use model_runtime::{
 };
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
+use moe_kernels::plan::Stage;
 use moe_layer::{BlockContext, MoePath, PlanStep, SharedExpertsStream};
 use moe_tests::{Schedule, all_logits};
 
@@ -17,7 +18,7 @@ use crate::engine::{requests, run};
 type DeepseekV2 = Decoder<MlaAttention>;
 
 /// Small, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
-const CONFIG: &str = r#"{
+pub const CONFIG: &str = r#"{
     "model_type": "deepseek_v2", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 448,
     "moe_intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16,
     "kv_lora_rank": 512, "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -126,9 +127,9 @@ fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
 
 /// The names of the kernels of a decode step's sparse layers.
 fn kernels(model: &DeepseekV2, rows: usize) -> String {
-    let step = PlanStep { rows, one_row_each: true, observed: None };
-    let layers = model.plan(&step, &cuda().machine());
-    layers[1].mlp.iter().map(|stage| stage.kernel.as_str()).collect::<Vec<_>>().join(", ")
+    let layers = model.plan(&PlanStep::decode(rows), &cuda().machine());
+    let named = |stage: &Stage| format!("{} {}", stage.kernel, stage.note.as_deref().unwrap_or_default());
+    layers[1].mlp.iter().map(named).collect::<Vec<_>>().join(", ")
 }
 
 /// Every routing, and shared experts, in f32: the CPU's logits.

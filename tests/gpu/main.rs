@@ -16,6 +16,7 @@ mod engine;
 mod experts;
 mod fused;
 mod gates;
+mod explained;
 mod invariant;
 mod layer;
 mod load;

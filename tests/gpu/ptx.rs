@@ -75,13 +75,12 @@ fn an_engine_runs_on_the_kernels_of_its_plan() {
     let tokens = run(&mut engine, requests(9, 12));
     assert!(tokens.iter().all(|tokens| tokens.len() == 12) && tokens[0] != tokens[1], "{tokens:?}");
     let gpu = ex.machine().gpu.unwrap();
-    let kernels = |rows, one_row_each| -> Vec<String> {
-        let step = PlanStep { rows, one_row_each, observed: None };
+    let kernels = |step: PlanStep| -> Vec<String> {
         let layers = model.plan(&step, &ex.machine());
         let stages = layers.iter().flat_map(|layer| layer.attention.iter().chain(&layer.mlp));
         stages.map(|stage| stage.kernel.clone()).collect()
     };
-    let all = [kernels(1, true), kernels(64, true), kernels(600, false)].concat();
+    let all = [PlanStep::decode(1), PlanStep::decode(64), PlanStep::prompts(600)].map(kernels).concat();
     let products = all.iter().filter(|kernel| kernel.starts_with("any_")).count();
     match gpu.tuned {
         Some(_) => assert!(engine.num_graph_steps() > 0),

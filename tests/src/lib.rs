@@ -1,6 +1,7 @@
 //! Helpers shared by the cross-crate tests: fixtures, and running a model step by step.
 
 pub mod doors;
+pub mod explained;
 pub mod soak;
 
 use std::path::PathBuf;

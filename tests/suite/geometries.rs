@@ -9,7 +9,8 @@ use candle_core::{DType, Device, Result};
 use model_families::{ALL, EMBEDDED};
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, LogitsOut, MlaForm,
-    ModelInfo, Observer, RankView, Scorer, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, View,
+    ModelInfo, Observer, ParallelGroups, RankView, Scorer, StepContext, StepRanks, StepViews, TensorSlice,
+    TensorSpec, View,
 };
 use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm, ThreadComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -37,6 +38,10 @@ pub struct Case {
 impl Case {
     pub fn new(model: &'static str, dtype: DType, parallel: ParallelConfig) -> Self {
         Self { model, dtype, parallel, chunk: None, path: None, mla: None, backend: None }
+    }
+
+    fn chunked_moe(&self) -> ChunkedMoe {
+        self.chunk.and_then(NonZeroUsize::new).map(ChunkedMoe::of_size).unwrap_or_default()
     }
 
     fn options(&self, context: BlockContext) -> LoadOptions {
@@ -116,20 +121,39 @@ impl Origin {
         placements: &ExpertPlacements,
         world: Vec<Arc<dyn Communicator>>,
     ) -> anyhow::Result<Vec<Replica>> {
-        let chunked_moe = match case.chunk.and_then(NonZeroUsize::new) {
-            Some(size) => ChunkedMoe::of_size(size),
-            None => ChunkedMoe::default(),
-        };
         let source = Source {
             model: self.model.as_ref(),
             has: &|name| self.has(name),
             tensors: &|slices| self.view(slices),
             dtype: case.dtype,
             options: &|context| case.options(BlockContext { placements: placements.clone(), ..context }),
-            chunked_moe,
+            chunked_moe: case.chunked_moe(),
         };
         let ex = Exec::cpu().with_threads(1)?;
         parallel::load_over(&source, &case.parallel, world, &ex).map(|(replicas, _)| replicas)
+    }
+
+    /// The part of one rank of a case, which is no replica: steps run on it without being begun with other ranks.
+    pub fn load_rank(
+        &self,
+        case: &Case,
+        comm: Arc<dyn Communicator>,
+        ex: &Exec,
+    ) -> anyhow::Result<Box<dyn CausalLm>> {
+        let geometry = case.parallel.geometry(comm.rank())?;
+        let layout = self.model.layout(&geometry, &|name| self.has(name))?;
+        let view = self.view(layout.slices_for(ex.device()));
+        let context = BlockContext {
+            quant: Some(Arc::new(view.clone())),
+            groups: ParallelGroups::new(&geometry, comm, &mut Exec::cpu())?,
+            geometry,
+            chunked_moe: case.chunked_moe(),
+            sliced_weights: true,
+            cpu_isa: ex.device().is_cpu().then(|| ex.isa()),
+            ..BlockContext::default()
+        };
+        let loaded = self.model.load(&case.options(context), view.var_builder(case.dtype, ex.device()))?;
+        Ok(loaded.model)
     }
 
     /// Bytes read of the checkpoint so far.

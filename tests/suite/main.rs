@@ -5,6 +5,7 @@ mod contradictions;
 mod deepseek;
 mod doors;
 mod engine;
+mod explained;
 mod geometries;
 mod invariance;
 mod layouts;

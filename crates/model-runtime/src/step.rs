@@ -24,7 +24,8 @@ mod check;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use moe_kernels::View;
+use moe_kernels::{StepContext, View};
+use moe_layer::PlanStep;
 
 /// Which rows of a sequence need logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +120,21 @@ impl StepViews<'_> {
     /// Whether row i is the one new row of sequence i, as in pure decoding.
     pub fn one_row_each(&self) -> bool {
         self.decode_rows == self.num_tokens()
+    }
+
+    /// What the step asks of a layer; `observed`: what an observer of it asks.
+    pub fn plan_step(&self, observed: Option<&'static str>, context: &StepContext) -> PlanStep {
+        PlanStep {
+            rows: self.num_tokens(),
+            decode_rows: self.decode_rows,
+            only_decode: context.only_decode,
+            attention_scores: self.attention_scores,
+            prompt_positions: Some(self.prompt_positions),
+            logits: self.num_logits(),
+            scored: self.num_scored(),
+            whole_residual: context.whole_residual,
+            observed: observed.or(context.asks_of_router()),
+        }
     }
 }
 

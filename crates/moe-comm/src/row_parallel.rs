@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use moe_kernels::plan::{Form, LinearForm, Stage};
 use moe_kernels::{
     Exec, RowsView, Segment, View, ViewMut, WeightView, add_into, copy_rows_into, linear_into,
     linear_row_parallel_into, linear_segment_into,
@@ -20,6 +21,9 @@ use moe_kernels::{
 use crate::communicator::{Communicator, ReduceOp};
 use crate::placement::partition;
 use crate::shard::RowShard;
+
+/// What a plan calls the sum of the ranks' products.
+const SUM: &str = "all-reduce";
 
 /// How many of `rows` rows each of `ranks` ranks takes as its share.
 pub fn shares(rows: usize, ranks: usize) -> Vec<usize> {
@@ -106,6 +110,13 @@ impl RowParallel {
         self.deferred
     }
 
+    /// The sum behind the product in [`linear_into`](Self::linear_into), for plans; `None` where the caller adds up or no other rank
+    /// has a part.
+    pub fn sum_stage(&self) -> Option<Stage> {
+        let adds = !self.deferred && self.comm.world_size() > 1;
+        adds.then(|| Stage::new(&["sum over ranks"], SUM))
+    }
+
     /// The first half of [`linear_into`](Self::linear_into) on CUDA: the product over this rank's columns.
     ///
     /// # Errors
@@ -128,7 +139,10 @@ impl RowParallel {
     pub fn add_parts(&self, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         match self.deferred || self.comm.world_size() == 1 {
             true => Ok(()),
-            false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
+            false => {
+                let _sum = ex.launched_as_one(|| SUM);
+                self.comm.all_reduce(out, ReduceOp::Sum, ex)
+            }
         }
     }
 
@@ -164,11 +178,13 @@ impl RowParallel {
         }
         let x = x.floats("row_parallel")?;
         let (t, n) = (x.rows(), expect_matrix("row_parallel", "w", &w)?.0);
+        ex.launched(|| LinearForm::Cpu.name());
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;
         for index in 0..self.segments {
             let to = partials.view_mut().narrow(index, 1)?.reshape(&[t, n])?;
             linear_segment_into(x, w, Segment { index, of: self.segments }, to, ex)?;
         }
+        let _sum = ex.launched_as_one(|| SUM);
         let shares = shares(t, ranks);
         let mut sums = ex.scratch(DType::F32, &[partition(t, ranks, rank).len(), n])?;
         reduce_segments_into(self.comm.as_ref(), partials.view(), &shares, sums.view_mut(), ex)?;

@@ -260,12 +260,9 @@ impl PrepareFinalize for OverRanks {
 
     fn reduced_dtype(&self, dispatched: &Dispatched) -> DType {
         let rows = dispatched.rows.view();
-        match self.combine() {
-            Combine::ByRank if self.ranks.ep.rounds_sums(rows.rows(), width(rows), rows.dtype()) => {
-                rows.dtype()
-            }
-            _ => DType::F32,
-        }
+        let rounds = self.combine() == Combine::ByRank
+            && self.ranks.ep.rounds_sums(rows.rows(), width(rows), rows.dtype());
+        if rounds { rows.dtype() } else { DType::F32 }
     }
 
     fn defer_sum(&mut self) -> bool {
@@ -359,16 +356,22 @@ impl PrepareFinalize for OverRanks {
     }
 
     fn combines(&self, dispatched: &Dispatched) -> bool {
-        let gathers = matches!(self.transport, Transport::AllGather | Transport::AllGatherListed(_));
-        let (Ok(Handle { back: Back::Scatter(counts), .. }), true) = (dispatched.handle(self.name), gathers)
-        else {
+        let Ok(Handle { back: Back::Scatter(counts), .. }) = dispatched.handle(self.name) else {
             return false;
         };
-        let (rows, slots) = (dispatched.rows.view(), dispatched.owner_topk_ids);
-        self.ranks.tp.world_size() == 1
-            && !dispatched.weights_applied
-            && self.reduced_dtype(dispatched) == DType::F32
-            && self.ranks.ep.combines(counts, width(slots), width(rows), rows.dtype())
+        let rows = dispatched.rows.view();
+        self.combines_counts(counts, width(dispatched.owner_topk_ids), width(rows), rows.dtype())
+    }
+
+    fn combines_counts(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        let gathers = matches!(self.transport, Transport::AllGather | Transport::AllGatherListed(_));
+        let ep = &self.ranks.ep;
+        gathers
+            && self.who_adds == WhoAdds::ByRank
+            && self.ranks.tp.world_size() == 1
+            && !self.router_weight_on_input
+            && !ep.rounds_sums(counts.iter().sum(), hidden, dtype)
+            && ep.combines(counts, top_k, hidden, dtype)
     }
 
     fn finalize_add_norm(

@@ -192,6 +192,13 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
+    /// [`combines`](Self::combines) for a call to which ranks bring these numbers of tokens with K slots of H elements each, before
+    /// there is one: for plans.
+    fn combines_counts(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        let _ = (counts, top_k, hidden, dtype);
+        false
+    }
+
     /// [`finalize`](Self::finalize) with what follows it in a decoder layer: `residual` += the sums of this rank's tokens, then `out` =
     /// norm of `residual`. `expert_out` are slot rows (`Contiguous`), or sums (`NoOp`).
     ///

@@ -13,16 +13,23 @@ const EACH: usize = 1024;
 /// Most rows that are asked at all.
 const MOST: usize = 1 << 16;
 
+/// Decoding rows of the mixed steps that are asked, and the positions that each of them sees.
+const DECODING: [usize; 4] = [1, 8, 64, 256];
+const POSITIONS: usize = 1024;
+
 /// First and last of some layers that run the same kernels, and these.
 type LayerRun = ((usize, usize), LayerPlan);
 
 /// The kernels of some layers in steps of some numbers of rows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explained {
-    /// `decode`: one new row of each sequence; `prefill`: rows of prompts among them.
+    /// `decode`: one new row of each sequence; `prefill`: rows of prompts; `mixed`: rows of a prompt behind decoding rows.
     pub step: &'static str,
-    /// Fewest and most rows; no most: without limit.
+    /// Fewest and most rows; no most: without limit. In a mixed step the rows of the prompt.
     pub rows: (usize, Option<usize>),
+    /// Fewest and most of the rows that decode in a mixed step, each of which sees 1,024 positions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decode_rows: Option<(usize, usize)>,
     /// First and last decoder layer.
     pub layers: (usize, usize),
     /// What runs; rejected kernels are listed for the fewest rows.
@@ -65,31 +72,76 @@ impl Explanation {
 
     /// The plans of a model on a machine.
     pub fn of(model: &dyn CausalLm, machine: &Machine) -> Self {
+        let of_step = |step: PlanStep| by_layers(model.plan(&step, machine));
+        let powers = |first: usize| std::iter::successors(Some(first), |rows| Some(2 * rows));
+        let powers = |first: usize| powers(first).take_while(|rows| *rows <= MOST);
         let mut plans = Vec::new();
-        for (step, one_row_each) in [("decode", true), ("prefill", false)] {
-            let of_rows = |rows| {
-                let step = PlanStep { rows, one_row_each, observed: None };
-                by_layers(model.plan(&step, machine))
-            };
-            let mut ranges: Vec<(usize, Option<usize>, Vec<LayerRun>)> = Vec::new();
-            let doubled = std::iter::successors(Some(2 * EACH), |rows| Some(2 * rows));
-            for rows in (1..=EACH).chain(doubled.take_while(|rows| *rows <= MOST)) {
-                let plans = of_rows(rows);
-                match ranges.last_mut() {
-                    Some((_, most, last)) if same(last, &plans) => *most = Some(rows),
-                    _ => ranges.push((rows, Some(rows), plans)),
-                }
+        let rows = || (1..=EACH).chain(powers(2 * EACH));
+        for (step, ranges) in [
+            ("decode", ranges(rows(), |rows| of_step(PlanStep::decode(rows)))),
+            ("prefill", ranges(rows(), |rows| of_step(PlanStep::prompts(rows)))),
+        ] {
+            ranges.into_iter().for_each(|range| plans.extend(range.explained(step, None)));
+        }
+        let mut mixed: Vec<((usize, usize), Vec<RowRange>)> = Vec::new();
+        for decoding in DECODING {
+            let ranges = ranges(powers(1), |rows| of_step(mixed_step(decoding, rows)));
+            match mixed.last_mut() {
+                Some(((_, most), last)) if same_ranges(last, &ranges) => *most = decoding,
+                _ => mixed.push(((decoding, decoding), ranges)),
             }
-            if let Some((_, most, _)) = ranges.last_mut() {
-                *most = None;
-            }
-            for (least, most, layers) in ranges {
-                let explained = |(layers, plan)| Explained { step, rows: (least, most), layers, plan };
-                plans.extend(layers.into_iter().map(explained));
-            }
+        }
+        for (decoding, ranges) in mixed {
+            ranges.into_iter().for_each(|range| plans.extend(range.explained("mixed", Some(decoding))));
         }
         Self { placements: placements(model), plans }
     }
+}
+
+/// A prompt from its beginning behind decoding rows.
+fn mixed_step(decode_rows: usize, rows: usize) -> PlanStep {
+    let attention_scores = [decode_rows * POSITIONS, rows * (rows + 1) / 2];
+    PlanStep { attention_scores, ..PlanStep::mixed(decode_rows, rows) }
+}
+
+/// Steps of some numbers of rows in which layers run the same kernels.
+struct RowRange {
+    least: usize,
+    most: Option<usize>,
+    layers: Vec<LayerRun>,
+}
+
+impl RowRange {
+    fn explained(
+        self,
+        step: &'static str,
+        decode_rows: Option<(usize, usize)>,
+    ) -> impl Iterator<Item = Explained> {
+        let rows = (self.least, self.most);
+        self.layers.into_iter().map(move |(layers, plan)| Explained { step, rows, decode_rows, layers, plan })
+    }
+}
+
+/// Ranges of `rows`, which ascend, by the plans of the layers; the last has no end.
+fn ranges(rows: impl Iterator<Item = usize>, of_rows: impl Fn(usize) -> Vec<LayerRun>) -> Vec<RowRange> {
+    let mut ranges: Vec<RowRange> = Vec::new();
+    for rows in rows {
+        let layers = of_rows(rows);
+        match ranges.last_mut() {
+            Some(last) if same(&last.layers, &layers) => last.most = Some(rows),
+            _ => ranges.push(RowRange { least: rows, most: Some(rows), layers }),
+        }
+    }
+    if let Some(last) = ranges.last_mut() {
+        last.most = None;
+    }
+    ranges
+}
+
+fn same_ranges(a: &[RowRange], b: &[RowRange]) -> bool {
+    let same =
+        |(a, b): (&RowRange, &RowRange)| (a.least, a.most) == (b.least, b.most) && same(&a.layers, &b.layers);
+    a.len() == b.len() && a.iter().zip(b).all(same)
 }
 
 /// Where the model's experts are now.
@@ -111,8 +163,8 @@ fn placements(model: &dyn CausalLm) -> Vec<Placed> {
 /// The parts of a model that run on the kernels for any dtype and shape on a GPU, and why: what a log should say.
 pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> {
     let mut found = Vec::new();
-    for (rows, one_row_each) in [(1, true), (EACH, false)] {
-        let plans = model.plan(&PlanStep { rows, one_row_each, observed: None }, machine);
+    for step in [PlanStep::decode(1), PlanStep::prompts(EACH)] {
+        let plans = model.plan(&step, machine);
         for stage in plans.iter().flat_map(|plan| plan.attention.iter().chain(&plan.mlp)) {
             let Some(last) = stage.rejected.last().filter(|_| stage.kernel.starts_with("any_")) else {
                 continue;
@@ -134,7 +186,7 @@ pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> 
 /// From how many rows on a step of prompts quantises activations, among the powers of two; `None`: never.
 pub fn quantised_activations(model: &dyn CausalLm, machine: &Machine) -> Option<usize> {
     let quantises = |rows: &usize| {
-        let plans = model.plan(&PlanStep { rows: *rows, one_row_each: false, observed: None }, machine);
+        let plans = model.plan(&PlanStep::prompts(*rows), machine);
         plans
             .iter()
             .flat_map(|plan| plan.attention.iter().chain(&plan.mlp))
@@ -159,13 +211,14 @@ fn same(a: &[LayerRun], b: &[LayerRun]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.0 == b.0 && same_kernels(&a.1, &b.1))
 }
 
-/// Whether both run the same kernels; what was rejected may differ by the number of rows in its reason.
+/// Whether both run the same kernels; what was rejected may differ by the number of rows in its reason, and rows may be computed
+/// in more parts.
 fn same_kernels(a: &LayerPlan, b: &LayerPlan) -> bool {
-    let kernels = |plan: &LayerPlan| -> Vec<(&[&str], String)> {
-        let stages = plan.attention.iter().chain(&plan.mlp);
-        stages.map(|stage| (stage.computes, stage.kernel.clone())).collect()
+    let same = |(a, b): (&Stage, &Stage)| {
+        (a.computes, &a.kernel, a.parts.is_some()) == (b.computes, &b.kernel, b.parts.is_some())
     };
-    kernels(a) == kernels(b)
+    let all_same = |a: &[Stage], b: &[Stage]| a.len() == b.len() && a.iter().zip(b).all(same);
+    all_same(&a.attention, &b.attention) && all_same(&a.mlp, &b.mlp)
 }
 
 impl fmt::Display for Explanation {
@@ -185,14 +238,11 @@ impl fmt::Display for Explanation {
             }
             f.write_char('\n')?;
         }
-        for Explained { step, rows, layers, plan } in &self.plans {
-            let rows = match *rows {
-                (1, Some(1)) => "1 row".to_string(),
-                (least, Some(most)) if least == most => format!("{least} rows"),
-                (least, Some(most)) => format!("{least} to {most} rows"),
-                (1, None) => "any number of rows".to_string(),
-                (least, None) => format!("{least} rows and more"),
-            };
+        for Explained { step, rows, decode_rows, layers, plan } in &self.plans {
+            let mut rows = counted(*rows);
+            if let Some((least, most)) = *decode_rows {
+                rows = format!("{} that decode and {rows} of a prompt", counted((least, Some(most))));
+            }
             let layers = match *layers {
                 (first, last) if first == last => format!("layer {first}"),
                 (first, last) => format!("layers {first} to {last}"),
@@ -207,9 +257,23 @@ impl fmt::Display for Explanation {
     }
 }
 
+/// Fewest and most rows in words.
+fn counted(rows: (usize, Option<usize>)) -> String {
+    match rows {
+        (1, Some(1)) => "1 row".to_string(),
+        (least, Some(most)) if least == most => format!("{least} rows"),
+        (least, Some(most)) => format!("{least} to {most} rows"),
+        (1, None) => "any number of rows".to_string(),
+        (least, None) => format!("{least} rows and more"),
+    }
+}
+
 fn line(stage: &Stage) -> Result<String, fmt::Error> {
     let mut line = String::new();
-    writeln!(line, "  {:44} {}", stage.computes.join(", "), stage.kernel)?;
+    let chunks = stage.parts.as_ref().map(|_| "for each chunk of rows".to_string());
+    let notes: Vec<String> = stage.note.clone().into_iter().chain(chunks).collect();
+    let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join(", ")) };
+    writeln!(line, "  {:44} {}{notes}", stage.computes.join(", "), stage.kernel)?;
     for rejected in &stage.rejected {
         writeln!(line, "  {:44}   not {}: {}", "", rejected.kernel, rejected.reason)?;
     }
@@ -221,7 +285,7 @@ mod tests {
     use super::*;
 
     fn stage(kernel: &str) -> Stage {
-        Stage { computes: &["experts"], kernel: kernel.to_string(), rejected: Vec::new() }
+        Stage::new(&["experts"], kernel)
     }
 
     fn plan(kernel: &str) -> LayerPlan {
@@ -237,13 +301,23 @@ mod tests {
 
     #[test]
     fn tables_name_rows_layers_and_kernels() {
-        let of = |rows| Explained { step: "decode", rows, layers: (0, 3), plan: plan("experts_stream") };
-        let plans = vec![of((1, Some(1))), of((5, Some(7))), of((8, None))];
+        let plan = || plan("experts_stream");
+        let of = |rows| Explained { step: "decode", rows, decode_rows: None, layers: (0, 3), plan: plan() };
+        let mut mixed = Explained { step: "mixed", decode_rows: Some((1, 64)), ..of((16, None)) };
+        mixed.plan.mlp[0].parts = Some(0..2);
+        let plans = vec![of((1, Some(1))), of((5, Some(7))), of((8, None)), mixed];
         let places = Placed { moe_layers: (0, 2), experts: 3, slots_by_rank: vec![vec![2, 0], vec![1, 0]] };
         let text = Explanation { placements: vec![places], plans }.to_string();
         let placed = "MoE layers 0 to 2: 3 experts in 4 slots of 2 ranks\n  rank 0: 2 0\n  rank 1: 1 0\n\n";
         assert!(text.starts_with(placed), "{text}");
-        for want in ["decode, 1 row, layers 0 to 3\n", "5 to 7 rows", "8 rows and more", "experts_stream"] {
+        for want in [
+            "decode, 1 row, layers 0 to 3\n",
+            "5 to 7 rows",
+            "8 rows and more",
+            "experts_stream\n",
+            "mixed, 1 to 64 rows that decode and 16 rows and more of a prompt, layers 0 to 3\n",
+            "experts_stream (for each chunk of rows)\n",
+        ] {
             assert!(text.contains(want), "{want} in {text}");
         }
     }

@@ -17,7 +17,7 @@ pub use blocks::{AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_tokens_into
 pub use group::{group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
 pub use lists::list_slots_into;
-pub use physical::{Log2Phy, Spread, physical_ids_into};
+pub use physical::{Log2Phy, PHYSICAL_IDS, Spread, physical_ids_into};
 pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
 
 use candle_core::{DType, Result, bail};

@@ -7,6 +7,7 @@
 mod awake;
 mod beside;
 mod isa;
+mod launches;
 
 use std::sync::Arc;
 
@@ -22,6 +23,7 @@ use crate::plan::{Fp8Activations, Gpu, Machine};
 use crate::view::{View, ViewMut};
 
 pub use isa::CpuIsa;
+pub use launches::{LaunchLog, Launched, LaunchedAsOne};
 
 /// What the choice of kernels depends on of a CUDA device; `None` for other devices. Of one on which no kernel can run it is
 /// a card without any: the first op there says why.
@@ -45,6 +47,7 @@ pub struct Exec {
     side_workspace: Workspace,
     batch_invariant: bool,
     fp8_activations: Fp8Activations,
+    launches: Option<LaunchLog>,
     #[cfg(feature = "cuda")]
     cuda: Option<crate::cuda::CudaExec>,
     #[cfg(feature = "cuda")]
@@ -64,6 +67,7 @@ impl Exec {
             side_workspace: Workspace::new(),
             batch_invariant: false,
             fp8_activations: Fp8Activations::Off,
+            launches: None,
             #[cfg(feature = "cuda")]
             cuda: None,
             #[cfg(feature = "cuda")]
@@ -138,14 +142,35 @@ impl Exec {
         self.fp8_activations
     }
 
-    /// Marks what begins here on the device's timeline (`with_timeline`); without one, and on the CPU, nothing.
+    /// Marks what begins here in the [log of launches](LaunchLog) and, on CUDA, on the device's timeline (`with_timeline`),
+    /// where there are these.
     pub fn mark(&self, what: &'static str, index: usize) -> Result<()> {
+        if let Some(log) = &self.launches {
+            log.mark(what, index);
+        }
         #[cfg(feature = "cuda")]
         if let Some(timeline) = &self.timeline {
             return timeline.mark(what, index);
         }
-        let _ = (what, index);
         Ok(())
+    }
+
+    /// Notes launches in a log.
+    pub fn with_launch_log(self, launches: Option<LaunchLog>) -> Self {
+        Self { launches, ..self }
+    }
+
+    /// Notes a launch by its name in a plan, which is made only for a log.
+    pub fn launched<N: Into<String>>(&self, kernel: impl FnOnce() -> N) {
+        if let Some(log) = &self.launches {
+            log.note(kernel().into());
+        }
+    }
+
+    /// As [`launched`](Self::launched), for several launches that a plan names as one: those until the result is dropped.
+    #[must_use = "the launches of the whole are those until this is dropped"]
+    pub fn launched_as_one<N: Into<String>>(&self, kernel: impl FnOnce() -> N) -> Option<LaunchedAsOne> {
+        self.launches.as_ref().map(|log| log.note_whole(kernel().into()))
     }
 
     /// The device that ops run on.
@@ -332,6 +357,27 @@ impl Exec {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_log_holds_what_was_launched_and_wholes_without_their_parts() {
+        let log = LaunchLog::default();
+        let ex = Exec::cpu().with_launch_log(Some(log.clone()));
+        let launch = |name: &'static str| ex.launched(|| name);
+        launch("before");
+        ex.mark("layer", 3).unwrap();
+        {
+            let _whole = ex.launched_as_one(|| "whole");
+            let _inner = ex.launched_as_one(|| "inner");
+            launch("part");
+        }
+        ex.clone().launched(|| "behind");
+        let names: Vec<_> = log.take().into_iter().map(|one| (one.mark, one.kernel)).collect();
+        let layer = Some(("layer", 3));
+        let expected = [(None, "before"), (layer, "whole"), (layer, "behind")];
+        assert_eq!(names, expected.map(|(mark, name)| (mark, name.to_string())));
+        assert_eq!(log.take(), []);
+        Exec::cpu().launched(|| -> String { panic!("without a log no name is made") });
+    }
 
     #[test]
     fn copies_of_host_data_have_its_dims_and_are_written_whole() -> Result<()> {

@@ -34,16 +34,16 @@ mod view;
 mod weight;
 
 pub use align::{
-    AlignedSizes, AlignedTokens, Log2Phy, MAX_ALIGN_BLOCK, RowBatches, Spread, align_tokens_into,
-    batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into,
-    group_token_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes, number_rows_into,
-    physical_ids_into, scale_rows_into, unbatch_rows_into, zero_absent_into,
+    AlignedSizes, AlignedTokens, Log2Phy, MAX_ALIGN_BLOCK, PHYSICAL_IDS, RowBatches, Spread,
+    align_tokens_into, batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into,
+    group_slots_into, group_token_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes,
+    number_rows_into, physical_ids_into, scale_rows_into, unbatch_rows_into, zero_absent_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
 pub use element::{Element, Float};
-pub use exec::{CpuIsa, Exec, gpu_of};
+pub use exec::{CpuIsa, Exec, LaunchLog, Launched, LaunchedAsOne, gpu_of};
 pub use fp8::{FP8_GROUP, quantised_to_fp8};
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};

@@ -21,7 +21,8 @@ use tracing::trace_span;
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{End, Path, Routed};
 use crate::placed::{PlacedExperts, StepCopies};
-use crate::plan::{MoeForm, PlanStep};
+use crate::plan::MoeForm;
+use crate::plan_step::PlanStep;
 use crate::shared::SharedExperts;
 
 /// A sparse Mixture-of-Experts block.
@@ -243,7 +244,8 @@ impl SparseMoeBlock {
         ex: &mut Exec,
     ) -> Result<()> {
         let observed = context.asks_of_router();
-        let step = PlanStep { rows: hidden.rows(), one_row_each: context.only_decode, observed };
+        let only_decode = context.only_decode;
+        let step = PlanStep { only_decode, observed, ..PlanStep::prompts(hidden.rows()) };
         let form = self.choose(&step, &[Fusion::Nothing], &ex.machine());
         self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
     }
@@ -308,6 +310,7 @@ impl SparseMoeBlock {
         let slots = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
         let routing = context.routing.layer(self.layer, 0)?;
         let step = GateStep { padded: context.padded, routing, log2phy };
+        let _experts = ex.launched_as_one(|| experts.name());
         self.router.with_gate(gate, None, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
     }
 

@@ -6,17 +6,21 @@
 use std::num::NonZeroUsize;
 
 use moe_chunking::ChunkPlan;
-use moe_dispatch::{AddNorm, PrepareFinalize, Tokens};
+use moe_dispatch::{AddNorm, Combine, PrepareFinalize, Tokens};
 use moe_experts::Experts;
 use moe_kernels::candle::{DType, Error, Result};
+use moe_kernels::plan::Stage;
 use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, Scratch, View, ViewMut, WeightAndReduce, add_rms_norm_into,
-    add_scaled_into,
+    ActivationFormat, Dispatched, Exec, LaunchedAsOne, Scratch, View, ViewMut, WeightAndReduce,
+    add_rms_norm_into, add_scaled_into,
 };
 use tracing::trace_span;
 
 use crate::placed::PlacedExperts;
 use crate::shared::SharedExperts;
+
+/// What a plan calls the launch in which sums return from other ranks and are added, with the norm behind them.
+pub(crate) const COMBINE_ADD_NORM: &str = "combine_add_rms_norm";
 
 /// A prepare/finalize backend and the experts that fit it.
 pub(crate) struct Path {
@@ -74,8 +78,7 @@ impl Path {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
-        let Some(size) = size.into_iter().chain(limit).min() else {
+        let Some(size) = self.chunk_size(size) else {
             return self.chunk(routed, end, agreed, ex);
         };
         let tokens = routed.tokens.hidden.rows();
@@ -95,6 +98,52 @@ impl Path {
             self.chunk(&routed.narrow(rows.start, rows.len())?, to, Some(&counts), ex)?;
         }
         Ok(())
+    }
+
+    /// Tokens of a chunk at most, where chunks of at most `size` are wanted; `None`: all at once.
+    fn chunk_size(&self, size: Option<NonZeroUsize>) -> Option<NonZeroUsize> {
+        let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
+        size.into_iter().chain(limit).min()
+    }
+
+    /// The tokens of each chunk of [`run`](Self::run), where no other rank has more tokens.
+    pub fn chunks(&self, tokens: usize, size: Option<NonZeroUsize>) -> Vec<usize> {
+        match self.chunk_size(size) {
+            Some(size) => ChunkPlan::new(tokens, size).ranges().map(|rows| rows.len()).collect(),
+            None => vec![tokens],
+        }
+    }
+
+    /// What is left when the experts have computed a call: what it computes, and its name in plans; `None`: nothing.
+    pub fn end(&self) -> Option<Stage> {
+        let is_reduced = self.experts.weight_and_reduce() == WeightAndReduce::NoOp;
+        let (computes, kernel): (&'static [&'static str], _) = match (self.prepare.combine(), is_reduced) {
+            (Combine::Here | Combine::DeferredToCaller, true) => return None,
+            (Combine::Here | Combine::DeferredToCaller, false) => (&["combine"], "weighted sum"),
+            (Combine::BySlot, _) => (&["rows to their owners", "combine"], "rows over ranks, weighted sum"),
+            (Combine::AllReduce, true) => (&["sum over ranks"], "all-reduce"),
+            (Combine::AllReduce, false) => (&["combine", "sum over ranks"], "weighted sum, all-reduce"),
+            (Combine::ByRank, true) => (&["sums to their owners"], "reduce-scatter"),
+            (Combine::ByRank, false) => {
+                (&["combine", "sums to their owners"], "weighted sum, reduce-scatter")
+            }
+        };
+        Some(Stage::new(computes, kernel))
+    }
+
+    /// Notes the launches of [`end`](Self::end).
+    fn launch_end(&self, ex: &Exec) -> Option<LaunchedAsOne> {
+        self.end().and_then(|stage| ex.launched_as_one(|| stage.kernel))
+    }
+
+    fn prepare<'a>(
+        &'a self,
+        tokens: Tokens<'a>,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        let _dispatch = ex.launched_as_one(|| self.prepare.name());
+        self.prepare.prepare(tokens, agreed, ex)
     }
 
     /// One pass; on several ranks a collective, also without a token.
@@ -117,9 +166,10 @@ impl Path {
     /// The sums, added to the residual stream with the norm behind it: in the launch in which they return from other ranks, if it
     /// takes them.
     fn add_norm(&self, routed: &Routed, end: AddNorm, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
-        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
+        let dispatched = self.prepare(routed.tokens, agreed, ex)?;
         if self.prepare.combines(&dispatched) {
             let (rows, strategy) = self.slots_or_sums(&dispatched, ex)?;
+            let _end = ex.launched_as_one(|| COMBINE_ADD_NORM);
             return self.prepare.finalize_add_norm(rows.view(), &dispatched, strategy, end, ex);
         }
         let mut sums = ex.scratch(DType::F32, end.residual.dims())?;
@@ -143,7 +193,7 @@ impl Path {
 
     /// The sums, without shared experts.
     fn sum(&self, routed: &Routed, mut out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
-        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
+        let dispatched = self.prepare(routed.tokens, agreed, ex)?;
         self.finish(dispatched, out.reborrow(), ex)?;
         match routed.identity {
             Some(weights) => add_scaled_into(routed.tokens.hidden, weights, out, ex),
@@ -158,6 +208,7 @@ impl Path {
         if is_final && out.dtype() == DType::F32 {
             // The experts' rows are the block's: finalize would only copy them, and add the ranks'.
             self.apply(&dispatched, out.reborrow(), ex)?;
+            let _end = self.launch_end(ex);
             return self.prepare.complete_reduced(out, ex);
         }
         let dtype = match strategy {
@@ -166,11 +217,17 @@ impl Path {
         };
         let mut rows = ex.scratch(dtype, &self.experts.out_dims(&dispatched)?)?;
         self.apply(&dispatched, rows.view_mut(), ex)?;
+        let _end = self.launch_end(ex);
         self.prepare.finalize(rows.view(), &dispatched, strategy, out, ex)
     }
 
     /// The experts, unless no row has arrived.
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        // Experts that weight and reduce by themselves choose a kernel for each call, and note it.
+        let _products = match self.experts.weight_and_reduce() {
+            WeightAndReduce::NoOp => None,
+            _ => ex.launched_as_one(|| self.experts.products()),
+        };
         if dispatched.is_empty() {
             return Ok(());
         }

@@ -20,6 +20,7 @@ mod path;
 mod placed;
 mod placement;
 mod plan;
+mod plan_step;
 mod shared;
 mod slots;
 
@@ -33,7 +34,8 @@ pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use placed::PlacedExperts;
 pub use placement::ExpertPlacements;
-pub use plan::{MoeForm, MoePlan, PlanStep};
+pub use plan::{MoeForm, MoePlan};
+pub use plan_step::PlanStep;
 pub use shared::{SharedExperts, SharedExpertsStream};
 pub use slots::shared_fit_slots;
 

@@ -8,7 +8,7 @@
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::names::MlpNames;
-use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
+use moe_kernels::plan::{Form, FusedLinearForm, LinearCall, LinearForm, Machine, Stage, in_parts};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     Activation, CpuIsa, Exec, ExpertGroups, Scratch, Unread, View, ViewMut, Weight, forward_rows,
@@ -21,6 +21,8 @@ use crate::pack::load_weight;
 
 /// Rows that a GPU computes at once: the sums of gate and up lie in memory between the launches.
 const ROWS_AT_ONCE: usize = 8192;
+/// What a plan calls the products and the activation on the CPU.
+const GROUPED: &str = "grouped products";
 
 /// A gated MLP with packed gate and up weights.
 ///
@@ -133,24 +135,53 @@ impl GatedMlp {
         self.w2.dims()[0]
     }
 
-    /// The kernels of a step of `rows` rows, in their order.
+    /// The kernels of [`forward_into`](Self::forward_into) for `rows` rows, in their order.
     pub fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
-        let rows = rows.min(ROWS_AT_ONCE);
-        let (width, hidden, dtype) = (self.intermediate_size(), self.hidden_size(), self.dtype());
-        let call = |n, k, w: &Weight| {
-            let quant = w.quantisation();
-            LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
-        };
-        let plain = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
-        if machine.gpu.is_none() {
-            return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
+        let mut stages = self.part_stages(rows, machine);
+        stages.extend(self.sum_stage());
+        stages
+    }
+
+    /// The kernels of [`part_into`](Self::part_into).
+    pub(crate) fn part_stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let mut stages = self.activated_stages(rows, machine);
+        stages.push(LinearForm::stage(&["down"], &self.down_call(rows), machine));
+        stages
+    }
+
+    /// The sum of [`add_parts`](Self::add_parts).
+    pub(crate) fn sum_stage(&self) -> Option<Stage> {
+        self.ranks.as_ref().and_then(RowParallel::sum_stage)
+    }
+
+    /// The kernels of [`add_into`](Self::add_into) to sums in f32.
+    pub(crate) fn add_stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        if self.ranks.is_some() {
+            let mut stages = self.stages(rows, machine);
+            stages.push(Stage::new(&["add"], "add"));
+            return stages;
         }
-        let down = LinearForm::stage(&["down"], &call(hidden, width, &self.w2), machine);
-        vec![
-            LinearForm::stage(&["gate, up"], &call(2 * width, hidden, &self.w13), machine),
-            plain(&["activation"], "gated_rows"),
-            down,
-        ]
+        let mut stages = self.activated_stages(rows, machine);
+        let computes: [&[&str]; 3] = [&["down"], &["add"], &["down", "add"]];
+        stages.extend(FusedLinearForm::added(computes, &self.down_call(rows), machine));
+        stages
+    }
+
+    fn activated_stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        if machine.gpu.is_none() {
+            return vec![Stage::new(&["gate, up, activation"], GROUPED)];
+        }
+        let pieces: Vec<usize> =
+            (0..rows).step_by(ROWS_AT_ONCE).map(|first| ROWS_AT_ONCE.min(rows - first)).collect();
+        in_parts(&pieces, |rows| {
+            let call = linear_call(rows, 2 * self.intermediate_size(), self.hidden_size(), &self.w13);
+            let gate_up = LinearForm::stage(&["gate, up"], &call, machine);
+            vec![gate_up, Stage::new(&["activation"], "gated_rows")]
+        })
+    }
+
+    fn down_call(&self, rows: usize) -> LinearCall {
+        linear_call(rows, self.hidden_size(), self.intermediate_size(), &self.w2)
     }
 
     /// `out` [T, H] (the weights' dtype or f32) = MLP(`x` [T, H], the weights' dtype).
@@ -203,6 +234,7 @@ impl GatedMlp {
         let (rows, width, w13) = (x.rows(), self.intermediate_size(), self.w13.read()?);
         let mut activated = ex.scratch(x.dtype(), &[rows, width])?;
         if !ex.is_cuda() {
+            let _products = ex.launched_as_one(|| GROUPED);
             let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
             one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
             let (offsets, index) = (offsets.view(), index.view());
@@ -229,6 +261,12 @@ impl GatedMlp {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         forward_rows(x, self.hidden_size(), x.dtype(), |x, out, ex| self.forward_into(x, out, ex))
     }
+}
+
+/// The product of so many rows with a weight [n, k].
+fn linear_call(rows: usize, n: usize, k: usize, weight: &Weight) -> LinearCall {
+    let (dtype, quant) = (weight.dtype(), weight.quantisation());
+    LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
 }
 
 /// Fails if the checkpoint has biases of an MLP, or scales of its weights.

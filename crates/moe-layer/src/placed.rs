@@ -11,7 +11,7 @@ use moe_comm::{ExpertMap, ReplicaChoice, partition};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Device, Error, Result, bail};
 use moe_kernels::plan::CopiesForm;
-use moe_kernels::{Buffer, Exec, Log2Phy, Scratch, Spread, View, physical_ids_into};
+use moe_kernels::{Buffer, Exec, Log2Phy, PHYSICAL_IDS, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
 use crate::landing::{Landing, landing_bytes};
@@ -146,6 +146,7 @@ impl PlacedExperts {
         let (state, tokens) = (self.read(), topk_ids.rows());
         let mut physical = ex.scratch(DType::U32, topk_ids.dims())?;
         let tables = &state.tables.shared;
+        let _ids = ex.launched_as_one(|| PHYSICAL_IDS);
         for (owner, table) in tables.iter().enumerate() {
             let rows = partition(tokens, tables.len(), owner);
             let ids = topk_ids.narrow(rows.start, rows.len())?;

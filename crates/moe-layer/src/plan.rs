@@ -1,30 +1,19 @@
 //! The plan of a sparse layer: which launches compute router, experts and sum in a step, what around them is fused with
 //! them, and why nothing faster runs.
 //!
-//! A plan is a pure function of the layer's parts, the step and the machine. The layer executes what the same function
-//! says, so an explanation cannot differ from what runs.
+//! A plan is a pure function of the layer's parts, the step and the machine. The layer executes the form that the same function
+//! chooses; that it launches what the plan lists is checked by `tests/suite/explained.rs`.
 
 use moe_dispatch::Combine;
-use moe_experts::Experts;
 use moe_kernels::plan::{
-    CopiesCall, CopiesForm, ExpertsCall, ExpertsForm, Form, Fusion, Machine, MonolithicCall, Reason,
-    Rejected, RouterCall, RouterForm, Stage,
+    CopiesCall, CopiesForm, EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm, Form, Fusion, Machine,
+    MonolithicCall, Reason, Rejected, RouterCall, RouterForm, Stage, in_parts,
 };
-use moe_kernels::{WeightAndReduce, max_passes};
+use moe_kernels::{PHYSICAL_IDS, WeightAndReduce, max_passes};
 
 use crate::block::SparseMoeBlock;
-use crate::chunked::Path;
-
-/// What a step asks of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PlanStep {
-    /// Rows T, padding included.
-    pub rows: usize,
-    /// Whether row i is the one new row of sequence i, as in pure decoding.
-    pub one_row_each: bool,
-    /// What the step wants to see or to force inside the layer, if anything.
-    pub observed: Option<&'static str>,
-}
+use crate::chunked::{COMBINE_ADD_NORM, Path};
+use crate::plan_step::PlanStep;
 
 /// Which experts compute a layer's step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,21 +71,38 @@ impl SparseMoeBlock {
                 Ok(()) => break,
             }
         }
-        let mut stages = match form {
+        let stages = match form {
             MoeForm::Monolithic { index, fusion } => {
                 let computes: &[&str] = match fusion {
                     Fusion::Nothing => &["router", "experts", "combine"],
                     Fusion::NormAdd => &["norm", "router", "experts", "combine", "add"],
                     Fusion::AddNorm => &["router", "experts", "combine", "add", "next norm"],
                 };
-                vec![Stage { computes, kernel: self.monolithic()[index].name().to_string(), rejected }]
+                let stage = Stage::new(computes, self.monolithic()[index].name()).after(rejected);
+                self.with_shared(step.rows, vec![stage], machine)
             }
-            MoeForm::Modular => self.modular_stages(step, rejected, machine),
+            MoeForm::Modular => {
+                let adds_norm = fusions.contains(&Fusion::AddNorm) && self.adds_norm(form);
+                let mut stages = self.router_stages(step, machine);
+                stages[0].rejected.splice(0..0, rejected);
+                let path = self.path_of(step.only_decode);
+                let near = self.is_near(path, step.rows, machine);
+                let chunks = path.chunks(step.rows, self.chunk_size());
+                stages.extend(in_parts(&chunks, |rows| {
+                    self.chunk_stages(path, rows, near, adds_norm, machine)
+                }));
+                stages
+            }
         };
-        if let Some(shared) = self.shared_experts() {
-            stages.extend(shared.stages(step.rows, machine));
-        }
         MoePlan { form, stages }
+    }
+
+    /// The stages of routed experts, and those of the shared ones.
+    fn with_shared(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
+        match self.shared_experts() {
+            Some(shared) => shared.stages(rows, routed, machine),
+            None => routed,
+        }
     }
 
     /// Monolithic experts with what may be fused around them, in the order of trial.
@@ -120,8 +126,7 @@ impl SparseMoeBlock {
             return Err(Reason::Routed { asked });
         }
         self.router().kernel_rule()?;
-        let copies = self.placed_experts().zip(self.copies_form(path, step.rows, machine));
-        if copies.is_some_and(|(placed, form)| placed.is_near(form)) {
+        if self.is_near(path, step.rows, machine) {
             return Err(Reason::Part { part: "copies of experts near each row's rank" });
         }
         if self.chunk_size().is_some_and(|size| step.rows > size.get()) {
@@ -153,14 +158,16 @@ impl SparseMoeBlock {
         Some(CopiesCall { tokens, top_k, experts, quant: path.experts.quantisation() })
     }
 
-    /// Which copies compute, and the launch that says which copy computes a row: the router's if it can.
-    fn copies_stage(&self, path: &Path, rows: usize, in_router: bool, machine: &Machine) -> Option<Stage> {
-        let (placed, call) = (self.placed_experts()?, self.copies_call(path, rows)?);
-        let mut stage = CopiesForm::stage(&["copies of experts"], &call, machine);
-        let near = self.copies_form(path, rows, machine).is_some_and(|form| placed.is_near(form));
-        let launch = if in_router && !near { "in the router's launch" } else { "a launch of its own" };
-        stage.kernel = format!("{}, {launch}", stage.kernel);
-        Some(stage)
+    /// Whether the copy that computes a row depends on its rank.
+    fn is_near(&self, path: &Path, rows: usize, machine: &Machine) -> bool {
+        let copies = self.placed_experts().zip(self.copies_form(path, rows, machine));
+        copies.is_some_and(|(placed, form)| placed.is_near(form))
+    }
+
+    /// Which copies compute, where a map places experts.
+    fn copies_stage(&self, path: &Path, rows: usize, machine: &Machine) -> Option<Stage> {
+        let copies = CopiesForm::stage(&["copies of experts"], &self.copies_call(path, rows)?, machine);
+        Some(Stage { note: Some(copies.kernel), kernel: PHYSICAL_IDS.to_string(), ..copies })
     }
 
     /// The sizes of a step of `rows` rows, as many as arrive.
@@ -183,10 +190,10 @@ impl SparseMoeBlock {
         }
     }
 
-    /// The kernels of router, dispatch, experts and combine one after the other.
-    fn modular_stages(&self, step: &PlanStep, rejected: Vec<Rejected>, machine: &Machine) -> Vec<Stage> {
-        let (config, path) = (self.router().config(), self.path_of(step.one_row_each));
-        let (shape, prepare) = (path.experts.shape(), &path.prepare);
+    /// The kernels that route all rows of a step, and say which copies of experts compute them.
+    fn router_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        let (config, path) = (self.router().config(), self.path_of(step.only_decode));
+        let shape = path.experts.shape();
         let router = RouterCall {
             hidden: shape.hidden_size,
             experts: config.num_experts + config.num_fused_shared_experts,
@@ -197,36 +204,79 @@ impl SparseMoeBlock {
         let asked = step.observed.map(|asked| Reason::Routed { asked });
         if let Some(reason) = asked.or(self.router().kernel_rule().err()).filter(|_| machine.gpu.is_some()) {
             let kernel = RouterForm::OneLaunch.name().to_string();
-            let rejected = vec![Rejected { kernel, reason }];
-            gate = Stage { computes: &["router"], kernel: RouterForm::Apart.name().into(), rejected };
+            gate = Stage::new(&["router"], RouterForm::Apart.name()).after([Rejected { kernel, reason }]);
         }
-        gate.rejected.splice(0..0, rejected);
-        let mut experts = experts_stage(path.experts.as_ref(), &self.call(path, step.rows), machine);
-        experts.kernel = format!("{} ({})", experts.kernel, path.experts.name());
-        let one = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
-        let in_router = gate.kernel == RouterForm::OneLaunch.name();
-        let mut stages = vec![gate];
-        stages.extend(self.copies_stage(path, step.rows, in_router, machine));
-        stages.push(one(&["dispatch"], prepare.name()));
-        if path.experts.num_slots().is_some() {
-            let passes = self.call(path, step.rows).passes;
-            let kernel =
-                format!("expert_residency, expert_exchange (up to {passes} times with the products)");
-            stages.push(one(&["experts from host memory"], &kernel));
+        let near = self.is_near(path, step.rows, machine);
+        let Some(copies) = self.copies_stage(path, step.rows, machine).filter(|_| !near) else {
+            return vec![gate];
+        };
+        if gate.kernel != RouterForm::OneLaunch.name() {
+            return vec![gate, copies];
         }
-        stages.push(experts);
-        if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
-            stages.push(one(&["combine"], "weighted sum"));
+        gate.rejected.extend(copies.rejected);
+        vec![Stage { computes: &["router", "copies of experts"], note: copies.note, ..gate }]
+    }
+
+    /// The kernels that compute a chunk of `rows` rows, once they are routed.
+    fn chunk_stages(
+        &self,
+        path: &Path,
+        rows: usize,
+        near: bool,
+        adds_norm: bool,
+        machine: &Machine,
+    ) -> Vec<Stage> {
+        let mut stages = Vec::new();
+        stages.extend(self.copies_stage(path, rows, machine).filter(|_| near));
+        let mut routed = vec![Stage::new(&["dispatch"], path.prepare.name())];
+        let shape = path.experts.shape();
+        let top_k = self.router().config().num_slots();
+        let counts = vec![rows; path.prepare.num_dispatchers()];
+        if adds_norm && path.prepare.combines_counts(&counts, top_k, shape.hidden_size, shape.dtype) {
+            routed.extend(self.slot_rows_stages(path, rows, machine));
+            routed
+                .push(Stage::new(&["combine", "sums to their owners", "add", "next norm"], COMBINE_ADD_NORM));
+        } else {
+            routed.extend(self.experts_stages(path, rows, machine));
+            routed.extend(path.end());
+            if adds_norm {
+                routed.push(Stage::new(&["add", "next norm"], "add_rms_norm"));
+            }
+        }
+        if self.router().config().num_zero_experts > 0 {
+            routed.push(Stage::new(&["zero experts"], "add_scaled"));
+        }
+        stages.extend(self.with_shared(rows, routed, machine));
+        stages
+    }
+
+    /// The kernels behind modular experts: a choice for each step where they weight and reduce by themselves.
+    fn experts_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let (experts, call) = (&path.experts, self.call(path, rows));
+        let note = Some(experts.name().to_string());
+        if experts.weight_and_reduce() != WeightAndReduce::NoOp {
+            return vec![Stage { note, ..Stage::new(&["experts"], experts.products()) }];
+        }
+        if call.num_local == 0 {
+            return Vec::new();
+        }
+        let products = ExpertsForm::stage(&["experts", "combine"], &call, machine);
+        let mut stages = vec![Stage { note, ..products }];
+        if experts.num_slots().is_some() {
+            let note = Some(format!("up to {} times with the products", call.passes));
+            stages.insert(0, Stage { note, ..Stage::new(&["experts from host memory"], EXPERTS_FROM_HOST) });
         }
         stages
     }
-}
 
-/// The kernels behind modular experts: a choice for each step where they weight and reduce by themselves.
-fn experts_stage(experts: &dyn Experts, call: &ExpertsCall, machine: &Machine) -> Stage {
-    match experts.weight_and_reduce() {
-        WeightAndReduce::NoOp => ExpertsForm::stage(&["experts", "combine"], call, machine),
-        _ => Stage { computes: &["experts"], kernel: experts.products().into(), rejected: Vec::new() },
+    /// The kernels behind experts that may leave the sum of their slots to the next launch.
+    fn slot_rows_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let mut stages = self.experts_stages(path, rows, machine);
+        let leaves = path.experts.num_slots().is_none() && self.call(path, rows).leaves_slots(machine);
+        if let Some(products) = stages.first_mut().filter(|_| leaves) {
+            products.computes = &["experts"];
+        }
+        stages
     }
 }
 

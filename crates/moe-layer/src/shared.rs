@@ -12,7 +12,9 @@ use std::str::FromStr;
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::plan::{Machine, Reason, Rejected, Stage, Target};
+use moe_kernels::plan::{
+    Form, Fp8Activations, LinearCall, LinearForm, Machine, Reason, Rejected, Stage, Target,
+};
 use moe_kernels::{
     Activation, Exec, TensorView, Unread, View, ViewMut, add_into, add_scaled_into, linear_into, sigmoid_into,
 };
@@ -126,21 +128,61 @@ impl SharedExperts {
         self.mlp.intermediate_size()
     }
 
-    /// The kernels of a step of `rows` rows, in their order.
-    pub(crate) fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
-        let mut stages = self.mlp.stages(rows, machine);
+    /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: those of the `routed` experts and their own.
+    pub(crate) fn stages(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
         let beside = self.fits_beside(rows, machine);
+        let mut own = match (&beside, &self.gate) {
+            // A context of the second stream keeps activations as they are.
+            (Ok(()), _) => {
+                let machine = Machine { fp8_activations: Fp8Activations::Off, ..*machine };
+                let mut stages = self.mlp.part_stages(rows, &machine);
+                stages.extend(self.scales_stages(rows, &machine));
+                stages
+            }
+            (Err(_), None) => self.mlp.add_stages(rows, machine),
+            (Err(_), Some(_)) => {
+                let mut stages = self.mlp.stages(rows, machine);
+                stages.extend(self.scales_stages(rows, machine));
+                stages.push(self.add_stage());
+                stages
+            }
+        };
         let place = if beside.is_ok() { "shared experts, second stream" } else { "shared experts" };
-        for stage in &mut stages {
-            stage.kernel = format!("{} ({place})", stage.kernel);
-        }
-        if let Some(first) = stages.first_mut().filter(|_| machine.gpu.is_some()) {
+        own.iter_mut().for_each(|stage| stage.note = Some(place.to_string()));
+        let is_beside = beside.is_ok();
+        if let Some(first) = own.first_mut().filter(|_| machine.gpu.is_some()) {
             let slots = self.apart.clone().map(|reason| ("slots of the routed experts", reason));
             let tried = slots.into_iter().chain(beside.err().map(|reason| ("second stream", reason)));
             let rejected = tried.map(|(form, reason)| Rejected { kernel: form.to_string(), reason });
             first.rejected.splice(0..0, rejected);
         }
-        stages
+        if !is_beside {
+            return [routed, own].concat();
+        }
+        own.extend(routed);
+        own.extend(self.mlp.sum_stage());
+        own.push(self.add_stage());
+        own
+    }
+
+    /// The kernels of the gate.
+    fn scales_stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let Some(gate) = &self.gate else { return Vec::new() };
+        let call = LinearCall {
+            rows,
+            n: 1,
+            k: self.hidden_size(),
+            dtype: gate.dtype(),
+            quant: None,
+            bias: false,
+            aligned: true,
+        };
+        let logits = LinearForm::stage(&["gate of the shared experts"], &call, machine);
+        vec![logits, Stage::new(&["sigmoid of the gate"], "sigmoid")]
+    }
+
+    fn add_stage(&self) -> Stage {
+        Stage::new(&["add"], if self.gate.is_some() { "add_scaled" } else { "add" })
     }
 
     /// Whether they run on a second stream in a step of `rows` rows, or why not.

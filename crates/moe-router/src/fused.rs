@@ -48,6 +48,7 @@ impl Router {
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
+        ex.launched(|| RouterForm::OneLaunch.name());
         let step = GateStep {
             padded: context.padded,
             routing: context.routing.layer(input.layer, input.first_row)?,

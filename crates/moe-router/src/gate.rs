@@ -5,6 +5,7 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
+use moe_kernels::plan::{Form, RouterForm};
 use moe_kernels::{Exec, Log2Phy, StepContext, View, ViewMut, WeightView, linear_into, physical_ids_into};
 
 use crate::io::{RouteInput, RouteOutput};
@@ -69,6 +70,7 @@ impl Router {
         if self.is_one_launch(input.hidden, context, ex) {
             return self.gate_route(input, logits, out, context, ex);
         }
+        let both = ex.launched_as_one(|| RouterForm::Apart.name());
         linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;
         let route = RouteInput {
             logits: logits.as_view(),
@@ -81,6 +83,7 @@ impl Router {
         let mut chosen = ex.scratch(DType::U32, topk_ids.dims())?;
         let out = RouteOutput { topk_ids: chosen.view_mut(), topk_weights, zero_expert_weights };
         self.route_into(&route, out, context, ex)?;
+        drop(both);
         physical_ids_into(chosen.view(), log2phy, topk_ids, ex)
     }
 }

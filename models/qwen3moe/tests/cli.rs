@@ -273,7 +273,7 @@ fn backends_are_explained_as_json() {
     let plan = &explained["plans"][0];
     assert_eq!((&plan["step"], &plan["rows"]), (&json!("decode"), &json!([1, null])));
     assert_eq!(plan["attention"][1]["computes"], json!(["qkv"]));
-    assert_eq!(plan["attention"][1]["kernel"], "cpu");
+    assert_eq!(plan["attention"][1]["kernel"], "cpu_linear");
     let reason = &plan["mlp"][1]["rejected"][0]["reason"];
     assert_eq!(reason["check"], "device", "{plan:#}");
 }

@@ -2,6 +2,7 @@
 
 mod chunks;
 mod collectives;
+mod explained;
 mod faults;
 mod faulty;
 mod graphs;

@@ -159,7 +159,7 @@ pub fn block(
     let (mut block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
     // Then this test adds the ranks' sums.
     assert_eq!(block.defer_sum(), case.is_replicated());
-    let asked = PlanStep { rows: case.tokens, one_row_each: true, observed: None };
+    let asked = PlanStep::decode(case.tokens);
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
     assert!(
         case.scheme != QuantScheme::None || (form != MoeForm::Modular) == case.is_monolithic(),

@@ -12,7 +12,7 @@ mod ranks;
 use candle_core::{DType, Result, Tensor, bail};
 
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, LinearForm, Machine, Reason, Stage,
+    AttentionCall, Form, FusedLinearForm, LinearCall, LinearForm, Machine, MixedCall, Reason, Stage,
 };
 use moe_kernels::{
     AttentionMeta, CpuIsa, Exec, PreNorm, ProductRows, QkNormRope, RowsView, RowsViewMut, StepRows,
@@ -27,7 +27,7 @@ pub use config::{AttentionConfig, AttentionWeights, QkNorm};
 use load::Held;
 use ranks::HeadRanks;
 
-use crate::decoder::{OUTPUT, OUTPUT_ADD, SelfAttention, linear_stage, plain};
+use crate::decoder::{OUTPUT, OUTPUT_ADD, SelfAttention, linear_stage};
 use crate::kv_cache::{KvLayer, LayerState};
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
@@ -181,29 +181,15 @@ impl SelfAttention for Attention {
     }
 
     fn stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
-        let AttentionConfig { num_heads, head_dim, .. } = self.config;
-        let call = AttentionCall {
-            rows: step.rows,
-            one_row_each: step.one_row_each,
-            num_heads,
-            head_dim,
-            value_dim: head_dim,
-            latent: false,
-            dtype: self.weights.qkv.dtype(),
-            block_size: None,
-            aligned: true,
-        };
         let (qkv, o): (&[&str], &[&str]) =
             if fused { (&["norm", "qkv"], OUTPUT_ADD) } else { (&["qkv"], OUTPUT) };
         let mut stages = vec![linear_stage(qkv, fused, &self.qkv_call(step.rows), machine)];
         if self.config.qk_norm == QkNorm::AllHeads {
-            stages.push(self.all_heads_stage(machine));
+            stages.push(self.all_heads_stage());
         }
-        stages.push(AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine));
+        stages.extend(self.rows_call(step).stages(machine));
         stages.push(linear_stage(o, fused, &self.o_call(step.rows), machine));
-        if self.ranks.as_ref().is_some_and(|ranks| !ranks.output.is_deferred()) {
-            stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
-        }
+        stages.extend(self.ranks.as_ref().and_then(|ranks| ranks.output.sum_stage()));
         stages
     }
 
@@ -253,6 +239,25 @@ impl Attention {
             None => Ok(()),
             Some(_) => Err(Reason::Part { part: "the sum over ranks behind its output product" }),
         }
+    }
+
+    /// The rows of a step between the two products.
+    fn rows_call(&self, step: &PlanStep) -> MixedCall {
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
+        let prompts = AttentionCall {
+            rows: step.prompt_rows(),
+            one_row_each: false,
+            num_heads,
+            head_dim,
+            value_dim: head_dim,
+            latent: false,
+            dtype: self.weights.qkv.dtype(),
+            block_size: None,
+            aligned: true,
+        };
+        let decode = AttentionCall { rows: step.decode_rows, one_row_each: true, ..prompts };
+        let [decode_scores, prompt_scores] = step.attention_scores;
+        MixedCall { decode, num_kv_heads, prompts, decode_scores, prompt_scores }
     }
 
     fn qkv_call(&self, rows: usize) -> LinearCall {

@@ -9,15 +9,16 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::{Communicator, Geometry, GeometryError, RowParallel};
 use moe_kernels::names::AttentionNames;
-use moe_kernels::plan::{Machine, Stage};
+use moe_kernels::plan::Stage;
 use moe_kernels::{Exec, HeadsNorm, QkvHeads, TensorView, ViewMut, head_squares_into, heads_norm_into};
 use moe_layer::BlockContext;
 
 use super::{Attention, AttentionConfig, QkNorm};
 use crate::checkpoint::TensorLayout;
-use crate::decoder::plain;
 use crate::kv_cache::KvLayout;
 
+/// What a plan calls a norm over all heads.
+const ALL_HEADS: &str = "head_squares, heads_norm";
 /// What errors call the reduced size of the output product.
 const OUTPUT: &str = "the width of all query heads";
 
@@ -114,6 +115,7 @@ impl Attention {
         qkv: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
+        let _norm = ex.launched_as_one(|| ALL_HEADS);
         let AttentionConfig { num_heads: q, num_kv_heads: kv, head_dim: dim, .. } = self.config;
         let (heads, rows) = (QkvHeads { q, kv, dim }, qkv.rows());
         let (ranks, kv_replicas) =
@@ -137,11 +139,11 @@ impl Attention {
     }
 
     /// What [`norm_all_heads`](Self::norm_all_heads) launches.
-    pub(super) fn all_heads_stage(&self, machine: &Machine) -> Stage {
+    pub(super) fn all_heads_stage(&self) -> Stage {
         let computes: &[&str] = match self.ranks {
             Some(_) => &["sums of squares over ranks", "norm of all heads"],
             None => &["norm of all heads"],
         };
-        plain(computes, if machine.gpu.is_some() { "head_squares, heads_norm" } else { "cpu" }, Vec::new())
+        Stage::new(computes, ALL_HEADS)
     }
 }

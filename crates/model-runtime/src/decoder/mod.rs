@@ -35,8 +35,7 @@ pub use config::{DecoderConfig, MoeConfig};
 pub use grouped_query::GroupedQueryModel;
 pub use load::DecoderOptions;
 pub use plan::LayerPlan;
-use plan::RankSums;
-pub(crate) use plan::{OUTPUT, OUTPUT_ADD, linear_stage, plain};
+pub(crate) use plan::{OUTPUT, OUTPUT_ADD, linear_stage};
 use residual::Residual;
 
 /// The attention of a decoder layer.
@@ -183,17 +182,6 @@ pub struct Decoder<A> {
 }
 
 impl<A> Decoder<A> {
-    /// Whether the rows of such a step that need no logits end with the last layer's attention, which caches them. `observed`: what
-    /// looks at the others.
-    fn drops_rows(&self, step: &StepViews, observed: Option<&str>) -> bool {
-        let routes_by_number = match self.layers.last().map(|layer| &layer.mlp) {
-            Some(Mlp::Sparse(sparse)) => sparse.routes_by_number(),
-            _ => false,
-        };
-        let few = step.num_logits() < step.num_tokens() && step.num_scored() == 0;
-        self.ends_few && few && observed.is_none() && !routes_by_number
-    }
-
     /// `logits` [R, V] f32 of R `rows` of the normed stream `x` [T, H].
     fn logits_of(&self, x: View, rows: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
         let mut hidden = ex.scratch(x.dtype(), &[rows.elem_count(), self.info.hidden_size])?;
@@ -253,9 +241,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
-        let shares = self.shares_residual(step.rows);
-        let sums = self.sums.as_deref().map(|ranks| RankSums { ranks, shares });
-        self.layers.iter().map(|layer| layer.plan(step, sums.as_ref(), machine)).collect()
+        self.layer_plans(step, machine)
     }
 
     fn forward(
@@ -270,13 +256,12 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         let dims = [step.num_tokens(), self.info.hidden_size];
         let dtype = self.info.dtype;
         let mut observe = Observe(observer);
-        let shared = !context.whole_residual && self.shares_residual(dims[0]).is_ok();
+        let shape = step.plan_step(observe.asks(), context);
+        let shared = self.shares_residual(&shape).is_ok();
         let mut residual = Residual::new(&dims, dtype, self.sums.as_deref(), shared, ex)?;
         let ropes = self.ropes.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.stream.view_mut(), ex)?;
         observe.hidden(0, residual.stream.view(), ex)?;
-        let observed = observe.asks().or(context.asks_of_router());
-        let shape = PlanStep { rows: dims[0], one_row_each: step.one_row_each(), observed };
         for (index, layer) in self.layers.iter().enumerate() {
             let _span = trace_span!("layer", layer = index).entered();
             ex.mark("layer", index)?;
@@ -288,7 +273,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             };
             let is_last = next.1.is_none();
             let mut form = form;
-            if is_last && self.drops_rows(step, observed) {
+            if is_last && self.drops_rows(&shape) {
                 if step.num_logits() == 0 {
                     return Ok(());
                 }

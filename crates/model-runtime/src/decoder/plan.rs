@@ -67,52 +67,57 @@ impl<A: SelfAttention> DecoderLayer<A> {
         LayerForm { attention, mlp }
     }
 
-    /// The kernels of this layer in such a step, and why faster ones do not run; `sums`: the ranks whose sums layers
-    /// leave to the norms behind them.
-    pub(super) fn plan(&self, step: &PlanStep, sums: Option<&RankSums>, machine: &Machine) -> LayerPlan {
-        let form = self.choose(step, machine);
-        let fused = form.attention == AroundAttention::NormAdd;
-        let mut attention = self.attention.stages(fused, step, machine);
-        if !fused {
-            attention.insert(0, self.norm_behind(form.mlp, sums));
-            if let (Err(reason), Some(qkv)) =
-                (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
-            {
-                let kernel = format!("{} with norm and addition", FusedLinearForm::Stream.name());
-                qkv.rejected.insert(0, Rejected { kernel, reason });
-            }
-            if let Some(last) = attention.last_mut() {
-                match self.adds_attention(form.mlp, step, machine) {
-                    Ok(()) => last.computes = OUTPUT_ADD,
-                    Err(reason) => {
-                        let kernel = format!("{} with addition", LinearForm::Blas.name());
-                        last.rejected.insert(0, Rejected { kernel, reason });
-                    }
+    /// The kernels of norm and attention in such a step; `normed`: whether the launch before has taken the norm, and here the
+    /// attention's last.
+    fn attention_stages(&self, form: LayerForm, around: &mut Around, step: &PlanStep) -> Vec<Stage> {
+        let machine = around.machine;
+        let mut stages = self.attention.stages(form.attention == AroundAttention::NormAdd, step, machine);
+        if form.attention == AroundAttention::NormAdd {
+            around.normed = false;
+            return stages;
+        }
+        if let (Err(reason), Some(first)) =
+            (self.fuses_attention(form.mlp, step, machine), stages.first_mut())
+        {
+            let kernel = format!("{} with norm and addition", FusedLinearForm::Stream.name());
+            first.rejected.insert(0, Rejected { kernel, reason });
+        }
+        if let Some(last) = stages.last_mut() {
+            match self.adds_attention(form.mlp, step, machine) {
+                Ok(()) => last.computes = OUTPUT_ADD,
+                Err(reason) => {
+                    let kernel = format!("{} with addition", LinearForm::Blas.name());
+                    last.rejected.insert(0, Rejected { kernel, reason });
                 }
             }
         }
-        let (fusion, mut mlp) = match &self.mlp {
-            Mlp::Dense(mlp) => (Fusion::Nothing, mlp.stages(step.rows, machine)),
-            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, FUSIONS, machine).stages),
-        };
-        match (fusion, form.attention) {
-            (Fusion::NormAdd, _) => {}
-            (_, AroundAttention::Add) => mlp.insert(0, plain(&["norm"], "rms_norm", Vec::new())),
-            _ => mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0]))),
-        }
-        LayerPlan { attention, mlp }
+        let norm = around.norm();
+        around.normed = form.attention == AroundAttention::Nothing;
+        norm.into_iter().chain(stages).collect()
     }
 
-    /// The norm behind the layer's MLP or experts.
-    fn norm_behind(&self, mlp: MoeForm, sums: Option<&RankSums>) -> Stage {
-        match &self.mlp {
-            Mlp::Sparse(sparse) if sparse.adds_norm(mlp) => plain(
-                &["sums over ranks", "add", "norm"],
-                "one launch of few rows over peer memory, else reduce-scatter and add_rms_norm",
-                Vec::new(),
-            ),
-            _ => norm_stage(sums.filter(|_| self.deferred[1])),
+    /// The kernels of MLP or experts in such a step, with the norm behind the attention and the one behind them.
+    fn mlp_stages(&self, mlp: MoeForm, around: &mut Around, step: &PlanStep) -> Vec<Stage> {
+        let mut stages = Vec::new();
+        let own = match &self.mlp {
+            Mlp::Dense(mlp) => mlp.stages(step.rows, around.machine),
+            Mlp::Sparse(sparse) => sparse.plan(step, FUSIONS, around.machine).stages,
+        };
+        if mlp.fusion() == Fusion::NormAdd {
+            around.normed = false;
+            return own;
         }
+        stages.extend(around.norm());
+        stages.extend(own);
+        around.normed = true;
+        let has_norm = match &self.mlp {
+            Mlp::Dense(_) => false,
+            Mlp::Sparse(sparse) => mlp.fusion() == Fusion::AddNorm || sparse.adds_norm(mlp),
+        };
+        if !has_norm {
+            stages.push(norm_stage(NEXT_NORM, around.sums.filter(|_| self.deferred[1])));
+        }
+        stages
     }
 
     /// The addition inside the attention's last launch pays where a norm of its own follows.
@@ -134,42 +139,114 @@ impl<A: SelfAttention> DecoderLayer<A> {
     }
 }
 
+impl<A: SelfAttention> Decoder<A> {
+    /// The kernels of all layers in such a step, and why faster ones do not run.
+    pub(super) fn layer_plans(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
+        let shares = self.shares_residual(step);
+        let sums = self.sums.as_deref().map(|ranks| RankSums { ranks, shares });
+        let mut around = Around { normed: false, sums: sums.as_ref(), machine };
+        let mut plans = Vec::with_capacity(self.layers.len());
+        for (index, layer) in self.layers.iter().enumerate() {
+            let form = layer.choose(step, machine);
+            let attention = layer.attention_stages(form, &mut around, step);
+            let mut mlp = Vec::new();
+            if form.attention == AroundAttention::Nothing {
+                mlp.push(norm_stage(OWN_NORM, around.sums.filter(|_| layer.deferred[0])));
+            }
+            let is_last = index + 1 == self.layers.len();
+            if is_last && self.drops_rows(step) {
+                if step.logits > 0 {
+                    let kept = PlanStep { rows: step.logits, ..*step };
+                    mlp.extend(layer.mlp_stages(layer.choose(&kept, machine).mlp, &mut around, &kept));
+                }
+            } else {
+                mlp.extend(layer.mlp_stages(form.mlp, &mut around, step));
+                if is_last {
+                    mlp.extend(around.norm());
+                }
+            }
+            plans.push(LayerPlan { attention, mlp });
+        }
+        plans
+    }
+}
+
 impl<A> Decoder<A> {
+    /// Whether the rows of such a step that need no logits end with the last layer's attention, which caches them.
+    pub(super) fn drops_rows(&self, step: &PlanStep) -> bool {
+        let routes_by_number = match self.layers.last().map(|layer| &layer.mlp) {
+            Some(Mlp::Sparse(sparse)) => sparse.routes_by_number(),
+            _ => false,
+        };
+        let few = step.logits < step.rows && step.scored == 0;
+        self.ends_few && few && step.observed.is_none() && !routes_by_number
+    }
+
     /// Whether the ranks that add up in norms keep the residual stream of some of a step's rows each, or why all keep all of it.
     ///
     /// # Errors
     /// The reason.
-    pub(super) fn shares_residual(&self, rows: usize) -> Result<(), Reason> {
+    pub(super) fn shares_residual(&self, step: &PlanStep) -> Result<(), Reason> {
         let Some(ranks) = &self.sums else { return Err(Reason::NoGain("no rank shares the tokens")) };
+        if step.whole_residual {
+            return Err(Reason::NoGain("the hidden states of all rows are asked for"));
+        }
         if self.layers.iter().any(|layer| layer.deferred != [true; 2]) {
             return Err(Reason::Part { part: "a sum over ranks that is not left to the norm" });
         }
-        ranks.shares_residual(rows, self.info.hidden_size, self.info.dtype).map_err(Reason::NoGain)
+        ranks.shares_residual(step.rows, self.info.hidden_size, self.info.dtype).map_err(Reason::NoGain)
+    }
+}
+
+/// What a norm behind a sub-layer computes.
+const OWN_NORM: NormParts =
+    NormParts { whole: &["add", "norm"], over_ranks: &["sum over ranks", "add", "norm"] };
+const NEXT_NORM: NormParts =
+    NormParts { whole: &["add", "next norm"], over_ranks: &["sum over ranks", "add", "next norm"] };
+
+struct NormParts {
+    whole: &'static [&'static str],
+    over_ranks: &'static [&'static str],
+}
+
+/// What is around the sub-layers of a step.
+struct Around<'a> {
+    /// Whether the next sub-layer's norm has been taken.
+    normed: bool,
+    /// The ranks whose sums layers leave to the norms.
+    sums: Option<&'a RankSums<'a>>,
+    machine: &'a Machine,
+}
+
+impl Around<'_> {
+    /// The launch of a norm alone, where it has not been taken.
+    fn norm(&mut self) -> Option<Stage> {
+        let taken = std::mem::replace(&mut self.normed, true);
+        (!taken).then(|| Stage::new(&["norm"], "rms_norm"))
     }
 }
 
 /// The ranks that add up in norms, and whether each does so for its share of a step's rows.
-pub(super) struct RankSums<'a> {
-    pub ranks: &'a dyn Communicator,
-    pub shares: Result<(), Reason>,
+struct RankSums<'a> {
+    ranks: &'a dyn Communicator,
+    shares: Result<(), Reason>,
+}
+
+/// The name of a norm that adds up what ranks hold; `shared`: each of its share of the rows.
+pub(super) fn sum_norm(ranks: &dyn Communicator, shared: bool) -> String {
+    let medium = ranks.medium();
+    if shared { format!("{medium}: each rank its share of the rows") } else { medium }
 }
 
 /// The norm behind a sub-layer, which also adds.
-fn norm_stage(sums: Option<&RankSums>) -> Stage {
-    let Some(RankSums { ranks, shares }) = sums else {
-        return plain(&["add", "norm"], "add_rms_norm", Vec::new());
-    };
-    let (computes, medium) = (&["sum over ranks", "add", "norm"], ranks.medium());
-    let shared = format!("{medium}: each rank its share of the rows");
+fn norm_stage(parts: NormParts, sums: Option<&RankSums>) -> Stage {
+    let Some(RankSums { ranks, shares }) = sums else { return Stage::new(parts.whole, "add_rms_norm") };
+    let shared = sum_norm(*ranks, true);
     match shares {
-        Ok(()) => plain(computes, &shared, Vec::new()),
-        Err(reason) => plain(computes, &medium, vec![Rejected { kernel: shared, reason: reason.clone() }]),
+        Ok(()) => Stage::new(parts.over_ranks, shared),
+        Err(reason) => Stage::new(parts.over_ranks, sum_norm(*ranks, false))
+            .after([Rejected { kernel: shared, reason: reason.clone() }]),
     }
-}
-
-/// A stage whose kernel is named in words.
-pub(crate) fn plain(computes: &'static [&'static str], kernel: &str, rejected: Vec<Rejected>) -> Stage {
-    Stage { computes, kernel: kernel.to_string(), rejected }
 }
 
 /// The product of `rows` rows with a weight [n, k].
@@ -194,7 +271,7 @@ mod tests {
     #[test]
     fn a_norm_behind_a_sum_says_which_rows_a_rank_adds_up() {
         let ranks = SelfComm::new();
-        let stage = |shares| norm_stage(Some(&RankSums { ranks: &ranks, shares }));
+        let stage = |shares| norm_stage(OWN_NORM, Some(&RankSums { ranks: &ranks, shares }));
         let shared = stage(Ok(()));
         assert_eq!(
             (shared.kernel.as_str(), shared.rejected.len()),
@@ -205,6 +282,6 @@ mod tests {
         let [rejected] = &whole.rejected[..] else { panic!("{whole:?}") };
         assert_eq!(rejected.kernel, shared.kernel);
         assert_eq!(rejected.reason.to_string(), "saves nothing here: few rows");
-        assert_eq!(norm_stage(None).computes, ["add", "norm"]);
+        assert_eq!(norm_stage(OWN_NORM, None).computes, ["add", "norm"]);
     }
 }

@@ -10,7 +10,7 @@ use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View, e
 use moe_layer::AddNorm;
 use tracing::trace_span;
 
-use super::plan::{AroundAttention, LayerForm};
+use super::plan::{AroundAttention, LayerForm, sum_norm};
 use super::{DecoderLayer, Mlp, SelfAttention};
 use crate::kv_cache::KvLayer;
 use crate::layers::RmsNorm;
@@ -94,6 +94,10 @@ impl<'a> Residual<'a> {
         self.normed = true;
         let Self { stream, delta, .. } = self;
         let x = self.x.rows_mut().floats("norm")?;
+        let _sums = match self.ranks.filter(|_| deferred || self.shared) {
+            Some(ranks) => ex.launched_as_one(|| sum_norm(ranks, self.shared)),
+            None => None,
+        };
         match self.ranks {
             Some(ranks) if self.shared => {
                 next.add_shared_into(ranks, delta.view_mut(), stream.view_mut(), x, ex)

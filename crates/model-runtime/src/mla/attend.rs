@@ -168,7 +168,7 @@ impl MlaAttention {
     ) -> Result<()> {
         let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
         let t = rows.len();
-        let dtype = self.query_dtype(t, kv.k().dims()[2], &ex.machine());
+        let dtype = self.query_dtype(t, Some(kv.k().dims()[2]), &ex.machine());
         let mut q = ex.scratch(dtype, &[t, num_heads, l + r])?;
         rows.query_into(Some(w_uk), q.view_mut(), kv, ex)?;
         mla_attention_into(q.view(), kv.k(), meta, w_uv, out, ex)

@@ -1,17 +1,18 @@
 //! The kernels of latent attention in a step: what is explained, and what the layer asks before it runs.
 
 use candle_core::DType;
+use moe_comm::RowParallel;
 use moe_kernels::Weight;
 use moe_kernels::names::MlaNames;
 use moe_kernels::plan::{
     AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, PromptCall,
-    PromptForm, Stage,
+    PromptForm, QUERY_WITH_PRODUCT, Rejected, Stage,
 };
 use moe_layer::PlanStep;
 
 use super::projections::{Down, Projection, Query, Up};
 use super::{MlaAttention, MlaConfig};
-use crate::decoder::{OUTPUT, OUTPUT_ADD, linear_stage, plain};
+use crate::decoder::{OUTPUT, OUTPUT_ADD, linear_stage};
 
 /// What a plan calls the product that makes queries.
 const QUERY: &str = MlaNames::DEEPSEEK.q;
@@ -23,82 +24,112 @@ impl MlaAttention {
         let linear = |computes, projection: &Projection| {
             linear_stage(computes, fused, &projection.call(rows), machine)
         };
-        let by_rows = |computes, kernel: &str| {
-            plain(computes, if machine.gpu.is_some() { kernel } else { "cpu" }, Vec::new())
-        };
-        let per_head = |computes, head_dim, beside| {
-            let (latent, dtype) = (self.config.kv_lora_rank, self.o.weight.dtype());
-            let call = PerHeadCall { rows, head_dim, latent, beside, dtype };
-            PerHeadForm::stage(computes, &call, machine)
-        };
-        // What precedes attention is one launch, and few rows are split, so that a launch merges.
-        let before = matches!(self.down, Down::Packed(_)).then_some("latent_query");
-        let latent = self.attention_call(rows, step.one_row_each, None);
-        let splits = matches!(
-            AttentionForm::choose(&latent, machine),
-            Some(AttentionForm::LatentDecode | AttentionForm::Latent)
-        );
-        let behind = (step.one_row_each && splits).then_some("latent_merge");
         let mut stages = Vec::new();
         match &self.down {
             Down::Packed(packed) => {
                 let computes: &[&str] = if fused { &["norm", QUERY, "kv_a"] } else { &[QUERY, "kv_a"] };
                 stages.push(linear(computes, packed));
-                stages.push(by_rows(&["latent norm", "rope", "kv write"], "mla_rows"));
             }
             Down::Apart { query, kv_a } => {
                 stages.push(linear(&["kv_a"], kv_a));
-                stages.push(by_rows(&["latent norm", "rope of the key"], "mla_latent"));
+                stages.push(Stage::new(&["latent norm", "rope of the key"], "mla_latent"));
                 if let Up::Naive(up) = &self.up {
                     stages.push(linear(&["kv_b"], up));
                 }
-                stages.push(by_rows(&["kv write"], "mla_cache"));
+                stages.push(Stage::new(&["kv write"], "mla_cache"));
                 match query {
                     Query::Direct(q) => stages.push(linear(&[QUERY], q)),
                     Query::Low { a, b, .. } => {
                         stages.push(linear(&["q_a"], a));
-                        stages.push(by_rows(&["norm of the query's latent"], "rms_norm"));
+                        stages.push(Stage::new(&["norm of the query's latent"], "rms_norm"));
                         stages.push(linear(&["q_b"], b));
                     }
                 }
-                stages.push(by_rows(&["rope of the queries"], "mla_query"));
             }
         }
-        let call = self.attention_call(rows, step.one_row_each, None);
-        let mut attention = AttentionForm::stage(&["attention"], &call, machine);
+        stages.extend(self.attend_stages(step, machine));
+        stages.push(linear(if fused { OUTPUT_ADD } else { OUTPUT }, &self.o));
+        stages.extend(self.ranks.as_ref().and_then(RowParallel::sum_stage));
+        stages
+    }
+
+    /// The kernels between the projections.
+    fn attend_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         if matches!(self.up, Up::Naive(_)) {
+            let call = self.attention_call(step.rows, step.one_row_each(), None);
+            return vec![self.rows_stage(), AttentionForm::stage(&["attention"], &call, machine)];
+        }
+        let positions = Some(step.prompt_positions.unwrap_or(step.prompt_rows()));
+        let prompts = self.prompt_call(step.prompt_rows(), positions);
+        let prompts = PromptForm::stage(&["keys and values of all heads", "attention"], &prompts, machine);
+        if prompts.kernel != PromptForm::Expanded.name() {
+            let rejected = if step.one_row_each() { Vec::new() } else { prompts.rejected };
+            return self.latent_stages(step.rows, step.one_row_each(), rejected, machine);
+        }
+        let mut stages = match step.decode_rows {
+            0 => Vec::new(),
+            rows => self.latent_stages(rows, true, Vec::new(), machine),
+        };
+        stages.extend([self.rows_stage(), prompts]);
+        stages
+    }
+
+    /// The kernels of rows in latent space; `rejected`: what was tried first.
+    fn latent_stages(
+        &self,
+        rows: usize,
+        one_row_each: bool,
+        rejected: Vec<Rejected>,
+        machine: &Machine,
+    ) -> Vec<Stage> {
+        let call = self.attention_call(rows, one_row_each, None);
+        let mut attention = AttentionForm::stage(&["attention"], &call, machine).after(rejected);
+        // The launch before attention may hold the product of its queries, if these leave in the model dtype. Few rows are split,
+        // so that a launch merges, which may hold the product behind attention.
+        let dtype = self.o.weight.dtype();
+        let is_packed = matches!(self.down, Down::Packed(_));
+        let before =
+            (is_packed && self.query_dtype(rows, None, machine) == dtype).then_some(QUERY_WITH_PRODUCT);
+        let splits = matches!(
+            AttentionForm::choose(&call, machine),
+            Some(AttentionForm::LatentDecode | AttentionForm::Latent)
+        );
+        let behind = (one_row_each && splits).then_some("latent_merge");
+        let product = |computes, head_dim, beside| {
+            let call = PerHeadCall { rows, head_dim, latent: self.config.kv_lora_rank, beside, dtype };
+            PerHeadForm::stage(computes, &call, machine)
+        };
+        let queries = product(&["queries to latents"], self.config.qk_nope_head_dim, before);
+        let values = product(&["latents to values"], self.config.v_head_dim, behind);
+        let is_beside = |stage: &Stage| stage.kernel == PerHeadForm::Beside.name();
+        let mut stages = match is_beside(&queries) {
+            true => vec![Stage::new(
+                &["latent norm", "rope", "kv write", "queries to latents"],
+                QUERY_WITH_PRODUCT,
+            )],
+            false => vec![self.rows_stage(), queries],
+        };
+        if is_beside(&values) {
+            attention.computes = &["attention", "latents to values"];
             stages.push(attention);
         } else {
-            let prompts = (!step.one_row_each).then(|| {
-                PromptForm::stage(
-                    &["keys and values of all heads", "attention"],
-                    &self.prompt_call(rows, None),
-                    machine,
-                )
-            });
-            match prompts {
-                Some(stage) if stage.rejected.is_empty() => stages.push(stage),
-                prompts => {
-                    attention.rejected.splice(0..0, prompts.into_iter().flat_map(|stage| stage.rejected));
-                    stages.extend([
-                        per_head(&["queries to latents"], self.config.qk_nope_head_dim, before),
-                        attention,
-                        per_head(&["latents to values"], self.config.v_head_dim, behind),
-                    ]);
-                }
-            }
-        }
-        stages.push(linear(if fused { OUTPUT_ADD } else { OUTPUT }, &self.o));
-        if self.ranks.is_some() {
-            stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
+            stages.extend([attention, values]);
         }
         stages
     }
 
+    /// The launch before attention, or before the product of the queries.
+    fn rows_stage(&self) -> Stage {
+        match self.down {
+            Down::Packed(_) => Stage::new(&["latent norm", "rope", "kv write"], "mla_rows"),
+            Down::Apart { .. } => Stage::new(&["rope of the queries"], "mla_query"),
+        }
+    }
+
     /// The dtype in which queries leave for attention. They are rounded there where they become operands of tensor cores,
     /// so what writes them may round as well.
-    pub(super) fn query_dtype(&self, rows: usize, block_size: usize, machine: &Machine) -> DType {
-        let call = self.attention_call(rows, false, Some(block_size));
+    pub(super) fn query_dtype(&self, rows: usize, block_size: Option<usize>, machine: &Machine) -> DType {
+        let call = self.attention_call(rows, false, block_size);
         match AttentionForm::choose(&call, machine) {
             Some(AttentionForm::Latent) => call.dtype,
             _ => DType::F32,

@@ -9,6 +9,9 @@ use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
+/// What a plan calls the launch of [`physical_ids_into`].
+pub const PHYSICAL_IDS: &str = "physical_ids";
+
 /// How the rows of an expert are spread over its copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Spread {
@@ -71,13 +74,13 @@ impl Log2Phy<'_> {
 /// Wrong dtypes or dims; on the CPU also an id outside of `log2phy` and an expert without a copy, which on CUDA are no
 /// expert.
 pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-    const OP: &str = "physical_ids";
-    check_ids(OP, topk_ids)?;
-    let (experts, width) = log2phy.check(OP)?;
-    expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
+    check_ids(PHYSICAL_IDS, topk_ids)?;
+    let (experts, width) = log2phy.check(PHYSICAL_IDS)?;
+    expect(PHYSICAL_IDS, "out", &out, DType::U32, topk_ids.dims())?;
+    ex.launched(|| PHYSICAL_IDS);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::physical_ids(ex.cuda(OP)?, OP, topk_ids, log2phy, out);
+        return crate::cuda::any::physical_ids(ex.cuda(PHYSICAL_IDS)?, PHYSICAL_IDS, topk_ids, log2phy, out);
     }
     let &Log2Phy { ids: table, spread, first_row } = log2phy;
     let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, table.cpu::<i32>()?, topk_ids.dims()[1].max(1));
@@ -86,13 +89,13 @@ pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex
             return Ok(NO_EXPERT);
         }
         if id as usize >= experts {
-            bail!("{OP}: expert id {id} is out of range; log2phy holds {experts} logical experts")
+            bail!("{PHYSICAL_IDS}: expert id {id} is out of range; log2phy holds {experts} logical experts")
         }
         let copies = &table[id as usize * width..][..width];
         let count = copies.iter().take_while(|&&copy| copy >= 0).count() as u32;
         match copies.get(spread.copy((first_row + row) as u32, id, count) as usize) {
             Some(&copy) if copy >= 0 => Ok(copy as u32),
-            _ => bail!("{OP}: log2phy names no copy of expert {id}"),
+            _ => bail!("{PHYSICAL_IDS}: log2phy names no copy of expert {id}"),
         }
     };
     let rows = out.cpu_mut::<u32>()?.par_chunks_mut(top_k).zip(ids.par_chunks(top_k)).enumerate();

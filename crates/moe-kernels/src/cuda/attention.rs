@@ -171,6 +171,7 @@ fn decode_attention(
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("decode_attention", ex.cuda("decode_attention")?);
+    ex.launched(|| AttentionForm::Decode.name());
     let (rows, heads) = (small(op, args.qkv.rows())?, small(op, args.num_heads)?);
     let (kv_heads, head_dim) = (small(op, args.num_kv_heads)?, small(op, args.head_dim)?);
     let sms = small(op, cuda.gpu.sms)?;

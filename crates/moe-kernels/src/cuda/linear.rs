@@ -43,6 +43,11 @@ impl<'a> Matrix<'a> {
             }
         }
     }
+
+    /// The name of the kernel that multiplies rows of `x` and has the norm or the addition inside.
+    fn fused_kernel(self, x: View) -> String {
+        FusedLinearForm::Stream.kernel(&self.call(x.rows(), DType::BF16, false, &[]))
+    }
 }
 
 /// out = x · wᵀ + bias; the door has checked dims and dtypes.
@@ -69,6 +74,7 @@ fn multiply(
     let (cuda, w) = (ex.cuda(op)?, Matrix::of(op, w)?);
     let call = w.call(x.rows(), x.dtype(), bias.is_some(), &[x, out.as_view()]);
     let form = LinearForm::choose(&call, &ex.machine());
+    ex.launched(|| form.unwrap_or(LinearForm::Any).kernel(&call));
     let ordered = match (form, w) {
         (Some(form), Matrix::Pack(pack)) if form.orders_rows(&call) => Some(quant::ordered(op, x, pack, ex)?),
         _ => None,
@@ -138,8 +144,14 @@ fn linear_of_fp8(
     let (reads, [t, _]) = (fp8_order(rows.dims()[0], w, bias.is_some(), ex)?, rows.dims());
     match (Matrix::of(op, w)?, rows.order) {
         (Matrix::Pack(pack), order) if reads == Some(order) && aligned(&[out.as_view()]) => match order {
-            Fp8Order::Rows => fp8::linear_by_rows(op, rows, pack, (out, output), ex),
-            Fp8Order::Quads => fp8::linear(op, rows, (pack, bias), (out, output), ex),
+            Fp8Order::Rows => {
+                ex.launched(|| LinearForm::Fp8Blas.name());
+                fp8::linear_by_rows(op, rows, pack, (out, output), ex)
+            }
+            Fp8Order::Quads => {
+                ex.launched(|| LinearForm::Fp8.name());
+                fp8::linear(op, rows, (pack, bias), (out, output), ex)
+            }
         },
         (_, order) => bail!(
             "{op}: {t} rows in FP8, {order:?}, were made for another product: this one reads {reads:?}; make them with \
@@ -178,7 +190,9 @@ pub(crate) fn norm_linear(
     mut out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    stream(op, residual, Some(norm), (Matrix::of(op, w)?, bias), (&mut out, Output::F32), ex)
+    let matrix = Matrix::of(op, w)?;
+    ex.launched(|| matrix.fused_kernel(residual));
+    stream(op, residual, Some(norm), (matrix, bias), (&mut out, Output::F32), ex)
 }
 
 /// See [`crate::linear_add_into`]; [`fuses`] has said yes.
@@ -190,7 +204,9 @@ pub(crate) fn linear_add(
     mut residual: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    stream(op, x, None, (Matrix::of(op, w)?, bias), (&mut residual, Output::AddF32), ex)
+    let matrix = Matrix::of(op, w)?;
+    ex.launched(|| matrix.fused_kernel(x));
+    stream(op, x, None, (matrix, bias), (&mut residual, Output::AddF32), ex)
 }
 
 /// The launch of warpgroup products, of rows in the order of the columns of `w`.

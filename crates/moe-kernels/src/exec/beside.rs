@@ -22,6 +22,7 @@ impl Exec {
             let mut second = Self {
                 workspace: self.side_workspace.clone(),
                 batch_invariant: self.batch_invariant,
+                launches: self.launches.clone(),
                 ..Self::on(&side.device)?
             };
             side.fork(&cuda.stream)?;

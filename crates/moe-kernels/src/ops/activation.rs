@@ -53,6 +53,7 @@ pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mu
     let op = "gated_rows";
     let (t, width) = expect_matrix(op, "out", &out)?;
     expect(op, "rows", &rows, DType::F32, &[t, 2 * width])?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::gated_rows(ex, op, rows, activation, out);

@@ -7,6 +7,7 @@ use crate::cpu::attention::{Attention, Sequence, attend};
 use crate::cpu::simd::Lanes;
 use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
+use crate::plan::{AttentionForm, Form};
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
@@ -80,6 +81,7 @@ pub fn paged_attention_into(
     if ex.is_cuda() {
         return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
     }
+    ex.launched(|| AttentionForm::Cpu.name());
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
     with_float!(k_cache.dtype(), op, T => match q.dtype() {
         DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),

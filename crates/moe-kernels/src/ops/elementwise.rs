@@ -91,6 +91,7 @@ pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exe
     expect_dims(op, "weight", &weight, &[d])?;
     expect_stream(op, "x", &x, weight.dtype())?;
     expect(op, "out", &out, weight.dtype(), &[r, d])?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::rms_norm(x, weight, eps, out, ex);
@@ -121,6 +122,7 @@ fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, e
 pub fn add_into(x: View, acc: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "add";
     expect_dims(op, "acc", &acc, x.dims())?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::add(ex.cuda(op)?, op, x, acc);
@@ -162,6 +164,7 @@ pub fn add_rms_norm_into(
     expect_stream(op, "delta", &delta, weight.dtype())?;
     expect(op, "residual", &residual, delta.dtype(), &[t, h])?;
     expect(op, "out", &out, weight.dtype(), &[t, h])?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::add_rms_norm(delta, weight, eps, residual, out, ex);

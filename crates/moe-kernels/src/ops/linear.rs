@@ -9,6 +9,7 @@ use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
+use crate::plan::{Form, LinearForm};
 use crate::product_rows::RowsView;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
@@ -91,6 +92,7 @@ fn product(
     if ex.is_cuda() {
         return crate::cuda::linear::linear(op, x, w, bias, out, ex);
     }
+    ex.launched(|| LinearForm::Cpu.name());
     let segments = if row_parallel { row_parallel_segments(k) } else { 1 };
     if let WeightView::Quantised(w) = w {
         return quant::product(op, segments, x, w.matrix(op)?, bias, out, ex);

@@ -25,6 +25,7 @@ use crate::door::{
     expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3, expect_stream,
 };
 use crate::exec::Exec;
+use crate::plan::{Form, PerHeadForm};
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
@@ -65,6 +66,7 @@ pub fn mla_latent_into(args: &MlaLatent, latent: ViewMut, rotated: ViewMut, ex: 
     if l == 0 || r == 0 {
         bail!("{op}: expected a latent and a rotated part, got {l} and {r} values")
     }
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::mla_latent(ex, op, args, latent, rotated);
@@ -127,6 +129,7 @@ pub fn mla_cache_into(
     let dims = [&k_cache.dims()[..3], &[v]].concat();
     expect_optional(op, "v_cache", v_cache.as_ref(), k_cache.dtype(), &dims)?;
     expect(op, "slot_mapping", &slot_mapping, DType::U32, &[t])?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::mla_cache(ex, op, (kv, rotated), slot_mapping, k_cache, v_cache);
@@ -218,6 +221,7 @@ pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()
             }
         }
     }
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::mla_query(ex, op, args, out);
@@ -225,6 +229,7 @@ pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()
     let Some(w) = args.w_uk else {
         return with_float!(out.dtype(), op, O => split_query::<O, O>(args, r, None, out, ex));
     };
+    ex.launched(|| PerHeadForm::Cpu.name());
     with_float!(w.dtype(), op, T => match out.dtype() {
         DType::F32 => absorb_query::<T, f32>(args, w, r, out, ex),
         _ => absorb_query::<T, T>(args, w, r, out, ex),
@@ -296,6 +301,7 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
         let (x, out) = (x.reshape(&[t, heads, l])?, out.reshape(&[t, heads, v])?);
         return crate::cuda::any::per_head(ex, op, x, w_uv, out);
     }
+    ex.launched(|| PerHeadForm::Cpu.name());
     with_float!(x.dtype(), op, T => {
         let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
         PerHead { x, w, heads, n: v, k: l, out, stride: v }.run(ex)

@@ -7,6 +7,7 @@ use super::qk_norm_rope::expect_cache;
 use super::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into};
 use crate::door::{expect, expect_dims, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
+use crate::plan::{Form, PerHeadForm};
 use crate::view::{View, ViewMut};
 
 /// Arguments of [`mla_rows_into`].
@@ -74,6 +75,7 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
     if ex.is_cuda() {
         return crate::cuda::any::mla_rows(ex, op, args, out, k_cache);
     }
+    let rows = ex.launched_as_one(|| op);
     let (mut q, mut compressed) =
         (ex.scratch(DType::F32, &[t, heads, n + r])?, ex.scratch(DType::F32, &[t, l + r])?);
     let (mut to_q, mut to_latent) = (q.view_mut(), compressed.view_mut());
@@ -90,5 +92,10 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
     mla_latent_into(&parts, latent.view_mut(), rotated.view_mut(), ex)?;
     let latent = latent.view().reshape(&[t, 1, l])?;
     mla_cache_into(latent, rotated.view(), args.slot_mapping, k_cache, None, ex)?;
-    mla_query_into(&MlaQuery { q: q.view(), w_uk: args.w_uk, cos, sin }, out.reborrow(), ex)
+    mla_query_into(&MlaQuery { q: q.view(), w_uk: args.w_uk, cos, sin }, out.reborrow(), ex)?;
+    drop(rows);
+    if args.w_uk.is_some() {
+        ex.launched(|| PerHeadForm::Cpu.name());
+    }
+    Ok(())
 }

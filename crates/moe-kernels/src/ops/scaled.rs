@@ -34,6 +34,7 @@ pub fn add_scaled_into(x: View, scales: View, mut acc: ViewMut, ex: &mut Exec) -
         )
     }
     expect_dtype(op, "scales", &scales, DType::F32)?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::add_scaled(ex.cuda(op)?, op, x, scales, acc);
@@ -72,6 +73,7 @@ fn add_rows<T: Float, S: Float>(x: &[T], scales: &[f32], acc: &mut [S], ex: &Exe
 pub fn sigmoid_into(mut x: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "sigmoid";
     expect_dtype(op, "x", &x, DType::F32)?;
+    ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::sigmoid(ex.cuda(op)?, op, x);

@@ -84,7 +84,7 @@ impl Form for AttentionForm {
             Self::Latent => "attention_latent",
             Self::Prefill => "attention_prefill",
             Self::Any => "any_attention",
-            Self::Cpu => "cpu",
+            Self::Cpu => "cpu_attention",
         }
     }
 
@@ -241,7 +241,7 @@ mod tests {
             let invariant = Machine { batch_invariant: true, ..hopper };
             assert_eq!(form(&call, &invariant), Some("attention_latent"));
             assert_eq!(form(&call, &ampere), Some("any_attention"));
-            assert_eq!(form(&call, &Machine::default()), Some("cpu"));
+            assert_eq!(form(&call, &Machine::default()), Some("cpu_attention"));
         }
         for other in [
             AttentionCall { dtype: DType::F32, ..call },

@@ -7,6 +7,8 @@ use super::quant::{ColumnOrder, QuantWeights, expect_floats, expect_quantised, k
 use super::{BULK_COPIES, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 use crate::scheme::QuantScheme;
 
+/// The launches that bring experts from host memory.
+pub const EXPERTS_FROM_HOST: &str = "expert_residency, expert_exchange";
 /// From this many tokens on warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
 /// [`TENSOR_TOKENS`] for quantised weights.

@@ -6,7 +6,9 @@ use super::fp8::{expect_fp8_blas, expect_fp8_linear};
 use super::quant::{
     ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
 };
-use super::{BULK_COPIES, DequantiseForm, Feature, Form, Gpu, Machine, Reason, TENSOR_CORES, WARPGROUPS};
+use super::{
+    BULK_COPIES, DequantiseForm, Feature, Form, Gpu, Machine, Reason, Stage, TENSOR_CORES, WARPGROUPS,
+};
 use crate::product_rows::Fp8Order;
 use crate::scheme::QuantScheme;
 
@@ -192,7 +194,7 @@ impl Form for LinearForm {
             Self::Tensor => "linear_tensor",
             Self::QuantAny => "any_quant_linear",
             Self::Any => "any_linear",
-            Self::Cpu => "cpu",
+            Self::Cpu => "cpu_linear",
         }
     }
 
@@ -299,6 +301,25 @@ impl Form for FusedLinearForm {
         call.quant.map_or(Ok(()), |quant| quant.expect_order_of_x())?;
         expect_rows(..=FUSED_ROWS, call.rows)?;
         call.expect_aligned()
+    }
+}
+
+impl FusedLinearForm {
+    /// What [`linear_add_into`](crate::linear_add_into) launches: `product` and `sum` say what the product and the addition
+    /// compute, `both` what a product with the addition computes.
+    pub fn added(
+        [product, sum, both]: [&'static [&'static str]; 3],
+        call: &LinearCall,
+        machine: &Machine,
+    ) -> Vec<Stage> {
+        let fused = Self::stage(both, call, machine);
+        if Self::Stream.fits(call, machine).is_ok() {
+            return vec![fused];
+        }
+        match LinearForm::choose(call, machine) {
+            Some(form) if form.adds(call.rows).is_ok() => vec![LinearForm::stage(both, call, machine)],
+            _ => vec![LinearForm::stage(product, call, machine), Stage::new(sum, "add")],
+        }
     }
 }
 

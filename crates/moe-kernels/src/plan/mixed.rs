@@ -1,7 +1,7 @@
 //! Attention of a step whose first rows decode while prompts follow: one after the other, or the prompts on some SMs beside
 //! the decoding rows, which wait for memory.
 
-use super::{AttentionCall, AttentionForm, Form, Machine, Rates, Reason, WARPGROUPS};
+use super::{AttentionCall, AttentionForm, Form, Machine, Rates, Reason, Rejected, Stage, WARPGROUPS};
 
 /// Microseconds that prompts take on a whole card in addition to their FLOPs (25 us for 620 and 300 rows, 75 us for 2,048 on an
 /// H200). Only the choice of a form uses it.
@@ -15,7 +15,12 @@ const SMS: (usize, usize) = (1, 2);
 /// of the others.
 const LONG: usize = 384;
 
-/// The rows of a mixed step.
+/// What the attention of a step computes, and of a mixed step's two kinds of rows.
+const ALL_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention"];
+const DECODING_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of decoding rows"];
+const PROMPT_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of prompts"];
+
+/// The rows of a mixed step, or of one that has rows of one kind alone.
 #[derive(Clone, Copy, Debug)]
 pub struct MixedCall {
     /// The decoding rows.
@@ -71,6 +76,26 @@ impl Form for MixedForm {
 }
 
 impl MixedCall {
+    /// The kernels of [`rope_attention_into`](crate::rope_attention_into), in their order.
+    pub fn stages(&self, machine: &Machine) -> Vec<Stage> {
+        let Self { decode, prompts, .. } = self;
+        let apart = decode.rows > 0 && AttentionForm::Decode.fits(decode, machine).is_ok();
+        if !apart || prompts.rows == 0 {
+            let (rows, one_row_each) = (decode.rows + prompts.rows, prompts.rows == 0);
+            let all = AttentionCall { rows, one_row_each, ..*prompts };
+            return vec![AttentionForm::stage(ALL_ROWS, &all, machine)];
+        }
+        let prompts = AttentionForm::stage(PROMPT_ROWS, prompts, machine);
+        let decode = AttentionForm::stage(DECODING_ROWS, decode, machine);
+        match MixedForm::Beside.fits(self, machine) {
+            Ok(()) => vec![prompts, decode],
+            Err(reason) => {
+                let kernel = MixedForm::Beside.name().to_string();
+                vec![decode.after([Rejected { kernel, reason }]), prompts]
+            }
+        }
+    }
+
     /// SMs for the prompts, of `sms`.
     pub fn prompt_sms(sms: usize) -> usize {
         (sms * SMS.0 / SMS.1).max(1)
@@ -138,6 +163,29 @@ mod tests {
         for machine in [Machine { batch_invariant: true, ..hopper }, Machine::default()] {
             assert_eq!(form(&usual, &machine), Some(MixedForm::Apart));
         }
+    }
+
+    #[test]
+    fn a_step_lists_its_launches_in_their_order() {
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+        let names = |call: &MixedCall, machine: &Machine| -> Vec<String> {
+            call.stages(machine).into_iter().map(|stage| stage.kernel).collect()
+        };
+        let (decode, prompts) = ("attention_decode", "attention_prefill_wgmma");
+        assert_eq!(names(&call(204_800, 240_000), &hopper), [prompts, decode]);
+        let apart = call(204_800, 0);
+        assert_eq!(names(&apart, &hopper), [decode, prompts]);
+        assert_eq!(apart.stages(&hopper)[0].rejected[0].kernel, MixedForm::Beside.name());
+        let rows = |decode, prompts| MixedCall {
+            decode: AttentionCall { rows: decode, ..apart.decode },
+            prompts: AttentionCall { rows: prompts, ..apart.prompts },
+            ..apart
+        };
+        assert_eq!(names(&rows(7, 0), &hopper), [decode]);
+        assert_eq!(names(&rows(0, 7), &hopper), [prompts]);
+        let invariant = Machine { batch_invariant: true, ..hopper };
+        assert_eq!(names(&apart, &invariant), [prompts]);
+        assert_eq!(names(&apart, &Machine::default()), ["cpu_attention"]);
     }
 
     #[test]

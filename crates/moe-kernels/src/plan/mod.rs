@@ -1,7 +1,7 @@
 //! Which kernel runs an op, and why not another: pure functions of sizes and a machine.
 //!
 //! Each op that has several kernels has an enum of [`Form`]s here. The op itself and the code that explains it ask the same
-//! function, so an explanation cannot differ from what runs. Nothing here touches a device: the choice for any machine
+//! function. Nothing here touches a device: the choice for any machine
 //! can be computed, printed and tested on any other.
 
 mod attention;
@@ -24,12 +24,14 @@ mod quant;
 mod reason;
 mod router;
 
+use std::ops::Range;
+
 #[cfg(feature = "cuda")]
 pub(crate) use attention::MAX_ROWS;
 pub use attention::{AttentionCall, AttentionForm};
 pub use copies::{CopiesCall, CopiesForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
-pub use experts::{ExpertsCall, ExpertsForm};
+pub use experts::{EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm};
 pub use features::{Feature, Features};
 pub use fp8::Fp8Activations;
 pub use gpu::{Gpu, Rates};
@@ -39,7 +41,7 @@ pub(crate) use linear::BLAS_FP8_ROWS;
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use mixed::{MixedCall, MixedForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
-pub use per_head::{PerHeadCall, PerHeadForm};
+pub use per_head::{PerHeadCall, PerHeadForm, QUERY_WITH_PRODUCT};
 pub use prompt::{PromptCall, PromptForm};
 pub use quant::{ColumnOrder, QuantWeights};
 pub use reason::{Reason, Target, activation_kind, activation_name};
@@ -125,13 +127,13 @@ pub trait Form: Copy + PartialEq + 'static {
         let mut rejected = Vec::new();
         for form in Self::ALL {
             match form.fits(call, machine) {
-                Ok(()) => return Stage { computes, kernel: form.kernel(call), rejected },
+                Ok(()) => return Stage::new(computes, form.kernel(call)).after(rejected),
                 // That floats are not quantised needs no explanation.
                 Err(Reason::Floats) => {}
                 Err(reason) => rejected.push(Rejected { kernel: form.kernel(call), reason }),
             }
         }
-        Stage { computes, kernel: "none".into(), rejected }
+        Stage::new(computes, "none").after(rejected)
     }
 }
 
@@ -149,8 +151,67 @@ pub struct Rejected {
 pub struct Stage {
     /// The parts of the layer that it computes: more than one where they are fused.
     pub computes: &'static [&'static str],
-    /// The kernel's name.
+    /// The kernel's name, by which a context [notes](crate::Exec::launched) its launch.
     pub kernel: String,
+    /// What else there is to say of it, in words: where it runs, and for whom.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    /// Where rows are computed in parts: the parts that it is launched for. The next stages with the same parts belong to it: all of
+    /// them run for one part, then all for the next.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parts: Option<Range<usize>>,
     /// The faster forms that were tried first, and why they do not run.
     pub rejected: Vec<Rejected>,
+}
+
+impl Stage {
+    /// A kernel beside which none was tried.
+    pub fn new(computes: &'static [&'static str], kernel: impl Into<String>) -> Self {
+        Self { computes, kernel: kernel.into(), note: None, parts: None, rejected: Vec::new() }
+    }
+
+    /// The same stage with these kernels as the first that were tried.
+    pub fn after(mut self, rejected: impl IntoIterator<Item = Rejected>) -> Self {
+        self.rejected.splice(0..0, rejected);
+        self
+    }
+}
+
+/// The stages of rows that are computed in parts of so many rows each.
+pub fn in_parts(sizes: &[usize], stages: impl Fn(usize) -> Vec<Stage>) -> Vec<Stage> {
+    let mut all = Vec::new();
+    let mut first = 0;
+    for run in sizes.chunk_by(|a, b| a == b) {
+        let parts = (sizes.len() > 1).then_some(first..first + run.len());
+        first += run.len();
+        all.extend(stages(run[0]).into_iter().map(|stage| Stage { parts: parts.clone(), ..stage }));
+    }
+    all
+}
+
+/// The names of what a step launches by such a plan, in their order.
+pub fn launches(stages: &[Stage]) -> Vec<&str> {
+    let groups = stages.chunk_by(|a, b| a.parts.is_some() && a.parts == b.parts);
+    let repeated = groups.flat_map(|group| {
+        let times = group[0].parts.as_ref().map_or(1, ExactSizeIterator::len);
+        std::iter::repeat_n(group, times)
+    });
+    repeated.flatten().map(|stage| stage.kernel.as_str()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_equal_size_are_listed_once_and_launched_each() {
+        let of = |rows: usize| ["a", "b"].map(|name| Stage::new(&[], format!("{name}{rows}"))).to_vec();
+        let stages = in_parts(&[3, 3, 2], of);
+        let listed: Vec<_> =
+            stages.iter().map(|stage| (stage.kernel.as_str(), stage.parts.clone())).collect();
+        assert_eq!(listed, [("a3", Some(0..2)), ("b3", Some(0..2)), ("a2", Some(2..3)), ("b2", Some(2..3))]);
+        assert_eq!(launches(&stages), ["a3", "b3", "a3", "b3", "a2", "b2"]);
+        let whole = in_parts(&[5], of);
+        assert_eq!((launches(&whole), &whole[0].parts), (vec!["a5", "b5"], &None));
+    }
 }

@@ -9,6 +9,8 @@ use super::{Feature, Form, Machine, Reason};
 const BLAS_ROWS: usize = 16;
 /// Up to this many rows a launch beside the product computes it, too: then launches cost more than bytes.
 const BESIDE_ROWS: usize = 4;
+/// The launch before attention that may hold the product of the queries with W_UK.
+pub const QUERY_WITH_PRODUCT: &str = "latent_query";
 /// Width of a head that such launches are compiled for, before W_UK and behind W_UV.
 const HEAD_DIM: usize = 128;
 
@@ -51,7 +53,7 @@ impl Form for PerHeadForm {
             Self::Beside => "in the launch beside it",
             Self::Blas => "cublas",
             Self::Any => "per_head",
-            Self::Cpu => "cpu",
+            Self::Cpu => "cpu_per_head",
         }
     }
 
@@ -112,6 +114,6 @@ mod tests {
         assert_eq!(name(4096, DType::BF16, &gpu), Some("cublas"));
         assert_eq!(name(4096, DType::F32, &gpu), Some("per_head"));
         assert_eq!(name(4096, DType::BF16, &Machine { batch_invariant: true, ..gpu }), Some("per_head"));
-        assert_eq!(name(4096, DType::BF16, &Machine::default()), Some("cpu"));
+        assert_eq!(name(4096, DType::BF16, &Machine::default()), Some("cpu_per_head"));
     }
 }

@@ -75,7 +75,7 @@ fn with_whole(p: &Problem, most: usize) -> Result<(SparseMoeBlock, Arc<AtomicUsi
 }
 
 fn step(rows: usize) -> PlanStep {
-    PlanStep { rows, one_row_each: true, observed: None }
+    PlanStep::decode(rows)
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, 
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
 use crate::ops::{MlaLatent, MlaQuery, MlaRows};
-use crate::plan::{Form, PerHeadCall, PerHeadForm};
+use crate::plan::{Form, PerHeadCall, PerHeadForm, QUERY_WITH_PRODUCT};
 use crate::view::{View, ViewMut};
 
 // SAFETY of every call below: as in `rows`.
@@ -98,7 +98,7 @@ pub(crate) fn mla_rows(
             rows: t,
             head_dim: plain_dim,
             latent,
-            beside: Some("latent_query"),
+            beside: Some(QUERY_WITH_PRODUCT),
             dtype: if out.dtype() == k_cache.dtype() { out.dtype() } else { DType::F32 },
         };
         aligned(&[args.products, *w])
@@ -131,9 +131,11 @@ pub(crate) fn mla_rows(
     };
     if let Some(w) = beside {
         let w = cuda.read(op, "w_uk", w)?;
+        ex.launched(|| QUERY_WITH_PRODUCT);
         // SAFETY: see above; the form has checked the sizes, a slot beyond the cache is not written.
         return cuda.check(op, unsafe { ffi::moe_attention_latent_query(&raw, w, cuda.raw()?) });
     }
+    ex.launched(|| op);
     // SAFETY: see above; a slot beyond the cache is not written.
     cuda.check(op, unsafe { ffi::moe_any_mla_rows(&raw, cuda.raw()?) })?;
     match (args.w_uk, &plain) {
@@ -175,7 +177,9 @@ pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) 
     let (rows, stride) = (x.rows(), out.dims()[2]);
     let (heads, n, k) = (w.dims()[0], w.dims()[1], w.dims()[2]);
     let call = PerHeadCall { rows, head_dim: n.min(k), latent: n.max(k), beside: None, dtype: x.dtype() };
-    if PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Blas) {
+    let form = PerHeadForm::choose(&call, &ex.machine()).unwrap_or(PerHeadForm::Any);
+    ex.launched(|| form.kernel(&call));
+    if form == PerHeadForm::Blas {
         let x = (x, [heads * k, k]);
         let out_strides = [heads * stride, stride];
         let p = PerHead { x, w, by_columns: false, rows, heads, n, k, out: out_strides };

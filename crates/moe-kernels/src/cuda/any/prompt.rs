@@ -36,6 +36,7 @@ pub(crate) fn expands(args: &MlaPrompt, out: &ViewMut, ex: &Exec) -> bool {
 /// Attention over keys and values of every head; [`expands`] has said yes.
 pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     let cuda = ex.cuda(op)?;
+    ex.launched(|| PromptForm::Expanded.name());
     let [l, n, r, v] = sizes(args);
     let (heads, all, dtype) = (args.q.dims()[1], args.positions, args.q.dtype());
     let tables = args.meta.block_tables.dims();

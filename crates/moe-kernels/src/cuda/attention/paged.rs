@@ -78,6 +78,7 @@ pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) 
     {
         return Ok(false);
     }
+    ex.launched(|| form.unwrap_or(AttentionForm::Any).name());
     let mut partials = match splits {
         2.. => Some(ex.scratch(DType::F32, &[rows * heads, splits as usize, value_dim + 2])?),
         _ => None,

@@ -15,7 +15,7 @@ use crate::buffer::Scratch;
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
-use crate::plan::{ExpertsCall, ExpertsForm, Form, QuantWeights};
+use crate::plan::{EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm, Form, QuantWeights};
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
@@ -76,6 +76,7 @@ pub fn expert_slot_rows(args: &FusedExperts, ex: &mut Exec) -> Result<Option<Scr
     if sizes.tokens == 0 || !sizes.leaves_slots(&ex.machine()) {
         return Ok(None);
     }
+    ex.launched(|| ExpertsForm::Tensor.kernel(&sizes));
     let inputs = Inputs::of(op, args, ex)?;
     let rows = inputs.scratch(&sizes, DType::F32, ex)?;
     products(&inputs, args, &sizes, ExpertsForm::Tensor, &rows, ex)?;
@@ -144,7 +145,11 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
         Some(slots) => slots.fetch(pass == 0, args.topk_ids, [args.w13, args.w2]),
         None => Ok(()),
     };
+    if resident.is_some() {
+        ex.launched(|| EXPERTS_FROM_HOST);
+    }
     fetch(0)?;
+    ex.launched(|| form.map_or_else(|| "none".to_string(), |form| form.kernel(&sizes)));
     let output = Output::stored_as(out.dtype());
     let inputs = Inputs::of(op, args, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
