@@ -6,20 +6,19 @@ use moe_kernels::{Exec, StepContext, View};
 
 use crate::block::SparseMoeBlock;
 use crate::chunked::{End, Path};
-use crate::plan::MoeForm;
 
 impl SparseMoeBlock {
     /// Whether the norm behind the layer is better left to it, by [`forward_add_norm_into`](Self::forward_add_norm_into): where the
     /// sums of modular experts return from other ranks, and nothing else is added.
-    pub fn adds_norm(&self, form: MoeForm) -> bool {
+    pub(crate) fn adds_norm(&self) -> bool {
         let alone = self.router().config().num_zero_experts == 0 && self.shared_experts().is_none();
         let returns = |path: &Path| path.prepare.combine() == Combine::ByRank;
-        form == MoeForm::Modular
-            && alone
-            && [false, true].map(|only_decode| self.path_of(only_decode)).into_iter().all(returns)
+        alone && [false, true].map(|only_decode| self.path_of(only_decode)).into_iter().all(returns)
     }
 
-    /// Modular experts with what follows them in a decoder layer, of which [`adds_norm`](Self::adds_norm) says yes.
+    /// Modular experts with what follows them in a decoder layer, where [`choose`](Self::choose) says [`Fusion::AddNorm`].
+    ///
+    /// [`Fusion::AddNorm`]: moe_kernels::plan::Fusion::AddNorm
     ///
     /// # Errors
     /// As [`forward_into`](Self::forward_into).
@@ -31,7 +30,7 @@ impl SparseMoeBlock {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        if !self.adds_norm(MoeForm::Modular) {
+        if !self.adds_norm() {
             bail!(
                 "{}: something else is added behind the experts, or no sums return to it",
                 self.path().prepare.name()

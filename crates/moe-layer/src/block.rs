@@ -264,7 +264,7 @@ impl SparseMoeBlock {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        if form == MoeForm::Modular {
+        if let MoeForm::Modular(_) = form {
             return self.modular(hidden, End::Sum(out), observe, context, ex);
         }
         let context = &*context;

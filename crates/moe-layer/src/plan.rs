@@ -25,16 +25,15 @@ pub enum MoeForm {
         /// What is fused.
         fusion: Fusion,
     },
-    /// Router, dispatch, experts and combine one after the other.
-    Modular,
+    /// Router, dispatch, experts and combine one after the other, with what is fused with the last: nothing, or addition and next norm.
+    Modular(Fusion),
 }
 
 impl MoeForm {
     /// What of the layer around the experts is computed in their launches.
     pub fn fusion(self) -> Fusion {
         match self {
-            Self::Monolithic { fusion, .. } => fusion,
-            Self::Modular => Fusion::Nothing,
+            Self::Monolithic { fusion, .. } | Self::Modular(fusion) => fusion,
         }
     }
 }
@@ -53,7 +52,13 @@ impl SparseMoeBlock {
     pub fn choose(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoeForm {
         let forms = self.monolithic_forms(fusions);
         let mut fitting = forms.filter(|form| self.fits(*form, step, machine).is_ok());
-        fitting.next().map_or(MoeForm::Modular, |(index, fusion)| MoeForm::Monolithic { index, fusion })
+        match fitting.next() {
+            Some((index, fusion)) => MoeForm::Monolithic { index, fusion },
+            None if fusions.contains(&Fusion::AddNorm) && self.adds_norm() => {
+                MoeForm::Modular(Fusion::AddNorm)
+            }
+            None => MoeForm::Modular(Fusion::Nothing),
+        }
     }
 
     /// [`choose`](Self::choose), explained.
@@ -81,8 +86,8 @@ impl SparseMoeBlock {
                 let stage = Stage::new(computes, self.monolithic()[index].name()).after(rejected);
                 self.with_shared(step.rows, vec![stage], machine)
             }
-            MoeForm::Modular => {
-                let adds_norm = fusions.contains(&Fusion::AddNorm) && self.adds_norm(form);
+            MoeForm::Modular(fusion) => {
+                let adds_norm = fusion == Fusion::AddNorm;
                 let mut stages = self.router_stages(step, machine);
                 stages[0].rejected.splice(0..0, rejected);
                 let path = self.path_of(step.only_decode);

@@ -162,7 +162,8 @@ pub fn block(
     let asked = PlanStep::decode(case.tokens);
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
     assert!(
-        case.scheme != QuantScheme::None || (form != MoeForm::Modular) == case.is_monolithic(),
+        case.scheme != QuantScheme::None
+            || matches!(form, MoeForm::Monolithic { .. }) == case.is_monolithic(),
         "{:?}",
         block.plan(&asked, &[Fusion::Nothing], &ex.machine())
     );

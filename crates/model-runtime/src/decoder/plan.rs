@@ -54,7 +54,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
     /// What runs this layer in such a step.
     pub(super) fn choose(&self, step: &PlanStep, machine: &Machine) -> LayerForm {
         let mlp = match &self.mlp {
-            Mlp::Dense(_) => MoeForm::Modular,
+            Mlp::Dense(_) => MoeForm::Modular(Fusion::Nothing),
             Mlp::Sparse(sparse) => sparse.choose(step, FUSIONS, machine),
         };
         let attention = if self.fuses_attention(mlp, step, machine).is_ok() {
@@ -110,11 +110,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
         stages.extend(around.norm());
         stages.extend(own);
         around.normed = true;
-        let has_norm = match &self.mlp {
-            Mlp::Dense(_) => false,
-            Mlp::Sparse(sparse) => mlp.fusion() == Fusion::AddNorm || sparse.adds_norm(mlp),
-        };
-        if !has_norm {
+        if mlp.fusion() == Fusion::Nothing {
             stages.push(norm_stage(NEXT_NORM, around.sums.filter(|_| self.deferred[1])));
         }
         stages

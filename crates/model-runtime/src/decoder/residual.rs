@@ -7,7 +7,7 @@ use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::Fusion;
 use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View, embedding_into};
-use moe_layer::AddNorm;
+use moe_layer::{AddNorm, MoeForm};
 use tracing::trace_span;
 
 use super::plan::{AroundAttention, LayerForm, sum_norm};
@@ -148,26 +148,26 @@ impl<'a> Residual<'a> {
         ex: &mut Exec,
     ) -> Result<()> {
         let norm = &layer.post_attention_norm;
-        match (&layer.mlp, form.mlp.fusion()) {
-            (Mlp::Sparse(sparse), Fusion::NormAdd) => {
+        match (&layer.mlp, form.mlp) {
+            (Mlp::Sparse(sparse), form @ MoeForm::Monolithic { fusion: Fusion::NormAdd, .. }) => {
                 self.normed = false;
                 let residual = self.stream.view_mut();
                 norm.with_pre_norm(|norm| {
-                    sparse.fused_into(form.mlp, MonolithicIo::NormAdd { norm, residual }, context, ex)
+                    sparse.fused_into(form, MonolithicIo::NormAdd { norm, residual }, context, ex)
                 })
             }
-            (Mlp::Sparse(sparse), Fusion::AddNorm) => {
+            (Mlp::Sparse(sparse), form @ MoeForm::Monolithic { fusion: Fusion::AddNorm, .. }) => {
                 self.normed(norm, ex)?;
                 let mut next_x = self.next_rows(reader, ex)?;
                 let (x, residual) = (self.x.rows().floats("experts")?, self.stream.view_mut());
                 let out = next_x.rows_mut();
                 next.with_pre_norm(|norm| {
-                    sparse.fused_into(form.mlp, MonolithicIo::AddNorm { x, residual, norm, out }, context, ex)
+                    sparse.fused_into(form, MonolithicIo::AddNorm { x, residual, norm, out }, context, ex)
                 })?;
                 self.x = next_x;
                 Ok(())
             }
-            (Mlp::Sparse(sparse), _) if sparse.adds_norm(form.mlp) => {
+            (Mlp::Sparse(sparse), MoeForm::Modular(Fusion::AddNorm)) => {
                 self.normed(norm, ex)?;
                 let mut out = ex.scratch(self.dtype, self.stream.dims())?;
                 let (x, residual, to) =
@@ -179,12 +179,12 @@ impl<'a> Residual<'a> {
                 self.x = ProductRows::Floats(out);
                 Ok(())
             }
-            (mlp, _) => {
+            (mlp, form) => {
                 self.normed(norm, ex)?;
                 let (x, out) = (self.x.rows().floats("mlp")?, self.delta.view_mut());
                 match mlp {
                     Mlp::Dense(mlp) => trace_span!("mlp").in_scope(|| mlp.forward_into(x, out, ex))?,
-                    Mlp::Sparse(sparse) => sparse.forward_as_into(form.mlp, x, out, observe, context, ex)?,
+                    Mlp::Sparse(sparse) => sparse.forward_as_into(form, x, out, observe, context, ex)?,
                 }
                 self.add(next, layer.deferred[1], ex)
             }

@@ -7,8 +7,8 @@ use moe_comm::{Collective, Communicator, EpBackend, ParallelConfig, ThreadComm, 
 use moe_kernels::{PreNorm, add_rms_norm_into};
 use moe_layer::candle::Result;
 use moe_layer::{
-    AddNorm, BlockContext, Buffer, ChunkedMoe, DType, Exec, MoeForm, StepContext, TensorView, View, WhoAdds,
-    load_block_on,
+    AddNorm, BlockContext, Buffer, ChunkedMoe, DType, Exec, Fusion, Machine, MoeForm, PlanStep,
+    SparseMoeBlock, StepContext, TensorView, View, WhoAdds, load_block_on,
 };
 
 use crate::chunks::{five_experts, spread};
@@ -43,6 +43,11 @@ impl Communicator for Combining {
     }
 }
 
+/// What computes a prompt where addition and next norm may be fused with the experts.
+fn form(block: &SparseMoeBlock) -> MoeForm {
+    block.choose(&PlanStep::prompts(3), &[Fusion::AddNorm, Fusion::Nothing], &Machine::default())
+}
+
 #[test]
 fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
     let (p, options, vb) = five_experts(9)?;
@@ -60,7 +65,7 @@ fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
             let who_adds = Some(WhoAdds::ByRank);
             let context = BlockContext { who_adds, ..spread(rank, comm, parallel, chunked)? };
             let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
-            assert!(block.adds_norm(MoeForm::Modular));
+            assert_eq!(form(&block), MoeForm::Modular(Fusion::AddNorm));
             // Rank 1 brings more, and has experts of its own.
             let rows = x.narrow(0, [0, 3][rank], [3, 6][rank])?;
             let ex = &mut Exec::cpu();
@@ -93,7 +98,7 @@ fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
 fn a_layer_whose_sums_stay_leaves_the_norm_to_others() -> Result<()> {
     let (p, ..) = five_experts(2)?;
     let (block, x) = (p.standard()?, p.rows()?);
-    assert!(!block.adds_norm(MoeForm::Modular));
+    assert_eq!(form(&block), MoeForm::Modular(Fusion::Nothing));
     let (mut residual, mut out) =
         (Buffer::zeros(DType::F32, x.dims())?, Buffer::zeros(DType::F32, x.dims())?);
     let gain = [1f32; 16];

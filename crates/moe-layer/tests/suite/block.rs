@@ -92,7 +92,7 @@ fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
         Ok(())
     };
     block.forward_as_into(
-        moe_layer::MoeForm::Modular,
+        moe_layer::MoeForm::Modular(moe_layer::Fusion::Nothing),
         TensorView::new(&x)?.view()?,
         out.view_mut(),
         &mut observe,

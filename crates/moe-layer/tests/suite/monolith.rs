@@ -142,7 +142,7 @@ fn what_is_fused_around_the_experts_is_the_ops_one_by_one() -> Result<()> {
     assert_ne!(added.view().cpu::<f32>()?, want.view().cpu::<f32>()?);
     assert_eq!(calls.load(Ordering::Relaxed), 2);
     let io = MonolithicIo::Store { x: x.view()?, out: sums.view_mut() };
-    let e = message(block.fused_into(MoeForm::Modular, io, context, &mut ex));
+    let e = message(block.fused_into(MoeForm::Modular(Fusion::Nothing), io, context, &mut ex));
     assert!(e.contains("modular experts fuse nothing"), "{e}");
     Ok(())
 }
@@ -202,7 +202,10 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     );
     let observed = PlanStep { observed: Some("expert counts"), ..step(16) };
     let plan = block.plan(&observed, &FUSIONS, &machine);
-    assert_eq!((plan.form, plan.stages[0].kernel.as_str()), (MoeForm::Modular, apart.as_str()));
+    assert_eq!(
+        (plan.form, plan.stages[0].kernel.as_str()),
+        (MoeForm::Modular(Fusion::Nothing), apart.as_str())
+    );
     assert!(plan.stages[0].rejected.iter().any(|r| r.reason.check() == "routing_context"), "{plan:?}");
     Ok(())
 }
