@@ -91,7 +91,7 @@ pub fn expect_explained(
     let plans = model.plan(&asked, &ex.machine());
     let log = LaunchLog::default();
     let mut logging = ex.clone().with_launch_log(Some(log.clone()));
-    let mut kv = KvCache::new_on(ex.device(), model.info().kv, blocks, BLOCK)?;
+    let mut kv = KvCache::new_on(ex.device(), &model.info().states, blocks, BLOCK)?;
     let mut everything = Everything;
     let observer = shown.observed.then_some(&mut everything as &mut dyn Observer);
     run_step(model, &step, &mut kv, observer, context, &mut logging)?;
