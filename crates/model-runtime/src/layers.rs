@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::Communicator;
+use moe_comm::{AddNorm, Communicator, FusedCollective};
 
 use moe_kernels::names::TensorNames;
 use moe_kernels::quant::QuantUse;
@@ -80,12 +80,14 @@ impl RmsNorm {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let weight = TensorView::new(&self.weight)?;
-        ranks.all_reduce_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
+        self.with_pre_norm(|norm| {
+            let end = AddNorm { residual, norm, out };
+            FusedCollective::AllReduceAddNorm { partial: delta, end }.run(ranks, ex)
+        })
     }
 
     /// [`add_parts_into`](Self::add_parts_into) where each rank keeps some rows of `residual` alone, see
-    /// [`share_add_rms_norm`](Communicator::share_add_rms_norm).
+    /// [`ShareAddNorm`](FusedCollective::ShareAddNorm).
     pub fn add_shared_into(
         &self,
         ranks: &dyn Communicator,
@@ -94,8 +96,10 @@ impl RmsNorm {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let weight = TensorView::new(&self.weight)?;
-        ranks.share_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
+        self.with_pre_norm(|norm| {
+            let end = AddNorm { residual, norm, out };
+            FusedCollective::ShareAddNorm { partial: delta, end }.run(ranks, ex)
+        })
     }
 
     /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.

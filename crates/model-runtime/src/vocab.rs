@@ -10,7 +10,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 #[cfg(feature = "cuda")]
 use moe_comm::ReduceOp;
-use moe_comm::{Communicator, partition, shares};
+use moe_comm::{Collectives, Communicator, partition, shares};
 use moe_kernels::{Exec, View, ViewMut, WeightView, embedding_into};
 
 /// The ranks that hold a vocabulary.

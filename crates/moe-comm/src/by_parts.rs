@@ -1,41 +1,88 @@
-//! What a communicator does in one launch where it can, by its parts.
+//! Fused collectives on any communicator: in one launch where it offers one, otherwise by their parts.
 
 use candle_core::{DType, Result};
 use moe_kernels::door::expect_matrix;
 use moe_kernels::{
-    Exec, PreNorm, SlotRouting, SlotRows, View, ViewMut, add_into, add_rms_norm_into, fill_into,
-    mask_nonlocal_into, weighted_sum_into,
+    Exec, SlotRouting, SlotRows, View, ViewMut, add_into, add_rms_norm_into, fill_into, mask_nonlocal_into,
+    weighted_sum_into,
 };
 
-use crate::communicator::{Communicator, ReduceOp};
+use crate::collective::{AddNorm, FusedCollective, ReduceOp};
+use crate::collectives::Collectives;
+use crate::communicator::Communicator;
 use crate::placement::partition;
 use crate::row_parallel::shares;
 
-/// [`Communicator::reduce_scatter_rounded`] by a sum in the dtype that travels.
-pub(crate) fn reduce_scatter_rounded<C: Communicator + ?Sized>(
-    comm: &C,
-    input: View<'_>,
+impl FusedCollective<'_> {
+    /// Runs this on the ranks of `comm`.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; those of [`Communicator`].
+    pub fn run(self, comm: &dyn Communicator, ex: &mut Exec) -> Result<()> {
+        match comm.fused() {
+            Some(fused) if fused.takes(&self) => fused.run_fused(self, ex),
+            _ => self.run_parts(comm, ex),
+        }
+    }
+
+    fn run_parts(self, comm: &dyn Communicator, ex: &mut Exec) -> Result<()> {
+        match self {
+            Self::AllReduceAddNorm { mut partial, end } => {
+                comm.all_reduce(partial.reborrow(), ReduceOp::Sum, ex)?;
+                add_norm(partial.as_view(), end, ex)
+            }
+            Self::ShareAddNorm { partial, end } => share_add_norm(comm, partial.as_view(), end, ex),
+            Self::Gather { arrays, counts, .. } => {
+                arrays.into_iter().try_for_each(|(input, out)| comm.all_gather_v(input, counts, out, ex))
+            }
+            Self::ScatterSums { sums, counts, out, .. } if sums.dtype() == DType::F32 => {
+                comm.reduce_scatter_v(sums, counts, out, ReduceOp::Sum, ex)
+            }
+            Self::ScatterSums { sums, counts, out, .. } => scatter_rounded(comm, sums, counts, out, ex),
+            Self::CombineAddNorm { slots, counts, end } => combine_add_norm(comm, &slots, counts, end, ex),
+        }
+    }
+}
+
+fn add_norm(sums: View<'_>, end: AddNorm<'_>, ex: &mut Exec) -> Result<()> {
+    add_rms_norm_into(sums, end.norm.weight, end.norm.eps, end.residual, end.out, ex)
+}
+
+/// Each rank keeps an even run of the rows.
+fn share_add_norm(comm: &dyn Communicator, partial: View<'_>, end: AddNorm<'_>, ex: &mut Exec) -> Result<()> {
+    let (rows, hidden) = expect_matrix("share_add_norm", "partial", &partial)?;
+    let own = partition(rows, comm.world_size(), comm.rank());
+    let counts = shares(rows, comm.world_size());
+    let mut sums = ex.scratch(partial.dtype(), &[own.len(), hidden])?;
+    comm.reduce_scatter_v(partial, &counts, sums.view_mut(), ReduceOp::Sum, ex)?;
+    let mut normed = ex.scratch(end.out.dtype(), &[own.len(), hidden])?;
+    let residual = end.residual.narrow(own.start, own.len())?;
+    add_norm(sums.view(), AddNorm { residual, norm: end.norm, out: normed.view_mut() }, ex)?;
+    comm.all_gather_v(normed.view(), &counts, end.out, ex)
+}
+
+/// The sum has the dtype that travels.
+fn scatter_rounded(
+    comm: &dyn Communicator,
+    parts: View<'_>,
     counts: &[usize],
     mut out: ViewMut<'_>,
     ex: &mut Exec,
 ) -> Result<()> {
-    let mut sums = ex.scratch(input.dtype(), out.dims())?;
-    comm.reduce_scatter_v(input, counts, sums.view_mut(), ReduceOp::Sum, ex)?;
+    let mut sums = ex.scratch(parts.dtype(), out.dims())?;
+    comm.reduce_scatter_v(parts, counts, sums.view_mut(), ReduceOp::Sum, ex)?;
     fill_into(0., out.reborrow(), ex)?;
     add_into(sums.view(), out, ex)
 }
 
-/// [`Communicator::combine_add_rms_norm`] by its three parts.
-pub(crate) fn combine_add_rms_norm<C: Communicator + ?Sized>(
-    comm: &C,
+fn combine_add_norm(
+    comm: &dyn Communicator,
     slots: &SlotRows<'_>,
     counts: &[usize],
-    norm: &PreNorm<'_>,
-    residual: ViewMut<'_>,
-    out: ViewMut<'_>,
+    end: AddNorm<'_>,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (tokens, _, hidden) = slots.check("combine_add_rms_norm")?;
+    let (tokens, _, hidden) = slots.check("combine_add_norm")?;
     let mut sums = ex.scratch(DType::F32, &[tokens, hidden])?;
     let mut here;
     let added = match &slots.routing {
@@ -51,28 +98,7 @@ pub(crate) fn combine_add_rms_norm<C: Communicator + ?Sized>(
             sums.view()
         }
     };
-    let mut own = ex.scratch(DType::F32, residual.dims())?;
+    let mut own = ex.scratch(DType::F32, end.residual.dims())?;
     comm.reduce_scatter_v(added, counts, own.view_mut(), ReduceOp::Sum, ex)?;
-    add_rms_norm_into(own.view(), norm.weight, norm.eps, residual, out, ex)
-}
-
-/// [`Communicator::share_add_rms_norm`] by its three parts. Each rank keeps an even run of the rows.
-pub(crate) fn share_add_rms_norm<C: Communicator + ?Sized>(
-    comm: &C,
-    partial: ViewMut<'_>,
-    weight: View<'_>,
-    eps: f32,
-    residual: ViewMut<'_>,
-    out: ViewMut<'_>,
-    ex: &mut Exec,
-) -> Result<()> {
-    let (rows, hidden) = expect_matrix("share_add_rms_norm", "partial", &partial)?;
-    let own = partition(rows, comm.world_size(), comm.rank());
-    let counts = shares(rows, comm.world_size());
-    let mut sums = ex.scratch(partial.dtype(), &[own.len(), hidden])?;
-    comm.reduce_scatter_v(partial.as_view(), &counts, sums.view_mut(), ReduceOp::Sum, ex)?;
-    let mut normed = ex.scratch(out.dtype(), &[own.len(), hidden])?;
-    let kept = residual.narrow(own.start, own.len())?;
-    add_rms_norm_into(sums.view(), weight, eps, kept, normed.view_mut(), ex)?;
-    comm.all_gather_v(normed.view(), &counts, out, ex)
+    add_norm(own.view(), end, ex)
 }

@@ -3,6 +3,7 @@
 use candle_core::{Result, bail};
 use moe_kernels::{Exec, View, ViewMut};
 
+use crate::collectives::Collectives;
 use crate::communicator::Communicator;
 
 /// The largest blob: these are not for tensors.

@@ -9,7 +9,7 @@ use candle_core::DType;
 use moe_kernels::Dims;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-use crate::communicator::{Collective, ReduceOp};
+use crate::collective::{Collective, ReduceOp};
 
 /// The collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

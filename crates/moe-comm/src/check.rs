@@ -7,7 +7,7 @@ use moe_kernels::door::expect_dtype;
 use moe_kernels::{Dims, View, ViewMut};
 
 use crate::call::{Call, Counts, Op};
-use crate::communicator::Collective;
+use crate::collective::Collective;
 
 /// The caller's place: its rank and the number of ranks.
 #[derive(Clone, Copy)]

@@ -7,6 +7,8 @@ mod by_parts;
 mod bytes;
 mod call;
 mod check;
+mod collective;
+mod collectives;
 mod communicator;
 mod config;
 mod env;
@@ -36,7 +38,9 @@ mod thread;
 mod window;
 
 pub use bytes::{all_gather_bytes, broadcast_bytes};
-pub use communicator::{Collective, Communicator, ReduceOp, RowNeeds};
+pub use collective::{AddNorm, Collective, FusedCollective, ReduceOp, RowNeeds};
+pub use collectives::Collectives;
+pub use communicator::{Communicator, FusedCollectives};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use error::{GeometryError, LaunchError};
 pub use expert_map::{ExpertMap, SlotTransfer};
@@ -59,4 +63,4 @@ pub use socket::{
 pub use thread::ThreadComm;
 pub use window::{Transfer, TransferSource, Window};
 
-pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};
+pub use moe_kernels::{Buffer, Exec, PreNorm, SlotRouting, SlotRows, View, ViewMut, candle};

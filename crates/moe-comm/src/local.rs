@@ -7,13 +7,14 @@ use moe_kernels::Exec;
 
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::communicator::{Collective, Communicator};
+use crate::collective::Collective;
+use crate::communicator::Communicator;
 
 /// A world of one rank: collectives check their arguments like any other communicator's and
 /// copy. Code written for many ranks runs on it unchanged.
 ///
 /// ```
-/// use moe_comm::{Communicator, Exec, SelfComm, View, ViewMut};
+/// use moe_comm::{Collectives, Exec, SelfComm, View, ViewMut};
 /// let (comm, mut ex) = (SelfComm::new(), Exec::cpu());
 /// let mut out = [0f32; 2];
 /// comm.all_gather(View::new(&[1f32, 2.], &[2, 1])?, ViewMut::new(&mut out, &[2, 1])?, &mut ex)?;

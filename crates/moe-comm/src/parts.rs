@@ -9,7 +9,7 @@ use candle_core::Result;
 use moe_kernels::{View, ViewMut};
 
 use crate::check::Place;
-use crate::communicator::{ReduceOp, RowNeeds};
+use crate::collective::{ReduceOp, RowNeeds};
 
 /// What the library is asked to do with the views of a [`Part`].
 #[derive(Clone, Copy)]

@@ -7,7 +7,7 @@
 use half::{bf16, f16};
 use moe_kernels::{Element, Float};
 
-use crate::communicator::ReduceOp;
+use crate::collective::ReduceOp;
 
 /// A type that reductions combine, in an accumulator that may be wider.
 pub(crate) trait Reduce: Element {

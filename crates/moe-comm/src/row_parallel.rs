@@ -18,7 +18,9 @@ use moe_kernels::{
     linear_row_parallel_into, linear_segment_into,
 };
 
-use crate::communicator::{Communicator, ReduceOp};
+use crate::collective::ReduceOp;
+use crate::collectives::Collectives;
+use crate::communicator::Communicator;
 use crate::placement::partition;
 use crate::shard::RowShard;
 
@@ -100,7 +102,7 @@ impl RowParallel {
     }
 
     /// On CUDA, products leave each rank's part; the caller adds them, as
-    /// [`all_reduce_add_rms_norm`](Communicator::all_reduce_add_rms_norm) does.
+    /// [`AllReduceAddNorm`](crate::FusedCollective::AllReduceAddNorm) does.
     pub fn defer_sum(&mut self) {
         self.deferred = true;
     }
@@ -149,7 +151,7 @@ impl RowParallel {
     /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
     ///
     /// On the CPU one rounding, and the bits of one rank. On CUDA each rank's product is rounded to
-    /// `out`'s dtype, and [`all_reduce`](Communicator::all_reduce) adds them; nothing waits for the device.
+    /// `out`'s dtype, and [`all_reduce`](Collectives::all_reduce) adds them; nothing waits for the device.
     ///
     /// | argument | shape, dtype |
     /// |---|---|

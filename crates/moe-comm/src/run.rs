@@ -36,7 +36,7 @@ impl Supervisor {
 /// function returns when every rank has; a rank that computes forever cannot be stopped.
 ///
 /// ```
-/// use moe_comm::{Communicator, Exec, ReduceOp, ViewMut, run_ranks};
+/// use moe_comm::{Collectives, Communicator, Exec, ReduceOp, ViewMut, run_ranks};
 /// let sums = run_ranks(4, |rank, comm| {
 ///     let mut x = [rank as f32, 1.];
 ///     comm.all_reduce(ViewMut::new(&mut x, &[2])?, ReduceOp::Sum, &mut Exec::cpu())?;

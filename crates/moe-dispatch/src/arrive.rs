@@ -1,6 +1,7 @@
 //! How rows reach the experts of other ranks: gathered by all ranks or by the ranks that need them, or sent to these ranks.
 
 use candle_core::{DType, Result};
+use moe_comm::FusedCollective;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_slots_into};
 
 use crate::local_experts::LocalExperts;
@@ -76,10 +77,11 @@ pub(crate) fn gather(
     if let Some(weights) = &mut weights {
         arrays.push((ranks.own(call.weights)?, weights.view_mut()));
     }
-    ranks.ep.all_gather_v_each(arrays, counts, ex)?;
+    FusedCollective::Gather { arrays, counts, needs: None }.run(&*ranks.ep, ex)?;
     if needed {
-        let needs = ranks.needs(call.op, ids.view())?;
-        ranks.ep.all_gather_needed(ranks.own(call.input)?, counts, &needs, rows.view_mut(), ex)?;
+        let needs = Some(ranks.needs(call.op, ids.view())?);
+        let arrays = vec![(ranks.own(call.input)?, rows.view_mut())];
+        FusedCollective::Gather { arrays, counts, needs }.run(&*ranks.ep, ex)?;
     }
     Ok(Arrived { rows, ids, weights })
 }

@@ -21,7 +21,7 @@ pub use compose::{ExpertsSide, check_composition};
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
 pub use over_ranks::OverRanks;
-pub use prepare_finalize::{AddNorm, Combine, PrepareFinalize, WhoAdds};
+pub use prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 pub use ranks::EpRanks;
 pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
@@ -31,7 +31,8 @@ pub use tokens::Tokens;
 
 pub use candle_core as candle;
 pub use moe_comm::{
-    Communicator, ExpertLayout, Geometry, ParallelConfig, ParallelGroups, ThreadComm, run_ranks,
+    AddNorm, Collectives, Communicator, ExpertLayout, Geometry, ParallelConfig, ParallelGroups, ThreadComm,
+    run_ranks,
 };
 pub use moe_kernels::{
     ActivationFormat, AlignedSizes, AlignedTokens, Buffer, Dims, Dispatched, Exec, Lent, NO_EXPERT,

@@ -17,7 +17,7 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_comm::{Communicator, ReduceOp, shares};
+use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, FusedCollectives, ReduceOp, shares};
 use moe_kernels::door::expect_dims;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
 
@@ -25,7 +25,7 @@ use crate::arrive::{Call, all_to_all, gather};
 use crate::by_rank::{partial_sums, slot_rows, whole_rows};
 use crate::by_slot::{Returns, add_segments, add_slots};
 use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::{AddNorm, Combine, PrepareFinalize, WhoAdds};
+use crate::prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
 use crate::rows::width;
@@ -126,6 +126,11 @@ impl OverRanks {
     /// Whether every rank has the same tokens.
     fn is_replicated(&self) -> bool {
         matches!(self.transport, Transport::Cut | Transport::Replicated)
+    }
+
+    /// What the ranks answer about their launches that also compute; no where they have none.
+    fn fuses(&self, asked: impl FnOnce(&dyn FusedCollectives) -> bool) -> bool {
+        self.ranks.ep.fused().is_some_and(asked)
     }
 
     /// The tokens that each rank owns in a call to which this one brings `tokens`.
@@ -261,7 +266,7 @@ impl PrepareFinalize for OverRanks {
     fn reduced_dtype(&self, dispatched: &Dispatched) -> DType {
         let rows = dispatched.rows.view();
         let rounds = self.combine() == Combine::ByRank
-            && self.ranks.ep.rounds_sums(rows.rows(), width(rows), rows.dtype());
+            && self.fuses(|fused| fused.rounds_sums(rows.rows(), width(rows), rows.dtype()));
         if rounds { rows.dtype() } else { DType::F32 }
     }
 
@@ -342,14 +347,8 @@ impl PrepareFinalize for OverRanks {
                         Transport::GatherNeeded => Some(ranks.needs(name, dispatched.topk_ids()?)?),
                         _ => None,
                     };
-                    let (ep, sums) = (&ranks.ep, sums.view());
-                    match &needs {
-                        _ if sums.dtype() != DType::F32 => {
-                            ep.reduce_scatter_rounded(sums, counts, needs.as_ref(), rows, ex)
-                        }
-                        Some(needs) => ep.reduce_scatter_needed(sums, counts, needs, rows, ex),
-                        None => ep.reduce_scatter_v(sums, counts, rows, ReduceOp::Sum, ex),
-                    }
+                    let call = FusedCollective::ScatterSums { sums: sums.view(), counts, needs, out: rows };
+                    call.run(&*ranks.ep, ex)
                 })
             }
         }
@@ -365,13 +364,12 @@ impl PrepareFinalize for OverRanks {
 
     fn combines_counts(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
         let gathers = matches!(self.transport, Transport::AllGather | Transport::AllGatherListed(_));
-        let ep = &self.ranks.ep;
         gathers
             && self.who_adds == WhoAdds::ByRank
             && self.ranks.tp.world_size() == 1
             && !self.router_weight_on_input
-            && !ep.rounds_sums(counts.iter().sum(), hidden, dtype)
-            && ep.combines(counts, top_k, hidden, dtype)
+            && !self.fuses(|fused| fused.rounds_sums(counts.iter().sum(), hidden, dtype))
+            && self.fuses(|fused| fused.combines(counts, top_k, hidden, dtype))
     }
 
     fn finalize_add_norm(
@@ -392,7 +390,6 @@ impl PrepareFinalize for OverRanks {
             )
         }
         let slots = slot_rows(expert_out, dispatched, strategy)?;
-        let AddNorm { residual, norm, out } = end;
-        self.ranks.ep.combine_add_rms_norm(&slots, counts, &norm, residual, out, ex)
+        FusedCollective::CombineAddNorm { slots, counts, end }.run(&*self.ranks.ep, ex)
     }
 }

@@ -7,7 +7,8 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, PreNorm, View, ViewMut, WeightAndReduce};
+use moe_comm::AddNorm;
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
 use crate::{LocalExperts, Tokens};
 
@@ -214,30 +215,5 @@ pub trait PrepareFinalize: Send + Sync {
     ) -> Result<()> {
         let _ = (expert_out, dispatched, strategy, end, ex);
         bail!("{}: sums return without a norm behind them", self.name())
-    }
-}
-
-/// What follows the experts of a decoder layer.
-#[derive(Debug)]
-pub struct AddNorm<'a> {
-    /// The residual stream [T, H] f32, which the experts' sums are added to.
-    pub residual: ViewMut<'a>,
-    /// The norm of the next sub-layer.
-    pub norm: PreNorm<'a>,
-    /// Norm of the residual stream, [T, H] model dtype.
-    pub out: ViewMut<'a>,
-}
-
-impl AddNorm<'_> {
-    /// `len` rows of the residual stream and of `out`, from `start` on.
-    ///
-    /// # Errors
-    /// Rows beyond the end.
-    pub fn narrow(&mut self, start: usize, len: usize) -> Result<AddNorm<'_>> {
-        Ok(AddNorm {
-            residual: self.residual.reborrow().narrow(start, len)?,
-            norm: self.norm,
-            out: self.out.reborrow().narrow(start, len)?,
-        })
     }
 }

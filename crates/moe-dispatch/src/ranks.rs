@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, bail};
-use moe_comm::{Communicator, ExpertLayout, RowNeeds, partition, shares};
+use moe_comm::{Collectives, Communicator, ExpertLayout, RowNeeds, partition, shares};
 use moe_kernels::{Buffer, Exec, NO_EXPERT, Scratch, View, ViewMut, copy_rows_into};
 
 use crate::local_experts::LocalExperts;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::Problem;
-use moe_comm::{ExpertPlacement, run_ranks_with};
+use moe_comm::{Collectives, ExpertPlacement, run_ranks_with};
 use moe_dispatch::candle::{Error, Result};
 use moe_dispatch::{
     EpRanks, Exec, ExpertLayout, NoEp, OverRanks, PrepareFinalize, ThreadComm, Tokens, View, ViewMut,

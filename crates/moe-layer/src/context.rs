@@ -4,7 +4,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use moe_chunking::ChunkedMoe;
-use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel};
+use moe_comm::{
+    Collectives, DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel,
+};
 use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
 use moe_kernels::candle::{Device, Error, Result};
 use moe_kernels::names::MlpNames;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use moe_comm::{Communicator, Transfer, Window};
+use moe_comm::{Collectives, Communicator, Transfer, Window};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Result, bail};
 use moe_kernels::{Exec, View, checksum_of_sum, word_sum_into};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use moe_comm::{Communicator, Window};
+use moe_comm::{Collectives, Communicator, Window};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{Result, bail};
 use moe_kernels::{Exec, View, ViewMut, checksum};

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, ReduceOp};
+use moe_comm::{Collectives, Communicator, DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, ReduceOp};
 use moe_kernels::{Buffer, Exec, StepContext, TensorView, ViewMut};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, ChunkedMoe, RouterConfig, SparseMoeBlock, load_block_on,

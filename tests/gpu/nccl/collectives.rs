@@ -1,7 +1,7 @@
 //! Every collective against in-process CPU ranks: random shapes, dtypes and counts, many in a row.
 
 use candle_core::{Device, Result};
-use moe_comm::{Communicator, run_ranks};
+use moe_comm::{Collectives, Communicator, run_ranks};
 use moe_kernels::{Buffer, Exec};
 
 use super::rounds::{Round, bits};

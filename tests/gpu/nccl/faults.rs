@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, ReduceOp};
+use moe_comm::{Collectives, Communicator, NcclComm, ReduceOp};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec};
 

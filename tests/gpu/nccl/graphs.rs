@@ -1,7 +1,7 @@
 //! Collectives in recorded graphs.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, ReduceOp};
+use moe_comm::{Collectives, Communicator, ReduceOp};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec, add_into};
 

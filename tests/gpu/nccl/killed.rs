@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moe_comm::{
-    Communicator, Join, NcclComm, SocketComm, SocketTimeouts, Window, broadcast_bytes, launch_from_env,
+    Collectives, Communicator, Join, NcclComm, SocketComm, SocketTimeouts, Window, broadcast_bytes,
+    launch_from_env,
 };
 use moe_kernels::Exec;
 use moe_layer::MoveStatus;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::{
-    Communicator, EpBackend, ExpertMap, NcclComm, NcclWindow, ParallelConfig, ParallelGroups, PeerWindow,
-    ReduceOp, ReplicaChoice, Window,
+    Collectives, Communicator, EpBackend, ExpertMap, NcclComm, NcclWindow, ParallelConfig, ParallelGroups,
+    PeerWindow, ReduceOp, ReplicaChoice, Window,
 };
 use moe_kernels::cuda::{Graph, device_calls};
 use moe_kernels::quant::QuantSource;

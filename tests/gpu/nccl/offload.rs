@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::{Communicator, NcclComm, ParallelConfig, ParallelGroups};
+use moe_comm::{Collectives, Communicator, NcclComm, ParallelConfig, ParallelGroups};
 use moe_kernels::{Exec, StepContext, TensorView};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, ExpertOffload, RouterConfig, SparseMoeBlock, load_block_on,

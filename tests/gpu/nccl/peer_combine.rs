@@ -2,7 +2,7 @@
 //! without the slots added up before, in graphs, and by NCCL.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, run_ranks};
+use moe_comm::{AddNorm, Communicator, FusedCollective, run_ranks};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec, NO_EXPERT, PreNorm, SlotRouting, SlotRows, View};
 
@@ -68,8 +68,8 @@ impl Case {
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
         let mut layers = |count: usize, ex: &mut Exec| {
             (0..count).try_for_each(|_| {
-                let (stream, to) = (residual.view_mut(), out.view_mut());
-                comm.combine_add_rms_norm(&rows, &self.counts, &norm, stream, to, ex)
+                let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+                FusedCollective::CombineAddNorm { slots: rows, counts: &self.counts, end }.run(comm, ex)
             })
         };
         layers(2, ex)?;

@@ -1,7 +1,7 @@
 //! Gathers and reduce-scatters over peer memory: against in-process CPU ranks for any size, alignment and value, and many in a row.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, PeerAllReduce, ReduceOp, run_ranks};
+use moe_comm::{Collectives, Communicator, FusedCollective, NcclComm, PeerAllReduce, ReduceOp, run_ranks};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec, NO_EXPERT, View, add_into};
 
@@ -98,7 +98,7 @@ impl Case {
             to.data.view_mut().narrow(to.offset, len).unwrap().reshape(&to.dims).unwrap()
         });
         let arrays = vec![(rows.view()?, to_rows), (ids.view()?, to_ids), (weights.view()?, to_weights)];
-        comm.all_gather_v_each(arrays, &counts, ex)?;
+        FusedCollective::Gather { arrays, counts: &counts, needs: None }.run(comm, ex)?;
         comm.reduce_scatter_v(sums.view()?, &counts, to_sums, ReduceOp::Sum, ex)?;
         Ok(all.map(|to| ex.to_host(to.view().unwrap()).unwrap()))
     }

@@ -2,7 +2,7 @@
 //! all rows, and in graphs.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, RowNeeds, run_ranks};
+use moe_comm::{Communicator, FusedCollective, RowNeeds, run_ranks};
 use moe_kernels::cuda::Graph;
 use moe_kernels::half::bf16;
 use moe_kernels::{Buffer, Exec, NO_EXPERT};
@@ -64,11 +64,14 @@ impl Case {
         let mut own = ex.zeros(DType::F32, &[self.counts[rank], self.hidden])?;
         let mut own_narrow = ex.zeros(DType::F32, own.dims())?;
         let mut call = |ex: &mut Exec| {
-            let needs = RowNeeds { ids: ids.view(), owners: owners.view() };
-            comm.all_gather_needed(rows.view(), &self.counts, &needs, all.view_mut(), ex)?;
-            comm.reduce_scatter_needed(sums.view(), &self.counts, &needs, own.view_mut(), ex)?;
-            let back = own_narrow.view_mut();
-            comm.reduce_scatter_rounded(narrow.view(), &self.counts, Some(&needs), back, ex)
+            let needs = Some(RowNeeds { ids: ids.view(), owners: owners.view() });
+            let counts = &self.counts[..];
+            let arrays = vec![(rows.view(), all.view_mut())];
+            FusedCollective::Gather { arrays, counts, needs }.run(comm, ex)?;
+            let out = own.view_mut();
+            FusedCollective::ScatterSums { sums: sums.view(), counts, needs, out }.run(comm, ex)?;
+            let out = own_narrow.view_mut();
+            FusedCollective::ScatterSums { sums: narrow.view(), counts, needs, out }.run(comm, ex)
         };
         call(ex)?;
         if in_graph {

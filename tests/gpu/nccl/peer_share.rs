@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, PeerAllReduce, run_ranks};
+use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, NcclComm, PeerAllReduce, run_ranks};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec, PreNorm};
 
@@ -57,7 +57,9 @@ fn layers(
         let partial = Rng::seeded(seed).floats(if rounded { DType::BF16 } else { DType::F32 }, &[t, h]);
         let partial = Buffer::from_vec(partial.view().to_f32_vec()?, &[t, h])?;
         let (mut partial, stream, to) = (put(partial, ex)?, residual.view_mut(), out.view_mut());
-        comm.share_add_rms_norm(partial.view_mut(), weight.view(), 1e-6, stream, to, ex)?;
+        let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
+        let end = AddNorm { residual: stream, norm, out: to };
+        FusedCollective::ShareAddNorm { partial: partial.view_mut(), end }.run(comm, ex)?;
     }
     Ok([ex.to_host(residual.view())?, ex.to_host(out.view())?])
 }

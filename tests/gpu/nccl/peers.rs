@@ -1,9 +1,11 @@
 //! Sums over peer memory against in-process CPU ranks: the same bits, for any size, alignment and value.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, PeerAllReduce, ReduceOp, run_ranks};
+use moe_comm::{
+    AddNorm, Collectives, Communicator, FusedCollective, NcclComm, PeerAllReduce, ReduceOp, run_ranks,
+};
 use moe_kernels::half::bf16;
-use moe_kernels::{Buffer, Exec};
+use moe_kernels::{Buffer, Exec, PreNorm};
 
 use super::rounds::bits;
 use super::{LIMIT, run_nccl_ranks, worlds};
@@ -147,8 +149,9 @@ fn add_norm(
     };
     let (mut residual, weight, mut partial) = (put(residual)?, put(weight)?, put(partial)?);
     let mut out = ex.zeros(DType::BF16, &[t, h])?;
-    let (to, norm) = (residual.view_mut(), out.view_mut());
-    comm.all_reduce_add_rms_norm(partial.view_mut(), weight.view(), 1e-6, to, norm, ex)?;
+    let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
+    let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+    FusedCollective::AllReduceAddNorm { partial: partial.view_mut(), end }.run(comm, ex)?;
     Ok([ex.to_host(residual.view())?, ex.to_host(out.view())?])
 }
 

@@ -1,7 +1,7 @@
 //! Random collectives that any communicator can play, on host or device memory.
 
 use candle_core::{DType, Device, Result};
-use moe_comm::{Communicator, ReduceOp};
+use moe_comm::{Collectives, Communicator, ReduceOp};
 use moe_kernels::{Buffer, Element, Exec};
 
 use crate::common::{FLOATS, Rng, assert_close, rounding};

@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, ReduceOp};
+use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, NcclComm, ReduceOp};
 use moe_kernels::cuda::Graph;
-use moe_kernels::{Buffer, Exec, add_rms_norm_into};
+use moe_kernels::{Buffer, Exec, PreNorm, add_rms_norm_into};
 
 use super::peers::peers_of;
 use super::{LIMIT, run_nccl_ranks, worlds};
@@ -48,8 +48,7 @@ fn all_reduce(comm: &NcclComm, data: &mut Buffer, ex: &mut Exec) -> Result<(f64,
     Ok((eager, replayed(comm, ex, call)?))
 }
 
-/// Microseconds for f32 rows, over NCCL and then over peer memory: of the sum, and of `all_reduce_add_rms_norm`; last, of
-/// `share_add_rms_norm`.
+/// Microseconds for f32 rows, over NCCL and then over peer memory: of the sum, and of `AllReduceAddNorm`; last, of `ShareAddNorm`.
 fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
@@ -57,18 +56,19 @@ fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     // Loaded here and not while another rank's collective waits for this one's.
     add_rms_norm_into(data.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex)?;
     ex.synchronize()?;
+    let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
     let mut all = [0.0; 5];
     for (over_peers, times) in [false, true].into_iter().zip(all.chunks_mut(2)) {
         comm.use_peers(over_peers);
         times[0] = replayed(comm, ex, |ex| comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex))?;
         times[1] = replayed(comm, ex, |ex| {
-            let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
-            comm.all_reduce_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex)
+            let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+            FusedCollective::AllReduceAddNorm { partial: data.view_mut(), end }.run(comm, ex)
         })?;
     }
     all[4] = replayed(comm, ex, |ex| {
-        let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
-        comm.share_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex)
+        let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+        FusedCollective::ShareAddNorm { partial: data.view_mut(), end }.run(comm, ex)
     })?;
     Ok(all)
 }
@@ -119,14 +119,15 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5
                 (ids.view(), all_ids.view_mut()),
                 (weights.view(), all_weights.view_mut()),
             ];
-            comm.all_gather_v_each(arrays, &counts, ex)
+            FusedCollective::Gather { arrays, counts: &counts, needs: None }.run(comm, ex)
         })?;
         times[1] = replayed(comm, ex, |ex| {
             comm.reduce_scatter_v(sums.view(), &counts, back.view_mut(), ReduceOp::Sum, ex)
         })?;
     }
     all[4] = replayed(comm, ex, |ex| {
-        comm.reduce_scatter_rounded(narrow.view(), &counts, None, back.view_mut(), ex)
+        let (sums, out) = (narrow.view(), back.view_mut());
+        FusedCollective::ScatterSums { sums, counts: &counts, needs: None, out }.run(comm, ex)
     })?;
     Ok(all)
 }
@@ -138,10 +139,12 @@ fn share_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 3]> 
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut run = |shared: bool, ex: &mut Exec| {
-        let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
+        let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
+        let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+        let partial = data.view_mut();
         match shared {
-            true => comm.share_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex),
-            false => comm.all_reduce_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex),
+            true => FusedCollective::ShareAddNorm { partial, end }.run(comm, ex),
+            false => FusedCollective::AllReduceAddNorm { partial, end }.run(comm, ex),
         }
     };
     comm.use_peers(false);

@@ -1,7 +1,7 @@
 //! Windows over peer memory: what ranks put into each other's memory arrives there, and nothing else changes.
 
 use candle_core::{DType, Result};
-use moe_comm::{Communicator, NcclComm, PeerWindow, Window};
+use moe_comm::{Collectives, Communicator, NcclComm, PeerWindow, Window};
 use moe_kernels::{Buffer, Exec};
 
 use super::{LIMIT, run_nccl_ranks, worlds};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::{Communicator, Geometry, GeometryError, RowParallel};
+use moe_comm::{Collectives, Communicator, Geometry, GeometryError, RowParallel};
 use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::Stage;
 use moe_kernels::{Exec, HeadsNorm, QkvHeads, TensorView, ViewMut, head_squares_into, heads_norm_into};

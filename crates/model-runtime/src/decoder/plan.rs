@@ -190,7 +190,10 @@ impl<A> Decoder<A> {
         if self.layers.iter().any(|layer| layer.deferred != [true; 2]) {
             return Err(Reason::Part { part: "a sum over ranks that is not left to the norm" });
         }
-        ranks.shares_residual(step.rows, self.info.hidden_size, self.info.dtype).map_err(Reason::NoGain)
+        let Some(fused) = ranks.fused() else {
+            return Err(Reason::NoGain("ranks that share host memory copy rows as fast as they add them"));
+        };
+        fused.shares_residual(step.rows, self.info.hidden_size, self.info.dtype).map_err(Reason::NoGain)
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{Error, Result, bail};
 use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use super::handle::{self, Handle, Progress};
@@ -25,7 +25,7 @@ use crate::socket::Watch;
 /// One rank of a group of GPUs that communicate by NCCL.
 ///
 /// - **Order.** A collective is put on the stream of the context that it is given and returns; ops of
-///   that context that follow see its result. Only [`barrier`](crate::Communicator::barrier) and
+///   that context that follow see its result. Only [`barrier`](crate::Collectives::barrier) and
 ///   collectives on views of host memory wait.
 /// - **Host memory.** Views of host memory go through scratch on the device, which the call waits for:
 ///   for small exchanges outside of a step. In one call all views lie at the same place.
@@ -41,8 +41,7 @@ use crate::socket::Watch;
 ///   process learns of a failure by its own limit or connections.
 /// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
 ///   bytes run on a [`PeerAllReduce`], as do gathers of parts of whole 16 bytes (of integers, 8), scattered sums of such
-///   parts in f32, and [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) and
-///   [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm) of device views; all on the stream
+///   parts in f32, and the [fused collectives](crate::FusedCollective) of device views; all on the stream
 ///   that the communicator was made with. NaNs may lose their payload there.
 /// - **Sums.** The result has the same bits on every rank. Over peer memory they are added in rank order in f32. For
 ///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and
@@ -173,28 +172,6 @@ impl NcclComm {
 
     pub(super) fn usable_peers(&self) -> Option<&PeerAllReduce> {
         self.peers.as_ref().ok().filter(|_| self.uses_peers.load(Ordering::Relaxed))
-    }
-
-    /// The peers for [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm), decided by what is
-    /// the same on all ranks.
-    pub(super) fn peers_for_norm(&self, partial: &ViewMut<'_>, weight: &View<'_>) -> Option<&PeerAllReduce> {
-        let (rows, hidden) = (partial.rows(), weight.elem_count());
-        let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
-        self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_norm(rows, hidden))
-    }
-
-    /// The peers for [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm).
-    pub(super) fn peers_for_share(&self, partial: &ViewMut<'_>, weight: &View<'_>) -> Option<&PeerAllReduce> {
-        let (rows, hidden) = (partial.rows(), weight.elem_count());
-        let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
-        self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_share(rows, hidden))
-    }
-
-    /// The peers for [`reduce_scatter_rounded`](crate::Communicator::reduce_scatter_rounded).
-    pub(super) fn peers_for_sums(&self, input: &View<'_>, counts: &[usize]) -> Option<&PeerAllReduce> {
-        let width: usize = input.dims().iter().skip(1).product();
-        let parts: Vec<_> = counts.iter().map(|rows| rows * width).collect();
-        self.usable_peers().filter(|peers| input.is_cuda() && peers.fits_scatter(input.dtype(), &parts))
     }
 
     pub(super) fn place(&self) -> Place {

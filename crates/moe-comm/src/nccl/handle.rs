@@ -19,7 +19,7 @@ use candle_core::{DType, Error, Result, bail};
 use moe_kernels::{Exec, View, ViewMut};
 
 use super::library::{explain, non_blocking, version};
-use crate::communicator::ReduceOp;
+use crate::collective::ReduceOp;
 use crate::parts::{Part, Verb};
 
 /// How long a communicator that is dropped may take to end its work and its connections.

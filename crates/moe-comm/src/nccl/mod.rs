@@ -7,6 +7,7 @@
 //! | `world` | what all groups of this process share: the first failure, and the thread that notices one |
 //! | `comm` | a rank: calls, waiting, host views, splits |
 //! | `collectives` | each collective as calls of the library |
+//! | `fused` | collectives in one launch with what surrounds them |
 //! | `over_peers` | which of them go over peer memory instead |
 //! | `window` | memory in which bytes of other ranks arrive between steps |
 //!
@@ -20,6 +21,7 @@ mod library;
 
 mod collectives;
 mod comm;
+mod fused;
 mod over_peers;
 #[allow(unsafe_code)]
 mod window;

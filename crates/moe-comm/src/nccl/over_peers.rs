@@ -3,7 +3,7 @@
 use candle_core::{DType, Result};
 use moe_kernels::{Exec, ViewMut};
 
-use crate::communicator::ReduceOp;
+use crate::collective::ReduceOp;
 use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 

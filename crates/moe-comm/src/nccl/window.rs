@@ -10,7 +10,9 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{mapped_bytes, mapped_bytes_mut};
 use moe_kernels::{Buffer, Exec, View, ViewMut};
 
-use crate::communicator::{Communicator, ReduceOp};
+use crate::collective::ReduceOp;
+use crate::collectives::Collectives;
+use crate::communicator::Communicator;
 use crate::round::lock;
 use crate::window::{Transfer, TransferSource, Window, batches};
 

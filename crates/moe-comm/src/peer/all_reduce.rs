@@ -11,7 +11,8 @@ use moe_kernels::{Exec, PreNorm, SlotRows, View, ViewMut};
 
 use super::join::{Shared, share};
 use super::memory::{Owned, Status, group};
-use crate::communicator::{Communicator, RowNeeds};
+use crate::collective::RowNeeds;
+use crate::communicator::Communicator;
 
 /// Small all-reduces, and all-gathers and reduce-scatters of any size, by kernels that write to each other's memory, for the
 /// ranks of one host.
@@ -201,7 +202,7 @@ impl PeerAllReduce {
     }
 
     /// `residual` [counts\[rank\], H] f32 += the sum over the ranks of what each adds up of these rows' slots; then `out` bf16 = RMS norm
-    /// of `residual`: see [`combine_add_rms_norm`](Communicator::combine_add_rms_norm).
+    /// of `residual`: see [`CombineAddNorm`](crate::FusedCollective::CombineAddNorm).
     ///
     /// # Errors
     /// As [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), for what [`fits_combine`](Self::fits_combine) refuses.

@@ -8,7 +8,8 @@ use moe_kernels::{Exec, ViewMut, with_element};
 
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::communicator::{Collective, Communicator, ReduceOp};
+use crate::collective::{Collective, ReduceOp};
+use crate::communicator::Communicator;
 use crate::placement::partition;
 use crate::reduce::reduce;
 use crate::round::{Give, Parts, Posts, Rounds};

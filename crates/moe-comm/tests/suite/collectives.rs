@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, SocketComm, ThreadComm, View, ViewMut};
+use moe_comm::{
+    AddNorm, Collectives, Communicator, Exec, FusedCollective, PreNorm, ReduceOp, SelfComm, SocketComm,
+    ThreadComm, View, ViewMut,
+};
 use proptest::prelude::*;
 
 use crate::support::{Stream, Value, World, bits, over_both, run, view, view_mut};
@@ -107,8 +110,9 @@ impl Case {
         let inputs = [2, 8].map(|i| self.input::<T>(i, rank, own));
         let arrays = inputs.iter().zip(&mut outs);
         let arrays = arrays.map(|(input, out)| (view(input, own, row), view_mut(out, self.total(), row)));
-        comm.all_gather_v_each(arrays.collect(), &self.counts, &mut ex)?;
-        step("all_gather_v_each", outs.concat());
+        let (arrays, counts) = (arrays.collect(), &self.counts);
+        FusedCollective::Gather { arrays, counts, needs: None }.run(comm, &mut ex)?;
+        step("gather", outs.concat());
 
         let mut out = vec![T::default(); equal * row];
         let input = self.input::<T>(3, rank, n * equal);
@@ -161,7 +165,7 @@ impl Case {
             ("all_reduce", reduced(0, equal)),
             ("all_gather", all(1, &|_| equal).concat()),
             ("all_gather_v", all(2, &|r| self.counts[r]).concat()),
-            ("all_gather_v_each", [2, 8].map(|i| all(i, &|r| self.counts[r]).concat()).concat()),
+            ("gather", [2, 8].map(|i| all(i, &|r| self.counts[r]).concat()).concat()),
             ("reduce_scatter", rows(&reduced(3, n * equal), rank * equal, equal)),
             ("reduce_scatter_v", rows(&reduced(4, self.total()), self.before(rank), self.counts[rank])),
             ("all_to_all", all_to_all),
@@ -299,9 +303,10 @@ fn a_sum_is_added_and_normed<C: World>() {
     let outputs = run::<C, _>(3, |rank, comm| {
         let (mut ex, mut partial, mut residual) = (Exec::cpu(), partial(rank), residual.clone());
         let mut out = vec![0f32; t * h];
-        let (delta, to, norm) =
-            (view_mut(&mut partial, t, h), view_mut(&mut residual, t, h), view_mut(&mut out, t, h));
-        comm.all_reduce_add_rms_norm(delta, View::new(&weight, &[h])?, eps, to, norm, &mut ex)?;
+        let norm = PreNorm { weight: View::new(&weight, &[h])?, eps };
+        let end = AddNorm { residual: view_mut(&mut residual, t, h), norm, out: view_mut(&mut out, t, h) };
+        let partial = view_mut(&mut partial, t, h);
+        FusedCollective::AllReduceAddNorm { partial, end }.run(&comm, &mut ex)?;
         Ok((residual, out))
     });
     let sum = |i: usize| partial(0)[i] + partial(1)[i] + partial(2)[i];

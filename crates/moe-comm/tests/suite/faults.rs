@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::{Result, bail};
-use moe_comm::{Communicator, Exec, ReduceOp, run_ranks_with};
+use moe_comm::{Collectives, Communicator, Exec, ReduceOp, run_ranks_with};
 
 use crate::support::{World, over_both, run, text, view, view_mut};
 

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, Join, ReduceOp, SocketComm, SocketTimeouts, View, ViewMut};
+use moe_comm::{Collectives, Communicator, Exec, Join, ReduceOp, SocketComm, SocketTimeouts, View, ViewMut};
 
 use crate::foreign::launch;
 use crate::support::{Stream, text, view_mut};

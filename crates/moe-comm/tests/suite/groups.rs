@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
 use moe_comm::{
-    Communicator, Exec, ParallelConfig, ParallelGroups, ReduceOp, SelfComm, SocketComm, ThreadComm,
-    run_ranks_with,
+    Collectives, Communicator, Exec, ParallelConfig, ParallelGroups, ReduceOp, SelfComm, SocketComm,
+    ThreadComm, run_ranks_with,
 };
 use proptest::prelude::*;
 

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, Join, SocketComm, SocketTimeouts};
+use moe_comm::{Collectives, Communicator, Exec, Join, SocketComm, SocketTimeouts};
 
 use crate::foreign::{Answer, Ask, ask, connect, frame, free_port, launch, link_key, world_key};
 use crate::support::text;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, run_ranks_with};
+use moe_comm::{Collectives, Communicator, Exec, ReduceOp, SelfComm, run_ranks_with};
 
 use crate::faults::COLLECTIVES;
 use crate::support::{World, over_both, run, text, view, view_mut};

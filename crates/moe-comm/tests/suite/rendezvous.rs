@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use moe_comm::candle::{Result, bail};
 use moe_comm::{
-    Communicator, Exec, Join, Launch, ReduceOp, SocketComm, SocketTimeouts, WorldSecret, all_gather_bytes,
-    broadcast_bytes,
+    Collectives, Communicator, Exec, Join, Launch, ReduceOp, SocketComm, SocketTimeouts, WorldSecret,
+    all_gather_bytes, broadcast_bytes,
 };
 
 use crate::foreign::{free_port, launch};

@@ -1,8 +1,10 @@
 //! A residual stream of which each rank keeps some rows gives the norms of one that all keep whole.
 
 use half::bf16;
-use moe_comm::candle::{DType, Result};
-use moe_comm::{Communicator, Exec, RowNeeds, View, ViewMut, partition, run_ranks};
+use moe_comm::candle::Result;
+use moe_comm::{
+    AddNorm, Communicator, Exec, FusedCollective, PreNorm, RowNeeds, View, ViewMut, partition, run_ranks,
+};
 use proptest::prelude::*;
 
 use crate::support::{Value, bits};
@@ -21,15 +23,13 @@ fn layers(
     let ex = &mut Exec::cpu();
     for layer in 0..LAYERS {
         let mut partial = f32::randoms(seed ^ (100 * (layer + 1) + comm.rank() as u64), t * h);
-        let weight = View::new(&weight, &[h])?;
-        let (partial, residual, out) = (
-            ViewMut::new(&mut partial, &[t, h])?,
-            ViewMut::new(&mut residual, &[t, h])?,
-            ViewMut::new(&mut out, &[t, h])?,
-        );
+        let norm = PreNorm { weight: View::new(&weight, &[h])?, eps: 1e-6 };
+        let residual = ViewMut::new(&mut residual, &[t, h])?;
+        let end = AddNorm { residual, norm, out: ViewMut::new(&mut out, &[t, h])? };
+        let partial = ViewMut::new(&mut partial, &[t, h])?;
         match shared {
-            true => comm.share_add_rms_norm(partial, weight, 1e-6, residual, out, ex)?,
-            false => comm.all_reduce_add_rms_norm(partial, weight, 1e-6, residual, out, ex)?,
+            true => FusedCollective::ShareAddNorm { partial, end }.run(comm, ex)?,
+            false => FusedCollective::AllReduceAddNorm { partial, end }.run(comm, ex)?,
         }
     }
     Ok((bits(&out), residual))
@@ -56,22 +56,24 @@ proptest! {
     }
 }
 
-/// Where nothing says otherwise, needed rows travel as all rows do.
+/// Ranks without fused collectives: needed rows travel as all rows do.
 #[test]
 fn needed_rows_and_their_sums_travel() {
     let counts = [2, 0, 1];
     let got = run_ranks(3, |rank, comm| {
         let (ids, owners, ex) = ([0u32, 2, u32::MAX], [2u32, 1, 0], &mut Exec::cpu());
-        let needs = RowNeeds { ids: View::new(&ids, &[3, 1])?, owners: View::new(&owners, &[3])? };
+        let needs = Some(RowNeeds { ids: View::new(&ids, &[3, 1])?, owners: View::new(&owners, &[3])? });
+        let counts = &counts[..];
         let rows = vec![10.0 + rank as f32; counts[rank]];
         let mut all = [0f32; 3];
-        let input = View::new(&rows, &[counts[rank], 1])?;
-        comm.all_gather_needed(input, &counts, &needs, ViewMut::new(&mut all, &[3, 1])?, ex)?;
+        let arrays = vec![(View::new(&rows, &[counts[rank], 1])?, ViewMut::new(&mut all, &[3, 1])?)];
+        FusedCollective::Gather { arrays, counts, needs }.run(&comm, ex)?;
         // Rank 2 owns the expert of row 0, rank 0 that of row 1; nobody needs row 2.
         let sums = [[0.0, 5.0, 0.0], [0.0; 3], [7.0, 0.0, 0.0]][rank];
         let mut own = vec![1f32; counts[rank]];
         let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
-        comm.reduce_scatter_needed(View::new(&sums, &[3, 1])?, &counts, &needs, out, ex)?;
+        let sums = View::new(&sums, &[3, 1])?;
+        FusedCollective::ScatterSums { sums, counts, needs, out }.run(&comm, ex)?;
         Ok((all, own))
     });
     let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
@@ -79,16 +81,16 @@ fn needed_rows_and_their_sums_travel() {
     assert_eq!(got.into_iter().map(|(_, own)| own).collect::<Vec<_>>(), [vec![7.0, 5.0], vec![], vec![0.0]]);
 }
 
-/// Where nothing says otherwise, rounded parts are added in f32 and the sum is rounded as they are.
+/// Ranks without fused collectives: rounded parts are added in f32 and the sum is rounded as they are.
 #[test]
 fn rounded_parts_are_summed() {
     let counts = [1, 2];
     let got = run_ranks(2, |rank, comm| {
-        assert!(!comm.rounds_sums(100_000, 2048, DType::BF16), "host memory has no reason to");
         let parts = [[1.0, 256.0, -3.0], [0.5, 1.0, 3.0]][rank].map(bf16::from_f32);
         let (mut own, ex) = (vec![0f32; counts[rank]], &mut Exec::cpu());
         let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
-        comm.reduce_scatter_rounded(View::new(&parts, &[3, 1])?, &counts, None, out, ex)?;
+        let sums = View::new(&parts, &[3, 1])?;
+        FusedCollective::ScatterSums { sums, counts: &counts, needs: None, out }.run(&comm, ex)?;
         Ok(own)
     });
     let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, Messages, ReduceOp, SocketComm, View, ViewMut};
+use moe_comm::{Collectives, Communicator, Exec, Messages, ReduceOp, SocketComm, View, ViewMut};
 
 use crate::support::{World, run, text, view_mut};
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use moe_comm::Collective;
 use moe_dispatch::candle::{Result, bail};
-use moe_dispatch::{Communicator, Exec, ViewMut};
+use moe_dispatch::{Collectives, Communicator, Exec, ViewMut};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]

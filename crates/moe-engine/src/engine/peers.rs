@@ -252,7 +252,7 @@ mod tests {
     use model_runtime::{
         CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews, ViewMut,
     };
-    use moe_comm::{Communicator, ReduceOp, SocketComm, ThreadComm};
+    use moe_comm::{Collectives, Communicator, ReduceOp, SocketComm, ThreadComm};
 
     use super::super::serve::Stepped;
     use super::*;

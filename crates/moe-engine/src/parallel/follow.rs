@@ -178,7 +178,7 @@ mod tests {
     use model_runtime::{
         LogitsOut, LogitsRows, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews,
     };
-    use moe_comm::{Communicator, ParallelConfig, ReduceOp, ThreadComm};
+    use moe_comm::{Collectives, Communicator, ParallelConfig, ReduceOp, ThreadComm};
     use moe_layer::ExpertTraffic;
 
     use super::*;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use model_runtime::Exec;
-use moe_comm::{Communicator, NcclComm, SocketComm, broadcast_bytes};
+use moe_comm::{Collectives, Communicator, NcclComm, SocketComm, broadcast_bytes};
 use tracing::warn;
 
 /// This process's GPU among the GPUs of all ranks.

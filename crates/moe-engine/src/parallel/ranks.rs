@@ -12,7 +12,7 @@ use model_runtime::{
     CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, LogitsOut, ModelInfo, Observer, ParallelGroups,
     Router, RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
-use moe_comm::{Communicator, Geometry, ReduceOp, Window};
+use moe_comm::{Collectives, Communicator, Geometry, ReduceOp, Window};
 use moe_layer::{ExpertTraffic, Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
 
 use tracing::trace_span;

@@ -3,9 +3,12 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use moe_comm::{Collective, Communicator, EpBackend, ParallelConfig, ThreadComm, run_ranks};
+use moe_comm::{
+    Collective, Communicator, EpBackend, FusedCollective, FusedCollectives, ParallelConfig, ThreadComm,
+    run_ranks,
+};
 use moe_kernels::{PreNorm, add_rms_norm_into};
-use moe_layer::candle::Result;
+use moe_layer::candle::{Result, bail};
 use moe_layer::{
     AddNorm, BlockContext, Buffer, ChunkedMoe, DType, Exec, Fusion, Machine, MoeForm, PlanStep,
     SparseMoeBlock, StepContext, TensorView, View, WhoAdds, load_block_on,
@@ -14,7 +17,7 @@ use moe_layer::{
 use crate::chunks::{five_experts, spread};
 use crate::{bits, message, run};
 
-/// Ranks of threads that add up slots on their way back, as ranks of GPUs do.
+/// Ranks of threads that add up slots on their way back, as ranks of GPUs do, but by the parts.
 #[derive(Debug)]
 struct Combining(Arc<dyn Communicator>);
 
@@ -28,9 +31,8 @@ impl Communicator for Combining {
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
         self.0.run(collective, ex)
     }
-    fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, _: DType) -> bool {
-        assert_eq!((counts.len(), top_k, hidden), (self.world_size(), 2, 16));
-        true
+    fn fused(&self) -> Option<&dyn FusedCollectives> {
+        Some(self)
     }
     fn split(&self, color: usize, key: usize, ex: &mut Exec) -> Result<Arc<dyn Communicator>> {
         Ok(Arc::new(Self(self.0.split(color, key, ex)?)))
@@ -40,6 +42,25 @@ impl Communicator for Combining {
     }
     fn check(&self) -> Result<()> {
         self.0.check()
+    }
+}
+
+impl FusedCollectives for Combining {
+    fn shares_residual(&self, _: usize, _: usize, _: DType) -> std::result::Result<(), &'static str> {
+        Err("one rank has the tokens")
+    }
+    fn rounds_sums(&self, _: usize, _: usize, _: DType) -> bool {
+        false
+    }
+    fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, _: DType) -> bool {
+        assert_eq!((counts.len(), top_k, hidden), (self.world_size(), 2, 16));
+        true
+    }
+    fn takes(&self, _: &FusedCollective<'_>) -> bool {
+        false
+    }
+    fn run_fused(&self, call: FusedCollective<'_>, _: &mut Exec) -> Result<()> {
+        bail!("expected nothing, since nothing is taken, got {call:?}")
     }
 }
 
