@@ -4,7 +4,7 @@ use candle_core::DType;
 use moe_kernels::plan::{AttentionCall, Form, Fp8Activations, Gpu, Machine, MixedCall, MixedForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, Buffer, Fp8Scales, ProductRows, QkNormRope, StepRows, linear_into, paged_attention_into,
+    AttentionMeta, Buffer, ProductRows, QkNormRope, QuantGroup, StepRows, linear_into, paged_attention_into,
     qk_norm_rope_cache_into, rope_attention_into,
 };
 
@@ -331,7 +331,7 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
                 padding,
             };
             let (data, columns, n) = (case.data(&mut rng, DType::BF16, DType::F32), heads.0 * head_dim, 128);
-            let scheme = fp8(Fp8Scales::Block { n: 128, k: 128 });
+            let scheme = fp8(QuantGroup::Block { n: 128, k: 128 });
             let matrix = Matrix::new(&mut rng, n, columns, scheme, 1);
             let source = Source { matrices: [("o".to_string(), matrix)].into(), inputs: None };
             let ex = cuda().with_fp8_activations(Fp8Activations::Auto);

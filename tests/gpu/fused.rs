@@ -3,7 +3,7 @@
 use candle_core::DType;
 use moe_kernels::cuda::{ExpertLists, FusedExperts, Graph, fused_experts_into};
 use moe_kernels::plan::{ColumnOrder, ExpertsCall, ExpertsForm, Form, Fp8Activations};
-use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, QuantScheme, quantised_to_fp8};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, QuantGroup, QuantScheme, quantised_to_fp8};
 
 use crate::common::*;
 use crate::definition::{Operand, relative_error};
@@ -284,9 +284,9 @@ fn quantised_experts_are_those_of_their_definition() {
         int(4, 0, false, false),
         int(8, 64, true, false),
         int(8, 0, true, false),
-        fp8(Fp8Scales::Block { n: 128, k: 128 }),
-        fp8(Fp8Scales::Channel),
-        fp8(Fp8Scales::Tensor),
+        fp8(QuantGroup::Block { n: 128, k: 128 }),
+        fp8(QuantGroup::Channel),
+        fp8(QuantGroup::Tensor),
     ];
     for [hidden, inter] in small([[128, 128], [384, 256], [1024, 384]], 128, |size| size[0]) {
         for scheme in schemes.into_iter().step_by(if tiny() { 3 } else { 1 }) {
@@ -333,7 +333,7 @@ fn experts_in_fp8_are_those_of_their_definition() {
     let ex = cuda().with_fp8_activations(Fp8Activations::On);
     let shapes = [([8, 2, 128, 128], 140), ([16, 4, 384, 256], 330), ([5, 1, 640, 1408], 257)];
     for ([experts, top_k, hidden, inter], tokens) in small(shapes, 128, |shape| shape.0[2]) {
-        for scales in [Fp8Scales::Block { n: 128, k: 128 }, Fp8Scales::Channel, Fp8Scales::Tensor] {
+        for scales in [QuantGroup::Block { n: 128, k: 128 }, QuantGroup::Channel, QuantGroup::Tensor] {
             let packs = Packs::new(&mut rng, experts, [hidden, inter], Some(fp8(scales)));
             let case = (ExpertsForm::Fp8, [experts, top_k, hidden, inter], tokens);
             check(&mut rng, case, &packs, &ex);
@@ -347,7 +347,7 @@ fn tiles_of_every_height_are_computed() {
     let mut rng = Rng::new();
     let step = if tiny() { 21 } else { 7 };
     let counts: Vec<usize> = (1..if tiny() { 130 } else { 600 }).step_by(step).collect();
-    let schemes = [None, Some(int(4, 128, false, false)), Some(fp8(Fp8Scales::Block { n: 128, k: 128 }))];
+    let schemes = [None, Some(int(4, 128, false, false)), Some(fp8(QuantGroup::Block { n: 128, k: 128 }))];
     for [hidden, inter] in small([[128, 128], [512, 256]], 128, |size| size[0]) {
         for scheme in schemes {
             let packs = Packs::new(&mut rng, counts.len(), [hidden, inter], scheme);

@@ -5,7 +5,7 @@ use candle_core::DType;
 use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
-use moe_kernels::{Buffer, ForcedWeights, Fp8Scales, MonolithicIo, NO_EXPERT, PreNorm, QuantScheme};
+use moe_kernels::{Buffer, ForcedWeights, MonolithicIo, NO_EXPERT, PreNorm, QuantGroup, QuantScheme};
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
@@ -149,7 +149,7 @@ fn layers() -> Vec<(Option<QuantScheme>, Sizes)> {
         ([8, 8], [2048, 768]),
     ];
     let schemes =
-        [int(4, 128, false, false), int(8, 0, true, false), fp8(Fp8Scales::Block { n: 128, k: 128 })];
+        [int(4, 128, false, false), int(8, 0, true, false), fp8(QuantGroup::Block { n: 128, k: 128 })];
     let quantised = [([12, 3], [128, 128]), ([6, 2], [384, 256]), ([16, 8], [1024, 384])];
     let quantised = quantised.into_iter().flat_map(|sizes| schemes.map(|scheme| (Some(scheme), sizes)));
     let all = floats.map(|sizes| (None, sizes)).into_iter().chain(quantised);

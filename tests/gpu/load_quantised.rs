@@ -98,8 +98,7 @@ fn print_parts(dir: &Path) {
         names.par_iter().map(|name| QuantSource::open(&view, name).unwrap().unwrap()).collect();
     let opened = start.elapsed().as_secs_f64() * 1e3;
     let read = |buffer: &mut Vec<u8>, part: &QuantPart| {
-        let ((n, k), int4) =
-            (part.rows.shape(), matches!(part.rows.scheme(), QuantScheme::Int { bits: 4, .. }));
+        let ((n, k), int4) = (part.rows.shape(), part.rows.scheme().bits() == 4);
         buffer.resize(if int4 { n * k / 2 } else { n * k }, 0);
         part.rows.stored().unwrap()[0].bytes.read_bytes(StoredTensor::Codes, 0, buffer).unwrap();
         buffer.len()

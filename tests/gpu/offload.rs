@@ -7,7 +7,7 @@ use model_runtime::{Attention, CausalLm, Config, Decoder, DummyWeights, Geometry
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
-use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, QuantScheme, Residency, Weight, max_passes};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, QuantGroup, QuantScheme, Residency, Weight, max_passes};
 use moe_layer::{BlockContext, MoePath};
 
 use crate::common::*;
@@ -124,7 +124,7 @@ fn outputs_are_those_of_experts_on_the_device() {
 #[test]
 fn outputs_of_quantised_experts_are_those_on_the_device() {
     let mut rng = Rng::new();
-    let block = fp8(Fp8Scales::Block { n: 128, k: 128 });
+    let block = fp8(QuantGroup::Block { n: 128, k: 128 });
     for scheme in [int(4, 128, true, false), int(4, 128, false, false), int(8, 128, true, false), block] {
         let case = (9, 4, 3, 256, 128, &[1, 1, 4, 0, 7, 33, 1, 300, 2][..]);
         assert_outputs(&mut rng, case, Some(scheme), true);

@@ -10,7 +10,7 @@ use candle_core::DType;
 use moe_kernels::half::bf16;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, Buffer, ExpertGroups, Fp8Scales, NO_EXPERT, QuantScheme, group_token_slots_into,
+    Activation, Buffer, ExpertGroups, NO_EXPERT, QuantGroup, QuantScheme, group_token_slots_into,
     grouped_down_into, grouped_gate_up_into, linear_into, linear_row_parallel_into, row_parallel_segments,
     weighted_sum_into, zero_absent_into,
 };
@@ -249,8 +249,8 @@ fn quantised_expert_layers_agree_at_the_edges() {
         let fits = |k: usize, group: usize| if k.is_multiple_of(group) { group } else { 0 };
         let schemes = [
             [int(4, fits(hidden, 32), false, false), int(4, fits(inter, 32), true, true)],
-            [int(8, fits(hidden, 32), true, true), fp8(Fp8Scales::Channel)],
-            [fp8(Fp8Scales::Block { n: 128, k: 128 }), fp8(Fp8Scales::Block { n: 128, k: 128 })],
+            [int(8, fits(hidden, 32), true, true), fp8(QuantGroup::Channel)],
+            [fp8(QuantGroup::Block { n: 128, k: 128 }), fp8(QuantGroup::Block { n: 128, k: 128 })],
         ];
         for schemes in schemes {
             for dtype in FLOATS {

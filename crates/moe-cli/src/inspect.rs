@@ -106,7 +106,7 @@ fn verdict(
     let checkpoint = opened.map_err(|e| anyhow!("{e:#}"))?;
     let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?;
     if let Some(quantisation) = &checkpoint.quantisation {
-        layout.check_quantised(quantisation)?;
+        layout.check_quantised(quantisation, false)?;
     }
     checkpoint.verify(&layout.tensors, model.ignored()).map(drop)?;
     let tokenizer = Tokenizer::from_dir(dir).map(drop);

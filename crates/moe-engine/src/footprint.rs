@@ -78,7 +78,7 @@ impl Footprint {
             let name = held.stored.name.as_str();
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
                 (Some(config), Some(module)) if held.stored.shape.len() == 2 => config.scheme_of(module)?,
-                _ => QuantScheme::None,
+                _ => QuantScheme::NONE,
             };
             let whole: u64 = held.stored.shape.iter().map(|&dim| dim as u64).product();
             let elements = held.elements as u64;
@@ -92,7 +92,7 @@ impl Footprint {
             if is_expert {
                 self.experts += bytes;
             }
-            if scheme == QuantScheme::None {
+            if scheme == QuantScheme::NONE {
                 largest.insert(name, bytes);
                 if is_quantisable(name, &held.stored.shape) {
                     self.floats += bytes;

@@ -7,7 +7,7 @@
 use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 
-use moe_kernels::plan::{Reason, Target, activation_kind};
+use moe_kernels::plan::{Reason, Target, activation_kind, expect_codec};
 
 /// One row of the oracle's table.
 #[derive(Clone, Copy, Debug)]
@@ -16,7 +16,7 @@ pub(crate) struct Capability {
     /// Names as [`activation_kind`] gives them.
     pub activations: &'static [&'static str],
     pub bias: bool,
-    /// Whether it reads int4 and int8 of any group, with or without zero points and act-order, and FP8, beside floats.
+    /// Whether it reads quantised weights, too: all number formats that kernels have a codec for.
     pub quantised: bool,
     pub dtypes: &'static [DType],
     /// Whether experts may be split along their intermediate size.
@@ -44,22 +44,17 @@ impl Capability {
         if spec.has_bias && !self.bias {
             return Err(Reason::Bias);
         }
-        if !self.reads(spec.quant) {
-            return Err(Reason::Quant { got: spec.quant });
+        if spec.quant != QuantScheme::NONE {
+            if !self.quantised {
+                return Err(Reason::Quant { got: spec.quant });
+            }
+            expect_codec(spec.quant, spec.gpu.is_some())?;
         }
         if !self.dtypes.contains(&spec.dtype) {
             let accepted = self.dtypes.iter().map(DType::as_str).collect();
             return Err(Reason::Dtype { got: spec.dtype.as_str(), accepted });
         }
         Ok(())
-    }
-
-    fn reads(&self, scheme: QuantScheme) -> bool {
-        match scheme {
-            QuantScheme::None => true,
-            QuantScheme::Int { bits, .. } => self.quantised && matches!(bits, 4 | 8),
-            QuantScheme::Fp8 { .. } => self.quantised,
-        }
     }
 
     fn check_layout(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
@@ -90,7 +85,7 @@ mod tests {
     use super::*;
     use crate::oracle::tests::spec;
     use moe_kernels::plan::{Gpu, WARPGROUPS};
-    use moe_kernels::{Activation, Fp8Scales, QuantGroup};
+    use moe_kernels::{Activation, QuantGroup};
 
     /// A picky GPU kernel, so that every check can fail.
     const PICKY: Capability = Capability {
@@ -169,9 +164,9 @@ mod tests {
 
     #[test]
     fn a_quantisation_scheme_that_is_not_read_is_refused() {
-        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Tensor };
+        let fp8 = QuantScheme::fp8(QuantGroup::Tensor);
         let int =
-            |bits| QuantScheme::Int { bits, group: QuantGroup::Size(32), zero_point: true, act_order: true };
+            |bits| QuantScheme::int(bits, QuantGroup::Size(32)).with_zero_points(true).with_act_order(true);
         let both = Capability { quantised: true, ..PICKY };
         for quant in [fp8, int(4), int(8)] {
             let spec = ExpertsSpec { quant, ..fitting() };

@@ -120,10 +120,10 @@ impl Backend {
 
 /// Whether some backend runs the specification in floats; the reason of the last one if none does.
 fn emulates(spec: &ExpertsSpec) -> Result<(), Reason> {
-    if spec.quant == QuantScheme::None {
+    if spec.quant == QuantScheme::NONE {
         return Err(Reason::NotQuantised);
     }
-    let floats = ExpertsSpec { quant: QuantScheme::None, ..spec.clone() };
+    let floats = ExpertsSpec { quant: QuantScheme::NONE, ..spec.clone() };
     let mut answer = Err(Reason::NotQuantised);
     for backend in Backend::ALL.into_iter().filter(|backend| *backend != Backend::Emulation) {
         answer = backend.supports(&floats);
@@ -181,7 +181,7 @@ impl Selection {
     /// What the kernels see: the specification, in floats where quantised weights are emulated.
     pub fn computed(&self) -> ExpertsSpec {
         match self.chosen {
-            Backend::Emulation => ExpertsSpec { quant: QuantScheme::None, ..self.spec.clone() },
+            Backend::Emulation => ExpertsSpec { quant: QuantScheme::NONE, ..self.spec.clone() },
             _ => self.spec.clone(),
         }
     }

@@ -2,9 +2,7 @@
 
 use candle_core::DType;
 use moe_kernels::plan::Gpu;
-use moe_kernels::{
-    Activation, ActivationFormat, ExpertsSpec, Fp8Scales, QuantGroup, QuantScheme, RoutingMethod,
-};
+use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantGroup, QuantScheme, RoutingMethod};
 
 use super::*;
 
@@ -17,7 +15,7 @@ pub(crate) fn spec() -> ExpertsSpec {
         hidden_size: 2048,
         intermediate_size: 768,
         dtype: DType::BF16,
-        quant: QuantScheme::None,
+        quant: QuantScheme::NONE,
         activation: Activation::SwiGlu,
         has_bias: false,
         activation_format: ActivationFormat::Standard,
@@ -40,7 +38,7 @@ fn answer(change: Change, choice: Option<&str>) -> String {
         Ok(s) => {
             let mut rejected: Vec<String> =
                 s.rejected.iter().map(|r| format!("{} ({})", r.backend, r.reason.check())).collect();
-            if spec.quant == QuantScheme::None {
+            if spec.quant == QuantScheme::NONE {
                 assert_eq!(rejected.pop().as_deref(), Some("emulation (not_quantised)"));
             }
             format!("{}; {}", s.chosen, rejected.join(", "))
@@ -59,7 +57,7 @@ const BATCHED_ON_CPU: &str = "cpu_batched; cuda_fused (device), cuda_fused_liste
 
 const INT4: Change = |s| {
     let group = QuantGroup::Size(128);
-    s.quant = QuantScheme::Int { bits: 4, group, zero_point: false, act_order: false };
+    s.quant = QuantScheme::int(4, group);
 };
 
 const INT4_ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
@@ -196,7 +194,7 @@ fn the_table() {
         ),
         // Quantised weights.
         (INT4, None, INT4_ON_CPU),
-        (|s| s.quant = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } }, None, INT4_ON_CPU),
+        (|s| s.quant = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 }), None, INT4_ON_CPU),
         (
             |s| (INT4(s), BATCHED(s)).0,
             None,
@@ -225,7 +223,7 @@ fn the_table() {
             |s| {
                 ON_CUDA(s);
                 let group = QuantGroup::Size(128);
-                s.quant = QuantScheme::Int { bits: 3, group, zero_point: false, act_order: false };
+                s.quant = QuantScheme::int(3, group);
             },
             Some("cuda_fused"),
             "the MoE backend that was asked for does not fit: cuda_fused: does not read weights of quantisation \

@@ -70,7 +70,7 @@ impl ExpertWeights {
             check_pack("w2_bias", bias, &w13, &[num_local_experts, hidden_size])?;
         }
         let (w13, w2) = (Weight::new(w13)?, Weight::new(w2)?);
-        Ok(Self { w13, w2, w13_bias, w2_bias, shape, scheme: QuantScheme::None })
+        Ok(Self { w13, w2, w13_bias, w2_bias, shape, scheme: QuantScheme::NONE })
     }
 
     /// Quantised packs, without biases: `w13` [E_local, 2I, H] packed for gate and up, `w2` [E_local, H, I] for a
@@ -97,7 +97,7 @@ impl ExpertWeights {
             )
         }
         let scheme = w13.scheme();
-        if scheme == QuantScheme::None || w2.scheme() == QuantScheme::None {
+        if scheme == QuantScheme::NONE || w2.scheme() == QuantScheme::NONE {
             bail!("expert weights: expected quantised packs, got w13 {scheme} and w2 {}", w2.scheme())
         }
         let shape =
@@ -115,8 +115,8 @@ impl ExpertWeights {
     /// # Errors
     /// No memory left.
     pub fn dequantised(self) -> Result<Self> {
-        if self.w13.scheme() == QuantScheme::None && self.w2.scheme() == QuantScheme::None {
-            return Ok(Self { scheme: QuantScheme::None, ..self });
+        if self.w13.scheme() == QuantScheme::NONE && self.w2.scheme() == QuantScheme::NONE {
+            return Ok(Self { scheme: QuantScheme::NONE, ..self });
         }
         Self::new(self.w13.to_tensor()?, self.w2.to_tensor()?, self.w13_bias, self.w2_bias)
     }

@@ -54,9 +54,8 @@ pub use ops::{
     grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into, linear_into,
     linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into, mla_latent_into,
     mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into, one_group_into,
-    paged_attention_into, qk_norm_rope_cache_into, quant_down_into, quant_down_segment_into,
-    quant_gate_up_into, quant_linear_into, quant_linear_segment_into, rms_norm_into, rope_attention_into,
-    row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
+    paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into, row_parallel_segments,
+    sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use plan::{check_kernel_image, is_portable_only};
@@ -64,7 +63,7 @@ pub use product_rows::{Fp8Order, Fp8Rows, ProductRows, RowsView, RowsViewMut};
 pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
-pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};
+pub use scheme::{Codes, Offset, QuantGroup, QuantScheme};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
 pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};

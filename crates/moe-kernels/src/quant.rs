@@ -26,7 +26,6 @@ pub(crate) use batches::StoredBatches;
 pub(crate) use columns::{BLOCK, Block, Columns, STEP};
 #[cfg(feature = "cuda")]
 pub(crate) use matrix::check_matrices;
-pub(crate) use matrix::middle;
 pub use matrix::{QuantMatrix, QuantUse};
 pub(crate) use packing::ScalesView;
 #[cfg(feature = "cuda")]
@@ -39,17 +38,39 @@ pub(crate) use tiles::{PackedScales, TILE_ROWS, TileRow, TileScratch};
 
 /// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
 ///
-/// For integers w\[n\]\[k\] = scale\[n\]\[g\] * (q\[n\]\[k\] - zero\[n\]\[g\]), for FP8 w\[n\]\[k\] = scale\[n\]\[g\] * e4m3(q\[n\]\[k\]), both
-/// in f32; g = k / group is the group of column k, `group` the scheme's columns per scale. Scales that rows share, as in
-/// FP8 blocks, are repeated for each row.
+/// w\[n\]\[k\] = scale\[n\]\[g\] * (value(q\[n\]\[k\]) - zero\[n\]\[g\]) or, with minima,
+/// scale\[n\]\[g\] * value(q\[n\]\[k\]) - minimum\[n\]\[g\], in f32; `value` is [`QuantScheme::value`], g = k / group the group of column k,
+/// `group` the scheme's columns per scale. Scales that rows share, as in FP8 blocks, are repeated for each row; of scales of
+/// several levels a reader hands over the products.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogicalRows {
-    /// [rows, K]: unsigned integers 0 .. 2^bits - 1, one per byte; FP8: the E4M3 bytes.
+    /// [rows, K]: codes of `bits` bits, one per byte.
     pub q: Vec<u8>,
     /// [rows, groups]; groups = K / group, rounded up.
     pub scale: Vec<f32>,
-    /// [rows, groups]: zero points; without zero points of its own a scheme has 8 (int4) or 128 (int8) everywhere. FP8: empty.
+    /// [rows, groups]: zero points of integers; without zero points of its own a scheme has 8 (int4) or 128 (int8) everywhere. Empty
+    /// with minima, and for codes that stand for floats.
     pub zero: Vec<u8>,
+    /// [rows, groups]: minima, where the scheme has them; else empty.
+    pub minimum: Vec<f32>,
+}
+
+impl LogicalRows {
+    /// No rows; the memory stays for the next ones.
+    pub fn clear(&mut self) {
+        self.q.clear();
+        self.scale.clear();
+        self.zero.clear();
+        self.minimum.clear();
+    }
+
+    /// Adds rows under these.
+    pub fn append(&mut self, rows: &Self) {
+        self.q.extend_from_slice(&rows.q);
+        self.scale.extend_from_slice(&rows.scale);
+        self.zero.extend_from_slice(&rows.zero);
+        self.minimum.extend_from_slice(&rows.minimum);
+    }
 }
 
 /// Who brought the integers of a pack into the order of its kernels.
@@ -66,7 +87,7 @@ pub trait QuantRows: Send + Sync {
     /// N and K.
     fn shape(&self) -> (usize, usize);
 
-    /// How the matrix is quantised; never `QuantScheme::None`.
+    /// How the matrix is quantised; never `QuantScheme::NONE`.
     fn scheme(&self) -> QuantScheme;
 
     /// With act-order: columns are handed over sorted by group, and column j of [`read`](Self::read) multiplies

@@ -192,7 +192,7 @@ impl Weight {
     /// How it is quantised.
     pub fn scheme(&self) -> QuantScheme {
         match &self.0 {
-            Held::Values(..) => QuantScheme::None,
+            Held::Values(..) => QuantScheme::NONE,
             Held::Quantised(q) => q.pack.scheme(),
         }
     }

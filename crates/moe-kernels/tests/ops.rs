@@ -25,6 +25,8 @@ mod product_rows;
 mod products;
 #[path = "ops/quant.rs"]
 mod quant;
+#[path = "ops/quant_experts.rs"]
+mod quant_experts;
 #[path = "ops/quantised.rs"]
 mod quantised;
 #[path = "ops/rows.rs"]

@@ -1,7 +1,10 @@
 //! The format of one matrix, as plain data: everything that its tensors' names, shapes and bits depend on.
 
-use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+use moe_kernels::{QuantGroup, QuantScheme};
 use serde::Serialize;
+
+/// Columns of a block of the MX formats.
+pub(crate) const MX_BLOCK: usize = 32;
 
 /// How a checkpoint stores one linear layer's weights \[N, K\] (N outputs, K inputs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -26,10 +29,12 @@ pub enum Format {
         /// Bits, group, zero points, act-order.
         int: IntFormat,
     },
+    /// compressed-tensors' `mxfp4-pack-quantized`: E2M1 codes packed along K, an E8M0 scale for 32 columns.
+    Mxfp4,
     /// E4M3 bytes in `weight`, scales beside them.
     Fp8 {
         /// Which weights share a scale.
-        scales: Fp8Scales,
+        scales: QuantGroup,
         /// The scales' tensor is `weight_scale_inv` (DeepSeek's name; it holds factors, not inverses).
         scale_inv: bool,
     },
@@ -66,12 +71,12 @@ impl IntFormat {
 
     /// The zero point of a symmetric format. Of bits outside 1 to 8, which no format has, it is that of the nearest bits.
     pub fn middle(self) -> u8 {
-        1 << (self.bits.clamp(1, 8) - 1)
+        self.scheme().middle()
     }
 
     fn scheme(self) -> QuantScheme {
         let Self { bits, group, zero_point, act_order } = self;
-        QuantScheme::Int { bits, group, zero_point, act_order }
+        QuantScheme::int(bits, group).with_zero_points(zero_point).with_act_order(act_order)
     }
 }
 
@@ -79,9 +84,10 @@ impl Format {
     /// What a kernel must know of the format.
     pub fn scheme(self) -> QuantScheme {
         match self {
-            Self::Plain => QuantScheme::None,
+            Self::Plain => QuantScheme::NONE,
             Self::Gptq { int, .. } | Self::Awq { int } | Self::PackQuantized { int } => int.scheme(),
-            Self::Fp8 { scales, .. } => QuantScheme::Fp8 { scales },
+            Self::Mxfp4 => QuantScheme::fp4(QuantGroup::Size(MX_BLOCK)),
+            Self::Fp8 { scales, .. } => QuantScheme::fp8(scales),
         }
     }
 
@@ -89,7 +95,7 @@ impl Format {
     pub fn int(self) -> Option<IntFormat> {
         match self {
             Self::Gptq { int, .. } | Self::Awq { int } | Self::PackQuantized { int } => Some(int),
-            Self::Plain | Self::Fp8 { .. } => None,
+            Self::Plain | Self::Mxfp4 | Self::Fp8 { .. } => None,
         }
     }
 
@@ -98,7 +104,7 @@ impl Format {
         match self {
             Self::Plain | Self::Fp8 { .. } => "weight",
             Self::Gptq { .. } | Self::Awq { .. } => "qweight",
-            Self::PackQuantized { .. } => "weight_packed",
+            Self::PackQuantized { .. } | Self::Mxfp4 => "weight_packed",
         }
     }
 
@@ -110,6 +116,7 @@ impl Format {
             Self::Gptq { zeros: GptqZeros::V2, .. } => "gptq_v2",
             Self::Awq { .. } => "awq gemm",
             Self::PackQuantized { .. } => "pack-quantized",
+            Self::Mxfp4 => "mxfp4-pack-quantized",
             Self::Fp8 { .. } => "fp8",
         }
     }
@@ -118,28 +125,11 @@ impl Format {
     /// act-order every divisor of K. Sizes above 64 are left out.
     pub fn tp_sizes(self, k: usize) -> Vec<usize> {
         let scheme = self.scheme();
-        let act_order = self.int().is_some_and(|int| int.act_order);
-        let whole = match scheme {
-            QuantScheme::Int { group: QuantGroup::Size(size), .. } if !act_order => size,
-            QuantScheme::Fp8 { scales: Fp8Scales::Block { k, .. } } => k,
-            _ => 1,
+        let whole = match scheme.group {
+            QuantGroup::Channel | QuantGroup::Tensor => 1,
+            _ if scheme.act_order => 1,
+            _ => scheme.group_size(k),
         };
-        (1..=64)
-            .filter(|tp| k.is_multiple_of(*tp) && (*tp == 1 || (k / tp).is_multiple_of(whole.max(1))))
-            .collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn any_bits_have_a_middle() {
-        let middle = |bits| {
-            let group = QuantGroup::Channel;
-            IntFormat { bits, group, zero_point: false, act_order: false }.middle()
-        };
-        assert_eq!([0, 1, 4, 8, 9, u8::MAX].map(middle), [1, 1, 8, 128, 128, 128]);
+        (1..=64).filter(|tp| k.is_multiple_of(*tp) && (*tp == 1 || (k / tp).is_multiple_of(whole))).collect()
     }
 }

@@ -1,11 +1,11 @@
 //! Which tensors a quantised matrix has in a checkpoint: their names, dtypes and shapes, so that a file is verified before
 //! any weight is read.
 
-use moe_kernels::{Fp8Scales, QuantGroup};
+use moe_kernels::QuantGroup;
 use safetensors::Dtype;
 
 use crate::error::QuantError;
-use crate::format::{Format, IntFormat};
+use crate::format::{Format, IntFormat, MX_BLOCK};
 
 /// One tensor of a matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +23,7 @@ pub struct TensorSpec {
 const FLOATS: &[Dtype] = &[Dtype::F16, Dtype::BF16, Dtype::F32];
 /// Words of packed integers: the makers write I32, some tools U32.
 const WORDS: &[Dtype] = &[Dtype::I32, Dtype::U32];
+const BYTES: &[Dtype] = &[Dtype::U8];
 const INDICES: &[Dtype] = &[Dtype::I32, Dtype::I64];
 
 impl TensorSpec {
@@ -91,14 +92,25 @@ pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, Qua
             TensorSpec::new("scales", FLOATS, [groups, n]),
         ],
         Format::PackQuantized { int } => pack_quantized(int, n, k, groups),
+        Format::Mxfp4 if !k.is_multiple_of(MX_BLOCK) => {
+            return Err(QuantError::matrix(
+                &name,
+                format!("blocks of {MX_BLOCK} columns do not divide {k} columns"),
+            ));
+        }
+        Format::Mxfp4 => vec![
+            TensorSpec::new("weight_packed", BYTES, [n, k / 2]),
+            TensorSpec::new("weight_scale", BYTES, [n, groups]),
+        ],
         Format::Fp8 { scales, scale_inv } => {
             let suffix = if scale_inv { "weight_scale_inv" } else { "weight_scale" };
             let scale = match scales {
-                Fp8Scales::Block { n: rows, .. } => {
+                QuantGroup::Size(_) => TensorSpec::new(suffix, FLOATS, [n, groups]),
+                QuantGroup::Block { n: rows, .. } => {
                     TensorSpec::new(suffix, FLOATS, [n.div_ceil(rows.max(1)), groups])
                 }
-                Fp8Scales::Channel => TensorSpec::new(suffix, FLOATS, [n, 1]).or_shape([n]),
-                Fp8Scales::Tensor => TensorSpec::new(suffix, FLOATS, [1]).or_shape([]).or_shape([1, 1]),
+                QuantGroup::Channel => TensorSpec::new(suffix, FLOATS, [n, 1]).or_shape([n]),
+                QuantGroup::Tensor => TensorSpec::new(suffix, FLOATS, [1]).or_shape([]).or_shape([1, 1]),
             };
             vec![TensorSpec::new("weight", &[Dtype::F8_E4M3], [n, k]), scale]
         }

@@ -17,5 +17,5 @@ pub use read::{Reader, dequantise, e4m3, suffixes};
 
 pub use candle_core as candle;
 pub use moe_kernels::quant::{LogicalRows, QuantRows};
-pub use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+pub use moe_kernels::{QuantGroup, QuantScheme};
 pub use safetensors;

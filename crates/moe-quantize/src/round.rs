@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use moe_quant::write::{IntMatrix, round_scale};
-use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
+use moe_quant::{Format, GptqZeros, IntFormat};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
@@ -39,10 +39,7 @@ impl Grid {
 
     /// Columns of a group in rows of k columns.
     pub fn group_size(&self, k: usize) -> usize {
-        match self.int.group {
-            QuantGroup::Size(size) => size,
-            QuantGroup::Channel => k,
-        }
+        self.int.group.columns(k)
     }
 
     /// Columns of a group in a matrix that the grid fits.

@@ -11,7 +11,7 @@ use moe_comm::{
 };
 use moe_kernels::cuda::{Graph, device_calls};
 use moe_kernels::quant::QuantSource;
-use moe_kernels::{Buffer, Exec, Fp8Scales, QuantScheme, StepContext, TensorView};
+use moe_kernels::{Buffer, Exec, QuantGroup, QuantScheme, StepContext, TensorView};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, ExpertPlacements, Fusion, MoeForm, MoveRound, MoveStatus,
     PlacedExperts, PlanStep, RouterConfig, SparseMoeBlock, load_block_on,
@@ -56,7 +56,7 @@ pub fn cases() -> Vec<Case> {
     let replicas = ReplicaChoice::Hash;
     let bf16 = |tokens, parallel| Case {
         dtype: DType::BF16,
-        scheme: QuantScheme::None,
+        scheme: QuantScheme::NONE,
         widths: [256, 128],
         tokens,
         parallel,
@@ -81,9 +81,9 @@ pub fn cases() -> Vec<Case> {
         // Integers, scales and zero points, by kernels of few rows, of many, and of any shape.
         quantised(int(4, 128, true, false), bf16(8, gathers)),
         quantised(int(4, 128, false, false), bf16(3, replicated)),
-        quantised(fp8(Fp8Scales::Block { n: 128, k: 128 }), bf16(200, gathers)),
+        quantised(fp8(QuantGroup::Block { n: 128, k: 128 }), bf16(200, gathers)),
         quantised(int(8, 32, true, false), Case { by_nccl: true, ..bf16(8, gathers) }),
-        quantised(fp8(Fp8Scales::Channel), Case { dtype: DType::F32, bound: 1e-3, ..bf16(8, gathers) }),
+        quantised(fp8(QuantGroup::Channel), Case { dtype: DType::F32, bound: 1e-3, ..bf16(8, gathers) }),
         Case { by_nccl: true, ..bf16(8, gathers) },
         Case { by_nccl: true, ..bf16(200, replicated) },
     ]
@@ -162,7 +162,7 @@ pub fn block(
     let asked = PlanStep::decode(case.tokens);
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
     assert!(
-        case.scheme != QuantScheme::None
+        case.scheme != QuantScheme::NONE
             || matches!(form, MoeForm::Monolithic { .. }) == case.is_monolithic(),
         "{:?}",
         block.plan(&asked, &[Fusion::Nothing], &ex.machine())
@@ -190,7 +190,7 @@ pub fn model(case: &Case, rng: &mut Rng) -> Model {
         (name.to_string(), values.to_dtype(case.dtype).unwrap())
     };
     let gate = tensor("gate.weight", &[EXPERTS, h], rng);
-    if case.scheme == QuantScheme::None {
+    if case.scheme == QuantScheme::NONE {
         let experts = [("experts.gate_up_proj", [EXPERTS, 2 * i, h]), ("experts.down_proj", [EXPERTS, h, i])];
         let experts = experts.map(|(name, dims)| tensor(name, &dims, rng));
         return Model { tensors: [gate].into_iter().chain(experts).collect(), quant: None };

@@ -6,7 +6,7 @@ use moe_kernels::half::bf16;
 use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Buffer, Exec, Fp8Scales, Gate, GateScoring, LayerRouting, MonolithicIo, PreNorm, ProductRows,
+    Buffer, Exec, Gate, GateScoring, LayerRouting, MonolithicIo, PreNorm, ProductRows, QuantGroup,
     QuantScheme, View, add_into, linear_add_into, linear_into, quantised_to_fp8,
 };
 
@@ -16,10 +16,10 @@ use crate::common::*;
 use crate::definition::{product, relative_error};
 use crate::packs::Packs;
 
-const BLOCK: Fp8Scales = Fp8Scales::Block { n: 128, k: 128 };
+const BLOCK: QuantGroup = QuantGroup::Block { n: 128, k: 128 };
 
 fn schemes() -> [QuantScheme; 3] {
-    [BLOCK, Fp8Scales::Channel, Fp8Scales::Tensor].map(fp8)
+    [BLOCK, QuantGroup::Channel, QuantGroup::Tensor].map(fp8)
 }
 
 fn on() -> Exec {
@@ -76,7 +76,8 @@ fn dense_products_quantise_their_rows() {
                 let bf16 = DType::BF16;
                 let call =
                     LinearCall { rows: m, n, k, dtype: bf16, quant, bias: bias.is_some(), aligned: true };
-                let in_blocks = scheme != fp8(Fp8Scales::Channel) && parts.iter().all(|rows| rows % 128 == 0);
+                let in_blocks =
+                    scheme != fp8(QuantGroup::Channel) && parts.iter().all(|rows| rows % 128 == 0);
                 let form = match m {
                     ..48 => LinearForm::Tensor,
                     512.. if in_blocks && bias.is_none() => LinearForm::Fp8Blas,

@@ -5,7 +5,7 @@ use candle_core::DType;
 use moe_kernels::half::bf16;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Buffer, Fp8Scales, PreNorm, QuantScheme, Weight, linear_add_into, linear_into, norm_linear_into,
+    Buffer, PreNorm, QuantGroup, QuantScheme, Weight, linear_add_into, linear_into, norm_linear_into,
 };
 
 use super::matrices::{Matrix, Source, fp8, int};
@@ -20,9 +20,9 @@ fn schemes() -> [QuantScheme; 8] {
         int(4, 0, false, false),
         int(8, 128, false, false),
         int(8, 0, true, false),
-        fp8(Fp8Scales::Block { n: 128, k: 128 }),
-        fp8(Fp8Scales::Channel),
-        fp8(Fp8Scales::Tensor),
+        fp8(QuantGroup::Block { n: 128, k: 128 }),
+        fp8(QuantGroup::Channel),
+        fp8(QuantGroup::Tensor),
     ]
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{DType, Result};
 use moe_kernels::half::{bf16, f16};
 use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
-use moe_kernels::{Exec, Fp8Scales, QuantGroup, QuantScheme, Weight};
+use moe_kernels::{Exec, QuantGroup, QuantScheme, Weight};
 
 use crate::common::Rng;
 
@@ -26,32 +26,26 @@ impl Matrix {
         let groups = scheme.groups(k);
         let (mut q, mut zero, mut perm) = (Vec::with_capacity(n * k), Vec::new(), None);
         let mut unit = 0.5f32;
-        match scheme {
-            QuantScheme::Int { bits, zero_point, act_order, .. } => {
-                let most = (1usize << bits) - 1;
-                q.extend((0..n * k).map(|_| (rng.bits() as usize & most) as u8));
-                let middle = 1u8 << (bits - 1);
-                zero.extend((0..n * groups).map(|_| match zero_point {
-                    true => (rng.bits() as usize & most) as u8,
-                    false => middle,
-                }));
-                unit = 1.0 / (most + 1) as f32;
-                perm = act_order.then(|| Rng::seeded(perm_seed).permutation(k));
-            }
+        if scheme.is_int() {
+            let most = scheme.largest_code();
+            q.extend((0..n * k).map(|_| rng.bits() as u8 & most));
+            zero.extend((0..n * groups).map(|_| match scheme.has_zero_points() {
+                true => rng.bits() as u8 & most,
+                false => scheme.middle(),
+            }));
+            unit = 1.0 / (f32::from(most) + 1.0);
+            perm = scheme.act_order.then(|| Rng::seeded(perm_seed).permutation(k));
+        } else {
             // Below 2 in magnitude.
-            _ => q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf)),
+            q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf));
         }
-        let rows_of = |row: usize| match scheme {
-            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n,
-            QuantScheme::Fp8 { scales: Fp8Scales::Tensor } => 0,
-            _ => row,
-        };
+        let rows_of = |row: usize| scheme.group.scale_row(row);
         let blocks = rows_of(n.saturating_sub(1)) + 1;
         let of_block: Vec<f32> = (0..blocks * groups)
             .map(|_| f16::from_f32(unit * (0.75 + 0.25 * rng.float())).to_f32())
             .collect();
         let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
-        Self { n, k, scheme, rows: LogicalRows { q, scale, zero }, perm }
+        Self { n, k, scheme, rows: LogicalRows { q, scale, zero, minimum: Vec::new() }, perm }
     }
 
     /// With scales that bf16 holds and f16 does not.
@@ -63,7 +57,7 @@ impl Matrix {
 
     /// With any number of E4M3 that is finite, not only those below 2; integers are all there in any event.
     pub fn with_every_code(mut self, rng: &mut Rng) -> Self {
-        if let QuantScheme::Fp8 { .. } = self.scheme {
+        if !self.scheme.is_int() {
             let finite = |code: u8| if code & 0x7f == 0x7f { code & 0x80 } else { code };
             self.rows.q.iter_mut().for_each(|q| *q = finite(rng.bits() as u8));
         }
@@ -77,9 +71,9 @@ impl Matrix {
         for i in 0..self.n * self.k {
             let (row, j) = (i / self.k, i % self.k);
             let at = row * groups + j / group;
-            let value = match self.scheme {
-                QuantScheme::Fp8 { .. } => e4m3(self.rows.q[i]),
-                _ => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
+            let value = match self.scheme.is_int() {
+                false => e4m3(self.rows.q[i]),
+                true => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
             };
             let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
             w[row * self.k + column] = self.rows.scale[at] * value;
@@ -125,7 +119,7 @@ pub struct Source {
 
 impl QuantSource for Source {
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
-        Ok(self.matrices.get(module).map_or(QuantScheme::None, |m| m.scheme))
+        Ok(self.matrices.get(module).map_or(QuantScheme::NONE, |m| m.scheme))
     }
     fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>> {
         let part = |m| QuantPart { rows: Box::new(Rows(m)), inputs: self.inputs.clone().unwrap_or(0..m.k) };
@@ -159,11 +153,11 @@ impl Source {
 
 pub fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
     let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
-    QuantScheme::Int { bits, group, zero_point, act_order }
+    QuantScheme::int(bits, group).with_zero_points(zero_point).with_act_order(act_order)
 }
 
-pub fn fp8(scales: Fp8Scales) -> QuantScheme {
-    QuantScheme::Fp8 { scales }
+pub fn fp8(scales: QuantGroup) -> QuantScheme {
+    QuantScheme::fp8(scales)
 }
 
 /// Every kind of scheme that K columns can have; the last group of 128 may be shorter.
@@ -175,7 +169,7 @@ pub fn schemes(k: usize) -> Vec<QuantScheme> {
             all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
         }
     }
-    let blocks = [(128, 128), (16, 40)].map(|(n, k)| Fp8Scales::Block { n, k });
-    all.extend(blocks.into_iter().chain([Fp8Scales::Channel, Fp8Scales::Tensor]).map(fp8));
+    let blocks = [(128, 128), (16, 40)].map(|(n, k)| QuantGroup::Block { n, k });
+    all.extend(blocks.into_iter().chain([QuantGroup::Channel, QuantGroup::Tensor]).map(fp8));
     all
 }

@@ -10,7 +10,7 @@ use candle_core::{DType, Result};
 use moe_kernels::cuda::Staging;
 use moe_kernels::half::{bf16, f16};
 use moe_kernels::quant::{LogicalRows, Opened, QuantPacking, QuantPart, QuantRows, QuantSource, QuantUse};
-use moe_kernels::{Exec, Fp8Scales, QuantGroup, QuantScheme, Weight};
+use moe_kernels::{Exec, QuantGroup, QuantScheme, Weight};
 use moe_quant::safetensors::{Dtype, tensor::TensorView};
 use moe_quant::{Format, GptqZeros, IntFormat, Reader, TensorSpec, layout};
 
@@ -146,7 +146,7 @@ impl fmt::Debug for Source<'_> {
 
 impl QuantSource for Source<'_> {
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
-        Ok(self.modules.get(module).map_or(QuantScheme::None, |m| m.0.format.scheme()))
+        Ok(self.modules.get(module).map_or(QuantScheme::NONE, |m| m.0.format.scheme()))
     }
     fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>> {
         let Some((filed, rows, columns)) = self.modules.get(module) else { return Ok(None) };
@@ -246,8 +246,8 @@ fn formats(k: usize) -> Vec<Format> {
             all.extend((!short && bits == 4).then_some(Format::Awq { int }));
         }
     }
-    let block = |n, k| Fp8Scales::Block { n, k };
-    for scales in [block(128, 128), block(16, 40), block(24, 64), Fp8Scales::Channel, Fp8Scales::Tensor] {
+    let block = |n, k| QuantGroup::Block { n, k };
+    for scales in [block(128, 128), block(16, 40), block(24, 64), QuantGroup::Channel, QuantGroup::Tensor] {
         all.push(Format::Fp8 { scales, scale_inv: true });
     }
     all
@@ -321,7 +321,7 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
     let (mut rng, buffers) = (Rng::new(), Buffers::default());
     let gptq = Format::Gptq { int: int(4, 32, false), zeros: GptqZeros::V1 };
     let awq = Format::Awq { int: int(4, 32, false) };
-    let fp8 = Format::Fp8 { scales: Fp8Scales::Channel, scale_inv: false };
+    let fp8 = Format::Fp8 { scales: QuantGroup::Channel, scale_inv: false };
     for (format, suffixes, wanted) in [
         (gptq, ["qzeros"], "has the zero point"),
         (awq, ["qzeros"], "has the zero point"),

@@ -10,7 +10,7 @@ use model_families::ALL;
 use model_runtime::{Config, DummyWeights, Geometry};
 use moe_quant::safetensors::tensor::TensorView;
 use moe_quant::safetensors::{Dtype, serialize_to_file};
-use moe_quant::{Format, Fp8Scales, IntFormat, QuantConfig, e4m3};
+use moe_quant::{Format, IntFormat, QuantConfig, QuantGroup, e4m3};
 use serde_json::Value;
 
 use super::pack::{Matrix, Tensor, pack};
@@ -63,6 +63,7 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
         let (n, k) = (spec.shape[0], spec.shape[1]);
         let (tensors, meant) = match format {
             Format::Fp8 { scales, scale_inv } => fp8(&values, n, k, scales, scale_inv),
+            Format::Mxfp4 => mxfp4(&values, n, k),
             _ => {
                 // Modules of one input share an order, as one Hessian gives it; `seed` 0 gives each its own.
                 let input =
@@ -113,10 +114,7 @@ fn write(dir: &str, config: &Value, tensors: &HashMap<String, Tensor>) {
 
 /// Rounds to the nearest integers of the format; with act-order columns belong to groups at random.
 fn round(values: &[f32], n: usize, k: usize, int: IntFormat, random: &mut Random) -> Matrix {
-    let size = match int.group {
-        moe_quant::QuantGroup::Size(size) => size,
-        moe_quant::QuantGroup::Channel => k,
-    };
+    let size = int.group.columns(k);
     let groups = k / size;
     let mut g_idx: Vec<u32> = (0..k).map(|column| (column / size) as u32).collect();
     if int.act_order {
@@ -154,13 +152,14 @@ fn round(values: &[f32], n: usize, k: usize, int: IntFormat, random: &mut Random
 }
 
 /// Rounds to the nearest E4M3 floats, with the largest value of a scale's weights at 448.
-fn fp8(values: &[f32], n: usize, k: usize, scales: Fp8Scales, scale_inv: bool) -> (Vec<Tensor>, Vec<f32>) {
+fn fp8(values: &[f32], n: usize, k: usize, scales: QuantGroup, scale_inv: bool) -> (Vec<Tensor>, Vec<f32>) {
     let (rows, columns, shape) = match scales {
-        Fp8Scales::Block { n: rows, k: columns } => {
+        QuantGroup::Block { n: rows, k: columns } => {
             (rows, columns, vec![n.div_ceil(rows), k.div_ceil(columns)])
         }
-        Fp8Scales::Channel => (1, k, vec![n, 1]),
-        Fp8Scales::Tensor => (n, k, vec![1]),
+        QuantGroup::Size(size) => (1, size, vec![n, k.div_ceil(size)]),
+        QuantGroup::Channel => (1, k, vec![n, 1]),
+        QuantGroup::Tensor => (n, k, vec![1]),
     };
     let across = k.div_ceil(columns);
     let mut factors = vec![1e-6f32; n.div_ceil(rows) * across];
@@ -177,4 +176,29 @@ fn fp8(values: &[f32], n: usize, k: usize, scales: Fp8Scales, scale_inv: bool) -
     let weight = Tensor { suffix: "weight", dtype: Dtype::F8_E4M3, shape: vec![n, k], bytes: codes };
     let suffix = if scale_inv { "weight_scale_inv" } else { "weight_scale" };
     (vec![weight, Tensor { suffix, ..float(&factors, &shape) }], meant)
+}
+
+/// Rounds to the nearest E2M1 floats, with a power of two for 32 columns that leaves the largest value between 4 and 8.
+fn mxfp4(values: &[f32], n: usize, k: usize) -> (Vec<Tensor>, Vec<f32>) {
+    const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let value = |q: u8| if q & 8 == 0 { MAGNITUDES[q as usize] } else { -MAGNITUDES[(q & 7) as usize] };
+    let (mut codes, mut exponents, mut meant) = (Vec::new(), Vec::new(), Vec::new());
+    for block in values.chunks(32) {
+        let largest = block.iter().fold(1e-20f32, |most, v| most.max(v.abs()));
+        let exponent = largest.log2().floor() as i32 - 2;
+        let scale = 2f32.powi(exponent);
+        exponents.push((exponent + 127) as u8);
+        for pair in block.chunks(2) {
+            let nearest = |v: f32| {
+                let distance = |q: &u8| (value(*q) * scale - v).abs();
+                (0..16u8).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
+            };
+            let [low, high] = [nearest(pair[0]), nearest(pair[1])];
+            codes.push(low | high << 4);
+            meant.extend([low, high].map(|q| scale * value(q)));
+        }
+    }
+    let tensor = |suffix, shape, bytes| Tensor { suffix, dtype: Dtype::U8, shape, bytes };
+    let packed = tensor("weight_packed", vec![n, k / 2], codes);
+    (vec![packed, tensor("weight_scale", vec![n, k / 32], exponents)], meant)
 }

@@ -56,6 +56,13 @@ pub fn packed(
            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
 }
 
+fn mxfp4() -> Value {
+    let weights = json!({"num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": 32,
+                         "scale_dtype": "torch.uint8"});
+    json!({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["lm_head"],
+           "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
+}
+
 /// Every format and option: a name, a header, and whether sums keep the order of columns, so that logits have the bits of
 /// the floats.
 fn headers() -> Vec<(&'static str, Value, bool)> {
@@ -110,6 +117,7 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
         ("fp8 static", json!({"quant_method": "fp8", "activation_scheme": "static"}), true),
         ("packed fp8 block", fp8("block"), true),
         ("fp8 channel", fp8("channel"), true),
+        ("mxfp4", mxfp4(), true),
         ("autoround", auto_round(true, "auto_round:auto_gptq"), true),
         ("autoround zeros", auto_round(false, "auto_round"), true),
         ("autoround awq", auto_round(false, "auto_round:auto_awq"), true),
@@ -215,6 +223,19 @@ fn experts_are_read_as_they_are_stored() {
         schemes.insert(backend["spec"]["quant"].to_string());
     }
     assert!(schemes.len() > 6, "{schemes:?}");
+}
+
+/// A format that the kernels of a GPU do not read is refused before weights are read.
+#[test]
+fn a_format_without_kernels_on_a_gpu_is_refused_by_name() {
+    let made = make(QWEN, &mxfp4(), 1);
+    let checkpoint = Checkpoint::open(made.quantised).unwrap();
+    let model = ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    let quantisation = checkpoint.quantisation.as_ref().unwrap();
+    layout.check_quantised(quantisation, false).unwrap();
+    let problem = layout.check_quantised(quantisation, true).unwrap_err().to_string();
+    assert!(problem.contains("fp4 group 32") && problem.contains("--device cpu"), "{problem}");
 }
 
 /// Biases of zeros, which makers of GPTQ checkpoints write, are nothing; others are left out and named.

@@ -71,12 +71,12 @@ impl DummyWeights {
             return Ok(None);
         };
         let scheme = config.scheme_of(module)?;
-        Ok((scheme != QuantScheme::None).then_some((scheme, [n, k])))
+        Ok((scheme != QuantScheme::NONE).then_some((scheme, [n, k])))
     }
 
     /// See [`SliceSource::scheme`](super::SliceSource::scheme).
     pub(super) fn scheme_of(&self, module: &str) -> Result<QuantScheme> {
-        Ok(self.quantised_matrix(module)?.map_or(QuantScheme::None, |(scheme, _)| scheme))
+        Ok(self.quantised_matrix(module)?.map_or(QuantScheme::NONE, |(scheme, _)| scheme))
     }
 
     /// See [`SliceSource::quantised`](super::SliceSource::quantised).

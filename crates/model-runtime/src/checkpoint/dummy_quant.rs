@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 use half::f16;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
-use moe_kernels::{Fp8Scales, QuantScheme};
+use moe_kernels::{Codes, QuantScheme};
 
 use super::dummy::STD;
 use super::slices::check_ranges;
@@ -16,6 +16,8 @@ use crate::hash::{GOLDEN, mix};
 
 /// Root of the mean square of E4M3 bytes of all bits but NaN.
 const FP8_DEVIATION: f64 = 107.2;
+/// Root of the mean square of E2M1 codes.
+const FP4_DEVIATION: f64 = 2.926;
 
 /// A random matrix or a rank's part of it.
 struct RandomRows {
@@ -45,7 +47,7 @@ pub(super) fn random_part(
     check_ranges(module, ranges, &dims)?;
     let (rows, held) = (ranges[0].clone(), ranges[1].clone());
     // One order for all modules of a size: gate and up share it.
-    let perm = matches!(scheme, QuantScheme::Int { act_order: true, .. }).then(|| {
+    let perm = scheme.act_order.then(|| {
         let mut order: Vec<u32> = (0..k as u32).collect();
         order.sort_by_key(|column| mix(u64::from(*column) ^ GOLDEN));
         order
@@ -67,21 +69,16 @@ impl RandomRows {
 
     /// Scale and zero point of a group of a row of the whole matrix.
     fn group(&self, row: usize, group: usize) -> (f32, u8) {
-        let row_block = match self.scheme {
-            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n.max(1),
-            QuantScheme::Fp8 { scales: Fp8Scales::Tensor } => 0,
-            _ => row,
-        };
-        let bits = mix(self.hash(1, row_block * self.scheme.groups(self.k) + group));
-        let (middle, deviation) = match self.scheme {
-            QuantScheme::Int { bits, .. } => (1u8 << (bits - 1), f64::from(1u32 << bits) / 12f64.sqrt()),
-            _ => (0, FP8_DEVIATION),
+        let (scheme, row) = (self.scheme, self.scheme.group.scale_row(row));
+        let bits = mix(self.hash(1, row * scheme.groups(self.k) + group));
+        let deviation = match scheme.codes {
+            Codes::E4m3 => FP8_DEVIATION,
+            Codes::E2m1 => FP4_DEVIATION,
+            _ => f64::from(1u32 << scheme.bits()) / 12f64.sqrt(),
         };
         let spread = 0.75 + (bits >> 48) as f64 / f64::from(1 << 17);
-        let zero = match self.scheme {
-            QuantScheme::Int { zero_point: true, .. } => middle - 1 + (bits % 3) as u8,
-            _ => middle,
-        };
+        let near = if scheme.has_zero_points() { (bits % 3) as u8 } else { 1 };
+        let zero = (scheme.middle() + near).saturating_sub(1);
         (f16::from_f64(STD / deviation * spread).to_f32(), zero)
     }
 }
@@ -102,12 +99,9 @@ impl QuantRows for RandomRows {
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
         let (group, groups) = (self.scheme.group_size(self.k), self.scheme.groups(self.columns.len()));
         let first_group = self.columns.start / group;
-        let mask =
-            if let QuantScheme::Int { bits: 4, .. } = self.scheme { 0x0f0f_0f0f_0f0f_0f0f } else { u64::MAX };
-        let (is_fp8, words) = (matches!(self.scheme, QuantScheme::Fp8 { .. }), self.k.div_ceil(8));
-        out.q.clear();
-        out.scale.clear();
-        out.zero.clear();
+        let mask = u64::from_le_bytes([self.scheme.largest_code(); 8]);
+        let words = self.k.div_ceil(8);
+        out.clear();
         for row in rows.map(|row| self.rows.start + row) {
             let start = out.q.len();
             let range = self.columns.start / 8..self.columns.end.div_ceil(8);
@@ -119,16 +113,16 @@ impl QuantRows for RandomRows {
             out.q.truncate(start + self.columns.len());
             // Without NaN; and without the lowest integer, whose opposite there is not: their mean is to be the zero point,
             // or all rows of a product would grow alike, and every token choose the same experts.
-            match self.scheme {
-                QuantScheme::Int { bits, .. } => {
-                    out.q[start..].iter_mut().filter(|q| **q == 0).for_each(|q| *q = 1 << (bits - 1));
-                }
-                _ => out.q[start..].iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
+            let (codes, middle) = (&mut out.q[start..], self.scheme.middle());
+            match self.scheme.codes {
+                Codes::E4m3 => codes.iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
+                Codes::E2m1 => {}
+                _ => codes.iter_mut().filter(|q| **q == 0).for_each(|q| *q = middle),
             }
             for g in 0..groups {
                 let (scale, zero) = self.group(row, first_group + g);
                 out.scale.push(scale);
-                if !is_fp8 {
+                if self.scheme.is_int() {
                     out.zero.push(zero);
                 }
             }
@@ -143,15 +137,13 @@ mod tests {
 
     use super::*;
 
-    fn schemes() -> [QuantScheme; 4] {
-        let int = |bits, group, zero_point| QuantScheme::Int {
-            bits,
-            group: QuantGroup::Size(group),
-            zero_point,
-            act_order: false,
+    fn schemes() -> [QuantScheme; 5] {
+        let int = |bits, group, zero_point| {
+            QuantScheme::int(bits, QuantGroup::Size(group)).with_zero_points(zero_point)
         };
-        let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 16, k: 32 } };
-        [int(4, 32, false), int(8, 64, true), block, QuantScheme::Fp8 { scales: Fp8Scales::Tensor }]
+        let block = QuantScheme::fp8(QuantGroup::Block { n: 16, k: 32 });
+        let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
+        [int(4, 32, false), int(8, 64, true), block, QuantScheme::fp8(QuantGroup::Tensor), fp4]
     }
 
     fn floats(part: &QuantPart<'_>) -> Result<Vec<f32>> {
@@ -159,17 +151,9 @@ mod tests {
         let mut all = LogicalRows::default();
         rows.read(0..n, &mut all)?;
         let (scheme, groups) = (rows.scheme(), rows.scheme().groups(k));
-        let e4m3 = |q: u8| {
-            let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
-            let x = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
-            if q & 0x80 == 0 { x } else { -x }
-        };
         let value = |i: usize| {
             let at = i / k * groups + i % k / scheme.group_size(k);
-            match scheme {
-                QuantScheme::Fp8 { .. } => all.scale[at] * e4m3(all.q[i]),
-                _ => all.scale[at] * (f32::from(all.q[i]) - f32::from(all.zero[at])),
-            }
+            all.scale[at] * (scheme.value(all.q[i]) - all.zero.get(at).map_or(0.0, |zero| f32::from(*zero)))
         };
         Ok((0..n * k).map(value).collect())
     }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use candle_core::Device;
 use moe_comm::{Geometry, GeometryError};
 use moe_kernels::names::MlpNames;
+use moe_kernels::plan::expect_codec;
 use moe_quant::{Format, QuantConfig, QuantError};
 
 use super::{TensorSlice, TensorSpec};
@@ -86,11 +87,12 @@ impl TensorLayout {
         }
     }
 
-    /// Fails where a quantised checkpoint cannot have these matrices, or this rank's part of one cuts through a group.
+    /// Fails where a quantised checkpoint cannot have these matrices, this rank's part of one cuts through a group, or no kernel
+    /// of the CPU, or of GPUs, reads a number format.
     ///
     /// # Errors
-    /// The first such matrix, with the numbers of ranks that work.
-    pub fn check_quantised(&self, quantisation: &QuantConfig) -> Result<(), QuantError> {
+    /// The first such matrix, with the numbers of ranks that work; a number format, with what works in its place.
+    pub fn check_quantised(&self, quantisation: &QuantConfig, on_gpu: bool) -> Result<(), QuantError> {
         let held: HashMap<&str, &TensorSlice> = self.slices.iter().map(|s| (s.stored.as_str(), s)).collect();
         for spec in &self.tensors {
             let (Some(module), &[n, k]) = (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) else {
@@ -101,11 +103,19 @@ impl TensorLayout {
                 held.get(spec.name.as_str()).and_then(|slice| slice.ranges.last()).map_or(k, Range::len);
             let sizes = format.tp_sizes(k);
             let ranks = k.checked_div(part).unwrap_or(1);
+            let scheme = format.scheme();
+            if format != Format::Plain && expect_codec(scheme, on_gpu).is_err() {
+                let place = if on_gpu { "a GPU" } else { "the CPU" };
+                let what = format!("weights in {scheme} on {place} (`{module}`)");
+                let works = if on_gpu { "--device cpu, or a checkpoint" } else { "a checkpoint" };
+                let works = format!("{works} in int4, int8, FP8 or floats works");
+                return Err(QuantError::Unsupported { what, works });
+            }
             if format != Format::Plain && !sizes.contains(&ranks) {
                 let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
                 let problem = format!(
                     "{} of [{n}, {k}] cannot be cut into {ranks} parts of {part} columns: that cuts through groups; {} work",
-                    format.scheme(),
+                    scheme,
                     sizes.join(", ")
                 );
                 return Err(QuantError::matrix(module, problem));

@@ -69,7 +69,7 @@ pub trait SliceSource: SimpleBackend {
     /// A header that contradicts the file.
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
         let _ = module;
-        Ok(QuantScheme::None)
+        Ok(QuantScheme::NONE)
     }
 
     /// The part of a module's quantised matrix, or the whole; `None` if it is stored in floats.
@@ -231,7 +231,7 @@ impl QuantSource for RankView {
         match self.slices.get(&format!("{module}.weight")).map(Vec::as_slice) {
             None => self.source.scheme(module),
             Some([one]) if one.stored == one.name => self.source.scheme(module),
-            Some(_) => Ok(QuantScheme::None),
+            Some(_) => Ok(QuantScheme::NONE),
         }
     }
 

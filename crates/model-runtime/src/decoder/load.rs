@@ -56,7 +56,7 @@ impl DecoderOptions<'_> {
         let matrix = |name: &str, dims: (usize, usize)| -> Result<usize> {
             let scheme =
                 self.context.quant.as_ref().map(|source| source.scheme(&module(name))).transpose()?;
-            Ok(scheme.unwrap_or(QuantScheme::None).matrix_bytes(dims, dtype))
+            Ok(scheme.unwrap_or(QuantScheme::NONE).matrix_bytes(dims, dtype))
         };
         let expert = matrix(names.matrices.gate, (2 * width, config.hidden_size))?
             + matrix(names.matrices.down, (config.hidden_size, width))?;
@@ -221,7 +221,7 @@ impl MlpLoader<'_> {
     fn is_quantised(&self, mlp: &VarBuilder) -> Result<bool> {
         let Some(source) = &self.options.context.quant else { return Ok(false) };
         Ok(source.scheme(&format!("{}.{}", mlp.prefix(), self.config.names.matrices.gate))?
-            != QuantScheme::None)
+            != QuantScheme::NONE)
     }
 
     /// This rank's part of a gated MLP.

@@ -7,7 +7,7 @@ use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{Config, Geometry, QuantConfig, is_gate_up_pack};
 use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{Embedded, ModelSpec, Run, usage};
+use moe_engine::{DeviceChoice, Embedded, ModelSpec, Run, usage};
 
 use super::{Asks, Known};
 use crate::cli::RunArgs;
@@ -67,7 +67,8 @@ impl Files {
         let has = |name: &str| self.quantisation.is_none() || !is_gate_up_pack(name);
         let layout = model.layout(&geometry, &has).map_err(|e| usage(e.to_string()))?;
         if let Some(quantisation) = &self.quantisation {
-            layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;
+            let on_gpu = args.config().device != DeviceChoice::Cpu;
+            layout.check_quantised(quantisation, on_gpu).map_err(|e| usage(e.to_string()))?;
         }
         self.check_values(asks)
     }

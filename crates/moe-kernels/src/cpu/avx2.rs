@@ -265,6 +265,15 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
                 _mm256_castsi256_ps(_mm256_or_si256(sign, magnitude))
             })
         }
+        fn look_up(table: &[f32; LANES], v: Raw) -> V {
+            let [low, high] = halves(table);
+            let (low, high) = (_mm256_loadu_ps(low), _mm256_loadu_ps(high));
+            each!(v in v => {
+                let is_high = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(v));
+                let (low, high) = (_mm256_permutevar8x32_ps(low, v), _mm256_permutevar8x32_ps(high, v));
+                _mm256_blendv_ps(low, high, is_high)
+            })
+        }
     }
 
     #[inline(always)]

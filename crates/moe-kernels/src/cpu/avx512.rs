@@ -188,6 +188,9 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
             let magnitude = _mm512_slli_epi32::<20>(_mm512_and_si512(v, _mm512_set1_epi32(0x7f)));
             _mm512_castsi512_ps(_mm512_or_si512(sign, magnitude))
         }
+        fn look_up(table: &[f32; LANES], v: __m512i) -> __m512 {
+            _mm512_permutexvar_ps(v, _mm512_loadu_ps(table.as_ptr()))
+        }
     }
 
     #[inline(always)]

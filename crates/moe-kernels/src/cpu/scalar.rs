@@ -112,6 +112,7 @@ impl Simd for Scalar {
         fn e4m3_small(v: Self::Raw) -> V {
             v.map(|w| f32::from_bits((w & 0x80) << 24 | (w & 0x7f) << 20))
         }
+        fn look_up(table: &[f32; LANES], v: Self::Raw) -> V { v.map(|w| table[(w & 0xf) as usize]) }
     }
 
     #[inline(always)]

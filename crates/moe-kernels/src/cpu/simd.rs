@@ -141,6 +141,8 @@ pub(crate) trait Simd: Copy {
     fn ints(self, v: Self::Raw) -> Self::V;
     /// The E4M3 floats in the low byte of each word, 2^120 times too small.
     fn e4m3_small(self, v: Self::Raw) -> Self::V;
+    /// The values of a table at the low 4 bits of each word.
+    fn look_up(self, table: &[f32; LANES], v: Self::Raw) -> Self::V;
 }
 
 /// Methods of a [`Simd`], which take `self` first and are always inlined.

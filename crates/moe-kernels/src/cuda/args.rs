@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use candle_core::{DType, Result, bail};
 
 use crate::monolithic::GateScoring;
+use crate::scheme::{Codes, QuantScheme};
 
 /// A device pointer to what a launcher reads; 16-byte aligned for the bf16 kernels, null where the header says so.
 pub(crate) type In = *const c_void;
@@ -64,6 +65,21 @@ pub(crate) enum QuantFormat {
     Int4 = 0,
     Int8 = 1,
     Fp8 = 2,
+}
+
+impl QuantFormat {
+    /// The codec of the device for a number format.
+    ///
+    /// # Errors
+    /// A format that no kernel of the device reads.
+    pub(crate) fn of(op: &str, scheme: QuantScheme) -> Result<Self> {
+        Ok(match scheme.codes {
+            Codes::Int(4) if !scheme.has_minima() => Self::Int4,
+            Codes::Int(8) if !scheme.has_minima() => Self::Int8,
+            Codes::E4m3 => Self::Fp8,
+            _ => bail!("{op}: no kernel of a GPU reads weights in {scheme}; compute on the CPU"),
+        })
+    }
 }
 
 /// Declares the structs, fields of a type together as in the headers, and what the test wants to know of them.

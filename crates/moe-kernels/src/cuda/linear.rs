@@ -276,14 +276,14 @@ mod tests {
     use super::*;
     use crate::cuda::args::QuantFormat;
     use crate::plan::{ColumnOrder, Gpu, QuantWeights};
-    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+    use crate::scheme::{QuantGroup, QuantScheme};
 
     #[test]
     fn the_host_and_the_kernel_agree_on_what_streams() {
         let gpu = Gpu::HOPPER;
         let group = QuantGroup::Size(128);
-        let int = QuantScheme::Int { bits: 4, group, zero_point: false, act_order: false };
-        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Channel };
+        let int = QuantScheme::int(4, group);
+        let fp8 = QuantScheme::fp8(QuantGroup::Channel);
         let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
         let (mut fitting, mut refused) = (0, 0);
         for (scheme, scales, format) in schemes {

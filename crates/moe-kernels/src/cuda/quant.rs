@@ -68,7 +68,8 @@ impl DevicePack {
         staging: Option<Arc<Staging>>,
         ex: &Exec,
     ) -> Result<Self> {
-        check_matrices(matrices, usage)?;
+        let (_, scheme) = check_matrices(matrices, usage)?;
+        QuantFormat::of("a quantised pack", scheme)?;
         let tiles = Tiles::new(matrices, inputs, usage == QuantUse::GateUp)?;
         let bytes = matrices.len() * tiles.n_tiles() * tiles.row_bytes();
         let staging = match staging {
@@ -217,12 +218,7 @@ impl DevicePack {
             k_packed: size(tiles.k_packed)?,
             group: size(tiles.group)?,
             groups: size(tiles.groups)?,
-            format: match tiles.scheme {
-                QuantScheme::Int { bits: 4, .. } => QuantFormat::Int4,
-                QuantScheme::Int { .. } => QuantFormat::Int8,
-                QuantScheme::Fp8 { .. } => QuantFormat::Fp8,
-                QuantScheme::None => bail!("{op}: a pack of floats is not quantised"),
-            },
+            format: QuantFormat::of(op, tiles.scheme)?,
             scale_dtype: Dtype::of(op, self.scales.dtype())?,
             scale_rows: small(op, self.scale_rows)?,
             gate_up: i32::from(tiles.gate_up),

@@ -3,9 +3,9 @@
 use candle_core::{DType, Result, bail};
 
 use super::linear::{Rows, row_parallel_segments, run};
-use super::quant;
 use crate::cpu::epilogue::GateUp;
 use crate::cpu::gemm::{Products, Units, products};
+use crate::cpu::quant::{self, QuantProducts};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::{LANES, Lanes};
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
@@ -118,7 +118,7 @@ impl Checked<'_> {
 /// |---|---|
 /// | `x` | [R, H] model dtype (f32, bf16, f16) |
 /// | `groups` | see [`ExpertGroups`]; `out_rows` is not used |
-/// | `w13` | [E_local, 2I, H] same dtype: I gate rows, then I up rows |
+/// | `w13` | [E_local, 2I, H] same dtype: I gate rows, then I up rows; or quantised, packed for gate and up |
 /// | `w13_bias` | [E_local, 2I] same dtype |
 /// | `out` | [P, I] same dtype |
 ///
@@ -137,7 +137,7 @@ pub fn grouped_gate_up_into<'w>(
     gate_up_into(x, groups, w13.into(), w13_bias, activation, out, ex)
 }
 
-// The doors are generic only to take any view of a weight; what they do is compiled here, not in each crate that calls
+// The ops are generic only to take any view of a weight; what they do is compiled here, not in each crate that calls
 // them.
 fn gate_up_into(
     x: View,
@@ -159,10 +159,14 @@ fn gate_up_into(
     expect(op, "out", &out, x.dtype(), &[groups.len(), two_i / 2])?;
     groups.check_views(op, e)?;
     if let WeightView::Quantised(w13) = w13 {
-        return quant::grouped_gate_up(x, groups, w13, w13_bias, activation, out, ex);
+        w13.expect_gate_up(op)?;
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
+        if let WeightView::Quantised(w13) = w13 {
+            let w13 = w13.device_pack(op)?;
+            return crate::cuda::quant::gate_up(op, x, groups, (w13, w13_bias), activation, out, ex);
+        }
         return crate::cuda::any::gate_up(ex, op, x, groups, (w13.rows(op)?, w13_bias), activation, out);
     }
     let groups = groups.check(op)?;
@@ -179,16 +183,26 @@ fn gate_up<T: Lanes>(
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (w13, order) = w13.values("grouped_gate_up")?;
+    let op = "grouped_gate_up";
     let (k, width) = (w13.dims()[2], w13.dims()[1] / 2);
+    let x = x.cpu::<T>()?;
+    let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
+    let out = Shared::new(out.cpu_mut::<T>()?);
+    let epilogue = GateUp { isa: ex.isa(), width, bias, activation, out };
+    let index = Some(groups.in_rows);
+    let offsets = groups.offsets;
+    let units = Units::GateUp(width);
+    if let WeightView::Quantised(w) = w13 {
+        let p = QuantProducts { x, index, w: w.matrix(op)?, segments: 0..1, offsets, units };
+        return quant::products(&p, ex, &epilogue);
+    }
+    let (w13, order) = w13.values(op)?;
     if order == WeightOrder::Panels && !width.is_multiple_of(LANES) {
-        bail!(
-            "grouped_gate_up: a panel of w13 holds both gate and up rows: pack it with runs of {width} rows"
-        )
+        bail!("{op}: a panel of w13 holds both gate and up rows: pack it with runs of {width} rows")
     }
     let p = Products {
-        x: x.cpu::<T>()?,
-        index: Some(groups.in_rows),
+        x,
+        index,
         w: w13.cpu()?,
         order,
         matrix_rows: 2 * width,
@@ -196,12 +210,10 @@ fn gate_up<T: Lanes>(
         stride: k,
         start: 0,
         segments: 1,
-        offsets: groups.offsets,
-        units: Units::GateUp(width),
+        offsets,
+        units,
     };
-    let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
-    let out = Shared::new(out.cpu_mut::<T>()?);
-    products(&p, ex, &GateUp { isa: ex.isa(), width, bias, activation, out })
+    products(&p, ex, &epilogue)
 }
 
 /// out[out_rows\[i\]] = x\[i\] · w2\[e\]ᵀ + w2_bias\[e\] for every grouped slot i of expert e, in f32.
@@ -212,7 +224,7 @@ fn gate_up<T: Lanes>(
 /// |---|---|
 /// | `x` | [P, I] model dtype (f32, bf16, f16) |
 /// | `groups` | see [`ExpertGroups`]; `in_rows` is not used |
-/// | `w2` | [E_local, H, I] same dtype |
+/// | `w2` | [E_local, H, I] same dtype; or quantised, packed for a dense product |
 /// | `w2_bias` | [E_local, H] same dtype |
 /// | `out` | [S, H] f32 |
 ///
@@ -241,16 +253,20 @@ fn down_into(
     let op = "grouped_down";
     groups.check_down(op, &x, &w2, &out)?;
     expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
-    if let WeightView::Quantised(w2) = w2 {
-        return quant::grouped_down(x, groups, w2, w2_bias, out, ex);
-    }
+    let k = x.dims()[1];
+    // A rank's part of a quantised weight is packed in the segments of the whole that it holds.
+    let of = match w2 {
+        WeightView::Quantised(w2) => w2.segments(op)?,
+        _ => row_parallel_segments(k),
+    };
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
+        if let WeightView::Quantised(w2) = w2 {
+            return crate::cuda::quant::down(op, x, groups, (w2.device_pack(op)?, w2_bias), out, ex);
+        }
         return crate::cuda::any::down(ex, op, x, groups, (w2.rows(op)?, w2_bias), out);
     }
     let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
-    let k = x.dims()[1];
-    let segments = row_parallel_segments(k);
-    let rows = Rows { columns: (0, k), segments, offsets, out_rows: Some(out_rows) };
+    let rows = Rows { of, segments: 0..of, offsets, out_rows: Some(out_rows) };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, w2_bias, rows, out, ex))
 }

@@ -15,7 +15,6 @@ mod mla;
 mod mla_prompt;
 mod mla_rows;
 mod qk_norm_rope;
-mod quant;
 mod scaled;
 mod segments;
 
@@ -34,9 +33,5 @@ pub use mla::{
 pub use mla_prompt::{MlaPrompt, mla_prompt_into};
 pub use mla_rows::{MlaRows, mla_rows_into};
 pub use qk_norm_rope::{QkNormRope, StepRows, qk_norm_rope_cache_into, rope_attention_into};
-pub use quant::{
-    quant_down_into, quant_down_segment_into, quant_gate_up_into, quant_linear_into,
-    quant_linear_segment_into,
-};
 pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
 pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

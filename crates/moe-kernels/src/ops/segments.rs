@@ -8,8 +8,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::experts::{Checked, ExpertGroups};
-use super::linear::{Rows, expect_u32, expect_weight, run};
-use super::quant::{quant_down_segment_into, quant_linear_segment_into};
+use super::linear::{Rows, expect_segments, expect_u32, expect_weight, run};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -26,13 +25,17 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// First k and length.
-    fn columns(self, op: &str, k: usize) -> Result<(usize, usize)> {
+    /// Fails unless K has it, and a quantised weight is packed in such segments.
+    fn expect_of(self, op: &str, w: &WeightView, k: usize) -> Result<()> {
         if self.of == 0 || self.index >= self.of || !k.is_multiple_of(self.of) {
             bail!("{op}: {self:?} is no segment of K = {k}")
         }
-        let len = k / self.of;
-        Ok((self.index * len, len))
+        expect_segments(op, w, self.of)
+    }
+
+    /// The product of this segment alone.
+    fn rows<'a>(self, offsets: &'a [u32], out_rows: Option<&'a [u32]>) -> Rows<'a> {
+        Rows { of: self.of, segments: self.index..self.index + 1, offsets, out_rows }
     }
 }
 
@@ -41,7 +44,7 @@ impl Segment {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `x` | [T, K] model dtype (f32, bf16, f16); K is this rank's part |
-/// | `w` | [N, K] same dtype |
+/// | `w` | [N, K] same dtype; or quantised, packed in as many segments as `segment` says |
 /// | `out` | [T, N] f32 |
 ///
 /// # Errors
@@ -62,12 +65,9 @@ fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &
     expect_dtype(op, "w", &w, x.dtype())?;
     let n = expect_weight(op, &w, None, k)?;
     expect(op, "out", &out, DType::F32, &[t, n])?;
-    let columns = segment.columns(op, k)?;
-    if let WeightView::Quantised(w) = w {
-        return quant_linear_segment_into(x, w.matrix(op)?, segment, out, ex);
-    }
-    let rows = Rows { columns, segments: 1, offsets: &[0, expect_u32(op, t)?], out_rows: None };
-    with_float!(x.dtype(), op, T => run::<T, f32>(x, w, None, rows, out, ex))
+    segment.expect_of(op, &w, k)?;
+    let offsets = [0, expect_u32(op, t)?];
+    with_float!(x.dtype(), op, T => run::<T, f32>(x, w, None, segment.rows(&offsets, None), out, ex))
 }
 
 /// out[out_rows\[i\]] = x\[i, segment\] · w2\[e\]\[:, segment\]ᵀ for every grouped slot i of expert e, in
@@ -77,7 +77,7 @@ fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &
 /// |---|---|
 /// | `x` | [P, I] model dtype (f32, bf16, f16); I is this rank's part |
 /// | `groups` | see [`ExpertGroups`]; `in_rows` is not used |
-/// | `w2` | [E_local, H, I] same dtype |
+/// | `w2` | [E_local, H, I] same dtype; or quantised, packed in as many segments as `segment` says |
 /// | `out` | [S, H] f32 |
 ///
 /// # Errors
@@ -103,11 +103,8 @@ fn down_segment(
 ) -> Result<()> {
     let op = "grouped_down_segment";
     groups.check_down(op, &x, &w2, &out)?;
-    let columns = segment.columns(op, x.dims()[1])?;
-    if let WeightView::Quantised(w2) = w2 {
-        return quant_down_segment_into(x, groups, w2.matrix(op)?, segment, out, ex);
-    }
+    segment.expect_of(op, &w2, x.dims()[1])?;
     let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
-    let rows = Rows { columns, segments: 1, offsets, out_rows: Some(out_rows) };
+    let rows = segment.rows(offsets, Some(out_rows));
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, None, rows, out, ex))
 }

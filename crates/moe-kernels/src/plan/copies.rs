@@ -6,7 +6,6 @@
 
 use super::linear::expect_rows;
 use super::{Form, Machine, QuantWeights, Rates, Reason};
-use crate::scheme::QuantScheme;
 
 /// Bits of a weight for which [`shared_rows`] is.
 const SHARED_BITS: usize = 16;
@@ -58,11 +57,7 @@ impl Form for CopiesForm {
         }
         // Nothing was measured for ranks on CPUs, which share their memory and reach the products' bound sooner.
         let gpu = machine.expect_gpu()?;
-        let bits = match call.quant.map(|[w13, _]| w13.scheme) {
-            None | Some(QuantScheme::None) => SHARED_BITS,
-            Some(QuantScheme::Int { bits, .. }) => usize::from(bits),
-            Some(QuantScheme::Fp8 { .. }) => 8,
-        };
+        let bits = call.quant.map_or(SHARED_BITS, |[w13, _]| w13.scheme.bits());
         let rows = (shared_rows(&gpu.rates) * bits).div_ceil(SHARED_BITS);
         expect_rows(..(rows * call.experts).div_ceil(call.top_k.max(1)), call.tokens)
     }
@@ -74,7 +69,7 @@ mod tests {
 
     use super::*;
     use crate::plan::{ColumnOrder, Gpu};
-    use crate::scheme::QuantGroup;
+    use crate::scheme::{QuantGroup, QuantScheme};
 
     #[test]
     fn copies_share_the_rows_of_large_steps() {
@@ -83,8 +78,7 @@ mod tests {
         let form = |tokens, call| CopiesForm::choose(&CopiesCall { tokens, ..call }, &hopper);
         assert_eq!((form(1, call), form(1023, call)), (Some(CopiesForm::Sole), Some(CopiesForm::Sole)));
         assert_eq!(form(1024, call), Some(CopiesForm::Shared));
-        let scheme =
-            QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: true, act_order: false };
+        let scheme = QuantScheme::int(4, QuantGroup::Size(128)).with_zero_points(true);
         let weights = |gate_up| QuantWeights {
             scheme,
             scales: DType::F16,

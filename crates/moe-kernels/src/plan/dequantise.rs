@@ -71,21 +71,18 @@ impl Form for DequantiseForm {
 mod tests {
     use super::*;
     use crate::plan::{ColumnOrder, Gpu, LinearCall, LinearForm};
-    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+    use crate::scheme::{QuantGroup, QuantScheme};
 
     #[test]
     fn packs_of_the_fast_kernels_are_written_out_by_the_fast_one() {
-        let int = |group, act_order| QuantScheme::Int {
-            bits: 4,
-            group: QuantGroup::Size(group),
-            zero_point: true,
-            act_order,
+        let int = |group, act_order| {
+            QuantScheme::int(4, QuantGroup::Size(group)).with_zero_points(true).with_act_order(act_order)
         };
-        let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+        let block = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
         let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-        let order_of = |scheme| match scheme {
-            QuantScheme::Int { act_order: true, .. } => ColumnOrder::Sorted,
-            _ => ColumnOrder::Input,
+        let order_of = |scheme: QuantScheme| match scheme.act_order {
+            true => ColumnOrder::Sorted,
+            false => ColumnOrder::Input,
         };
         let form = |scheme, scales, k, dtype, aligned| {
             let order = order_of(scheme);

@@ -5,7 +5,6 @@ use super::linear::{expect_at_most, expect_rows, expect_steps};
 use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
 use super::quant::{ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{BULK_COPIES, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
-use crate::scheme::QuantScheme;
 
 /// The launches that bring experts from host memory.
 pub const EXPERTS_FROM_HOST: &str = "expert_residency, expert_exchange";
@@ -151,11 +150,7 @@ impl ExpertsCall {
         w2.expect_fast(self.hidden, self.inter)?;
         // Activations come in the order of w13's rows, which is that of w2's columns where these are sorted at load.
         w2.expect_order_of_x()?;
-        let format = |quant: QuantWeights| match quant.scheme {
-            QuantScheme::Int { bits, .. } => bits,
-            _ => 0,
-        };
-        if format(w13) == format(w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
+        if w13.scheme.codes == w2.scheme.codes { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
     /// Fails where experts have orders of their own: rows come to the kernel once for all of them.

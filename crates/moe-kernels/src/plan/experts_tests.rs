@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::*;
 use crate::plan::Gpu;
-use crate::scheme::{Fp8Scales, QuantGroup};
+use crate::scheme::{QuantGroup, QuantScheme};
 
 const QWEN3_30B: ExpertsCall = ExpertsCall {
     tokens: 1,
@@ -82,7 +82,7 @@ fn what_keeps_prompts_from_wide_tiles_is_said() {
 }
 
 fn int(bits: u8, group: usize, act_order: bool) -> QuantScheme {
-    QuantScheme::Int { bits, group: QuantGroup::Size(group), zero_point: true, act_order }
+    QuantScheme::int(bits, QuantGroup::Size(group)).with_zero_points(true).with_act_order(act_order)
 }
 
 /// w13 and w2.
@@ -100,7 +100,7 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
     };
     let kernel =
         |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
-    let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+    let block = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
     for (scheme, scales) in
         [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
     {

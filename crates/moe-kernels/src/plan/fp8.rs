@@ -7,7 +7,7 @@ use super::linear::{expect_bf16, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_quantised};
 use super::{LinearCall, Machine, Reason, WARPGROUPS};
 use crate::fp8::FP8_GROUP;
-use crate::scheme::{Fp8Scales, QuantScheme};
+use crate::scheme::{Codes, QuantGroup};
 
 /// From this many rows on dense products with FP8 activations are not slower than those with 16 bits where a launch of its own
 /// quantises the rows (17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 17.0 and 15.3 at 32, one H200), and
@@ -60,12 +60,12 @@ impl FromStr for Fp8Activations {
 impl QuantWeights {
     /// Whether the products with FP8 activations read such a matrix [n, k].
     fn expect_fp8_activations(&self, n: usize, k: usize, allowed: Fp8Activations) -> Result<(), Reason> {
-        let QuantScheme::Fp8 { scales } = self.scheme else {
+        if self.scheme.codes != Codes::E4m3 {
             return Err(Reason::Quant { got: self.scheme });
-        };
-        match (allowed, scales) {
+        }
+        match (allowed, self.scheme.group) {
             (Fp8Activations::Off, _) => return Err(Reason::Activations { setting: allowed }),
-            (Fp8Activations::On, _) | (_, Fp8Scales::Block { k: FP8_GROUP, .. }) => {}
+            (Fp8Activations::On, _) | (_, QuantGroup::Block { k: FP8_GROUP, .. }) => {}
             _ => return Err(Reason::Activations { setting: allowed }),
         }
         expect_steps("k", k, FP8_GROUP)?;
@@ -129,14 +129,15 @@ mod tests {
     use super::*;
     use crate::Fp8Order;
     use crate::plan::{ColumnOrder, ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
+    use crate::scheme::QuantScheme;
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), fp8_activations, ..Machine::default() }
     }
 
-    fn weights(scales: Fp8Scales, gate_up: bool) -> QuantWeights {
+    fn weights(scales: QuantGroup, gate_up: bool) -> QuantWeights {
         QuantWeights {
-            scheme: QuantScheme::Fp8 { scales },
+            scheme: QuantScheme::fp8(scales),
             scales: DType::F32,
             gate_up,
             in_blocks: true,
@@ -156,19 +157,19 @@ mod tests {
             quant: Some([weights(scales, true), weights(scales, false)]),
             passes: 1,
         };
-        let block = Fp8Scales::Block { n: 128, k: 128 };
+        let block = QuantGroup::Block { n: 128, k: 128 };
         let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);
         let exact = Machine { batch_invariant: true, ..on };
         assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &auto), Some(ExpertsForm::Fp8));
         assert_eq!(ExpertsForm::choose(&call(64, 768, block), &auto), Some(ExpertsForm::Tensor));
-        assert_eq!(ExpertsForm::choose(&call(8192, 768, Fp8Scales::Tensor), &on), Some(ExpertsForm::Fp8));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, QuantGroup::Tensor), &on), Some(ExpertsForm::Fp8));
         assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &off), Some(ExpertsForm::Wide));
         assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &exact), Some(ExpertsForm::Tensor));
         let why = |call, machine: &Machine| {
             ExpertsForm::Fp8.fits(&call, machine).map_err(|reason| reason.to_string()).unwrap_err()
         };
         assert!(why(call(8192, 768, block), &off).contains("--fp8-activations off"));
-        assert!(why(call(8192, 768, Fp8Scales::Channel), &auto).contains("--fp8-activations auto"));
+        assert!(why(call(8192, 768, QuantGroup::Channel), &auto).contains("--fp8-activations auto"));
         assert!(why(call(8192, 704, block), &auto).contains("multiple of 128, got 704"));
         let floats = ExpertsCall { quant: None, ..call(8192, 768, block) };
         assert_eq!(ExpertsForm::Fp8.fits(&floats, &auto), Err(Reason::Floats));
@@ -176,7 +177,7 @@ mod tests {
 
     #[test]
     fn dense_products_say_why_they_keep_16_bits() {
-        let block = weights(Fp8Scales::Block { n: 128, k: 128 }, false);
+        let block = weights(QuantGroup::Block { n: 128, k: 128 }, false);
         let apart = QuantWeights { in_blocks: false, ..block };
         let call = |rows, quant| LinearCall {
             rows,
@@ -198,9 +199,9 @@ mod tests {
             (LinearCall { n: 160, ..call(8192, block) }, auto, LinearForm::Fp8),
             (LinearCall { k: 2112, ..call(8192, block) }, auto, LinearForm::QuantBlas),
             (LinearCall { aligned: false, ..call(256, block) }, auto, LinearForm::QuantAny),
-            (call(8192, weights(Fp8Scales::Channel, false)), auto, LinearForm::QuantBlas),
-            (call(8192, weights(Fp8Scales::Tensor, false)), on, LinearForm::Fp8Blas),
-            (call(256, weights(Fp8Scales::Block { n: 128, k: 128 }, true)), auto, LinearForm::Tensor),
+            (call(8192, weights(QuantGroup::Channel, false)), auto, LinearForm::QuantBlas),
+            (call(8192, weights(QuantGroup::Tensor, false)), on, LinearForm::Fp8Blas),
+            (call(256, weights(QuantGroup::Block { n: 128, k: 128 }, true)), auto, LinearForm::Tensor),
             (call(8192, block), off, LinearForm::QuantBlas),
             (call(8192, block), exact, LinearForm::Tensor),
         ] {

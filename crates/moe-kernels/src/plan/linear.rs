@@ -10,7 +10,6 @@ use super::{
     BULK_COPIES, DequantiseForm, Feature, Form, Gpu, Machine, Reason, Stage, TENSOR_CORES, WARPGROUPS,
 };
 use crate::product_rows::Fp8Order;
-use crate::scheme::QuantScheme;
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
@@ -154,10 +153,7 @@ impl LinearCall {
         const COLUMNS: usize = 128; // of a step
         const SUMS: usize = 3 * 16; // rows of tiles whose sums are added together
         const SIDE: usize = 192; // bytes of a step's scales and zero points
-        let (step, depth) = match quant.scheme {
-            QuantScheme::Int { bits: 4, .. } => (1024, 4),
-            _ => (2048, 3),
-        };
+        let (step, depth) = if quant.scheme.bits() == 4 { (1024, 4) } else { (2048, 3) };
         let own = self.k.div_ceil(COLUMNS).div_ceil(WARPS) * COLUMNS;
         let pitch = row_pitch(own, self.rows == 1 && takes_digits(quant.scheme));
         let needs = WARPS * (depth * (step + SIDE) + self.rows * (pitch + 4 * SUMS + 4));

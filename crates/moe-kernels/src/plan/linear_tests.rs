@@ -1,7 +1,7 @@
 //! Tests of the choice among dense products.
 
 use super::*;
-use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+use crate::scheme::{QuantGroup, QuantScheme};
 
 /// The kernel of the qkv product of Qwen3-30B-A3B, norm included or not.
 fn kernel<F: Form<Call = LinearCall>>(rows: usize, quant: Option<QuantWeights>) -> Option<String> {
@@ -12,9 +12,8 @@ fn kernel<F: Form<Call = LinearCall>>(rows: usize, quant: Option<QuantWeights>) 
 
 #[test]
 fn norms_leave_products_of_quantised_weights_before_streaming_ends() {
-    let int4 =
-        QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: false, act_order: false };
-    let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+    let int4 = QuantScheme::int(4, QuantGroup::Size(128));
+    let fp8 = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
     for (scheme, scales) in [(int4, DType::F16), (fp8, DType::F32)] {
         let quant = Some(QuantWeights {
             scheme,
@@ -38,8 +37,7 @@ fn norms_leave_products_of_quantised_weights_before_streaming_ends() {
 
 #[test]
 fn products_of_sorted_columns_take_rows_in_their_order() {
-    let scheme =
-        QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: false, act_order: true };
+    let scheme = QuantScheme::int(4, QuantGroup::Size(128)).with_act_order(true);
     let quant =
         |order| Some(QuantWeights { scheme, scales: DType::F16, gate_up: false, in_blocks: false, order });
     for (rows, name) in [

@@ -43,7 +43,7 @@ pub use mixed::{MixedCall, MixedForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
 pub use per_head::{PerHeadCall, PerHeadForm, QUERY_WITH_PRODUCT};
 pub use prompt::{PromptCall, PromptForm};
-pub use quant::{ColumnOrder, QuantWeights};
+pub use quant::{ColumnOrder, QuantWeights, expect_codec};
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 

@@ -55,10 +55,7 @@ impl ExpertsCall {
         const WARPS: usize = 16;
         const ACT_COLUMNS: usize = 3 * 128; // of a warp's activations of all tokens
         const SIDE: usize = 192; // bytes of a step's scales and zero points
-        let (step, depth) = match scheme {
-            QuantScheme::Int { bits: 4, .. } => (1024, 6),
-            _ => (2048, 3),
-        };
+        let (step, depth) = if scheme.bits() == 4 { (1024, 6) } else { (2048, 3) };
         let (tokens, slots) = (self.tokens, self.slots());
         let slot_of =
             (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(16);

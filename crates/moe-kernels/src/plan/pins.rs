@@ -8,7 +8,7 @@ use std::fmt::Write;
 use candle_core::DType;
 
 use super::*;
-use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+use crate::scheme::{QuantGroup, QuantScheme};
 
 /// Numbers of rows that are asked: around every bound of the forms, and the buckets of captured steps.
 const ROWS: [usize; 34] = [
@@ -27,8 +27,8 @@ fn card((capability, shared, sms): ((u32, u32), usize, usize)) -> Gpu {
 /// The three number formats of the measured checkpoints.
 fn formats() -> [(&'static str, Option<QuantScheme>, DType); 4] {
     let group = QuantGroup::Size(128);
-    let int4 = |act_order| QuantScheme::Int { bits: 4, group, zero_point: true, act_order };
-    let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+    let int4 = |act_order| QuantScheme::int(4, group).with_zero_points(true).with_act_order(act_order);
+    let fp8 = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
     [
         ("bf16", None, DType::F32),
         ("int4", Some(int4(false)), DType::F16),
@@ -38,10 +38,7 @@ fn formats() -> [(&'static str, Option<QuantScheme>, DType); 4] {
 }
 
 fn weights(scheme: QuantScheme, scales: DType, gate_up: bool) -> QuantWeights {
-    let order = match scheme {
-        QuantScheme::Int { act_order: true, .. } if !gate_up => ColumnOrder::Sorted,
-        _ => ColumnOrder::Input,
-    };
+    let order = if scheme.act_order && !gate_up { ColumnOrder::Sorted } else { ColumnOrder::Input };
     QuantWeights { scheme, scales, gate_up, in_blocks: true, order }
 }
 

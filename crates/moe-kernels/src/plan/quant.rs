@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::Reason;
 use super::linear::{expect_at_most, expect_steps};
-use crate::scheme::QuantScheme;
+use crate::scheme::{Codes, QuantScheme};
 
 /// Columns that every fast kernel takes at a time.
 const K_STEP: usize = 64;
@@ -44,7 +44,7 @@ impl fmt::Display for ColumnOrder {
 /// How the weights of a product are quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuantWeights {
-    /// The scheme, not [`QuantScheme::None`].
+    /// The scheme, not [`QuantScheme::NONE`].
     pub scheme: QuantScheme,
     /// Dtype of the scales as they are held: f32, bf16 or f16.
     pub scales: DType,
@@ -71,13 +71,13 @@ impl QuantWeights {
             ColumnOrder::Sorted => expect_at_most("k", ORDER_K, k)?,
             got @ ColumnOrder::Filled => return Err(Reason::Columns { got }),
         }
-        let (least, rows) = match self.scheme {
-            QuantScheme::None => return Err(refused),
-            QuantScheme::Int { .. } if self.scales == DType::F32 => {
+        let (least, rows) = match self.scheme.codes {
+            Codes::Int(4 | 8) if self.scales == DType::F32 => {
                 return Err(Reason::Scales { got: self.scales.as_str(), accepted: vec!["f16", "bf16"] });
             }
-            QuantScheme::Int { .. } => (INT_GROUP, 16),
-            QuantScheme::Fp8 { .. } => (FP8_GROUP, 32),
+            Codes::Int(4 | 8) => (INT_GROUP, 16),
+            Codes::E4m3 => (FP8_GROUP, 32),
+            _ => return Err(refused),
         };
         expect_steps("n", n, rows)?;
         let group = self.scheme.group_size(k);
@@ -101,6 +101,20 @@ impl QuantWeights {
             got => Err(Reason::Columns { got }),
         }
     }
+}
+
+/// Fails for a number format that the kernels of the CPU, or of GPUs, have no codec for.
+///
+/// # Errors
+/// [`Reason::Quant`].
+pub fn expect_codec(scheme: QuantScheme, on_gpu: bool) -> Result<(), Reason> {
+    let is_read = match scheme.codes {
+        Codes::Floats => false,
+        Codes::Int(bits) => matches!(bits, 4 | 8) && !(on_gpu && scheme.has_minima()),
+        Codes::E4m3 => true,
+        Codes::E2m1 => !on_gpu,
+    };
+    if is_read { Ok(()) } else { Err(Reason::Quant { got: scheme }) }
 }
 
 /// Fails unless weights are floats.
@@ -128,7 +142,7 @@ pub(super) fn kernel_name(name: &str, quant: Option<QuantWeights>) -> String {
 /// Whether the streaming kernels may multiply such weights as they are, by digits of rows of x, which take the most room
 /// (`has_digits` in quant/row_steps.cuh; in groups of 32 they do not).
 pub(super) fn takes_digits(scheme: QuantScheme) -> bool {
-    !matches!(scheme, QuantScheme::Fp8 { .. })
+    scheme.is_int()
 }
 
 /// Bytes between rows of x of so many columns in the streaming kernels (`row_pitch` in quant/row_steps.cuh).

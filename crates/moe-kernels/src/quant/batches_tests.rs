@@ -6,8 +6,8 @@ use half::f16;
 use super::*;
 use crate::quant::source::Stack;
 use crate::quant::tiles::{TILE_ROWS, TileRow, TileScratch, tile_columns};
-use crate::quant::{LogicalRows, QuantPart, StoredBytes, StoredGrid, middle};
-use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+use crate::quant::{LogicalRows, QuantPart, StoredBytes, StoredGrid};
+use crate::scheme::{QuantGroup, QuantScheme};
 
 /// How a file holds integers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,10 +46,7 @@ impl Stored {
         columns: Range<usize>,
         seed: u64,
     ) -> Self {
-        let (bits, own) = match scheme {
-            QuantScheme::Int { bits, zero_point, .. } => (bits, zero_point),
-            _ => (8, false),
-        };
+        let (bits, own) = (scheme.bits() as u8, scheme.has_zero_points());
         let (size, groups) = (32 / usize::from(bits), scheme.groups(k));
         let words = |rows, columns, row_stride, column_stride| StoredWords {
             grid: StoredGrid { bytes: 4, rows, columns, row_stride, column_stride },
@@ -70,10 +67,10 @@ impl Stored {
             row_stride,
             column_stride,
         };
-        let (scales, scale_dtype) = match scheme {
-            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => (scale(n, groups, 1, 4), DType::F32),
-            QuantScheme::Fp8 { scales: Fp8Scales::Tensor } => (scale(1, 0, 0, 4), DType::F32),
-            QuantScheme::Fp8 { .. } => (scale(1, groups, 1, 4), DType::F32),
+        let (scales, scale_dtype) = match scheme.group {
+            QuantGroup::Block { n, .. } => (scale(n, groups, 1, 4), DType::F32),
+            QuantGroup::Tensor => (scale(1, 0, 0, 4), DType::F32),
+            _ if !scheme.is_int() => (scale(1, groups, 1, 4), DType::F32),
             _ if kind == Kind::Rows => (scale(1, groups, 1, 2), DType::F16),
             _ => (scale(1, 1, n, 2), DType::F16),
         };
@@ -145,7 +142,7 @@ impl QuantRows for Stored {
             for group in (0..groups).map(|group| m.first_group + group) {
                 let bytes = &self.tensors[2][m.scales.element(row, group) * m.scales.bytes..];
                 out.scale.push(scale_of(bytes, m.scales));
-                if let QuantScheme::Int { .. } = self.scheme {
+                if self.scheme.is_int() {
                     out.zero.push(
                         m.zeros.map_or(1 << (self.bits - 1), |zeros| self.integer(1, zeros, row, group)),
                     );
@@ -213,7 +210,7 @@ impl Batch<'_> {
 
     fn zero(&self, entry: &[i64; ENTRY_WORDS], stored: i64, group: usize) -> u8 {
         let zero = |words| self.integer(words, &entry[6..9], stored, self.group + group);
-        self.form.zeros.map_or(middle(self.tiles.scheme), zero)
+        self.form.zeros.map_or(self.tiles.scheme.middle(), zero)
     }
 
     fn scale(&self, entry: &[i64; ENTRY_WORDS], stored: i64, group: usize) -> f32 {
@@ -232,7 +229,7 @@ impl Batch<'_> {
     }
 
     fn code(&self, matrix: usize, tile: usize, r: usize, column: usize) -> u8 {
-        let middle = middle(self.tiles.scheme);
+        let middle = self.tiles.scheme.middle();
         let (row, last) = self.rows(tile, r);
         if row > last {
             return middle;
@@ -274,7 +271,7 @@ impl Batch<'_> {
             row.1.push(self.scale(&entry, stored, group));
             if self.tiles.own_zeros() {
                 row.2.push(if wanted > last {
-                    middle(self.tiles.scheme)
+                    self.tiles.scheme.middle()
                 } else {
                     self.zero(&entry, stored, group)
                 });
@@ -324,7 +321,7 @@ fn check(
 
 fn int(bits: u8, group: usize, zero_point: bool) -> QuantScheme {
     let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
-    QuantScheme::Int { bits, group, zero_point, act_order: false }
+    QuantScheme::int(bits, group).with_zero_points(zero_point)
 }
 
 fn cases() -> Vec<(Kind, QuantScheme)> {
@@ -338,12 +335,12 @@ fn cases() -> Vec<(Kind, QuantScheme)> {
         }
     }
     let fp8 = [
-        Fp8Scales::Block { n: 16, k: 32 },
-        Fp8Scales::Block { n: 24, k: 64 },
-        Fp8Scales::Channel,
-        Fp8Scales::Tensor,
+        QuantGroup::Block { n: 16, k: 32 },
+        QuantGroup::Block { n: 24, k: 64 },
+        QuantGroup::Channel,
+        QuantGroup::Tensor,
     ];
-    all.extend(fp8.map(|scales| (Kind::Rows, QuantScheme::Fp8 { scales })));
+    all.extend(fp8.map(|scales| (Kind::Rows, QuantScheme::fp8(scales))));
     all
 }
 

@@ -10,7 +10,7 @@ use super::{Columns, QuantRows, STEP};
 use crate::cpu::simd::LANES;
 use crate::element::Float;
 use crate::exec::Exec;
-use crate::plan::ColumnOrder;
+use crate::plan::{ColumnOrder, expect_codec};
 use crate::scheme::QuantScheme;
 
 /// What a matrix is multiplied for, which decides how it is packed.
@@ -24,7 +24,7 @@ pub enum QuantUse {
         /// Segments of this matrix' K.
         segments: usize,
     },
-    /// Gate rows, then as many up rows, for [`quant_gate_up_into`](crate::quant_gate_up_into).
+    /// Gate rows, then as many up rows, for [`grouped_gate_up_into`](crate::grouped_gate_up_into).
     GateUp,
 }
 
@@ -129,12 +129,12 @@ impl QuantMatrix {
         }
     }
 
-    /// Bytes of integers, scales and zero points.
+    /// Bytes of codes, scales, zero points and minima.
     pub fn bytes(&self) -> usize {
         self.packed.bytes()
     }
 
-    /// Rows of matrix `e` as f32, [rows, K] with columns in the order of x: scale * (q - zero), rounded once.
+    /// Rows of matrix `e` as f32, [rows, K] with columns in the order of x: scale * (value(q) - zero) - minimum.
     ///
     /// # Errors
     /// A matrix or rows that there are not; another length of `out`.
@@ -161,15 +161,12 @@ impl QuantMatrix {
         for block in &columns.blocks {
             let scale = self.scale(e, panel, block.group, lane);
             let zero = f32::from(self.zero(e, panel, block.group, lane));
+            let minimum = self.minimum(e, panel, block.group, lane);
             for i in 0..block.len {
                 let q = get(self.scheme, q, block.step * STEP + i, lane);
-                let value = match self.scheme {
-                    QuantScheme::Fp8 { .. } => e4m3(q),
-                    _ => f32::from(q) - zero,
-                };
                 let at = block.start + i;
                 let column = columns.x.as_ref().map_or(at, |x| x[at] as usize);
-                out[column] = scale * value;
+                out[column] = scale * (self.scheme.value(q) - zero) - minimum;
             }
         }
     }
@@ -240,7 +237,12 @@ impl QuantMatrix {
 
     fn zero(&self, e: usize, panel: usize, group: usize, lane: usize) -> u8 {
         let at = self.scales(e, panel).start + group * LANES + lane;
-        self.packed.zeros.get(at).copied().unwrap_or(middle(self.scheme))
+        self.packed.zeros.get(at).copied().unwrap_or(self.scheme.middle())
+    }
+
+    fn minimum(&self, e: usize, panel: usize, group: usize, lane: usize) -> f32 {
+        let at = self.scales(e, panel).start + group * LANES + lane;
+        self.packed.minima.get(at).copied().unwrap_or(0.0)
     }
 }
 
@@ -265,9 +267,8 @@ pub(crate) fn check_matrices(
 
 /// Refuses shapes and schemes that do not go together.
 fn check(n: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
-    match scheme {
-        QuantScheme::Int { bits: 4 | 8, .. } | QuantScheme::Fp8 { .. } => {}
-        other => bail!("expected int4, int8 or fp8 weights to pack, got {other}"),
+    if expect_codec(scheme, false).is_err() {
+        bail!("expected int4, int8, fp8 or fp4 weights to pack, got {scheme}")
     }
     if usage == QuantUse::GateUp && !n.is_multiple_of(2) {
         bail!("expected an even number of rows (gate, then up), got {n}")
@@ -283,12 +284,7 @@ fn panels(n: usize, usage: QuantUse) -> usize {
 }
 
 fn step_bytes(scheme: QuantScheme) -> usize {
-    if let QuantScheme::Int { bits: 4, .. } = scheme { STEP * LANES / 2 } else { STEP * LANES }
-}
-
-/// The zero point of integers without zero points of their own.
-pub(crate) fn middle(scheme: QuantScheme) -> u8 {
-    if let QuantScheme::Int { bits, .. } = scheme { 1 << (bits - 1) } else { 0 }
+    STEP * LANES * scheme.bits() / 8
 }
 
 /// Byte of a panel in which column `i` of a lane lies, and the bit there.
@@ -297,7 +293,7 @@ pub(crate) fn middle(scheme: QuantScheme) -> u8 {
 /// the first holds columns 0 to 3: 0, 2, 1, 3. So one shift and one mask give vectors of pairs of consecutive columns.
 fn byte(scheme: QuantScheme, i: usize, lane: usize) -> (usize, u32) {
     let (step, i) = (i / STEP, i % STEP);
-    if let QuantScheme::Int { bits: 4, .. } = scheme {
+    if scheme.bits() == 4 {
         let bit = 4 * (i / 2) + 16 * (i % 2);
         ((step * LANES + lane) * 4 + bit / 8, (bit % 8) as u32)
     } else {
@@ -308,37 +304,11 @@ fn byte(scheme: QuantScheme, i: usize, lane: usize) -> (usize, u32) {
 /// Column `i` of a lane, counted with padding.
 fn get(scheme: QuantScheme, panel: &[u8], i: usize, lane: usize) -> u8 {
     let (at, bit) = byte(scheme, i, lane);
-    let mask = if let QuantScheme::Int { bits: 4, .. } = scheme { 0xf } else { 0xff };
-    panel[at] >> bit & mask
+    panel[at] >> bit & scheme.largest_code()
 }
 
 /// Sets column `i` of a lane, of a panel of zeros.
 pub(super) fn put(scheme: QuantScheme, panel: &mut [u8], i: usize, lane: usize, q: u8) {
     let (at, bit) = byte(scheme, i, lane);
     panel[at] |= q << bit;
-}
-
-/// The value of an E4M3 byte that is not NaN: a sign, 4 bits of exponent (bias 7), 3 of mantissa.
-pub(crate) fn e4m3(q: u8) -> f32 {
-    // As bits of an f32, the exponent is 120 too small.
-    const SCALE: f32 = (1u128 << 120) as f32;
-    f32::from_bits(u32::from(q & 0x80) << 24 | u32::from(q & 0x7f) << 20) * SCALE
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn e4m3_is_its_definition() {
-        for q in 0..=255u8 {
-            let (exponent, mantissa) = (i32::from(q >> 3 & 0xf), f64::from(q & 7));
-            let magnitude = match exponent {
-                0 => mantissa / 8.0 * 2f64.powi(-6),
-                _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
-            };
-            let want = if q & 0x80 == 0 { magnitude } else { -magnitude };
-            assert_eq!(f64::from(e4m3(q)), want, "{q:#x}");
-        }
-    }
 }

@@ -55,15 +55,11 @@ impl QuantRows for OrderedRows<'_> {
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
         let (width, mut row) = (self.order.len(), LogicalRows::default());
-        out.q.clear();
-        out.scale.clear();
-        out.zero.clear();
+        out.clear();
         for i in rows {
             let from = i / width * width + self.order[i % width] as usize;
             self.rows.read(from..from + 1, &mut row)?;
-            out.q.extend_from_slice(&row.q);
-            out.scale.extend_from_slice(&row.scale);
-            out.zero.extend_from_slice(&row.zero);
+            out.append(&row);
         }
         Ok(())
     }
@@ -78,12 +74,7 @@ impl QuantRows for SortedColumns<'_> {
     }
 
     fn scheme(&self) -> QuantScheme {
-        match self.0.scheme() {
-            QuantScheme::Int { bits, group, zero_point, .. } => {
-                QuantScheme::Int { bits, group, zero_point, act_order: false }
-            }
-            other => other,
-        }
+        self.0.scheme().with_act_order(false)
     }
 
     fn perm(&self) -> Option<&[u32]> {
@@ -115,7 +106,7 @@ mod tests {
         }
         fn scheme(&self) -> QuantScheme {
             let act_order = self.perm.is_some();
-            QuantScheme::Int { bits: 8, group: QuantGroup::Size(GROUP), zero_point: true, act_order }
+            QuantScheme::int(8, QuantGroup::Size(GROUP)).with_zero_points(true).with_act_order(act_order)
         }
         fn perm(&self) -> Option<&[u32]> {
             self.perm.as_deref()
@@ -137,7 +128,7 @@ mod tests {
     }
 
     fn rows(part: &QuantPart, rows: Range<usize>) -> Result<LogicalRows> {
-        let mut out = LogicalRows { q: vec![9], scale: vec![9.0], zero: vec![9] };
+        let mut out = LogicalRows { q: vec![9], scale: vec![9.0], zero: vec![9], minimum: Vec::new() };
         part.rows.read(rows, &mut out)?;
         Ok(out)
     }

@@ -7,12 +7,12 @@ use candle_core::{Result, bail};
 use half::f16;
 use rayon::prelude::*;
 
-use super::matrix::{QuantMatrix, middle, put};
+use super::matrix::{QuantMatrix, put};
 use super::{LogicalRows, QuantRows, STEP};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::element::Float;
 use crate::exec::Exec;
-use crate::scheme::QuantScheme;
+use crate::scheme::{Codes, QuantScheme};
 
 /// The memory of packed matrices.
 #[derive(Clone, Debug)]
@@ -22,6 +22,8 @@ pub(crate) struct Packed {
     pub scales: Scales,
     /// [E, panels, groups, 16]; empty where all are the same.
     pub zeros: Vec<u8>,
+    /// [E, panels, groups, 16]; empty where the scheme has none.
+    pub minima: Vec<f32>,
 }
 
 /// Scales [E, panels, groups, 16].
@@ -74,7 +76,7 @@ impl ScalesView<'_> {
 
 impl Default for Packed {
     fn default() -> Self {
-        Self { q: Vec::new(), scales: Scales::F16(Vec::new()), zeros: Vec::new() }
+        Self { q: Vec::new(), scales: Scales::F16(Vec::new()), zeros: Vec::new(), minima: Vec::new() }
     }
 }
 
@@ -84,47 +86,49 @@ impl Packed {
             Scales::F16(scales) => size_of_val(&scales[..]),
             Scales::F32(scales) => size_of_val(&scales[..]),
         };
-        self.q.len() + scales + self.zeros.len()
+        self.q.len() + scales + self.zeros.len() + size_of_val(&self.minima[..])
     }
 }
 
 /// Packs the matrices, whose integers take `bytes`.
 pub(super) fn pack(to: &QuantMatrix, matrices: &[&dyn QuantRows], bytes: usize, ex: &Exec) -> Result<Packed> {
     ex.install(|| {
-        if let Some((q, scales, zeros)) = pack_as::<f16>(to, matrices, bytes)? {
-            return Ok(Packed { q, scales: Scales::F16(scales), zeros });
+        if let Some(packed) = pack_as(to, matrices, bytes, Scales::F16)? {
+            return Ok(packed);
         }
-        match pack_as::<f32>(to, matrices, bytes)? {
-            Some((q, scales, zeros)) => Ok(Packed { q, scales: Scales::F32(scales), zeros }),
+        match pack_as(to, matrices, bytes, Scales::F32)? {
+            Some(packed) => Ok(packed),
             None => bail!("scales do not fit f32"),
         }
     })
 }
-
-type Memory<C> = (Vec<u8>, Vec<C>, Vec<u8>);
 
 /// Packs with scales of a type; `None` if it does not hold one of them.
 fn pack_as<C: Float>(
     to: &QuantMatrix,
     matrices: &[&dyn QuantRows],
     bytes: usize,
-) -> Result<Option<Memory<C>>> {
+    held: fn(Vec<C>) -> Scales,
+) -> Result<Option<Packed>> {
     let (panels, groups) = (to.panels(), to.groups() * LANES);
-    let own_zeros = matches!(to.scheme, QuantScheme::Int { zero_point: true, .. });
     let mut q = vec![0; bytes];
     let mut scales = vec![C::default(); matrices.len() * panels * groups];
-    let mut zeros = vec![0; if own_zeros { scales.len() } else { 0 }];
+    let mut zeros = vec![0; if to.scheme.has_zero_points() { scales.len() } else { 0 }];
+    let mut minima = vec![0.0; if to.scheme.has_minima() { scales.len() } else { 0 }];
     let exact = AtomicBool::new(true);
     let (mut rest, mut places) = (&mut q[..], Vec::new());
-    let (mut scale_chunks, mut zero_chunks) =
-        (scales.chunks_mut(groups.max(1)), zeros.chunks_mut(groups.max(1)));
+    let mut scale_chunks = scales.chunks_mut(groups.max(1));
+    let mut zero_chunks = zeros.chunks_mut(groups.max(1));
+    let mut minimum_chunks = minima.chunks_mut(groups.max(1));
     for e in 0..matrices.len() {
         let len = to.parts[e].columns.steps() * to.step_bytes();
         for panel in 0..panels {
             let (q, tail) = rest.split_at_mut(len);
             rest = tail;
             let scales = scale_chunks.next().unwrap_or_default();
-            places.push(Panel { e, panel, q, scales, zeros: zero_chunks.next().unwrap_or_default() });
+            let zeros = zero_chunks.next().unwrap_or_default();
+            let minima = minimum_chunks.next().unwrap_or_default();
+            places.push(Panel { e, panel, q, scales, zeros, minima });
         }
     }
     places.into_par_iter().try_for_each_init(LogicalRows::default, |rows, place| -> Result<()> {
@@ -133,7 +137,7 @@ fn pack_as<C: Float>(
         }
         Ok(())
     })?;
-    Ok(exact.into_inner().then_some((q, scales, zeros)))
+    Ok(exact.into_inner().then(|| Packed { q, scales: held(scales), zeros, minima }))
 }
 
 /// A panel that is being packed.
@@ -143,6 +147,7 @@ struct Panel<'a, C> {
     q: &'a mut [u8],
     scales: &'a mut [C],
     zeros: &'a mut [u8],
+    minima: &'a mut [f32],
 }
 
 impl<C: Float> Panel<'_, C> {
@@ -173,6 +178,9 @@ impl<C: Float> Panel<'_, C> {
                 if let Some(zero) = self.zeros.get_mut(at) {
                     *zero = rows.zero[from];
                 }
+                if let Some(minimum) = self.minima.get_mut(at) {
+                    *minimum = rows.minimum[from];
+                }
             }
         }
         Ok(true)
@@ -182,31 +190,34 @@ impl<C: Float> Panel<'_, C> {
 /// Refuses rows whose sizes or values are not those of the scheme.
 pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, count: usize) -> Result<()> {
     let (values, groups) = (count * width, count * scheme.groups(width));
-    let int = matches!(scheme, QuantScheme::Int { .. });
-    if rows.q.len() != values || rows.scale.len() != groups || (int && rows.zero.len() != groups) {
+    let has_zeros = scheme.is_int() && !scheme.has_minima();
+    let minima = if scheme.has_minima() { groups } else { 0 };
+    if rows.q.len() != values
+        || rows.scale.len() != groups
+        || (has_zeros && rows.zero.len() != groups)
+        || rows.minimum.len() != minima
+    {
         bail!(
-            "expected {values} weights, {groups} scales and, of integers, as many zero points; got {}, {} and {}",
+            "expected {values} weights, {groups} scales, of integers without minima as many zero points, and {minima} minima; got \
+             {}, {}, {} and {}",
             rows.q.len(),
             rows.scale.len(),
-            rows.zero.len()
+            rows.zero.len(),
+            rows.minimum.len()
         )
     }
-    match scheme {
-        QuantScheme::Int { bits, zero_point, .. } => {
-            let most = ((1u32 << bits) - 1) as u8;
-            // Without an early end, so that it takes vectors at a time.
-            if rows.q.iter().fold(0, |all, q| all | q) > most {
-                let q = rows.q.iter().find(|q| **q > most).unwrap_or(&0);
-                bail!("integer {q} does not fit {bits} bits")
-            }
-            if let Some(zero) =
-                rows.zero.iter().find(|z| **z > most || (!zero_point && **z != middle(scheme)))
-            {
-                bail!("zero point {zero} is not one of {scheme}")
-            }
-        }
-        _ if rows.q.iter().fold(false, |nan, q| nan | (q & 0x7f == 0x7f)) => bail!("an FP8 weight is NaN"),
-        _ => {}
+    let most = scheme.largest_code();
+    // Without an early end, so that it takes vectors at a time.
+    if rows.q.iter().fold(0, |all, q| all | q) > most {
+        let q = rows.q.iter().find(|q| **q > most).unwrap_or(&0);
+        bail!("integer {q} does not fit {} bits", scheme.bits())
+    }
+    let is_wrong = |zero: &u8| *zero > most || (!scheme.has_zero_points() && *zero != scheme.middle());
+    if let Some(zero) = rows.zero.iter().find(|zero| has_zeros && is_wrong(zero)) {
+        bail!("zero point {zero} is not one of {scheme}")
+    }
+    if scheme.codes == Codes::E4m3 && rows.q.iter().fold(false, |nan, q| nan | (q & 0x7f == 0x7f)) {
+        bail!("an FP8 weight is NaN")
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! One expert of a quantised pack as bytes: its integers, its scales as f32, its zero points.
+//! One expert of a quantised pack as bytes: its codes, its scales as f32, its zero points and its minima.
 //!
 //! A pack keeps its scales as f16 where that is exact for all of its experts, so two packs of the same model may keep
 //! the scales of one expert differently. Bytes hold f32, and a pack of f16 into which an expert comes that needs f32
@@ -28,7 +28,8 @@ impl QuantMatrix {
         }
         let scales = self.panels() * self.groups() * LANES;
         let zeros = if self.packed.zeros.is_empty() { 0 } else { scales };
-        Ok(self.parts.first().map_or(0, |_| self.quants_of(0).len()) + 4 * scales + zeros)
+        let minima = if self.packed.minima.is_empty() { 0 } else { 4 * scales };
+        Ok(self.parts.first().map_or(0, |_| self.quants_of(0).len()) + 4 * scales + zeros + minima)
     }
 
     /// The bytes of `expert`.
@@ -43,7 +44,9 @@ impl QuantMatrix {
             ScalesView::F16(scales) => scales.iter().for_each(|s| bytes.extend(s.to_f32().to_le_bytes())),
             ScalesView::F32(scales) => scales.iter().for_each(|s| bytes.extend(s.to_le_bytes())),
         }
-        bytes.extend_from_slice(self.packed.zeros.get(scales).unwrap_or_default());
+        bytes.extend_from_slice(self.packed.zeros.get(scales.clone()).unwrap_or_default());
+        let minima = self.packed.minima.get(scales).unwrap_or_default();
+        minima.iter().for_each(|minimum| bytes.extend(minimum.to_le_bytes()));
         Ok(bytes)
     }
 
@@ -57,8 +60,12 @@ impl QuantMatrix {
             bail!("an expert's weights: expected {len} bytes, got {}", bytes.len())
         }
         let (quants, rest) = bytes.split_at(q.len());
-        let (new, zeros) = rest.split_at(4 * scales.len());
-        let new: Vec<f32> = new.as_chunks::<4>().0.iter().map(|&s| f32::from_le_bytes(s)).collect();
+        let (new, rest) = rest.split_at(4 * scales.len());
+        let (zeros, minima) = rest.split_at(if self.packed.zeros.is_empty() { 0 } else { scales.len() });
+        let floats = |bytes: &[u8]| -> Vec<f32> {
+            bytes.as_chunks::<4>().0.iter().map(|&s| f32::from_le_bytes(s)).collect()
+        };
+        let (new, minima) = (floats(new), floats(minima));
         let exact = |s: &f32| f16::from_f32(*s).to_f32().to_bits() == s.to_bits();
         if let Scales::F16(narrow) = &self.packed.scales
             && !new.iter().all(exact)
@@ -72,8 +79,11 @@ impl QuantMatrix {
             Scales::F32(all) => all[scales.clone()].copy_from_slice(&new),
         }
         self.packed.q[q].copy_from_slice(quants);
-        if let Some(all) = self.packed.zeros.get_mut(scales) {
+        if let Some(all) = self.packed.zeros.get_mut(scales.clone()) {
             all.copy_from_slice(zeros);
+        }
+        if let Some(all) = self.packed.minima.get_mut(scales) {
+            all.copy_from_slice(&minima);
         }
         Ok(())
     }

@@ -18,7 +18,7 @@ use crate::weight::Weight;
 
 /// A checkpoint of which some modules are quantised, as one rank sees it.
 pub trait QuantSource: fmt::Debug + Send + Sync {
-    /// How a module's matrix is quantised: [`QuantScheme::None`] for floats.
+    /// How a module's matrix is quantised: [`QuantScheme::NONE`] for floats.
     ///
     /// # Errors
     /// A header that contradicts the file.
@@ -118,7 +118,7 @@ impl Weight {
 fn open<'a>(source: &'a dyn QuantSource, matrices: &[Vec<String>]) -> Result<Opened<Vec<QuantPart<'a>>>> {
     let (mut stacks, mut floats) = (Vec::with_capacity(matrices.len()), None);
     for module in matrices.iter().flatten() {
-        if source.scheme(module)? == QuantScheme::None {
+        if source.scheme(module)? == QuantScheme::NONE {
             floats = Some(module);
         } else if let Some(floats) = floats {
             return Ok(Opened::Apart(format!("{floats} is stored in floats, {module} is quantised")));
@@ -232,9 +232,7 @@ impl QuantRows for Stack<'_> {
                     part.read(here, out)?;
                 } else {
                     part.read(here, &mut more)?;
-                    out.q.extend_from_slice(&more.q);
-                    out.scale.extend_from_slice(&more.scale);
-                    out.zero.extend_from_slice(&more.zero);
+                    out.append(&more);
                 }
             }
             first = end;

@@ -14,10 +14,10 @@ use half::{bf16, f16};
 
 use super::packing::check_rows;
 use super::sorted::{NO_COLUMN, Sorted};
-use super::{LogicalRows, QuantRows, middle};
+use super::{LogicalRows, QuantRows};
 use crate::element::Float;
 use crate::plan::ColumnOrder;
-use crate::scheme::QuantScheme;
+use crate::scheme::{Codes, QuantScheme};
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -127,7 +127,7 @@ impl Tiles {
 
     /// Whether groups have zero points of their own.
     pub(crate) fn own_zeros(&self) -> bool {
-        matches!(self.scheme, QuantScheme::Int { zero_point: true, .. })
+        self.scheme.has_zero_points()
     }
 
     /// The column of x of each packed column of all matrices, [E, `k_packed`]; `None`: they are in its order.
@@ -180,9 +180,9 @@ impl Tiles {
         let groups = self.scheme.groups(self.width);
         // Rows that are not there: weights of zero, with the scales of others.
         scratch.coded.clear();
-        scratch.coded.resize(TILE_ROWS * self.k_packed, middle(self.scheme));
+        scratch.coded.resize(TILE_ROWS * self.k_packed, self.scheme.middle());
         scales.fill(0.0);
-        zeros.fill(middle(self.scheme));
+        zeros.fill(self.scheme.middle());
         let halves = if self.gate_up { TILE_ROWS / 2 } else { TILE_ROWS };
         for (half, range) in self.rows(tile..tile + 1).into_iter().enumerate() {
             let rows = &mut scratch.rows[half];
@@ -206,7 +206,7 @@ impl Tiles {
                 }
                 let coded = &mut scratch.coded[lane * self.k_packed..(lane + 1) * self.k_packed];
                 self.code(e, &rows.q[i * self.width..(i + 1) * self.width], coded, |group| {
-                    zeros.get(group * TILE_ROWS + lane).copied().unwrap_or(middle(self.scheme))
+                    zeros.get(group * TILE_ROWS + lane).copied().unwrap_or(self.scheme.middle())
                 });
             }
             for scales in scales.chunks_exact_mut(TILE_ROWS) {
@@ -253,7 +253,7 @@ impl Tiles {
 
 /// Columns of a tile.
 pub(crate) fn tile_columns(scheme: QuantScheme) -> usize {
-    if let QuantScheme::Int { bits: 4, .. } = scheme { 64 } else { 32 }
+    if scheme.bits() == 4 { 64 } else { 32 }
 }
 
 /// The k-steps of a tile: of 16 columns of row r, and of row r + 8, the two halves, eight integers each; for r = 0 .. 7.
@@ -341,7 +341,7 @@ impl PackedScales {
     /// Integers: the shorter type that holds all of them. FP8: f32, one for eight rows where they agree; how many of a
     /// tile row's groups come along.
     pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>) -> (Self, usize) {
-        if let QuantScheme::Fp8 { .. } = scheme {
+        if scheme.codes == Codes::E4m3 {
             let halves = || scales.chunks_exact(TILE_ROWS / 2);
             return match halves().all(|half| half.iter().all(|scale| *scale == half[0])) {
                 true => (Self::F32(halves().map(|half| half[0]).collect()), 2),

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::*;
-use crate::scheme::{Fp8Scales, QuantGroup};
+use crate::scheme::QuantGroup;
 
 /// A matrix of scattered integers.
 struct Scattered {
@@ -22,8 +22,7 @@ fn hash(seed: u64, i: usize) -> u64 {
 
 impl Scattered {
     fn new(n: usize, k: usize, scheme: QuantScheme, seed: u64) -> Self {
-        let act_order = matches!(scheme, QuantScheme::Int { act_order: true, .. });
-        let perm = act_order.then(|| {
+        let perm = scheme.act_order.then(|| {
             let mut order: Vec<u32> = (0..k as u32).collect();
             order.sort_by_key(|i| hash(seed ^ 7, *i as usize));
             order
@@ -32,8 +31,8 @@ impl Scattered {
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
-        let row = match self.scheme {
-            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n,
+        let row = match self.scheme.group {
+            QuantGroup::Block { n, .. } => row / n,
             _ => row,
         };
         f16::from_f32(hash(self.seed ^ 3, row * 1000 + group) as f32 * 1e-12 + 1e-3).to_f32()
@@ -41,19 +40,14 @@ impl Scattered {
 
     fn coded(&self, row: usize, column: usize) -> u8 {
         let q = hash(self.seed, row * self.k + column) as u8;
-        match self.scheme {
-            QuantScheme::Int { bits: 4, .. } => q & 15,
-            QuantScheme::Fp8 { .. } if q & 0x7f == 0x7f => 1,
-            _ => q,
-        }
+        let is_nan = !self.scheme.is_int() && q & 0x7f == 0x7f;
+        if is_nan { 1 } else { q & self.scheme.largest_code() }
     }
 
     fn zero(&self, row: usize, group: usize) -> u8 {
-        match self.scheme {
-            QuantScheme::Int { zero_point: true, bits, .. } => {
-                hash(self.seed ^ 5, row * 100 + group) as u8 & ((1u32 << bits) - 1) as u8
-            }
-            scheme => middle(scheme),
+        match self.scheme.has_zero_points() {
+            true => hash(self.seed ^ 5, row * 100 + group) as u8 & self.scheme.largest_code(),
+            false => self.scheme.middle(),
         }
     }
 
@@ -78,9 +72,9 @@ impl QuantRows for Scattered {
         let groups = self.scheme.groups(self.k);
         out.q = rows.clone().flat_map(|r| (0..self.k).map(move |c| self.coded(r, c))).collect();
         out.scale = rows.clone().flat_map(|r| (0..groups).map(move |g| self.scale(r, g))).collect();
-        out.zero = match self.scheme {
-            QuantScheme::Fp8 { .. } => Vec::new(),
-            _ => rows.flat_map(|r| (0..groups).map(move |g| self.zero(r, g))).collect(),
+        out.zero = match self.scheme.is_int() {
+            false => Vec::new(),
+            true => rows.flat_map(|r| (0..groups).map(move |g| self.zero(r, g))).collect(),
         };
         Ok(())
     }
@@ -139,7 +133,7 @@ impl Made {
         };
         let group = (column / self.tiles.group).min(self.tiles.groups - 1);
         let at = (tile_row * self.tiles.groups + group) * 16 + row;
-        (self.scales[at], q as u8, self.zeros.get(at).copied().unwrap_or(middle(self.tiles.scheme)))
+        (self.scales[at], q as u8, self.zeros.get(at).copied().unwrap_or(self.tiles.scheme.middle()))
     }
 
     /// Compares every place with the matrices.
@@ -184,11 +178,11 @@ impl Made {
 
 fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
     let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
-    QuantScheme::Int { bits, group, zero_point, act_order }
+    QuantScheme::int(bits, group).with_zero_points(zero_point).with_act_order(act_order)
 }
 
-fn fp8(scales: Fp8Scales) -> QuantScheme {
-    QuantScheme::Fp8 { scales }
+fn fp8(scales: QuantGroup) -> QuantScheme {
+    QuantScheme::fp8(scales)
 }
 
 #[test]
@@ -203,10 +197,13 @@ fn every_weight_lies_where_the_order_says() -> Result<()> {
                 int(8, 0, true, true),
             ],
         ),
-        (200, vec![fp8(Fp8Scales::Block { n: 16, k: 128 }), fp8(Fp8Scales::Channel), int(4, 0, true, false)]),
+        (
+            200,
+            vec![fp8(QuantGroup::Block { n: 16, k: 128 }), fp8(QuantGroup::Channel), int(4, 0, true, false)],
+        ),
         // The last group is shorter.
         (192, vec![int(4, 128, true, false), int(8, 128, false, false), int(4, 128, true, true)]),
-        (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(Fp8Scales::Tensor)]),
+        (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(QuantGroup::Tensor)]),
     ] {
         for scheme in schemes {
             for (n, gate_up) in [(32, false), (21, false), (32, true), (38, true)] {
@@ -270,9 +267,9 @@ fn scales_take_the_shortest_exact_type() {
     assert_eq!(of(scheme, vec![1.000_001; 16]), (DType::F32, 16));
     let mut halves = vec![0.3; 8];
     halves.extend(vec![0.7; 8]);
-    assert_eq!(of(fp8(Fp8Scales::Tensor), halves.clone()), (DType::F32, 2));
+    assert_eq!(of(fp8(QuantGroup::Tensor), halves.clone()), (DType::F32, 2));
     halves[3] = 0.0;
-    assert_eq!(of(fp8(Fp8Scales::Channel), halves), (DType::F32, 16));
+    assert_eq!(of(fp8(QuantGroup::Channel), halves), (DType::F32, 16));
 }
 
 #[test]
@@ -289,7 +286,7 @@ fn blocks_of_128_rows_are_told_from_others() {
         (0..rows / TILE_ROWS).flat_map(of_tile).collect()
     };
     let in_blocks = |scales| {
-        let (packed, of_tile) = PackedScales::new(fp8(Fp8Scales::Channel), scales);
+        let (packed, of_tile) = PackedScales::new(fp8(QuantGroup::Channel), scales);
         packed.in_blocks(groups, of_tile)
     };
     assert!(in_blocks(scales(384, 128)) && in_blocks(scales(384, 384)));

@@ -134,6 +134,35 @@ impl<'a> QuantView<'a> {
         self.matrix.map_or_else(|| self.weight.pack.scheme(), QuantMatrix::scheme)
     }
 
+    fn usage(self) -> QuantUse {
+        self.matrix.map_or_else(|| self.weight.pack.usage(), QuantMatrix::usage)
+    }
+
+    /// Segments of K that a dense product sums by themselves.
+    ///
+    /// # Errors
+    /// A weight that is packed for gate and up.
+    pub(crate) fn segments(self, op: &str) -> Result<usize> {
+        match self.usage() {
+            QuantUse::Linear => Ok(1),
+            QuantUse::RowParallel { segments } => Ok(segments),
+            QuantUse::GateUp => {
+                bail!("{op}: expected a matrix packed for a dense product, got one for gate and up")
+            }
+        }
+    }
+
+    /// Fails unless it is packed for gate and up.
+    ///
+    /// # Errors
+    /// A weight that is packed for a dense product.
+    pub(crate) fn expect_gate_up(self, op: &str) -> Result<()> {
+        match self.usage() {
+            QuantUse::GateUp => Ok(()),
+            other => bail!("{op}: expected a matrix packed for gate and up, got one for {other:?}"),
+        }
+    }
+
     /// The matrices as the CPU packs them.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{CpuIsa, Exec, Fp8Scales, ProductRows, QuantScheme, Weight, WeightOrder};
+use moe_kernels::{CpuIsa, Exec, ProductRows, QuantGroup, QuantScheme, Weight, WeightOrder};
 
 use crate::quantised::{Plain, int, pack};
 
@@ -13,7 +13,7 @@ fn rows_are_floats_for_weights_in_rows_in_panels_and_quantised() -> Result<()> {
     let panels = rows.clone().packed(Some(CpuIsa::Avx2), n)?;
     assert_eq!(panels.order(), WeightOrder::Panels);
     let mut weights = vec![rows, panels];
-    for scheme in [int(4, 32, true, false), QuantScheme::Fp8 { scales: Fp8Scales::Tensor }] {
+    for scheme in [int(4, 32, true, false), QuantScheme::fp8(QuantGroup::Tensor)] {
         let matrix = pack(&Plain::new(n, k, scheme, true, 7), QuantUse::Linear)?;
         weights.push(Weight::of_quantised(matrix, DType::F32)?);
     }

@@ -3,29 +3,16 @@
 
 use candle_core::Result;
 use half::{bf16, f16};
-use moe_kernels::quant::{LogicalRows, QuantMatrix, QuantRows, QuantUse};
+use moe_kernels::quant::{LogicalRows, QuantMatrix, QuantUse};
 use moe_kernels::{
-    Activation, Exec, ExpertGroups, Float, Fp8Scales, QuantScheme, Segment, gated_activation_into,
-    linear_into, linear_row_parallel_into, quant_down_into, quant_down_segment_into, quant_gate_up_into,
-    quant_linear_into, quant_linear_segment_into, row_parallel_segments,
+    Exec, Float, Segment, linear_into, linear_row_parallel_into, linear_segment_into, row_parallel_segments,
 };
 use proptest::prelude::*;
 
 use crate::common::{bits, data, exec, filled, isas, values, view};
-use crate::quantised::{Plain, int, pack, schemes};
+use crate::quantised::{PER_TENSOR, Plain, int, linear, pack, schemes, weight};
 
-const PER_TENSOR: QuantScheme = QuantScheme::Fp8 { scales: Fp8Scales::Tensor };
-
-fn linear<T: Float, O: Float>(x: &[T], w: &QuantMatrix, bias: Option<&[T]>, ex: &mut Exec) -> Result<Vec<O>> {
-    let [_, n, k] = w.dims();
-    let t = x.len().checked_div(k).unwrap_or(0);
-    let mut out = filled::<O>(&[t, n])?;
-    let bias = bias.map(|b| view(b, &[n]));
-    quant_linear_into(view(x, &[t, k]), w, bias, out.view_mut(), ex)?;
-    Ok(values(&out))
-}
-
-/// One product of every scheme against its dequantised matrix in f64, with the bound that ops/quant.rs promises.
+/// One product of every scheme against its dequantised matrix in f64, with the bound that ops/linear.rs promises.
 fn check<T: Float>(
     t: usize,
     n: usize,
@@ -84,9 +71,7 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
     for (t, n, k, seed) in [(1, 40, 288, 1), (33, 17, 600, 2), (7, 64, 72, 3), (2, 16, 4128, 4)] {
         let x = data::<bf16>(t * k, seed);
         let x32: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
-        for scheme in
-            schemes(k).into_iter().filter(|s| !matches!(s, QuantScheme::Int { act_order: true, .. }))
-        {
+        for scheme in schemes(k).into_iter().filter(|s| !s.act_order) {
             let plain = Plain::new(n, k, scheme, seed % 2 == 0, seed);
             let w = plain.dequantised();
             for isa in isas() {
@@ -102,7 +87,7 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
                         want,
                         "{scheme} {isa:?}"
                     );
-                    if let QuantScheme::Fp8 { .. } = scheme {
+                    if !scheme.is_int() {
                         let got = bits(&linear::<bf16, f32>(&x, &packed, None, &mut ex)?);
                         assert_eq!(got, want, "{scheme} {isa:?}");
                     }
@@ -119,7 +104,12 @@ fn the_largest_sums_are_exact() -> Result<()> {
     for (bits, most) in [(4, 15u8), (8, 255)] {
         for (k, sign) in [(128, 1.0), (128, -1.0), (1024, 1.0)] {
             let scheme = int(bits, 128, true, false);
-            let rows = LogicalRows { q: vec![most; 16 * k], scale: vec![1.0; k / 8], zero: vec![0; k / 8] };
+            let rows = LogicalRows {
+                q: vec![most; 16 * k],
+                scale: vec![1.0; k / 8],
+                zero: vec![0; k / 8],
+                minimum: Vec::new(),
+            };
             let packed = pack(&Plain { n: 16, k, scheme, rows, perm: None }, QuantUse::Linear)?;
             let x = bf16::from_f32(sign * 1.9921875);
             let want = k as f32 * f32::from(most) * x.to_f32();
@@ -136,7 +126,7 @@ fn the_largest_sums_are_exact() -> Result<()> {
 /// paths that fuse multiply-adds agree.
 #[test]
 fn bits_depend_on_the_row_alone() -> Result<()> {
-    let (n, segments) = (77, 4);
+    let (n, segments) = (77, 8);
     // Of 512 and 768 columns blocks are such that AMX multiplies them.
     for (k, scheme) in [
         (576, int(4, 32, true, false)),
@@ -151,7 +141,7 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
         let mut fused = Vec::new();
         for isa in isas() {
             let all = linear::<bf16, f32>(&x, &packed, None, &mut exec(isa, 3))?;
-            let ex = &mut exec(isa, 1);
+            let (ex, w) = (&mut exec(isa, 1), weight::<bf16>(&packed)?);
             for (first, rows) in [(0, 1), (299, 1), (3, 2), (10, 5), (20, 13), (7, 250)] {
                 let some = linear::<bf16, f32>(&x[first * k..][..rows * k], &packed, None, ex)?;
                 assert_eq!(bits(&some), bits(&all[first * n..][..rows * n]), "{scheme} {isa:?} {rows}");
@@ -160,7 +150,8 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
             for index in 0..segments {
                 let mut out = filled::<f32>(&[2, n])?;
                 let segment = Segment { index, of: segments };
-                quant_linear_segment_into(view(&x[..2 * k], &[2, k]), &packed, segment, out.view_mut(), ex)?;
+                let guard = w.read()?;
+                linear_segment_into(view(&x[..2 * k], &[2, k]), guard.view()?, segment, out.view_mut(), ex)?;
                 let part: Vec<f32> = values(&out);
                 sum = if index == 0 { part } else { sum.iter().zip(part).map(|(a, b)| a + b).collect() };
             }
@@ -214,130 +205,31 @@ fn a_rank_has_the_bits_of_its_segments() -> Result<()> {
             all.chunks(2 * width).flat_map(|row| row[rank * width..][..width].to_vec()).collect()
         };
         let scale = whole.rows.scale.chunks(24).flat_map(|row| row[rank * 12..][..12].to_vec()).collect();
-        let rows =
-            LogicalRows { q: columns(&whole.rows.q, k / 2), scale, zero: columns(&whole.rows.zero, 12) };
+        let rows = LogicalRows {
+            q: columns(&whole.rows.q, k / 2),
+            scale,
+            zero: columns(&whole.rows.zero, 12),
+            minimum: Vec::new(),
+        };
         Plain { n, k: k / 2, scheme: whole.scheme, rows, perm: None }
     };
     let x = data::<bf16>(3 * k, 4);
-    let (all, ex) = (pack(&whole, QuantUse::RowParallel { segments: 8 })?, &mut Exec::cpu());
+    let all = weight::<bf16>(&pack(&whole, QuantUse::RowParallel { segments: 8 })?)?;
+    let (all, ex) = (all.read()?, &mut Exec::cpu());
     for index in 0..8 {
-        let rank = pack(&half(index / 4), QuantUse::RowParallel { segments: 4 })?;
+        let rank = weight::<bf16>(&pack(&half(index / 4), QuantUse::RowParallel { segments: 4 })?)?;
+        let rank = rank.read()?;
         let part: Vec<bf16> = x.chunks(k / 2).skip(index / 4).step_by(2).flatten().copied().collect();
         let (mut a, mut b) = (filled::<f32>(&[3, n])?, filled::<f32>(&[3, n])?);
         let segment = Segment { index: index % 4, of: 4 };
-        quant_linear_segment_into(view(&x, &[3, k]), &all, Segment { index, of: 8 }, a.view_mut(), ex)?;
-        quant_linear_segment_into(view(&part, &[3, k / 2]), &rank, segment, b.view_mut(), ex)?;
+        linear_segment_into(view(&x, &[3, k]), all.view()?, Segment { index, of: 8 }, a.view_mut(), ex)?;
+        linear_segment_into(view(&part, &[3, k / 2]), rank.view()?, segment, b.view_mut(), ex)?;
         assert_eq!(bits::<f32>(&values(&a)), bits::<f32>(&values(&b)), "{index}");
     }
     Ok(())
 }
 
-/// Grouped products are the dense ones of each expert: slots, empty experts, bias, activation, segments.
-#[test]
-fn experts_are_dense_products() -> Result<()> {
-    let (h, i, r) = (96, 72, 5);
-    let offsets = [0u32, 2, 2, 9];
-    let (in_rows, out_rows) = ([4u32, 0, 1, 1, 2, 3, 0, 4, 2], [3u32, 8, 0, 1, 2, 4, 5, 6, 7]);
-    let groups = ExpertGroups {
-        offsets: view(&offsets, &[4]),
-        in_rows: view(&in_rows, &[9]),
-        out_rows: view(&out_rows, &[9]),
-    };
-    let (x, b13, b2) = (data::<bf16>(r * h, 1), data::<bf16>(3 * 2 * i, 2), data::<bf16>(3 * h, 3));
-    for scheme in [int(4, 24, true, false), int(8, 24, true, true), PER_TENSOR] {
-        let w13: Vec<_> = (0..3).map(|e| Plain::new(2 * i, h, scheme, true, 10 + e)).collect();
-        let w2: Vec<_> = (0..3).map(|e| Plain::new(h, i, scheme, e != 1, 20 + e)).collect();
-        let all = |w: &[Plain], usage| {
-            QuantMatrix::pack(&w.iter().map(|w| w as &dyn QuantRows).collect::<Vec<_>>(), usage, &Exec::cpu())
-        };
-        let (gate_up, down) =
-            (all(&w13, QuantUse::GateUp)?, all(&w2, QuantUse::RowParallel { segments: 8 })?);
-        let mut ex = exec(moe_kernels::CpuIsa::detect(), 2);
-        let mut hidden = filled::<bf16>(&[9, i])?;
-        let bias = Some(view(&b13, &[3, 2 * i]));
-        let act = Activation::SwiGlu;
-        quant_gate_up_into(view(&x, &[r, h]), &groups, &gate_up, bias, act, hidden.view_mut(), &mut ex)?;
-        let hidden: Vec<bf16> = values(&hidden);
-        let (mut out, mut sums) = (filled::<f32>(&[10, h])?, vec![0.0f32; 10 * h]);
-        let bias = Some(view(&b2, &[3, h]));
-        quant_down_into(view(&hidden, &[9, i]), &groups, &down, bias, out.view_mut(), &mut ex)?;
-        for index in 0..8 {
-            let (mut part, segment) = (filled::<f32>(&[10, h])?, Segment { index, of: 8 });
-            let x = view(&hidden, &[9, i]);
-            quant_down_segment_into(x, &groups, &down, segment, part.view_mut(), &mut ex)?;
-            sums.iter_mut()
-                .zip(values::<f32>(&part))
-                .for_each(|(a, b)| *a = if index == 0 { b } else { *a + b });
-        }
-        let out: Vec<f32> = values(&out);
-        for (e, range) in offsets.windows(2).enumerate() {
-            for slot in range[0] as usize..range[1] as usize {
-                let x = &x[in_rows[slot] as usize * h..][..h];
-                let both = linear::<bf16, f32>(x, &pack(&w13[e], QuantUse::Linear)?, None, &mut ex)?;
-                let both: Vec<f32> =
-                    both.iter().zip(&b13[e * 2 * i..]).map(|(s, b)| s + b.to_f32()).collect();
-                let (gate, up) = both.split_at(i);
-                let (gate, up, mut want) = (view(gate, &[i]), view(up, &[i]), filled::<bf16>(&[i])?);
-                gated_activation_into(gate, up, act, want.view_mut(), &mut ex)?;
-                let want: Vec<bf16> = values(&want);
-                assert_eq!(bits(&hidden[slot * i..][..i]), bits(&want), "{scheme} slot {slot}");
-                let w2 = pack(&w2[e], QuantUse::RowParallel { segments: 8 })?;
-                let x = &hidden[slot * i..][..i];
-                let (row, b2) = (out_rows[slot] as usize * h, &b2[e * h..][..h]);
-                let want: Vec<f32> = linear(x, &w2, Some(b2), &mut ex)?;
-                assert_eq!(bits(&out[row..][..h]), bits(&want), "{scheme} slot {slot}");
-                let want: Vec<f32> = linear(x, &w2, None, &mut ex)?;
-                assert_eq!(bits(&sums[row..][..h]), bits(&want), "{scheme} slot {slot}");
-            }
-        }
-        assert_eq!(out[9 * h..], vec![77.0; h], "a row without a slot is left alone");
-    }
-    Ok(())
-}
-
 /// The size is that of the checkpoint; a frozen workspace serves fewer rows; NaN and infinity stay in their row.
-/// Rows for several experts: one that comes again is packed once where columns lie in one order, and anew for another order. Each
-/// slot has the bits of its expert alone.
-#[test]
-fn a_row_for_several_experts() -> Result<()> {
-    let (h, i) = (96, 40);
-    let x = data::<bf16>(2 * h, 1);
-    let (offsets, in_rows) = ([0u32, 1, 2, 3, 4, 6], [1u32, 1, 1, 0, 0, 1]);
-    let gate_up =
-        |matrices: &[&dyn QuantRows], offsets: &[u32], in_rows: &[u32], ex: &mut Exec| -> Result<Vec<bf16>> {
-            let (w, slots) = (QuantMatrix::pack(matrices, QuantUse::GateUp, ex)?, in_rows.len());
-            let in_rows = view(in_rows, &[slots]);
-            let groups =
-                ExpertGroups { offsets: view(offsets, &[offsets.len()]), in_rows, out_rows: in_rows };
-            let mut out = filled::<bf16>(&[slots, i])?;
-            quant_gate_up_into(view(&x, &[2, h]), &groups, &w, None, Activation::SwiGlu, out.view_mut(), ex)?;
-            Ok(values(&out))
-        };
-    for scheme in schemes(h) {
-        // Their orders, where the scheme has one: a, a, b, b, a.
-        let matrices: Vec<Plain> = [1, 1, 2, 2, 1]
-            .into_iter()
-            .zip(10..)
-            .map(|(order, seed)| {
-                let perm = Plain::new(2 * i, h, scheme, true, order).perm;
-                Plain { perm, ..Plain::new(2 * i, h, scheme, true, seed) }
-            })
-            .collect();
-        let all: Vec<&dyn QuantRows> = matrices.iter().map(|m| m as _).collect();
-        for isa in isas() {
-            let ex = &mut exec(isa, 2);
-            let got = gate_up(&all, &offsets, &in_rows, ex)?;
-            for (e, slots) in offsets.windows(2).enumerate() {
-                for slot in slots[0] as usize..slots[1] as usize {
-                    let want = gate_up(&all[e..e + 1], &[0, 1], &in_rows[slot..slot + 1], ex)?;
-                    assert_eq!(bits(&got[slot * i..][..i]), bits(&want), "{scheme} {isa:?} slot {slot}");
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
 #[test]
 fn memory_and_values_that_are_not_finite() -> Result<()> {
     let (n, k) = (64, 256);
@@ -365,7 +257,7 @@ fn errors_say_what_is_wrong() -> Result<()> {
         assert!(e.contains(what), "{e}");
     };
     let good = plain(int(4, 32, true, false));
-    fails(&plain(int(3, 32, true, false)), QuantUse::Linear, "expected int4, int8 or fp8");
+    fails(&plain(int(3, 32, true, false)), QuantUse::Linear, "expected int4, int8, fp8 or fp4");
     fails(&good, QuantUse::RowParallel { segments: 7 }, "7 segments do not divide");
     fails(&Plain::new(3, 32, int(8, 32, true, false), true, 1), QuantUse::GateUp, "even number of rows");
     let mut bad = plain(int(4, 32, true, false));
@@ -388,11 +280,19 @@ fn errors_say_what_is_wrong() -> Result<()> {
     let (x, mut out) = (data::<f32>(96, 1), filled::<f32>(&[1, 20])?);
     let x = view(&x, &[1, 96]);
     let segment = Segment { index: 0, of: 2 };
-    assert!(quant_linear_segment_into(x, &w, segment, out.view_mut(), &mut ex).is_err());
-    let both = pack(&good, QuantUse::GateUp)?;
-    let e = quant_linear_into(x, &both, None, out.view_mut(), &mut ex).unwrap_err().to_string();
+    let held = weight::<f32>(&w)?;
+    let held = held.read()?;
+    let e = linear_segment_into(x, held.view()?, segment, out.view_mut(), &mut ex).unwrap_err().to_string();
+    assert!(e.contains("2 segments, got one in 1"), "{e}");
+    let e = linear_row_parallel_into(x, held.view()?, None, out.view_mut(), &mut ex).unwrap_err().to_string();
+    assert!(e.contains("8 segments, got one in 1"), "{e}");
+    let both = weight::<f32>(&pack(&good, QuantUse::GateUp)?)?;
+    let both = both.read()?;
+    let both = both.view()?.only_matrix("test")?;
+    let e = linear_into(x, both, None, out.view_mut(), &mut ex).unwrap_err().to_string();
     assert!(e.contains("gate and up"), "{e}");
-    assert!(quant_linear_into(view(&[0f32; 95], &[1, 95]), &w, None, out.view_mut(), &mut ex).is_err());
+    let short = view(&[0f32; 95], &[1, 95]);
+    assert!(linear_into(short, held.view()?, None, out.view_mut(), &mut ex).is_err());
     assert!(w.dequantise_into(1, 0..1, &mut [0.0; 96]).is_err());
     assert!(w.dequantise_into(0, 0..21, &mut [0.0; 96 * 21]).is_err());
     Ok(())

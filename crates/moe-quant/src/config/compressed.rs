@@ -3,7 +3,7 @@
 //! Source of the keys' meaning: `QuantizationConfig` and `QuantizationArgs` of the library of that name. Of several groups
 //! that name a module, one that names it exactly comes first, then patterns, then the class `Linear`.
 
-use moe_kernels::{Fp8Scales, QuantGroup};
+use moe_kernels::QuantGroup;
 use serde_json::{Value, json};
 
 use super::common::{bits, group, missing};
@@ -12,10 +12,10 @@ use super::header::{Header, value_error};
 use super::pattern::Pattern;
 use super::{QuantConfig, Rule};
 use crate::error::QuantError;
-use crate::format::{Format, IntFormat};
+use crate::format::{Format, IntFormat, MX_BLOCK};
 
 /// Formats that are read.
-const FORMATS: [&str; 3] = ["pack-quantized", "float-quantized", "naive-quantized"];
+const FORMATS: [&str; 4] = ["pack-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"];
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     refuse_transforms(header)?;
@@ -107,9 +107,10 @@ fn format(header: &Header, settings: &Header) -> Result<Option<Format>, QuantErr
         ("float-quantized" | "naive-quantized", "float") => {
             Ok(Some(Format::Fp8 { scales: fp8_scales(&weights)?, scale_inv: false }))
         }
+        ("mxfp4-pack-quantized", "float") => mxfp4(&weights).map(Some),
         (_, "int" | "float") => Err(QuantError::unsupported(
             format!("`{}` = {kind} with the format {name}", weights.key("type")),
-            "int with pack-quantized or float with float-quantized works",
+            "int with pack-quantized, or float with float-quantized or mxfp4-pack-quantized works",
         )),
         _ => Err(value_error(weights.key("type"), "int or float", &json!(kind))),
     }
@@ -149,14 +150,31 @@ fn actorder(weights: &Header) -> Result<bool, QuantError> {
     }
 }
 
-fn fp8_scales(weights: &Header) -> Result<Fp8Scales, QuantError> {
+/// Blocks of 32 E2M1 codes with an E8M0 scale: the preset `MXFP4` of the library of that name.
+fn mxfp4(weights: &Header) -> Result<Format, QuantError> {
+    bits(weights, &["num_bits"], "mxfp4-pack-quantized", &[4])?;
+    weights.only(&["strategy"], &["group"])?;
+    weights.only(&["scale_dtype"], &["torch.uint8", "uint8"])?;
+    if !weights.bool("symmetric")?.unwrap_or(true) {
+        return Err(value_error(weights.key("symmetric"), "true: MXFP4 has no zero points", &json!(false)));
+    }
+    match group(weights, &["group_size"])? {
+        QuantGroup::Size(MX_BLOCK) => Ok(Format::Mxfp4),
+        _ => Err(QuantError::unsupported(
+            format!("a `{}` that is not {MX_BLOCK}, of MXFP4", weights.key("group_size")),
+            format!("blocks of {MX_BLOCK} columns work"),
+        )),
+    }
+}
+
+fn fp8_scales(weights: &Header) -> Result<QuantGroup, QuantError> {
     bits(weights, &["num_bits"], "float-quantized", &[8])?;
     if !weights.bool("symmetric")?.unwrap_or(true) {
         return Err(value_error(weights.key("symmetric"), "true: FP8 has no zero points", &json!(false)));
     }
     match weights.str(&["strategy"])?.unwrap_or("tensor").to_lowercase().as_str() {
-        "tensor" => Ok(Fp8Scales::Tensor),
-        "channel" => Ok(Fp8Scales::Channel),
+        "tensor" => Ok(QuantGroup::Tensor),
+        "channel" => Ok(QuantGroup::Channel),
         "block" => match weights.find(&["block_structure"]) {
             Some((key, value)) => block(&key, value),
             None => {

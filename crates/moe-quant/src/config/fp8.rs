@@ -1,6 +1,6 @@
 //! Headers of `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8, AutoFP8, transformers).
 
-use moe_kernels::Fp8Scales;
+use moe_kernels::QuantGroup;
 use moe_kernels::names::LM_HEAD;
 use serde_json::Value;
 
@@ -25,7 +25,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     header.only(&["scale_fmt"], &["float", "float32", "ue8m0"])?;
     let format = match header.find(&["weight_block_size"]) {
         Some((key, value)) => Format::Fp8 { scales: block(&key, value)?, scale_inv: true },
-        None => Format::Fp8 { scales: Fp8Scales::Tensor, scale_inv: false },
+        None => Format::Fp8 { scales: QuantGroup::Tensor, scale_inv: false },
     };
     let mut rules = vec![Rule::plain(Pattern::Exact(LM_HEAD.to_string()))];
     for key in ["modules_to_not_convert", "ignored_layers"] {
@@ -40,7 +40,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
 }
 
 /// `[rows, columns]` of a block, which older compressed-tensors wrote as "128x128".
-pub(super) fn block(key: &str, value: &Value) -> Result<Fp8Scales, QuantError> {
+pub(super) fn block(key: &str, value: &Value) -> Result<QuantGroup, QuantError> {
     let sides: Vec<Option<u64>> = match value {
         Value::Array(sides) => sides.iter().map(Value::as_u64).collect(),
         Value::String(text) => text.split('x').map(|side| side.parse().ok()).collect(),
@@ -48,7 +48,7 @@ pub(super) fn block(key: &str, value: &Value) -> Result<Fp8Scales, QuantError> {
     };
     match sides[..] {
         [Some(n @ 1..=LARGEST_SIDE), Some(k @ 1..=LARGEST_SIDE)] => {
-            Ok(Fp8Scales::Block { n: n as usize, k: k as usize })
+            Ok(QuantGroup::Block { n: n as usize, k: k as usize })
         }
         _ => Err(value_error(key, "two sizes above 0, rows and columns, such as [128, 128]", value)),
     }

@@ -147,16 +147,7 @@ impl QuantConfig {
     /// # Errors
     /// As `format_of`.
     pub fn bytes_per_weight(&self, module: &str, k: usize) -> Result<Option<f64>, QuantError> {
-        let scheme = self.scheme_of(module)?;
-        let per_group = |bits: f64| bits / scheme.group_size(k) as f64;
-        Ok(match scheme {
-            QuantScheme::None => None,
-            QuantScheme::Int { bits, zero_point, .. } => {
-                let bits = f64::from(bits);
-                Some((bits + per_group(16.0 + if zero_point { bits } else { 0.0 })) / 8.0)
-            }
-            QuantScheme::Fp8 { .. } => Some(1.0),
-        })
+        Ok(self.scheme_of(module)?.bytes_per_weight(k))
     }
 
     /// The format in which a file really holds a linear layer. Some makers leave modules such as the router in floats

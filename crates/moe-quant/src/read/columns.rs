@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+use moe_kernels::{QuantGroup, QuantScheme};
 
 use crate::format::Format;
 
@@ -40,12 +40,7 @@ impl Columns {
     pub fn in_order(format: Format, source: Range<usize>, k: usize) -> Result<Self, String> {
         let scheme = format.scheme();
         let width = source.len();
-        let channel = matches!(
-            scheme,
-            QuantScheme::Int { group: QuantGroup::Channel, .. }
-                | QuantScheme::Fp8 { scales: Fp8Scales::Channel | Fp8Scales::Tensor }
-        );
-        if channel {
+        if let QuantGroup::Channel | QuantGroup::Tensor = scheme.group {
             return Ok(Self { source, width, group: width, groups: vec![0], order: None });
         }
         let group = scheme.group_size(k);
@@ -90,11 +85,9 @@ impl Columns {
 
     /// The scheme of the logical form.
     pub fn scheme(&self, scheme: QuantScheme) -> QuantScheme {
-        match (scheme, &self.order) {
-            (QuantScheme::Int { bits, zero_point, act_order, .. }, Some(_)) => {
-                QuantScheme::Int { bits, group: QuantGroup::Size(self.group), zero_point, act_order }
-            }
-            _ => scheme,
+        match &self.order {
+            Some(_) => QuantScheme { group: QuantGroup::Size(self.group), ..scheme },
+            None => scheme,
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The weights themselves, for tests and for backends that compute with plain matrices.
 
 use candle_core::Result;
-use moe_kernels::QuantScheme;
 use moe_kernels::quant::{LogicalRows, QuantRows};
 
 /// Rows that are unpacked at once.
@@ -30,11 +29,10 @@ pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
             for &column in &columns {
                 let at = row * groups + column / group;
                 let q = rows.q[row * k + column];
-                let value = match scheme {
-                    QuantScheme::Fp8 { .. } => e4m3(q),
-                    _ => f32::from(i16::from(q) - i16::from(rows.zero[at])),
-                };
-                weights[(first + row) * inputs + input(column)] = rows.scale[at] * value;
+                let zero = rows.zero.get(at).map_or(0.0, |zero| f32::from(*zero));
+                let minimum = rows.minimum.get(at).copied().unwrap_or(0.0);
+                weights[(first + row) * inputs + input(column)] =
+                    rows.scale[at] * (scheme.value(q) - zero) - minimum;
             }
         }
     }

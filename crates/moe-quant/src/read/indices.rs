@@ -1,6 +1,5 @@
 //! `g_idx`: the group of each column, read and checked.
 
-use moe_kernels::QuantGroup;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -16,10 +15,7 @@ pub(super) fn groups_of_columns(
     stored: Option<&TensorView>,
 ) -> Result<Option<Vec<u32>>, String> {
     let Some(stored) = stored else { return Ok(None) };
-    let size = match int.group {
-        QuantGroup::Size(size) => size,
-        QuantGroup::Channel => k,
-    };
+    let size = int.group.columns(k);
     let mut found = whole_numbers(stored);
     // compressed-tensors leaves -1 where the order was never set.
     if found.iter().all(|group| *group == -1) {

@@ -174,8 +174,7 @@ impl<'a> Reader<'a> {
         let rows = inside(&self.name, "rows", rows, self.rows.len())?;
         let rows = self.rows.start + rows.start..self.rows.start + rows.end;
         let (width, groups) = (self.columns.width, &self.columns.groups);
-        out.scale.clear();
-        out.zero.clear();
+        out.clear();
         for n in rows.clone() {
             out.scale.extend(groups.iter().map(|group| self.scales.get(n, *group)));
             if let Some(int) = self.format.int() {
@@ -184,7 +183,6 @@ impl<'a> Reader<'a> {
                 }
             }
         }
-        out.q.clear();
         out.q.resize(rows.len() * width, 0);
         unpack::codes(self.format, self.codes, self.stored, rows.clone(), &self.columns, &mut out.q);
         self.check_codes(rows.start, &out.q)?;

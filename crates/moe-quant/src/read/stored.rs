@@ -53,6 +53,7 @@ fn tensors(format: Format, n: usize, k: usize) -> std::result::Result<(StoredWor
             Ok((all, all))
         }
         Format::Fp8 { .. } => Err(format!("rows of {k} bytes are no whole words of 4")),
+        Format::Mxfp4 => Err("no kernel of a GPU reads it".to_string()),
         Format::Plain => Err("it is stored in floats".to_string()),
     }
 }

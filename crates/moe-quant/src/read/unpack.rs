@@ -36,12 +36,13 @@ fn whole_words(
     Columns { source, width, .. }: &Columns,
     q: &mut [u8],
 ) -> bool {
-    let (Format::Gptq { int, .. } | Format::PackQuantized { int }) = format else { return false };
-    let size = int.per_word();
+    let (Format::Gptq { .. } | Format::PackQuantized { .. } | Format::Mxfp4) = format else { return false };
+    let bits = format.scheme().bits();
+    let size = 32 / bits;
     if source.is_empty() || !source.start.is_multiple_of(size) || !source.end.is_multiple_of(size) {
         return false;
     }
-    let (words, lines) = (Words::new(bytes, int.bits), source.start / size..source.end / size);
+    let (words, lines) = (Words::new(bytes, bits as u8), source.start / size..source.end / size);
     if matches!(format, Format::Gptq { .. }) {
         for (line, column) in lines.zip((0..).step_by(size)) {
             for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
@@ -72,7 +73,7 @@ fn place_codes(
     match format {
         Format::Gptq { int, .. } => {
             let words = Words::new(bytes, int.bits);
-            for (line, inside) in words_of(source, int) {
+            for (line, inside) in words_of(source, int.per_word()) {
                 for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
                     let word = words.word(line * n + row);
                     for (column, part) in inside.clone() {
@@ -91,11 +92,13 @@ fn place_codes(
                 }
             }
         }
-        Format::PackQuantized { int } => {
-            let words = Words::new(bytes, int.bits);
-            let line = k.div_ceil(int.per_word());
+        // Of two codes in a byte the lower bits are the first, so words of 32 bits hold eight as integers' words do.
+        Format::PackQuantized { .. } | Format::Mxfp4 => {
+            let bits = format.scheme().bits();
+            let (words, size) = (Words::new(bytes, bits as u8), 32 / bits);
+            let line = k.div_ceil(size);
             for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
-                for (at, inside) in words_of(source, int) {
+                for (at, inside) in words_of(source, size) {
                     let word = words.word(row * line + at);
                     for (column, part) in inside {
                         q[place(column)] = words.part(word, part);
@@ -111,12 +114,12 @@ fn place_codes(
     }
 }
 
-/// The words that hold these columns, and for each its columns, counted from the first, with their places.
+/// The words of `size` codes that hold these columns, and for each its columns, counted from the first, with their places.
 fn words_of(
     source: &Range<usize>,
-    int: IntFormat,
+    size: usize,
 ) -> impl Iterator<Item = (usize, impl Iterator<Item = (usize, u32)> + Clone + use<>)> + use<> {
-    let (start, end, size) = (source.start, source.end, int.per_word());
+    let (start, end) = (source.start, source.end);
     (start / size..end.div_ceil(size)).map(move |word| {
         let first = (word * size).max(start);
         let last = ((word + 1) * size).min(end);

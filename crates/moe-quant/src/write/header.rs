@@ -46,7 +46,7 @@ pub fn header(format: Format, lm_head: bool, exceptions: &[Exception]) -> Result
 fn group_size(int: IntFormat) -> i64 {
     match int.group {
         QuantGroup::Size(size) => size as i64,
-        QuantGroup::Channel => -1,
+        _ => -1,
     }
 }
 

@@ -4,7 +4,6 @@ mod header;
 mod pack;
 
 use half::{bf16, f16};
-use moe_kernels::QuantGroup;
 use safetensors::Dtype;
 
 use crate::error::QuantError;
@@ -142,8 +141,5 @@ pub fn round_scale(scale: f32, dtype: Dtype) -> Option<f32> {
 
 /// Columns of a group in rows of k columns.
 pub(crate) fn group_size(int: IntFormat, k: usize) -> usize {
-    match int.group {
-        QuantGroup::Size(size) => size,
-        QuantGroup::Channel => k,
-    }
+    int.group.columns(k)
 }

@@ -75,8 +75,7 @@ fn act_order_sorts_columns_and_keeps_scales() {
     let reader = case.reader().columns(64..128).unwrap();
     let (_, width) = reader.shape();
     assert!(width > 64 && width.is_multiple_of(32) && width <= 64 + 4 * 31, "{width}");
-    let expected =
-        QuantScheme::Int { bits: 4, group: QuantGroup::Size(32), zero_point: true, act_order: true };
+    let expected = QuantScheme::int(4, QuantGroup::Size(32)).with_zero_points(true).with_act_order(true);
     assert_eq!(reader.scheme(), expected);
     assert!(reader.perm().unwrap().iter().all(|input| *input < 64));
     assert_eq!(dequantise(&reader).unwrap(), part(&case, 0..16, 64..128));

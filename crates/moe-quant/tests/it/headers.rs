@@ -1,7 +1,7 @@
 //! Headers as makers write them: which module gets which format.
 
 use moe_quant::safetensors::Dtype;
-use moe_quant::{Format, Fp8Scales, GptqZeros, QuantConfig, QuantGroup, QuantScheme};
+use moe_quant::{Format, GptqZeros, QuantConfig, QuantGroup, QuantScheme};
 use serde_json::{Value, json};
 
 pub fn read(header: Value) -> QuantConfig {
@@ -149,8 +149,7 @@ fn actorder_by_any_name() {
             "quant_method": "compressed-tensors", "format": "pack-quantized",
             "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
         }));
-        let expected =
-            QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: false, act_order: ordered };
+        let expected = QuantScheme::int(4, QuantGroup::Size(128)).with_act_order(ordered);
         assert_eq!(config.scheme_of(Q).unwrap(), expected, "{value}");
     }
 }
@@ -165,7 +164,7 @@ fn fp8_of_compressed_tensors_is_announced_as_weight_only() {
         }},
         "format": "float-quantized", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8},
     }));
-    assert_eq!(config.format_of(Q).unwrap(), Format::Fp8 { scales: Fp8Scales::Channel, scale_inv: false });
+    assert_eq!(config.format_of(Q).unwrap(), Format::Fp8 { scales: QuantGroup::Channel, scale_inv: false });
     let notes = config.notes().join("\n");
     assert!(
         notes.contains("activations in float8; here only the weights") && notes.contains("KV cache"),
@@ -181,7 +180,7 @@ fn compressed_tensors_of_2024() {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights":
             {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64", "dynamic": false}}},
     }));
-    let expected = Format::Fp8 { scales: Fp8Scales::Block { n: 128, k: 64 }, scale_inv: false };
+    let expected = Format::Fp8 { scales: QuantGroup::Block { n: 128, k: 64 }, scale_inv: false };
     assert_eq!(config.format_of(UP).unwrap(), expected);
 }
 
@@ -207,7 +206,7 @@ fn fp8_of_qwen_and_deepseek() {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
     }));
-    let block = Format::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 }, scale_inv: true };
+    let block = Format::Fp8 { scales: QuantGroup::Block { n: 128, k: 128 }, scale_inv: true };
     assert_eq!(config.format_of(UP).unwrap(), block);
     assert_eq!(config.format_of(GATE).unwrap(), Format::Plain);
     assert_eq!(config.format_of(GATE_PROJ).unwrap(), block);
@@ -273,8 +272,8 @@ fn the_file_decides_what_the_header_leaves_open() {
     // The scales of FP8 go by two names.
     let blocks = read(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
     for (config, scales) in [
-        (read(json!({"quant_method": "fp8"})), Fp8Scales::Tensor),
-        (blocks, Fp8Scales::Block { n: 128, k: 128 }),
+        (read(json!({"quant_method": "fp8"})), QuantGroup::Tensor),
+        (blocks, QuantGroup::Block { n: 128, k: 128 }),
     ] {
         for (name, scale_inv) in [("weight_scale", false), ("weight_scale_inv", true)] {
             let dtype_of = |suffix: &str| match suffix {

@@ -6,6 +6,7 @@ mod faults;
 mod fixtures;
 mod headers;
 mod mutations;
+mod mxfp4;
 mod pack;
 mod refusals;
 mod round_trip;

@@ -122,7 +122,7 @@ pub fn pack(format: Format, m: &Matrix) -> Vec<Tensor> {
                 indices("weight_g_idx", &m.g_idx),
             ]
         }
-        Format::Plain | Format::Fp8 { .. } => unreachable!("not integers"),
+        Format::Plain | Format::Mxfp4 | Format::Fp8 { .. } => unreachable!("not integers"),
     }
 }
 

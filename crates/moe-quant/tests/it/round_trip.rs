@@ -1,6 +1,6 @@
 //! What is packed is read: random sizes, values, orders and cuts.
 
-use moe_quant::{Format, QuantGroup, Reader, dequantise};
+use moe_quant::{Format, Reader, dequantise};
 use proptest::prelude::*;
 
 use crate::pack::{Matrix, format, pack};
@@ -35,10 +35,7 @@ fn matrix(format: Format, n: usize, k: usize, seed: u64) -> Matrix {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) as usize
     };
-    let size = match int.group {
-        QuantGroup::Size(size) => size,
-        QuantGroup::Channel => k,
-    };
+    let size = int.group.columns(k);
     let groups = k.div_ceil(size);
     let most = (1usize << int.bits) - 1;
     let mut g_idx: Vec<u32> = (0..k).map(|column| (column / size) as u32).collect();

@@ -9,8 +9,8 @@ use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView, middle};
-use crate::scheme::QuantScheme;
+use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView};
+use crate::scheme::{Codes, Offset};
 
 /// The form; see the module.
 pub(super) struct Floats<'a> {
@@ -86,18 +86,30 @@ impl Floats<'_> {
             let panel = Panel {
                 q: self.w.quants(e, panel),
                 scales: self.w.panel_scales(e, panel),
-                zeros: self.w.packed.zeros.get(self.w.scales(e, panel)).unwrap_or_default(),
-                middle: u32::from(middle(self.w.scheme)),
+                offsets: Offsets {
+                    zeros: self.w.packed.zeros.get(self.w.scales(e, panel)).unwrap_or_default(),
+                    middle: u32::from(self.w.scheme.middle()),
+                    minima: self.w.packed.minima.get(self.w.scales(e, panel)).unwrap_or_default(),
+                },
                 blocks,
                 stride,
                 out,
             };
-            match self.w.scheme {
-                QuantScheme::Fp8 { .. } => dispatch(self.isa, Dequantise::<Bytes, true>(panel, PhantomData)),
-                _ if self.w.step_bytes() == Nibbles::STEP_BYTES => {
-                    dispatch(self.isa, Dequantise::<Nibbles, false>(panel, PhantomData));
+            let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
+            if let Some(table) = self.w.scheme.codes.book() {
+                dispatch(self.isa, Dequantise(panel, Book(table)));
+                continue;
+            }
+            match (self.w.scheme.codes, self.w.scheme.offset) {
+                (Codes::E4m3, _) => dispatch(self.isa, Dequantise(panel, E4m3)),
+                (_, Offset::Minimum) if is_nibbles => {
+                    dispatch(self.isa, Dequantise(panel, AboveMinimum::<Nibbles>(PhantomData)));
                 }
-                _ => dispatch(self.isa, Dequantise::<Bytes, false>(panel, PhantomData)),
+                (_, Offset::Minimum) => {
+                    dispatch(self.isa, Dequantise(panel, AboveMinimum::<Bytes>(PhantomData)));
+                }
+                _ if is_nibbles => dispatch(self.isa, Dequantise(panel, Ints::<Nibbles>(PhantomData))),
+                _ => dispatch(self.isa, Dequantise(panel, Ints::<Bytes>(PhantomData))),
             }
         }
     }
@@ -107,50 +119,128 @@ impl Floats<'_> {
 struct Panel<'a> {
     q: &'a [u8],
     scales: ScalesView<'a>,
-    zeros: &'a [u8],
-    middle: u32,
+    offsets: Offsets<'a>,
     blocks: &'a [Block],
     stride: usize,
     out: &'a mut [u32],
 }
 
-/// A panel as f32: scale * (q - zero), or scale * e4m3(q).
-struct Dequantise<'a, Q, const FP8: bool>(Panel<'a>, PhantomData<Q>);
+/// What the codes of a number format stand for.
+trait Codec: Copy + Send + Sync {
+    /// How codes lie in a panel.
+    type Quants: Quants;
+    /// What is subtracted in a group of sixteen rows.
+    fn offset<S: Simd>(self, s: S, panel: &Offsets, group: usize) -> S::V;
+    /// The weights of sixteen codes, one in each word.
+    fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, offset: S::V) -> S::V;
+}
 
-impl<Q: Quants, const FP8: bool> Kernel for Dequantise<'_, Q, FP8> {
+/// Zero points and minima of a panel, [groups, 16].
+struct Offsets<'a> {
+    /// Empty where all are the middle.
+    zeros: &'a [u8],
+    middle: u32,
+    /// Empty where the format has none.
+    minima: &'a [f32],
+}
+
+/// Unsigned integers: scale * (q - zero).
+#[derive(Clone, Copy)]
+struct Ints<Q>(PhantomData<Q>);
+
+/// Unsigned integers over a minimum: scale * q - minimum.
+#[derive(Clone, Copy)]
+struct AboveMinimum<Q>(PhantomData<Q>);
+
+/// E4M3 bytes.
+#[derive(Clone, Copy)]
+struct E4m3;
+
+/// Codes of 4 bits that stand for the values of a table.
+#[derive(Clone, Copy)]
+struct Book(&'static [f32; LANES]);
+
+impl<Q: Quants> Codec for Ints<Q> {
+    type Quants = Q;
+    #[inline(always)]
+    fn offset<S: Simd>(self, s: S, panel: &Offsets, group: usize) -> S::V {
+        match panel.zeros.get(group * LANES..).and_then(|z| z.first_chunk()) {
+            Some(zeros) => s.ints(s.widen_bytes(zeros)),
+            None => s.ints(s.splat_word(panel.middle)),
+        }
+    }
+    #[inline(always)]
+    fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, zero: S::V) -> S::V {
+        s.mul(scale, s.sub(s.ints(codes), zero))
+    }
+}
+
+impl<Q: Quants> Codec for AboveMinimum<Q> {
+    type Quants = Q;
+    #[inline(always)]
+    fn offset<S: Simd>(self, s: S, panel: &Offsets, group: usize) -> S::V {
+        f32::load_some(s, &panel.minima[group * LANES..][..LANES])
+    }
+    #[inline(always)]
+    fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, minimum: S::V) -> S::V {
+        s.sub(s.mul(scale, s.ints(codes)), minimum)
+    }
+}
+
+impl Codec for E4m3 {
+    type Quants = Bytes;
+    #[inline(always)]
+    fn offset<S: Simd>(self, s: S, _panel: &Offsets, _group: usize) -> S::V {
+        s.splat(0.0)
+    }
+    #[inline(always)]
+    fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, _none: S::V) -> S::V {
+        s.mul(scale, s.mul(s.e4m3_small(codes), s.splat((1u128 << 120) as f32)))
+    }
+}
+
+impl Codec for Book {
+    type Quants = Nibbles;
+    #[inline(always)]
+    fn offset<S: Simd>(self, s: S, _panel: &Offsets, _group: usize) -> S::V {
+        s.splat(0.0)
+    }
+    #[inline(always)]
+    fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, _none: S::V) -> S::V {
+        s.mul(scale, s.look_up(self.0, codes))
+    }
+}
+
+/// A panel as f32.
+struct Dequantise<'a, C>(Panel<'a>, C);
+
+impl<C: Codec> Kernel for Dequantise<'_, C> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (Panel { q, scales, zeros, middle, blocks, stride, out }, exponent) =
-            (self.0, s.splat((1u128 << 120) as f32));
+        let Self(Panel { q, scales, offsets, blocks, stride, out }, codec) = self;
+        let step_bytes = C::Quants::STEP_BYTES;
         let mut at = 0;
         for block in blocks {
             let scale = scales.group(s, block.group);
-            let zero = match zeros.get(block.group * LANES..).and_then(|z| z.first_chunk()) {
-                Some(zeros) => s.ints(s.widen_bytes(zeros)),
-                None => s.ints(s.splat_word(middle)),
-            };
-            let q = &q[block.step * Q::STEP_BYTES..][..block.steps() * Q::STEP_BYTES];
-            for (step, q) in q.chunks_exact(Q::STEP_BYTES).enumerate() {
+            let offset = codec.offset(s, &offsets, block.group);
+            let q = &q[block.step * step_bytes..][..block.steps() * step_bytes];
+            for (step, q) in q.chunks_exact(step_bytes).enumerate() {
                 s.prefetch(q.as_ptr().wrapping_add(PREFETCH));
-                s.prefetch(q.as_ptr().wrapping_add(PREFETCH + Q::STEP_BYTES / 2));
-                let pairs = Q::pairs(s, q);
+                s.prefetch(q.as_ptr().wrapping_add(PREFETCH + step_bytes / 2));
+                let pairs = C::Quants::pairs(s, q);
                 let mut words = [s.splat_word(0); STEP];
                 for i in 0..STEP / 2 {
                     [words[2 * i], words[2 * i + 1]] = s.halves(pairs[i]);
                 }
                 // Over all columns, so that the words stay in registers.
                 for i in 0..STEP {
-                    let value = if FP8 {
-                        s.mul(s.e4m3_small(words[i]), exponent)
-                    } else {
-                        s.sub(s.ints(words[i]), zero)
-                    };
+                    let weights = codec.weights(s, words[i], scale, offset);
                     let column = step * STEP + i;
                     let out = out.get_mut((at + column) * stride..).unwrap_or_default();
                     if let Some(out) = out.first_chunk_mut().filter(|_| column < block.len) {
-                        s.store_words(s.to_words(s.mul(scale, value)), out);
+                        s.store_words(s.to_words(weights), out);
                     }
                 }
             }

@@ -19,7 +19,7 @@ use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::exec::CpuIsa;
-use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView, middle};
+use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView};
 
 /// Words that follow the integers of a block: its scale, and minus the sum of its integers.
 pub(super) const TAIL: usize = 2;
@@ -144,7 +144,7 @@ impl Ints<'_> {
         let (Some(first), columns, segments) = (first, &self.w.parts[e].columns, &self.segments) else {
             return;
         };
-        let middle = u32::from(middle(self.w.scheme));
+        let middle = u32::from(self.w.scheme.middle());
         let mut run = |panels: [Panel; 2], count, vector| {
             let (out, segments, quants) = (&mut *out, segments.clone(), PhantomData::<Q>);
             let next = if is_pair && together { 2 } else { 1 };

@@ -13,7 +13,7 @@ use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, UNIT, UnitSums};
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::quant::{BLOCK, Block, Columns, STEP, middle};
+use crate::quant::{BLOCK, Block, Columns, STEP};
 
 /// Rows of x of a tile.
 pub(super) const ROWS: usize = LANES;
@@ -49,7 +49,7 @@ pub(super) fn put(ints: &[u16], is_nibbles: bool, block: Block, j: usize, m: usi
 
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
-    let (columns, middle) = (&ints.w.parts[e].columns, u32::from(middle(ints.w.scheme)));
+    let (columns, middle) = (&ints.w.parts[e].columns, u32::from(ints.w.scheme.middle()));
     // The place of a missing panel repeats the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
     LOCAL.with_borrow_mut(|(unpacked, partial)| {

@@ -1,12 +1,12 @@
 //! Products with quantised weights.
 //!
-//! There are two forms, chosen by dtype and scheme alone, so that a row's bits depend on nothing but its sequence:
+//! There are two forms, chosen by dtype and number format alone, so that a row's bits depend on nothing but its sequence:
 //!
 //! - [`ints`]: integer weights with bf16 or f16 activations. A block of x (up to 128 columns of one group) becomes 16-bit
 //!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
 //!   exact in any order, and only the sums of blocks are f32. Weights are unpacked in registers for a few rows of x, and
 //!   into cache for more ([`unpacked`]), for AMX as bytes ([`matrix_registers`]).
-//! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and [`super::product`]
+//! - [`floats`]: f32 activations, codes that stand for floats, and minima. Weights become f32 as they are defined and [`super::product`]
 //!   multiplies them, with the bits of the dequantised f32 matrix.
 //!
 //! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece of
@@ -37,7 +37,7 @@ use super::tile::{CACHE_LINE, Shape, UNIT, UnitSums};
 use crate::element::Element;
 use crate::exec::{CpuIsa, Exec};
 use crate::quant::{Block, Columns, QuantMatrix};
-use crate::scheme::QuantScheme;
+use crate::scheme::Offset;
 
 /// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
 const PIECE_ROWS: usize = 264;
@@ -67,8 +67,8 @@ pub(crate) struct QuantProducts<'a, T> {
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
     let (isa, w, segments) = (ex.isa(), p.w, p.segments.clone());
-    match (p.w.scheme, <T as Element>::DTYPE) {
-        (QuantScheme::Int { .. }, DType::BF16 | DType::F16) => {
+    match (p.w.scheme.offset, <T as Element>::DTYPE) {
+        (Offset::Middle | Offset::Zero, DType::BF16 | DType::F16) => {
             Driver { p, ex, epilogue, form: ints::Ints { isa, w, segments } }.run()
         }
         _ => Driver { p, ex, epilogue, form: floats::Floats { isa, w, segments } }.run(),

@@ -12,7 +12,7 @@ use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, chains, even_pa
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
-use crate::quant::{Block, middle};
+use crate::quant::Block;
 
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
@@ -52,7 +52,7 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
 fn unpack(ints: &Ints, panels: &[Panel], blocks: &[Block], q: &mut [u32], scales: &mut [u32]) {
     let stride = panels.len() * LANES;
     for (i, &panel) in panels.iter().enumerate() {
-        let middle = u32::from(middle(ints.w.scheme));
+        let middle = u32::from(ints.w.scheme.middle());
         let (q, scales) = (&mut q[i * LANES..], &mut scales[i * LANES..]);
         match ints.w.step_bytes() == Nibbles::STEP_BYTES {
             true => {

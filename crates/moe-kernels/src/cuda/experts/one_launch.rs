@@ -124,7 +124,7 @@ mod tests {
     use super::*;
     use crate::cuda::args::QuantFormat;
     use crate::plan::{ColumnOrder, Gpu, Machine, QuantWeights};
-    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+    use crate::scheme::{QuantGroup, QuantScheme};
 
     /// bf16, integers of 4 bits, FP8.
     fn weights() -> [Option<[QuantWeights; 2]>; 3] {
@@ -133,8 +133,8 @@ mod tests {
             [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false, order })
         };
         let group = QuantGroup::Size(64);
-        let int = QuantScheme::Int { bits: 4, group, zero_point: true, act_order: false };
-        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Channel };
+        let int = QuantScheme::int(4, group).with_zero_points(true);
+        let fp8 = QuantScheme::fp8(QuantGroup::Channel);
         [None, Some(pack(int, DType::F16)), Some(pack(fp8, DType::F32))]
     }
 
@@ -147,8 +147,7 @@ mod tests {
         let memory = n(gpu.block_shared_memory);
         let format = match quant {
             None => None,
-            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => Some(QuantFormat::Int4),
-            Some(_) => Some(QuantFormat::Fp8),
+            Some([w13, _]) => Some(QuantFormat::of("test", w13.scheme).unwrap()),
         };
         // SAFETY: pure functions of numbers.
         let answer = unsafe {

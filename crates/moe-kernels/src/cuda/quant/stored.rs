@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use super::Arrays;
@@ -11,7 +11,7 @@ use crate::cuda::args::{Dtype, In, Out, QuantFormat, QuantPackStoredArgs, Stored
 use crate::cuda::{CudaExec, Staging, ffi, small};
 use crate::exec::Exec;
 use crate::quant::{StoredBatches, StoredWords, TILE_ROWS, Tiles};
-use crate::scheme::QuantScheme;
+use crate::scheme::{Codes, QuantScheme};
 
 const OP: &str = "packing quantised weights";
 
@@ -130,12 +130,7 @@ fn form(tiles: &Tiles, batches: &StoredBatches) -> Result<QuantPackStoredArgs> {
         code: coding(form.codes),
         zero: form.zeros.map_or(none, coding),
         scale_dtype: Dtype::of(OP, form.scale_dtype)?,
-        format: match tiles.scheme {
-            QuantScheme::Int { bits: 4, .. } => QuantFormat::Int4,
-            QuantScheme::Int { .. } => QuantFormat::Int8,
-            QuantScheme::Fp8 { .. } => QuantFormat::Fp8,
-            QuantScheme::None => bail!("{OP}: expected a scheme, got floats"),
-        },
+        format: QuantFormat::of(OP, tiles.scheme)?,
         entries: small(OP, batches.entries())?,
         gate_up: i32::from(tiles.gate_up),
     })
@@ -144,9 +139,9 @@ fn form(tiles: &Tiles, batches: &StoredBatches) -> Result<QuantPackStoredArgs> {
 /// The dtype of scales, and how many of a group a tile row has: as `PackedScales::new`.
 fn scale_form(scheme: QuantScheme, found: u32) -> (DType, usize) {
     let has = |bit: u32| found & bit != 0;
-    match scheme {
-        QuantScheme::Fp8 { .. } if has(found::HALVES_DIFFER) => (DType::F32, TILE_ROWS),
-        QuantScheme::Fp8 { .. } => (DType::F32, 2),
+    match scheme.codes {
+        Codes::E4m3 if has(found::HALVES_DIFFER) => (DType::F32, TILE_ROWS),
+        Codes::E4m3 => (DType::F32, 2),
         _ if !has(found::NOT_F16) => (DType::F16, TILE_ROWS),
         _ if !has(found::NOT_BF16) => (DType::BF16, TILE_ROWS),
         _ => (DType::F32, TILE_ROWS),
