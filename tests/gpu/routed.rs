@@ -5,7 +5,7 @@ use moe_kernels::cuda::{
     FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
 };
 use moe_kernels::plan::{ColumnOrder, Fp8Activations, MonolithicForm};
-use moe_kernels::{Exec, Fp8Scales, MonolithicIo, PreNorm, Weight, add_rms_norm_into};
+use moe_kernels::{Exec, MonolithicIo, PreNorm, QuantGroup, Weight, add_rms_norm_into};
 
 use crate::common::*;
 use crate::gates::{Case, Rule};
@@ -79,7 +79,7 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
             check(&mut rng, form, sizes, &packs.weights, cuda());
         }
     }
-    let block = fp8(Fp8Scales::Block { n: 128, k: 128 });
+    let block = fp8(QuantGroup::Block { n: 128, k: 128 });
     let packs = Packs::new(&mut rng, 8, [128, 128], Some(block));
     for tokens in small([300; 3], 0, |_| 0) {
         let ex = cuda().with_fp8_activations(Fp8Activations::On);
