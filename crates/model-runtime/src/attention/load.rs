@@ -136,7 +136,7 @@ fn load_floats(
     if let Some(source) = &context.quant {
         for (module, _) in modules {
             let name = format!("{}.{module}", vb.prefix());
-            if source.scheme(&name)? != QuantScheme::None {
+            if source.scheme(&name)? != QuantScheme::NONE {
                 warn!(
                     "{name} is loaded as floats: a part of each head is rotated, so its rows change their order"
                 );
