@@ -145,10 +145,7 @@ mod tests {
         let sizes = [tokens, hidden, inter, num_ids, num_local, top_k].map(n);
         let [tokens, hidden, inter, num_ids, num_local, top_k] = sizes;
         let memory = n(gpu.block_shared_memory);
-        let format = match quant {
-            None => None,
-            Some([w13, _]) => Some(QuantFormat::of("test", w13.scheme).unwrap()),
-        };
+        let format = quant.map(|[w13, _]| QuantFormat::of("test", w13.scheme).unwrap());
         // SAFETY: pure functions of numbers.
         let answer = unsafe {
             match format {
