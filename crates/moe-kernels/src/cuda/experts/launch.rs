@@ -190,7 +190,8 @@ impl Inputs {
         let num_local = small(op, s.num_local)?;
         // SAFETY: a pure function of numbers.
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
-        let flags = cuda.counters("experts_stream", words as usize)?;
+        // Two sets of flags take turns, and where the second begins depends on their number.
+        let flags = cuda.counters_of_size("experts_stream", words as usize)?;
         let &Self { x, topk_ids, topk_weights, expert_map, .. } = self;
         let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
         let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
