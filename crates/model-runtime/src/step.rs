@@ -133,7 +133,8 @@ impl StepViews<'_> {
             logits: self.num_logits(),
             scored: self.num_scored(),
             whole_residual: context.whole_residual,
-            observed: observed.or(context.asks_of_router()),
+            observed,
+            routed: context.asks_of_router(),
         }
     }
 }

@@ -243,9 +243,9 @@ impl SparseMoeBlock {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let observed = context.asks_of_router();
+        let routed = context.asks_of_router();
         let only_decode = context.only_decode;
-        let step = PlanStep { only_decode, observed, ..PlanStep::prompts(hidden.rows()) };
+        let step = PlanStep { only_decode, routed, ..PlanStep::prompts(hidden.rows()) };
         let form = self.choose(&step, &[Fusion::Nothing], &ex.machine());
         self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
     }

@@ -19,7 +19,7 @@ use tracing::trace_span;
 use crate::placed::PlacedExperts;
 use crate::shared::SharedExperts;
 
-/// What a plan calls the launch in which sums return from other ranks and are added, with the norm behind them.
+/// What a plan calls the launch in which sums return from other ranks and are added, with the norm after the sum.
 pub(crate) const COMBINE_ADD_NORM: &str = "combine_add_rms_norm";
 
 /// A prepare/finalize backend and the experts that fit it.

@@ -263,7 +263,7 @@ impl GatedMlp {
     }
 }
 
-/// The product of so many rows with a weight [n, k].
+/// The product of `rows` rows with a weight [n, k].
 fn linear_call(rows: usize, n: usize, k: usize, weight: &Weight) -> LinearCall {
     let (dtype, quant) = (weight.dtype(), weight.quantisation());
     LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }

@@ -102,7 +102,7 @@ impl SparseMoeBlock {
         MoePlan { form, stages }
     }
 
-    /// The stages of routed experts, and those of the shared ones.
+    /// The stages of the routed experts, and the stages of the shared ones.
     fn with_shared(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
         match self.shared_experts() {
             Some(shared) => shared.stages(rows, routed, machine),
@@ -127,7 +127,7 @@ impl SparseMoeBlock {
         let call =
             MonolithicCall { experts: self.call(path, step.rows), dtype: experts.shape().dtype, fusion };
         experts.fits(&call, machine)?;
-        if let Some(asked) = step.observed {
+        if let Some(asked) = step.asks() {
             return Err(Reason::Routed { asked });
         }
         self.router().kernel_rule()?;
@@ -206,7 +206,7 @@ impl SparseMoeBlock {
             dtype: shape.dtype,
         };
         let mut gate = RouterForm::stage(&["router"], &router, machine);
-        let asked = step.observed.map(|asked| Reason::Routed { asked });
+        let asked = step.routed.map(|asked| Reason::Routed { asked });
         if let Some(reason) = asked.or(self.router().kernel_rule().err()).filter(|_| machine.gpu.is_some()) {
             let kernel = RouterForm::OneLaunch.name().to_string();
             gate = Stage::new(&["router"], RouterForm::Apart.name()).after([Rejected { kernel, reason }]);
@@ -255,7 +255,7 @@ impl SparseMoeBlock {
         stages
     }
 
-    /// The kernels behind modular experts: a choice for each step where they weight and reduce by themselves.
+    /// The kernels that follow modular experts: a choice for each step where they weight and reduce by themselves.
     fn experts_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
         let (experts, call) = (&path.experts, self.call(path, rows));
         let note = Some(experts.name().to_string());
@@ -274,7 +274,7 @@ impl SparseMoeBlock {
         stages
     }
 
-    /// The kernels behind experts that may leave the sum of their slots to the next launch.
+    /// The kernels that follow experts which may leave the sum of their slots to the next launch.
     fn slot_rows_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
         let mut stages = self.experts_stages(path, rows, machine);
         let leaves = path.experts.num_slots().is_none() && self.call(path, rows).leaves_slots(machine);

@@ -1,4 +1,4 @@
-//! What a step asks of a layer: all that the choice of kernels depends on, beside the machine.
+//! What a step asks of a layer: all that the choice of kernels depends on, apart from the machine.
 
 /// The shape of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,24 +17,26 @@ pub struct PlanStep {
     pub logits: usize,
     /// Rows that are scored.
     pub scored: usize,
-    /// Whether somebody sees the residual stream of all rows, so that each rank keeps all of it.
+    /// Whether the residual stream of all rows is asked for, so that each rank keeps all of it.
     pub whole_residual: bool,
-    /// What the step wants to see or to force inside the layer, if anything.
+    /// What an observer wants to see inside the layer, if there is one.
     pub observed: Option<&'static str>,
+    /// What the step records or forces of the routing in host memory, if anything.
+    pub routed: Option<&'static str>,
 }
 
 impl PlanStep {
-    /// A step of one new row of each of so many sequences.
+    /// A step of one new row of each of `rows` sequences.
     pub fn decode(rows: usize) -> Self {
         Self { only_decode: true, ..Self::mixed(rows, 0) }
     }
 
-    /// A step of so many rows of prompts.
+    /// A step of `rows` rows of prompts.
     pub fn prompts(rows: usize) -> Self {
         Self::mixed(0, rows)
     }
 
-    /// A step of decoding rows and rows of prompts behind them.
+    /// A step of decoding rows, then rows of prompts.
     pub fn mixed(decode_rows: usize, prompt_rows: usize) -> Self {
         let rows = decode_rows + prompt_rows;
         Self {
@@ -47,7 +49,13 @@ impl PlanStep {
             scored: 0,
             whole_residual: false,
             observed: None,
+            routed: None,
         }
+    }
+
+    /// What the step wants to see or to force inside the layer, if anything.
+    pub fn asks(&self) -> Option<&'static str> {
+        self.observed.or(self.routed)
     }
 
     /// Rows of prompts.

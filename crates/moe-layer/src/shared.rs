@@ -128,7 +128,7 @@ impl SharedExperts {
         self.mlp.intermediate_size()
     }
 
-    /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: those of the `routed` experts and their own.
+    /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: the kernels of the `routed` experts, then their own.
     pub(crate) fn stages(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
         let beside = self.fits_beside(rows, machine);
         let mut own = match (&beside, &self.gate) {

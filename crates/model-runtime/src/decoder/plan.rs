@@ -96,7 +96,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
         norm.into_iter().chain(stages).collect()
     }
 
-    /// The kernels of MLP or experts in such a step, with the norm behind the attention and the one behind them.
+    /// The kernels of the MLP or the experts in such a step, with the norm before and the norm after them.
     fn mlp_stages(&self, mlp: MoeForm, around: &mut Around, step: &PlanStep) -> Vec<Stage> {
         let mut stages = Vec::new();
         let own = match &self.mlp {
@@ -175,7 +175,7 @@ impl<A> Decoder<A> {
             _ => false,
         };
         let few = step.logits < step.rows && step.scored == 0;
-        self.ends_few && few && step.observed.is_none() && !routes_by_number
+        self.ends_few && few && step.asks().is_none() && !routes_by_number
     }
 
     /// Whether the ranks that add up in norms keep the residual stream of some of a step's rows each, or why all keep all of it.
@@ -197,7 +197,7 @@ impl<A> Decoder<A> {
     }
 }
 
-/// What a norm behind a sub-layer computes.
+/// What the norm after a sub-layer computes.
 const OWN_NORM: NormParts =
     NormParts { whole: &["add", "norm"], over_ranks: &["sum over ranks", "add", "norm"] };
 const NEXT_NORM: NormParts =

@@ -200,7 +200,7 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
         (first.kernel.as_str(), why.as_str()),
         ("layer_stream with norm and addition", "computes at most 4 rows at once, got 16",)
     );
-    let observed = PlanStep { observed: Some("expert counts"), ..step(16) };
+    let observed = PlanStep { routed: Some("expert counts"), ..step(16) };
     let plan = block.plan(&observed, &FUSIONS, &machine);
     assert_eq!(
         (plan.form, plan.stages[0].kernel.as_str()),
