@@ -19,7 +19,7 @@ pub struct Job {
     pub grammar: Option<Precompiled>,
 }
 
-/// What an answer holds beside what was generated.
+/// What an answer holds in addition to what was generated.
 #[derive(Debug)]
 pub struct Form {
     /// Which object.
@@ -30,7 +30,7 @@ pub struct Form {
     pub n: usize,
     /// The role of a message.
     pub role: String,
-    /// Log-probabilities of so many likeliest tokens.
+    /// The number of likeliest tokens whose log-probabilities are wanted.
     pub logprobs: Option<usize>,
     /// Log-probabilities of the prompt are asked for under the name `prompt_logprobs`.
     pub prompt_logprobs: bool,

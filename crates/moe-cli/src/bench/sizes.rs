@@ -6,7 +6,7 @@ use moe_engine::usage;
 
 use crate::cli::BenchArgs;
 
-/// New tokens behind the prompt of `--long-context`.
+/// New tokens after the prompt of `--long-context`.
 pub const LONG_OUTPUT: usize = 128;
 
 /// Tokens of the rows: what the flags say, else the defaults, cut to the model's context.
@@ -53,7 +53,7 @@ pub fn check_sizes(args: &BenchArgs, sizes: &Sizes, context: usize) -> Result<()
     }
     if let Some(length) = sizes.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
         return Err(usage(format!(
-            "--lengths {length}: expected 1 to {}: a token is generated behind the prompt, and the model's context is {context}",
+            "--lengths {length}: expected 1 to {}: a token is generated after the prompt, and the model's context is {context}",
             context - 1
         )));
     }

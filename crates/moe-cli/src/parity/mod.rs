@@ -37,36 +37,44 @@ pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<
 
     let count = reference.generated.as_ref().map_or(0, |(count, _)| *count);
     let generated = run::greedy(model, &reference, count, ex)?;
-    let replay = if dtype == DType::F32 { None } else { replay(model, &reference)?.map(Arc::new) };
+    let replay = if dtype == DType::F32 {
+        None
+    } else {
+        replay(&Routers { model, device: ex.device() }, &reference)?.map(Arc::new)
+    };
     let ours = run::teacher_forced(model, &reference, replay, ex)?;
-    let mut report = judge(info, &reference, &ours, &generated, &rules, &Routers(model))?;
+    let mut report =
+        judge(info, &reference, &ours, &generated, &rules, &Routers { model, device: ex.device() })?;
     report.device = format!("{:?}", ex.device().location()).to_lowercase();
     report.dtype = dtype.as_str().to_string();
     Ok(report)
 }
 
 /// The reference's routing, if it has the router logits of every MoE layer.
-fn replay(model: &dyn CausalLm, reference: &Reference) -> Result<Option<RoutedExperts>> {
-    let Some(moe) = &model.info().moe else { return Ok(None) };
+fn replay(routers: &Routers<'_>, reference: &Reference) -> Result<Option<RoutedExperts>> {
+    let Some(moe) = &routers.model.info().moe else { return Ok(None) };
     let tokens = reference.batch * reference.length;
     let mut routed = RoutedExperts::empty(tokens, moe.layers.len(), moe.top_k)?;
     for (m, layer) in moe.layers.iter().enumerate() {
         let Some(logits) = reference.router_logits.get(layer) else { return Ok(None) };
-        for (token, ids) in Routers(model).ids(*layer, logits)?.chunks_exact(moe.top_k).enumerate() {
+        for (token, ids) in routers.ids(*layer, logits)?.chunks_exact(moe.top_k).enumerate() {
             routed.set(token, m, ids)?;
         }
     }
     Ok(Some(routed))
 }
 
-/// The selection rule of a model's routers.
-struct Routers<'a>(&'a dyn CausalLm);
+/// The selection rule of a model's routers, whose parameters are on a device.
+struct Routers<'a> {
+    model: &'a dyn CausalLm,
+    device: &'a Device,
+}
 
 impl<'a> Routers<'a> {
     fn router(&self, layer: usize) -> Result<(&'a Router, &'a MoeInfo)> {
-        let info = self.0.info().moe.as_ref().context("the model has no routed experts")?;
+        let info = self.model.info().moe.as_ref().context("the model has no routed experts")?;
         let m = info.layers.iter().position(|l| *l == layer).context("the layer has no router")?;
-        Ok((self.0.router(m).context("the layer has no router")?, info))
+        Ok((self.model.router(m).context("the layer has no router")?, info))
     }
 }
 
@@ -74,8 +82,8 @@ impl Selection for Routers<'_> {
     fn ids(&self, layer: usize, logits: &[f32]) -> Result<Vec<u32>> {
         let (router, info) = self.router(layer)?;
         let shape = (logits.len() / info.num_experts, info.num_experts);
-        let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
-        // Behind the routed experts are shared ones, where these are slots.
+        let routed = router.route(&Tensor::from_slice(logits, shape, self.device)?)?;
+        // Shared experts follow the routed ones, where they are slots.
         Ok(routed.topk_ids.narrow(1, 0, info.top_k)?.flatten_all()?.to_vec1()?)
     }
 
