@@ -124,7 +124,7 @@ pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
     }
 }
 
-/// Elements behind data at a place that no launch may write. There are none under compute-sanitizer, which watches the memory
+/// Elements after the data at a place, which no launch may write. There are none under compute-sanitizer, which watches the memory
 /// that belongs to nothing.
 fn guard() -> usize {
     if tiny() { 0 } else { 4096 }
@@ -184,7 +184,7 @@ impl Placed {
         self.data.view_mut().narrow(self.offset, len).unwrap().reshape(&self.dims).unwrap()
     }
 
-    /// A copy in host memory. Fails if a launch has written before or behind the data.
+    /// A copy in host memory. Fails if a launch has written before or after the data.
     pub fn host(&self, place: &Place) -> Buffer {
         let end = self.offset + self.dims.iter().product::<usize>();
         for (start, len) in [(0, self.offset), (end, self.data.view().elem_count() - end)] {

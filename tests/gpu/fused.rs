@@ -47,7 +47,7 @@ impl Step<'_> {
         }
     }
 
-    /// The slots of each expert in random order; what is behind the last is no slot.
+    /// The slots of each expert in random order; what follows the last is no slot.
     fn shuffled_lists(&self, rng: &mut Rng) -> [Buffer; 2] {
         let (experts, local) = (self.packs.meaning.weights.len(), self.local_ids());
         let (mut counts, mut slots) = (vec![0; experts], vec![u32::MAX; experts * local.len()]);
@@ -128,7 +128,9 @@ impl Promise {
         // Sums of f32, and activations that round to the other bf16; rows in bf16; weights that are rounded to bf16, too.
         let bound = match (form, quant) {
             (Wide | QuantAny, true) => 1.2e-2,
-            (Fp8, _) => 1e-2,
+            // An activation between two numbers of E4M3, 1/16 apart, may round to the other one. Products of activations that
+            // are not quantised are off by about 2.5e-2.
+            (Fp8, _) => 1.5e-2,
             (_, true) => 5e-3,
             (Wide, false) => 4e-3,
             _ => 3e-3,
@@ -178,7 +180,7 @@ fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
     }
 }
 
-/// Rows alone, beside one that is no number, and from a graph.
+/// Rows alone, next to a row of NaN, and from a graph.
 fn check_rows(
     rng: &mut Rng,
     name: &str,
@@ -218,12 +220,12 @@ fn check_rows(
         let is_lost = got.iter().all(|x| x.is_nan());
         assert!(
             if t == lost { is_lost } else { as_it_was },
-            "{name}: row {t} beside row {lost}, which is no number"
+            "{name}: row {t} next to row {lost}, which is NaN"
         );
     }
 }
 
-/// Multiplications of a case, to choose small ones by; those of 8 experts are some in any event, and fill every ring of stages.
+/// Multiplications of a case, to choose small ones by; cases of 8 experts are always among them, and fill every ring of stages.
 fn work((_, [experts, top_k, hidden, inter], tokens): &Case) -> usize {
     if *experts == 8 { 0 } else { tokens * top_k * hidden * inter }
 }

@@ -237,7 +237,7 @@ fn one_launch_chooses_no_nan() {
     }
 }
 
-/// A token has the same bits alone as beside others.
+/// A token has the same bits alone as next to others.
 #[test]
 fn a_token_of_one_launch_does_not_depend_on_its_neighbours() {
     let mut rng = Rng::new();

@@ -120,7 +120,7 @@ fn outputs_are_those_of_experts_on_the_device() {
     }
 }
 
-/// Integers, scales and zero points of quantised experts change places apart.
+/// Integers, scales and zero points of quantised experts change places separately.
 #[test]
 fn outputs_of_quantised_experts_are_those_on_the_device() {
     let mut rng = Rng::new();

@@ -70,7 +70,7 @@ pub struct Routing {
     pub map: Option<Vec<i32>>,
 }
 
-/// Spread, with padding, nobody, half of the experts elsewhere, one overloaded and others empty, ids that there are not.
+/// Spread; with padding; all padding; half of the experts elsewhere; one overloaded and others empty; ids that do not exist.
 pub fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> Vec<Routing> {
     let spread = |rng: &mut Rng, experts: usize| -> Vec<u32> {
         (0..tokens)

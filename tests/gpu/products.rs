@@ -55,7 +55,7 @@ fn dense_products_agree() {
     }
 }
 
-/// Products in bf16 by every kernel: stored in f32 and bf16, added, with a bias, behind a norm; again with the same bits.
+/// Products in bf16 by every kernel: stored in f32 and bf16, added, with a bias, after a norm; again with the same bits.
 #[test]
 fn dense_products_in_bf16_are_those_of_their_definition() {
     let mut rng = Rng::new();

@@ -1,4 +1,4 @@
-//! Launches behind the router inside of one op: router, experts, addition and norm have the bits of the ops one by one.
+//! Launches that follow the router inside of one op: router, experts, addition and norm have the bits of the ops one by one.
 
 use candle_core::DType;
 use moe_kernels::cuda::{

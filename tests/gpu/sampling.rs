@@ -277,7 +277,7 @@ fn a_slot_that_is_not_there_is_no_slot() {
     let mut reset = vec![0; 64];
     let of_absent = SlotReset { slot: 1, prompt: &[1, 2], output: &[3], edits: &[(4, 1.0)] };
     SlotReset::write(&[of_absent], &mut reset).unwrap();
-    // Of a slot that is: ids, too many edits, and edits behind the words.
+    // Of a slot that is: ids, too many edits, and edits after the last word.
     let beyond: [[u32; 8]; 4] = [
         [0, 9, 0, 4, 8, 0, 0, 0],
         [0, 8, 0, 0, 8, MAX_EDITS as u32 + 1, 0, 0],

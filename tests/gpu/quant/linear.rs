@@ -26,7 +26,7 @@ fn schemes() -> [QuantScheme; 8] {
     ]
 }
 
-/// Whether one row beside such weights is multiplied as integers of 16 bits with a unit for 128 columns.
+/// Whether one row with such weights is multiplied as integers of 16 bits with a unit for 128 columns.
 fn is_digits(scheme: QuantScheme) -> bool {
     schemes().iter().enumerate().any(|(i, of)| *of == scheme && [0, 2, 3, 4].contains(&i))
 }
@@ -135,7 +135,7 @@ fn rows_of_any_magnitude_keep_their_values() {
     }
 }
 
-/// From one row to so many that weights are written out: stored in f32 and bf16, added, with a bias, behind a norm.
+/// From one row to as many as make the weights be written out: stored in f32 and bf16, added, with a bias, after a norm.
 #[test]
 fn products_are_those_of_their_definition() {
     let mut rng = Rng::new();
