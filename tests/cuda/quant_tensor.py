@@ -1,4 +1,4 @@
-"""Times the kernels on warpgroup products with quantised weights beside bf16.
+"""Times the kernels on warpgroup products with quantised weights and with bf16.
 
   python tests/cuda/quant_tensor.py LIBRARY [--out quant_tensor.json] [--tokens 8,16,..] [--schemes NAME,..]
       [--time linears,experts] [--splits N]

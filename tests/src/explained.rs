@@ -18,7 +18,7 @@ const BLOCK: usize = 16;
 pub struct ShownStep {
     /// Sequences with one new row each.
     pub decoding: usize,
-    /// Rows of each prompt behind them.
+    /// Rows of each prompt after them.
     pub prompts: Vec<usize>,
     /// Which rows of a prompt need logits; of decoding rows each does.
     pub logits: LogitsRows,

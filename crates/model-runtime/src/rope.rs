@@ -64,7 +64,7 @@ impl Rope {
         Self { config, inv_freq, attention_factor }
     }
 
-    /// Inverse frequencies, [D/2], those of dimensions that are not rotated 0, for rows of a sequence of `rope_len` tokens.
+    /// Inverse frequencies, [D/2] (0 for dimensions that are not rotated), for rows of a sequence of `rope_len` tokens.
     pub fn inv_freq(&self, rope_len: u32) -> std::borrow::Cow<'_, [f32]> {
         match self.config.scaling {
             RopeScaling::Dynamic { factor } if rope_len as usize > self.config.max_position_embeddings => {

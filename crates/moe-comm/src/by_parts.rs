@@ -17,7 +17,7 @@ impl FusedCollective<'_> {
     /// Runs this on the ranks of `comm`.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; those of [`Communicator`].
+    /// Wrong dims or dtypes, and the errors of [`Communicator`].
     pub fn run(self, comm: &dyn Communicator, ex: &mut Exec) -> Result<()> {
         match comm.fused() {
             Some(fused) if fused.takes(&self) => fused.run_fused(self, ex),

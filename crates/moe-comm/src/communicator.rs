@@ -70,7 +70,7 @@ pub trait Communicator: Send + Sync + Debug {
 /// What some communicators offer besides the collectives: launches that communicate and compute. All answers are the same on all
 /// ranks.
 pub trait FusedCollectives {
-    /// Whether the ranks of a step of so many rows of H elements, whose norms have this dtype, better share the residual stream, by
+    /// Whether it is faster that the ranks share the residual stream of a step of `rows` rows of H elements, with norms of this dtype, by
     /// [`FusedCollective::ShareAddNorm`].
     ///
     /// # Errors
@@ -82,11 +82,11 @@ pub trait FusedCollectives {
         dtype: DType,
     ) -> std::result::Result<(), &'static str>;
 
-    /// Whether sums of so many rows of H elements, of all ranks together, better travel rounded to the model's dtype, in
+    /// Whether it is faster to send sums of `rows` rows of H elements (of all ranks together) rounded to the model's dtype, in
     /// [`FusedCollective::ScatterSums`].
     fn rounds_sums(&self, rows: usize, hidden: usize, dtype: DType) -> bool;
 
-    /// Whether [`FusedCollective::CombineAddNorm`] is one launch, which also adds up K slots of H elements, for so many rows of each
+    /// Whether [`FusedCollective::CombineAddNorm`] is one launch, which also adds up K slots of H elements, for `counts` rows of each
     /// rank and norms of this dtype.
     fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool;
 
@@ -96,6 +96,6 @@ pub trait FusedCollectives {
     /// Runs a call, under the conventions of [`Communicator`].
     ///
     /// # Errors
-    /// A call that is not [taken](Self::takes); those of [`Communicator`].
+    /// A call that is not [taken](Self::takes), and the errors of [`Communicator`].
     fn run_fused(&self, call: FusedCollective<'_>, ex: &mut Exec) -> Result<()>;
 }

@@ -23,7 +23,7 @@ type LayerRun = ((usize, usize), LayerPlan);
 /// The kernels of some layers in steps of some numbers of rows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explained {
-    /// `decode`: one new row of each sequence; `prefill`: rows of prompts; `mixed`: rows of a prompt behind decoding rows.
+    /// `decode`: one new row of each sequence; `prefill`: rows of prompts; `mixed`: decoding rows, then rows of a prompt.
     pub step: &'static str,
     /// Fewest and most rows; no most: without limit. In a mixed step the rows of the prompt.
     pub rows: (usize, Option<usize>),
@@ -98,7 +98,7 @@ impl Explanation {
     }
 }
 
-/// A prompt from its beginning behind decoding rows.
+/// Decoding rows, then a prompt from its beginning.
 fn mixed_step(decode_rows: usize, rows: usize) -> PlanStep {
     let attention_scores = [decode_rows * POSITIONS, rows * (rows + 1) / 2];
     PlanStep { attention_scores, ..PlanStep::mixed(decode_rows, rows) }

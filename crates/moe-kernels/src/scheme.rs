@@ -34,7 +34,7 @@ pub struct QuantScheme {
 pub enum Codes {
     /// No codes: weights in the activation dtype.
     Floats,
-    /// Unsigned integers of so many bits, 4 or 8.
+    /// Unsigned integers of this number of bits, 4 or 8.
     Int(u8),
     /// Floats of 8 bits, E4M3 without infinities.
     E4m3,

@@ -89,7 +89,7 @@ fn reached(file: usize, arrows: &BTreeMap<(usize, usize), BTreeSet<String>>) -> 
     reached
 }
 
-/// What is wrong with the circles of a crate, if so many files may be in circles.
+/// What is wrong with the circles of a crate in which at most `known` files may be in circles.
 fn fault(name: &str, circles: &[Circle], known: usize) -> Option<String> {
     let files: usize = circles.iter().map(|circle| circle.files.len()).sum();
     if files == known {

@@ -269,7 +269,7 @@ impl Attention {
     }
 }
 
-/// The product of so many rows with a weight [n, k].
+/// The product of `rows` rows with a weight [n, k].
 fn linear_call(rows: usize, weight: &Weight, bias: bool) -> LinearCall {
     let (n, k) = match *weight.dims() {
         [n, k] => (n, k),

@@ -125,7 +125,7 @@ impl RopeConfig {
                 format!("the share of {head_dim} dimensions of a head that is an even number of them");
             return Err(config.invalid("partial_rotary_factor", &expected, rotary));
         }
-        // Cosines and sines of what is not rotated are those of the angle 0, unscaled.
+        // A pair that is not rotated has the cosine and the sine of the angle 0, without a scale.
         let scales = match &kind {
             RopeScaling::Dynamic { .. } => Some("dynamic RoPE"),
             RopeScaling::Yarn(yarn) if yarn.attention_factor != 1.0 => Some("YaRN with an attention factor"),

@@ -84,8 +84,8 @@ impl MlaAttention {
     ) -> Vec<Stage> {
         let call = self.attention_call(rows, one_row_each, None);
         let mut attention = AttentionForm::stage(&["attention"], &call, machine).after(rejected);
-        // The launch before attention may hold the product of its queries, if these leave in the model dtype. Few rows are split,
-        // so that a launch merges, which may hold the product behind attention.
+        // The launch before the attention may also compute the product of its queries, if they are written in the model dtype.
+        // The attention of few rows is split; the launch that merges the parts may also compute the product that follows.
         let dtype = self.o.weight.dtype();
         let is_packed = matches!(self.down, Down::Packed(_));
         let before =

@@ -7,7 +7,7 @@ use crate::chat::{AnswerForm, Begun};
 /// What the text of a request must be. Plain data: the engine compiles it when the request is added.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum StructuredOutput {
-    /// A JSON object, whatever is in it.
+    /// Any JSON object.
     JsonObject,
     /// JSON that a schema describes. The schema is JSON text: requests travel in a format that has no JSON values.
     JsonSchema(String),

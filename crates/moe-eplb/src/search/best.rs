@@ -17,7 +17,7 @@ pub(crate) struct Request<'a> {
     pub(crate) move_price: f32,
 }
 
-/// Kicks stop this close to the floor, relatively: nobody can measure the rest.
+/// Kicks stop this close to the floor, relatively: the rest cannot be measured.
 pub(crate) const CLOSE_ENOUGH: f32 = 1e-4;
 
 /// The best placement seen, by PAR plus the price of its moves.

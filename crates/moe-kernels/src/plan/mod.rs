@@ -165,7 +165,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// A kernel beside which none was tried.
+    /// A kernel for which no other one was tried.
     pub fn new(computes: &'static [&'static str], kernel: impl Into<String>) -> Self {
         Self { computes, kernel: kernel.into(), note: None, parts: None, rejected: Vec::new() }
     }
@@ -177,7 +177,7 @@ impl Stage {
     }
 }
 
-/// The stages of rows that are computed in parts of so many rows each.
+/// The stages of rows that are computed in parts, each of the given number of rows.
 pub fn in_parts(sizes: &[usize], stages: impl Fn(usize) -> Vec<Stage>) -> Vec<Stage> {
     let mut all = Vec::new();
     let mut first = 0;
