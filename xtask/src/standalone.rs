@@ -8,6 +8,7 @@
 //!
 //! `cargo xtask dist --scratch` builds one such project with the feature `cuda`, to be run on a GPU.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -92,7 +93,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// The project's manifest: what the README says to add, without features unless `cuda` is wanted.
 fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
-    let mut dependencies = Vec::new();
+    // As for cargo, a later line for the same crate adds features to it.
+    let mut dependencies = BTreeMap::new();
     for line in readme.lines().filter_map(|line| line.strip_prefix("cargo add ")) {
         let words: Vec<&str> = line.split('#').next().unwrap_or("").split_whitespace().collect();
         let (names, features) = match words.iter().position(|word| *word == "--features") {
@@ -108,17 +110,17 @@ fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
                 None if *name == package.name => (*name, format!("path = {:?}", package.dir)),
                 None => bail!("{}: README.md adds {name} without a version", package.name),
             };
-            dependencies.push(format!("{name} = {{ {source}, features = [{features}] }}"));
+            dependencies.insert(name, format!("{name} = {{ {source}, features = [{features}] }}"));
         }
     }
-    if !dependencies.iter().any(|line| line.starts_with(&format!("{} = ", package.name))) {
+    if !dependencies.contains_key(package.name.as_str()) {
         bail!("{}: README.md has no line `cargo add {}`", package.name, package.name)
     }
     Ok(format!(
         "[package]\nname = \"scratch-{}\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
          [dependencies]\n{}\n\n[workspace]\n",
         package.name,
-        dependencies.join("\n")
+        dependencies.into_values().collect::<Vec<_>>().join("\n")
     ))
 }
 
