@@ -3,7 +3,8 @@
 use super::common::BITS;
 use super::header::Header;
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule, awq, gptq};
+use super::rules::{QuantConfig, Rule};
+use super::{awq, gptq};
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 

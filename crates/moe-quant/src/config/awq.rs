@@ -5,7 +5,8 @@ use moe_kernels::names::LM_HEAD;
 use super::common::{BITS, GROUP_SIZE, bits, group};
 use super::header::Header;
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule, dynamic, gptq};
+use super::rules::{QuantConfig, Rule};
+use super::{dynamic, gptq};
 use crate::error::QuantError;
 use crate::format::{Format, IntFormat};
 

@@ -10,7 +10,7 @@ use super::common::{bits, group, missing};
 use super::fp8::block;
 use super::header::{Header, value_error};
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule};
+use super::rules::{QuantConfig, Rule};
 use crate::error::QuantError;
 use crate::format::{Format, IntFormat, MX_BLOCK};
 

@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use super::Rule;
 use super::header::Header;
 use super::pattern::Pattern;
+use super::rules::Rule;
 use crate::error::QuantError;
 use crate::format::Format;
 

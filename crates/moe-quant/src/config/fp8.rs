@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::header::{Header, value_error};
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule};
+use super::rules::{QuantConfig, Rule};
 use crate::error::QuantError;
 use crate::format::Format;
 

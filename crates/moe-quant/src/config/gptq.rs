@@ -10,7 +10,7 @@ use super::common::{BITS, GROUP_SIZE, bits, group};
 use super::dynamic;
 use super::header::Header;
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule};
+use super::rules::{QuantConfig, Rule};
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 

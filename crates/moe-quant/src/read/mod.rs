@@ -3,15 +3,16 @@
 mod columns;
 mod dequantise;
 mod indices;
+mod rows;
 mod scales;
 mod stored;
+mod suffixes;
 mod unpack;
 mod words;
 
 use std::ops::Range;
 
-use moe_kernels::QuantScheme;
-use moe_kernels::quant::{LogicalRows, QuantRows, StoredPart, StoredTensor};
+use moe_kernels::quant::{LogicalRows, StoredTensor};
 use safetensors::tensor::TensorView;
 
 use crate::error::QuantError;
@@ -22,7 +23,7 @@ use scales::Scales;
 use words::Words;
 
 pub use dequantise::{dequantise, e4m3};
-pub use stored::suffixes;
+pub use suffixes::suffixes;
 
 /// A quantised matrix in a checkpoint, or a rank's part of it. It borrows the tensors' bytes and holds no weights.
 #[derive(Clone, Debug)]
@@ -193,28 +194,6 @@ impl<'a> Reader<'a> {
             }
         }
         Ok(())
-    }
-}
-
-impl QuantRows for Reader<'_> {
-    fn shape(&self) -> (usize, usize) {
-        (self.rows.len(), self.columns.width)
-    }
-
-    fn scheme(&self) -> QuantScheme {
-        self.columns.scheme(self.format.scheme())
-    }
-
-    fn perm(&self) -> Option<&[u32]> {
-        self.columns.order.as_ref().map(|order| order.perm.as_slice())
-    }
-
-    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> candle_core::Result<()> {
-        Ok(self.fill(rows, out)?)
-    }
-
-    fn stored(&self) -> Result<Vec<StoredPart<'_>>, String> {
-        self.stored_in(self)
     }
 }
 

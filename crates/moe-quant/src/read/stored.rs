@@ -58,15 +58,6 @@ fn tensors(format: Format, n: usize, k: usize) -> std::result::Result<(StoredWor
     }
 }
 
-/// What follows the module's name and a dot in the name of a tensor, in one format or another.
-pub fn suffixes(tensor: StoredTensor) -> &'static [&'static str] {
-    match tensor {
-        StoredTensor::Codes => &["qweight", "weight_packed", "weight"],
-        StoredTensor::Zeros => &["qzeros", "weight_zero_point"],
-        StoredTensor::Scales => &["scales", "weight_scale", "weight_scale_inv"],
-    }
-}
-
 impl Reader<'_> {
     /// Where the part that this reader hands over lies.
     ///

@@ -1,0 +1,149 @@
+//! Which module is stored in which format: an ordered list of rules, of which the first that matches a module's name counts.
+
+use moe_kernels::QuantScheme;
+use safetensors::Dtype;
+
+use super::pattern::Pattern;
+use crate::error::QuantError;
+use crate::format::Format;
+
+/// How a checkpoint is quantised: the validated header.
+///
+/// Module names are those of the checkpoint's tensors without the last part: `model.layers.0.mlp.experts.3.up_proj`.
+#[derive(Clone, Debug)]
+pub struct QuantConfig {
+    pub(super) method: &'static str,
+    pub(super) rules: Vec<Rule>,
+    pub(super) otherwise: Format,
+    pub(super) notes: Vec<String>,
+}
+
+/// Modules and their format.
+#[derive(Clone, Debug)]
+pub(super) struct Rule {
+    pub pattern: Pattern,
+    pub format: Format,
+}
+
+impl Rule {
+    pub(super) fn plain(pattern: Pattern) -> Self {
+        Self { pattern, format: Format::Plain }
+    }
+}
+
+impl QuantConfig {
+    /// Name of the method: `gptq`, `awq`, `compressed-tensors`, `fp8` or `auto-round`.
+    pub fn method(&self) -> &'static str {
+        self.method
+    }
+
+    /// What the header asks for and this crate leaves out without changing the weights, to be told to people: such as
+    /// activations that are not quantised.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The format that the header gives a linear layer.
+    ///
+    /// # Errors
+    /// A pattern of the header that takes too many steps on this name.
+    pub fn format_of(&self, module: &str) -> Result<Format, QuantError> {
+        for rule in &self.rules {
+            if rule.pattern.matches(module)? {
+                return Ok(rule.format);
+            }
+        }
+        Ok(self.otherwise)
+    }
+
+    /// The scheme of [`format_of`](Self::format_of).
+    ///
+    /// # Errors
+    /// As `format_of`.
+    pub fn scheme_of(&self, module: &str) -> Result<QuantScheme, QuantError> {
+        self.format_of(module).map(Format::scheme)
+    }
+
+    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits and of zero points; `None` for floats.
+    ///
+    /// # Errors
+    /// As `format_of`.
+    pub fn bytes_per_weight(&self, module: &str, k: usize) -> Result<Option<f64>, QuantError> {
+        Ok(self.scheme_of(module)?.bytes_per_weight(k))
+    }
+
+    /// The format in which a file really holds a linear layer. Some makers leave modules such as the router in floats
+    /// without a word in the header, so a `weight` in a float dtype is taken as it is. Others quantise modules that the
+    /// header's lists leave out; as in vLLM the names in the file decide, and the module has the format of most modules
+    /// ([`is_left_out`](Self::is_left_out) tells). The scales of FP8 go by two names, which no header tells. `dtype_of`
+    /// says the dtype of the tensor of this suffix (`weight`, `qweight`), if there is one.
+    ///
+    /// # Errors
+    /// As `format_of`; a module that the header calls not quantised, but the file holds in a format that the header does not
+    /// tell.
+    pub fn format_in_file(
+        &self,
+        module: &str,
+        dtype_of: impl Fn(&str) -> Option<Dtype>,
+    ) -> Result<Format, QuantError> {
+        let weight = dtype_of("weight");
+        if weight.is_some_and(|dtype| matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)) {
+            return Ok(Format::Plain);
+        }
+        let has = |suffix: &str| dtype_of(suffix).is_some();
+        let packed = ["qweight", "weight_packed"].into_iter().find(|suffix| has(suffix));
+        let found = packed.or(weight.map(|_| "weight"));
+        let format = match (self.format_of(module)?, found) {
+            (Format::Plain, Some(suffix)) => {
+                let usual = self.usual().filter(|format| format.main_tensor() == suffix);
+                usual.ok_or_else(|| QuantError::matrix(module, self.contradiction(suffix)))?
+            }
+            (format, _) => format,
+        };
+        Ok(match format {
+            Format::Fp8 { scales, scale_inv } => {
+                let scale_inv = if scale_inv { !has("weight_scale") } else { has("weight_scale_inv") };
+                Format::Fp8 { scales, scale_inv }
+            }
+            other => other,
+        })
+    }
+
+    /// Whether the header says that a module is not quantised although the file holds it in this format.
+    ///
+    /// # Errors
+    /// As `format_of`.
+    pub fn is_left_out(&self, module: &str, in_file: Format) -> Result<bool, QuantError> {
+        Ok(in_file != Format::Plain && self.format_of(module)? == Format::Plain)
+    }
+
+    /// The keys of the header by which modules are left out, to be shown to people.
+    pub fn leaving_out(&self) -> &'static str {
+        match self.method {
+            "gptq" => "modules_in_block_to_quantize, modules_to_not_convert, dynamic and lm_head",
+            "awq" => "modules_to_not_convert and dynamic",
+            "auto-round" => "block_name_to_quantize and extra_config",
+            "fp8" => "modules_to_not_convert and ignored_layers",
+            _ => "ignore and targets",
+        }
+    }
+
+    /// The format of modules without settings of their own; `None` if several formats have a claim.
+    fn usual(&self) -> Option<Format> {
+        if self.otherwise != Format::Plain {
+            return Some(self.otherwise);
+        }
+        let mut formats = self.rules.iter().map(|rule| rule.format).filter(|format| *format != Format::Plain);
+        let first = formats.next()?;
+        formats.all(|format| format == first).then_some(first)
+    }
+
+    fn contradiction(&self, suffix: &str) -> String {
+        format!(
+            "the header ({}) says that it is not quantised, but the file holds a quantised `{suffix}`; correct \
+             quantization_config in config.json ({} leave modules out)",
+            self.method,
+            self.leaving_out()
+        )
+    }
+}
