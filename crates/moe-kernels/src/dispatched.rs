@@ -11,7 +11,7 @@ use candle_core::{DType, Result, bail};
 
 use crate::buffer::Scratch;
 use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3};
-use crate::spec::ActivationFormat;
+use crate::tags::ActivationFormat;
 use crate::view::{Dims, View};
 
 /// An array that is borrowed from the caller or owned by the dispatch.

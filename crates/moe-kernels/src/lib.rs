@@ -28,6 +28,7 @@ mod scheme;
 mod spec;
 mod step_routing;
 mod storage;
+mod tags;
 mod tensor;
 mod unread;
 mod view;
@@ -64,8 +65,9 @@ pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes}
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use scheme::{Codes, Offset, QuantGroup, QuantScheme};
-pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
+pub use spec::ExpertsSpec;
 pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
+pub use tags::{Activation, ActivationFormat, RoutingMethod, WeightAndReduce};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use unread::Unread;
 pub use view::{Dims, MAX_RANK, View, ViewMut};

@@ -22,9 +22,8 @@ use tree::Tree;
 const EXCEPTIONS: &[(&str, usize)] = &[
     ("model-runtime", 26),
     ("moe-comm", 8),
-    ("moe-kernels", 92),
+    ("moe-kernels", 68),
     ("moe-layer", 15),
-    ("moe-quant", 9),
     ("moe-cli", 10),
 ];
 

@@ -3,7 +3,7 @@
 use super::Kernel;
 use super::math::{sigmoid, tanh};
 use super::simd::{LANES, Lanes, Simd};
-use crate::spec::Activation;
+use crate::tags::Activation;
 
 /// out = act(gate, up), rounded once.
 pub(crate) struct Gated<'a, T> {

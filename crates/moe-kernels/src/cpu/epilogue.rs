@@ -7,7 +7,7 @@ use super::simd::{LANES, Lanes, Simd};
 use super::tile::{CACHE_LINE, UNIT, UnitSums};
 use super::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::spec::Activation;
+use crate::tags::Activation;
 
 /// out\[row\] = sums + bias, rounded.
 pub(crate) struct Store<'a, T, O> {

@@ -23,7 +23,7 @@ use crate::quant::{
     ACT_ORDER, QuantPacking, QuantRows, QuantUse, StoredBatches, TILE_ROWS, Tiles, check_matrices,
 };
 use crate::scheme::QuantScheme;
-use crate::spec::Activation;
+use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 
 /// Bytes of a staging buffer where the checkpoint brings no buffers.

@@ -8,7 +8,7 @@ use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
-use crate::spec::Activation;
+use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 use crate::with_float;
 

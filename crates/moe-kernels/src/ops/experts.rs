@@ -10,7 +10,7 @@ use crate::cpu::shared::Shared;
 use crate::cpu::simd::{LANES, Lanes};
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::exec::Exec;
-use crate::spec::Activation;
+use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 use crate::weight::{WeightOrder, WeightView};
 use crate::with_float;

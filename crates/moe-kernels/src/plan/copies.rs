@@ -4,7 +4,7 @@
 //! costs nothing there. So each expert's rows are then computed by one of its copies. A step of many rows waits for products,
 //! and copies share them.
 
-use super::linear::expect_rows;
+use super::checks::expect_rows;
 use super::{Form, Machine, QuantWeights, Rates, Reason};
 
 /// Bits of a weight for which [`shared_rows`] is.

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::linear::expect_bf16;
+use super::checks::expect_bf16;
 use super::{Form, Machine, QuantWeights, Reason};
 
 /// Packed matrices [.., n, k] and the floats that they become.

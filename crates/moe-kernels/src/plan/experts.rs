@@ -1,10 +1,10 @@
 //! bf16 SwiGLU experts on CUDA: which kernels compute a step's slots.
 
+use super::checks::{expect_at_most, expect_rows, expect_steps};
 use super::fp8::expect_fp8_products;
-use super::linear::{expect_at_most, expect_rows, expect_steps};
 use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
-use super::quant::{ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{BULK_COPIES, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
+use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
+use super::{BULK_COPIES, ColumnOrder, ExpertsCall, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 
 /// The launches that bring experts from host memory.
 pub const EXPERTS_FROM_HOST: &str = "expert_residency, expert_exchange";
@@ -33,27 +33,6 @@ const TENSOR_ENTRY: usize = 8;
 const WIDE_RING: usize = 212_992;
 const WIDE_ENTRY: usize = 16;
 const GROUPED_BYTES: usize = 98_304;
-
-/// Sizes of an expert layer's step on this rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertsCall {
-    /// Tokens T.
-    pub tokens: usize,
-    /// Slots per token K.
-    pub top_k: usize,
-    /// Physical experts that ids name.
-    pub num_ids: usize,
-    /// Experts on this rank.
-    pub num_local: usize,
-    /// Width of a row, H.
-    pub hidden: usize,
-    /// Intermediate size on this rank, I.
-    pub inter: usize,
-    /// How w13 and w2 are quantised; `None`: they are bf16.
-    pub quant: Option<[QuantWeights; 2]>,
-    /// Passes in which the experts of a step come to the device ([`max_passes`](crate::max_passes)); 1 where they all fit.
-    pub passes: usize,
-}
 
 impl ExpertsCall {
     /// Slots T K.

@@ -55,3 +55,10 @@ impl Features {
         Self(self.0 | other.0)
     }
 }
+
+/// What the kernels for tensor cores of any card use.
+pub const TENSOR_CORES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma];
+/// Features of streaming kernels that were only measured on cards with bulk copies.
+pub const BULK_COPIES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma, Feature::TensorMaps];
+/// What the kernels on warpgroup products use.
+pub const WARPGROUPS: &[Feature] = &[Feature::TensorMaps, Feature::Clusters, Feature::Wgmma];

@@ -1,11 +1,8 @@
 //! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where products of many rows may do so.
 
-use std::fmt;
-use std::str::FromStr;
-
-use super::linear::{expect_bf16, expect_rows, expect_steps};
+use super::checks::{expect_bf16, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_quantised};
-use super::{LinearCall, Machine, Reason, WARPGROUPS};
+use super::{Fp8Activations, LinearCall, Machine, Reason, WARPGROUPS};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Codes, QuantGroup};
 
@@ -18,44 +15,6 @@ const LINEAR_ROWS: usize = 48;
 const BLAS_ROWS: usize = 512;
 /// Rows and columns of the weights that share a scale, for cuBLASLt.
 const BLOCK: usize = 128;
-
-/// Whether products of many rows quantise their activations to FP8, where the weights are FP8.
-///
-/// It changes results: each activation keeps 3 bits behind its first one. Checkpoints with weights in blocks are made for
-/// it, and their reference computes so at every number of rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Fp8Activations {
-    /// For weights in blocks of 128 columns.
-    Auto,
-    /// For all FP8 weights that the kernels read.
-    On,
-    /// Never: activations keep 16 bits.
-    #[default]
-    Off,
-}
-
-impl fmt::Display for Fp8Activations {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::On => "on",
-            Self::Off => "off",
-        })
-    }
-}
-
-impl FromStr for Fp8Activations {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "auto" => Ok(Self::Auto),
-            "on" => Ok(Self::On),
-            "off" => Ok(Self::Off),
-            _ => Err("expected auto, on or off".to_string()),
-        }
-    }
-}
 
 impl QuantWeights {
     /// Whether the products with FP8 activations read such a matrix [n, k].

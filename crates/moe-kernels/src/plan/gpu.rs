@@ -2,7 +2,7 @@
 
 use super::features::{Feature, Features};
 use super::images::{Built, Tier};
-use super::reason::Reason;
+use super::reason::{Reason, Target};
 
 /// Rates of a card, for choices that weigh memory against products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,6 +142,20 @@ impl Gpu {
     /// An A100.
     pub(crate) fn ampere() -> Self {
         Self::new((8, 0), 166_912, 108).unwrap()
+    }
+}
+
+impl Target {
+    /// Fails unless it is this GPU; `None`: the CPU.
+    ///
+    /// # Errors
+    /// [`Reason::Device`], [`Reason::NoCode`], [`Reason::Feature`].
+    pub fn expect(self, gpu: Option<&Gpu>) -> Result<(), Reason> {
+        match (self, gpu) {
+            (Self::Cpu, None) | (Self::Gpu, Some(_)) => Ok(()),
+            (Self::Tuned(features), Some(gpu)) => gpu.expect_tuned(features),
+            _ => Err(Reason::Device { needs: self, got: gpu.map(|gpu| gpu.compute_capability) }),
+        }
     }
 }
 

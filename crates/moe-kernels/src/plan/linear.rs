@@ -1,13 +1,14 @@
 //! Dense products: which kernel multiplies so many rows.
 
-use candle_core::DType;
 
+use super::checks::{expect_at_most, expect_bf16, expect_rows, expect_steps};
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
 use super::quant::{
-    ColumnOrder, QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
+    QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
 };
 use super::{
-    BULK_COPIES, DequantiseForm, Feature, Form, Gpu, Machine, Reason, Stage, TENSOR_CORES, WARPGROUPS,
+    BULK_COPIES, ColumnOrder, DequantiseForm, Feature, Form, Gpu, LinearCall, Machine, Reason, Stage, TENSOR_CORES,
+    WARPGROUPS,
 };
 use crate::product_rows::Fp8Order;
 
@@ -41,25 +42,6 @@ const STREAM_PAD: usize = 64;
 const TENSOR_BYTES: usize = (112 << 10) + 256;
 /// Elements along K that every fast kernel takes at a time.
 const K_STEP: usize = 64;
-
-/// A product out [rows, n] = x [rows, k] · wᵀ.
-#[derive(Clone, Copy, Debug)]
-pub struct LinearCall {
-    /// Rows of x.
-    pub rows: usize,
-    /// Rows of w.
-    pub n: usize,
-    /// Columns of both.
-    pub k: usize,
-    /// Dtype of x and, if it is in floats, of w.
-    pub dtype: DType,
-    /// How w is quantised; `None`: it is of `dtype`.
-    pub quant: Option<QuantWeights>,
-    /// Whether a bias is added.
-    pub bias: bool,
-    /// Whether x, w and out begin at multiples of 16 bytes.
-    pub aligned: bool,
-}
 
 /// The kernels of [`linear_into`](crate::linear_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -317,43 +299,6 @@ impl FusedLinearForm {
             _ => vec![LinearForm::stage(product, call, machine), Stage::new(sum, "add")],
         }
     }
-}
-
-pub(super) fn expect_bf16(dtype: DType) -> Result<(), Reason> {
-    match dtype {
-        DType::BF16 => Ok(()),
-        other => Err(Reason::Dtype { got: other.as_str(), accepted: vec!["bf16"] }),
-    }
-}
-
-pub(super) fn expect_rows(accepted: impl std::ops::RangeBounds<usize>, got: usize) -> Result<(), Reason> {
-    use std::ops::Bound;
-    if accepted.contains(&got) {
-        return Ok(());
-    }
-    let least = match accepted.start_bound() {
-        Bound::Included(&n) => n,
-        Bound::Excluded(&n) => n + 1,
-        Bound::Unbounded => 0,
-    };
-    let most = match accepted.end_bound() {
-        Bound::Included(&n) => Some(n),
-        Bound::Excluded(&n) => Some(n.saturating_sub(1)),
-        Bound::Unbounded => None,
-    };
-    Err(Reason::Rows { least, most, got })
-}
-
-pub(super) fn expect_at_most(dimension: &'static str, most: usize, got: usize) -> Result<(), Reason> {
-    if got <= most { Ok(()) } else { Err(Reason::TooLarge { dimension, most, got }) }
-}
-
-/// Fails unless a size is a positive multiple of `multiple_of`.
-pub(super) fn expect_steps(dimension: &'static str, got: usize, multiple_of: usize) -> Result<(), Reason> {
-    if got > 0 && got.is_multiple_of(multiple_of) {
-        return Ok(());
-    }
-    Err(Reason::Shape { dimension, multiple_of, got })
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Tests of the choice among dense products.
 
+use candle_core::DType;
+
 use super::*;
 use crate::scheme::{QuantGroup, QuantScheme};
 

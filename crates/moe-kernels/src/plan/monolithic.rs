@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use super::checks::expect_bf16;
 use super::{ColumnOrder, ExpertsCall, Form, Machine, QuantWeights, Reason, RouterCall, RouterForm};
 
 /// What of the layer is computed in the launches of router and experts.
@@ -75,7 +76,7 @@ impl Form for MonolithicForm {
     }
 
     fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {
-        super::linear::expect_bf16(call.dtype)?;
+        expect_bf16(call.dtype)?;
         match (self, call.fusion) {
             (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
             (Self::OneLaunch, Fusion::AddNorm) => {

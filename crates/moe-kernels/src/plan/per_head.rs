@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::linear::{expect_bf16, expect_rows, expect_steps};
+use super::checks::{expect_bf16, expect_rows, expect_steps};
 use super::{Feature, Form, Machine, Reason};
 
 /// From this many rows on cuBLAS is faster than streaming the matrices past eight rows at a time.

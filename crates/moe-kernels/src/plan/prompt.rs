@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::linear::{expect_bf16, expect_rows};
+use super::checks::{expect_bf16, expect_rows};
 use super::{Form, Machine, Reason, WARPGROUPS};
 
 /// From this many rows on the products that make keys and values cost less than attention in latent space.

@@ -1,11 +1,10 @@
 //! Quantised weights, as far as the choice of kernels depends on them.
 
-use std::fmt;
-
 use candle_core::DType;
 
-use super::Reason;
-use super::linear::{expect_at_most, expect_steps};
+use super::checks::{expect_at_most, expect_steps};
+use super::columns::ColumnOrder;
+use super::reason::Reason;
 use crate::scheme::{Codes, QuantScheme};
 
 /// Columns that every fast kernel takes at a time.
@@ -16,30 +15,6 @@ const INT_GROUP: usize = 32;
 const FP8_GROUP: usize = 128;
 /// Longest rows that a block of any card puts into another order, 8 bytes of shared memory a column.
 const ORDER_K: usize = 20 << 10;
-
-/// In which order the columns of a quantised matrix lie.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ColumnOrder {
-    /// In the order of x.
-    #[default]
-    Input,
-    /// Sorted by group, each with as many columns as the scheme says (act-order): kernels that take rows of x in this
-    /// order read it as any other.
-    Sorted,
-    /// Sorted by group, where a rank has only some columns of each, or the last one has fewer: columns of weight zero
-    /// fill them up.
-    Filled,
-}
-
-impl fmt::Display for ColumnOrder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Input => "in the order of x",
-            Self::Sorted => "sorted by group (act-order)",
-            Self::Filled => "sorted by groups that are filled up (act-order; a rank's part of each group, or a last one that is shorter)",
-        })
-    }
-}
 
 /// How the weights of a product are quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

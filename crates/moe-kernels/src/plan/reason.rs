@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
+use super::columns::ColumnOrder;
 use super::features::Feature;
-use super::gpu::Gpu;
-use super::{ColumnOrder, Fp8Activations};
+use super::fp8_activations::Fp8Activations;
 use crate::scheme::QuantScheme;
-use crate::spec::{Activation, ActivationFormat};
+use crate::tags::{Activation, ActivationFormat, activation_name};
 
 /// The device that a kernel needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,20 +19,6 @@ pub enum Target {
     Gpu,
     /// A GPU that this build has tuned kernels for, whose code uses these features.
     Tuned(&'static [Feature]),
-}
-
-impl Target {
-    /// Fails unless it is this GPU; `None`: the CPU.
-    ///
-    /// # Errors
-    /// [`Reason::Device`], [`Reason::NoCode`], [`Reason::Feature`].
-    pub fn expect(self, gpu: Option<&Gpu>) -> Result<(), Reason> {
-        match (self, gpu) {
-            (Self::Cpu, None) | (Self::Gpu, Some(_)) => Ok(()),
-            (Self::Tuned(features), Some(gpu)) => gpu.expect_tuned(features),
-            _ => Err(Reason::Device { needs: self, got: gpu.map(|gpu| gpu.compute_capability) }),
-        }
-    }
 }
 
 impl fmt::Display for Target {
@@ -316,24 +302,5 @@ fn rows_range(least: usize, most: Option<usize>) -> String {
         (0, Some(most)) => format!("at most {most} rows"),
         (least, Some(most)) => format!("{least} to {most} rows"),
         (least, None) => format!("at least {least} rows"),
-    }
-}
-
-/// Name of an activation without its parameters.
-pub fn activation_kind(activation: Activation) -> &'static str {
-    match activation {
-        Activation::SwiGlu => "swiglu",
-        Activation::SwiGluOai { .. } => "swiglu_oai",
-        Activation::Gelu => "gelu",
-        Activation::GeluTanh => "gelu_tanh",
-    }
-}
-
-/// Name of an activation with its parameters.
-pub fn activation_name(activation: Activation) -> String {
-    let kind = activation_kind(activation);
-    match activation {
-        Activation::SwiGluOai { alpha, limit } => format!("{kind}(alpha = {alpha}, limit = {limit})"),
-        _ => kind.to_string(),
     }
 }

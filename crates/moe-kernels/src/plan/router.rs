@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::linear::{expect_at_most, expect_bf16, expect_steps};
+use super::checks::{expect_at_most, expect_bf16, expect_steps};
 use super::{Form, Machine, Reason, TENSOR_CORES};
 
 /// Limits of the one launch.

@@ -6,7 +6,7 @@ use super::{Dtype, ffi, int};
 use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyGatedArgs, AnyLinearArgs, In};
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
-use crate::spec::Activation;
+use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 
 // SAFETY of every call below: as in `rows`.

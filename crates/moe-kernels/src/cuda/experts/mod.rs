@@ -16,7 +16,7 @@ use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::plan::{EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm, Form, QuantWeights};
-use crate::spec::Activation;
+use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 use launch::{Buckets, Inputs, Rows};

@@ -1,0 +1,24 @@
+//! What the choice of the experts' kernels depends on.
+
+use super::quant::QuantWeights;
+
+/// Sizes of an expert layer's step on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsCall {
+    /// Tokens T.
+    pub tokens: usize,
+    /// Slots per token K.
+    pub top_k: usize,
+    /// Physical experts that ids name.
+    pub num_ids: usize,
+    /// Experts on this rank.
+    pub num_local: usize,
+    /// Width of a row, H.
+    pub hidden: usize,
+    /// Intermediate size on this rank, I.
+    pub inter: usize,
+    /// How w13 and w2 are quantised; `None`: they are bf16.
+    pub quant: Option<[QuantWeights; 2]>,
+    /// Passes in which the experts of a step come to the device ([`max_passes`](crate::max_passes)); 1 where they all fit.
+    pub passes: usize,
+}
