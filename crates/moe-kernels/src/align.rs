@@ -6,19 +6,23 @@
 //! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows, and
 //! [`list_slots_into`] one of slot numbers.
 
+mod batches;
 mod blocks;
 mod group;
 mod ids;
 mod lists;
+mod log2phy;
 mod physical;
 mod rows;
 
+pub use batches::RowBatches;
 pub use blocks::{AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_tokens_into, max_aligned_sizes};
 pub use group::{group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
 pub use lists::list_slots_into;
-pub use physical::{Log2Phy, PHYSICAL_IDS, Spread, physical_ids_into};
-pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
+pub use log2phy::{Log2Phy, Spread};
+pub use physical::{PHYSICAL_IDS, physical_ids_into};
+pub use rows::{batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
 
 use candle_core::{DType, Result, bail};
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::element::Element;
+use crate::storage::Element;
 use crate::storage::Memory;
 use crate::view::{Dims, View, ViewMut};
 
@@ -39,7 +39,7 @@ impl Buffer {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = device {
             let dims = Dims::new(dims)?;
-            let data = crate::cuda::DeviceMemory::unspecified(device, dtype, dims.elem_count()?)?;
+            let data = crate::storage::DeviceMemory::unspecified(device, dtype, dims.elem_count()?)?;
             return Ok(Self { data: Memory::Cuda(data), dims });
         }
         Self::zeros_on(device, dtype, dims)
@@ -99,7 +99,7 @@ fn allocate(device: &Device, dtype: DType, len: usize) -> Result<Memory> {
             }
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => crate::cuda::DeviceMemory::zeros(device, dtype, len).map(Memory::Cuda),
+        Device::Cuda(device) => crate::storage::DeviceMemory::zeros(device, dtype, len).map(Memory::Cuda),
         other => bail!("no buffer lies on {:?}", other.location()),
     }
 }

@@ -90,3 +90,15 @@ pub fn expect_rank3(op: &str, name: &str, v: &impl Shaped) -> Result<(usize, usi
         dims => bail!("{op}: expected {name} with 3 dimensions, got dims {dims:?}"),
     }
 }
+
+/// Number of slots of a cache [num_blocks, Hkv, block_size, D]; fails for other dims.
+pub(crate) fn expect_cache(op: &str, name: &str, cache: &impl Shaped, hkv: usize, d: usize) -> Result<usize> {
+    match cache.dims() {
+        &[blocks, heads, block_size, size] if heads == hkv && size == d && block_size > 0 => {
+            Ok(blocks * block_size)
+        }
+        dims => {
+            bail!("{op}: expected {name} with dims [num_blocks, {hkv}, block_size > 0, {d}], got {dims:?}")
+        }
+    }
+}

@@ -1,27 +1,8 @@
-//! The scalar types that views and buffers hold.
+//! Matches on dtypes, and what kernels do with floats.
 
-use candle_core::DType;
 use half::{bf16, f16};
 
-use crate::storage::{Data, DataMut, Memory};
-
-/// A scalar type that a [`View`](crate::View) can hold.
-pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
-    /// The candle dtype of this type.
-    const DTYPE: DType;
-    /// The typed slice, if `s` holds this type.
-    fn slice(s: Data<'_>) -> Option<&[Self]>;
-    /// The typed mutable slice, if `s` holds this type.
-    fn slice_mut(s: DataMut<'_>) -> Option<&mut [Self]>;
-    /// Wraps a slice of this type.
-    fn wrap(s: &[Self]) -> Data<'_>;
-    /// Wraps a mutable slice of this type.
-    fn wrap_mut(s: &mut [Self]) -> DataMut<'_>;
-    /// Wraps a vector of this type.
-    fn wrap_vec(v: Vec<Self>) -> Memory;
-    /// Zeros that take memory from the system only as they are written.
-    fn zeros(len: usize) -> Vec<Self>;
-}
+use crate::storage::Element;
 
 /// A float type of weights and activations. Every kernel accumulates in f32.
 pub trait Float: Element + candle_core::WithDType {

@@ -6,18 +6,18 @@
 
 mod awake;
 mod beside;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod isa;
 mod launches;
 
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
-use crate::cuda::{PinnedWords, Timeline};
+use crate::cuda::Timeline;
 use crate::door;
 use crate::plan::{Fp8Activations, Gpu, Machine};
 use crate::view::{View, ViewMut};
@@ -288,69 +288,6 @@ impl Exec {
             return self.cuda("copy")?.copy(from, to);
         }
         to.copy_from(from)
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Exec {
-    pub(crate) fn side_workspace(&self) -> &Workspace {
-        &self.side_workspace
-    }
-
-    /// The CUDA side; an error on the CPU.
-    pub(crate) fn cuda(&self, op: &str) -> Result<&crate::cuda::CudaExec> {
-        match &self.cuda {
-            Some(cuda) => Ok(cuda),
-            None => bail!("{op}: expected a context on a CUDA device, got one on the CPU"),
-        }
-    }
-
-    /// Collects [marks](Self::mark) in a timeline.
-    pub fn with_timeline(self, timeline: Option<Timeline>) -> Self {
-        Self { timeline, ..self }
-    }
-
-    /// The timeline, if marks are collected.
-    pub fn timeline(&self) -> Option<&Timeline> {
-        self.timeline.as_ref()
-    }
-
-    /// The stream that all ops of this context run on, for libraries that launch by themselves.
-    ///
-    /// # Errors
-    /// A context on the CPU.
-    pub fn stream(&self) -> Result<&Arc<CudaStream>> {
-        Ok(&self.cuda("stream")?.stream)
-    }
-
-    /// Address of a view's data on this context's device, for libraries that launch by themselves on
-    /// [`stream`](Self::stream): memory is freed and lent again in the order of that stream. `op` and
-    /// `name` say in errors who asks for what.
-    ///
-    /// # Errors
-    /// A context on the CPU; a view of host memory or of another device.
-    pub fn address(&self, op: &str, name: &str, view: View<'_>) -> Result<u64> {
-        self.cuda(op)?.read::<u8>(op, name, view).map(|address| address as u64)
-    }
-
-    /// Page-locked words to copy from and to.
-    pub fn pinned(&self, len: usize) -> Result<PinnedWords> {
-        self.cuda("pinned")?.pinned(len)
-    }
-
-    /// Copies the first words of `from` to `to` (u32), in stream order; returns at once.
-    pub fn upload(&self, from: &mut PinnedWords, to: ViewMut<'_>) -> Result<()> {
-        self.cuda("upload")?.upload(from, to)
-    }
-
-    /// Copies `from` (u32) to the first words of `to`, in stream order; returns at once.
-    pub fn download(&self, from: View<'_>, to: &mut PinnedWords) -> Result<()> {
-        self.cuda("download")?.download(from, to)
-    }
-
-    /// Free and total memory of the device, bytes.
-    pub fn device_memory(&self) -> Result<(usize, usize)> {
-        self.cuda("device_memory")?.memory()
     }
 }
 

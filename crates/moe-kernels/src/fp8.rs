@@ -33,6 +33,15 @@ fn nearest_e4m3(x: f32) -> f32 {
     ((magnitude / step).round_ties_even() * step).copysign(x)
 }
 
+/// In which order each 128 columns of a row in FP8 lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fp8Order {
+    /// The order of the second operand in shared memory, and of a pack's rows.
+    Rows,
+    /// The order of the first operand: a lane's four columns together.
+    Quads,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

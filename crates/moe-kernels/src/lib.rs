@@ -16,6 +16,7 @@ pub mod gradient;
 mod memory;
 mod monolithic;
 pub mod names;
+mod operands;
 mod ops;
 mod philox;
 pub mod plan;
@@ -24,6 +25,7 @@ pub mod quant;
 mod residency;
 mod roof;
 mod routed;
+mod rows_view;
 mod scheme;
 mod spec;
 mod step_routing;
@@ -43,14 +45,17 @@ pub use align::{
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
-pub use element::{Element, Float};
+pub use element::Float;
 pub use exec::{CpuIsa, Exec, LaunchLog, Launched, LaunchedAsOne, gpu_of};
-pub use fp8::{FP8_GROUP, quantised_to_fp8};
+pub use fp8::{FP8_GROUP, Fp8Order, quantised_to_fp8};
 pub use memory::HugePages;
-pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
+pub use monolithic::{Gate, MonolithicIo, PreNorm};
+pub use operands::{
+    AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads,
+    StepRows,
+};
 pub use ops::{
-    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows,
-    QkNormRope, QkvHeads, Segment, StepRows, add_into, add_rms_norm_into, add_scaled_into, embedding_into,
+    ATTENTION_BLOCK, Segment, add_into, add_rms_norm_into, add_scaled_into, embedding_into,
     gated_activation_into, gated_rows_into, grouped_down_into, grouped_down_segment_into,
     grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into, linear_into,
     linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into, mla_latent_into,
@@ -60,14 +65,16 @@ pub use ops::{
 };
 pub use philox::Philox4x32;
 pub use plan::{check_kernel_image, is_portable_only};
-pub use product_rows::{Fp8Order, Fp8Rows, ProductRows, RowsView, RowsViewMut};
+pub use product_rows::ProductRows;
 pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
+pub use rows_view::{Fp8Rows, RowsView, RowsViewMut};
 pub use scheme::{Codes, Offset, QuantGroup, QuantScheme};
 pub use spec::ExpertsSpec;
 pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
-pub use tags::{Activation, ActivationFormat, RoutingMethod, WeightAndReduce};
+pub use storage::Element;
+pub use tags::{Activation, ActivationFormat, GateScoring, RoutingMethod, WeightAndReduce};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use unread::Unread;
 pub use view::{Dims, MAX_RANK, View, ViewMut};

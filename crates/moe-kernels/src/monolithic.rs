@@ -5,21 +5,10 @@ use candle_core::{DType, Result};
 use crate::align::Log2Phy;
 use crate::door::{expect, expect_dims, expect_optional};
 use crate::plan::Fusion;
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::RowsViewMut;
 use crate::step_routing::LayerRouting;
+use crate::tags::GateScoring;
 use crate::view::{View, ViewMut};
-
-/// How logits become scores; the codes are those of the CUDA kernels.
-#[repr(i32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateScoring {
-    /// Over all experts.
-    Softmax,
-    /// One by one.
-    Sigmoid,
-    /// sqrt(softplus), one by one.
-    SqrtSoftplus,
-}
 
 /// A gate and how experts are chosen by its logits.
 #[derive(Clone, Copy, Debug)]

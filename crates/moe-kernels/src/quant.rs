@@ -8,6 +8,7 @@ mod batches;
 mod columns;
 mod matrix;
 mod ordered;
+mod packed;
 mod packing;
 mod slot;
 mod sorted;
@@ -27,10 +28,10 @@ pub(crate) use columns::{BLOCK, Block, Columns, STEP};
 #[cfg(feature = "cuda")]
 pub(crate) use matrix::check_matrices;
 pub use matrix::{QuantMatrix, QuantUse};
-pub(crate) use packing::ScalesView;
+pub(crate) use packed::ScalesView;
 #[cfg(feature = "cuda")]
 pub(crate) use slot::ACT_ORDER;
-pub use source::{Opened, QuantPart, QuantSource};
+pub use source::{Opened, QuantSource};
 pub use stored::{StoredBytes, StoredGrid, StoredMatrix, StoredPart, StoredTensor, StoredWords};
 pub(crate) use tiles::Tiles;
 #[cfg(feature = "cuda")]
@@ -108,4 +109,13 @@ pub trait QuantRows: Send + Sync {
     fn stored(&self) -> std::result::Result<Vec<StoredPart<'_>>, String> {
         Err("its reader hands over rows, not the bytes of a file".to_string())
     }
+}
+
+/// The part of a quantised matrix that a rank holds.
+pub struct QuantPart<'a> {
+    /// Its rows.
+    pub rows: Box<dyn QuantRows + 'a>,
+    /// Which inputs of these rows it multiplies: all, or of rows whose groups are spread over all inputs
+    /// (act-order) the rank's share.
+    pub inputs: Range<usize>,
 }

@@ -3,53 +3,34 @@
 //! candle's CPU storage is an enum of typed vectors. The same shape is used here, so that a
 //! view of a candle tensor is a plain borrow and no kernel ever reinterprets bytes.
 
-use std::marker::PhantomData;
-
 #[cfg(feature = "cuda")]
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError,
-};
+mod device;
+mod slice;
+
 use candle_core::{CpuStorage, DType, Storage};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 #[cfg(feature = "cuda")]
-use crate::cuda::DeviceMemory;
-use crate::element::Element;
+pub(crate) use device::{DeviceMemory, cuda_address, storage_slice};
+pub use slice::DeviceSlice;
 
-/// Borrowed elements in the memory of a CUDA device. Only kernels read them.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceSlice<'a> {
-    address: u64,
-    dtype: DType,
-    len: usize,
-    /// Ordinal of the device.
-    device: usize,
-    lender: PhantomData<&'a [u8]>,
-}
-
-impl DeviceSlice<'_> {
-    #[cfg(feature = "cuda")]
-    pub(crate) fn new(address: u64, dtype: DType, len: usize, device: usize) -> Self {
-        Self { address, dtype, len, device, lender: PhantomData }
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(crate) fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// The same memory as bytes.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn bytes(self) -> Self {
-        Self { dtype: DType::U8, len: self.len * self.dtype.size_in_bytes(), ..self }
-    }
-
-    /// Elements `start..start + len`; the caller has checked the range.
-    fn range(self, start: usize, len: usize) -> Self {
-        debug_assert!(start + len <= self.len);
-        Self { address: self.address + (start * self.dtype.size_in_bytes()) as u64, len, ..self }
-    }
+/// A scalar type that a [`View`](crate::View) can hold.
+pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+    /// The candle dtype of this type.
+    const DTYPE: DType;
+    /// The typed slice, if `s` holds this type.
+    fn slice(s: Data<'_>) -> Option<&[Self]>;
+    /// The typed mutable slice, if `s` holds this type.
+    fn slice_mut(s: DataMut<'_>) -> Option<&mut [Self]>;
+    /// Wraps a slice of this type.
+    fn wrap(s: &[Self]) -> Data<'_>;
+    /// Wraps a mutable slice of this type.
+    fn wrap_mut(s: &mut [Self]) -> DataMut<'_>;
+    /// Wraps a vector of this type.
+    fn wrap_vec(v: Vec<Self>) -> Memory;
+    /// Zeros that take memory from the system only as they are written.
+    fn zeros(len: usize) -> Vec<Self>;
 }
 
 /// Declares the enums of elements, one variant for each type, and how types get in and out.
@@ -155,47 +136,6 @@ macro_rules! elements {
             match s { $(CpuStorage::$variant(v) => Some(Data::$variant(v)),)* _ => None }
         }
 
-        /// An owned, typed allocation on a CUDA device.
-        #[cfg(feature = "cuda")]
-        #[derive(Debug)]
-        pub(crate) enum CudaVec { $($variant(CudaSlice<$ty>)),* }
-
-        #[cfg(feature = "cuda")]
-        impl CudaVec {
-            /// `len` elements of whatever the memory holds; `None` for a dtype that no view holds.
-            pub(crate) fn unspecified(device: &candle_core::CudaDevice, dtype: DType, len: usize) -> candle_core::Result<Option<Self>> {
-                Ok(match dtype {
-                    // SAFETY: any bits are a number, and the host never reads them in place.
-                    $(DType::$variant => Some(Self::$variant(unsafe { device.alloc(len)? })),)*
-                    _ => None
-                })
-            }
-            /// Makes all elements zero, in stream order.
-            pub(crate) fn clear(&mut self, stream: &std::sync::Arc<CudaStream>) -> Result<(), DriverError> {
-                match self { $(Self::$variant(v) => stream.memset_zeros(v)),* }
-            }
-            pub(crate) fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
-            pub(crate) fn len(&self) -> usize { match self { $(Self::$variant(v) => v.len()),* } }
-            pub(crate) fn address(&self, stream: &CudaStream) -> u64 {
-                match self { $(Self::$variant(v) => device_address(v, stream)),* }
-            }
-            /// Moves the allocation into candle's storage, as written by what is on the device's stream.
-            pub(crate) fn into_storage(self, device: candle_core::CudaDevice) -> candle_core::CudaStorage {
-                match self { $(Self::$variant(mut v) => {
-                    written(&mut v, &device.cuda_stream());
-                    candle_core::CudaStorage::wrap_cuda_slice(v, device)
-                }),* }
-            }
-        }
-
-        /// Address of what a candle CUDA storage holds; `None` for dtypes that no view holds.
-        #[cfg(feature = "cuda")]
-        pub(crate) fn cuda_address(s: &candle_core::CudaStorage) -> Option<u64> {
-            use candle_core::cuda_backend::CudaStorageSlice;
-            let stream = s.device.cuda_stream();
-            match &s.slice { $(CudaStorageSlice::$variant(v) => Some(device_address(v, &stream)),)* _ => None }
-        }
-
         $(impl Element for $ty {
             const DTYPE: DType = DType::$variant;
             fn slice(s: Data<'_>) -> Option<&[Self]> {
@@ -241,17 +181,4 @@ impl DataMut<'_> {
     pub(crate) fn len(&self) -> usize {
         self.as_data().len()
     }
-}
-
-/// The address of an allocation, ordered after what other streams wrote there if events are tracked. The guard that
-/// orders later writes is dropped at once: the reader asks once more when the reads are on the stream.
-#[cfg(feature = "cuda")]
-fn device_address<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
-    slice.device_ptr(stream).0
-}
-
-/// Tells other streams, if events are tracked, that what is on this one may write the allocation.
-#[cfg(feature = "cuda")]
-fn written<T>(slice: &mut CudaSlice<T>, stream: &CudaStream) {
-    drop(slice.device_ptr_mut(stream).1);
 }

@@ -86,3 +86,15 @@ pub enum RoutingMethod {
     Simulated,
     Unspecified,
 }
+
+/// How logits become scores; the codes are those of the CUDA kernels.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateScoring {
+    /// Over all experts.
+    Softmax,
+    /// One by one.
+    Sigmoid,
+    /// sqrt(softplus), one by one.
+    SqrtSoftplus,
+}

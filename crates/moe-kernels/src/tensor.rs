@@ -55,7 +55,7 @@ impl<'a> TensorView<'a> {
         let data = match &*self.storage {
             Storage::Cpu(cpu) => cpu_data(cpu),
             #[cfg(feature = "cuda")]
-            Storage::Cuda(cuda) => crate::cuda::storage_slice(cuda, start + len).map(Data::Device),
+            Storage::Cuda(cuda) => crate::storage::storage_slice(cuda, start + len).map(Data::Device),
             other => bail!("tensors on {:?} cannot be viewed", other.device().location()),
         };
         let Some(data) = data else {

@@ -8,7 +8,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use crate::element::Element;
+use crate::storage::Element;
 use crate::storage::{Data, DataMut};
 
 /// The most dimensions a view has.

@@ -9,22 +9,22 @@
 
 #[cfg(feature = "cuda")]
 mod device_slot;
+mod order;
 mod quantised;
 mod slot;
+mod view;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use parking_lot::RwLock;
 use rayon::prelude::*;
-use serde::Serialize;
 
 use crate::buffer::Buffer;
 use crate::cpu::panel::{pack_panel, unpack_row};
 use crate::cpu::simd::{LANES, Lanes};
 #[cfg(feature = "cuda")]
 use crate::cuda::quant::DevicePack;
-use crate::door::Shaped;
 use crate::element::Float;
 use crate::exec::CpuIsa;
 use crate::gradient;
@@ -32,40 +32,12 @@ use crate::plan::QuantWeights;
 use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
 use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
-use crate::view::View;
 use crate::with_float;
 use quantised::{Pack, QuantGuard, Quantised};
 
+pub use order::WeightOrder;
 pub use quantised::QuantView;
-
-/// How the values of a matrix [N, K] lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WeightOrder {
-    /// Row by row, as in a checkpoint.
-    Rows,
-    /// 16 rows at a time, the same k of all of them side by side: `[N / 16][K / D][16][D]`, D = 2 for bf16, else 1.
-    Panels,
-}
-
-impl WeightOrder {
-    /// The best order on a path, for a matrix with rows of `k` values whose products take runs of `run` rows together:
-    /// all of them or, where gate and up rows share a pack, half.
-    ///
-    /// Panels need whole sixteens of rows, and 16 | k so that no segment of a row-parallel product
-    /// cuts a pair. The matrix registers of AMX load rows as they are, and portable Rust is the specification.
-    pub fn best(isa: CpuIsa, dtype: DType, run: usize, k: usize) -> Self {
-        let is_vectors = match isa {
-            CpuIsa::Avx2 | CpuIsa::Avx2Vnni => true,
-            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Avx512Dot => true,
-            CpuIsa::AmxBf16 => dtype != DType::BF16,
-            CpuIsa::Scalar => false,
-        };
-        let is_whole = run > 0 && k > 0 && run.is_multiple_of(LANES) && k.is_multiple_of(LANES);
-        let is_float = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-        if is_vectors && is_whole && is_float { Self::Panels } else { Self::Rows }
-    }
-}
+pub use view::{PanelsView, WeightView};
 
 /// The weight of a product: a matrix [N, K], or a pack of them [E, N, K]. Cloning shares the data.
 #[derive(Clone, Debug)]
@@ -300,90 +272,5 @@ impl WeightGuard<'_> {
             Guarded::Values(values, WeightOrder::Panels) => WeightView::Panels(PanelsView(values.view()?)),
             Guarded::Quantised(q) => WeightView::Quantised(q.view()),
         })
-    }
-}
-
-/// The weight of a product as ops take it; any [`View`] is one in rows.
-#[derive(Clone, Copy, Debug)]
-pub enum WeightView<'a> {
-    /// Row by row.
-    Rows(View<'a>),
-    /// In panels of 16 rows.
-    Panels(PanelsView<'a>),
-    /// Quantised.
-    Quantised(QuantView<'a>),
-}
-
-/// A weight in panels: made by [`Weight::packed`] alone.
-#[derive(Clone, Copy, Debug)]
-pub struct PanelsView<'a>(View<'a>);
-
-impl<'a> From<View<'a>> for WeightView<'a> {
-    fn from(rows: View<'a>) -> Self {
-        Self::Rows(rows)
-    }
-}
-
-impl<'a> WeightView<'a> {
-    /// Its rows, for a kernel that takes nothing else.
-    ///
-    /// # Errors
-    /// A weight in another order.
-    pub fn rows(&self, op: &str) -> Result<View<'a>> {
-        match self {
-            Self::Rows(view) => Ok(*view),
-            Self::Panels(_) => bail!("{op}: expected a weight in rows, got one in panels of 16 rows"),
-            Self::Quantised(q) => {
-                bail!("{op}: expected a weight of floats in rows, got {}", q.scheme())
-            }
-        }
-    }
-
-    /// The matrix [N, K] of a pack of one, [1, N, K].
-    ///
-    /// # Errors
-    /// A pack of several; panels.
-    pub fn only_matrix(&self, op: &str) -> Result<Self> {
-        match (self, self.dims()) {
-            (Self::Quantised(q), &[1, _, _]) => Ok(Self::Quantised(QuantView { dims: &q.dims[1..], ..*q })),
-            (Self::Rows(view), &[1, n, k]) => Ok(Self::Rows(view.reshape(&[n, k])?)),
-            (_, dims) => bail!("{op}: expected a pack [1, N, K] in rows or quantised, got {dims:?}"),
-        }
-    }
-
-    /// [N, K] or [E, N, K].
-    pub fn dims(&self) -> &[usize] {
-        match self {
-            Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dims(),
-            Self::Quantised(q) => q.dims,
-        }
-    }
-
-    /// The dtype; for a quantised weight, the dtype of the activations that it is multiplied with.
-    pub fn dtype(&self) -> DType {
-        match self {
-            Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dtype(),
-            Self::Quantised(q) => q.weight.dtype,
-        }
-    }
-
-    /// The values, whatever their order, and the order.
-    ///
-    /// # Errors
-    /// A quantised weight.
-    pub(crate) fn values(&self, op: &str) -> Result<(View<'a>, WeightOrder)> {
-        match self {
-            Self::Panels(PanelsView(view)) => Ok((*view, WeightOrder::Panels)),
-            _ => Ok((self.rows(op)?, WeightOrder::Rows)),
-        }
-    }
-}
-
-impl Shaped for WeightView<'_> {
-    fn dims(&self) -> &[usize] {
-        WeightView::dims(self)
-    }
-    fn dtype(&self) -> DType {
-        WeightView::dtype(self)
     }
 }

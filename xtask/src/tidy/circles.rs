@@ -22,7 +22,6 @@ use tree::Tree;
 const EXCEPTIONS: &[(&str, usize)] = &[
     ("model-runtime", 26),
     ("moe-comm", 8),
-    ("moe-kernels", 68),
     ("moe-layer", 15),
     ("moe-cli", 10),
 ];

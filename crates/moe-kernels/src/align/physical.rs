@@ -4,63 +4,14 @@ use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
 use super::check_ids;
-use crate::door::{expect, expect_matrix};
+use super::log2phy::Log2Phy;
+use crate::door::expect;
 use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
 /// What a plan calls the launch of [`physical_ids_into`].
 pub const PHYSICAL_IDS: &str = "physical_ids";
-
-/// How the rows of an expert are spread over its copies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Spread {
-    /// Copy (row + expert) mod copies.
-    #[default]
-    InTurns,
-    /// Copy hash(row, expert) mod copies.
-    Hashed,
-}
-
-impl Spread {
-    /// The copy, of `copies`, that computes a row. It depends on nothing else, so every rank that sees a row says the same, and
-    /// a row that names an expert twice has one copy of it.
-    fn copy(self, row: u32, expert: u32, copies: u32) -> u32 {
-        let number = match self {
-            Self::InTurns => row.wrapping_add(expert),
-            // One round of a multiplicative hash for each of the two, then the high bits.
-            Self::Hashed => {
-                let mixed = row.wrapping_add(0x9e37_79b9).wrapping_mul(0x85eb_ca6b)
-                    ^ expert.wrapping_mul(0xc2b2_ae35);
-                (mixed ^ mixed >> 15).wrapping_mul(0x2c1b_3c6d) >> 8
-            }
-        };
-        number % copies.max(1)
-    }
-}
-
-/// The copies of experts, and which of them computes a row.
-#[derive(Clone, Copy, Debug)]
-pub struct Log2Phy<'a> {
-    /// [E, W] i32: the physical ids of each expert's copies, then -1; at least one copy each.
-    pub ids: View<'a>,
-    /// How the rows of an expert are spread over its copies.
-    pub spread: Spread,
-    /// Number of row 0, for rows that come in several calls.
-    pub first_row: usize,
-}
-
-impl Log2Phy<'_> {
-    /// Fails unless the table is one of experts; how many, and W.
-    ///
-    /// # Errors
-    /// Another dtype or rank.
-    pub(crate) fn check(&self, op: &str) -> Result<(usize, usize)> {
-        let (experts, width) = expect_matrix(op, "log2phy", &self.ids)?;
-        expect(op, "log2phy", &self.ids, DType::I32, &[experts, width])?;
-        Ok((experts, width))
-    }
-}
 
 /// Replaces logical expert ids by physical ones.
 ///
@@ -112,6 +63,7 @@ pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::align::Spread;
     use proptest::prelude::*;
 
     fn physical(

@@ -14,10 +14,10 @@ pub(crate) use self::tiles::{
     ByteSums, PEAK_FLOP, configure_bytes, is_supported, is_supported_int8, multiply_bytes, peak, take_bytes,
 };
 use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, store, zero};
-use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{UNIT, UnitSums};
+use super::units::{Method, UnitWeights, Work, even_parts};
 use super::{Kernel, avx512};
 
 /// Steps between the line in use and the line asked for while weights stream. The processor

@@ -22,6 +22,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result};
 
+pub use self::kernels::ATTENTION_BLOCK;
 use self::kernels::{BlockWeights, Divide, Merge, MergeRows, Partial};
 use super::dispatch;
 use super::pack::Pack;
@@ -31,9 +32,6 @@ use super::shared::Shared;
 use super::simd::{LANES, Lanes};
 use super::tile::{Shape, UnitSums};
 use crate::exec::Exec;
-
-/// Positions per partial of the softmax. A numeric constant: changing it changes bits.
-pub const ATTENTION_BLOCK: usize = 64;
 
 /// The most query rows times heads of one task: sixteen tiles that share each packed block of keys,
 /// fewer where that leaves too few tasks.

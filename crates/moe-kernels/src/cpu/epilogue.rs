@@ -1,10 +1,10 @@
 //! What becomes of the sums of a product: bias, activation, one rounding, and the place in out.
 
 use super::activation::gated;
-use super::gemm::Epilogue;
 use super::shared::Shared;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{CACHE_LINE, UNIT, UnitSums};
+use super::units::Epilogue;
 use super::{Kernel, dispatch};
 use crate::exec::CpuIsa;
 use crate::tags::Activation;

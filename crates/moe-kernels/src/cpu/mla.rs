@@ -5,10 +5,11 @@ use candle_core::{DType, Result};
 
 use super::dispatch;
 use super::epilogue::StoreRow;
-use super::gemm::{Epilogue, Products, Units, products};
+use super::gemm::{Products, products};
 use super::shared::Shared;
 use super::simd::Lanes;
 use super::tile::{UNIT, UnitSums};
+use super::units::{Epilogue, Units};
 use crate::element::Float;
 use crate::exec::{CpuIsa, Exec};
 use crate::weight::WeightOrder;

@@ -35,18 +35,11 @@ pub(crate) mod shared;
 pub(crate) mod simd;
 pub(crate) mod stream;
 pub(crate) mod tile;
+pub(crate) mod units;
 mod vectors;
 
 use crate::exec::CpuIsa;
-use simd::Simd;
-
-/// A piece of work that is generic over the instruction set: a closure with a type parameter.
-pub(crate) trait Kernel {
-    /// What the kernel returns.
-    type Output;
-    /// Does the work. Implementations are `#[inline(always)]`.
-    fn run<S: Simd>(self, s: S) -> Self::Output;
-}
+pub(crate) use simd::Kernel;
 
 /// Runs a kernel on one instruction-set path. `isa` comes from an [`Exec`](crate::Exec), which
 /// only holds a path that this machine supports. Inlined, so that a kernel's fields are written where the path's function

@@ -11,12 +11,12 @@ use std::cell::RefCell;
 
 use self::row::Row;
 use super::avx512;
-use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::panel::flush;
 use super::product::{Chain, K_BLOCK, chains};
 use super::simd::{LANES, Lanes};
 use super::tile::{CACHE_LINE, UNIT, UnitSums, with_rows};
+use super::units::{Method, UnitWeights, Work, even_parts};
 
 /// Rows of x of a tile: its sums take 24 of 32 registers.
 const ROWS: usize = 12;

@@ -9,10 +9,10 @@
 use std::ops::Range;
 
 use super::Kernel;
-use super::gemm::even_parts;
 use super::product::{Chain, chains};
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{MAX_ROWS, UnitSums, store_sums, with_rows};
+use super::units::even_parts;
 
 /// Columns that are packed at a time: the lines of 16 rows stay in the first-level cache.
 const PACK_COLUMNS: usize = 256;

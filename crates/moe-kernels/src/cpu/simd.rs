@@ -284,3 +284,11 @@ fn fold<S: Simd>(s: S, v: S::V, f: impl Fn(f32, f32) -> f32) -> f32 {
     }
     lanes[0]
 }
+
+/// A piece of work that is generic over the instruction set: a closure with a type parameter.
+pub(crate) trait Kernel {
+    /// What the kernel returns.
+    type Output;
+    /// Does the work. Implementations are `#[inline(always)]`.
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}

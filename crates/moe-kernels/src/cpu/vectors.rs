@@ -7,13 +7,13 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::dispatch;
-use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::panel::{Expand, PanelRows, PanelUnit, behind, flush, panels_from};
 use super::product::{Chain, K_BLOCK, chains};
 use super::simd::{LANES, Lanes};
 use super::stream::{Next, Stream};
 use super::tile::{Ahead, CACHE_LINE, MAX_ROWS, Shape, Tile, UNIT, UnitSums};
+use super::units::{Method, UnitWeights, Work, even_parts};
 use crate::exec::CpuIsa;
 
 /// The vector registers of a path.

@@ -6,8 +6,8 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
-use crate::monolithic::GateScoring;
 use crate::scheme::{Codes, QuantScheme};
+use crate::tags::GateScoring;
 
 /// A device pointer to what a launcher reads; 16-byte aligned for the bf16 kernels, null where the header says so.
 pub(crate) type In = *const c_void;

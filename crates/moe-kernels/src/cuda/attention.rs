@@ -13,9 +13,10 @@ use super::args::{AttentionDecodeArgs, Dtype, QkNormRopeArgs};
 use super::fp8::Fp8Place;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
-use crate::ops::{AttentionMeta, QkNormRope, StepRows};
+use crate::fp8::FP8_GROUP;
+use crate::operands::{AttentionMeta, QkNormRope, StepRows};
 use crate::plan::{AttentionCall, AttentionForm, Feature, Form, MAX_ROWS, MixedCall, MixedForm};
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::RowsViewMut;
 use crate::view::{View, ViewMut};
 
 /// See [`crate::qk_norm_rope_cache_into`].
@@ -61,7 +62,7 @@ pub(crate) fn qk_norm_rope_cache(
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
-pub(super) fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
+fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
     let (dtype, block_size) = (k_cache.dtype(), Some(k_cache.dims()[2]));
     AttentionCall {
@@ -227,4 +228,16 @@ fn decode_attention(
             }
         }
     })
+}
+
+/// Whether the launches of a step with `decode_rows` decoding rows leave their rows in FP8: with heads whose columns
+/// share a scale.
+pub(crate) fn leaves_fp8(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
+    let prompts = AttentionCall {
+        rows: args.qkv.rows() - decode_rows.min(args.qkv.rows()),
+        ..call(args, false, k_cache, aligned(&[k_cache, args.qkv, args.cos, args.sin]))
+    };
+    args.head_dim == FP8_GROUP
+        && (decode_rows == 0 || is_one_launch(args, decode_rows, k_cache, ex))
+        && (prompts.rows == 0 || AttentionForm::choose(&prompts, &ex.machine()) == Some(AttentionForm::Wgmma))
 }

@@ -27,7 +27,7 @@ pub fn device_calls() -> DeviceCalls {
     }
 }
 
-pub(super) fn allocation() {
+pub(crate) fn allocation() {
     ALLOCATIONS.fetch_add(1, Relaxed);
 }
 

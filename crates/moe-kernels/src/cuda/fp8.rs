@@ -5,12 +5,11 @@ use candle_core::{DType, Result};
 use super::args::{Fp8LinearArgs, Fp8PlacesArgs, Fp8QuantiseArgs, In, Out, Output};
 use super::blas_lt::{self, Fp8Operand};
 use super::quant::DevicePack;
-use super::{CudaExec, aligned, attention, ffi, small};
+use super::{CudaExec, aligned, ffi, small};
 use crate::exec::Exec;
-use crate::fp8::FP8_GROUP;
-use crate::ops::QkNormRope;
-use crate::plan::{AttentionCall, AttentionForm, BLAS_FP8_ROWS, Form};
-use crate::product_rows::{Fp8Order, Fp8Rows, RowsViewMut};
+use crate::fp8::{FP8_GROUP, Fp8Order};
+use crate::plan::BLAS_FP8_ROWS;
+use crate::rows_view::{Fp8Rows, RowsViewMut};
 use crate::view::{View, ViewMut};
 
 /// Scales of a pack's rows are read in pieces of so many.
@@ -77,18 +76,6 @@ impl RowsViewMut<'_> {
             }
         }
     }
-}
-
-/// Whether the launches of a step with `decode_rows` decoding rows leave their rows in FP8: with heads whose columns
-/// share a scale.
-pub(crate) fn leaves_fp8(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
-    let prompts = AttentionCall {
-        rows: args.qkv.rows() - decode_rows.min(args.qkv.rows()),
-        ..attention::call(args, false, k_cache, aligned(&[k_cache, args.qkv, args.cos, args.sin]))
-    };
-    args.head_dim == FP8_GROUP
-        && (decode_rows == 0 || attention::is_one_launch(args, decode_rows, k_cache, ex))
-        && (prompts.rows == 0 || AttentionForm::choose(&prompts, &ex.machine()) == Some(AttentionForm::Wgmma))
 }
 
 /// out = `x` [T, K] bf16, quantised.

@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::args::Dtype;
 use super::{ffi, small};
 use crate::exec::Exec;
-use crate::ops::{HeadsNorm, QkvHeads};
+use crate::operands::{HeadsNorm, QkvHeads};
 use crate::view::{View, ViewMut};
 
 /// See [`crate::head_squares_into`].

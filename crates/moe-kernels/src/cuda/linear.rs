@@ -6,9 +6,10 @@ use super::args::{LinearStreamArgs, LinearTensorArgs, Output, QuantLinearStreamA
 use super::quant::DevicePack;
 use super::{aligned, any, blas, ffi, fp8, quant, small};
 use crate::exec::Exec;
+use crate::fp8::Fp8Order;
 use crate::monolithic::PreNorm;
 use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
-use crate::product_rows::{Fp8Order, Fp8Rows, RowsView};
+use crate::rows_view::{Fp8Rows, RowsView};
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 

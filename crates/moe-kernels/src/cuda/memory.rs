@@ -4,68 +4,11 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
-use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+use candle_core::{DType, Result, bail};
 
 use super::counts;
-use crate::storage::{CudaVec, Data, DataMut, DeviceSlice, cuda_address};
+use crate::storage::{Data, DataMut, DeviceSlice};
 use crate::view::{View, ViewMut};
-
-/// Owned elements on a CUDA device.
-#[derive(Debug)]
-pub struct DeviceMemory {
-    data: CudaVec,
-    address: u64,
-    device: CudaDevice,
-    ordinal: usize,
-}
-
-impl DeviceMemory {
-    /// `len` zeros. An error if the device has not that much memory left.
-    pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
-        let mut memory = Self::unspecified(device, dtype, len)?;
-        memory.data.clear(&device.cuda_stream()).w()?;
-        Ok(memory)
-    }
-
-    /// `len` elements of whatever the memory holds. An error if the device has not that much left.
-    pub(crate) fn unspecified(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
-        let bytes = len.saturating_mul(dtype.size_in_bytes());
-        counts::allocation();
-        // An empty allocation is refused by the driver.
-        let data = match CudaVec::unspecified(device, dtype, len.max(1)) {
-            Ok(Some(data)) => data,
-            Ok(None) => bail!("no buffer holds dtype {}", dtype.as_str()),
-            Err(e) => bail!("the device refuses {bytes} bytes of memory: {e}"),
-        };
-        let stream = device.cuda_stream();
-        let ordinal = stream.context().ordinal();
-        Ok(Self { address: data.address(&stream), data, device: device.clone(), ordinal })
-    }
-
-    pub(crate) fn dtype(&self) -> DType {
-        self.data.dtype()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.data.len()
-    }
-
-    pub(crate) fn as_slice(&self) -> DeviceSlice<'_> {
-        DeviceSlice::new(self.address, self.dtype(), self.len(), self.ordinal)
-    }
-
-    /// Moves the allocation into candle's storage, without a copy.
-    pub(crate) fn into_storage(self) -> CudaStorage {
-        self.data.into_storage(self.device)
-    }
-}
-
-/// The first `len` elements of candle's storage; `None` for dtypes that no view holds.
-pub(crate) fn storage_slice(storage: &CudaStorage, len: usize) -> Option<DeviceSlice<'_>> {
-    use candle_core::backend::BackendStorage;
-    let ordinal = storage.device.cuda_stream().context().ordinal();
-    Some(DeviceSlice::new(cuda_address(storage)?, storage.dtype(), len, ordinal))
-}
 
 /// Memory of a device that the caller allocated or mapped, as a view [len] u8.
 ///

@@ -1,5 +1,6 @@
 //! Quantised packs on a device: how they get there, and the products of any scheme, dtype and shape.
 
+mod arrays;
 mod rows;
 mod stored;
 
@@ -8,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use self::arrays::{Arrays, upload};
 use super::any::activation_code;
 use super::args::{
     AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, OrderRowsArgs, QuantFormat,
@@ -15,9 +17,8 @@ use super::args::{
 };
 use super::{CudaExec, Staging, aligned, ffi, small};
 use crate::buffer::{Buffer, Scratch};
-use crate::element::Element;
 use crate::exec::Exec;
-use crate::ops::ExpertGroups;
+use crate::operands::ExpertGroups;
 use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
     ACT_ORDER, QuantPacking, QuantRows, QuantUse, StoredBatches, TILE_ROWS, Tiles, check_matrices,
@@ -44,15 +45,6 @@ pub(crate) struct DevicePack {
     zeros: Option<Buffer>,
     perm: Option<Buffer>,
     packing: QuantPacking,
-}
-
-/// What a pack consists of, however it is made.
-struct Arrays {
-    q: Buffer,
-    scales: Buffer,
-    scale_rows: usize,
-    in_blocks: bool,
-    zeros: Option<Buffer>,
 }
 
 impl DevicePack {
@@ -275,11 +267,6 @@ impl DevicePack {
             }
         })
     }
-}
-
-/// A copy of host data on the device.
-fn upload<T: Element>(data: &[T], ex: &Exec) -> Result<Buffer> {
-    ex.buffer_from_host(View::new(data, &[data.len()])?)
 }
 
 /// Rows of x, [T, K] bf16, in the order of the columns of `w`, one matrix whose columns are sorted.

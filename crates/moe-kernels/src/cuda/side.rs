@@ -9,7 +9,7 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{Device, Result};
 
-use super::CudaExec;
+use super::device::device;
 
 /// The second stream, and the marks by which both wait for each other.
 pub(crate) struct Side {
@@ -20,10 +20,11 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    fn new(main: &CudaExec) -> Result<Self> {
-        let device = super::device(main.ordinal)?;
+    /// A second stream of the device `ordinal`, whose first one is `main`.
+    pub(super) fn new(ordinal: usize, main: &CudaStream) -> Result<Self> {
+        let device = device(ordinal)?;
         let stream = device.as_cuda_device()?.cuda_stream();
-        let event = || main.stream.context().new_event(None).w();
+        let event = || main.context().new_event(None).w();
         Ok(Self { device, stream, forked: event()?, joined: event()? })
     }
 
@@ -38,16 +39,5 @@ impl Side {
     pub(crate) fn join(&self, main: &CudaStream) -> Result<()> {
         self.joined.record(&self.stream).w()?;
         main.wait(&self.joined).w()
-    }
-}
-
-impl CudaExec {
-    /// The second stream, made when it is first asked for.
-    pub(crate) fn side(&self) -> Result<&Side> {
-        if let Some(side) = self.side.get() {
-            return Ok(side);
-        }
-        let made = Side::new(self)?;
-        Ok(self.side.get_or_init(|| made))
     }
 }

@@ -10,8 +10,9 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, s
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
+use super::device::describe;
 use super::side::Side;
-use super::{PinnedWords, counts, describe, ffi};
+use super::{PinnedWords, counts, ffi};
 use crate::buffer::Buffer;
 use crate::plan::Gpu;
 use crate::storage::Data;
@@ -32,7 +33,7 @@ pub(crate) struct CudaExec {
     counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
     /// When the last call on tensors ended, where each thread has a stream of its own.
     turns: Arc<ReentrantMutex<CudaEvent>>,
-    pub(super) side: Arc<OnceLock<Side>>,
+    side: Arc<OnceLock<Side>>,
 }
 
 /// The stream of candle's default device: a name for the one of the calling thread (`cudaStreamPerThread`).
@@ -74,6 +75,15 @@ impl CudaExec {
             counters: Arc::default(),
             side: Arc::default(),
         })
+    }
+
+    /// The second stream, made when it is first asked for.
+    pub(crate) fn side(&self) -> Result<&Side> {
+        if let Some(side) = self.side.get() {
+            return Ok(side);
+        }
+        let made = Side::new(self.ordinal, &self.stream)?;
+        Ok(self.side.get_or_init(|| made))
     }
 
     /// The stream as launchers take it; makes the device current on this thread.

@@ -13,7 +13,6 @@ use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 
 use super::CudaExec;
-use crate::exec::Exec;
 
 /// A point on the device's stream.
 pub struct Mark {
@@ -53,12 +52,8 @@ struct State {
 }
 
 impl Timeline {
-    /// Measures in microseconds since `origin`. Waits for the stream once.
-    ///
-    /// # Errors
-    /// A context on the CPU.
-    pub fn new(origin: Instant, ex: &Exec) -> Result<Self> {
-        let cuda = ex.cuda("timeline")?.clone();
+    /// Marks on the stream of `cuda`, with times since `origin`. Waits for the stream once.
+    pub(crate) fn on(origin: Instant, cuda: CudaExec) -> Result<Self> {
         let event = event(&cuda)?;
         cuda.synchronize()?;
         event.record(&cuda.stream).w()?;

@@ -2,48 +2,14 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::qk_norm_rope::expect_cache;
 use crate::cpu::attention::{Attention, Sequence, attend};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::door::{expect, expect_cache, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
+use crate::operands::AttentionMeta;
 use crate::plan::{AttentionForm, Form};
 use crate::view::{View, ViewMut};
 use crate::with_float;
-
-/// Which sequence and which keys each row belongs to.
-///
-/// # On CUDA
-/// Kernels follow these arrays as they lie on the device, which no host can check without waiting for it. So whoever makes
-/// them there promises what the CPU checks:
-/// - `query_start_loc` ascends from 0 to at most T;
-/// - positions ascend within a sequence, and its block table holds the last;
-/// - blocks that hold positions which some row sees are below `num_blocks`. Other entries may be anything.
-///
-/// Otherwise the fast kernels read outside of tables and cache, and row ranges beyond T let them write behind `out`. Slots
-/// ([`QkNormRope::slot_mapping`](crate::QkNormRope::slot_mapping)) need no promise: none beyond the cache is written.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionMeta<'a> {
-    /// [S + 1] u32, ascending from 0 to at most T: the rows of each sequence.
-    pub query_start_loc: View<'a>,
-    /// \[T\] u32: each row's position in its sequence.
-    pub positions: View<'a>,
-    /// [S, max_blocks] u32: cache block of positions `i * block_size..` of each sequence.
-    pub block_tables: View<'a>,
-    /// Factor of the scores, usually 1 / sqrt(D).
-    pub scale: f32,
-    /// Number of positions that a row sees, itself included; `None` = all.
-    pub sliding_window: Option<usize>,
-}
-
-#[cfg(any(feature = "cuda", test))]
-impl AttentionMeta<'_> {
-    /// The window as launchers take it, 0 where a row sees everything: also for a window of more positions than their
-    /// numbers count.
-    pub(crate) fn window_i32(&self) -> i32 {
-        self.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0)
-    }
-}
 
 /// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once.
 ///

@@ -4,31 +4,18 @@ use candle_core::{DType, Result, bail};
 
 use super::linear::{Rows, row_parallel_segments, run};
 use crate::cpu::epilogue::GateUp;
-use crate::cpu::gemm::{Products, Units, products};
+use crate::cpu::gemm::{Products, products};
 use crate::cpu::quant::{self, QuantProducts};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::{LANES, Lanes};
+use crate::cpu::units::Units;
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::exec::Exec;
+use crate::operands::ExpertGroups;
 use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 use crate::weight::{WeightOrder, WeightView};
 use crate::with_float;
-
-/// Which rows each local expert computes.
-///
-/// Grouped slots are numbered 0..P; those of expert e are `offsets[e]..offsets[e + 1]`.
-///
-/// The CPU checks every index. On CUDA a row number beyond its array reads zeros or writes nothing.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertGroups<'a> {
-    /// [E_local + 1] u32, ascending, from 0 to at most P: the slots of each local expert.
-    pub offsets: View<'a>,
-    /// \[P\] u32: the row of x that a grouped slot reads.
-    pub in_rows: View<'a>,
-    /// \[P\] u32: the row of out that a grouped slot writes; no row twice.
-    pub out_rows: View<'a>,
-}
 
 /// [`ExpertGroups`] after the door: every index is in range.
 pub(super) struct Checked<'a> {

@@ -8,7 +8,7 @@ use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
-use crate::product_rows::RowsView;
+use crate::rows_view::RowsView;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 

@@ -9,14 +9,15 @@ use std::ops::Range;
 use candle_core::{DType, Result, bail};
 
 use crate::cpu::epilogue::Store;
-use crate::cpu::gemm::{Products, Units, products};
+use crate::cpu::gemm::{Products, products};
 use crate::cpu::quant::{self, QuantProducts};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
+use crate::cpu::units::Units;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::plan::{Form, LinearForm};
-use crate::product_rows::RowsView;
+use crate::rows_view::RowsView;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 use crate::with_float;

@@ -13,8 +13,7 @@ use candle_core::{DType, Result, bail};
 
 #[cfg(feature = "cuda")]
 use super::attention::check_attention;
-use super::attention::{AttentionMeta, paged_attention_into};
-use super::qk_norm_rope::expect_cache;
+use super::attention::paged_attention_into;
 use crate::cpu::dispatch;
 use crate::cpu::mla::{PerHead, rotate_pairs, round_row};
 use crate::cpu::norm::RmsNorm;
@@ -22,27 +21,14 @@ use crate::cpu::parallel::for_each_item;
 use crate::cpu::rope::NO_SLOT;
 use crate::cpu::simd::Lanes;
 use crate::door::{
-    expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3, expect_stream,
+    expect, expect_cache, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3,
+    expect_stream,
 };
 use crate::exec::Exec;
+use crate::operands::{AttentionMeta, MlaLatent, MlaQuery};
 use crate::plan::{Form, PerHeadForm};
 use crate::view::{View, ViewMut};
 use crate::with_float;
-
-/// Arguments of [`mla_latent_into`].
-#[derive(Clone, Copy, Debug)]
-pub struct MlaLatent<'a> {
-    /// [T, L + R] f32: the down-projected row, then the key part that is rotated.
-    pub compressed: View<'a>,
-    /// \[L\] model dtype: RMS norm weight of the latent.
-    pub norm: View<'a>,
-    /// Epsilon of that norm.
-    pub eps: f32,
-    /// [T, R/2] f32: cosines of the rows' angles.
-    pub cos: View<'a>,
-    /// [T, R/2] f32: sines of the rows' angles.
-    pub sin: View<'a>,
-}
 
 /// Splits the down-projected rows: the latent is normalised, the key part rotated, both in f32
 /// with one rounding.
@@ -172,19 +158,6 @@ fn write_cache<T: Lanes, X: Lanes>(
         }
     }
     Ok(())
-}
-
-/// Arguments of [`mla_query_into`].
-#[derive(Clone, Copy, Debug)]
-pub struct MlaQuery<'a> {
-    /// [T, Hq, N + R] f32: the queries of all heads.
-    pub q: View<'a>,
-    /// [Hq, L, N] model dtype: W_UKᵀ of every head; `None` in the naive form.
-    pub w_uk: Option<View<'a>>,
-    /// [T, R/2] f32: cosines of the rows' angles.
-    pub cos: View<'a>,
-    /// [T, R/2] f32: sines of the rows' angles.
-    pub sin: View<'a>,
 }
 
 /// The queries as attention takes them: the last R values of each head are rotated, the others

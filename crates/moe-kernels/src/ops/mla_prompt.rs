@@ -3,32 +3,14 @@
 use candle_core::{Result, bail};
 
 use super::attention::check_meta;
-use super::qk_norm_rope::expect_cache;
-use super::{AttentionMeta, mla_value_into, paged_attention_into};
+use super::{mla_value_into, paged_attention_into};
 use crate::cpu::mla::{PerHead, round_row};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_dtype, expect_rank3};
+use crate::door::{expect, expect_cache, expect_dtype, expect_rank3};
 use crate::exec::Exec;
-use crate::view::{View, ViewMut};
+use crate::operands::MlaPrompt;
+use crate::view::ViewMut;
 use crate::with_float;
-
-/// Arguments of [`mla_prompt_into`].
-#[derive(Clone, Copy, Debug)]
-pub struct MlaPrompt<'a> {
-    /// [T, Hq, N + R] model dtype (f32, bf16, f16): queries whose last R values are rotated.
-    pub q: View<'a>,
-    /// [Hq, L, N] same dtype: W_UKᵀ of every head.
-    pub w_uk: View<'a>,
-    /// [Hq, V, L] same dtype: W_UV of every head.
-    pub w_uv: View<'a>,
-    /// [num_blocks, 1, block_size, L + R] same dtype: the cache, with the rows' own entries.
-    pub cache: View<'a>,
-    /// Which sequence and which keys each row belongs to.
-    pub meta: AttentionMeta<'a>,
-    /// Positions that the sequences' rows see, all sequences together: of each sequence with rows the last row's
-    /// position and one.
-    pub positions: usize,
-}
 
 /// out = W_UV softmax(scale · q · k) c of every head, causal, where a key is [W_UK c | rotated part] and c the latent of a
 /// position: as [`mla_query_into`](crate::mla_query_into), [`paged_attention_into`] and [`mla_value_into`] in latent

@@ -2,32 +2,12 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::mla::{expect_angles, expect_rows};
-use super::qk_norm_rope::expect_cache;
-use super::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into};
-use crate::door::{expect, expect_dims, expect_matrix, expect_rank3, expect_stream};
+use super::mla::{expect_angles, expect_rows, mla_cache_into, mla_latent_into, mla_query_into};
+use crate::door::{expect, expect_cache, expect_dims, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
+use crate::operands::{MlaLatent, MlaQuery, MlaRows};
 use crate::plan::{Form, PerHeadForm};
-use crate::view::{View, ViewMut};
-
-/// Arguments of [`mla_rows_into`].
-#[derive(Clone, Copy, Debug)]
-pub struct MlaRows<'a> {
-    /// [T, Hq · (N + R) + L + R] f32: queries of all heads, the down-projected latent, the key part that is rotated.
-    pub products: View<'a>,
-    /// \[L\] model dtype: RMS norm weight of the latent.
-    pub norm: View<'a>,
-    /// Epsilon of that norm.
-    pub eps: f32,
-    /// [Hq, L, N] model dtype: W_UKᵀ of every head; `None`: queries stay outside of latent space.
-    pub w_uk: Option<View<'a>>,
-    /// [T, R/2] f32: cosines of the rows' angles.
-    pub cos: View<'a>,
-    /// [T, R/2] f32: sines of the rows' angles.
-    pub sin: View<'a>,
-    /// \[T\] u32: slot of each row in the cache; `u32::MAX` writes nothing. On CUDA no two rows name one slot.
-    pub slot_mapping: View<'a>,
-}
+use crate::view::ViewMut;
 
 /// [`mla_latent_into`] and [`mla_cache_into`] with the latents, and [`mla_query_into`] with the queries of `products`, whose
 /// columns they are.

@@ -20,18 +20,16 @@ mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
 pub use activation::{gated_activation_into, gated_rows_into};
-pub use attention::{AttentionMeta, paged_attention_into};
+pub use attention::paged_attention_into;
 pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
-pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
+pub use experts::{grouped_down_into, grouped_gate_up_into};
 pub use fused_linear::{linear_add_into, norm_linear_into};
-pub use heads_norm::{HeadsNorm, QkvHeads, head_squares_into, heads_norm_into};
+pub use heads_norm::{head_squares_into, heads_norm_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
-pub use mla::{
-    MlaLatent, MlaQuery, mla_attention_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
-};
-pub use mla_prompt::{MlaPrompt, mla_prompt_into};
-pub use mla_rows::{MlaRows, mla_rows_into};
-pub use qk_norm_rope::{QkNormRope, StepRows, qk_norm_rope_cache_into, rope_attention_into};
+pub use mla::{mla_attention_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
+pub use mla_prompt::mla_prompt_into;
+pub use mla_rows::mla_rows_into;
+pub use qk_norm_rope::{qk_norm_rope_cache_into, rope_attention_into};
 pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
 pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

@@ -4,55 +4,19 @@ use candle_core::{DType, Result, bail};
 
 #[cfg(feature = "cuda")]
 use super::attention::check_meta;
-use super::attention::{AttentionMeta, paged_attention_into};
+use super::attention::paged_attention_into;
 use crate::cpu::parallel::for_each;
 use crate::cpu::rope::{NO_SLOT, RopeCache};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
-use crate::door::{Shaped, expect, expect_dims, expect_dtype, expect_optional, expect_stream};
+use crate::door::{expect, expect_cache, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::exec::Exec;
+use crate::operands::{AttentionMeta, QkNormRope, StepRows};
 #[cfg(feature = "cuda")]
-use crate::product_rows::Fp8Rows;
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::Fp8Rows;
+use crate::rows_view::RowsViewMut;
 use crate::view::{View, ViewMut};
 use crate::with_float;
-
-/// Arguments of [`qk_norm_rope_cache_into`].
-#[derive(Clone, Copy, Debug)]
-pub struct QkNormRope<'a> {
-    /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads.
-    pub qkv: View<'a>,
-    /// \[D\] model dtype: RMS norm weight of every q head.
-    pub q_norm: Option<View<'a>>,
-    /// \[D\] model dtype: RMS norm weight of every k head.
-    pub k_norm: Option<View<'a>>,
-    /// Epsilon of both norms.
-    pub eps: f32,
-    /// [T, D/2] f32: cosines of the rows' angles.
-    pub cos: View<'a>,
-    /// [T, D/2] f32: sines of the rows' angles.
-    pub sin: View<'a>,
-    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing. One beyond the cache is an
-    /// error on the CPU and writes nothing on CUDA, where a decoding row without a slot is padding.
-    pub slot_mapping: View<'a>,
-    /// Query heads Hq.
-    pub num_heads: usize,
-    /// Key and value heads Hkv.
-    pub num_kv_heads: usize,
-    /// Head size D, even.
-    pub head_dim: usize,
-}
-
-/// Which rows of a step decode, and how much attention there is, by which the launches are chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepRows {
-    /// How many rows at the beginning are the one new row of their sequence: row i of sequence i.
-    pub decode: usize,
-    /// (Row, position) pairs that the decoding rows see; 0: not known.
-    pub decode_scores: usize,
-    /// (Row, position) pairs that the rows behind the decoding ones see; 0: not known.
-    pub prompt_scores: usize,
-}
 
 /// Normalises q and k by head (if weights are given), rotates them (rotate-half RoPE, Su et al.
 /// 2021, in the GPT-NeoX layout), writes q to `q_out` and k, v to their cache slots. Arithmetic
@@ -91,16 +55,6 @@ pub fn qk_norm_rope_cache_into(
         DType::F32 => run::<T, f32>(args, slots, q_out, k_cache, v_cache, ex),
         _ => run::<T, T>(args, slots, q_out, k_cache, v_cache, ex),
     })
-}
-
-#[cfg(feature = "cuda")]
-impl<'a> QkNormRope<'a> {
-    /// Some rows of it.
-    pub(crate) fn narrow(&self, start: usize, rows: usize) -> Result<QkNormRope<'a>> {
-        let narrow = |view: View<'a>| view.narrow(start, rows);
-        let (qkv, slot_mapping) = (narrow(self.qkv)?, narrow(self.slot_mapping)?);
-        Ok(Self { qkv, slot_mapping, cos: narrow(self.cos)?, sin: narrow(self.sin)?, ..*self })
-    }
 }
 
 /// Checks dims and dtypes; returns the number of slots of the cache.
@@ -171,7 +125,7 @@ fn rope_attention_fp8(
     if out.dims() != dims {
         bail!("{op}: expected out {dims:?} in FP8, got {:?}", out.dims())
     }
-    if crate::cuda::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
+    if crate::cuda::attention::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, dims[0])?;
         return crate::cuda::attention::decode_then_prompts(
@@ -224,18 +178,6 @@ fn rope_attention(
     let mut q = ex.scratch(q_dtype, &[t, heads, d])?;
     qk_norm_rope_cache_into(args, q.view_mut(), k_cache.reborrow(), v_cache.reborrow(), ex)?;
     paged_attention_into(q.view(), k_cache.as_view(), v_cache.as_view(), meta, out, ex)
-}
-
-/// Number of slots of a cache [num_blocks, Hkv, block_size, D]; fails for other dims.
-pub(super) fn expect_cache(op: &str, name: &str, cache: &impl Shaped, hkv: usize, d: usize) -> Result<usize> {
-    match cache.dims() {
-        &[blocks, heads, block_size, size] if heads == hkv && size == d && block_size > 0 => {
-            Ok(blocks * block_size)
-        }
-        dims => {
-            bail!("{op}: expected {name} with dims [num_blocks, {hkv}, block_size > 0, {d}], got {dims:?}")
-        }
-    }
 }
 
 fn run<'a, T: Lanes, S: Lanes>(

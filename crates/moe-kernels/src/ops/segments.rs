@@ -7,10 +7,11 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::experts::{Checked, ExpertGroups};
+use super::experts::Checked;
 use super::linear::{Rows, expect_segments, expect_u32, expect_weight, run};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
+use crate::operands::ExpertGroups;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 use crate::with_float;

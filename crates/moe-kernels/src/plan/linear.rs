@@ -1,16 +1,13 @@
 //! Dense products: which kernel multiplies so many rows.
 
-
 use super::checks::{expect_at_most, expect_bf16, expect_rows, expect_steps};
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
-use super::quant::{
-    QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits,
-};
+use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name, row_pitch, takes_digits};
 use super::{
-    BULK_COPIES, ColumnOrder, DequantiseForm, Feature, Form, Gpu, LinearCall, Machine, Reason, Stage, TENSOR_CORES,
-    WARPGROUPS,
+    BULK_COPIES, ColumnOrder, DequantiseForm, Feature, Form, Gpu, LinearCall, Machine, Reason, Stage,
+    TENSOR_CORES, WARPGROUPS,
 };
-use crate::product_rows::Fp8Order;
+use crate::fp8::Fp8Order;
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;

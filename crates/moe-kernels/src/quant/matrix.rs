@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 
-use super::packing::{Packed, Scales, ScalesView, pack};
+use super::packed::{Packed, Scales, ScalesView};
 use super::{Columns, QuantRows, STEP};
 use crate::cpu::simd::LANES;
 use crate::element::Float;
-use crate::exec::Exec;
 use crate::plan::{ColumnOrder, expect_codec};
 use crate::scheme::QuantScheme;
 
@@ -54,48 +53,6 @@ pub(crate) struct Part {
 }
 
 impl QuantMatrix {
-    /// Packs matrices of one shape and scheme: a dense weight is one, experts are many. Reads each row once, a panel at a
-    /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
-    ///
-    /// # Errors
-    /// No matrix; different shapes or schemes; weights that are not quantised; segments that
-    /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
-    /// their bits, FP8 NaN); what a reader reports.
-    pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
-        let width = matrices.first().map_or(0, |m| m.shape().1);
-        Self::pack_inputs(matrices, 0..width, usage, ex)
-    }
-
-    /// The part of [`pack`](Self::pack) that multiplies `inputs` of x: what a rank holds of a row-parallel product whose
-    /// groups are spread over all inputs, as act-order spreads them. It keeps all scales.
-    ///
-    /// # Errors
-    /// As `pack`, with K = `inputs.len()`; inputs that there are not.
-    pub fn pack_inputs(
-        matrices: &[&dyn QuantRows],
-        inputs: Range<usize>,
-        usage: QuantUse,
-        ex: &Exec,
-    ) -> Result<Self> {
-        let ((n, width), scheme) = check_matrices(matrices, usage)?;
-        let k = inputs.len();
-        let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
-        let mut parts: Vec<Part> = Vec::with_capacity(matrices.len());
-        let mut first = 0;
-        for m in matrices {
-            let columns = Columns::new(width, inputs.clone(), scheme.group_size(width), segments, m.perm())?;
-            let same = parts.last().filter(|last| *last.columns == columns);
-            let columns = same.map_or_else(|| Arc::new(columns), |last| Arc::clone(&last.columns));
-            let bytes = columns.steps() * step_bytes(scheme) * panels(n, usage);
-            parts.push(Part { columns, first });
-            first += bytes;
-        }
-        let mut matrix =
-            Self { dims: [matrices.len(), n, k], width, scheme, usage, parts, packed: Packed::default() };
-        matrix.packed = pack(&matrix, matrices, first, ex)?;
-        Ok(matrix)
-    }
-
     /// E, N and K.
     pub fn dims(&self) -> [usize; 3] {
         self.dims
@@ -276,14 +233,14 @@ fn check(n: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
     Ok(())
 }
 
-fn panels(n: usize, usage: QuantUse) -> usize {
+pub(super) fn panels(n: usize, usage: QuantUse) -> usize {
     match usage {
         QuantUse::GateUp => 2 * (n / 2).div_ceil(LANES),
         _ => n.div_ceil(LANES),
     }
 }
 
-fn step_bytes(scheme: QuantScheme) -> usize {
+pub(super) fn step_bytes(scheme: QuantScheme) -> usize {
     STEP * LANES * scheme.bits() / 8
 }
 

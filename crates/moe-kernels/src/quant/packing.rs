@@ -1,97 +1,66 @@
 //! Packing: rows from a reader to panels, sixteen at a time and in parallel.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Result, bail};
-use half::f16;
 use rayon::prelude::*;
 
-use super::matrix::{QuantMatrix, put};
-use super::{LogicalRows, QuantRows, STEP};
-use crate::cpu::simd::{LANES, Lanes, Simd};
+use super::matrix::{Part, QuantMatrix, QuantUse, check_matrices, panels, put, step_bytes};
+use super::packed::{Packed, Scales};
+use super::{Columns, LogicalRows, QuantRows, STEP};
+use crate::cpu::simd::LANES;
 use crate::element::Float;
 use crate::exec::Exec;
 use crate::scheme::{Codes, QuantScheme};
 
-/// The memory of packed matrices.
-#[derive(Clone, Debug)]
-pub(crate) struct Packed {
-    /// [E, panels, steps]: see [`QuantMatrix`].
-    pub q: Vec<u8>,
-    pub scales: Scales,
-    /// [E, panels, groups, 16]; empty where all are the same.
-    pub zeros: Vec<u8>,
-    /// [E, panels, groups, 16]; empty where the scheme has none.
-    pub minima: Vec<f32>,
-}
+impl QuantMatrix {
+    /// Packs matrices of one shape and scheme: a dense weight is one, experts are many. Reads each row once, a panel at a
+    /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
+    ///
+    /// # Errors
+    /// No matrix; different shapes or schemes; weights that are not quantised; segments that
+    /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
+    /// their bits, FP8 NaN); what a reader reports.
+    pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
+        let width = matrices.first().map_or(0, |m| m.shape().1);
+        Self::pack_inputs(matrices, 0..width, usage, ex)
+    }
 
-/// Scales [E, panels, groups, 16].
-#[derive(Clone, Debug)]
-pub(crate) enum Scales {
-    F16(Vec<f16>),
-    F32(Vec<f32>),
-}
-
-/// A run of scales. Kernels ask for its type once in a block of columns, so that they are not compiled for each.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum ScalesView<'a> {
-    F16(&'a [f16]),
-    F32(&'a [f32]),
-}
-
-impl Scales {
-    /// These scales.
-    pub(crate) fn range(&self, range: Range<usize>) -> ScalesView<'_> {
-        match self {
-            Self::F16(scales) => ScalesView::F16(&scales[range]),
-            Self::F32(scales) => ScalesView::F32(&scales[range]),
+    /// The part of [`pack`](Self::pack) that multiplies `inputs` of x: what a rank holds of a row-parallel product whose
+    /// groups are spread over all inputs, as act-order spreads them. It keeps all scales.
+    ///
+    /// # Errors
+    /// As `pack`, with K = `inputs.len()`; inputs that there are not.
+    pub fn pack_inputs(
+        matrices: &[&dyn QuantRows],
+        inputs: Range<usize>,
+        usage: QuantUse,
+        ex: &Exec,
+    ) -> Result<Self> {
+        let ((n, width), scheme) = check_matrices(matrices, usage)?;
+        let k = inputs.len();
+        let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
+        let mut parts: Vec<Part> = Vec::with_capacity(matrices.len());
+        let mut first = 0;
+        for m in matrices {
+            let columns = Columns::new(width, inputs.clone(), scheme.group_size(width), segments, m.perm())?;
+            let same = parts.last().filter(|last| *last.columns == columns);
+            let columns = same.map_or_else(|| Arc::new(columns), |last| Arc::clone(&last.columns));
+            let bytes = columns.steps() * step_bytes(scheme) * panels(n, usage);
+            parts.push(Part { columns, first });
+            first += bytes;
         }
-    }
-}
-
-impl ScalesView<'_> {
-    /// Asks for the scales of a group of the panel that lies so many behind this one.
-    #[inline(always)]
-    pub(crate) fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
-        match self {
-            Self::F16(scales) => {
-                s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
-            }
-            Self::F32(scales) => {
-                s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
-            }
-        }
-    }
-
-    /// The scales of a group of a panel, [groups, 16].
-    #[inline(always)]
-    pub(crate) fn group<S: Simd>(self, s: S, group: usize) -> S::V {
-        match self {
-            Self::F16(scales) => f16::load_some(s, &scales[group * LANES..][..LANES]),
-            Self::F32(scales) => f32::load_some(s, &scales[group * LANES..][..LANES]),
-        }
-    }
-}
-
-impl Default for Packed {
-    fn default() -> Self {
-        Self { q: Vec::new(), scales: Scales::F16(Vec::new()), zeros: Vec::new(), minima: Vec::new() }
-    }
-}
-
-impl Packed {
-    pub(super) fn bytes(&self) -> usize {
-        let scales = match &self.scales {
-            Scales::F16(scales) => size_of_val(&scales[..]),
-            Scales::F32(scales) => size_of_val(&scales[..]),
-        };
-        self.q.len() + scales + self.zeros.len() + size_of_val(&self.minima[..])
+        let mut matrix =
+            Self { dims: [matrices.len(), n, k], width, scheme, usage, parts, packed: Packed::default() };
+        matrix.packed = pack(&matrix, matrices, first, ex)?;
+        Ok(matrix)
     }
 }
 
 /// Packs the matrices, whose integers take `bytes`.
-pub(super) fn pack(to: &QuantMatrix, matrices: &[&dyn QuantRows], bytes: usize, ex: &Exec) -> Result<Packed> {
+fn pack(to: &QuantMatrix, matrices: &[&dyn QuantRows], bytes: usize, ex: &Exec) -> Result<Packed> {
     ex.install(|| {
         if let Some(packed) = pack_as(to, matrices, bytes, Scales::F16)? {
             return Ok(packed);

@@ -10,7 +10,7 @@ use candle_core::{Result, bail};
 use half::f16;
 
 use super::QuantMatrix;
-use super::packing::{Scales, ScalesView};
+use super::packed::{Scales, ScalesView};
 use crate::cpu::simd::LANES;
 
 /// Why an expert cannot take the place of another one.

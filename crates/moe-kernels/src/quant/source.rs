@@ -9,7 +9,7 @@ use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use super::ordered::in_order_of_down;
-use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse, StoredPart};
+use super::{LogicalRows, QuantMatrix, QuantPart, QuantRows, QuantUse, StoredPart};
 #[cfg(feature = "cuda")]
 use crate::cuda::{Staging, quant::DevicePack};
 use crate::exec::Exec;
@@ -39,15 +39,6 @@ pub trait QuantSource: fmt::Debug + Send + Sync {
         let _ = ex;
         Ok(None)
     }
-}
-
-/// The part of a quantised matrix that a rank holds.
-pub struct QuantPart<'a> {
-    /// Its rows.
-    pub rows: Box<dyn QuantRows + 'a>,
-    /// Which inputs of these rows it multiplies: all, or of rows whose groups are spread over all inputs
-    /// (act-order) the rank's share.
-    pub inputs: Range<usize>,
 }
 
 /// What [`Weight::quantised`] found, or [`Weight::quantised_experts`].

@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use super::kernels::{BlockSoftmax, WeighValues};
-use super::{ATTENTION_BLOCK, Driver, Local, Task};
+use super::kernels::{ATTENTION_BLOCK, BlockSoftmax, WeighValues};
+use super::{Driver, Local, Task};
 use crate::cpu::dispatch;
 use crate::cpu::pack::Pack;
 use crate::cpu::product::chains;

@@ -7,7 +7,8 @@ use crate::cpu::math::exp;
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, UNIT, UnitSums, with_rows};
 
-use super::ATTENTION_BLOCK;
+/// Positions per partial of the softmax. A numeric constant: changing it changes bits.
+pub const ATTENTION_BLOCK: usize = 64;
 
 /// Weights of one row over the positions of a block.
 pub(crate) type BlockWeights = [f32; ATTENTION_BLOCK];

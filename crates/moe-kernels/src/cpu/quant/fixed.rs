@@ -4,7 +4,7 @@
 //! of bf16 keep all their bits unless they lie more than 7 binades below the largest, and no error is above 2^-15 of it. A block
 //! with an infinity or NaN becomes NaN.
 
-use super::ints::{STEP_WORDS, TAIL};
+use super::panel::{STEP_WORDS, TAIL};
 use super::shift::is_in_range;
 use crate::cpu::Kernel;
 use crate::cpu::simd::{LANES, Lanes, Simd};

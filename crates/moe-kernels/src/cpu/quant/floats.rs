@@ -3,7 +3,8 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Bytes, Form, LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, add, chains, tiles};
+use super::form::{Form, LOCAL, PREFETCH, Rows, Unit, add, chains, tiles};
+use super::quants::{Bytes, Nibbles, Quants};
 use crate::cpu::product::K_BLOCK;
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};

@@ -12,27 +12,16 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::fixed::{PackPairs, PackRows, put_pairs};
+use super::form::{Form, PREFETCH, Rows, Unit};
 #[cfg(target_arch = "x86_64")]
 use super::matrix_registers;
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Rows, Unit, one_row, unpacked};
+use super::panel::{Ints, Panel, STEP_WORDS, TAIL, step};
+use super::quants::{Bytes, Nibbles, Quants};
+use super::{one_row, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
-use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
+use crate::cpu::tile::{Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
-use crate::exec::CpuIsa;
-use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView};
-
-/// Words that follow the integers of a block: its scale, and minus the sum of its integers.
-pub(super) const TAIL: usize = 2;
-
-/// Words of integers in a step.
-pub(super) const STEP_WORDS: usize = STEP / 2;
-
-/// The form; see the module.
-pub(super) struct Ints<'a> {
-    pub isa: CpuIsa,
-    pub w: &'a QuantMatrix,
-    pub segments: Range<usize>,
-}
+use crate::quant::{Block, Columns};
 
 /// The blocks of some segments.
 fn blocks<'a>(columns: &'a Columns, segments: &Range<usize>) -> &'a [Block] {
@@ -160,32 +149,6 @@ impl Ints<'_> {
             None => run([first, first], 1, 0),
         }
     }
-
-    pub(super) fn panel(&self, e: usize, panel: usize) -> Panel<'_> {
-        let zeros = self.w.packed.zeros.get(self.w.scales(e, panel)).unwrap_or_default();
-        Panel { q: self.w.quants(e, panel), scales: self.w.panel_scales(e, panel), zeros }
-    }
-}
-
-/// Sixteen rows of w.
-#[derive(Clone, Copy)]
-pub(super) struct Panel<'a> {
-    pub q: &'a [u8],
-    /// [groups, 16].
-    pub scales: ScalesView<'a>,
-    /// [groups, 16], or empty.
-    zeros: &'a [u8],
-}
-
-impl Panel<'_> {
-    /// The zero points of a group.
-    #[inline(always)]
-    pub(super) fn zero<S: Simd>(&self, s: S, group: usize, middle: u32) -> S::Raw {
-        match self.zeros.get(group * LANES..).and_then(|z| z.first_chunk()) {
-            Some(zeros) => s.widen_bytes(zeros),
-            None => s.splat_word(middle),
-        }
-    }
 }
 
 /// A tile of rows of x times one or two panels.
@@ -310,14 +273,4 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
             s.store(sum, &mut sums[m][n]);
         }
     }
-}
-
-/// Step `i` of a block; asks for what lies `ahead` bytes behind it.
-#[inline(always)]
-pub(super) fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize, ahead: usize) -> &[u8] {
-    let step = &q[i * Q::STEP_BYTES..][..Q::STEP_BYTES];
-    for line in (0..Q::STEP_BYTES).step_by(CACHE_LINE) {
-        s.prefetch(step.as_ptr().wrapping_add(ahead + line));
-    }
-    step
 }

@@ -6,11 +6,13 @@
 
 use std::ops::Range;
 
-use super::ints::{Ints, Panel, STEP_WORDS, TAIL};
-use super::{LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, add, even_parts, words};
+use super::form::{LOCAL, PREFETCH, Rows, Unit, add};
+use super::panel::{Ints, Panel, STEP_WORDS, TAIL};
+use super::quants::{Nibbles, Quants, words};
 use crate::cpu::amx::{ByteSums, configure_bytes, is_supported_int8, multiply_bytes, release, take_bytes};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, UNIT, UnitSums};
+use crate::cpu::units::even_parts;
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
 use crate::quant::{BLOCK, Block, Columns, STEP};

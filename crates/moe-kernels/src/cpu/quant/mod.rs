@@ -14,10 +14,13 @@
 
 mod fixed;
 mod floats;
+mod form;
 mod ints;
 #[cfg(target_arch = "x86_64")]
 mod matrix_registers;
 mod one_row;
+mod panel;
+mod quants;
 mod shift;
 mod unpacked;
 
@@ -28,25 +31,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Result};
 
-use super::dispatch;
-use super::gemm::{Epilogue, Units, even_parts};
 use super::parallel::{for_each, for_each_item};
-use super::product::K_BLOCK;
-use super::simd::{LANES, Lanes, Simd};
-use super::tile::{CACHE_LINE, Shape, UNIT, UnitSums};
-use crate::element::Element;
-use crate::exec::{CpuIsa, Exec};
-use crate::quant::{Block, Columns, QuantMatrix};
+use super::simd::{LANES, Lanes};
+use super::tile::{CACHE_LINE, UNIT, UnitSums};
+use super::units::{Epilogue, Units, even_parts};
+use crate::exec::Exec;
+use crate::quant::QuantMatrix;
 use crate::scheme::Offset;
+use crate::storage::Element;
+use form::{Form, Rows, Unit};
 
 /// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
 const PIECE_ROWS: usize = 264;
 
 /// Rows after which a wave is computed.
 const WAVE_ROWS: usize = 4 * PIECE_ROWS;
-
-/// How far ahead weights are asked for, bytes.
-const PREFETCH: usize = 4096;
 
 /// Products of groups of rows, each group with a matrix of its own.
 pub(crate) struct QuantProducts<'a, T> {
@@ -69,106 +68,10 @@ pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &imp
     let (isa, w, segments) = (ex.isa(), p.w, p.segments.clone());
     match (p.w.scheme.offset, <T as Element>::DTYPE) {
         (Offset::Middle | Offset::Zero, DType::BF16 | DType::F16) => {
-            Driver { p, ex, epilogue, form: ints::Ints { isa, w, segments } }.run()
+            Driver { p, ex, epilogue, form: panel::Ints { isa, w, segments } }.run()
         }
         _ => Driver { p, ex, epilogue, form: floats::Floats { isa, w, segments } }.run(),
     }
-}
-
-/// How rows of x are packed and a unit is computed.
-trait Form<T>: Sync {
-    /// Words of a packed row for matrix `e`.
-    fn row_words(&self, e: usize) -> usize;
-    /// Rows of a tile, at most, where a matrix multiplies `m` rows.
-    fn tile_rows(&self, e: usize, m: usize) -> usize;
-    /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them. Returns whether their scales
-    /// are [in range](shift).
-    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool;
-    /// The sums of packed rows with one unit of matrix `e`. All of `sums` are written if there are columns.
-    fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]);
-}
-
-/// Packed rows of x.
-#[derive(Clone, Copy)]
-struct Rows<'a> {
-    words: &'a [u32],
-    /// Words of a row.
-    row_words: usize,
-    /// Whether all scales are [in range](shift).
-    are_in_range: bool,
-}
-
-/// Panels of a unit: the second one may be missing.
-#[derive(Clone, Copy)]
-struct Unit {
-    first: usize,
-    second: Option<usize>,
-}
-
-/// Tiles of m rows, as even as can be: first row and rows.
-fn tiles(isa: CpuIsa, m: usize) -> impl Iterator<Item = (usize, usize)> {
-    even_parts(m, m.div_ceil(dispatch(isa, Shape).1))
-}
-
-/// The chains of a segment: its blocks, 256 columns at a time.
-fn chains(columns: &Columns, segment: usize) -> impl Iterator<Item = &[Block]> {
-    let blocks = &columns.blocks[columns.segments[segment].clone()];
-    let first = blocks.first().map_or(0, |block| block.start);
-    blocks.chunk_by(move |a, b| (a.start - first) / K_BLOCK == (b.start - first) / K_BLOCK)
-}
-
-/// Adds the sums of a segment to the totals, or starts the totals with them.
-fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: Range<usize>) {
-    for (total, segment) in total.iter_mut().zip(segment) {
-        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
-            *total = if add { *total + segment } else { *segment };
-        }
-    }
-}
-
-/// The words of packed integers, 8 columns of 16 rows, as four vectors of pairs of columns.
-trait Quants: Copy + Send + Sync {
-    /// Bytes of a step of a panel.
-    const STEP_BYTES: usize;
-    /// Whether a step holds nibbles, which [`Simd::nibbles_in_place`] gives with fewer shifts.
-    const NIBBLES: bool;
-    /// The pairs of a step.
-    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4];
-}
-
-/// Integers of 4 bits.
-#[derive(Clone, Copy)]
-struct Nibbles;
-
-/// Integers of 8 bits, or FP8.
-#[derive(Clone, Copy)]
-struct Bytes;
-
-impl Quants for Nibbles {
-    const STEP_BYTES: usize = CACHE_LINE;
-    const NIBBLES: bool = true;
-    #[inline(always)]
-    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
-        s.nibbles(words(s, step))
-    }
-}
-
-impl Quants for Bytes {
-    const STEP_BYTES: usize = 2 * CACHE_LINE;
-    const NIBBLES: bool = false;
-    #[inline(always)]
-    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
-        let (first, second) = step.split_at(CACHE_LINE);
-        let ([a, b], [c, d]) = (s.bytes(words(s, first)), s.bytes(words(s, second)));
-        [a, b, c, d]
-    }
-}
-
-/// The words of a cache line.
-#[inline(always)]
-fn words<S: Simd>(s: S, bytes: &[u8]) -> S::Raw {
-    let bytes: &[u8; CACHE_LINE] = &bytes.as_chunks().0[0];
-    s.load_bytes(bytes)
 }
 
 /// Consecutive rows of one group.
@@ -195,8 +98,6 @@ struct Driver<'a, T, E, F> {
 thread_local! {
     /// Sums of the unit that this thread works on; kept so that steps do not allocate.
     static SUMS: RefCell<Vec<UnitSums>> = const { RefCell::new(Vec::new()) };
-    /// A chain of unpacked weights and the sums of a segment, of the same unit.
-    static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
 impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {

@@ -2,8 +2,8 @@
 //!
 //! Both forms give the exact integer sums of a block, so they have the same bits.
 
-use super::ints::{STEP_WORDS, step};
-use super::{Nibbles, words};
+use super::panel::{STEP_WORDS, step};
+use super::quants::{Nibbles, words};
 use crate::cpu::simd::Simd;
 
 /// Steps of blocks of 32, 64 and 128 columns.

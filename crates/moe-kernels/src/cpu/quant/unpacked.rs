@@ -6,11 +6,13 @@
 
 use std::marker::PhantomData;
 
-use super::ints::{Ints, Panel, STEP_WORDS, TAIL};
+use super::form::{LOCAL, PREFETCH, Rows, Unit, chains};
+use super::panel::{Ints, Panel, STEP_WORDS, TAIL};
+use super::quants::{Bytes, Nibbles, Quants};
 use super::shift::{AreInRange, Multiplied, ScaleProduct, Shifted};
-use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, chains, even_parts};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
+use crate::cpu::units::even_parts;
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::quant::Block;
 

@@ -7,7 +7,7 @@ use crate::cuda::aligned;
 use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, PerHeadArgs};
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
-use crate::ops::{MlaLatent, MlaQuery, MlaRows};
+use crate::operands::{MlaLatent, MlaQuery, MlaRows};
 use crate::plan::{Form, PerHeadCall, PerHeadForm, QUERY_WITH_PRODUCT};
 use crate::view::{View, ViewMut};
 

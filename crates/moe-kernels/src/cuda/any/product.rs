@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::{Dtype, ffi, int};
 use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyGatedArgs, AnyLinearArgs, In};
 use crate::exec::Exec;
-use crate::ops::ExpertGroups;
+use crate::operands::ExpertGroups;
 use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 

@@ -9,7 +9,7 @@ use crate::cuda::aligned;
 use crate::cuda::args::{MlaExpandArgs, PagedAttentionArgs};
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
-use crate::ops::MlaPrompt;
+use crate::operands::MlaPrompt;
 use crate::plan::{Form, PromptCall, PromptForm};
 use crate::view::{View, ViewMut};
 

@@ -9,8 +9,8 @@ use super::{ffi, int};
 use crate::cuda::args::{AnyRouteArgs, StepRoutingArgs};
 use crate::door::{expect_matrix, expect_optional};
 use crate::exec::Exec;
-use crate::monolithic::GateScoring;
 use crate::step_routing::LayerRouting;
+use crate::tags::GateScoring;
 use crate::view::{View, ViewMut};
 
 /// How [`route_into`] chooses.

@@ -10,9 +10,9 @@ use crate::cuda::args::{Dtype, In, Out, PagedAttentionArgs};
 use crate::cuda::fp8::Fp8Place;
 use crate::cuda::{CudaExec, aligned, ffi, small};
 use crate::exec::Exec;
-use crate::ops::AttentionMeta;
+use crate::operands::AttentionMeta;
 use crate::plan::{AttentionCall, AttentionForm, Form, PerHeadCall, PerHeadForm};
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::RowsViewMut;
 use crate::view::{View, ViewMut};
 
 const OP: &str = "paged_attention";

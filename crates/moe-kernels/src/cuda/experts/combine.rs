@@ -8,7 +8,7 @@ use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::ExpertsCall;
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::RowsViewMut;
 use crate::view::ViewMut;
 
 impl Inputs {

@@ -6,8 +6,9 @@ use super::launch::{Buckets, Inputs, Packs, Rows};
 use crate::cuda::args::Fp8ExpertsArgs;
 use crate::cuda::{ffi, fp8, small};
 use crate::exec::Exec;
+use crate::fp8::Fp8Order;
 use crate::plan::ExpertsCall;
-use crate::product_rows::{Fp8Order, Fp8Rows};
+use crate::rows_view::Fp8Rows;
 
 impl Inputs {
     /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
+use super::arguments::{ExpertLists, FusedExperts};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
     AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, OrderRowsArgs, Out,
@@ -14,6 +14,8 @@ use crate::plan::ExpertsCall;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 
+/// Most slots of the streaming kernel, whose flags are sized for them.
+const STREAM_SLOTS: usize = 2048;
 /// Rows of a tile of the grouped kernels.
 const GROUPED_ROWS: usize = 128;
 

@@ -6,8 +6,9 @@ use super::launch::Packs;
 use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs, StepRoutingArgs};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
-use crate::monolithic::{Gate, GateScoring, PreNorm};
+use crate::monolithic::{Gate, PreNorm};
 use crate::plan::ExpertsCall;
+use crate::tags::GateScoring;
 use crate::view::View;
 
 /// Who chooses the experts.

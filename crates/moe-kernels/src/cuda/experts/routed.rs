@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::arguments::{FusedExperts, check, quantisation};
 use super::launch::{Buckets, Inputs, Lease, Packs, Rows, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
-use super::{FusedExperts, check, quantisation};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
@@ -13,7 +13,7 @@ use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
-use crate::product_rows::RowsViewMut;
+use crate::rows_view::RowsViewMut;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 

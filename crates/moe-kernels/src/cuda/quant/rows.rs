@@ -3,7 +3,7 @@
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-use super::{Arrays, upload};
+use super::arrays::{Arrays, upload};
 use crate::buffer::Buffer;
 use crate::cuda::Staging;
 use crate::exec::Exec;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-use super::Arrays;
+use super::arrays::Arrays;
 use crate::buffer::Buffer;
 use crate::cuda::args::{Dtype, In, Out, QuantFormat, QuantPackStoredArgs, StoredCoding};
 use crate::cuda::{CudaExec, Staging, ffi, small};

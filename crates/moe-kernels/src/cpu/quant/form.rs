@@ -1,0 +1,70 @@
+//! What both forms of a product share: packed rows, units, and how sums of segments become totals.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use crate::cpu::dispatch;
+use crate::cpu::product::K_BLOCK;
+use crate::cpu::tile::{Shape, UnitSums};
+use crate::cpu::units::even_parts;
+use crate::exec::CpuIsa;
+use crate::quant::{Block, Columns};
+
+/// How far ahead weights are asked for, bytes.
+pub(super) const PREFETCH: usize = 4096;
+
+/// How rows of x are packed and a unit is computed.
+pub(super) trait Form<T>: Sync {
+    /// Words of a packed row for matrix `e`.
+    fn row_words(&self, e: usize) -> usize;
+    /// Rows of a tile, at most, where a matrix multiplies `m` rows.
+    fn tile_rows(&self, e: usize, m: usize) -> usize;
+    /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them. Returns whether their scales
+    /// are [in range](super::shift).
+    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool;
+    /// The sums of packed rows with one unit of matrix `e`. All of `sums` are written if there are columns.
+    fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]);
+}
+
+/// Packed rows of x.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    pub words: &'a [u32],
+    /// Words of a row.
+    pub row_words: usize,
+    /// Whether all scales are [in range](super::shift).
+    pub are_in_range: bool,
+}
+
+/// Panels of a unit: the second one may be missing.
+#[derive(Clone, Copy)]
+pub(super) struct Unit {
+    pub first: usize,
+    pub second: Option<usize>,
+}
+
+/// Tiles of m rows, as even as can be: first row and rows.
+pub(super) fn tiles(isa: CpuIsa, m: usize) -> impl Iterator<Item = (usize, usize)> {
+    even_parts(m, m.div_ceil(dispatch(isa, Shape).1))
+}
+
+/// The chains of a segment: its blocks, 256 columns at a time.
+pub(super) fn chains(columns: &Columns, segment: usize) -> impl Iterator<Item = &[Block]> {
+    let blocks = &columns.blocks[columns.segments[segment].clone()];
+    let first = blocks.first().map_or(0, |block| block.start);
+    blocks.chunk_by(move |a, b| (a.start - first) / K_BLOCK == (b.start - first) / K_BLOCK)
+}
+
+/// Adds the sums of a segment to the totals, or starts the totals with them.
+pub(super) fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: Range<usize>) {
+    for (total, segment) in total.iter_mut().zip(segment) {
+        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
+            *total = if add { *total + segment } else { *segment };
+        }
+    }
+}
+
+thread_local! {
+    /// A chain of unpacked weights and the sums of a segment, of the unit that this thread works on; kept so that steps do not allocate.
+    pub(super) static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
+}
