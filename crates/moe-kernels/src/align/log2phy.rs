@@ -18,6 +18,7 @@ pub enum Spread {
 impl Spread {
     /// The copy, of `copies`, that computes a row. It depends on nothing else, so every rank that sees a row says the same, and
     /// a row that names an expert twice has one copy of it.
+    #[inline]
     pub(super) fn copy(self, row: u32, expert: u32, copies: u32) -> u32 {
         let number = match self {
             Self::InTurns => row.wrapping_add(expert),

@@ -65,6 +65,7 @@ pub(super) fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes
 }
 
 thread_local! {
-    /// A chain of unpacked weights and the sums of a segment, of the unit that this thread works on; kept so that steps do not allocate.
+    /// A chain of unpacked weights and the sums of a segment, of the unit that this thread works on; kept so that steps do not
+    /// allocate.
     pub(super) static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
