@@ -46,7 +46,7 @@ pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, LaunchLog, Launched, LaunchedAsOne, gpu_of};
 pub use fp8::{FP8_GROUP, quantised_to_fp8};
 pub use memory::HugePages;
-pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
+pub use monolithic::{Gate, GateScoring, PreNorm, SublayerIo};
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows,
     QkNormRope, QkvHeads, Segment, StepRows, add_into, add_rms_norm_into, add_scaled_into, embedding_into,
