@@ -3,9 +3,7 @@
 
 use candle_core::{DType, Device};
 use model_families::deepseek_v2;
-use model_runtime::{
-    CausalLm, Config, Decoder, DummyWeights, Exec, Geometry, MlaAttention, MlaForm, RankView,
-};
+use model_runtime::{CausalLm, Config, Decoder, DummyWeights, Exec, Geometry, MlaForm, RankView};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::plan::Stage;
@@ -15,7 +13,7 @@ use moe_tests::{Schedule, all_logits};
 use crate::common::cuda;
 use crate::engine::{requests, run};
 
-type DeepseekV2 = Decoder<MlaAttention>;
+type DeepseekV2 = Decoder;
 
 /// Small, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
 pub const CONFIG: &str = r#"{

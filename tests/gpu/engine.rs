@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
 use model_families::qwen3_moe;
-use model_runtime::{Attention, Config, Decoder, DummyWeights, Geometry, SamplingParams};
+use model_runtime::{Config, Decoder, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::MoePath;
@@ -19,12 +19,12 @@ pub const CONFIG: &str = r#"{
     "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": false, "hidden_act": "silu"
 }"#;
 
-fn model() -> Decoder<Attention> {
+fn model() -> Decoder {
     model_on(DType::BF16, cuda().device())
 }
 
 /// The model of [`CONFIG`], on a device.
-pub fn model_on(dtype: DType, device: &Device) -> Decoder<Attention> {
+pub fn model_on(dtype: DType, device: &Device) -> Decoder {
     let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, device);

@@ -3,7 +3,7 @@
 
 use candle_core::DType;
 use model_families::qwen3_moe;
-use model_runtime::{Attention, Config, Decoder, DummyWeights, Exec, Geometry};
+use model_runtime::{Config, Decoder, DummyWeights, Exec, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
@@ -17,7 +17,7 @@ fn exact() -> Exec {
 }
 
 /// The small model of the engine's tests with some of its config replaced.
-fn model(replaced: &[(&str, &str)], dtype: DType) -> Decoder<Attention> {
+fn model(replaced: &[(&str, &str)], dtype: DType) -> Decoder {
     let mut json = CONFIG.to_string();
     for (from, to) in replaced {
         assert!(json.contains(from), "{from}");
@@ -44,7 +44,7 @@ const BATCHES: [(usize, usize); 9] =
     [(1, 1), (1, 7), (2, 1), (5, 64), (9, 1), (33, 5), (70, 1), (70, 3), (70, usize::MAX >> 1)];
 
 /// The first batch whose logits have other bits than those of its prompts alone.
-fn first_difference(model: &Decoder<Attention>, mut ex: Exec) -> Option<String> {
+fn first_difference(model: &Decoder, mut ex: Exec) -> Option<String> {
     let prompts = prompts(70);
     let bits = |rows: &[f32]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let alone: Vec<_> = all_logits(model, &prompts, ALONE, &mut ex).unwrap();

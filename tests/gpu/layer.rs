@@ -5,7 +5,7 @@ use candle_core::DType;
 use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
-use moe_kernels::{Buffer, ForcedWeights, MonolithicIo, NO_EXPERT, PreNorm, QuantGroup, QuantScheme};
+use moe_kernels::{Buffer, ForcedWeights, NO_EXPERT, PreNorm, QuantGroup, QuantScheme, SublayerIo};
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
@@ -66,11 +66,11 @@ impl<'a> Layer<'a> {
             let (w13, w2) = (w13.view().unwrap(), w2.view().unwrap());
             let args = MonolithicExperts { gate, w13, w2, expert_map: view_of(&map) };
             let io = match (&gain, &x) {
-                (Some(gain), _) => MonolithicIo::NormAdd {
+                (Some(gain), _) => SublayerIo::NormAdd {
                     norm: PreNorm { weight: gain.view(), eps: EPS },
                     residual: out.view_mut(),
                 },
-                (_, x) => MonolithicIo::Store { x: view_of(x).unwrap(), out: out.view_mut() },
+                (_, x) => SublayerIo::Store { x: view_of(x).unwrap(), out: out.view_mut() },
             };
             monolithic_experts_into(MonolithicForm::OneLaunch, &args, io, &mut p.ex).unwrap();
         });

@@ -3,7 +3,7 @@
 
 use candle_core::DType;
 use model_families::qwen3_moe;
-use model_runtime::{Attention, CausalLm, Config, Decoder, DummyWeights, Geometry};
+use model_runtime::{CausalLm, Config, Decoder, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
@@ -155,7 +155,7 @@ fn a_measurement_leaves_everything_in_its_place() {
 const ONE_OF_EACH: usize = 3 * 3 * 256 * 128 * 2;
 
 /// The small model of the engine's tests, with so many of the 16 experts of each layer in host memory.
-fn model(offloaded: usize) -> Decoder<Attention> {
+fn model(offloaded: usize) -> Decoder {
     let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());

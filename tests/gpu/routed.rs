@@ -5,7 +5,7 @@ use moe_kernels::cuda::{
     FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
 };
 use moe_kernels::plan::{ColumnOrder, Fp8Activations, MonolithicForm};
-use moe_kernels::{Exec, MonolithicIo, PreNorm, QuantGroup, Weight, add_rms_norm_into};
+use moe_kernels::{Exec, PreNorm, QuantGroup, SublayerIo, Weight, add_rms_norm_into};
 
 use crate::common::*;
 use crate::gates::{Case, Rule};
@@ -43,16 +43,16 @@ fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2
         add_rms_norm_into(sums.view(), gain.view(), 1e-6, to.0, to.1, &mut p.ex).unwrap();
         let args = MonolithicExperts { gate, w13, w2, expert_map: None };
         let [sums, residual, normed] = &mut got;
-        let io = MonolithicIo::Store { x, out: sums.view_mut() };
+        let io = SublayerIo::Store { x, out: sums.view_mut() };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
         let (residual, out) = (residual.view_mut(), normed.view_mut().into());
-        let io = MonolithicIo::AddNorm { x, residual, norm, out };
+        let io = SublayerIo::AddNorm { x, residual, norm, out };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
         // Experts in an order of their own have no launch that holds their router.
         if weights[0].quantisation().is_some_and(|w13| w13.order == ColumnOrder::Sorted) && tokens <= 4 {
             let mut none = p.out(DType::F32, &[tokens, hidden]);
-            let io = MonolithicIo::Store { x, out: none.view_mut() };
+            let io = SublayerIo::Store { x, out: none.view_mut() };
             let refused = monolithic_experts_into(MonolithicForm::OneLaunch, &args, io, &mut p.ex);
             assert_error(refused, &["act-order"]);
         }

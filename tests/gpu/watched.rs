@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use model_families::qwen3_moe;
 use model_runtime::{
-    Attention, CausalLm, Config, Decoder, DummyWeights, Exec, Geometry, LogitsRows, RoutedExperts,
-    SequenceStep, Step, StepContext, run_step,
+    CausalLm, Config, Decoder, DummyWeights, Exec, Geometry, LogitsRows, RoutedExperts, SequenceStep, Step,
+    StepContext, run_step,
 };
 use moe_comm::{Communicator, SelfComm};
 use moe_engine::engine::{DpEngine, Engine, EngineConfig, Request, Stats};
@@ -22,7 +22,7 @@ const LAYERS: usize = 3;
 const EXPERTS: usize = 16;
 const TOP_K: usize = 4;
 
-fn model_on(device: &Device, text: &str) -> Decoder<Attention> {
+fn model_on(device: &Device, text: &str) -> Decoder {
     let config = qwen3_moe::read(&Config::parse(text, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, device);
@@ -37,7 +37,7 @@ struct Run {
     stats: Stats,
 }
 
-fn run(model: &Decoder<Attention>, config: &EngineConfig, all: Vec<Request>) -> Run {
+fn run(model: &Decoder, config: &EngineConfig, all: Vec<Request>) -> Run {
     let mut engine = Engine::new(model, cuda(), None, config).unwrap();
     let (mut tokens, mut routed) = (BTreeMap::<_, Vec<u32>>::new(), BTreeMap::new());
     all.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
@@ -156,7 +156,7 @@ fn an_even_spread_runs_as_graphs() {
         assert!(worst < 1. + 5. / chosen.sqrt(), "batch {batch}: {worst}");
     }
     // The same step, also on the CPU.
-    let ids = |model: &Decoder<Attention>, mut ex: Exec| {
+    let ids = |model: &Decoder, mut ex: Exec| {
         let tokens: Vec<u32> = (0..9).collect();
         let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
         let mut context = StepContext {
@@ -192,7 +192,7 @@ fn choices_and_counts_are_those_of_the_cpu() {
     let (gpu, cpu, mut rng) = (model_on(cuda().device(), CONFIG), model_on(&Device::Cpu, CONFIG), Rng::new());
     for rows in [1, 4, 8, 31] {
         let tokens: Vec<u32> = (0..rows).map(|_| rng.below(1000) as u32).collect();
-        let seen = |model: &Decoder<Attention>, mut ex: Exec, replay: Option<Arc<RoutedExperts>>| {
+        let seen = |model: &Decoder, mut ex: Exec, replay: Option<Arc<RoutedExperts>>| {
             let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
             let mut context = StepContext {
                 replay,
@@ -275,11 +275,7 @@ fn measure_watched_steps() {
 }
 
 /// The median of the times that 100 steps take in fives, once all sequences decode; and what was recorded.
-fn time_steps(
-    model: &Decoder<Attention>,
-    config: &EngineConfig,
-    all: Vec<Request>,
-) -> (Duration, Vec<RoutedExperts>) {
+fn time_steps(model: &Decoder, config: &EngineConfig, all: Vec<Request>) -> (Duration, Vec<RoutedExperts>) {
     let world: Arc<dyn Communicator> = Arc::new(SelfComm::new());
     let replica = (model as &dyn CausalLm, cuda(), world);
     let mut engine = DpEngine::new(replica, Vec::new(), None, config).unwrap();

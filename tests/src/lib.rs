@@ -12,8 +12,8 @@ use candle_nn::VarBuilder;
 use model_families::deepseek_v2;
 use model_families::qwen3_moe;
 use model_runtime::{
-    Attention, BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Decoder, Exec, Geometry, KvCache,
-    LogitsRows, MlaAttention, MlaForm, SequenceBlocks, SequenceStep, Step, StepContext, run_step,
+    BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Decoder, Exec, Geometry, KvCache, LogitsRows,
+    MlaForm, SequenceBlocks, SequenceStep, Step, StepContext, run_step,
 };
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
@@ -26,19 +26,19 @@ pub fn fixture(name: &str) -> PathBuf {
 }
 
 /// Loads a fixture of Qwen3-MoE in a dtype.
-pub fn load(name: &str, dtype: DType) -> Result<Decoder<Attention>> {
+pub fn load(name: &str, dtype: DType) -> Result<Decoder> {
     load_on(name, MoePath::Fused, dtype)
 }
 
 /// As [`load`], on a path of experts.
-pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Decoder<Attention>> {
+pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Decoder> {
     load_family(name, dtype, qwen3_moe::read, |spec, options, vb| {
         Ok(spec.model.load(&options.decoder(path), vb)?.0)
     })
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
-pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<Decoder<MlaAttention>> {
+pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<Decoder> {
     load_family(name, dtype, deepseek_v2::read, |spec, options, vb| {
         Ok(spec.build(mla, &options.decoder(path), vb)?.0)
     })

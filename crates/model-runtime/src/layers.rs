@@ -2,7 +2,6 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::{AddNorm, Communicator, FusedCollective};
 
 use moe_kernels::names::TensorNames;
 use moe_kernels::quant::QuantUse;
@@ -68,38 +67,6 @@ impl RmsNorm {
         ex: &mut Exec,
     ) -> Result<()> {
         add_rms_norm_into(delta, TensorView::new(&self.weight)?.view()?, self.eps, residual, out, ex)
-    }
-
-    /// [`add_forward_into`](Self::add_forward_into) where each rank of `ranks` holds a part of `delta`, which is scratch
-    /// afterwards.
-    pub fn add_parts_into(
-        &self,
-        ranks: &dyn Communicator,
-        delta: ViewMut,
-        residual: ViewMut,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.with_pre_norm(|norm| {
-            let end = AddNorm { residual, norm, out };
-            FusedCollective::AllReduceAddNorm { partial: delta, end }.run(ranks, ex)
-        })
-    }
-
-    /// [`add_parts_into`](Self::add_parts_into) where each rank keeps some rows of `residual` alone, see
-    /// [`ShareAddNorm`](FusedCollective::ShareAddNorm).
-    pub fn add_shared_into(
-        &self,
-        ranks: &dyn Communicator,
-        delta: ViewMut,
-        residual: ViewMut,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.with_pre_norm(|norm| {
-            let end = AddNorm { residual, norm, out };
-            FusedCollective::ShareAddNorm { partial: delta, end }.run(ranks, ex)
-        })
     }
 
     /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.

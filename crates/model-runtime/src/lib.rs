@@ -15,9 +15,11 @@ pub mod device_step;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
+mod mixer;
 pub mod mla;
 pub mod model;
 mod prefix;
+mod projection;
 pub mod rope;
 mod run;
 pub mod sampling;
@@ -32,13 +34,12 @@ pub use checkpoint::{
     TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use decoder::{
-    Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, LayerPlan, MoeConfig, SelfAttention,
-};
+pub use decoder::{Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, MoeConfig};
 pub use kv_cache::{KvCache, KvLayer, KvLayout, LayerState, LayerStates};
 pub use layers::{Embedding, LmHead, RmsNorm};
+pub use mixer::{Mixer, MixerIo};
 pub use mla::{MlaAttention, MlaConfig, MlaForm};
-pub use model::{CausalLm, LogitsOut, ModelInfo, MoeInfo, Observe, Observed, Observer, Scorer};
+pub use model::{CausalLm, LayerPlan, LogitsOut, ModelInfo, MoeInfo, Observe, Observed, Observer, Scorer};
 pub use prefix::PrefixId;
 pub use rope::{LayerRopes, Rope, RopeRows};
 pub use run::{host_logits, logits_rows, reserve_logits, run_scored_step, run_step};

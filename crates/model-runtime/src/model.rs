@@ -5,11 +5,11 @@
 
 use candle_core::{DType, Result};
 
-use moe_kernels::plan::Machine;
+use moe_kernels::plan::{Machine, Stage};
 use moe_kernels::{Exec, ExpertTraffic, StepContext, View, ViewMut};
 use moe_layer::PlanStep;
+use serde::Serialize;
 
-use crate::decoder::LayerPlan;
 use crate::kv_cache::{KvCache, LayerStates};
 use crate::step::StepViews;
 
@@ -45,6 +45,15 @@ pub struct MoeInfo {
     pub num_experts: usize,
     /// Experts per token K, without fused shared ones.
     pub top_k: usize,
+}
+
+/// The kernels of a layer in a step, in their order, with the faster ones that do not run and why.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct LayerPlan {
+    /// Norm, attention and addition.
+    pub attention: Vec<Stage>,
+    /// Norm, MLP or experts, and addition.
+    pub mlp: Vec<Stage>,
 }
 
 /// What an [`Observer`] is shown.

@@ -6,7 +6,7 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, MonolithicIo, Scratch, View, ViewMut,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, Scratch, SublayerIo, View, ViewMut,
     WeightAndReduce, Workspace,
 };
 
@@ -143,7 +143,7 @@ pub trait MonolithicExperts: Send + Sync {
         &self,
         gate: &Gate<'_>,
         expert_map: Option<View<'_>>,
-        io: MonolithicIo<'_>,
+        io: SublayerIo<'_>,
         ex: &mut Exec,
     ) -> Result<()>;
 }

@@ -32,6 +32,6 @@ pub use moe_kernels::names::MlpNames;
 pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Reason, Rejected, Stage};
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertTraffic, ExpertsSpec, Gate,
-    Lent, MonolithicIo, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, TensorView,
-    View, ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
+    Lent, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, SublayerIo, TensorView, View,
+    ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
 };

@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 use moe_kernels::plan::{BULK_COPIES, Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
-use moe_kernels::{Exec, ExpertsSpec, Gate, MonolithicIo, View};
+use moe_kernels::{Exec, ExpertsSpec, Gate, SublayerIo, View};
 
 use crate::capability::Capability;
 use crate::experts::MonolithicExperts;
@@ -64,7 +64,7 @@ impl MonolithicExperts for MonolithicKernels {
         &self,
         gate: &Gate<'_>,
         expert_map: Option<View<'_>>,
-        io: MonolithicIo<'_>,
+        io: SublayerIo<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
         use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
@@ -74,7 +74,7 @@ impl MonolithicExperts for MonolithicKernels {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn apply(&self, _: &Gate<'_>, _: Option<View<'_>>, _: MonolithicIo<'_>, _: &mut Exec) -> Result<()> {
+    fn apply(&self, _: &Gate<'_>, _: Option<View<'_>>, _: SublayerIo<'_>, _: &mut Exec) -> Result<()> {
         candle_core::bail!("{}: these experts need a build with the feature `cuda`", self.name())
     }
 }

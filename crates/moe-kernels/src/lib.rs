@@ -49,7 +49,7 @@ pub use element::Float;
 pub use exec::{CpuIsa, Exec, LaunchLog, Launched, LaunchedAsOne, gpu_of};
 pub use fp8::{FP8_GROUP, Fp8Order, quantised_to_fp8};
 pub use memory::HugePages;
-pub use monolithic::{Gate, MonolithicIo, PreNorm};
+pub use monolithic::{Gate, PreNorm, SublayerIo};
 pub use operands::{
     AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads,
     StepRows,

@@ -1,11 +1,11 @@
-//! What launches that contain the router take and give: rows, a gate and its rule, and where the sum goes.
+//! What sub-layers take and give, and what launches that contain the router take: a gate and its rule.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use crate::align::Log2Phy;
 use crate::door::{expect, expect_dims, expect_optional};
 use crate::plan::Fusion;
-use crate::rows_view::RowsViewMut;
+use crate::rows_view::{RowsView, RowsViewMut};
 use crate::step_routing::LayerRouting;
 use crate::tags::GateScoring;
 use crate::view::{View, ViewMut};
@@ -73,27 +73,35 @@ pub struct PreNorm<'a> {
     pub eps: f32,
 }
 
-/// What a launch that contains the router reads, and where it puts the weighted sums of the experts.
+/// What a sub-layer reads, attention or experts, and where its result goes; `X`: the rows that it takes. Each variant has the arrays
+/// of one [`Fusion`].
 #[derive(Debug)]
-pub enum MonolithicIo<'a> {
-    /// `out` = sums for `x`. Over ranks it is this rank's part.
+pub enum SublayerIo<'a, X = View<'a>> {
+    /// `out` = result for `x`. Over ranks it is this rank's part.
     Store {
         /// [T, H] model dtype, normed.
-        x: View<'a>,
+        x: X,
         /// [T, H] f32.
         out: ViewMut<'a>,
     },
-    /// `residual` += sums for norm(`residual`).
+    /// `residual` += result for `x`.
+    Add {
+        /// [T, H] model dtype, normed.
+        x: X,
+        /// The residual stream, [T, H] f32.
+        residual: ViewMut<'a>,
+    },
+    /// `residual` += result for norm(`residual`).
     NormAdd {
         /// The norm of this sub-layer.
         norm: PreNorm<'a>,
         /// The residual stream, [T, H] f32.
         residual: ViewMut<'a>,
     },
-    /// `residual` += sums for `x`, then `out` = norm(`residual`).
+    /// `residual` += result for `x`, then `out` = norm(`residual`).
     AddNorm {
         /// [T, H] model dtype, normed.
-        x: View<'a>,
+        x: X,
         /// The residual stream, [T, H] f32.
         residual: ViewMut<'a>,
         /// The norm of the next sub-layer.
@@ -103,21 +111,52 @@ pub enum MonolithicIo<'a> {
     },
 }
 
-impl MonolithicIo<'_> {
-    /// The rows that are read.
-    pub fn rows(&self) -> View<'_> {
+impl<X: Copy> SublayerIo<'_, X> {
+    /// The normed rows.
+    ///
+    /// # Errors
+    /// Where `op` would have to take the norm itself.
+    pub fn x(&self, op: &str) -> Result<X> {
         match self {
-            Self::Store { x, .. } | Self::AddNorm { x, .. } => *x,
-            Self::NormAdd { residual, .. } => residual.as_view(),
+            Self::Store { x, .. } | Self::Add { x, .. } | Self::AddNorm { x, .. } => Ok(*x),
+            Self::NormAdd { .. } => bail!("{op}: expected normed rows, got a norm to take"),
         }
     }
 
-    /// What is fused around router and experts.
+    /// What is fused around the sub-layer.
     pub fn fusion(&self) -> Fusion {
         match self {
             Self::Store { .. } => Fusion::Nothing,
+            Self::Add { .. } => Fusion::Add,
             Self::NormAdd { .. } => Fusion::NormAdd,
             Self::AddNorm { .. } => Fusion::AddNorm,
         }
+    }
+}
+
+impl SublayerIo<'_> {
+    /// The rows that are read.
+    pub fn rows(&self) -> View<'_> {
+        match self {
+            Self::Store { x, .. } | Self::Add { x, .. } | Self::AddNorm { x, .. } => *x,
+            Self::NormAdd { residual, .. } => residual.as_view(),
+        }
+    }
+}
+
+impl<'a> SublayerIo<'a, RowsView<'a>> {
+    /// With rows in the model dtype.
+    ///
+    /// # Errors
+    /// Rows in FP8, which `op` does not read.
+    pub fn floats(self, op: &str) -> Result<SublayerIo<'a>> {
+        Ok(match self {
+            Self::Store { x, out } => SublayerIo::Store { x: x.floats(op)?, out },
+            Self::Add { x, residual } => SublayerIo::Add { x: x.floats(op)?, residual },
+            Self::NormAdd { norm, residual } => SublayerIo::NormAdd { norm, residual },
+            Self::AddNorm { x, residual, norm, out } => {
+                SublayerIo::AddNorm { x: x.floats(op)?, residual, norm, out }
+            }
+        })
     }
 }

@@ -7,39 +7,32 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use moe_dispatch::{PrepareFinalize, Tokens};
+use moe_dispatch::PrepareFinalize;
 use moe_experts::{Experts, MonolithicExperts};
-use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::plan::Fusion;
-use moe_kernels::{
-    CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, copy_rows_into,
-    forward_rows,
-};
-use moe_router::{GateInput, GateStep, RouteOutput, Router, Selection};
-use tracing::trace_span;
+use moe_kernels::candle::{Result, Tensor, bail};
+use moe_kernels::{CpuIsa, ExpertTraffic, Weight};
+use moe_router::{Router, Selection};
 
 use crate::check::{check_gate, check_modular};
-use crate::chunked::{End, Path, Routed};
-use crate::placed::{PlacedExperts, StepCopies};
-use crate::plan::MoeForm;
-use crate::plan_step::PlanStep;
+use crate::chunked::Path;
+use crate::placed::PlacedExperts;
 use crate::shared::SharedExperts;
 
 /// A sparse Mixture-of-Experts block.
 pub struct SparseMoeBlock {
-    gate: Weight,
-    router: Box<Router>,
-    path: Path,
+    pub(crate) gate: Weight,
+    pub(crate) router: Box<Router>,
+    pub(crate) path: Path,
     /// Another path, for steps of which the ranks agreed that all only decode.
-    decode: Option<Path>,
+    pub(crate) decode: Option<Path>,
     /// Experts whose launches contain the router, in the order of trial.
-    monolithic: Vec<Box<dyn MonolithicExperts>>,
+    pub(crate) monolithic: Vec<Box<dyn MonolithicExperts>>,
     /// Where experts are placed by a map.
-    placed: Option<Arc<PlacedExperts>>,
-    shared: Option<SharedExperts>,
-    layer: usize,
+    pub(crate) placed: Option<Arc<PlacedExperts>>,
+    pub(crate) shared: Option<SharedExperts>,
+    pub(crate) layer: usize,
     /// Tokens of a chunk, at most.
-    chunk: Option<NonZeroUsize>,
+    pub(crate) chunk: Option<NonZeroUsize>,
 }
 
 impl SparseMoeBlock {
@@ -164,10 +157,6 @@ impl SparseMoeBlock {
         alone && self.decode.is_none() && self.path.prepare.defer_sum()
     }
 
-    pub(crate) fn shared_experts(&self) -> Option<&SharedExperts> {
-        self.shared.as_ref()
-    }
-
     /// The experts that a map places; `None` where physical experts are the logical ones.
     pub fn placed_experts(&self) -> Option<&PlacedExperts> {
         self.placed.as_deref()
@@ -179,18 +168,6 @@ impl SparseMoeBlock {
     /// Any error of the device.
     pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
         self.path.experts.traffic()
-    }
-
-    pub(crate) fn has_decode_path(&self) -> bool {
-        self.decode.is_some()
-    }
-
-    pub(crate) fn monolithic(&self) -> &[Box<dyn MonolithicExperts>] {
-        &self.monolithic
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The path of a step; `only_decode`: the ranks agreed that each of them only decodes.
@@ -229,145 +206,6 @@ impl SparseMoeBlock {
     /// Sizes that overflow.
     pub fn chunk_bytes(&self, tokens: usize) -> Result<usize> {
         self.path.chunk_bytes(tokens, self.router.config().num_slots(), self.shared.as_ref())
-    }
-
-    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Of `context`: token
-    /// ids, replay, capture and heat, as the router documents them.
-    ///
-    /// # Errors
-    /// Wrong dims or dtypes; ranks that disagree, or died.
-    pub fn forward_into(
-        &self,
-        hidden: View<'_>,
-        out: ViewMut<'_>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let routed = context.asks_of_router();
-        let only_decode = context.only_decode;
-        let step = PlanStep { only_decode, routed, ..PlanStep::prompts(hidden.rows()) };
-        let form = self.choose(&step, &[Fusion::Nothing], &ex.machine());
-        self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
-    }
-
-    /// [`forward_into`](Self::forward_into) in a form that [`choose`](Self::choose) chose without anything fused around it;
-    /// `observe` sees the router logits [T, E] f32 of modular experts.
-    ///
-    /// # Errors
-    /// As [`forward_into`](Self::forward_into); a form that was chosen for another step.
-    pub fn forward_as_into(
-        &self,
-        form: MoeForm,
-        hidden: View<'_>,
-        out: ViewMut<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        if let MoeForm::Modular(_) = form {
-            return self.modular(hidden, End::Sum(out), observe, context, ex);
-        }
-        let context = &*context;
-        let routed = |out: ViewMut<'_>, ex: &mut Exec| {
-            if out.dtype() == DType::F32 {
-                return self.fused_into(form, MonolithicIo::Store { x: hidden, out }, context, ex);
-            }
-            let mut sums = ex.scratch(DType::F32, hidden.dims())?;
-            self.fused_into(form, MonolithicIo::Store { x: hidden, out: sums.view_mut() }, context, ex)?;
-            copy_rows_into(sums.view(), out, ex)
-        };
-        match &self.shared {
-            Some(shared) => shared.add_to(hidden, out, ex, routed),
-            None => routed(out, ex),
-        }
-    }
-
-    /// Monolithic experts with what is fused around them, in a form that [`choose`](Self::choose) chose.
-    ///
-    /// # Errors
-    /// Wrong dims or dtypes; a form that was chosen for another step.
-    pub fn fused_into(
-        &self,
-        form: MoeForm,
-        io: MonolithicIo<'_>,
-        context: &StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let _span = trace_span!("moe").entered();
-        let MoeForm::Monolithic { index, .. } = form else {
-            bail!("modular experts fuse nothing around them")
-        };
-        let Some(experts) = self.monolithic.get(index) else {
-            bail!("this block has {} monolithic experts, so no number {index}", self.monolithic.len())
-        };
-        let gate = self.gate.read()?;
-        let gate = gate.view()?.rows("monolithic experts")?;
-        let form = self.copies_form(&self.path, io.rows().rows(), &ex.machine());
-        let copies = self.placed.as_ref().zip(form).map(|(placed, form)| placed.copies(form));
-        // With one copy of each expert the map names experts; with several the router names copies.
-        let sole = copies.as_ref().and_then(StepCopies::expert_map);
-        let log2phy = copies.as_ref().filter(|_| sole.is_none()).and_then(StepCopies::log2phy);
-        let slots = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        let routing = context.routing.layer(self.layer, 0)?;
-        let step = GateStep { padded: context.padded, routing, log2phy };
-        let _experts = ex.launched_as_one(|| experts.name());
-        self.router.with_gate(gate, None, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
-    }
-
-    /// Routes all tokens at once, so that what the step context counts is the step's rows, then
-    /// computes them chunk by chunk.
-    pub(crate) fn modular(
-        &self,
-        hidden: View<'_>,
-        end: End<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let _span = trace_span!("moe").entered();
-        let path = self.path_of(context.only_decode);
-        let gate = self.gate.read()?;
-        let (tokens, config) = (hidden.rows(), self.router.config());
-        let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
-        let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
-        let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
-        let mut identity = ex.scratch(DType::F32, &[tokens])?;
-        let output = RouteOutput {
-            topk_ids: topk_ids.view_mut(),
-            topk_weights: topk_weights.view_mut(),
-            zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
-        };
-        let form = self.copies_form(path, tokens, &ex.machine());
-        let placed = self.placed.as_deref().zip(form);
-        {
-            let copies = placed.map(|(placed, form)| placed.copies(form));
-            let log2phy = copies.as_ref().and_then(StepCopies::log2phy);
-            let input = GateInput { log2phy, ..GateInput::new(hidden, gate.view()?, self.layer) };
-            trace_span!("router").in_scope(|| {
-                self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
-            })?;
-        }
-        observe(logits.view())?;
-        drop(logits);
-        let routed = Routed {
-            tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
-            identity: (config.num_zero_experts > 0).then(|| identity.view()),
-            shared: self.shared.as_ref(),
-            near: placed.filter(|(placed, form)| placed.is_near(*form)).map(|(placed, _)| placed),
-        };
-        path.run(&routed, self.chunk, end, context.rank_tokens.as_deref(), ex)
-    }
-
-    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any
-    /// layout; the result is of the same shape, dtype and device.
-    ///
-    /// # Errors
-    /// Another hidden size, dtype or device.
-    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let hidden_size = self.path.experts.shape().hidden_size;
-        forward_rows(hidden, hidden_size, hidden.dtype(), |x, out, ex| {
-            self.forward_into(x, out, &mut StepContext::default(), ex)
-        })
     }
 }
 

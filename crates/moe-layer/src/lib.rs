@@ -1,13 +1,14 @@
 //! A sparse Mixture-of-Experts block for candle: router, dispatch, experts, shared experts.
 #![doc = include_str!("../README.md")]
 
-mod add_norm;
 mod block;
 mod check;
 mod chunked;
 mod context;
 #[cfg(feature = "cuda")]
 mod device_landing;
+mod form;
+mod forward;
 mod landing;
 pub mod legacy;
 mod load;
@@ -26,6 +27,7 @@ mod slots;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
+pub use form::MoeForm;
 pub use load::{BlockOptions, MAX_STEP_TOKENS, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use moving::{MoveRound, MoveStatus};
@@ -34,7 +36,6 @@ pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use placed::PlacedExperts;
 pub use placement::ExpertPlacements;
-pub use plan::{MoeForm, MoePlan};
 pub use plan_step::PlanStep;
 pub use shared::{SharedExperts, SharedExpertsStream};
 pub use slots::shared_fit_slots;
@@ -55,7 +56,7 @@ pub use moe_kernels::names::MlpNames;
 pub use moe_kernels::plan::Fp8Activations;
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertTraffic, ExpertsSpec, Gate,
-    MonolithicIo, NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace,
+    NO_EXPERT, PreNorm, RoutedExperts, StepContext, SublayerIo, TensorView, View, ViewMut, Workspace,
     checksum,
 };
 pub use moe_router::{

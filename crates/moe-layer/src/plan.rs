@@ -13,39 +13,8 @@ use moe_kernels::{PHYSICAL_IDS, WeightAndReduce, max_passes};
 
 use crate::block::SparseMoeBlock;
 use crate::chunked::{COMBINE_ADD_NORM, Path};
+use crate::form::MoeForm;
 use crate::plan_step::PlanStep;
-
-/// Which experts compute a layer's step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MoeForm {
-    /// The monolithic experts of this number, with what is fused around them.
-    Monolithic {
-        /// Place among the layer's monolithic experts.
-        index: usize,
-        /// What is fused.
-        fusion: Fusion,
-    },
-    /// Router, dispatch, experts and combine one after the other, with what is fused with the last: nothing, or addition and next norm.
-    Modular(Fusion),
-}
-
-impl MoeForm {
-    /// What of the layer around the experts is computed in their launches.
-    pub fn fusion(self) -> Fusion {
-        match self {
-            Self::Monolithic { fusion, .. } | Self::Modular(fusion) => fusion,
-        }
-    }
-}
-
-/// The plan of a sparse layer for a step.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MoePlan {
-    /// What runs.
-    pub form: MoeForm,
-    /// Its kernels in their order.
-    pub stages: Vec<Stage>,
-}
 
 impl SparseMoeBlock {
     /// What computes the layer in such a step, where the caller lets the launches contain what is in `fusions`.
@@ -53,40 +22,47 @@ impl SparseMoeBlock {
         let forms = self.monolithic_forms(fusions);
         let mut fitting = forms.filter(|form| self.fits(*form, step, machine).is_ok());
         match fitting.next() {
-            Some((index, fusion)) => MoeForm::Monolithic { index, fusion },
+            Some((index, fusion)) => MoeForm { monolithic: Some(index), fusion },
             None if fusions.contains(&Fusion::AddNorm) && self.adds_norm() => {
-                MoeForm::Modular(Fusion::AddNorm)
+                MoeForm::modular(Fusion::AddNorm)
             }
-            None => MoeForm::Modular(Fusion::Nothing),
+            None => MoeForm::modular(Fusion::Nothing),
         }
     }
 
-    /// [`choose`](Self::choose), explained.
-    pub fn plan(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoePlan {
-        let form = self.choose(step, fusions, machine);
+    /// The kernels of a form that was chosen for such a step among `fusions`, and why faster ones do not run.
+    pub fn stages(
+        &self,
+        form: MoeForm,
+        step: &PlanStep,
+        fusions: &[Fusion],
+        machine: &Machine,
+    ) -> Vec<Stage> {
         let mut rejected = Vec::new();
         for (index, fusion) in self.monolithic_forms(fusions) {
             match self.fits((index, fusion), step, machine) {
                 // Nobody asks of floats why they are not quantised.
                 Err(Reason::Floats) => {}
                 Err(reason) => {
-                    let kernel = format!("{}{}", self.monolithic()[index].name(), around(fusion));
+                    let kernel = format!("{}{}", self.monolithic[index].name(), fusion.suffix());
                     rejected.push(Rejected { kernel, reason });
                 }
                 Ok(()) => break,
             }
         }
-        let stages = match form {
-            MoeForm::Monolithic { index, fusion } => {
+        let MoeForm { monolithic, fusion } = form;
+        match monolithic {
+            Some(index) => {
                 let computes: &[&str] = match fusion {
                     Fusion::Nothing => &["router", "experts", "combine"],
+                    Fusion::Add => &["router", "experts", "combine", "add"],
                     Fusion::NormAdd => &["norm", "router", "experts", "combine", "add"],
                     Fusion::AddNorm => &["router", "experts", "combine", "add", "next norm"],
                 };
-                let stage = Stage::new(computes, self.monolithic()[index].name()).after(rejected);
+                let stage = Stage::new(computes, self.monolithic[index].name()).after(rejected);
                 self.with_shared(step.rows, vec![stage], machine)
             }
-            MoeForm::Modular(fusion) => {
+            None => {
                 let adds_norm = fusion == Fusion::AddNorm;
                 let mut stages = self.router_stages(step, machine);
                 stages[0].rejected.splice(0..0, rejected);
@@ -98,13 +74,20 @@ impl SparseMoeBlock {
                 }));
                 stages
             }
-        };
-        MoePlan { form, stages }
+        }
+    }
+
+    /// Whether the norm behind the layer is better left to modular experts: where their sums return from other ranks, and nothing
+    /// else is added.
+    pub(crate) fn adds_norm(&self) -> bool {
+        let alone = self.router().config().num_zero_experts == 0 && self.shared.is_none();
+        let returns = |path: &Path| path.prepare.combine() == Combine::ByRank;
+        alone && [false, true].map(|only_decode| self.path_of(only_decode)).into_iter().all(returns)
     }
 
     /// The stages of the routed experts, and the stages of the shared ones.
     fn with_shared(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
-        match self.shared_experts() {
+        match &self.shared {
             Some(shared) => shared.stages(rows, routed, machine),
             None => routed,
         }
@@ -112,7 +95,7 @@ impl SparseMoeBlock {
 
     /// Monolithic experts with what may be fused around them, in the order of trial.
     fn monolithic_forms(&self, fusions: &[Fusion]) -> impl Iterator<Item = (usize, Fusion)> {
-        let count = self.monolithic().len();
+        let count = self.monolithic.len();
         fusions.iter().flat_map(move |fusion| (0..count).map(|index| (index, *fusion)))
     }
 
@@ -123,7 +106,7 @@ impl SparseMoeBlock {
         step: &PlanStep,
         machine: &Machine,
     ) -> Result<(), Reason> {
-        let (path, experts) = (self.path(), &self.monolithic()[index]);
+        let (path, experts) = (&self.path, &self.monolithic[index]);
         let call =
             MonolithicCall { experts: self.call(path, step.rows), dtype: experts.shape().dtype, fusion };
         experts.fits(&call, machine)?;
@@ -137,18 +120,18 @@ impl SparseMoeBlock {
         if self.chunk_size().is_some_and(|size| step.rows > size.get()) {
             return Err(Reason::Part { part: "chunks of tokens" });
         }
-        let whole = path.prepare.combine() == Combine::Here && path.prepare.local_experts().is_none();
-        match fusion {
-            _ if !path.prepare.combine().is_local() || self.has_decode_path() => {
-                Err(Reason::Part { part: "dispatch over ranks" })
-            }
-            Fusion::NormAdd | Fusion::AddNorm if !whole => {
-                Err(Reason::Part { part: "the sum over ranks between experts and addition" })
-            }
-            _ if fusion != Fusion::Nothing && self.shared_experts().is_some() => {
-                Err(Reason::Part { part: "shared experts" })
-            }
-            _ => Ok(()),
+        if !path.prepare.combine().is_local() || self.decode.is_some() {
+            return Err(Reason::Part { part: "dispatch over ranks" });
+        }
+        if fusion == Fusion::Nothing {
+            return Ok(());
+        }
+        if path.prepare.combine() != Combine::Here || path.prepare.local_experts().is_some() {
+            return Err(Reason::Part { part: "the sum over ranks between experts and addition" });
+        }
+        match self.shared {
+            Some(_) => Err(Reason::Part { part: "shared experts" }),
+            None => Ok(()),
         }
     }
 
@@ -282,13 +265,5 @@ impl SparseMoeBlock {
             products.computes = &["experts"];
         }
         stages
-    }
-}
-
-fn around(fusion: Fusion) -> &'static str {
-    match fusion {
-        Fusion::Nothing => "",
-        Fusion::NormAdd => " with norm and addition",
-        Fusion::AddNorm => " with addition and next norm",
     }
 }

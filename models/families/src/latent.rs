@@ -46,7 +46,7 @@ impl LatentSpec {
         mla: MlaForm,
         options: &DecoderOptions,
         vb: VarBuilder,
-    ) -> candle::Result<(Decoder<MlaAttention>, Option<BackendSelection>)> {
+    ) -> candle::Result<(Decoder, Option<BackendSelection>)> {
         let context = options.context;
         let whole = self.mla(mla);
         let heads = context.geometry.attention_heads(whole.num_heads, whole.num_heads)?.heads;
@@ -54,7 +54,7 @@ impl LatentSpec {
         let part = whole.with_heads(heads.len());
         Decoder::load(&self.decoder, options, vb, |_, vb| {
             let attention = MlaAttention::load_on(part.clone(), self.decoder.names.latent, vb, context)?;
-            Ok(attention.with_row_parallel(ranks.clone()))
+            Ok(Box::new(attention.with_row_parallel(ranks.clone())))
         })
     }
 }

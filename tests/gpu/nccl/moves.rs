@@ -13,8 +13,8 @@ use moe_kernels::cuda::{Graph, device_calls};
 use moe_kernels::quant::QuantSource;
 use moe_kernels::{Buffer, Exec, QuantGroup, QuantScheme, StepContext, TensorView};
 use moe_layer::{
-    Activation, BlockContext, BlockOptions, ExpertPlacements, Fusion, MoeForm, MoveRound, MoveStatus,
-    PlacedExperts, PlanStep, RouterConfig, SparseMoeBlock, load_block_on,
+    Activation, BlockContext, BlockOptions, ExpertPlacements, Fusion, MoveRound, MoveStatus, PlacedExperts,
+    PlanStep, RouterConfig, SparseMoeBlock, load_block_on,
 };
 
 use super::faulty::{Fault, Faulty};
@@ -162,10 +162,9 @@ pub fn block(
     let asked = PlanStep::decode(case.tokens);
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
     assert!(
-        case.scheme != QuantScheme::NONE
-            || matches!(form, MoeForm::Monolithic { .. }) == case.is_monolithic(),
+        case.scheme != QuantScheme::NONE || form.monolithic.is_some() == case.is_monolithic(),
         "{:?}",
-        block.plan(&asked, &[Fusion::Nothing], &ex.machine())
+        block.stages(form, &asked, &[Fusion::Nothing], &ex.machine())
     );
     let step = StepContext {
         rank_tokens: Some(vec![case.tokens; 2].into()),

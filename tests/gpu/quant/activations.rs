@@ -6,8 +6,8 @@ use moe_kernels::half::bf16;
 use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Buffer, Exec, Gate, GateScoring, LayerRouting, MonolithicIo, PreNorm, ProductRows, QuantGroup,
-    QuantScheme, View, add_into, linear_add_into, linear_into, quantised_to_fp8,
+    Buffer, Exec, Gate, GateScoring, LayerRouting, PreNorm, ProductRows, QuantGroup, QuantScheme, SublayerIo,
+    View, add_into, linear_add_into, linear_into, quantised_to_fp8,
 };
 
 use super::matrices::{Matrix, Source, fp8, int};
@@ -174,7 +174,7 @@ fn norms_for_a_product_in_fp8_are_those_of_bf16() {
         let [want, got] = [floats, made].map(|mut rows| {
             let (mut residual, mut out) = (p.put(&start), p.out(DType::F32, &[tokens, n]));
             let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-            let io = MonolithicIo::AddNorm {
+            let io = SublayerIo::AddNorm {
                 x: x.view(),
                 residual: residual.view_mut(),
                 norm,

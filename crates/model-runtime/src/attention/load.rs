@@ -8,17 +8,9 @@ use moe_kernels::{QuantScheme, Weight};
 use moe_layer::{BlockContext, load_packed, load_weight};
 use tracing::warn;
 
-use super::{Attention, AttentionConfig, AttentionWeights};
-
-/// [`AttentionWeights`] as a layer holds them.
-#[derive(Clone, Debug)]
-pub(super) struct Held {
-    pub(super) qkv: Weight,
-    pub(super) qkv_bias: Option<Tensor>,
-    pub(super) o: Weight,
-    pub(super) o_bias: Option<Tensor>,
-    pub(super) qk_norm: Option<(Tensor, Tensor)>,
-}
+use super::config::{AttentionConfig, AttentionWeights};
+use super::layer::{Attention, Held};
+use crate::projection::Projection;
 
 impl Attention {
     /// From weights whose shapes match the config.
@@ -27,10 +19,11 @@ impl Attention {
         let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
         let heads = config.query_key_heads();
         let weights = Held {
-            qkv: Weight::new(config.in_rotated_order(qkv, heads)?)?,
-            qkv_bias: qkv_bias.map(|bias| config.in_rotated_order(bias, heads)).transpose()?,
-            o: Weight::new(o)?,
-            o_bias,
+            qkv: Projection {
+                weight: Weight::new(config.in_rotated_order(qkv, heads)?)?,
+                bias: qkv_bias.map(|bias| config.in_rotated_order(bias, heads)).transpose()?,
+            },
+            o: Projection { weight: Weight::new(o)?, bias: o_bias },
             qk_norm: qk_norm.map(|norms| config.norms_in_rotated_order(norms)).transpose()?,
         };
         Self::of(config, weights)
@@ -39,7 +32,8 @@ impl Attention {
     fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
         config.check()?;
         let (h, n, q) = (config.hidden_size, config.qkv_rows(), config.num_heads * config.head_dim);
-        let dtype = weights.qkv.dtype();
+        let Held { qkv, o, qk_norm } = &weights;
+        let dtype = qkv.weight.dtype();
         let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
             if got != (dims, dtype) {
                 bail!(
@@ -54,19 +48,18 @@ impl Attention {
         let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
             check_of(name, (tensor.dims(), tensor.dtype()), dims)
         };
-        check_of("qkv", (weights.qkv.dims(), dtype), &[n, h])?;
-        check_of("o", (weights.o.dims(), weights.o.dtype()), &[h, q])?;
-        for (name, wanted, bias, rows) in [
-            ("qkv_bias", config.qkv_bias, &weights.qkv_bias, n),
-            ("o_bias", config.o_bias, &weights.o_bias, h),
-        ] {
+        check_of("qkv", (qkv.weight.dims(), dtype), &[n, h])?;
+        check_of("o", (o.weight.dims(), o.weight.dtype()), &[h, q])?;
+        for (name, wanted, bias, rows) in
+            [("qkv_bias", config.qkv_bias, &qkv.bias, n), ("o_bias", config.o_bias, &o.bias, h)]
+        {
             match bias {
                 Some(bias) if wanted => check(name, bias, &[rows])?,
                 None if !wanted => {}
                 _ => bail!("attention: expected {name} to be present: {wanted}, got {}", bias.is_some()),
             }
         }
-        match (&weights.qk_norm, config.norm_widths()) {
+        match (qk_norm, config.norm_widths()) {
             (Some((q_norm, k_norm)), Some([q, k])) => {
                 check("the norm of q", q_norm, &[q])?;
                 check("the norm of k", k_norm, &[k])?;
@@ -107,14 +100,15 @@ impl Attention {
         let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));
         let heads = config.query_key_heads();
         let in_order = |tensor: Tensor| config.in_rotated_order(tensor, heads);
+        let qkv = match config.rotary_dim < d {
+            true => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
+            false => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+        };
+        let qkv_bias = config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?;
+        let output = context.row_parallel_use(q);
         let weights = Held {
-            qkv: match config.rotary_dim < d {
-                true => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
-                false => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
-            },
-            qkv_bias: config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?,
-            o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
-            o_bias: config.o_bias.then(|| vb.get(h, &format!("{}.bias", names.o))).transpose()?,
+            qkv: Projection { weight: qkv, bias: qkv_bias }.packed(context.cpu_isa)?,
+            o: Projection::load([h, q], config.o_bias, vb.pp(names.o), output, context)?,
             qk_norm: match config.norm_widths() {
                 Some([q, k]) => {
                     Some(config.norms_in_rotated_order((norm(names.q_norm, q)?, norm(names.k_norm, k)?))?)

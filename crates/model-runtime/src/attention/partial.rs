@@ -7,7 +7,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{AttentionConfig, QkNorm};
+use super::config::{AttentionConfig, QkNorm};
 
 impl AttentionConfig {
     /// Heads of q and of k.

@@ -3,17 +3,16 @@
 //! Heads are cut. A rank has the rows of its heads in q, k and v, and their columns in the output product. Where there are
 //! more ranks than key-value heads, neighbouring ranks hold the same ones.
 
-use std::sync::Arc;
-
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_comm::{Collectives, Communicator, Geometry, GeometryError, RowParallel};
+use moe_comm::{Collectives, Geometry, GeometryError};
 use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::Stage;
 use moe_kernels::{Exec, HeadsNorm, QkvHeads, TensorView, ViewMut, head_squares_into, heads_norm_into};
 use moe_layer::BlockContext;
 
-use super::{Attention, AttentionConfig, QkNorm};
+use super::config::{AttentionConfig, QkNorm};
+use super::layer::{Attention, HeadRanks};
 use crate::checkpoint::TensorLayout;
 use crate::kv_cache::KvLayout;
 
@@ -21,17 +20,6 @@ use crate::kv_cache::KvLayout;
 const ALL_HEADS: &str = "head_squares, heads_norm";
 /// What errors call the reduced size of the output product.
 const OUTPUT: &str = "the width of all query heads";
-
-/// The ranks that share the heads of a layer.
-#[derive(Clone, Debug)]
-pub(super) struct HeadRanks {
-    /// The output product.
-    pub output: RowParallel,
-    /// The ranks, for norms over all heads.
-    comm: Arc<dyn Communicator>,
-    /// How many ranks in succession hold the same key-value heads.
-    kv_replicas: usize,
-}
 
 impl AttentionConfig {
     /// This layer's part on the rank of `geometry`.

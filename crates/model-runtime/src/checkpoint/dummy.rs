@@ -15,14 +15,13 @@ use moe_kernels::{Float, QuantScheme, with_float};
 use moe_quant::QuantConfig;
 use rayon::prelude::*;
 
-use super::dummy_quant::random_part;
+use super::dummy_quant::{STD, random_part};
+use super::slice::{SliceSource, TensorSlice, check_ranges};
+use super::spec::TensorSpec;
 #[cfg(feature = "cuda")]
-use super::stream::Stages;
-use super::verify::TensorSpec;
+use super::stages::Stages;
 use crate::hash::{GOLDEN, fnv1a, mix};
 
-/// Standard deviation of the weights, as in `initializer_range` of most models.
-pub(super) const STD: f64 = 0.02;
 /// Elements per parallel task; a multiple of the four that share a hash.
 const CHUNK: usize = 1 << 18;
 
@@ -58,12 +57,6 @@ impl DummyWeights {
         Self { quantisation, ..self }
     }
 
-    /// The buffers through which quantised matrices reach a device.
-    #[cfg(feature = "cuda")]
-    pub(super) fn staging(&self, device: &Device) -> Result<std::sync::Arc<moe_kernels::cuda::Staging>> {
-        self.stages.of(device, usize::MAX)
-    }
-
     /// How the matrix of a module is quantised, with its dims; `None`: it is a tensor of floats.
     fn quantised_matrix(&self, module: &str) -> Result<Option<(QuantScheme, [usize; 2])>> {
         let shape = self.shapes.get(&format!("{module}.weight"));
@@ -72,21 +65,6 @@ impl DummyWeights {
         };
         let scheme = config.scheme_of(module)?;
         Ok((scheme != QuantScheme::NONE).then_some((scheme, [n, k])))
-    }
-
-    /// See [`SliceSource::scheme`](super::SliceSource::scheme).
-    pub(super) fn scheme_of(&self, module: &str) -> Result<QuantScheme> {
-        Ok(self.quantised_matrix(module)?.map_or(QuantScheme::NONE, |(scheme, _)| scheme))
-    }
-
-    /// See [`SliceSource::quantised`](super::SliceSource::quantised).
-    pub(super) fn part_of(
-        &self,
-        module: &str,
-        ranges: Option<&[Range<usize>]>,
-    ) -> Result<Option<QuantPart<'static>>> {
-        let Some((scheme, dims)) = self.quantised_matrix(module)? else { return Ok(None) };
-        random_part((module, mix(self.seed ^ mix(fnv1a(module.as_bytes())))), scheme, dims, ranges).map(Some)
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, in dtype f32, bf16 or f16.
@@ -117,7 +95,7 @@ impl DummyWeights {
 
     /// A part of what [`generate_on`](Self::generate_on) makes on a device; `None` where the host makes it.
     #[cfg(feature = "cuda")]
-    pub(super) fn generate_part_on(
+    fn generate_part_on(
         &self,
         device: &Device,
         name: &str,
@@ -138,13 +116,13 @@ impl DummyWeights {
 
     /// [`generate_part_on`](Self::generate_part_on) for parts that lie one after the other.
     #[cfg(feature = "cuda")]
-    pub(super) fn generate_parts_on(
+    fn generate_parts_on(
         &self,
         device: &Device,
-        parts: &[super::TensorSlice],
+        parts: &[TensorSlice],
         dtype: DType,
     ) -> Result<Option<Tensor>> {
-        let part = |p: &super::TensorSlice| {
+        let part = |p: &TensorSlice| {
             let made = self.generate_part_on(device, &p.stored, &p.ranges, dtype)?;
             made.map(|tensor| tensor.flatten_all()).transpose()
         };
@@ -164,6 +142,54 @@ impl DummyWeights {
             Tensor::from_vec(sample::<T>(len, key), shape, &Device::Cpu)
         })
     }
+}
+
+impl SliceSource for DummyWeights {
+    fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(part) = self.generate_part_on(device, name, ranges, dtype)? {
+            return Ok(part);
+        }
+        part_of(&self.get_unchecked(name, dtype, &Device::Cpu)?, name, ranges)?.to_device(device)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn staging(&self, device: &Device) -> Result<Option<std::sync::Arc<moe_kernels::cuda::Staging>>> {
+        self.stages.of(device, usize::MAX).map(Some)
+    }
+
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        Ok(self.quantised_matrix(module)?.map_or(QuantScheme::NONE, |(scheme, _)| scheme))
+    }
+
+    fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        let Some((scheme, dims)) = self.quantised_matrix(module)? else { return Ok(None) };
+        random_part((module, mix(self.seed ^ mix(fnv1a(module.as_bytes())))), scheme, dims, ranges).map(Some)
+    }
+
+    /// On CUDA each part is made where it is wanted; elsewhere parts of one tensor in a row share its generation.
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(made) = self.generate_parts_on(device, parts, dtype)? {
+            return Ok(made);
+        }
+        let of_one = |of_one: &[TensorSlice]| {
+            let name = &of_one[0].stored;
+            let whole = self.get_unchecked(name, dtype, device)?;
+            let part = |p: &TensorSlice| part_of(&whole, name, &p.ranges)?.flatten_all();
+            Tensor::cat(&of_one.iter().map(part).collect::<Result<Vec<_>>>()?, 0)
+        };
+        let tensors = parts.chunk_by(|a, b| a.stored == b.stored).map(of_one);
+        Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)
+    }
+}
+
+/// A copy of a part of a tensor.
+fn part_of(tensor: &Tensor, name: &str, ranges: &[Range<usize>]) -> Result<Tensor> {
+    check_ranges(name, ranges, tensor.dims())?;
+    let narrow =
+        |tensor: Tensor, (dim, range): (usize, &Range<usize>)| tensor.narrow(dim, range.start, range.len());
+    ranges.iter().enumerate().try_fold(tensor.clone(), narrow)?.contiguous()
 }
 
 impl SimpleBackend for DummyWeights {

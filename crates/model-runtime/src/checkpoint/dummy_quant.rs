@@ -10,10 +10,11 @@ use half::f16;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
 use moe_kernels::{Codes, QuantScheme};
 
-use super::dummy::STD;
-use super::slices::check_ranges;
+use super::slice::check_ranges;
 use crate::hash::{GOLDEN, mix};
 
+/// Standard deviation of the weights, as in `initializer_range` of most models.
+pub(super) const STD: f64 = 0.02;
 /// Root of the mean square of E4M3 bytes of all bits but NaN.
 const FP8_DEVIATION: f64 = 107.2;
 /// Root of the mean square of E2M1 codes.

@@ -4,6 +4,9 @@ use std::path::Path;
 
 use crate::config::ConfigError;
 
+/// How many names an error message lists before it abbreviates.
+pub(super) const LISTED: usize = 50;
+
 /// Why a checkpoint cannot be used: the file, what is wrong with it, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -31,4 +34,13 @@ impl From<CheckpointError> for candle_core::Error {
     fn from(e: CheckpointError) -> Self {
         Self::msg(e)
     }
+}
+
+/// Names joined by commas, at most [`LISTED`] of them.
+pub(super) fn abbreviate(names: &[String]) -> String {
+    let mut text = names.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > LISTED {
+        text += &format!(" and {} more", names.len() - LISTED);
+    }
+    text
 }

@@ -13,15 +13,14 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::decode;
-use super::error::CheckpointError;
+use super::error::{CheckpointError, abbreviate};
 use super::file::{Entry, TensorFile};
 use super::shards::{self, ShardIndex};
+use super::slice::{SliceSource, check_ranges};
 #[cfg(feature = "cuda")]
-use super::slices::TensorSlice;
-use super::slices::check_ranges;
+use super::slice::{TensorSlice, cat};
 #[cfg(feature = "cuda")]
-use super::stream::Stages;
-use super::verify::abbreviate;
+use super::stages::Stages;
 
 /// Safetensors files, memory-mapped or embedded in the program, seen as one map from name to
 /// tensor. Cloning shares the files.
@@ -331,6 +330,26 @@ pub(super) fn runs(ranges: &[Range<usize>], shape: &[usize]) -> Vec<Range<usize>
         runs = parts.map(|at| at * dim + range.start..at * dim + range.end).collect();
     }
     runs
+}
+
+impl SliceSource for TensorFiles {
+    fn slice(
+        &self,
+        name: &str,
+        ranges: &[Range<usize>],
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        self.load_slice(name, ranges, dtype, device)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        if device.is_cuda() {
+            return self.stream(parts, dtype, device);
+        }
+        cat(self, parts, dtype, device)
+    }
 }
 
 impl SimpleBackend for TensorFiles {

@@ -15,8 +15,12 @@ mod head;
 mod layout;
 mod left_out;
 mod quantised;
+mod rank_view;
 mod shards;
-mod slices;
+mod slice;
+mod spec;
+#[cfg(feature = "cuda")]
+mod stages;
 #[cfg(feature = "cuda")]
 mod stream;
 mod verify;
@@ -37,8 +41,10 @@ pub use head::has_own_head;
 pub use layout::{HeldTensor, SharedPacks, TensorLayout};
 pub use left_out::LeftOut;
 pub use quantised::QuantTensors;
-pub use slices::{RankView, SliceSource, TensorSlice};
-pub use verify::{TensorSpec, Verified};
+pub use rank_view::RankView;
+pub use slice::{SliceSource, TensorSlice};
+pub use spec::TensorSpec;
+pub use verify::Verified;
 
 /// What embedding and vocabulary projection are called, while nothing is known of the family.
 const NAMES: TensorNames = TensorNames::USUAL;

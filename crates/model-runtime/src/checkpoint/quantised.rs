@@ -24,7 +24,7 @@ use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 
 use super::file::TensorFile;
-use super::slices::check_ranges;
+use super::slice::check_ranges;
 use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec, Verified};
 
 /// The tensors of a checkpoint of which some matrices are quantised. Cloning shares the files.

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-use super::error::CheckpointError;
-use super::verify::abbreviate;
+use super::error::{CheckpointError, abbreviate};
 use crate::config::read_file;
 
 /// The single-file name of the Hugging Face hub.

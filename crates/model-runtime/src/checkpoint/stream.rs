@@ -5,47 +5,17 @@
 //! threads read chunks, converting where dtypes differ, while the copy engine takes chunks that are read. The host
 //! holds the buffers and, of chunks that are converted or gathered, one per thread.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use moe_kernels::cuda::Staging;
-use moe_kernels::{Buffer, Exec, ViewMut};
+use moe_kernels::{Buffer, ViewMut};
 use rayon::prelude::*;
 
 use super::chunks::{Chunk, Part, chunks};
 use super::decode;
 use super::files::{TensorFiles, runs};
-use super::slices::{TensorSlice, check_ranges};
-
-/// Bytes of a buffer: a copy of them takes far longer than its start, and reading them no longer than the copies of
-/// the other buffers.
-const BUFFER: usize = 4 << 20;
-
-/// The buffers of one handle of files: made when it first loads onto a device, and gone with it.
-#[derive(Default)]
-pub(super) struct Stages(Mutex<Option<Arc<Staging>>>);
-
-/// Another handle has its own.
-impl Clone for Stages {
-    fn clone(&self) -> Self {
-        Self::default()
-    }
-}
-
-impl Stages {
-    /// Two buffers for each thread, one that it fills and one that is copied, but no more than `bytes` fill.
-    pub(super) fn of(&self, device: &Device, bytes: usize) -> Result<Arc<Staging>> {
-        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(staging) = made.as_ref().filter(|staging| staging.device().same_device(device)) {
-            return Ok(staging.clone());
-        }
-        let most = 2 * rayon::current_num_threads().clamp(2, Staging::MAX_READERS);
-        let count = most.min(bytes.div_ceil(BUFFER));
-        let staging = Arc::new(Staging::new(count, BUFFER, &Exec::on(device)?)?);
-        *made = Some(staging.clone());
-        Ok(staging)
-    }
-}
+use super::slice::{TensorSlice, check_ranges};
 
 impl TensorFiles {
     /// The boxes `slices`, one behind the other, as a vector on a CUDA device.

@@ -4,28 +4,10 @@
 use std::collections::BTreeMap;
 
 use super::decode;
-use super::error::CheckpointError;
+use super::error::{CheckpointError, LISTED, abbreviate};
 use super::files::TensorFiles;
 use super::left_out::LeftOut;
-
-/// How many names an error message lists before it abbreviates.
-const LISTED: usize = 50;
-
-/// Name and shape of a tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorSpec {
-    /// Full name in the checkpoint.
-    pub name: String,
-    /// Dimensions.
-    pub shape: Vec<usize>,
-}
-
-impl TensorSpec {
-    /// A tensor of this name and shape.
-    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
-        Self { name: name.into(), shape: shape.to_vec() }
-    }
-}
+use super::spec::TensorSpec;
 
 /// What is odd about a checkpoint that a model can be loaded from all the same.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -125,15 +107,6 @@ impl TensorFiles {
         let (bad, lines) = (found.len(), found.concat());
         Err(CheckpointError(format!("{bad} of {checked} tensors hold weights that are not finite:{lines}")))
     }
-}
-
-/// Names joined by commas, at most [`LISTED`] of them.
-pub(super) fn abbreviate(names: &[String]) -> String {
-    let mut text = names.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
-    if names.len() > LISTED {
-        text += &format!(" and {} more", names.len() - LISTED);
-    }
-    text
 }
 
 /// Whether `name` matches a pattern in which `*` stands for any run of characters.

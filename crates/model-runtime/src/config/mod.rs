@@ -9,11 +9,13 @@ mod error;
 mod file;
 pub mod limits;
 mod moe;
+mod product;
 mod rope;
 mod value;
 
 pub use error::ConfigError;
 pub use file::read_file;
-pub use limits::{Bounds, checked_product};
+pub use limits::Bounds;
+pub use product::checked_product;
 pub use rope::{RopeConfig, RopeScaling, Yarn, yarn_mscale};
 pub use value::Config;

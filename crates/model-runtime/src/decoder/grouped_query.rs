@@ -5,7 +5,9 @@ use candle_nn::VarBuilder;
 use moe_comm::{Geometry, GeometryError};
 use moe_layer::BackendSelection;
 
-use super::{Decoder, DecoderConfig, DecoderOptions};
+use super::config::DecoderConfig;
+use super::layer::Decoder;
+use super::load::DecoderOptions;
 use crate::attention::{Attention, AttentionConfig};
 use crate::checkpoint::TensorLayout;
 use crate::kv_cache::{LayerState, LayerStates};
@@ -66,7 +68,7 @@ impl GroupedQueryModel {
         &self,
         options: &DecoderOptions,
         vb: VarBuilder,
-    ) -> Result<(Decoder<Attention>, Option<BackendSelection>)> {
+    ) -> Result<(Decoder, Option<BackendSelection>)> {
         let (layers, names, context) =
             (self.decoder.num_layers(), self.decoder.names.grouped_query, options.context);
         if self.attention.len() != layers {
@@ -86,7 +88,7 @@ impl GroupedQueryModel {
             )
         }
         Decoder::load(&self.decoder, options, vb, |layer, vb| {
-            Attention::load_part(&self.attention[layer], names, vb, context)
+            Ok(Box::new(Attention::load_part(&self.attention[layer], names, vb, context)?))
         })
     }
 }

@@ -6,7 +6,7 @@
 
 use moe_comm::{Geometry, GeometryError};
 
-use super::{DecoderConfig, MoeConfig};
+use super::config::{DecoderConfig, MoeConfig};
 use crate::checkpoint::{SharedPacks, TensorLayout};
 
 /// What errors call the width of dense layers.

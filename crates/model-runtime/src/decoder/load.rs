@@ -13,11 +13,13 @@ use moe_layer::{
     load_layer_on, shared_fit_slots,
 };
 
+use super::config::{DecoderConfig, MoeConfig};
+use super::layer::{Decoder, DecoderLayer, Mlp};
 use super::layout::{DENSE, SHARED, WITH_SHARED};
-use super::{Decoder, DecoderConfig, DecoderLayer, Mlp, MoeConfig, SelfAttention};
 use crate::config::RopeConfig;
 use crate::kv_cache::LayerStates;
 use crate::layers::{Embedding, LmHead, RmsNorm};
+use crate::mixer::Mixer;
 use crate::model::{ModelInfo, MoeInfo};
 use crate::rope::LayerRopes;
 use crate::vocab::VocabParallel;
@@ -64,9 +66,9 @@ impl DecoderOptions<'_> {
     }
 }
 
-impl<A: SelfAttention> Decoder<A> {
+impl Decoder {
     /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
-    /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads the attention of a layer, by its number. The
+    /// shows this rank's slices ([`DecoderConfig::layout`]); `mixer` loads the attention of a layer, by its number. The
     /// oracle's choice comes along, unless there was none to make.
     ///
     /// # Errors
@@ -76,7 +78,7 @@ impl<A: SelfAttention> Decoder<A> {
         config: &DecoderConfig,
         options: &DecoderOptions,
         vb: VarBuilder,
-        attention: impl Fn(usize, VarBuilder) -> Result<A> + Sync,
+        mixer: impl Fn(usize, VarBuilder) -> Result<Box<dyn Mixer>> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
         if config.rope.len() != config.num_layers() {
             bail!(
@@ -104,13 +106,13 @@ impl<A: SelfAttention> Decoder<A> {
         let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
             let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
-            let attention = attention(index, vb.pp(names.attention))?.packed(context.cpu_isa)?;
+            let mixer = mixer(index, vb.pp(names.attention))?;
             let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
             let (mlp, chosen) = mlps.load(index, &vb)?;
             let deferred = [false; 2];
-            let mut layer = DecoderLayer { input_norm, attention, post_attention_norm, mlp, deferred };
+            let mut layer = DecoderLayer { input_norm, mixer, post_attention_norm, mlp, deferred };
             if sums.is_some() {
-                layer.deferred = [layer.attention.defer_sum(), layer.mlp.defer_sum()];
+                layer.deferred = [layer.mixer.defer_sum(), layer.mlp.defer_sum()];
             }
             Ok((layer, chosen))
         };
@@ -118,12 +120,12 @@ impl<A: SelfAttention> Decoder<A> {
         // whole first, so one is loaded at a time, to need room there for only one.
         let together = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), if together { LOADING } else { 1 }, load)?;
-        let (layers, chosen): (Vec<DecoderLayer<A>>, Vec<_>) = loaded.into_iter().unzip();
+        let (layers, chosen): (Vec<DecoderLayer>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::tied(&embedding),
             false => LmHead::load_on(held, h, vb.pp(names.lm_head), context)?.packed(context.cpu_isa)?,
         };
-        let states = layers.iter().map(|layer| layer.attention.state()).collect();
+        let states = layers.iter().map(|layer| layer.mixer.state()).collect();
         let decoder = Self {
             info: config.info(vb.dtype(), states),
             embedding: embedding.with_vocab_parallel(vocab.clone()),

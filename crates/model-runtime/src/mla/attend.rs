@@ -8,8 +8,9 @@ use moe_kernels::{
     mla_prompt_into, mla_query_into, mla_rows_into, paged_attention_into,
 };
 
+use super::config::MlaConfig;
+use super::layer::MlaAttention;
 use super::projections::Up;
-use super::{MlaAttention, MlaConfig};
 use crate::kv_cache::KvLayer;
 use crate::rope::RopeRows;
 use crate::step::StepViews;
@@ -25,9 +26,9 @@ pub(super) enum Source<'a> {
 
 #[derive(Clone, Copy)]
 pub(super) struct Packed<'a> {
-    products: View<'a>,
-    norm: View<'a>,
-    slots: View<'a>,
+    pub products: View<'a>,
+    pub norm: View<'a>,
+    pub slots: View<'a>,
 }
 
 /// Rows of a step with their angles.
@@ -79,21 +80,6 @@ impl MlaAttention {
     pub(super) fn rows<'a>(&self, source: Source<'a>, rope: &'a RopeRows) -> Rows<'a> {
         let (heads, eps) = (self.config.num_heads, self.config.norm_eps as f32);
         Rows { source, cos: rope.cos(), sin: rope.sin(), heads, eps }
-    }
-
-    /// [`attend_into`](Self::attend_into) for products of queries and latents, [T, Hq (N + R) + L + R] f32.
-    pub(super) fn attend_packed_into(
-        &self,
-        products: View,
-        step: &StepViews,
-        rope: &RopeRows,
-        kv: &mut KvLayer,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let norm = TensorView::new(&self.kv_a_norm)?;
-        let packed = Packed { products, norm: norm.view()?, slots: step.slot_mapping };
-        self.attend_into(&self.rows(Source::Packed(packed), rope), step, kv, out, ex)
     }
 
     /// `out` [T, Hq * V] (model dtype): attention of the step's rows.

@@ -1,34 +1,31 @@
 //! The kernels of latent attention in a step: what is explained, and what the layer asks before it runs.
 
 use candle_core::DType;
-use moe_comm::RowParallel;
-use moe_kernels::Weight;
 use moe_kernels::names::MlaNames;
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, PromptCall,
-    PromptForm, QUERY_WITH_PRODUCT, Rejected, Stage,
+    AttentionCall, AttentionForm, Form, Fusion, Machine, PerHeadCall, PerHeadForm, PromptCall, PromptForm,
+    QUERY_WITH_PRODUCT, Rejected, Stage,
 };
 use moe_layer::PlanStep;
 
-use super::projections::{Down, Projection, Query, Up};
-use super::{MlaAttention, MlaConfig};
-use crate::decoder::{OUTPUT, OUTPUT_ADD, linear_stage};
+use super::config::MlaConfig;
+use super::layer::MlaAttention;
+use super::projections::{Down, Query, Up};
+use crate::projection::Projection;
 
 /// What a plan calls the product that makes queries.
 const QUERY: &str = MlaNames::DEEPSEEK.q;
 
 impl MlaAttention {
     /// The kernels of a step, in their order.
-    pub(super) fn step_stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+    pub(super) fn step_stages(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         let rows = step.rows;
-        let linear = |computes, projection: &Projection| {
-            linear_stage(computes, fused, &projection.call(rows), machine)
-        };
+        let linear = |computes, projection: &Projection| projection.stage(computes, fusion, rows, machine);
         let mut stages = Vec::new();
         match &self.down {
             Down::Packed(packed) => {
-                let computes: &[&str] = if fused { &["norm", QUERY, "kv_a"] } else { &[QUERY, "kv_a"] };
-                stages.push(linear(computes, packed));
+                let normed: &[&str] = &["norm", QUERY, "kv_a"];
+                stages.push(linear(if fusion == Fusion::NormAdd { normed } else { &normed[1..] }, packed));
             }
             Down::Apart { query, kv_a } => {
                 stages.push(linear(&["kv_a"], kv_a));
@@ -48,8 +45,7 @@ impl MlaAttention {
             }
         }
         stages.extend(self.attend_stages(step, machine));
-        stages.push(linear(if fused { OUTPUT_ADD } else { OUTPUT }, &self.o));
-        stages.extend(self.ranks.as_ref().and_then(RowParallel::sum_stage));
+        stages.extend(self.o.last_stages(fusion, rows, self.ranks.as_ref(), machine));
         stages
     }
 
@@ -167,28 +163,5 @@ impl MlaAttention {
             block_size,
             aligned: true,
         }
-    }
-}
-
-impl Projection {
-    pub(super) fn call(&self, rows: usize) -> LinearCall {
-        let (n, k) = dims(&self.weight);
-        LinearCall {
-            rows,
-            n,
-            k,
-            dtype: self.weight.dtype(),
-            quant: self.weight.quantisation(),
-            bias: self.bias.is_some(),
-            aligned: true,
-        }
-    }
-}
-
-/// Rows and columns of a matrix.
-fn dims(weight: &Weight) -> (usize, usize) {
-    match *weight.dims() {
-        [n, k] => (n, k),
-        _ => (0, 0),
     }
 }

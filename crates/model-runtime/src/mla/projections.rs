@@ -4,68 +4,12 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_kernels::names::MlaNames;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{CpuIsa, Exec, Unread, View, ViewMut, Weight, linear_into};
+use moe_kernels::{Exec, View, ViewMut};
 use moe_layer::{BlockContext, load_weight};
 
-use super::{MlaConfig, MlaForm};
-use crate::attention::Lock;
+use super::config::{MlaConfig, MlaForm};
 use crate::layers::RmsNorm;
-
-/// A projection, perhaps with a bias.
-#[derive(Clone, Debug)]
-pub(super) struct Projection {
-    pub(super) weight: Weight,
-    pub(super) bias: Option<Tensor>,
-}
-
-impl Projection {
-    pub(super) fn load(
-        [rows, columns]: [usize; 2],
-        bias: bool,
-        vb: VarBuilder,
-        usage: QuantUse,
-        context: &BlockContext,
-    ) -> Result<Self> {
-        let weight = load_weight(&vb, &[("", rows)], columns, usage, context)?;
-        Ok(Self { weight, bias: bias.then(|| vb.get(rows, "bias")).transpose()? })
-    }
-
-    pub(super) fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        let rows = self.weight.dims()[0];
-        Ok(Self { weight: self.weight.packed(isa, rows)?, ..self })
-    }
-
-    pub(super) fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let bias = Lock::new(&self.bias)?;
-        linear_into(x, self.weight.read()?.view()?, bias.view()?, out, ex)
-    }
-}
-
-impl MlaConfig {
-    /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
-    pub(super) fn refuse_unread(&self, names: &MlaNames, vb: &VarBuilder) -> Result<()> {
-        let mut unread = Unread::under(vb);
-        let biased = [names.q_a, names.kv_a, names.o];
-        for name in [names.q, names.q_a, names.q_b, names.kv_a, names.kv_b, names.o] {
-            if !self.bias || !biased.contains(&name) {
-                unread.bias(&format!("{name}.bias"));
-            }
-            unread.scales(&format!("{name}.weight"));
-        }
-        // Queries of the other kind beside the wanted ones; alone they are no layer of this config.
-        let (wanted, others) = match self.q_lora_rank {
-            Some(_) => (names.q_a, vec![names.q]),
-            None => (names.q, vec![names.q_a, names.q_a_norm, names.q_b]),
-        };
-        if vb.contains_tensor(&format!("{wanted}.weight")) {
-            others.iter().for_each(|name| unread.tensor(&format!("{name}.weight")));
-        }
-        unread.refuse(
-            "MLA",
-            "biases of the down-projections and of the output are read with `bias`, others not at all",
-        )
-    }
-}
+use crate::projection::Projection;
 
 /// How queries and latents come from hidden states.
 #[derive(Clone, Debug)]
@@ -92,13 +36,6 @@ impl Down {
         }
         let kv_a = Projection::load([latent, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?;
         Ok(Self::Apart { query: Query::load(config, names, vb, context)?, kv_a })
-    }
-
-    pub(super) fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        Ok(match self {
-            Self::Apart { query, kv_a } => Self::Apart { query: query.packed(isa)?, kv_a: kv_a.packed(isa)? },
-            Self::Packed(projection) => Self::Packed(projection.packed(isa)?),
-        })
     }
 }
 
@@ -127,13 +64,6 @@ impl Query {
             a: load([rank, h], config.bias, names.q_a)?,
             norm: RmsNorm::load(rank, config.norm_eps, vb.pp(names.q_a_norm))?,
             b: load([rows, rank], false, names.q_b)?,
-        })
-    }
-
-    pub(super) fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        Ok(match self {
-            Self::Direct(projection) => Self::Direct(projection.packed(isa)?),
-            Self::Low { a, norm, b } => Self::Low { a: a.packed(isa)?, norm, b: b.packed(isa)? },
         })
     }
 
@@ -166,8 +96,8 @@ impl Up {
         let (heads, l) = (config.num_heads, config.kv_lora_rank);
         let (n, v) = (config.qk_nope_head_dim, config.v_head_dim);
         if config.form == MlaForm::Naive {
-            let dims = [heads * (n + v), l];
-            return Ok(Self::Naive(Projection::load(dims, false, vb, QuantUse::Linear, context)?));
+            let weight = load_weight(&vb, &[("", heads * (n + v))], l, QuantUse::Linear, context)?;
+            return Ok(Self::Naive(Projection { weight, bias: None }));
         }
         // Absorbed into queries and outputs, it is read by heads and in both directions: in floats.
         let by_head = vb.get((heads * (n + v), l), "weight")?.reshape((heads, n + v, l))?;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::SamplingError;
+use super::error::SamplingError;
 use super::sampler::argmax;
 use super::select::{self, key, top};
 use super::weights::{UNIT, Weights};

@@ -17,6 +17,7 @@ mod nucleus;
 mod params;
 mod processors;
 mod random;
+mod row;
 mod sampler;
 mod select;
 mod weights;
@@ -35,33 +36,12 @@ pub use logprobs::device_logprobs;
 pub use logprobs::{TokenLogprob, TokenLogprobs, token_logprobs};
 pub use params::SamplingParams;
 pub use random::random_bits;
-
-/// Below this temperature, sampling is greedy.
-const GREEDY_BELOW: f32 = 1e-5;
-/// vLLM raises smaller temperatures to this one.
-const SMALLEST_TEMPERATURE: f32 = 1e-2;
+pub use row::SampleRow;
 
 /// The seed of a request that brings none: a hash of the run's seed and the request's name, its
 /// `custom_id` or its index in decimal digits.
 pub fn request_seed(seed: u64, name: &str) -> u64 {
     mix(seed ^ mix(fnv1a(name.as_bytes())))
-}
-
-/// A request at the position whose token is sampled.
-#[derive(Clone, Copy, Debug)]
-pub struct SampleRow<'a> {
-    /// The request's parameters.
-    pub params: &'a SamplingParams,
-    /// Token ids of the prompt.
-    pub prompt: &'a [u32],
-    /// Token ids generated so far; their number is the output position.
-    pub output: &'a [u32],
-    /// Token ids that are excluded here: the stop ids, as long as the output is shorter than the
-    /// request's minimum of tokens.
-    pub banned: &'a [u32],
-    /// Bits of the tokens that a grammar and bad words allow: token i is bit i % 32 of word i / 32, and tokens behind the last
-    /// word are excluded. `None` allows all.
-    pub mask: Option<&'a [u32]>,
 }
 
 /// A sampled token.

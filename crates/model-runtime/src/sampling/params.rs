@@ -3,8 +3,11 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{GREEDY_BELOW, SamplingError};
+use super::error::SamplingError;
 use crate::config::{Config, ConfigError, limits};
+
+/// Below this temperature, sampling is greedy.
+const GREEDY_BELOW: f32 = 1e-5;
 
 /// How the next token of a request is chosen. Names, meanings and ranges are vLLM's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

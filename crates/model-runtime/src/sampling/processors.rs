@@ -4,7 +4,7 @@
 //! Order of operations (vLLM's `v1/sample/sampler.py`): a mask (of a grammar, of bad words), allowed tokens, minimum
 //! of tokens, logit bias, then repetition, frequency and presence penalty.
 
-use super::SampleRow;
+use super::row::SampleRow;
 
 /// Whether the row's logits must be edited at all.
 pub(super) fn any(row: &SampleRow) -> bool {

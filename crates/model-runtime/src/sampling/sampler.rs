@@ -2,12 +2,15 @@
 
 use rayon::prelude::*;
 
+use super::error::SamplingError;
 use super::nucleus;
+use super::params::SamplingParams;
 use super::random::random_bits;
 use super::select::{self, key, top};
 use super::weights::Weights;
-use super::{SMALLEST_TEMPERATURE, SamplingError, SamplingParams};
 
+/// vLLM raises smaller temperatures to this one.
+const SMALLEST_TEMPERATURE: f32 = 1e-2;
 /// Tokens whose weights are summed together.
 const BLOCK: usize = 1024;
 /// Blocks that a thread sums at least: 20 us.

@@ -1,14 +1,17 @@
 //! Decoders whose layers differ: in heads, window, rotary embedding and what they cache.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Attention, AttentionConfig, BlockContext, CausalLm, DecoderConfig, DecoderOptions, DummyWeights, Exec,
-    Geometry, GroupedQueryModel, KvCache, LogitsRows, Observed, Observer, QkNorm, RmsNorm, Rope,
-    SequenceStep, Step, StepContext, TensorNames, View, host_logits, run_step,
+    Attention, AttentionConfig, BlockContext, CausalLm, Decoder, DecoderConfig, DecoderOptions, DummyWeights,
+    Exec, Geometry, GroupedQueryModel, KvCache, KvLayer, LayerState, LogitsRows, Mixer, MixerIo, Observed,
+    Observer, QkNorm, RmsNorm, Rope, RopeRows, SequenceStep, Step, StepContext, StepViews, TensorNames, View,
+    host_logits, run_step,
 };
-use moe_layer::{GatedMlp, MoePath};
+use moe_kernels::copy_rows_into;
+use moe_kernels::plan::{Fusion, Machine, Stage};
+use moe_layer::{GatedMlp, MoePath, PlanStep};
 
 const HIDDEN: usize = 24;
 const INTERMEDIATE: usize = 20;
@@ -112,8 +115,40 @@ fn load(model: &GroupedQueryModel, vb: VarBuilder) -> Result<impl CausalLm> {
     Ok(model.load(&options, vb)?.0)
 }
 
-/// The residual stream after each layer, from the layers one by one.
-fn by_hand(model: &GroupedQueryModel, vb: &VarBuilder, ids: &[u32]) -> Result<Vec<Vec<f32>>> {
+/// A mixer that gives its rows back.
+struct Same(LayerState);
+
+impl Mixer for Same {
+    fn state(&self) -> LayerState {
+        self.0
+    }
+
+    fn stages(&self, _: Fusion, _: &PlanStep, _: &Machine) -> Vec<Stage> {
+        vec![Stage::new(&["rows"], "copy_rows")]
+    }
+
+    fn forward_into(
+        &self,
+        io: MixerIo,
+        _: &StepViews,
+        _: &RopeRows,
+        _: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match io {
+            MixerIo::Store { x, out } => copy_rows_into(x.floats("a mock")?, out, ex),
+            io => bail!("expected rows without anything around them, got {:?}", io.fusion()),
+        }
+    }
+}
+
+/// The residual stream after each layer, from the layers one by one; the mixer of layer `same` gives its rows back.
+fn by_hand(
+    model: &GroupedQueryModel,
+    vb: &VarBuilder,
+    ids: &[u32],
+    same: Option<usize>,
+) -> Result<Vec<Vec<f32>>> {
     let table = vb.get((VOCAB, HIDDEN), "model.embed_tokens.weight")?;
     let mut hidden = table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0)?;
     let mut seen = vec![hidden.flatten_all()?.to_vec1()?];
@@ -125,7 +160,11 @@ fn by_hand(model: &GroupedQueryModel, vb: &VarBuilder, ids: &[u32]) -> Result<Ve
         let attention =
             Attention::load(config.clone(), TensorNames::USUAL.grouped_query, vb.pp("self_attn"))?;
         let x = RmsNorm::load(HIDDEN, 1e-6, vb.pp("input_layernorm"))?.forward(&hidden)?;
-        hidden = (&hidden + attention.forward(&x, &step.views()?, &rope, kv.layer_mut(0)?)?)?;
+        let mixed = match same == Some(index) {
+            true => x,
+            false => attention.forward(&x, &step.views()?, &rope, kv.layer_mut(0)?)?,
+        };
+        hidden = (&hidden + mixed)?;
         let x = RmsNorm::load(HIDDEN, 1e-6, vb.pp("post_attention_layernorm"))?.forward(&hidden)?;
         let mlp = GatedMlp::load(HIDDEN, INTERMEDIATE, model.decoder.activation, vb.pp("mlp"))?;
         hidden = (&hidden + mlp.forward(&x)?)?;
@@ -134,6 +173,40 @@ fn by_hand(model: &GroupedQueryModel, vb: &VarBuilder, ids: &[u32]) -> Result<Ve
     let normed = RmsNorm::load(HIDDEN, 1e-6, vb.pp("model.norm"))?.forward(&hidden)?;
     seen[3] = normed.flatten_all()?.to_vec1()?;
     Ok(seen)
+}
+
+fn expect_close(seen: &Seen, want: &[Vec<f32>]) {
+    assert_eq!(seen.0.len(), want.len());
+    for (layer, (got, want)) in seen.0.iter().zip(want).enumerate() {
+        let error = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(got.len() == want.len() && error < 1e-5, "after layer {layer}: {error}");
+    }
+}
+
+#[test]
+fn mixers_of_two_kinds_share_a_decoder() -> Result<()> {
+    let model = model();
+    let vb = weights(&model);
+    let context = BlockContext::default();
+    let options =
+        DecoderOptions { path: MoePath::Fused, backend: None, context: &context, expert_offload: None };
+    let (decoder, _) = Decoder::load(&model.decoder, &options, vb.clone(), |layer, vb| {
+        let config = &model.attention[layer];
+        Ok(match layer {
+            1 => Box::new(Same(LayerState::Paged(config.kv_layout(DType::F32)))),
+            _ => Box::new(Attention::load(config.clone(), TensorNames::USUAL.grouped_query, vb)?),
+        })
+    })?;
+    let ids: Vec<u32> = (0..9).map(|i| i * 5 % VOCAB as u32).collect();
+    let mut kv = KvCache::new(&decoder.info().states, 8, BLOCK)?;
+    let mut seen = Seen::default();
+    let context = &mut StepContext::default();
+    run_step(&decoder, &step(&ids, 0), &mut kv, Some(&mut seen), context, &mut Exec::cpu())?;
+    expect_close(&seen, &by_hand(&model, &vb, &ids, Some(1))?);
+    let plans = decoder.plan(&PlanStep::prompts(9), &Machine::default());
+    let kernels = |layer: usize| plans[layer].attention.iter().map(|stage| stage.kernel.as_str());
+    assert!(kernels(1).eq(["copy_rows"]) && kernels(0).count() > 2, "{plans:?}");
+    Ok(())
 }
 
 #[test]
@@ -147,10 +220,7 @@ fn a_decoder_computes_what_its_layers_do() -> Result<()> {
     let whole =
         run_step(&decoder, &step(&ids, 0), &mut kv, Some(&mut seen), &mut StepContext::default(), &mut ex)?;
     let whole = host_logits(&decoder, &whole, &ex)?.view().cpu::<f32>()?.to_vec();
-    for (layer, (got, want)) in seen.0.iter().zip(by_hand(&model, &vb, &ids)?).enumerate() {
-        let error = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-        assert!(got.len() == want.len() && error < 1e-5, "after layer {layer}: {error}");
-    }
+    expect_close(&seen, &by_hand(&model, &vb, &ids, None)?);
     // One token after the other gives the same bits.
     let mut kv = KvCache::new(&decoder.info().states, 8, BLOCK)?;
     for (at, id) in ids.iter().enumerate() {

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Exec, KvCache, KvLayout, LogitsRows, MlaAttention, MlaConfig, MlaForm, MlaNames, Rope, SelfAttention,
+    Exec, KvCache, KvLayout, LogitsRows, Mixer, MixerIo, MlaAttention, MlaConfig, MlaForm, MlaNames, Rope,
     SequenceStep, Step,
 };
 use moe_comm::{ParallelConfig, RowParallel, run_ranks};
@@ -180,7 +180,8 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
         let angles = rope.rows(step.positions, step.rope_len, &mut ex)?;
         let mut part = Buffer::zeros(DType::F32, x.dims())?;
         let x = TensorView::new(&x)?;
-        layer.forward_into(x.view()?.into(), &step, &angles, kv.layer_mut(0)?, part.view_mut(), &mut ex)?;
+        let io = MixerIo::Store { x: x.view()?.into(), out: part.view_mut() };
+        layer.forward_into(io, &step, &angles, kv.layer_mut(0)?, &mut ex)?;
         out.extend(part.view().to_f32_vec()?);
     }
     Ok(out)

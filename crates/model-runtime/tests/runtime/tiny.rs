@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, LmHead,
-    LogitsOut, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, SelfAttention, StepContext, StepViews,
+    LogitsOut, Mixer, MixerIo, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, StepContext, StepViews,
     TensorSpec,
 };
 use moe_kernels::{add_into, embedding_into};
@@ -114,14 +114,8 @@ impl CausalLm for Tiny {
                 o.observe(Observed::HiddenStates(l), hidden.view())?;
             }
             norm.forward_into(hidden.view(), normed.view_mut(), ex)?;
-            attention.forward_into(
-                normed.view().into(),
-                step,
-                &rope,
-                kv.layer_mut(l)?,
-                delta.view_mut(),
-                ex,
-            )?;
+            let io = MixerIo::Store { x: normed.view().into(), out: delta.view_mut() };
+            attention.forward_into(io, step, &rope, kv.layer_mut(l)?, ex)?;
             add_into(delta.view(), hidden.view_mut(), ex)?;
         }
         self.norm.forward_into(hidden.view(), normed.view_mut(), ex)?;

@@ -3,18 +3,7 @@
 use candle_core::DType;
 
 use super::checks::expect_bf16;
-use super::{ColumnOrder, ExpertsCall, Form, Machine, QuantWeights, Reason, RouterCall, RouterForm};
-
-/// What of the layer is computed in the launches of router and experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fusion {
-    /// Router, experts and their weighted sum.
-    Nothing,
-    /// Also the norm before them and the addition to the residual stream.
-    NormAdd,
-    /// Also the addition to the residual stream and the norm of the next sub-layer.
-    AddNorm,
-}
+use super::{ColumnOrder, ExpertsCall, Form, Fusion, Machine, QuantWeights, Reason, RouterCall, RouterForm};
 
 /// A step of an expert layer whose router the kernels know.
 #[derive(Clone, Copy, Debug)]
@@ -78,6 +67,7 @@ impl Form for MonolithicForm {
     fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {
         expect_bf16(call.dtype)?;
         match (self, call.fusion) {
+            (_, Fusion::Add) => Err(Reason::NoGain("the norm behind the experts can add")),
             (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
             (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))

@@ -10,8 +10,8 @@ use moe_comm::{
 use moe_kernels::{PreNorm, add_rms_norm_into};
 use moe_layer::candle::{Result, bail};
 use moe_layer::{
-    AddNorm, BlockContext, Buffer, ChunkedMoe, DType, Exec, Fusion, Machine, MoeForm, PlanStep,
-    SparseMoeBlock, StepContext, TensorView, View, WhoAdds, load_block_on,
+    BlockContext, Buffer, ChunkedMoe, DType, Exec, Fusion, Machine, MoeForm, PlanStep, SparseMoeBlock,
+    StepContext, SublayerIo, TensorView, View, WhoAdds, load_block_on,
 };
 
 use crate::chunks::{five_experts, spread};
@@ -86,7 +86,7 @@ fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
             let who_adds = Some(WhoAdds::ByRank);
             let context = BlockContext { who_adds, ..spread(rank, comm, parallel, chunked)? };
             let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
-            assert_eq!(form(&block), MoeForm::Modular(Fusion::AddNorm));
+            assert_eq!(form(&block), MoeForm::modular(Fusion::AddNorm));
             // Rank 1 brings more, and has experts of its own.
             let rows = x.narrow(0, [0, 3][rank], [3, 6][rank])?;
             let ex = &mut Exec::cpu();
@@ -95,9 +95,11 @@ fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
             let norm = PreNorm { weight: View::new(&gain, &[16])?, eps: 1e-6 };
             let start = || Buffer::from_vec((0..dims[0] * 16).map(|i| (i % 7) as f32).collect(), dims);
             let (mut residual, mut out) = (start()?, Buffer::zeros(DType::F32, dims)?);
-            let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
             let (hidden, step) = (TensorView::new(&rows)?, &mut StepContext::default());
-            block.forward_add_norm_into(hidden.view()?, end, &mut |_| Ok(()), step, ex)?;
+            let x = hidden.view()?;
+            let io =
+                SublayerIo::AddNorm { x, residual: residual.view_mut(), norm, out: out.view_mut().into() };
+            block.forward_as(form(&block), io, &mut |_| Ok(()), step, ex)?;
             let sums = run(&block, &rows, DType::F32, ex)?;
             let (mut want, mut want_out) = (start()?, Buffer::zeros(DType::F32, dims)?);
             let sums = TensorView::new(&sums)?;
@@ -119,16 +121,17 @@ fn the_norm_behind_is_that_of_the_sum() -> Result<()> {
 fn a_layer_whose_sums_stay_leaves_the_norm_to_others() -> Result<()> {
     let (p, ..) = five_experts(2)?;
     let (block, x) = (p.standard()?, p.rows()?);
-    assert_eq!(form(&block), MoeForm::Modular(Fusion::Nothing));
+    assert_eq!(form(&block), MoeForm::modular(Fusion::Nothing));
     let (mut residual, mut out) =
         (Buffer::zeros(DType::F32, x.dims())?, Buffer::zeros(DType::F32, x.dims())?);
     let gain = [1f32; 16];
     let norm = PreNorm { weight: View::new(&gain, &[16])?, eps: 1e-6 };
-    let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
     let hidden = TensorView::new(&x)?;
+    let x = hidden.view()?;
+    let io = SublayerIo::AddNorm { x, residual: residual.view_mut(), norm, out: out.view_mut().into() };
     let context = &mut StepContext::default();
-    let e =
-        message(block.forward_add_norm_into(hidden.view()?, end, &mut |_| Ok(()), context, &mut Exec::cpu()));
+    let form = MoeForm::modular(Fusion::AddNorm);
+    let e = message(block.forward_as(form, io, &mut |_| Ok(()), context, &mut Exec::cpu()));
     assert!(e.contains("no sums return"), "{e}");
     Ok(())
 }

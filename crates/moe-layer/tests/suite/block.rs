@@ -91,10 +91,10 @@ fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
         seen = logits.to_f32_vec()?;
         Ok(())
     };
-    block.forward_as_into(
-        moe_layer::MoeForm::Modular(moe_layer::Fusion::Nothing),
-        TensorView::new(&x)?.view()?,
-        out.view_mut(),
+    let x_view = TensorView::new(&x)?;
+    block.forward_as(
+        moe_layer::MoeForm::modular(moe_layer::Fusion::Nothing),
+        moe_layer::SublayerIo::Store { x: x_view.view()?, out: out.view_mut() },
         &mut observe,
         &mut StepContext::default(),
         &mut Exec::cpu(),

@@ -8,8 +8,8 @@ use moe_kernels::{RoutingMethod, add_into, rms_norm_into};
 use moe_layer::candle::{Result, Tensor, bail};
 use moe_layer::{
     Activation, Buffer, DType, Device, Exec, ExpertHeat, ExpertWeights, ExpertsShape, ExpertsSpec, Fusion,
-    Gate, Machine, MoeForm, MonolithicCall, MonolithicExperts, MonolithicIo, MonolithicKernels, NoEp,
-    PlanStep, PreNorm, Reason, RoutedExperts, Router, RouterConfig, SparseMoeBlock, StepContext, TensorView,
+    Gate, Machine, MoeForm, MonolithicCall, MonolithicExperts, MonolithicKernels, NoEp, PlanStep, PreNorm,
+    Reason, RoutedExperts, Router, RouterConfig, SparseMoeBlock, Stage, StepContext, SublayerIo, TensorView,
     View, build_experts, select_backend,
 };
 
@@ -41,7 +41,7 @@ impl MonolithicExperts for Whole {
         Ok(())
     }
 
-    fn apply(&self, gate: &Gate, map: Option<View>, io: MonolithicIo, ex: &mut Exec) -> Result<()> {
+    fn apply(&self, gate: &Gate, map: Option<View>, io: SublayerIo, ex: &mut Exec) -> Result<()> {
         assert!(map.is_none() && gate.top_k == self.block.router().config().top_k);
         self.calls.fetch_add(1, Ordering::Relaxed);
         let sums = |x: View, ex: &mut Exec| -> Result<_> {
@@ -50,15 +50,14 @@ impl MonolithicExperts for Whole {
             Ok(sums)
         };
         match io {
-            MonolithicIo::Store { x, out } => {
-                self.block.forward_into(x, out, &mut StepContext::default(), ex)
-            }
-            MonolithicIo::NormAdd { norm, residual } => {
+            SublayerIo::Store { x, out } => self.block.forward_into(x, out, &mut StepContext::default(), ex),
+            SublayerIo::Add { x, residual } => add_into(sums(x, ex)?.view(), residual, ex),
+            SublayerIo::NormAdd { norm, residual } => {
                 let mut x = ex.scratch(norm.weight.dtype(), residual.dims())?;
                 rms_norm_into(residual.as_view(), norm.weight, norm.eps, x.view_mut(), ex)?;
                 add_into(sums(x.view(), ex)?.view(), residual, ex)
             }
-            MonolithicIo::AddNorm { x, mut residual, norm, out } => {
+            SublayerIo::AddNorm { x, mut residual, norm, out } => {
                 add_into(sums(x, ex)?.view(), residual.reborrow(), ex)?;
                 rms_norm_into(residual.as_view(), norm.weight, norm.eps, out.floats("a mock")?, ex)
             }
@@ -124,26 +123,26 @@ fn what_is_fused_around_the_experts_is_the_ops_one_by_one() -> Result<()> {
     let start = || Buffer::from_vec(vec![0.5f32; p.tokens * p.hidden], &dims);
 
     let (mut added, mut normed) = (start()?, start()?);
-    let io = MonolithicIo::AddNorm {
-        x: x.view()?,
-        residual: added.view_mut(),
-        norm,
-        out: normed.view_mut().into(),
-    };
-    block.fused_into(choose(Fusion::AddNorm), io, context, &mut ex)?;
+    let io =
+        SublayerIo::AddNorm { x: x.view()?, residual: added.view_mut(), norm, out: normed.view_mut().into() };
+    block.forward_as(choose(Fusion::AddNorm), io, &mut |_| Ok(()), context, &mut ex)?;
     let mut want = start()?;
     let mut sums = Buffer::zeros(DType::F32, &dims)?;
     p.standard()?.forward_into(x.view()?, sums.view_mut(), context, &mut ex)?;
     add_into(sums.view(), want.view_mut(), &mut ex)?;
     assert_eq!(added.view().cpu::<f32>()?, want.view().cpu::<f32>()?);
 
-    let io = MonolithicIo::NormAdd { norm, residual: added.view_mut() };
-    block.fused_into(choose(Fusion::NormAdd), io, context, &mut ex)?;
+    let io = SublayerIo::NormAdd { norm, residual: added.view_mut() };
+    block.forward_as(choose(Fusion::NormAdd), io, &mut |_| Ok(()), context, &mut ex)?;
     assert_ne!(added.view().cpu::<f32>()?, want.view().cpu::<f32>()?);
     assert_eq!(calls.load(Ordering::Relaxed), 2);
-    let io = MonolithicIo::Store { x: x.view()?, out: sums.view_mut() };
-    let e = message(block.fused_into(MoeForm::Modular(Fusion::Nothing), io, context, &mut ex));
-    assert!(e.contains("modular experts fuse nothing"), "{e}");
+    let modular = MoeForm::modular(Fusion::Nothing);
+    let io = SublayerIo::Add { x: x.view()?, residual: added.view_mut() };
+    let e = message(block.forward_as(modular, io, &mut |_| Ok(()), context, &mut ex));
+    assert!(e.contains("modular experts have no form with addition"), "{e}");
+    let io = SublayerIo::NormAdd { norm, residual: added.view_mut() };
+    let e = message(block.forward_as(modular, io, &mut |_| Ok(()), context, &mut ex));
+    assert!(e.contains("modular experts: expected normed rows"), "{e}");
     Ok(())
 }
 
@@ -174,13 +173,19 @@ fn on_hopper() -> Result<SparseMoeBlock> {
 
 const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 
+/// What runs such a step, and its kernels.
+fn plan(block: &SparseMoeBlock, step: &PlanStep, machine: &Machine) -> (MoeForm, Vec<Stage>) {
+    let form = block.choose(step, &FUSIONS, machine);
+    (form, block.stages(form, step, &FUSIONS, machine))
+}
+
 #[test]
 fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     let block = on_hopper()?;
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     let kernels = |rows, machine: &Machine| {
-        let plan = block.plan(&step(rows), &FUSIONS, machine);
-        (plan.form.fusion(), plan.stages[0].kernel.clone(), plan.stages[0].computes.len())
+        let (form, stages) = plan(&block, &step(rows), machine);
+        (form.fusion, stages[0].kernel.clone(), stages[0].computes.len())
     };
     let three = "gate_route + experts_tensor + combine".to_string();
     assert_eq!(kernels(1, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
@@ -194,19 +199,16 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     let invariant = Machine { batch_invariant: true, ..machine };
     let apart = "gate product, then route".to_string();
     assert_eq!(kernels(1, &invariant), (Fusion::Nothing, apart.clone(), 1));
-    let plan = block.plan(&step(16), &FUSIONS, &machine);
-    let (first, why) = (&plan.stages[0].rejected[0], plan.stages[0].rejected[0].reason.to_string());
+    let (_, stages) = plan(&block, &step(16), &machine);
+    let (first, why) = (&stages[0].rejected[0], stages[0].rejected[0].reason.to_string());
     assert_eq!(
         (first.kernel.as_str(), why.as_str()),
         ("layer_stream with norm and addition", "computes at most 4 rows at once, got 16",)
     );
     let observed = PlanStep { routed: Some("expert counts"), ..step(16) };
-    let plan = block.plan(&observed, &FUSIONS, &machine);
-    assert_eq!(
-        (plan.form, plan.stages[0].kernel.as_str()),
-        (MoeForm::Modular(Fusion::Nothing), apart.as_str())
-    );
-    assert!(plan.stages[0].rejected.iter().any(|r| r.reason.check() == "routing_context"), "{plan:?}");
+    let (form, stages) = plan(&block, &observed, &machine);
+    assert_eq!((form, stages[0].kernel.as_str()), (MoeForm::modular(Fusion::Nothing), apart.as_str()));
+    assert!(stages[0].rejected.iter().any(|r| r.reason.check() == "routing_context"), "{stages:?}");
     Ok(())
 }
 

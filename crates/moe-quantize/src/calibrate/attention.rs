@@ -3,8 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use model_runtime::config::RopeConfig;
-use model_runtime::decoder::SelfAttention;
-use model_runtime::{KvCache, KvLayout, LogitsRows, Rope, SequenceStep, Step};
+use model_runtime::{KvCache, KvLayout, LogitsRows, Mixer, MixerIo, Rope, SequenceStep, Step};
 use moe_kernels::forward_rows;
 
 /// Positions of a KV block.
@@ -15,7 +14,7 @@ const BLOCK: usize = 64;
 ///
 /// # Errors
 /// Any error of `load` or of the layer.
-pub fn attended<A: SelfAttention>(
+pub fn attended<A: Mixer>(
     x: &Tensor,
     (hidden, width, length): (usize, usize, usize),
     rope: &RopeConfig,
@@ -41,7 +40,7 @@ fn identity_rows(rows: usize, width: usize, first: usize) -> Result<Tensor> {
 
 /// The layer's output [T, hidden], sequence after sequence.
 fn run(
-    layer: &impl SelfAttention,
+    layer: &impl Mixer,
     x: &Tensor,
     (hidden, length): (usize, usize),
     rope: &RopeConfig,
@@ -67,7 +66,7 @@ fn run(
         outputs.push(forward_rows(&x, hidden, DType::F32, |x, out, ex| {
             let step = step.views()?;
             let rows = rope.rows(step.positions, step.rope_len, ex)?;
-            layer.forward_into(x.into(), &step, &rows, cache.layer_mut(0)?, out, ex)
+            layer.forward_into(MixerIo::Store { x: x.into(), out }, &step, &rows, cache.layer_mut(0)?, ex)
         })?);
     }
     Ok(Tensor::cat(&outputs, 0)?)

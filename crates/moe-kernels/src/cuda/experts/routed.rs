@@ -11,7 +11,7 @@ use crate::cuda::expect_aligned;
 use crate::cuda::router::{self, gate_route};
 use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
-use crate::monolithic::{Gate, MonolithicIo, PreNorm};
+use crate::monolithic::{Gate, PreNorm, SublayerIo};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
 use crate::rows_view::RowsViewMut;
 use crate::view::{View, ViewMut};
@@ -39,7 +39,7 @@ pub struct MonolithicExperts<'a> {
 pub fn monolithic_experts_into(
     form: MonolithicForm,
     args: &MonolithicExperts,
-    io: MonolithicIo,
+    io: SublayerIo,
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "monolithic_experts";
@@ -55,12 +55,12 @@ pub fn monolithic_experts_into(
         return Ok(());
     }
     match (form, io) {
-        (MonolithicForm::OneLaunch, MonolithicIo::Store { x, mut out }) => {
+        (MonolithicForm::OneLaunch, SublayerIo::Store { x, mut out }) => {
             let x = ex.cuda(op)?.read(op, "x", x)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             args.one_launch(op, sizes, x, None, ex)?.run((out, Output::F32), ex)
         }
-        (MonolithicForm::OneLaunch, MonolithicIo::NormAdd { norm, mut residual }) => {
+        (MonolithicForm::OneLaunch, SublayerIo::NormAdd { norm, mut residual }) => {
             // The kernel reads the rows that it adds to: every block reads all of them before any block adds.
             let at: *mut f32 = ex.cuda(op)?.write(op, "residual", &mut residual)?;
             args.one_launch(op, sizes, at.cast_const().cast(), Some(norm), ex)?
@@ -68,7 +68,7 @@ pub fn monolithic_experts_into(
         }
         (
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
-            MonolithicIo::Store { x, mut out },
+            SublayerIo::Store { x, mut out },
         ) => {
             let products = Products::new(op, form, x, args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
@@ -76,7 +76,7 @@ pub fn monolithic_experts_into(
         }
         (
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
-            MonolithicIo::AddNorm { x, mut residual, norm, out },
+            SublayerIo::AddNorm { x, mut residual, norm, out },
         ) => {
             let products = Products::new(op, form, x, args, sizes, ex)?;
             let to = (&mut residual, out);
@@ -88,7 +88,7 @@ pub fn monolithic_experts_into(
 
 impl MonolithicExperts<'_> {
     /// Checks dims and dtypes.
-    fn check(&self, op: &'static str, io: &MonolithicIo) -> Result<ExpertsCall> {
+    fn check(&self, op: &'static str, io: &SublayerIo) -> Result<ExpertsCall> {
         let (experts, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
         self.gate.check(op, experts, hidden, DType::BF16)?;
         let num_ids = experts + self.gate.shared;
@@ -133,7 +133,7 @@ impl MonolithicExperts<'_> {
 }
 
 /// Checks rows of H columns; how many there are.
-fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
+fn check_io(op: &str, io: &SublayerIo, hidden: usize) -> Result<usize> {
     let rows = |name: &str, view: &View, dtype: DType| {
         let tokens = view.rows();
         expect(op, name, view, dtype, &[tokens, hidden]).map(|()| tokens)
@@ -150,15 +150,15 @@ fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
         }
     };
     match io {
-        MonolithicIo::Store { x, out } => {
+        SublayerIo::Store { x, out } | SublayerIo::Add { x, residual: out } => {
             let tokens = rows("x", x, DType::BF16)?;
             same("out", out, tokens, DType::F32).map(|()| tokens)
         }
-        MonolithicIo::NormAdd { norm: before, residual } => {
+        SublayerIo::NormAdd { norm: before, residual } => {
             norm(before)?;
             rows("residual", &residual.as_view(), DType::F32)
         }
-        MonolithicIo::AddNorm { x, residual, norm: next, out } => {
+        SublayerIo::AddNorm { x, residual, norm: next, out } => {
             let tokens = rows("x", x, DType::BF16)?;
             norm(next)?;
             same("residual", residual, tokens, DType::F32)?;

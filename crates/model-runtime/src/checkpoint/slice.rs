@@ -1,0 +1,107 @@
+//! Parts of stored tensors, and sources of which parts can be read alone.
+
+use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use moe_kernels::QuantScheme;
+#[cfg(feature = "cuda")]
+use moe_kernels::cuda::Staging;
+use moe_kernels::quant::QuantPart;
+
+/// A box of a stored tensor under a name of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSlice {
+    /// The name that loaders ask for.
+    pub name: String,
+    /// The tensor in the checkpoint.
+    pub stored: String,
+    /// One range for each of its dimensions.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl TensorSlice {
+    /// A part of a tensor under its own name.
+    pub fn new(name: impl Into<String>, ranges: &[Range<usize>]) -> Self {
+        let name = name.into();
+        Self { stored: name.clone(), name, ranges: ranges.to_vec() }
+    }
+
+    /// A part of `stored` under another name.
+    pub fn renamed(name: impl Into<String>, stored: impl Into<String>, ranges: &[Range<usize>]) -> Self {
+        Self { name: name.into(), stored: stored.into(), ranges: ranges.to_vec() }
+    }
+
+    /// How many elements it has.
+    pub fn elements(&self) -> usize {
+        self.ranges.iter().map(|range| range.len()).product()
+    }
+
+    pub(super) fn dims(&self) -> Vec<usize> {
+        self.ranges.iter().map(|r| r.len()).collect()
+    }
+}
+
+/// Tensors of which parts can be read alone.
+pub trait SliceSource: SimpleBackend {
+    /// The part `ranges`, one per dimension, of a tensor.
+    ///
+    /// # Errors
+    /// A missing tensor; ranges outside of it; a dtype that does not convert.
+    fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor>;
+
+    /// How the matrix of a module is quantised, whose floats have the name `{module}.weight`.
+    ///
+    /// # Errors
+    /// A header that contradicts the file.
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        let _ = module;
+        Ok(QuantScheme::NONE)
+    }
+
+    /// The part of a module's quantised matrix, or the whole; `None` if it is stored in floats.
+    ///
+    /// # Errors
+    /// Tensors that are not what the header says; ranges outside of the matrix; a cut through a group.
+    fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        let _ = (module, ranges);
+        Ok(None)
+    }
+
+    /// Buffers through which quantised matrices reach a device; `None`: each pack makes its own.
+    ///
+    /// # Errors
+    /// Memory that the system or the driver refuses.
+    #[cfg(feature = "cuda")]
+    fn staging(&self, device: &Device) -> Result<Option<Arc<Staging>>> {
+        let _ = device;
+        Ok(None)
+    }
+
+    /// The parts of a pack, one behind the other, as a vector.
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        cat(self, parts, dtype, device)
+    }
+}
+
+/// A pack out of tensors of its parts.
+pub(super) fn cat<S: SliceSource + ?Sized>(
+    source: &S,
+    parts: &[TensorSlice],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let part = |p: &TensorSlice| source.slice(&p.stored, &p.ranges, dtype, device)?.flatten_all();
+    Tensor::cat(&parts.iter().map(part).collect::<Result<Vec<_>>>()?, 0)
+}
+
+/// Fails unless there is one range inside of each dimension.
+pub(super) fn check_ranges(name: &str, ranges: &[Range<usize>], dims: &[usize]) -> Result<()> {
+    let inside = |(range, &dim): (&Range<usize>, &usize)| range.start <= range.end && range.end <= dim;
+    if ranges.len() != dims.len() || !ranges.iter().zip(dims).all(inside) {
+        bail!("tensor `{name}` of shape {dims:?} has no part {ranges:?}")
+    }
+    Ok(())
+}
