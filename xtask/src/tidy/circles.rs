@@ -19,12 +19,8 @@ use arrows::arrows;
 use tree::Tree;
 
 /// Crates that still have circles, each with the number of files in them. A number may only become smaller.
-const EXCEPTIONS: &[(&str, usize)] = &[
-    ("model-runtime", 26),
-    ("moe-comm", 8),
-    ("moe-layer", 15),
-    ("moe-cli", 10),
-];
+const EXCEPTIONS: &[(&str, usize)] =
+    &[("model-runtime", 26), ("moe-comm", 8), ("moe-layer", 15), ("moe-cli", 10)];
 
 /// Checks every library and program of the workspace.
 ///
