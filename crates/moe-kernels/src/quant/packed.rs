@@ -9,7 +9,7 @@ use crate::cpu::simd::{LANES, Lanes, Simd};
 /// The memory of packed matrices.
 #[derive(Clone, Debug)]
 pub(crate) struct Packed {
-    /// [E, panels, steps]: see [`QuantMatrix`].
+    /// [E, panels, steps]: see [`QuantMatrix`](super::QuantMatrix).
     pub q: Vec<u8>,
     pub scales: Scales,
     /// [E, panels, groups, 16]; empty where all are the same.

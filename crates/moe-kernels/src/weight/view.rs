@@ -18,7 +18,7 @@ pub enum WeightView<'a> {
     Quantised(QuantView<'a>),
 }
 
-/// A weight in panels: made by [`Weight::packed`] alone.
+/// A weight in panels: made by [`Weight::packed`](crate::Weight::packed) alone.
 #[derive(Clone, Copy, Debug)]
 pub struct PanelsView<'a>(pub(super) View<'a>);
 

@@ -96,7 +96,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Only these columns, counted from this reader's first column: a row-parallel part. With act-order all groups' scales are
-    /// kept whose columns are among them; groups may become smaller ([`QuantRows::scheme`]), and K grows by columns of
+    /// kept whose columns are among them; groups may become smaller ([`QuantRows::scheme`](moe_kernels::quant::QuantRows::scheme)), and K grows by columns of
     /// weight zero that fill them up.
     ///
     /// # Errors
