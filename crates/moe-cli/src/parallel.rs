@@ -35,9 +35,9 @@ pub struct ParallelArgs {
     /// Spread whole experts over all ranks instead of a slice of each.
     #[arg(long, help_heading = "Parallel")]
     pub enable_expert_parallel: bool,
-    /// How rows reach the experts' ranks: auto, disabled, local_allreduce, allgather_reducescatter or
-    /// deepep.
-    #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
+    /// How rows reach the experts' ranks.
+    #[arg(long, default_value_t, value_name = "NAME", help_heading = "Parallel",
+        help = format!("How rows reach the experts' ranks: {}", EpBackendChoice::listed(|_| true)))]
     pub moe_ep_backend: EpBackendChoice,
     /// Form of deepep: auto (by step), high_throughput or low_latency.
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]

@@ -12,6 +12,7 @@ mod collectives;
 mod communicator;
 mod config;
 mod env;
+mod ep_backends;
 mod error;
 mod expert_map;
 mod geometry;
@@ -42,12 +43,13 @@ pub use collective::{AddNorm, Collective, FusedCollective, ReduceOp, RowNeeds};
 pub use collectives::Collectives;
 pub use communicator::{Communicator, FusedCollectives};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
+pub use ep_backends::{EP_BACKENDS, EpBackend, EpBackendChoice, EpBackendRow};
 pub use error::{GeometryError, LaunchError};
 pub use expert_map::{ExpertMap, SlotTransfer};
 pub use geometry::{Geometry, ParallelGroups};
 pub use launch::{DEFAULT_MASTER_PORT, Launch, Launcher, launch_from_env};
 pub use local::SelfComm;
-pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement, ReplicaChoice};
+pub use names::{DeepEpMode, ExpertPlacement, ReplicaChoice};
 #[cfg(feature = "nccl")]
 pub use nccl::{NcclComm, NcclWindow};
 #[cfg(feature = "nccl")]

@@ -132,11 +132,11 @@ pub(crate) fn compose<S>(
     let Part { layout, weights, map } = part;
     let placed =
         map.map(|map| PlacedExperts::new(options.layer, map, weights, context).map(Arc::new)).transpose()?;
-    let (prepare, decode) = context.backends(&layout, config.apply_router_weight_on_input, &device)?;
-    let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
-    let mut block = SparseMoeBlock::of_placed(weight, router, (prepare, main), options.layer, placed)?
+    let backends = context.backends(&layout, config.apply_router_weight_on_input, &device)?;
+    let (main, said) = experts(backends.main.as_ref(), options.backend.as_deref())?;
+    let mut block = SparseMoeBlock::of_placed(weight, router, (backends.main, main), options.layer, placed)?
         .with_packed_gate(context.cpu_isa)?;
-    if let Some(decode) = decode {
+    if let Some(decode) = backends.decode {
         let (experts, _) = experts(decode.as_ref(), None)?;
         block = block.with_decode_path(decode, experts)?;
     }
