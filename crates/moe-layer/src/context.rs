@@ -11,9 +11,9 @@ use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
-use crate::offload::ExpertOffload;
+use crate::expert_offload::ExpertOffload;
 use crate::placement::ExpertPlacements;
-use crate::shared::SharedExpertsStream;
+use crate::shared_stream::SharedExpertsStream;
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
