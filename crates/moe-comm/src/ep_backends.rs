@@ -1,6 +1,6 @@
 //! The table of backends of expert parallelism: their names, and what settings ask of each.
 //!
-//! Names and aliases are those of InfiniLM's `moe_ep_backend`. What a backend does is in moe-dispatch.
+//! Names and aliases are InfiniLM's (`moe_ep_backend`). What a backend does is in moe-dispatch.
 
 use std::fmt;
 use std::str::FromStr;

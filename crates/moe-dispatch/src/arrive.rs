@@ -39,7 +39,8 @@ impl Arrived {
 /// Every rank gets the owned rows of all ranks, or with `needed` the rows that its experts need, in the same places: the other
 /// rows are unspecified.
 pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec) -> Result<Arrived> {
-    let (ranks, input) = (call.ranks, call.input.view());
+    let ranks = call.ranks;
+    let input = call.input.view();
     let total = counts.iter().sum();
     let mut room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
     let (mut rows, mut ids) = (room(input)?, room(call.ids)?);

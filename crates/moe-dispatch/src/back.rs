@@ -19,7 +19,7 @@ pub(crate) enum Back {
     Slots(Returns),
     /// By rank: sums of the same tokens in place, that are still to be added up over the ranks.
     InPlace,
-    /// By rank: a reduce-scatter to the owners of so many tokens each; with `needed` a rank has only the rows that its experts need.
+    /// By rank: a reduce-scatter to the owners, who have `counts` tokens; with `needed` a rank has only the rows that its experts need.
     Scatter { counts: Vec<usize>, needed: bool },
 }
 

@@ -22,7 +22,8 @@ impl OverRanks {
     /// # Errors
     /// Ranks that do not all see the same tokens.
     pub fn local_allreduce(ranks: EpRanks, who_adds: WhoAdds) -> Result<Self> {
-        let (all, same) = (ranks.world_size(), ranks.tp.world_size());
+        let all = ranks.world_size();
+        let same = ranks.tp.world_size();
         if all != same {
             bail!(
                 "local_allreduce: expected one tensor-parallel group of all {all} ranks, got groups of {same}; use \

@@ -68,9 +68,9 @@ fn on_two_ranks(parallel: ParallelConfig, chunked: ChunkedMoe, offers: Option<&T
     results.into_iter().collect()
 }
 
-/// The norm behind a layer is that of its sums; and ranks that take collectives together with what surrounds them change no bit.
+/// The norm after a layer is that of its sums; and ranks that take collectives together with what surrounds them change no bit.
 #[test]
-fn the_norm_behind_is_that_of_the_sum_whatever_ranks_offer() -> Result<()> {
+fn the_norm_after_a_layer_is_that_of_its_sums_whatever_ranks_offer() -> Result<()> {
     let gathers = ["gather", "sums", "sums, added and normed"];
     let needed = ["gather", "gather of needed rows", "sums of needed rows"];
     let deepep = |mode| (EpBackend::DeepEp, mode);
