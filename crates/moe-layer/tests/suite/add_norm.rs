@@ -35,7 +35,7 @@ fn on_two_ranks(parallel: ParallelConfig, chunked: ChunkedMoe, offers: Option<&T
     let x = p.rows()?;
     let results = run_ranks(2, |rank, comm: ThreadComm| {
         let comm: Arc<dyn Communicator> = Arc::new(comm);
-        let comm = offers.map_or(comm.clone(), |taken| Offering::new(comm, taken));
+        let comm = offers.map_or(comm.clone(), |taken| Offering::over(comm, taken));
         let who_adds = Some(WhoAdds::ByRank);
         let context = BlockContext { who_adds, ..spread(rank, comm, parallel, chunked)? };
         let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;

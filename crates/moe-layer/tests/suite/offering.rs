@@ -22,7 +22,7 @@ pub struct Offering {
 }
 
 impl Offering {
-    pub fn new(plain: Arc<dyn Communicator>, taken: &Taken) -> Arc<dyn Communicator> {
+    pub fn over(plain: Arc<dyn Communicator>, taken: &Taken) -> Arc<dyn Communicator> {
         Arc::new(Self { plain, taken: taken.clone() })
     }
 
@@ -55,7 +55,7 @@ impl Communicator for Offering {
         Some(self)
     }
     fn split(&self, color: usize, key: usize, ex: &mut Exec) -> Result<Arc<dyn Communicator>> {
-        Ok(Self::new(self.plain.split(color, key, ex)?, &self.taken))
+        Ok(Self::over(self.plain.split(color, key, ex)?, &self.taken))
     }
     fn abort(&self, reason: &str) {
         self.plain.abort(reason);
