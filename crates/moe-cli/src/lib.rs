@@ -15,6 +15,7 @@ mod inspect;
 mod interrupt;
 mod log;
 mod messages;
+pub mod model;
 pub mod options;
 mod output;
 pub mod parallel;
@@ -30,6 +31,7 @@ pub mod session;
 mod shell;
 mod show;
 mod token_names;
+pub mod values;
 mod watch;
 
 use std::process::ExitCode;
@@ -40,10 +42,10 @@ use moe_engine::terminal::{self, note};
 use moe_engine::{UsageError, chat, structured, usage};
 
 use cli::{About, Cli, Command, ParityArgs};
+use model::Model;
 use output::{check_writable, write_json};
 use preflight::{Asks, Known};
 use profile::Profile;
-use session::Model;
 
 pub use model_runtime::HugePages;
 pub use program::Program;

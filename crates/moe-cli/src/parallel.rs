@@ -35,9 +35,9 @@ pub struct ParallelArgs {
     /// Spread whole experts over all ranks instead of a slice of each.
     #[arg(long, help_heading = "Parallel")]
     pub enable_expert_parallel: bool,
-    /// How rows reach the experts' ranks: auto, disabled, local_allreduce, allgather_reducescatter or
-    /// deepep.
-    #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
+    /// How rows reach the experts' ranks.
+    #[arg(long, default_value_t, value_name = "NAME", help_heading = "Parallel",
+        help = format!("How rows reach the experts' ranks: {}", EpBackendChoice::listed(|_| true)))]
     pub moe_ep_backend: EpBackendChoice,
     /// Form of deepep: auto (by step), high_throughput or low_latency.
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
@@ -59,7 +59,7 @@ pub struct ParallelArgs {
     #[arg(long, value_name = "N", requires = "enable_chunked_moe", help_heading = "MoE")]
     pub chunked_moe_size: Option<NonZeroUsize>,
     /// Workspace of a MoE layer, such as 64MiB: decides the size of chunks.
-    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes,
+    #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes,
         requires = "enable_chunked_moe", conflicts_with = "chunked_moe_size", help_heading = "MoE")]
     pub moe_memory_budget: Option<usize>,
 }
@@ -120,7 +120,7 @@ pub struct PlacementArgs {
     #[arg(long, value_name = "N", requires = "enable_eplb", help_heading = "Parallel")]
     pub eplb_max_moves: Option<usize>,
     /// Bytes of experts that travel between two steps, such as 16MiB, at most.
-    #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = crate::options::parse_bytes,
+    #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = crate::values::parse_bytes,
         requires = "enable_eplb", help_heading = "Parallel")]
     pub eplb_bytes_per_step: usize,
     /// Seconds that a layer's experts may take to arrive; later they stay where they were.

@@ -14,18 +14,10 @@ use serde_json::Value;
 use crate::Program;
 use crate::cli::RunArgs;
 use crate::interrupt;
+use crate::model::Model;
 use crate::output::write_json;
 use crate::preflight::{self, Asks, Checked, Source};
 use crate::watch::{Unit, Watch};
-
-/// The model of a command.
-#[derive(Clone, Copy)]
-pub enum Model<'a> {
-    /// A checkpoint folder or a model of the hub; `None`: the embedded checkpoint.
-    Checkpoint(Option<&'a str>),
-    /// Random weights for this config.
-    Random(&'a Path),
-}
 
 /// Opens the model of a command, on the process that runs it.
 pub fn open(
@@ -111,16 +103,6 @@ fn start(
         Source::Random(config) => Weights::Random(config),
     };
     Ok(Started { run, weights, tokenizer })
-}
-
-impl Model<'_> {
-    /// What the ranks of a run call it.
-    fn name(&self) -> String {
-        match self {
-            Self::Checkpoint(name) => name.unwrap_or("embedded").to_string(),
-            Self::Random(path) => path.to_string_lossy().into_owned(),
-        }
-    }
 }
 
 impl RunArgs {

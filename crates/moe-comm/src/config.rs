@@ -4,10 +4,11 @@
 //! under any geometry. The rules are InfiniLM's (`moe_config.py`) without the limits that do
 //! not hold here: dp > 1 with expert parallelism, ep != tp, and `deepep` are allowed.
 
+use crate::ep_backends::{EP_BACKENDS, EpBackend, EpBackendChoice, EpBackendRow};
 use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::launch::Launch;
-use crate::names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
+use crate::names::{DeepEpMode, ExpertPlacement};
 
 /// The most ranks of a world. Far beyond any cluster in use, and small enough that tables of
 /// ranks are always cheap.
@@ -74,44 +75,55 @@ impl ParallelConfig {
 
     /// The backend that these settings mean. Fails for settings that contradict each other.
     pub fn resolve_backend(&self) -> Result<EpBackend, GeometryError> {
-        let world_size = self.world_size()?;
+        let spreads = self.world_size()? > 1 && self.enable_expert_parallel;
         let backend = match self.backend {
-            EpBackendChoice::Explicit(backend) => backend,
-            EpBackendChoice::Auto if !self.enable_expert_parallel || world_size == 1 => EpBackend::Disabled,
-            EpBackendChoice::Auto if self.dp == 1 => EpBackend::LocalAllreduce,
-            EpBackendChoice::Auto => EpBackend::AllgatherReducescatter,
+            EpBackendChoice::Explicit(backend) => backend.row(),
+            EpBackendChoice::Auto => {
+                let fits = |row: &&EpBackendRow| {
+                    row.expert_parallel == spreads && (self.dp == 1 || !row.same_tokens)
+                };
+                match EP_BACKENDS.iter().find(fits) {
+                    Some(row) => row,
+                    None => refuse!(GeometryError, "no MoE backend fits these settings; choose one by name"),
+                }
+            }
         };
+        let name = backend.name;
         let explicit = self.backend != EpBackendChoice::Auto;
-        if explicit && backend.is_expert_parallel() && !self.enable_expert_parallel {
+        if explicit && backend.expert_parallel && !self.enable_expert_parallel {
             refuse!(
                 GeometryError,
-                "the MoE backend {backend} needs expert parallelism; add --enable-expert-parallel, or choose auto \
-                 or disabled"
+                "the MoE backend {name} needs expert parallelism; add --enable-expert-parallel, or choose {}",
+                EpBackendChoice::listed(|row| !row.expert_parallel)
             )
         }
-        if explicit && !backend.is_expert_parallel() && self.enable_expert_parallel {
+        if explicit && !backend.expert_parallel && self.enable_expert_parallel {
             refuse!(
                 GeometryError,
-                "expert parallelism is enabled but the MoE backend is disabled; drop --enable-expert-parallel, or \
-                 choose auto, local_allreduce, allgather_reducescatter or deepep"
+                "expert parallelism is enabled but the MoE backend is {name}; drop --enable-expert-parallel, or \
+                 choose {}",
+                EpBackendChoice::listed(|row| row.expert_parallel)
             )
         }
-        if backend == EpBackend::LocalAllreduce && self.dp > 1 {
+        if backend.same_tokens && self.dp > 1 {
             refuse!(
                 GeometryError,
-                "the MoE backend local_allreduce needs the same tokens on every rank, so dp must be 1, got {}; choose \
-                 auto, allgather_reducescatter or deepep",
-                self.dp
+                "the MoE backend {name} needs the same tokens on every rank, so dp must be 1, got {}; choose {}",
+                self.dp,
+                EpBackendChoice::listed(|row| row.expert_parallel && !row.same_tokens)
             )
         }
-        if self.deepep_mode != DeepEpMode::Auto && backend != EpBackend::DeepEp {
+        let mode = self.deepep_mode;
+        if mode != DeepEpMode::Auto && !backend.modes.contains(&mode) {
+            let with: Vec<_> =
+                EP_BACKENDS.iter().filter(|row| row.modes.contains(&mode)).map(|row| row.name).collect();
             refuse!(
                 GeometryError,
-                "the DeepEP mode {} has no effect on the MoE backend {backend}; choose deepep, or the mode auto",
-                self.deepep_mode
+                "the DeepEP mode {mode} has no effect on the MoE backend {name}; choose {}, or the mode auto",
+                with.join(" or ")
             )
         }
-        Ok(backend)
+        Ok(backend.backend)
     }
 
     /// The geometry as rank `rank` of `dp * tp` sees it.

@@ -1,7 +1,7 @@
 //! Typed reads of environment variables through a caller's lookup.
 
 use crate::error::LaunchError;
-use crate::launch::{Launcher, partial};
+use crate::launcher::{Launcher, partial};
 
 /// Reads variables; an empty one counts as unset, which is how job templates clear them.
 pub(crate) struct Env<'a>(pub &'a dyn Fn(&str) -> Option<String>);

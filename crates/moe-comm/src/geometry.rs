@@ -11,8 +11,9 @@ use moe_kernels::Exec;
 use std::sync::Arc;
 
 use crate::communicator::Communicator;
+use crate::ep_backends::EpBackend;
 use crate::local::SelfComm;
-use crate::names::{DeepEpMode, EpBackend, ExpertPlacement};
+use crate::names::{DeepEpMode, ExpertPlacement};
 
 /// The parallel geometry as one rank sees it; made by
 /// [`ParallelConfig::geometry`](crate::ParallelConfig::geometry).

@@ -17,30 +17,10 @@
 use crate::env::Env;
 use crate::error::{LaunchError, refuse};
 use crate::hostlist::first_host;
+use crate::launcher::{Launcher, partial};
 
 /// Port of the master when mpirun gives none (torch's default).
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
-
-/// Who started this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launcher {
-    /// `RANK` and its companions: torchrun, a Kubernetes job, or by hand.
-    Torchrun,
-    /// Open MPI's mpirun.
-    OpenMpi,
-    /// Slurm's srun.
-    Slurm,
-}
-
-impl std::fmt::Display for Launcher {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Torchrun => "torchrun or a Kubernetes job",
-            Self::OpenMpi => "mpirun",
-            Self::Slurm => "srun",
-        })
-    }
-}
 
 /// A process that a launcher started as one rank of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -202,11 +182,4 @@ fn checked(
         master_addr,
         master_port,
     })
-}
-
-/// Some variables of a launcher are set, others are not.
-pub(crate) fn partial(launcher: Launcher, present: &str, missing: &str, remedy: &str) -> LaunchError {
-    LaunchError(format!(
-        "the environment of {launcher} is incomplete: {present} is set, but {missing} is not; {remedy}"
-    ))
 }

@@ -12,12 +12,15 @@ mod collectives;
 mod communicator;
 mod config;
 mod env;
+mod ep_backends;
 mod error;
 mod expert_map;
 mod geometry;
 mod hostlist;
 mod launch;
+mod launcher;
 mod local;
+mod lock;
 mod names;
 #[cfg(feature = "nccl")]
 mod nccl;
@@ -34,6 +37,7 @@ mod row_parallel;
 mod run;
 mod shard;
 mod socket;
+mod supervised;
 mod thread;
 mod window;
 
@@ -42,12 +46,14 @@ pub use collective::{AddNorm, Collective, FusedCollective, ReduceOp, RowNeeds};
 pub use collectives::Collectives;
 pub use communicator::{Communicator, FusedCollectives};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
+pub use ep_backends::{EP_BACKENDS, EpBackend, EpBackendChoice, EpBackendRow};
 pub use error::{GeometryError, LaunchError};
 pub use expert_map::{ExpertMap, SlotTransfer};
 pub use geometry::{Geometry, ParallelGroups};
-pub use launch::{DEFAULT_MASTER_PORT, Launch, Launcher, launch_from_env};
+pub use launch::{DEFAULT_MASTER_PORT, Launch, launch_from_env};
+pub use launcher::Launcher;
 pub use local::SelfComm;
-pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement, ReplicaChoice};
+pub use names::{DeepEpMode, ExpertPlacement, ReplicaChoice};
 #[cfg(feature = "nccl")]
 pub use nccl::{NcclComm, NcclWindow};
 #[cfg(feature = "nccl")]
@@ -55,11 +61,12 @@ pub use peer::{PeerAllReduce, PeerWindow};
 pub use placement::{ExpertLayout, partition};
 pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};
-pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
+pub use run::{run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
 pub use socket::{
     Join, Messages, SocketComm, SocketTimeouts, WORLD_SECRET, Watch, WorldSecret, check_frames,
 };
+pub use supervised::{Supervised, Supervisor};
 pub use thread::ThreadComm;
 pub use window::{Transfer, TransferSource, Window};
 

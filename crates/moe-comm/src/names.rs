@@ -1,25 +1,13 @@
-//! The named choices of a parallel configuration, with the names that users write.
+//! The named choices of a parallel configuration but for the backend ([`EP_BACKENDS`](crate::EP_BACKENDS)), with the names that
+//! users write.
 //!
-//! Backend names and aliases are those of InfiniLM's `moe_ep_backend`. Names ignore case and
+//! Names ignore case and
 //! surrounding space, and `-` is `_`, so that command lines and Python configurations agree.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::GeometryError;
-
-/// How expert rows travel between ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum EpBackend {
-    /// No expert parallelism: every rank holds all experts, cut along the intermediate size by tp.
-    Disabled,
-    /// Every rank has the same tokens and runs its own experts; the outputs are added up.
-    LocalAllreduce,
-    /// Rows of all ranks are gathered, each rank runs its own experts, outputs are scattered back.
-    AllgatherReducescatter,
-    /// All-to-all: each rank receives only the rows that its experts need.
-    DeepEp,
-}
 
 /// Which rank owns which expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -89,14 +77,6 @@ macro_rules! names {
     };
 }
 
-names!(
-    EpBackend,
-    "MoE backend",
-    Disabled = "disabled" | "" | "0" | "none" | "off" | "standard",
-    LocalAllreduce = "local_allreduce" | "local_all_reduce" | "tp_ep" | "vllm_tp" | "dp1",
-    AllgatherReducescatter = "allgather_reducescatter" | "naive" | "ag_rs" | "all_gather_reduce_scatter",
-    DeepEp = "deepep" | "deep_ep"
-);
 names!(ExpertPlacement, "expert placement", Linear = "linear", RoundRobin = "round_robin");
 names!(
     ReplicaChoice,
@@ -113,55 +93,10 @@ names!(
     LowLatency = "low_latency"
 );
 
-impl EpBackend {
-    /// Whether this backend exchanges rows between expert-parallel ranks.
-    pub fn is_expert_parallel(self) -> bool {
-        self != Self::Disabled
-    }
-}
-
-/// The backend setting: one by name, or `auto`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum EpBackendChoice {
-    /// [`EpBackend::Disabled`] for one expert-parallel rank, [`EpBackend::LocalAllreduce`] for
-    /// dp = 1, else [`EpBackend::AllgatherReducescatter`].
-    #[default]
-    Auto,
-    /// This one, or an error.
-    Explicit(EpBackend),
-}
-
-impl From<EpBackend> for EpBackendChoice {
-    fn from(backend: EpBackend) -> Self {
-        Self::Explicit(backend)
-    }
-}
-
-impl fmt::Display for EpBackendChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Explicit(backend) => backend.fmt(f),
-        }
-    }
-}
-
-impl FromStr for EpBackendChoice {
-    type Err = GeometryError;
-
-    fn from_str(name: &str) -> Result<Self, GeometryError> {
-        if normalized(name) == "auto" {
-            return Ok(Self::Auto);
-        }
-        let names = [&["auto"], &EpBackend::ALL.map(EpBackend::name)[..]].concat();
-        name.parse().map(Self::Explicit).map_err(|_| unknown("MoE backend", name, &names))
-    }
-}
-
-fn normalized(name: &str) -> String {
+pub(crate) fn normalized(name: &str) -> String {
     name.trim().to_ascii_lowercase().replace('-', "_")
 }
 
-fn unknown(what: &str, got: &str, expected: &[&str]) -> GeometryError {
+pub(crate) fn unknown(what: &str, got: &str, expected: &[&str]) -> GeometryError {
     GeometryError(format!("unknown {what} {got:?}; expected one of {}", expected.join(", ")))
 }

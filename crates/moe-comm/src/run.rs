@@ -6,27 +6,9 @@ use std::thread;
 
 use candle_core::{Error, Result, bail};
 
-use crate::communicator::Communicator;
-use crate::round::plain;
+use crate::error::plain;
+use crate::supervised::{Supervised, Supervisor};
 use crate::thread::ThreadComm;
-
-/// A communicator whose rank's end somebody else watches and explains to the other ranks.
-pub trait Supervised: Communicator + 'static {
-    /// Promises that the caller fails the world if this rank panics.
-    fn supervise(&mut self) -> Supervisor;
-}
-
-/// Fails the world of a supervised rank.
-pub struct Supervisor {
-    name: String,
-    fail: Box<dyn Fn(String) + Send>,
-}
-
-impl Supervisor {
-    pub(crate) fn new(name: String, fail: impl Fn(String) + Send + 'static) -> Self {
-        Self { name, fail: Box::new(fail) }
-    }
-}
 
 /// Runs `f(rank, communicator)` on a thread per rank of a new world and returns every rank's
 /// result, in rank order.

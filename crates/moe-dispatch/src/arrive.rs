@@ -4,25 +4,8 @@ use candle_core::{DType, Result};
 use moe_comm::FusedCollective;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_slots_into};
 
-use crate::local_experts::LocalExperts;
-use crate::ranks::EpRanks;
+use crate::call::Call;
 use crate::rows::{Layout, Packing, width};
-
-/// What a caller brings: rows [T, H], ids and weights [T, K].
-pub(crate) struct Call<'i, 'a> {
-    pub op: &'static str,
-    pub input: View<'i>,
-    pub ids: View<'a>,
-    pub weights: View<'a>,
-    /// Experts need the weights of rows only to sum them.
-    pub weights_travel: bool,
-}
-
-impl<'a> Call<'_, 'a> {
-    fn weights_that_travel(&self) -> Option<View<'a>> {
-        self.weights_travel.then_some(self.weights)
-    }
-}
 
 /// What has arrived: rows [T', H] with ids [T', K], and, where ranks weight rows, weights [T', K].
 pub(crate) struct Arrived {
@@ -40,12 +23,8 @@ impl Arrived {
     }
 
     /// The rows stay where they are, their slots are listed by expert.
-    pub fn listed<'a>(
-        self,
-        experts: &LocalExperts,
-        call: &Call<'_, 'a>,
-        ex: &mut Exec,
-    ) -> Result<Dispatched<'a>> {
+    pub fn listed<'a>(self, call: &Call<'_, 'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
+        let experts = call.ranks.local_experts();
         let (local, slots) = (experts.num_local(), self.ids.view().elem_count());
         let mut counts = ex.scratch(DType::U32, &[local])?;
         let mut lists = ex.scratch(DType::U32, &[local, slots])?;
@@ -59,20 +38,16 @@ impl Arrived {
 
 /// Every rank gets the owned rows of all ranks, or with `needed` the rows that its experts need, in the same places: the other
 /// rows are unspecified.
-pub(crate) fn gather(
-    ranks: &EpRanks,
-    call: &Call<'_, '_>,
-    counts: &[usize],
-    needed: bool,
-    ex: &mut Exec,
-) -> Result<Arrived> {
+pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec) -> Result<Arrived> {
+    let ranks = call.ranks;
+    let input = call.input.view();
     let total = counts.iter().sum();
     let mut room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
-    let (mut rows, mut ids) = (room(call.input)?, room(call.ids)?);
+    let (mut rows, mut ids) = (room(input)?, room(call.ids)?);
     let mut weights = call.weights_that_travel().map(&mut room).transpose()?;
     let mut arrays = vec![(ranks.own(call.ids)?, ids.view_mut())];
     if !needed {
-        arrays.push((ranks.own(call.input)?, rows.view_mut()));
+        arrays.push((ranks.own(input)?, rows.view_mut()));
     }
     if let Some(weights) = &mut weights {
         arrays.push((ranks.own(call.weights)?, weights.view_mut()));
@@ -80,7 +55,7 @@ pub(crate) fn gather(
     FusedCollective::Gather { arrays, counts, needs: None }.run(&*ranks.ep, ex)?;
     if needed {
         let needs = Some(ranks.needs(call.op, ids.view())?);
-        let arrays = vec![(ranks.own(call.input)?, rows.view_mut())];
+        let arrays = vec![(ranks.own(input)?, rows.view_mut())];
         FusedCollective::Gather { arrays, counts, needs }.run(&*ranks.ep, ex)?;
     }
     Ok(Arrived { rows, ids, weights })
@@ -88,12 +63,8 @@ pub(crate) fn gather(
 
 /// Every rank gets the owned rows that its experts need: in blocks of `block` rows, or as many as they are. How many arrived
 /// from each rank comes along.
-pub(crate) fn all_to_all(
-    ranks: &EpRanks,
-    call: &Call<'_, '_>,
-    block: Option<usize>,
-    ex: &mut Exec,
-) -> Result<(Arrived, Vec<usize>)> {
+pub(crate) fn all_to_all(call: &Call, block: Option<usize>, ex: &mut Exec) -> Result<(Arrived, Vec<usize>)> {
+    let ranks = call.ranks;
     let top_k = width(call.ids);
     let ids = ex.to_host(ranks.own(call.ids)?)?;
     let ids = ids.view().cpu::<u32>()?;
@@ -104,7 +75,7 @@ pub(crate) fn all_to_all(
     };
     let packing = Packing::new(&send, layout, ex)?;
     let counts = packing.counts();
-    let packed = packing.pack(ranks.own(call.input)?, ex)?;
+    let packed = packing.pack(ranks.own(call.input.view())?, ex)?;
     let rows = ranks.exchange(packed.view(), &counts, &receive, ex)?;
     let packed = packing.pack_ids(ids, top_k, ex)?;
     let ids = ranks.exchange(packed.view(), &counts, &receive, ex)?;

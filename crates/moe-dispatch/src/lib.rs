@@ -3,8 +3,12 @@
 #![doc = include_str!("../README.md")]
 
 mod arrive;
+mod back;
+mod backends;
+mod block_ranks;
 mod by_rank;
 mod by_slot;
+mod call;
 mod compose;
 mod local_experts;
 mod no_ep;
@@ -17,6 +21,8 @@ mod tensor;
 mod tokens;
 mod transport;
 
+pub use backends::build_backends;
+pub use block_ranks::{BlockBackends, BlockRanks};
 pub use compose::{ExpertsSide, check_composition};
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;

@@ -1,33 +1,21 @@
 //! The backends over several ranks: a transport, which brings rows to their experts, and who adds what they compute.
 //!
-//! | backend | rows to experts | by slot: slot rows back | by rank: sums back |
-//! |---|---|---|---|
-//! | `disabled` | every rank has them and a part of each expert | segments to the owners | all-reduce |
-//! | `local_allreduce` | every rank has them | to the owners | all-reduce |
-//! | `allgather_reducescatter` | all-gather | to the owners | reduce-scatter |
-//! | `deepep high_throughput` | by slot: all-to-all of the needed rows, exact counts; by rank: gather of the needed rows | to the owners | reduce-scatter of the needed rows |
-//! | `deepep low_latency` | by slot: all-to-all in blocks of the step's most tokens, batched; by rank: all-gather, listed | in blocks to the owners | reduce-scatter |
-//!
-//! A transport whose messages have sizes known to the host moves a fixed block whole however few of its rows are needed:
-//! so by rank the low-latency form gathers each token once, and what it lists by expert are not rows but the numbers of
-//! their slots: nothing is copied, padded or zeroed. The high-throughput form by rank keeps the places of a gather, and leaves
-//! empty the places of rows that a rank does not need: so nothing is counted. By rank no backend reads anything on the host, so
-//! that calls can be captured into a graph; by slot every backend but `disabled` reads the ids there.
+//! By rank no backend reads anything on the host, so that calls can be recorded in a graph; by slot every backend but `disabled`
+//! reads the ids there.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, FusedCollectives, ReduceOp, shares};
+use moe_comm::{AddNorm, Collectives, FusedCollective, FusedCollectives, ReduceOp};
 use moe_kernels::door::expect_dims;
-use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
-use crate::arrive::{Call, all_to_all, gather};
-use crate::by_rank::{partial_sums, slot_rows, whole_rows};
-use crate::by_slot::{Returns, add_segments, add_slots};
+use crate::back::Back;
+use crate::by_rank::slot_rows;
+use crate::call::Call;
 use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
-use crate::reduce::reduce_into;
 use crate::rows::width;
 use crate::tokens::Tokens;
 use crate::transport::Transport;
@@ -35,8 +23,7 @@ use crate::transport::Transport;
 /// A backend over the ranks of a communicator; the constructors are named as users name them.
 #[derive(Debug)]
 pub struct OverRanks {
-    name: &'static str,
-    transport: Transport,
+    transport: Box<dyn Transport>,
     who_adds: WhoAdds,
     ranks: EpRanks,
     router_weight_on_input: bool,
@@ -52,69 +39,10 @@ struct Handle {
     back: Back,
 }
 
-/// The way back of what the experts compute.
-#[derive(Debug)]
-enum Back {
-    /// By slot: segments of cut experts to the owners.
-    Segments,
-    /// By slot: slot rows to the owners.
-    Slots(Returns),
-    /// By rank: sums of the same tokens in place.
-    InPlace,
-    /// By rank: a reduce-scatter to the owners of so many tokens each.
-    Scatter(Vec<usize>),
-}
-
 impl OverRanks {
-    /// `disabled`: the ranks of `comm` hold all experts, each cut along its intermediate size.
-    pub fn disabled(comm: Arc<dyn Communicator>, who_adds: WhoAdds) -> Self {
-        Self::new("disabled", Transport::Cut, EpRanks::of_cut_experts(comm), who_adds)
-    }
-
-    /// `local_allreduce`: every rank has the same tokens and computes the slots of its own experts.
-    ///
-    /// # Errors
-    /// Ranks that do not all see the same tokens.
-    pub fn local_allreduce(ranks: EpRanks, who_adds: WhoAdds) -> Result<Self> {
-        let (all, same) = (ranks.world_size(), ranks.tp.world_size());
-        if all != same {
-            bail!(
-                "local_allreduce: expected one tensor-parallel group of all {all} ranks, got groups of {same}; use \
-                 allgather_reducescatter or deepep"
-            )
-        }
-        Ok(Self::new("local_allreduce", Transport::Replicated, ranks, who_adds))
-    }
-
-    /// `allgather_reducescatter`: every rank gets the rows of all; counts may differ and be zero.
-    pub fn allgather_reducescatter(ranks: EpRanks, who_adds: WhoAdds) -> Self {
-        Self::new("allgather_reducescatter", Transport::AllGather, ranks, who_adds)
-    }
-
-    /// `deepep` in its mode high_throughput: each rank receives only the rows that its experts need, each once however
-    /// many of them the token chose. By slot counts are exact and exchanged first. By rank rows have the places of a gather, and
-    /// whether one travels follows on the device from the ids that all ranks have.
-    pub fn high_throughput(ranks: EpRanks, who_adds: WhoAdds) -> Self {
-        let transport = match who_adds {
-            WhoAdds::BySlot => Transport::AllToAll,
-            WhoAdds::ByRank => Transport::GatherNeeded,
-        };
-        Self::new("deepep high_throughput", transport, ranks, who_adds)
-    }
-
-    /// `deepep` in its mode low_latency, for at most `max_num_tokens` tokens per rank and call: no size depends on
-    /// routing, as decoding in a captured graph wants. By slot rows arrive in the BatchedExperts format, by rank in the
-    /// Listed one.
-    pub fn low_latency(ranks: EpRanks, max_num_tokens: usize, who_adds: WhoAdds) -> Self {
-        let transport = match who_adds {
-            WhoAdds::BySlot => Transport::AllToAllBatched(max_num_tokens),
-            WhoAdds::ByRank => Transport::AllGatherListed(max_num_tokens),
-        };
-        Self::new("deepep low_latency", transport, ranks, who_adds)
-    }
-
-    fn new(name: &'static str, transport: Transport, ranks: EpRanks, who_adds: WhoAdds) -> Self {
-        Self { name, transport, who_adds, ranks, router_weight_on_input: false, deferred: false }
+    pub(crate) fn new(transport: impl Transport + 'static, ranks: EpRanks, who_adds: WhoAdds) -> Self {
+        let transport = Box::new(transport);
+        Self { transport, who_adds, ranks, router_weight_on_input: false, deferred: false }
     }
 
     /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
@@ -123,105 +51,32 @@ impl OverRanks {
         Self { router_weight_on_input: on_input, ..self }
     }
 
-    /// Whether every rank has the same tokens.
-    fn is_replicated(&self) -> bool {
-        matches!(self.transport, Transport::Cut | Transport::Replicated)
-    }
-
     /// What the ranks answer about their launches that also compute; no where they have none.
     fn fuses(&self, asked: impl FnOnce(&dyn FusedCollectives) -> bool) -> bool {
         self.ranks.ep.fused().is_some_and(asked)
-    }
-
-    /// The tokens that each rank owns in a call to which this one brings `tokens`.
-    fn owned_counts(&self, tokens: usize, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<Vec<usize>> {
-        Ok(self.ranks.owned_counts(&self.ranks.rank_tokens(self.name, tokens, agreed, ex)?))
-    }
-
-    /// The caller's own rows, which every rank has, and the way back of what becomes of them.
-    fn stay<'a>(
-        &self,
-        input: Lent<'a>,
-        (topk_ids, topk_weights): (View<'a>, View<'a>),
-        ex: &mut Exec,
-    ) -> Result<(Dispatched<'a>, Back)> {
-        let back = match (self.transport, self.who_adds) {
-            (_, WhoAdds::ByRank) => Back::InPlace,
-            (Transport::Cut, WhoAdds::BySlot) => Back::Segments,
-            (_, WhoAdds::BySlot) => {
-                let blocks = shares(topk_ids.rows(), self.ranks.world_size());
-                Back::Slots(Returns::of_rows(self.name, &self.ranks, (topk_ids, &blocks), topk_ids, ex)?)
-            }
-        };
-        Ok((Dispatched::standard(input, topk_ids, topk_weights), back))
-    }
-
-    /// Rows that arrive from all ranks, and the way back of what becomes of them.
-    fn travel<'a>(
-        &'a self,
-        call: &Call<'_, 'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<(Dispatched<'a>, Back)> {
-        let (name, ranks) = (self.name, &self.ranks);
-        let (arrived, counts) = match self.transport {
-            Transport::AllToAll => all_to_all(ranks, call, None, ex)?,
-            Transport::AllToAllBatched(_) => {
-                let block = self.owned_counts(call.ids.rows(), agreed, ex)?.into_iter().max().unwrap_or(0);
-                let (arrived, _) = all_to_all(ranks, call, Some(block), ex)?;
-                let rows = (arrived.rows.view(), arrived.ids.view(), block);
-                let (batches, returns) = Returns::of_batches(name, ranks, rows, call.ids, ex)?;
-                let dispatched = Dispatched::batched(batches.rows, batches.counts, call.ids, call.weights);
-                return Ok((dispatched, Back::Slots(returns)));
-            }
-            _ => {
-                let counts = self.owned_counts(call.ids.rows(), agreed, ex)?;
-                let needed = self.transport == Transport::GatherNeeded;
-                (gather(ranks, call, &counts, needed, ex)?, counts)
-            }
-        };
-        let back = match self.who_adds {
-            WhoAdds::BySlot => {
-                let ids = (arrived.ids.view(), &counts[..]);
-                Back::Slots(Returns::of_rows(name, ranks, ids, call.ids, ex)?)
-            }
-            WhoAdds::ByRank => Back::Scatter(counts),
-        };
-        let dispatched = match self.transport {
-            Transport::AllGatherListed(_) => arrived.listed(ranks.local_experts(), call, ex)?,
-            _ => arrived.standard(call),
-        };
-        Ok((dispatched, back))
     }
 }
 
 impl PrepareFinalize for OverRanks {
     fn name(&self) -> &'static str {
-        self.name
+        self.transport.name()
     }
 
     fn activation_format(&self) -> ActivationFormat {
-        match self.transport {
-            Transport::AllToAllBatched(_) => ActivationFormat::BatchedExperts,
-            Transport::AllGatherListed(_) => ActivationFormat::Listed,
-            _ => ActivationFormat::Standard,
-        }
+        self.transport.activation_format(self.who_adds)
     }
 
     fn combine(&self) -> Combine {
         match self.who_adds {
             WhoAdds::BySlot => Combine::BySlot,
             WhoAdds::ByRank if self.deferred => Combine::DeferredToCaller,
-            WhoAdds::ByRank if self.is_replicated() => Combine::AllReduce,
+            WhoAdds::ByRank if self.transport.is_replicated() => Combine::AllReduce,
             WhoAdds::ByRank => Combine::ByRank,
         }
     }
 
     fn max_num_tokens_per_rank(&self) -> Option<usize> {
-        match self.transport {
-            Transport::AllToAllBatched(max) | Transport::AllGatherListed(max) => Some(max),
-            _ => None,
-        }
+        self.transport.max_num_tokens_per_rank()
     }
 
     fn num_dispatchers(&self) -> usize {
@@ -229,7 +84,7 @@ impl PrepareFinalize for OverRanks {
     }
 
     fn max_rows(&self, tokens: usize) -> usize {
-        if self.is_replicated() {
+        if self.transport.is_replicated() {
             return tokens;
         }
         let tokens = self.max_num_tokens_per_rank().map_or(tokens, |max| max.min(tokens));
@@ -242,14 +97,14 @@ impl PrepareFinalize for OverRanks {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Option<Arc<[usize]>>> {
-        if self.is_replicated() {
+        if self.transport.is_replicated() {
             return Ok(None);
         }
-        self.ranks.rank_tokens(self.name, tokens, agreed, ex).map(Some)
+        self.ranks.rank_tokens(self.name(), tokens, agreed, ex).map(Some)
     }
 
     fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts()).filter(|_| self.transport != Transport::Cut)
+        self.ranks.whole_experts()
     }
 
     fn applies_router_weight_on_input(&self) -> bool {
@@ -281,27 +136,24 @@ impl PrepareFinalize for OverRanks {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        tokens.check(self.name)?;
+        let op = self.name();
+        tokens.check(op)?;
         let Tokens { hidden, topk_ids: ids, topk_weights: weights } = tokens;
         if let Some(max) = self.max_num_tokens_per_rank().filter(|max| hidden.rows() > *max) {
             bail!(
-                "{}: expected at most {max} tokens per rank, got {}; cut them into chunks or use the mode high_throughput",
-                self.name,
+                "{op}: expected at most {max} tokens per rank, got {}; cut them into chunks or use the mode high_throughput",
                 hidden.rows()
             )
         }
-        let input = tokens.input_rows(self.name, self.router_weight_on_input, ex)?;
-        let (mut dispatched, back) = match self.is_replicated() {
-            true => self.stay(input, (ids, weights), ex)?,
-            false => {
-                let weights_travel = self.who_adds == WhoAdds::ByRank;
-                let call = Call { op: self.name, input: input.view(), ids, weights, weights_travel };
-                self.travel(&call, agreed, ex)?
-            }
-        };
+        if self.transport.reads_on_the_host(self.who_adds) && ex.is_cuda() && ex.workspace().is_frozen() {
+            bail!("{op}: by slot it reads ids on the host, so its steps run without CUDA graphs; add by rank")
+        }
+        let input = tokens.input_rows(op, self.router_weight_on_input, ex)?;
+        let call = Call { op, ranks: &self.ranks, who_adds: self.who_adds, input, ids, weights, agreed };
+        let (mut dispatched, back) = self.transport.prepare(call, ex)?;
         dispatched.expert_map = self.local_experts().and_then(LocalExperts::expert_map);
         dispatched.weights_applied = self.router_weight_on_input;
-        Ok(dispatched.with_handle(Handle { backend: self.name, back }))
+        Ok(dispatched.with_handle(Handle { backend: op, back }))
     }
 
     fn finalize(
@@ -312,50 +164,21 @@ impl PrepareFinalize for OverRanks {
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (name, ranks) = (self.name, &self.ranks);
+        let name = self.name();
         let Handle { backend, back } = dispatched.handle(name)?;
         if *backend != name {
             bail!("{name}: these rows were prepared by {backend}; finalize with the same backend")
         }
-        if matches!(back, Back::Segments | Back::Slots(_)) && strategy != WeightAndReduce::Delegate {
-            bail!(
-                "{name}: expected experts that return unweighted rows (Delegate), got {strategy:?}: only a token's \
-                 owner can weight them; add by rank, or choose such experts"
-            )
-        }
-        let (owner, width) = (dispatched.owner_topk_ids, width(dispatched.rows.view()));
-        expect_dims(name, "out", &out, &[owner.rows(), width])?;
-        match back {
-            Back::Segments => {
-                let slots = add_segments(name, ranks, expert_out, dispatched, ex)?;
-                add_slots(ranks, slots.view(), dispatched, out, ex)
-            }
-            Back::Slots(returns) => {
-                let slots = returns.travel(name, ranks, expert_out, dispatched, ex)?;
-                add_slots(ranks, slots.view(), dispatched, out, ex)
-            }
-            Back::InPlace => {
-                let rows = whole_rows(expert_out, ex)?;
-                let routing = (owner, dispatched.owner_topk_weights);
-                reduce_into(name, rows.view(), dispatched, routing, strategy, out.reborrow(), ex)?;
-                self.complete_reduced(out, ex)
-            }
-            Back::Scatter(counts) => {
-                let sums = partial_sums(name, expert_out, dispatched, strategy, ex)?;
-                ranks.for_owned(DType::F32, out, ex, |rows, ex| {
-                    let needs = match self.transport {
-                        Transport::GatherNeeded => Some(ranks.needs(name, dispatched.topk_ids()?)?),
-                        _ => None,
-                    };
-                    let call = FusedCollective::ScatterSums { sums: sums.view(), counts, needs, out: rows };
-                    call.run(&*ranks.ep, ex)
-                })
-            }
-        }
+        back.expect(name, strategy)?;
+        let dims = [dispatched.owner_topk_ids.rows(), width(dispatched.rows.view())];
+        expect_dims(name, "out", &out, &dims)?;
+        let ranks = (name, &self.ranks);
+        back.finalize(ranks, expert_out, dispatched, strategy, out.reborrow(), ex)?;
+        self.complete_reduced(out, ex)
     }
 
     fn combines(&self, dispatched: &Dispatched) -> bool {
-        let Ok(Handle { back: Back::Scatter(counts), .. }) = dispatched.handle(self.name) else {
+        let Ok(Handle { back: Back::Scatter { counts, .. }, .. }) = dispatched.handle(self.name()) else {
             return false;
         };
         let rows = dispatched.rows.view();
@@ -363,8 +186,7 @@ impl PrepareFinalize for OverRanks {
     }
 
     fn combines_counts(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
-        let gathers = matches!(self.transport, Transport::AllGather | Transport::AllGatherListed(_));
-        gathers
+        self.transport.returns_all_rows()
             && self.who_adds == WhoAdds::ByRank
             && self.ranks.tp.world_size() == 1
             && !self.router_weight_on_input
@@ -380,13 +202,13 @@ impl PrepareFinalize for OverRanks {
         end: AddNorm<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let Handle { backend, back: Back::Scatter(counts) } = dispatched.handle(self.name)? else {
-            bail!("{}: no sums return to the owners of tokens", self.name)
+        let name = self.name();
+        let Handle { backend, back: Back::Scatter { counts, .. } } = dispatched.handle(name)? else {
+            bail!("{name}: no sums return to the owners of tokens")
         };
-        if *backend != self.name || dispatched.weights_applied || self.ranks.tp.world_size() > 1 {
+        if *backend != name || dispatched.weights_applied || self.ranks.tp.world_size() > 1 {
             bail!(
-                "{}: expected unweighted rows that it prepared for ranks with tokens of their own, got those of {backend}",
-                self.name
+                "{name}: expected unweighted rows that it prepared for ranks with tokens of their own, got those of {backend}"
             )
         }
         let slots = slot_rows(expert_out, dispatched, strategy)?;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use moe_comm::AddNorm;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
@@ -20,6 +20,13 @@ pub enum WhoAdds {
     /// Each rank weights and adds the slots that it computes, and the ranks' sums are added: a K-th of the bytes, and
     /// f32 rounding that depends on the ranks.
     ByRank,
+}
+
+impl WhoAdds {
+    /// Who adds by default: by slot on the CPU, by rank on devices.
+    pub fn usual(device: &Device) -> Self {
+        if device.is_cpu() { Self::BySlot } else { Self::ByRank }
+    }
 }
 
 /// What finalize does with the experts' rows, and what is left to the caller.

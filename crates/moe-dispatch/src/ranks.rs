@@ -83,6 +83,11 @@ impl EpRanks {
         &self.experts
     }
 
+    /// Where the experts live, if each has one owner; `None` for cut experts.
+    pub(crate) fn whole_experts(&self) -> Option<&LocalExperts> {
+        self.placed_owners.as_ref().map(|_| &self.experts)
+    }
+
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
         self.ep.world_size()

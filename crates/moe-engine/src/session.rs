@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use model_runtime::{CausalLm, Checkpoint, Exec};
-use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig};
+use moe_comm::{Communicator, ParallelConfig};
 use tracing::warn;
 
 use crate::engine::{DpEngine, EngineConfig};
@@ -54,7 +54,6 @@ impl Session {
             },
             eplb: config.eplb.clone().or_else(|| self.eplb.clone()),
             lockstep: self.parallel.enable_expert_parallel && self.parallel.dp > 1,
-            enforce_eager: config.enforce_eager || self.reads_on_the_host()?,
             ..config.clone()
         };
         match &self.processes {
@@ -63,18 +62,6 @@ impl Session {
             }
             None => DpEngine::new(first, self.replicas.clone(), tokenizer, &config),
         }
-    }
-
-    /// Whether the expert-parallel backend decides on the host who needs a row, so that no step is a graph.
-    fn reads_on_the_host(&self) -> Result<bool> {
-        let geometry = self.parallel.geometry(0)?;
-        let exact = match geometry.deepep_mode {
-            DeepEpMode::HighThroughput => true,
-            // A rank alone agrees with nobody that it only decodes.
-            DeepEpMode::Auto => geometry.world_size == 1,
-            DeepEpMode::LowLatency => false,
-        };
-        Ok(self.ex.is_cuda() && geometry.backend == EpBackend::DeepEp && exact)
     }
 
     /// Ends the processes of the other ranks, which is their only way to end well. What runs on the

@@ -4,24 +4,19 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use moe_chunking::ChunkedMoe;
-use moe_comm::{
-    Collectives, DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel,
-};
-use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
-use moe_kernels::candle::{Device, Error, Result};
+use moe_comm::{Collectives, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel};
+use moe_dispatch::{BlockBackends, BlockRanks, WhoAdds, build_backends};
+use moe_kernels::candle::{Device, Result};
 use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
-use crate::offload::ExpertOffload;
+use crate::expert_offload::ExpertOffload;
 use crate::placement::ExpertPlacements;
-use crate::shared::SharedExpertsStream;
+use crate::shared_stream::SharedExpertsStream;
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
-
-/// Tokens that a rank brings to the low-latency form at most where ranks add and slots are listed: as many as the largest graph has.
-const LISTED_TOKENS: usize = 1024;
 
 /// Where a block runs and where its weights come from. The default is one rank, without chunks, and the usual names.
 #[derive(Clone, Debug)]
@@ -76,9 +71,6 @@ impl Default for BlockContext {
     }
 }
 
-/// The backend of a block, and the backend of its decode path.
-type Backends = (Box<dyn PrepareFinalize>, Option<Box<dyn PrepareFinalize>>);
-
 impl BlockContext {
     /// The ranks that cut a row-parallel product (o_proj, a dense or shared down_proj) of reduced size
     /// `size`, which `what` names in an error; `None` where one rank holds all of it.
@@ -116,38 +108,21 @@ impl BlockContext {
         Ok(NonZeroUsize::new(least[0] as usize).map_or(size, |least| least.min(size)))
     }
 
-    /// The prepare/finalize backend of the geometry, and, where the mode of `deepep` is open, the one
-    /// for steps that only decode.
+    /// The prepare/finalize backends of the geometry.
     pub(crate) fn backends(
         &self,
         layout: &ExpertLayout,
-        on_input: bool,
+        router_weight_on_input: bool,
         device: &Device,
-    ) -> Result<Backends> {
-        let default = if device.is_cpu() { WhoAdds::BySlot } else { WhoAdds::ByRank };
-        let who = self.who_adds.unwrap_or(default);
-        let ranks = || EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(device);
-        let boxed = |backend: OverRanks| -> Box<dyn PrepareFinalize> {
-            Box::new(backend.with_router_weight_on_input(on_input))
-        };
-        let high_throughput = || Ok::<_, Error>(boxed(OverRanks::high_throughput(ranks()?, who)));
-        let low_latency = || {
-            // Listed rows are numbers of slots, so that there is room for the largest graph.
-            let tokens = if who == WhoAdds::BySlot { self.low_latency_tokens } else { LISTED_TOKENS };
-            Ok::<_, Error>(boxed(OverRanks::low_latency(ranks()?, tokens, who)))
-        };
-        Ok(match (self.geometry.backend, self.geometry.deepep_mode) {
-            (EpBackend::Disabled, _) if self.geometry.moe_tp_size > 1 => {
-                (boxed(OverRanks::disabled(self.groups.tp.clone(), who)), None)
-            }
-            (EpBackend::Disabled, _) => (Box::new(NoEp::new().with_router_weight_on_input(on_input)), None),
-            (EpBackend::LocalAllreduce, _) => (boxed(OverRanks::local_allreduce(ranks()?, who)?), None),
-            (EpBackend::AllgatherReducescatter, _) => {
-                (boxed(OverRanks::allgather_reducescatter(ranks()?, who)), None)
-            }
-            (EpBackend::DeepEp, DeepEpMode::HighThroughput) => (high_throughput()?, None),
-            (EpBackend::DeepEp, DeepEpMode::LowLatency) => (low_latency()?, None),
-            (EpBackend::DeepEp, DeepEpMode::Auto) => (high_throughput()?, Some(low_latency()?)),
+    ) -> Result<BlockBackends> {
+        build_backends(&BlockRanks {
+            geometry: &self.geometry,
+            groups: &self.groups,
+            layout,
+            device,
+            who_adds: self.who_adds.unwrap_or(WhoAdds::usual(device)),
+            low_latency_tokens: self.low_latency_tokens,
+            router_weight_on_input,
         })
     }
 }

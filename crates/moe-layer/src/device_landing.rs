@@ -8,8 +8,8 @@ use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Result, bail};
 use moe_kernels::{Exec, View, checksum_of_sum, word_sum_into};
 
+use crate::id_tables::Table;
 use crate::landing::{Landing, Part, stride};
-use crate::placed::Table;
 
 /// The window carries parts without the hosts, beside the steps if it can, and ranks settle by words of the hosts: a rank that has waited
 /// for its copies says so in a barrier, and who has passed that reads what came. Slots are written by the stream of the steps, so a step

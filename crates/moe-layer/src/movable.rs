@@ -7,7 +7,7 @@ use moe_experts::ExpertWeights;
 use moe_kernels::Exec;
 use moe_kernels::candle::{Error, Result, bail};
 
-use crate::moving::LayerMove;
+use crate::layer_move::LayerMove;
 
 /// What moves need beside the weights.
 pub(crate) struct Movable {

@@ -14,14 +14,15 @@
 //! collective: a rank that dies in one fails the run by name, like in any other.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moe_comm::{Communicator, ExpertMap, SlotTransfer, Window, all_gather_bytes};
 use moe_kernels::Exec;
 use moe_kernels::candle::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::landing::{Landing, Part, Place, landing};
+use crate::landings::landing;
+use crate::layer_move::LayerMove;
 use crate::placed::PlacedExperts;
 
 /// One round of the move of a layer's experts, as ranks tell it to each other.
@@ -50,66 +51,6 @@ pub enum MoveStatus {
     Moved,
     /// The old placement has stayed in force; what each rank found wrong.
     RolledBack(Vec<String>),
-}
-
-/// A move under way.
-pub(crate) struct LayerMove {
-    target: ExpertMap,
-    /// The slot of each expert that computes alone, where copies share no rows.
-    sole: Vec<u32>,
-    /// Transfers between ranks, in the order of travel.
-    remote: Vec<SlotTransfer>,
-    /// Transfers within this rank.
-    local: Vec<SlotTransfer>,
-    /// Bytes of `remote` that have been sent.
-    travelled: usize,
-    /// Where this rank's experts arrive.
-    landing: Box<dyn Landing>,
-    started: Instant,
-}
-
-impl LayerMove {
-    fn new(
-        map: &ExpertMap,
-        (target, sole): (ExpertMap, Vec<u32>),
-        rank: usize,
-        landing: Box<dyn Landing>,
-    ) -> Result<Self> {
-        let transfers = map.transfers(&target).map_err(Error::wrap)?;
-        let (mut local, remote): (Vec<_>, _) =
-            transfers.into_iter().partition(|t| map.rank_of(t.from) == map.rank_of(t.to));
-        local.retain(|t| map.rank_of(t.to) == Some(rank));
-        Ok(Self { target, sole, remote, local, travelled: 0, landing, started: Instant::now() })
-    }
-
-    /// A slot by its rank and its number there.
-    fn place(&self, slot: usize) -> Place {
-        let rank = self.target.rank_of(slot).unwrap_or(0);
-        Place { rank, slot: slot - self.target.slots(rank).start }
-    }
-
-    /// The transfers between ranks that come to `rank`, then the transfers within it.
-    fn incoming(&self, rank: usize) -> impl Iterator<Item = &SlotTransfer> {
-        let remote = self.remote.iter().filter(move |t| self.place(t.to).rank == rank);
-        remote.chain(&self.local)
-    }
-
-    /// What travels in the next `bytes` bytes, more or less: no value is cut.
-    fn next_parts(&mut self, slot_len: usize, bytes: usize) -> Vec<Part> {
-        /// Bytes of a whole number of values of any dtype.
-        const WHOLE: usize = 16;
-        let bytes = bytes.clamp(1, usize::MAX / 2).next_multiple_of(WHOLE);
-        let (start, end) = (self.travelled, self.travelled.saturating_add(bytes));
-        let part = |(index, transfer): (usize, &SlotTransfer)| {
-            let first = index * slot_len;
-            let range = start.max(first)..end.min(first + slot_len);
-            let (from, to) = (self.place(transfer.from), self.place(transfer.to));
-            (!range.is_empty()).then(|| Part { from, to, range: range.start - first..range.end - first })
-        };
-        let parts: Vec<Part> = self.remote.iter().enumerate().filter_map(part).collect();
-        self.travelled += parts.iter().map(|part| part.range.len()).sum::<usize>();
-        parts
-    }
 }
 
 /// The slot of one copy of each expert of a map: `asked`, unless that is empty.

@@ -10,98 +10,10 @@ use moe_kernels::candle::{Error, Result, bail};
 use tracing::info;
 
 use crate::block::SparseMoeBlock;
+use crate::compose::{compose, load_part};
 use crate::context::BlockContext;
-use crate::load::{BlockOptions, compose, load_part};
-
-const GIB: f64 = (1u64 << 30) as f64;
-
-/// How many experts of each layer live in host memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertOffload {
-    /// Experts of a layer in host memory.
-    pub experts: usize,
-    /// All experts of a layer, and how many of them a token chooses.
-    pub of: (usize, usize),
-    /// Bytes of an expert.
-    pub expert_bytes: usize,
-    /// Layers with experts.
-    pub layers: usize,
-}
-
-impl ExpertOffload {
-    /// As many experts as fit into `bytes`, the same number of each layer. `experts` and `top_k` count per layer.
-    ///
-    /// # Errors
-    /// Less than an expert of each layer; so many that a token's experts would not fit on the device.
-    pub fn within(
-        bytes: usize,
-        (experts, top_k): (usize, usize),
-        expert_bytes: usize,
-        layers: usize,
-    ) -> Result<Self> {
-        let each = layers * expert_bytes;
-        let most = experts.saturating_sub(top_k.max(1));
-        let gib = |experts: usize| (experts * each) as f64 / GIB;
-        let Some(count) = bytes.checked_div(each).filter(|_| most > 0) else {
-            bail!("--expert-offload: this model has no experts that a step could do without")
-        };
-        if count == 0 {
-            bail!(
-                "--expert-offload: expected at least {:.3} GiB, one expert of each of the {layers} layers, got {:.3}",
-                gib(1),
-                bytes as f64 / GIB
-            )
-        }
-        if count > most {
-            bail!(
-                "--expert-offload: expected at most {:.2} GiB, since {top_k} of {experts} experts of a layer, as many as a token \
-                 chooses, must stay on the device; got {:.2}",
-                gib(most),
-                bytes as f64 / GIB
-            )
-        }
-        Ok(Self { experts: count, of: (experts, top_k), expert_bytes, layers })
-    }
-
-    /// Bytes of host memory.
-    pub fn bytes(&self) -> usize {
-        self.experts * self.expert_bytes * self.layers
-    }
-
-    /// Bytes that a step of `rows` rows is expected to bring to the device where all experts are equally likely; as many leave
-    /// it. Where some are popular it is less.
-    pub fn uniform_step_bytes(&self, rows: usize) -> f64 {
-        let (experts, top_k) = self.of;
-        let missed_by_all = (1.0 - top_k as f64 / experts as f64).powf(rows as f64);
-        self.bytes() as f64 * (1.0 - missed_by_all)
-    }
-
-    /// What it comes to, in words, at so many bytes a second.
-    fn describe(&self, bytes_per_second: f64) -> String {
-        let step = |rows: usize| {
-            let bytes = self.uniform_step_bytes(rows);
-            let seconds = bytes / bytes_per_second;
-            format!(
-                "{rows} rows {:.2} GB, {:.1} ms, {:.0} tok/s",
-                bytes / 1e9,
-                1e3 * seconds,
-                rows as f64 / seconds
-            )
-        };
-        format!(
-            "{} of {} experts of each of {} layers are in host memory, {:.1} GiB; they change places with others at {:.1} GB/s each \
-             way. Where all experts are equally likely a step costs at least: {}; {}; {}",
-            self.experts,
-            self.of.0,
-            self.layers,
-            self.bytes() as f64 / GIB,
-            bytes_per_second / 1e9,
-            step(1),
-            step(8),
-            step(64)
-        )
-    }
-}
+use crate::expert_offload::ExpertOffload;
+use crate::options::BlockOptions;
 
 /// A block whose experts are in slots of the device and in host memory; the whole pack of the layer is on the device for a moment.
 ///
@@ -134,46 +46,4 @@ pub(crate) fn load_offloaded(
         }
         Ok((built.experts, selection))
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Qwen3-30B-A3B: 48 layers of 128 experts of 9.4 MB, of which a token chooses 8.
-    fn qwen3(gib: f64) -> Result<ExpertOffload> {
-        ExpertOffload::within((gib * GIB) as usize, (128, 8), 3 * 2048 * 768 * 2, 48)
-    }
-
-    #[test]
-    fn half_of_the_experts_in_host_memory() {
-        let half = qwen3(27.0).unwrap();
-        assert_eq!((half.experts, half.bytes()), (64, 27 << 30));
-        assert_eq!(qwen3(27.4).unwrap(), half);
-        // One row needs 8 experts a layer, half of which are at home.
-        assert!((half.uniform_step_bytes(1) - 48.0 * 4.0 * 9_437_184.0).abs() < 1.0);
-        let all = half.uniform_step_bytes(1000);
-        assert!((all - half.bytes() as f64).abs() < 1e6, "{all}");
-        let said = half.describe(50e9);
-        assert!(
-            said.starts_with("64 of 128 experts of each of 48 layers are in host memory, 27.0 GiB"),
-            "{said}"
-        );
-        assert!(said.contains("1 rows 1.81 GB, 36.2 ms, 28 tok/s"), "{said}");
-    }
-
-    #[test]
-    fn what_cannot_be_is_refused_with_its_limit() {
-        for (gib, said) in [
-            (0.1, "expected at least 0.422 GiB, one expert of each of the 48 layers, got 0.100"),
-            (54.0, "GiB, since 8 of 128 experts of a layer"),
-        ] {
-            let error = qwen3(gib).unwrap_err().to_string();
-            assert!(error.contains(said), "{error}");
-        }
-        for (experts, layers) in [((8, 8), 4), ((8, 2), 0)] {
-            let error = ExpertOffload::within(1 << 30, experts, 1000, layers).unwrap_err().to_string();
-            assert!(error.contains("has no experts that a step could do without"), "{error}");
-        }
-    }
 }

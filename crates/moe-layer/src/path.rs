@@ -9,7 +9,8 @@ use moe_kernels::candle::Result;
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
 use crate::legacy::load_loop_on;
-use crate::load::{BlockOptions, load_block_on};
+use crate::load::load_block_on;
+use crate::options::BlockOptions;
 
 /// How a sparse layer runs its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,7 +8,6 @@
 //! slots of the routed ones instead (`slots.rs`), there is none of this.
 
 use std::ops::RangeInclusive;
-use std::str::FromStr;
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
@@ -21,31 +20,7 @@ use moe_kernels::{
 use tracing::trace_span;
 
 use crate::mlp::GatedMlp;
-
-/// Where shared experts run on a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SharedExpertsStream {
-    /// As slots of the routed experts where kernels take them so, else on a second stream where that pays.
-    #[default]
-    Auto,
-    /// On a second stream, beside the routed experts.
-    On,
-    /// After the routed experts.
-    Off,
-}
-
-impl FromStr for SharedExpertsStream {
-    type Err = String;
-
-    fn from_str(name: &str) -> std::result::Result<Self, String> {
-        match name {
-            "auto" => Ok(Self::Auto),
-            "on" => Ok(Self::On),
-            "off" => Ok(Self::Off),
-            other => Err(format!("unknown place of shared experts {other:?}; expected on, off or auto")),
-        }
-    }
-}
+use crate::shared_stream::SharedExpertsStream;
 
 /// Rows with which the second stream pays: with fewer the addition behind it costs more than it hides, with more both keep
 /// the whole GPU busy by themselves (docs/kernels-labbook.md).

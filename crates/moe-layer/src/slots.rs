@@ -10,7 +10,7 @@ use moe_kernels::plan::{BULK_COPIES, Reason, Target};
 
 use crate::context::BlockContext;
 use crate::path::MoePath;
-use crate::shared::SharedExpertsStream;
+use crate::shared_stream::SharedExpertsStream;
 
 /// How many shared experts run as slots of the routed ones: all `count` of them, each as wide as a routed one; `None`: they
 /// have another width. `backend` is asked for by name; `quantised`: some expert is stored so.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use candle_core::DType;
 use model_families::ALL;
 use model_runtime::Config;
-use moe_comm::{EpBackend, ParallelConfig};
+use moe_comm::{EpBackend, EpBackendChoice, ParallelConfig};
 use moe_engine::engine::EngineConfig;
 use moe_engine::eplb::EplbConfig;
 use moe_engine::{DeviceChoice, PlacementConfig, Run, RunConfig, Weights};
@@ -54,15 +54,10 @@ fn a_hundred_rebalances_under_captured_graphs() {
 #[test]
 #[ignore = "a rank of a_hundred_rebalances_under_captured_graphs, which starts it"]
 fn a_rank_of_it() {
-    let backend: EpBackend = std::env::var("REBALANCE_BACKEND").unwrap().parse().unwrap();
-    let (tp, dp) = if backend == EpBackend::LocalAllreduce { (RANKS, 1) } else { (1, RANKS) };
-    let parallel = ParallelConfig {
-        tp,
-        dp,
-        enable_expert_parallel: true,
-        backend: backend.into(),
-        ..ParallelConfig::default()
-    };
+    let backend: EpBackendChoice = std::env::var("REBALANCE_BACKEND").unwrap().parse().unwrap();
+    let (tp, dp) = if backend == EpBackend::LocalAllreduce.into() { (RANKS, 1) } else { (1, RANKS) };
+    let parallel =
+        ParallelConfig { tp, dp, enable_expert_parallel: true, backend, ..ParallelConfig::default() };
     let config = RunConfig {
         device: DeviceChoice::Cuda(None),
         // Sums in another order than before a move must not turn a text.

@@ -59,9 +59,10 @@ use tracing::info;
 use crate::Program;
 use crate::cli::{BatchArgs, InputFormat};
 use crate::interrupt::Interrupt;
+use crate::model::Model;
 use crate::options;
 use crate::preflight::Asks;
-use crate::session::{self, Model};
+use crate::session;
 
 use ahead::read_ahead;
 use answer::{Choice, Record};

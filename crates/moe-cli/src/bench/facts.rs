@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
-use crate::session::Model;
+use crate::model::Model;
 
 /// Tokens of a KV block.
 pub const BLOCK_SIZE: usize = 16;

@@ -25,10 +25,11 @@ use crate::Program;
 use crate::cli::{AnswerArgs, ChatArgs, SamplingArgs};
 use crate::error::report;
 use crate::interrupt::Interrupt;
+use crate::model::Model;
 use crate::options;
 use crate::output::check_writable;
 use crate::preflight::{self, Asks};
-use crate::session::{self, Model};
+use crate::session;
 
 use commands::Input;
 use conversation::Conversation;

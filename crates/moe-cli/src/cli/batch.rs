@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::AnswerArgs;
+use super::answer_args::AnswerArgs;
 
 /// What a line of the input is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -53,7 +53,7 @@ pub struct BatchArgs {
     #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
     pub skip_tokenizer_init: bool,
     /// Seconds between two lines about the progress, where stderr is no terminal.
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = crate::options::parse_seconds,
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = crate::values::parse_seconds,
         help_heading = "Engine")]
     pub progress_interval: Duration,
     /// Who answers, and how.

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{RunArgs, SchedulingPolicy};
+use super::engine_args::SchedulingPolicy;
+use super::run_args::RunArgs;
 
 /// Flags of `bench`.
 #[derive(Args, Debug, Clone)]
@@ -34,10 +35,10 @@ pub struct BenchArgs {
     /// Memory of the KV cache of each rank in a run of a workload, such as 512MiB or 4GiB (default: 4GiB, all ranks
     /// together at most half of what is free; on a GPU nine tenths of what is free there, less where the largest step,
     /// which is run first, needs more).
-    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
+    #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes, requires = "workload")]
     pub kv_cache_memory: Option<usize>,
     /// Memory of each GPU that may be in use in a run of a workload, such as 24GB (default: all of it).
-    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
+    #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes, requires = "workload")]
     pub gpu_memory: Option<usize>,
     /// Force the experts of a recording, as `generate --routed-experts-out` writes one, on the workload: request i begins at row 61 i, and goes round.
     #[arg(long, value_name = "FILE", requires = "workload")]

@@ -42,7 +42,7 @@ pub struct SamplingArgs {
     #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
     pub frequency_penalty: Option<f32>,
     /// Added to the logits of tokens: ID=BIAS,...
-    #[arg(long, value_delimiter = ',', value_parser = crate::options::parse_bias,
+    #[arg(long, value_delimiter = ',', value_parser = crate::values::parse_bias,
         allow_hyphen_values = true, value_name = "ID=BIAS", help_heading = "Sampling")]
     pub logit_bias: Vec<(u32, f32)>,
     /// Seed; requests without a seed of their own derive theirs from it. -1 takes another one each time.

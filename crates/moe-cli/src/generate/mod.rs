@@ -19,9 +19,10 @@ use tracing::warn;
 
 use crate::Program;
 use crate::cli::{GenerateArgs, TemplateArgs};
+use crate::model::Model;
 use crate::preflight::{Asks, Known};
 use crate::prompt_progress::PromptProgress;
-use crate::session::{self, Model};
+use crate::session;
 use crate::{options, output, prompt, routing};
 
 use texts::Texts;

@@ -8,7 +8,7 @@ use moe_engine::engine::EngineConfig;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::usage;
 
-use super::Known;
+use super::known::Known;
 use crate::cli::{AnswerArgs, BatchArgs, ChatArgs, Command, EngineArgs, GenerateArgs};
 use crate::cli::{SamplingArgs, TemplateArgs};
 use crate::options;

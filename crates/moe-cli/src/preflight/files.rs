@@ -9,7 +9,8 @@ use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{DeviceChoice, Embedded, ModelSpec, Run, usage};
 
-use super::{Asks, Known};
+use super::asks::Asks;
+use super::known::Known;
 use crate::cli::RunArgs;
 
 /// The keys of config.json that say how many routed experts a layer has; a config has one of them, or none.

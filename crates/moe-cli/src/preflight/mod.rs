@@ -10,6 +10,7 @@
 mod asks;
 mod device_flags;
 mod files;
+mod known;
 
 use std::path::Path;
 
@@ -22,13 +23,14 @@ use moe_layer::Backend;
 use crate::Program;
 use crate::cli::RunArgs;
 use crate::hub::{self, Located};
-use crate::session::Model;
+use crate::model::Model;
 
 use files::Files;
 
 pub use asks::{Asks, no_template};
 pub use device_flags::check_device_flags;
 pub use files::{NUM_EXPERTS, check_required};
+pub use known::Known;
 
 /// A model that passed.
 pub struct Checked {
@@ -38,20 +40,6 @@ pub struct Checked {
     pub files: Files,
     /// The model's tokenizer, if text is asked for.
     pub tokenizer: Option<Tokenizer>,
-}
-
-/// What is known of a model before its weights are read.
-pub struct Known<'a> {
-    /// Its config.json.
-    pub config: &'a Config,
-    /// Its folder; `None`: it is in the program, or random.
-    pub dir: Option<&'a Path>,
-    /// Its tokenizer, if the command makes text.
-    pub tokenizer: Option<&'a Tokenizer>,
-    /// Number of token ids; `usize::MAX` where only the family knows.
-    pub vocab_size: usize,
-    /// The longest sequence; `usize::MAX` where only the family knows.
-    pub context: usize,
 }
 
 /// Where weights come from.

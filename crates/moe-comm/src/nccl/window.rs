@@ -13,7 +13,7 @@ use moe_kernels::{Buffer, Exec, View, ViewMut};
 use crate::collective::ReduceOp;
 use crate::collectives::Collectives;
 use crate::communicator::Communicator;
-use crate::round::lock;
+use crate::lock::lock;
 use crate::window::{Transfer, TransferSource, Window, batches};
 
 /// Bytes of a batch: what leaves a rank, and what comes to it, lies in staging memory of this size.

@@ -19,9 +19,10 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStre
 
 use super::handle::Handle;
 use crate::call::Op;
+use crate::error::plain;
+use crate::lock::lock;
 use crate::overdue::Marks;
 use crate::peer::Status;
-use crate::round::{lock, plain};
 
 /// How often the watching thread looks.
 const PERIOD: Duration = Duration::from_millis(50);

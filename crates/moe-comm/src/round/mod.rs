@@ -12,7 +12,7 @@ pub(crate) mod wait;
 
 use std::fmt::Debug;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use candle_core::{Error, Result};
 use moe_kernels::{Exec, Scratch, View};
@@ -20,13 +20,8 @@ use moe_kernels::{Exec, Scratch, View};
 use crate::call::{Call, Op, disagreement};
 use crate::check::Place;
 use crate::communicator::Communicator;
+use crate::error::plain;
 use wait::{Outcome, Stop};
-
-/// Locks in spite of a panic elsewhere: every critical section of this crate leaves its data
-/// consistent at each step, and a rank's panic must not cascade through a lock.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A copy of host rows in scratch of the workspace, which other threads may read.
 pub(crate) fn copied(rows: View, ex: &Exec) -> Result<Scratch> {
@@ -193,14 +188,4 @@ pub(crate) fn foreign(text: &str) -> String {
     const MOST: usize = 4000;
     let shown = text.chars().take(MOST).map(|c| if c.is_control() { ' ' } else { c });
     shown.chain((text.chars().count() > MOST).then_some('…')).collect()
-}
-
-/// An error's text without the backtrace of the rank that it happened on.
-pub(crate) fn plain(e: &Error) -> String {
-    match e {
-        Error::WithBacktrace { inner, .. } => plain(inner),
-        Error::WithPath { inner, path } => format!("{}: {}", path.display(), plain(inner)),
-        Error::Context { inner, context } => format!("{context}: {}", plain(inner)),
-        other => other.to_string(),
-    }
 }

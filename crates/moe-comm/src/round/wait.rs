@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::call::Op;
-use crate::round::lock;
+use crate::lock::lock;
 
 /// How long a rank waits for the others in one collective, unless set otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -32,7 +32,7 @@ pub(crate) enum Stop {
 #[cfg(feature = "nccl")]
 impl From<candle_core::Error> for Stop {
     fn from(e: candle_core::Error) -> Self {
-        Self::Cause(super::plain(&e))
+        Self::Cause(crate::error::plain(&e))
     }
 }
 

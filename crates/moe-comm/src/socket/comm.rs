@@ -12,11 +12,11 @@ use crate::check::Place;
 use crate::communicator::Communicator;
 use crate::round::wait::{Outcome, Stop, Wait};
 use crate::round::{Give, Posts, Rounds, copied, label};
-use crate::run::{Supervised, Supervisor};
 use crate::socket::frame::{self, Outgoing, PostHead};
 use crate::socket::inbox::Arrived;
 use crate::socket::messages::{Messages, Watch};
 use crate::socket::world::{Member, World};
+use crate::supervised::{Supervised, Supervisor};
 
 /// The group of all ranks.
 const ALL: u64 = 0;
@@ -253,6 +253,6 @@ impl Drop for SocketComm {
                 let _ = world.send(to, &leave, &[]);
             }
         }
-        crate::round::lock(&world.inbox).forget(self.group);
+        crate::lock::lock(&world.inbox).forget(self.group);
     }
 }

@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use candle_core::Result;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::round::{foreign, plain};
+use crate::error::plain;
+use crate::round::foreign;
 use crate::socket::secret::{Exchange, Key, Nonce, Sealed, Side, nonce};
 
 const MAGIC: &[u8; 8] = b"moe-comm";

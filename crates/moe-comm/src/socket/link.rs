@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 
-use crate::round::lock;
+use crate::lock::lock;
 use crate::socket::frame::Outgoing;
 
 /// How long a failing rank tries to tell another one why.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::Result;
 
-use crate::round::lock;
+use crate::lock::lock;
 use crate::round::wait::{Stop, sleep};
 use crate::socket::frame::Outgoing;
 use crate::socket::inbox::Inbox;

@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Result, bail};
 
+use crate::error::plain;
 use crate::launch::Launch;
-use crate::round::{foreign, label, plain};
+use crate::round::{foreign, label};
 use crate::socket::comm::SocketComm;
 use crate::socket::door::{Door, Guest};
 use crate::socket::handshake::{Answer, Ask, Patience, answer, ask, hear_answer, refuse};

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Error, Result};
 
+use crate::lock::lock;
+use crate::round::foreign;
 use crate::round::wait::{Outcome, Stop, sleep};
-use crate::round::{foreign, lock};
 use crate::socket::frame::{Begun, Frame, Frames, Outgoing};
 use crate::socket::inbox::Inbox;
 use crate::socket::link::{Hearing, Link, Silence, interval};

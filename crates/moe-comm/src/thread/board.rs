@@ -8,9 +8,10 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use moe_kernels::Scratch;
 
 use crate::call::{Call, Op};
+use crate::lock::lock;
 use crate::round::wait::{Absent, Outcome, Stop, Wait};
-use crate::round::{Parts, label, lock};
-use crate::thread::world::World;
+use crate::round::{Parts, label};
+use crate::thread::world::{Waiting, World};
 
 /// Data that a rank posts.
 #[derive(Debug)]
@@ -56,7 +57,8 @@ impl Board {
         let state = State { posts: vec![None; n], ended: vec![false; n], left: vec![false; n] };
         let changed = Condvar::new();
         let board = Arc::new(Self { members, world: world.clone(), state: Mutex::new(state), changed });
-        world.register(&board);
+        let waiting: Arc<dyn Waiting> = board.clone();
+        world.register(Arc::downgrade(&waiting));
         board
     }
 
@@ -123,13 +125,6 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Makes waiting ranks look at the world's failure. Locking first closes the gap between
-    /// their look and their sleep.
-    pub fn wake(&self) {
-        let _state = lock(&self.state);
-        self.changed.notify_all();
-    }
-
     /// Waits until `ready` gives a value; `absent` tells which ranks are waited for.
     fn wait<T>(
         &self,
@@ -149,5 +144,13 @@ impl Board {
                 Absent { missing, gone }
             },
         )
+    }
+}
+
+impl Waiting for Board {
+    fn wake(&self) {
+        // Locking first closes the gap between a rank's look and its sleep.
+        let _state = lock(&self.state);
+        self.changed.notify_all();
     }
 }

@@ -11,7 +11,7 @@ use crate::check::Place;
 use crate::communicator::Communicator;
 use crate::round::wait::{DEFAULT_TIMEOUT, Outcome};
 use crate::round::{Give, Posts, Rounds, copied};
-use crate::run::{Supervised, Supervisor};
+use crate::supervised::{Supervised, Supervisor};
 use crate::thread::board::{Board, Payload, Post};
 use crate::thread::world::World;
 

@@ -3,14 +3,19 @@
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use crate::round::lock;
-use crate::thread::board::Board;
+use crate::lock::lock;
+
+/// Where ranks of a group wait.
+pub(super) trait Waiting: Send + Sync {
+    /// Makes the ranks that wait look at the world's failure.
+    fn wake(&self);
+}
 
 /// The ranks of one process and all groups split from them.
 #[derive(Debug)]
 pub(super) struct World {
     failure: OnceLock<String>,
-    boards: Mutex<Vec<Weak<Board>>>,
+    boards: Mutex<Vec<Weak<dyn Waiting>>>,
     pub timeout: Duration,
 }
 
@@ -20,10 +25,10 @@ impl World {
     }
 
     /// Adds a board whose waiting ranks a failure must wake.
-    pub fn register(&self, board: &Arc<Board>) {
+    pub fn register(&self, board: Weak<dyn Waiting>) {
         let mut boards = lock(&self.boards);
         boards.retain(|b| b.strong_count() > 0);
-        boards.push(Arc::downgrade(board));
+        boards.push(board);
     }
 
     /// The first failure.
@@ -37,7 +42,7 @@ impl World {
             return;
         }
         // A board that is registered after this sees the failure before it first waits.
-        let boards: Vec<Arc<Board>> = lock(&self.boards).iter().filter_map(Weak::upgrade).collect();
+        let boards: Vec<Arc<dyn Waiting>> = lock(&self.boards).iter().filter_map(Weak::upgrade).collect();
         for board in boards {
             board.wake();
         }

@@ -14,8 +14,9 @@ use moe_experts::Experts;
 use moe_kernels::candle::{Result, bail};
 
 use crate::block::SparseMoeBlock;
+use crate::compose::{Part, compose, load_part};
 use crate::context::BlockContext;
-use crate::load::{BlockOptions, Part, compose, load_part};
+use crate::options::BlockOptions;
 
 pub use experts::{ExpertLoop, ExpertMlp};
 

@@ -11,6 +11,7 @@ mod legacy;
 mod legacy_ranks;
 mod loading;
 mod monolith;
+mod offering;
 mod reference;
 mod step;
 

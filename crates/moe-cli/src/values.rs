@@ -1,0 +1,108 @@
+//! The values of flags, from text.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use model_runtime::CpuIsa;
+use serde_json::{Map, Value};
+
+use crate::error;
+
+/// Bytes from text such as 4096, 512MiB, 4GB or 1.5GiB.
+pub fn parse_bytes(text: &str) -> Result<usize> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor: f64 = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "k" | "kib" => 1024.0,
+        "m" | "mib" => 1024.0 * 1024.0,
+        "g" | "gib" => 1024.0 * 1024.0 * 1024.0,
+        _ => bail!("unknown unit {unit:?}; expected bytes, or a number with KiB, MiB, GiB, KB, MB or GB"),
+    };
+    let number: f64 =
+        number.trim().parse().with_context(|| format!("expected a size such as 4GiB, got {text:?}"))?;
+    let bytes = number * factor;
+    ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
+    Ok(bytes as usize)
+}
+
+/// Bytes from a number of GiB such as 27 or 1.5, or from text with a unit.
+pub fn parse_gib(text: &str) -> Result<usize> {
+    let is_number = !text.contains(|c: char| c.is_ascii_alphabetic());
+    parse_bytes(&if is_number { format!("{text}GiB") } else { text.to_string() })
+}
+
+/// A share of a whole, above 0 and at most 1.
+pub fn parse_share(text: &str) -> Result<f64> {
+    let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.with_context(|| format!("expected a number above 0, at most 1, got {text:?}"))
+}
+
+/// A time from a number of seconds.
+pub fn parse_seconds(text: &str) -> Result<Duration> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.with_context(|| format!("expected a number of seconds, got {text:?}"))
+}
+
+/// A JSON object from text.
+pub fn parse_object(text: &str) -> Result<Map<String, Value>> {
+    serde_json::from_str(text).with_context(|| format!("expected a JSON object, got {text:?}"))
+}
+
+/// An instruction set by its name, the error without candle's backtrace.
+pub fn parse_cpu_isa(name: &str) -> Result<CpuIsa> {
+    CpuIsa::from_name(name).map_err(|e| anyhow!(error::describe(&e.into())))
+}
+
+/// A token's bias from ID=BIAS.
+pub fn parse_bias(text: &str) -> Result<(u32, f32)> {
+    let parts = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parts.with_context(|| format!("expected ID=BIAS such as 42=-1.5, got {text:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        let sizes = ["4096", "1KiB", "512MiB", "1.5g", "2GB", "7 b"].map(|s| parse_bytes(s).unwrap());
+        assert_eq!(sizes, [4096, 1024, 512 << 20, 3 << 29, 2_000_000_000, 7]);
+        for bad in ["", "GiB", "4 parsecs", "-1", "0", "nan", "1e300"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn numbers_alone_are_gib() {
+        let sizes = ["1", "1.5", "512MiB", " 2 "].map(|s| parse_gib(s).unwrap());
+        assert_eq!(sizes, [1 << 30, 3 << 29, 512 << 20, 2 << 30]);
+        for bad in ["", "0", "-1", "nan", "inf", "1e300"] {
+            assert!(parse_gib(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn shares_are_of_a_whole() {
+        assert_eq!([parse_share("0.9").unwrap(), parse_share("1").unwrap()], [0.9, 1.0]);
+        for bad in ["0", "1.1", "-0.5", "nan", "90%", ""] {
+            assert!(parse_share(bad).is_err(), "{bad}");
+        }
+    }
+
+    /// With RUST_BACKTRACE=1 candle's errors carry their backtrace.
+    #[test]
+    fn an_unknown_instruction_set_is_one_line() {
+        let error = parse_cpu_isa("avx").unwrap_err().to_string();
+        assert!(error.contains("avx512-bf16") && error.lines().count() == 1, "{error}");
+    }
+
+    #[test]
+    fn biases_are_checked() {
+        assert_eq!(parse_bias("42=-1.5").unwrap(), (42, -1.5));
+        assert!(parse_bias("42").is_err() && parse_bias("-1=2").is_err() && parse_bias("x=2").is_err());
+    }
+}

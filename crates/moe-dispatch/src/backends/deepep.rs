@@ -1,0 +1,123 @@
+//! `deepep`: each rank gets the rows that its experts need, each once, in the two forms of DeepEP's kernels.
+//!
+//! A transport whose messages have sizes known to the host moves a fixed block whole however few of its rows are needed. So by rank
+//! the low-latency form gathers each token once, and what it lists by expert are not rows but the numbers of their slots: nothing is
+//! copied, padded or zeroed. The high-throughput form by rank keeps the places of a gather, and leaves empty the places of rows that
+//! a rank does not need. The device decides from the ids of all tokens which rows travel: nothing is counted.
+
+use candle_core::{Error, Result};
+use moe_comm::DeepEpMode;
+use moe_kernels::{ActivationFormat, Dispatched, Exec};
+
+use crate::arrive::{all_to_all, gather};
+use crate::back::Back;
+use crate::block_ranks::{BlockBackends, BlockRanks};
+use crate::by_slot::Returns;
+use crate::call::Call;
+use crate::over_ranks::OverRanks;
+use crate::prepare_finalize::WhoAdds;
+use crate::ranks::EpRanks;
+use crate::transport::Transport;
+
+/// Tokens that a rank brings to the low-latency form at most where ranks add and slots are listed: as many as the largest graph has.
+const LISTED_TOKENS: usize = 1024;
+
+pub(super) fn build(block: &BlockRanks<'_>) -> Result<BlockBackends> {
+    let high_throughput = || Ok::<_, Error>(OverRanks::high_throughput(block.ranks()?, block.who_adds));
+    let low_latency = || {
+        // Listed rows are numbers of slots, so that there is room for the largest graph.
+        let tokens = match block.who_adds {
+            WhoAdds::BySlot => block.low_latency_tokens,
+            WhoAdds::ByRank => LISTED_TOKENS,
+        };
+        Ok::<_, Error>(OverRanks::low_latency(block.ranks()?, tokens, block.who_adds))
+    };
+    Ok(match block.geometry.deepep_mode {
+        DeepEpMode::HighThroughput => block.always(high_throughput()?),
+        DeepEpMode::LowLatency => block.always(low_latency()?),
+        DeepEpMode::Auto => {
+            let decode = block.boxed(low_latency()?);
+            BlockBackends { decode: Some(decode), ..block.always(high_throughput()?) }
+        }
+    })
+}
+
+impl OverRanks {
+    /// `deepep` in its mode high_throughput: each rank receives only the rows that its experts need, each once however
+    /// many of them the token chose. By slot counts are exact and exchanged first. By rank rows have the places of a gather, and
+    /// whether one travels follows on the device from the ids that all ranks have.
+    pub fn high_throughput(ranks: EpRanks, who_adds: WhoAdds) -> Self {
+        Self::new(HighThroughput, ranks, who_adds)
+    }
+
+    /// `deepep` in its mode low_latency, for at most `max_num_tokens` tokens per rank and call: no size depends on
+    /// routing, as decoding in a captured graph wants. By slot rows arrive in the BatchedExperts format, by rank in the
+    /// Listed one.
+    pub fn low_latency(ranks: EpRanks, max_num_tokens: usize, who_adds: WhoAdds) -> Self {
+        Self::new(LowLatency { max_num_tokens }, ranks, who_adds)
+    }
+}
+
+#[derive(Debug)]
+struct HighThroughput;
+
+impl Transport for HighThroughput {
+    fn name(&self) -> &'static str {
+        "deepep high_throughput"
+    }
+
+    fn prepare<'a>(&self, call: Call<'_, 'a>, ex: &mut Exec) -> Result<(Dispatched<'a>, Back)> {
+        let (arrived, back) = match call.who_adds {
+            WhoAdds::BySlot => {
+                let (arrived, counts) = all_to_all(&call, None, ex)?;
+                let back = Back::to_owners(&call, arrived.ids.view(), &counts, ex)?;
+                (arrived, back)
+            }
+            WhoAdds::ByRank => {
+                let counts = call.owned_counts(ex)?;
+                (gather(&call, &counts, true, ex)?, Back::Scatter { counts, needed: true })
+            }
+        };
+        Ok((arrived.standard(&call), back))
+    }
+}
+
+#[derive(Debug)]
+struct LowLatency {
+    max_num_tokens: usize,
+}
+
+impl Transport for LowLatency {
+    fn name(&self) -> &'static str {
+        "deepep low_latency"
+    }
+
+    fn activation_format(&self, who_adds: WhoAdds) -> ActivationFormat {
+        match who_adds {
+            WhoAdds::BySlot => ActivationFormat::BatchedExperts,
+            WhoAdds::ByRank => ActivationFormat::Listed,
+        }
+    }
+
+    fn max_num_tokens_per_rank(&self) -> Option<usize> {
+        Some(self.max_num_tokens)
+    }
+
+    fn returns_all_rows(&self) -> bool {
+        true
+    }
+
+    fn prepare<'a>(&self, call: Call<'_, 'a>, ex: &mut Exec) -> Result<(Dispatched<'a>, Back)> {
+        let counts = call.owned_counts(ex)?;
+        if call.who_adds == WhoAdds::ByRank {
+            let arrived = gather(&call, &counts, false, ex)?;
+            return Ok((arrived.listed(&call, ex)?, Back::Scatter { counts, needed: false }));
+        }
+        let block = counts.into_iter().max().unwrap_or(0);
+        let (arrived, _) = all_to_all(&call, Some(block), ex)?;
+        let rows = (arrived.rows.view(), arrived.ids.view(), block);
+        let (batches, returns) = Returns::of_batches(call.op, call.ranks, rows, call.ids, ex)?;
+        let dispatched = Dispatched::batched(batches.rows, batches.counts, call.ids, call.weights);
+        Ok((dispatched, Back::Slots(returns)))
+    }
+}

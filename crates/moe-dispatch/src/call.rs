@@ -1,0 +1,33 @@
+//! One call of a backend over ranks, as its transport gets it.
+
+use candle_core::Result;
+use moe_kernels::{Exec, Lent, View};
+
+use crate::prepare_finalize::WhoAdds;
+use crate::ranks::EpRanks;
+
+/// What a caller brings, checked: rows [T, H], ids and weights [T, K].
+pub(crate) struct Call<'c, 'a> {
+    /// The backend, for errors.
+    pub op: &'static str,
+    pub ranks: &'c EpRanks,
+    pub who_adds: WhoAdds,
+    pub input: Lent<'a>,
+    pub ids: View<'a>,
+    pub weights: View<'a>,
+    /// The tokens that each rank brings, where the ranks know it.
+    pub agreed: Option<&'c [usize]>,
+}
+
+impl<'a> Call<'_, 'a> {
+    /// The weights, where experts need them to sum rows.
+    pub fn weights_that_travel(&self) -> Option<View<'a>> {
+        (self.who_adds == WhoAdds::ByRank).then_some(self.weights)
+    }
+
+    /// The tokens that each rank owns; a collective, unless the ranks know it.
+    pub fn owned_counts(&self, ex: &mut Exec) -> Result<Vec<usize>> {
+        let tokens = self.ranks.rank_tokens(self.op, self.ids.rows(), self.agreed, ex)?;
+        Ok(self.ranks.owned_counts(&tokens))
+    }
+}
