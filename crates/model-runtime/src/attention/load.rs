@@ -108,9 +108,9 @@ impl Attention {
         let heads = config.query_key_heads();
         let in_order = |tensor: Tensor| config.in_rotated_order(tensor, heads);
         let weights = Held {
-            qkv: match config.rotary_dim < d {
-                true => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
-                false => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+            qkv: match config.is_in_rotated_order() {
+                false => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
+                true => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
             },
             qkv_bias: config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?,
             o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
@@ -138,7 +138,7 @@ fn load_floats(
             let name = format!("{}.{module}", vb.prefix());
             if source.scheme(&name)? != QuantScheme::NONE {
                 warn!(
-                    "{name} is loaded as floats: a part of each head is rotated, so its rows change their order"
+                    "{name} is loaded as floats: kernels rotate heads in another order, so its rows change their places"
                 );
             }
         }

@@ -22,7 +22,7 @@ use moe_kernels::{
 use moe_layer::PlanStep;
 use tracing::trace_span;
 
-pub use config::{AttentionConfig, AttentionWeights, QkNorm};
+pub use config::{AttentionConfig, AttentionWeights, QkNorm, RotatedPairs};
 
 use load::Held;
 use ranks::HeadRanks;

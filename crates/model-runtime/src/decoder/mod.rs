@@ -6,6 +6,7 @@
 //! its attention, its sizes and the names of its tensors.
 
 mod config;
+mod gate;
 mod grouped_query;
 mod layout;
 mod load;

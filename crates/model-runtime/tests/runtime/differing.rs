@@ -6,7 +6,7 @@ use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, BlockContext, CausalLm, DecoderConfig, DecoderOptions, DummyWeights, Exec,
     Geometry, GroupedQueryModel, KvCache, LogitsRows, Observed, Observer, QkNorm, RmsNorm, Rope,
-    SequenceStep, Step, StepContext, TensorNames, View, host_logits, run_step,
+    RotatedPairs, SequenceStep, Step, StepContext, TensorNames, View, host_logits, run_step,
 };
 use moe_layer::{GatedMlp, MoePath};
 
@@ -23,6 +23,7 @@ fn attention(heads: [usize; 3], sliding_window: Option<usize>) -> AttentionConfi
         num_kv_heads,
         head_dim,
         rotary_dim: if head_dim == 12 { 8 } else { head_dim },
+        rotated_pairs: RotatedPairs::Halves,
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,
