@@ -7,6 +7,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -24,6 +26,7 @@ from transformers import (
 )
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie4_5_moe
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
 from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax_m2
@@ -298,6 +301,30 @@ MINIMAX_M2 = Family(
     },
 )  # fmt: skip
 
+ERNIE4_5_MOE = Family(
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    ernie4_5_moe.Ernie4_5_MoeRotaryEmbedding,
+    ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock,
+    (
+        "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "model_type",
+        "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "pad_token_id",
+        "rms_norm_eps", "use_cache", "vocab_size", "rope_theta", "rope_scaling",
+        "tie_word_embeddings", "torch_dtype", "use_bias", "moe_num_experts",
+        "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index",
+        "moe_layer_interval", "moe_intermediate_size", "moe_k", "moe_norm_min",
+    ),
+    {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": None, "eos_token_id": None,
+        "hidden_act": "silu", "initializer_range": 0.02, "moe_layer_end_index": -1,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "pad_token_id": None,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "use_bias": False, "use_cache": True,
+    },
+    {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+)  # fmt: skip
+
 FAMILIES = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
@@ -308,6 +335,7 @@ FAMILIES = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
+    "ernie4_5_moe": ERNIE4_5_MOE,
 }
 
 deepseek_definition.install()

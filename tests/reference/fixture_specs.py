@@ -2,7 +2,7 @@
 
 Qwen3-MoE is here, DeepSeek-V2 in `deepseek_specs.py`, Mixtral in `mixtral_specs.py`, OLMoE in `olmoe_specs.py`,
 Qwen2-MoE in `qwen2_specs.py`, GLM-4.5 in `glm4_specs.py`, DeepSeek-V3 in `deepseek_v3_specs.py`, GLM-4.7-Flash in
-`glm4_lite_specs.py`, MiniMax-M2 in `minimax_specs.py`.
+`glm4_lite_specs.py`, MiniMax-M2 in `minimax_specs.py`, ERNIE 4.5 in `ernie_specs.py`.
 
 Sizes are odd on purpose (hidden size unequal to heads x head_dim, widths that are no multiple of
 32), and small, because the files are committed. Seeds were found by `search_seeds.py`; those of the
@@ -15,6 +15,7 @@ import torch
 
 from deepseek_specs import DEEPSEEK_QUANT_SPECS, DEEPSEEK_SPECS
 from deepseek_v3_specs import DEEPSEEK_V3_QUANT_SPECS, DEEPSEEK_V3_SPECS
+from ernie_specs import ERNIE_SPECS
 from glm4_lite_specs import GLM4_LITE_SPECS
 from glm4_specs import GLM4_QUANT_SPECS, GLM4_SPECS
 from minimax_specs import MINIMAX_SPECS
@@ -147,7 +148,7 @@ QUANT_SPECS = [
 
 SPECS = [
     *QWEN_SPECS, *DEEPSEEK_SPECS, *MIXTRAL_SPECS, *OLMOE_SPECS, *QWEN2_SPECS, *GLM4_SPECS, *DEEPSEEK_V3_SPECS,
-    *GLM4_LITE_SPECS, *MINIMAX_SPECS, *QUANT_SPECS, *DEEPSEEK_QUANT_SPECS, *GLM4_QUANT_SPECS,
+    *GLM4_LITE_SPECS, *MINIMAX_SPECS, *ERNIE_SPECS, *QUANT_SPECS, *DEEPSEEK_QUANT_SPECS, *GLM4_QUANT_SPECS,
     *DEEPSEEK_V3_QUANT_SPECS,
 ]  # fmt: skip
 

@@ -68,6 +68,9 @@ const GLM4_LITE: [&str; 3] = ["glm4-lite", "glm4-lite-groups", "glm4-lite-packed
 /// Norms over all heads of which a part is rotated; a correction bias outside of the gate.
 const MINIMAX: [&str; 3] = ["minimax", "minimax-plain", "minimax-packed"];
 
+/// Heads whose neighbouring dimensions are rotated together; a correction bias that is a row.
+const ERNIE: [&str; 3] = ["ernie", "ernie-interval", "ernie-packed"];
+
 /// Every geometry, backend and chunk size in both dtypes, each on one of the models in turn.
 fn qwen(dtype: DType) -> Vec<Case> {
     let all =
@@ -161,7 +164,7 @@ fn windows_of_some_layers_and_heads_rotated_in_part_give_the_bits_of_one_rank() 
 
 #[test]
 fn families_that_choose_experts_with_a_correction_bias_give_the_bits_of_one_rank() {
-    let models = [&DEEPSEEK_V3[..], &KIMI, &GLM4_LITE, &MINIMAX].concat();
+    let models = [&DEEPSEEK_V3[..], &KIMI, &GLM4_LITE, &MINIMAX, &ERNIE].concat();
     let cases = over_ranks(&models);
     assert!(
         models.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))

@@ -4,6 +4,7 @@
 pub mod deepseek_v2;
 pub mod deepseek_v3;
 mod embedded;
+pub mod ernie4_5_moe;
 pub mod glm4_moe;
 pub mod glm4_moe_lite;
 pub mod grouped_query;
@@ -31,6 +32,7 @@ pub const TABLE: &[ModelFamily] = &[
     deepseek_v3::KIMI_K2,
     glm4_moe_lite::FAMILY,
     minimax_m2::FAMILY,
+    ernie4_5_moe::FAMILY,
 ];
 
 /// The families of a program that runs all of them.
