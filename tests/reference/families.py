@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -17,7 +25,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie4_5_moe
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
+from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax_m2
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
@@ -205,6 +217,114 @@ GLM4_MOE = Family(
     },
 )  # fmt: skip
 
+DEEPSEEK_V3 = Family(
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    deepseek_v3.DeepseekV3RotaryEmbedding,
+    deepseek_v3.DeepseekV3MoE,
+    (
+        "architectures", "attention_bias", "attention_dropout", "aux_loss_alpha", "bos_token_id",
+        "eos_token_id", "ep_size", "first_k_dense_replace", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+        "model_type", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts",
+        "n_shared_experts", "norm_topk_prob", "num_attention_heads", "num_experts_per_tok",
+        "num_hidden_layers", "num_key_value_heads", "num_nextn_predict_layers", "pretraining_tp",
+        "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps", "rope_scaling",
+        "rope_theta", "routed_scaling_factor", "scoring_func", "seq_aux", "tie_word_embeddings",
+        "topk_group", "topk_method", "torch_dtype", "use_cache", "v_head_dim", "vocab_size",
+    ),
+    {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": None,
+        "eos_token_id": None, "ep_size": 1, "hidden_act": "silu", "initializer_range": 0.02,
+        "moe_layer_freq": 1, "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 10000.0, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_method": "noaux_tc", "use_cache": True,
+    },
+)  # fmt: skip
+
+GLM4_MOE_LITE = Family(
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    glm4_moe_lite.Glm4MoeLiteRotaryEmbedding,
+    glm4_moe_lite.Glm4MoeLiteMoE,
+    (
+        "architectures", "attention_bias", "attention_dropout", "pad_token_id", "bos_token_id",
+        "eos_token_id", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "model_type", "moe_intermediate_size", "mlp_layer_types",
+        "topk_method", "norm_topk_prob", "num_attention_heads", "n_group", "topk_group",
+        "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "num_experts_per_tok",
+        "first_k_dense_replace", "num_hidden_layers", "num_key_value_heads",
+        "num_nextn_predict_layers", "partial_rotary_factor", "rms_norm_eps", "rope_scaling",
+        "rope_theta", "tie_word_embeddings", "torch_dtype", "q_lora_rank", "kv_lora_rank",
+        "qk_nope_head_dim", "qk_rope_head_dim", "use_cache", "v_head_dim", "vocab_size",
+    ),
+    {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "initializer_range": 0.02,
+        "n_group": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 1, "pad_token_id": None,
+        "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 1000000.0, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "use_cache": True,
+    },
+)  # fmt: skip
+
+MINIMAX_M2 = Family(
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    minimax_m2.MiniMaxM2RotaryEmbedding,
+    minimax_m2.MiniMaxM2SparseMoeBlock,
+    (
+        "architectures", "attention_dropout", "attn_type_list", "bos_token_id", "eos_token_id",
+        "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "model_type", "mtp_transformer_layers", "num_attention_heads",
+        "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts",
+        "num_mtp_modules", "output_router_logits", "partial_rotary_factor", "qk_norm_type",
+        "rms_norm_eps", "rope_scaling", "rope_theta", "rotary_dim", "router_aux_loss_coef",
+        "router_jitter_noise", "scoring_func", "shared_intermediate_size", "tie_word_embeddings",
+        "torch_dtype", "use_cache", "use_mtp", "use_qk_norm", "use_routing_bias", "vocab_size",
+    ),
+    {
+        "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": None,
+        "eos_token_id": None, "hidden_act": "silu", "initializer_range": 0.02,
+        "mtp_transformer_layers": 1, "num_mtp_modules": 3, "output_router_logits": False,
+        "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000.0,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True,
+        "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+    },
+    {
+        ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+    },
+)  # fmt: skip
+
+ERNIE4_5_MOE = Family(
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    ernie4_5_moe.Ernie4_5_MoeRotaryEmbedding,
+    ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock,
+    (
+        "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "model_type",
+        "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "pad_token_id",
+        "rms_norm_eps", "use_cache", "vocab_size", "rope_theta", "rope_scaling",
+        "tie_word_embeddings", "torch_dtype", "use_bias", "moe_num_experts",
+        "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index",
+        "moe_layer_interval", "moe_intermediate_size", "moe_k", "moe_norm_min",
+    ),
+    {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": None, "eos_token_id": None,
+        "hidden_act": "silu", "initializer_range": 0.02, "moe_layer_end_index": -1,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "pad_token_id": None,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "use_bias": False, "use_cache": True,
+    },
+    {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+)  # fmt: skip
+
 FAMILIES = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
@@ -212,6 +332,10 @@ FAMILIES = {
     "olmoe": OLMOE,
     "qwen2_moe": QWEN2_MOE,
     "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "minimax_m2": MINIMAX_M2,
+    "ernie4_5_moe": ERNIE4_5_MOE,
 }
 
 deepseek_definition.install()

@@ -1,7 +1,8 @@
 """The list of parity fixtures: one tiny checkpoint per option of each architecture.
 
 Qwen3-MoE is here, DeepSeek-V2 in `deepseek_specs.py`, Mixtral in `mixtral_specs.py`, OLMoE in `olmoe_specs.py`,
-Qwen2-MoE in `qwen2_specs.py`, GLM-4.5 in `glm4_specs.py`.
+Qwen2-MoE in `qwen2_specs.py`, GLM-4.5 in `glm4_specs.py`, DeepSeek-V3 in `deepseek_v3_specs.py`, GLM-4.7-Flash in
+`glm4_lite_specs.py`, MiniMax-M2 in `minimax_specs.py`, ERNIE 4.5 in `ernie_specs.py`.
 
 Sizes are odd on purpose (hidden size unequal to heads x head_dim, widths that are no multiple of
 32), and small, because the files are committed. Seeds were found by `search_seeds.py`; those of the
@@ -13,7 +14,11 @@ from functools import partial
 import torch
 
 from deepseek_specs import DEEPSEEK_QUANT_SPECS, DEEPSEEK_SPECS
+from deepseek_v3_specs import DEEPSEEK_V3_QUANT_SPECS, DEEPSEEK_V3_SPECS
+from ernie_specs import ERNIE_SPECS
+from glm4_lite_specs import GLM4_LITE_SPECS
 from glm4_specs import GLM4_QUANT_SPECS, GLM4_SPECS
+from minimax_specs import MINIMAX_SPECS
 from mixtral_specs import MIXTRAL_SPECS
 from olmoe_specs import OLMOE_SPECS
 from qwen2_specs import QWEN2_SPECS
@@ -141,7 +146,11 @@ QUANT_SPECS = [
     Spec("quant-fp8-block", "FP8 in blocks of 16 x 32 with weight_scale_inv", 3, QUANT, quant="fp8-block"),
 ]  # fmt: skip
 
-SPECS = QWEN_SPECS + DEEPSEEK_SPECS + MIXTRAL_SPECS + OLMOE_SPECS + QWEN2_SPECS + GLM4_SPECS + QUANT_SPECS + DEEPSEEK_QUANT_SPECS + GLM4_QUANT_SPECS
+SPECS = [
+    *QWEN_SPECS, *DEEPSEEK_SPECS, *MIXTRAL_SPECS, *OLMOE_SPECS, *QWEN2_SPECS, *GLM4_SPECS, *DEEPSEEK_V3_SPECS,
+    *GLM4_LITE_SPECS, *MINIMAX_SPECS, *ERNIE_SPECS, *QUANT_SPECS, *DEEPSEEK_QUANT_SPECS, *GLM4_QUANT_SPECS,
+    *DEEPSEEK_V3_QUANT_SPECS,
+]  # fmt: skip
 
 
 def by_name(names):

@@ -51,6 +51,11 @@ def write_checkpoint(spec, model, directory):
         write_tokenizer(directory, values["vocab_size"])
 
 
+def set_model_type(path, model_type):
+    """Gives a written config.json the type that it is published under."""
+    write_json(path, json.loads(path.read_text()) | {"model_type": model_type})
+
+
 def check_round_trip(spec, model, directory, input_ids):
     """The directory must load back to the model it was written from, under sdpa nearly so."""
     model = copy.deepcopy(model).float()
@@ -112,6 +117,8 @@ def make(spec, out):
         save_file(tensors, directory / "reference.safetensors")
         if spec.text:
             write_json(directory / "text_case.json", text_cases(directory, spec.generate))
+        if spec.published_type:
+            set_model_type(directory / "config.json", spec.published_type)
         figures = measure(model, input_ids, spec.generate)
         check_margins(spec, figures)
         for path in directory.iterdir():

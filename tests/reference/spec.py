@@ -22,6 +22,7 @@ class Spec:
     length: int = 24
     generate: int = 16
     quant: str = ""  # a name in quant_checkpoints.SCHEMES
+    published_type: str = ""  # the model_type of its config.json, where transformers has no class of this name
     text: bool = False  # with a tokenizer and worked text generations
 
     def config_values(self):

@@ -10,10 +10,14 @@ import torch
 from make_reference import bf16_noise, greedy, reset_rope, teacher_force
 
 
+# Families in which a group of experts is as good as its two best.
+TOP_TWO = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+
+
 def kept_groups(logits, config):
     """The experts that group-limited routing may choose, as a boolean mask, and how clearly their
     groups are separated from the next; all experts where there are no groups."""
-    top_two = config.model_type == "glm4_moe" and config.n_group > 1
+    top_two = config.model_type in TOP_TWO and config.n_group > 1
     if not top_two and getattr(config, "topk_method", "greedy") != "group_limited_greedy":
         return torch.ones_like(logits, dtype=torch.bool), float("inf")
     groups = logits.unflatten(-1, (config.n_group, -1))
@@ -26,9 +30,13 @@ def kept_groups(logits, config):
 
 
 def choice_keys(model, layer, logits):
-    """What the router of a layer chooses by: its logits, or sigmoids of them plus the correction bias."""
-    bias = getattr(model.model.layers[layer].mlp.gate, "e_score_correction_bias", None)
-    return logits if bias is None else logits.sigmoid() + bias.float()
+    """What the router of a layer chooses by: its logits, or scores of them plus the correction bias."""
+    mlp = model.model.layers[layer].mlp
+    statics = getattr(mlp.gate, "moe_statics", None)
+    if statics is not None:
+        return logits.softmax(-1) + statics.e_score_correction_bias.float()
+    holders = [part for part in (mlp.gate, mlp) if hasattr(part, "e_score_correction_bias")]
+    return logits.sigmoid() + holders[0].e_score_correction_bias.float() if holders else logits
 
 
 def topk_sets(logits, config):

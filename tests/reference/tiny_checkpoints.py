@@ -29,6 +29,9 @@ def build(config_values, dtype, seed):
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.randn(buffer.shape, generator=generator) * 0.2
+    for name, parameter in model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data = parameter.data.float()
     return model
 
 
@@ -40,6 +43,9 @@ def weight_scale(name, parameter, config):
         return (1.4, 0.3) if "q_norm" in name or "k_norm" in name else (1.0, 0.25)
     if name.endswith(".bias"):
         return 0.0, 0.3
+    if name.endswith("e_score_correction_bias"):
+        # Added to a softmax, whose scores are small.
+        return 0.0, 0.05
     if name.endswith("embed_tokens.weight"):
         # A tied embedding is also the output head, whose logits grow with sqrt(hidden).
         return 0.0, 0.3 if config.tie_word_embeddings else 1.0

@@ -60,6 +60,17 @@ const QWEN2: [&str; 4] = ["qwen2", "qwen2-windows", "qwen2-layer-types", "qwen2-
 /// Heads of which a part is rotated, with biases, with norms and with a part of a quarter; a correction bias.
 const GLM4: [&str; 4] = ["glm4", "glm4-qk-norm", "glm4-quarter", "glm4-packed"];
 
+/// DeepSeek-V3's network with and without a query latent, without groups or shared experts, with biases; GLM-4.7-Flash's.
+const DEEPSEEK_V3: [&str; 4] = ["deepseek3", "deepseek3-moonlight", "deepseek3-plain", "deepseek3-packed"];
+const KIMI: [&str; 1] = ["kimi"];
+const GLM4_LITE: [&str; 3] = ["glm4-lite", "glm4-lite-groups", "glm4-lite-packed"];
+
+/// Norms over all heads of which a part is rotated; a correction bias outside of the gate.
+const MINIMAX: [&str; 3] = ["minimax", "minimax-plain", "minimax-packed"];
+
+/// Heads whose neighbouring dimensions are rotated together; a correction bias that is a row.
+const ERNIE: [&str; 3] = ["ernie", "ernie-interval", "ernie-packed"];
+
 /// Every geometry, backend and chunk size in both dtypes, each on one of the models in turn.
 fn qwen(dtype: DType) -> Vec<Case> {
     let all =
@@ -144,6 +155,16 @@ fn norms_over_all_heads_and_names_of_another_scheme_give_the_bits_of_one_rank() 
 #[test]
 fn windows_of_some_layers_and_heads_rotated_in_part_give_the_bits_of_one_rank() {
     let models = [QWEN2, GLM4].concat();
+    let cases = over_ranks(&models);
+    assert!(
+        models.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))
+    );
+    assert_eq!(check(&cases).len(), models.len());
+}
+
+#[test]
+fn families_that_choose_experts_with_a_correction_bias_give_the_bits_of_one_rank() {
+    let models = [&DEEPSEEK_V3[..], &KIMI, &GLM4_LITE, &MINIMAX, &ERNIE].concat();
     let cases = over_ranks(&models);
     assert!(
         models.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))

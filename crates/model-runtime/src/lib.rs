@@ -27,7 +27,7 @@ pub mod step;
 pub mod step_ranks;
 mod vocab;
 
-pub use attention::{Attention, AttentionConfig, AttentionWeights, QkNorm};
+pub use attention::{Attention, AttentionConfig, AttentionWeights, QkNorm, RotatedPairs};
 pub use blocks::{BlockAllocator, SequenceBlocks};
 pub use checkpoint::{
     Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorLayout, TensorSlice,
@@ -55,7 +55,9 @@ pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};
 pub use moe_kernels::candle;
 #[cfg(feature = "cuda")]
 pub use moe_kernels::cuda;
-pub use moe_kernels::names::{AttentionNames, MlaNames, MlpNames, TensorNames, is_gate_up_pack};
+pub use moe_kernels::names::{
+    AttentionNames, CorrectionBiasNames, MlaNames, MlpNames, TensorNames, is_gate_up_pack,
+};
 pub use moe_kernels::plan::Feature;
 pub use moe_kernels::{
     Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, QuantScheme, Roof, RoutedExperts, Scratch,

@@ -139,6 +139,42 @@ impl Default for MlaNames {
     }
 }
 
+/// Where the correction bias is that a router adds to the scores by which it chooses experts: whole names, from the MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CorrectionBiasNames {
+    /// In published checkpoints.
+    pub published: &'static str,
+    /// In a checkpoint that transformers 5 wrote with packed experts, where its own code calls it otherwise.
+    pub packed: &'static str,
+    /// Whether it is a row [1, E] instead of `[E]`.
+    pub is_row: bool,
+}
+
+impl CorrectionBiasNames {
+    /// Next to the gate's weight: the place in most models, and where routers look for it.
+    pub const USUAL: Self = Self {
+        published: "gate.e_score_correction_bias",
+        packed: "gate.e_score_correction_bias",
+        is_row: false,
+    };
+
+    /// The name in a checkpoint of which `has` tells the names below the MLP.
+    pub fn stored(&self, has: impl Fn(&str) -> bool) -> &'static str {
+        if has(self.packed) { self.packed } else { self.published }
+    }
+
+    /// Its dims for E experts.
+    pub fn dims(&self, experts: usize) -> Vec<usize> {
+        if self.is_row { vec![1, experts] } else { vec![experts] }
+    }
+}
+
+impl Default for CorrectionBiasNames {
+    fn default() -> Self {
+        Self::USUAL
+    }
+}
+
 /// The tensors of a whole decoder: prefixes of its modules, and the names below these prefixes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorNames {
@@ -159,6 +195,8 @@ pub struct TensorNames {
     pub packed_mlp: &'static str,
     /// Router, from the MLP.
     pub gate: &'static str,
+    /// Correction bias of the router, where it has one.
+    pub correction_bias: CorrectionBiasNames,
     /// Routed experts, from the MLP.
     pub experts: &'static str,
     /// Shared experts, from the MLP; `None` for a family that has none.
@@ -192,6 +230,7 @@ impl TensorNames {
         mlp: "mlp",
         packed_mlp: "mlp",
         gate: "gate",
+        correction_bias: CorrectionBiasNames::USUAL,
         experts: "experts",
         shared_experts: None,
         shared_expert_gate: None,
@@ -240,6 +279,14 @@ mod tests {
         assert_eq!(prefix(&["mlp.gate.weight", "mlp.experts.gate_up_proj"]), "mlp");
         // Packs that a rank's view shows expert by expert, and a checkpoint that was quantised from packs.
         assert_eq!(prefix(&["mlp.gate.weight", "mlp.experts.0.w1.weight"]), "mlp");
+    }
+
+    #[test]
+    fn a_correction_bias_is_where_the_checkpoint_has_it() {
+        let names = CorrectionBiasNames { published: "bias", packed: "gate.bias", is_row: true };
+        assert_eq!(names.stored(|name| name == "gate.bias"), "gate.bias");
+        assert_eq!((names.stored(|_| false), names.dims(5)), ("bias", vec![1, 5]));
+        assert_eq!(CorrectionBiasNames::default().dims(5), [5]);
     }
 
     #[test]

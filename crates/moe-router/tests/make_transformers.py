@@ -16,7 +16,7 @@ EXPERTS, TOP_K, ROWS = 16, 4, 5
 KEYS = (
     "model_type num_experts num_local_experts n_routed_experts num_experts_per_tok moe_topk norm_topk_prob "
     "routed_scaling_factor n_group topk_group topk_method scoring_func zero_expert_num zero_expert_type "
-    "mlp_layer_types vocab_size"
+    "mlp_layer_types vocab_size moe_num_experts moe_k"
 ).split()
 SIZES = {"num_experts_per_tok": TOP_K}
 
@@ -54,6 +54,10 @@ CASES = {
     "deepseek_v4_hash": ("deepseek_v4", "DeepseekV4Config", "DeepseekV4HashRouter",
                          {"n_routed_experts": EXPERTS, "num_hidden_layers": 2, "vocab_size": 7,
                           "mlp_layer_types": ["hash_moe", "moe"]}),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteConfig", "Glm4MoeLiteTopkRouter",
+                      {"n_routed_experts": EXPERTS, "num_hidden_layers": 2}),
+    "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeConfig", "Ernie4_5_MoeTopKRouter",
+                     {"moe_num_experts": EXPERTS, "moe_k": TOP_K}),
 }  # fmt: skip
 
 
@@ -77,6 +81,8 @@ def run(router, logits, bias, token_ids):
         for key in ("e_score_correction_bias", "bias"):
             if isinstance(getattr(router, key, None), torch.Tensor):
                 getattr(router, key).copy_(bias if key != "bias" else torch.zeros_like(bias))
+        if hasattr(router, "moe_statics"):
+            router.moe_statics.e_score_correction_bias.copy_(bias[None])
         if name.startswith("Llama4"):
             scores, _ = router(logits)
             weights, ids = scores.topk(router.top_k, dim=-1)

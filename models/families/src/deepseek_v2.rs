@@ -1,22 +1,25 @@
 //! DeepSeek-V2: the config, with the defaults of transformers 5.17; its experts run one by one or fused.
 
-use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
-use model_runtime::{DecoderConfig, MlaConfig, MlaForm, MoeConfig, TensorNames};
+use model_runtime::config::{Bounds, Config, ConfigError, limits};
+use model_runtime::{DecoderConfig, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 use moe_layer::RouterConfig;
 
 use crate::latent::LatentSpec;
+use crate::latent_config::{Sizes, attention, or_null, rope};
 
 #[cfg(test)]
 mod tests;
 
-/// Tensors of a layer without its experts, at most.
-const LAYER_TENSORS: usize = 20;
+const SIZES: Sizes = Sizes {
+    hidden_size: 4096,
+    num_heads: 32,
+    q_lora_rank: 1536,
+    qk_nope_head_dim: 128,
+    v_head_dim: 128,
+    max_position_embeddings: 2048,
+};
 
-/// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
-const LATENT_NORM_EPS: f64 = 1e-6;
-/// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
-const LARGEST_MSCALE: f64 = 1e3;
 /// `first_k_dense_replace` and `moe_layer_freq`.
 const LAYERS_OR_NONE: Bounds = 0..=*limits::LAYERS.end();
 
@@ -38,18 +41,13 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
     }
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
-    let max_position_embeddings = config.size_or(&["max_position_embeddings"], 2048, limits::POSITIONS)?;
-    let rope_dim = config.size_or(&["qk_rope_head_dim"], 64, limits::HEAD_DIM)?;
-    if rope_dim % 2 != 0 {
-        return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", rope_dim));
-    }
-    let rope = RopeConfig::from_config(config, rope_dim, max_position_embeddings)?;
+    let rope = rope(config, &SIZES)?;
     let rms_norm_eps = config.rms_norm_eps()?;
     let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
     let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
     let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
     let is_sparse = sparse_layers(config, router.is_some())?;
-    let attention = attention(config, &rope)?;
+    let attention = attention(config, &rope, &SIZES)?;
     let decoder = DecoderConfig {
         names: TensorNames { shared_experts: Some("shared_experts"), ..TensorNames::USUAL },
         vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
@@ -66,60 +64,7 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         }),
         is_sparse,
     };
-    let head = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim;
-    let reads = attention.hidden_size.max(attention.kv_lora_rank).max(attention.q_lora_rank.unwrap_or(0));
-    decoder.check_sizes(config, LAYER_TENSORS, &[attention.num_heads, head, reads, 2])?;
-    Ok(LatentSpec { decoder, attention, dtype: config.dtype()?, ignored_by_transformers })
-}
-
-/// A size whose absence means a default and whose explicit null means none, as in DeepSeek's own
-/// configs.
-fn or_null(config: &Config, key: &str, default: usize, bounds: Bounds) -> Result<Option<usize>, ConfigError> {
-    match config.object().contains_key(key) {
-        true => config.opt_size(&[key], bounds),
-        false => Ok(Some(default)),
-    }
-}
-
-fn attention(config: &Config, rope: &RopeConfig) -> Result<MlaConfig, ConfigError> {
-    let num_heads = config.size_or(&["num_attention_heads"], 32, limits::HEADS)?;
-    let kv_heads = config.size_or(&["num_key_value_heads"], num_heads, limits::HEADS)?;
-    if kv_heads != num_heads {
-        let expected = format!("num_attention_heads = {num_heads}: every head has keys of its own");
-        return Err(config.invalid("num_key_value_heads", &expected, kv_heads));
-    }
-    let qk_nope_head_dim = config.size_or(&["qk_nope_head_dim"], 128, limits::HEAD_DIM)?;
-    Ok(MlaConfig {
-        hidden_size: config.size_or(&["hidden_size"], 4096, limits::WIDTH)?,
-        num_heads,
-        q_lora_rank: or_null(config, "q_lora_rank", 1536, limits::WIDTH)?,
-        kv_lora_rank: config.size_or(&["kv_lora_rank"], 512, limits::WIDTH)?,
-        qk_nope_head_dim,
-        qk_rope_head_dim: rope.dim,
-        v_head_dim: config.size_or(&["v_head_dim"], 128, limits::HEAD_DIM)?,
-        bias: config.bool_or(&["attention_bias"], false)?,
-        norm_eps: LATENT_NORM_EPS,
-        softmax_scale: ((qk_nope_head_dim + rope.dim) as f64).powf(-0.5) * mscale(config, rope)?.powi(2),
-        form: MlaForm::Absorbed,
-    })
-}
-
-/// DeepSeek's temperature of long contexts: `mscale_all_dim` of scaled RoPE also multiplies both
-/// sides of every score.
-fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
-    let factor = match &rope.scaling {
-        RopeScaling::Default => return Ok(1.0),
-        RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => *factor,
-        RopeScaling::Yarn(yarn) => yarn.factor,
-    };
-    let Some(section) = RopeConfig::section(config)? else { return Ok(1.0) };
-    let all_dim = section.float_or(&["mscale_all_dim"], 0.0)?;
-    if !(0.0..=LARGEST_MSCALE).contains(&all_dim) {
-        let expected = format!("a number from 0 to {LARGEST_MSCALE}");
-        return Err(section.invalid("mscale_all_dim", &expected, all_dim));
-    }
-    // At 0 this is 1, as where the key is absent.
-    Ok(yarn_mscale(factor, all_dim))
+    Ok(LatentSpec { ignored_by_transformers, ..LatentSpec::new(config, decoder, attention)? })
 }
 
 /// The routing; an explicit null for the number of experts means a dense model.

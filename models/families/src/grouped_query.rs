@@ -5,7 +5,7 @@ use candle_nn::VarBuilder;
 use model_runtime::config::limits;
 use model_runtime::{
     AttentionConfig, Config, ConfigError, DecoderConfig, Geometry, GeometryError, GroupedQueryModel,
-    LayerStates, MlaForm, QkNorm, TensorLayout,
+    LayerStates, MlaForm, QkNorm, RotatedPairs, TensorLayout,
 };
 use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
 use moe_layer::MoePath;
@@ -135,6 +135,7 @@ pub(crate) fn attention(config: &Config, defaults: &Sizes) -> Result<AttentionCo
         num_kv_heads,
         head_dim,
         rotary_dim: head_dim,
+        rotated_pairs: RotatedPairs::Halves,
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,

@@ -3,8 +3,8 @@
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use model_runtime::{
-    Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, LayerStates, MlaAttention, MlaConfig,
-    MlaForm, MlaNames, TensorLayout,
+    Config, ConfigError, Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, LayerStates,
+    MlaAttention, MlaConfig, MlaForm, MlaNames, TensorLayout,
 };
 use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
 use moe_layer::candle::{self, DType};
@@ -13,6 +13,9 @@ use tracing::warn;
 
 /// What errors call the reduced size of o_proj.
 const OUTPUT: &str = "the width of all value heads";
+
+/// Tensors of a layer without its experts, at most.
+const LAYER_TENSORS: usize = 20;
 
 const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
 
@@ -30,6 +33,21 @@ pub struct LatentSpec {
 }
 
 impl LatentSpec {
+    /// A model of these parts, with sizes that are not absurd together.
+    ///
+    /// # Errors
+    /// A dtype that is not known; the first product of sizes beyond its limit.
+    pub(crate) fn new(
+        config: &Config,
+        decoder: DecoderConfig,
+        attention: MlaConfig,
+    ) -> Result<Self, ConfigError> {
+        let head = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim;
+        let reads = attention.hidden_size.max(attention.kv_lora_rank).max(attention.q_lora_rank.unwrap_or(0));
+        decoder.check_sizes(config, LAYER_TENSORS, &[attention.num_heads, head, reads, 2])?;
+        Ok(Self { decoder, attention, dtype: config.dtype()?, ignored_by_transformers: Vec::new() })
+    }
+
     /// Attention in a form.
     pub fn mla(&self, form: MlaForm) -> MlaConfig {
         MlaConfig { form, ..self.attention.clone() }
@@ -81,7 +99,8 @@ impl ModelSpec for LatentSpec {
 
     fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {
         let names = &self.decoder.names.latent;
-        self.decoder.layout(geometry, has, |_, prefix, list| attention(&self.attention, names, prefix, list))
+        self.decoder
+            .layout(geometry, has, |_, prefix, list| projections(&self.attention, names, prefix, list))
     }
 
     fn states(
@@ -111,7 +130,7 @@ impl ModelSpec for LatentSpec {
 
 /// Up-projections have the rows of this rank's heads, o_proj their columns; down-projections and norms
 /// are whole, because all heads read the latents.
-fn attention(
+fn projections(
     config: &MlaConfig,
     names: &MlaNames,
     prefix: &str,

@@ -2,10 +2,15 @@
 #![doc = include_str!("../README.md")]
 
 pub mod deepseek_v2;
+pub mod deepseek_v3;
 mod embedded;
+pub mod ernie4_5_moe;
 pub mod glm4_moe;
+pub mod glm4_moe_lite;
 pub mod grouped_query;
 pub mod latent;
+mod latent_config;
+pub mod minimax_m2;
 pub mod mixtral;
 pub mod olmoe;
 pub mod qwen2_moe;
@@ -23,6 +28,11 @@ pub const TABLE: &[ModelFamily] = &[
     olmoe::FAMILY,
     qwen2_moe::FAMILY,
     glm4_moe::FAMILY,
+    deepseek_v3::FAMILY,
+    deepseek_v3::KIMI_K2,
+    glm4_moe_lite::FAMILY,
+    minimax_m2::FAMILY,
+    ernie4_5_moe::FAMILY,
 ];
 
 /// The families of a program that runs all of them.

@@ -6,7 +6,7 @@ use std::path::Path;
 use model_runtime::Config;
 use moe_engine::{AttentionSpec, Families, ModelFamily};
 
-use crate::{ALL, EMBEDDED, TABLE, deepseek_v2, only, qwen3_moe};
+use crate::{ALL, EMBEDDED, TABLE, deepseek_v2, deepseek_v3, only, qwen3_moe};
 
 fn config(text: &str) -> Config {
     Config::parse(text, "config.json").unwrap()
@@ -18,9 +18,11 @@ fn refused(families: Families, text: &str) -> String {
 
 #[test]
 fn every_row_has_names_of_its_own() {
-    for name in [|row: &ModelFamily| row.model_type, |row: &ModelFamily| row.architecture] {
-        assert_eq!(TABLE.iter().map(name).collect::<HashSet<_>>().len(), TABLE.len());
-    }
+    assert_eq!(TABLE.iter().map(|row| row.model_type).collect::<HashSet<_>>().len(), TABLE.len());
+    // A network that is published under two types has one name in `architectures`, which stands for the first row.
+    let own_name = |row: &&ModelFamily| row.model_type != deepseek_v3::KIMI_K2.model_type;
+    let architectures: Vec<_> = TABLE.iter().filter(own_name).map(|row| row.architecture).collect();
+    assert_eq!(architectures.iter().collect::<HashSet<_>>().len(), architectures.len());
     assert!(TABLE.iter().all(|row| row.example.split('/').count() == 2));
     ALL.parse(&config(EMBEDDED.config)).unwrap();
 }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use model_runtime::{
     Attention, AttentionConfig, AttentionWeights, Embedding, KvCache, KvLayout, LmHead, LogitsRows, QkNorm,
-    RmsNorm, Rope, RopeConfig, RopeScaling, SequenceStep, Step,
+    RmsNorm, Rope, RopeConfig, RopeScaling, RotatedPairs, SequenceStep, Step,
 };
 
 use super::case::{Call, Case};
@@ -41,6 +41,7 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
         num_kv_heads: kv_heads,
         head_dim: dim,
         rotary_dim: dim,
+        rotated_pairs: RotatedPairs::Halves,
         qkv_bias: false,
         o_bias: true,
         qk_norm: QkNorm::PerHead,

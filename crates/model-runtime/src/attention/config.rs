@@ -17,6 +17,16 @@ pub enum QkNorm {
     AllHeads,
 }
 
+/// Which two of a head's R rotated dimensions are one pair.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RotatedPairs {
+    /// i and i + R/2 (GPT-NeoX): most models.
+    #[default]
+    Halves,
+    /// 2i and 2i + 1 (GPT-J).
+    Neighbours,
+}
+
 /// Sizes and options of an attention layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionConfig {
@@ -30,6 +40,8 @@ pub struct AttentionConfig {
     pub head_dim: usize,
     /// Dimensions of a head that are rotated, the first ones: D or less; even.
     pub rotary_dim: usize,
+    /// Which of the rotated dimensions turn together.
+    pub rotated_pairs: RotatedPairs,
     /// Whether q, k and v have biases.
     pub qkv_bias: bool,
     /// Whether the output product has a bias.

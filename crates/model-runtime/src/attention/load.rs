@@ -100,9 +100,9 @@ impl Attention {
         let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));
         let heads = config.query_key_heads();
         let in_order = |tensor: Tensor| config.in_rotated_order(tensor, heads);
-        let qkv = match config.rotary_dim < d {
-            true => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
-            false => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+        let qkv = match config.is_in_rotated_order() {
+            false => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
+            true => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
         };
         let qkv_bias = config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?;
         let output = context.row_parallel_use(q);
@@ -132,7 +132,7 @@ fn load_floats(
             let name = format!("{}.{module}", vb.prefix());
             if source.scheme(&name)? != QuantScheme::NONE {
                 warn!(
-                    "{name} is loaded as floats: a part of each head is rotated, so its rows change their order"
+                    "{name} is loaded as floats: kernels rotate heads in another order, so its rows change their places"
                 );
             }
         }

@@ -11,5 +11,5 @@ mod load;
 mod partial;
 mod ranks;
 
-pub use config::{AttentionConfig, AttentionWeights, QkNorm};
+pub use config::{AttentionConfig, AttentionWeights, QkNorm, RotatedPairs};
 pub use layer::Attention;

@@ -1,13 +1,13 @@
-//! Heads of which only the first dimensions are rotated.
+//! Heads of which only the first dimensions are rotated, or whose rotated pairs are neighbours.
 //!
 //! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. Models that rotate R < D dimensions pair i with
-//! i + R/2. So the rows of q and of k are put in another order when they are loaded, in which the pairs are D/2 apart;
+//! i + R/2, and some pair 2i with 2i + 1 ([`RotatedPairs`]). So the rows of q and of k are put in another order when they are loaded, in which the pairs are D/2 apart;
 //! pairs that are not rotated have a cosine of 1 and a sine of 0 ([`Rope`](crate::Rope)), which changes no bit of them.
 //! Both sides of a score are in the same order, and values keep theirs.
 
 use candle_core::{Result, Tensor};
 
-use super::config::{AttentionConfig, QkNorm};
+use super::config::{AttentionConfig, QkNorm, RotatedPairs};
 
 impl AttentionConfig {
     /// Heads of q and of k.
@@ -15,9 +15,14 @@ impl AttentionConfig {
         self.num_heads + self.num_kv_heads
     }
 
+    /// Whether kernels rotate heads in the order of the checkpoint.
+    pub(super) fn is_in_rotated_order(&self) -> bool {
+        self.rotary_dim == self.head_dim && self.rotated_pairs == RotatedPairs::Halves
+    }
+
     /// `tensor` [rows, ..] with the rows of its first `heads` heads in the order in which kernels rotate them.
     pub(super) fn in_rotated_order(&self, tensor: Tensor, heads: usize) -> Result<Tensor> {
-        if self.rotary_dim == self.head_dim {
+        if self.is_in_rotated_order() {
             return Ok(tensor);
         }
         let rows = tensor.dim(0)?;
@@ -42,9 +47,14 @@ impl AttentionConfig {
     fn head_order(&self) -> Vec<usize> {
         let (pairs, half) = (self.rotary_dim / 2, self.head_dim / 2);
         let kept = self.rotary_dim..self.head_dim;
-        let (first, second) = (0..pairs, pairs..self.rotary_dim);
+        let dims = 0..self.rotary_dim;
+        let is_first = |dim: &usize| match self.rotated_pairs {
+            RotatedPairs::Halves => *dim < pairs,
+            RotatedPairs::Neighbours => dim.is_multiple_of(2),
+        };
+        let (first, second) = dims.partition::<Vec<_>, _>(is_first);
         let (before, after) = kept.clone().partition::<Vec<_>, _>(|dim| dim - kept.start < half - pairs);
-        first.chain(before).chain(second).chain(after).collect()
+        [first, before, second, after].concat()
     }
 }
 
@@ -61,6 +71,7 @@ mod tests {
             num_kv_heads: 1,
             head_dim,
             rotary_dim,
+            rotated_pairs: RotatedPairs::Halves,
             qkv_bias: true,
             o_bias: false,
             qk_norm: QkNorm::None,
@@ -76,6 +87,17 @@ mod tests {
         assert_eq!(config(8, 2).head_order(), [0, 2, 3, 4, 1, 5, 6, 7]);
         assert_eq!(config(6, 4).head_order(), [0, 1, 4, 2, 3, 5]);
         assert_eq!(config(6, 6).head_order(), [0, 1, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn neighbours_are_half_a_head_apart() {
+        let neighbours = |head_dim, rotary_dim| AttentionConfig {
+            rotated_pairs: RotatedPairs::Neighbours,
+            ..config(head_dim, rotary_dim)
+        };
+        assert_eq!(neighbours(6, 6).head_order(), [0, 2, 4, 1, 3, 5]);
+        assert_eq!(neighbours(8, 4).head_order(), [0, 2, 4, 5, 1, 3, 6, 7]);
+        assert!(!neighbours(6, 6).is_in_rotated_order() && config(6, 6).is_in_rotated_order());
     }
 
     #[test]

@@ -63,7 +63,9 @@ impl DecoderConfig {
         let (e, h, names) = (moe.router.num_experts, self.hidden_size, &self.names);
         list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
         if moe.router.correction_bias {
-            list.whole(format!("{mlp}.{}.e_score_correction_bias", names.gate), &[e]);
+            let bias = &names.correction_bias;
+            let stored = bias.stored(|name| has(&format!("{mlp}.{name}")));
+            list.whole(format!("{mlp}.{stored}"), &bias.dims(e));
         }
         let width = moe.shared_intermediate_size;
         let shared = names.shared_experts.map(|name| format!("{mlp}.{name}"));

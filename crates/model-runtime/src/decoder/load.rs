@@ -14,6 +14,7 @@ use moe_layer::{
 };
 
 use super::config::{DecoderConfig, MoeConfig};
+use super::gate::gate;
 use super::layer::{Decoder, DecoderLayer, Mlp};
 use super::layout::{DENSE, SHARED, WITH_SHARED};
 use crate::config::RopeConfig;
@@ -189,7 +190,7 @@ impl MlpLoader<'_> {
         };
         let vb = vb.pp(names.sparse_mlp(|name| vb.contains_tensor(name)));
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
-        let (mut options, gate) = (self.block(moe, layer), vb.pp(names.gate));
+        let (mut options, gate) = (self.block(moe, layer), gate(names, &vb));
         let Some(name) = names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
             let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(names.experts))?;
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));

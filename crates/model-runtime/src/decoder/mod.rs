@@ -8,6 +8,7 @@
 mod config;
 mod explain;
 mod forward;
+mod gate;
 mod grouped_query;
 mod layer;
 mod layout;

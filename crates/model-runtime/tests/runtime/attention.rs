@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, AttentionWeights, KvCache, KvLayout, LogitsRows, QkNorm,
-    Rope, SequenceStep, Step,
+    Rope, RotatedPairs, SequenceStep, Step,
 };
 use proptest::prelude::*;
 
@@ -72,11 +72,16 @@ fn normed(x: Vec<f64>, weight: &[f32], eps: f64) -> Vec<f64> {
 }
 
 /// Rotation of the first `d` dimensions of one head at a position.
-fn head(x: &[f64], position: usize, d: usize) -> Vec<f64> {
+fn head(x: &[f64], position: usize, config: &AttentionConfig) -> Vec<f64> {
+    let d = config.rotary_dim;
     (0..d)
         .map(|i| {
-            let angle = position as f64 / 10000f64.powf((i % (d / 2)) as f64 * 2.0 / d as f64);
-            let other = if i < d / 2 { -x[i + d / 2] } else { x[i - d / 2] };
+            let (pair, is_first, other) = match config.rotated_pairs {
+                RotatedPairs::Halves => (i % (d / 2), i < d / 2, (i + d / 2) % d),
+                RotatedPairs::Neighbours => (i / 2, i % 2 == 0, i ^ 1),
+            };
+            let angle = position as f64 / 10000f64.powf(pair as f64 * 2.0 / d as f64);
+            let other = if is_first { -x[other] } else { x[other] };
             x[i] * angle.cos() + other * angle.sin()
         })
         .chain(x[d..].iter().copied())
@@ -95,7 +100,7 @@ fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f
             Some(weight) => normed(project(x, name), weight, config.rms_norm_eps),
             None => project(x, name),
         };
-        projected.chunks(d).map(|h| head(h, position, config.rotary_dim)).collect()
+        projected.chunks(d).map(|h| head(h, position, config)).collect()
     };
     let keys: Vec<_> = x.iter().enumerate().map(|(p, x)| heads(x, "k_proj", "k_norm", p)).collect();
     let values: Vec<Vec<f64>> = x.iter().map(|x| project(x, "v_proj")).collect();
@@ -127,13 +132,14 @@ proptest! {
         kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, pairs in 1usize..6, hidden in 1usize..20,
         qkv_bias: bool, o_bias: bool,
         qk_norm in prop_oneof![Just(QkNorm::None), Just(QkNorm::PerHead), Just(QkNorm::AllHeads)],
+        rotated_pairs in prop_oneof![Just(RotatedPairs::Halves), Just(RotatedPairs::Neighbours)],
         window in prop_oneof![Just(None), (1usize..80).prop_map(Some)],
         scale in prop_oneof![Just(None), Just(Some(0.3))],
         lens in (1usize..90, 1usize..20), cut in 0.0f64..1.0, block_size in 1usize..20,
     ) {
         let config = AttentionConfig {
             hidden_size: hidden, num_heads: kv_heads * group, num_kv_heads: kv_heads, head_dim: 2 * half,
-            rotary_dim: 2 * pairs.min(half), qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
+            rotary_dim: 2 * pairs.min(half), rotated_pairs, qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
         };
         let (attention, weights) = layer(&config).unwrap();
         let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), 2 * half, 4096).unwrap();

@@ -6,8 +6,8 @@ use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, BlockContext, CausalLm, Decoder, DecoderConfig, DecoderOptions, DummyWeights,
     Exec, Geometry, GroupedQueryModel, KvCache, KvLayer, LayerState, LogitsRows, Mixer, MixerIo, Observed,
-    Observer, QkNorm, RmsNorm, Rope, RopeRows, SequenceStep, Step, StepContext, StepViews, TensorNames, View,
-    host_logits, run_step,
+    Observer, QkNorm, RmsNorm, Rope, RopeRows, RotatedPairs, SequenceStep, Step, StepContext, StepViews,
+    TensorNames, View, host_logits, run_step,
 };
 use moe_kernels::copy_rows_into;
 use moe_kernels::plan::{Fusion, Machine, Stage};
@@ -26,6 +26,7 @@ fn attention(heads: [usize; 3], sliding_window: Option<usize>) -> AttentionConfi
         num_kv_heads,
         head_dim,
         rotary_dim: if head_dim == 12 { 8 } else { head_dim },
+        rotated_pairs: RotatedPairs::Halves,
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,

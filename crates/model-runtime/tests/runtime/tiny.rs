@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, LmHead,
-    LogitsOut, Mixer, MixerIo, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, StepContext, StepViews,
-    TensorSpec,
+    LogitsOut, Mixer, MixerIo, ModelInfo, Observed, Observer, QkNorm, RmsNorm, Rope, RotatedPairs,
+    StepContext, StepViews, TensorSpec,
 };
 use moe_kernels::{add_into, embedding_into};
 
@@ -20,6 +20,7 @@ pub fn attention_config(window: Option<usize>) -> AttentionConfig {
         num_kv_heads: 2,
         head_dim: 8,
         rotary_dim: 8,
+        rotated_pairs: RotatedPairs::Halves,
         qkv_bias: true,
         o_bias: false,
         qk_norm: QkNorm::PerHead,

@@ -18,8 +18,8 @@ use profile::{Method, Profile};
 
 type Result<T> = std::result::Result<T, RouterError>;
 
-const NUM_EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
-const TOP_K: [&str; 2] = ["num_experts_per_tok", "moe_topk"];
+const NUM_EXPERTS: [&str; 4] = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
+const TOP_K: [&str; 3] = ["num_experts_per_tok", "moe_topk", "moe_k"];
 const NUM_EXPERT_GROUP: [&str; 2] = ["num_expert_group", "n_group"];
 const CORRECTION_BIAS: [&str; 2] = ["e_score_correction_bias", "moe_router_use_correction_bias"];
 
@@ -49,8 +49,8 @@ impl RouterConfig {
     /// |---|---|---|
     /// | method | `moe_router_backend` (`softmax`, `sigmoid`, `fused_gate` = `noaux_tc`), else `topk_method` (`greedy`, `group_limited_greedy`, `noaux_tc`) | by `model_type`; without one, plain top-k |
     /// | scores | `scoring_func` (`softmax`, `sigmoid`, `sqrtsoftplus`) | by method and `model_type`; softmax |
-    /// | experts | `num_experts`, `num_local_experts`, `n_routed_experts` | by `model_type` |
-    /// | experts per token | `num_experts_per_tok`, `moe_topk`; counts fused shared experts | by `model_type` |
+    /// | experts | `num_experts`, `num_local_experts`, `n_routed_experts`, `moe_num_experts` | by `model_type` |
+    /// | experts per token | `num_experts_per_tok`, `moe_topk`, `moe_k`; counts fused shared experts | by `model_type` |
     /// | groups | `num_expert_group`, `n_group`; `topk_group` | by `model_type` |
     /// | bias | `e_score_correction_bias`, `moe_router_use_correction_bias` | true for noaux_tc |
     /// | renormalise | `norm_topk_prob` | by `model_type`; false |
@@ -61,7 +61,7 @@ impl RouterConfig {
     /// | weight on input | `apply_router_weight_on_input` | by `model_type`; false |
     ///
     /// Model types with a profile: deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4, dots1,
-    /// glm4_moe, gpt_oss, llama4_text, longcat_flash, minimax_m2, mixtral, olmoe, qwen2_moe,
+    /// ernie4_5_moe, glm4_moe, glm4_moe_lite, gpt_oss, llama4_text, longcat_flash, minimax_m2, mixtral, olmoe, qwen2_moe,
     /// qwen3_moe, qwen3_next, qwen3_5_moe_text. `text_config` of a multimodal model is looked
     /// into. Any other model type must name its method.
     ///

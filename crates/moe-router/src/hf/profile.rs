@@ -99,6 +99,13 @@ const PROFILES: &[Profile] = &[
         ..base(&["deepseek_v4"], 256, 6)
     },
     Profile { model_types: &["glm4_moe"], ..NOAUX },
+    Profile {
+        model_types: &["glm4_moe_lite"],
+        num_experts: Some(64),
+        top_k: Some(4),
+        routed_scaling_factor: 1.8,
+        ..NOAUX
+    },
     Profile { model_types: &["dots1"], num_experts: None, top_k: None, renormalize: false, ..NOAUX },
     Profile {
         scoring: Scoring::Sigmoid,
@@ -106,6 +113,7 @@ const PROFILES: &[Profile] = &[
         renormalize: true,
         ..base(&["minimax_m2"], 256, 8)
     },
+    Profile { method: Method::BiasedTopK, renormalize: true, ..base(&["ernie4_5_moe"], 64, 6) },
     Profile {
         method: Method::BiasedTopK,
         routed_scaling_factor: 6.0,

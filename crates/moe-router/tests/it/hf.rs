@@ -202,11 +202,11 @@ fn every_fault_has_its_message() {
         ),
         (
             json!({"num_experts_per_tok": 2}),
-            "the model's configuration lacks num_experts or num_local_experts or n_routed_experts",
+            "the model's configuration lacks num_experts or num_local_experts or n_routed_experts or moe_num_experts",
         ),
         (
             json!({"model_type": "deepseek_v2"}),
-            "the model's configuration lacks num_experts_per_tok or moe_topk",
+            "the model's configuration lacks num_experts_per_tok or moe_topk or moe_k",
         ),
         (infinilm(json!({"num_experts": "16"})), "num_experts must be a non-negative integer, got \"16\""),
         (

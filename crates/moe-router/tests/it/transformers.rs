@@ -35,7 +35,7 @@ fn build(case: &Value) -> Result<Router> {
 #[test]
 fn routers_of_transformers() -> Result<()> {
     let cases: Vec<Value> = serde_json::from_str(REFERENCE).expect("the reference");
-    assert_eq!(cases.len(), 19);
+    assert_eq!(cases.len(), 21);
     for case in &cases {
         let name = &case["name"];
         let router = build(case)?;

@@ -1,0 +1,129 @@
+//! What the configs of families with multi-head latent attention say alike.
+
+use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
+use model_runtime::{MlaConfig, MlaForm};
+
+/// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
+const LATENT_NORM_EPS: f64 = 1e-6;
+/// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
+const LARGEST_MSCALE: f64 = 1e3;
+
+/// Defaults of a family's sizes; those that are not here are the same in all.
+pub(crate) struct Sizes {
+    pub hidden_size: usize,
+    pub num_heads: usize,
+    pub q_lora_rank: usize,
+    pub qk_nope_head_dim: usize,
+    pub v_head_dim: usize,
+    pub max_position_embeddings: usize,
+}
+
+/// The rotary settings of the config, whose heads have `qk_rope_head_dim` rotated dimensions of their own.
+///
+/// # Errors
+/// An odd number of them; what [`RopeConfig::from_config`] refuses.
+pub(crate) fn rope(config: &Config, defaults: &Sizes) -> Result<RopeConfig, ConfigError> {
+    let positions =
+        config.size_or(&["max_position_embeddings"], defaults.max_position_embeddings, limits::POSITIONS)?;
+    let dim = config.size_or(&["qk_rope_head_dim"], 64, limits::HEAD_DIM)?;
+    if dim % 2 != 0 {
+        return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", dim));
+    }
+    RopeConfig::from_config(config, dim, positions)
+}
+
+/// Attention of the config's sizes in the absorbed form.
+///
+/// # Errors
+/// Values out of bounds; another number of key heads than of query heads.
+pub(crate) fn attention(
+    config: &Config,
+    rope: &RopeConfig,
+    defaults: &Sizes,
+) -> Result<MlaConfig, ConfigError> {
+    let num_heads = config.size_or(&["num_attention_heads"], defaults.num_heads, limits::HEADS)?;
+    let kv_heads = config.size_or(&["num_key_value_heads"], num_heads, limits::HEADS)?;
+    if kv_heads != num_heads {
+        let expected = format!("num_attention_heads = {num_heads}: every head has keys of its own");
+        return Err(config.invalid("num_key_value_heads", &expected, kv_heads));
+    }
+    let qk_nope_head_dim =
+        config.size_or(&["qk_nope_head_dim"], defaults.qk_nope_head_dim, limits::HEAD_DIM)?;
+    Ok(MlaConfig {
+        hidden_size: config.size_or(&["hidden_size"], defaults.hidden_size, limits::WIDTH)?,
+        num_heads,
+        q_lora_rank: or_null(config, "q_lora_rank", defaults.q_lora_rank, limits::WIDTH)?,
+        kv_lora_rank: config.size_or(&["kv_lora_rank"], 512, limits::WIDTH)?,
+        qk_nope_head_dim,
+        qk_rope_head_dim: rope.dim,
+        v_head_dim: config.size_or(&["v_head_dim"], defaults.v_head_dim, limits::HEAD_DIM)?,
+        bias: config.bool_or(&["attention_bias"], false)?,
+        norm_eps: LATENT_NORM_EPS,
+        softmax_scale: ((qk_nope_head_dim + rope.dim) as f64).powf(-0.5) * mscale(config, rope)?.powi(2),
+        form: MlaForm::Absorbed,
+    })
+}
+
+/// A size whose absence means a default and whose explicit null means none, as in DeepSeek's own
+/// configs.
+///
+/// # Errors
+/// A size out of bounds.
+pub(crate) fn or_null(
+    config: &Config,
+    key: &str,
+    default: usize,
+    bounds: Bounds,
+) -> Result<Option<usize>, ConfigError> {
+    match config.object().contains_key(key) {
+        true => config.opt_size(&[key], bounds),
+        false => Ok(Some(default)),
+    }
+}
+
+/// DeepSeek's temperature of long contexts: `mscale_all_dim` of scaled RoPE also multiplies both
+/// sides of every score.
+fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
+    let factor = match &rope.scaling {
+        RopeScaling::Default => return Ok(1.0),
+        RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => *factor,
+        RopeScaling::Yarn(yarn) => yarn.factor,
+    };
+    let Some(section) = RopeConfig::section(config)? else { return Ok(1.0) };
+    let all_dim = section.float_or(&["mscale_all_dim"], 0.0)?;
+    if !(0.0..=LARGEST_MSCALE).contains(&all_dim) {
+        let expected = format!("a number from 0 to {LARGEST_MSCALE}");
+        return Err(section.invalid("mscale_all_dim", &expected, all_dim));
+    }
+    // At 0 this is 1, as where the key is absent.
+    Ok(yarn_mscale(factor, all_dim))
+}
+
+/// Refuses a config whose experts are not chosen as in DeepSeek-V3, which is all that transformers' code of such a family
+/// knows: it reads neither key.
+///
+/// # Errors
+/// A `topk_method` or a `scoring_func` of another routing.
+pub(crate) fn check_noaux_routing(config: &Config) -> Result<(), ConfigError> {
+    for (key, only) in [("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")] {
+        if let Some(other) = config.opt_string(&[key])?.filter(|value| *value != only) {
+            let advice = format!("; the routing of this family is {key} {only:?}");
+            return Err(config.unsupported(format!("{key} {other:?}"), &advice));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses rotary embedding whose pairs are halves of a head apart.
+///
+/// # Errors
+/// `rope_interleave` false.
+pub(crate) fn check_interleaved(config: &Config) -> Result<(), ConfigError> {
+    match config.bool_or(&["rope_interleave"], true)? {
+        true => Ok(()),
+        false => Err(config.unsupported(
+            "rope_interleave false",
+            "; neighbouring dimensions of a head are rotated together, as published models have it",
+        )),
+    }
+}
