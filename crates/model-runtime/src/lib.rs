@@ -34,7 +34,7 @@ pub use checkpoint::{
     TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use decoder::{Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, MoeConfig};
+pub use decoder::{Decoder, DecoderConfig, DecoderOptions, GroupedQueryModel, MoeConfig, router_gate};
 pub use kv_cache::{KvCache, KvLayer, KvLayout, LayerState, LayerStates};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mixer::{Mixer, MixerIo};

@@ -13,6 +13,7 @@ use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config, Geometry};
 use moe_engine::engine::host_memory;
 use moe_engine::tokenizer::Tokenizer;
+use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use serde_json::{Map, Value, json};
 
 use crate::Program;
@@ -31,8 +32,8 @@ const SIZES: [(&str, &[&str]); 9] = [
     ("hidden size", &["hidden_size"]),
     ("attention heads", &["num_attention_heads"]),
     ("key-value heads", &["num_key_value_heads"]),
-    ("experts", preflight::NUM_EXPERTS),
-    ("experts per token", &["num_experts_per_tok"]),
+    ("experts", &NUM_EXPERTS),
+    ("experts per token", &TOP_K),
     ("expert width", &["moe_intermediate_size"]),
     ("vocabulary", &["vocab_size"]),
     ("context", &["max_position_embeddings"]),
@@ -58,7 +59,8 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
         }
     }
     if headers.as_ref().is_ok_and(hub::Headers::are_remote) {
-        let (name, model) = (shell::program(), &args.model);
+        let name = shell::program();
+        let model = &args.model;
         facts.insert("weights".into(), format!("not here; `{name} download {model}` fetches them").into());
     }
     if let Ok(checkpoint) = &opened {
@@ -138,7 +140,8 @@ fn quantisation(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<Stri
     let Some(config) = &checkpoint.quantisation else { return Ok(()) };
     let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
     let tensors = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.tensors;
-    let (mut schemes, mut parameters) = (BTreeSet::new(), 0u64);
+    let mut schemes = BTreeSet::new();
+    let mut parameters = 0u64;
     for spec in &tensors {
         parameters += spec.shape.iter().map(|&dim| dim as u64).product::<u64>();
         if let Some(module) = spec.name.strip_suffix(".weight").filter(|_| spec.shape.len() == 2) {

@@ -8,9 +8,8 @@ use anyhow::{Context, Result, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Config, RoutedExperts};
 use moe_engine::usage;
+use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-
-use crate::preflight::NUM_EXPERTS;
 
 const NAME: &str = "routed_experts";
 
@@ -49,9 +48,10 @@ pub fn check(recording: &RoutedExperts, config: &Config) -> Result<()> {
     const FLAG: &str = "--replay-routed-experts";
     let size = |keys: &[&str], bounds| config.opt_size(keys, bounds);
     let layers = size(&["num_hidden_layers"], limits::LAYERS)?.unwrap_or(usize::MAX);
-    let top_k = size(&["num_experts_per_tok"], limits::EXPERTS)?;
-    let experts = size(NUM_EXPERTS, limits::EXPERTS)?.unwrap_or(usize::MAX);
-    let (shown_layers, shown_top_k) = (recording.layers(), recording.top_k());
+    let top_k = size(&TOP_K, limits::EXPERTS)?;
+    let experts = size(&NUM_EXPERTS, limits::EXPERTS)?.unwrap_or(usize::MAX);
+    let shown_layers = recording.layers();
+    let shown_top_k = recording.top_k();
     if shown_layers > layers {
         return Err(usage(format!(
             "{FLAG}: expected at most {layers} layers as the model has, got {shown_layers}"

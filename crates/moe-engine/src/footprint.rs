@@ -227,7 +227,8 @@ impl StepSizes {
     /// Sizes that no model has.
     pub fn of(raw: &Config, max_context_len: usize) -> Result<Self> {
         let size = |key: &str| raw.opt_size(&[key], 0..=1 << 30).map(Option::unwrap_or_default);
-        let (vocab_size, hidden_size) = (size("vocab_size")?, size("hidden_size")?);
+        let vocab_size = size("vocab_size")?;
+        let hidden_size = size("hidden_size")?;
         Ok(Self { max_context_len, vocab_size, hidden_size })
     }
 
@@ -241,9 +242,7 @@ impl StepSizes {
 
 /// How often an expert is there on average: once, or more with redundant ones.
 fn copies_of_experts(raw: &Config, run: &RunConfig) -> Result<f64> {
-    let experts = raw
-        .opt_size(&["num_experts", "num_local_experts", "n_routed_experts"], 1..=1 << 20)
-        .context("the number of experts")?;
+    let experts = raw.opt_size(&moe_layer::hf::NUM_EXPERTS, 1..=1 << 20).context("the number of experts")?;
     let redundant = run.placements.num_redundant_experts as f64;
     Ok(experts.map_or(1.0, |experts| 1.0 + redundant / experts as f64))
 }
@@ -267,7 +266,10 @@ mod tests {
 
     /// About Qwen3-30B-A3B in bf16.
     fn footprint() -> Footprint {
-        let (weights, copies, experts, floats) = (57 * GIB, GIB, 54 * GIB, 55 * GIB);
+        let weights = 57 * GIB;
+        let copies = GIB;
+        let experts = 54 * GIB;
+        let floats = 55 * GIB;
         Footprint { weights, copies, experts, floats, float_size: 2, ranks: 1 }
     }
 
@@ -279,7 +281,8 @@ mod tests {
 
     #[test]
     fn weights_that_do_not_fit_name_what_would() {
-        let (footprint, cpu) = (footprint(), Place::default());
+        let footprint = footprint();
+        let cpu = Place::default();
         assert!(footprint.check_weights(58 * GIB, &cpu).is_ok());
         let error = refused(&footprint, 24 * GIB, &cpu);
         let expected = "the weights need 57.00 GiB of memory, and 1.00 GiB more while they are loaded, but 24.00 GiB are \

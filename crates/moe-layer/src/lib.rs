@@ -72,4 +72,5 @@ pub use moe_kernels::{
 };
 pub use moe_router::{
     RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,
+    hf,
 };

@@ -38,7 +38,8 @@ impl Dequantised {
     /// A header that is not read; I/O; files that are not safetensors; a tensor in two files.
     pub fn open(dir: &Path, config: &Value) -> Result<Self> {
         let config = QuantConfig::from_json(config)?;
-        let (mut files, mut place) = (Vec::new(), BTreeMap::new());
+        let mut files = Vec::new();
+        let mut place = BTreeMap::new();
         for path in weight_files(dir)? {
             let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
             let (length, header) = SafeTensors::read_metadata(&bytes)

@@ -38,7 +38,8 @@ impl<'a> Job<'a> {
     pub fn begin(source: &'a Source, out: &Path, settings: &'a Settings) -> Result<Self> {
         let mut files = Files::new();
         let mut report = Report { notes: source.notes.clone(), ..Report::default() };
-        let (mut specs, mut places) = (Vec::new(), BTreeMap::new());
+        let mut specs = Vec::new();
+        let mut places = BTreeMap::new();
         for (file, tensors) in source.files()? {
             for (spec, dtype) in tensors {
                 report.bytes.0 += (spec.shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64;

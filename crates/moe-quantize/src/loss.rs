@@ -43,7 +43,9 @@ pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Resu
     let model = load(model, &config, spec.as_ref())?;
     let reference = reference.map(|dir| open_reference(dir, decoder.vocab_size)).transpose()?;
     let mut ex = Exec::cpu();
-    let (mut nats, mut divergence, mut tokens) = (0.0, 0.0, 0);
+    let mut nats = 0.0;
+    let mut divergence = 0.0;
+    let mut tokens = 0;
     let bar = progress::bar("windows", windows.len());
     for window in &windows {
         let rows = log_probabilities(model.as_ref(), window, &mut ex)?;

@@ -14,7 +14,7 @@ use moe_quantize::{
 };
 
 #[derive(Parser)]
-#[command(name = "moe-quantize", about = "Makes quantised checkpoints of Qwen3-MoE and DeepSeek-V2")]
+#[command(name = "moe-quantize", about = "Makes quantised checkpoints of every family that moe runs")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

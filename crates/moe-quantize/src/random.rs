@@ -139,7 +139,8 @@ fn plain(item: &Item, dtype: Dtype) -> Vec<(String, StoredSpec)> {
 
 /// Cuts the tensors into files.
 fn shards(outputs: &[Vec<(String, StoredSpec)>]) -> Files {
-    let (mut parts, mut bytes) = (vec![Vec::new()], 0);
+    let mut parts = vec![Vec::new()];
+    let mut bytes = 0;
     for tensors in outputs {
         let more: usize = tensors.iter().map(|(_, spec)| spec.len()).sum();
         if bytes > 0 && bytes + more > SHARD {
@@ -188,10 +189,12 @@ fn random_linear(
 
 /// Rows of words; those that a row does not fill end in zeros.
 fn packed_rows(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear: &Linear) -> Result<()> {
-    let (size, width) = (int.per_word(), linear.k.div_ceil(int.per_word()));
+    let size = int.per_word();
+    let width = linear.k.div_ceil(int.per_word());
     let used = linear.k - (width - 1) * size;
     let last = u32::MAX >> (32 - used * usize::from(int.bits));
-    let (mut at, centred) = (0, centred(int));
+    let mut at = 0;
+    let centred = centred(int);
     random.fill(out, linear.n * width * 4, |word| {
         let word = centred(word);
         at = (at + 1) % width;
@@ -203,7 +206,8 @@ fn packed_rows(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear:
 /// of 0 to 15 is half a step below. A matrix of that mean adds the same to all of its outputs, and after some layers
 /// every token has the same hidden state and the same experts.
 fn centred(int: IntFormat) -> impl Fn(u32) -> u32 {
-    let (bits, ones) = (u32::from(int.bits), u32::MAX / ((1 << int.bits) - 1));
+    let bits = u32::from(int.bits);
+    let ones = u32::MAX / ((1 << int.bits) - 1);
     move |word| {
         if int.zero_point {
             return word;

@@ -69,7 +69,8 @@ impl Grid {
             return None;
         }
         let (low, high) = weights.fold((0f32, 0f32), |(low, high), w| (low.min(w), high.max(w)));
-        let (most, middle) = (f32::from(self.most()), self.int.middle());
+        let most = f32::from(self.most());
+        let middle = self.int.middle();
         if low == high {
             return Some(GroupScale {
                 scale: 1.0,

@@ -12,7 +12,7 @@ mod error;
 mod forward;
 mod fused;
 mod gate;
-mod hf;
+pub mod hf;
 mod io;
 mod math;
 mod philox;

@@ -47,7 +47,8 @@ fn sampled_text_is_that_of_the_seed_on_both_paths() {
 
 #[test]
 fn batch_answers_and_chat_talks() {
-    let (model, dir) = (fixture("deepseek-text"), tempfile::tempdir().unwrap());
+    let model = fixture("deepseek-text");
+    let dir = tempfile::tempdir().unwrap();
     let model = model.to_str().unwrap();
     let body = |content: &str| {
         json!({"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0,
@@ -56,7 +57,8 @@ fn batch_answers_and_chat_talks() {
     let line = |id: &str, body: Value| {
         json!({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body}).to_string()
     };
-    let (input, output) = (dir.path().join("in.jsonl"), dir.path().join("out.jsonl"));
+    let input = dir.path().join("in.jsonl");
+    let output = dir.path().join("out.jsonl");
     fs::write(&input, format!("{}\n{}\n", line("a", body("Hello")), line("b", json!({"messages": 1}))))
         .unwrap();
     let files = ["--input", input.to_str().unwrap(), "--output", output.to_str().unwrap()];
@@ -185,7 +187,8 @@ fn what_transformers_ignores_is_said() {
         ("deepseek-layer-freq", "moe_layer_freq 2 is honoured"),
         ("deepseek-v2", ""),
     ] {
-        let (dir, json) = (fixture(name), tempfile::NamedTempFile::new().unwrap());
+        let dir = fixture(name);
+        let json = tempfile::NamedTempFile::new().unwrap();
         let reference = dir.join("reference.safetensors");
         let output = run(&[
             "parity",
@@ -206,8 +209,8 @@ fn what_transformers_ignores_is_said() {
 
 #[test]
 fn random_weights_can_be_timed_on_both_paths() {
-    let (config, json) =
-        (fixture("deepseek-v2").join("config.json"), tempfile::NamedTempFile::new().unwrap());
+    let config = fixture("deepseek-v2").join("config.json");
+    let json = tempfile::NamedTempFile::new().unwrap();
     for flags in [["--moe-path", "legacy"], ["--moe-path", "fused"]] {
         let output = run(&[
             &["bench", "--config", config.to_str().unwrap(), "--dummy-weights", "--batches", "2"][..],

@@ -43,7 +43,8 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
     let rope = rope(config, &SIZES)?;
     let rms_norm_eps = config.rms_norm_eps()?;
-    let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
+    let router = router(config)?;
+    let intermediate_size = width("moe_intermediate_size", 1407)?;
     let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
     let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
     let is_sparse = sparse_layers(config, router.is_some())?;

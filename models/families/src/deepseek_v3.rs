@@ -89,7 +89,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_deepseek_v3() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.decoder, &spec.attention);
+        let decoder = &spec.decoder;
+        let attention = &spec.attention;
         assert_eq!(
             (attention.num_heads, attention.q_lora_rank, attention.kv_lora_rank),
             (128, Some(1536), 512)

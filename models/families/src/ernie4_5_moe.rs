@@ -7,6 +7,7 @@ use model_runtime::{
 };
 use moe_engine::ModelFamily;
 
+use crate::fixed_routing::check_biased_routing;
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// ERNIE 4.5 with experts, text alone.
@@ -46,6 +47,7 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     if config.bool_or(&["use_bias"], false)? {
         return Err(config.unsupported("use_bias true", "; attention and MLPs without biases are supported"));
     }
+    check_biased_routing(config, "softmax")?;
     let norm_min = config.float_or(&["moe_norm_min"], NORM_MIN)?;
     if norm_min > NORM_MIN {
         let advice =
@@ -113,7 +115,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_ernie_4_5_21b() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[27]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[27];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (20, 4, 128));
         assert_eq!((attention.rotated_pairs, attention.rotary_dim), (RotatedPairs::Neighbours, 128));
         let moe = decoder.moe.as_ref().unwrap();

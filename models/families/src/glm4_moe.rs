@@ -84,7 +84,8 @@ mod tests {
     #[test]
     fn an_empty_config_has_the_defaults_of_transformers() {
         let spec = parse(r#", "head_dim": 128"#).unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[45]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[45];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.rotary_dim), (96, 8, 64));
         assert_eq!((attention.qkv_bias, attention.o_bias, attention.qk_norm), (false, false, QkNorm::None));
         assert_eq!((decoder.rope[0].dim, decoder.rope[0].head_dim, decoder.rope[0].theta), (64, 128, 1e4));

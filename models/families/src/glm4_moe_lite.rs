@@ -105,7 +105,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_glm_4_7_flash() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.decoder, &spec.attention);
+        let decoder = &spec.decoder;
+        let attention = &spec.attention;
         assert_eq!(
             (attention.num_heads, attention.q_lora_rank, attention.kv_lora_rank),
             (20, Some(768), 512)

@@ -137,7 +137,8 @@ fn projections(
     list: &mut TensorLayout,
 ) -> Result<(), GeometryError> {
     let MlaConfig { hidden_size: h, num_heads, kv_lora_rank: l, v_head_dim: v, bias, .. } = *config;
-    let (query, up) = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + v);
+    let query = config.qk_nope_head_dim + config.qk_rope_head_dim;
+    let up = config.qk_nope_head_dim + v;
     let heads = list.geometry.attention_heads(num_heads, num_heads)?.heads;
     let output = list.geometry.row_shard(OUTPUT, num_heads * v)?.range;
     let weight = |name: &str| format!("{prefix}.{name}.weight");

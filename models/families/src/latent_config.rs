@@ -3,6 +3,8 @@
 use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
 use model_runtime::{MlaConfig, MlaForm};
 
+use crate::fixed_routing::check_fixed_strings;
+
 /// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
 const LATENT_NORM_EPS: f64 = 1e-6;
 /// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
@@ -105,13 +107,7 @@ fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
 /// # Errors
 /// A `topk_method` or a `scoring_func` of another routing.
 pub(crate) fn check_noaux_routing(config: &Config) -> Result<(), ConfigError> {
-    for (key, only) in [("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")] {
-        if let Some(other) = config.opt_string(&[key])?.filter(|value| *value != only) {
-            let advice = format!("; the routing of this family is {key} {only:?}");
-            return Err(config.unsupported(format!("{key} {other:?}"), &advice));
-        }
-    }
-    Ok(())
+    check_fixed_strings(config, &[("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")])
 }
 
 /// Refuses rotary embedding whose pairs are halves of a head apart.

@@ -6,6 +6,7 @@ use model_runtime::{
 };
 use moe_engine::ModelFamily;
 
+use crate::fixed_routing::{check_biased_routing, check_fixed_strings};
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// MiniMax-M2 and M2.1.
@@ -79,16 +80,10 @@ fn with_defaults(config: &Config) -> Config {
 
 /// Refuses what published configs say about parts of the network, where it is not what transformers' code always does.
 fn refuse_options(config: &Config) -> Result<(), ConfigError> {
-    for key in ["use_qk_norm", "use_routing_bias", "norm_topk_prob"] {
-        if !config.bool_or(&[key], true)? {
-            return Err(config.unsupported(format!("{key} false"), "; MiniMax-M2 runs with it alone"));
-        }
-    }
-    for (key, only) in [("qk_norm_type", "per_layer"), ("scoring_func", "sigmoid")] {
-        if let Some(other) = config.opt_string(&[key])?.filter(|value| *value != only) {
-            let advice = format!("; MiniMax-M2 runs with {only:?} alone");
-            return Err(config.unsupported(format!("{key} {other:?}"), &advice));
-        }
+    check_biased_routing(config, "sigmoid")?;
+    check_fixed_strings(config, &[("qk_norm_type", "per_layer")])?;
+    if !config.bool_or(&["use_qk_norm"], true)? {
+        return Err(config.unsupported("use_qk_norm false", "; MiniMax-M2 runs with norms of q and k alone"));
     }
     let shared = config.size_or(&["shared_intermediate_size"], 0, 0..=*limits::WIDTH.end())?;
     if shared > 0 {
@@ -114,7 +109,8 @@ mod tests {
     #[test]
     fn an_empty_config_has_the_defaults_of_transformers() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[61]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[61];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (48, 8, 128));
         assert_eq!(
             (attention.qk_norm, attention.rotary_dim, attention.qkv_bias),

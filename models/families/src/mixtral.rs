@@ -73,7 +73,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_mixtral_8x7b() {
         let spec = parse(r#"{"model_type": "mixtral"}"#).unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[31]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[31];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (32, 8, 128));
         assert_eq!((attention.sliding_window, attention.rms_norm_eps), (None, 1e-5));
         assert_eq!((decoder.rope[0].theta, decoder.rope[0].max_position_embeddings), (1e6, 131_072));

@@ -77,7 +77,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_olmoe_1b_7b() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[15]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[15];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (16, 16, 128));
         assert_eq!(
             (attention.qk_norm, attention.qkv_bias, attention.rms_norm_eps),

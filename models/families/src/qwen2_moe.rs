@@ -98,7 +98,8 @@ mod tests {
     #[test]
     fn an_empty_config_is_qwen_1_5_moe() {
         let spec = parse("").unwrap();
-        let (decoder, attention) = (&spec.model.decoder, &spec.model.attention[23]);
+        let decoder = &spec.model.decoder;
+        let attention = &spec.model.attention[23];
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (16, 16, 128));
         assert_eq!((attention.qkv_bias, attention.o_bias, attention.sliding_window), (true, false, None));
         let moe = decoder.moe.as_ref().unwrap();

@@ -140,7 +140,8 @@ fn every_mismatch_is_in_one_message() {
 /// A tie that the file does not keep, and a layer behind the last one: both run, and are told once, whatever the ranks.
 #[test]
 fn contradictions_of_config_and_weights_are_told_once() {
-    let (plain, model) = (Copied::new("text"), Copied::new("text"));
+    let plain = Copied::new("text");
+    let model = Copied::new("text");
     let config: Value = serde_json::from_slice(&fs::read(model.path("config.json")).unwrap()).unwrap();
     let layers = config["num_hidden_layers"].as_u64().unwrap();
     model.config("tie_word_embeddings", json!(true));
@@ -295,7 +296,8 @@ fn backends_are_explained_as_a_table() {
 
 #[test]
 fn parity_fails_on_a_foreign_reference() {
-    let (model, foreign) = (fixture("base"), fixture("f32").join("reference.safetensors"));
+    let model = fixture("base");
+    let foreign = fixture("f32").join("reference.safetensors");
     let json = tempfile::NamedTempFile::new().unwrap();
     let output = run(&[
         "parity",

@@ -162,7 +162,8 @@ fn heat_counts_every_token() {
     assert_eq!(lines.len(), 4 * 6);
     for (i, line) in lines.iter().enumerate() {
         let total: u64 = line["counts"].as_array().unwrap().iter().map(|c| c.as_u64().unwrap()).sum();
-        let (step, stage) = (i as u64 / 4, if i < 4 { "prefill" } else { "decode" });
+        let step = i as u64 / 4;
+        let stage = if i < 4 { "prefill" } else { "decode" };
         assert_eq!((line["step"].as_u64(), line["stage"].as_str()), (Some(step), Some(stage)));
         assert!(if i < 4 { total > 4 && total.is_multiple_of(4) } else { total == 4 }, "{line}");
     }

@@ -96,7 +96,8 @@ fn json_has_texts_tokens_reasons_and_usage() {
         [&json!("ROMEO:"), &json!("JULIET:")]
     );
     for prompt in &prompts {
-        let (choice, usage) = (&prompt["choices"][0], &prompt["usage"]);
+        let choice = &prompt["choices"][0];
+        let usage = &prompt["usage"];
         assert_eq!(
             choice["text"].as_str().unwrap(),
             greedy(&["--prompt", prompt["prompt"].as_str().unwrap()])
@@ -116,7 +117,8 @@ fn json_has_texts_tokens_reasons_and_usage() {
 #[test]
 fn several_prompts_are_told_apart() {
     let text = greedy(&["--prompt", "ROMEO:", "--prompt", "JULIET:"]);
-    let (romeo, juliet) = (greedy(&["--prompt", "ROMEO:"]), greedy(&["--prompt", "JULIET:"]));
+    let romeo = greedy(&["--prompt", "ROMEO:"]);
+    let juliet = greedy(&["--prompt", "JULIET:"]);
     assert_eq!(text, format!("=== prompt 1 of 2\n{romeo}\n=== prompt 2 of 2\n{juliet}\n"));
 }
 

@@ -38,7 +38,8 @@ fn every_layer_of_every_step_is_in_the_profile() {
     let events = events(&file);
     let count = count(&events);
     // The prompt gives the first of five tokens.
-    let (steps, layers) = (5, count["layer"] / 5);
+    let steps = 5;
+    let layers = count["layer"] / 5;
     assert!(layers > 1);
     let once = ["step", "sample", "lm_head", "schedule", "collect"].map(|name| (name, 1));
     for (name, times) in once.into_iter().chain([("attention", layers), ("moe", layers)]) {
@@ -70,7 +71,8 @@ fn every_layer_of_every_step_is_in_the_profile() {
 #[test]
 fn bench_has_a_profile_too() {
     let dir = tempfile::tempdir().unwrap();
-    let (file, config) = (dir.path().join("profile.json"), "../../tests/fixtures/base/config.json");
+    let file = dir.path().join("profile.json");
+    let config = "../../tests/fixtures/base/config.json";
     let config = Path::new(env!("CARGO_MANIFEST_DIR")).join(config);
     let sizes = ["--batches", "2", "--prompt", "4", "--output", "3", "--lengths", "8", "--repeat", "1"];
     let bench = ["bench", "--config", config.to_str().unwrap(), "--dummy-weights"];

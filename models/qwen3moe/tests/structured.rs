@@ -106,7 +106,8 @@ fn chat_answers_as_it_must() {
 /// Answers of a batch by `custom_id`.
 fn batch(bodies: &[(&str, &str, Value)], flags: &[&str]) -> serde_json::Map<String, Value> {
     let dir = tempfile::tempdir().unwrap();
-    let (input, output) = (dir.path().join("in.jsonl"), dir.path().join("out.jsonl"));
+    let input = dir.path().join("in.jsonl");
+    let output = dir.path().join("out.jsonl");
     std::fs::write(dir.path().join("t.jinja"), "{{ messages[-1].content }}\n").unwrap();
     let line = |(id, url, body): &(&str, &str, Value)| {
         json!({"custom_id": id, "url": url, "body": body}).to_string() + "\n"
@@ -123,7 +124,8 @@ fn batch(bodies: &[(&str, &str, Value)], flags: &[&str]) -> serde_json::Map<Stri
 #[test]
 fn batch_bodies_have_all_the_names() {
     let schema: Value = serde_json::from_str(SCHEMA).unwrap();
-    let (chat, completions) = ("/v1/chat/completions", "/v1/completions");
+    let chat = "/v1/chat/completions";
+    let completions = "/v1/completions";
     let ask = |extra: Value| {
         let mut body = json!({"prompt": "ROMEO:\n", "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 100});
         body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());

@@ -132,7 +132,8 @@ fn ranks_count_the_same_tokens() {
 #[test]
 fn random_weights_a_checkpoint_and_the_first_requests_alone() {
     let folder = Folder::new(&mixed());
-    let (file, config) = (folder.path("out.json"), fixture("base").join("config.json"));
+    let file = folder.path("out.json");
+    let config = fixture("base").join("config.json");
     let flags = ["--config", config.to_str().unwrap(), "--dummy-weights", "--repeat", "1", "--json"];
     let work = folder.path("work.json");
     let bench = ["bench", "--workload", work.to_str().unwrap()];

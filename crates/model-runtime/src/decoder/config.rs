@@ -100,8 +100,10 @@ impl DecoderConfig {
         layer_tensors: usize,
         attention: &[usize],
     ) -> Result<(), ConfigError> {
-        let (layers, h) = (self.num_layers(), self.hidden_size);
-        let (moe_layers, experts) = (self.moe_layers().len(), self.num_experts());
+        let layers = self.num_layers();
+        let h = self.hidden_size;
+        let moe_layers = self.moe_layers().len();
+        let experts = self.num_experts();
         let width = self.moe.as_ref().map_or(0, |moe| moe.intermediate_size);
         let attention = [&[layers][..], attention].concat();
         for (what, factors, limit) in [

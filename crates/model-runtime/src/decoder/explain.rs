@@ -15,7 +15,8 @@ impl Decoder {
         let mut step = *step;
         let mut plans = vec![LayerPlan::default(); self.layers.len()];
         for launch in self.program(&step, machine) {
-            let (layer, plan) = (&self.layers[launch.layer], &mut plans[launch.layer]);
+            let layer = &self.layers[launch.layer];
+            let plan = &mut plans[launch.layer];
             match launch.part {
                 Part::Norm(reader) => {
                     let stage = Stage::new(&["norm"], "rms_norm");

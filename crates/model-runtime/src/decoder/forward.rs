@@ -124,7 +124,8 @@ impl CausalLm for Decoder {
                     Part::AddNorm(reader, sums) => residual.add_norm(self.norm_of(reader), sums, ex)?,
                     Part::Mixer(fusion) => {
                         let norms = self.norms(Reader::Mixer(index), Reader::Mlp(index));
-                        let (rope, kv) = (ropes.layer(index)?, kv.layer_mut(index)?);
+                        let rope = ropes.layer(index)?;
+                        let kv = kv.layer_mut(index)?;
                         residual.sublayer(fusion, norms, ex, |io, ex| {
                             layer.mixer.forward_into(io, step, rope, kv, ex)
                         })?;

@@ -5,8 +5,8 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use moe_kernels::names::{CorrectionBiasNames, TensorNames};
 
-/// What a router loads its parameters from: the gate of the MLP at `mlp`, which also has the correction bias.
-pub(super) fn gate<'a>(names: &TensorNames, mlp: &VarBuilder<'a>) -> VarBuilder<'a> {
+/// What a router loads its parameters from: the gate of the MLP at `mlp`, which shows the correction bias under its usual name.
+pub fn router_gate<'a>(names: &TensorNames, mlp: &VarBuilder<'a>) -> VarBuilder<'a> {
     let bias = names.correction_bias;
     if bias == CorrectionBiasNames::USUAL {
         return mlp.pp(names.gate);
@@ -67,7 +67,7 @@ mod tests {
         let mlp = VarBuilder::from_tensors(tensors, DType::BF16, &device).pp("mlp");
         let correction_bias =
             CorrectionBiasNames { published: "statics.bias", packed: "gate.statics.bias", is_row: true };
-        let gate = gate(&TensorNames { correction_bias, ..TensorNames::USUAL }, &mlp);
+        let gate = router_gate(&TensorNames { correction_bias, ..TensorNames::USUAL }, &mlp);
         let name = "e_score_correction_bias";
         assert!(
             gate.contains_tensor(name) && gate.contains_tensor("weight") && !gate.contains_tensor("bias")

@@ -69,8 +69,9 @@ impl GroupedQueryModel {
         options: &DecoderOptions,
         vb: VarBuilder,
     ) -> Result<(Decoder, Option<BackendSelection>)> {
-        let (layers, names, context) =
-            (self.decoder.num_layers(), self.decoder.names.grouped_query, options.context);
+        let layers = self.decoder.num_layers();
+        let names = self.decoder.names.grouped_query;
+        let context = options.context;
         if self.attention.len() != layers {
             bail!(
                 "grouped-query attention: expected a config for each of {layers} layers, got {}",

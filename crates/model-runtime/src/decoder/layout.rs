@@ -26,7 +26,9 @@ impl DecoderConfig {
         has: &dyn Fn(&str) -> bool,
         attention: impl Fn(usize, &str, &mut TensorLayout) -> Result<(), GeometryError>,
     ) -> Result<TensorLayout, GeometryError> {
-        let (h, names, mut list) = (self.hidden_size, &self.names, TensorLayout::new(geometry));
+        let h = self.hidden_size;
+        let names = &self.names;
+        let mut list = TensorLayout::new(geometry);
         list.vocabulary(format!("{}.weight", names.embedding), self.vocab_size, h);
         for (layer, &sparse) in self.is_sparse.iter().enumerate() {
             let prefix = format!("{}.{layer}", names.layers);
@@ -60,7 +62,9 @@ impl DecoderConfig {
         has: &dyn Fn(&str) -> bool,
         list: &mut TensorLayout,
     ) -> Result<(), GeometryError> {
-        let (e, h, names) = (moe.router.num_experts, self.hidden_size, &self.names);
+        let e = moe.router.num_experts;
+        let h = self.hidden_size;
+        let names = &self.names;
         list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
         if moe.router.correction_bias {
             let bias = &names.correction_bias;
@@ -78,7 +82,8 @@ impl DecoderConfig {
                 list.whole(format!("{mlp}.{gate}.weight"), &[1, h]);
             }
         }
-        let (experts, packs) = (format!("{mlp}.{}", names.experts), format!("{mlp}.{WITH_SHARED}"));
+        let experts = format!("{mlp}.{}", names.experts);
+        let packs = format!("{mlp}.{WITH_SHARED}");
         let packed = has(&format!("{experts}.{}", names.matrices.packed_gate_up));
         let count = moe.shared_experts().filter(|count| *count > 0 && names.shared_expert_gate.is_none());
         let shared = shared.as_deref().zip(count);

@@ -14,7 +14,7 @@ use moe_layer::{
 };
 
 use super::config::{DecoderConfig, MoeConfig};
-use super::gate::gate;
+use super::gate::router_gate;
 use super::layer::{Decoder, DecoderLayer, Mlp};
 use super::layout::{DENSE, SHARED, WITH_SHARED};
 use crate::config::RopeConfig;
@@ -52,7 +52,9 @@ impl DecoderOptions<'_> {
         let (experts, top_k, width) = moe.unwrap_or_default();
         // This rank's part of an expert's width.
         let width = self.context.geometry.expert_intermediate(width).map_err(Error::wrap)?.range.len();
-        let (layers, names, dtype) = (config.moe_layers(), &config.names, vb.dtype());
+        let layers = config.moe_layers();
+        let names = &config.names;
+        let dtype = vb.dtype();
         let first = format!("{}.{}", names.layers, layers.first().copied().unwrap_or(0));
         let mlp = names.sparse_mlp(|name| vb.contains_tensor(&format!("{first}.{name}")));
         let module = |name: &str| format!("{first}.{mlp}.{}.0.{name}", names.experts);
@@ -73,7 +75,7 @@ impl Decoder {
     /// oracle's choice comes along, unless there was none to make.
     ///
     /// # Errors
-    /// Rotary settings of another number of layers; missing or wrongly shaped tensors; sizes that the geometry cannot cut; any
+    /// No layers; rotary settings of another number of layers; missing or wrongly shaped tensors; sizes that the geometry cannot cut; any
     /// error of the expert path.
     pub fn load(
         config: &DecoderConfig,
@@ -81,6 +83,9 @@ impl Decoder {
         vb: VarBuilder,
         mixer: impl Fn(usize, VarBuilder) -> Result<Box<dyn Mixer>> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
+        if config.num_layers() == 0 {
+            bail!("decoder: expected at least one layer, got none")
+        }
         if config.rope.len() != config.num_layers() {
             bail!(
                 "rotary embedding: expected settings for each of {} layers, got {}",
@@ -88,11 +93,14 @@ impl Decoder {
                 config.rope.len()
             )
         }
-        let (h, eps, names) = (config.hidden_size, config.rms_norm_eps, &config.names);
+        let h = config.hidden_size;
+        let eps = config.rms_norm_eps;
+        let names = &config.names;
         let offload = options.offload(config, &vb)?;
         let context = &BlockContext { offload, names: names.matrices, ..options.context.clone() };
         let options = &DecoderOptions { context, ..*options };
-        let (layers, experts) = (config.moe_layers().len(), config.num_experts());
+        let layers = config.moe_layers().len();
+        let experts = config.num_experts();
         context.placements.check(layers, experts, &context.geometry)?;
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
@@ -158,7 +166,8 @@ fn each_layer<T: Send>(
     };
     let part = |thread: usize| count * thread / threads..count * (thread + 1) / threads;
     thread::scope(|scope| {
-        let (run, part) = (&run, &part);
+        let run = &run;
+        let part = &part;
         let behind =
             (1..threads).map(|thread| thread::Builder::new().spawn_scoped(scope, move || run(part(thread))));
         let behind = behind.collect::<std::io::Result<Vec<_>>>()?;
@@ -182,7 +191,8 @@ struct MlpLoader<'a> {
 impl MlpLoader<'_> {
     /// The MLP of the layer at `vb`, and the oracle's choice for its experts.
     fn load(&self, index: usize, vb: &VarBuilder) -> Result<(Mlp, Option<BackendSelection>)> {
-        let (config, DecoderOptions { path, context, .. }) = (self.config, *self.options);
+        let config = self.config;
+        let DecoderOptions { path, context, .. } = *self.options;
         let names = &config.names;
         let Some(moe) = config.moe.as_ref().filter(|_| config.is_sparse[index]) else {
             let mlp = self.gated_mlp(DENSE, config.intermediate_size, vb.pp(names.mlp))?;
@@ -190,14 +200,16 @@ impl MlpLoader<'_> {
         };
         let vb = vb.pp(names.sparse_mlp(|name| vb.contains_tensor(name)));
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
-        let (mut options, gate) = (self.block(moe, layer), gate(names, &vb));
+        let mut options = self.block(moe, layer);
+        let gate = router_gate(names, &vb);
         let Some(name) = names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
             let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(names.experts))?;
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
         };
         let packs = vb.pp(WITH_SHARED);
         let quantised = self.is_quantised(&vb.pp(names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
-        let (count, place) = (moe.shared_experts(), (vb.dtype(), quantised, vb.device()));
+        let count = moe.shared_experts();
+        let place = (vb.dtype(), quantised, vb.device());
         let fits = shared_fit_slots(count, path, self.options.backend, place, context);
         let part = |part| Err(Reason::Part { part });
         let shown = fits.and_then(|count| match names.shared_expert_gate {
@@ -229,7 +241,8 @@ impl MlpLoader<'_> {
 
     /// This rank's part of a gated MLP.
     fn gated_mlp(&self, what: &'static str, intermediate: usize, vb: VarBuilder) -> Result<GatedMlp> {
-        let (config, context) = (self.config, self.options.context);
+        let config = self.config;
+        let context = self.options.context;
         let ranks = context.row_parallel(what, intermediate)?;
         let width = intermediate / context.geometry.tp_size;
         let mlp = GatedMlp::load_on(config.hidden_size, width, config.activation, vb, context)?;

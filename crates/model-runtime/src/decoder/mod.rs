@@ -17,6 +17,7 @@ mod program;
 mod residual;
 
 pub use config::{DecoderConfig, MoeConfig};
+pub use gate::router_gate;
 pub use grouped_query::GroupedQueryModel;
 pub use layer::Decoder;
 pub use load::DecoderOptions;

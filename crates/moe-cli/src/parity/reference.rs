@@ -8,9 +8,8 @@ use candle_core::DType;
 use model_runtime::checkpoint::TensorFiles;
 use model_runtime::config::limits;
 use model_runtime::{Config, ModelInfo};
+use moe_layer::hf::NUM_EXPERTS;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-
-use crate::preflight::NUM_EXPERTS;
 
 /// The tensors of `reference.safetensors`. All but ids and logits may be missing.
 pub struct Reference {
@@ -63,7 +62,7 @@ impl Sizes {
             vocab_size: config.size(&["vocab_size"], limits::VOCAB)?,
             hidden_size: config.size(&["hidden_size"], limits::WIDTH)?,
             num_layers: config.size(&["num_hidden_layers"], limits::LAYERS)?,
-            num_experts: config.opt_size(NUM_EXPERTS, limits::EXPERTS)?,
+            num_experts: config.opt_size(&NUM_EXPERTS, limits::EXPERTS)?,
             routed_layers: None,
         })
     }

@@ -59,10 +59,14 @@ impl<'a> Asks<'a> {
 
     /// What `generate` asks.
     pub fn of_generate(args: &'a GenerateArgs) -> Self {
-        let (sampling, engine) = (&args.sampling, &args.engine);
+        let sampling = &args.sampling;
+        let engine = &args.engine;
         let template = args.chat.then_some(&args.template);
         let tokenizes = !args.skip_tokenizer_init;
-        let (n, sequences, is_limited, needs_template) = (args.n, args.n.max(1), true, args.chat);
+        let n = args.n;
+        let sequences = args.n.max(1);
+        let is_limited = true;
+        let needs_template = args.chat;
         let text = Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes };
         Self { text: Some(text), ..Self::default() }
     }
@@ -103,8 +107,12 @@ impl<'a> Asks<'a> {
     }
 
     fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Text<'a> {
-        let (sampling, engine, template) = (&args.sampling, &args.engine, Some(&args.chat));
-        let (n, sequences, is_limited) = (1, usize::MAX, false);
+        let sampling = &args.sampling;
+        let engine = &args.engine;
+        let template = Some(&args.chat);
+        let n = 1;
+        let sequences = usize::MAX;
+        let is_limited = false;
         Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes }
     }
 

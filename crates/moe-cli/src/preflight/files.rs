@@ -8,13 +8,11 @@ use model_runtime::{Config, Geometry, QuantConfig, is_gate_up_pack};
 use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{DeviceChoice, Embedded, ModelSpec, Run, usage};
+use moe_layer::hf::NUM_EXPERTS;
 
 use super::asks::Asks;
 use super::known::Known;
 use crate::cli::RunArgs;
-
-/// The keys of config.json that say how many routed experts a layer has; a config has one of them, or none.
-pub const NUM_EXPERTS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts"];
 
 /// What transformers writes into every config. A model of default sizes is not what anybody means.
 const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
@@ -76,14 +74,15 @@ impl Files {
 
     /// Checks that weights and KV cache have room where the ranks of a run are.
     pub fn check_memory(&self, run: &Run, asks: &Asks) -> Result<()> {
-        let (context, quantisation) = (self.context(), self.quantisation.as_ref());
+        let context = self.context();
+        let quantisation = self.quantisation.as_ref();
         run.check_memory(&self.config, quantisation, context, |default| asks.engine_config(default, context))
     }
 
     /// Checks that the ranks have room for further copies of experts.
     fn check_redundant(&self, args: &RunArgs, geometry: &Geometry) -> Result<()> {
         let redundant = args.parallel.placements.num_redundant_experts;
-        let experts = self.config.opt_size(NUM_EXPERTS, limits::EXPERTS)?;
+        let experts = self.config.opt_size(&NUM_EXPERTS, limits::EXPERTS)?;
         let (Some(experts), 1..) = (experts, redundant) else { return Ok(()) };
         let map = ExpertMap::initial(experts, redundant, geometry.ep_size);
         map.map(drop).map_err(|e| usage(format!("--num-redundant-experts: {e}")))
@@ -96,7 +95,8 @@ impl Files {
 
     /// What is known of the model; `dir` is its folder.
     pub fn known<'a>(&'a self, dir: Option<&'a Path>, tokenizer: Option<&'a Tokenizer>) -> Result<Known<'a>> {
-        let (vocab_size, context) = (self.vocab_size()?, self.context());
+        let vocab_size = self.vocab_size()?;
+        let context = self.context();
         Ok(Known { config: &self.config, dir, tokenizer, vocab_size, context })
     }
 

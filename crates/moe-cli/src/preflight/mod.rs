@@ -29,7 +29,7 @@ use files::Files;
 
 pub use asks::{Asks, no_template};
 pub use device_flags::check_device_flags;
-pub use files::{NUM_EXPERTS, check_required};
+pub use files::check_required;
 pub use known::Known;
 
 /// A model that passed.

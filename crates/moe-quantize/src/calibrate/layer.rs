@@ -39,7 +39,8 @@ impl<'a, 'b> Layer<'a, 'b> {
         prefix: &str,
         items: Vec<(Item, Dtype)>,
     ) -> Result<Self> {
-        let (mut weights, mut waiting) = (Weights::default(), BTreeMap::new());
+        let mut weights = Weights::default();
+        let mut waiting = BTreeMap::new();
         let below = |name: &str| name.strip_prefix(prefix).unwrap_or(name).to_string();
         for (item, dtype) in items {
             let tensor = job.read(&item)?;
@@ -74,7 +75,8 @@ impl<'a, 'b> Layer<'a, 'b> {
     }
 
     fn see(&self, inputs: &Tensor) -> Result<Seen> {
-        let (rows, least) = (inputs.dims()[0], self.calibration.min_tokens);
+        let rows = inputs.dims()[0];
+        let least = self.calibration.min_tokens;
         if rows < least {
             return Ok(Err(format!("saw {rows} tokens of the calibration text, fewer than {least}")));
         }
@@ -88,7 +90,9 @@ impl<'a, 'b> Layer<'a, 'b> {
 
     fn quantise_one(&mut self, module: &str, seen: &Seen) -> Result<()> {
         let Some((linear, dtype)) = self.waiting.remove(module) else { return Ok(()) };
-        let (name, n, k) = (format!("{module}.weight"), linear.n, linear.k);
+        let name = format!("{module}.weight");
+        let n = linear.n;
+        let k = linear.k;
         let weights = to_f32(self.weights.get(&name)?)?;
         let grid = Grid::new(linear.format, self.job.scale_dtype(dtype))?;
         let named = || linear.module.clone();

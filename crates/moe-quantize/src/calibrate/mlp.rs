@@ -2,7 +2,8 @@
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use model_runtime::{DecoderConfig, MoeConfig};
+use candle_nn::VarBuilder;
+use model_runtime::{DecoderConfig, MoeConfig, TensorNames, router_gate};
 use moe_kernels::{Activation, NO_EXPERT, gated_activation_into, with_tensors};
 use moe_layer::{BlockContext, BlockOptions, GatedMlp, MoePath, Router, SharedExperts, load_layer_on};
 
@@ -42,6 +43,7 @@ fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
 
 /// Prefixes of a sparse layer's modules, from the layer.
 struct Block {
+    mlp: String,
     gate: String,
     experts: String,
     shared: Option<String>,
@@ -59,7 +61,13 @@ impl Block {
             experts: below(names.experts),
             shared: shared.map(below),
             shared_gate: names.shared_expert_gate.map(below),
+            mlp: mlp.to_string(),
         }
+    }
+
+    /// What the router loads its parameters from.
+    fn router<'a>(&self, vb: &VarBuilder<'a>, names: &TensorNames) -> VarBuilder<'a> {
+        router_gate(names, &vb.pp(&self.mlp))
     }
 }
 
@@ -73,7 +81,7 @@ pub fn sparse(
     number: usize,
 ) -> Result<Tensor> {
     let block = Block::new(layer, decoder, moe);
-    let tokens = tokens_of_experts(layer, &block.gate, x, moe)?;
+    let tokens = tokens_of_experts(layer, &block, x, decoder, moe)?;
     for (expert, rows) in tokens.into_iter().enumerate() {
         let rows = Tensor::new(rows.as_slice(), &Device::Cpu)?;
         let x = match rows.elem_count() {
@@ -94,13 +102,19 @@ pub fn sparse(
         backend: None,
     };
     let context = BlockContext { names: decoder.names.matrices, ..BlockContext::default() };
-    output(layer, &block, x, &options, moe.shared_intermediate_size, &context)
+    output(layer, &block, x, &options, decoder, &context)
 }
 
 /// The rows of `x` that each expert gets.
-fn tokens_of_experts(layer: &Layer, gate: &str, x: &Tensor, moe: &MoeConfig) -> Result<Vec<Vec<u32>>> {
-    let router = Router::load(&moe.router, layer.weights.var_builder().pp(gate))?;
-    let ids = router.route(&layer.weights.linear(gate, x)?)?.topk_ids.to_vec2::<u32>()?;
+fn tokens_of_experts(
+    layer: &Layer,
+    block: &Block,
+    x: &Tensor,
+    decoder: &DecoderConfig,
+    moe: &MoeConfig,
+) -> Result<Vec<Vec<u32>>> {
+    let router = Router::load(&moe.router, block.router(&layer.weights.var_builder(), &decoder.names))?;
+    let ids = router.route(&layer.weights.linear(&block.gate, x)?)?.topk_ids.to_vec2::<u32>()?;
     let mut tokens = vec![Vec::new(); moe.router.num_experts];
     for (row, ids) in ids.iter().enumerate() {
         for id in ids.iter().filter(|id| **id != NO_EXPERT) {
@@ -118,14 +132,17 @@ fn output(
     names: &Block,
     x: &Tensor,
     options: &BlockOptions,
-    shared_width: usize,
+    decoder: &DecoderConfig,
     context: &BlockContext,
 ) -> Result<Tensor> {
     let vb = layer.weights.var_builder();
-    let (gate, experts) = (vb.pp(&names.gate), vb.pp(&names.experts));
+    let gate = names.router(&vb, &decoder.names);
+    let experts = vb.pp(&names.experts);
     let (mut block, _) = load_layer_on(MoePath::Fused, options, context, gate, experts)?;
     if let Some(shared) = &names.shared {
-        let (hidden, activation) = (options.hidden_size, options.activation);
+        let hidden = options.hidden_size;
+        let shared_width = decoder.moe.as_ref().map_or(0, |moe| moe.shared_intermediate_size);
+        let activation = options.activation;
         let mlp = GatedMlp::load_on(hidden, shared_width, activation, vb.pp(shared), context)?;
         let gate = names.shared_gate.as_ref().map(|gate| vb.pp(gate));
         block = block.with_shared_experts(SharedExperts::load_gated(mlp, gate)?)?;

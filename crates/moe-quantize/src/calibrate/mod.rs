@@ -84,7 +84,8 @@ type Items = Vec<(Item, Dtype)>;
 
 /// The items of each layer, and all others.
 fn by_layer(items: Items, layers: &str) -> (BTreeMap<usize, Items>, Items) {
-    let (mut of_layer, mut others) = (BTreeMap::<usize, Items>::new(), Vec::new());
+    let mut of_layer = BTreeMap::<usize, Items>::new();
+    let mut others = Vec::new();
     for item in items {
         let rest = item.0.source.name.strip_prefix(layers).and_then(|rest| rest.strip_prefix('.'));
         match rest.and_then(|rest| rest.split('.').next()?.parse().ok()) {
@@ -172,8 +173,11 @@ fn latent(
     let names = decoder.names.latent;
     let mla = MlaConfig { form: MlaForm::Naive, ..config.clone() };
     let module = |name: &str| below_attention(&decoder.names, name);
-    let (q, q_a, q_b) = (module(names.q), module(names.q_a), module(names.q_b));
-    let (kv_a, kv_b) = (module(names.kv_a), module(names.kv_b));
+    let q = module(names.q);
+    let q_a = module(names.q_a);
+    let q_b = module(names.q_b);
+    let kv_a = module(names.kv_a);
+    let kv_b = module(names.kv_b);
     layer.quantise(&[q.as_str(), q_a.as_str(), kv_a.as_str()], x)?;
     if mla.q_lora_rank.is_some() {
         let low = layer.weights.linear(&q_a, x)?;
@@ -183,7 +187,8 @@ fn latent(
     let low = layer.weights.linear(&kv_a, x)?.narrow(1, 0, mla.kv_lora_rank)?.contiguous()?;
     let low = norm(&layer.weights, &module(names.kv_a_norm), mla.norm_eps, &low)?;
     layer.quantise(&[kv_b.as_str()], &low)?;
-    let (h, width) = (mla.hidden_size, mla.num_heads * mla.v_head_dim);
+    let h = mla.hidden_size;
+    let width = mla.num_heads * mla.v_head_dim;
     let kv = mla.kv_layout(DType::F32);
     attention::attended(x, (h, width, length), rope, kv, |identity| {
         let mut weights = layer.weights.clone();

@@ -31,7 +31,8 @@ fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings)
     let head = source.tensors.tensor(head).unwrap().to_dtype(DType::F32).unwrap();
     let logits = hidden.matmul(&head.t().unwrap()).unwrap();
     let rows = candle_nn::ops::log_softmax(&logits, 1).unwrap().to_vec2::<f32>().unwrap();
-    let (mut sum, mut tokens) = (0.0, 0);
+    let mut sum = 0.0;
+    let mut tokens = 0;
     for (window, rows) in windows.iter().zip(rows.chunks(text.length)) {
         for (row, next) in rows.iter().zip(&window[1..]) {
             sum -= f64::from(row[*next as usize]);
@@ -68,6 +69,8 @@ fn layers_one_by_one_are_the_model() {
         ("tests/fixtures/deepseek-text", QuantGroup::Channel),
         ("tests/fixtures/mixtral-text", QuantGroup::Channel),
         ("tests/fixtures/olmoe-text", QuantGroup::Channel),
+        ("tests/fixtures/minimax-text", QuantGroup::Channel),
+        ("tests/fixtures/ernie-text", QuantGroup::Channel),
     ] {
         let (seen, made) =
             losses(&repository().join(model), &text, |calibration| settings(calibration, group));

@@ -35,7 +35,8 @@ pub fn upper(h: &[f64], k: usize) -> Result<Option<Vec<f64>>> {
 /// Takes what the columns before the block contribute from the block's columns, in its rows and all below: one product, and
 /// nearly all of the work.
 fn subtract_earlier(l: &mut [f64], k: usize, block: Range<usize>) -> Result<()> {
-    let (first, width) = (block.start, block.len());
+    let first = block.start;
+    let width = block.len();
     if first == 0 {
         return Ok(());
     }

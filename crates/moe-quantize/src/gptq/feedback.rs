@@ -46,7 +46,8 @@ impl Feedback {
         if !(damping.is_finite() && damping >= 0.0) {
             bail!("damping: expected a finite number of at least 0, got {damping}")
         }
-        let (k, diagonal) = (hessian.k(), hessian.diagonal()?);
+        let k = hessian.k();
+        let diagonal = hessian.diagonal()?;
         let mut order: Vec<usize> = (0..k).collect();
         if act_order {
             order.sort_by(|a, b| diagonal[*b].total_cmp(&diagonal[*a]));

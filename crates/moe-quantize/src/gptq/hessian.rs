@@ -62,7 +62,8 @@ impl Hessian {
     pub fn output_error(&self, weights: &[f32], rounded: &[f32]) -> Result<f64> {
         let k = self.k();
         if k == 0 || weights.len() != rounded.len() || !weights.len().is_multiple_of(k) {
-            let (first, second) = (weights.len(), rounded.len());
+            let first = weights.len();
+            let second = rounded.len();
             bail!(
                 "expected two matrices of rows of {k} columns, at least 1, got {first} and {second} weights"
             )

@@ -104,7 +104,8 @@ impl State<'_> {
             let mut wanted = weights[first..last].to_vec();
             wanted.iter_mut().zip(&earlier[n * width..]).for_each(|(wanted, more)| *wanted += more);
             for column in first..last {
-                let (at, group) = (column - first, groups[column]);
+                let at = column - first;
+                let group = groups[column];
                 if !is_fitted && column.is_multiple_of(size) {
                     // Groups longer than a block take their scale from the weights as they were.
                     let inside = wanted.get(at..at + size).filter(|_| size <= BLOCK);
@@ -130,7 +131,8 @@ impl State<'_> {
 
     /// What the columns before the block owe to each of its columns, [n, last - first].
     fn earlier(&self, first: usize, last: usize) -> Result<Vec<f32>> {
-        let (n, width) = (self.rows.len(), last - first);
+        let n = self.rows.len();
+        let width = last - first;
         if first == 0 {
             return Ok(vec![0.0; n * width]);
         }
@@ -146,7 +148,8 @@ impl State<'_> {
 
 /// The matrix with its columns back in their places.
 fn collect(grid: &Grid, rows: &[Row], order: &[usize], groups: &[usize]) -> IntMatrix {
-    let (n, k) = (rows.len(), order.len());
+    let n = rows.len();
+    let k = order.len();
     let mut matrix = IntMatrix { n, k, q: vec![0; n * k], ..Default::default() };
     let mut g_idx = vec![0; k];
     for (place, column) in order.iter().enumerate() {

@@ -101,7 +101,8 @@ impl CheckpointWriter {
     /// # Errors
     /// A tensor that was announced and not written; I/O.
     pub fn finish(self, config: &Value) -> Result<()> {
-        let (mut total, mut map) = (0, serde_json::Map::new());
+        let mut total = 0;
+        let mut map = serde_json::Map::new();
         for (name, place) in &self.place {
             if let Some(shard) = self.shards.get(*place) {
                 map.insert(name.clone(), json!(shard.file()));

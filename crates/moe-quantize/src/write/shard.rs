@@ -29,7 +29,9 @@ impl Shard {
         // Wider elements first, so that each tensor begins at a multiple of its element's size.
         let mut tensors: Vec<&(String, StoredSpec)> = tensors.iter().collect();
         tensors.sort_by(|(a, x), (b, y)| y.dtype.bitsize().cmp(&x.dtype.bitsize()).then_with(|| a.cmp(b)));
-        let (mut header, mut places, mut at) = (Map::new(), Vec::new(), 0u64);
+        let mut header = Map::new();
+        let mut places = Vec::new();
+        let mut at = 0u64;
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         for (name, spec) in tensors {
             let bytes = spec.len() as u64;

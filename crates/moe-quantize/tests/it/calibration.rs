@@ -55,8 +55,10 @@ fn feedback(hessian: &Hessian, act_order: bool) -> Feedback {
 fn halves_the_error_of_rounding_where_inputs_go_together() {
     let mut noise = Noise(1);
     for k in [64, 384] {
-        let (n, x) = (48, correlated(&mut noise, 4 * k, k));
-        let (weights, hessian) = (noise.many(n * k), Hessian::of(&x).unwrap());
+        let n = 48;
+        let x = correlated(&mut noise, 4 * k, k);
+        let weights = noise.many(n * k);
+        let hessian = Hessian::of(&x).unwrap();
         for bits in [4, 8] {
             for group in [QuantGroup::Size(32), QuantGroup::Size(64), QuantGroup::Channel] {
                 for zero_point in [false, true] {
@@ -83,7 +85,8 @@ fn halves_the_error_of_rounding_where_inputs_go_together() {
 
 #[test]
 fn rounds_to_nearest_where_inputs_have_nothing_in_common() {
-    let (n, k) = (8, 256);
+    let n = 8;
+    let k = 256;
     let weights = Noise(2).many(n * k);
     let x = Tensor::eye(k, candle_core::DType::F32, &Device::Cpu).unwrap();
     let hessian = Hessian::of(&x).unwrap();
@@ -98,7 +101,8 @@ fn rounds_to_nearest_where_inputs_have_nothing_in_common() {
 
 #[test]
 fn an_order_puts_the_largest_inputs_first() {
-    let (n, k) = (4, 64);
+    let n = 4;
+    let k = 64;
     let mut noise = Noise(3);
     let sizes: Vec<f32> = (0..k).map(|column| 1. + (column * 29 % k) as f32).collect();
     let x: Vec<f32> =
@@ -118,7 +122,8 @@ fn an_order_puts_the_largest_inputs_first() {
 
 #[test]
 fn inputs_that_were_never_seen_are_rounded_to_nearest() {
-    let (n, k) = (4, 32);
+    let n = 4;
+    let k = 32;
     let weights = Noise(4).many(n * k);
     let x = Tensor::zeros((10, k), candle_core::DType::F32, &Device::Cpu).unwrap();
     let grid = Grid::new(format(4, QuantGroup::Channel, false, false), Dtype::F16).unwrap();

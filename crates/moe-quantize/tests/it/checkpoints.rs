@@ -8,8 +8,10 @@ use crate::support::{bf16, bundled, fixture, json, settings, tensors, weight_fil
 
 /// Every tensor of the source is there: in integers within half a step, or as it was.
 fn compare(source: &std::path::Path, made: &std::path::Path) -> (usize, usize) {
-    let (before, mut after) = (tensors(source), tensors(made));
-    let (mut quantised, mut kept) = (0, 0);
+    let before = tensors(source);
+    let mut after = tensors(made);
+    let mut quantised = 0;
+    let mut kept = 0;
     for (name, (dtype, shape, bytes)) in &before {
         if let Some(same) = after.remove(name) {
             assert_eq!((dtype, shape, bytes), (&same.0, &same.1, &same.2), "{name}");
@@ -17,7 +19,8 @@ fn compare(source: &std::path::Path, made: &std::path::Path) -> (usize, usize) {
             continue;
         }
         let module = name.strip_suffix(".weight").unwrap();
-        let (n, k) = (shape[0], shape[1]);
+        let n = shape[0];
+        let k = shape[1];
         let (format, got) = weights(made, module, (n, k));
         let int = format.int().unwrap();
         let size = format.scheme().group_size(k);
@@ -103,7 +106,8 @@ fn packed_experts_become_separate_ones() {
         let (pack, (_, shape, bytes)) =
             source.iter().find(|(name, _)| name.ends_with("gate_up_proj")).unwrap();
         let prefix = pack.strip_suffix(".gate_up_proj").unwrap();
-        let (rows, k) = (shape[1] / 2, shape[2]);
+        let rows = shape[1] / 2;
+        let k = shape[2];
         let floats = bf16(bytes);
         // What an ignored expert keeps are its rows of the pack.
         let up = &floats[(3 * 2 * rows + rows) * k..][..rows * k];

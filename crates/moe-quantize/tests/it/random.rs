@@ -65,7 +65,9 @@ fn plain_weights_are_those_of_a_seed() {
         random_checkpoint(&fixture("base"), &out, &RandomSettings { layers, seed, ..random(None) }).unwrap();
         out
     };
-    let (first, again, other) = (made("a", 1, None), made("b", 1, None), made("c", 2, None));
+    let first = made("a", 1, None);
+    let again = made("b", 1, None);
+    let other = made("c", 2, None);
     assert_eq!(tensors(&first), tensors(&again));
     assert_ne!(tensors(&first), tensors(&other));
     let shapes = |dir: &std::path::Path| -> Vec<_> {
@@ -99,7 +101,8 @@ fn floats_have_the_dtype_that_the_config_names() {
         let map = config.as_object_mut().unwrap();
         ["dtype", "torch_dtype"].iter().for_each(|key| drop(map.remove(*key)));
         map.extend(keys.as_object().unwrap().clone());
-        let (file, out) = (dir.path().join(format!("{at}.json")), dir.path().join(format!("{at}")));
+        let file = dir.path().join(format!("{at}.json"));
+        let out = dir.path().join(format!("{at}"));
         std::fs::write(&file, config.to_string()).unwrap();
         let made = random_checkpoint(&file, &out, &random(None));
         match expected {

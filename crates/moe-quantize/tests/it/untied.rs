@@ -83,11 +83,13 @@ fn check_head(source: &Path, made: &Path) {
 /// As [`check_head`], where the projection comes from this tensor.
 fn check_head_of(source: &Path, made: &Path, of: &str) {
     assert_eq!(json(&made.join("config.json"))["tie_word_embeddings"], false);
-    let (before, after) = (tensors(source), tensors(made));
+    let before = tensors(source);
+    let after = tensors(made);
     assert_eq!(before[EMBEDDING], after[EMBEDDING]);
     assert!(!after.contains_key("lm_head.weight"));
     let (format, got) = weights(made, "lm_head", SHAPE);
-    let (int, size) = (format.int().unwrap(), format.scheme().group_size(SHAPE.1));
+    let int = format.int().unwrap();
+    let size = format.scheme().group_size(SHAPE.1);
     for (floats, got) in bf16(&before[of].2).chunks(size).zip(got.chunks(size)) {
         let largest = floats.iter().fold(0f32, |most, w| most.max(w.abs()));
         let bound = largest / ((1u32 << int.bits) - 1) as f32 * (1. + 1. / 64.);
@@ -105,7 +107,8 @@ fn the_logits_are_those_of_the_floats_that_it_means() {
             assert_eq!(report.quantised, 4 * (4 + 16 * 3) + 1);
             check_head(&bundled(), &out);
             let want = logits(dequantised(&out).as_ref());
-            let (exact, short) = (loaded(&out, DType::F32), loaded(&out, DType::BF16));
+            let exact = loaded(&out, DType::F32);
+            let short = loaded(&out, DType::BF16);
             let error = distance(&logits(exact.as_ref()), &want);
             assert!(error < 1e-5, "{format:?} {bits}: {error}");
             let error = distance(&logits(short.as_ref()), &want);
@@ -170,7 +173,8 @@ fn a_projection_that_is_stored_is_kept_if_it_is_not_the_embedding() {
     let mut other = same.clone();
     other.rotate_left(2 * SHAPE.1);
     for (name, head, of) in [("same", &same, EMBEDDING), ("other", &other, "lm_head.weight")] {
-        let (source, out) = (dir.path().join(name), dir.path().join(format!("{name}-out")));
+        let source = dir.path().join(name);
+        let out = dir.path().join(format!("{name}-out"));
         with_projection(&source, head, "model.layers.4.self_attn.q_proj.weight");
         let report = quantize(&source, &out, &with_head(FileFormat::CompressedTensors, 8)).unwrap();
         check_head_of(&source, &out, of);

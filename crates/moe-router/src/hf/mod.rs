@@ -18,8 +18,11 @@ use profile::{Method, Profile};
 
 type Result<T> = std::result::Result<T, RouterError>;
 
-const NUM_EXPERTS: [&str; 4] = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
-const TOP_K: [&str; 3] = ["num_experts_per_tok", "moe_topk", "moe_k"];
+/// The keys of config.json that say how many routed experts a layer has; a config has one of them, or none.
+pub const NUM_EXPERTS: [&str; 4] =
+    ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
+/// The keys of config.json that say how many experts compute a token.
+pub const TOP_K: [&str; 3] = ["num_experts_per_tok", "moe_topk", "moe_k"];
 const NUM_EXPERT_GROUP: [&str; 2] = ["num_expert_group", "n_group"];
 const CORRECTION_BIAS: [&str; 2] = ["e_score_correction_bias", "moe_router_use_correction_bias"];
 
@@ -192,7 +195,8 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
              topk_method (greedy, group_limited_greedy or noaux_tc)"
         )
     }
-    let (bias, raw_logits) = (profile.method == Method::BiasedTopK, profile.method == Method::RawLogits);
+    let bias = profile.method == Method::BiasedTopK;
+    let raw_logits = profile.method == Method::RawLogits;
     Ok(Choice { bias, raw_logits, ..Choice::plain(scoring) })
 }
 
@@ -200,8 +204,8 @@ fn selection(keys: Keys<'_>, profile: &Profile, choice: &Choice) -> Result<Selec
     let Some(method) = choice.grouped else {
         return Ok(if choice.raw_logits { Selection::RawLogits } else { Selection::TopK });
     };
-    let (mut num_expert_group, mut topk_group) =
-        (keys.count(&NUM_EXPERT_GROUP)?, keys.count(&["topk_group"])?);
+    let mut num_expert_group = keys.count(&NUM_EXPERT_GROUP)?;
+    let mut topk_group = keys.count(&["topk_group"])?;
     match profile.method {
         Method::Noaux(groups, kept) => {
             num_expert_group = num_expert_group.or(Some(groups));

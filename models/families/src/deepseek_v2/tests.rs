@@ -92,7 +92,8 @@ fn noaux_tc_takes_its_bias_from_the_checkpoint() {
 #[test]
 fn what_is_left_out_has_the_defaults_of_transformers() {
     let config = config(json!({"model_type": "deepseek_v2", "num_experts_per_tok": 6}));
-    let (decoder, mla) = (&config.decoder, &config.attention);
+    let decoder = &config.decoder;
+    let mla = &config.attention;
     let moe = decoder.moe.as_ref().unwrap();
     assert_eq!((decoder.vocab_size, decoder.hidden_size, decoder.intermediate_size), (102400, 4096, 11008));
     assert_eq!((decoder.num_layers(), mla.num_heads, moe.intermediate_size), (32, 32, 1407));

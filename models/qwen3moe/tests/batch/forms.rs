@@ -69,8 +69,8 @@ fn token_ids_need_no_tokenizer() {
         ids
     })]);
     assert!(with.run(&["--model", fixture("text").to_str().unwrap()]).status.success());
-    let (alone, with) =
-        (body(&folder, "ids")["choices"][0].clone(), body(&with, "ids")["choices"][0].clone());
+    let alone = body(&folder, "ids")["choices"][0].clone();
+    let with = body(&with, "ids")["choices"][0].clone();
     assert_eq!((&alone["text"], &alone["token_ids"]), (&json!(""), &with["token_ids"]));
     assert_eq!(alone["token_ids"].as_array().unwrap().len(), 4);
     assert_eq!(alone["prompt_token_ids"], json!([5, 6, 7]));

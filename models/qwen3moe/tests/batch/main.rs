@@ -321,7 +321,8 @@ fn chat_is_answered_with_the_checkpoints_template() {
     assert!(output.status.success(), "{}", stderr(&output));
     let records = folder.records();
     let find = |id: &str| &records.iter().find(|r| r["custom_id"] == id).unwrap()["response"]["body"];
-    let (chat, plain) = (find("c"), find("p"));
+    let chat = find("c");
+    let plain = find("p");
     assert_eq!(chat["object"], "chat.completion", "{chat}");
     assert_eq!(
         chat["choices"][0]["message"],

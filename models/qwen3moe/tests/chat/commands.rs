@@ -18,12 +18,15 @@ fn answers(output: &std::process::Output) -> Vec<String> {
 fn an_answer_is_given_again_with_another_seed() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
-    let (a, b, c) = (file("a.json"), file("b.json"), file("c.json"));
+    let a = file("a.json");
+    let b = file("b.json");
+    let c = file("c.json");
     let input = format!("Hello\n/save {a}\n/regenerate\n/save {b}\n/clear\n/regenerate\n/save {c}\n");
     let (output, stderr) = talk(&SAMPLED, &input);
     assert!(output.status.success(), "{stderr}");
     let read = |path: &str| -> Value { serde_json::from_slice(&fs::read(path).unwrap()).unwrap() };
-    let (first, second) = (read(&a), read(&b));
+    let first = read(&a);
+    let second = read(&b);
     assert_eq!((first.as_array().unwrap().len(), second.as_array().unwrap().len()), (2, 2));
     assert_eq!(first[0], second[0]);
     assert_ne!(first[1]["content"], second[1]["content"], "the seed has moved on");
@@ -48,7 +51,8 @@ fn a_conversation_is_saved_and_goes_on_elsewhere() {
     );
     let (on, stderr) = talk(&SHORT, &format!("/load {file}\nAgain\n"));
     assert!(on.status.success() && stderr.contains("[3 messages]"), "{stderr}");
-    let (first, second) = (output.stdout, on.stdout);
+    let first = output.stdout;
+    let second = on.stdout;
     assert_eq!([first, second].concat(), whole.stdout, "as if it had never stopped");
     // A question without an answer gets one.
     fs::write(&path, json!({"messages": [{"role": "user", "content": "Hello"}]}).to_string()).unwrap();

@@ -69,7 +69,8 @@ fn the_experts_of_the_whole_conversation_are_recorded() {
         assert!(output.status.success(), "{stderr}");
         (output.stdout, std::fs::metadata(file).unwrap().len())
     };
-    let (one, two) = (size("Hello\n"), size("Hello\nAgain\n"));
+    let one = size("Hello\n");
+    let two = size("Hello\nAgain\n");
     assert!(two.0.starts_with(&one.0) && two.1 > one.1, "{} and {} bytes", one.1, two.1);
 }
 

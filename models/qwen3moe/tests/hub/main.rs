@@ -81,7 +81,8 @@ fn a_model_of_the_hub_generates_what_its_folder_does() {
     let expected = generate(fixture.to_str().unwrap(), &[]).stdout;
     assert!(!expected.is_empty());
 
-    let (server, home) = (Server::of_folder(&fixture), tempfile::tempdir().unwrap());
+    let server = Server::of_folder(&fixture);
+    let home = tempfile::tempdir().unwrap();
     let home = home.path().to_str().unwrap();
     std::fs::write(Path::new(home).join("token"), "hf_from_file\n").unwrap();
     server.spoil("GET", "/storage/", 1, Act::Cut(60_000));
@@ -114,7 +115,8 @@ fn no_log_holds_the_token() {
         (&["download", "org/tiny"][..], "trace"),
         (&["--model", "org/tiny", "--prompt", "x"], "ureq=trace,trace"),
     ] {
-        let (url, home) = (hub.server.url(), tempfile::tempdir().unwrap());
+        let url = hub.server.url();
+        let home = tempfile::tempdir().unwrap();
         let vars = [
             ("HF_HOME", home.path().to_str().unwrap()),
             ("HF_ENDPOINT", url.as_str()),

@@ -22,7 +22,8 @@ const FLAGS: [&str; 10] = [
 
 /// Passes bytes on, and flips a bit of the byte at `flip`; how many bytes there were.
 fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<usize>) -> usize {
-    let (mut bytes, mut passed) = (vec![0; 1 << 16], 0);
+    let mut bytes = vec![0; 1 << 16];
+    let mut passed = 0;
     while let Ok(n @ 1..) = from.read(&mut bytes) {
         if let Some(at) = flip.filter(|at| (passed..passed + n).contains(at)) {
             bytes[at - passed] ^= 1 << (at % 8);
@@ -59,7 +60,8 @@ fn run(flips: [Option<usize>; 2]) -> (Vec<Output>, [usize; 2]) {
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
         };
-        let (guest_2, host_2) = (guest.try_clone().unwrap(), host.try_clone().unwrap());
+        let guest_2 = guest.try_clone().unwrap();
+        let host_2 = host.try_clone().unwrap();
         let there = std::thread::spawn(move || pass(guest, host, flips[0]));
         let back = pass(host_2, guest_2, flips[1]);
         [there.join().unwrap(), back]

@@ -22,7 +22,8 @@ fn the_text_the_routing_and_the_heat_are_those_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
     let run = |name: &str, geometry: &[&str]| {
-        let (routed, heat) = (file(&format!("{name}.safetensors")), file(&format!("{name}.jsonl")));
+        let routed = file(&format!("{name}.safetensors"));
+        let heat = file(&format!("{name}.jsonl"));
         let fixed =
             ["--prompt", "ROMEO: speak", "--max-new-tokens", "12", "--temperature", "1", "--seed", "3"];
         let files = ["--logprobs", "2", "--routed-experts-out", &routed, "--expert-heat", &heat];
@@ -96,7 +97,8 @@ fn a_chat_may_be_idle() {
 #[test]
 fn parity_and_bench_run_over_processes() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/base");
-    let (model, reference) = (fixture.to_str().unwrap(), fixture.join("reference.safetensors"));
+    let model = fixture.to_str().unwrap();
+    let reference = fixture.join("reference.safetensors");
     let parity = ["parity", "--model", model, "--reference", reference.to_str().unwrap(), "--dtype", "f32"];
     let one = succeeds(&parity).stdout;
     let tp = ["--tp", "4", "--enable-expert-parallel"];
