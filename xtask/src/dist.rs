@@ -139,7 +139,8 @@ fn test_programs(messages: &[Value]) -> Result<Vec<(String, PathBuf)>> {
 /// The kernels as one library, for tests/cuda.
 fn pack_kernels(toolkit: &toolkit::Toolkit, objects: &[PathBuf], folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let (library, packed) = (target_dir().join("dist/libmoe_kernels.so"), folder.join("libmoe_kernels.so"));
+    let library = target_dir().join("dist/libmoe_kernels.so");
+    let packed = folder.join("libmoe_kernels.so");
     kernels::link(toolkit, objects, &library)?;
     // Of the host's code alone: kernels keep their lines.
     strip(&library, &packed)

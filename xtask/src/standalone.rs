@@ -60,7 +60,8 @@ pub fn build_on_cuda(name: &str, environment: &[(&str, OsString)]) -> Result<Pat
     let packages = workspace::packages()?;
     let package = packages.iter().find(|p| p.name == name).with_context(|| format!("no package {name}"))?;
     // Optimised, which is how a GPU's users build.
-    let (dir, target) = (workspace::target_dir().join("scratch"), workspace::target_dir());
+    let dir = workspace::target_dir().join("scratch");
+    let target = workspace::target_dir();
     write_project(package, &dir, true)?;
     let mut build = cargo();
     build.current_dir(&dir).args(["build", "--release", "--bin", "example0"]);

@@ -156,7 +156,8 @@ fn pinned_dir() -> PathBuf {
 /// target/toolkit, complete. The stamp is written last, so an interrupted installation is resumed.
 fn pinned(python: &str) -> Result<Toolkit> {
     let dir = pinned_dir();
-    let (venv, lib) = (dir.join("venv"), dir.join("lib"));
+    let venv = dir.join("venv");
+    let lib = dir.join("lib");
     let stamp = dir.join("installed.txt");
     let wanted = WHEELS.join("\n");
     if fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
@@ -281,7 +282,8 @@ mod tests {
     #[test]
     fn links_carry_both_names() {
         let dir = std::env::temp_dir().join(format!("toolkit-links-{}", std::process::id()));
-        let (from, to) = (dir.join("from"), dir.join("to"));
+        let from = dir.join("from");
+        let to = dir.join("to");
         fs::create_dir_all(&from).unwrap();
         recreate(&to).unwrap();
         for file in ["libx.so.13", "liby.a", "cmake"] {

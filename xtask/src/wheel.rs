@@ -12,7 +12,8 @@ use crate::workspace::{self, target_dir};
 /// last, so an interrupted fetch is repeated.
 pub fn fetch(python: &str, folder: &str, wheel: &str, program: &str) -> Result<PathBuf> {
     let dir = target_dir().join(folder);
-    let (stamp, program) = (dir.join("installed.txt"), dir.join(program));
+    let stamp = dir.join("installed.txt");
+    let program = dir.join(program);
     if fs::read_to_string(&stamp).ok().as_deref() != Some(wheel) {
         let mut pip = Command::new(python);
         pip.args(["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--upgrade"]);

@@ -60,7 +60,9 @@ impl InputOptions {
 
 /// Steps `range` of `loads`, summed to at most `episodes` episodes.
 pub fn window(loads: &Loads, range: std::ops::Range<usize>, episodes: usize) -> Result<Loads> {
-    let (layers, experts, steps) = (loads.layers(), loads.experts(), range.len());
+    let layers = loads.layers();
+    let experts = loads.experts();
+    let steps = range.len();
     let episodes = episodes.min(steps);
     let mut values = vec![0.0; episodes * layers * experts];
     for (age, step) in range.enumerate() {

@@ -96,7 +96,8 @@ mod tests {
     #[test]
     fn every_policy_writes_a_map_that_can_be_loaded() {
         let dir = tempfile::tempdir().unwrap();
-        let (trace, out) = (dir.path().join("trace.jsonl"), dir.path().join("map.json"));
+        let trace = dir.path().join("trace.jsonl");
+        let out = dir.path().join("map.json");
         let row = |step: usize, counts: &str| {
             format!("{{\"v\":1,\"step\":{step},\"stage\":\"decode\",\"layer\":0,\"counts\":{counts}}}\n")
         };

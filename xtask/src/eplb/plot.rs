@@ -121,9 +121,11 @@ fn expert_heat(outcome: &Outcome, layer: usize, path: &Path) -> Result<()> {
 
 /// Device loads of every layer on the last steps, with the first and with the last placement.
 fn before_after(outcome: &Outcome, path: &Path) -> Result<()> {
-    let (devices, layers) = (outcome.topology.devices(), outcome.loads.layers());
+    let devices = outcome.topology.devices();
+    let layers = outcome.loads.layers();
     let k = outcome.topology.slots_per_device();
-    let (steps, experts) = (outcome.loads.steps(), outcome.loads.experts());
+    let steps = outcome.loads.steps();
+    let experts = outcome.loads.experts();
     let loads_of = |placement: &moe_eplb::Placement| -> Vec<f64> {
         let mut grid = Vec::new();
         for layer in 0..layers {
@@ -140,7 +142,8 @@ fn before_after(outcome: &Outcome, path: &Path) -> Result<()> {
         }
         grid
     };
-    let (before, after) = (loads_of(&outcome.first), loads_of(&outcome.last));
+    let before = loads_of(&outcome.first);
+    let after = loads_of(&outcome.last);
     let at = |grid: &[f64], x: usize, y: usize| grid[y * devices + x];
     heatmap::draw(
         path,
@@ -172,7 +175,8 @@ fn curves(rows: &[Value], point: impl Fn(&Value) -> Option<(String, (f64, f64))>
 
 fn pareto(rows: &[Value], path: &Path) -> Result<()> {
     let series = curves(rows, |row| {
-        let (moved, par) = (row["moved_fraction"].as_f64()?, row["drift_par_episode_mean"].as_f64()?);
+        let moved = row["moved_fraction"].as_f64()?;
+        let par = row["drift_par_episode_mean"].as_f64()?;
         Some((row["workload"].as_str()?.to_string(), (moved * 100.0, par)))
     });
     charts::draw(

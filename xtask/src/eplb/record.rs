@@ -82,7 +82,8 @@ mod tests {
         judge(&options, file("heat.jsonl")).unwrap();
         let replay: serde_json::Value =
             serde_json::from_slice(&fs::read(file("replay.json")).unwrap()).unwrap();
-        let (moved, kept) = (&replay["summary"]["par_mean"], &replay["summary"]["par_static_mean"]);
+        let moved = &replay["summary"]["par_mean"];
+        let kept = &replay["summary"]["par_static_mean"];
         assert!(moved.as_f64().unwrap() < 1.3 && kept.as_f64().unwrap() > 1.59, "{moved} {kept}");
         for picture in ["par_over_time", "expert_heat", "before_after", "moves"] {
             let text = fs::read_to_string(file(&format!("{picture}.svg"))).unwrap();

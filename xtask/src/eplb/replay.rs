@@ -187,7 +187,9 @@ pub fn replay(options: &ReplayOptions) -> Result<Outcome> {
         layers_per_step: options.layers_per_step,
     };
     let mut controller = Controller::new(intervals, planner, first.clone())?;
-    let (mut par, mut par_static, mut events) = (Vec::new(), Vec::new(), Vec::new());
+    let mut par = Vec::new();
+    let mut par_static = Vec::new();
+    let mut events = Vec::new();
     for step in 0..loads.steps() {
         let now = window(&loads, step..step + 1, 1)?;
         let judged = |p: &Placement| -> Vec<f64> {
@@ -207,7 +209,8 @@ pub fn replay(options: &ReplayOptions) -> Result<Outcome> {
             }
         }
     }
-    let (dropped, last) = (controller.counters().dropped, controller.placement().clone());
+    let dropped = controller.counters().dropped;
+    let last = controller.placement().clone();
     Ok(Outcome {
         par,
         par_static,

@@ -15,11 +15,16 @@ pub fn run(file: &Path, policy: &dyn Policy, effort: u32, repeat: usize) -> Resu
     let value: Value = serde_json::from_slice(&std::fs::read(file)?)
         .with_context(|| format!("bad small cases {}", file.display()))?;
     let cases = value["cases"].as_array().context("no array `cases`")?;
-    let (mut rows, mut hits, mut known, mut proven, mut slowest) = (Vec::new(), 0, 0, 0, 0f64);
+    let mut rows = Vec::new();
+    let mut hits = 0;
+    let mut known = 0;
+    let mut proven = 0;
+    let mut slowest = 0f64;
     for (index, case) in cases.iter().enumerate() {
         let number =
             |key: &str| case[key].as_u64().map(|v| v as usize).with_context(|| format!("no `{key}`"));
-        let (experts, devices) = (number("experts")?, number("devices")?);
+        let experts = number("experts")?;
+        let devices = number("devices")?;
         let topology = Topology::new(experts, devices * number("slots_per_device")?, devices)?;
         let loads = case["loads"].as_array().context("no `loads`")?;
         let loads: Vec<f64> = loads.iter().map(|v| v.as_f64().unwrap_or(f64::NAN)).collect();

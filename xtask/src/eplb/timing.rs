@@ -18,7 +18,8 @@ pub fn timed(repeat: usize, plan: impl Fn() -> moe_eplb::Result<Plan>) -> Result
     let mut timing = Timing { solve_ms: f64::INFINITY, wall_ms: f64::INFINITY };
     let mut last = None;
     for _ in 0..repeat.max(1) {
-        let (wall, cpu) = (Instant::now(), thread_cpu_ms());
+        let wall = Instant::now();
+        let cpu = thread_cpu_ms();
         last = Some(plan()?);
         let cpu = cpu.zip(thread_cpu_ms()).map(|(begin, end)| end - begin);
         let wall = wall.elapsed().as_secs_f64() * 1e3;

@@ -79,7 +79,8 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
     ensure!((0.0..1.0).contains(&options.share), "--share {}: expected 0 to below 1", options.share);
     let known = ((loads.steps() as f64 * options.share) as usize).max(1);
     ensure!(known < loads.steps(), "the trace has {} steps; at least two are needed", loads.steps());
-    let (past, future) = (window(loads, 0..known, 16)?, known..loads.steps());
+    let past = window(loads, 0..known, 16)?;
+    let future = known..loads.steps();
     let steps = future.clone().map(|step| window(loads, step..step + 1, 1)).collect::<Result<Vec<_>>>()?;
     let policy = options.policy.build()?;
     let mut rows = Vec::new();
@@ -96,7 +97,8 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
             let start = Placement::initial(&topology, loads.layers());
             let plan = policy.plan(&topology, &past, Some(&start))?.placement;
             let judged = |placement: &Placement| judge(&steps, placement, &topology);
-            let (par_start, par_planned) = (judged(&start), judged(&plan));
+            let par_start = judged(&start);
+            let par_planned = judged(&plan);
             rows.push(Row { devices, redundant, par_start, par_planned, moved: plan.moved_from(&start)? });
         }
     }
@@ -106,7 +108,8 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
 /// Mean over steps and layers.
 fn judge(steps: &[Loads], placement: &Placement, topology: &Topology) -> f64 {
     let par = |(step, layer): (&Loads, usize)| {
-        let (experts, devices) = (topology.experts(), topology.devices());
+        let experts = topology.experts();
+        let devices = topology.devices();
         layer_par(step.layer(layer), placement.layer(layer), experts, devices, Objective::Episode)
     };
     let all = steps.iter().flat_map(|step| (0..step.layers()).map(move |layer| (step, layer)));

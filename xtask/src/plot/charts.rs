@@ -76,7 +76,8 @@ pub fn draw(path: &Path, frame: Frame, series: &[Series]) -> Result<()> {
     area.fill(&WHITE).map_err(failed)?;
     let mut builder = ChartBuilder::on(&area);
     builder.caption(frame.title, ("sans-serif", 22)).margin(14).x_label_area_size(46).y_label_area_size(72);
-    let (x, y) = (range(|p| p.0), range(|p| p.1));
+    let x = range(|p| p.0);
+    let y = range(|p| p.1);
     match frame.scale {
         Scale::Linear => curves(builder.build_cartesian_2d(x, y).map_err(failed)?, frame, series)?,
         Scale::Logarithmic => {

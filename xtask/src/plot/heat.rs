@@ -73,7 +73,8 @@ mod tests {
 
     fn draw(lines: &str, stage: &str) -> Result<String> {
         let dir = tempfile::tempdir()?;
-        let (trace, out) = (dir.path().join("heat.jsonl"), dir.path().join("heat.svg"));
+        let trace = dir.path().join("heat.jsonl");
+        let out = dir.path().join("heat.svg");
         std::fs::write(&trace, lines)?;
         run(&Options { trace, out: out.clone(), stage: stage.into() })?;
         Ok(std::fs::read_to_string(out)?)

@@ -35,7 +35,8 @@ const STOPS: [(f64, [f64; 3]); 5] = [
 fn colour(value: f64, range: (f64, f64)) -> RGBColor {
     let share = ((value - range.0) / (range.1 - range.0)).clamp(0.0, 1.0);
     let upper = STOPS.iter().position(|s| s.0 >= share).unwrap_or(STOPS.len() - 1).max(1);
-    let ((a, from), (b, to)) = (STOPS[upper - 1], STOPS[upper]);
+    let (a, from) = STOPS[upper - 1];
+    let (b, to) = STOPS[upper];
     let mix = (share - a) / (b - a);
     let channel = |i: usize| (from[i] + (to[i] - from[i]) * mix).round() as u8;
     RGBColor(channel(0), channel(1), channel(2))
@@ -69,7 +70,8 @@ pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], bar: &Bar) -> Resul
         let cells = (0..grid.height).flat_map(|y| (0..grid.width).map(move |x| (x, y)));
         chart
             .draw_series(cells.map(|(x, y)| {
-                let (column, row) = (x as f64, y as f64);
+                let column = x as f64;
+                let row = y as f64;
                 let corners = [(column - 0.5, row - 0.5), (column + 0.5, row + 0.5)];
                 Rectangle::new(corners, colour((grid.cell)(x, y), range).filled())
             }))

@@ -18,9 +18,6 @@ use crate::workspace::Package;
 use arrows::arrows;
 use tree::Tree;
 
-/// Crates that still have circles, each with the number of files in them. A number may only become smaller.
-const EXCEPTIONS: &[(&str, usize)] = &[("moe-layer", 2)];
-
 /// Checks every library and program of the workspace.
 ///
 /// # Errors
@@ -35,8 +32,7 @@ pub fn check(root: &Path, packages: &[Package], faults: &mut Vec<String>) -> Res
                 circles.extend(self::circles(&start, &|file| fs::read_to_string(root.join(file)).ok())?);
             }
         }
-        let known = EXCEPTIONS.iter().find(|(name, _)| *name == package.name).map_or(0, |(_, files)| *files);
-        faults.extend(fault(&package.name, &circles, known));
+        faults.extend(fault(&package.name, &circles));
     }
     Ok(())
 }
@@ -82,22 +78,14 @@ fn reached(file: usize, arrows: &BTreeMap<(usize, usize), BTreeSet<String>>) -> 
     reached
 }
 
-/// What is wrong with the circles of a crate in which at most `known` files may be in circles.
-fn fault(name: &str, circles: &[Circle], known: usize) -> Option<String> {
-    let files: usize = circles.iter().map(|circle| circle.files.len()).sum();
-    if files == known {
+/// What is wrong with the circles of a crate.
+fn fault(name: &str, circles: &[Circle]) -> Option<String> {
+    if circles.is_empty() {
         return None;
     }
-    if files < known {
-        let now =
-            if files == 0 { "take it from the list".into() } else { format!("lower its number to {files}") };
-        return Some(format!(
-            "{name}: has fewer circles than EXCEPTIONS in xtask/src/tidy/circles.rs says; {now}"
-        ));
-    }
-    let mut text = format!(
-        "{name}: {files} files use each other in circles, at most {known}; move what two files need to a third"
-    );
+    let files: usize = circles.iter().map(|circle| circle.files.len()).sum();
+    let mut text =
+        format!("{name}: {files} files use each other in circles; move what two files need to a third");
     for (at, circle) in circles.iter().enumerate() {
         let _ = write!(text, "\n  circle {} of {} files", at + 1, circle.files.len());
         for ((user, used), names) in &circle.arrows {
