@@ -21,7 +21,8 @@ fuzz_target!(|text: &str| {
     let decoder = model.decoder();
     // Positions at both ends of the context that the config claims.
     let last = (decoder.max_context_len() - 1) as u32;
-    let (positions, lens) = ([0, last], [1, u32::MAX]);
+    let positions = [0, last];
+    let lens = [1, u32::MAX];
     let views = (View::new(&positions, &[2]).unwrap(), View::new(&lens, &[2]).unwrap());
     let ropes = LayerRopes::new(&decoder.rope);
     let rows = ropes.rows(views.0, views.1, &mut Exec::cpu()).unwrap();

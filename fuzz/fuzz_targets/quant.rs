@@ -20,7 +20,8 @@ struct Tensor(TensorSpec, Vec<u8>, usize, usize);
 impl Tensor {
     fn new(spec: TensorSpec, choice: u8, bytes: &mut impl Iterator<Item = u8>) -> Self {
         let choice = usize::from(choice);
-        let (dtype, shape) = (choice % spec.dtypes.len(), choice % spec.shapes.len());
+        let dtype = choice % spec.dtypes.len();
+        let shape = choice % spec.shapes.len();
         let size = spec.shapes[shape].iter().product::<usize>() * spec.dtypes[dtype].bitsize() / 8;
         Self(spec, bytes.take(size).collect(), dtype, shape)
     }
@@ -34,7 +35,8 @@ impl Tensor {
 /// Columns come out the same when they are cut.
 fn check_parts(reader: &Reader, format: Format) {
     let Ok(weights) = dequantise(reader) else { return };
-    let (n, k) = (reader.shape().0, reader.inputs());
+    let n = reader.shape().0;
+    let k = reader.inputs();
     for tp in format.tp_sizes(k).into_iter().take(4) {
         let width = k / tp;
         let part =
@@ -55,7 +57,8 @@ fuzz_target!(|bytes: &[u8]| {
     let [n, k, choice, data @ ..] = data else { return };
     // Multiples of 8 more often than not: most formats take nothing else.
     let size = |byte: u8| if byte < 192 { 8 * (usize::from(byte) % 24 + 1) } else { usize::from(byte) - 191 };
-    let (n, k) = (size(*n), size(*k));
+    let n = size(*n);
+    let k = size(*k);
     for module in MODULES {
         let format = match config.format_of(module) {
             Ok(Format::Plain) => continue,

@@ -52,7 +52,8 @@ impl Program<'_> {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
         let run = |name: &str, geometry: &[&str]| {
-            let (routed, heat) = (file(&format!("{name}.safetensors")), file(&format!("{name}.jsonl")));
+            let routed = file(&format!("{name}.safetensors"));
+            let heat = file(&format!("{name}.jsonl"));
             let fixed =
                 ["--prompt", "ROMEO: speak", "--max-new-tokens", "12", "--temperature", "1", "--seed", "3"];
             let files = ["--ignore-eos", "--routed-experts-out", &routed, "--expert-heat", &heat];
@@ -64,14 +65,16 @@ impl Program<'_> {
         for (i, geometry) in GEOMETRIES.iter().enumerate() {
             assert!(run(&i.to_string(), geometry) == one, "{geometry:?}");
         }
-        let (recorded, again) = (file("one.safetensors"), file("again.safetensors"));
+        let recorded = file("one.safetensors");
+        let again = file("again.safetensors");
         for geometry in GEOMETRIES {
             let replay =
                 ["--prompt", "ROMEO: sleep", "--max-new-tokens", "4", "--replay-routed-experts", &recorded];
             let files = ["--routed-experts-out", &again];
             self.text(&[&replay[..], &files[..], geometry].concat());
             let of = |path: &str| moe_cli::routing::read(Path::new(path)).unwrap();
-            let (forced, recorded) = (of(&again), of(&recorded));
+            let forced = of(&again);
+            let recorded = of(&recorded);
             let tokens = forced.tokens().min(recorded.tokens());
             assert!(tokens > 4, "{tokens}");
             for token in 0..tokens {
@@ -113,7 +116,8 @@ impl Program<'_> {
     /// Parity of a fixture holds over tensor-parallel ranks like on one, and is refused over
     /// data-parallel ones.
     pub fn compares_the_same(&self, name: &str) {
-        let (dir, reference) = (fixture(name), fixture(name).join("reference.safetensors"));
+        let dir = fixture(name);
+        let reference = fixture(name).join("reference.safetensors");
         let base = ["parity", "--model", dir.to_str().unwrap(), "--reference", reference.to_str().unwrap()];
         let program = Program { flags: &[], ..*self };
         let refused = program.run(&[&base[..], &["--dp", "2"]].concat());

@@ -97,7 +97,8 @@ impl Rival {
     }
 
     fn decode(&mut self, batch: usize, prompt: usize, output: usize) -> Result<Value> {
-        let (one, full) = (self.repeat(batch, prompt, 1)?, self.repeat(batch, prompt, output)?);
+        let one = self.repeat(batch, prompt, 1)?;
+        let full = self.repeat(batch, prompt, output)?;
         let step = (full - one) / (output - 1) as f64;
         let rate = batch as f64 / step;
         eprintln!("decode {batch}: {rate:.2} tok/s");
@@ -129,7 +130,8 @@ fn main() -> Result<()> {
         "cuda" => Device::new_cuda(0)?,
         other => bail!("device {other:?}: expected cpu or cuda"),
     };
-    let (batches, lengths) = (list(&arg(2, "1,8"))?, list(&arg(5, "128,512"))?);
+    let batches = list(&arg(2, "1,8"))?;
+    let lengths = list(&arg(5, "128,512"))?;
     let (prompt, output): (usize, usize) = (arg(3, "128").parse()?, arg(4, "64").parse()?);
     let config: Config = serde_json::from_str(&std::fs::read_to_string(path)?)?;
     let vocab = u32::try_from(config.vocab_size)?;

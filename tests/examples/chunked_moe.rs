@@ -45,7 +45,8 @@ fn main() -> Result<()> {
     println!("chunk   workspace MiB   s per layer");
     for chunked in [ChunkedMoe::default(), ChunkedMoe::within(whole / 8), of(256), of(64)] {
         let block = block(chunked)?;
-        let (mut ex, mut out) = (Exec::cpu(), Buffer::zeros(DType::F32, &[tokens, H])?);
+        let mut ex = Exec::cpu();
+        let mut out = Buffer::zeros(DType::F32, &[tokens, H])?;
         let mut seconds = f64::INFINITY;
         for _ in 0..3 {
             let start = Instant::now();

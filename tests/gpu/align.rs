@@ -36,13 +36,15 @@ fn groups_and_local_ids_are_the_same() {
         for mapped in [false, true] {
             let (ids, map) = routed(&mut rng, tokens, top_k, experts);
             let op = |p: &mut Place| {
-                let (ids, map) = (p.put(&ids), p.put(&map));
+                let ids = p.put(&ids);
+                let map = p.put(&map);
                 let local_map = mapped.then(|| map.view());
                 let dims = [tokens, top_k];
-                let (mut offsets, mut slots) =
-                    (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[tokens * top_k]));
+                let mut offsets = p.out(DType::U32, &[experts + 1]);
+                let mut slots = p.out(DType::U32, &[tokens * top_k]);
                 group_slots_into(ids.view(), local_map, offsets.view_mut(), slots.view_mut(), &mut p.ex)?;
-                let (mut masked, mut local) = (p.out(DType::U32, &dims), p.out(DType::U32, &dims));
+                let mut masked = p.out(DType::U32, &dims);
+                let mut local = p.out(DType::U32, &dims);
                 mask_nonlocal_into(ids.view(), map.view(), masked.view_mut(), &mut p.ex)?;
                 let share = experts.div_ceil(3);
                 contiguous_local_ids_into(ids.view(), 1, share, local.view_mut(), &mut p.ex)?;
@@ -76,7 +78,8 @@ fn copies_are_chosen_alike() {
             }
             let table = Buffer::from_vec(table, &[experts, width]).unwrap();
             let op = |p: &mut Place| {
-                let (ids, table) = (p.put(&ids), p.put(&table));
+                let ids = p.put(&ids);
+                let table = p.put(&table);
                 let mut all = Vec::new();
                 for (spread, first) in [(Spread::InTurns, 0), (Spread::Hashed, 0), (Spread::Hashed, 12_345)] {
                     let mut out = p.out(DType::U32, &[tokens, top_k]);
@@ -99,7 +102,10 @@ fn copies_are_chosen_alike() {
 #[test]
 fn ids_that_there_are_not_have_no_copy() {
     let mut rng = Rng::new();
-    let (tokens, top_k, experts, width) = (300, 7, 40, 3);
+    let tokens = 300;
+    let top_k = 7;
+    let experts = 40;
+    let width = 3;
     let table =
         Buffer::from_vec((0..experts * width).map(|id| id as i32).collect(), &[experts, width]).unwrap();
     let beyond = [NO_EXPERT, experts as u32, u32::MAX - 1];
@@ -112,7 +118,9 @@ fn ids_that_there_are_not_have_no_copy() {
         [(Spread::InTurns, 0), (Spread::Hashed, 12_345), (Spread::InTurns, u32::MAX as usize - 2)]
     {
         let run = |ids: &Buffer, mut p: Place| {
-            let (ids, table, mut out) = (p.put(ids), p.put(&table), p.out(DType::U32, &[tokens, top_k]));
+            let ids = p.put(ids);
+            let table = p.put(&table);
+            let mut out = p.out(DType::U32, &[tokens, top_k]);
             let log2phy = Log2Phy { ids: table.view(), spread, first_row };
             physical_ids_into(ids.view(), &log2phy, out.view_mut(), &mut p.ex).unwrap();
             out.host(&p)
@@ -130,12 +138,15 @@ fn batched_rows_go_and_come_back() {
         for (tokens, top_k, experts, width) in [(0, 1, 3, 4), (1, 1, 1, 1), (40, 3, 6, 33), (100, 2, 5, 300)]
         {
             let (ids, map) = routed(&mut rng, tokens, top_k, experts);
-            let (rows, max_tokens) = (rng.floats(dtype, &[tokens, width]), (tokens * top_k).max(2));
+            let rows = rng.floats(dtype, &[tokens, width]);
+            let max_tokens = (tokens * top_k).max(2);
             let op = |p: &mut Place| {
-                let (ids, map, rows) = (p.put(&ids), p.put(&map), p.put(&rows));
+                let ids = p.put(&ids);
+                let map = p.put(&map);
+                let rows = p.put(&rows);
                 let slots_n = tokens * top_k;
-                let (mut offsets, mut slots) =
-                    (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
+                let mut offsets = p.out(DType::U32, &[experts + 1]);
+                let mut slots = p.out(DType::U32, &[slots_n]);
                 let out = (offsets.view_mut(), slots.view_mut());
                 group_slots_into(ids.view(), Some(map.view()), out.0, out.1, &mut p.ex)?;
                 let batches = RowBatches { offsets: offsets.view(), slots: slots.view(), top_k };

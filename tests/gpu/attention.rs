@@ -57,7 +57,8 @@ impl Data {
 
 impl Given {
     pub fn args(&self, case: &Case) -> QkNormRope<'_> {
-        let ([qkv, cos, sin], [q_norm, k_norm]) = (&self.floats, &self.norms);
+        let [qkv, cos, sin] = &self.floats;
+        let [q_norm, k_norm] = &self.norms;
         QkNormRope {
             qkv: qkv.view(),
             q_norm: view_of(q_norm),
@@ -86,15 +87,19 @@ impl Given {
 
 impl Case {
     pub fn data(&self, rng: &mut Rng, model: DType, stream: DType) -> Data {
-        let ((hq, hkv), d, bs) = (self.heads, self.head_dim, self.block_size);
+        let (hq, hkv) = self.heads;
+        let d = self.head_dim;
+        let bs = self.block_size;
         let used: usize = self.sequences.iter().map(|s| s.1).sum();
         let rows = used + self.padding;
         let max_blocks = self.sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(0).max(1);
         let num_blocks = self.sequences.len() * max_blocks + 2;
         // Blocks in random order; padding of a table is no block at all.
         let order = rng.permutation(num_blocks);
-        let (mut tables, mut starts, mut positions, mut slots) =
-            (Vec::new(), vec![0], Vec::new(), Vec::new());
+        let mut tables = Vec::new();
+        let mut starts = vec![0];
+        let mut positions = Vec::new();
+        let mut slots = Vec::new();
         for (s, &(first, count)) in self.sequences.iter().enumerate() {
             let blocks = &order[s * max_blocks..(s + 1) * max_blocks];
             let needed = (first + count).div_ceil(bs);
@@ -154,11 +159,15 @@ impl Case {
     }
 
     fn check(&self, rng: &mut Rng, model: DType, stream: DType) {
-        let (data, (hq, hkv), d) = (self.data(rng, model, stream), self.heads, self.head_dim);
+        let data = self.data(rng, model, stream);
+        let (hq, hkv) = self.heads;
+        let d = self.head_dim;
         let op = |p: &mut Place| {
             let placed = data.placed(p);
-            let (args, meta) = (placed.args(self), placed.meta(self));
-            let (mut k, mut v) = (p.put(&data.caches[0]), p.put(&data.caches[1]));
+            let args = placed.args(self);
+            let meta = placed.meta(self);
+            let mut k = p.put(&data.caches[0]);
+            let mut v = p.put(&data.caches[1]);
             let mut q = p.out(stream, &[data.rows, hq, d]);
             qk_norm_rope_cache_into(&args, q.view_mut(), k.view_mut(), v.view_mut(), &mut p.ex)?;
             let mut out = p.out(model, &[data.rows, hq * d]);
@@ -200,7 +209,8 @@ fn attention_agrees_on_mixed_steps() {
     for model in FLOATS {
         for stream in streams(model) {
             for (heads, head_dim, block_size, window, norms) in small(shapes, 64, |shape| shape.1) {
-                let (sequences, padding) = (mixed.clone(), 3);
+                let sequences = mixed.clone();
+                let padding = 3;
                 Case { heads, head_dim, block_size, window, norms, sequences, padding }
                     .check(&mut rng, model, stream);
             }
@@ -226,7 +236,8 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
     for model in FLOATS {
         for (sequences, padding) in &steps {
             for (heads, head_dim) in small([((8, 1), 128), ((4, 4), 64), ((5, 1), 40)], 40, |case| case.1) {
-                let (sequences, padding) = (sequences.clone(), *padding);
+                let sequences = sequences.clone();
+                let padding = *padding;
                 Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding }
                     .check(&mut rng, model, DType::F32);
             }
@@ -266,7 +277,9 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
 fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
     let mut rng = Rng::new();
     for sequences in [vec![(37, 1), (0, 1)], vec![(37, 1), (0, 90)]] {
-        let (heads, head_dim, window) = ((8, 2), 128, Some(1 << 31));
+        let heads = (8, 2);
+        let head_dim = 128;
+        let window = Some(1 << 31);
         Case { heads, head_dim, block_size: 16, window, norms: true, sequences, padding: 1 }.check(
             &mut rng,
             DType::BF16,
@@ -278,15 +291,19 @@ fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
 /// Memory behind a cache stays as it is, whichever launch writes the rows; a decoding row without a slot is padding.
 #[test]
 fn a_slot_beyond_the_cache_is_not_written() {
-    let (mut rng, mut p) = (Rng::new(), Place::new(cuda()));
-    let (heads, head_dim, sequences) = ((8, 2), 128, vec![(5, 1), (9, 1)]);
+    let mut rng = Rng::new();
+    let mut p = Place::new(cuda());
+    let heads = (8, 2);
+    let head_dim = 128;
+    let sequences = vec![(5, 1), (9, 1)];
     let case = Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding: 0 };
     let mut data = case.data(&mut rng, DType::BF16, DType::F32);
     let blocks = data.caches[0].dims()[0] - 1;
     let end = (blocks * case.block_size) as u32;
     data.slots = words(vec![end, end + 1], &[2]);
     let placed = data.placed(&p);
-    let (args, meta) = (placed.args(&case), placed.meta(&case));
+    let args = placed.args(&case);
+    let meta = placed.meta(&case);
     let [mut k, mut v] = [&data.caches[0], &data.caches[1]].map(|cache| p.put(cache));
     for stream in [DType::F32, DType::BF16] {
         let mut q = p.out(stream, &[data.rows, heads.0, head_dim]);
@@ -330,14 +347,17 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
                 sequences: sequences.clone(),
                 padding,
             };
-            let (data, columns, n) = (case.data(&mut rng, DType::BF16, DType::F32), heads.0 * head_dim, 128);
+            let data = case.data(&mut rng, DType::BF16, DType::F32);
+            let columns = heads.0 * head_dim;
+            let n = 128;
             let scheme = fp8(QuantGroup::Block { n: 128, k: 128 });
             let matrix = Matrix::new(&mut rng, n, columns, scheme, 1);
             let source = Source { matrices: [("o".to_string(), matrix)].into(), inputs: None };
             let ex = cuda().with_fp8_activations(Fp8Activations::Auto);
             let weight = source.weight(&[&["o".to_string()]], QuantUse::Linear, DType::BF16, &ex);
             let mut p = Place::new(ex);
-            let (guard, placed) = (weight.read().unwrap(), data.placed(&p));
+            let guard = weight.read().unwrap();
+            let placed = data.placed(&p);
             let product = |rows: &ProductRows, p: &mut Place| {
                 let mut out = p.out(DType::F32, &[data.rows, n]);
                 linear_into(rows.rows(), guard.view().unwrap(), None, out.view_mut(), &mut p.ex).unwrap();
@@ -352,9 +372,11 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
                 data.rows
             );
             for to in [&mut floats, &mut rows] {
-                let (args, meta) = (placed.args(&case), placed.meta(&case));
+                let args = placed.args(&case);
+                let meta = placed.meta(&case);
                 let [mut k, mut v] = [&data.caches[0], &data.caches[1]].map(|cache| p.put(cache));
-                let (k, v) = (k.view_mut(), v.view_mut());
+                let k = k.view_mut();
+                let v = v.view_mut();
                 rope_attention_into(&args, &meta, case.step_rows(), k, v, to.rows_mut(), &mut p.ex).unwrap();
             }
             let what = format!("{heads:?} heads of {head_dim}, {} rows", data.rows);

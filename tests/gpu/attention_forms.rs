@@ -23,7 +23,9 @@ fn case(heads: (usize, usize), head_dim: usize, block_size: usize, sequences: &[
 
 /// The caches with infinities in every slot that no sequence has written before this step.
 fn hidden(case: &Case, data: &Data) -> [Buffer; 2] {
-    let (bs, kv, d) = (case.block_size, case.heads.1, case.head_dim);
+    let bs = case.block_size;
+    let kv = case.heads.1;
+    let d = case.head_dim;
     let tables = values::<u32>(&data.tables);
     let mut is_written = vec![false; data.caches[0].dims()[0] * bs];
     for (&(first, _), table) in case.sequences.iter().zip(tables.chunks(data.tables.dims()[1])) {
@@ -55,7 +57,9 @@ fn check(rng: &mut Rng, case: &Case) {
         let caches = if p.ex.is_cuda() { &hidden } else { &data.caches };
         let [mut k, mut v] = caches.each_ref().map(|cache| p.put(cache));
         let mut out = p.out(DType::BF16, &[data.rows, case.heads.0 * case.head_dim]);
-        let (args, meta, rows) = (placed.args(case), placed.meta(case), case.step_rows());
+        let args = placed.args(case);
+        let meta = placed.meta(case);
+        let rows = case.step_rows();
         rope_attention_into(&args, &meta, rows, k.view_mut(), v.view_mut(), out.view_mut(), &mut p.ex)?;
         let first = p.put(&out.host(p));
         rope_attention_into(&args, &meta, rows, k.view_mut(), v.view_mut(), out.view_mut(), &mut p.ex)?;
@@ -139,7 +143,8 @@ fn sharp_scores_agree() {
         let q = rng.floats(DType::BF16, &[data.rows, heads.0, head_dim]);
         for sharp in [3.0, 36.0, 120.0] {
             let op = |p: &mut Place| {
-                let (placed, q) = (data.placed(p), p.put(&q));
+                let placed = data.placed(p);
+                let q = p.put(&q);
                 let [k, v] = data.caches.each_ref().map(|cache| p.put(cache));
                 let mut meta = placed.meta(&case);
                 meta.scale *= sharp;
@@ -165,7 +170,9 @@ fn sharp_scores_agree() {
 #[test]
 fn rows_of_a_prompt_do_not_depend_on_their_step() {
     let mut rng = Rng::new();
-    let (heads, head_dim, count) = ((32, 4), 128, if tiny() { 150 } else { 700 });
+    let heads = (32, 4);
+    let head_dim = 128;
+    let count = if tiny() { 150 } else { 700 };
     // Both sequences are in the cache; steps over them take some rows of one or both.
     let both = case(heads, head_dim, 16, &[(0, 300), (0, count)]);
     let data = both.data(&mut rng, DType::BF16, DType::F32);
@@ -178,7 +185,9 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
         // Rows of q, and of each sequence of the step its number, first position and rows.
         let run = |from: usize, sequences: &[(usize, usize, usize)], ex: &Exec| {
             let rows: usize = sequences.iter().map(|s| s.2).sum();
-            let (mut starts, mut positions, mut table) = (vec![0], Vec::new(), Vec::new());
+            let mut starts = vec![0];
+            let mut positions = Vec::new();
+            let mut table = Vec::new();
             for &(sequence, first, count) in sequences {
                 positions.extend(first as u32..(first + count) as u32);
                 starts.push(positions.len() as u32);
@@ -239,10 +248,12 @@ fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
         let mut p = Place::new(cuda());
         let placed = data.placed(&p);
         let mut run = |rows: StepRows| {
-            let (args, meta) = (placed.args(&case), placed.meta(&case));
+            let args = placed.args(&case);
+            let meta = placed.meta(&case);
             let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
             let mut out = p.out(DType::BF16, &[data.rows, heads.0 * head_dim]);
-            let (to_k, to_v) = (k.view_mut(), v.view_mut());
+            let to_k = k.view_mut();
+            let to_v = v.view_mut();
             rope_attention_into(&args, &meta, rows, to_k, to_v, out.view_mut(), &mut p.ex).unwrap();
             [out, k, v].map(|placed| placed.host(&p))
         };
@@ -280,7 +291,8 @@ fn cached_rows_do_not_depend_on_their_step() {
         let data = case.data(&mut rng, DType::BF16, DType::F32);
         let mut p = Place::new(cuda());
         let placed = data.placed(&p);
-        let (args, meta) = (placed.args(&case), placed.meta(&case));
+        let args = placed.args(&case);
+        let meta = placed.meta(&case);
         let mut run = |step: usize| {
             let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
             let mut q = p.out(DType::BF16, &[rows, heads.0, head_dim]);
@@ -294,14 +306,16 @@ fn cached_rows_do_not_depend_on_their_step() {
             }
             [q, k, v].map(|placed| placed.host(&p))
         };
-        let (whole, parts) = (run(rows), run(37));
+        let whole = run(rows);
+        let parts = run(37);
         let what = format!("{rows} rows, {heads:?} heads of {head_dim}");
         for (part, (whole, parts)) in ["queries", "keys", "values"].iter().zip(whole.iter().zip(&parts)) {
             assert_same(&format!("{part} of {what}"), whole, parts);
         }
         let [mut k, mut v] = data.caches.each_ref().map(|cache| p.put(cache));
         let mut out = p.out(DType::BF16, &[rows, heads.0 * head_dim]);
-        let (to_k, to_v) = (k.view_mut(), v.view_mut());
+        let to_k = k.view_mut();
+        let to_v = v.view_mut();
         rope_attention_into(&args, &meta, case.step_rows(), to_k, to_v, out.view_mut(), &mut p.ex).unwrap();
         assert_same(&format!("decoded keys of {what}"), &whole[1], &k.host(&p));
         assert_same(&format!("decoded values of {what}"), &whole[2], &v.host(&p));

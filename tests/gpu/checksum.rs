@@ -6,7 +6,8 @@ use crate::common::{Rng, cuda, small};
 
 #[test]
 fn a_device_sums_the_words_that_the_cpu_sums() {
-    let (ex, mut rng) = (cuda(), Rng::new());
+    let ex = cuda();
+    let mut rng = Rng::new();
     let lens = [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 4095, 65_536, 1_000_003, 9_437_184, 9_437_185];
     for len in small(lens, 70_000, |&len| len) {
         let bytes: Vec<u8> = (0..len + 40).map(|_| rng.bits() as u8).collect();

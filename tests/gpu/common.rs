@@ -151,7 +151,8 @@ impl Place {
 
     /// A copy of host data here.
     pub fn put(&self, host: &Buffer) -> Placed {
-        let (dims, len) = (host.dims().to_vec(), host.view().elem_count());
+        let dims = host.dims().to_vec();
+        let len = host.view().elem_count();
         let mut data = self.ex.zeros(host.dtype(), &[self.offset + len + guard()]).unwrap();
         let mut copy = |from: &Buffer, start: usize| {
             let to = data.view_mut().narrow(start, from.view().elem_count()).unwrap();
@@ -213,7 +214,8 @@ pub fn on_both(op: impl Fn(&mut Place) -> Result<Vec<Placed>>, mut check: impl F
             let outputs = op(&mut place).unwrap();
             outputs.iter().map(|out| out.host(&place)).collect::<Vec<_>>()
         };
-        let (cpu, gpu) = (run(Exec::cpu()), run(cuda()));
+        let cpu = run(Exec::cpu());
+        let gpu = run(cuda());
         assert_eq!(cpu.len(), gpu.len());
         check(&cpu, &gpu);
     }
@@ -232,9 +234,11 @@ pub fn rounding(dtype: DType) -> f64 {
 pub fn assert_close(what: &str, cpu: &Buffer, gpu: &Buffer, absolute: f64) {
     assert_eq!((cpu.dims(), cpu.dtype()), (gpu.dims(), gpu.dtype()), "{what}");
     let relative = 2.0 * rounding(cpu.dtype());
-    let (cpu, gpu) = (cpu.view().to_f32_vec().unwrap(), gpu.view().to_f32_vec().unwrap());
+    let cpu = cpu.view().to_f32_vec().unwrap();
+    let gpu = gpu.view().to_f32_vec().unwrap();
     for (i, (&c, &g)) in cpu.iter().zip(&gpu).enumerate() {
-        let (c, g) = (f64::from(c), f64::from(g));
+        let c = f64::from(c);
+        let g = f64::from(g);
         let close = (c - g).abs() <= absolute + relative * c.abs().max(g.abs()) || c == g;
         assert!(close, "{what}: element {i} of {}: CPU {c}, GPU {g}, bound {absolute}", cpu.len());
     }
@@ -248,9 +252,11 @@ pub fn assert_same(what: &str, cpu: &Buffer, gpu: &Buffer) {
         return;
     }
     let bits = |b: &Buffer| b.view().to_f32_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
-    let (cpu, gpu) = (bits(cpu), bits(gpu));
+    let cpu = bits(cpu);
+    let gpu = bits(gpu);
     if let Some(i) = cpu.iter().zip(&gpu).position(|(c, g)| c != g) {
-        let (c, g) = (f32::from_bits(cpu[i]), f32::from_bits(gpu[i]));
+        let c = f32::from_bits(cpu[i]);
+        let g = f32::from_bits(gpu[i]);
         panic!("{what}: element {i} of {}: CPU {c:e}, GPU {g:e}", cpu.len())
     }
 }

@@ -117,7 +117,8 @@ fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
             all.iter_mut().for_each(|request| request.sampling.temperature = 0.0);
             (run(&mut engine, all), engine.num_graph_steps())
         };
-        let ((fused, graphs), (looped, none)) = (tokens(MoePath::Fused), tokens(MoePath::Legacy));
+        let (fused, graphs) = tokens(MoePath::Fused);
+        let (looped, none) = tokens(MoePath::Legacy);
         assert_eq!(fused, looped);
         assert!(graphs >= 20 && none == 0, "{graphs} {none}");
     }
@@ -135,13 +136,16 @@ fn kernels(model: &DeepseekV2, rows: usize) -> String {
 fn logits_are_those_of_the_cpu() {
     for replaced in [&[], V2, BIASED] {
         let on = |ex: &Exec| {
-            let (path, mla, stream) = (MoePath::Fused, MlaForm::Absorbed, SharedExpertsStream::Auto);
+            let path = MoePath::Fused;
+            let mla = MlaForm::Absorbed;
+            let stream = SharedExpertsStream::Auto;
             on_device(replaced, path, mla, DType::F32, stream, ex.device())
         };
         let prompts: Vec<Vec<u32>> = (1..4).map(|n| (0..n * 13).map(|i| i * 7 % 1000).collect()).collect();
         let schedule = Schedule { chunk: 8, block_size: 16, together: true };
         let logits = |mut ex: Exec| all_logits(&on(&ex), &prompts, schedule, &mut ex).unwrap().concat();
-        let (want, got) = (logits(Exec::cpu()), logits(cuda()));
+        let want = logits(Exec::cpu());
+        let got = logits(cuda());
         let largest = want.iter().fold(0f32, |most, logit| most.max(logit.abs()));
         let off = want.iter().zip(&got).fold(0f32, |most, (w, g)| most.max((w - g).abs()));
         assert!(off < 1e-4 * largest, "{replaced:?}: off by {off} of {largest}");
@@ -154,7 +158,8 @@ fn the_second_stream_changes_no_bit() {
     for replaced in [&[], V2] {
         for dtype in [DType::BF16, DType::F32] {
             let of = |stream| with_stream(replaced, MoePath::Fused, MlaForm::Absorbed, dtype, stream);
-            let (on, off) = (of(SharedExpertsStream::On), of(SharedExpertsStream::Off));
+            let on = of(SharedExpertsStream::On);
+            let off = of(SharedExpertsStream::Off);
             assert!(kernels(&on, 3).contains("second stream") && !kernels(&off, 3).contains("second stream"));
             for batch in [1, 3, 9, 40] {
                 for eager in [false, true] {
@@ -184,7 +189,8 @@ fn the_second_stream_changes_no_bit() {
 fn shared_experts_as_slots_are_the_shared_experts() {
     for replaced in [&[], V2] {
         let of = |stream| with_stream(replaced, MoePath::Fused, MlaForm::Absorbed, DType::BF16, stream);
-        let (slots, apart) = (of(SharedExpertsStream::Auto), of(SharedExpertsStream::Off));
+        let slots = of(SharedExpertsStream::Auto);
+        let apart = of(SharedExpertsStream::Off);
         assert!(
             !kernels(&slots, 1).contains("shared experts") && kernels(&apart, 1).contains("shared experts")
         );
@@ -192,7 +198,8 @@ fn shared_experts_as_slots_are_the_shared_experts() {
         for chunk in [1, 3, 6, 50, usize::MAX >> 1] {
             let schedule = Schedule { chunk, block_size: 16, together: chunk > 1 };
             let logits = |model| all_logits(model, &prompts, schedule, &mut cuda()).unwrap().concat();
-            let (got, want) = (logits(&slots), logits(&apart));
+            let got = logits(&slots);
+            let want = logits(&apart);
             let off: f64 = got.iter().zip(&want).map(|(g, w)| f64::from(g - w).powi(2)).sum();
             let all: f64 = want.iter().map(|w| f64::from(*w).powi(2)).sum();
             assert!((off / all).sqrt() < 2e-2, "chunks of {chunk}: off by {}", (off / all).sqrt());

@@ -5,7 +5,8 @@ use rayon::prelude::*;
 
 /// x [M, K] · wᵀ [N, K].
 pub fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
-    let (m, n) = (x.len() / k, w.len() / k);
+    let m = x.len() / k;
+    let n = w.len() / k;
     (0..m * n).into_par_iter().map(|i| dot(&x[i / n * k..][..k], &w[i % n * k..][..k])).collect()
 }
 
@@ -33,7 +34,8 @@ pub struct Experts {
 impl Experts {
     /// The weighted sums [T, H] of the experts that `ids` [T, K] name; other ids add nothing. Activations are rounded to bf16.
     pub fn sums(&self, x: &[f32], ids: &[u32], weights: &[f32], operand: Operand) -> Vec<f64> {
-        let (hidden, x) = (self.hidden, operand(x));
+        let hidden = self.hidden;
+        let x = operand(x);
         let top_k = (ids.len() * hidden).checked_div(x.len()).unwrap_or(1).max(1);
         let slot = |(slot, id): (usize, &u32)| {
             let [gate_up, down] = self.weights.get(*id as usize)?;

@@ -77,12 +77,15 @@ fn mlp(device: &Device, dtype: DType) -> GatedMlp {
 #[test]
 fn threads_may_share_a_module() {
     let device = Device::new_cuda(0).unwrap();
-    let (cpu, gpu) = (mlp(&Device::Cpu, DType::BF16), mlp(&device, DType::BF16));
+    let cpu = mlp(&Device::Cpu, DType::BF16);
+    let gpu = mlp(&device, DType::BF16);
     // candle's default device is another stream in each thread: the weights have to be there first.
     device.synchronize().unwrap();
     std::thread::scope(|scope| {
         for thread in 0..4 {
-            let (cpu, gpu, device) = (&cpu, &gpu, &device);
+            let cpu = &cpu;
+            let gpu = &gpu;
+            let device = &device;
             scope.spawn(move || {
                 for rows in 1..40 {
                     let numbers = (0..rows * 256).map(|i| ((i * 37 + thread * 101) % 97) as f32 / 48. - 1.);

@@ -72,11 +72,13 @@ fn graphs_draw_the_tokens_of_eager_steps_at_the_edges_of_buckets() {
 /// recording fail, and the steps would not be counted); and a second run finds every buffer that it needs.
 #[test]
 fn steps_allocate_nothing_once_they_have_run() {
-    let (model, ex) = (model(), cuda());
+    let model = model();
+    let ex = cuda();
     let mut engine = Engine::new(&model, ex.clone(), None, &config(16, false)).unwrap();
     let first = run(&mut engine, requests(16, 40));
-    let (bytes, free, steps) =
-        (ex.workspace().bytes(), ex.device_memory().unwrap().0, engine.num_graph_steps());
+    let bytes = ex.workspace().bytes();
+    let free = ex.device_memory().unwrap().0;
+    let steps = engine.num_graph_steps();
     assert_eq!(run(&mut engine, requests(16, 40)), first);
     assert_eq!((ex.workspace().bytes(), ex.device_memory().unwrap().0), (bytes, free));
     assert!(engine.num_graph_steps() >= steps + 38);

@@ -29,7 +29,9 @@ impl Problem {
             (0..top_k).map(|k| if k == absent { NO_EXPERT } else { order[k] }).collect::<Vec<_>>()
         });
         let ids = words(ids.collect(), &[tokens, top_k]);
-        let (e, h, i) = (EXPERTS, hidden, inter);
+        let e = EXPERTS;
+        let h = hidden;
+        let i = inter;
         let packs =
             [vec![e, 2 * i, h], vec![e, h, i], vec![e, 2 * i], vec![e, h]].map(|d| rng.floats(dtype, &d));
         let map = rng.permutation(EXPERTS).into_iter().map(|s| if s == 4 { -1 } else { s as i32 }).collect();
@@ -51,7 +53,8 @@ impl Problem {
     /// Token rows by a backend of this format.
     fn run(&self, format: ActivationFormat, activation: Activation, biased: bool, mut ex: Exec) -> Buffer {
         let weights = self.experts(biased, &ex);
-        let (tokens, top_k) = (self.ids.dims()[0], self.ids.dims()[1]);
+        let tokens = self.ids.dims()[0];
+        let top_k = self.ids.dims()[1];
         let mut spec = weights.spec(activation, top_k);
         spec.activation_format = format;
         let batched = format == ActivationFormat::BatchedExperts;

@@ -49,8 +49,10 @@ impl Step<'_> {
 
     /// The slots of each expert in random order; what follows the last is no slot.
     fn shuffled_lists(&self, rng: &mut Rng) -> [Buffer; 2] {
-        let (experts, local) = (self.packs.meaning.weights.len(), self.local_ids());
-        let (mut counts, mut slots) = (vec![0; experts], vec![u32::MAX; experts * local.len()]);
+        let experts = self.packs.meaning.weights.len();
+        let local = self.local_ids();
+        let mut counts = vec![0; experts];
+        let mut slots = vec![u32::MAX; experts * local.len()];
         for slot in rng.permutation(local.len()) {
             if let Some(count) = counts.get_mut(local[slot as usize] as usize) {
                 slots[local[slot as usize] as usize * local.len() + *count as usize] = slot;
@@ -68,7 +70,8 @@ impl Step<'_> {
         p: &mut Place,
         repeat: impl Fn(&FusedExperts, &mut Placed, &mut Exec),
     ) -> Buffer {
-        let (x, weights) = (p.put(&self.x), p.put(&self.weights));
+        let x = p.put(&self.x);
+        let weights = p.put(&self.weights);
         let ids = p.put(&words(self.routing.ids.clone(), self.weights.dims()));
         let map = self.routing.map.as_ref().map(|map| Buffer::from_vec(map.clone(), &[map.len()]).unwrap());
         let map = p.put_some(map.as_ref());
@@ -147,8 +150,8 @@ fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
     let is_quantised = packs.weights[0].quantisation().is_some();
     let mut p = Place::new(ex.clone());
     for routing in routings(rng, tokens, top_k, experts) {
-        let (x, weights) =
-            (rng.floats(DType::BF16, &[tokens, hidden]), rng.floats(DType::F32, &[tokens, top_k]));
+        let x = rng.floats(DType::BF16, &[tokens, hidden]);
+        let weights = rng.floats(DType::F32, &[tokens, top_k]);
         let step = Step { packs, x, weights, routing, top_k };
         let name = format!("{case:?} {:?} {}", packs.weights[0].scheme(), step.routing.name);
         let chosen = ExpertsForm::choose(&step.call(), &ex.machine()).unwrap();
@@ -208,7 +211,8 @@ fn check_rows(
         ex.synchronize().unwrap();
     });
     assert_same(&format!("{name} from a graph"), whole, &replayed);
-    let (lost, hidden) = (rng.below(tokens), step.x.dims()[1]);
+    let lost = rng.below(tokens);
+    let hidden = step.x.dims()[1];
     let mut x = values::<moe_kernels::half::bf16>(&step.x);
     x[lost * hidden + rng.below(hidden)] = moe_kernels::half::bf16::NAN;
     let mut step = step.first(tokens);
@@ -358,8 +362,8 @@ fn tiles_of_every_height_are_computed() {
             let order = rng.permutation(ids.len());
             let ids: Vec<u32> = order.into_iter().map(|at| ids[at as usize]).collect();
             let tokens = ids.len();
-            let (x, weights) =
-                (rng.floats(DType::BF16, &[tokens, hidden]), rng.floats(DType::F32, &[tokens, 1]));
+            let x = rng.floats(DType::BF16, &[tokens, hidden]);
+            let weights = rng.floats(DType::F32, &[tokens, 1]);
             let routing = Routing { name: "every height", ids, map: None };
             let step = Step { packs: &packs, x, weights, routing, top_k: 1 };
             for ex in [cuda(), cuda().with_batch_invariant(true)] {

@@ -1,6 +1,8 @@
 //! Routers inside of launches, against the definition of their rules: alone (`gate_route`), and in the launch that computes the
 //! whole layer of a few tokens.
 
+mod rule;
+
 use candle_core::DType;
 use moe_kernels::cuda::{LastStep, StepTokens, balance_ids_into, gate_route_into, upload_step_into};
 use moe_kernels::half::bf16;
@@ -8,62 +10,7 @@ use moe_kernels::{Buffer, Exec, ForcedWeights, Gate, GateScoring, LayerRouting, 
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
-
-/// How logits become weights.
-#[derive(Clone, Copy, Debug)]
-pub struct Rule {
-    scoring: GateScoring,
-    raw: bool,
-    renormalize: bool,
-    /// With a bias of the gate, and one of the choice.
-    biased: bool,
-    scale: f32,
-    softcap: Option<f32>,
-}
-
-impl Rule {
-    pub fn all() -> Vec<Self> {
-        let mut all = Vec::new();
-        for scoring in [GateScoring::Softmax, GateScoring::Sigmoid, GateScoring::SqrtSoftplus] {
-            let usual =
-                Self { scoring, raw: false, renormalize: true, biased: false, scale: 1.0, softcap: None };
-            all.push(usual);
-            all.push(Self { renormalize: false, biased: true, scale: 2.5, ..usual });
-            all.push(Self { raw: true, ..usual });
-            all.push(Self { softcap: Some(1.5), ..usual });
-        }
-        all
-    }
-
-    fn score(&self, logits: &[f64]) -> Vec<f64> {
-        let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = logits.iter().map(|x| (x - most).exp()).sum();
-        let of = |x: &f64| match self.scoring {
-            GateScoring::Softmax => (x - most).exp() / sum,
-            GateScoring::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-            GateScoring::SqrtSoftplus => x.exp().ln_1p().sqrt(),
-        };
-        logits.iter().map(of).collect()
-    }
-
-    /// What is compared for the choice, before its bias.
-    pub fn values(&self, logits: &[f64]) -> Vec<f64> {
-        let cap = |x: &f64| self.softcap.map_or(*x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh());
-        let capped: Vec<f64> = logits.iter().map(cap).collect();
-        if self.raw { capped } else { self.score(&capped) }
-    }
-
-    /// The weights of chosen experts, 0 for none.
-    pub fn weights(&self, values: &[f64], ids: &[u32]) -> Vec<f64> {
-        let chosen: Vec<f64> = ids.iter().filter_map(|id| values.get(*id as usize)).copied().collect();
-        let mut chosen = if self.raw { self.score(&chosen) } else { chosen };
-        let sum = if self.renormalize { chosen.iter().sum::<f64>().max(1e-20) } else { 1.0 };
-        chosen.iter_mut().for_each(|w| *w = *w / sum * f64::from(self.scale));
-        let mut chosen = chosen.into_iter();
-        let known = |id: &u32| (*id as usize) < values.len();
-        ids.iter().map(|id| if known(id) { chosen.next().unwrap() } else { 0.0 }).collect()
-    }
-}
+pub use rule::Rule;
 
 /// A gate, the rows that it sees, and what is forced on its choice.
 pub struct Case {
@@ -108,7 +55,8 @@ impl Case {
 
     /// Random choices for every row but each third, which is free; in row 1 one slot is absent. For an even spread, for all.
     pub fn force(&mut self, rng: &mut Rng, weights: ForcedWeights) {
-        let (experts, top_k) = (self.experts, self.top_k);
+        let experts = self.experts;
+        let top_k = self.top_k;
         let row = |t: usize| {
             let mut ids = rng.permutation(experts)[..top_k].to_vec();
             if weights == ForcedWeights::OfForced && t.is_multiple_of(3) {
@@ -136,8 +84,9 @@ impl Case {
         if let Some(valid) = self.valid {
             upload_valid_rows(valid, &p.ex);
         }
-        let (gate, gate_bias, correction) =
-            (p.put(&self.gate), p.put(&self.gate_bias), p.put(&self.correction));
+        let gate = p.put(&self.gate);
+        let gate_bias = p.put(&self.gate_bias);
+        let correction = p.put(&self.correction);
         let len = self.tokens() * LAYERS * self.top_k;
         let routed = p.out(DType::U32, &[len]);
         // The next three choices wrap around.
@@ -171,7 +120,8 @@ impl Case {
         let live = self.valid.unwrap_or(self.tokens());
         let mut chosen = Vec::new();
         for (at, id) in values::<u32>(&routed.host(p)).into_iter().enumerate() {
-            let (row, layer) = (at / (LAYERS * self.top_k), at / self.top_k % LAYERS);
+            let row = at / (LAYERS * self.top_k);
+            let layer = at / self.top_k % LAYERS;
             match (layer == LAYER, row < live) {
                 (true, true) => chosen.push(id),
                 // The launch of a whole layer marks rows of padding, which have no experts.
@@ -189,7 +139,8 @@ impl Case {
 
     /// The ids of a step from the first of the layer on.
     fn of_layer<'a>(&self, ids: &'a Placed) -> View<'a> {
-        let (len, start) = (ids.view().elem_count(), LAYER * self.top_k);
+        let len = ids.view().elem_count();
+        let start = LAYER * self.top_k;
         ids.view().narrow(start, len - start).unwrap()
     }
 
@@ -197,7 +148,8 @@ impl Case {
     /// are NaN where they belong to a choice that nothing shows and that rounding decides, because two biased keys are as
     /// good as equal.
     pub fn expect(&self, what: &str, rows: &[f32], chosen: &[u32]) -> (Vec<u32>, Vec<f64>) {
-        let (mut ids, mut weights) = (Vec::new(), Vec::new());
+        let mut ids = Vec::new();
+        let mut weights = Vec::new();
         let gate = self.gate.view().to_f32_vec().unwrap();
         let mut logits = product(rows, &gate, self.rows.dims()[1]);
         if self.rule.biased {
@@ -227,7 +179,8 @@ impl Case {
             best.truncate(self.top_k);
             let row = t * LAYERS * self.top_k + LAYER * self.top_k;
             let forced = self.forced.as_ref().map(|(ids, how)| (&values_of(ids)[row..][..self.top_k], *how));
-            let (mut of_weights, mut is_known) = (chosen, true);
+            let mut of_weights = chosen;
+            let mut is_known = true;
             match forced.filter(|(ids, _)| ids.iter().any(|id| *id != NO_EXPERT)) {
                 Some((forced, how)) => {
                     let mut forced = forced.to_vec();
@@ -267,7 +220,8 @@ fn values_of(ids: &Buffer) -> &[u32] {
 fn upload_valid_rows(rows: usize, ex: &Exec) {
     let mut host = ex.pinned(4).unwrap();
     host.wait().unwrap().copy_from_slice(&[rows as u32; 4]);
-    let (sampled, mut to) = (ex.zeros(DType::U32, &[1]).unwrap(), ex.zeros(DType::U32, &[4]).unwrap());
+    let sampled = ex.zeros(DType::U32, &[1]).unwrap();
+    let mut to = ex.zeros(DType::U32, &[4]).unwrap();
     let last = LastStep { sampled: sampled.view(), read_back: None };
     upload_step_into(&mut host, last, StepTokens { ids: 0, source: 0, rows: 0 }, to.view_mut(), ex).unwrap();
     ex.synchronize().unwrap();
@@ -276,16 +230,18 @@ fn upload_valid_rows(rows: usize, ex: &Exec) {
 /// The router alone; its results have the same bits whether it is watched or not.
 fn route(case: &Case, what: &str) {
     let mut p = Place::new(cuda());
-    let (tokens, slots) = (case.tokens(), case.top_k + case.shared);
+    let tokens = case.tokens();
+    let slots = case.top_k + case.shared;
     let rows = p.put(&case.rows);
     let mut out = Vec::new();
     let mut watched = Vec::new();
     for is_watched in [true, false] {
         let mut logits = p.out(DType::F32, &[tokens, case.experts]);
-        let (mut ids, mut weights) =
-            (p.out(DType::U32, &[tokens, slots]), p.out(DType::F32, &[tokens, slots]));
+        let mut ids = p.out(DType::U32, &[tokens, slots]);
+        let mut weights = p.out(DType::F32, &[tokens, slots]);
         let chosen = case.with_gate(is_watched, &mut p, |gate, p| {
-            let (logits, ids) = (logits.view_mut(), ids.view_mut());
+            let logits = logits.view_mut();
+            let ids = ids.view_mut();
             gate_route_into(rows.view(), gate, logits, ids, weights.view_mut(), &mut p.ex).unwrap();
         });
         if is_watched {
@@ -348,10 +304,13 @@ fn equal_experts_are_chosen_by_their_numbers() {
         case.gate = Buffer::from_vec(one.repeat(96), &[96, 256]).unwrap();
         case.valid = Some(13);
         let mut p = Place::new(cuda());
-        let (x, mut logits) = (p.put(&case.rows), p.out(DType::F32, &[tokens, 96]));
-        let (mut ids, mut weights) = (p.out(DType::U32, &[tokens, 6]), p.out(DType::F32, &[tokens, 6]));
+        let x = p.put(&case.rows);
+        let mut logits = p.out(DType::F32, &[tokens, 96]);
+        let mut ids = p.out(DType::U32, &[tokens, 6]);
+        let mut weights = p.out(DType::F32, &[tokens, 6]);
         let chosen = case.with_gate(true, &mut p, |gate, p| {
-            let (logits, ids) = (logits.view_mut(), ids.view_mut());
+            let logits = logits.view_mut();
+            let ids = ids.view_mut();
             gate_route_into(x.view(), gate, logits, ids, weights.view_mut(), &mut p.ex).unwrap();
         });
         assert_eq!(chosen, (0..6).collect::<Vec<u32>>().repeat(13));
@@ -368,8 +327,8 @@ fn balanced_ids_depend_on_seed_step_and_place() {
     for (rows, layers, top_k, experts) in [(1, 1, 1, 1), (37, 3, 8, 128), (5, 2, 6, 7), (3, 1, 40, 300)] {
         let p = Place::new(cuda());
         let ids = |seed, step, place| {
-            let (step, mut ids) =
-                (p.put(&words(vec![step], &[1])), p.out(DType::U32, &[rows, layers, top_k]));
+            let step = p.put(&words(vec![step], &[1]));
+            let mut ids = p.out(DType::U32, &[rows, layers, top_k]);
             balance_ids_into(seed, step.view(), place, experts, ids.view_mut(), &p.ex).unwrap();
             values::<u32>(&ids.host(&p))
         };

@@ -55,7 +55,8 @@ fn first_difference(model: &Decoder, mut ex: Exec) -> Option<String> {
         for (prompt, (got, want)) in together.iter().zip(&alone).enumerate() {
             assert_eq!(got.len(), want.len());
             if let Some(at) = bits(got).iter().zip(bits(want)).position(|(g, w)| *g != w) {
-                let (got, want) = (got[at], want[at]);
+                let got = got[at];
+                let want = want[at];
                 return Some(format!(
                     "prompt {prompt} of {batch} in chunks of {chunk}, position {}: {got:e} instead of {want:e}",
                     at / 1000

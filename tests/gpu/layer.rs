@@ -27,7 +27,8 @@ struct Layer<'a> {
 impl<'a> Layer<'a> {
     /// A layer that adds, or with `is_stored` one that stores.
     fn new(rng: &mut Rng, rule: Rule, sizes: [usize; 3], packs: &'a Packs, is_stored: bool) -> Self {
-        let ([tokens, experts, top_k], hidden) = (sizes, packs.meaning.hidden);
+        let [tokens, experts, top_k] = sizes;
+        let hidden = packs.meaning.hidden;
         let dtype = if is_stored { DType::BF16 } else { DType::F32 };
         let rows = rng.floats(dtype, &[tokens, hidden]);
         let gain = (!is_stored).then(|| rng.floats(DType::BF16, &[hidden]));
@@ -63,7 +64,8 @@ impl<'a> Layer<'a> {
         };
         let [w13, w2] = self.packs.weights.each_ref().map(|weight| weight.read().unwrap());
         let chosen = self.case.with_gate(is_watched, &mut p, |gate, p| {
-            let (w13, w2) = (w13.view().unwrap(), w2.view().unwrap());
+            let w13 = w13.view().unwrap();
+            let w2 = w2.view().unwrap();
             let args = MonolithicExperts { gate, w13, w2, expert_map: view_of(&map) };
             let io = match (&gain, &x) {
                 (Some(gain), _) => SublayerIo::NormAdd {

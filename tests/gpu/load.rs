@@ -25,7 +25,8 @@ pub fn bits(tensor: &Tensor) -> Vec<u32> {
 fn assert_same(what: &str, cpu: &Tensor, gpu: &Tensor) {
     assert!(gpu.device().is_cuda(), "{what}");
     assert_eq!((cpu.dims(), cpu.dtype()), (gpu.dims(), gpu.dtype()), "{what}");
-    let (cpu, gpu) = (bits(cpu), bits(gpu));
+    let cpu = bits(cpu);
+    let gpu = bits(gpu);
     let different = cpu.iter().zip(&gpu).position(|(c, g)| c != g);
     assert_eq!(different, None, "{what}: the first of {} elements that differs", cpu.len());
 }
@@ -35,8 +36,8 @@ fn every_tensor_has_the_bits_of_the_cpu() {
     for name in ["sharded", "packed-hub", "f16", "f32", "base", "odd-sizes"] {
         let files = TensorFiles::open_dir(fixture(name)).unwrap();
         for dtype in FLOATS {
-            let (cpu, gpu) =
-                (files.var_builder(dtype, &Device::Cpu), files.var_builder(dtype, cuda().device()));
+            let cpu = files.var_builder(dtype, &Device::Cpu);
+            let gpu = files.var_builder(dtype, cuda().device());
             for tensor in files.iter() {
                 let load = |vb: &candle_nn::VarBuilder| vb.get(tensor.shape, tensor.name).unwrap();
                 assert_same(&format!("{name} {} {dtype:?}", tensor.name), &load(&cpu), &load(&gpu));
@@ -72,7 +73,8 @@ fn packs_of_every_rank_have_the_bits_of_the_cpu() {
             for rank in 0..parallel.world_size().unwrap() {
                 let geometry = parallel.geometry(rank).unwrap();
                 let load = |device: &Device| packs(name, &geometry, 1, dtype, device);
-                let (cpu, gpu) = (load(&Device::Cpu), load(cuda().device()));
+                let cpu = load(&Device::Cpu);
+                let gpu = load(cuda().device());
                 let rows = |weight: &Weight| weight.to_tensor().unwrap();
                 for (pack, cpu, gpu) in [("w13", cpu.w13(), gpu.w13()), ("w2", cpu.w2(), gpu.w2())] {
                     let what = format!("{name} {pack} of {rank} in {parallel:?}");
@@ -120,7 +122,8 @@ fn buffers_go_from_thread_to_thread() -> Result<()> {
     let staging = Staging::new(3, LEN, &cuda())?;
     let lens: Vec<usize> = (0..2000).map(|i| i * 389 % (LEN + 1)).collect();
     let mut out = Buffer::zeros_on(cuda().device(), DType::U8, &[lens.iter().sum()])?;
-    let (mut puts, mut rest) = (Vec::new(), out.view_mut());
+    let mut puts = Vec::new();
+    let mut rest = out.view_mut();
     for (i, &len) in lens.iter().enumerate() {
         let (here, behind) = rest.split_at(len)?;
         puts.push((i, here));

@@ -52,7 +52,8 @@ fn random_block() -> Vec<u8> {
 fn write(dir: &Path, tensors: &[TensorSpec]) -> std::io::Result<Vec<PathBuf>> {
     let block = random_block();
     let bytes = |t: &TensorSpec| 2 * t.shape.iter().product::<usize>();
-    let (mut shards, mut filled) = (vec![Vec::new()], 0);
+    let mut shards = vec![Vec::new()];
+    let mut filled = 0;
     for tensor in tensors {
         if filled + bytes(tensor) > SHARD {
             shards.push(Vec::new());
@@ -65,7 +66,8 @@ fn write(dir: &Path, tensors: &[TensorSpec]) -> std::io::Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
     for (number, shard) in shards.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", number + 1, shards.len());
-        let (mut header, mut end) = (serde_json::Map::new(), 0);
+        let mut header = serde_json::Map::new();
+        let mut end = 0;
         for tensor in shard {
             let begin = end;
             end += bytes(tensor);
@@ -90,7 +92,8 @@ fn write(dir: &Path, tensors: &[TensorSpec]) -> std::io::Result<Vec<PathBuf>> {
 /// because its length is no multiple of the block, and those of two shards because they begin elsewhere in it.
 fn write_data(file: &File, header: usize, block: &[u8], shard: usize, len: usize) -> std::io::Result<()> {
     (0..len.div_ceil(CHUNK)).into_par_iter().try_for_each(|chunk| {
-        let (mut at, end) = (chunk * CHUNK, len.min((chunk + 1) * CHUNK));
+        let mut at = chunk * CHUNK;
+        let end = len.min((chunk + 1) * CHUNK);
         while at < end {
             let part = &block[(at + shard * 4099 * 2) % BLOCK..];
             let part = &part[..part.len().min(end - at)];
@@ -205,7 +208,8 @@ fn a_load_runs_at_the_speed_of_disk_and_bus() {
     let cold = std::env::var_os("LOAD_COLD").is_some();
     let prepare = || if cold { forget(&paths, &files) } else { _ = disk(&files) };
     prepare();
-    let (disk, bus) = (disk(&files), bus());
+    let disk = disk(&files);
+    let bus = bus();
     println!(
         "{}, {} threads: {disk:.1} GB/s; page-locked memory to device: {bus:.1} GB/s",
         if cold { "disk (files out of the page cache)" } else { "page cache (warm)" },
@@ -219,7 +223,8 @@ fn a_load_runs_at_the_speed_of_disk_and_bus() {
     let slower = disk.min(bus);
     println!("peak host memory: {before:.0} MB before, {:.0} MB while loading", peak_memory());
     for (which, rate) in ["load", "load again"].iter().zip(rates) {
-        let (part, ms) = (rate / slower, bytes as f64 / rate / 1e6);
+        let part = rate / slower;
+        let ms = bytes as f64 / rate / 1e6;
         println!("{which}: {ms:.0} ms, {rate:.1} GB/s, {part:.2} of the slower of the two");
     }
     if !cold {

@@ -98,7 +98,8 @@ fn print_parts(dir: &Path) {
         names.par_iter().map(|name| QuantSource::open(&view, name).unwrap().unwrap()).collect();
     let opened = start.elapsed().as_secs_f64() * 1e3;
     let read = |buffer: &mut Vec<u8>, part: &QuantPart| {
-        let ((n, k), int4) = (part.rows.shape(), part.rows.scheme().bits() == 4);
+        let (n, k) = part.rows.shape();
+        let int4 = part.rows.scheme().bits() == 4;
         buffer.resize(if int4 { n * k / 2 } else { n * k }, 0);
         part.rows.stored().unwrap()[0].bytes.read_bytes(StoredTensor::Codes, 0, buffer).unwrap();
         buffer.len()
@@ -117,7 +118,8 @@ fn print_parts(dir: &Path) {
 fn a_quantised_load_runs_at_the_speed_of_the_bus() {
     let dir = PathBuf::from(std::env::var_os("LOAD_MODEL").expect("LOAD_MODEL: the folder of a checkpoint"));
     let print = |what: &str, ([opened, verified, loaded], bytes): ([f64; 3], u64)| {
-        let (bytes, all) = (bytes as f64, opened + verified + loaded);
+        let bytes = bytes as f64;
+        let all = opened + verified + loaded;
         println!(
             "{what}: headers {opened:.0} ms, compared {verified:.0}, loaded {loaded:.0} ({:.1} GB/s); in all {all:.0} ms, {:.1} GB/s",
             bytes / loaded / 1e6,

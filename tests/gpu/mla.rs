@@ -21,11 +21,14 @@ fn activations_apart_from_their_products_agree() {
         for activation in activations {
             for (rows, width) in [(0, 5), (1, 1), (3, 7), (40, 1408), (2, 20_000)] {
                 let joined = rng.floats(DType::F32, &[rows, 2 * width]);
-                let (gate, up) =
-                    (rng.floats(DType::F32, &[rows, width]), rng.floats(DType::F32, &[rows, width]));
+                let gate = rng.floats(DType::F32, &[rows, width]);
+                let up = rng.floats(DType::F32, &[rows, width]);
                 let op = |p: &mut Place| {
-                    let (joined, gate, up) = (p.put(&joined), p.put(&gate), p.put(&up));
-                    let (mut a, mut b) = (p.out(model, &[rows, width]), p.out(model, &[rows, width]));
+                    let joined = p.put(&joined);
+                    let gate = p.put(&gate);
+                    let up = p.put(&up);
+                    let mut a = p.out(model, &[rows, width]);
+                    let mut b = p.out(model, &[rows, width]);
                     gated_activation_into(gate.view(), up.view(), activation, a.view_mut(), &mut p.ex)?;
                     gated_rows_into(joined.view(), activation, b.view_mut(), &mut p.ex)?;
                     Ok(vec![a, b])
@@ -57,12 +60,15 @@ struct Case {
 impl Case {
     fn check(&self, rng: &mut Rng, model: DType, q_dtype: DType) {
         let (hq, hkv) = self.heads;
-        let ((d, dv), bs) = (self.dims, self.block_size);
+        let (d, dv) = self.dims;
+        let bs = self.block_size;
         let rows = self.sequences.iter().map(|s| s.1).sum::<usize>() + self.padding;
         let max_blocks = self.sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(0).max(1);
         let blocks = self.sequences.len() * max_blocks + 2;
         let order = rng.permutation(blocks);
-        let (mut tables, mut starts, mut positions) = (Vec::new(), vec![0], Vec::new());
+        let mut tables = Vec::new();
+        let mut starts = vec![0];
+        let mut positions = Vec::new();
         for (s, &(first, count)) in self.sequences.iter().enumerate() {
             let needed = (first + count).div_ceil(bs);
             let own = order[s * max_blocks..(s + 1) * max_blocks].iter().enumerate();
@@ -79,8 +85,12 @@ impl Case {
         let tables = words(tables, &[self.sequences.len(), max_blocks]);
         let positions = words(positions, &[rows]);
         let op = |p: &mut Place| {
-            let (q, k, v) = (p.put(&q), p.put(&k), p.put(&v));
-            let (starts, positions, tables) = (p.put(&starts), p.put(&positions), p.put(&tables));
+            let q = p.put(&q);
+            let k = p.put(&k);
+            let v = p.put(&v);
+            let starts = p.put(&starts);
+            let positions = p.put(&positions);
+            let tables = p.put(&tables);
             let meta = AttentionMeta {
                 query_start_loc: starts.view(),
                 positions: positions.view(),
@@ -159,7 +169,9 @@ fn attention_with_values_of_other_sizes_agrees() {
 fn latent_attention_of_tensor_cores_agrees() {
     let mut rng = Rng::new();
     let check = |rng: &mut Rng, heads: usize, block_size, window, sequences: &[(usize, usize)], padding| {
-        let (heads, dims, sequences) = ((heads, 1), (576, 512), sequences.to_vec());
+        let heads = (heads, 1);
+        let dims = (576, 512);
+        let sequences = sequences.to_vec();
         Case { heads, dims, shared: true, block_size, window, sequences, padding }.check(
             rng,
             DType::BF16,
@@ -189,14 +201,17 @@ fn latent_attention_of_tensor_cores_agrees() {
 fn what_nobody_sees_may_be_anything() {
     let ex = cuda();
     let place = Place::new(ex);
-    let (heads, bs, rows) = (16, 16, 1);
+    let heads = 16;
+    let bs = 16;
+    let rows = 1;
     let mut rng = Rng::new();
     let mut k = values::<moe_kernels::half::bf16>(&rng.floats(DType::BF16, &[8 * bs * 576]));
     // The sequence has 70 positions in blocks 0 to 4.
     k[70 * 576..].fill(moe_kernels::half::bf16::NAN);
     let k = place.put(&Buffer::from_vec(k, &[8, 1, bs, 576]).unwrap());
     let q = place.put(&rng.floats(DType::BF16, &[rows, heads, 576]));
-    let (starts, positions) = (place.put(&words(vec![0, 1], &[2])), place.put(&words(vec![69], &[1])));
+    let starts = place.put(&words(vec![0, 1], &[2]));
+    let positions = place.put(&words(vec![69], &[1]));
     let tables = place.put(&words((0..8).collect(), &[1, 8]));
     let meta = AttentionMeta {
         query_start_loc: starts.view(),
@@ -238,14 +253,17 @@ fn prompts_over_latent_rows_agree() {
         let rows: usize = sequences.iter().map(|s| s.1).sum();
         let max_blocks = sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(1);
         let order = rng.permutation(sequences.len() * max_blocks + 1);
-        let (mut starts, mut positions, mut seen) = (vec![0], Vec::new(), 0);
+        let mut starts = vec![0];
+        let mut positions = Vec::new();
+        let mut seen = 0;
         for &(first, count) in sequences {
             positions.extend(first as u32..(first + count) as u32);
             starts.push(positions.len() as u32);
             seen += if count > 0 { first + count } else { 0 };
         }
         let tables = words(order[..sequences.len() * max_blocks].to_vec(), &[sequences.len(), max_blocks]);
-        let (starts, positions) = (words(starts, &[sequences.len() + 1]), words(positions, &[rows]));
+        let starts = words(starts, &[sequences.len() + 1]);
+        let positions = words(positions, &[rows]);
         let cache = rng.floats(model, &[order.len(), 1, bs, l + r]);
         let q = rng.floats(model, &[rows, heads, n + r]);
         // Scores of about 1, so that a rounded key moves them little.
@@ -259,10 +277,16 @@ fn prompts_over_latent_rows_agree() {
             buffer.unwrap()
         };
         let by = (l as f32).powf(-0.5);
-        let (w_uk, w_uv) = (scaled(&mut rng, &[heads, l, n], by), scaled(&mut rng, &[heads, v, l], by));
+        let w_uk = scaled(&mut rng, &[heads, l, n], by);
+        let w_uv = scaled(&mut rng, &[heads, v, l], by);
         let op = |p: &mut Place| {
-            let (q, w_uk, w_uv, cache) = (p.put(&q), p.put(&w_uk), p.put(&w_uv), p.put(&cache));
-            let (starts, positions, tables) = (p.put(&starts), p.put(&positions), p.put(&tables));
+            let q = p.put(&q);
+            let w_uk = p.put(&w_uk);
+            let w_uv = p.put(&w_uv);
+            let cache = p.put(&cache);
+            let starts = p.put(&starts);
+            let positions = p.put(&positions);
+            let tables = p.put(&tables);
             let args = MlaPrompt {
                 q: q.view(),
                 w_uk: w_uk.view(),

@@ -31,14 +31,21 @@ fn latents_queries_and_values_agree() {
                 format!("{part} of {t} rows, {heads} heads, {l} {n} {r} {v}, {}", model.as_str())
             };
             let compressed = rng.floats(DType::F32, &[t, l + r]);
-            let (norm, q) = (rng.floats(model, &[l]), rng.floats(DType::F32, &[t, heads, n + r]));
-            let (cos, sin) = (rng.floats(DType::F32, &[t, r / 2]), rng.floats(DType::F32, &[t, r / 2]));
-            let (w_uk, w_uv) = (rng.floats(model, &[heads, l, n]), rng.floats(model, &[heads, v, l]));
+            let norm = rng.floats(model, &[l]);
+            let q = rng.floats(DType::F32, &[t, heads, n + r]);
+            let cos = rng.floats(DType::F32, &[t, r / 2]);
+            let sin = rng.floats(DType::F32, &[t, r / 2]);
+            let w_uk = rng.floats(model, &[heads, l, n]);
+            let w_uv = rng.floats(model, &[heads, v, l]);
             let x = rng.floats(model, &[t, heads * l]);
             let op = |p: &mut Place| {
-                let (cos, sin, q) = (p.put(&cos), p.put(&sin), p.put(&q));
-                let (compressed, norm) = (p.put(&compressed), p.put(&norm));
-                let (mut latent, mut tail) = (p.out(model, &[t, l]), p.out(model, &[t, r]));
+                let cos = p.put(&cos);
+                let sin = p.put(&sin);
+                let q = p.put(&q);
+                let compressed = p.put(&compressed);
+                let norm = p.put(&norm);
+                let mut latent = p.out(model, &[t, l]);
+                let mut tail = p.out(model, &[t, r]);
                 let args = MlaLatent {
                     compressed: compressed.view(),
                     norm: norm.view(),
@@ -47,7 +54,9 @@ fn latents_queries_and_values_agree() {
                     sin: sin.view(),
                 };
                 mla_latent_into(&args, latent.view_mut(), tail.view_mut(), &mut p.ex)?;
-                let (w_uk, w_uv, x) = (p.put(&w_uk), p.put(&w_uv), p.put(&x));
+                let w_uk = p.put(&w_uk);
+                let w_uv = p.put(&w_uv);
+                let x = p.put(&x);
                 let args = |w| MlaQuery { q: q.view(), w_uk: w, cos: cos.view(), sin: sin.view() };
                 let mut naive = p.out(DType::F32, &[t, heads, n + r]);
                 mla_query_into(&args(None), naive.view_mut(), &mut p.ex)?;
@@ -80,9 +89,12 @@ fn rows_of_one_product_agree() {
         for (t, heads, [l, n, r, _]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
             let what = format!("{t} rows, {heads} heads, {l} {n} {r}, {}", model.as_str());
             let products = rng.floats(DType::F32, &[t, heads * (n + r) + l + r]);
-            let (norm, w_uk) = (rng.floats(model, &[l]), rng.floats(model, &[heads, l, n]));
-            let (cos, sin) = (rng.floats(DType::F32, &[t, r / 2]), rng.floats(DType::F32, &[t, r / 2]));
-            let (blocks, size) = (t / 3 + 1, 3);
+            let norm = rng.floats(model, &[l]);
+            let w_uk = rng.floats(model, &[heads, l, n]);
+            let cos = rng.floats(DType::F32, &[t, r / 2]);
+            let sin = rng.floats(DType::F32, &[t, r / 2]);
+            let blocks = t / 3 + 1;
+            let size = 3;
             let mut slots = rng.permutation(blocks * size);
             slots.truncate(t);
             if let Some(slot) = slots.get_mut(1) {
@@ -90,8 +102,12 @@ fn rows_of_one_product_agree() {
             }
             let slots = words(slots, &[t]);
             let op = |p: &mut Place| {
-                let (products, norm, w_uk) = (p.put(&products), p.put(&norm), p.put(&w_uk));
-                let (cos, sin, slots) = (p.put(&cos), p.put(&sin), p.put(&slots));
+                let products = p.put(&products);
+                let norm = p.put(&norm);
+                let w_uk = p.put(&w_uk);
+                let cos = p.put(&cos);
+                let sin = p.put(&sin);
+                let slots = p.put(&slots);
                 let mut all = Vec::new();
                 for (w, width, dtype) in
                     [(Some(w_uk.view()), l + r, model), (None, n + r, model), (None, n + r, DType::F32)]
@@ -138,7 +154,8 @@ fn rows_go_to_their_slots_and_nowhere_else() {
     for model in FLOATS {
         for stream in streams(model) {
             for (t, heads, [n, r, v], (blocks, size)) in cases {
-                let (kv, tail) = (rng.floats(stream, &[t, heads, n + v]), rng.floats(model, &[t, r]));
+                let kv = rng.floats(stream, &[t, heads, n + v]);
+                let tail = rng.floats(model, &[t, r]);
                 let mut slots = rng.permutation(blocks * size);
                 slots.resize(t.max(slots.len()), u32::MAX);
                 slots.truncate(t);
@@ -147,7 +164,9 @@ fn rows_go_to_their_slots_and_nowhere_else() {
                 }
                 let slots = words(slots, &[t]);
                 let op = |p: &mut Place| {
-                    let (kv, tail, slots) = (p.put(&kv), p.put(&tail), p.put(&slots));
+                    let kv = p.put(&kv);
+                    let tail = p.put(&tail);
+                    let slots = p.put(&slots);
                     let mut k = p.out(model, &[blocks, heads, size, n + r]);
                     let mut values = p.out(model, &[blocks, heads, size, v]);
                     let to = (v > 0).then(|| values.view_mut());

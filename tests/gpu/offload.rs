@@ -35,7 +35,8 @@ fn layer(
     [x, topk_ids, topk_weights]: [&Buffer; 3],
     ex: &mut Exec,
 ) -> Vec<f32> {
-    let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
+    let w13 = packs[0].read().unwrap();
+    let w2 = packs[1].read().unwrap();
     let args = FusedExperts {
         x: x.view(),
         w13: w13.view().unwrap(),
@@ -74,7 +75,8 @@ fn assert_outputs(rng: &mut Rng, case: Case, scheme: Option<QuantScheme>, exact:
     let mut ex = cuda().with_batch_invariant(exact);
     let (slotted, held) = ExpertSlots::split([&whole[0], &whole[1]], slots, &ex).unwrap();
     let mut rule = Residency::new(experts, slots).unwrap();
-    let (mut needed, mut fetched) = (0, 0);
+    let mut needed = 0;
+    let mut fetched = 0;
     for &tokens in steps {
         let ids = choose(rng, (tokens, top_k), experts, experts / 3);
         let x = rng.floats(DType::BF16, &[tokens, hidden]);
@@ -82,7 +84,8 @@ fn assert_outputs(rng: &mut Rng, case: Case, scheme: Option<QuantScheme>, exact:
         let topk_ids = words(ids.clone(), &[tokens, top_k]);
         let on_device = [x, topk_ids, topk_weights].map(|b| ex.buffer_from_host(b.view()).unwrap());
         let io = on_device.each_ref();
-        let (want, got) = (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
+        let want = layer(&whole, None, io, &mut ex);
+        let got = layer(&held, Some(&slotted), io, &mut ex);
         let name = format!("{scheme:?}, {experts} experts, {slots} slots, {tokens} tokens, exact {exact}");
         if exact {
             let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -133,7 +136,8 @@ fn outputs_of_quantised_experts_are_those_on_the_device() {
 
 #[test]
 fn a_measurement_leaves_everything_in_its_place() {
-    let (mut rng, ex) = (Rng::new(), cuda());
+    let mut rng = Rng::new();
+    let ex = cuda();
     let whole = Packs::new(&mut rng, 12, [64, 64], None).weights;
     let (mut slots, held) = ExpertSlots::split([&whole[0], &whole[1]], 5, &ex).unwrap();
     let before: Vec<_> = held
@@ -200,11 +204,13 @@ fn tokens_are_those_of_experts_on_the_device() {
 /// As on the device: a second run finds every buffer that it needs, and no graph is lost.
 #[test]
 fn steps_that_fetch_allocate_nothing() {
-    let (model, ex) = (model(8), cuda());
+    let model = model(8);
+    let ex = cuda();
     let mut engine = Engine::new(&model, ex.clone(), None, &config(16, 4096, false)).unwrap();
     let first = run(&mut engine, requests(16, 40));
-    let (bytes, free, steps) =
-        (ex.workspace().bytes(), ex.device_memory().unwrap().0, engine.num_graph_steps());
+    let bytes = ex.workspace().bytes();
+    let free = ex.device_memory().unwrap().0;
+    let steps = engine.num_graph_steps();
     assert_eq!(run(&mut engine, requests(16, 40)).len(), first.len());
     assert_eq!((ex.workspace().bytes(), ex.device_memory().unwrap().0), (bytes, free));
     assert!(engine.num_graph_steps() >= steps + 38);
@@ -220,7 +226,8 @@ fn what_cannot_live_in_host_memory_is_refused_by_name() {
         let options = LoadOptions { expert_offload: Some(bytes), ..LoadOptions::default() };
         format!("{:#}", config.model.load(&options.decoder(path), vb).map(drop).unwrap_err())
     };
-    let (gpu, bf16) = (cuda().device().clone(), DType::BF16);
+    let gpu = cuda().device().clone();
+    let bf16 = DType::BF16;
     for (dtype, bytes, path, device, said) in [
         (bf16, ONE_OF_EACH - 1, MoePath::Fused, &gpu, "expected at least"),
         (bf16, 13 * ONE_OF_EACH, MoePath::Fused, &gpu, "expected at most"),

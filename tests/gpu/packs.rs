@@ -42,7 +42,9 @@ impl Packs {
 
     fn quantised(rng: &mut Rng, experts: usize, hidden: usize, inter: usize, scheme: QuantScheme) -> Self {
         let mut source = Source::default();
-        let (mut gate_up, mut down, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+        let mut gate_up = Vec::new();
+        let mut down = Vec::new();
+        let mut weights = Vec::new();
         for e in 0..experts {
             let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
             let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
@@ -91,7 +93,8 @@ pub fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> V
     beyond.chunks_mut(top_k).for_each(|row| row[top_k - 1] = last + 8);
     // Every other of twice as many experts lives here, in reversed order.
     let here = (0..2 * experts).map(|id| if id % 2 == 0 { (experts - 1 - id / 2) as i32 } else { -1 });
-    let (elsewhere, map) = (spread(rng, 2 * experts), here.collect());
+    let elsewhere = spread(rng, 2 * experts);
+    let map = here.collect();
     let all = |name, ids| Routing { name, ids, map: None };
     vec![
         all("spread", ids.clone()),

@@ -35,11 +35,15 @@ fn dense_products_agree() {
     for dtype in FLOATS {
         for out_dtype in streams(dtype) {
             for (i, (m, n, k)) in small(sizes, 64, |size| size.0).into_iter().enumerate() {
-                let (x, w) = (rng.floats(dtype, &[m, k]), rng.floats(dtype, &[n, k]));
+                let x = rng.floats(dtype, &[m, k]);
+                let w = rng.floats(dtype, &[n, k]);
                 let bias = (i % 2 == 0).then(|| rng.floats(dtype, &[n]));
                 let op = |p: &mut Place| {
-                    let (x, w, bias) = (p.put(&x), p.put(&w), p.put_some(bias.as_ref()));
-                    let (mut whole, mut parts) = (p.out(out_dtype, &[m, n]), p.out(out_dtype, &[m, n]));
+                    let x = p.put(&x);
+                    let w = p.put(&w);
+                    let bias = p.put_some(bias.as_ref());
+                    let mut whole = p.out(out_dtype, &[m, n]);
+                    let mut parts = p.out(out_dtype, &[m, n]);
                     linear_into(x.view(), w.view(), view_of(&bias), whole.view_mut(), &mut p.ex)?;
                     let out = parts.view_mut();
                     linear_row_parallel_into(x.view(), w.view(), view_of(&bias), out, &mut p.ex)?;
@@ -77,8 +81,10 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
         let gain = rng.floats(DType::BF16, &[k]);
         let [w_floats, gain_floats] = [&w, &gain].map(|b| b.view().to_f32_vec().unwrap());
         for (i, &m) in rows.iter().enumerate() {
-            let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
-            let (stream, before) = (rng.floats(DType::F32, &[m, k]), rng.floats(DType::F32, &[m, n]));
+            let x = rng.floats(DType::BF16, &[m, k]);
+            let bias = rng.floats(DType::BF16, &[n]);
+            let stream = rng.floats(DType::F32, &[m, k]);
+            let before = rng.floats(DType::F32, &[m, n]);
             let bias = (i % 2 == 0).then_some(&bias);
             let with_bias = |mut sums: Vec<f64>| {
                 let bias = bias.map_or(vec![0.0; n], |bias| bias.view().to_f32_vec().unwrap());
@@ -92,12 +98,18 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
             let normed = rms_norm(&stream.view().to_f32_vec().unwrap(), &gain_floats);
             let normed = with_bias(product(&normed, &w_floats, k));
             let mut p = Place::new(cuda());
-            let (x, w, bias) = (p.put(&x), p.put(&w), p.put_some(bias));
-            let (stream, gain) = (p.put(&stream), p.put(&gain));
+            let x = p.put(&x);
+            let w = p.put(&w);
+            let bias = p.put_some(bias);
+            let stream = p.put(&stream);
+            let gain = p.put(&gain);
             let mut run = || {
-                let (mut stored, mut rounded) = (p.out(DType::F32, &[m, n]), p.out(DType::BF16, &[m, n]));
-                let (mut sums, mut behind) = (p.put(&before), p.out(DType::F32, &[m, n]));
-                let (w, bias) = (w.view(), view_of(&bias));
+                let mut stored = p.out(DType::F32, &[m, n]);
+                let mut rounded = p.out(DType::BF16, &[m, n]);
+                let mut sums = p.put(&before);
+                let mut behind = p.out(DType::F32, &[m, n]);
+                let w = w.view();
+                let bias = view_of(&bias);
                 linear_into(x.view(), w, bias, stored.view_mut(), &mut p.ex).unwrap();
                 linear_into(x.view(), w, bias, rounded.view_mut(), &mut p.ex).unwrap();
                 linear_add_into(x.view(), w, bias, sums.view_mut(), &mut p.ex).unwrap();
@@ -105,7 +117,8 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
                 norm_linear_into(stream.view(), &norm, w, bias, behind.view_mut(), &mut p.ex).unwrap();
                 [stored, rounded, sums, behind].map(|placed| placed.host(&p))
             };
-            let (got, again) = (run(), run());
+            let got = run();
+            let again = run();
             // f32 sums; one rounding to bf16; x rounded ahead of sums that may cancel, in as few as one output.
             let bounds = [
                 ("stored", &want, 2e-5),
@@ -128,13 +141,18 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
 fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
     let mut rng = Rng::new();
     for (n, k) in small([(640, 2048), (300, 1088)], 1100, |size| size.1) {
-        let (w, gain) = (rng.floats(DType::BF16, &[n, k]), rng.floats(DType::BF16, &[k]));
-        let (x, stream) = (rng.floats(DType::BF16, &[4, k]), rng.floats(DType::F32, &[4, k]));
+        let w = rng.floats(DType::BF16, &[n, k]);
+        let gain = rng.floats(DType::BF16, &[k]);
+        let x = rng.floats(DType::BF16, &[4, k]);
+        let stream = rng.floats(DType::F32, &[4, k]);
         let mut p = Place::new(cuda());
-        let (w, gain) = (p.put(&w), p.put(&gain));
+        let w = p.put(&w);
+        let gain = p.put(&gain);
         let mut run = |rows: usize| {
-            let (x, stream) = (p.put(&cut(&x, 0, rows)), p.put(&cut(&stream, 0, rows)));
-            let (mut plain, mut normed) = (p.out(DType::F32, &[rows, n]), p.out(DType::F32, &[rows, n]));
+            let x = p.put(&cut(&x, 0, rows));
+            let stream = p.put(&cut(&stream, 0, rows));
+            let mut plain = p.out(DType::F32, &[rows, n]);
+            let mut normed = p.out(DType::F32, &[rows, n]);
             linear_into(x.view(), w.view(), None, plain.view_mut(), &mut p.ex).unwrap();
             let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
             norm_linear_into(stream.view(), &norm, w.view(), None, normed.view_mut(), &mut p.ex).unwrap();
@@ -207,19 +225,28 @@ fn layers_agree(
     sizes: (usize, usize),
     biased: bool,
 ) {
-    let (hidden, inter, e) = (sizes.0, sizes.1, r.num_local);
-    let (tokens, top_k) = (r.ids.dims()[0], r.ids.dims()[1]);
+    let hidden = sizes.0;
+    let inter = sizes.1;
+    let e = r.num_local;
+    let tokens = r.ids.dims()[0];
+    let top_k = r.ids.dims()[1];
     let x = rng.floats(dtype, &[tokens, hidden]);
-    let (w13, w2) = (rng.floats(dtype, &[e, 2 * inter, hidden]), rng.floats(dtype, &[e, hidden, inter]));
+    let w13 = rng.floats(dtype, &[e, 2 * inter, hidden]);
+    let w2 = rng.floats(dtype, &[e, hidden, inter]);
     let bias13 = biased.then(|| rng.floats(dtype, &[e, 2 * inter]));
     let bias2 = biased.then(|| rng.floats(dtype, &[e, hidden]));
     let op = |p: &mut Place| {
-        let (ids, weights, map, x) =
-            (p.put(&r.ids), p.put(&r.weights), p.put_some(r.map.as_ref()), p.put(&x));
-        let (w13, w2) = (p.put(&w13), p.put(&w2));
-        let (bias13, bias2) = (p.put_some(bias13.as_ref()), p.put_some(bias2.as_ref()));
+        let ids = p.put(&r.ids);
+        let weights = p.put(&r.weights);
+        let map = p.put_some(r.map.as_ref());
+        let x = p.put(&x);
+        let w13 = p.put(&w13);
+        let w2 = p.put(&w2);
+        let bias13 = p.put_some(bias13.as_ref());
+        let bias2 = p.put_some(bias2.as_ref());
         let slots_n = tokens * top_k;
-        let (mut offsets, mut slots) = (p.out(DType::U32, &[e + 1]), p.out(DType::U32, &[slots_n]));
+        let mut offsets = p.out(DType::U32, &[e + 1]);
+        let mut slots = p.out(DType::U32, &[slots_n]);
         let mut in_rows = p.out(DType::U32, &[slots_n]);
         let out = (offsets.view_mut(), slots.view_mut(), in_rows.view_mut());
         group_token_slots_into(ids.view(), view_of(&map), out.0, out.1, out.2, &mut p.ex)?;

@@ -58,7 +58,8 @@ fn logits_are_those_of_the_cpu() {
         let logits = |mut ex: Exec| {
             all_logits(&model_on(DType::F32, ex.device()), &prompts, schedule, &mut ex).unwrap().concat()
         };
-        let (want, got) = (logits(Exec::cpu()), logits(cuda()));
+        let want = logits(Exec::cpu());
+        let got = logits(cuda());
         let largest = want.iter().fold(0f32, |most, logit| most.max(logit.abs()));
         let off = want.iter().zip(&got).fold(0f32, |most, (w, g)| most.max((w - g).abs()));
         assert!(off < 1e-4 * largest, "chunks of {chunk}: off by {off} of {largest}");

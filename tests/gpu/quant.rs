@@ -86,7 +86,8 @@ fn quantised_dense_products_agree() {
             let source = Source { matrices: [("m".to_string(), w)].into(), inputs: None };
             let names = ["m".to_string()];
             for (i, dtype) in FLOATS.into_iter().enumerate() {
-                let (x, bias) = (rng.floats(dtype, &[m, k]), (i != 1).then(|| rng.floats(dtype, &[n])));
+                let x = rng.floats(dtype, &[m, k]);
+                let bias = (i != 1).then(|| rng.floats(dtype, &[n]));
                 let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, k);
                 if let Some(bias) = &bias {
                     let bias = bias.view().to_f32_vec().unwrap();
@@ -94,13 +95,16 @@ fn quantised_dense_products_agree() {
                 }
                 let segments = row_parallel_segments(k);
                 let op = |p: &mut Place| {
-                    let (x, bias) = (p.put(&x), p.put_some(bias.as_ref()));
-                    let (mut plain, mut parts) = (p.out(DType::F32, &[m, n]), p.out(dtype, &[m, n]));
+                    let x = p.put(&x);
+                    let bias = p.put_some(bias.as_ref());
+                    let mut plain = p.out(DType::F32, &[m, n]);
+                    let mut parts = p.out(dtype, &[m, n]);
                     let w = source.weight(&[&names], QuantUse::Linear, dtype, &p.ex);
                     let guard = w.read()?;
                     linear_into(x.view(), guard.view()?, view_of(&bias), plain.view_mut(), &mut p.ex)?;
                     let w = source.weight(&[&names], QuantUse::RowParallel { segments }, dtype, &p.ex);
-                    let (guard, out) = (w.read()?, parts.view_mut());
+                    let guard = w.read()?;
+                    let out = parts.view_mut();
                     linear_row_parallel_into(x.view(), guard.view()?, view_of(&bias), out, &mut p.ex)?;
                     Ok(vec![plain, parts])
                 };
@@ -124,14 +128,18 @@ fn quantised_dense_products_agree() {
 fn a_rank_multiplies_its_inputs() {
     let mut rng = Rng::new();
     for scheme in [int(4, 64, true, true), int(8, 32, false, true), int(4, 0, true, true)] {
-        let (m, n, k, inputs) = (5, 24, 192, 96..192);
+        let m = 5;
+        let n = 24;
+        let k = 192;
+        let inputs = 96..192;
         let w = Matrix::new(&mut rng, n, k, scheme, 1);
         let floats: Vec<f32> = w.floats().chunks(k).flat_map(|row| row[inputs.clone()].to_vec()).collect();
         let source = Source { matrices: [("m".to_string(), w)].into(), inputs: Some(inputs.clone()) };
         let x = rng.floats(DType::F32, &[m, inputs.len()]);
         let want = product(&x.view().to_f32_vec().unwrap(), &floats, inputs.len());
         let mut p = Place::new(cuda());
-        let (on_device, mut out) = (p.put(&x), p.out(DType::F32, &[m, n]));
+        let on_device = p.put(&x);
+        let mut out = p.out(DType::F32, &[m, n]);
         let w = source.weight(&[&["m".to_string()]], QuantUse::Linear, DType::F32, &p.ex);
         linear_into(on_device.view(), w.read().unwrap().view().unwrap(), None, out.view_mut(), &mut p.ex)
             .unwrap();
@@ -156,7 +164,8 @@ struct Layer {
 fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DType, activation: Activation) {
     let Layer { tokens, top_k, experts, hidden, inter, only } = *l;
     let mut source = Source::default();
-    let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+    let mut gate_up = Vec::new();
+    let mut down = Vec::new();
     for e in 0..experts {
         let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
         for (i, (name, (n, k))) in
@@ -180,18 +189,24 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
         }));
     }
     let ids = words(ids, &[tokens, top_k]);
-    let (weights, x) = (rng.floats(DType::F32, &[tokens, top_k]), rng.floats(dtype, &[tokens, hidden]));
+    let weights = rng.floats(DType::F32, &[tokens, top_k]);
+    let x = rng.floats(dtype, &[tokens, hidden]);
     let slots_n = tokens * top_k;
     let segments = row_parallel_segments(inter);
     let op = |p: &mut Place| {
-        let (ids, weights, x) = (p.put(&ids), p.put(&weights), p.put(&x));
+        let ids = p.put(&ids);
+        let weights = p.put(&weights);
+        let x = p.put(&x);
         let pack = |modules: &[Vec<String>], usage| {
             let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
             source.weight(&modules, usage, dtype, &p.ex).with_experts().unwrap()
         };
-        let (w13, w2) = (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
-        let (w13, w2) = (w13.read()?, w2.read()?);
-        let (mut offsets, mut slots) = (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
+        let w13 = pack(&gate_up, QuantUse::GateUp);
+        let w2 = pack(&down, QuantUse::RowParallel { segments });
+        let w13 = w13.read()?;
+        let w2 = w2.read()?;
+        let mut offsets = p.out(DType::U32, &[experts + 1]);
+        let mut slots = p.out(DType::U32, &[slots_n]);
         let mut in_rows = p.out(DType::U32, &[slots_n]);
         let out = (offsets.view_mut(), slots.view_mut(), in_rows.view_mut());
         group_token_slots_into(ids.view(), None, out.0, out.1, out.2, &mut p.ex)?;

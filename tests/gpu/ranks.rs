@@ -20,14 +20,17 @@ fn floats(ex: &Exec, data: &Buffer) -> Vec<f32> {
 
 #[test]
 fn each_id_is_embedded_by_one_rank() {
-    let (ex, mut rng) = (cuda(), Rng::new());
+    let ex = cuda();
+    let mut rng = Rng::new();
     for (vocab, width, tokens, ranks) in [(1000, 64, 9, 4), (101, 24, 1, 3), (7, 5, 40, 4), (64, 8, 0, 2)] {
         for dtype in FLOATS {
             for out in streams(dtype) {
-                let (table, ids) = (rng.floats(dtype, &[vocab, width]), rng.ids(vocab, &[tokens]));
+                let table = rng.floats(dtype, &[vocab, width]);
+                let ids = rng.ids(vocab, &[tokens]);
                 let mut want = Buffer::zeros(out, &[tokens, width]).unwrap();
                 embedding_into(table.view(), ids.view(), want.view_mut(), &mut Exec::cpu()).unwrap();
-                let (ids, mut sum) = (put(&ex, &ids), vec![0f32; tokens * width]);
+                let ids = put(&ex, &ids);
+                let mut sum = vec![0f32; tokens * width];
                 for rank in 0..ranks {
                     let run = partition(vocab, ranks, rank);
                     let mut part = ex.zeros(dtype, &[run.len(), width]).unwrap();
@@ -45,7 +48,8 @@ fn each_id_is_embedded_by_one_rank() {
 
 #[test]
 fn columns_of_ranks_are_joined() {
-    let (ex, mut rng) = (cuda(), Rng::new());
+    let ex = cuda();
+    let mut rng = Rng::new();
     for (rows, width, ranks) in [(1, 16, 4), (3, 1000, 4), (5, 101, 3), (2, 3, 4), (64, 4097, 2), (0, 8, 2)] {
         let whole = rng.floats(DType::F32, &[rows, width]).view().to_f32_vec().unwrap();
         let mut parts = Vec::new();
@@ -78,7 +82,8 @@ fn parts_of_random_weights_are_those_of_the_whole() {
             let mut part = ex.zeros(DType::BF16, &lens).unwrap();
             fill_random_box_into(part.view_mut(), &dims, ranges, 77, 0.5, &ex).unwrap();
             let first = if dims.len() == 3 { ranges[0].clone() } else { 0..1 };
-            let (rows, columns) = (&ranges[dims.len() - 2], &ranges[dims.len() - 1]);
+            let rows = &ranges[dims.len() - 2];
+            let columns = &ranges[dims.len() - 1];
             let starts = first.flat_map(|m| rows.clone().map(move |i| (m * r + i) * c));
             let want: Vec<f32> =
                 starts.flat_map(|start| whole[start + columns.start..start + columns.end].to_vec()).collect();

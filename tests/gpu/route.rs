@@ -29,7 +29,8 @@ impl RoutingFunction for Rotation {
         ids: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (tokens, k) = (input.logits.rows(), config.top_k);
+        let tokens = input.logits.rows();
+        let k = config.top_k;
         let rows = (0..tokens * k).map(|i| ((i / k + i % k) % config.num_experts) as u32);
         ex.copy_from_host(words(rows.collect(), &[tokens, k]).view(), ids)
     }
@@ -82,7 +83,8 @@ impl Case {
         let device = ex.device().clone();
         let router = router(&self.config, &self.bias, &self.table, &device);
         let mut context = self.step.clone();
-        let (tokens, slots) = (self.logits.dims()[0], self.config.num_slots());
+        let tokens = self.logits.dims()[0];
+        let slots = self.config.num_slots();
         let mut logits = ex.zeros(DType::F32, self.logits.dims()).unwrap();
         ex.copy_from_host(self.logits.view(), logits.view_mut()).unwrap();
         let mut ids = ex.zeros(DType::U32, &[tokens, slots]).unwrap();
@@ -105,7 +107,8 @@ impl Case {
     }
 
     fn check(&self) {
-        let (cpu, gpu) = (self.run(Exec::cpu()), self.run(cuda()));
+        let cpu = self.run(Exec::cpu());
+        let gpu = self.run(cuda());
         let config = &self.config;
         assert_eq!(cpu.0, gpu.0, "ids of {config:?}");
         let floats = |bits: &[u32]| bits.iter().map(|b| f32::from_bits(*b)).collect::<Vec<_>>();
@@ -201,7 +204,9 @@ fn check_with(
 fn the_step_context_takes_part() {
     let mut rng = Rng::new();
     for config in methods(64, 6) {
-        let (experts, limit, tokens) = (config.num_experts, config.num_logits(), 21);
+        let experts = config.num_experts;
+        let limit = config.num_logits();
+        let tokens = 21;
         let recorded = |step: &mut StepContext| {
             step.capture = Some(RoutedExperts::empty(tokens + 2, 3, 6).unwrap());
             step.heat = Some(ExpertHeat::new(3, experts));
@@ -297,13 +302,13 @@ fn chosen_experts_become_their_copies() {
     ];
     for (dtype, [tokens, hidden, experts, top_k]) in sizes {
         let mut p = Place::new(cuda());
-        let (x, gate) =
-            (p.put(&rng.floats(dtype, &[tokens, hidden])), p.put(&rng.floats(dtype, &[experts, hidden])));
+        let x = p.put(&rng.floats(dtype, &[tokens, hidden]));
+        let gate = p.put(&rng.floats(dtype, &[experts, hidden]));
         let config = RouterConfig { renormalize: true, ..RouterConfig::new(experts, top_k) };
         let router = Router::new(config, RouterParams::default()).unwrap();
         let route = |log2phy: Option<Log2Phy<'_>>, p: &mut Place| {
-            let (mut ids, mut weights) =
-                (p.out(DType::U32, &[tokens, top_k]), p.out(DType::F32, &[tokens, top_k]));
+            let mut ids = p.out(DType::U32, &[tokens, top_k]);
+            let mut weights = p.out(DType::F32, &[tokens, top_k]);
             let out = RouteOutput {
                 topk_ids: ids.view_mut(),
                 topk_weights: weights.view_mut(),

@@ -18,24 +18,32 @@ type Sizes = [usize; 4];
 
 fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2], ex: Exec) {
     let [tokens, experts, top_k, shared] = sizes;
-    let (hidden, slots, mut p) = (weights[1].dims()[1], top_k + shared, Place::new(ex));
+    let hidden = weights[1].dims()[1];
+    let slots = top_k + shared;
+    let mut p = Place::new(ex);
     let rows = rng.floats(DType::BF16, &[tokens, hidden]);
     let mut case = Case::new(rng, Rule::all()[0], rows, experts, top_k);
     case.shared = shared;
     let [w13, w2] = weights.each_ref().map(|weight| weight.read().unwrap());
-    let (x, gain) = (p.put(&case.rows), p.put(&rng.floats(DType::BF16, &[hidden])));
+    let x = p.put(&case.rows);
+    let gain = p.put(&rng.floats(DType::BF16, &[hidden]));
     let start = rng.floats(DType::F32, &[tokens, hidden]);
     let of_rows = |dtype| p.out(dtype, &[tokens, hidden]);
     let mut want = [of_rows(DType::F32), p.put(&start), of_rows(DType::BF16)];
     let mut got = [of_rows(DType::F32), p.put(&start), of_rows(DType::BF16)];
     let mut logits = p.out(DType::F32, &[tokens, experts]);
-    let (mut ids, mut shares) = (p.out(DType::U32, &[tokens, slots]), p.out(DType::F32, &[tokens, slots]));
+    let mut ids = p.out(DType::U32, &[tokens, slots]);
+    let mut shares = p.out(DType::F32, &[tokens, slots]);
     let what = format!("{form:?} {sizes:?} {:?}", weights[0].scheme());
     case.with_gate(false, &mut p, |gate, p| {
-        let (logits, to_ids) = (logits.view_mut(), ids.view_mut());
+        let logits = logits.view_mut();
+        let to_ids = ids.view_mut();
         gate_route_into(x.view(), gate, logits, to_ids, shares.view_mut(), &mut p.ex).unwrap();
-        let (x, w13, w2) = (x.view(), w13.view().unwrap(), w2.view().unwrap());
-        let (topk_ids, topk_weights) = (ids.view(), shares.view());
+        let x = x.view();
+        let w13 = w13.view().unwrap();
+        let w2 = w2.view().unwrap();
+        let topk_ids = ids.view();
+        let topk_weights = shares.view();
         let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map: None, lists: None };
         let [sums, residual, normed] = &mut want;
         fused_experts_into(&args, sums.view_mut(), &mut p.ex).unwrap();
@@ -46,7 +54,8 @@ fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2
         let io = SublayerIo::Store { x, out: sums.view_mut() };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-        let (residual, out) = (residual.view_mut(), normed.view_mut().into());
+        let residual = residual.view_mut();
+        let out = normed.view_mut().into();
         let io = SublayerIo::AddNorm { x, residual, norm, out };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
         // Experts in an order of their own have no launch that holds their router.

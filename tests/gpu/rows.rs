@@ -16,10 +16,12 @@ fn gathered_rows_are_those_of_the_table() {
     for dtype in FLOATS {
         for out_dtype in streams(dtype) {
             for (rows, width) in SIZES {
-                let (table, ids) = (rng.floats(dtype, &[11, width]), rng.ids(11, &[rows]));
+                let table = rng.floats(dtype, &[11, width]);
+                let ids = rng.ids(11, &[rows]);
                 let op = |p: &mut Place| {
-                    let (table, ids, mut out) =
-                        (p.put(&table), p.put(&ids), p.out(out_dtype, &[rows, width]));
+                    let table = p.put(&table);
+                    let ids = p.put(&ids);
+                    let mut out = p.out(out_dtype, &[rows, width]);
                     embedding_into(table.view(), ids.view(), out.view_mut(), &mut p.ex)?;
                     Ok(vec![out])
                 };
@@ -32,12 +34,16 @@ fn gathered_rows_are_those_of_the_table() {
 /// A token that the table does not have is a row of zeros on the device.
 #[test]
 fn an_id_beyond_the_table_is_a_row_of_zeros() {
-    let (mut rng, mut p) = (Rng::new(), Place::new(cuda()));
+    let mut rng = Rng::new();
+    let mut p = Place::new(cuda());
     for width in [7, 64, 4160] {
-        let (table, ids) = (p.put(&rng.floats(DType::BF16, &[33, width])), [32, 33, u32::MAX]);
-        let (ids, mut out) = (p.put(&words(ids.to_vec(), &[3])), p.out(DType::F32, &[3, width]));
+        let table = p.put(&rng.floats(DType::BF16, &[33, width]));
+        let ids = [32, 33, u32::MAX];
+        let ids = p.put(&words(ids.to_vec(), &[3]));
+        let mut out = p.out(DType::F32, &[3, width]);
         embedding_into(table.view(), ids.view(), out.view_mut(), &mut p.ex).unwrap();
-        let (out, table) = (out.floats(&p), table.floats(&p));
+        let out = out.floats(&p);
+        let table = table.floats(&p);
         assert!(out[..width] == table[32 * width..] && out[width..].iter().all(|x| *x == 0.0));
     }
 }
@@ -81,12 +87,15 @@ fn norms_agree() {
     for dtype in FLOATS {
         for stream in streams(dtype) {
             for (rows, width) in SIZES.into_iter().chain(small(WIDE, 10_000, |size| size.0 * size.1 / 4)) {
-                let (x, delta) = (rng.floats(stream, &[rows, width]), rng.floats(stream, &[rows, width]));
+                let x = rng.floats(stream, &[rows, width]);
+                let delta = rng.floats(stream, &[rows, width]);
                 let weight = rng.floats(dtype, &[width]);
                 let op = |p: &mut Place| {
-                    let (delta, weight, mut x) = (p.put(&delta), p.put(&weight), p.put(&x));
-                    let (mut normed, mut added) =
-                        (p.out(dtype, &[rows, width]), p.out(dtype, &[rows, width]));
+                    let delta = p.put(&delta);
+                    let weight = p.put(&weight);
+                    let mut x = p.put(&x);
+                    let mut normed = p.out(dtype, &[rows, width]);
+                    let mut added = p.out(dtype, &[rows, width]);
                     rms_norm_into(x.view(), weight.view(), 1e-6, normed.view_mut(), &mut p.ex)?;
                     let out = added.view_mut();
                     add_rms_norm_into(delta.view(), weight.view(), 1e-6, x.view_mut(), out, &mut p.ex)?;
@@ -108,11 +117,14 @@ fn additions_and_scalings_are_the_same_bits() {
     for dtype in FLOATS {
         for other in FLOATS {
             for (rows, width) in SIZES {
-                let (x, acc) = (rng.floats(dtype, &[rows, width]), rng.floats(other, &[rows, width]));
+                let x = rng.floats(dtype, &[rows, width]);
+                let acc = rng.floats(other, &[rows, width]);
                 let scales = rng.floats(DType::F32, &[rows, 1]);
                 let op = |p: &mut Place| {
-                    let (x, scales, mut sum, mut scaled) =
-                        (p.put(&x), p.put(&scales), p.put(&acc), p.put(&acc));
+                    let x = p.put(&x);
+                    let scales = p.put(&scales);
+                    let mut sum = p.put(&acc);
+                    let mut scaled = p.put(&acc);
                     add_into(x.view(), sum.view_mut(), &mut p.ex)?;
                     add_scaled_into(x.view(), scales.view(), scaled.view_mut(), &mut p.ex)?;
                     let mut rows_out = p.out(dtype, &[rows, width]);
@@ -144,7 +156,8 @@ fn softmax_gates_and_fills_agree() {
             sigmoid_into(gate.view_mut(), &mut p.ex)?;
             let mut filled = p.out(DType::F32, &[rows, width]);
             fill_into(0.25, filled.view_mut(), &mut p.ex)?;
-            let (mut offsets, mut numbers) = (p.out(DType::U32, &[2]), p.out(DType::U32, &[rows * width]));
+            let mut offsets = p.out(DType::U32, &[2]);
+            let mut numbers = p.out(DType::U32, &[rows * width]);
             one_group_into(offsets.view_mut(), numbers.view_mut(), &mut p.ex)?;
             Ok(vec![probabilities, gate, filled, offsets, numbers])
         };
@@ -168,7 +181,9 @@ fn weighted_sums_skip_absent_slots() {
             let id = |rng: &mut Rng| if rng.below(4) == 0 { NO_EXPERT } else { 1 };
             let ids = words((0..tokens * top_k).map(|_| id(&mut rng)).collect(), &[tokens, top_k]);
             let op = |p: &mut Place| {
-                let (slots, ids, weights) = (p.put(&slots), p.put(&ids), p.put(&weights));
+                let slots = p.put(&slots);
+                let ids = p.put(&ids);
+                let weights = p.put(&weights);
                 let mut out = p.out(dtype, &[tokens, width]);
                 weighted_sum_into(slots.view(), ids.view(), weights.view(), out.view_mut(), &mut p.ex)?;
                 Ok(vec![out])
@@ -182,7 +197,8 @@ fn weighted_sums_skip_absent_slots() {
 #[test]
 fn views_of_the_other_memory_are_refused() {
     let mut rng = Rng::new();
-    let (x, weight) = (rng.floats(DType::F32, &[2, 8]), rng.floats(DType::F32, &[8]));
+    let x = rng.floats(DType::F32, &[2, 8]);
+    let weight = rng.floats(DType::F32, &[8]);
     let mut gpu = cuda();
     let mut out = gpu.zeros(DType::F32, &[2, 8]).unwrap();
     let refused = rms_norm_into(x.view(), weight.view(), 1e-6, out.view_mut(), &mut gpu);

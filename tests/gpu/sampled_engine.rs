@@ -152,8 +152,8 @@ fn the_engine_draws_what_the_cpu_draws() {
         [(1, 400, false), (7, 400, false), (16, 400, true), (16, 400, false), (9, 40, false)]
     {
         let config = EngineConfig { enforce_eager: eager, ..config(seqs, blocks) };
-        let (cpu, gpu) =
-            (run(&table, &requests, &config, Exec::cpu()), run(&table, &requests, &config, cuda()));
+        let cpu = run(&table, &requests, &config, Exec::cpu());
+        let gpu = run(&table, &requests, &config, cuda());
         for (i, (gpu, cpu)) in gpu.done.iter().zip(&cpu.done).enumerate() {
             assert_eq!(gpu, cpu, "{seqs} sequences, {blocks} blocks, choice {i}");
         }
@@ -178,7 +178,8 @@ fn steps_of_host_and_device_take_turns() {
     // More than the device lists.
     requests[20].prompt_logprobs = Some(40);
     let config = config(8, 400);
-    let (cpu, gpu) = (run(&table, &requests, &config, Exec::cpu()), run(&table, &requests, &config, cuda()));
+    let cpu = run(&table, &requests, &config, Exec::cpu());
+    let gpu = run(&table, &requests, &config, cuda());
     for (i, (gpu, cpu)) in gpu.done.iter().zip(&cpu.done).enumerate() {
         assert_eq!(gpu, cpu, "choice {i}");
     }
@@ -208,8 +209,8 @@ fn penalties_bias_minimum_and_logprobs_stay_on_the_device() {
         ..Request::new(vec![1, 2, 3])
     };
     let all = [request];
-    let (cpu, gpu) =
-        (run(&table, &all, &config(4, 400), Exec::cpu()), run(&table, &all, &config(4, 400), cuda()));
+    let cpu = run(&table, &all, &config(4, 400), Exec::cpu());
+    let gpu = run(&table, &all, &config(4, 400), cuda());
     assert_eq!(gpu.done, cpu.done);
     let tokens = gpu.done[0].0.len() as u64;
     assert!(tokens >= 30 && gpu.done[0].1.len() as u64 == tokens);
@@ -232,7 +233,8 @@ fn a_step_allocates_nothing_and_waits_for_its_tokens_only() {
             engine.add(request).unwrap();
         }
         (0..6).for_each(|_| drop(engine.step().unwrap()));
-        let (memory, bytes) = (ex.device_memory().unwrap().0, ex.workspace().bytes());
+        let memory = ex.device_memory().unwrap().0;
+        let bytes = ex.workspace().bytes();
         let mut waits = 0;
         for step in 0..40 {
             let before = device_calls();

@@ -59,7 +59,8 @@ impl Sequence {
             logprobs: pick(rng, &[None, None, Some(0), Some(1), Some(5), Some(32)]),
             ..SamplingParams::default()
         };
-        let (prompt, banned) = (rng.below(30) + 1, pick(rng, &[0, 0, 4]));
+        let prompt = rng.below(30) + 1;
+        let banned = pick(rng, &[0, 0, 4]);
         Self {
             params,
             prompt: ids(rng, prompt),
@@ -80,7 +81,8 @@ impl Sequence {
 
     /// What the device is told; every second sequence that needs none has a slot too.
     fn row(&self, slot: u32) -> SampleParams {
-        let (p, edits) = (&self.params, self.edits());
+        let p = &self.params;
+        let edits = self.edits();
         let needed = p.has_penalties() || !edits.list.is_empty();
         let bans = if self.banned_now().is_empty() { 0 } else { edits.bans };
         SampleParams {
@@ -129,20 +131,23 @@ fn on_device(
     slots: &mut DeviceSlots,
     ex: &Exec,
 ) -> Vec<Result<Sampled, SamplingError>> {
-    let (rows, vocab) = (sequences.len(), logits.dims()[1]);
+    let rows = sequences.len();
+    let vocab = logits.dims()[1];
     let place = Place::new(ex.clone());
     let words_of = |(i, s): (usize, &Sequence)| s.row(i as u32).words();
     let params =
         place.put(&words(sequences.iter().enumerate().flat_map(words_of).collect(), &[rows, SAMPLE_WORDS]));
     let device = place.put(logits);
-    let (mut tokens, mut status) = (place.out(DType::U32, &[rows]), place.out(DType::U32, &[rows]));
+    let mut tokens = place.out(DType::U32, &[rows]);
+    let mut status = place.out(DType::U32, &[rows]);
     let mut found = place.out(DType::U32, &[rows, LOGPROB_WORDS]);
     let width = vocab.div_ceil(32);
     let bits = |s: &Sequence| s.mask.clone().unwrap_or_else(|| vec![u32::MAX; width]);
     let masks = place.put(&words(sequences.iter().flat_map(bits).collect(), &[rows, width]));
     // Without any mask there may be none.
     let masks = sequences.iter().any(|s| s.mask.is_some()).then(|| masks.view());
-    let (slots, tokens_out) = (Some(slots.views()), tokens.view_mut());
+    let slots = Some(slots.views());
+    let tokens_out = tokens.view_mut();
     sample_into(device.view(), params.view(), slots, masks, tokens_out, status.view_mut(), ex).unwrap();
     logprobs_into(device.view(), params.view(), tokens.view(), found.view_mut(), ex).unwrap();
     assert_same("logits", logits, &device.host(&place));
@@ -177,7 +182,8 @@ fn assert_equal(gpu: &Result<Sampled, SamplingError>, cpu: &Result<Sampled, Samp
 
 #[test]
 fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
-    let (mut rng, ex) = (Rng::new(), cuda());
+    let mut rng = Rng::new();
+    let ex = cuda();
     let cases = [(1, 3, 3), (7, 9, 20), (40, 4, 3), (1000, 64, 30), (4097, 40, 20), (151_936, 24, 6)];
     for (vocab, rows, steps) in small(cases, 500, |case| case.0 * case.1 * case.2) {
         let mut slots = DeviceSlots::new(rows, vocab, 64 + steps, &ex).unwrap();
@@ -231,20 +237,23 @@ fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
 /// A padding row samples nothing and touches nothing.
 #[test]
 fn padding_rows_draw_nothing() {
-    let (mut rng, ex) = (Rng::new(), cuda());
+    let mut rng = Rng::new();
+    let ex = cuda();
     let place = Place::new(ex.clone());
     let logits = place.put(&rng.floats(DType::F32, &[2, 500]));
     let greedy = SampleParams { position: 0, ..SampleParams::PADDING };
     let rows = [SampleParams::PADDING.words(), greedy.words()].concat();
     let params = place.put(&words(rows, &[2, SAMPLE_WORDS]));
-    let (mut tokens, mut status) = (place.out(DType::U32, &[2]), place.out(DType::U32, &[2]));
+    let mut tokens = place.out(DType::U32, &[2]);
+    let mut status = place.out(DType::U32, &[2]);
     sample_into(logits.view(), params.view(), None, None, tokens.view_mut(), status.view_mut(), &ex).unwrap();
     let tokens = values::<u32>(&tokens.host(&place));
     assert!(tokens[0] == u32::MAX && tokens[1] < 500, "{tokens:?}");
     assert_eq!(values::<u32>(&status.host(&place)), [0, 0]);
     let short = place.put(&words(vec![0; 32], &[4, 8]));
     let mut refused = |params: &Placed, masks: Option<&Placed>| {
-        let (masks, mut tokens) = (masks.map(|masks| masks.view()), place.out(DType::U32, &[2]));
+        let masks = masks.map(|masks| masks.view());
+        let mut tokens = place.out(DType::U32, &[2]);
         sample_into(logits.view(), params.view(), None, masks, tokens.view_mut(), status.view_mut(), &ex)
     };
     assert_error(refused(&short, None), &["params", "[2, 16]", "[4, 8]"]);
@@ -254,22 +263,28 @@ fn padding_rows_draw_nothing() {
 /// Memory behind the slots stays as it is: a row that names it is drawn without a slot, a reset of it is none.
 #[test]
 fn a_slot_that_is_not_there_is_no_slot() {
-    let (mut rng, ex, vocab) = (Rng::new(), cuda(), 500);
+    let mut rng = Rng::new();
+    let ex = cuda();
+    let vocab = 500;
     let place = Place::new(ex.clone());
     let logits = rng.floats(DType::F32, &[1, vocab]);
     let likeliest = |x: &[f32]| (0..vocab).max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap() as u32;
-    let (best, logits) = (likeliest(&values::<f32>(&logits)), place.put(&logits));
+    let best = likeliest(&values::<f32>(&logits));
+    let logits = place.put(&logits);
     let row = SampleParams { position: 0, slot: 1, edits: [1, 0, 0], ..SampleParams::PADDING };
     let params = place.put(&words(row.words().to_vec(), &[1, SAMPLE_WORDS]));
-    let (uses, edits) = (words(vec![7; 2 * vocab], &[2, vocab]), [best, f32::NEG_INFINITY.to_bits()]);
+    let uses = words(vec![7; 2 * vocab], &[2, vocab]);
+    let edits = [best, f32::NEG_INFINITY.to_bits()];
     let edits = words(edits.repeat(2 * MAX_EDITS), &[2, MAX_EDITS, 2]);
-    let (mut held_uses, mut held_edits) = (place.put(&uses), place.put(&edits));
+    let mut held_uses = place.put(&uses);
+    let mut held_edits = place.put(&edits);
     for there in [true, false] {
         let slots = there.then(|| SampleSlots {
             uses: held_uses.view_mut().narrow(0, 1).unwrap(),
             edits: held_edits.view_mut().narrow(0, 1).unwrap(),
         });
-        let (mut tokens, mut status) = (place.out(DType::U32, &[1]), place.out(DType::U32, &[1]));
+        let mut tokens = place.out(DType::U32, &[1]);
+        let mut status = place.out(DType::U32, &[1]);
         sample_into(logits.view(), params.view(), slots, None, tokens.view_mut(), status.view_mut(), &ex)
             .unwrap();
         assert_eq!(values::<u32>(&tokens.host(&place)), [best], "slots: {there}");

@@ -13,11 +13,13 @@ fn words(rng: &mut Rng, len: usize) -> Vec<u32> {
 
 #[test]
 fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
-    let (ex, mut rng) = (cuda(), Rng::new());
+    let ex = cuda();
+    let mut rng = Rng::new();
     // On both sides of where the copy engine takes over.
     let lens = [0, 1, 3, 255, 256, 257, 10_001, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 20];
     for len in small(lens, 1 << 17, |&len| len) {
-        let (sent, before) = (words(&mut rng, len + 5), words(&mut rng, len + 9));
+        let sent = words(&mut rng, len + 5);
+        let before = words(&mut rng, len + 9);
         let mut host = ex.pinned(len + 5).unwrap();
         host.wait().unwrap().copy_from_slice(&sent);
         let mut device = ex.zeros(DType::U32, &[len + 9]).unwrap();
@@ -40,7 +42,8 @@ fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
 #[test]
 fn words_that_page_locked_memory_has_no_room_for_are_refused() {
     let ex = cuda();
-    let (mut host, mut device) = (ex.pinned(4).unwrap(), ex.zeros(DType::U32, &[5]).unwrap());
+    let mut host = ex.pinned(4).unwrap();
+    let mut device = ex.zeros(DType::U32, &[5]).unwrap();
     let error = ex.upload(&mut host, device.view_mut()).unwrap_err().to_string();
     assert!(error.contains("expected at most 4 words, got 5"), "{error}");
     let error = ex.download(device.view(), &mut host).unwrap_err().to_string();
@@ -51,7 +54,8 @@ fn words_that_page_locked_memory_has_no_room_for_are_refused() {
     let error = upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap_err();
     assert!(error.to_string().contains("do not lie in 5 words"), "{error}");
     let tokens = StepTokens { ids: 0, source: 0, rows: 0 };
-    let (mut back, mut to) = (ex.pinned(4).unwrap(), ex.zeros(DType::U32, &[4]).unwrap());
+    let mut back = ex.pinned(4).unwrap();
+    let mut to = ex.zeros(DType::U32, &[4]).unwrap();
     let last = LastStep { sampled: sampled.view(), read_back: Some((&mut back, 2)) };
     let error = upload_step_into(&mut host, last, tokens, to.view_mut(), &ex).unwrap_err();
     assert!(error.to_string().contains("expected at most 1 words to read back, got 2"), "{error}");
@@ -63,7 +67,8 @@ fn words_that_page_locked_memory_has_no_room_for_are_refused() {
 
 #[test]
 fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_back() {
-    let (ex, mut rng) = (cuda(), Rng::new());
+    let ex = cuda();
+    let mut rng = Rng::new();
     // Rows, words behind theirs, and words that are read back: fewer and more than the step's.
     let cases = [
         (0, 3, None),
@@ -75,7 +80,8 @@ fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_bac
         (1024, 2_600_001, Some(70_000)),
     ];
     for (rows, rest, results) in small(cases, 10_000, |x| x.1 + x.2.unwrap_or(0)) {
-        let (ids, source) = (4 + rng.below(9), 4 + 9 + rows + rng.below(9));
+        let ids = 4 + rng.below(9);
+        let source = 4 + 9 + rows + rng.below(9);
         let len = source + rows + rest;
         let sampled = words(&mut rng, 40.max(results.unwrap_or(0) + 3));
         let mut sent = words(&mut rng, len);
@@ -102,7 +108,8 @@ fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_bac
         let read_back = results.map(|words| (&mut back, words));
         let last = LastStep { sampled: sampled.view(), read_back };
         upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap();
-        let (back, results) = (back.wait().unwrap(), results.unwrap_or(0));
+        let back = back.wait().unwrap();
+        let results = results.unwrap_or(0);
         assert!(back[..results] == before[..results], "{results} words back beside {tokens:?}");
         assert_eq!(back[results..], [7; 5], "behind {results} words");
         let got = ex.to_host(device.view()).unwrap();

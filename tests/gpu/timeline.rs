@@ -10,7 +10,8 @@ use crate::common::cuda;
 
 /// Some work: a product of 34 MB of weights.
 fn work(ex: &mut Exec) {
-    let (x, w) = (ex.zeros(DType::BF16, &[64, 4096]).unwrap(), ex.zeros(DType::BF16, &[4096, 4096]).unwrap());
+    let x = ex.zeros(DType::BF16, &[64, 4096]).unwrap();
+    let w = ex.zeros(DType::BF16, &[4096, 4096]).unwrap();
     let mut out = ex.zeros(DType::F32, &[64, 4096]).unwrap();
     linear_into(x.view(), w.view(), None, out.view_mut(), ex).unwrap();
 }
@@ -23,7 +24,8 @@ fn sections_lie_in_order_within_the_time_of_the_host() {
     let micros = || origin.elapsed().as_secs_f64() * 1e6;
     let mut before = 0.;
     for step in 0..20 {
-        let (launched, launched_us) = (Instant::now(), micros());
+        let launched = Instant::now();
+        let launched_us = micros();
         ex.mark("first", step).unwrap();
         work(&mut ex);
         ex.mark("second", step).unwrap();

@@ -39,7 +39,8 @@ struct Run {
 
 fn run(model: &Decoder, config: &EngineConfig, all: Vec<Request>) -> Run {
     let mut engine = Engine::new(model, cuda(), None, config).unwrap();
-    let (mut tokens, mut routed) = (BTreeMap::<_, Vec<u32>>::new(), BTreeMap::new());
+    let mut tokens = BTreeMap::<_, Vec<u32>>::new();
+    let mut routed = BTreeMap::new();
     all.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
     let collect = |output: moe_engine::engine::Output| {
         tokens.entry(output.request).or_default().extend(output.token_id);
@@ -48,7 +49,8 @@ fn run(model: &Decoder, config: &EngineConfig, all: Vec<Request>) -> Run {
         }
     };
     engine.run(collect).unwrap();
-    let (graph_steps, stats) = (engine.num_graph_steps(), engine.stats());
+    let graph_steps = engine.num_graph_steps();
+    let stats = engine.stats();
     Run { tokens: tokens.into_values().collect(), routed: routed.into_values().collect(), graph_steps, stats }
 }
 
@@ -106,8 +108,10 @@ fn recording_and_counting_change_nothing() {
 /// A replay leaves what it was given and gives its tokens; beside it, requests route freely.
 #[test]
 fn a_replay_runs_as_graphs() {
-    let (model, mut rng) = (model_on(cuda().device(), CONFIG), Rng::new());
-    let (mut replayed, mut unmoved) = (0, 0);
+    let model = model_on(cuda().device(), CONFIG);
+    let mut rng = Rng::new();
+    let mut replayed = 0;
+    let mut unmoved = 0;
     for batch in [1, 3, 8, 40] {
         let config = config(batch, false);
         let mut recording = requests(batch, 16);
@@ -189,7 +193,9 @@ fn one(tokens: &[u32]) -> Step {
 /// they lie, so free choices are not.)
 #[test]
 fn choices_and_counts_are_those_of_the_cpu() {
-    let (gpu, cpu, mut rng) = (model_on(cuda().device(), CONFIG), model_on(&Device::Cpu, CONFIG), Rng::new());
+    let gpu = model_on(cuda().device(), CONFIG);
+    let cpu = model_on(&Device::Cpu, CONFIG);
+    let mut rng = Rng::new();
     for rows in [1, 4, 8, 31] {
         let tokens: Vec<u32> = (0..rows).map(|_| rng.below(1000) as u32).collect();
         let seen = |model: &Decoder, mut ex: Exec, replay: Option<Arc<RoutedExperts>>| {
@@ -203,7 +209,8 @@ fn choices_and_counts_are_those_of_the_cpu() {
             run_step(model, &one(&tokens), &mut kv, None, &mut context, &mut ex).unwrap();
             (context.capture.unwrap(), context.heat.unwrap())
         };
-        let ((ours, our_heat), (theirs, _)) = (seen(&gpu, cuda(), None), seen(&cpu, Exec::cpu(), None));
+        let (ours, our_heat) = seen(&gpu, cuda(), None);
+        let (theirs, _) = seen(&cpu, Exec::cpu(), None);
         let counts = counted([&ours].into_iter());
         assert!((0..LAYERS).all(|layer| our_heat.layer(layer) == counts[layer]));
         let forced = Some(Arc::new(theirs));
@@ -214,7 +221,8 @@ fn choices_and_counts_are_those_of_the_cpu() {
 /// What a step was to record and to force is still there after an error.
 #[test]
 fn a_step_that_is_refused_leaves_its_context() {
-    let (model, mut ex) = (model_on(cuda().device(), CONFIG), cuda());
+    let model = model_on(cuda().device(), CONFIG);
+    let mut ex = cuda();
     let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
     let asked = StepContext {
         // A recording of another step.

@@ -113,7 +113,8 @@ pub fn all_logits(
             }
             let out = run_step(model, &step, &mut kv, None, &mut StepContext::default(), ex)?;
             let out = ex.to_host(out.view())?;
-            let (out, vocab) = (out.view(), model.info().vocab_size);
+            let out = out.view();
+            let vocab = model.info().vocab_size;
             for (i, &s) in live.iter().enumerate() {
                 let rows = step.logits_range(i);
                 logits[s].extend_from_slice(&out.cpu::<f32>()?[rows.start * vocab..rows.end * vocab]);

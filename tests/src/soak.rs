@@ -50,7 +50,8 @@ pub fn soak(
     soak: &Soak,
     memory: impl Fn() -> Vec<u64>,
 ) -> Result<Soaked> {
-    let (start, mut soaked) = (Instant::now(), Soaked::default());
+    let start = Instant::now();
+    let mut soaked = Soaked::default();
     // The second round finds every graph and every buffer.
     let want = round(engine, vocab, soak, |_| Ok(()))?;
     ensure!(round(engine, vocab, soak, |_| Ok(()))? == want, "two rounds differ although nothing has moved");

@@ -35,7 +35,8 @@ fn both_expert_paths_give_the_same_bits() -> Result<()> {
         let quantised = name.contains("-quant-");
         for dtype in [DType::F32, DType::BF16].into_iter().take(if quantised { 1 } else { 2 }) {
             let on = |path| load_deepseek(name, path, MlaForm::Absorbed, dtype);
-            let (legacy, fused) = (on(MoePath::Legacy)?, on(MoePath::Fused)?);
+            let legacy = on(MoePath::Legacy)?;
+            let fused = on(MoePath::Fused)?;
             assert!(logits(&legacy, &[19, 3])? == logits(&fused, &[19, 3])?, "{name} {dtype:?}");
         }
     }
@@ -115,7 +116,8 @@ fn the_forms_agree_but_are_not_the_same_arithmetic() -> Result<()> {
         let sequences = sequences(model.info().vocab_size, &[130], 3);
         Ok(all_logits(&model, &sequences, schedule, &mut Exec::cpu())?.concat())
     };
-    let (absorbed, naive) = (logits(MlaForm::Absorbed)?, logits(MlaForm::Naive)?);
+    let absorbed = logits(MlaForm::Absorbed)?;
+    let naive = logits(MlaForm::Naive)?;
     let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| (x as f64).powi(2)).sum::<f64>().sqrt();
     let error = norm(&mut absorbed.iter().zip(&naive).map(|(a, b)| a - b));
     let relative = error / norm(&mut naive.iter().copied());

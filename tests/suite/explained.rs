@@ -143,7 +143,8 @@ impl CausalLm for Forgets {
 #[test]
 #[should_panic(expected = "layer 1 launched the first, its plan says the second")]
 fn the_comparison_can_fail() {
-    let (case, ex) = (one_rank("f32"), Exec::cpu().with_threads(1).unwrap());
+    let case = one_rank("f32");
+    let ex = Exec::cpu().with_threads(1).unwrap();
     let model = Origin::open(case.model).load_rank(&case, Arc::new(SelfComm::new()), &ex).unwrap();
     let shown = ShownStep::new(2, &[]);
     expect_explained("a plan", &Forgets(model), &shown, &mut context(&shown, 1), &ex).unwrap();

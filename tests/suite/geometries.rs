@@ -174,12 +174,14 @@ struct Tap {
 impl Tap {
     /// Notes the logits of `rows` of a step.
     fn note(&self, step: &StepViews, rows: &[u32], logits: View) -> Result<()> {
-        let (ids, positions) = (step.token_ids.cpu::<u32>()?, step.positions.cpu::<u32>()?);
+        let ids = step.token_ids.cpu::<u32>()?;
+        let positions = step.positions.cpu::<u32>()?;
         let logits = logits.cpu::<f32>()?.chunks(self.info().vocab_size);
         for (&row, logits) in rows.iter().zip(logits) {
             let mut hash = DefaultHasher::new();
             logits.iter().for_each(|x| x.to_bits().hash(&mut hash));
-            let (id, position) = (ids[row as usize], positions[row as usize]);
+            let id = ids[row as usize];
+            let position = positions[row as usize];
             self.rows.lock().unwrap().push((id, position, hash.finish()));
         }
         Ok(())

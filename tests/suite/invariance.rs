@@ -115,7 +115,8 @@ fn two_steps(
             8,
         )?;
         let logits = run_step(model, &step, &mut kv, None, context, &mut Exec::cpu())?;
-        let (logits, vocab) = (logits.view().cpu::<f32>()?.to_vec(), model.info().vocab_size);
+        let logits = logits.view().cpu::<f32>()?.to_vec();
+        let vocab = model.info().vocab_size;
         let rows = |s| step.logits_range(s).flat_map(|row| &logits[row * vocab..(row + 1) * vocab]);
         got.extend((0..3).map(|s| rows(s).map(|x| x.to_bits()).collect::<Vec<u32>>()));
     }
@@ -167,7 +168,8 @@ fn a_changed_token_changes_the_bits() -> Result<()> {
     let a = sequences(model.info().vocab_size, &[12], 1);
     let mut b = a.clone();
     b[0][5] ^= 1;
-    let (a, b) = (all_logits(&model, &a, ALONE, &mut ex)?, all_logits(&model, &b, ALONE, &mut ex)?);
+    let a = all_logits(&model, &a, ALONE, &mut ex)?;
+    let b = all_logits(&model, &b, ALONE, &mut ex)?;
     let vocab = model.info().vocab_size;
     assert_eq!(a[0][..5 * vocab], b[0][..5 * vocab], "earlier positions do not see a later token");
     assert_ne!(a[0][5 * vocab..], b[0][5 * vocab..]);

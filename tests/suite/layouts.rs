@@ -7,7 +7,8 @@ use moe_tests::{Schedule, all_logits, load};
 fn assert_same(a: &str, b: &str) -> Result<()> {
     let schedule = Schedule { chunk: 100, block_size: 16, together: true };
     for dtype in [DType::F32, DType::BF16] {
-        let (first, second) = (load(a, dtype)?, load(b, dtype)?);
+        let first = load(a, dtype)?;
+        let second = load(b, dtype)?;
         let tokens = vec![(0..20).map(|i| i * 5 % first.info().vocab_size as u32).collect::<Vec<u32>>()];
         let mut ex = Exec::cpu();
         let x = all_logits(&first, &tokens, schedule, &mut ex)?;

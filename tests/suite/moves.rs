@@ -76,7 +76,8 @@ fn movable(origin: &Origin, case: &Case, numbers: &mut Numbers) -> (ExpertPlacem
 
 /// Runs a case while all layers' experts move before every step; the moves and how many were rolled back.
 fn run_moving(case: &Case, numbers: &mut Numbers, broken: Option<Broken>) -> anyhow::Result<[usize; 2]> {
-    let (want, origin) = (one_rank(case), Origin::open(case.model));
+    let want = one_rank(case);
+    let origin = Origin::open(case.model);
     let (placements, layers) = movable(&origin, case, numbers);
     let replicas = load(&origin, case, &placements, broken, PATIENCE);
     let mut seen = [0; 2];
@@ -116,7 +117,8 @@ fn same(case: &Case, got: &Outcome, want: &Outcome) {
 
 #[test]
 fn experts_that_move_before_every_step_change_no_bit() {
-    let (mut numbers, mut seen) = (Numbers(11), BTreeMap::new());
+    let mut numbers = Numbers(11);
+    let mut seen = BTreeMap::new();
     let qwen =
         ["base", "packed", "embedded", "quant-awq", "quant-compressed-fp8", "quant-gptq-int4-act-order"];
     let deepseek =
@@ -180,7 +182,8 @@ fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_comp
             // The first rank of the only group runs on this thread.
             for rank in usize::from(parallel.dp == 1)..3 {
                 let case = Case::new("base", DType::F32, parallel);
-                let (broken, start) = (Some(Broken { rank, fault }), Instant::now());
+                let broken = Some(Broken { rank, fault });
+                let start = Instant::now();
                 let error = run_moving(&case, &mut Numbers(5), broken).unwrap_err();
                 let text = format!("{error:#}");
                 assert!(
@@ -199,7 +202,8 @@ fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_comp
 fn what_cannot_move_is_refused_and_nothing_changes() {
     let parallel = four(2, EpBackend::DeepEp);
     let case = Case::new("base", DType::F32, parallel);
-    let (want, origin) = (one_rank(&case), Origin::open("base"));
+    let want = one_rank(&case);
+    let origin = Origin::open("base");
     let (placements, layers) = movable(&origin, &case, &mut Numbers(1));
     let replicas = origin.load_placed(&case, &placements).unwrap();
     let got = outcome_with(&replicas, true, None, |engine| {
@@ -240,11 +244,13 @@ fn often(policy: EplbPolicy) -> EplbConfig {
 
 #[test]
 fn the_balancer_moves_experts_and_changes_no_bit() {
-    let (mut moved, mut rolled_back) = (0, 0);
+    let mut moved = 0;
+    let mut rolled_back = 0;
     for (i, policy) in EplbPolicy::ALL.into_iter().enumerate() {
         let parallel = geometries()[i % 2];
         let case = Case::new(["base", "packed"][i / 2], DType::BF16, parallel);
-        let (want, origin) = (one_rank(&case), Origin::open(case.model));
+        let want = one_rank(&case);
+        let origin = Origin::open(case.model);
         let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
         let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
         let placements =
@@ -277,8 +283,10 @@ fn experts_that_arrive_too_late_stay_where_they_were() {
     let limit = Duration::from_secs(1);
     for (rank, parallel) in [(0, geometries()[0]), (3, geometries()[1])] {
         let case = Case::new("base", DType::F32, parallel);
-        let (want, origin) = (one_rank(&case), Origin::open("base"));
-        let (mut numbers, late) = (Numbers(7), Fault::Late(2 * limit));
+        let want = one_rank(&case);
+        let origin = Origin::open("base");
+        let mut numbers = Numbers(7);
+        let late = Fault::Late(2 * limit);
         let (placements, _) = movable(&origin, &case, &mut numbers);
         let replicas = load(&origin, &case, &placements, Some(Broken { rank, fault: late }), PATIENCE);
         let mut seen = Vec::new();
@@ -331,7 +339,8 @@ fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
 /// A report that is made after the error still tells what balancing has done.
 #[test]
 fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
-    let (case, origin) = (Case::new("base", DType::BF16, geometries()[0]), Origin::open("base"));
+    let case = Case::new("base", DType::BF16, geometries()[0]);
+    let origin = Origin::open("base");
     let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
     let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
     let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
@@ -354,7 +363,8 @@ fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
 
 #[test]
 fn the_balancer_rolls_back_what_takes_longer_than_its_limit() {
-    let (case, origin) = (Case::new("base", DType::BF16, geometries()[0]), Origin::open("base"));
+    let case = Case::new("base", DType::BF16, geometries()[0]);
+    let origin = Origin::open("base");
     let want = one_rank(&case);
     let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
     let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;

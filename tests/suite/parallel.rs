@@ -175,11 +175,13 @@ fn families_that_choose_experts_with_a_correction_bias_give_the_bits_of_one_rank
 #[test]
 fn the_comparison_can_fail() {
     let case = |model| Case::new(model, DType::F32, ParallelConfig::default());
-    let (a, b) = (one_rank(&case("f32")), one_rank(&case("base")));
+    let a = one_rank(&case("f32"));
+    let b = one_rank(&case("base"));
     assert!(a.0 != b.0 && a.1 != b.1);
     assert_eq!(a.1.len(), 19 + 1 + 2 + 3);
     assert!(a.0.iter().all(|d| d.routed.is_some() && !d.logprobs.is_empty() && d.prompt_logprobs.is_some()));
     let naive = Case { mla: Some(MlaForm::Naive), ..case("deepseek-v2") };
-    let (a, b) = (one_rank(&case("deepseek-v2")), one_rank(&naive));
+    let a = one_rank(&case("deepseek-v2"));
+    let b = one_rank(&naive);
     assert!(a.1 != b.1, "the forms round at other places");
 }

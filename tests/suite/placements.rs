@@ -32,7 +32,8 @@ pub fn random_layer(experts: usize, redundant: usize, ranks: usize, numbers: &mu
     }
     for _ in 0..redundant.min(experts * (ranks - 1)) {
         // Some expert lacks on some rank.
-        let (mut rank, mut expert) = (numbers.below(ranks), numbers.below(experts) as u32);
+        let mut rank = numbers.below(ranks);
+        let mut expert = numbers.below(experts) as u32;
         while slots[rank].contains(&expert) {
             (rank, expert) = (numbers.below(ranks), numbers.below(experts) as u32);
         }
@@ -56,9 +57,11 @@ pub fn expert_parallel() -> Vec<ParallelConfig> {
 
 /// Runs a case with random and with uneven placements, and with the usual start.
 fn check_case(case: &Case, numbers: &mut Numbers, turn: usize) {
-    let (want, origin) = (one_rank(case), Origin::open(case.model));
+    let want = one_rank(case);
+    let origin = Origin::open(case.model);
     let plain = origin.load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
-    let (moe, ranks) = (moe_of(&plain), case.parallel.tp * case.parallel.dp);
+    let moe = moe_of(&plain);
+    let ranks = case.parallel.tp * case.parallel.dp;
     drop(plain);
     let redundant = numbers.below(2 * ranks + 1).min(moe.num_experts * (ranks - 1));
     let table: Vec<_> =
@@ -108,7 +111,8 @@ fn maps_that_do_not_fit_are_refused_by_layer_rank_slot_and_expert() {
         format!("{:#}", origin.load_placed(&case, &placements).err().unwrap())
     };
     let moe = moe_of(&origin.load(&Case::new("base", DType::F32, ep)).unwrap());
-    let (layers, experts) = (moe.layers.len(), moe.num_experts as u32);
+    let layers = moe.layers.len();
+    let experts = moe.num_experts as u32;
     let good: Vec<Vec<u32>> = vec![(0..2).collect(), (2..experts).collect()];
     type Table = Vec<Vec<Vec<u32>>>;
     let with = |change: &dyn Fn(&mut Table)| {

@@ -36,7 +36,8 @@ fn check_bytes(name: &'static str, path: MoePath, everywhere: &[&str], probe: u6
     let shared = bytes_of(name, everywhere);
     for (tp, dp, ep) in [(2, 1, false), (2, 1, true), (1, 2, true), (2, 2, true), (1, 2, false)] {
         let parallel = ParallelConfig { tp, dp, enable_expert_parallel: ep, ..ParallelConfig::default() };
-        let (ranks, copies) = ((tp * dp) as u64, dp as u64);
+        let ranks = (tp * dp) as u64;
+        let copies = dp as u64;
         let experts = bytes_of(name, &["mlp.experts"]);
         let want = (all - shared - experts) * copies + shared * ranks + experts * if ep { 1 } else { copies };
         let origin = Origin::open(name);
@@ -108,7 +109,8 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
         let models = models.map(Arc::new);
         let mut engine = dp_engine(&models, &replicas, &config(replicas[0].model.info(), true));
         engine.add(Request { max_tokens: Some(9), ..Request::new(prompt(128, 5, 1)) }).unwrap();
-        let (start, mut tokens) = (Instant::now(), 0);
+        let start = Instant::now();
+        let mut tokens = 0;
         let error = engine.run(|output| tokens += usize::from(output.token_id.is_some())).unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
         assert_eq!(tokens, 2, "{fault:?}");

@@ -27,7 +27,8 @@ pub struct Watched {
 
 impl Watched {
     pub fn new(replica: &Replica, before: impl Fn(usize) -> Result<()> + Send + Sync + 'static) -> Self {
-        let (model, before) = (replica.model.clone(), Box::new(before));
+        let model = replica.model.clone();
+        let before = Box::new(before);
         Self { info: model.info().clone(), model, before, steps: Arc::default(), rows: AtomicUsize::new(0) }
     }
 
@@ -272,7 +273,8 @@ fn counters_are_asked_for_at_any_time_and_nothing_is_lost() {
     let requests: Vec<Request> = (0..9).map(|seed| request(seed, 3 + seed as usize, 6)).collect();
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 2));
     add_all(&mut engine, &requests);
-    let (mut results, mut last) = (Results::new(), 0);
+    let mut results = Results::new();
+    let mut last = 0;
     while !engine.is_idle() {
         engine.step().unwrap().into_iter().for_each(|output| collect(&mut results, output));
         let stats = engine.stats();

@@ -51,7 +51,8 @@ fn stop_strings_end_the_text() {
     let whole = run(free.clone());
     assert_eq!(whole.text, tokenizer.decode(&whole.tokens).unwrap());
     let mut cut = whole.text.char_indices().map(|(i, _)| i).skip(whole.text.chars().count() / 2);
-    let (from, to) = (cut.next().unwrap(), cut.nth(2).unwrap());
+    let from = cut.next().unwrap();
+    let to = cut.nth(2).unwrap();
     let stop = whole.text[from..to].to_string();
     let at = whole.text.find(&stop).unwrap();
     let stopped = run(Request { stop: vec!["\u{1}".into(), stop.clone()], ..free.clone() });
@@ -86,7 +87,8 @@ fn logprobs_are_those_of_the_logits() {
         assert_eq!(done.prompt_logprobs, Some(expected(1, len, 2)));
         assert_eq!(done.logprobs, expected(len, len + 6, 4));
         // The formula itself: log of softmax.
-        let (row, chosen) = (&logits[(len - 1) * vocab..len * vocab], &done.logprobs[0].chosen);
+        let row = &logits[(len - 1) * vocab..len * vocab];
+        let chosen = &done.logprobs[0].chosen;
         let sum: f64 = row.iter().map(|&x| (x as f64).exp()).sum();
         let want = row[chosen.token_id as usize] as f64 - sum.ln();
         assert!((chosen.logprob as f64 - want).abs() < 1e-4, "{} {want}", chosen.logprob);
@@ -173,7 +175,8 @@ fn a_row_that_cannot_be_sampled_fails_alone() {
 #[test]
 fn wrong_requests_are_refused_and_nothing_changes() {
     let model = load("base", DType::F32).unwrap();
-    let (vocab, context) = (model.info().vocab_size, model.info().max_context_len);
+    let vocab = model.info().vocab_size;
+    let context = model.info().max_context_len;
     let mut engine = engine(&model, &kv_blocks(&model, 3, 4));
     let good = Request { max_tokens: Some(2), ..Request::new(vec![1, 2]) };
     let mut refused = |request: Request, words: &str| {
@@ -241,7 +244,8 @@ fn absurd_settings_are_errors() {
     fails(EngineConfig { max_model_len: Some(1 << 40), ..default() }, "expected 1 to");
     fails(EngineConfig { kv_cache_memory: Some(1), ..default() }, "holds no block");
     // Blocks of 50 MB, one for each sequence: 3 TB.
-    let (max_num_seqs, block_size) = (EngineConfig::MAX_NUM_SEQS, 1 << 16);
+    let max_num_seqs = EngineConfig::MAX_NUM_SEQS;
+    let block_size = 1 << 16;
     let all = EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), max_num_seqs, block_size, ..default() };
     fails(all, "are available");
     let short = EngineConfig { max_model_len: Some(14), ..kv_blocks(&model, 3, 4) };

@@ -22,7 +22,8 @@ fn run(asked: &Soak) -> Soaked {
     let placements =
         ExpertPlacements { num_redundant_experts: 4, movable: true, ..ExpertPlacements::default() };
     let replicas = Origin::open("base").load_placed(&case, &placements).unwrap();
-    let (moe, info) = (moe_of(&replicas), replicas[0].model.info().clone());
+    let moe = moe_of(&replicas);
+    let info = replicas[0].model.info().clone();
     let config = EngineConfig {
         kv_cache_memory: Some(info.states.bytes_per_token().unwrap() * 4096),
         enable_prefix_caching: false,

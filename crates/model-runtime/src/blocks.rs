@@ -209,7 +209,8 @@ mod tests {
     #[test]
     fn a_table_grows_by_need_and_all_or_nothing() -> Result<()> {
         let mut pool = BlockAllocator::new(4)?;
-        let (mut a, mut b) = (SequenceBlocks::new(), SequenceBlocks::new());
+        let mut a = SequenceBlocks::new();
+        let mut b = SequenceBlocks::new();
         assert!(a.reserve(5, 4, &mut pool));
         assert_eq!(a.as_slice(), [0, 1]);
         assert!(a.reserve(8, 4, &mut pool));

@@ -57,7 +57,8 @@ impl RoutingArrays {
     /// # Errors
     /// More rows than there is room for, a replay of another model, no memory.
     pub fn replay(&mut self, replay: Option<&RoutedExperts>, rows: usize, ex: &Exec) -> Result<()> {
-        let (row_len, most) = (self.row_len(), self.rows * self.row_len());
+        let row_len = self.row_len();
+        let most = self.rows * self.row_len();
         let ids = replay.map_or(&[][..], RoutedExperts::ids);
         if rows > self.rows || ids.len() > rows * row_len || !ids.len().is_multiple_of(row_len.max(1)) {
             bail!(
@@ -140,8 +141,10 @@ pub(crate) fn with_arrays(
 ) -> Result<()> {
     let (arrays, forced) = arrays_for(moe, rows, number, context, ex)?;
     // While the arrays do it, host memory neither records nor forces anything.
-    let (capture, heat) = (context.capture.take(), context.heat.take());
-    let (replay, balance) = (context.replay.take(), context.force_balance.take());
+    let capture = context.capture.take();
+    let heat = context.heat.take();
+    let replay = context.replay.take();
+    let balance = context.force_balance.take();
     context.routing = arrays.of_step(forced);
     let ran = run(context, ex);
     context.routing = DeviceRouting::default();
@@ -159,7 +162,8 @@ fn arrays_for(
     context: &StepContext,
     ex: &Exec,
 ) -> Result<(RoutingArrays, Option<ForcedWeights>)> {
-    let (counts, records) = (context.heat.is_some(), context.capture.is_some());
+    let counts = context.heat.is_some();
+    let records = context.capture.is_some();
     let forced = match (context.force_balance, &context.replay) {
         (Some(_), Some(_)) => bail!("force_balance and replay both dictate the experts; use one of them"),
         (Some(_), None) => Some(ForcedWeights::OfChosen),

@@ -192,12 +192,15 @@ impl DeviceStep {
 
     /// The arrays of a shape.
     pub fn views(&self, shape: Shape) -> Result<DeviceViews<'_>> {
-        let (words, starts, lengths) = (self.words.view(), shape.starts(), shape.lengths());
+        let words = self.words.view();
+        let starts = shape.starts();
+        let lengths = shape.lengths();
         let array = |index: usize, dims: &[usize]| words.narrow(starts[index], lengths[index])?.reshape(dims);
         let Shape { rows, sequences, max_blocks, logits, scored, .. } = shape;
         let Shape { decode_rows, prompt_positions, attention_scores, .. } = shape;
         let head = array(HEAD, &[2])?;
-        let (valid_rows, number) = (head.narrow(0, 1)?, head.narrow(1, 1)?);
+        let valid_rows = head.narrow(0, 1)?;
+        let number = head.narrow(1, 1)?;
         let sampling = array(SAMPLING, &[logits, SAMPLE_WORDS])?;
         let step = StepViews {
             token_ids: array(TOKEN_IDS, &[rows])?,

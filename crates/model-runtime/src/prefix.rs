@@ -94,7 +94,8 @@ impl PrefixTable {
         }
         self.forget(block);
         self.last_id += 1;
-        let (place, id) = (self.place(parent, tokens), PrefixId(self.last_id));
+        let place = self.place(parent, tokens);
+        let id = PrefixId(self.last_id);
         self.contents[block as usize] = Some(Content { id, parent, next: self.heads[place] });
         self.heads[place] = block;
         self.tokens[block as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
@@ -138,7 +139,8 @@ impl PrefixTable {
     fn forget(&mut self, block: u32) {
         let Some(content) = self.content(block) else { return };
         let place = self.place(content.parent, self.tokens(block));
-        let (mut before, mut at) = (None, self.heads[place]);
+        let mut before = None;
+        let mut at = self.heads[place];
         while at != block {
             let Some(other) = self.content(at) else { return };
             (before, at) = (Some(at), other.next);
@@ -176,7 +178,8 @@ impl Idle {
 
     fn push(&mut self, block: u32) {
         self.remove(block);
-        let (ends, last) = (self.ends(), self.links[self.ends() as usize][0]);
+        let ends = self.ends();
+        let last = self.links[self.ends() as usize][0];
         self.links[block as usize] = [last, ends];
         self.links[last as usize][1] = block;
         self.links[ends as usize][0] = block;
@@ -213,7 +216,8 @@ mod tests {
             ((state >> 33) % bound) as u32
         };
         for _ in 0..20_000 {
-            let (block, tokens) = (random(BLOCKS as u64), [random(3), random(2)]);
+            let block = random(BLOCKS as u64);
+            let tokens = [random(3), random(2)];
             let parents: Vec<PrefixId> = keys.values().map(|key| key.2).chain([PrefixId::root(0)]).collect();
             let parent = parents[random(parents.len() as u64) as usize];
             let known = keys.iter().find(|(_, key)| (key.0, key.1) == (parent, tokens));

@@ -95,8 +95,10 @@ impl Projection {
         ranks: Option<&RowParallel>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (weight, bias) = (self.weight.read()?, Lock::new(self.bias.as_ref())?);
-        let (weight, bias) = (weight.view()?, bias.view()?);
+        let weight = self.weight.read()?;
+        let bias = Lock::new(self.bias.as_ref())?;
+        let weight = weight.view()?;
+        let bias = bias.view()?;
         match (io, ranks) {
             (MixerIo::Store { out, .. }, None) => linear_row_parallel_into(x, weight, bias, out, ex),
             (MixerIo::Store { out, .. }, Some(ranks)) => ranks.linear_into(x, weight, bias, out, ex),

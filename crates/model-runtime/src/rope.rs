@@ -93,7 +93,8 @@ impl Rope {
         mut sin: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (t, half) = (positions.elem_count(), self.config.head_dim / 2);
+        let t = positions.elem_count();
+        let half = self.config.head_dim / 2;
         expect_dims("rope", "positions", &positions, &[t])?;
         expect_dims("rope", "rope_len", &rope_len, &[t])?;
         for (name, out) in [("cos", &cos), ("sin", &sin)] {
@@ -113,7 +114,8 @@ impl Rope {
             };
             return moe_kernels::cuda::rope_rows_into(positions, rope_len, &frequencies, cos, sin, ex);
         }
-        let (positions, rope_len) = (positions.cpu::<u32>()?, rope_len.cpu::<u32>()?);
+        let positions = positions.cpu::<u32>()?;
+        let rope_len = rope_len.cpu::<u32>()?;
         if let Some(row) = positions.iter().zip(rope_len).position(|(p, len)| p >= len) {
             bail!(
                 "rope: row {row}: position {} needs rope_len above it, got {}",
@@ -121,7 +123,8 @@ impl Rope {
                 rope_len[row]
             )
         }
-        let (cos, sin) = (cos.cpu_mut::<f32>()?, sin.cpu_mut::<f32>()?);
+        let cos = cos.cpu_mut::<f32>()?;
+        let sin = sin.cpu_mut::<f32>()?;
         let rows = cos.chunks_mut(half).zip(sin.chunks_mut(half)).zip(positions.iter().zip(rope_len));
         if t < PARALLEL_ROWS || ex.num_threads() == 1 {
             rows.for_each(|((cos, sin), (&p, &len))| self.row(p, len, cos, sin));
@@ -229,7 +232,8 @@ fn yarn_inv_freq(config: &RopeConfig, yarn: &Yarn) -> Vec<f32> {
         let turns = yarn.original_max_position_embeddings as f64 / (rotations * 2.0 * std::f64::consts::PI);
         dim * turns.ln() / (2.0 * config.theta.ln())
     };
-    let (mut low, mut high) = (correction_dim(yarn.beta_fast), correction_dim(yarn.beta_slow));
+    let mut low = correction_dim(yarn.beta_fast);
+    let mut high = correction_dim(yarn.beta_slow);
     if yarn.truncate {
         (low, high) = (low.floor(), high.ceil());
     }
@@ -237,11 +241,13 @@ fn yarn_inv_freq(config: &RopeConfig, yarn: &Yarn) -> Vec<f32> {
     if low == high {
         high += 0.001; // the ramp's slope stays finite
     }
-    let (offset, width) = (low as f32, (high - low) as f32);
+    let offset = low as f32;
+    let width = (high - low) as f32;
     let blend = |(i, freq): (usize, f32)| {
         let ramp = ((i as f32 - offset) / width).clamp(0.0, 1.0);
         let keep = 1.0 - ramp;
-        let (interpolated, extrapolated) = (1.0 / (yarn.factor as f32 * freq), 1.0 / freq);
+        let interpolated = 1.0 / (yarn.factor as f32 * freq);
+        let extrapolated = 1.0 / freq;
         interpolated * (1.0 - keep) + extrapolated * keep
     };
     pos_freqs(config.theta as f32, config.dim).enumerate().map(blend).collect()

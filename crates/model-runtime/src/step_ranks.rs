@@ -50,7 +50,8 @@ impl DeviceSampling {
     /// An array of another size; a token of a row that there is not.
     pub fn check(&self, rows: usize, logits: usize, sequences: usize) -> Result<()> {
         if self.token_source.len() > rows || self.params.len() != logits.saturating_mul(PARAM_WORDS) {
-            let (sources, params) = (self.token_source.len(), self.params.len());
+            let sources = self.token_source.len();
+            let params = self.params.len();
             bail!(
                 "sampling of {rows} rows and {logits} logits: {sources} sources of tokens and {params} words of parameters"
             )

@@ -49,7 +49,8 @@ impl VocabParallel {
         if ex.is_cuda() {
             return self.embed_on_device(table.rows("embedding")?, ids, out, ex);
         }
-        let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
+        let ranks = self.comm.world_size();
+        let rank = self.comm.rank();
         let ids = ids.cpu::<u32>()?;
         let starts: Vec<usize> = (0..ranks).map(|r| partition(self.vocab_size, ranks, r).start).collect();
         let mut rows = vec![Vec::new(); ranks];
@@ -78,7 +79,8 @@ impl VocabParallel {
 
     /// `logits` [R, V] from the ranks' `local` [R, V_local], f32.
     pub(crate) fn gather_logits(&self, local: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (rows, ranks) = (local.rows(), self.comm.world_size());
+        let rows = local.rows();
+        let ranks = self.comm.world_size();
         let widths = shares(self.vocab_size, ranks);
         let counts: Vec<usize> = widths.iter().map(|width| rows * width).collect();
         let flat = local.reshape(&[local.elem_count()])?;
@@ -93,7 +95,8 @@ impl VocabParallel {
             let out = out.reshape(&[rows, self.vocab_size])?;
             return moe_kernels::cuda::join_columns_into(all.view(), ranks, out, ex);
         }
-        let (all, out) = (all.view(), out.cpu_mut::<f32>()?);
+        let all = all.view();
+        let out = out.cpu_mut::<f32>()?;
         let mut rest = all.cpu::<f32>()?;
         let mut column = 0;
         for width in widths {

@@ -114,7 +114,8 @@ impl ChunkPlan {
         if round >= self.chunks {
             return self.tokens..self.tokens;
         }
-        let (base, longer) = (self.tokens / self.chunks, self.tokens % self.chunks);
+        let base = self.tokens / self.chunks;
+        let longer = self.tokens % self.chunks;
         let start = round * base + round.min(longer);
         start..start + base + usize::from(round < longer)
     }

@@ -39,7 +39,8 @@ pub fn size_for_budget(
         return Err(BudgetError { budget, needed });
     }
     // `fits` fits, `above` is the first that may not.
-    let (mut fits, mut above) = (NonZeroUsize::MIN, max_tokens.max(1).saturating_add(1));
+    let mut fits = NonZeroUsize::MIN;
+    let mut above = max_tokens.max(1).saturating_add(1);
     while above - fits.get() > 1 {
         let middle = fits.get() + (above - fits.get()) / 2;
         match NonZeroUsize::new(middle) {

@@ -155,8 +155,11 @@ impl Bench {
         let requests = self.requests(batch, prompt, STEPS + 1);
         let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
         requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
-        let (e, k) = (moe.num_experts as f64, moe.top_k as f64);
-        let (mut layers, mut distinct, mut uniform) = (0, 0, 0.);
+        let e = moe.num_experts as f64;
+        let k = moe.top_k as f64;
+        let mut layers = 0;
+        let mut distinct = 0;
+        let mut uniform = 0.;
         while !engine.is_idle() {
             engine.step()?;
             for step in engine.take_step_loads().iter().filter(|s| s.prefill_rows == 0 && s.decode_rows > 0) {

@@ -40,7 +40,8 @@ impl Interrupt {
     /// Catches Ctrl-C, SIGTERM and, unless `nohup` set it aside, the end of the terminal from now on. Until the run
     /// [begins](Self::begin_run) the first of them ends the program: ranks may be missing, and weights take long.
     pub fn install() -> Result<Self> {
-        let (requested, waits) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(true)));
+        let requested = Arc::new(AtomicBool::new(false));
+        let waits = Arc::new(AtomicBool::new(true));
         end_at_the_next(&[SIGINT, SIGTERM], &waits)?;
         end_at_the_next(ends_of_terminal(), &waits)?;
         // A shell and the terminal may both tell of the terminal's end, so that two of it are one.

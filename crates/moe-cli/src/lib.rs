@@ -112,7 +112,8 @@ fn run_parity(program: &Program, args: &ParityArgs) -> Result<ExitCode> {
     let json = args.json.as_ref().and_then(|file| file.as_deref());
     json.map_or(Ok(()), |path| check_writable("--json", path))?;
     let check = |model: &Known| parity::check_reference(&args.reference, model.config);
-    let (model, asks) = (Model::Checkpoint(Some(&args.model)), Asks::default().with(&check));
+    let model = Model::Checkpoint(Some(&args.model));
+    let asks = Asks::default().with(&check);
     let mut session = session::open(program, model, &args.run, false, &asks)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;

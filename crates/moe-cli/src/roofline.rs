@@ -43,7 +43,8 @@ impl StepWeights {
         let vocabulary = others.iter().rev().find(|t| is_vocabulary(t));
         let (num_experts, top_k) = info.moe.as_ref().map_or((1, 0), |moe| (moe.num_experts, moe.top_k));
         let experts = experts.into_iter().fold(Amount::default(), sum);
-        let (elements, bytes) = (experts.elements / num_experts as f64, experts.bytes / num_experts as f64);
+        let elements = experts.elements / num_experts as f64;
+        let bytes = experts.bytes / num_experts as f64;
         Self {
             dense: others.iter().filter(|t| !is_vocabulary(t)).copied().fold(Amount::default(), sum),
             vocabulary: vocabulary.copied().into_iter().fold(Amount::default(), sum),
@@ -179,7 +180,9 @@ mod tests {
     #[test]
     fn weights_are_counted_by_use() {
         let amount = |elements, bytes| Amount { elements, bytes };
-        let (dense, vocabulary, expert) = (amount(220., 440.), amount(500., 250.), amount(180., 360.));
+        let dense = amount(220., 440.);
+        let vocabulary = amount(500., 250.);
+        let expert = amount(180., 360.);
         assert_eq!(weights(), StepWeights { dense, vocabulary, expert, top_k: 2. });
     }
 

@@ -43,7 +43,8 @@ pub fn open(
 /// Shows how far the weights of a checkpoint are loaded.
 fn loading(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
     let Weights::Checkpoint(checkpoint) = weights else { return Ok(None) };
-    let (bytes, tensors) = (run.bytes_to_read(checkpoint)?, checkpoint.tensors.clone());
+    let bytes = run.bytes_to_read(checkpoint)?;
+    let tensors = checkpoint.tensors.clone();
     Ok(Some(Watch::start("loading weights", Unit::Bytes, bytes, move || tensors.bytes_read())))
 }
 

@@ -80,7 +80,8 @@ mod tests {
 
     /// What bash offers for a word behind others.
     fn offered(script: &Path, words: &[&str]) -> String {
-        let (program, words) = (words[0], words.join(" "));
+        let program = words[0];
+        let words = words.join(" ");
         let function = program.replace('-', "__");
         let ask = format!(
             "source {}; COMP_WORDS=({words} ''); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); \

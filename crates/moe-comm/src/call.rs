@@ -211,9 +211,12 @@ fn unmatched_rows(calls: &[&Call], label: &impl Fn(&[usize]) -> String) -> Optio
             else {
                 return None;
             };
-            let (sent, expected) = (*send.get(to)?, *recv.get(from)?);
+            let sent = *send.get(to)?;
+            let expected = *recv.get(from)?;
             if sent != expected {
-                let (op, from, to) = (sender.op, label(&[from]), label(&[to]));
+                let op = sender.op;
+                let from = label(&[from]);
+                let to = label(&[to]);
                 return Some(format!(
                     "ranks disagree about the counts in {op}: {from} sends {sent} rows to {to}, which expects {expected}"
                 ));

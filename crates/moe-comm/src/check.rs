@@ -50,8 +50,8 @@ impl Place {
                 }
             }
             Collective::AllToAll { input, send, out, recv } => {
-                let (sent, received) =
-                    (self.total(bare.op, "send_counts", send)?, self.total(bare.op, "recv_counts", recv)?);
+                let sent = self.total(bare.op, "send_counts", send)?;
+                let received = self.total(bare.op, "recv_counts", recv)?;
                 let counts = Counts::Pairwise { send: send.to_vec(), recv: recv.to_vec() };
                 Call { counts, ..moved(bare, (input, sent), (out, received))? }
             }

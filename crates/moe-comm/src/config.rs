@@ -133,7 +133,8 @@ impl ParallelConfig {
         if rank >= world_size {
             refuse!(GeometryError, "rank {rank} is outside of a world of {world_size} (dp x tp) ranks")
         }
-        let (dp_rank, tp_rank) = (rank / self.tp, rank % self.tp);
+        let dp_rank = rank / self.tp;
+        let tp_rank = rank % self.tp;
         let (moe_tp_size, moe_tp_rank, ep_size, ep_rank) =
             if self.enable_expert_parallel { (1, 0, world_size, rank) } else { (self.tp, tp_rank, 1, 0) };
         Ok(Geometry {
@@ -158,7 +159,9 @@ impl ParallelConfig {
     pub fn for_launch(&self, launch: &Launch) -> Result<Geometry, GeometryError> {
         let expected = self.world_size()?;
         if launch.world_size != expected {
-            let (dp, tp, got) = (self.dp, self.tp, launch.world_size);
+            let dp = self.dp;
+            let tp = self.tp;
+            let got = launch.world_size;
             refuse!(
                 GeometryError,
                 "dp {dp} x tp {tp} needs {expected} ranks, but {got} were started; change dp, tp or the launcher"

@@ -80,7 +80,8 @@ impl ExpertMap {
     /// # Errors
     /// As [`new`](Self::new); another number of slots.
     pub fn with_phy2log(&self, phy2log: Vec<u32>) -> Result<Self, GeometryError> {
-        let (experts, ranks) = (self.num_experts, self.num_ranks());
+        let experts = self.num_experts;
+        let ranks = self.num_ranks();
         let max = i32::MAX as usize;
         if experts == 0 || ranks == 0 || phy2log.len() > max {
             refuse!(
@@ -92,7 +93,8 @@ impl ExpertMap {
         }
         let map = Self { phy2log, ..self.clone() };
         if map.phy2log.len() != map.slots(ranks - 1).end {
-            let (expected, got) = (map.slots(ranks - 1).end, map.phy2log.len());
+            let expected = map.slots(ranks - 1).end;
+            let got = map.phy2log.len();
             refuse!(GeometryError, "expected the experts of {expected} slots, got {got}")
         }
         // The last rank on which an expert was seen, counted from 1.
@@ -204,7 +206,8 @@ impl ExpertMap {
             Some(load) if mean > 0.0 => 1.0 + MEAN_LOAD * load / mean,
             _ => 1.0,
         };
-        let (copies, width) = (self.log2phy(None), self.max_copies());
+        let copies = self.log2phy(None);
+        let width = self.max_copies();
         let slots = |expert: usize| {
             copies[expert * width..][..width].iter().filter_map(|&slot| usize::try_from(slot).ok())
         };
@@ -261,7 +264,8 @@ impl ExpertMap {
                 target.num_slots()
             )
         }
-        let (copies, width) = (self.log2phy(None), self.max_copies());
+        let copies = self.log2phy(None);
+        let width = self.max_copies();
         let mut sent = vec![0usize; self.num_ranks()];
         let mut transfers = Vec::new();
         for (to, (&before, &expert)) in self.phy2log.iter().zip(&target.phy2log).enumerate() {

@@ -144,7 +144,9 @@ fn checked(
     n_local_size: Option<&str>,
     (default_addr, default_port): (Option<String>, Option<u16>),
 ) -> Result<Launch, LaunchError> {
-    let (rank, size, local) = (env.number(n_rank)?, env.number(n_size)?, env.number(n_local)?);
+    let rank = env.number(n_rank)?;
+    let size = env.number(n_size)?;
+    let local = env.number(n_local)?;
     let local_size = n_local_size.map(|name| env.optional_number(name)).transpose()?.flatten();
     let relate = |holds: bool, name: &str, value: usize, other_name: &str, other: usize, expected: &str| {
         if !holds {

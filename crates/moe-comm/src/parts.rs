@@ -176,7 +176,8 @@ mod tests {
     /// In a group, what one rank sends the other receives: every rank names the same roots in the same order.
     #[test]
     fn each_rank_is_root_once_and_owns_its_part() {
-        let (input, mut out) = ([1u32, 2], [0u32; 6]);
+        let input = [1u32, 2];
+        let mut out = [0u32; 6];
         let counts = [1, 2, 3];
         let place = Place { rank: 1, size: 3 };
         let out = ViewMut::new(&mut out, &[6, 1]).unwrap();
@@ -189,7 +190,8 @@ mod tests {
         assert_eq!(parts.iter().map(|p| p.input.is_some()).collect::<Vec<_>>(), [false, true, false]);
         assert_eq!(parts.iter().map(|p| p.out.as_ref().unwrap().rows()).collect::<Vec<_>>(), counts);
 
-        let (input, mut out) = ([0u32; 6], [0u32; 2]);
+        let input = [0u32; 6];
+        let mut out = [0u32; 2];
         let out = ViewMut::new(&mut out, &[2, 1]).unwrap();
         let parts = scatter_parts(place, view(&input, 1), out, &counts, ReduceOp::Sum).unwrap();
         assert_eq!(parts.iter().map(roots).collect::<Vec<_>>(), [0, 1, 2]);
@@ -199,8 +201,10 @@ mod tests {
 
     #[test]
     fn equal_counts_are_one_call() {
-        let (input, place) = ([7u32, 8], Place { rank: 1, size: 3 });
-        let (mut all, mut own) = ([0u32; 6], [0u32; 2]);
+        let input = [7u32, 8];
+        let place = Place { rank: 1, size: 3 };
+        let mut all = [0u32; 6];
+        let mut own = [0u32; 2];
         let out = ViewMut::new(&mut all, &[6, 1]).unwrap();
         let parts = gather_parts(place, view(&input, 1), out, &[2, 2, 2]).unwrap();
         assert!(matches!(parts[..], [Part { verb: Verb::AllGather, input: Some(_), out: Some(_) }]));
@@ -214,7 +218,8 @@ mod tests {
 
     #[test]
     fn an_exchange_sends_to_and_receives_from_each_rank() {
-        let (input, mut out) = ([7u32, 8, 9], [0u32; 4]);
+        let input = [7u32, 8, 9];
+        let mut out = [0u32; 4];
         let out = ViewMut::new(&mut out, &[4, 1]).unwrap();
         let parts = exchange_parts(view(&input, 1), &[0, 3], out, &[4, 0]).unwrap();
         let pairs = |part: &Part| match part.verb {

@@ -21,7 +21,8 @@ pub fn partition(len: usize, parts: usize, index: usize) -> Range<usize> {
         return len..len;
     }
     // index < parts, so index * base <= len: nothing overflows.
-    let (base, extra) = (len / parts, len % parts);
+    let base = len / parts;
+    let extra = len % parts;
     let start = index * base + index.min(extra);
     start..start + base + usize::from(index < extra)
 }

@@ -106,7 +106,8 @@ mod tests {
         // In ascending order 1e8 swallows the first 1, so only the last survives.
         assert_eq!(reduced(ReduceOp::Sum, &[&[1f32], &[1e8], &[-1e8], &[1.]]), [1.]);
         // 1 + 2^-9 + 2^-9 is a bf16 only if the partial sums are not rounded.
-        let (one, tiny) = (bf16::from_f32(1.), bf16::from_f32(1. / 256.));
+        let one = bf16::from_f32(1.);
+        let tiny = bf16::from_f32(1. / 256.);
         assert_eq!(reduced(ReduceOp::Sum, &[&[one], &[tiny], &[tiny]])[0].to_f32(), 1. + 1. / 128.);
         assert_eq!(reduced(ReduceOp::Sum, &[&[-0f32]])[0].to_bits(), (-0f32).to_bits());
     }

@@ -90,7 +90,8 @@ impl RowParallel {
     /// A shard of another number of ranks than the communicator's, or of another rank.
     pub fn new(shard: &RowShard, comm: Arc<dyn Communicator>) -> Result<Self> {
         let segments = shard.local_segments.len();
-        let (rank, ranks) = (comm.rank(), comm.world_size());
+        let rank = comm.rank();
+        let ranks = comm.world_size();
         if segments * ranks != shard.segments || shard.local_segments.start != rank * segments {
             bail!(
                 "row-parallel product: segments {:?} of {} are not the part of rank {rank} of {ranks}",
@@ -170,7 +171,10 @@ impl RowParallel {
         mut out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (ranks, rank, x, w) = (self.comm.world_size(), self.comm.rank(), x.into(), w.into());
+        let ranks = self.comm.world_size();
+        let rank = self.comm.rank();
+        let x = x.into();
+        let w = w.into();
         if ranks == 1 {
             return linear_row_parallel_into(x, w, bias, out, ex);
         }
@@ -179,7 +183,8 @@ impl RowParallel {
             return self.add_parts(out, ex);
         }
         let x = x.floats("row_parallel")?;
-        let (t, n) = (x.rows(), expect_matrix("row_parallel", "w", &w)?.0);
+        let t = x.rows();
+        let n = expect_matrix("row_parallel", "w", &w)?.0;
         ex.launched(|| LinearForm::Cpu.name());
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;
         for index in 0..self.segments {

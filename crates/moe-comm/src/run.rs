@@ -45,7 +45,8 @@ where
     let f = &f;
     thread::scope(|scope| {
         let start = |mut comm: C| {
-            let (rank, supervisor) = (comm.rank(), comm.supervise());
+            let rank = comm.rank();
+            let supervisor = comm.supervise();
             let thread = thread::Builder::new().name(format!("rank-{rank}"));
             (rank, thread.spawn_scoped(scope, move || supervised(comm, supervisor, f)))
         };

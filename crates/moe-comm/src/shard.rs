@@ -69,7 +69,8 @@ impl Geometry {
                  former"
             )
         }
-        let (tp, rank) = (self.tp_size, self.tp_rank);
+        let tp = self.tp_size;
+        let rank = self.tp_rank;
         let heads = even("the number of query heads", num_heads, tp, rank, "")?;
         if num_kv_heads.is_multiple_of(tp) {
             let kv_heads = partition(num_kv_heads, tp, rank);

@@ -25,7 +25,8 @@ impl Arrived {
     /// The rows stay where they are, their slots are listed by expert.
     pub fn listed<'a>(self, call: &Call<'_, 'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
         let experts = call.ranks.local_experts();
-        let (local, slots) = (experts.num_local(), self.ids.view().elem_count());
+        let local = experts.num_local();
+        let slots = self.ids.view().elem_count();
         let mut counts = ex.scratch(DType::U32, &[local])?;
         let mut lists = ex.scratch(DType::U32, &[local, slots])?;
         list_slots_into(self.ids.view(), experts.expert_map(), counts.view_mut(), lists.view_mut(), ex)?;
@@ -43,7 +44,8 @@ pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec)
     let input = call.input.view();
     let total = counts.iter().sum();
     let mut room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
-    let (mut rows, mut ids) = (room(input)?, room(call.ids)?);
+    let mut rows = room(input)?;
+    let mut ids = room(call.ids)?;
     let mut weights = call.weights_that_travel().map(&mut room).transpose()?;
     let mut arrays = vec![(ranks.own(call.ids)?, ids.view_mut())];
     if !needed {

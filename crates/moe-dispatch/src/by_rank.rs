@@ -22,7 +22,8 @@ pub(crate) fn partial_sums<'a>(
     strategy: WeightAndReduce,
     ex: &mut Exec,
 ) -> Result<Lent<'a>> {
-    let (ids, weights) = (dispatched.topk_ids()?, dispatched.topk_weights()?);
+    let ids = dispatched.topk_ids()?;
+    let weights = dispatched.topk_weights()?;
     let dims = [ids.rows(), width(dispatched.rows.view())];
     if strategy == WeightAndReduce::NoOp {
         expect_dims(op, "expert_out", &expert_out, &dims)?;

@@ -49,13 +49,15 @@ impl Returns {
         topk_ids: View,
         ex: &mut Exec,
     ) -> Result<(Batches, Self)> {
-        let (top_k, room) = (width(ids), rows.rows());
+        let top_k = width(ids);
+        let room = rows.rows();
         let ids = ex.to_host(ids)?;
         let ids = ids.view().cpu::<u32>()?;
         let once = ex.scratch_from_host(View::new(&name_once(ids, top_k), &[room, top_k])?)?;
         let batches = batch(rows, once.view(), ranks.local_experts(), room, ex)?;
 
-        let (offsets, slots) = (ex.to_host(batches.offsets.view())?, ex.to_host(batches.slots.view())?);
+        let offsets = ex.to_host(batches.offsets.view())?;
+        let slots = ex.to_host(batches.slots.view())?;
         let mut row_of_slot = vec![0u32; ids.len()];
         for (expert, bounds) in offsets.view().cpu::<u32>()?.windows(2).enumerate() {
             let group = slots.view().cpu::<u32>()?.get(bounds[0] as usize..bounds[1] as usize).unwrap_or(&[]);
@@ -141,7 +143,8 @@ pub(crate) fn add_segments(
     dispatched: &Dispatched,
     ex: &mut Exec,
 ) -> Result<Scratch> {
-    let (tokens, top_k) = (dispatched.owner_topk_ids.rows(), width(dispatched.owner_topk_ids));
+    let tokens = dispatched.owner_topk_ids.rows();
+    let top_k = width(dispatched.owner_topk_ids);
     let width = width(dispatched.rows.view());
     let segments = match *expert_out.dims() {
         [segments, t, k, h] if [t, k, h] == [tokens, top_k, width] => segments,

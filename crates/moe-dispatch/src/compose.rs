@@ -27,9 +27,11 @@ pub struct ExpertsSide<'a> {
 /// # Errors
 /// The first rule that is broken, naming both sides.
 pub fn check_composition(prepare: &dyn PrepareFinalize, experts: &ExpertsSide) -> Result<()> {
-    let (from, by) = (prepare.name(), experts.name);
-    let (handed, format, strategy) =
-        (prepare.activation_format(), experts.activation_format, experts.weight_and_reduce);
+    let from = prepare.name();
+    let by = experts.name;
+    let handed = prepare.activation_format();
+    let format = experts.activation_format;
+    let strategy = experts.weight_and_reduce;
     if handed != format {
         bail!(
             "{from} hands over the {handed:?} format, but {by} takes {format:?}; choose a pair with one format"

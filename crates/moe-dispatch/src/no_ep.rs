@@ -106,7 +106,8 @@ impl PrepareFinalize for NoEp {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (name, format) = (self.name(), self.activation_format());
+        let name = self.name();
+        let format = self.activation_format();
         if dispatched.format != format {
             bail!("{name}: expected rows dispatched in the {format:?} format, got {:?}", dispatched.format)
         }

@@ -33,7 +33,9 @@ impl EpRanks {
     /// # Errors
     /// A layout of another rank or of more ranks; a `tp` that is no part of `ep`.
     pub fn new(layout: &ExpertLayout, ep: Arc<dyn Communicator>, tp: Arc<dyn Communicator>) -> Result<Self> {
-        let (rank, ranks, tp_size) = (ep.rank(), ep.world_size(), tp.world_size());
+        let rank = ep.rank();
+        let ranks = ep.world_size();
+        let tp_size = tp.world_size();
         if !ranks.is_multiple_of(tp_size) || rank % tp_size != tp.rank() {
             bail!(
                 "expert parallelism: tensor-parallel rank {} of {tp_size} is no part of rank {rank} of {ranks}",
@@ -59,7 +61,8 @@ impl EpRanks {
 
     /// Ranks that see the same tokens and hold a part of every expert each.
     pub(crate) fn of_cut_experts(comm: Arc<dyn Communicator>) -> Self {
-        let (owners, experts) = (Vec::new(), LocalExperts::all(0));
+        let owners = Vec::new();
+        let experts = LocalExperts::all(0);
         Self { ep: comm.clone(), tp: comm, owners, placed_owners: None, experts }
     }
 

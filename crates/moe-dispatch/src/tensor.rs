@@ -149,7 +149,8 @@ pub fn moe_align_block_size(
     expert_map: Option<&Tensor>,
 ) -> Result<AlignedTensors> {
     let (device, host) = (topk_ids.device(), |tensor: &Tensor| tensor.to_device(&Device::Cpu));
-    let (ids, map) = (host(topk_ids)?, expert_map.map(host).transpose()?);
+    let ids = host(topk_ids)?;
+    let map = expert_map.map(host).transpose()?;
     let max = max_aligned_sizes(ids.elem_count(), num_local, block_size)?;
     with_tensors([&ids], [map.as_ref()], |[ids], [map], ex| {
         let mut sorted = ex.output(DType::U32, &[max.sorted_token_ids])?;

@@ -139,9 +139,12 @@ fn wrong_calls_are_refused() -> Result<()> {
     let layout = ExpertLayout::new(2, 1, 0, ExpertPlacement::Linear).unwrap();
     let ranks = || EpRanks::new(&layout, comm(), comm());
     let by_slot = WhoAdds::BySlot;
-    let (backend, ex) = (OverRanks::high_throughput(ranks()?, by_slot), &mut Exec::cpu());
-    let (rows, weights) = ([1f32; 4], [1f32; 2]);
-    let (hidden, weights) = (View::new(&rows, &[2, 2])?, View::new(&weights, &[2, 1])?);
+    let backend = OverRanks::high_throughput(ranks()?, by_slot);
+    let ex = &mut Exec::cpu();
+    let rows = [1f32; 4];
+    let weights = [1f32; 2];
+    let hidden = View::new(&rows, &[2, 2])?;
+    let weights = View::new(&weights, &[2, 1])?;
     let ids = [0u32, 2];
     let e = text(
         &backend.prepare(Tokens::new(hidden, View::new(&ids, &[2, 1])?, weights), None, ex).unwrap_err(),
@@ -151,7 +154,8 @@ fn wrong_calls_are_refused() -> Result<()> {
     let ids = [0u32, 1];
     let ids = View::new(&ids, &[2, 1])?;
     let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
-    let (y, mut out) = ([0f32; 4], [0f32; 4]);
+    let y = [0f32; 4];
+    let mut out = [0f32; 4];
     let mut finalize = |backend: &dyn PrepareFinalize, d, dims: &[usize], strategy| {
         let out = ViewMut::new(&mut out, &[2, 2]).unwrap();
         text(&backend.finalize(View::new(&y, dims).unwrap(), d, strategy, out, &mut Exec::cpu()).unwrap_err())

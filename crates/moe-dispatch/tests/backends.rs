@@ -100,7 +100,8 @@ proptest! {
                 Ok(first)
             });
             for (rank, got) in results.into_iter().enumerate() {
-                let (got, want) = (got.unwrap(), &want[rank / world.tp]);
+                let got = got.unwrap();
+                let want = &want[rank / world.tp];
                 prop_assert!(agrees(who, &got, want), "{name} {who:?} on rank {rank}: {got:?}, expected {want:?}");
             }
         }
@@ -115,10 +116,12 @@ proptest! {
         let fits = world.tp == 1 && !world.on_input;
         for name in ["allgather_reducescatter", "low_latency"].into_iter().filter(|_| fits) {
             let results = run_ranks(world.ranks(), |rank, comm| {
-                let (backend, mut ex) = (world.backend(name, WhoAdds::ByRank, Arc::new(comm))?, Exec::cpu());
+                let backend = world.backend(name, WhoAdds::ByRank, Arc::new(comm))?;
+                let mut ex = Exec::cpu();
                 let p = &world.problems[rank];
                 let dims = [p.tokens, p.hidden];
-                let (gain, mut residual) = (vec![1.5f32; p.hidden], p.rows.clone());
+                let gain = vec![1.5f32; p.hidden];
+                let mut residual = p.rows.clone();
                 let norm = PreNorm { weight: View::new(&gain, &[p.hidden])?, eps: 1e-6 };
                 let out = p.output::<f32>(|out| {
                     let end = AddNorm { residual: ViewMut::new(&mut residual, &dims)?, norm, out };
@@ -146,8 +149,10 @@ fn segment(e: usize, s: usize, row: &[f32]) -> Vec<f32> {
 
 /// The slot rows of experts that are cut: [S_local, T, K, H].
 fn cut_experts(d: &Dispatched, first: usize, local: usize, width: usize) -> Result<Vec<f32>> {
-    let (rows, ids) = (d.rows.view().cpu::<f32>()?, d.topk_ids()?);
-    let (top_k, mut out) = (ids.dims()[1], Vec::new());
+    let rows = d.rows.view().cpu::<f32>()?;
+    let ids = d.topk_ids()?;
+    let top_k = ids.dims()[1];
+    let mut out = Vec::new();
     for s in first..first + local {
         for (slot, &id) in ids.cpu::<u32>()?.iter().enumerate() {
             match id {
@@ -182,7 +187,8 @@ proptest! {
         }
         for who in BOTH {
             let results = run_ranks(tp, |rank, comm| {
-                let (backend, ex) = (OverRanks::disabled(Arc::new(comm), who), &mut Exec::cpu());
+                let backend = OverRanks::disabled(Arc::new(comm), who);
+                let ex = &mut Exec::cpu();
                 let [hidden, ids, weights] = p.views()?;
                 let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
                 let y = cut_experts(&d, rank * local, local, p.hidden)?;
@@ -256,7 +262,8 @@ fn low_latency_blocks_follow_the_step() {
             let alone = comm.split(rank, 0, &mut Exec::cpu())?;
             let ranks = EpRanks::new(&world.layout(rank), comm, alone)?;
             let backend = OverRanks::low_latency(ranks, 100, WhoAdds::BySlot);
-            let (p, ex) = (&world.problems[rank], &mut Exec::cpu());
+            let p = &world.problems[rank];
+            let ex = &mut Exec::cpu();
             let [hidden, ids, weights] = p.views()?;
             let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
             let dims = d.rows.view().dims().to_vec();

@@ -17,7 +17,8 @@ fn message(r: Result<impl Sized>) -> String {
 fn prepare_checks_its_door() -> Result<()> {
     let hidden = View::new(&ROWS, &[3, 2])?;
     let ids_data = [0u32; 6];
-    let (ids, weights) = (View::new(&ids_data, &[3, 2])?, View::new(&WEIGHTS, &[3, 2])?);
+    let ids = View::new(&ids_data, &[3, 2])?;
+    let weights = View::new(&WEIGHTS, &[3, 2])?;
     let backends: [&dyn PrepareFinalize; 2] = [&NoEp::new(), &NoEp::batched(LocalExperts::all(1), 6)];
     for backend in backends {
         let prepare = |h, i, w| message(backend.prepare(Tokens::new(h, i, w), None, &mut Exec::cpu()));
@@ -49,7 +50,8 @@ fn prepare_checks_its_door() -> Result<()> {
 
 #[test]
 fn batched_prepare_names_the_overloaded_expert_and_unknown_ids() -> Result<()> {
-    let (hidden, weights) = (View::new(&ROWS, &[6, 1])?, View::new(&WEIGHTS, &[6, 1])?);
+    let hidden = View::new(&ROWS, &[6, 1])?;
+    let weights = View::new(&WEIGHTS, &[6, 1])?;
     let prepare = |ids: [u32; 6], max| -> Result<String> {
         let backend = NoEp::batched(LocalExperts::all(2), max);
         Ok(message(backend.prepare(
@@ -69,7 +71,8 @@ fn batched_prepare_names_the_overloaded_expert_and_unknown_ids() -> Result<()> {
 fn finalize_refuses_other_formats_and_strategies() -> Result<()> {
     let ids_data = [0u32; 3];
     let hidden = View::new(&ROWS, &[3, 2])?;
-    let (ids, weights) = (View::new(&ids_data, &[3, 1])?, View::new(&WEIGHTS[..3], &[3, 1])?);
+    let ids = View::new(&ids_data, &[3, 1])?;
+    let weights = View::new(&WEIGHTS[..3], &[3, 1])?;
     let standard = NoEp::new();
     let batched = NoEp::batched(LocalExperts::all(1), 3);
     let from_standard = standard.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;

@@ -68,9 +68,12 @@ proptest! {
 
 #[test]
 fn standard_rows_are_the_callers_own() -> Result<()> {
-    let (rows, ids, weights) = ([1f32, 2., 3., 4.], [0u32, 1], [2f32, 3.]);
+    let rows = [1f32, 2., 3., 4.];
+    let ids = [0u32, 1];
+    let weights = [2f32, 3.];
     let hidden = View::new(&rows, &[2, 2])?;
-    let (ids, weights) = (View::new(&ids, &[2, 1])?, View::new(&weights, &[2, 1])?);
+    let ids = View::new(&ids, &[2, 1])?;
+    let weights = View::new(&weights, &[2, 1])?;
     let backend = NoEp::new();
     let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
     assert!(matches!(d.rows, Lent::Borrowed(_)), "prepare copied the rows");
@@ -89,7 +92,8 @@ fn standard_rows_are_the_callers_own() -> Result<()> {
 #[test]
 fn batched_rows_have_a_defined_layout() -> Result<()> {
     // Three tokens; physical expert 2 is local slot 0, expert 0 is slot 2; slot 1 is unused.
-    let (rows, weights) = ([1f32, 2., 3.], [1f32; 6]);
+    let rows = [1f32, 2., 3.];
+    let weights = [1f32; 6];
     let ids = [2u32, 0, NO_EXPERT, 2, 1, 2];
     let backend = NoEp::batched(LocalExperts::from_map(&[2, -1, 0], 3)?, 4);
     let mut ex = Exec::cpu();
@@ -123,7 +127,8 @@ fn no_tokens_and_no_experts_are_legal() -> Result<()> {
         };
         both_formats::<f16>(&p, 0)?;
         let d_is_empty = |backend: &dyn PrepareFinalize| -> Result<bool> {
-            let (ids, weights) = (View::new(&p.ids, &[tokens, 2])?, View::new(&p.weights, &[tokens, 2])?);
+            let ids = View::new(&p.ids, &[tokens, 2])?;
+            let weights = View::new(&p.weights, &[tokens, 2])?;
             let hidden = View::new(&p.rows, &[tokens, 2])?;
             Ok(backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?.is_empty())
         };
@@ -135,12 +140,15 @@ fn no_tokens_and_no_experts_are_legal() -> Result<()> {
 
 #[test]
 fn experts_that_reduced_already_are_copied() -> Result<()> {
-    let (rows, ids, weights) = ([bf16::ONE; 4], [0u32, 1], [0.3f32, 9.]);
+    let rows = [bf16::ONE; 4];
+    let ids = [0u32, 1];
+    let weights = [0.3f32, 9.];
     let reduced = [0.1f32, -0.0, 3.25, 1e9];
     let mut out = [bf16::ZERO; 4];
     let backend = NoEp::new();
     let ex = &mut Exec::cpu();
-    let (ids, weights) = (View::new(&ids, &[2, 1])?, View::new(&weights, &[2, 1])?);
+    let ids = View::new(&ids, &[2, 1])?;
+    let weights = View::new(&weights, &[2, 1])?;
     let d = backend.prepare(Tokens::new(View::new(&rows, &[2, 2])?, ids, weights), None, ex)?;
     let out_view = ViewMut::new(&mut out, &[2, 2])?;
     backend.finalize(View::new(&reduced, &[2, 2])?, &d, WeightAndReduce::NoOp, out_view, ex)?;
@@ -150,7 +158,9 @@ fn experts_that_reduced_already_are_copied() -> Result<()> {
 
 #[test]
 fn a_frozen_workspace_is_enough_after_the_first_call() -> Result<()> {
-    let (rows, ids, weights) = ([1f32; 12], [0u32, 1, 1, 0, 1, NO_EXPERT], [0.5f32; 6]);
+    let rows = [1f32; 12];
+    let ids = [0u32, 1, 1, 0, 1, NO_EXPERT];
+    let weights = [0.5f32; 6];
     let expert_out = [1f32; 2 * 3 * 4];
     let backend = NoEp::batched(LocalExperts::all(2), 3);
     let mut ex = Exec::cpu();

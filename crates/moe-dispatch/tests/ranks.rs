@@ -64,16 +64,20 @@ fn two_calls_in_flight(
     let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
     let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
     let weights = View::new(&p.weights, &[p.tokens, p.top_k])?;
-    let (first, rest) = (p.tokens / 3, p.tokens - p.tokens / 3);
+    let first = p.tokens / 3;
+    let rest = p.tokens - p.tokens / 3;
     let (out_a, out_b) = ViewMut::new(&mut out, &[p.tokens, p.hidden])?.split_at(first)?;
     let mut prepare = |start, n| {
-        let (ids, weights) = (ids.narrow(start, n)?, weights.narrow(start, n)?);
+        let ids = ids.narrow(start, n)?;
+        let weights = weights.narrow(start, n)?;
         backend.prepare(Tokens::new(hidden.narrow(start, n)?, ids, weights), None, ex)
     };
-    let (a, b) = (prepare(0, first)?, prepare(first, rest)?);
+    let a = prepare(0, first)?;
+    let b = prepare(first, rest)?;
     let ya = run_named_experts::<f32>(&a, name)?;
     let yb = run_named_experts::<f32>(&b, name)?;
-    let (ya, yb) = (View::new(&ya, &a.expert_out_dims()?)?, View::new(&yb, &b.expert_out_dims()?)?);
+    let ya = View::new(&ya, &a.expert_out_dims()?)?;
+    let yb = View::new(&yb, &b.expert_out_dims()?)?;
     let strategy = WeightAndReduce::Delegate;
     backend.finalize(ya, &a, strategy, out_a, ex)?;
     backend.finalize(yb, &b, strategy, out_b, ex)?;
@@ -120,8 +124,11 @@ proptest! {
 fn a_foreign_handle_is_refused() -> Result<()> {
     let placement = Placement(vec![(0, 0)]);
     let peers = || -> Result<Peer> { Peer::new(&placement, 0, Mesh::connect(1).remove(0)) };
-    let (rows, ids, weights) = ([1f32, 2.], [0u32], [1f32]);
-    let (ids, weights) = (View::new(&ids, &[1, 1])?, View::new(&weights, &[1, 1])?);
+    let rows = [1f32, 2.];
+    let ids = [0u32];
+    let weights = [1f32];
+    let ids = View::new(&ids, &[1, 1])?;
+    let weights = View::new(&weights, &[1, 1])?;
     let hidden = View::new(&rows, &[1, 2])?;
     let ex = &mut Exec::cpu();
     let throughput = HighThroughput(peers()?);
@@ -129,7 +136,8 @@ fn a_foreign_handle_is_refused() -> Result<()> {
     let d = d.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
     let y = expert(0, &rows);
     let mut out = [0f32; 2];
-    let (y, out) = (View::new(&y, &[1, 1, 2])?, ViewMut::new(&mut out, &[1, 2])?);
+    let y = View::new(&y, &[1, 1, 2])?;
+    let out = ViewMut::new(&mut out, &[1, 2])?;
     let e = throughput.finalize(y, &d, WeightAndReduce::Delegate, out, ex).unwrap_err().to_string();
     assert!(e.contains("HighThroughput: expected rows that carry a"), "{e}");
     Ok(())

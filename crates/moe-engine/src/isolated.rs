@@ -112,7 +112,8 @@ impl Process {
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn()?;
-        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let stdin = child.stdin.take();
+        let stdout = child.stdout.take();
         Ok(Self { task, child, stdin, stdout, ended_after: None })
     }
 
@@ -199,7 +200,8 @@ pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
     limit_memory(task.memory).context("cannot limit the memory of this process")?;
     // A panic of a library is an answer; there is no reader for its message.
     std::panic::set_hook(Box::new(|_| {}));
-    let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
+    let mut input = io::stdin().lock();
+    let mut output = io::stdout().lock();
     let Some(first) = read_frame(&mut input)? else { return Ok(()) };
     limit_time(task.seconds);
     let mut work = start(first)?;
@@ -235,7 +237,8 @@ fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
-    let (len, mut bytes) = (u64::from_le_bytes(len), Vec::new());
+    let len = u64::from_le_bytes(len);
+    let mut bytes = Vec::new();
     input.take(len).read_to_end(&mut bytes)?;
     Ok((bytes.len() as u64 == len).then_some(bytes))
 }

@@ -127,7 +127,8 @@ impl Run {
             None => 0..self.config.parallel.world_size()?,
             Some(processes) => processes.rank()..processes.rank() + 1,
         };
-        let (mut held, mut all) = (0u64, 0u64);
+        let mut held = 0u64;
+        let mut all = 0u64;
         for rank in ranks.clone() {
             let geometry = self.config.parallel.geometry(rank)?;
             let layout = model.layout(&geometry, &|name| checkpoint.has(name))?;
@@ -161,7 +162,8 @@ impl Run {
             );
         }
         let Self { config, processes, .. } = self;
-        let (parallel, eplb) = (config.parallel, config.eplb);
+        let parallel = config.parallel;
+        let eplb = config.eplb;
         Ok(Session {
             eplb,
             model,
@@ -249,7 +251,9 @@ impl Run {
         tensors: &(dyn Fn(Vec<TensorSlice>) -> RankView + Sync),
         dtype: DType,
     ) -> Result<(Ranks, serde_json::Value)> {
-        let (parallel, chunked_moe, ex) = (&self.config.parallel, self.config.chunked_moe, &self.ex);
+        let parallel = &self.config.parallel;
+        let chunked_moe = self.config.chunked_moe;
+        let ex = &self.ex;
         let placements = self.config.placements.read(self.config.eplb.is_some())?;
         let options =
             |context| self.config.load_options(BlockContext { placements: placements.clone(), ..context });

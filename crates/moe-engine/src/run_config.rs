@@ -154,7 +154,8 @@ impl RunConfig {
 
     /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
-        let (p, chunks) = (&self.parallel, &self.chunked_moe);
+        let p = &self.parallel;
+        let chunks = &self.chunked_moe;
         let all: [(&str, String); 20] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("--model", model.to_string()),

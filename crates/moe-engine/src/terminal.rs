@@ -117,7 +117,8 @@ pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
         return Cow::Borrowed(text);
     }
     // The end of a message says what to do.
-    let (head, tail) = (most - most / 4, most / 4);
+    let head = most - most / 4;
+    let tail = most / 4;
     let place = |n: usize| text.char_indices().nth(n).map_or(text.len(), |(at, _)| at);
     let mut out = text[..place(head)].to_string();
     // Writing to a string does not fail.

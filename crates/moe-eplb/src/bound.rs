@@ -36,7 +36,8 @@ fn step_bound(step: &[f64], topology: &Topology, duplicates: bool) -> f64 {
         return 1.0;
     }
     // The peak of a one-device-per-expert pile always fits, so the bracket is valid.
-    let (mut low, mut high) = (mean, total);
+    let mut low = mean;
+    let mut high = total;
     for _ in 0..60 {
         let middle = 0.5 * (low + high);
         if fits(middle) { high = middle } else { low = middle }

@@ -32,7 +32,8 @@ impl Loads {
         let expected = steps * layers * experts;
         expect_len("loads", expected, values.len())?;
         if let Some(i) = values.iter().position(|v| !v.is_finite() || *v < 0.0) {
-            let (step, layer) = (i / experts / layers, i / experts % layers);
+            let step = i / experts / layers;
+            let layer = i / experts % layers;
             return Err(Error::BadLoad { step, layer, expert: i % experts, value: values[i] });
         }
         let mut by_layer = Vec::with_capacity(expected);

@@ -47,7 +47,8 @@ fn keep_in_row(old: &[u32], new: &[u32]) -> Vec<u32> {
 /// Shortest augmenting paths with potentials, O(n^3); ties go to the lower index.
 pub(crate) fn assign(cost: &[i64], n: usize) -> Vec<usize> {
     const FREE: usize = usize::MAX;
-    let (mut row_price, mut col_price) = (vec![0i64; n], vec![0i64; n + 1]);
+    let mut row_price = vec![0i64; n];
+    let mut col_price = vec![0i64; n + 1];
     // Column n is the virtual start of each augmenting path.
     let mut row_of = vec![FREE; n + 1];
     for row in 0..n {
@@ -59,7 +60,8 @@ pub(crate) fn assign(cost: &[i64], n: usize) -> Vec<usize> {
         while row_of[col] != FREE {
             done[col] = true;
             let at = row_of[col];
-            let (mut step, mut next) = (i64::MAX, n);
+            let mut step = i64::MAX;
+            let mut next = n;
             for c in (0..n).filter(|&c| !done[c]) {
                 let reduced = cost[at * n + c] - row_price[at] - col_price[c];
                 if reduced < reach[c] {

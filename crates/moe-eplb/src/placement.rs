@@ -140,7 +140,8 @@ impl Placement {
     /// If the two tables differ in shape.
     pub fn moved_from(&self, old: &Self) -> Result<usize> {
         if (old.layers, old.slots, old.slots_per_device) != (self.layers, self.slots, self.slots_per_device) {
-            let (expected, got) = (self.phy2log.len(), old.phy2log.len());
+            let expected = self.phy2log.len();
+            let got = old.phy2log.len();
             return Err(Error::Shape { what: "old placement", expected, got });
         }
         Ok((0..self.layers)

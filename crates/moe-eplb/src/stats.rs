@@ -20,7 +20,8 @@ impl LayerStats {
     /// # Panics
     /// If `layer` is out of range.
     pub fn of(loads: &Loads, layer: usize) -> Self {
-        let (steps, experts) = (loads.steps(), loads.experts());
+        let steps = loads.steps();
+        let experts = loads.experts();
         let rows = loads.layer(layer);
         let mean = mean_of(rows, experts);
         let mut covariance = vec![0.0; experts * experts];
@@ -46,10 +47,12 @@ impl LayerStats {
 pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
     expect_len("layers of the later window", before.layers(), after.layers())?;
     expect_len("experts of the later window", before.experts(), after.experts())?;
-    let (before, after) = (before.summed(), after.summed());
+    let before = before.summed();
+    let after = after.summed();
     Ok((0..before.layers())
         .map(|l| {
-            let (a, b) = (before.layer(l), after.layer(l));
+            let a = before.layer(l);
+            let b = after.layer(l);
             let (total_a, total_b): (f64, f64) = (a.iter().sum(), b.iter().sum());
             if total_a == 0.0 || total_b == 0.0 {
                 return 0.0;
@@ -69,14 +72,17 @@ pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
 /// # Errors
 /// Never for valid loads; the result is validated like any.
 pub fn forecast(loads: &Loads) -> Result<Loads> {
-    let (steps, layers, experts) = (loads.steps(), loads.layers(), loads.experts());
+    let steps = loads.steps();
+    let layers = loads.layers();
+    let experts = loads.experts();
     let mut values = vec![0.0; steps * layers * experts];
     for layer in 0..layers {
         let rows = loads.layer(layer);
         let mean = mean_of(rows, experts);
         let persistence = persistence(&mean, rows);
         // Mean of rho, rho^2, ... over the next window.
-        let (mut weight, mut power) = (0.0, 1.0);
+        let mut weight = 0.0;
+        let mut power = 1.0;
         for _ in 0..steps {
             power *= persistence;
             weight += power / steps as f64;
@@ -101,8 +107,10 @@ fn mean_of(rows: &[f64], experts: usize) -> Vec<f64> {
 
 /// Lag-one autocorrelation of the relative deviations, pooled over experts, within 0..=0.95.
 fn persistence(mean: &[f64], rows: &[f64]) -> f64 {
-    let (experts, steps) = (mean.len(), rows.len() / mean.len());
-    let (mut lagged, mut power) = (0.0, 0.0);
+    let experts = mean.len();
+    let steps = rows.len() / mean.len();
+    let mut lagged = 0.0;
+    let mut power = 0.0;
     for (e, &mean) in mean.iter().enumerate().filter(|(_, m)| **m > 0.0) {
         let deviation = |t: usize| rows[t * experts + e] / mean - 1.0;
         for t in 1..steps {

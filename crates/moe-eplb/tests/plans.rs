@@ -137,7 +137,9 @@ fn headline_is_proven() {
 /// search changes this value; a change of machine or compiler must not.
 #[test]
 fn results_are_pinned() {
-    let (steps, layers, experts) = (6, 3, 40);
+    let steps = 6;
+    let layers = 3;
+    let experts = 40;
     let mut state = 1u64;
     let values: Vec<f64> = (0..steps * layers * experts)
         .map(|_| {

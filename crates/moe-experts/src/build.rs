@@ -40,7 +40,9 @@ fn build_with(
     }
     let spec = &selection.spec;
     if weights.scheme() != spec.quant {
-        let (chosen, wanted, got) = (selection.chosen, spec.quant, weights.scheme());
+        let chosen = selection.chosen;
+        let wanted = spec.quant;
+        let got = weights.scheme();
         bail!("{chosen} experts: expected weights of quantisation scheme {wanted}, got {got}")
     }
     let shape = weights.shape();

@@ -71,11 +71,13 @@ impl CudaFusedExperts {
         dispatched: &Dispatched,
         run: impl FnOnce(&FusedExperts) -> Result<R>,
     ) -> Result<R> {
-        let (name, format) = (self.name(), self.activation_format());
+        let name = self.name();
+        let format = self.activation_format();
         if dispatched.format != format || dispatched.weights_applied {
             bail!("{name}: expected rows in the {format:?} format without their router weights")
         }
-        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
+        let w13 = self.weights.w13().read()?;
+        let w2 = self.weights.w2().read()?;
         run(&FusedExperts {
             x: dispatched.rows.view(),
             w13: w13.view()?,
@@ -92,7 +94,8 @@ impl CudaFusedExperts {
         if dispatched.format == ActivationFormat::Standard {
             return Ok(None);
         }
-        let (counts, slots) = (dispatched.expert_num_tokens()?, dispatched.expert_slots()?);
+        let counts = dispatched.expert_num_tokens()?;
+        let slots = dispatched.expert_slots()?;
         Ok(Some(ExpertLists { counts, slots }))
     }
 }

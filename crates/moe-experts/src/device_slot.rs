@@ -55,9 +55,11 @@ impl ExpertWeights {
 
     /// The checksum of every slot, by the device: each is copied into one piece first.
     pub(crate) fn device_checksums(&self) -> Result<Vec<u64>> {
-        let (slots, len) = (self.shape().num_local_experts, self.slot_len()?);
+        let slots = self.shape().num_local_experts;
+        let len = self.slot_len()?;
         let ex = Exec::on(self.device())?;
-        let (mut piece, mut sums) = (ex.zeros(DType::U8, &[len])?, ex.zeros(DType::I64, &[slots])?);
+        let mut piece = ex.zeros(DType::U8, &[len])?;
+        let mut sums = ex.zeros(DType::I64, &[slots])?;
         for slot in 0..slots {
             self.see_slot(slot, 0..len, |at, bytes| {
                 ex.copy(bytes, piece.view_mut().narrow(at, bytes.elem_count())?)

@@ -68,7 +68,8 @@ impl GroupedExperts {
     /// # Errors
     /// A size whose segments the ranks do not divide; a bias of w2.
     pub fn with_tp(self, tp_size: usize) -> Result<Self> {
-        let (name, whole) = (self.name(), self.shape().intermediate_size * tp_size);
+        let name = self.name();
+        let whole = self.shape().intermediate_size * tp_size;
         let segments = row_parallel_segments(whole);
         if tp_size == 0 || !segments.is_multiple_of(tp_size) {
             bail!(
@@ -86,7 +87,8 @@ impl GroupedExperts {
     /// The rows of all slots, [T', K, H] f32 ([segments * T', K, H] of cut experts), from token rows with their ids; rows of slots
     /// without a local expert become zero.
     fn slots_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (name, num_local) = (self.name(), self.shape().num_local_experts);
+        let name = self.name();
+        let num_local = self.shape().num_local_experts;
         let rows = dispatched.rows.view();
         let (tokens, hidden) = expect_matrix(name, "rows", &rows)?;
         let ids = dispatched.topk_ids()?;
@@ -94,10 +96,11 @@ impl GroupedExperts {
         expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
         expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
 
-        let (map, slots) = (dispatched.expert_map, ids.elem_count());
+        let map = dispatched.expert_map;
+        let slots = ids.elem_count();
         let mut offsets = ex.scratch(DType::U32, &[num_local + 1])?;
-        let (mut grouped, mut in_rows) =
-            (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
+        let mut grouped = ex.scratch(DType::U32, &[slots])?;
+        let mut in_rows = ex.scratch(DType::U32, &[slots])?;
         let groups = (offsets.view_mut(), grouped.view_mut(), in_rows.view_mut());
         group_token_slots_into(ids, map, groups.0, groups.1, groups.2, ex)?;
         let segments = self.segments.unwrap_or(1);
@@ -113,7 +116,8 @@ impl GroupedExperts {
 
     /// The rows in use of each expert's block, [E_local, max_tokens, H] f32.
     fn blocks_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (name, rows) = (self.name(), dispatched.rows.view());
+        let name = self.name();
+        let rows = dispatched.rows.view();
         let (experts, max_tokens, hidden) = expect_rank3(name, "rows", &rows)?;
         expect_dims(name, "rows", &rows, &[self.shape().num_local_experts, max_tokens, hidden])?;
         if let Some(most) = self.max_rows.filter(|most| max_tokens > *most) {
@@ -139,7 +143,8 @@ impl GroupedExperts {
     fn run(&self, x: View, groups: &ExpertGroups, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;
-        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
+        let w13 = self.weights.w13().read()?;
+        let w2 = self.weights.w2().read()?;
         let w13_bias = self.weights.w13_bias().map(TensorView::new).transpose()?;
         let w2_bias = self.weights.w2_bias().map(TensorView::new).transpose()?;
         let w13_bias = w13_bias.as_ref().map(TensorView::view).transpose()?;
@@ -150,7 +155,8 @@ impl GroupedExperts {
         };
         let rows = out.rows() / of;
         for index in 0..of {
-            let (x, to) = (activated.view(), out.reborrow().narrow(index * rows, rows)?);
+            let x = activated.view();
+            let to = out.reborrow().narrow(index * rows, rows)?;
             grouped_down_segment_into(x, groups, w2.view()?, Segment { index, of }, to, ex)?;
         }
         Ok(())
@@ -204,14 +210,17 @@ impl Experts for GroupedExperts {
     }
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (name, wanted, shape) = (self.name(), self.format, self.shape());
+        let name = self.name();
+        let wanted = self.format;
+        let shape = self.shape();
         if dispatched.format != wanted {
             bail!("{name} experts: expected rows in the {wanted:?} format, got {:?}", dispatched.format)
         }
         let rows = dispatched.rows.view();
         expect_dtype(name, "rows", &rows, shape.dtype)?;
         if rows.dims().last() != Some(&shape.hidden_size) {
-            let (hidden, got) = (shape.hidden_size, rows.dims());
+            let hidden = shape.hidden_size;
+            let got = rows.dims();
             bail!("{name} experts: expected rows of hidden size {hidden}, got dims {got:?}")
         }
         expect_dtype(name, "out", &out, DType::F32)?;

@@ -68,7 +68,8 @@ impl MonolithicExperts for MonolithicKernels {
         ex: &mut Exec,
     ) -> Result<()> {
         use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
-        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
+        let w13 = self.weights.w13().read()?;
+        let w2 = self.weights.w2().read()?;
         let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map };
         monolithic_experts_into(self.form, &args, io, ex)
     }

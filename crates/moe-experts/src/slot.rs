@@ -42,7 +42,8 @@ impl ExpertWeights {
     /// # Errors
     /// As [`slot_bytes`](Self::slot_bytes); another number of bytes, with nothing changed.
     pub fn write_slot(&self, slot: usize, bytes: &[u8]) -> Result<()> {
-        let (packs, len) = (self.packs()?, self.slot_len()?);
+        let packs = self.packs()?;
+        let len = self.slot_len()?;
         if bytes.len() != len || slot >= self.shape().num_local_experts {
             bail!(
                 "expert weights: expected {len} bytes for one of {} slots, got {} for slot {slot}",
@@ -101,8 +102,10 @@ mod tests {
     #[test]
     fn a_slot_moves_with_its_biases() -> Result<()> {
         for isa in [CpuIsa::Scalar, CpuIsa::Avx2] {
-            let (from, to) = (weights(0.0, isa), weights(9.0, isa));
-            let (clone, kept) = (to.clone(), [to.slot_bytes(0)?, to.slot_bytes(1)?]);
+            let from = weights(0.0, isa);
+            let to = weights(9.0, isa);
+            let clone = to.clone();
+            let kept = [to.slot_bytes(0)?, to.slot_bytes(1)?];
             let bytes = from.slot_bytes(1)?;
             assert_eq!(bytes.len(), 2 * (64 * 16 + 16 * 32 + 64 + 16));
             assert_eq!(from.slot_len()?, bytes.len());

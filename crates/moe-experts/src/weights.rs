@@ -69,7 +69,8 @@ impl ExpertWeights {
         if let Some(bias) = &w2_bias {
             check_pack("w2_bias", bias, &w13, &[num_local_experts, hidden_size])?;
         }
-        let (w13, w2) = (Weight::new(w13)?, Weight::new(w2)?);
+        let w13 = Weight::new(w13)?;
+        let w2 = Weight::new(w2)?;
         Ok(Self { w13, w2, w13_bias, w2_bias, shape, scheme: QuantScheme::NONE })
     }
 
@@ -79,7 +80,8 @@ impl ExpertWeights {
     /// # Errors
     /// Dims, dtypes or schemes that do not go together; floats.
     pub fn quantised(w13: Weight, w2: Weight) -> Result<Self> {
-        let (w13, w2) = (w13.with_experts()?, w2.with_experts()?);
+        let w13 = w13.with_experts()?;
+        let w2 = w2.with_experts()?;
         let (&[e, rows, h], &[experts, out, i]) = (w13.dims(), w2.dims()) else {
             bail!(
                 "expert weights: expected packs [E_local, 2I, H] and [E_local, H, I], got {:?} and {:?}",
@@ -136,7 +138,8 @@ impl ExpertWeights {
     /// # Errors
     /// No memory left.
     pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        let (width, hidden) = (self.shape.intermediate_size, self.shape.hidden_size);
+        let width = self.shape.intermediate_size;
+        let hidden = self.shape.hidden_size;
         Ok(Self { w13: self.w13.packed(isa, width)?, w2: self.w2.packed(isa, hidden)?, ..self })
     }
 
@@ -252,7 +255,8 @@ mod tests {
 
     #[test]
     fn shapes_are_read_from_the_packs() -> Result<()> {
-        let (b13, b2) = (zeros(&[3, 8]), zeros(&[3, 5]));
+        let b13 = zeros(&[3, 8]);
+        let b2 = zeros(&[3, 5]);
         let w = ExpertWeights::new(zeros(&[3, 8, 5]), zeros(&[3, 5, 4]), Some(b13), Some(b2))?;
         let want =
             ExpertsShape { num_local_experts: 3, hidden_size: 5, intermediate_size: 4, dtype: DType::F32 };

@@ -48,12 +48,14 @@ impl Bench<'_> {
         mut call: impl FnMut(usize, &mut Exec) + Send,
     ) {
         let best = Cell::new(f64::INFINITY);
-        let (count, ex) = (Cell::new(0), &self.ex);
+        let count = Cell::new(0);
+        let ex = &self.ex;
         let mut group = self.criterion.benchmark_group(op);
         group.bench_function(BenchmarkId::from_parameter(shape), |b| {
             b.iter_custom(|iterations| {
                 let first = count.replace(count.get() + iterations as usize);
-                let (call, context) = (&mut call, &mut ex.clone());
+                let call = &mut call;
+                let context = &mut ex.clone();
                 // Inside the pool, as a model runs its steps.
                 let elapsed = ex.install(move || {
                     let start = Instant::now();
@@ -65,7 +67,8 @@ impl Bench<'_> {
             });
         });
         group.finish();
-        let (time, roof) = (best.get(), &self.roof);
+        let time = best.get();
+        let roof = &self.roof;
         if time.is_finite() {
             let least = (floor.bytes / roof.read).max(floor.flop / peak(roof));
             println!(

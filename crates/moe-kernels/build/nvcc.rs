@@ -89,7 +89,8 @@ pub fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
 /// When a source or one of the files that it includes, directly or not, changed last. Files outside of `sources` (CUDA's)
 /// do not change without another compiler.
 fn newest(sources: &Path, file: &Path) -> Result<SystemTime, Error> {
-    let (mut files, mut newest) = (vec![file.to_path_buf()], SystemTime::UNIX_EPOCH);
+    let mut files = vec![file.to_path_buf()];
+    let mut newest = SystemTime::UNIX_EPOCH;
     let mut next = 0;
     while let Some(path) = files.get(next) {
         newest = newest.max(modified(path)?);

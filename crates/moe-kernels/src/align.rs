@@ -107,10 +107,12 @@ mod tests {
         map: Option<&[i32]>,
         local: usize,
     ) -> Result<(Vec<u32>, Vec<u32>)> {
-        let (mut offsets, mut slots) = (vec![7u32; local + 1], vec![9u32; ids.len()]);
+        let mut offsets = vec![7u32; local + 1];
+        let mut slots = vec![9u32; ids.len()];
         let map = map.map(|m| View::new(m, &[m.len()])).transpose()?;
         let ids_view = View::new(ids, &[ids.len() / k, k])?;
-        let (n_off, n_slots) = (offsets.len(), slots.len());
+        let n_off = offsets.len();
+        let n_slots = slots.len();
         let out = (ViewMut::new(&mut offsets, &[n_off])?, ViewMut::new(&mut slots, &[n_slots])?);
         group_slots_into(ids_view, map, out.0, out.1, &mut Exec::cpu())?;
         Ok((offsets, slots))
@@ -182,10 +184,12 @@ mod tests {
         let ids = View::new(&[0u32, 1], &[1, 2])?;
         let mut off = [0u32; 3];
         let mut few = [0u32; 1];
-        let (offsets, slots) = (ViewMut::new(&mut off, &[3])?, ViewMut::new(&mut few, &[1])?);
+        let offsets = ViewMut::new(&mut off, &[3])?;
+        let slots = ViewMut::new(&mut few, &[1])?;
         let e = group_slots_into(ids, None, offsets, slots, &mut Exec::cpu()).unwrap_err().to_string();
         assert!(e.contains("expected slots with dims [2], got [1]"), "{e}");
-        let (offsets, slots) = (ViewMut::new::<u32>(&mut [], &[0])?, ViewMut::new(&mut off[..2], &[2])?);
+        let offsets = ViewMut::new::<u32>(&mut [], &[0])?;
+        let slots = ViewMut::new(&mut off[..2], &[2])?;
         let e = group_slots_into(ids, None, offsets, slots, &mut Exec::cpu()).unwrap_err().to_string();
         assert!(e.contains("E_local + 1 elements, got none"), "{e}");
         Ok(())

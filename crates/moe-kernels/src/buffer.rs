@@ -321,8 +321,8 @@ mod tests {
         let workspace = Workspace::new();
         let held = workspace.scratch(DType::F32, &[10])?;
         for rows in 1..100 {
-            let (_columns, _all) =
-                (workspace.scratch(DType::F32, &[rows, 50])?, workspace.scratch(DType::F32, &[rows, 100])?);
+            let _columns = workspace.scratch(DType::F32, &[rows, 50])?;
+            let _all = workspace.scratch(DType::F32, &[rows, 100])?;
         }
         // Two that are lent at once, each of the larger size at most; what is lent stays.
         assert!(workspace.bytes() <= 40 + 2 * 99 * 100 * 4, "{}", workspace.bytes());

@@ -255,8 +255,12 @@ mod tests {
 
     #[test]
     fn formats_carry_what_they_promise() -> Result<()> {
-        let (rows, ids, weights, counts) = ([0f32; 12], [0u32, 1], [0.5f32; 2], [1u32, 1]);
-        let (ids, weights) = (View::new(&ids, &[1, 2])?, View::new(&weights, &[1, 2])?);
+        let rows = [0f32; 12];
+        let ids = [0u32, 1];
+        let weights = [0.5f32; 2];
+        let counts = [1u32, 1];
+        let ids = View::new(&ids, &[1, 2])?;
+        let weights = View::new(&weights, &[1, 2])?;
         let d = Dispatched::standard(View::new(&rows[..3], &[1, 3])?, ids, weights);
         assert_eq!(&*d.expert_out_dims()?, &[1, 2, 3]);
         assert_eq!(d.topk_ids()?.dims(), &[1, 2]);
@@ -287,7 +291,8 @@ mod tests {
 
     #[test]
     fn a_foreign_handle_is_refused() -> Result<()> {
-        let (ids, weights) = (View::new::<u32>(&[], &[0, 2])?, View::new::<f32>(&[], &[0, 2])?);
+        let ids = View::new::<u32>(&[], &[0, 2])?;
+        let weights = View::new::<f32>(&[], &[0, 2])?;
         let d = Dispatched::standard(View::new::<f32>(&[], &[0, 3])?, ids, weights).with_handle(7usize);
         assert_eq!(*d.handle::<usize>("finalize")?, 7);
         let e = d.handle::<String>("finalize").unwrap_err().to_string();

@@ -321,9 +321,11 @@ mod tests {
         let ex = Exec::cpu();
         // Scratch that comes back holds what was there before.
         ex.scratch(DType::U32, &[9])?.view_mut().cpu_mut::<u32>()?.fill(7);
-        let (data, dims) = ([1u32, 2, 3, 4, 5, 6], [2, 3]);
+        let data = [1u32, 2, 3, 4, 5, 6];
+        let dims = [2, 3];
         let view = View::new(&data, &dims)?;
-        let (buffer, scratch) = (ex.buffer_from_host(view)?, ex.scratch_from_host(view)?);
+        let buffer = ex.buffer_from_host(view)?;
+        let scratch = ex.scratch_from_host(view)?;
         for copy in [buffer.view(), scratch.view()] {
             assert_eq!((copy.dims(), copy.cpu::<u32>()?), (&dims[..], &data[..]));
         }

@@ -60,7 +60,8 @@ mod tests {
         let all = all();
         assert_eq!(all.last(), Some(&MOST));
         for (i, pair) in all.windows(2).enumerate() {
-            let (low, high) = (pair[0], pair[1]);
+            let low = pair[0];
+            let high = pair[1];
             assert_eq!((nearest_e4m3(low), nearest_e4m3(-high)), (low, -high));
             let middle = (low + high) / 2.0;
             assert_eq!(nearest_e4m3(middle), if i % 2 == 0 { low } else { high }, "{middle}");

@@ -27,7 +27,8 @@ impl Philox4x32 {
         let [mut c0, mut c1, mut c2, mut c3] = counter;
         let [mut k0, mut k1] = self.key;
         for _ in 0..ROUNDS {
-            let (p0, p1) = (M0 as u64 * c0 as u64, M1 as u64 * c2 as u64);
+            let p0 = M0 as u64 * c0 as u64;
+            let p1 = M1 as u64 * c2 as u64;
             let next = [(p1 >> 32) as u32 ^ c1 ^ k0, p1 as u32, (p0 >> 32) as u32 ^ c3 ^ k1, p0 as u32];
             [c0, c1, c2, c3] = next;
             (k0, k1) = (k0.wrapping_add(W0), k1.wrapping_add(W1));

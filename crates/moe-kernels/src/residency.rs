@@ -193,7 +193,8 @@ mod tests {
 
     /// Whether every slot and every home has exactly one expert, and both tables agree.
     fn is_bijection(r: &Residency) -> bool {
-        let (experts, slots) = (r.place.len(), r.held.len());
+        let experts = r.place.len();
+        let slots = r.held.len();
         let mut homes = vec![false; experts - slots];
         let placed = r.place.iter().enumerate().all(|(e, place)| match *place {
             Place::Slot(slot) => r.held[slot] == e,
@@ -204,7 +205,8 @@ mod tests {
 
     fn steps() -> impl Strategy<Value = (usize, usize, Vec<Vec<u32>>)> {
         (1usize..40, 1usize..40).prop_flat_map(|(a, b)| {
-            let (experts, slots) = (a.max(b), a.min(b));
+            let experts = a.max(b);
+            let slots = a.min(b);
             let id = prop_oneof![9 => 0..experts as u32 + 2, 1 => Just(NO_EXPERT)];
             let step = prop::collection::vec(id, 0..60);
             (Just(experts), Just(slots), prop::collection::vec(step, 1..30))
@@ -234,7 +236,8 @@ mod tests {
                         computed.push(expert);
                     }
                     for Exchange { slot, home } in &pass.exchanges {
-                        let (came, left) = (r.held[*slot], before.held[*slot]);
+                        let came = r.held[*slot];
+                        let left = before.held[*slot];
                         prop_assert_eq!(before.place[came], Place::Home(*home));
                         prop_assert_eq!(r.place[left], Place::Home(*home));
                         prop_assert!(pass.map[came].is_some() && pass.map[left].is_none());
@@ -287,7 +290,9 @@ mod tests {
     /// not change that.
     #[test]
     fn popular_experts_stay_on_the_device() {
-        let (experts, slots, top_k) = (128, 64, 8);
+        let experts = 128;
+        let slots = 64;
+        let top_k = 8;
         let mut r = Residency::new(experts, slots).unwrap();
         let mut seed = 7;
         let mut hits = |r: &mut Residency, steps: usize| {

@@ -38,7 +38,8 @@ impl Roof {
     /// The system refuses the buffer.
     pub fn measure(ex: &Exec) -> Result<Self> {
         let buffer = Buffer::from_vec(vec![1f32; VALUES], &[VALUES])?;
-        let (values, isa) = (buffer.view(), ex.isa());
+        let values = buffer.view();
+        let isa = ex.isa();
         let values = values.cpu::<f32>()?;
         let read = best(ex, VALUES / TASK, |i| {
             black_box(dispatch(isa, Read(&values[i * TASK..(i + 1) * TASK])));

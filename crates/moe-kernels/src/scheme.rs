@@ -276,7 +276,8 @@ mod tests {
     #[test]
     fn e4m3_is_its_definition() {
         for q in 0..=255u8 {
-            let (exponent, mantissa) = (i32::from(q >> 3 & 0xf), f64::from(q & 7));
+            let exponent = i32::from(q >> 3 & 0xf);
+            let mantissa = f64::from(q & 7);
             let magnitude = match exponent {
                 0 => mantissa / 8.0 * 2f64.powi(-6),
                 _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),

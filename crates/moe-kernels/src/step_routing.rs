@@ -86,7 +86,8 @@ fn rows_of<'a>(name: &str, ids: &'a Buffer, layer: usize, first_row: usize) -> R
     if layer >= layers || first_row > rows {
         bail!("{OP}: {name} [{rows}, {layers}, {top_k}] has no row {first_row} of MoE layer {layer}")
     }
-    let (all, stride) = (rows * layers * top_k, layers * top_k);
+    let all = rows * layers * top_k;
+    let stride = layers * top_k;
     let start = (first_row * stride + layer * top_k).min(all);
     Ok((ids.view().reshape(&[all])?.narrow(start, all - start)?, stride))
 }

@@ -51,7 +51,8 @@ impl<'a> TensorView<'a> {
 
     /// The view of the tensor's data.
     pub fn view(&self) -> Result<View<'_>> {
-        let (start, len) = (self.layout.start_offset(), self.layout.shape().elem_count());
+        let start = self.layout.start_offset();
+        let len = self.layout.shape().elem_count();
         let data = match &*self.storage {
             Storage::Cpu(cpu) => cpu_data(cpu),
             #[cfg(feature = "cuda")]

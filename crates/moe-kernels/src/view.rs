@@ -191,7 +191,8 @@ impl<'a> ViewMut<'a> {
 
     /// The host data; an error if the dtype differs or the data lies on a device.
     pub fn cpu_mut<T: Element>(&mut self) -> Result<&mut [T]> {
-        let (dtype, device) = (self.dtype(), self.as_view().data.device());
+        let dtype = self.dtype();
+        let device = self.as_view().data.device();
         match T::slice_mut(self.data.reborrow()) {
             Some(s) => Ok(s),
             None => wrong_elements::<T, _>(dtype, device),

@@ -111,7 +111,8 @@ impl Weight {
     /// No memory left.
     pub fn packed(self, isa: Option<CpuIsa>, run: usize) -> Result<Self> {
         let (Some(isa), Held::Values(values, WeightOrder::Rows)) = (isa, &self.0) else { return Ok(self) };
-        let (k, dtype) = (self.k(), self.dtype());
+        let k = self.k();
+        let dtype = self.dtype();
         let is_best = WeightOrder::best(isa, dtype, run, k) == WeightOrder::Rows;
         if is_best || values.elem_count() == 0 || !values.device().is_cpu() {
             return Ok(self);
@@ -119,8 +120,10 @@ impl Weight {
         let mut panels = Buffer::zeros(dtype, values.dims())?;
         with_float!(dtype, "packing a weight", T => {
             let guard = TensorView::new(values)?;
-            let (rows, mut panels) = (guard.view()?, panels.view_mut());
-            let (rows, panels) = (rows.cpu::<T>()?, panels.cpu_mut::<T>()?);
+            let rows = guard.view()?;
+            let mut panels = panels.view_mut();
+            let rows = rows.cpu::<T>()?;
+            let panels = panels.cpu_mut::<T>()?;
             let pairs = rows.par_chunks_exact(LANES * k).zip(panels.par_chunks_exact_mut(LANES * k));
             pairs.for_each(|(rows, panel)| pack_panel(rows, panel));
             Ok(())
@@ -223,7 +226,8 @@ impl Weight {
                 Held::Quantised(q) => {
                     let guard = QuantGuard::new(q);
                     let matrix = guard.view().matrix("unpacking a weight")?;
-                    let (n, mut wide) = (matrix.dims()[1].max(1), vec![0.0; k]);
+                    let n = matrix.dims()[1].max(1);
+                    let mut wide = vec![0.0; k];
                     for (row, out) in rows {
                         matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
                         out.iter_mut().zip(&wide).for_each(|(out, x)| *out = T::narrow(*x));

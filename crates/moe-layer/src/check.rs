@@ -22,8 +22,8 @@ pub(crate) fn check_modular(
         max_rows: experts.max_rows(),
     };
     check_composition(prepare, &side)?;
-    let (by_router, by_prepare) =
-        (config.apply_router_weight_on_input, prepare.applies_router_weight_on_input());
+    let by_router = config.apply_router_weight_on_input;
+    let by_prepare = prepare.applies_router_weight_on_input();
     if by_router != by_prepare {
         bail!(
             "the router has apply_router_weight_on_input = {by_router}, but {} = {by_prepare}; \

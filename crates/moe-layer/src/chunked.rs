@@ -239,9 +239,11 @@ impl Path {
     /// the layer are not among them.
     pub fn chunk_bytes(&self, tokens: usize, top_k: usize, shared: Option<&SharedExperts>) -> Result<usize> {
         let shape = self.experts.shape();
-        let (rows, h) = (self.prepare.max_rows(tokens), shape.hidden_size);
+        let rows = self.prepare.max_rows(tokens);
+        let h = shape.hidden_size;
         let product = |factors: &[usize]| factors.iter().fold(1usize, |n, &f| n.saturating_mul(f));
-        let (format, local) = (self.prepare.activation_format(), shape.num_local_experts);
+        let format = self.prepare.activation_format();
+        let local = shape.num_local_experts;
         let batched = format == ActivationFormat::BatchedExperts;
         let slots = if batched { product(&[local, rows]) } else { product(&[rows, top_k]) };
         // A list has room for the numbers of all slots.
@@ -249,7 +251,8 @@ impl Path {
             ActivationFormat::Listed => product(&[local, slots, DType::U32.size_in_bytes()]),
             _ => 0,
         };
-        let (float, model) = (DType::F32.size_in_bytes(), shape.dtype.size_in_bytes());
+        let float = DType::F32.size_in_bytes();
+        let model = shape.dtype.size_in_bytes();
         let several_ranks = self.prepare.num_dispatchers() > 1;
         // Packed to travel, arrived, and brought into the order of slots.
         let travelling = if several_ranks { product(&[3, tokens, top_k, h, float]) } else { 0 };

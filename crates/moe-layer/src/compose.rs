@@ -124,13 +124,15 @@ fn load_quantised(
     spec: &LoadSpec,
     experts: VarBuilder,
 ) -> Result<ExpertWeights> {
-    let (prefix, geometry) = (experts.prefix(), &context.geometry);
+    let prefix = experts.prefix();
+    let geometry = &context.geometry;
     let modules = |names: &[&str]| -> Vec<Vec<String>> {
         let of = |id: &u32| names.iter().map(|name| format!("{prefix}.{id}.{name}")).collect();
         local_experts.iter().map(of).collect()
     };
     let names = &context.names;
-    let (gate_up, down) = (modules(&[names.gate, names.up]), modules(&[names.down]));
+    let gate_up = modules(&[names.gate, names.up]);
+    let down = modules(&[names.down]);
     let Some(first) = gate_up.first().and_then(|expert| expert.first()) else {
         return ExpertWeights::load(spec, experts);
     };
@@ -144,7 +146,8 @@ fn load_quantised(
         return ExpertWeights::load(spec, experts);
     }
     let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
-    let (dtype, ex) = (experts.dtype(), Exec::on(experts.device())?);
+    let dtype = experts.dtype();
+    let ex = Exec::on(experts.device())?;
     match Weight::quantised_experts(source, [&gate_up, &down], segments, dtype, &ex)? {
         Opened::Packed([w13, w2]) => {
             note_packing(&format!("{prefix}: gate and up"), &w13);

@@ -113,7 +113,8 @@ impl SparseMoeBlock {
             }
         };
         let gate = self.gate.read()?;
-        let (tokens, config) = (hidden.rows(), self.router.config());
+        let tokens = hidden.rows();
+        let config = self.router.config();
         let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;

@@ -52,7 +52,8 @@ impl Landing for HostLanding {
             receive[part.from.rank] += part.range.len();
         }
         let sizes: Vec<usize> = send.iter().map(Vec::len).collect();
-        let (send, mut arrived) = (send.concat(), vec![0u8; receive.iter().sum()]);
+        let send = send.concat();
+        let mut arrived = vec![0u8; receive.iter().sum()];
         let dims = ([send.len()], [arrived.len()]);
         let to = ViewMut::new(&mut arrived, &dims.1)?;
         ep.all_to_all_v(View::new(&send, &dims.0)?, &sizes, to, &receive, ex)?;
@@ -65,7 +66,8 @@ impl Landing for HostLanding {
         };
         let mut next: Vec<usize> = receive.iter().map(begin).collect();
         for part in parts.iter().filter(|part| part.to.rank == self.rank) {
-            let (at, len) = (&mut next[part.from.rank], part.range.len());
+            let at = &mut next[part.from.rank];
+            let len = part.range.len();
             let slot = self.arrived.entry(part.to.slot).or_default();
             slot.truncate(part.range.start);
             slot.extend_from_slice(&arrived[*at..*at + len]);

@@ -36,7 +36,8 @@ impl Table {
 
 impl Tables<Buffer> {
     pub fn of(map: &ExpertMap, sole: &[u32], near: &[Option<usize>], rank: usize) -> Result<Self> {
-        let (experts, own) = (map.num_experts(), map.slots(rank));
+        let experts = map.num_experts();
+        let own = map.slots(rank);
         let shared =
             near.iter().map(|&near| Buffer::from_vec(map.log2phy(near), &[experts, map.max_copies()]));
         let here = |slot: usize| if own.contains(&slot) { (slot - own.start) as i32 } else { -1 };

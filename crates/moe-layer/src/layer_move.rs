@@ -54,11 +54,13 @@ impl LayerMove {
         /// Bytes of a whole number of values of any dtype.
         const WHOLE: usize = 16;
         let bytes = bytes.clamp(1, usize::MAX / 2).next_multiple_of(WHOLE);
-        let (start, end) = (self.travelled, self.travelled.saturating_add(bytes));
+        let start = self.travelled;
+        let end = self.travelled.saturating_add(bytes);
         let part = |(index, transfer): (usize, &SlotTransfer)| {
             let first = index * slot_len;
             let range = start.max(first)..end.min(first + slot_len);
-            let (from, to) = (self.place(transfer.from), self.place(transfer.to));
+            let from = self.place(transfer.from);
+            let to = self.place(transfer.to);
             (!range.is_empty()).then(|| Part { from, to, range: range.start - first..range.end - first })
         };
         let parts: Vec<Part> = self.remote.iter().enumerate().filter_map(part).collect();

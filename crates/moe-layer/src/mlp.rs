@@ -105,7 +105,8 @@ impl GatedMlp {
     /// # Errors
     /// No memory left.
     pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        let (width, hidden) = (self.intermediate_size(), self.hidden_size());
+        let width = self.intermediate_size();
+        let hidden = self.hidden_size();
         Ok(Self { w13: self.w13.packed(isa, width)?, w2: self.w2.packed(isa, hidden)?, ..self })
     }
 
@@ -231,13 +232,17 @@ impl GatedMlp {
 
     /// act(gate(x)) * up(x), [T, I] in the weights' dtype.
     fn activated(&self, x: View<'_>, ex: &mut Exec) -> Result<Scratch> {
-        let (rows, width, w13) = (x.rows(), self.intermediate_size(), self.w13.read()?);
+        let rows = x.rows();
+        let width = self.intermediate_size();
+        let w13 = self.w13.read()?;
         let mut activated = ex.scratch(x.dtype(), &[rows, width])?;
         if !ex.is_cuda() {
             let _products = ex.launched_as_one(|| GROUPED);
-            let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
+            let mut offsets = ex.scratch(DType::U32, &[2])?;
+            let mut index = ex.scratch(DType::U32, &[rows])?;
             one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
-            let (offsets, index) = (offsets.view(), index.view());
+            let offsets = offsets.view();
+            let index = index.view();
             let groups = ExpertGroups { offsets, in_rows: index, out_rows: index };
             let out = activated.view_mut();
             grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, out, ex)?;
@@ -265,7 +270,8 @@ impl GatedMlp {
 
 /// The product of `rows` rows with a weight [n, k].
 fn linear_call(rows: usize, n: usize, k: usize, weight: &Weight) -> LinearCall {
-    let (dtype, quant) = (weight.dtype(), weight.quantisation());
+    let dtype = weight.dtype();
+    let quant = weight.quantisation();
     LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
 }
 

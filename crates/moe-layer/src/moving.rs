@@ -111,7 +111,8 @@ impl PlacedExperts {
         (ep, window): (&dyn Communicator, Option<&Arc<dyn Window>>),
         ex: &mut Exec,
     ) -> Result<LayerMove> {
-        let (map, layer) = (self.map(), self.layer());
+        let map = self.map();
+        let layer = self.layer();
         let target = map.with_phy2log(round.phy2log.clone());
         let target = target.map_err(|e| Error::msg(format!("layer {layer}: {e}")))?;
         let sole = sole_copies(&target, &round.sole).map_err(|e| e.context(format!("layer {layer}")))?;
@@ -155,7 +156,8 @@ impl PlacedExperts {
         for (SlotTransfer { expert, from, to }, got) in moving.incoming(self.rank).zip(arrived) {
             let expected = checksums.get(*expert as usize).copied().unwrap_or(0);
             if expected != got {
-                let (from, rank) = (moving.place(*from).rank, self.rank);
+                let from = moving.place(*from).rank;
+                let rank = self.rank;
                 faults.push(format!(
                     "layer {}: expert {expert} arrived at slot {to} of rank {rank} from rank {from} with the checksum \
                      {got:016x}; it was loaded with {expected:016x}",

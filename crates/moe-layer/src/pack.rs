@@ -80,7 +80,8 @@ pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[
     // not have is an error that names a tensor.
     let first = load(vb, first)?.contiguous()?;
     let mut pack = Buffer::zeros(vb.dtype(), &dims(parts.iter().map(|(_, rows)| rows).sum()))?;
-    let (mut start, mut has_variable) = (0, false);
+    let mut start = 0;
+    let mut has_variable = false;
     let mut put = |part: &Tensor| {
         has_variable |= gradient::has_variable(part);
         let rows = part.dims()[0];

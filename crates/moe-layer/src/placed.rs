@@ -52,10 +52,12 @@ impl PlacedExperts {
         weights: ExpertWeights,
         context: &BlockContext,
     ) -> Result<Self> {
-        let (geometry, settings) = (&context.geometry, &context.placements);
+        let geometry = &context.geometry;
+        let settings = &context.placements;
         let rank = geometry.ep_rank;
         if map.experts(rank).len() != weights.shape().num_local_experts {
-            let (expected, got) = (map.experts(rank).len(), weights.shape().num_local_experts);
+            let expected = map.experts(rank).len();
+            let got = weights.shape().num_local_experts;
             bail!(
                 "placed experts, layer {layer}: rank {rank} has {expected} slots, but weights of {got} experts"
             )
@@ -125,7 +127,8 @@ impl PlacedExperts {
 
     /// The physical ids [T, K] of logical ones [T, K], of the rows of one call of prepare: each copy has a share.
     pub(crate) fn physical(&self, topk_ids: View, ex: &mut Exec) -> Result<Scratch> {
-        let (state, tokens) = (self.read(), topk_ids.rows());
+        let state = self.read();
+        let tokens = topk_ids.rows();
         let mut physical = ex.scratch(DType::U32, topk_ids.dims())?;
         let tables = &state.tables.shared;
         let _ids = ex.launched_as_one(|| PHYSICAL_IDS);

@@ -106,7 +106,8 @@ impl SparseMoeBlock {
         step: &PlanStep,
         machine: &Machine,
     ) -> Result<(), Reason> {
-        let (path, experts) = (&self.path, &self.monolithic[index]);
+        let path = &self.path;
+        let experts = &self.monolithic[index];
         let call =
             MonolithicCall { experts: self.call(path, step.rows), dtype: experts.shape().dtype, fusion };
         experts.fits(&call, machine)?;
@@ -142,7 +143,8 @@ impl SparseMoeBlock {
 
     fn copies_call(&self, path: &Path, rows: usize) -> Option<CopiesCall> {
         let (experts, _) = self.placed_experts()?.sizes();
-        let (tokens, top_k) = (path.prepare.max_rows(rows), self.router().config().num_slots());
+        let tokens = path.prepare.max_rows(rows);
+        let top_k = self.router().config().num_slots();
         Some(CopiesCall { tokens, top_k, experts, quant: path.experts.quantisation() })
     }
 
@@ -160,7 +162,8 @@ impl SparseMoeBlock {
 
     /// The sizes of a step of `rows` rows, as many as arrive.
     fn call(&self, path: &Path, rows: usize) -> ExpertsCall {
-        let (config, shape) = (self.router().config(), path.experts.shape());
+        let config = self.router().config();
+        let shape = path.experts.shape();
         let tokens = path.prepare.max_rows(rows);
         let passes = |slots| max_passes(shape.num_local_experts, slots, tokens * config.num_slots());
         ExpertsCall {
@@ -180,7 +183,8 @@ impl SparseMoeBlock {
 
     /// The kernels that route all rows of a step, and say which copies of experts compute them.
     fn router_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
-        let (config, path) = (self.router().config(), self.path_of(step.only_decode));
+        let config = self.router().config();
+        let path = self.path_of(step.only_decode);
         let shape = path.experts.shape();
         let router = RouterCall {
             hidden: shape.hidden_size,
@@ -240,7 +244,8 @@ impl SparseMoeBlock {
 
     /// The kernels that follow modular experts: a choice for each step where they weight and reduce by themselves.
     fn experts_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
-        let (experts, call) = (&path.experts, self.call(path, rows));
+        let experts = &path.experts;
+        let call = self.call(path, rows);
         let note = Some(experts.name().to_string());
         if experts.weight_and_reduce() != WeightAndReduce::NoOp {
             return vec![Stage { note, ..Stage::new(&["experts"], experts.products()) }];

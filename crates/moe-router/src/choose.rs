@@ -31,9 +31,11 @@ impl Router {
             strategy: self.strategy.as_deref(),
             rows,
         };
-        let (experts, slots) = (self.config.num_logits(), self.config.num_slots());
+        let experts = self.config.num_logits();
+        let slots = self.config.num_slots();
         let logits = input.logits.cpu::<f32>()?;
-        let (ids, weights) = (topk_ids.cpu_mut::<u32>()?, topk_weights.cpu_mut::<f32>()?);
+        let ids = topk_ids.cpu_mut::<u32>()?;
+        let weights = topk_weights.cpu_mut::<f32>()?;
         let tokens = input.logits.rows();
         let threads = if tokens * experts < PARALLEL_MIN { 1 } else { ex.num_threads() };
         let per_thread = tokens.div_ceil(threads).max(1);
@@ -42,7 +44,8 @@ impl Router {
         let (floats, groups) = RowScratch::sizes(&self.config);
         let mut float_scratch = ex.scratch(DType::F32, &[chunks, floats])?;
         let mut group_scratch = ex.scratch(DType::U32, &[chunks, groups])?;
-        let (mut float_scratch, mut group_scratch) = (float_scratch.view_mut(), group_scratch.view_mut());
+        let mut float_scratch = float_scratch.view_mut();
+        let mut group_scratch = group_scratch.view_mut();
         let work = float_scratch.cpu_mut::<f32>()?.par_chunks_mut(floats);
         let work = work.zip(group_scratch.cpu_mut::<u32>()?.par_chunks_mut(groups));
         let work = work.zip(logits.par_chunks(per_thread * experts));
@@ -68,8 +71,10 @@ impl Router {
         topk_weights: &mut ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (tokens, experts) = (topk_ids.rows(), self.config.num_logits());
-        let (top_k, slots) = (self.config.top_k, self.config.num_slots());
+        let tokens = topk_ids.rows();
+        let experts = self.config.num_logits();
+        let top_k = self.config.top_k;
+        let slots = self.config.num_slots();
         let logits = input.logits.cpu::<f32>()?.chunks_exact(experts);
         let sound = logits.enumerate().map(|(t, logits)| rows.is_sound(t, logits));
         let sound = sound.collect::<Result<Vec<bool>>>()?;
@@ -94,7 +99,8 @@ impl Router {
                 continue;
             }
             if let Some(k) = weights.iter().position(|w| !w.is_finite()) {
-                let (name, place) = (function.name(), rows.place(t));
+                let name = function.name();
+                let place = rows.place(t);
                 bail!("routing function `{name}`, {place}: the weight of slot {k} is {}", weights[k])
             }
             out_ids[..top_k].copy_from_slice(ids);

@@ -28,7 +28,8 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (config, tokens) = (&self.config, input.logits.rows());
+        let config = &self.config;
+        let tokens = input.logits.rows();
         let forced = self.forced_on_host(input, context, ex)?;
         let recorded = context.capture.is_some() || context.heat.is_some();
         let ids = recorded.then(|| ex.scratch(DType::U32, &[tokens, config.top_k])).transpose()?;
@@ -105,7 +106,8 @@ impl Router {
         context: &StepContext,
         ex: &Exec,
     ) -> Result<Option<(Scratch, ForcedWeights)>> {
-        let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
+        let tokens = input.logits.rows();
+        let top_k = self.config.top_k;
         if let Some(seed) = context.force_balance {
             let step = ex.scratch_from_host(View::new(&[context.step as u32], &[1])?)?;
             let mut ids = ex.scratch(DType::U32, &[tokens, 1, top_k])?;
@@ -150,19 +152,22 @@ impl Router {
         if let (Some(strategy), &Selection::Simulated { seed, .. }) = (&self.strategy, &self.config.selection)
         {
             let rows = self.step_rows(input, context);
-            let (mut ids, mut weights) = (vec![0u32; dims[0] * dims[1]], vec![0f32; dims[0] * dims[1]]);
+            let mut ids = vec![0u32; dims[0] * dims[1]];
+            let mut weights = vec![0f32; dims[0] * dims[1]];
             let slots = ids.chunks_exact_mut(dims[1]).zip(weights.chunks_exact_mut(dims[1]));
             for (t, (ids, weights)) in slots.enumerate() {
                 rows.simulate(t, strategy.as_ref(), seed, rows.forced(t)?, ids, weights)?;
             }
-            let (ids, weights) = (View::new(&ids, &dims)?, View::new(&weights, &dims)?);
+            let ids = View::new(&ids, &dims)?;
+            let weights = View::new(&weights, &dims)?;
             return Ok(Some(Given {
                 ids: ex.scratch_from_host(ids)?,
                 weights: ex.scratch_from_host(weights)?,
             }));
         }
         let Some(function) = &self.function else { return Ok(None) };
-        let (mut ids, mut weights) = (ex.scratch(DType::U32, &dims)?, ex.scratch(DType::F32, &dims)?);
+        let mut ids = ex.scratch(DType::U32, &dims)?;
+        let mut weights = ex.scratch(DType::F32, &dims)?;
         function.select(&self.config, input, ids.view_mut(), ex)?;
         self.check_chosen(function.as_ref(), input, ids.view(), context, ex)?;
         if let Some((_, ForcedWeights::OfForced)) = routing.forced {
@@ -191,7 +196,8 @@ impl Router {
         context: &StepContext,
         ex: &Exec,
     ) -> Result<()> {
-        let (rows, ids) = (self.step_rows(input, context), ex.to_host(ids)?);
+        let rows = self.step_rows(input, context);
+        let ids = ex.to_host(ids)?;
         for (t, ids) in ids.view().cpu::<u32>()?.chunks_exact(self.config.top_k).enumerate() {
             if rows.forced(t)?.is_none() {
                 rows.check_chosen(t, function.name(), ids)?;

@@ -70,7 +70,8 @@ impl Router {
         route: impl FnOnce(RouteOutput<'_>, &mut Exec) -> Result<()>,
     ) -> Result<Routed> {
         let slots = [tokens, self.config.num_slots()];
-        let (mut ids, mut weights) = (ex.output(DType::U32, &slots)?, ex.output(DType::F32, &slots)?);
+        let mut ids = ex.output(DType::U32, &slots)?;
+        let mut weights = ex.output(DType::F32, &slots)?;
         let zero = (self.config.num_zero_experts > 0).then(|| ex.output(DType::F32, &[tokens]));
         let mut zero = zero.transpose()?;
         let out = RouteOutput {

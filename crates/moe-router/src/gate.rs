@@ -99,10 +99,8 @@ mod tests {
     #[test]
     fn chosen_experts_become_their_copies() -> Result<()> {
         // Expert e of 4 scores as column e of a row; 0 and 3 have two copies.
-        let (hidden, weight) = (
-            [3f32, 1., 2., 0., 0., 1., 2., 3.],
-            [1f32, 0., 0., 0., 0., 1., 0., 0., 0., 0., 1., 0., 0., 0., 0., 1.],
-        );
+        let hidden = [3f32, 1., 2., 0., 0., 1., 2., 3.];
+        let weight = [1f32, 0., 0., 0., 0., 1., 0., 0., 0., 0., 1., 0., 0., 0., 0., 1.];
         let table = [4i32, 5, 1, -1, 2, -1, 0, 3];
         let log2phy = Log2Phy { ids: View::new(&table, &[4, 2])?, spread: Spread::InTurns, first_row: 1 };
         let router = Router::new(
@@ -112,13 +110,15 @@ mod tests {
         let mut heat =
             StepContext { heat: Some(moe_kernels::ExpertHeat::new(1, 4)), ..StepContext::default() };
         let mut route = |log2phy| -> Result<([u32; 4], [f32; 4])> {
-            let (mut ids, mut weights) = ([9; 4], [0.0; 4]);
+            let mut ids = [9; 4];
+            let mut weights = [0.0; 4];
             let out = RouteOutput {
                 topk_ids: ViewMut::new(&mut ids, &[2, 2])?,
                 topk_weights: ViewMut::new(&mut weights, &[2, 2])?,
                 zero_expert_weights: None,
             };
-            let (hidden, weight) = (View::new(&hidden, &[2, 4])?, View::new(&weight, &[4, 4])?);
+            let hidden = View::new(&hidden, &[2, 4])?;
+            let weight = View::new(&weight, &[4, 4])?;
             let input = GateInput { log2phy, ..GateInput::new(hidden, weight, 0) };
             router.gate_and_route_into(&input, None, out, &mut heat, &mut Exec::cpu())?;
             Ok((ids, weights))

@@ -118,7 +118,8 @@ impl Router {
         zero_expert_weights: Option<ViewMut<'_>>,
     ) -> Result<()> {
         let config = &self.config;
-        let (top_k, slots) = (config.top_k, config.num_slots());
+        let top_k = config.top_k;
+        let slots = config.num_slots();
         let rows = topk_ids.cpu_mut::<u32>()?.chunks_exact_mut(slots);
         let rows = rows.zip(topk_weights.cpu_mut::<f32>()?.chunks_exact_mut(slots));
         let mut zero_expert_weights = zero_expert_weights;

@@ -153,7 +153,8 @@ impl RowRouter<'_> {
         topk_ids: &mut [u32],
         topk_weights: &mut [f32],
     ) -> Result<()> {
-        let (slots, top_k) = (self.config.num_slots(), self.config.top_k);
+        let slots = self.config.num_slots();
+        let top_k = self.config.top_k;
         let rows = topk_ids.chunks_exact_mut(slots).zip(topk_weights.chunks_exact_mut(slots));
         let rows = rows.zip(logits.chunks_exact(self.config.num_logits()));
         for (t, ((ids, weights), logits)) in (first..).zip(rows) {

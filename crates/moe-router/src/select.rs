@@ -45,7 +45,8 @@ pub(crate) enum GroupScore {
 
 impl GroupScore {
     fn of(self, keys: &[f32]) -> f32 {
-        let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+        let mut first = f32::NEG_INFINITY;
+        let mut second = f32::NEG_INFINITY;
         for &key in keys {
             if key > first {
                 (first, second) = (key, first);
@@ -113,7 +114,9 @@ mod tests {
         // Group 0 has the best expert, group 1 the best pair.
         let keys = [0.9, 0.0, 0.6, 0.5, 0.1, 0.2];
         let run = |score| {
-            let (mut ids, mut groups, mut best) = ([9; 2], [9; 1], [0.0; 2]);
+            let mut ids = [9; 2];
+            let mut groups = [9; 1];
+            let mut best = [0.0; 2];
             grouped_top_k(&keys, 3, score, &mut ids, GroupScratch { ids: &mut groups, best: &mut best });
             ids
         };
@@ -124,7 +127,9 @@ mod tests {
     #[test]
     fn equal_groups_keep_the_lower_one_and_experts_sort_across_groups() {
         let keys = [0.1, 0.7, 0.5, 0.5, 0.7, 0.1];
-        let (mut ids, mut groups, mut best) = ([9; 3], [9; 2], [0.0; 3]);
+        let mut ids = [9; 3];
+        let mut groups = [9; 2];
+        let mut best = [0.0; 3];
         grouped_top_k(
             &keys,
             3,

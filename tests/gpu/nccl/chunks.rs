@@ -39,7 +39,8 @@ fn run(block: &SparseMoeBlock, x: &Tensor, ex: &mut Exec) -> Result<Buffer> {
 
 #[test]
 fn ranks_agree_on_the_size_of_a_budget() {
-    let ([h, i], mut rng) = (WIDTHS, Rng::new());
+    let [h, i] = WIDTHS;
+    let mut rng = Rng::new();
     let mut tensor = |dims: &[usize]| rng.floats(DType::F32, dims).into_tensor().unwrap();
     let x = tensor(&[2 * TOKENS, h]);
     let tensors = [

@@ -136,7 +136,8 @@ fn groups_fail_together() {
 fn wrong_arguments_fail_every_rank() {
     for n in worlds() {
         run_nccl_ranks(n, SHORT, |comm, ex| {
-            let (input, mut out) = (data(ex), ex.zeros(DType::F32, &[64 * n, 64]).unwrap());
+            let input = data(ex);
+            let mut out = ex.zeros(DType::F32, &[64 * n, 64]).unwrap();
             let mut wrong = ex.zeros(DType::F32, &[64 * n, 63]).unwrap();
             let out = if comm.rank() == 1 { wrong.view_mut() } else { out.view_mut() };
             let result = comm.all_gather(input.view(), out, ex).and_then(|()| {

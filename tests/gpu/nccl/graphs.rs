@@ -26,7 +26,8 @@ impl Step {
         let counts: Vec<usize> = (0..n).map(|r| 3 * r).collect();
         let total: usize = counts.iter().sum();
         let zeros = |rows| ex.zeros(DType::F32, &[rows, WIDTH]);
-        let (own, all) = (zeros(counts[rank])?, zeros(total)?);
+        let own = zeros(counts[rank])?;
+        let all = zeros(total)?;
         Ok(Self { rank, own, all, sent: zeros(counts[rank] * n)?, received: zeros(total)?, counts })
     }
 
@@ -42,7 +43,8 @@ impl Step {
     /// Collectives of every kind with ops in between, each on what the one before left.
     fn run(&mut self, comm: &dyn Communicator, ex: &mut Exec) -> Result<()> {
         let Self { counts, rank, own, all, sent, received } = self;
-        let (n, mine) = (counts.len(), counts[*rank]);
+        let n = counts.len();
+        let mine = counts[*rank];
         comm.all_gather_v(own.view(), counts, all.view_mut(), ex)?;
         comm.all_to_all_v(sent.view(), &vec![mine; n], received.view_mut(), counts, ex)?;
         add_into(received.view(), all.view_mut(), ex)?;

@@ -53,7 +53,8 @@ fn a_rank_that_is_killed_in_any_phase_ends_the_other_by_name_and_a_rerun_complet
 #[ignore = "a rank of a_rank_that_is_killed_in_any_phase_ends_the_other_by_name_and_a_rerun_completes, which starts it"]
 fn a_rank_of_it() {
     let variable = |name| std::env::var(name).unwrap();
-    let (phase, by_nccl) = (variable("KILLED_PHASE"), variable("KILLED_BY_NCCL") == "1");
+    let phase = variable("KILLED_PHASE");
+    let by_nccl = variable("KILLED_BY_NCCL") == "1";
     let launch = launch_from_env(|name| std::env::var(name).ok()).unwrap().unwrap();
     let limit = Duration::from_secs(30);
     let timeouts = SocketTimeouts { rendezvous: limit, collective: limit };
@@ -71,7 +72,8 @@ fn a_rank_of_it() {
         Some(end) => Arc::new(Faulty::new(inner, Fault::End(end))),
         None => Arc::from(inner),
     };
-    let (before, start) = (placed.map(), Instant::now());
+    let before = placed.map();
+    let start = Instant::now();
     let target = renamed(&before, &mut Rng::seeded(2));
     // What hosts say to each other lies in their own memory, as in an engine.
     let moved = shift(placed, (&target, usize::MAX), &window, &hosts, &mut Exec::cpu());

@@ -60,7 +60,8 @@ pub fn run_nccl_ranks<R: Send>(
 ) -> Vec<R> {
     let id = NcclComm::unique_id().unwrap();
     // A rank that fails on purpose must not find another still joining.
-    let (f, joined) = (&f, &std::sync::Barrier::new(n));
+    let f = &f;
+    let joined = &std::sync::Barrier::new(n);
     std::thread::scope(|scope| {
         let rank = |rank| {
             move || {

@@ -229,7 +229,8 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
         };
         let first = if case.is_replicated() { 0 } else { comm.rank() * case.tokens };
         let x = rows.narrow(0, first, case.tokens)?.to_device(ex.device())?;
-        let (x, mut out) = (TensorView::new(&x)?, ex.zeros(DType::F32, &[case.tokens, case.widths[0]])?);
+        let x = TensorView::new(&x)?;
+        let mut out = ex.zeros(DType::F32, &[case.tokens, case.widths[0]])?;
         let mut forward = |ex: &mut Exec| -> Result<()> {
             block.forward_into(x.view()?, out.view_mut(), &mut step, ex)?;
             if case.is_replicated() { comm.all_reduce(out.view_mut(), ReduceOp::Sum, ex) } else { Ok(()) }
@@ -239,7 +240,8 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
         let mut graph = Graph::capture(ex, forward)?;
         // The same moves on all ranks.
         let mut rng = Rng::seeded(seed ^ 0x55);
-        let (mut results, mut statuses) = (Vec::new(), Vec::new());
+        let mut results = Vec::new();
+        let mut statuses = Vec::new();
         for turn in 0..=MOVES {
             graph.launch()?;
             comm.watch(ex)?;
@@ -283,7 +285,8 @@ fn reference(case: &Case, seed: u64) -> Buffer {
     };
     let context = BlockContext { quant: model.quant, ..BlockContext::default() };
     let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts")).unwrap();
-    let (x, mut out) = (TensorView::new(&rows).unwrap(), Buffer::zeros(DType::F32, rows.dims()).unwrap());
+    let x = TensorView::new(&rows).unwrap();
+    let mut out = Buffer::zeros(DType::F32, rows.dims()).unwrap();
     block
         .forward_into(x.view().unwrap(), out.view_mut(), &mut StepContext::default(), &mut Exec::cpu())
         .unwrap();

@@ -46,7 +46,9 @@ impl Case {
         (added, in_graph): (bool, bool),
         ex: &mut Exec,
     ) -> Result<[Buffer; 2]> {
-        let (rank, total, h) = (comm.rank(), self.counts.iter().sum::<usize>(), self.hidden);
+        let rank = comm.rank();
+        let total = self.counts.iter().sum::<usize>();
+        let h = self.hidden;
         let put = |host: Buffer| {
             let mut data = ex.zeros(host.dtype(), host.dims())?;
             ex.copy_from_host(host.view(), data.view_mut())?;
@@ -107,7 +109,8 @@ fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, 
         for (i, form) in forms.iter().enumerate() {
             let want = run_ranks(n, |_, comm| case.play(&comm, (form.0, false), &mut Exec::cpu()));
             for (rank, want) in want.into_iter().map(Result::unwrap).enumerate() {
-                let (what, got) = (format!("rank {rank} of {n}, {:?}, {form:?}", SIZES[at]), &got[rank][at]);
+                let what = format!("rank {rank} of {n}, {:?}, {form:?}", SIZES[at]);
+                let got = &got[rank][at];
                 // NCCL adds in an order of its own.
                 let bound = if uses_peers { 1e-6 } else { 1e-5 };
                 assert_close(&format!("residual, {what}"), &want[0], &got[i][0], bound);
@@ -140,12 +143,13 @@ fn nccl_does_the_same() {
 fn wrong_arguments_are_refused() {
     run_nccl_ranks(2, LIMIT, |comm, ex| {
         let peers = peers_of(comm);
-        let (slots, gain) =
-            (ex.zeros(DType::F32, &[4, 2, 16]).unwrap(), ex.zeros(DType::BF16, &[16]).unwrap());
+        let slots = ex.zeros(DType::F32, &[4, 2, 16]).unwrap();
+        let gain = ex.zeros(DType::BF16, &[16]).unwrap();
         let ids = ex.zeros(DType::U32, &[4, 2]).unwrap();
-        let (weights, map) = (ex.zeros(DType::F32, &[4, 2]).unwrap(), ex.zeros(DType::I32, &[4]).unwrap());
-        let (mut residual, mut out) =
-            (ex.zeros(DType::F32, &[2, 16]).unwrap(), ex.zeros(DType::BF16, &[2, 16]).unwrap());
+        let weights = ex.zeros(DType::F32, &[4, 2]).unwrap();
+        let map = ex.zeros(DType::I32, &[4]).unwrap();
+        let mut residual = ex.zeros(DType::F32, &[2, 16]).unwrap();
+        let mut out = ex.zeros(DType::BF16, &[2, 16]).unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
         let routing =
             SlotRouting { topk_ids: ids.view(), topk_weights: weights.view(), expert_map: Some(map.view()) };

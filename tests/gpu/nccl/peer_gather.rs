@@ -73,9 +73,12 @@ impl Case {
 
     /// What has arrived: rows, ids and weights of all ranks, and this rank's sums.
     fn play(&self, comm: &dyn Communicator, ex: &mut Exec) -> Result<[Buffer; 4]> {
-        let (rank, n, Self { hidden, top_k, dtype, .. }) = (comm.rank(), comm.world_size(), *self);
+        let rank = comm.rank();
+        let n = comm.world_size();
+        let Self { hidden, top_k, dtype, .. } = *self;
         let counts = self.counts(n);
-        let (tokens, total) = (counts[rank], counts.iter().sum::<usize>());
+        let tokens = counts[rank];
+        let total = counts.iter().sum::<usize>();
         let mut rng = Rng::seeded(7 + rank as u64);
         let own = [
             rng.floats(dtype, &[tokens, hidden]),
@@ -144,7 +147,8 @@ fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
             let peers = peers_of(comm);
             let both = |case: &Case| {
                 let parts = |width: usize| case.counts(n).iter().map(|n| n * width).collect::<Vec<_>>();
-                let (rows, slots) = (parts(case.hidden), parts(case.top_k));
+                let rows = parts(case.hidden);
+                let slots = parts(case.top_k);
                 let arrays = [(case.dtype, &rows[..]), (DType::U32, &slots), (DType::F32, &slots)];
                 let scatters = peers.fits_scatter(DType::F32, &rows);
                 assert!(peers.fits_gather(arrays.into_iter()) && scatters || !case.is_whole(n), "{case:?}");
@@ -182,7 +186,8 @@ fn floats_that_look_empty_arrive() {
     for n in worlds() {
         let results = run_nccl_ranks(n, LIMIT, |comm, ex| {
             let host = Buffer::from_vec(vec![empty, 1.0, empty, -2.0], &[1, 4]).unwrap();
-            let (own, mut all) = (Placed::new(&host, 0, ex).unwrap(), ex.zeros(DType::F32, &[n, 4]).unwrap());
+            let own = Placed::new(&host, 0, ex).unwrap();
+            let mut all = ex.zeros(DType::F32, &[n, 4]).unwrap();
             comm.all_gather(own.view().unwrap(), all.view_mut(), ex).unwrap();
             comm.check().unwrap();
             ex.to_host(all.view()).unwrap()
@@ -258,7 +263,8 @@ fn thousands_of_exchanges_without_a_wait_and_in_graphs() {
     const RECORDED: usize = 5;
     for n in worlds() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
-            let (peers, rank) = (peers_of(comm), comm.rank());
+            let peers = peers_of(comm);
+            let rank = comm.rank();
             assert!(peers.fits_scatter(DType::F32, &vec![DIMS[0] * DIMS[1]; n]));
             let mut pile = Pile::new(rank, n, ex);
             for i in 0..3000 {

@@ -41,7 +41,8 @@ impl Case {
 
     /// Rows of all ranks as this one gets them, its sums, and its sums of parts in bf16; `in_graph`: replayed.
     fn play(&self, comm: &dyn Communicator, in_graph: bool, ex: &mut Exec) -> Result<[Buffer; 3]> {
-        let (rank, total) = (comm.rank(), self.counts.iter().sum::<usize>());
+        let rank = comm.rank();
+        let total = self.counts.iter().sum::<usize>();
         let put = |host: Buffer| {
             let mut data = ex.zeros(host.dtype(), host.dims())?;
             ex.copy_from_host(host.view(), data.view_mut())?;

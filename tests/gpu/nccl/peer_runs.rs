@@ -56,7 +56,8 @@ impl Piles {
     /// Puts call number `i` on the stream.
     fn call(&mut self, i: usize, peers: &PeerAllReduce, ex: &mut Exec) -> Result<()> {
         let (shape, array) = Self::of(i);
-        let (partial, residual) = (self.partials[shape][array].view(), self.residuals[shape].view_mut());
+        let partial = self.partials[shape][array].view();
+        let residual = self.residuals[shape].view_mut();
         peers.all_reduce_add_norm_into(partial, residual, None, ex)
     }
 
@@ -84,7 +85,8 @@ impl Piles {
 fn ten_thousand_calls_without_a_wait() {
     for n in worlds() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
-            let (peers, mut piles) = (peers_of(comm), Piles::new(comm.rank(), ex));
+            let peers = peers_of(comm);
+            let mut piles = Piles::new(comm.rank(), ex);
             for i in 0..10_000 {
                 // Each rank is late at other times.
                 if i % 997 == 100 * comm.rank() {
@@ -105,7 +107,8 @@ fn replays_take_turns_with_calls_and_nccl() {
     const RECORDED: usize = 7;
     for n in worlds() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
-            let (peers, rank) = (peers_of(comm), comm.rank());
+            let peers = peers_of(comm);
+            let rank = comm.rank();
             let mut piles = Piles::new(rank, ex);
             let own = upload(ex, vec![rank as f32; 512], &[512]);
             let mut all = ex.zeros(DType::F32, &[n * 512]).unwrap();

@@ -56,7 +56,9 @@ fn layers(
         let seed = seed + 1 + (layer * comm.world_size() + comm.rank()) as u64;
         let partial = Rng::seeded(seed).floats(if rounded { DType::BF16 } else { DType::F32 }, &[t, h]);
         let partial = Buffer::from_vec(partial.view().to_f32_vec()?, &[t, h])?;
-        let (mut partial, stream, to) = (put(partial, ex)?, residual.view_mut(), out.view_mut());
+        let mut partial = put(partial, ex)?;
+        let stream = residual.view_mut();
+        let to = out.view_mut();
         let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
         let end = AddNorm { residual: stream, norm, out: to };
         FusedCollective::ShareAddNorm { partial: partial.view_mut(), end }.run(comm, ex)?;
@@ -158,7 +160,8 @@ impl Piles {
     fn call(&mut self, i: usize, peers: &PeerAllReduce, ex: &mut Exec) -> Result<()> {
         let shape = i % SHAPES.len();
         let norm = PreNorm { weight: self.weight.view().narrow(0, SHAPES[shape][1])?, eps: 1e-6 };
-        let (residual, out) = (self.residuals[shape].view_mut(), self.outs[shape].view_mut());
+        let residual = self.residuals[shape].view_mut();
+        let out = self.outs[shape].view_mut();
         peers.share_add_norm_into(self.partials[shape].view(), residual, &norm, out, ex)?;
         // Another kind of call uses the same slots.
         if i.is_multiple_of(5) { peers.all_reduce_into(self.outs[2].view_mut(), ex) } else { Ok(()) }
@@ -192,7 +195,8 @@ fn thousands_of_calls_without_a_wait_and_in_graphs() {
     const RECORDED: usize = 5;
     for n in worlds() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
-            let (peers, mut piles) = (peers_of(comm), Piles::new(comm.rank(), ex));
+            let peers = peers_of(comm);
+            let mut piles = Piles::new(comm.rank(), ex);
             for i in 0..3000 {
                 // Each rank is late at other times.
                 if i % 997 == 100 * comm.rank() {
@@ -229,7 +233,8 @@ fn a_rank_that_stays_away_ends_the_wait() {
     for n in worlds() {
         let done = Barrier::new(n);
         run_nccl_ranks(n, LIMIT, |comm, ex| {
-            let (peers, mut piles) = (group(comm, Duration::from_secs(1), ex), Piles::new(comm.rank(), ex));
+            let peers = group(comm, Duration::from_secs(1), ex);
+            let mut piles = Piles::new(comm.rank(), ex);
             piles.call(1, &peers, ex).unwrap();
             ex.synchronize().unwrap();
             peers.check().unwrap();
@@ -253,10 +258,10 @@ fn a_rank_that_stays_away_ends_the_wait() {
 fn wrong_arguments_are_refused() {
     run_nccl_ranks(2, LIMIT, |comm, ex| {
         let peers = peers_of(comm);
-        let (partial, weight) =
-            (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::BF16, &[12]).unwrap());
-        let (mut residual, mut out) =
-            (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::BF16, &[2, 12]).unwrap());
+        let partial = ex.zeros(DType::F32, &[2, 12]).unwrap();
+        let weight = ex.zeros(DType::BF16, &[12]).unwrap();
+        let mut residual = ex.zeros(DType::F32, &[2, 12]).unwrap();
+        let mut out = ex.zeros(DType::BF16, &[2, 12]).unwrap();
         let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
         let mut call = |partial: &Buffer, ex: &mut Exec| {
             peers.share_add_norm_into(partial.view(), residual.view_mut(), &norm, out.view_mut(), ex)

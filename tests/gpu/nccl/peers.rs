@@ -88,7 +88,8 @@ fn sums_have_the_bits_of_cpu_ranks() {
 /// All ones mark a word that has not arrived. Data of that pattern is a NaN and must come out as one.
 #[test]
 fn words_that_look_empty_arrive() {
-    let (empty, one) = (f32::from_bits(u32::MAX), bf16::from_f32(1.0));
+    let empty = f32::from_bits(u32::MAX);
+    let one = bf16::from_f32(1.0);
     let wide: Vec<f32> = (0..2050).map(|i| if i % 3 == 0 { empty } else { 1.0 }).collect();
     let narrow: Vec<bf16> =
         (0..2051).map(|i| if i % 3 == 0 { bf16::from_bits(u16::MAX) } else { one }).collect();
@@ -140,14 +141,17 @@ fn add_norm(
     ex: &mut Exec,
 ) -> Result<[Buffer; 2]> {
     let mut rng = Rng::seeded(seed);
-    let (residual, weight) = (rng.floats(DType::F32, &[t, h]), rng.floats(DType::BF16, &[h]));
+    let residual = rng.floats(DType::F32, &[t, h]);
+    let weight = rng.floats(DType::BF16, &[h]);
     let partial = Rng::seeded(seed + 1 + comm.rank() as u64).floats(DType::F32, &[t, h]);
     let put = |host: Buffer| {
         let mut data = ex.zeros(host.dtype(), host.dims())?;
         ex.copy_from_host(host.view(), data.view_mut())?;
         Ok::<_, candle_core::Error>(data)
     };
-    let (mut residual, weight, mut partial) = (put(residual)?, put(weight)?, put(partial)?);
+    let mut residual = put(residual)?;
+    let weight = put(weight)?;
+    let mut partial = put(partial)?;
     let mut out = ex.zeros(DType::BF16, &[t, h])?;
     let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
     let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
@@ -189,8 +193,8 @@ fn wrong_arguments_are_refused() {
         );
         let mut half = ex.zeros(DType::F16, &[8]).unwrap();
         assert_error(peers.all_reduce_into(half.view_mut(), ex), &["expected f32 or bf16", "f16"]);
-        let (partial, mut odd) =
-            (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::F32, &[2, 12]).unwrap());
+        let partial = ex.zeros(DType::F32, &[2, 12]).unwrap();
+        let mut odd = ex.zeros(DType::F32, &[2, 12]).unwrap();
         let result = peers.all_reduce_add_norm_into(partial.view(), odd.view_mut(), None, ex);
         assert_error(result, &["a multiple of 8", "[2, 12]"]);
         let mut narrow = ex.zeros(DType::F32, &[2, 8]).unwrap();

@@ -39,7 +39,8 @@ fn a_group_of_processes() {
 #[ignore = "a rank of a_group_of_processes, which starts it"]
 fn a_rank_of_it() {
     let launch = launch_from_env(|name| std::env::var(name).ok()).unwrap().unwrap();
-    let (rank, n) = (launch.rank, launch.world_size);
+    let rank = launch.rank;
+    let n = launch.world_size;
     let limit = Duration::from_secs(30);
     let timeouts = SocketTimeouts { rendezvous: limit, collective: limit };
     let comm = SocketComm::connect(Join { timeouts, ..Join::new(&launch, Vec::new()) }).unwrap();

@@ -35,7 +35,8 @@ fn cases(rng: &mut Rng) -> Vec<Case> {
 
 /// Columns of part `rank` of `n`, in host memory.
 fn columns(matrix: &Buffer, rank: usize, n: usize) -> Result<Buffer> {
-    let (rows, k) = (matrix.dims()[0], matrix.dims()[1]);
+    let rows = matrix.dims()[0];
+    let k = matrix.dims()[1];
     let mut part = Buffer::zeros(matrix.dtype(), &[rows, k / n])?;
     for row in 0..rows {
         let from = matrix.view().narrow(row, 1)?.reshape(&[n, k / n])?.narrow(rank, 1)?;
@@ -53,7 +54,9 @@ impl Case {
     }
 
     fn on_rank(&self, comm: &Arc<dyn Communicator>, ex: &mut Exec) -> Result<Buffer> {
-        let (rank, n, k) = (comm.rank(), comm.world_size(), self.x.dims()[1]);
+        let rank = comm.rank();
+        let n = comm.world_size();
+        let k = self.x.dims()[1];
         let geometry = ParallelConfig { tp: n, ..ParallelConfig::default() }.geometry(rank)?;
         let product = RowParallel::new(&geometry.row_shard("K", k)?, comm.clone())?;
         let put = |host: &Buffer| {
@@ -61,7 +64,8 @@ impl Case {
             ex.copy_from_host(host.view(), data.view_mut())?;
             Ok::<_, candle_core::Error>(data)
         };
-        let (x, w) = (put(&columns(&self.x, rank, n)?)?, put(&columns(&self.w, rank, n)?)?);
+        let x = put(&columns(&self.x, rank, n)?)?;
+        let w = put(&columns(&self.w, rank, n)?)?;
         let bias = self.bias.as_ref().map(put).transpose()?;
         let mut out = ex.zeros(self.out, &[x.dims()[0], w.dims()[0]])?;
         product.linear_into(x.view(), w.view(), bias.as_ref().map(Buffer::view), out.view_mut(), ex)?;

@@ -71,7 +71,9 @@ impl Round {
 
     /// What this rank ends up with, in host memory. With `device`, the data lies there.
     pub fn play(&self, comm: &dyn Communicator, device: &Device, ex: &mut Exec) -> Result<Buffer> {
-        let (rank, n, r) = (comm.rank(), comm.world_size(), self.counts[0]);
+        let rank = comm.rank();
+        let n = comm.world_size();
+        let r = self.counts[0];
         let total: usize = self.counts.iter().sum();
         let sent = &self.matrix[rank];
         let received: Vec<usize> = self.matrix.iter().map(|row| row[rank]).collect();
@@ -88,7 +90,8 @@ impl Round {
         let mut input = Buffer::zeros_on(device, self.dtype, host.dims())?;
         ex.copy_from_host(host.view(), input.view_mut())?;
         let mut out = Buffer::zeros_on(device, self.dtype, &[out_rows, self.width])?;
-        let (view, to) = (input.view(), out.view_mut());
+        let view = input.view();
+        let to = out.view_mut();
         match self.kind {
             Kind::AllGather => comm.all_gather(view, to, ex)?,
             Kind::AllGatherV => comm.all_gather_v(view, &self.counts, to, ex)?,

@@ -52,7 +52,8 @@ fn all_reduce(comm: &NcclComm, data: &mut Buffer, ex: &mut Exec) -> Result<(f64,
 fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
-    let (weight, mut out) = (ex.zeros(DType::BF16, &[HIDDEN])?, ex.zeros(DType::BF16, &[tokens, HIDDEN])?);
+    let weight = ex.zeros(DType::BF16, &[HIDDEN])?;
+    let mut out = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
     // Loaded here and not while another rank's collective waits for this one's.
     add_rms_norm_into(data.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex)?;
     ex.synchronize()?;
@@ -101,13 +102,14 @@ fn peer_table() {
 /// last sums in bf16.
 fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let n = comm.world_size();
-    let (rows, mut all_rows) =
-        (ex.zeros(DType::BF16, &[tokens, HIDDEN])?, ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?);
-    let (ids, mut all_ids) = (ex.zeros(DType::U32, &[tokens, 8])?, ex.zeros(DType::U32, &[n * tokens, 8])?);
-    let (weights, mut all_weights) =
-        (ex.zeros(DType::F32, &[tokens, 8])?, ex.zeros(DType::F32, &[n * tokens, 8])?);
-    let (sums, mut back) =
-        (ex.zeros(DType::F32, &[n * tokens, HIDDEN])?, ex.zeros(DType::F32, &[tokens, HIDDEN])?);
+    let rows = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
+    let mut all_rows = ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?;
+    let ids = ex.zeros(DType::U32, &[tokens, 8])?;
+    let mut all_ids = ex.zeros(DType::U32, &[n * tokens, 8])?;
+    let weights = ex.zeros(DType::F32, &[tokens, 8])?;
+    let mut all_weights = ex.zeros(DType::F32, &[n * tokens, 8])?;
+    let sums = ex.zeros(DType::F32, &[n * tokens, HIDDEN])?;
+    let mut back = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let narrow = ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?;
     let counts = vec![tokens; n];
     let mut all = [0.0; 5];
@@ -126,7 +128,8 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5
         })?;
     }
     all[4] = replayed(comm, ex, |ex| {
-        let (sums, out) = (narrow.view(), back.view_mut());
+        let sums = narrow.view();
+        let out = back.view_mut();
         FusedCollective::ScatterSums { sums, counts: &counts, needs: None, out }.run(comm, ex)
     })?;
     Ok(all)
@@ -135,7 +138,8 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5
 /// The end of a sub-layer for thousands of rows: every rank all rows over NCCL, each its share over NCCL, each its share over peer
 /// memory.
 fn share_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 3]> {
-    let (weight, mut out) = (ex.zeros(DType::BF16, &[HIDDEN])?, ex.zeros(DType::BF16, &[tokens, HIDDEN])?);
+    let weight = ex.zeros(DType::BF16, &[HIDDEN])?;
+    let mut out = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut run = |shared: bool, ex: &mut Exec| {
@@ -221,7 +225,8 @@ fn table() {
             let moved = (n - 1) as f64 / n as f64 * bytes as f64;
             let reduce = time(comm, ex, 20, |ex| comm.all_reduce(data.view_mut(), ReduceOp::Max, ex))?;
             let exchange = time(comm, ex, 20, |ex| comm.all_to_all(data.view(), out.view_mut(), ex))?;
-            let (reduce, exchange) = (2e-3 * moved / reduce, 1e-3 * moved / exchange);
+            let reduce = 2e-3 * moved / reduce;
+            let exchange = 1e-3 * moved / exchange;
             writeln!(text, "64 MiB: all_reduce {reduce:.0} GB/s, all_to_all {exchange:.0} GB/s per GPU")
                 .unwrap();
             assert!(reduce > 1.0 && exchange > 1.0, "{text}");

@@ -31,7 +31,8 @@ fn bytes(first: u8, len: usize) -> Vec<u8> {
 }
 
 fn rank_of(comm: &NcclComm, ex: &mut Exec) -> Result<()> {
-    let (rank, ranks) = (comm.rank(), comm.world_size());
+    let rank = comm.rank();
+    let ranks = comm.world_size();
     // Ranks that ask for less get as much as the one that asks for most.
     let window = PeerWindow::new(comm, &mut ex.clone(), BYTES - 100 * rank, ex)?;
     let window = window.unwrap_or_else(|why| panic!("these GPUs cannot share memory: {why}"));

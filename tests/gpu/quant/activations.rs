@@ -55,14 +55,17 @@ fn dense_products_quantise_their_rows() {
     let sizes = few.into_iter().chain(many).collect::<Vec<_>>();
     for (m, parts, k) in small(sizes, 128, |size| size.0) {
         for scheme in schemes() {
-            let (n, mut source, mut floats) = (parts.iter().sum(), Source::default(), Vec::new());
+            let n = parts.iter().sum();
+            let mut source = Source::default();
+            let mut floats = Vec::new();
             let names: Vec<String> = (0..parts.len()).map(|i| i.to_string()).collect();
             for (name, rows) in names.iter().zip(&parts) {
                 let matrix = Matrix::new(&mut rng, *rows, k, scheme, 1);
                 floats.extend(matrix.floats());
                 source.matrices.insert(name.clone(), matrix);
             }
-            let (p, mut ex) = (Place::new(cuda()), on());
+            let p = Place::new(cuda());
+            let mut ex = on();
             let weight = source.weight(&[&names], QuantUse::Linear, DType::BF16, &cuda());
             let bias = rng.floats(DType::BF16, &[n]);
             // Rows of many magnitudes, zeros, and a number that is smaller than any scale.
@@ -95,7 +98,8 @@ fn dense_products_quantise_their_rows() {
                     let bias = bias.view().to_f32_vec().unwrap();
                     want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
                 }
-                let (x, bias) = (p.put(&x), p.put_some(bias));
+                let x = p.put(&x);
+                let bias = p.put_some(bias);
                 for (dtype, bound) in [(DType::F32, 4e-3), (DType::BF16, 6e-3)] {
                     let mut out = ex.zeros(dtype, &[m, n]).unwrap();
                     let guard = weight.read().unwrap();
@@ -128,10 +132,13 @@ fn products_that_add_are_product_and_addition() {
             let matrix = Matrix::new(&mut rng, n, k, scheme, 1);
             let source = Source { matrices: [("w".to_string(), matrix)].into(), inputs: None };
             let weight = source.weight(&[&["w".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
-            let (p, mut ex) = (Place::new(cuda()), cuda().with_fp8_activations(Fp8Activations::Auto));
+            let p = Place::new(cuda());
+            let mut ex = cuda().with_fp8_activations(Fp8Activations::Auto);
             let guard = weight.read().unwrap();
-            let (x, start) = (p.put(&rng.floats(DType::BF16, &[m, k])), rng.floats(DType::F32, &[m, n]));
-            let (mut want, mut got) = (p.put(&start), p.put(&start));
+            let x = p.put(&rng.floats(DType::BF16, &[m, k]));
+            let start = rng.floats(DType::F32, &[m, n]);
+            let mut want = p.put(&start);
+            let mut got = p.put(&start);
             let mut delta = p.out(DType::F32, &[m, n]);
             linear_into(x.view(), guard.view().unwrap(), None, delta.view_mut(), &mut ex).unwrap();
             add_into(delta.view(), want.view_mut(), &mut ex).unwrap();
@@ -146,13 +153,19 @@ fn products_that_add_are_product_and_addition() {
 #[test]
 fn norms_for_a_product_in_fp8_are_those_of_bf16() {
     let mut rng = Rng::new();
-    let (experts, top_k, hidden, inter, n) = (8, 2, 256, 128, 256);
+    let experts = 8;
+    let top_k = 2;
+    let hidden = 256;
+    let inter = 128;
+    let n = 256;
     let packs = Packs::new(&mut rng, experts, [hidden, inter], Some(fp8(BLOCK)));
     let [w13, w2] = packs.weights.each_ref().map(|weight| weight.read().unwrap());
     let matrix = Matrix::new(&mut rng, n, hidden, fp8(BLOCK), 1);
     let next = Source { matrices: [("qkv".to_string(), matrix)].into(), inputs: None };
     let next = next.weight(&[&["qkv".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
-    let (next, p, mut ex) = (next.read().unwrap(), Place::new(cuda()), on());
+    let next = next.read().unwrap();
+    let p = Place::new(cuda());
+    let mut ex = on();
     for (tokens, in_fp8) in
         [(9, false), (47, false), (64, true), (70, true), (131, true), (512, true), (515, false)]
     {
@@ -172,7 +185,8 @@ fn norms_for_a_product_in_fp8_are_those_of_bf16() {
         assert_eq!(matches!(made, ProductRows::Fp8(_)), in_fp8, "{tokens} rows");
         let floats = ProductRows::Floats(ex.scratch(DType::BF16, &[tokens, hidden]).unwrap());
         let [want, got] = [floats, made].map(|mut rows| {
-            let (mut residual, mut out) = (p.put(&start), p.out(DType::F32, &[tokens, n]));
+            let mut residual = p.put(&start);
+            let mut out = p.out(DType::F32, &[tokens, n]);
             let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
             let io = SublayerIo::AddNorm {
                 x: x.view(),

@@ -82,7 +82,9 @@ fn products_read_every_weight() {
 #[test]
 fn rows_of_any_magnitude_keep_their_values() {
     let mut rng = Rng::new();
-    let (n, k, m) = (160, 1088, 7);
+    let n = 160;
+    let k = 1088;
+    let m = 7;
     for scheme in schemes() {
         let matrix = Matrix::new(&mut rng, n, k, scheme, 1);
         let floats = matrix.floats();
@@ -146,7 +148,8 @@ fn products_are_those_of_their_definition() {
             let floats = matrix.floats();
             let w = weight(matrix);
             for (i, &m) in rows.iter().enumerate() {
-                let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
+                let x = rng.floats(DType::BF16, &[m, k]);
+                let bias = rng.floats(DType::BF16, &[n]);
                 let before = rng.floats(DType::F32, &[m, n]);
                 let bias = (i % 2 == 0).then_some(&bias);
                 let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, k);
@@ -158,17 +161,21 @@ fn products_are_those_of_their_definition() {
                 let added: Vec<f64> = want.iter().zip(&starts).map(|(x, y)| x + f64::from(*y)).collect();
                 let mut p = Place::new(cuda());
                 let guard = w.read().unwrap();
-                let (x, bias) = (p.put(&x), p.put_some(bias));
+                let x = p.put(&x);
+                let bias = p.put_some(bias);
                 let mut run = || {
-                    let (mut stored, mut rounded) = (p.out(DType::F32, &[m, n]), p.out(DType::BF16, &[m, n]));
+                    let mut stored = p.out(DType::F32, &[m, n]);
+                    let mut rounded = p.out(DType::BF16, &[m, n]);
                     let mut sums = p.put(&before);
-                    let (w, bias) = (guard.view().unwrap(), view_of(&bias));
+                    let w = guard.view().unwrap();
+                    let bias = view_of(&bias);
                     linear_into(x.view(), w, bias, stored.view_mut(), &mut p.ex).unwrap();
                     linear_into(x.view(), w, bias, rounded.view_mut(), &mut p.ex).unwrap();
                     linear_add_into(x.view(), w, bias, sums.view_mut(), &mut p.ex).unwrap();
                     [stored, rounded, sums].map(|placed| placed.host(&p))
                 };
-                let (got, again) = (run(), run());
+                let got = run();
+                let again = run();
                 // Digits of a row alone; from 65 rows on weights are rounded to bf16.
                 let bound = if m <= 64 { 5e-5 } else { 4e-3 };
                 let bounds = [("stored", &want, bound), ("in bf16", &want, 4e-3), ("added", &added, bound)];
@@ -190,15 +197,19 @@ fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
     let (n, k) = if tiny() { (96, 1024) } else { (640, 2048) };
     for scheme in schemes() {
         let w = weight(Matrix::new(&mut rng, n, k, scheme, 1));
-        let (guard, mut p) = (w.read().unwrap(), Place::new(cuda()));
-        let (x, stream) = (rng.floats(DType::BF16, &[8, k]), rng.floats(DType::F32, &[4, k]));
+        let guard = w.read().unwrap();
+        let mut p = Place::new(cuda());
+        let x = rng.floats(DType::BF16, &[8, k]);
+        let stream = rng.floats(DType::F32, &[4, k]);
         let gain = p.put(&rng.floats(DType::BF16, &[k]));
         let mut run = |rows: usize| {
             let normed_rows = rows.min(4);
-            let (x, stream) = (p.put(&cut(&x, 0, rows)), p.put(&cut(&stream, 0, normed_rows)));
-            let (mut plain, mut normed) =
-                (p.out(DType::F32, &[rows, n]), p.out(DType::F32, &[normed_rows, n]));
-            let (w, norm) = (guard.view().unwrap(), PreNorm { weight: gain.view(), eps: 1e-6 });
+            let x = p.put(&cut(&x, 0, rows));
+            let stream = p.put(&cut(&stream, 0, normed_rows));
+            let mut plain = p.out(DType::F32, &[rows, n]);
+            let mut normed = p.out(DType::F32, &[normed_rows, n]);
+            let w = guard.view().unwrap();
+            let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
             linear_into(x.view(), w, None, plain.view_mut(), &mut p.ex).unwrap();
             norm_linear_into(stream.view(), &norm, w, None, normed.view_mut(), &mut p.ex).unwrap();
             [plain, normed].map(|placed| placed.host(&p))

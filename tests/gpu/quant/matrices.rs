@@ -24,7 +24,9 @@ impl Matrix {
     /// `perm_seed`: matrices of one seed share the order of their columns.
     pub fn new(rng: &mut Rng, n: usize, k: usize, scheme: QuantScheme, perm_seed: u64) -> Self {
         let groups = scheme.groups(k);
-        let (mut q, mut zero, mut perm) = (Vec::with_capacity(n * k), Vec::new(), None);
+        let mut q = Vec::with_capacity(n * k);
+        let mut zero = Vec::new();
+        let mut perm = None;
         let mut unit = 0.5f32;
         if scheme.is_int() {
             let most = scheme.largest_code();
@@ -66,10 +68,12 @@ impl Matrix {
 
     /// [N, K] in the order of x.
     pub fn floats(&self) -> Vec<f32> {
-        let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));
+        let groups = self.scheme.groups(self.k);
+        let group = self.scheme.group_size(self.k);
         let mut w = vec![0.0; self.n * self.k];
         for i in 0..self.n * self.k {
-            let (row, j) = (i / self.k, i % self.k);
+            let row = i / self.k;
+            let j = i % self.k;
             let at = row * groups + j / group;
             let value = match self.scheme.is_int() {
                 false => e4m3(self.rows.q[i]),
@@ -83,7 +87,8 @@ impl Matrix {
 }
 
 fn e4m3(q: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
+    let exponent = i32::from(q >> 3 & 15);
+    let mantissa = f32::from(q & 7) / 8.0;
     let x = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
     if q & 0x80 == 0 { x } else { -x }
 }
@@ -101,7 +106,8 @@ impl QuantRows for Rows<'_> {
         self.0.perm.as_deref()
     }
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
-        let (m, groups) = (self.0, self.0.scheme.groups(self.0.k));
+        let m = self.0;
+        let groups = self.0.scheme.groups(self.0.k);
         let of = |width: usize| rows.start * width..rows.end * width;
         out.q = m.rows.q[of(m.k)].to_vec();
         out.scale = m.rows.scale[of(groups)].to_vec();

@@ -89,7 +89,9 @@ fn routings(rng: &mut Rng, tokens: usize) -> [Vec<u32>; 3] {
 #[test]
 fn experts_in_their_own_orders_agree_in_every_dtype() {
     let mut rng = Rng::new();
-    let (tokens, hidden, inter) = (11, 96, 64);
+    let tokens = 11;
+    let hidden = 96;
+    let inter = 64;
     for scheme in [int(4, 32, true, true), int(8, 0, false, true)] {
         let experts = Experts::new(&mut rng, (hidden, inter), (scheme, false));
         let ids = words(routings(&mut rng, tokens)[0].clone(), &[tokens, TOP_K]);
@@ -97,12 +99,15 @@ fn experts_in_their_own_orders_agree_in_every_dtype() {
         for dtype in FLOATS {
             let x = rng.floats(dtype, &[tokens, hidden]);
             let op = |p: &mut Place| -> Result<Vec<Placed>> {
-                let (ids, weights, x) = (p.put(&ids), p.put(&weights), p.put(&x));
+                let ids = p.put(&ids);
+                let weights = p.put(&weights);
+                let x = p.put(&x);
                 let packs = experts.packs(dtype, &p.ex);
-                let (w13, w2) = (packs[0].read()?, packs[1].read()?);
+                let w13 = packs[0].read()?;
+                let w2 = packs[1].read()?;
                 let slots = tokens * TOP_K;
-                let (mut offsets, mut sorted) =
-                    (p.out(DType::U32, &[EXPERTS + 1]), p.out(DType::U32, &[slots]));
+                let mut offsets = p.out(DType::U32, &[EXPERTS + 1]);
+                let mut sorted = p.out(DType::U32, &[slots]);
                 let mut in_rows = p.out(DType::U32, &[slots]);
                 let out = (offsets.view_mut(), sorted.view_mut(), in_rows.view_mut());
                 group_token_slots_into(ids.view(), None, out.0, out.1, out.2, &mut p.ex)?;
@@ -150,7 +155,8 @@ fn dense_products_take_rows_in_the_order_of_the_columns() {
             let floats = w.floats();
             let source = Source { matrices: [("m".to_string(), w)].into(), inputs: None };
             let weight = source.weight(&[&["m".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
-            let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
+            let x = rng.floats(DType::BF16, &[m, k]);
+            let bias = rng.floats(DType::BF16, &[n]);
             let mut ex = cuda();
             for bias in [None, Some(&bias)] {
                 let quant = weight.quantisation();
@@ -171,7 +177,9 @@ fn dense_products_take_rows_in_the_order_of_the_columns() {
                     want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
                 }
                 let p = Place::new(cuda());
-                let (x, bias, mut out) = (p.put(&x), p.put_some(bias), p.out(DType::F32, &[m, n]));
+                let x = p.put(&x);
+                let bias = p.put_some(bias);
+                let mut out = p.out(DType::F32, &[m, n]);
                 linear_into(
                     x.view(),
                     weight.read().unwrap().view().unwrap(),

@@ -187,13 +187,15 @@ impl Case<'_> {
 
     /// Packs on both sides and compares.
     fn check(&self, staging: &Arc<Staging>) {
-        let (host, device) = (self.pack(true, staging).unwrap(), self.pack(false, staging).unwrap());
+        let host = self.pack(true, staging).unwrap();
+        let device = self.pack(false, staging).unwrap();
         assert_eq!(device.packing(), Some(QuantPacking::Device), "{}", self.what);
         assert!(matches!(host.packing(), Some(QuantPacking::Host(_))), "{}", self.what);
         let form = |weight: &Weight| format!("{:?} {:?}", weight.quantisation(), weight.dims());
         assert_eq!(form(&host), form(&device), "{}", self.what);
         for e in 0..self.matrices.len() {
-            let (want, got) = (pieces(&host, e), pieces(&device, e));
+            let want = pieces(&host, e);
+            let got = pieces(&device, e);
             assert_eq!(want.len(), got.len(), "{} matrix {e}", self.what);
             for (i, (want, got)) in want.iter().zip(&got).enumerate() {
                 let differs = want.iter().zip(got).position(|(a, b)| a != b);
@@ -255,7 +257,8 @@ fn formats(k: usize) -> Vec<Format> {
 
 #[test]
 fn experts_are_packed_as_the_host_packs_them() {
-    let (mut rng, buffers) = (Rng::new(), Buffers::default());
+    let mut rng = Rng::new();
+    let buffers = Buffers::default();
     for (n, k) in small([(16, 64), (24, 96), (40, 192), (128, 128), (72, 320), (768, 512)], 64, |size| size.0)
     {
         for (i, format) in formats(k).into_iter().enumerate() {
@@ -276,7 +279,8 @@ fn experts_are_packed_as_the_host_packs_them() {
 
 #[test]
 fn dense_weights_of_several_modules_are_packed_as_the_host_packs_them() {
-    let (mut rng, buffers) = (Rng::new(), Buffers::default());
+    let mut rng = Rng::new();
+    let buffers = Buffers::default();
     for (sizes, k) in
         small([([32, 8, 8], 128), ([128, 24, 40], 384), ([1024, 128, 128], 1024)], 128, |size| size.1)
     {
@@ -292,14 +296,18 @@ fn dense_weights_of_several_modules_are_packed_as_the_host_packs_them() {
 
 #[test]
 fn parts_of_ranks_are_packed_as_the_host_packs_them() {
-    let (mut rng, buffers) = (Rng::new(), Buffers::default());
-    let (n, k) = (96, 512);
+    let mut rng = Rng::new();
+    let buffers = Buffers::default();
+    let n = 96;
+    let k = 512;
     for (i, format) in formats(k).into_iter().enumerate() {
         let scales = SCALES[(i + rng.below(5)) % 5];
         let modules: Vec<_> = (0..4).map(|_| Filed::new(&mut rng, format, (n, k), scales)).collect();
         for tp in format.tp_sizes(k).into_iter().filter(|tp| [2, 4, 8].contains(tp)) {
-            let (rank, what) = (rng.below(tp), format!("{format:?} {scales:?} tp {tp}"));
-            let (rows, columns) = (n / tp * rank..n / tp * (rank + 1), k / tp * rank..k / tp * (rank + 1));
+            let rank = rng.below(tp);
+            let what = format!("{format:?} {scales:?} tp {tp}");
+            let rows = n / tp * rank..n / tp * (rank + 1);
+            let columns = k / tp * rank..k / tp * (rank + 1);
             let gate_up =
                 modules.chunks(2).map(|two| two.iter().map(|one| (one, rows.clone(), 0..k)).collect());
             let gate_up = Case { what: what.clone(), matrices: gate_up.collect(), usage: QuantUse::GateUp };
@@ -318,7 +326,8 @@ fn parts_of_ranks_are_packed_as_the_host_packs_them() {
 
 #[test]
 fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
-    let (mut rng, buffers) = (Rng::new(), Buffers::default());
+    let mut rng = Rng::new();
+    let buffers = Buffers::default();
     let gptq = Format::Gptq { int: int(4, 32, false), zeros: GptqZeros::V1 };
     let awq = Format::Awq { int: int(4, 32, false) };
     let fp8 = Format::Fp8 { scales: QuantGroup::Channel, scale_inv: false };
@@ -348,7 +357,8 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
 /// Columns with an order are sorted on the host, and the weight says so.
 #[test]
 fn act_order_is_packed_by_the_host() {
-    let (mut rng, buffers) = (Rng::new(), Buffers::default());
+    let mut rng = Rng::new();
+    let buffers = Buffers::default();
     let act_order = IntFormat { act_order: true, ..int(4, 32, true) };
     let filed =
         Filed::new(&mut rng, Format::Gptq { int: act_order, zeros: GptqZeros::V2 }, (32, 128), Scales::F16);

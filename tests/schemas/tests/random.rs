@@ -222,8 +222,12 @@ fn is_written_so(value: &Value) -> bool {
 fn texts_of_random_schemas_are_valid() {
     let count = std::env::var("MOE_SCHEMAS").ok().and_then(|n| n.parse().ok()).unwrap_or(SCHEMAS);
     let vocabulary = Vocabulary::new().unwrap();
-    let (mut compiled, mut refused, mut texts, mut endless, mut taken, mut missed) =
-        (0, 0, 0, 0, 0, Vec::new());
+    let mut compiled = 0;
+    let mut refused = 0;
+    let mut texts = 0;
+    let mut endless = 0;
+    let mut taken = 0;
+    let mut missed = Vec::new();
     let mut reasons = std::collections::BTreeMap::<String, usize>::new();
     let mut faults = Vec::new();
     for seed in 0..count as u64 {

@@ -39,7 +39,8 @@ fn scale(columns: usize) -> f32 {
 
 /// Tensors of a checkpoint of Qwen3-MoE. The gate's are larger, so that scores differ by more than roundings.
 fn tensors(case: &Case, logits: usize) -> Vec<(String, Vec<usize>, f32)> {
-    let (h, i) = (case.sizes.hidden, case.sizes.inter);
+    let h = case.sizes.hidden;
+    let i = case.sizes.inter;
     let mut all = vec![("gate.weight".into(), vec![logits, h], 2. * scale(h))];
     for e in 0..case.sizes.experts {
         for (name, dims) in [("gate_proj", [i, h]), ("up_proj", [i, h]), ("down_proj", [h, i])] {
@@ -77,14 +78,19 @@ fn chunked(case: &Case) -> Result<SparseMoeBlock> {
 }
 
 fn mlp(case: &Case) -> Result<GatedMlp> {
-    let (h, i) = (case.sizes.hidden, case.sizes.inter);
-    let (w13, w2) = (case.weight(&[2 * i, h], scale(h))?, case.weight(&[h, i], scale(i))?);
+    let h = case.sizes.hidden;
+    let i = case.sizes.inter;
+    let w13 = case.weight(&[2 * i, h], scale(h))?;
+    let w2 = case.weight(&[h, i], scale(i))?;
     GatedMlp::new(w13, w2, Activation::SwiGlu)
 }
 
 fn fused_experts(case: &Case) -> Result<Vec<Tensor>> {
-    let (h, i, e) = (case.sizes.hidden, case.sizes.inter, case.sizes.experts);
-    let (w13, w2) = (case.weight(&[e, 2 * i, h], scale(h))?, case.weight(&[e, h, i], scale(i))?);
+    let h = case.sizes.hidden;
+    let i = case.sizes.inter;
+    let e = case.sizes.experts;
+    let w13 = case.weight(&[e, 2 * i, h], scale(h))?;
+    let w2 = case.weight(&[e, h, i], scale(i))?;
     let experts = FusedExperts::new(ExpertWeights::new(w13, w2, None, None)?, Activation::SwiGlu)?;
     let hidden = case.input(&[case.sizes.rows(), h], case.dtype)?;
     let (ids, weights) = case.routing()?;

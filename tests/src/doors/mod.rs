@@ -39,7 +39,8 @@ pub fn assert_close(what: &str, expected: &[Tensor], got: &[Tensor], tolerance: 
     assert_eq!(expected.len(), got.len(), "{what}");
     for (i, (want, got)) in expected.iter().zip(got).enumerate() {
         assert_eq!((want.dims(), want.dtype()), (got.dims(), got.dtype()), "{what}: result {i}");
-        let (want, got) = (values(want), values(got));
+        let want = values(want);
+        let got = values(got);
         let largest = want.iter().fold(0f64, |m, x| m.max(x.abs()));
         for (at, (w, g)) in want.iter().zip(&got).enumerate() {
             let close = (w - g).abs() <= tolerance * largest;

@@ -33,8 +33,11 @@ const VOCAB: usize = 53;
 
 /// A prompt in two steps: all rows but one, then the last beside the cache.
 fn attention(case: &Case) -> Result<Vec<Tensor>> {
-    let (tokens, hidden) = (case.sizes.rows(), case.sizes.hidden);
-    let (heads, kv_heads, dim) = (4, 2, if hidden < 1024 { 18 } else { 128 });
+    let tokens = case.sizes.rows();
+    let hidden = case.sizes.hidden;
+    let heads = 4;
+    let kv_heads = 2;
+    let dim = if hidden < 1024 { 18 } else { 128 };
     let config = AttentionConfig {
         hidden_size: hidden,
         num_heads: heads,
@@ -59,7 +62,8 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
     };
     let attention = Attention::new(config, weights)?;
     let layout = KvLayout { num_kv_heads: kv_heads, head_dim: dim, value_dim: Some(dim), dtype: case.dtype };
-    let (block_size, ids) = (16, vec![0; tokens]);
+    let block_size = 16;
+    let ids = vec![0; tokens];
     let blocks: Vec<u32> = (0..tokens.div_ceil(block_size) as u32).rev().collect();
     let mut cache = KvCache::new_on(&case.device, &layout.layers(1), blocks.len().max(1), block_size)?;
     let rope = RopeConfig {
@@ -69,7 +73,8 @@ fn attention(case: &Case) -> Result<Vec<Tensor>> {
         max_position_embeddings: 512,
         scaling: RopeScaling::Default,
     };
-    let (rope, kv) = (Rope::new(rope), cache.layer_mut(0)?);
+    let rope = Rope::new(rope);
+    let kv = cache.layer_mut(0)?;
     let mut outputs = Vec::new();
     for rows in [0..tokens.saturating_sub(1), tokens.saturating_sub(1)..tokens] {
         if rows.is_empty() {

@@ -12,7 +12,8 @@ use super::case::{Call, Case};
 pub const CALLS: &[(&str, Call)] = &[
     ("Router::route", |case| results(router(case)?.route(&logits(case)?)?)),
     ("Router::route_step", |case| {
-        let (logits, hidden) = (logits(case)?, rows(case)?);
+        let logits = logits(case)?;
+        let hidden = rows(case)?;
         results(router(case)?.route_step(
             &logits,
             Some(&hidden),
@@ -113,7 +114,8 @@ fn local(case: &Case) -> Result<LocalExperts> {
 
 /// Experts that double a row: each slot of a token then has the same row, whatever the format.
 fn dispatch(case: &Case, backend: impl PrepareFinalize + 'static) -> Result<Vec<Tensor>> {
-    let (hidden, (ids, weights)) = (rows(case)?, case.routing()?);
+    let hidden = rows(case)?;
+    let (ids, weights) = case.routing()?;
     let top_k = case.sizes.top_k;
     let out = Dispatcher::new(backend).forward(&hidden, &ids, &weights, |dispatched| {
         let rows = (&dispatched.rows * 2.)?;

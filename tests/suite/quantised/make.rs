@@ -47,7 +47,9 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
     raw["quantization_config"] = header.clone();
     let quant = QuantConfig::from_json(&raw).unwrap().unwrap();
     let weights = DummyWeights::new(specs.clone(), seed);
-    let (mut stored, mut floats, mut matrices) = (HashMap::new(), HashMap::new(), 0);
+    let mut stored = HashMap::new();
+    let mut floats = HashMap::new();
+    let mut matrices = 0;
     for spec in &specs {
         let values = weights.get_unchecked(&spec.name, DType::F32, &Device::Cpu).unwrap();
         let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
@@ -60,7 +62,8 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
             continue;
         }
         matrices += 1;
-        let (n, k) = (spec.shape[0], spec.shape[1]);
+        let n = spec.shape[0];
+        let k = spec.shape[1];
         let (tensors, meant) = match format {
             Format::Fp8 { scales, scale_inv } => fp8(&values, n, k, scales, scale_inv),
             Format::Mxfp4 => mxfp4(&values, n, k),
@@ -93,7 +96,8 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| -> &'static str { dir.path().join(name).display().to_string().leak() };
-    let (quantised, twin) = (path("quantised"), path("twin"));
+    let quantised = path("quantised");
+    let twin = path("twin");
     write(quantised, &raw, &stored);
     raw.as_object_mut().unwrap().remove("quantization_config");
     write(twin, &raw, &floats);
@@ -121,8 +125,9 @@ fn round(values: &[f32], n: usize, k: usize, int: IntFormat, random: &mut Random
         (1..k).rev().for_each(|at| g_idx.swap(at, random.below(at + 1)));
     }
     let most = ((1u32 << int.bits) - 1) as f32;
-    let (mut codes, mut zeros, mut scales) =
-        (vec![0u8; n * k], vec![int.middle(); n * groups], vec![0.0; n * groups]);
+    let mut codes = vec![0u8; n * k];
+    let mut zeros = vec![int.middle(); n * groups];
+    let mut scales = vec![0.0; n * groups];
     for row in 0..n {
         for group in 0..groups {
             let of_group = (0..k).filter(|&column| g_idx[column] as usize == group);
@@ -182,7 +187,9 @@ fn fp8(values: &[f32], n: usize, k: usize, scales: QuantGroup, scale_inv: bool) 
 fn mxfp4(values: &[f32], n: usize, k: usize) -> (Vec<Tensor>, Vec<f32>) {
     const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let value = |q: u8| if q & 8 == 0 { MAGNITUDES[q as usize] } else { -MAGNITUDES[(q & 7) as usize] };
-    let (mut codes, mut exponents, mut meant) = (Vec::new(), Vec::new(), Vec::new());
+    let mut codes = Vec::new();
+    let mut exponents = Vec::new();
+    let mut meant = Vec::new();
     for block in values.chunks(32) {
         let largest = block.iter().fold(1e-20f32, |most, v| most.max(v.abs()));
         let exponent = largest.log2().floor() as i32 - 2;

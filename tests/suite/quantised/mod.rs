@@ -175,8 +175,10 @@ fn close(config: &str, options: &[LoadOptions]) {
                 false => assert!(distance(&got, &want) < 1e-4, "{what}: {}", distance(&got, &want)),
             }
             // In bf16 as far from f32 as the floats are in bf16.
-            let (floats, got) = (run(made.twin_for(options), DType::BF16), run(made.quantised, DType::BF16));
-            let (noise, error) = (usual_distance(&floats, &want), usual_distance(&got, &want));
+            let floats = run(made.twin_for(options), DType::BF16);
+            let got = run(made.quantised, DType::BF16);
+            let noise = usual_distance(&floats, &want);
+            let error = usual_distance(&got, &want);
             assert!(error < 2.0 * noise + 1e-3, "{what}: bf16 {error}, the floats {noise}");
         }
     }

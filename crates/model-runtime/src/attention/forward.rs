@@ -79,7 +79,8 @@ impl Attention {
             self.norm_all_heads(q_norm, k_norm, qkv.reborrow(), ex)?;
             norms = None;
         }
-        let (q_norm, k_norm) = (Lock::new(norms.map(|n| &n.0))?, Lock::new(norms.map(|n| &n.1))?);
+        let q_norm = Lock::new(norms.map(|n| &n.0))?;
+        let k_norm = Lock::new(norms.map(|n| &n.1))?;
         let args = QkNormRope {
             qkv: qkv.as_view(),
             q_norm: q_norm.view()?,
@@ -117,8 +118,10 @@ impl Attention {
     /// [`Step::views`]: crate::Step::views
     pub fn forward(&self, x: &Tensor, step: &StepViews, rope: &Rope, kv: &mut KvLayer) -> Result<Tensor> {
         forward_rows(x, self.config.hidden_size, x.dtype(), |x, out, ex| {
-            let (positions, rope_len) = (ex.lend(step.positions)?, ex.lend(step.rope_len)?);
-            let (slots, tables) = (ex.lend(step.slot_mapping)?, ex.lend(step.block_tables)?);
+            let positions = ex.lend(step.positions)?;
+            let rope_len = ex.lend(step.rope_len)?;
+            let slots = ex.lend(step.slot_mapping)?;
+            let tables = ex.lend(step.block_tables)?;
             let starts = ex.lend(step.query_start_loc)?;
             let step = StepViews {
                 positions: positions.view(),
@@ -142,7 +145,8 @@ impl Attention {
         kv: &mut KvLayer,
         ex: &mut Exec,
     ) -> Result<ProductRows> {
-        let (t, w) = (step.num_tokens(), &self.weights);
+        let t = step.num_tokens();
+        let w = &self.weights;
         // q, k and v are rounded once: k and v when they enter the cache, q never.
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         w.qkv.first_into(io, qkv.view_mut(), ex)?;

@@ -31,7 +31,9 @@ impl Attention {
 
     fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
         config.check()?;
-        let (h, n, q) = (config.hidden_size, config.qkv_rows(), config.num_heads * config.head_dim);
+        let h = config.hidden_size;
+        let n = config.qkv_rows();
+        let q = config.num_heads * config.head_dim;
         let Held { qkv, o, qk_norm } = &weights;
         let dtype = qkv.weight.dtype();
         let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
@@ -93,8 +95,10 @@ impl Attention {
     ) -> Result<Self> {
         config.check()?;
         config.refuse_unread(&names, &vb)?;
-        let (h, d) = (config.hidden_size, config.head_dim);
-        let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+        let h = config.hidden_size;
+        let d = config.head_dim;
+        let q = config.num_heads * d;
+        let kv = config.num_kv_heads * d;
         let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
         let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
         let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));

@@ -45,7 +45,8 @@ impl AttentionConfig {
     /// The dimensions of a head, first those that are rotated forwards: of each pair the first one, then what is not
     /// rotated to half of the head; then likewise the second ones and the rest.
     fn head_order(&self) -> Vec<usize> {
-        let (pairs, half) = (self.rotary_dim / 2, self.head_dim / 2);
+        let pairs = self.rotary_dim / 2;
+        let half = self.head_dim / 2;
         let kept = self.rotary_dim..self.head_dim;
         let dims = 0..self.rotary_dim;
         let is_first = |dim: &usize| match self.rotated_pairs {

@@ -89,7 +89,8 @@ impl Attention {
     ) -> Result<Self> {
         let heads = context.geometry.attention_heads(config.num_heads, config.num_kv_heads)?;
         let output = context.row_parallel(OUTPUT, config.num_heads * config.head_dim)?;
-        let (comm, kv_replicas) = (&context.groups.tp, heads.kv_replicas);
+        let comm = &context.groups.tp;
+        let kv_replicas = heads.kv_replicas;
         let ranks = output.map(|output| HeadRanks { output, comm: comm.clone(), kv_replicas });
         let part = config.part(&context.geometry)?;
         Ok(Self { ranks, ..Self::load_on(part, names, vb, context)? })
@@ -105,7 +106,8 @@ impl Attention {
     ) -> Result<()> {
         let _norm = ex.launched_as_one(|| ALL_HEADS);
         let AttentionConfig { num_heads: q, num_kv_heads: kv, head_dim: dim, .. } = self.config;
-        let (heads, rows) = (QkvHeads { q, kv, dim }, qkv.rows());
+        let heads = QkvHeads { q, kv, dim };
+        let rows = qkv.rows();
         let (ranks, kv_replicas) =
             self.ranks.as_ref().map_or((1, 1), |ranks| (ranks.comm.world_size(), ranks.kv_replicas));
         let mut squares = ex.scratch(DType::F32, &[rows, heads.normed()])?;
@@ -115,7 +117,8 @@ impl Attention {
             ranks_of_heads.comm.all_gather(squares.view(), all.view_mut(), ex)?;
             squares = all;
         }
-        let (q_norm, k_norm) = (TensorView::new(q_norm)?, TensorView::new(k_norm)?);
+        let q_norm = TensorView::new(q_norm)?;
+        let k_norm = TensorView::new(k_norm)?;
         let args = HeadsNorm {
             squares: squares.view().reshape(&[ranks, rows, heads.normed()])?,
             kv_replicas,

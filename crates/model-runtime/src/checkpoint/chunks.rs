@@ -41,7 +41,9 @@ struct Piece<'a> {
 /// The boxes in chunks of `most` elements, wherever one ends and the next begins; only the last chunk may be
 /// shorter. No read spans more than `most` elements of a file.
 pub(super) fn chunks<'a>(parts: &'a [Part<'a>], most: usize) -> Vec<Chunk<'a>> {
-    let (mut chunks, mut chunk, mut free) = (Vec::new(), Chunk::default(), most);
+    let mut chunks = Vec::new();
+    let mut chunk = Chunk::default();
+    let mut free = most;
     for part in parts {
         for run in &part.runs {
             let mut start = run.start;
@@ -104,7 +106,9 @@ impl Piece<'_> {
     fn read(&self, wanted: DType, scratch: &mut Vec<u8>, mut out: &mut [u8]) -> Result<(), CheckpointError> {
         let (Some(first), Some(last)) = (self.runs.first(), self.runs.last()) else { return Ok(()) };
         let Part { file, entry, .. } = self.part;
-        let (size, start, stored) = (self.part.size(), entry.range.start, entry.dtype);
+        let size = self.part.size();
+        let start = entry.range.start;
+        let stored = entry.dtype;
         let span = start + first.start * size..start + last.end * size;
         if self.runs.len() == 1 && decode::dtype_of(stored) == Some(wanted) {
             return file.read_at(&span, out);
@@ -175,7 +179,8 @@ mod tests {
             let part = |cuts| Part { file, entry, runs: runs(&ranges(cuts), &entry.shape) };
             let parts: Vec<_> = boxes.iter().map(part).collect();
             let chunks = chunks(&parts, most);
-            let (mut got, mut scratch) = (Vec::new(), vec![7; 3]);
+            let mut got = Vec::new();
+            let mut scratch = vec![7; 3];
             for (number, chunk) in chunks.iter().enumerate() {
                 prop_assert!(chunk.elements() == most || number + 1 == chunks.len() && chunk.elements() > 0);
                 for Piece { runs, .. } in &chunk.0 {

@@ -121,7 +121,8 @@ fn widen_bf16(bytes: [u8; 2]) -> f32 {
 fn count<const N: usize>(bytes: &[u8], widen: impl Fn([u8; N]) -> f32 + Sync) -> (usize, usize) {
     let (elements, _) = bytes.as_chunks::<N>();
     let chunk = |elements: &[[u8; N]]| {
-        let (mut nan, mut inf) = (0, 0);
+        let mut nan = 0;
+        let mut inf = 0;
         for &e in elements {
             let x = widen(e);
             nan += x.is_nan() as usize;

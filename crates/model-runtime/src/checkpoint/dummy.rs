@@ -86,7 +86,8 @@ impl DummyWeights {
         if device.is_cuda() && dtype == DType::BF16 && shape.len() > 1 {
             let mut out = moe_kernels::Buffer::unspecified_on(device, dtype, shape)?;
             let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
-            let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
+            let bound = (STD * 3f64.sqrt()) as f32;
+            let ex = moe_kernels::Exec::on(device)?;
             moe_kernels::cuda::fill_random_into(out.view_mut(), key, 0, bound, &ex)?;
             return out.into_tensor();
         }
@@ -109,7 +110,8 @@ impl DummyWeights {
         let dims: Vec<usize> = ranges.iter().map(|range| range.len()).collect();
         let mut out = moe_kernels::Buffer::unspecified_on(device, dtype, &dims)?;
         let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
-        let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
+        let bound = (STD * 3f64.sqrt()) as f32;
+        let ex = moe_kernels::Exec::on(device)?;
         moe_kernels::cuda::fill_random_box_into(out.view_mut(), shape, ranges, key, bound, &ex)?;
         out.into_tensor().map(Some)
     }

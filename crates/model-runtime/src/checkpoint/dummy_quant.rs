@@ -46,7 +46,8 @@ pub(super) fn random_part(
     let whole = [0..n, 0..k];
     let ranges = ranges.unwrap_or(&whole);
     check_ranges(module, ranges, &dims)?;
-    let (rows, held) = (ranges[0].clone(), ranges[1].clone());
+    let rows = ranges[0].clone();
+    let held = ranges[1].clone();
     // One order for all modules of a size: gate and up share it.
     let perm = scheme.act_order.then(|| {
         let mut order: Vec<u32> = (0..k as u32).collect();
@@ -70,7 +71,8 @@ impl RandomRows {
 
     /// Scale and zero point of a group of a row of the whole matrix.
     fn group(&self, row: usize, group: usize) -> (f32, u8) {
-        let (scheme, row) = (self.scheme, self.scheme.group.scale_row(row));
+        let scheme = self.scheme;
+        let row = self.scheme.group.scale_row(row);
         let bits = mix(self.hash(1, row * scheme.groups(self.k) + group));
         let deviation = match scheme.codes {
             Codes::E4m3 => FP8_DEVIATION,
@@ -98,7 +100,8 @@ impl QuantRows for RandomRows {
     }
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
-        let (group, groups) = (self.scheme.group_size(self.k), self.scheme.groups(self.columns.len()));
+        let group = self.scheme.group_size(self.k);
+        let groups = self.scheme.groups(self.columns.len());
         let first_group = self.columns.start / group;
         let mask = u64::from_le_bytes([self.scheme.largest_code(); 8]);
         let words = self.k.div_ceil(8);
@@ -114,7 +117,8 @@ impl QuantRows for RandomRows {
             out.q.truncate(start + self.columns.len());
             // Without NaN; and without the lowest integer, whose opposite there is not: their mean is to be the zero point,
             // or all rows of a product would grow alike, and every token choose the same experts.
-            let (codes, middle) = (&mut out.q[start..], self.scheme.middle());
+            let codes = &mut out.q[start..];
+            let middle = self.scheme.middle();
             match self.scheme.codes {
                 Codes::E4m3 => codes.iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
                 Codes::E2m1 => {}
@@ -148,10 +152,12 @@ mod tests {
     }
 
     fn floats(part: &QuantPart<'_>) -> Result<Vec<f32>> {
-        let (rows, (n, k)) = (&part.rows, part.rows.shape());
+        let rows = &part.rows;
+        let (n, k) = part.rows.shape();
         let mut all = LogicalRows::default();
         rows.read(0..n, &mut all)?;
-        let (scheme, groups) = (rows.scheme(), rows.scheme().groups(k));
+        let scheme = rows.scheme();
+        let groups = rows.scheme().groups(k);
         let value = |i: usize| {
             let at = i / k * groups + i % k / scheme.group_size(k);
             all.scale[at] * (scheme.value(all.q[i]) - all.zero.get(at).map_or(0.0, |zero| f32::from(*zero)))

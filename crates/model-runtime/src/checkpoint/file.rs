@@ -140,7 +140,8 @@ impl TensorFile {
         if let Bytes::Mapped(map) = &self.bytes {
             // Multiple of every page size in use; a smaller page only leaves a few resident.
             const PAGE: usize = 64 << 10;
-            let (from, to) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+            let from = range.start.next_multiple_of(PAGE);
+            let to = range.end / PAGE * PAGE;
             if from < to {
                 // SAFETY: the mapping is shared, read-only and backed by the file, so the advice
                 // discards no data: a later access reads the same bytes from the file again.

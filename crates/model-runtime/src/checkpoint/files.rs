@@ -195,7 +195,8 @@ impl TensorFiles {
     /// Whether two tensors of one dtype have the same bytes; they are read up to the first difference.
     pub(super) fn same_bytes(&self, a: &str, b: &str) -> candle_core::Result<bool> {
         const PIECE: usize = 1 << 22;
-        let (a, b) = (self.stored(a)?, self.stored(b)?);
+        let a = self.stored(a)?;
+        let b = self.stored(b)?;
         let left = a.0.bytes()[a.1.range.clone()].chunks(PIECE);
         let same = left.eq(b.0.bytes()[b.1.range.clone()].chunks(PIECE));
         [a, b].into_iter().for_each(|(file, entry)| file.release(&entry.range));
@@ -276,7 +277,8 @@ impl Inner {
                 let second = entry.file;
                 if let Some(old) = inner.entries.insert(name.clone(), entry) {
                     let label = |i: usize| inner.label(i).to_string();
-                    let (first, second) = (label(old.file), label(second));
+                    let first = label(old.file);
+                    let second = label(second);
                     return Err(CheckpointError(format!(
                         "tensor `{name}` is in both {first} and {second}; remove one of the files"
                     )));

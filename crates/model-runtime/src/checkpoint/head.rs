@@ -35,8 +35,8 @@ pub fn has_own_head(files: &TensorFiles, names: &TensorNames) -> Result<bool> {
         return Ok(!files.same_bytes(&embedding, &head)?);
     }
     // Of two dtypes the values count.
-    let (rows, width) =
-        (left.shape.first().copied().unwrap_or(0), left.shape.iter().skip(1).product::<usize>());
+    let rows = left.shape.first().copied().unwrap_or(0);
+    let width = left.shape.iter().skip(1).product::<usize>();
     for start in (0..rows).step_by((PIECE / width.max(1)).max(1)) {
         let held = start..(start + (PIECE / width.max(1)).max(1)).min(rows);
         if !same_rows(files, [&embedding, &head], held)? {

@@ -186,8 +186,8 @@ impl TensorLayout {
         shared: Option<SharedPacks<'_>>,
     ) -> Result<(), GeometryError> {
         let held = self.geometry.expert_intermediate(intermediate)?.range;
-        let (gate_up, down) =
-            (format!("{prefix}.{}", names.packed_gate_up), format!("{prefix}.{}", names.packed_down));
+        let gate_up = format!("{prefix}.{}", names.packed_gate_up);
+        let down = format!("{prefix}.{}", names.packed_down);
         if packed {
             self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
             self.whole(&down, &[experts, hidden, intermediate]);
@@ -211,8 +211,8 @@ impl TensorLayout {
         }
         let layout = self.geometry.expert_layout(experts)?;
         for e in 0..experts {
-            let (name, here) =
-                (format!("{prefix}.{e}"), layout.local_experts.binary_search(&(e as u32)).is_ok());
+            let name = format!("{prefix}.{e}");
+            let here = layout.local_experts.binary_search(&(e as u32)).is_ok();
             let up = intermediate + held.start..intermediate + held.end;
             for (projection, pack, stored, rows, packed_rows, columns) in [
                 (names.gate, "w13", &gate_up, held.clone(), held.clone(), 0..hidden),

@@ -36,7 +36,8 @@ pub struct RankView {
 impl RankView {
     /// `slices` of `source`. Several of one name are a pack: one behind the other, in their order.
     pub fn new(source: impl SliceSource + 'static, slices: impl IntoIterator<Item = TensorSlice>) -> Self {
-        let (mut all, mut stored) = (HashMap::<_, Vec<_>>::new(), HashSet::new());
+        let mut all = HashMap::<_, Vec<_>>::new();
+        let mut stored = HashSet::new();
         for slice in slices {
             stored.insert(slice.stored.clone());
             all.entry(slice.name.clone()).or_default().push(slice);

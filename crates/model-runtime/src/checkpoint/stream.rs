@@ -28,7 +28,8 @@ impl TensorFiles {
         let staging = self.staging(device)?;
         let elements = parts.iter().map(Part::elements).sum();
         let mut out = Buffer::unspecified_on(device, wanted, &[elements])?;
-        let (mut loads, mut rest) = (Vec::new(), out.view_mut());
+        let mut loads = Vec::new();
+        let mut rest = out.view_mut();
         // Neither what is read nor what is copied is longer than a buffer.
         let widest = parts.iter().map(Part::size).fold(wanted.size_in_bytes(), usize::max);
         for chunk in chunks(&parts, staging.buffer_len() / widest) {

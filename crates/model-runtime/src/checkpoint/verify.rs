@@ -37,7 +37,8 @@ impl TensorFiles {
         ignored: &[&str],
     ) -> Result<Verified, CheckpointError> {
         let expected: Vec<TensorSpec> = expected.into_iter().collect();
-        let (mut missing, mut wrong_shape) = (Vec::new(), Vec::new());
+        let mut missing = Vec::new();
+        let mut wrong_shape = Vec::new();
         let mut unseen: BTreeMap<&str, &[usize]> = self.iter().map(|t| (t.name, t.shape)).collect();
         for TensorSpec { name, shape } in &expected {
             match unseen.remove(name.as_str()) {
@@ -93,7 +94,8 @@ impl TensorFiles {
     /// # Errors
     /// Every tensor with NaN or infinite elements, with the numbers of both.
     pub fn check_finite(&self) -> Result<(), CheckpointError> {
-        let (mut checked, mut found) = (0, Vec::new());
+        let mut checked = 0;
+        let mut found = Vec::new();
         self.visit(|name, dtype, bytes| {
             let Some((nan, inf)) = decode::count_non_finite(bytes, dtype) else { return };
             checked += 1;
@@ -104,7 +106,8 @@ impl TensorFiles {
         if found.is_empty() {
             return Ok(());
         }
-        let (bad, lines) = (found.len(), found.concat());
+        let bad = found.len();
+        let lines = found.concat();
         Err(CheckpointError(format!("{bad} of {checked} tensors hold weights that are not finite:{lines}")))
     }
 }

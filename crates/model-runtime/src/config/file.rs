@@ -25,7 +25,9 @@ mod tests {
     #[test]
     fn what_has_no_end_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let (file, link, pipe) = (dir.path().join("file"), dir.path().join("link"), dir.path().join("pipe"));
+        let file = dir.path().join("file");
+        let link = dir.path().join("link");
+        let pipe = dir.path().join("pipe");
         std::fs::write(&file, "{}").unwrap();
         std::os::unix::fs::symlink(&file, &link).unwrap();
         assert_eq!(read_file(&link).unwrap(), b"{}", "the hub's cache is made of links");

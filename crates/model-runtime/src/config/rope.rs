@@ -246,7 +246,8 @@ fn yarn(config: &Config, section: &Config, max: usize) -> Result<Yarn, ConfigErr
     let beta = |key, default| -> Result<f64, ConfigError> {
         Ok(section.opt_float(&[key])?.filter(|b| *b != 0.0).unwrap_or(default))
     };
-    let (beta_fast, beta_slow) = (beta("beta_fast", 32.0)?, beta("beta_slow", 1.0)?);
+    let beta_fast = beta("beta_fast", 32.0)?;
+    let beta_slow = beta("beta_slow", 1.0)?;
     if beta_slow <= 0.0 || beta_fast < beta_slow {
         return Err(section.invalid(
             "beta_fast",

@@ -182,7 +182,8 @@ impl Config {
     /// # Errors
     /// As [`quantisation`](Self::quantisation); a file that cannot be read.
     pub fn quantisation_in(&self, dir: &Path) -> Result<Option<QuantConfig>, ConfigError> {
-        let (header, separate) = (self.quantisation()?, dir.join("quantize_config.json"));
+        let header = self.quantisation()?;
+        let separate = dir.join("quantize_config.json");
         if header.is_some() || !separate.is_file() {
             return Ok(header);
         }

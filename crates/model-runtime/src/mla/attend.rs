@@ -78,7 +78,8 @@ impl<'a> Rows<'a> {
 impl MlaAttention {
     /// Rows of a source, with the angles of a step.
     pub(super) fn rows<'a>(&self, source: Source<'a>, rope: &'a RopeRows) -> Rows<'a> {
-        let (heads, eps) = (self.config.num_heads, self.config.norm_eps as f32);
+        let heads = self.config.num_heads;
+        let eps = self.config.norm_eps as f32;
         Rows { source, cos: rope.cos(), sin: rope.sin(), heads, eps }
     }
 
@@ -92,7 +93,8 @@ impl MlaAttention {
         ex: &mut Exec,
     ) -> Result<()> {
         let MlaConfig { num_heads, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
-        let (t, width) = (rows.len(), qk_nope_head_dim + qk_rope_head_dim);
+        let t = rows.len();
+        let width = qk_nope_head_dim + qk_rope_head_dim;
         let meta = AttentionMeta {
             query_start_loc: step.query_start_loc,
             positions: step.positions,
@@ -105,9 +107,11 @@ impl MlaAttention {
             rows.query_into(None, rotated.view_mut(), kv, ex)?;
             return paged_attention_into(rotated.view(), kv.k(), kv.v(), &meta, out, ex);
         };
-        let (w_uk, w_uv) = (TensorView::new(w_uk)?, TensorView::new(w_uv)?);
+        let w_uk = TensorView::new(w_uk)?;
+        let w_uv = TensorView::new(w_uv)?;
         let weights = (w_uk.view()?, w_uv.view()?);
-        let (first, sequences) = (step.decode_rows, step.block_tables.rows());
+        let first = step.decode_rows;
+        let sequences = step.block_tables.rows();
         let call = self.prompt_call(t - first, Some(step.prompt_positions));
         if PromptForm::choose(&call, &ex.machine()) != Some(PromptForm::Expanded) {
             return self.in_latent_space(rows, weights, &meta, kv, out, ex);

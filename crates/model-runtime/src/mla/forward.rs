@@ -72,7 +72,8 @@ impl MlaAttention {
         ex: &mut Exec,
     ) -> Result<()> {
         let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
-        let (t, dtype) = (x.rows(), x.dtype());
+        let t = x.rows();
+        let dtype = x.dtype();
         let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
         kv_a.forward_into(x, compressed.view_mut(), ex)?;
         let norm = TensorView::new(&self.kv_a_norm)?;
@@ -83,7 +84,8 @@ impl MlaAttention {
             cos: rope.cos(),
             sin: rope.sin(),
         };
-        let (mut latent, mut rotated) = (ex.scratch(dtype, &[t, l])?, ex.scratch(dtype, &[t, r])?);
+        let mut latent = ex.scratch(dtype, &[t, l])?;
+        let mut rotated = ex.scratch(dtype, &[t, r])?;
         mla_latent_into(&args, latent.view_mut(), rotated.view_mut(), ex)?;
         let (k_cache, v_cache) = kv.kv_mut();
         match &self.up {

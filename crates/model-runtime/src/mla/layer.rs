@@ -44,7 +44,8 @@ impl MlaAttention {
     ) -> Result<Self> {
         config.check()?;
         config.refuse_unread(&names, &vb)?;
-        let (h, l) = (config.hidden_size, config.kv_lora_rank);
+        let h = config.hidden_size;
+        let l = config.kv_lora_rank;
         let out = config.num_heads * config.v_head_dim;
         Ok(Self {
             down: Down::load(&config, &names, &vb, context)?,

@@ -27,7 +27,8 @@ impl Down {
         vb: &VarBuilder,
         context: &BlockContext,
     ) -> Result<Self> {
-        let (h, latent) = (config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim);
+        let h = config.hidden_size;
+        let latent = config.kv_lora_rank + config.qk_rope_head_dim;
         let packs = config.q_lora_rank.is_none() && !config.bias && config.form == MlaForm::Absorbed;
         if packs && !vb.device().is_cpu() {
             let modules = [(names.q, config.query_rows()), (names.kv_a, latent)];
@@ -93,8 +94,10 @@ pub(super) enum Up {
 
 impl Up {
     pub(super) fn load(config: &MlaConfig, vb: VarBuilder, context: &BlockContext) -> Result<Self> {
-        let (heads, l) = (config.num_heads, config.kv_lora_rank);
-        let (n, v) = (config.qk_nope_head_dim, config.v_head_dim);
+        let heads = config.num_heads;
+        let l = config.kv_lora_rank;
+        let n = config.qk_nope_head_dim;
+        let v = config.v_head_dim;
         if config.form == MlaForm::Naive {
             let weight = load_weight(&vb, &[("", heads * (n + v))], l, QuantUse::Linear, context)?;
             return Ok(Self::Naive(Projection { weight, bias: None }));

@@ -59,7 +59,8 @@ mod tests {
         assert_eq!((edits.list.len(), edits.bans), (9, 3));
         let logits = [0.5, f32::NEG_INFINITY, 1.0, f32::NAN, 4.0, 1.0, -2.0];
         for early in [false, true] {
-            let (mut want, mut got) = (logits, logits);
+            let mut want = logits;
+            let mut got = logits;
             let banned = if early { &banned[..] } else { &[] };
             processors::apply(
                 &mut want,

@@ -37,7 +37,8 @@ pub struct TokenLogprobs {
 pub fn token_logprobs(logits: &[f32], token: u32, n: usize) -> Result<TokenLogprobs, SamplingError> {
     let (_, max) = argmax(logits)?;
     let Some(&logit) = logits.get(token as usize) else {
-        let (name, vocab_size) = ("log-probabilities", logits.len());
+        let name = "log-probabilities";
+        let vocab_size = logits.len();
         return Err(SamplingError::UnknownToken { name, token_id: token, vocab_size });
     };
     let weights = Weights { max, temperature: 1.0, min_p: 0.0 };

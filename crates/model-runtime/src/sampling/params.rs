@@ -111,7 +111,8 @@ impl SamplingParams {
     }
 
     fn check_numbers(&self) -> Result<(), SamplingError> {
-        let (t, r) = (self.temperature, self.repetition_penalty);
+        let t = self.temperature;
+        let r = self.repetition_penalty;
         let penalty = |name, x: f32| check(name, "from -2 to 2", x, (-2.0..=2.0).contains(&x));
         check("temperature", "a finite number of at least 0", t, t.is_finite() && t >= 0.0)?;
         check("top_p", "above 0 and at most 1", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0)?;

@@ -11,7 +11,8 @@ impl Step {
     /// # Errors
     /// The first array that is wrong, with its place.
     pub fn check(&self, vocab_size: usize, num_blocks: usize, block_size: usize) -> Result<()> {
-        let (rows, sequences) = (self.num_tokens(), self.num_sequences());
+        let rows = self.num_tokens();
+        let sequences = self.num_sequences();
         // Slots are numbers of 32 bits.
         let slots = num_blocks.checked_mul(block_size).filter(|&slots| u32::try_from(slots).is_ok());
         if block_size == 0 || slots.is_none() {
@@ -65,7 +66,9 @@ impl Step {
         let start = self.positions[rows.start];
         let prompt = self.rope_len[rows.start];
         for (row, position) in rows.clone().zip(u64::from(start)..) {
-            let (got, slot, rope) = (self.positions[row], self.slot_mapping[row], self.rope_len[row]);
+            let got = self.positions[row];
+            let slot = self.slot_mapping[row];
+            let rope = self.rope_len[row];
             if u64::from(got) != position {
                 bail!("row {row} is at position {got}, expected {position}")
             }

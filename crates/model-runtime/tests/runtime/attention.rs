@@ -21,8 +21,10 @@ fn pseudo(seed: usize, n: usize) -> Vec<f32> {
 
 /// The layer with random weights, and the same weights by name.
 fn layer(config: &AttentionConfig) -> Result<(Attention, HashMap<String, Vec<f32>>)> {
-    let (h, d) = (config.hidden_size, config.head_dim);
-    let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+    let h = config.hidden_size;
+    let d = config.head_dim;
+    let q = config.num_heads * d;
+    let kv = config.num_kv_heads * d;
     let mut shapes = vec![
         ("query.weight", vec![q, h]),
         ("k_proj.weight", vec![kv, h]),
@@ -40,7 +42,8 @@ fn layer(config: &AttentionConfig) -> Result<(Attention, HashMap<String, Vec<f32
         QkNorm::PerHead => shapes.extend([("q_norm.weight", vec![d]), ("k_norm.weight", vec![d])]),
         QkNorm::AllHeads => shapes.extend([("q_norm.weight", vec![q]), ("k_norm.weight", vec![kv])]),
     }
-    let (mut tensors, mut values) = (HashMap::new(), HashMap::new());
+    let mut tensors = HashMap::new();
+    let mut values = HashMap::new();
     for (seed, (name, shape)) in shapes.into_iter().enumerate() {
         let data = pseudo(seed, shape.iter().product());
         tensors.insert(name.to_string(), Tensor::from_vec(data.clone(), shape, &CPU)?);
@@ -90,7 +93,8 @@ fn head(x: &[f64], position: usize, config: &AttentionConfig) -> Vec<f64> {
 
 /// The outputs of a sequence from its inputs, by the definition.
 fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f32>]) -> Vec<Vec<f64>> {
-    let (d, group) = (config.head_dim, config.num_heads / config.num_kv_heads);
+    let d = config.head_dim;
+    let group = config.num_heads / config.num_kv_heads;
     let project = |x: &Vec<f32>, name: &str| {
         let x: Vec<f64> = x.iter().map(|&x| x as f64).collect();
         linear(&x, &w[&format!("{name}.weight")], w.get(&format!("{name}.bias")))
@@ -226,8 +230,10 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
 #[test]
 fn tensors_that_the_config_does_not_ask_for_are_refused() -> Result<()> {
     let config = AttentionConfig { qkv_bias: false, ..crate::tiny::attention_config(None) };
-    let (h, d) = (config.hidden_size, config.head_dim);
-    let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+    let h = config.hidden_size;
+    let d = config.head_dim;
+    let q = config.num_heads * d;
+    let kv = config.num_kv_heads * d;
     let load = |config: &AttentionConfig, extra: &str, value: f32| {
         let shapes = [
             ("q_proj.weight", vec![q, h]),

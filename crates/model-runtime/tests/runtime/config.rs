@@ -326,7 +326,8 @@ proptest! {
         let text = serde_json::json!({ "rope_theta": theta, "rope_scaling": section }).to_string();
         if let Ok(rope) = RopeConfig::from_config(&config(&text), 16, max) {
             prop_assert!(rope.max_context_len() >= max);
-            let (positions, lens) = ([0u32, 5, 1 << 20], [1u32, 70, u32::MAX]);
+            let positions = [0u32, 5, 1 << 20];
+            let lens = [1u32, 70, u32::MAX];
             let rows = model_runtime::Rope::new(rope).rows(
                 model_runtime::View::new(&positions, &[3]).unwrap(),
                 model_runtime::View::new(&lens, &[3]).unwrap(),

@@ -216,7 +216,8 @@ fn a_decoder_computes_what_its_layers_do() -> Result<()> {
     let vb = weights(&model);
     let decoder = load(&model, vb.clone())?;
     let ids: Vec<u32> = (0..17).map(|i| i * 7 % VOCAB as u32).collect();
-    let (mut kv, mut ex) = (KvCache::new(&decoder.info().states, 8, BLOCK)?, Exec::cpu());
+    let mut kv = KvCache::new(&decoder.info().states, 8, BLOCK)?;
+    let mut ex = Exec::cpu();
     let mut seen = Seen::default();
     let whole =
         run_step(&decoder, &step(&ids, 0), &mut kv, Some(&mut seen), &mut StepContext::default(), &mut ex)?;

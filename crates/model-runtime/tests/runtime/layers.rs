@@ -24,7 +24,9 @@ fn rms_norm_is_its_formula() -> Result<()> {
         }
     }
     // The residual form: residual += delta, out = norm(residual).
-    let (delta, mut residual, mut out) = ([0.25f32, 1.0, -1.0], [0.5f32, -2.0, 3.0], [0f32; 3]);
+    let delta = [0.25f32, 1.0, -1.0];
+    let mut residual = [0.5f32, -2.0, 3.0];
+    let mut out = [0f32; 3];
     norm.add_forward_into(
         View::new(&delta, &[1, 3])?,
         ViewMut::new(&mut residual, &[1, 3])?,

@@ -180,11 +180,10 @@ fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
             let geometry = ParallelConfig { tp, ..ParallelConfig::default() }.geometry(rank).unwrap();
             let list = layout(&config, &geometry, packed).unwrap();
             let weights = || DummyWeights::new(list.tensors.clone(), 3);
-            let (whole, shown) = (
-                weights().var_builder(DType::F32, &Device::Cpu),
-                RankView::new(weights(), list.packs.clone()).var_builder(DType::F32, &Device::Cpu),
-            );
-            let (mlp, held) = (whole.pp("model.layers.1.mlp"), 8 / tp);
+            let whole = weights().var_builder(DType::F32, &Device::Cpu);
+            let shown = RankView::new(weights(), list.packs.clone()).var_builder(DType::F32, &Device::Cpu);
+            let mlp = whole.pp("model.layers.1.mlp");
+            let held = 8 / tp;
             let stored = |expert: usize, name: &str, dims: (usize, usize)| match (expert, packed) {
                 (5.., _) => mlp
                     .pp("shared_experts")
@@ -202,7 +201,8 @@ fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
                 stored(expert, name, dims)?.narrow(dim, first, held)?.contiguous()
             };
             let packs = shown.pp("model.layers.1.mlp.experts_with_shared_experts");
-            let (w13, w2) = (packs.get((7, 2 * held, 6), "w13")?, packs.get((7, 6, held), "w2")?);
+            let w13 = packs.get((7, 2 * held, 6), "w13")?;
+            let w2 = packs.get((7, 6, held), "w2")?;
             for expert in 0..7 {
                 let want = Tensor::cat(&[part(expert, "gate_proj", 0)?, part(expert, "up_proj", 0)?], 0)?;
                 assert_eq!(

@@ -37,7 +37,8 @@ fn config() -> MlaConfig {
 type Weights = HashMap<String, Tensor>;
 
 fn weights(c: &MlaConfig) -> Weights {
-    let (h, heads) = (c.hidden_size, c.num_heads);
+    let h = c.hidden_size;
+    let heads = c.num_heads;
     let query = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim);
     let latent = c.kv_lora_rank + c.qk_rope_head_dim;
     let mut shapes = vec![
@@ -82,7 +83,8 @@ impl Defined<'_> {
     }
 
     fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
-        let (w, bias) = (self.get(&format!("{name}.weight")).unwrap(), self.get(&format!("{name}.bias")));
+        let w = self.get(&format!("{name}.weight")).unwrap();
+        let bias = self.get(&format!("{name}.bias"));
         let dot = |w: &[f64]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f64>();
         w.chunks(x.len()).enumerate().map(|(i, w)| dot(w) + bias.as_ref().map_or(0.0, |b| b[i])).collect()
     }
@@ -162,7 +164,9 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
     );
     let mut kv = KvCache::new(&c.kv_layout(xs.dtype()).layers(1), len.div_ceil(block_size) + 1, block_size)?;
     let blocks: Vec<u32> = (0..len.div_ceil(block_size) as u32).rev().collect();
-    let (ids, mut out, mut ex) = (vec![0u32; len], Vec::new(), Exec::cpu());
+    let ids = vec![0u32; len];
+    let mut out = Vec::new();
+    let mut ex = Exec::cpu();
     for start in (0..len).step_by(chunk) {
         let rows = chunk.min(len - start);
         let step = Step::new(
@@ -176,7 +180,8 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
             }],
             block_size,
         )?;
-        let (step, x) = (step.views()?, xs.narrow(0, start, rows)?.force_contiguous()?);
+        let step = step.views()?;
+        let x = xs.narrow(0, start, rows)?.force_contiguous()?;
         let angles = rope.rows(step.positions, step.rope_len, &mut ex)?;
         let mut part = Buffer::zeros(DType::F32, x.dims())?;
         let x = TensorView::new(&x)?;
@@ -211,7 +216,8 @@ proptest! {
             hidden_size: hidden, num_heads: heads, q_lora_rank: rank, kv_lora_rank: latent,
             qk_nope_head_dim: nope, qk_rope_head_dim: 2 * half, v_head_dim: value, bias, ..config()
         };
-        let (weights, xs) = (weights(&c), inputs(len, hidden));
+        let weights = weights(&c);
+        let xs = inputs(len, hidden);
         let want = Defined(&c, &weights).outputs(&xs).concat();
         let xs = rows(&xs, DType::F32).unwrap();
         for form in [MlaForm::Absorbed, MlaForm::Naive] {
@@ -227,7 +233,8 @@ proptest! {
 
 #[test]
 fn bf16_caches_stay_near_the_definition_and_keep_their_bits() -> Result<()> {
-    let (c, len) = (config(), 70);
+    let c = config();
+    let len = 70;
     let exact = |t: &Tensor| t.to_dtype(DType::BF16)?.to_dtype(DType::F32);
     let weights: Weights =
         weights(&c).iter().map(|(name, t)| Ok((name.clone(), exact(t)?))).collect::<Result<_>>()?;
@@ -249,7 +256,8 @@ fn bf16_caches_stay_near_the_definition_and_keep_their_bits() -> Result<()> {
 fn ranks_that_share_the_heads_have_the_bits_of_one() -> Result<()> {
     for (rank, dtype) in [(Some(9), DType::F32), (None, DType::BF16)] {
         let c = MlaConfig { num_heads: 4, q_lora_rank: rank, ..config() };
-        let (weights, xs) = (weights(&c), rows(&inputs(21, c.hidden_size), dtype)?);
+        let weights = weights(&c);
+        let xs = rows(&inputs(21, c.hidden_size), dtype)?;
         for form in [MlaForm::Absorbed, MlaForm::Naive] {
             let c = MlaConfig { form, ..c.clone() };
             let want = run(&load(&c, &weights, dtype)?, &xs, 5, 4)?;

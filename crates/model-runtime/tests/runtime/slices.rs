@@ -9,7 +9,8 @@ use crate::message;
 /// A file with `a` [4, 6, 5] and `b` [7], and the tensors.
 fn files(dir: &tempfile::TempDir) -> (TensorFiles, Tensor, Tensor) {
     let ramp = |n: u32| Tensor::arange(0u32, n, &Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
-    let (a, b) = (ramp(120).reshape((4, 6, 5)).unwrap(), ramp(7));
+    let a = ramp(120).reshape((4, 6, 5)).unwrap();
+    let b = ramp(7);
     let path = dir.path().join("x.safetensors");
     candle_core::safetensors::save(&[("a", a.clone()), ("b", b.clone())].into(), &path).unwrap();
     (TensorFiles::open_file(path).unwrap(), a, b)

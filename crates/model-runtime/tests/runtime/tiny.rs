@@ -104,7 +104,8 @@ impl CausalLm for Tiny {
         _: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (t, dtype) = (step.num_tokens(), self.info.dtype);
+        let t = step.num_tokens();
+        let dtype = self.info.dtype;
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         let mut hidden = ex.scratch(dtype, &[t, HIDDEN])?;
         let mut normed = ex.scratch(dtype, &[t, HIDDEN])?;

@@ -24,8 +24,10 @@ proptest! {
         let table = table(vocab, hidden).to_dtype(dtype).unwrap();
         let ids: Vec<u32> = ids.into_iter().map(|id| id % vocab as u32).collect();
         let run = |embedding: &Embedding, head: &LmHead| -> candle_core::Result<Vec<u32>> {
-            let (ex, t) = (&mut Exec::cpu(), ids.len());
-            let (mut rows, mut logits) = (vec![7f32; t * hidden], vec![7f32; t * vocab]);
+            let ex = &mut Exec::cpu();
+            let t = ids.len();
+            let mut rows = vec![7f32; t * hidden];
+            let mut logits = vec![7f32; t * vocab];
             embedding.forward_into(View::new(&ids, &[t])?, ViewMut::new(&mut rows, &[t, hidden])?, ex)?;
             let x = Tensor::from_slice(&rows, (t, hidden), &Device::Cpu)?.to_dtype(dtype)?;
             let x = moe_kernels::TensorView::new(&x)?;
@@ -34,7 +36,8 @@ proptest! {
         };
         let want = run(&Embedding::new(table.clone()).unwrap(), &LmHead::new(table.clone()).unwrap()).unwrap();
         let results = run_ranks(ranks, |rank, comm| {
-            let (part, comm) = (partition(vocab, ranks, rank), Arc::new(comm) as Arc<dyn Communicator>);
+            let part = partition(vocab, ranks, rank);
+            let comm = Arc::new(comm) as Arc<dyn Communicator>;
             let part = table.narrow(0, part.start, part.len())?;
             let cut = VocabParallel::new(vocab, comm);
             run(

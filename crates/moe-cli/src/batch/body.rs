@@ -184,7 +184,8 @@ impl Parser {
 
     /// As in vLLM, a limit that the body names must fit beside the prompt; a default one is cut.
     fn check_length(&self, prompt: &Prompt, limit: Limit) -> Result<(), ApiError> {
-        let (len, max) = (prompt.ids.len(), self.max_model_len);
+        let len = prompt.ids.len();
+        let max = self.max_model_len;
         match limit.tokens {
             Some(tokens) if len < max && len.saturating_add(tokens) > max => {
                 let message =
@@ -218,7 +219,8 @@ fn logprobs(api: Api, body: &Fields) -> Result<Option<usize>, ApiError> {
     let count = match api {
         Api::Completions => body.size("logprobs")?,
         Api::Chat => {
-            let (on, top) = (body.bool("logprobs")?.unwrap_or(false), body.size("top_logprobs")?);
+            let on = body.bool("logprobs")?.unwrap_or(false);
+            let top = body.size("top_logprobs")?;
             if !on && top.is_some_and(|top| top > 0) {
                 return Err(ApiError::field("top_logprobs", "it needs logprobs to be true"));
             }

@@ -37,7 +37,8 @@ pub fn compile_ahead(
     let (send, receive) = sync_channel(READ_AHEAD);
     let waiting = Arc::new(Waiting::default());
     for compiler in compilers {
-        let (waiting, send) = (waiting.clone(), send.clone());
+        let waiting = waiting.clone();
+        let send = send.clone();
         spawn("grammars", move || {
             while let Some((output, entry)) = waiting.next() {
                 let compiled = compile(&compiler, &output, entry);

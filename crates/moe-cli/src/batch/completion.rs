@@ -116,7 +116,8 @@ impl Body<'_> {
 
     fn chat_logprobs(&self, logprobs: &TokenLogprobs, top: usize) -> Value {
         let entry = |token: &TokenLogprob| {
-            let (id, logprob) = (token.token_id, finite(token.logprob));
+            let id = token.token_id;
+            let logprob = finite(token.logprob);
             json!({"token": self.name(id), "logprob": logprob, "bytes": self.names.bytes(id)})
         };
         let mut chosen = entry(&logprobs.chosen);
@@ -162,7 +163,8 @@ struct ChoiceBody<'a> {
 
 impl Serialize for ChoiceBody<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (form, choice) = (self.body.form, self.choice);
+        let form = self.body.form;
+        let choice = self.choice;
         let mut map = serializer.serialize_map(None)?;
         map.serialize_entry("index", &self.index)?;
         match form.api {
@@ -186,7 +188,8 @@ impl Serialize for ChoiceBody<'_> {
 
 impl ChoiceBody<'_> {
     fn chat<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
-        let (form, choice) = (self.body.form, self.choice);
+        let form = self.body.form;
+        let choice = self.choice;
         let echo = self.prompt.echo.as_deref().unwrap_or_default();
         let mut answer = Answer::of(&choice.text, form.answer, self.prompt.begun);
         answer.text.insert_str(0, echo);
@@ -213,7 +216,8 @@ impl ChoiceBody<'_> {
     }
 
     fn completion<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
-        let (form, choice) = (self.body.form, self.choice);
+        let form = self.body.form;
+        let choice = self.choice;
         let generated = if form.prompt_only { "" } else { &choice.text };
         let text = format!("{}{generated}", self.prompt.echo.as_deref().unwrap_or_default());
         let (finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());

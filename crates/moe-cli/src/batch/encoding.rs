@@ -79,7 +79,9 @@ fn foreign(beginning: &[u8]) -> Option<&'static str> {
 fn utf16_without_mark(beginning: &[u8]) -> Option<&'static str> {
     const ENOUGH: usize = 16;
     let zeros = |odd: usize| beginning.iter().skip(odd).step_by(2).filter(|byte| **byte == 0).count();
-    let (even, odd, half) = (zeros(0), zeros(1), beginning.len() / 2);
+    let even = zeros(0);
+    let odd = zeros(1);
+    let half = beginning.len() / 2;
     if beginning.len() < ENOUGH {
         return None;
     }
@@ -138,8 +140,8 @@ impl Zstd {
                 .map_err(cannot)?;
         }
         let read = self.decoder.read(into)?;
-        let (told, computed) =
-            (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum());
+        let told = self.decoder.get_checksum_from_data();
+        let computed = self.decoder.get_calculated_checksum();
         if read == 0 && told.is_some() && told != computed {
             return Err(io::Error::other("its checksum is another one: the compressed file is damaged"));
         }

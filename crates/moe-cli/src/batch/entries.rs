@@ -195,7 +195,8 @@ fn object(text: &str) -> Result<(String, Map<String, Value>), ApiError> {
 
 /// The message of a JSON error, whose line is always 1 here.
 fn without_line(error: &serde_json::Error) -> String {
-    let (text, place) = (error.to_string(), format!(" at line {} column", error.line()));
+    let text = error.to_string();
+    let place = format!(" at line {} column", error.line());
     text.replace(&place, " at column")
 }
 

@@ -39,7 +39,8 @@ impl Name {
 impl Errors {
     /// Notes the record of this number; whether it takes the place of an error.
     pub fn note(&mut self, record: u64, id: &str, custom_id: Option<&str>, is_error: bool) -> bool {
-        let (name, new) = (Name::of(id, custom_id), Newest { record, is_error });
+        let name = Name::of(id, custom_id);
+        let new = Newest { record, is_error };
         let replaced = match self.newest.get_mut(&name) {
             Some(newest) => std::mem::replace(newest, new).is_error,
             None if is_error => self.newest.insert(name, new).is_some(),

@@ -57,7 +57,9 @@ fn member<'t>(object: &'t str, name: &str) -> Option<&'t str> {
 
 /// How many bytes the value has with which a text begins.
 fn value_length(text: &str) -> usize {
-    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
+    let mut depth = 0usize;
+    let mut in_string = false;
+    let mut escaped = false;
     for (at, byte) in text.bytes().enumerate() {
         match byte {
             _ if escaped => escaped = false,

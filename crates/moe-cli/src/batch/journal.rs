@@ -117,16 +117,22 @@ impl Journal {
 
     /// A journal on what cannot be read again.
     fn keeping_nothing(name: String, file: Option<File>) -> Self {
-        let (path, earlier) = (PathBuf::new(), Earlier::Keep);
-        let (records, earlier_errors, answers, longest) = (0, 0, 0, 0);
-        let (errors, replaced) = (Errors::default(), Vec::new());
+        let path = PathBuf::new();
+        let earlier = Earlier::Keep;
+        let records = 0;
+        let earlier_errors = 0;
+        let answers = 0;
+        let longest = 0;
+        let errors = Errors::default();
+        let replaced = Vec::new();
         let len = None;
         Self { name, file, len, records, earlier_errors, answers, longest, errors, path, earlier, replaced }
     }
 
     fn note(&mut self, record: &Header, known: &mut Known) {
-        let (number, custom_id, is_error) =
-            (self.records, record.custom_id.as_deref(), record.error.is_some());
+        let number = self.records;
+        let custom_id = record.custom_id.as_deref();
+        let is_error = record.error.is_some();
         self.records += 1;
         if self.earlier == Earlier::Overwrite {
             return;

@@ -96,7 +96,8 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     let mut known = Known::with_lines(guess.unwrap_or(0));
     let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
-    let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
+    let model = Model::Checkpoint(args.answer.model.as_deref());
+    let asks = Asks::of_batch(args);
     let mut session = session::open(program, model, &args.answer.run, false, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     // Nobody waits for a single request here.
@@ -344,7 +345,8 @@ impl Batch<'_> {
     }
 
     fn output(&mut self, output: Output) -> Result<()> {
-        let (request, index) = (output.request, output.choice);
+        let request = output.request;
+        let index = output.choice;
         // Nobody waits for a request that was cancelled.
         let Some(&(number, first)) = self.owners.get(&request) else { return Ok(()) };
         let Some(line) = self.lines.get_mut(&number) else { return Ok(()) };

@@ -46,8 +46,14 @@ impl Progress {
     pub fn new(total: Total, log_every: Duration) -> Self {
         let bar = (std::io::stderr().is_terminal() && !is_quiet()).then(bar);
         let start = Instant::now();
-        let (read, answered, errors, earlier_errors, skipped, tokens) = (0, 0, 0, 0, 0, 0);
-        let (shown, prompts) = (start, PromptProgress::default());
+        let read = 0;
+        let answered = 0;
+        let errors = 0;
+        let earlier_errors = 0;
+        let skipped = 0;
+        let tokens = 0;
+        let shown = start;
+        let prompts = PromptProgress::default();
         Self {
             bar,
             log_every,
@@ -110,7 +116,8 @@ impl Progress {
 
     /// How far it is after this time.
     fn status(&self, elapsed: Duration) -> String {
-        let (done, rate) = (self.done(), self.rate(elapsed));
+        let done = self.done();
+        let rate = self.rate(elapsed);
         let of = match self.total.get() {
             Some(total) => format!("{done} / {total} requests"),
             None => format!("{done} / {} requests read so far", self.read),

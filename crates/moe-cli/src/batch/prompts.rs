@@ -24,7 +24,9 @@ impl Prompt {
     pub fn form(&self, token_ids: bool) -> PromptForm {
         let first_token = self.ids.first().copied().unwrap_or_default();
         let token_ids = token_ids.then(|| self.ids.clone());
-        let (len, echo, begun) = (self.ids.len(), self.echo.clone(), self.begun);
+        let len = self.ids.len();
+        let echo = self.echo.clone();
+        let begun = self.begun;
         PromptForm { len, first_token, echo, begun, token_ids }
     }
 }

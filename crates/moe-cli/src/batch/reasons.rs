@@ -43,7 +43,8 @@ impl Reasons {
 /// What messages of one reason have in common: all but numbers and what they quote.
 fn kind(message: &str) -> String {
     let mut kind = String::new();
-    let (mut quoted, mut last) = (false, ' ');
+    let mut quoted = false;
+    let mut last = ' ';
     for c in message.chars().take(LONGEST) {
         match c {
             '"' => quoted = !quoted,

@@ -62,7 +62,8 @@ pub fn copy(
     to: &mut impl Write,
     wanted: impl Fn(u64, &Header) -> bool,
 ) -> io::Result<()> {
-    let (mut line, mut number) = (Vec::new(), 0);
+    let mut line = Vec::new();
+    let mut number = 0;
     while from.read_until(b'\n', &mut line)? > 0 {
         if wanted(number, &serde_json::from_slice(&line)?) {
             to.write_all(&line)?;
@@ -102,7 +103,9 @@ impl<W: Write> Write for Counted<W> {
 /// Reads the records of a file; its length without a torn last line.
 pub fn scan(file: &File, name: &str, mut note: impl FnMut(Header)) -> Result<u64> {
     let mut reader = BufReader::with_capacity(1 << 20, file);
-    let (mut line, mut records, mut len) = (Vec::new(), 0, 0);
+    let mut line = Vec::new();
+    let mut records = 0;
+    let mut len = 0;
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line).with_context(|| format!("cannot read {name}"))?;

@@ -43,7 +43,9 @@ impl Figures {
         before: &Stats,
         after: &Stats,
     ) -> Self {
-        let (input, output, seconds) = (workload.input_tokens(), arrivals.tokens(), elapsed.as_secs_f64());
+        let input = workload.input_tokens();
+        let output = arrivals.tokens();
+        let seconds = elapsed.as_secs_f64();
         let (time_to_first_token_ms, inter_token_latency_ms) = arrivals.spreads();
         Self {
             seconds,

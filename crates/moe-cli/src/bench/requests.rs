@@ -84,7 +84,8 @@ impl Workload {
             }
             if entry.len() > context {
                 let expected = format!("prompt and max_tokens of at most {context}, the model's context");
-                let (prompt, max) = (entry.prompt_token_ids.len(), entry.max_tokens);
+                let prompt = entry.prompt_token_ids.len();
+                let max = entry.max_tokens;
                 let message = format!("expected {expected}, got {prompt} + {max}");
                 return Err(usage(format!("{}: {message}", self.name_of(i))));
             }
@@ -99,13 +100,16 @@ impl Workload {
     pub fn replaying(mut self, recording: &RoutedExperts, moe: Option<&MoeInfo>) -> Result<Self> {
         const FLAG: &str = "--replay-routed-experts";
         let Some(moe) = moe else { return Err(usage(format!("{FLAG}: the model has no routed experts"))) };
-        let (rows, layers, top_k) = (recording.tokens(), moe.layers.len(), moe.top_k);
+        let rows = recording.tokens();
+        let layers = moe.layers.len();
+        let top_k = moe.top_k;
         let checked = recording.check(rows, layers, top_k, moe.num_experts);
         checked.map_err(|e| usage(format!("{FLAG}: {e}")))?;
         if rows == 0 {
             return Err(usage(format!("{FLAG}: expected at least one row, got none")));
         }
-        let (row, ids) = (layers * top_k, recording.ids());
+        let row = layers * top_k;
+        let ids = recording.ids();
         let of_request = |(i, entry): (usize, &Entry)| -> Result<_> {
             let rows = (0..entry.len()).map(|position| (61 * i + position) % rows);
             let own = rows.flat_map(|at| ids[at * row..][..row].iter().copied()).collect();

@@ -123,7 +123,8 @@ fn measure(engine: &mut DpEngine, workload: &Workload) -> Result<Figures> {
     let total = Total::default();
     total.is(workload.num_requests() as u64);
     let mut progress = Progress::new(total, LOG_EVERY);
-    let (before, traffic) = (engine.stats(), engine.expert_traffic()?);
+    let before = engine.stats();
+    let traffic = engine.expert_traffic()?;
     let answered = answer(engine, workload, &mut progress);
     progress.finish();
     let (elapsed, arrivals) = answered?;
@@ -165,7 +166,8 @@ fn answer(
         progress.show();
     }
     let elapsed = start.elapsed();
-    let (got, expected) = (arrivals.tokens(), workload.output_tokens());
+    let got = arrivals.tokens();
+    let expected = workload.output_tokens();
     ensure!(got == expected, "expected {expected} new tokens, got {got}");
     Ok((elapsed, arrivals))
 }

@@ -42,8 +42,10 @@ impl Chat<'_> {
         // Ctrl-C before there is an answer does not concern it.
         self.interrupt.take();
         let mut shown = Shown::new(self.form, begun, Look::of_stdout());
-        let (start, mut speed) = (Instant::now(), Speed::default());
-        let (mut open, mut failed) = (true, false);
+        let start = Instant::now();
+        let mut speed = Speed::default();
+        let mut open = true;
+        let mut failed = false;
         while !self.engine.is_idle() {
             if self.interrupt.take() {
                 self.engine.cancel(id)?;
@@ -158,7 +160,8 @@ impl Chat<'_> {
 
     /// Tokens of the conversation, the context, and the speed of the last answer.
     pub fn stats(&self) -> Result<String> {
-        let (messages, context) = (self.conversation.messages(), self.engine.max_model_len());
+        let messages = self.conversation.messages();
+        let context = self.engine.max_model_len();
         let tokens = match messages.is_empty() {
             true => 0,
             false => match self.encode(&self.render(&messages, false)?)? {

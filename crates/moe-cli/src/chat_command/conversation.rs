@@ -86,7 +86,8 @@ impl Conversation {
                 (Some(next), _) => drop(self.said.drain(..=next)),
                 (None, Err(too_long)) => bail!(too_long),
                 (None, Ok(prompt)) => {
-                    let (len, most) = (prompt.len(), max_model_len.saturating_sub(1));
+                    let len = prompt.len();
+                    let most = max_model_len.saturating_sub(1);
                     ensure!(
                         len <= most,
                         "the message is too long: {len} tokens, at most {most} fit the context"

@@ -41,7 +41,8 @@ use turn::{Speed, Turn};
 pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {
     let recording = args.routed_experts_out.as_deref();
     recording.map_or(Ok(()), |path| check_writable("--routed-experts-out", path))?;
-    let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
+    let model = Model::Checkpoint(args.answer.model.as_deref());
+    let asks = Asks::of_chat(args);
     let mut session = session::open(program, model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;
     let files = options::chat_files(&args.answer.chat, &session)?;

@@ -92,7 +92,8 @@ const TEXTS: [&str; 4] = ["TEXT", "REGEX", "SCHEMA|FILE", "JSON"];
 /// Where the first argument is that is neither a flag nor a flag's value. Behind a flag that no command has, a word may be
 /// its value: then only a subcommand counts, and without one clap names the flag.
 fn first_word(command: &Command, args: &[OsString]) -> Option<usize> {
-    let (mut at, mut unknown) = (1, false);
+    let mut at = 1;
+    let mut unknown = false;
     while let Some(arg) = args.get(at).map(|arg| arg.to_string_lossy()) {
         match flag(&arg) {
             _ if arg == "--" => return None,

@@ -133,7 +133,8 @@ mod tests {
 
     #[test]
     fn the_short_help_fits_a_screen_and_the_long_one_has_every_flag() {
-        let (short, long) = (help(&["generate", "-h"]), help(&["generate", "--help"]));
+        let short = help(&["generate", "-h"]);
+        let long = help(&["generate", "--help"]);
         let flags = |text: &str| {
             text.lines().filter(|line| line.trim_start().starts_with('-') && line.contains("--")).count()
         };

@@ -17,7 +17,8 @@ pub fn reworded(error: clap::Error) -> clap::Error {
         _ => "expected a whole number, without sign or unit",
     };
     let context = |kind| error.get(kind).map(ToString::to_string).unwrap_or_default();
-    let (value, flag) = (context(ContextKind::InvalidValue), context(ContextKind::InvalidArg));
+    let value = context(ContextKind::InvalidValue);
+    let flag = context(ContextKind::InvalidArg);
     let message =
         format!("invalid value '{value}' for '{flag}': {expected}\n\nFor more information, try '--help'.\n");
     clap::Error::raw(ErrorKind::ValueValidation, message)

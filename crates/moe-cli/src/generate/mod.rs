@@ -38,7 +38,8 @@ pub fn run(program: &Program, args: &GenerateArgs) -> Result<()> {
         replay.as_ref().map_or(Ok(()), |recording| routing::check(recording, model.config))?;
         check_prompts(args, &prompts, model)
     };
-    let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args).with(&check));
+    let model = Model::Checkpoint(args.model.as_deref());
+    let asks = Asks::of_generate(args).with(&check);
     let mut session = session::open(program, model, &args.run, args.check_weights, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     let form = answer_form(args, &session)?;

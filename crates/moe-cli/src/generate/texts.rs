@@ -113,7 +113,8 @@ impl<'a> Texts<'a> {
                 _ => None,
             })
             .collect();
-        let (&(first, message), all) = (failed.first()?, texts().count());
+        let &(first, message) = failed.first()?;
+        let all = texts().count();
         Some(match (failed.len(), all) {
             (_, 1) => anyhow!("{message}"),
             (1, _) => anyhow!("the text of prompt {}: {message}; the other texts are complete", first + 1),
@@ -151,7 +152,8 @@ impl<'a> Texts<'a> {
 
     /// Each text below a line that says which one it is.
     fn titled(&self) -> Vec<String> {
-        let (prompts, n) = (self.prompts.len(), self.args.n);
+        let prompts = self.prompts.len();
+        let n = self.args.n;
         let title = |p: usize, t: usize| match (prompts, n) {
             (1, _) => format!("text {} of {n}", t + 1),
             (_, 0 | 1) => format!("prompt {} of {prompts}", p + 1),

@@ -72,7 +72,8 @@ impl<'a> Client<'a> {
 
     /// The commit and the files of a revision.
     pub fn repo(&self, name: &ModelName) -> Result<RepoInfo, Failure> {
-        let (endpoint, revision) = (&self.settings.endpoint, encode(&name.revision, false));
+        let endpoint = &self.settings.endpoint;
+        let revision = encode(&name.revision, false);
         let url = format!("{endpoint}/api/models/{}/revision/{revision}", name.id);
         let response = self.ask(Method::Get, &url, None)?;
         let mut text = Vec::new();

@@ -123,7 +123,8 @@ impl Download<'_> {
 
     fn fetch(&self, wanted: &Wanted, progress: &Progress) -> Result<()> {
         let Wanted { file, info, .. } = wanted;
-        let (blob, pointer) = (self.blob(info), self.pointer(file));
+        let blob = self.blob(info);
+        let pointer = self.pointer(file);
         make_parents(&blob)?;
         let _lock = self.lock(file, &info.etag)?;
         let is_here = fs::metadata(&blob).is_ok_and(|metadata| metadata.len() == info.size);
@@ -197,7 +198,8 @@ impl Download<'_> {
         progress.at(partial.len());
         let mut piece = vec![0; PIECE];
         while !partial.is_full() {
-            let (len, size) = (partial.len(), partial.size());
+            let len = partial.len();
+            let size = partial.size();
             match body.read(&mut piece) {
                 Ok(0) => return Err(Failure::Transient(format!("it ended after {len} of {size} bytes"))),
                 Ok(n) => partial.append(&piece[..n])?,

@@ -124,7 +124,8 @@ mod tests {
     #[test]
     fn the_token_comes_from_the_variable_or_a_file() {
         let home = tempfile::tempdir().unwrap();
-        let (dir, other) = (home.path().to_str().unwrap(), home.path().join("other"));
+        let dir = home.path().to_str().unwrap();
+        let other = home.path().join("other");
         assert_eq!(settings(&[("HF_HOME", dir)]).unwrap().token, None);
         std::fs::write(home.path().join("token"), "hf_file\n").unwrap();
         std::fs::write(&other, "hf_other\n").unwrap();

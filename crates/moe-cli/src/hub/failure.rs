@@ -43,7 +43,8 @@ impl Failure {
 impl Refusal {
     fn explain(&self, name: &ModelName, file: Option<&str>, settings: &Settings) -> String {
         let ModelName { id, revision } = name;
-        let (endpoint, status) = (&settings.endpoint, self.status);
+        let endpoint = &settings.endpoint;
+        let status = self.status;
         let tokens = format!("{endpoint}/settings/tokens");
         let says = self.message.as_deref().map(|m| format!(" (\"{m}\")")).unwrap_or_default();
         let give_token = match settings.token {
@@ -92,7 +93,8 @@ mod tests {
             backoff: std::time::Duration::ZERO,
         };
         let name = ModelName::parse("o/m@v1").unwrap();
-        let (code, message) = (code.map(str::to_string), message.map(str::to_string));
+        let code = code.map(str::to_string);
+        let message = message.map(str::to_string);
         Failure::Refused(Refusal { status, code, message }).explain(&name, file, &settings).to_string()
     }
 

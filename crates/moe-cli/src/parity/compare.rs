@@ -2,7 +2,8 @@
 
 /// `||ours - reference|| / ||reference||` in f64; infinite if anything is not finite.
 pub fn relative_error(ours: &[f32], reference: &[f32]) -> f64 {
-    let (mut difference, mut norm) = (0f64, 0f64);
+    let mut difference = 0f64;
+    let mut norm = 0f64;
     for (&a, &b) in ours.iter().zip(reference) {
         let d = a as f64 - b as f64;
         difference += d * d;

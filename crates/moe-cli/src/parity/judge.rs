@@ -193,7 +193,8 @@ fn routing(
     let mut compared = 0;
     for (&layer, expected) in &reference.router_logits {
         let Some(got) = ours.router_logits.get(&layer) else { continue };
-        let (a, b) = (selection.ids(layer, got)?, selection.ids(layer, expected)?);
+        let a = selection.ids(layer, got)?;
+        let b = selection.ids(layer, expected)?;
         let rows = a.chunks_exact(moe.top_k).zip(b.chunks_exact(moe.top_k));
         for (row, (a, b)) in rows.enumerate() {
             compared += 1;

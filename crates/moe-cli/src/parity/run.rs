@@ -99,7 +99,9 @@ pub fn teacher_forced(
 /// `count` greedy tokens after each sequence of the reference, [B, count]; end-of-sequence is an
 /// ordinary token.
 pub fn greedy(model: &dyn CausalLm, reference: &Reference, count: usize, ex: &mut Exec) -> Result<Vec<u32>> {
-    let (batch, length, vocab) = (reference.batch, reference.length, model.info().vocab_size);
+    let batch = reference.batch;
+    let length = reference.length;
+    let vocab = model.info().vocab_size;
     let mut sequences = Sequences::new(model, batch, length + count, ex)?;
     let mut generated: Vec<Vec<u32>> = vec![Vec::new(); batch];
     for n in 0..count {

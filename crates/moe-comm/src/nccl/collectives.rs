@@ -29,7 +29,8 @@ impl Communicator for NcclComm {
     }
 
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
-        let (name, call) = (collective.op(), self.place().check(&collective));
+        let name = collective.op();
+        let call = self.place().check(&collective);
         match collective {
             Collective::AllReduce { data, op } => {
                 self.collective(name, call, None, data, ex, |_, data| Ok(Request::Reduce { data, op }))

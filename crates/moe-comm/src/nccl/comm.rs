@@ -105,7 +105,8 @@ impl NcclComm {
         let context = ex.stream()?.context().clone();
         context.bind_to_thread().w()?;
         let handle = Handle::init(id, rank, world_size)?;
-        let (place, name) = (Place { rank, size: world_size }, format!("rank {rank} of {world_size}"));
+        let place = Place { rank, size: world_size };
+        let name = format!("rank {rank} of {world_size}");
         Self::join(place, name, limit, handle, World::join(id)?, ex)
     }
 
@@ -145,7 +146,8 @@ impl NcclComm {
         let group = Group::new(name, limit, handle, stream)?;
         world.register(&group);
         let device = stream.context().ordinal();
-        let (peers, uses_peers) = (Err("the group is not complete".to_string()), AtomicBool::new(true));
+        let peers = Err("the group is not complete".to_string());
+        let uses_peers = AtomicBool::new(true);
         let mut comm = Self { place, peers, uses_peers, group, world, device, turn: Mutex::new(()) };
         if let Err(stop) = comm.settle(&comm.group.handle, "joining the group") {
             return Err(comm.failed("", stop));
@@ -313,7 +315,8 @@ impl NcclComm {
         self.settle(&handle, "split")?;
         let (rank, size) = handle.place()?;
         let name = format!("rank {rank} of {size} (split from {})", self.group.name);
-        let (limit, world) = (self.group.limit, self.world.clone());
+        let limit = self.group.limit;
+        let world = self.world.clone();
         Ok(Self::join(Place { rank, size }, name, limit, handle, world, ex)?)
     }
 

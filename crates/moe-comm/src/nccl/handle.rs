@@ -70,9 +70,11 @@ impl Handle {
     /// Begins to join the group of `id`.
     pub(super) fn init(id: [u8; 128], rank: usize, size: usize) -> Result<Self> {
         version()?;
-        let (slot, mut config) = (Slot::new(), non_blocking());
+        let slot = Slot::new();
+        let mut config = non_blocking();
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
-        let (size, rank) = (number("world size", size)?, number("rank", rank)?);
+        let size = number("world size", size)?;
+        let rank = number("rank", rank)?;
         // SAFETY: the slot lives on; the configuration is read before the call returns.
         let code = unsafe { sys::ncclCommInitRankConfig(slot.0.as_ptr(), size, id, rank, &mut config) };
         Self::begun(code, &slot, "ncclCommInitRankConfig")
@@ -89,8 +91,10 @@ impl Handle {
     /// Begins to split the group; [`split_end`](Self::split_end) follows once this one is idle, which the call
     /// itself does not tell: the library returns success while the split is under way.
     pub(super) fn split_begin(&self, color: usize, key: usize) -> Result<Slot> {
-        let (slot, mut config) = (Slot::new(), non_blocking());
-        let (color, key) = (number("color", color)?, number("key", key)?);
+        let slot = Slot::new();
+        let mut config = non_blocking();
+        let color = number("color", color)?;
+        let key = number("key", key)?;
         // SAFETY: the communicator lives while the lock is held; the slot lives on, and the configuration is read
         // before the call returns.
         self.call("ncclCommSplit", |comm| unsafe {
@@ -106,7 +110,8 @@ impl Handle {
 
     /// This rank and the number of ranks, as the library counts them.
     pub(super) fn place(&self) -> Result<(usize, usize)> {
-        let (mut rank, mut size) = (0, 0);
+        let mut rank = 0;
+        let mut size = 0;
         // SAFETY: the communicator lives while the lock is held; each call writes one number.
         self.call("ncclCommUserRank", |comm| unsafe { sys::ncclCommUserRank(comm, &mut rank) })?;
         // SAFETY: as above.
@@ -218,7 +223,8 @@ impl Call {
         let Some(sized) = sized else { bail!("a collective without data") };
         // No view, no address: null.
         let address = |name, view: Option<View>| view.map_or(Ok(0), |view| ex.address("NCCL", name, view));
-        let (input, out) = (address("input", input_view)?, address("out", out_view)?);
+        let input = address("input", input_view)?;
+        let out = address("out", out_view)?;
         Ok(Self {
             verb: part.verb,
             input: input as *const c_void,

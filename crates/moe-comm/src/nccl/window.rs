@@ -99,7 +99,8 @@ impl NcclWindow {
         batch: &[(usize, Range<usize>)],
         source: &TransferSource<'_>,
     ) -> Result<()> {
-        let (rank, ranks) = (self.rank(), self.comm.world_size());
+        let rank = self.rank();
+        let ranks = self.comm.world_size();
         let between = |from, to| {
             batch.iter().filter(move |(i, _)| (transfers[*i].from, transfers[*i].to) == (from, to))
         };
@@ -117,7 +118,8 @@ impl NcclWindow {
             })?;
             first += range.len();
         }
-        let (input, out) = (leaves.view().narrow(0, first)?, comes.view_mut());
+        let input = leaves.view().narrow(0, first)?;
+        let out = comes.view_mut();
         let out = out.narrow(0, receive.iter().sum())?;
         self.comm.all_to_all_v(input, &send, out, &receive, &mut self.main.clone())?;
         let mut first = 0;

@@ -57,7 +57,8 @@ impl PeerAllReduce {
         limit: Duration,
         ex: &Exec,
     ) -> Result<std::result::Result<Self, String>> {
-        let (rank, ranks) = (comm.rank(), comm.world_size());
+        let rank = comm.rank();
+        let ranks = comm.world_size();
         let stream = ex.stream()?.clone();
         let make = || {
             let own = Owned::new(ranks, Self::CAPACITY, ex)?;

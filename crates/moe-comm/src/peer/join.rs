@@ -34,7 +34,9 @@ pub(super) fn share<T>(
     ex: &Exec,
     make: impl FnOnce() -> Result<(Arc<Owned>, T)>,
 ) -> Result<std::result::Result<(Shared, T), String>> {
-    let (rank, ranks, stream) = (comm.rank(), comm.world_size(), ex.stream()?);
+    let rank = comm.rank();
+    let ranks = comm.world_size();
+    let stream = ex.stream()?;
     if !(2..=MAX_PEERS).contains(&ranks) {
         return Ok(Err(format!("expected 2 to {MAX_PEERS} ranks, got {ranks}")));
     }
@@ -72,13 +74,15 @@ fn expect_kernels(ex: &Exec) -> Result<()> {
 fn offer(own: &Owned, stream: &CudaStream) -> Result<Offer> {
     let host = host_id(|name| std::env::var(name).ok()).map_err(Error::msg)?;
     let device = stream.context().uuid().w()?.bytes.map(|byte| byte as u8);
-    let (address, handle) = (own.address(), own.handle().map_err(|e| e.to_string()));
+    let address = own.address();
+    let handle = own.handle().map_err(|e| e.to_string());
     Ok(Offer { host, process: process_id(), device, address, handle })
 }
 
 /// The addresses of all ranks' memory for this rank's device, and the mappings behind them.
 fn map(rank: usize, own: &Owned, offers: &[Offer], stream: &CudaStream) -> Result<(Vec<u64>, Vec<Mapping>)> {
-    let (mut addresses, mut mappings) = (Vec::new(), Vec::new());
+    let mut addresses = Vec::new();
+    let mut mappings = Vec::new();
     for (other, offer) in offers.iter().enumerate() {
         if other == rank {
             addresses.push(own.address());

@@ -113,7 +113,8 @@ impl Mapping {
             bail!("expected a handle of 64 bytes, got {}", handle.len())
         };
         let handle = sys::CUipcMemHandle { reserved: bytes.map(|byte| byte as _) };
-        let (mut address, flags) = (0, sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32);
+        let mut address = 0;
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         // SAFETY: the call writes an address; the driver checks the handle.
         unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }.result().w()?;
         Ok(Self::Opened(Opened { context: context.clone(), address }))
@@ -133,7 +134,8 @@ fn share(address: u64, context: &Arc<CudaContext>) -> Result<Arc<Owned>> {
     let Some(owned) = lent.iter().filter_map(Weak::upgrade).find(|owned| owned.address == address) else {
         bail!("this process has no buffer at {address:#x}")
     };
-    let (here, there) = (context.ordinal(), owned.context.ordinal());
+    let here = context.ordinal();
+    let there = owned.context.ordinal();
     let mut can = 0;
     // SAFETY: both devices exist; the call writes a number.
     unsafe { sys::cuDeviceCanAccessPeer(&mut can, context.cu_device(), owned.context.cu_device()) }

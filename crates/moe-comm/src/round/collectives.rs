@@ -58,7 +58,8 @@ fn runs(counts: &[usize]) -> Parts {
 /// An all-reduce in two rounds: each rank reduces one part, then all parts are gathered.
 fn all_reduce_shared<G: Rounds>(group: &G, call: Call, data: ViewMut, op: ReduceOp, ex: &Exec) -> Result<()> {
     let Place { rank, size } = group.place();
-    let (len, dtype) = (data.elem_count(), data.dtype());
+    let len = data.elem_count();
+    let dtype = data.dtype();
     let part = |rank| partition(len, size, rank);
     let give = Give::Rows(data.as_view().reshape(&[len])?, Parts::Each((0..size).map(part).collect()));
     let round = group.enter(Op::AllReduce, Ok(call.clone()), give, ex)?;
@@ -82,7 +83,8 @@ impl<G: Rounds> Communicator for G {
 
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
         let Place { rank, size } = self.place();
-        let (name, call) = (collective.op(), self.place().check(&collective));
+        let name = collective.op();
+        let call = self.place().check(&collective);
         match collective {
             Collective::AllReduce { data, op } => match call {
                 Ok(call)

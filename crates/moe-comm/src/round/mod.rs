@@ -107,7 +107,8 @@ pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
 
     /// The world's failure as this rank reports it.
     fn error(&self, context: &str) -> Error {
-        let (name, size) = (self.name(), self.place().size);
+        let name = self.name();
+        let size = self.place().size;
         Error::msg(format!("{context}{name} of {size}: {}", self.failure().unwrap_or("unknown failure")))
     }
 

@@ -98,7 +98,8 @@ impl SocketComm {
         let others = (0..size).filter(|&rank| rank != self.rank);
         match others.zip(arrived).find(|(_, (head, _))| !head.call.counts.are_of(size)) {
             Some((rank, (head, _))) => {
-                let (rank, counts) = (self.label(&[rank]), &head.call.counts);
+                let rank = self.label(&[rank]);
+                let counts = &head.call.counts;
                 Err(Stop::Cause(format!(
                     "{rank} broke the protocol: rows of {size} ranks are counted as {counts:?}"
                 )))
@@ -148,7 +149,10 @@ impl Rounds for SocketComm {
     }
 
     fn exchange(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Received> {
-        let (world, group, members, own) = (self.world(), self.group, &self.members, self.rank);
+        let world = self.world();
+        let group = self.group;
+        let members = &self.members;
+        let own = self.rank;
         if world.failure().is_some() {
             return Err(Stop::Failed);
         }
@@ -178,7 +182,8 @@ impl Rounds for SocketComm {
             bail!("{} names a group that it does not lead", self.label(&members[..1]))
         }
         let members = members.iter().filter_map(|&rank| self.members.get(rank).copied()).collect();
-        let (member, turn) = (self.member.clone(), Mutex::new(()));
+        let member = self.member.clone();
+        let turn = Mutex::new(());
         Ok(Arc::new(Self { member, group, members, rank: own, turn, supervised: self.supervised }))
     }
 
@@ -235,7 +240,8 @@ impl Supervised for SocketComm {
     fn supervise(&mut self) -> Supervisor {
         self.supervised = true;
         // Kept until the rank's end is explained: the connections stay open so long.
-        let (name, member) = (self.name(), self.member.clone());
+        let name = self.name();
+        let member = self.member.clone();
         Supervisor::new(name, move |cause| member.0.fail(cause))
     }
 }

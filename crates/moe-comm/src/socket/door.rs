@@ -168,8 +168,11 @@ impl Door {
     }
 
     fn greet(&mut self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
-        let (send, key, stream) = (self.send.clone(), self.key.clone(), Arc::new(stream));
-        let (now, watched) = (Instant::now(), Arc::downgrade(&stream));
+        let send = self.send.clone();
+        let key = self.key.clone();
+        let stream = Arc::new(stream);
+        let now = Instant::now();
+        let watched = Arc::downgrade(&stream);
         let hear = move || {
             let heard = stream.set_nonblocking(false).and_then(|()| hear_ask(&stream, &key, now + HELLO));
             // Nobody listens any more once the world has formed.

@@ -111,7 +111,8 @@ impl Outgoing<'_> {
 
     /// The bytes before the data of frame `number` of a connection.
     pub fn start(&self, number: u64, data: &[u8]) -> io::Result<Vec<u8>> {
-        let (bytes, most) = (data.len() as u64, self.most());
+        let bytes = data.len() as u64;
+        let most = self.most();
         if bytes > most {
             let what = format!("{bytes} bytes for one rank are more than the {most} of a frame");
             return Err(io::Error::new(ErrorKind::InvalidInput, what));
@@ -236,7 +237,8 @@ impl<R: Read> Frames<R> {
     }
 
     fn bytes(&mut self, len: u64, checksum: &mut crc32fast::Hasher) -> io::Result<Vec<u8>> {
-        let (len, mut bytes) = (len as usize, Vec::new());
+        let len = len as usize;
+        let mut bytes = Vec::new();
         while bytes.len() < len {
             let done = bytes.len();
             bytes.resize((done + PIECE * 8).min(len), 0);
@@ -248,7 +250,9 @@ impl<R: Read> Frames<R> {
 
     /// Data in words, aligned for every element type.
     fn words(&mut self, bytes: u64, checksum: &mut crc32fast::Hasher) -> io::Result<Vec<u64>> {
-        let (bytes, mut words, mut done) = (bytes as usize, Vec::new(), 0);
+        let bytes = bytes as usize;
+        let mut words = Vec::new();
+        let mut done = 0;
         while done < bytes {
             words.resize((words.len() + PIECE).min(bytes.div_ceil(8)), 0u64);
             let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut words);

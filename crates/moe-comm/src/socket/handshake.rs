@@ -161,7 +161,8 @@ fn hear<T: DeserializeOwned>(stream: &TcpStream, most: usize, patience: &Patienc
     }
     fill(stream, &mut prefix[8..], patience)?;
     let word = |at: usize| [prefix[at], prefix[at + 1], prefix[at + 2], prefix[at + 3]];
-    let (version, len) = (u32::from_le_bytes(word(8)), u32::from_le_bytes(word(16)) as usize);
+    let version = u32::from_le_bytes(word(8));
+    let len = u32::from_le_bytes(word(16)) as usize;
     if version != VERSION {
         return Err(wrong(&format!(
             "it speaks version {version} of the protocol, this one {VERSION}; use one build"

@@ -124,7 +124,8 @@ impl Link {
     /// What counts is how often it was asked in vain and not the time alone: a process that was itself stopped for long hears
     /// the answers before it has asked again.
     pub fn silence(&self, limit: Duration) -> Silence {
-        let (mut asked, heard) = (lock(&self.asked), self.heard.load(Ordering::Relaxed));
+        let mut asked = lock(&self.asked);
+        let heard = self.heard.load(Ordering::Relaxed);
         if asked.heard != heard {
             *asked = Asked { at: Instant::now(), heard, in_vain: 0 };
             return Silence::Short;

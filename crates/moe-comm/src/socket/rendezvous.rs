@@ -65,7 +65,8 @@ impl SocketComm {
     /// cannot be reached, or is no rank of this program; a port that is taken. All ranks that have
     /// appeared get an error in bounded time.
     pub fn connect(join: Join<'_>) -> Result<SocketComm> {
-        let (rank, timeout) = (join.launch.rank, join.timeouts.collective);
+        let rank = join.launch.rank;
+        let timeout = join.timeouts.collective;
         let Some(deadline) = Instant::now().checked_add(join.timeouts.rendezvous) else {
             bail!("the time limit of {:?} for all ranks to appear is too long", join.timeouts.rendezvous)
         };
@@ -138,7 +139,8 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
             return Ok(());
         }
         let Some(Guest { stream, from, ask, exchange }) = door.next(deadline, join.alive)? else {
-            let (missing, limit) = (label(&missing, &[]), join.timeouts.rendezvous);
+            let missing = label(&missing, &[]);
+            let limit = join.timeouts.rendezvous;
             let ended: Vec<usize> = left.into_iter().filter(|&rank| seats[rank].is_none()).collect();
             let ended = match ended.is_empty() {
                 true => String::new(),
@@ -219,7 +221,8 @@ fn difference(own: &[(String, String)], other: &[(String, String)]) -> Option<(S
 /// Any other rank: reaches rank 0, learns where the others are, and connects to each.
 fn attend(join: Join, deadline: Instant) -> Result<Streams> {
     let Launch { rank, world_size, master_addr, master_port, .. } = join.launch;
-    let (rank, world_size) = (*rank, *world_size);
+    let rank = *rank;
+    let world_size = *world_size;
     let key = Key::new(join.secret.as_ref());
     let patience = Patience { until: deadline, alive: join.alive };
     let master = || format!("rank 0 at {master_addr}:{master_port}");

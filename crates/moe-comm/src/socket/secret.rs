@@ -204,7 +204,8 @@ mod tests {
 
     #[test]
     fn secrets_are_random_long_and_never_shown() {
-        let (a, b) = (WorldSecret::random().unwrap(), WorldSecret::random().unwrap());
+        let a = WorldSecret::random().unwrap();
+        let b = WorldSecret::random().unwrap();
         assert!(a.reveal().len() == 64 && a.reveal() != b.reveal());
         assert_eq!(format!("{a:?}"), "WorldSecret(..)");
         assert!(WorldSecret::from_env(|_| None).unwrap().is_none());

@@ -133,7 +133,8 @@ impl Posts for Shared {
 impl Supervised for ThreadComm {
     fn supervise(&mut self) -> Supervisor {
         self.supervised = true;
-        let (name, world) = (self.name(), self.board.world.clone());
+        let name = self.name();
+        let world = self.board.world.clone();
         Supervisor::new(name, move |cause| world.fail(cause))
     }
 }

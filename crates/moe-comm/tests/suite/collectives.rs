@@ -83,8 +83,12 @@ impl Case {
 
     /// Calls every collective as one rank.
     fn run<T: Value>(&self, rank: usize, comm: &dyn Communicator) -> Result<Outputs> {
-        let (mut ex, mut stream) = (Exec::cpu(), Stream(self.seed ^ rank as u64));
-        let (n, row, equal, own) = (self.world, self.row, self.counts[0], self.counts[rank]);
+        let mut ex = Exec::cpu();
+        let mut stream = Stream(self.seed ^ rank as u64);
+        let n = self.world;
+        let row = self.row;
+        let equal = self.counts[0];
+        let own = self.counts[rank];
         let mut outputs = Vec::new();
         let mut step = |name, out: Vec<T>| {
             outputs.push((name, bits(&out)));
@@ -110,7 +114,8 @@ impl Case {
         let inputs = [2, 8].map(|i| self.input::<T>(i, rank, own));
         let arrays = inputs.iter().zip(&mut outs);
         let arrays = arrays.map(|(input, out)| (view(input, own, row), view_mut(out, self.total(), row)));
-        let (arrays, counts) = (arrays.collect(), &self.counts);
+        let arrays = arrays.collect();
+        let counts = &self.counts;
         FusedCollective::Gather { arrays, counts, needs: None }.run(comm, &mut ex)?;
         step("gather", outs.concat());
 
@@ -121,7 +126,8 @@ impl Case {
 
         let mut out = vec![T::default(); own * row];
         let input = self.input::<T>(4, rank, self.total());
-        let (input, out_view) = (view(&input, self.total(), row), view_mut(&mut out, own, row));
+        let input = view(&input, self.total(), row);
+        let out_view = view_mut(&mut out, own, row);
         comm.reduce_scatter_v(input, &self.counts, out_view, self.op, &mut ex)?;
         step("reduce_scatter_v", out);
 
@@ -130,7 +136,8 @@ impl Case {
         comm.all_to_all(view(&input, n * equal, row), view_mut(&mut out, n * equal, row), &mut ex)?;
         step("all_to_all", out);
 
-        let (recv, sent) = (self.received(rank), self.sent(rank));
+        let recv = self.received(rank);
+        let sent = self.sent(rank);
         let rows = recv.iter().sum::<usize>();
         let mut out = vec![T::default(); rows * row];
         let input = self.input::<T>(6, rank, sent);
@@ -148,7 +155,9 @@ impl Case {
 
     /// The definitions.
     fn expected<T: Value>(&self, rank: usize) -> Outputs {
-        let (n, row, equal) = (self.world, self.row, self.counts[0]);
+        let n = self.world;
+        let row = self.row;
+        let equal = self.counts[0];
         let all = |i: u64, rows: &dyn Fn(usize) -> usize| -> Vec<Vec<T>> {
             (0..n).map(|r| self.input(i, r, rows(r))).collect()
         };
@@ -263,7 +272,8 @@ fn timing_does_not_change_a_bit<C: World>() {
 fn scalars_and_many_dims<C: World>() {
     let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
-        let (mut scalar, mut block) = ([rank as i64], vec![rank as u32; 24]);
+        let mut scalar = [rank as i64];
+        let mut block = vec![rank as u32; 24];
         comm.all_reduce(ViewMut::new(&mut scalar, &[])?, ReduceOp::Sum, &mut ex)?;
         comm.broadcast(ViewMut::new(&mut block, &[2, 3, 2, 2])?, 2, &mut ex)?;
         Ok((scalar, block))
@@ -278,7 +288,8 @@ fn rounds_reuse_the_workspace<C: World>() {
     let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         let round = |ex: &mut Exec| -> Result<()> {
-            let (mut large, mut out) = (vec![rank as f32; 40_000], vec![0f32; 120_000]);
+            let mut large = vec![rank as f32; 40_000];
+            let mut out = vec![0f32; 120_000];
             comm.all_reduce(ViewMut::new(&mut large, &[40_000])?, ReduceOp::Max, ex)?;
             comm.all_gather(view(&large, 40_000, 1), view_mut(&mut out, 120_000, 1), ex)
         };
@@ -296,12 +307,17 @@ fn rounds_reuse_the_workspace<C: World>() {
 
 /// residual + the sum in rank order, and its norm by the definition.
 fn a_sum_is_added_and_normed<C: World>() {
-    let (t, h, eps) = (3, 40, 1e-5f32);
+    let t = 3;
+    let h = 40;
+    let eps = 1e-5f32;
     let stream = |seed: u64, len: usize| f32::randoms(seed, len);
-    let (residual, weight) = (stream(90, t * h), stream(91, h));
+    let residual = stream(90, t * h);
+    let weight = stream(91, h);
     let partial = |rank: usize| stream(rank as u64, t * h);
     let outputs = run::<C, _>(3, |rank, comm| {
-        let (mut ex, mut partial, mut residual) = (Exec::cpu(), partial(rank), residual.clone());
+        let mut ex = Exec::cpu();
+        let mut partial = partial(rank);
+        let mut residual = residual.clone();
         let mut out = vec![0f32; t * h];
         let norm = PreNorm { weight: View::new(&weight, &[h])?, eps };
         let end = AddNorm { residual: view_mut(&mut residual, t, h), norm, out: view_mut(&mut out, t, h) };
@@ -328,7 +344,8 @@ fn a_sum_is_added_and_normed<C: World>() {
 /// Thousands of rounds without a pause: no lost wake-up.
 fn many_rounds_in_a_row<C: World>() {
     let outputs = run::<C, _>(4, |rank, comm| {
-        let (mut ex, mut sum) = (Exec::cpu(), 0u64);
+        let mut ex = Exec::cpu();
+        let mut sum = 0u64;
         for i in 0..3000u32 {
             let mut data = [i + rank as u32];
             match i % 3 {

@@ -77,7 +77,8 @@ proptest! {
         }
         prop_assert_eq!(&slots[..], target.phy2log());
         // Each slot is in the row of its expert, once, and rows are ascending.
-        let (table, width) = (target.log2phy(None), target.max_copies());
+        let table = target.log2phy(None);
+        let width = target.max_copies();
         let mut found: Vec<(usize, u32)> = Vec::new();
         for (expert, row) in table.chunks(width).enumerate() {
             let copies: Vec<i32> = row.iter().copied().take_while(|&slot| slot >= 0).collect();

@@ -17,32 +17,43 @@ pub const COLLECTIVES: [(&str, Collective); 10] = [
         c.all_reduce(view_mut(&mut vec![1f32; 2 * n], 2, n), ReduceOp::Sum, &mut Exec::cpu())
     }),
     ("all_gather", |c, n| {
-        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
+        let all = 2 * c.world_size();
+        let mut out = vec![0f32; 2 * c.world_size() * n];
         c.all_gather(view(&vec![1f32; 2 * n], 2, n), view_mut(&mut out, all, n), &mut Exec::cpu())
     }),
     ("all_gather", |c, n| {
-        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
-        let (input, counts) = (vec![1f32; 2 * n], vec![2; c.world_size()]);
+        let all = 2 * c.world_size();
+        let mut out = vec![0f32; 2 * c.world_size() * n];
+        let input = vec![1f32; 2 * n];
+        let counts = vec![2; c.world_size()];
         c.all_gather_v(view(&input, 2, n), &counts, view_mut(&mut out, all, n), &mut Exec::cpu())
     }),
     ("reduce_scatter", |c, n| {
-        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * n]);
-        let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
+        let all = 2 * c.world_size();
+        let mut out = vec![0f32; 2 * n];
+        let input = vec![1f32; all * n];
+        let out = view_mut(&mut out, 2, n);
         c.reduce_scatter(view(&input, all, n), out, ReduceOp::Max, &mut Exec::cpu())
     }),
     ("reduce_scatter", |c, n| {
-        let (all, mut out, counts) = (2 * c.world_size(), vec![0f32; 2 * n], vec![2; c.world_size()]);
-        let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
+        let all = 2 * c.world_size();
+        let mut out = vec![0f32; 2 * n];
+        let counts = vec![2; c.world_size()];
+        let input = vec![1f32; all * n];
+        let out = view_mut(&mut out, 2, n);
         c.reduce_scatter_v(view(&input, all, n), &counts, out, ReduceOp::Sum, &mut Exec::cpu())
     }),
     ("all_to_all", |c, n| {
         let all = 2 * c.world_size();
-        let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
+        let input = vec![1f32; all * n];
+        let mut out = vec![0f32; all * n];
         c.all_to_all(view(&input, all, n), view_mut(&mut out, all, n), &mut Exec::cpu())
     }),
     ("all_to_all", |c, n| {
-        let (all, counts) = (2 * c.world_size(), vec![2; c.world_size()]);
-        let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
+        let all = 2 * c.world_size();
+        let counts = vec![2; c.world_size()];
+        let input = vec![1f32; all * n];
+        let mut out = vec![0f32; all * n];
         let out = view_mut(&mut out, all, n);
         c.all_to_all_v(view(&input, all, n), &counts, out, &counts, &mut Exec::cpu())
     }),
@@ -197,7 +208,8 @@ fn several_stalled_ranks_are_all_named<C: World>() {
 /// Without `run_ranks`, a panic is still seen: the communicator is dropped by unwinding.
 fn an_unsupervised_rank_that_panics<C: World>() {
     let mut world = C::world(2);
-    let (last, first) = (world.pop().unwrap(), world.pop().unwrap());
+    let last = world.pop().unwrap();
+    let first = world.pop().unwrap();
     let start = Instant::now();
     let handle = std::thread::spawn(move || {
         let _comm = last;
@@ -210,7 +222,8 @@ fn an_unsupervised_rank_that_panics<C: World>() {
 
 fn two_calls_of_one_rank_at_once<C: World>() {
     let mut world = C::world(2);
-    let (last, first) = (world.pop().unwrap(), Arc::new(world.pop().unwrap()));
+    let last = world.pop().unwrap();
+    let first = Arc::new(world.pop().unwrap());
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| text(first.barrier(&mut Exec::cpu()).unwrap_err()));
         std::thread::sleep(Duration::from_millis(200));

@@ -12,7 +12,8 @@ use crate::support::{Stream, text, view_mut};
 
 /// Passes bytes on, and flips a bit of the byte at `flip`; how many bytes there were.
 fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<(usize, u8)>) -> usize {
-    let (mut bytes, mut passed) = (vec![0; 1 << 16], 0);
+    let mut bytes = vec![0; 1 << 16];
+    let mut passed = 0;
     while let Ok(n @ 1..) = from.read(&mut bytes) {
         if let Some((at, bit)) = flip.filter(|(at, _)| (passed..passed + n).contains(at)) {
             bytes[at - passed] ^= 1 << bit;
@@ -29,12 +30,14 @@ fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<(usize, u8)>) -> us
 
 /// What a rank has after collectives of several kinds and sizes, and messages both ways.
 fn work(comm: &SocketComm) -> Result<Vec<u64>> {
-    let (ex, other) = (&mut Exec::cpu(), 1 - comm.rank());
+    let ex = &mut Exec::cpu();
+    let other = 1 - comm.rank();
     let mut seen = Vec::new();
     for n in [1usize, 40, 3_000, 20_000] {
         let mut sums: Vec<f32> = (0..n).map(|i| (i + comm.rank()) as f32).collect();
         comm.all_reduce(view_mut(&mut sums, n, 1), ReduceOp::Sum, ex)?;
-        let (mut all, own) = (vec![0u32; 2 * n], vec![comm.rank() as u32 + 7; n]);
+        let mut all = vec![0u32; 2 * n];
+        let own = vec![comm.rank() as u32 + 7; n];
         comm.all_gather(View::new(&own, &[n])?, ViewMut::new(&mut all, &[2 * n])?, ex)?;
         let messages = comm.messages();
         messages.send(other, &vec![n as u8; n])?;
@@ -49,7 +52,8 @@ fn work(comm: &SocketComm) -> Result<Vec<u64>> {
 fn run(flips: [Option<(usize, u8)>; 2]) -> (Vec<Result<Vec<u64>>>, [usize; 2]) {
     let [proxy, master] = [0, 1].map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
     let port = |listener: &TcpListener| listener.local_addr().unwrap().port();
-    let (proxied, direct) = (port(&proxy), port(&master));
+    let proxied = port(&proxy);
+    let direct = port(&master);
     let timeouts = SocketTimeouts { rendezvous: Duration::from_secs(4), collective: Duration::from_secs(4) };
     let rank = |rank: usize, port: u16, listener: Option<TcpListener>| {
         let launch = launch(rank, 2, "127.0.0.1", port);
@@ -60,7 +64,8 @@ fn run(flips: [Option<(usize, u8)>; 2]) -> (Vec<Result<Vec<u64>>>, [usize; 2]) {
         let between = scope.spawn(move || {
             let (guest, _) = proxy.accept().unwrap();
             let host = TcpStream::connect((Ipv4Addr::LOCALHOST, direct)).unwrap();
-            let (guest_2, host_2) = (guest.try_clone().unwrap(), host.try_clone().unwrap());
+            let guest_2 = guest.try_clone().unwrap();
+            let host_2 = host.try_clone().unwrap();
             let there = std::thread::spawn(move || pass(guest, host, flips[0]));
             let back = pass(host_2, guest_2, flips[1]);
             [there.join().unwrap(), back]
@@ -79,14 +84,16 @@ fn a_flipped_bit_is_an_error_that_names_a_rank_and_never_another_result() {
     let mut random = Stream(5);
     let mut cases: Vec<[Option<(usize, u8)>; 2]> = Vec::new();
     for case in 0..120 {
-        let (way, bit) = (case % 2, (random.next() % 8) as u8);
+        let way = case % 2;
+        let bit = (random.next() % 8) as u8;
         // Half of them in what comes first: the handshake and small frames.
         let range = if case % 4 < 2 { 3_000 } else { passed[way] };
         let mut flips = [None, None];
         flips[way] = Some(((random.next() % range as u64) as usize, bit));
         cases.push(flips);
     }
-    let (start, mut failed) = (Instant::now(), 0);
+    let start = Instant::now();
+    let mut failed = 0;
     for some in cases.chunks(24) {
         let results: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = some.iter().map(|flips| scope.spawn(|| run(*flips).0)).collect();

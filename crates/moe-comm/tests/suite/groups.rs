@@ -185,7 +185,8 @@ fn dropped_groups_leave_the_world_alone<C: World>() {
 
 #[test]
 fn a_world_of_one_aborts_with_its_groups() {
-    let (comm, mut ex) = (SelfComm::new(), Exec::cpu());
+    let comm = SelfComm::new();
+    let mut ex = Exec::cpu();
     let group = comm.split(7, 7, &mut ex).unwrap();
     group.barrier(&mut ex).unwrap();
     group.abort("stop");

@@ -13,7 +13,8 @@ use crate::support::text;
 
 /// Joins a world of three as its last rank; its connections to ranks 0 and 1.
 fn join(port: u16) -> [TcpStream; 2] {
-    let (mut master, key) = (connect(port), world_key(""));
+    let mut master = connect(port);
+    let key = world_key("");
     let listens = master.local_addr().unwrap();
     let request = Ask::Join { rank: 2, world_size: 3, listens, settings: Vec::new() };
     let Ok(Answer::Welcome { world, addresses }) = ask(&mut master, &key, &request) else {
@@ -30,7 +31,8 @@ type Waits = fn(&SocketComm) -> Result<()>;
 
 /// The errors of ranks 0 and 1, which wait for rank 2 while it does `what`.
 fn errors_of(waits: Waits, what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
-    let (port, start) = (free_port(), Instant::now());
+    let port = free_port();
+    let start = Instant::now();
     let rank = |rank: usize| {
         let launch = launch(rank, 3, "127.0.0.1", port);
         let timeouts = SocketTimeouts { collective: Duration::from_secs(2), ..SocketTimeouts::default() };

@@ -80,8 +80,10 @@ fn dtypes_reductions_and_roots_that_differ<C: World>() {
 fn counts_that_differ<C: World>() {
     let gather = |counts: [usize; 3]| {
         move |c: &dyn Communicator| {
-            let (own, all) = (counts[c.rank()], counts.iter().sum());
-            let (input, mut out) = (vec![1i32; own], vec![0i32; all]);
+            let own = counts[c.rank()];
+            let all = counts.iter().sum();
+            let input = vec![1i32; own];
+            let mut out = vec![0i32; all];
             c.all_gather_v(view(&input, own, 1), &counts, view_mut(&mut out, all, 1), &mut Exec::cpu())
         }
     };
@@ -91,8 +93,10 @@ fn counts_that_differ<C: World>() {
 
     let exchange = |send: [usize; 3], recv: [usize; 3]| {
         move |c: &dyn Communicator| {
-            let (sent, received) = (send.iter().sum(), recv.iter().sum());
-            let (input, mut out) = (vec![1u8; sent], vec![0u8; received]);
+            let sent = send.iter().sum();
+            let received = recv.iter().sum();
+            let input = vec![1u8; sent];
+            let mut out = vec![0u8; received];
             let out = view_mut(&mut out, received, 1);
             c.all_to_all_v(view(&input, sent, 1), &send, out, &recv, &mut Exec::cpu())
         }
@@ -115,7 +119,8 @@ fn wrong_arguments_on_one_rank<C: World>() {
 /// What the doors say, on the smallest communicator; it survives, because nobody waits for it.
 #[test]
 fn door_errors() {
-    let (comm, mut ex) = (SelfComm::new(), Exec::cpu());
+    let comm = SelfComm::new();
+    let mut ex = Exec::cpu();
     let ex = &mut ex;
     let mut out = [0f32; 4];
     let input = [1f32; 4];
@@ -172,7 +177,8 @@ fn absurd_counts<C: World>() {
         assert!(error.contains("overflow"), "{error}");
     }
     let results = run::<C, _>(3, |_, comm| {
-        let (input, mut out) = ([0f32; 4], [0f32; 4]);
+        let input = [0f32; 4];
+        let mut out = [0f32; 4];
         comm.all_to_all(view(&input, 4, 1), view_mut(&mut out, 4, 1), &mut Exec::cpu())
     });
     for result in results {

@@ -27,7 +27,8 @@ pub struct Rank {
 impl Rank {
     pub fn new(rank: usize, world_size: usize, port: u16) -> Self {
         let launch = launch(rank, world_size, "127.0.0.1", port);
-        let (settings, limit) = (vec![("--tp", "2"), ("version", "1")], Duration::from_secs(20));
+        let settings = vec![("--tp", "2"), ("version", "1")];
+        let limit = Duration::from_secs(20);
         Self { launch, settings, secret: Some(SECRET), limit }
     }
 
@@ -112,7 +113,8 @@ fn worlds_of_other_sizes_and_ranks_that_are_there_twice() {
 
 #[test]
 fn ranks_that_never_appear_end_the_wait() {
-    let (port, limit) = (free_port(), Duration::from_millis(700));
+    let port = free_port();
+    let limit = Duration::from_millis(700);
     let start = Instant::now();
     let ranks = [0, 2].map(|rank| Rank { limit, ..Rank::new(rank, 4, port) });
     for error in errors(join_all(&ranks)) {

@@ -20,11 +20,13 @@ fn products<T: Value, O: Value>(
     with_bias: bool,
     seed: u64,
 ) -> Vec<Vec<u64>> {
-    let (x, w) = (T::randoms(seed, t * k), T::randoms(!seed, n * k));
+    let x = T::randoms(seed, t * k);
+    let w = T::randoms(!seed, n * k);
     let bias = T::randoms(seed ^ 7, n);
     let bias = || with_bias.then(|| View::new(&bias, &[n]).unwrap());
     let mut whole = O::randoms(1, t * n);
-    let (vx, vw) = (View::new(&x, &[t, k]).unwrap(), View::new(&w, &[n, k]).unwrap());
+    let vx = View::new(&x, &[t, k]).unwrap();
+    let vw = View::new(&w, &[n, k]).unwrap();
     let out = ViewMut::new(&mut whole, &[t, n]).unwrap();
     linear_row_parallel_into(vx, vw, bias(), out, &mut Exec::cpu()).unwrap();
     let part = |m: &[T], rank: usize| -> Vec<T> {
@@ -33,8 +35,11 @@ fn products<T: Value, O: Value>(
     let ranks = run_ranks(tp, |rank, comm| {
         let geometry = ParallelConfig { tp, ..Default::default() }.geometry(rank)?;
         let product = RowParallel::new(&geometry.row_shard("K", k)?, Arc::new(comm))?;
-        let (x, w, mut out) = (part(&x, rank), part(&w, rank), O::randoms(2, t * n));
-        let (x, w) = (View::new(&x, &[t, k / tp])?, View::new(&w, &[n, k / tp])?);
+        let x = part(&x, rank);
+        let w = part(&w, rank);
+        let mut out = O::randoms(2, t * n);
+        let x = View::new(&x, &[t, k / tp])?;
+        let w = View::new(&w, &[n, k / tp])?;
         product.linear_into(x, w, bias(), ViewMut::new(&mut out, &[t, n])?, &mut Exec::cpu())?;
         Ok(bits(&out))
     });
@@ -93,8 +98,11 @@ fn ranks_with_different_rows_all_fail() {
         let geometry = ParallelConfig { tp: 4, ..Default::default() }.geometry(rank)?;
         let product = RowParallel::new(&geometry.row_shard("K", 32)?, Arc::new(comm))?;
         let t = if rank == 2 { 3 } else { 4 };
-        let (x, w, mut out) = (vec![1f32; t * 8], vec![1f32; 5 * 8], vec![0f32; t * 5]);
-        let (x, w) = (View::new(&x, &[t, 8])?, View::new(&w, &[5, 8])?);
+        let x = vec![1f32; t * 8];
+        let w = vec![1f32; 5 * 8];
+        let mut out = vec![0f32; t * 5];
+        let x = View::new(&x, &[t, 8])?;
+        let w = View::new(&w, &[5, 8])?;
         product.linear_into(x, w, None, ViewMut::new(&mut out, &[t, 5])?, &mut Exec::cpu())
     });
     for result in results {

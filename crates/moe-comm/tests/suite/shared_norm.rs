@@ -18,7 +18,8 @@ fn layers(
     shared: bool,
     seed: u64,
 ) -> Result<(Vec<u64>, Vec<f32>)> {
-    let (mut residual, weight) = (f32::randoms(seed, t * h), bf16::randoms(!seed, h));
+    let mut residual = f32::randoms(seed, t * h);
+    let weight = bf16::randoms(!seed, h);
     let mut out = vec![bf16::ZERO; t * h];
     let ex = &mut Exec::cpu();
     for layer in 0..LAYERS {
@@ -61,7 +62,9 @@ proptest! {
 fn needed_rows_and_their_sums_travel() {
     let counts = [2, 0, 1];
     let got = run_ranks(3, |rank, comm| {
-        let (ids, owners, ex) = ([0u32, 2, u32::MAX], [2u32, 1, 0], &mut Exec::cpu());
+        let ids = [0u32, 2, u32::MAX];
+        let owners = [2u32, 1, 0];
+        let ex = &mut Exec::cpu();
         let needs = Some(RowNeeds { ids: View::new(&ids, &[3, 1])?, owners: View::new(&owners, &[3])? });
         let counts = &counts[..];
         let rows = vec![10.0 + rank as f32; counts[rank]];
@@ -87,7 +90,8 @@ fn rounded_parts_are_summed() {
     let counts = [1, 2];
     let got = run_ranks(2, |rank, comm| {
         let parts = [[1.0, 256.0, -3.0], [0.5, 1.0, 3.0]][rank].map(bf16::from_f32);
-        let (mut own, ex) = (vec![0f32; counts[rank]], &mut Exec::cpu());
+        let mut own = vec![0f32; counts[rank]];
+        let ex = &mut Exec::cpu();
         let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
         let sums = View::new(&parts, &[3, 1])?;
         FusedCollective::ScatterSums { sums, counts: &counts, needs: None, out }.run(&comm, ex)?;

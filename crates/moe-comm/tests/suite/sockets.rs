@@ -14,7 +14,8 @@ fn large_payloads_cross_without_a_deadlock() {
     let len = 3 << 20;
     let results = run::<SocketComm, _>(3, |rank, comm| {
         let ex = &mut Exec::cpu();
-        let (input, mut out) = (vec![rank as f32; 3 * len], vec![0f32; 3 * len]);
+        let input = vec![rank as f32; 3 * len];
+        let mut out = vec![0f32; 3 * len];
         comm.all_to_all(View::new(&input, &[3, len])?, ViewMut::new(&mut out, &[3, len])?, ex)?;
         let expected = |i: usize| (i / len) as f32;
         Ok((0..3 * len).all(|i| out[i] == expected(i)))
@@ -89,7 +90,9 @@ fn a_goodbye_ends_the_wait_for_messages() {
 #[test]
 fn messages_of_any_rank_are_heard() {
     let mut world = SocketComm::world(3);
-    let (third, second, first) = (world.pop().unwrap(), world.pop().unwrap(), world.pop().unwrap());
+    let third = world.pop().unwrap();
+    let second = world.pop().unwrap();
+    let first = world.pop().unwrap();
     let messages = first.messages();
     assert_eq!(messages.try_recv_any(&[1, 2]).unwrap(), None);
     third.messages().send(0, b"one").unwrap();
@@ -117,7 +120,8 @@ fn an_abort_ends_the_wait_for_messages() {
 #[test]
 fn a_watch_sees_the_end() {
     let mut world = SocketComm::world(2);
-    let (second, first) = (world.pop().unwrap(), world.pop().unwrap());
+    let second = world.pop().unwrap();
+    let first = world.pop().unwrap();
     let watches = [first.watcher(), second.watcher()];
     let messages: Messages = second.messages();
     drop(second);

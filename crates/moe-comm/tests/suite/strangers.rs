@@ -10,7 +10,8 @@ use crate::rendezvous::{Rank, SECRET, errors, join_all};
 
 /// A world of three whose last rank comes when `strangers` have been: all three have their sum.
 fn world_forms(rank: impl Fn(usize, u16) -> Rank + Sync, strangers: impl FnOnce(u16) + Send) {
-    let (port, start) = (free_port(), Instant::now());
+    let port = free_port();
+    let start = Instant::now();
     let ranks = [rank(0, port), rank(1, port)];
     std::thread::scope(|scope| {
         let first = scope.spawn(|| join_all(&ranks));
@@ -117,7 +118,8 @@ fn an_open_world_refuses_what_does_not_fit_and_waits_on() {
 /// Rank 0 says at its deadline who was refused.
 #[test]
 fn refused_processes_explain_who_is_missing() {
-    let (port, limit) = (free_port(), Duration::from_secs(1));
+    let port = free_port();
+    let limit = Duration::from_secs(1);
     let stranger = std::thread::spawn(move || refused(port, &world_key(""), 1, 2, Vec::new()));
     let error = errors(join_all(&[Rank { limit, secret: None, ..Rank::new(0, 2, port) }])).remove(0);
     assert!(stranger.join().unwrap().contains("--tp none"));
@@ -165,7 +167,8 @@ fn dribble(mut slow: Vec<TcpStream>, port: u16, done: &AtomicBool) {
 /// A byte now and then, from more connections than may say hello at once: a member passes them all.
 #[test]
 fn connections_that_dribble_hold_no_member_up() {
-    let (port, done) = (free_port(), AtomicBool::new(false));
+    let port = free_port();
+    let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let ranks = [Rank::new(0, 2, port)];
         let first = scope.spawn(move || join_all(&ranks));
@@ -186,7 +189,8 @@ fn connections_that_dribble_hold_no_member_up() {
 #[test]
 fn a_slow_hello_ends_in_time() {
     world_forms(secret, |port| {
-        let (mut slow, start) = (connect(port), Instant::now());
+        let mut slow = connect(port);
+        let start = Instant::now();
         slow.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
         let mut cut = false;
         for byte in b"moe-comm\x03\0\0\0\x04\x03\x02\x01\x20\0\0\0".iter().cycle() {
@@ -206,7 +210,8 @@ fn a_link_needs_the_proof() {
     std::thread::scope(|scope| {
         let ranks = [0, 1].map(|rank| Rank::new(rank, 3, port));
         let world = scope.spawn(move || join_all(&ranks));
-        let (mut master, key) = (connect(port), world_key(SECRET));
+        let mut master = connect(port);
+        let key = world_key(SECRET);
         let listens = master.local_addr().unwrap();
         let request = Ask::Join { rank: 2, world_size: 3, listens, settings: member() };
         let Ok(Answer::Welcome { world: id, addresses }) = ask(&mut master, &key, &request) else { panic!() };

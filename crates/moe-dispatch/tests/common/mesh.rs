@@ -61,7 +61,8 @@ pub struct Peer {
 
 impl Peer {
     pub fn new(placement: &Placement, rank: usize, mesh: Mesh) -> Result<Self> {
-        let (experts, ranks) = (placement.local_experts(rank)?, mesh.to.len());
+        let experts = placement.local_experts(rank)?;
+        let ranks = mesh.to.len();
         Ok(Self { placement: placement.clone(), experts, mesh: Mutex::new(mesh), ranks })
     }
 
@@ -77,7 +78,8 @@ impl Peer {
 
     /// Slot rows come back as (row, slot number); the owner puts them in order and adds them.
     fn combine(&self, d: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (slots, hidden) = (d.owner_topk_ids.dims(), out.dims()[1]);
+        let slots = d.owner_topk_ids.dims();
+        let hidden = out.dims()[1];
         let mut ordered = ex.scratch(DType::F32, &[slots[0], slots[1], hidden])?;
         ordered.view_mut().cpu_mut::<f32>()?.fill(f32::NAN);
         for (rows, numbers) in self.receive()? {
@@ -115,7 +117,8 @@ impl PrepareFinalize for HighThroughput {
         _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
+        let width = hidden.dims()[1];
+        let top_k = topk_ids.dims()[1];
         let mut packets = vec![Packet::default(); self.0.ranks];
         for (t, ids) in topk_ids.cpu::<u32>()?.chunks(top_k).enumerate() {
             for (rank, (rows, meta)) in packets.iter_mut().enumerate() {
@@ -155,8 +158,10 @@ impl PrepareFinalize for HighThroughput {
         ex: &mut Exec,
     ) -> Result<()> {
         let Origins(origins) = d.handle(self.name())?;
-        let (top_k, width) = (expert_out.dims()[1], expert_out.dims()[2]);
-        let (y, map) = (expert_out.cpu::<f32>()?, d.expert_map.map(|map| map.cpu::<i32>()).transpose()?);
+        let top_k = expert_out.dims()[1];
+        let width = expert_out.dims()[2];
+        let y = expert_out.cpu::<f32>()?;
+        let map = d.expert_map.map(|map| map.cpu::<i32>()).transpose()?;
         let mut computed = d.topk_ids()?.cpu::<u32>()?.iter().zip(y.chunks(width));
         let mut packets = Vec::new();
         for first_slots in origins {

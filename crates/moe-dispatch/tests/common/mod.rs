@@ -144,14 +144,16 @@ pub fn run_experts<T: Float>(d: &Dispatched) -> Result<Vec<f32>> {
 pub fn run_named_experts<T: Float>(d: &Dispatched, name: impl Fn(usize) -> usize) -> Result<Vec<f32>> {
     let dims = d.expert_out_dims()?;
     let rows = d.rows.view();
-    let (hidden, rows) = (rows.dims()[rows.dims().len() - 1], rows.cpu::<T>()?);
+    let hidden = rows.dims()[rows.dims().len() - 1];
+    let rows = rows.cpu::<T>()?;
     let mut out = vec![f32::NAN; dims.iter().product()];
     let mut compute = |e: usize, from: usize, to: usize| {
         out[to * hidden..][..hidden].copy_from_slice(&expert(name(e), &rows[from * hidden..][..hidden]));
     };
     match d.format {
         ActivationFormat::Listed => {
-            let (slots, counts) = (d.expert_slots()?, d.expert_num_tokens()?.cpu::<u32>()?);
+            let slots = d.expert_slots()?;
+            let counts = d.expert_num_tokens()?.cpu::<u32>()?;
             let room = slots.dims()[1];
             for (e, &n) in counts.iter().enumerate() {
                 let list = &slots.cpu::<u32>()?[e * room..][..n as usize];

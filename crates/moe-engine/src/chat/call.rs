@@ -20,7 +20,8 @@ pub struct ToolCall {
 /// string.
 pub(super) fn end(text: &str) -> Option<usize> {
     let begin = text.find(CALL)? + CALL.len();
-    let (mut in_string, mut escaped) = (false, false);
+    let mut in_string = false;
+    let mut escaped = false;
     for (at, byte) in text.bytes().enumerate().skip(begin) {
         match byte {
             _ if escaped => escaped = false,

@@ -44,7 +44,8 @@ fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> 
         }
         "split" | "rsplit" => {
             let (by, limit, kwargs): (Option<&str>, Option<i64>, Kwargs) = from_args(args)?;
-            let (by, limit) = (by.or(kwargs.get("sep")?), limit.or(kwargs.get("maxsplit")?));
+            let by = by.or(kwargs.get("sep")?);
+            let limit = limit.or(kwargs.get("maxsplit")?);
             kwargs.assert_all_used()?;
             let (Some(by), Some(limit @ 0..), "rsplit") = (by, limit, name) else {
                 return unknown_method_callback(state, value, "split", &[by.into(), limit.into()]);
@@ -75,7 +76,8 @@ fn default(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Er
         Some(value) => value.clone(),
         None => kwargs.get(name).unwrap_or_default(),
     };
-    let (other, boolean) = (argument(0, "default_value"), argument(1, "boolean"));
+    let other = argument(0, "default_value");
+    let boolean = argument(1, "boolean");
     kwargs.assert_all_used()?;
     match value.is_undefined() || (boolean.is_true() && !value.is_true()) {
         true if other.is_undefined() => Ok("".into()),

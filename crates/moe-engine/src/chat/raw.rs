@@ -91,7 +91,8 @@ fn string_len(text: &str) -> Option<usize> {
 
 /// The length of the value that a text begins with: up to the comma or bracket that follows it.
 fn value_len(text: &str) -> Option<usize> {
-    let (mut depth, mut at) = (0usize, 0);
+    let mut depth = 0usize;
+    let mut at = 0;
     while let Some(byte) = text.as_bytes().get(at) {
         match byte {
             b'"' => {

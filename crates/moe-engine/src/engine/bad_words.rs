@@ -145,7 +145,8 @@ impl BadWords {
 
     /// The last bytes of a text, as many as a word may have begun in.
     fn end_of_text(&self, bytes: &TokenBytes, prompt: &[u32], output: &[u32]) -> Vec<u8> {
-        let (mut parts, mut len) = (Vec::new(), 0);
+        let mut parts = Vec::new();
+        let mut len = 0;
         for &id in output.iter().rev().chain(prompt.iter().rev()) {
             if len >= self.reach {
                 break;

@@ -128,7 +128,8 @@ impl Dispatcher {
             SchedulingPolicy::Fcfs => (false, Reverse(0), id.0),
             SchedulingPolicy::LongestFirst => (true, Reverse(output), id.0),
         };
-        let (unfinished, prompt) = (request.n, request.prompt.len());
+        let unfinished = request.n;
+        let prompt = request.prompt.len();
         let known = Known {
             place: Place::Waiting(turn),
             unfinished,

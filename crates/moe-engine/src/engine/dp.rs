@@ -229,16 +229,15 @@ impl<'m> DpEngine<'m> {
 
     /// Runs this process's part of what all ranks do. A panic ends the run by its name where others take part.
     pub(super) fn run_here<T>(&mut self, work: impl FnOnce(&mut Engine<'m>) -> Result<T>) -> Result<T> {
-        let (world, engine) = (&self.world, &mut self.engine);
         let guarded = || {
-            let _guard = AbortOnPanic(world.as_ref());
-            work(engine)
+            let _guard = AbortOnPanic(self.world.as_ref());
+            work(&mut self.engine)
         };
         if self.peers.is_empty() {
             return guarded();
         }
         let panicked = |panic: Box<dyn Any + Send>| {
-            Err(anyhow!("rank {} panicked: {}", world.rank(), panic_text(&*panic)))
+            Err(anyhow!("rank {} panicked: {}", self.world.rank(), panic_text(&*panic)))
         };
         catch_unwind(AssertUnwindSafe(guarded)).unwrap_or_else(panicked)
     }

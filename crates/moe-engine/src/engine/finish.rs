@@ -19,7 +19,9 @@ const MAX_CHOICES: usize = 16384;
 impl Engine<'_> {
     /// Whether a request can run.
     pub(super) fn check(&self, request: &Request) -> Result<Checked, RequestError> {
-        let (prompt, vocab_size, max_model_len) = (&request.prompt, self.info.vocab_size, self.max_model_len);
+        let prompt = &request.prompt;
+        let vocab_size = self.info.vocab_size;
+        let max_model_len = self.max_model_len;
         request.check_prompt(vocab_size, max_model_len)?;
         request.check_parameters(vocab_size)?;
         if !request.stop.is_empty() && self.tokenizer.is_none() {
@@ -63,7 +65,9 @@ impl Engine<'_> {
             };
         };
         let Some(replay) = &request.replay_routing else { return Ok(()) };
-        let (layers, top_k, experts) = (moe.layers.len(), moe.top_k, moe.num_experts);
+        let layers = moe.layers.len();
+        let top_k = moe.top_k;
+        let experts = moe.num_experts;
         if (replay.layers(), replay.top_k()) != (layers, top_k) {
             let expected = format!("[T, {layers}, {top_k}] (MoE layers, experts per token)");
             return refuse(

@@ -84,13 +84,15 @@ impl DeviceMasks {
     pub fn new(rows: usize, vocab_size: usize, ex: &Exec) -> Result<Self> {
         let words = vocab_size.div_ceil(u32::BITS as usize);
         let pinned = || ex.pinned(rows * words);
-        let (bits, pinned) = (ex.zeros(DType::U32, &[rows, words])?, [pinned()?, pinned()?]);
+        let bits = ex.zeros(DType::U32, &[rows, words])?;
+        let pinned = [pinned()?, pinned()?];
         Ok(Self { bits, words, pinned, turn: 0 })
     }
 
     /// Copies the masks of a step's rows, one behind the other; returns at once.
     pub fn upload(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
-        let (rows, most) = (masks.len() / self.words.max(1), self.bits.dims()[0]);
+        let rows = masks.len() / self.words.max(1);
+        let most = self.bits.dims()[0];
         if rows > most || rows * self.words != masks.len() {
             bail!("masks of {} words, expected {} for each of at most {most} rows", masks.len(), self.words)
         }

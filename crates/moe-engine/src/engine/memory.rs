@@ -26,7 +26,8 @@ pub(crate) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64
 /// What is free of a GPU of `total` bytes if it had `limit` bytes.
 #[cfg(any(test, feature = "cuda"))]
 fn free_of(free: u64, total: u64, limit: Option<u64>) -> Result<u64> {
-    let (used, limit) = (total.saturating_sub(free), limit.unwrap_or(total).min(total));
+    let used = total.saturating_sub(free);
+    let limit = limit.unwrap_or(total).min(total);
     ensure!(
         used < limit,
         "--gpu-memory {limit}: {used} bytes of the GPU are in use already, by the weights and whatever else runs there; allow \

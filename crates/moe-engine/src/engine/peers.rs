@@ -291,7 +291,8 @@ mod tests {
     /// The error of the next step of rank 0, whose only other rank answers with this.
     fn error_after(answer: impl Fn(Messages) + Send + 'static) -> String {
         let mut world = SocketComm::loopback(2, Duration::from_secs(20)).unwrap();
-        let (second, first) = (world.pop().unwrap(), world.pop().unwrap());
+        let second = world.pop().unwrap();
+        let first = world.pop().unwrap();
         let thread = std::thread::spawn(move || {
             let messages = second.messages();
             messages.recv(0).unwrap();
@@ -302,7 +303,8 @@ mod tests {
             // Until rank 0 has noticed it.
             let _ = messages.recv(0);
         });
-        let (messages, world) = (first.messages(), Arc::new(first) as Arc<dyn Communicator>);
+        let messages = first.messages();
+        let world = Arc::new(first) as Arc<dyn Communicator>;
         let model = Meeting { info: small_model(64), world: world.clone(), rows: Mutex::default() };
         let config = EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() };
         let first = (&model as &dyn CausalLm, Exec::cpu(), world);
@@ -359,7 +361,8 @@ mod tests {
             .map(|world| Arc::new(Meeting { info: info.clone(), world, rows: Mutex::default() }))
             .collect();
         let replica = |rank: usize| {
-            let (model, world) = (models[rank].clone(), models[rank].world.clone());
+            let model = models[rank].clone();
+            let world = models[rank].world.clone();
             Replica { model, ex: Exec::cpu().with_threads(1).unwrap(), world }
         };
         let peers = Peers::threads(vec![replica(1), replica(2)], None, None).unwrap();

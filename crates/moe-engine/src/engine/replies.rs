@@ -32,7 +32,8 @@ pub(crate) fn check_reply(message: &[u8], prompt: usize, info: &ModelInfo) -> Re
 /// # Errors
 /// The field that is wrong.
 pub(super) fn check_output(output: &Output, prompt: Option<usize>, info: &ModelInfo) -> Result<()> {
-    let (request, choice) = (output.request.0, output.choice);
+    let request = output.request.0;
+    let choice = output.choice;
     let prompt =
         prompt.with_context(|| format!("choice {choice} of request {request}, which it does not run"))?;
     let vocab_size = info.vocab_size;

@@ -60,7 +60,8 @@ impl StepRouting {
 
     /// Takes what a step of `rows` rows, padding included, forces out of its context, and copies it to the device.
     pub fn force(&mut self, context: &mut StepContext, rows: usize, ex: &Exec) -> Result<Option<Forced>> {
-        let (replay, balance) = (context.replay.take(), context.force_balance.take());
+        let replay = context.replay.take();
+        let balance = context.force_balance.take();
         if let Some(seed) = balance {
             return Ok(Some(Forced::Balance(seed)));
         }
@@ -113,7 +114,8 @@ impl StepRouting {
             let step = added(&mut counts.before, words);
             ExpertHeat::from_counts(self.moe.num_experts, step)
         });
-        let (layers, top_k) = (self.moe.layers.len(), self.moe.top_k);
+        let layers = self.moe.layers.len();
+        let top_k = self.moe.top_k;
         let routed = rows.zip(self.records.as_mut()).map(|(rows, records)| {
             let ids = records[turn].wait()?[..rows * layers * top_k].to_vec();
             RoutedExperts::from_ids(rows, layers, top_k, ids)

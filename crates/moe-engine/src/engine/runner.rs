@@ -136,7 +136,8 @@ impl Runner<'_> {
         let forced = Forcing { model, force_balance, step, most_logits };
         let mut context = forced.context(&plan, &sequences)?;
         if let Some(moe) = &self.model.info().moe {
-            let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
+            let layers = moe.layers.len();
+            let rows = plan.step.num_tokens();
             context.heat = self.count_experts.then(|| ExpertHeat::new(layers, moe.num_experts));
             if records_routing(&plan, &sequences) {
                 context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
@@ -206,7 +207,8 @@ impl Runner<'_> {
         let begin = std::time::Instant::now();
         let scored = ScoredRows::of(plan, sequences);
         let mut scorer = HostScorer::new(&scored);
-        let (kv, ex) = (&mut self.kv, &mut self.ex);
+        let kv = &mut self.kv;
+        let ex = &mut self.ex;
         let mut logits = run_scored_step(self.model, &plan.step, kv, &mut scorer, context, ex)?;
         #[cfg(feature = "cuda")]
         let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
@@ -232,7 +234,8 @@ impl Runner<'_> {
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
             // Padded rows, where the others decode padded rows, in a graph that forces what theirs does.
             context.force_balance = self.force_balance;
-            let (kv, nothing) = (&mut self.kv, Default::default());
+            let kv = &mut self.kv;
+            let nothing = Default::default();
             return device.run(self.model, kv, &step, &nothing, &mut context, &mut self.ex).map(drop);
         }
         run_step(self.model, &step, &mut self.kv, None, &mut context, &mut self.ex).map(drop)

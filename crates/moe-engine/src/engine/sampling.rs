@@ -78,7 +78,8 @@ pub(super) struct DeviceSampler {
 impl DeviceSampler {
     /// For steps of at most `num_slots` sequences of at most `max_model_len` tokens.
     pub fn new(num_slots: usize, vocab_size: usize, max_model_len: usize) -> Self {
-        let (memory, masks) = (Memory::None, Memory::None);
+        let memory = Memory::None;
+        let masks = Memory::None;
         let slots = Slots::new(num_slots);
         Self { memory, masks, slots, num_slots, vocab_size, max_model_len }
     }
@@ -125,7 +126,9 @@ impl DeviceSampler {
     }
 
     fn has_slots(&mut self, ex: &Exec) -> bool {
-        let (slots, vocab_size, longest) = (self.num_slots, self.vocab_size, self.max_model_len);
+        let slots = self.num_slots;
+        let vocab_size = self.vocab_size;
+        let longest = self.max_model_len;
         let make = || {
             let memory = DeviceSlots::new(slots, vocab_size, longest, ex)?;
             let bytes = memory.bytes();

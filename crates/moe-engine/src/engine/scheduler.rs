@@ -95,7 +95,8 @@ impl Scheduler {
     fn continue_running(&mut self, rows: &mut Vec<usize>, budget: &mut Budget) -> Result<bool> {
         let before = self.num_preemptions;
         while rows.len() < self.running.len() {
-            let (i, block_size) = (rows.len(), self.limits.block_size);
+            let i = rows.len();
+            let block_size = self.limits.block_size;
             let sequence = &mut self.running[i];
             let remaining = sequence.remaining();
             let want = budget.rows(remaining);
@@ -165,9 +166,12 @@ impl Scheduler {
         let length = |i: usize| if rows[i] > 1 { 0 } else { self.running[i].computed };
         order.sort_by_key(|&i| (rows[i] > 1, Reverse(length(i))));
         let step = Step::new(order.iter().map(|&i| self.running[i].step(rows[i])), self.limits.block_size)?;
-        let (mut parts, mut in_flight, mut first) = (Vec::new(), Vec::new(), 0);
+        let mut parts = Vec::new();
+        let mut in_flight = Vec::new();
+        let mut first = 0;
         for i in order {
-            let (s, rows) = (&mut self.running[i], rows[i]);
+            let s = &mut self.running[i];
+            let rows = rows[i];
             let start = s.computed;
             s.computed += rows;
             if s.tokens[start..s.computed].last() == Some(&IN_FLIGHT) {

@@ -93,7 +93,8 @@ impl Scorer for HostScorer<'_> {
         }
         let copied = if logits.is_cuda() { Some(ex.to_host(logits)?) } else { None };
         let logits = copied.as_ref().map_or(logits, |copied| copied.view());
-        let (vocab, rows) = (logits.dims()[1], &self.rows.rows[first..]);
+        let vocab = logits.dims()[1];
+        let rows = &self.rows.rows[first..];
         let logits = logits.cpu::<f32>()?.par_chunks_exact(vocab);
         let found =
             |(logits, &(token, listed)): (&[f32], &(u32, usize))| token_logprobs(logits, token, listed);
@@ -131,7 +132,8 @@ impl DeviceScorer {
 
     /// Copies what a step's rows ask for; returns at once. `turn`: which of two buffers.
     pub fn begin(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
-        let (rows, most) = (&scored.rows, self.found.dims()[0]);
+        let rows = &scored.rows;
+        let most = self.found.dims()[0];
         if rows.len() > most {
             bail!("{} rows to score, and there is room for {most}", rows.len())
         }
@@ -164,8 +166,11 @@ impl DeviceScorer {
 #[cfg(feature = "cuda")]
 impl Scorer for DeviceScorer {
     fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
-        let (rows, most, asked) = (logits.rows(), self.found.dims()[0], self.asked.view());
-        let (tokens, listed) = (asked.narrow(first, rows)?, asked.narrow(most + first, rows)?);
+        let rows = logits.rows();
+        let most = self.found.dims()[0];
+        let asked = self.asked.view();
+        let tokens = asked.narrow(first, rows)?;
+        let listed = asked.narrow(most + first, rows)?;
         self.shown += rows;
         let out = self.found.view_mut().narrow(first, rows)?;
         logprobs_into(logits, listed.reshape(&[rows, 1])?, tokens, out, ex)

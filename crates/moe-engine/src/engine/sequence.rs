@@ -150,7 +150,8 @@ impl Sequence {
 
     /// Whether log-probabilities of its prompt are still to be computed.
     pub fn wants_prompt_logprobs(&self) -> bool {
-        let (first, prompt) = (self.key.1 == 0, self.prompt_len());
+        let first = self.key.1 == 0;
+        let prompt = self.prompt_len();
         first && self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < prompt
     }
 
@@ -183,7 +184,8 @@ impl Sequence {
         all: &RoutedExperts,
         rows: std::ops::Range<usize>,
     ) -> Result<()> {
-        let (layers, top_k) = (all.layers(), all.top_k());
+        let layers = all.layers();
+        let top_k = all.top_k();
         let routed = match &mut self.routed {
             Some(routed) => routed,
             none => none.insert(RoutedExperts::empty(0, layers, top_k)?),
@@ -222,7 +224,8 @@ impl Sequence {
     ) -> Result<()> {
         let known = self.computed.min(self.tokens.len() - self.in_flight);
         while (self.chain.len() + 1) * block_size <= known {
-            let (i, parent) = (self.chain.len(), self.chain.last().copied().unwrap_or(root));
+            let i = self.chain.len();
+            let parent = self.chain.last().copied().unwrap_or(root);
             let Some(&block) = self.blocks.as_slice().get(i) else { break };
             let tokens = &self.tokens[i * block_size..(i + 1) * block_size];
             self.chain.push(allocator.announce(block, parent, tokens)?);

@@ -136,7 +136,8 @@ fn add_counts(sums: &mut Vec<u64>, counts: &[u64]) {
 }
 
 fn hottest_over_mean(counts: &[u64]) -> f64 {
-    let (sum, max) = (counts.iter().sum::<u64>(), counts.iter().max().copied().unwrap_or(0));
+    let sum = counts.iter().sum::<u64>();
+    let max = counts.iter().max().copied().unwrap_or(0);
     (max * counts.len() as u64) as f64 / sum.max(1) as f64
 }
 
@@ -185,7 +186,8 @@ mod tests {
     fn the_hottest_expert_is_seen() {
         assert_eq!(hottest_over_mean(&[1, 5, 2, 0]), 2.5);
         assert_eq!(hottest_over_mean(&[0, 0]), 0.0);
-        let (mut stats, mut counts) = (Stats::default(), ExpertHeat::new(2, 4));
+        let mut stats = Stats::default();
+        let mut counts = ExpertHeat::new(2, 4);
         counts.record(1, &[3, 3, 0, 1]);
         stats.add_expert_load(&counts);
         stats.add_expert_load(&counts);

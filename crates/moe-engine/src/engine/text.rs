@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn text_is_held_only_while_it_may_stop() {
-        let (tokenizer, stop) = (Tokenizer::bytes().unwrap(), ["ab".to_string()]);
+        let tokenizer = Tokenizer::bytes().unwrap();
+        let stop = ["ab".to_string()];
         let mut output = TextOutput::new(&stop, false, true);
         let ids = tokenizer.encode("xaac").unwrap();
         let mut push = |id| output.push(&tokenizer, id, true).unwrap().0;

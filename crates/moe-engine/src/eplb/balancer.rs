@@ -114,7 +114,8 @@ impl Balancer {
     pub fn stats(&self) -> EplbStats {
         let counters = self.controller.counters();
         let [median_stall, p99_stall] = self.waits.quantiles([0.5, 0.99]);
-        let (plans, dropped) = (counters.applied, counters.dropped);
+        let plans = counters.applied;
+        let dropped = counters.dropped;
         EplbStats { plans, dropped, median_stall, p99_stall, ..self.stats.clone() }
     }
 
@@ -216,7 +217,8 @@ impl Balancer {
         let Some((layer, target)) = self.queue.pop_front().zip(self.controller.target()) else {
             return Ok(());
         };
-        let (now, next) = (self.controller.placement().layer(layer), target.layer(layer));
+        let now = self.controller.placement().layer(layer);
+        let next = target.layer(layer);
         let k = self.topology.slots_per_device();
         let comes = |(rank, &expert): (usize, &u32)| !now[rank * k..][..k].contains(&expert);
         let experts =
@@ -242,7 +244,9 @@ impl Balancer {
 
     /// Peak over mean load of the ranks in a step, the mean of all layers.
     fn par(&self, counts: &ExpertHeat, placement: &Placement) -> f64 {
-        let (experts, ranks, layers) = (self.topology.experts(), self.topology.devices(), counts.layers());
+        let experts = self.topology.experts();
+        let ranks = self.topology.devices();
+        let layers = counts.layers();
         let of = |layer: usize| {
             let loads: Vec<f64> = counts.layer(layer).iter().map(|&count| count as f64).collect();
             layer_par(&loads, placement.layer(layer), experts, ranks, Objective::Aggregate)
@@ -268,7 +272,9 @@ fn has_even_slots(map: &ExpertMap) -> bool {
 }
 
 fn topology(map: &ExpertMap) -> Result<Topology> {
-    let (experts, slots, ranks) = (map.num_experts(), map.num_slots(), map.num_ranks());
+    let experts = map.num_experts();
+    let slots = map.num_slots();
+    let ranks = map.num_ranks();
     if !slots.is_multiple_of(ranks) {
         let fits = slots.next_multiple_of(ranks) - experts;
         return Err(usage(format!(

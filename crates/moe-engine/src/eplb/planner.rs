@@ -104,7 +104,8 @@ impl State {
         placement.check()?;
         let proposals = (0..loads.layers()).map(|layer| self.propose(layer, loads, current, &placement));
         self.proposals = proposals.collect::<Result<_>>()?;
-        let (mut layers, mut left) = (self.selector.select(&self.proposals)?, self.max_moves as u64);
+        let mut layers = self.selector.select(&self.proposals)?;
+        let mut left = self.max_moves as u64;
         layers.retain(|&layer| {
             let proposal = &self.proposals[layer];
             let pays = !self.must_pay || pays(proposal, loads.layers(), self.interval, &self.costs);
@@ -118,8 +119,10 @@ impl State {
 
     fn propose(&self, layer: usize, loads: &Loads, now: &Placement, next: &Placement) -> Result<Proposal> {
         let row = |p: &Placement| Placement::from_phy2log(&self.topology, 1, p.layer(layer).to_vec());
-        let (before, after) = (row(now)?, row(next)?);
-        let (experts, devices) = (self.topology.experts(), self.topology.devices());
+        let before = row(now)?;
+        let after = row(next)?;
+        let experts = self.topology.experts();
+        let devices = self.topology.devices();
         let par = |row: &Placement| {
             layer_par(loads.layer(layer), row.layer(0), experts, devices, Objective::Episode)
         };

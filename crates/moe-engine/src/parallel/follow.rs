@@ -58,7 +58,8 @@ impl Follower {
     /// Runs the steps that the first rank of the group sends to this process, until the first rank leaves or says stop
     /// (an empty message).
     pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
-        let (first, info) = (self.model.leader(), self.model.info().clone());
+        let first = self.model.leader();
+        let info = self.model.info().clone();
         self.follow(|| {
             let Some(message) = messages.recv(first)?.filter(|message| !message.is_empty()) else {
                 return Ok(None);

@@ -30,7 +30,8 @@ pub fn placement(config: &RunConfig) -> Result<Placement> {
 }
 
 fn placement_in(config: &RunConfig, lookup: impl Fn(&str) -> Option<String>) -> Result<Placement> {
-    let (parallel, backend) = (&config.parallel, config.executor);
+    let parallel = &config.parallel;
+    let backend = config.executor;
     let several = parallel.world_size()? > 1;
     let several_gpus = several && config.device != DeviceChoice::Cpu;
     if backend == ExecutorBackend::Threads {

@@ -92,7 +92,8 @@ pub fn load_over(
         tp = parallel.tp, dp = parallel.dp, ep = first.ep_size, backend = %first.backend, threads_per_rank = threads,
         "running on {world} ranks, threads of this process"
     );
-    let (mut replicas, mut chosen) = (Vec::new(), serde_json::Value::Null);
+    let mut replicas = Vec::new();
+    let mut chosen = serde_json::Value::Null;
     while let Some((first, ex, backend)) = ranks.next() {
         let followers = ranks.by_ref().take(parallel.tp - 1).map(|(rank, ex, _)| (rank, ex)).collect();
         let model = LocalRanks::new(first, followers)?;
@@ -136,7 +137,8 @@ fn load_place(
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let (invariant, fp8_activations) = (ex.batch_invariant(), ex.fp8_activations());
+    let invariant = ex.batch_invariant();
+    let fp8_activations = ex.fp8_activations();
     let ex = Exec::on(ex.device())?.with_isa(ex.isa())?.with_threads(threads)?;
     let mut ex = ex.with_batch_invariant(invariant).with_fp8_activations(fp8_activations);
     let load = || -> Result<_> {
@@ -146,7 +148,8 @@ fn load_place(
             Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
             None => groups.clone(),
         };
-        let (tensors, owners) = ((source.tensors)(slices), layers.ep.clone());
+        let tensors = (source.tensors)(slices);
+        let owners = layers.ep.clone();
         let context = BlockContext {
             quant: Some(Arc::new(tensors.clone())),
             geometry: geometry.clone(),

@@ -227,7 +227,8 @@ impl Drop for Processes {
 
 /// The environment of a rank that this program starts.
 fn local_env(rank: usize, world_size: usize, port: u16) -> [(&'static str, String); 7] {
-    let (rank, size) = (rank.to_string(), world_size.to_string());
+    let rank = rank.to_string();
+    let size = world_size.to_string();
     [
         ("RANK", rank.clone()),
         ("LOCAL_RANK", rank),

@@ -184,9 +184,11 @@ impl Rank {
             bucket,
             replays: context.replay.is_some(),
         };
-        let (own, mut all) = (own.words(), vec![0u32; 4 * self.geometry.dp_size]);
+        let own = own.words();
+        let mut all = vec![0u32; 4 * self.geometry.dp_size];
         let dims = [self.geometry.dp_size, 4];
-        let (own, out) = (View::new(&own, &[1, 4])?, ViewMut::new(&mut all, &dims)?);
+        let own = View::new(&own, &[1, 4])?;
+        let out = ViewMut::new(&mut all, &dims)?;
         self.groups.dp.all_gather(own, out, &mut Exec::cpu())?;
         let proposed = |(dp_rank, words): (usize, &[u32; 4])| {
             let rank = dp_rank * self.geometry.tp_size + self.geometry.tp_rank;

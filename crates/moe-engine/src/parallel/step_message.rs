@@ -193,7 +193,8 @@ mod tests {
         assert!(again.whole_residual && again.isolate_faults);
         assert_eq!(again.most_logits, 7);
         let limit = std::time::Duration::from_millis(1500);
-        let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
+        let phy2log = vec![1, 0, 1];
+        let sole = vec![1, 2];
         let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };
         let masks = GroupMessage::Masks(vec![7, 0, 255, 3]);
         let sent = [GroupMessage::Step(Box::new(sent)), masks, GroupMessage::Move(round)];

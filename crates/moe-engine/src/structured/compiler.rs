@@ -66,7 +66,8 @@ impl Compiler {
     /// The output is not well-formed, uses what is not supported, allows no text, is too large, or takes too long.
     pub fn compile(self: &Arc<Self>, output: &StructuredOutput) -> Result<Compiled, String> {
         self.enter();
-        let (compiler, output) = (self.clone(), output.clone());
+        let compiler = self.clone();
+        let output = output.clone();
         let work = move || {
             let compiled = compiler.tools().and_then(|tools| tools.compile(&output));
             compiler.leave();

@@ -123,7 +123,8 @@ impl Constraint {
     /// Follows the stage through tokens that it does not know yet.
     fn read(&mut self, output: &[u32]) {
         while self.seen < output.len() && !matches!(self.stage, Stage::Text(_)) {
-            let (at, token) = (self.seen, output[self.seen]);
+            let at = self.seen;
+            let token = output[self.seen];
             if self.fits && matches!(self.stage, Stage::Start(_)) {
                 let follows = |matcher: &mut Matcher| Ok(matcher.validate_tokens(&[token])? == 1);
                 self.fits = self.ask(&output[..at], follows).unwrap_or(false);

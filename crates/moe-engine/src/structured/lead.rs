@@ -81,7 +81,8 @@ fn reasoning(mut tail: usize, more: &[u8]) -> Stage {
 }
 
 fn opening(seen: &[u8]) -> Opening<'_> {
-    let (tag, rest) = (THINK.as_bytes(), seen.trim_ascii_start());
+    let tag = THINK.as_bytes();
+    let rest = seen.trim_ascii_start();
     match rest.strip_prefix(tag) {
         Some(behind) => Opening::Whole(behind),
         None if tag.starts_with(rest) && seen.len() - rest.len() <= BLANKS => Opening::Partial,
@@ -221,7 +222,8 @@ mod tests {
         }
 
         fn allows(&mut self, text: &str) -> bool {
-            let (id, end) = (self.id(text), self.id("$"));
+            let id = self.id(text);
+            let end = self.id("$");
             let Some(mask) = self.constraint.mask(&self.tokens, &[end], &[end]).unwrap() else { return true };
             mask.words().get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
         }

@@ -165,7 +165,8 @@ fn white_space_is_one_blank_unless_the_schema_says_otherwise() {
 
 #[test]
 fn a_text_that_is_complete_has_no_mask() {
-    let (t, output) = (tokenizer(), StructuredOutput::Regex("ab?".into()));
+    let t = tokenizer();
+    let output = StructuredOutput::Regex("ab?".into());
     let grammars = Grammars::new(t.clone());
     let mut constraint = Constraint::new(grammars.compile(&output).unwrap());
     let text = t.encode("ab").unwrap();
@@ -184,7 +185,8 @@ fn a_text_that_is_complete_has_no_mask() {
 
 #[test]
 fn an_end_that_is_an_ordinary_token_waits_for_the_end() {
-    let (t, output) = (tokenizer(), StructuredOutput::Regex("a+b".into()));
+    let t = tokenizer();
+    let output = StructuredOutput::Regex("a+b".into());
     let a = t.encode("a").unwrap();
     let mut constraint = Constraint::new(Grammars::new(t.clone()).compile(&output).unwrap());
     let mut mask = |only_there: &[u32]| ids(&constraint.mask(&a, &a, only_there).unwrap().unwrap());
@@ -275,7 +277,8 @@ fn hostile_requests_are_bounded() {
         }
     }
     // Each mask has a limit, too: the choice fails where the expression becomes too complex.
-    let (t, repeats) = (tokenizer(), "((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}");
+    let t = tokenizer();
+    let repeats = "((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}";
     let grammar = Grammars::new(t.clone()).compile(&StructuredOutput::Regex(repeats.into())).unwrap();
     let mut constraint = Constraint::new(grammar);
     let text = t.encode(&"ab".repeat(30)).unwrap();
@@ -358,7 +361,8 @@ proptest! {
     /// Any walk ends in a text that parses and validates.
     #[test]
     fn walks_end_in_what_was_asked_for(which in 0usize..6, steps in prop::collection::vec(any::<u32>(), 400)) {
-        let (t, (value, valid)) = (tokenizer(), schemas().swap_remove(which));
+        let t = tokenizer();
+        let (value, valid) = schemas().swap_remove(which);
         let end = t.token_to_id("<|end|>").unwrap();
         let mut constraint = Constraint::new(Grammars::new(t.clone()).compile(&schema(value)).unwrap());
         let mut output = Vec::new();

@@ -44,7 +44,8 @@ impl Longest {
         if added.values().any(|token| token.lstrip || token.rstrip) {
             return None;
         }
-        let (mut normalizers, mut splits) = (Vec::new(), Vec::new());
+        let mut normalizers = Vec::new();
+        let mut splits = Vec::new();
         if let Some(normalizer) = tokenizer.get_normalizer() {
             leaves(&serde_json::to_value(normalizer).ok()?, "normalizers", &mut normalizers);
         }
@@ -65,7 +66,8 @@ impl Longest {
     /// Refuses a text that so many tokens cannot stand for.
     pub fn check(self, text: &str, context: usize) -> Result<(), TooLong> {
         let longest = if text.is_ascii() { self.ascii } else { self.other };
-        let (bytes, bound) = (text.len(), context.saturating_mul(longest));
+        let bytes = text.len();
+        let bound = context.saturating_mul(longest);
         match bytes > bound {
             true => Err(TooLong { bytes, context, longest, bound }),
             false => Ok(()),
@@ -87,7 +89,8 @@ fn keeps(step: &Value) -> bool {
         "ByteLevel" | "NFC" | "Prepend" | "Metaspace" | "Digits" => true,
         "Split" | "Punctuation" => step["behavior"].as_str().is_some_and(|behavior| behavior != "Removed"),
         "Replace" => {
-            let (from, to) = (step["pattern"]["String"].as_str(), step["content"].as_str());
+            let from = step["pattern"]["String"].as_str();
+            let to = step["content"].as_str();
             from.zip(to).is_some_and(|(from, to)| to.len() >= from.len())
         }
         _ => false,

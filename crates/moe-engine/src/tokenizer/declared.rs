@@ -154,7 +154,8 @@ impl Declared {
     }
 
     fn check_id(&self, id: u32, token: &AddedToken, tokenizer: &tokenizers::Tokenizer) -> Result<()> {
-        let (source, content) = (self.source, &token.content);
+        let source = self.source;
+        let content = &token.content;
         match tokenizer.token_to_id(content) {
             Some(own) => ensure!(
                 own == id,

@@ -161,7 +161,8 @@ fn decode(text: &str) -> Option<Vec<u8>> {
         _ => None,
     };
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
-    let (mut bits, mut held) = (0u32, 0);
+    let mut bits = 0u32;
+    let mut held = 0;
     for c in text.trim_end_matches('=').bytes() {
         bits = bits << 6 | u32::from(value(c)?);
         held += 6;

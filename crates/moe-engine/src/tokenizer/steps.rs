@@ -78,7 +78,8 @@ impl Steps {
     /// # Errors
     /// A pattern that is too large when it is compiled.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Result<Self> {
-        let (mut normalizers, mut pre_tokenizers) = (Vec::new(), Vec::new());
+        let mut normalizers = Vec::new();
+        let mut pre_tokenizers = Vec::new();
         if let Some(normalizer) = tokenizer.get_normalizer() {
             normalizer_steps(normalizer, &mut normalizers).context("normalizer")?;
         }
@@ -251,7 +252,9 @@ impl Pattern for Timed<'_> {
         if inside.is_empty() {
             return Ok(vec![((0, 0), false)]);
         }
-        let (mut found, mut end, mut size) = (Vec::new(), 0, inside.len());
+        let mut found = Vec::new();
+        let mut end = 0;
+        let mut size = inside.len();
         for next in self.regex.find_iter(inside) {
             let next = next.map_err(|e| anyhow!("the pattern {:?} gives up: {e}", self.regex.as_str()))?;
             self.budget.check_time()?;
@@ -332,7 +335,8 @@ fn check_growth(normalizer: &NormalizerWrapper, text: &str, budget: &Budget) -> 
     if text.len() * MOST_GROWTH <= MAX_TEXT {
         return Ok(());
     }
-    let (mut size, mut rest) = (0, text);
+    let mut size = 0;
+    let mut rest = text;
     while !rest.is_empty() {
         budget.check_time()?;
         let (chunk, others) = rest.split_at(rest.floor_char_boundary(CHUNK));

@@ -91,7 +91,8 @@ impl TokenBytes {
 
     /// The bytes of a token: the text of a special one; none for an id without a token.
     pub fn get(&self, id: u32) -> &[u8] {
-        let (at, end) = (id as usize, id as usize + 1);
+        let at = id as usize;
+        let end = id as usize + 1;
         match (self.starts.get(at), self.starts.get(end)) {
             (Some(&start), Some(&end)) => &self.bytes[start as usize..end as usize],
             _ => &[],

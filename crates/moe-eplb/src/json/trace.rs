@@ -106,7 +106,8 @@ impl<R: BufRead> Iterator for TraceReader<R> {
 /// # Errors
 /// If a line is malformed, a step misses or repeats a layer, or experts vary in number.
 pub fn trace_loads<R: BufRead>(mut reader: TraceReader<R>, filter: StageFilter) -> Result<Loads> {
-    let (mut records, mut layers) = (Vec::<HeatRecord>::new(), 0);
+    let mut records = Vec::<HeatRecord>::new();
+    let mut layers = 0;
     while let Some(record) = reader.next() {
         let record = record?;
         if filter.admits(record.stage) {

@@ -31,7 +31,8 @@ pub fn check_migration(
         if Some(t.layer) != layer {
             return broken(i, "the transfers belong to different layers");
         }
-        let (from, to) = (now.index(t.from)?, now.index(t.to)?);
+        let from = now.index(t.from)?;
+        let to = now.index(t.to)?;
         if from == to {
             return broken(i, "a slot is copied onto itself");
         }

@@ -101,7 +101,8 @@ impl Contents {
     }
 
     fn index(&self, place: Place) -> Result<usize> {
-        let (device, slot) = (place.device as usize, place.slot as usize);
+        let device = place.device as usize;
+        let slot = place.slot as usize;
         expect_below("device", device, self.devices())?;
         expect_below("slot", slot, self.width)?;
         Ok(device * self.width + slot)

@@ -118,7 +118,8 @@ impl Planner<'_> {
             self.copies[old as usize] -= 1;
         }
         self.copies[expert as usize] += 1;
-        let (from, to) = (self.now.place(source), self.now.place(slot));
+        let from = self.now.place(source);
+        let to = self.now.place(slot);
         self.transfers.push(Transfer { layer: self.layer, expert, from, to });
         // A twin just parked must survive until the slot it came from is overwritten.
         if self.goal[slot].is_some() {
@@ -143,7 +144,8 @@ impl Planner<'_> {
     /// member be overwritten, and then each slot before it in turn.
     fn break_circle(&mut self, start: usize) -> Result<()> {
         let circle = self.circle_from(start)?;
-        let (first, last) = (circle[0], circle[circle.len() - 1]);
+        let first = circle[0];
+        let last = circle[circle.len() - 1];
         let parked = self.now.slots[last];
         let Some(expert) = parked else { return self.fetch(last) };
         let park = self.parking(first / self.now.width)?;

@@ -72,7 +72,8 @@ pub(crate) fn place_layer(load: &[f32], topology: &Topology) -> (Vec<u32>, Vec<u
 /// would repeat some; then the machine counts as one node. The caller has seen to it that a device has no more slots than
 /// there are experts.
 fn place_apart(load: &[f32], topology: &Topology) -> Vec<u32> {
-    let (nodes, groups) = (topology.nodes(), topology.groups());
+    let nodes = topology.nodes();
+    let groups = topology.groups();
     let hierarchical =
         groups.is_multiple_of(nodes) && topology.slots_per_device() <= topology.experts() / nodes;
     let (nodes, groups) = if hierarchical { (nodes, groups) } else { (1, 1) };

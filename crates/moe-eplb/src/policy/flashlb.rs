@@ -49,7 +49,8 @@ impl Policy for FlashLb {
             return Err(Error::Setting { what: "depth", must: "at least 1" });
         }
         let topology = task.topology;
-        let (experts, k) = (topology.experts(), topology.slots_per_device());
+        let experts = topology.experts();
+        let k = topology.slots_per_device();
         let stages = match self.objective {
             Objective::Aggregate => sum_steps(task.loads, experts),
             Objective::Episode => {

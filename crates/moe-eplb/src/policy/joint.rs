@@ -70,7 +70,8 @@ impl Policy for Joint {
 
     fn place(&self, task: &Task) -> Result<Layout> {
         let topology = task.topology;
-        let (experts, k) = (topology.experts(), topology.slots_per_device());
+        let experts = topology.experts();
+        let k = topology.slots_per_device();
         if k > experts {
             // Only reached with `allow_duplicates`: some device repeats an expert whatever we do.
             let slots = place_layer(&task.summed_f32(), topology).0;
@@ -87,7 +88,8 @@ impl Policy for Joint {
 impl Joint {
     fn place_flat(&self, task: &Task) -> Layout {
         let experts = task.topology.experts();
-        let (current, loads) = (task.valid_current(), self.objective.episodes(task.loads, experts));
+        let current = task.valid_current();
+        let loads = self.objective.episodes(task.loads, experts);
         let task = Task { loads: &loads, current, ..*task };
         let mut layout = match rows::lanes_for(loads.len() / experts) {
             1 => self.search::<1>(&task),
@@ -121,7 +123,8 @@ impl Joint {
     /// a longer search is cheap at this size.
     fn finish_small(&self, task: &Task, layout: &mut Layout) {
         let topology = task.topology;
-        let (experts, devices) = (topology.experts(), topology.devices());
+        let experts = topology.experts();
+        let devices = topology.devices();
         if !exact::is_small(experts, topology.slots(), topology.slots_per_device()) {
             return;
         }
@@ -150,7 +153,8 @@ impl Joint {
     /// one is not worth its price.
     fn settle(&self, task: &Task, mut layout: Layout) -> Layout {
         let Some(current) = task.current else { return layout };
-        let (experts, k) = (task.topology.experts(), task.topology.slots_per_device());
+        let experts = task.topology.experts();
+        let k = task.topology.slots_per_device();
         layout.slots = keep_in_place(current, &layout.slots, experts, k);
         let par = |slots| layer_par(task.loads, slots, experts, task.topology.devices(), Objective::Episode);
         let moved = moved_in_layer(current, &layout.slots, experts, k) as f64 / current.len() as f64;
@@ -163,7 +167,8 @@ impl Joint {
     /// Packs groups to nodes, then solves each node by itself.
     fn place_by_node(&self, task: &Task) -> Result<Layout> {
         let topology = task.topology;
-        let (experts, nodes) = (topology.experts(), topology.nodes());
+        let experts = topology.experts();
+        let nodes = topology.nodes();
         let node_topology =
             Topology::new(experts / nodes, topology.slots() / nodes, topology.devices() / nodes)?;
         let mut layout = Layout { slots: Vec::new(), exhaustive: false, steps: 0 };
@@ -181,7 +186,8 @@ impl Joint {
     fn settle_in_nodes(&self, task: &Task, mut layout: Layout) -> Layout {
         if let Some(current) = task.current {
             let width = task.topology.slots() / task.topology.nodes();
-            let (experts, k) = (task.topology.experts(), task.topology.slots_per_device());
+            let experts = task.topology.experts();
+            let k = task.topology.slots_per_device();
             let rows = current.chunks_exact(width).zip(layout.slots.chunks_exact(width));
             layout.slots = rows.flat_map(|(old, new)| keep_in_place(old, new, experts, k)).collect();
         }

@@ -49,7 +49,8 @@ impl<'a> Task<'a> {
 
     /// The current layout, if it is one that a policy may go on from: every expert there, none twice on a device.
     fn valid_current(&self) -> Option<&'a [u32]> {
-        let (experts, k) = (self.topology.experts(), self.topology.slots_per_device());
+        let experts = self.topology.experts();
+        let k = self.topology.slots_per_device();
         self.current.filter(|slots| check_layer(0, slots, experts, k).is_ok())
     }
 
@@ -198,7 +199,9 @@ fn for_each_layer<T: Send>(
 /// Scores a layout and bounds what any layout could reach.
 fn certify(task: &Task, layout: &Layout, objective: Objective) -> Certificate {
     let topology = task.topology;
-    let (experts, devices, k) = (topology.experts(), topology.devices(), topology.slots_per_device());
+    let experts = topology.experts();
+    let devices = topology.devices();
+    let k = topology.slots_per_device();
     let par = layer_par(task.loads, &layout.slots, experts, devices, objective);
     let bound = match check_layer(0, &layout.slots, experts, k) {
         Ok(()) => task.lower_bound,

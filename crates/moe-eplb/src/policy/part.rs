@@ -23,7 +23,8 @@ fn best_exchange(slots: &[usize], per_device: usize, unit: &impl Fn(usize) -> f3
     };
     let loads: Vec<f32> = (0..slots.len() / per_device).map(load).collect();
     let from = (0..slots.len()).find(|&slot| copies(slot / per_device, slots[slot]) > 1)?;
-    let (here, expert) = (from / per_device, slots[from]);
+    let here = from / per_device;
+    let expert = slots[from];
     let mut best: Option<(f32, usize)> = None;
     for (to, &other) in slots.iter().enumerate() {
         let there = to / per_device;

@@ -37,7 +37,8 @@ impl Policy for Swift {
     /// Starts from the usual initial layout if there is no valid current one.
     fn place(&self, task: &Task) -> Result<Layout> {
         let topology = task.topology;
-        let (experts, k) = (topology.experts(), topology.slots_per_device());
+        let experts = topology.experts();
+        let k = topology.slots_per_device();
         let valid = task.valid_current();
         let start = match valid {
             Some(current) => current.to_vec(),
@@ -108,7 +109,8 @@ impl Incremental {
             }
         }
         for slot in redundant {
-            let (device, old) = (slot / self.k, self.slots[slot]);
+            let device = slot / self.k;
+            let old = self.slots[slot];
             self.copies[old as usize] -= 1;
             self.steps += self.load.len() as u64;
             // With a copy more, who would still carry most per copy?

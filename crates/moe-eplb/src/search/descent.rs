@@ -161,13 +161,15 @@ impl<const W: usize> Descent<W> {
     /// Exchanges slot `pa` with the best slot of device `b`, if that helps.
     fn try_swap(&mut self, state: &mut State<W>, pa: usize, b: usize) {
         let k = state.slots_per_device;
-        let (a, x) = (pa / k, state.expert(pa));
+        let a = pa / k;
+        let x = state.expert(pa);
         self.steps += 1;
         if a == b || state.on(x, b) {
             return;
         }
         let unit_x = state.unit[x];
-        let (mut base_a, mut base_b) = (state.load[a], state.load[b]);
+        let mut base_a = state.load[a];
+        let mut base_b = state.load[b];
         for t in 0..W {
             base_a[t] -= unit_x[t];
             base_b[t] += unit_x[t];
@@ -217,7 +219,8 @@ impl<const W: usize> Descent<W> {
 
     /// Overload change (with the price of moves) if slot `p` went to expert `x`.
     pub(crate) fn weigh_replace(&mut self, state: &State<W>, p: usize, x: usize) -> Option<f32> {
-        let (d0, y) = (p / state.slots_per_device, state.expert(p));
+        let d0 = p / state.slots_per_device;
+        let y = state.expert(p);
         if x == y || state.copies[y] < 2 || state.on(x, d0) {
             return None;
         }

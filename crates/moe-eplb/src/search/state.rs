@@ -142,8 +142,10 @@ impl<const W: usize> State<W> {
     /// Exchanges the experts of two slots on different devices and stores the two new loads.
     #[inline]
     pub(crate) fn swap(&mut self, pa: usize, pb: usize, load_a: [f32; W], load_b: [f32; W]) {
-        let (a, b) = (pa / self.slots_per_device, pb / self.slots_per_device);
-        let (x, y) = (self.expert(pa), self.expert(pb));
+        let a = pa / self.slots_per_device;
+        let b = pb / self.slots_per_device;
+        let x = self.expert(pa);
+        let y = self.expert(pb);
         self.load[a] = load_a;
         self.load[b] = load_b;
         self.slot.swap(pa, pb);
@@ -156,7 +158,8 @@ impl<const W: usize> State<W> {
     /// Gives slot `p` to `x`: one copy more of `x`, one less of the expert that sat there.
     /// The caller stores the device loads (see [`State::replaced_load`]).
     pub(crate) fn replace(&mut self, p: usize, x: usize) {
-        let (device, y) = (p / self.slots_per_device, self.expert(p));
+        let device = p / self.slots_per_device;
+        let y = self.expert(p);
         self.copies[x] += 1;
         self.copies[y] -= 1;
         self.refresh_unit(x);

@@ -77,8 +77,10 @@ impl ExpertWeights {
     /// The experts' own tensors, each to the device without a stop on the host; beside a pack its parts are there for a moment.
     fn load_on_device(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
         let load = |pack: Pack| -> Result<Tensor> {
-            let (h, i) = (spec.hidden_size, spec.width());
-            let (names, (tensor, _)) = (pack.tensors(&spec.names), pack.tensor_dims(h, i));
+            let h = spec.hidden_size;
+            let i = spec.width();
+            let names = pack.tensors(&spec.names);
+            let (tensor, _) = pack.tensor_dims(h, i);
             let slots = (0..spec.num_local()).flat_map(|slot| names.iter().map(move |name| (slot, name)));
             let get = |(slot, name)| vb.get(&tensor[..], &format!("{}.{name}", spec.expert(slot)));
             let parts = slots.map(get).collect::<Result<Vec<_>>>()?;
@@ -216,7 +218,8 @@ impl Loader<'_> {
         let names = pack.tensors(&self.spec.names);
         let (dims, row) = pack.tensor_dims(self.spec.hidden_size, self.spec.intermediate_size);
         self.fill::<T>(pack, |slot, out| {
-            let (id, len) = (self.spec.expert(slot), out.len() / names.len());
+            let id = self.spec.expert(slot);
+            let len = out.len() / names.len();
             let mut has_variable = false;
             for (name, out) in names.iter().zip(out.chunks_exact_mut(len)) {
                 let tensor = self.vb.get(&dims[..], &format!("{id}.{name}"))?.contiguous()?;
@@ -232,7 +235,8 @@ impl Loader<'_> {
         if from.len() == to.len() {
             return to.copy_from_slice(from);
         }
-        let (start, width) = (self.spec.start() * row, self.spec.width() * row);
+        let start = self.spec.start() * row;
+        let width = self.spec.width() * row;
         let matrices = from.chunks_exact(self.spec.intermediate_size * row);
         for (from, to) in matrices.zip(to.chunks_exact_mut(width)) {
             to.copy_from_slice(&from[start..][..width]);

@@ -102,7 +102,8 @@ impl LoadSpec {
 
     /// Fails if the fields contradict each other, or describe more than memory can address.
     pub(super) fn check(&self) -> Result<()> {
-        let (h, i) = (self.hidden_size, self.intermediate_size);
+        let h = self.hidden_size;
+        let i = self.intermediate_size;
         if self.num_experts == 0 || h == 0 || i == 0 {
             bail!(
                 "load experts: expected num_experts, hidden_size and intermediate_size of at least 1, got {}, {h}, {i}",

@@ -13,7 +13,8 @@ use crate::reference::{Problem, example, problems};
 /// Slot rows [T, K, H] of the Standard backend; the output starts as NaN.
 fn standard(p: &Problem, weights: ExpertWeights, ex: &mut Exec) -> Result<Vec<f32>> {
     let experts = GroupedExperts::new(weights, p.activation)?;
-    let (rows, weights) = (p.rows()?, vec![f32::NAN; p.ids.len()]);
+    let rows = p.rows()?;
+    let weights = vec![f32::NAN; p.ids.len()];
     let guard = TensorView::new(&rows)?;
     let dims = [p.tokens, p.top_k];
     let mut rows =
@@ -45,7 +46,8 @@ fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
     }
     let x = p.tensor(&x, &[p.experts, max, p.hidden])?;
     let counts: Vec<u32> = groups.iter().map(|g| g.len() as u32).collect();
-    let (guard, weights) = (TensorView::new(&x)?, vec![0f32; p.ids.len()]);
+    let guard = TensorView::new(&x)?;
+    let weights = vec![0f32; p.ids.len()];
     let dims = [p.tokens, p.top_k];
     let ids = View::new(&p.ids, &dims)?;
     let counts = View::new(&counts, &[p.experts])?;
@@ -68,13 +70,17 @@ fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
 /// Slot rows [T, K, H] from rows in the Listed format; the output starts as NaN.
 fn listed(p: &Problem, ex: &mut Exec) -> Result<Vec<f32>> {
     let experts = GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::Listed);
-    let (rows, weights, dims) = (p.rows()?, vec![f32::NAN; p.ids.len()], [p.tokens, p.top_k]);
-    let (guard, ids) = (TensorView::new(&rows)?, View::new(&p.ids, &dims)?);
+    let rows = p.rows()?;
+    let weights = vec![f32::NAN; p.ids.len()];
+    let dims = [p.tokens, p.top_k];
+    let guard = TensorView::new(&rows)?;
+    let ids = View::new(&p.ids, &dims)?;
     let map = p.map.as_ref().map(|m| View::new(m, &[m.len()])).transpose()?;
     let mut counts = Buffer::zeros(DType::U32, &[p.experts])?;
     let mut slots = Buffer::zeros(DType::U32, &[p.experts, p.ids.len()])?;
     list_slots_into(ids, map, counts.view_mut(), slots.view_mut(), ex)?;
-    let (weights, lists) = (View::new(&weights, &dims)?, (slots.view(), counts.view()));
+    let weights = View::new(&weights, &dims)?;
+    let lists = (slots.view(), counts.view());
     let mut rows = Dispatched::listed(guard.view()?, lists, (ids, weights), ids, weights);
     rows.expert_map = map;
     let mut out = vec![f32::NAN; p.ids.len() * p.hidden];
@@ -144,7 +150,8 @@ proptest! {
         let mut sum = vec![0f32; want.len()];
         // A rank may hold no expert at all.
         for range in [0..split, split..p.experts] {
-            let (first, len) = (range.start, range.len());
+            let first = range.start;
+            let len = range.len();
             let local = |slot: &i32| if range.contains(&(*slot as usize)) { slot - first as i32 } else { -1 };
             let part = Problem { map: Some(map.iter().map(local).collect()), ..p.clone() };
             let weights = p.weights().unwrap();
@@ -176,7 +183,8 @@ fn threads_do_not_show_in_the_bits() -> Result<()> {
 
 /// Bytes of scratch that the two products themselves take for these groups.
 fn kernel_bytes(p: &Problem) -> Result<usize> {
-    let (weights, slots) = (p.weights()?, p.ids.len());
+    let weights = p.weights()?;
+    let slots = p.ids.len();
     let numbers: Vec<u32> = (0..slots as u32).collect();
     let offsets: Vec<u32> = (0..=p.experts).map(|e| (e * slots / p.experts) as u32).collect();
     let rows = View::new(&numbers, &[slots])?;
@@ -185,7 +193,8 @@ fn kernel_bytes(p: &Problem) -> Result<usize> {
     let x = Buffer::zeros(p.dtype, &[slots, p.hidden])?;
     let mut activated = Buffer::zeros(p.dtype, &[slots, p.width])?;
     let mut out = Buffer::zeros(DType::F32, &[slots, p.hidden])?;
-    let (w13, w2) = (weights.w13().read()?, weights.w2().read()?);
+    let w13 = weights.w13().read()?;
+    let w2 = weights.w2().read()?;
     let ex = &mut Exec::cpu();
     grouped_gate_up_into(x.view(), &groups, w13.view()?, None, p.activation, activated.view_mut(), ex)?;
     grouped_down_into(activated.view(), &groups, w2.view()?, None, out.view_mut(), ex)?;
@@ -252,8 +261,10 @@ fn bad_routing_is_an_error() {
 #[test]
 fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let p = example(DType::F32);
-    let (x, w) = (vec![0f32; 4 * 2 * 24], vec![0f32; 10]);
-    let (ids, w) = (View::new(&p.ids, &[5, 2])?, View::new(&w, &[5, 2])?);
+    let x = vec![0f32; 4 * 2 * 24];
+    let w = vec![0f32; 10];
+    let ids = View::new(&p.ids, &[5, 2])?;
+    let w = View::new(&w, &[5, 2])?;
     let mut out = vec![0f32; 5 * 2 * 24];
     let counts = [1u32, 3, 0, 0];
     let few = View::new(&counts[..3], &[3])?;

@@ -60,8 +60,10 @@ fn batched_experts_state_their_rows_and_keep_to_them() -> Result<()> {
 
     let apply = |experts: &dyn Experts, rows: usize| {
         let dims = [p.experts, rows, p.hidden];
-        let (x, counts) = (Buffer::zeros(DType::F32, &dims)?, vec![rows as u32; p.experts]);
-        let (ids, weights) = (View::new::<u32>(&[], &[0, 2])?, View::new::<f32>(&[], &[0, 2])?);
+        let x = Buffer::zeros(DType::F32, &dims)?;
+        let counts = vec![rows as u32; p.experts];
+        let ids = View::new::<u32>(&[], &[0, 2])?;
+        let weights = View::new::<f32>(&[], &[0, 2])?;
         let rows = Dispatched::batched(x.view(), View::new(&counts, &[p.experts])?, ids, weights);
         let mut out = Buffer::zeros(DType::F32, &dims)?;
         experts.apply(&rows, out.view_mut(), &mut Exec::cpu())

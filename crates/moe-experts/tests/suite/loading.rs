@@ -30,8 +30,8 @@ fn packed(e: usize, h: usize, i: usize, seed: u64) -> Tensors {
 fn per_expert(packed: &Tensors) -> Tensors {
     let mut out = Tensors::new();
     for (n, kind) in [(0, "weight"), (2, "bias")] {
-        let (gate_up, down) =
-            (&packed[&format!("experts.{}", NAMES[n])], &packed[&format!("experts.{}", NAMES[n + 1])]);
+        let gate_up = &packed[&format!("experts.{}", NAMES[n])];
+        let down = &packed[&format!("experts.{}", NAMES[n + 1])];
         let i = gate_up.dims()[1] / 2;
         for e in 0..gate_up.dims()[0] {
             let expert = gate_up.get(e).unwrap();
@@ -225,7 +225,8 @@ fn faults_name_the_tensor_and_both_shapes() {
 
 #[test]
 fn absurd_sizes_are_refused_before_anything_is_allocated() {
-    let (whole, each) = (packed(3, 4, 2, 0), per_expert(&packed(3, 4, 2, 0)));
+    let whole = packed(3, 4, 2, 0);
+    let each = per_expert(&packed(3, 4, 2, 0));
     for spec in [
         LoadSpec::new(1 << 40, 4, 2),
         LoadSpec::new(3, 1 << 40, 2),
@@ -257,7 +258,8 @@ fn packs_of_a_rank_are_taken_as_they_are() -> Result<()> {
 /// Biases, scales and experts that the spec does not ask for would change the results.
 #[test]
 fn what_is_not_read_is_refused_by_name() {
-    let (whole, spec) = (packed(3, 4, 2, 0), LoadSpec::new(3, 4, 2));
+    let whole = packed(3, 4, 2, 0);
+    let spec = LoadSpec::new(3, 4, 2);
     let each = per_expert(&whole);
     let refused = |tensors: &Tensors| load_all(tensors, &spec, DType::F32).unwrap_err().to_string();
     for (tensors, names) in [
@@ -268,7 +270,8 @@ fn what_is_not_read_is_refused_by_name() {
         assert!(names.iter().all(|name| e.contains(name)) && e.contains("with_bias"), "{e}");
         assert!(load_all(tensors, &spec.clone().with_bias(true), DType::F32).is_ok());
     }
-    let (whole, each) = (without_biases(&whole), without_biases(&each));
+    let whole = without_biases(&whole);
+    let each = without_biases(&each);
     let with = |tensors: &Tensors, name: &str, value: f32| {
         let mut tensors = tensors.clone();
         tensors.insert(format!("experts.{name}"), Tensor::full(value, 4, &Device::Cpu).unwrap());

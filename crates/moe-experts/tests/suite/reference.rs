@@ -44,7 +44,9 @@ impl Problem {
     }
 
     pub fn weights(&self) -> Result<ExpertWeights> {
-        let (e, h, i) = (self.experts, self.hidden, self.width);
+        let e = self.experts;
+        let h = self.hidden;
+        let i = self.width;
         let bias = |b: &Option<Vec<f64>>, n| b.as_ref().map(|b| self.tensor(b, &[e, n])).transpose();
         let w13 = self.tensor(&self.w13, &[e, 2 * i, h])?;
         let w2 = self.tensor(&self.w2, &[e, h, i])?;
@@ -57,7 +59,8 @@ impl Problem {
 
     /// The output row of one token in one expert, and the bound on the error of each element.
     pub fn expert_row(&self, token: usize, e: usize) -> Vec<(f64, f64)> {
-        let (h, n) = (self.hidden, self.width);
+        let h = self.hidden;
+        let n = self.width;
         let x = &self.x[token * h..(token + 1) * h];
         let product = |row: usize| {
             let w = &self.w13[(e * 2 * n + row) * h..][..h];
@@ -101,8 +104,10 @@ fn gated(activation: Activation, g: f64, u: f64) -> f64 {
     match activation {
         Activation::SwiGlu => g * sigmoid(g) * u,
         Activation::SwiGluOai { alpha, limit } => {
-            let (alpha, limit) = (f64::from(alpha), f64::from(limit));
-            let (g, u) = (g.min(limit), u.max(-limit).min(limit));
+            let alpha = f64::from(alpha);
+            let limit = f64::from(limit);
+            let g = g.min(limit);
+            let u = u.max(-limit).min(limit);
             g * sigmoid(alpha * g) * (u + 1.)
         }
         Activation::Gelu => g * (1. + erf(g / 2f64.sqrt())) / 2. * u,
@@ -220,7 +225,9 @@ fn problem(
 
 /// A problem of fixed sizes in which token t's slot k goes to expert (t + k) mod E.
 pub fn example(dtype: DType) -> Problem {
-    let (experts, tokens, top_k) = (4, 5, 2);
+    let experts = 4;
+    let tokens = 5;
+    let top_k = 2;
     let ids = (0..tokens * top_k).map(|s| ((s / top_k + s % top_k) % experts) as u32).collect();
     problem((experts, 24, 16, tokens, top_k), (dtype, Activation::SwiGlu, false, false, 7), None, ids)
 }

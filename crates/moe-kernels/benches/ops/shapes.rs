@@ -86,7 +86,8 @@ fn groups<'a>(offsets: &'a Buffer, in_rows: &'a Buffer, out_rows: &'a Buffer) ->
 }
 
 fn experts(bench: &mut Bench, pool: &Pool, tokens: usize) {
-    let (slots, active) = (tokens * TOP_K, distinct(tokens));
+    let slots = tokens * TOP_K;
+    let active = distinct(tokens);
     let x = buffer(noise(tokens * H), &[tokens, H]);
     let mut mid = buffer(noise(slots * I), &[slots, I]);
     let mut out = buffer(vec![0f32; slots * H], &[slots, H]);
@@ -104,7 +105,8 @@ fn experts(bench: &mut Bench, pool: &Pool, tokens: usize) {
     };
     let floor = |rows: usize| Floor { bytes: (active * rows * 2) as f64, flop: (2 * slots * rows) as f64 };
     let shape = format!("{tokens} tokens, {active} of {E}");
-    let (in_rows, out_rows) = (buffer(in_rows, &[slots]), buffer(out_rows, &[slots]));
+    let in_rows = buffer(in_rows, &[slots]);
+    let out_rows = buffer(out_rows, &[slots]);
     bench.case("grouped_gate_up", &shape, floor(2 * I * H), |call, ex| {
         let offsets = buffer(offsets_of(call), &[E + 1]);
         let groups = groups(&offsets, &in_rows, &out_rows);
@@ -127,7 +129,8 @@ fn rows(bench: &mut Bench, tokens: usize) {
     let mut out = buffer(noise(tokens * H), &[tokens, H]);
     let floor = Floor { bytes: (tokens * H * 14) as f64, flop: 0.0 };
     bench.case("add_rms_norm", &format!("{tokens} x {H}"), floor, |_, ex| {
-        let (residual, out) = (residual.view_mut(), out.view_mut());
+        let residual = residual.view_mut();
+        let out = out.view_mut();
         add_rms_norm_into(delta.view(), weight.view(), 1e-6, residual, out, ex).expect("norm");
     });
     let slots = buffer(vec![0.5f32; tokens * TOP_K * H], &[tokens, TOP_K, H]);

@@ -31,7 +31,8 @@ impl<'a> RowBatches<'a> {
     /// The slots of each expert, checked against a buffer of E_local experts with `max_tokens`
     /// rows each.
     pub(super) fn groups(&self, op: &str, num_local: usize, max_tokens: usize) -> Result<Vec<&'a [u32]>> {
-        let (offsets, slots) = (self.offsets.cpu::<u32>()?, self.slots.cpu::<u32>()?);
+        let offsets = self.offsets.cpu::<u32>()?;
+        let slots = self.slots.cpu::<u32>()?;
         let mut groups = Vec::with_capacity(num_local);
         for (e, range) in offsets.windows(2).enumerate() {
             let Some(group) = slots.get(range[0] as usize..range[1] as usize) else {

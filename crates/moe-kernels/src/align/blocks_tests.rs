@@ -23,7 +23,8 @@ fn run(
     let mut sorted = vec![77u32; max.sorted_token_ids + extra];
     let mut blocks = vec![88i32; max.expert_ids + extra];
     let mut used = [99u32];
-    let (n, b) = (sorted.len(), blocks.len());
+    let n = sorted.len();
+    let b = blocks.len();
     let out = AlignedTokens {
         sorted_token_ids: ViewMut::new(&mut sorted, &[n])?,
         expert_ids: ViewMut::new(&mut blocks, &[b])?,
@@ -43,7 +44,8 @@ fn align(ids: &[u32], k: usize, map: Option<&[i32]>, local: usize, block: usize)
 
 /// The definition: groups of slots in order, each padded to whole blocks with the sentinel.
 fn brute_force(groups: &[(i32, Vec<u32>)], block: usize, sentinel: u32) -> (Vec<u32>, Vec<i32>) {
-    let (mut sorted, mut blocks) = (Vec::new(), Vec::new());
+    let mut sorted = Vec::new();
+    let mut blocks = Vec::new();
     for (id, group) in groups {
         for chunk in group.chunks(block) {
             blocks.push(*id);

@@ -75,7 +75,8 @@ fn group(
     }
     let _ = ex;
     let map = ExpertMap::new(op, expert_map, num_local)?;
-    let (offsets, slots) = (offsets.cpu_mut::<u32>()?, slots.cpu_mut::<u32>()?);
+    let offsets = offsets.cpu_mut::<u32>()?;
+    let slots = slots.cpu_mut::<u32>()?;
     let used = sort(topk_ids.cpu()?, &map, offsets, slots)?;
     if let Some(mut token_rows) = token_rows {
         let top_k = topk_ids.dims()[1] as u32;

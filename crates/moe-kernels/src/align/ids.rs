@@ -103,7 +103,8 @@ mod tests {
         let ids = [0u32, 3, 4, 5, 6, NO_EXPERT];
         let run = |rank, num_local| {
             let mut out = [9u32; 6];
-            let (ids, out_view) = (View::new(&ids, &[2, 3])?, ViewMut::new(&mut out, &[2, 3])?);
+            let ids = View::new(&ids, &[2, 3])?;
+            let out_view = ViewMut::new(&mut out, &[2, 3])?;
             contiguous_local_ids_into(ids, rank, num_local, out_view, &mut Exec::cpu())?;
             Ok::<_, candle_core::Error>(out)
         };

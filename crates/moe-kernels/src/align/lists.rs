@@ -30,7 +30,8 @@ pub fn list_slots_into(
     const OP: &str = "list_slots";
     check_ids(OP, topk_ids)?;
     check_map(OP, expert_map)?;
-    let (num_local, slots) = (expert_num_tokens.elem_count(), topk_ids.elem_count());
+    let num_local = expert_num_tokens.elem_count();
+    let slots = topk_ids.elem_count();
     expect(OP, "expert_num_tokens", &expert_num_tokens, DType::U32, &[num_local])?;
     expect(OP, "expert_slots", &expert_slots, DType::U32, &[num_local, slots])?;
     #[cfg(feature = "cuda")]
@@ -40,7 +41,8 @@ pub fn list_slots_into(
     }
     let _ = ex;
     let map = ExpertMap::new(OP, expert_map, num_local)?;
-    let (counts, lists) = (expert_num_tokens.cpu_mut::<u32>()?, expert_slots.cpu_mut::<u32>()?);
+    let counts = expert_num_tokens.cpu_mut::<u32>()?;
+    let lists = expert_slots.cpu_mut::<u32>()?;
     counts.fill(0);
     for (slot, &id) in topk_ids.cpu::<u32>()?.iter().enumerate() {
         if let Some(e) = map.local(id)? {
@@ -59,7 +61,8 @@ mod tests {
     use crate::align::tests::{local_of, routing};
 
     fn list(ids: &[u32], k: usize, map: Option<&[i32]>, local: usize) -> Result<(Vec<u32>, Vec<u32>)> {
-        let (mut counts, mut lists) = (vec![7u32; local], vec![9u32; local * ids.len()]);
+        let mut counts = vec![7u32; local];
+        let mut lists = vec![9u32; local * ids.len()];
         let map = map.map(|m| View::new(m, &[m.len()])).transpose()?;
         let out = (ViewMut::new(&mut counts, &[local])?, ViewMut::new(&mut lists, &[local, ids.len()])?);
         list_slots_into(View::new(ids, &[ids.len() / k, k])?, map, out.0, out.1, &mut Exec::cpu())?;
@@ -85,7 +88,8 @@ mod tests {
     fn bad_ids_and_outputs_of_a_wrong_size_are_named() -> Result<()> {
         let e = list(&[0, 3], 1, None, 3).unwrap_err().to_string();
         assert!(e.contains("list_slots: expert id 3 is out of range; expected 0..3"), "{e}");
-        let (mut counts, mut lists) = ([0u32; 2], [0u32; 3]);
+        let mut counts = [0u32; 2];
+        let mut lists = [0u32; 3];
         let out = (ViewMut::new(&mut counts, &[2])?, ViewMut::new(&mut lists, &[1, 3])?);
         let ids = View::new(&[0u32, 1], &[1, 2])?;
         let e = list_slots_into(ids, None, out.0, out.1, &mut Exec::cpu()).unwrap_err().to_string();

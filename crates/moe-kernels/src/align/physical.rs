@@ -34,7 +34,9 @@ pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex
         return crate::cuda::any::physical_ids(ex.cuda(PHYSICAL_IDS)?, PHYSICAL_IDS, topk_ids, log2phy, out);
     }
     let &Log2Phy { ids: table, spread, first_row } = log2phy;
-    let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, table.cpu::<i32>()?, topk_ids.dims()[1].max(1));
+    let ids = topk_ids.cpu::<u32>()?;
+    let table = table.cpu::<i32>()?;
+    let top_k = topk_ids.dims()[1].max(1);
     let choose = |row: usize, id: u32| -> Result<u32> {
         if id == NO_EXPERT {
             return Ok(NO_EXPERT);
@@ -73,10 +75,12 @@ mod tests {
         spread: Spread,
         first: usize,
     ) -> Result<Vec<u32>> {
-        let (mut out, dims) = (vec![7; ids.len()], [ids.len() / k, k]);
+        let mut out = vec![7; ids.len()];
+        let dims = [ids.len() / k, k];
         let table_dims = [table.0.len() / table.1, table.1];
         let log2phy = Log2Phy { ids: View::new(table.0, &table_dims)?, spread, first_row: first };
-        let (ids, to) = (View::new(ids, &dims)?, ViewMut::new(&mut out, &dims)?);
+        let ids = View::new(ids, &dims)?;
+        let to = ViewMut::new(&mut out, &dims)?;
         physical_ids_into(ids, &log2phy, to, &mut Exec::cpu())?;
         Ok(out)
     }

@@ -52,7 +52,8 @@ pub fn batch_rows_into(
         return Ok(());
     }
     with_float!(rows.dtype(), OP, T => {
-        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        let rows = rows.cpu::<T>()?;
+        let out = out.cpu_mut::<T>()?;
         ex.install(|| {
             out.par_chunks_mut(max_tokens * hidden).zip(&groups).for_each(|(out, group)| {
                 for (to, &slot) in out.chunks_exact_mut(hidden).zip(*group) {
@@ -100,7 +101,8 @@ pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex:
         }
     }
     with_float!(rows.dtype(), OP, T => {
-        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        let rows = rows.cpu::<T>()?;
+        let out = out.cpu_mut::<T>()?;
         ex.install(|| {
             out.par_chunks_mut(hidden).zip(&*row_of_slot).filter(|(_, row)| **row != 0).for_each(|(to, &row)| {
                 to.copy_from_slice(&rows[(row as usize - 1) * hidden..][..hidden]);
@@ -135,7 +137,8 @@ pub fn scale_rows_into(rows: View, scale: View, mut out: ViewMut, ex: &mut Exec)
     }
     let scale = scale.cpu::<f32>()?;
     with_float!(rows.dtype(), OP, T => {
-        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        let rows = rows.cpu::<T>()?;
+        let out = out.cpu_mut::<T>()?;
         ex.install(|| {
             out.par_chunks_mut(hidden).zip(rows.par_chunks(hidden)).zip(scale).for_each(|((to, row), &w)| {
                 for (to, &x) in to.iter_mut().zip(row) {
@@ -172,7 +175,8 @@ pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()>
             out.cpu_mut::<T>()?.copy_from_slice(rows.cpu()?);
             return Ok(());
         }
-        let (rows, out) = (rows.cpu::<f32>()?, out.cpu_mut::<T>()?);
+        let rows = rows.cpu::<f32>()?;
+        let out = out.cpu_mut::<T>()?;
         ex.install(|| out.par_iter_mut().zip(rows).for_each(|(to, &x)| *to = T::narrow(x)));
         Ok(())
     })

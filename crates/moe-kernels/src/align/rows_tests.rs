@@ -20,7 +20,8 @@ proptest! {
             slots: View::new(&slots, &[slots.len()]).unwrap(),
             top_k: k,
         };
-        let (mut out, mut counts) = (vec![-1f32; local * max * hidden], vec![9u32; local]);
+        let mut out = vec![-1f32; local * max * hidden];
+        let mut counts = vec![9u32; local];
         batch_rows_into(
             View::new(&rows, &[tokens, hidden]).unwrap(),
             &batches,
@@ -33,7 +34,8 @@ proptest! {
             let mine = (0..ids.len()).filter(|&s| local_of(ids[s], &map) == Some(e)).collect::<Vec<_>>();
             prop_assert_eq!(count as usize, mine.len());
             for (r, s) in mine.into_iter().enumerate() {
-                let (to, from) = ((e * max + r) * hidden, s / k * hidden);
+                let to = (e * max + r) * hidden;
+                let from = s / k * hidden;
                 want[to..to + hidden].copy_from_slice(&rows[from..from + hidden]);
             }
         }
@@ -94,8 +96,10 @@ fn too_many_rows_and_bad_slots_are_named() -> Result<()> {
             slots: View::new(slots, &[slots.len()])?,
             top_k: 1,
         };
-        let (mut out, mut counts) = (vec![0f32; 2 * max * 2], [0u32; 2]);
-        let (out, counts) = (ViewMut::new(&mut out, &[2, max, 2])?, ViewMut::new(&mut counts, &[2])?);
+        let mut out = vec![0f32; 2 * max * 2];
+        let mut counts = [0u32; 2];
+        let out = ViewMut::new(&mut out, &[2, max, 2])?;
+        let counts = ViewMut::new(&mut counts, &[2])?;
         batch_rows_into(View::new(&rows, &[3, 2])?, &batches, out, counts, &mut Exec::cpu())
     };
     let message = |r: Result<()>| r.unwrap_err().to_string();

@@ -20,7 +20,8 @@ impl<T: Lanes> Kernel for Gated<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let inputs = self.gate.chunks(LANES).zip(self.up.chunks(LANES));
         for ((gate, up), out) in inputs.zip(self.out.chunks_mut(LANES)) {
-            let (gate, up) = (f32::load_some(s, gate), f32::load_some(s, up));
+            let gate = f32::load_some(s, gate);
+            let up = f32::load_some(s, up);
             T::store_some(s, gated(s, self.activation, gate, up), out);
         }
     }

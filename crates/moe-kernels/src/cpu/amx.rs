@@ -64,7 +64,8 @@ impl<T: Lanes> Method<T> for Amx {
 
     fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]) {
         let k = rows[0].len();
-        let (length, words) = (k / segments, segment_steps(k, segments) * STEP_WORDS);
+        let length = k / segments;
+        let words = segment_steps(k, segments) * STEP_WORDS;
         for segment in 0..segments {
             let range = segment * length..(segment + 1) * length;
             let out = &mut panel[segment * words * m..];
@@ -120,9 +121,12 @@ impl<T: Lanes> Kernel for Block<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (rows, segments) = (self.rows, self.work.segments);
+        let rows = self.rows;
+        let segments = self.work.segments;
         let steps = segment_steps(rows[0].len(), segments);
-        let (x, tiles, all) = (self.work.x, self.tiles, segments * steps);
+        let x = self.work.x;
+        let tiles = self.tiles;
+        let all = segments * steps;
         let m = tiles.map(|(_, m)| m);
         let Local { sums, total, partial } = &mut *self.local;
         let mut w = Rows::new(rows);
@@ -234,7 +238,8 @@ impl Ahead {
 #[inline(always)]
 fn add<S: Simd>(s: S, total: &mut [TileSums; 4], partial: &[TileSums; 4], m: [usize; 2]) {
     for i in 0..4 {
-        let (total, partial) = (total[i].as_chunks_mut::<LANES>().0, partial[i].as_chunks().0);
+        let total = total[i].as_chunks_mut::<LANES>().0;
+        let partial = partial[i].as_chunks().0;
         for (total, partial) in total.iter_mut().zip(partial).take(m[i / 2]) {
             s.store(s.add(s.load(total), s.load(partial)), total);
         }

@@ -140,7 +140,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
 
     /// Blocks that some of these rows see.
     fn blocks(&self, rows: Range<usize>) -> Range<usize> {
-        let (mut start, mut end) = (usize::MAX, 0);
+        let mut start = usize::MAX;
+        let mut end = 0;
         for row in rows {
             let visible = self.visible(row);
             start = start.min(visible.start / ATTENTION_BLOCK);
@@ -162,7 +163,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                 let end = rows.clone().map(|row| self.visible(row).end).max().unwrap_or(0);
                 work += blocks.len() * rows.len() * self.a.num_heads * ATTENTION_BLOCK * self.a.head_dim;
                 for kv_head in 0..self.a.num_kv_heads {
-                    let (rows, blocks) = (rows.clone(), blocks.clone());
+                    let rows = rows.clone();
+                    let blocks = blocks.clone();
                     tasks.push(Task { cache_blocks: sequence.blocks, kv_head, rows, blocks, end });
                 }
             }
@@ -181,7 +183,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
 
     /// All blocks of a task, merged as they come.
     fn whole(&self, task: &Task, local: &mut Local, out: &Shared<T>) {
-        let (rows, width) = (task.rows.len() * self.group(), self.width());
+        let rows = task.rows.len() * self.group();
+        let width = self.width();
         self.start(task, local);
         local.seen.clear();
         local.seen.resize(rows, false);
@@ -222,7 +225,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
 
     /// Cuts the blocks among tasks; partials go to scratch and are merged after.
     fn run_split(&self, tasks: &[Task], work: usize, out: &mut [T]) -> Result<()> {
-        let (group, width) = (self.group(), self.width());
+        let group = self.group();
+        let width = self.width();
         let pieces = (2 * self.ex.num_threads()).div_ceil(tasks.len().max(1));
         let mut parts = Vec::new();
         let mut slots = 0;
@@ -268,7 +272,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
 
     /// Merges the stored partials of a task's rows, block by block in ascending order.
     fn merge_stored(&self, task: &Task, partials: &mut [f32], out: &Shared<T>) {
-        let (rows, width) = (task.rows.len() * self.group(), self.width());
+        let rows = task.rows.len() * self.group();
+        let width = self.width();
         let stride = width + 2;
         for i in 0..rows {
             let row = self.place(task, i).0;
@@ -295,7 +300,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
     /// Packs the queries of a task.
     fn start(&self, task: &Task, local: &mut Local) {
         let (_, most) = dispatch(self.ex.isa(), Shape);
-        let (d, rows) = (self.a.head_dim, task.rows.len() * self.group());
+        let d = self.a.head_dim;
+        let rows = task.rows.len() * self.group();
         local.q.resize(rows * d, 0);
         for start in (0..rows).step_by(most) {
             let m = most.min(rows - start);

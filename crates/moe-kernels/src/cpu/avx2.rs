@@ -37,7 +37,8 @@ type Raw = [__m256i; 2];
 /// Applies an intrinsic to both halves of two vectors.
 macro_rules! both {
     ($f:ident($a:expr, $b:expr)) => {{
-        let (a, b) = ($a, $b);
+        let a = $a;
+        let b = $b;
         [$f(a[0], b[0]), $f(a[1], b[1])]
     }};
 }
@@ -267,10 +268,12 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         }
         fn look_up(table: &[f32; LANES], v: Raw) -> V {
             let [low, high] = halves(table);
-            let (low, high) = (_mm256_loadu_ps(low), _mm256_loadu_ps(high));
+            let low = _mm256_loadu_ps(low);
+            let high = _mm256_loadu_ps(high);
             each!(v in v => {
                 let is_high = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(v));
-                let (low, high) = (_mm256_permutevar8x32_ps(low, v), _mm256_permutevar8x32_ps(high, v));
+                let low = _mm256_permutevar8x32_ps(low, v);
+                let high = _mm256_permutevar8x32_ps(high, v);
                 _mm256_blendv_ps(low, high, is_high)
             })
         }

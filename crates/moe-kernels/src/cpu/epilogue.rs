@@ -159,7 +159,8 @@ impl<T: Lanes> Kernel for GateUpRow<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let sums = self.sums.as_chunks().0;
-        let (mut gate, mut up) = (s.load(&sums[0]), s.load(&sums[1]));
+        let mut gate = s.load(&sums[0]);
+        let mut up = s.load(&sums[1]);
         if let Some([gate_bias, up_bias]) = self.bias {
             gate = s.add(gate, T::load_some(s, gate_bias));
             up = s.add(up, T::load_some(s, up_bias));

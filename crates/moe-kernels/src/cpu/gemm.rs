@@ -51,7 +51,8 @@ pub(crate) struct Products<'a, T> {
 
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
-    let (isa, panels) = (ex.isa(), p.order == WeightOrder::Panels);
+    let isa = ex.isa();
+    let panels = p.order == WeightOrder::Panels;
     match (isa, <T as Element>::DTYPE) {
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) if panels => {
@@ -90,7 +91,8 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
         let mut wave = Vec::new();
         let mut packed = 0;
         for (group, bounds) in self.p.offsets.windows(2).enumerate() {
-            let (first, rows) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
+            let first = bounds[0] as usize;
+            let rows = (bounds[1] - bounds[0]) as usize;
             for (start, rows) in even_parts(rows, rows.div_ceil(M::PIECE_ROWS)) {
                 wave.push(Piece { group, row: first + start, rows, packed });
                 packed += rows;
@@ -130,7 +132,8 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
         let packed = &*packed;
         let units = self.p.units.count();
         for_each(self.ex, pieces.len() * units, rows * words * units * UNIT, |task| {
-            let (piece, unit) = (pieces[task / units], task % units);
+            let piece = pieces[task / units];
+            let unit = task % units;
             let rows;
             let weights = match self.p.order {
                 WeightOrder::Rows => {

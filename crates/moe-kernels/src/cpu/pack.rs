@@ -104,7 +104,8 @@ impl<T: Lanes, const DEPTH: usize> Kernel for Pack<'_, T, DEPTH> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (mut at, mut word) = (self.range.start, 0);
+        let mut at = self.range.start;
+        let mut word = 0;
         while at < self.range.end {
             let out = &mut self.out[word * self.stride..];
             word += transpose_group::<S, T, DEPTH>(s, self.rows, at, self.range.end, self.stride, out);

@@ -50,7 +50,8 @@ impl<T: Lanes> Method<T> for Pairs {
 
     fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]) {
         let k = rows[0].len();
-        let (length, words) = (k / segments, segment_words(k, segments));
+        let length = k / segments;
+        let words = segment_words(k, segments);
         if m == 1 && length.is_multiple_of(2) {
             // A row's pairs are its words.
             for (word, pair) in panel.iter_mut().zip(bytes(rows[0]).as_chunks().0) {
@@ -124,7 +125,8 @@ impl Pairs {
         packed: &mut [Vec<u32>; 2],
         to: &mut [UnitSums],
     ) {
-        let (range, k) = (chain.start..chain.start + chain.len, work.k());
+        let range = chain.start..chain.start + chain.len;
+        let k = work.k();
         let words = segment_words(k, work.segments);
         let w = match work.weights {
             UnitWeights::Panels(panels) => {

@@ -50,7 +50,8 @@ impl Share {
     fn take(&self, is_owner: bool) -> Option<Range<u32>> {
         let mut now = self.0.load(Ordering::Relaxed);
         loop {
-            let (first, end) = ((now >> 32) as u32, now as u32);
+            let first = (now >> 32) as u32;
+            let end = now as u32;
             if first >= end {
                 return None;
             }

@@ -50,7 +50,8 @@ impl Kernel for Fma {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        let (x, y) = (s.splat(std::hint::black_box(0.5)), s.splat(1e-3));
+        let x = s.splat(std::hint::black_box(0.5));
+        let y = s.splat(1e-3);
         chains(s, self.rounds, |acc| s.fma(acc, x, y))
     }
 }

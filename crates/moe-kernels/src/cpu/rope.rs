@@ -119,7 +119,8 @@ impl<T: Lanes, X: Lanes> RopeCache<'_, T, X> {
 
     fn key_value(&self, row: usize, head: usize, slot: usize) {
         let (hq, hkv, d) = self.heads;
-        let (block, offset) = (slot / self.block_size, slot % self.block_size);
+        let block = slot / self.block_size;
+        let offset = slot % self.block_size;
         let at = ((block * hkv + head) * self.block_size + offset) * d;
         // SAFETY: a head's part of the cache belongs to the task of that head, and within it one
         // row at a time is written.

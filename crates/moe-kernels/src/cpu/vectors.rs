@@ -135,7 +135,8 @@ impl Vectors {
             let out = &mut words[i * LANES..];
             match work.weights {
                 UnitWeights::Rows(rows) => {
-                    let (rows, range) = (&rows.as_chunks().0[vector], range.clone());
+                    let rows = &rows.as_chunks().0[vector];
+                    let range = range.clone();
                     dispatch(self.isa, Pack::<T, 1> { rows, range, stride, out });
                 }
                 UnitWeights::Panels(panels) => {

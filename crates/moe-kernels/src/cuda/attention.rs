@@ -27,13 +27,15 @@ pub(crate) fn qk_norm_rope_cache(
     mut v_cache: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("qk_norm_rope_cache", ex.cuda("qk_norm_rope_cache")?);
+    let op = "qk_norm_rope_cache";
+    let cuda = ex.cuda("qk_norm_rope_cache")?;
     let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view(), args.qkv, args.cos, args.sin];
     let call = call(args, false, k_cache.as_view(), aligned(&views));
     let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16;
     let fast =
         dtypes && args.qkv.rows() <= MAX_ROWS && AttentionForm::Prefill.fits(&call, &ex.machine()).is_ok();
-    let (block_size, blocks) = (k_cache.dims()[2], k_cache.rows());
+    let block_size = k_cache.dims()[2];
+    let blocks = k_cache.rows();
     let raw = QkNormRopeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
         q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
@@ -64,7 +66,8 @@ pub(crate) fn qk_norm_rope_cache(
 
 fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
-    let (dtype, block_size) = (k_cache.dtype(), Some(k_cache.dims()[2]));
+    let dtype = k_cache.dtype();
+    let block_size = Some(k_cache.dims()[2]);
     AttentionCall {
         rows: args.qkv.rows(),
         one_row_each,
@@ -104,14 +107,16 @@ pub(crate) fn decode_then_prompts(
     ex: &mut Exec,
 ) -> Result<()> {
     let decode_rows = step.decode;
-    let (rows, sequences) = (args.qkv.rows(), meta.block_tables.rows());
+    let rows = args.qkv.rows();
+    let sequences = meta.block_tables.rows();
     let decode_args = args.narrow(0, decode_rows)?;
     let decode = AttentionMeta {
         positions: meta.positions.narrow(0, decode_rows)?,
         block_tables: meta.block_tables.narrow(0, decode_rows)?,
         ..*meta
     };
-    let (prompt_rows, prompts) = (rows - decode_rows, sequences - decode_rows);
+    let prompt_rows = rows - decode_rows;
+    let prompts = sequences - decode_rows;
     let mixed = MixedCall {
         decode: decode_call(args, decode_rows, k_cache.as_view()),
         num_kv_heads: args.num_kv_heads,
@@ -142,7 +147,8 @@ pub(crate) fn decode_then_prompts(
     };
     let mut q = ex.scratch(k_cache.dtype(), &[rows, args.num_heads, args.head_dim])?;
     let q_out = q.view_mut().narrow(decode_rows, prompt_rows)?;
-    let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
+    let k = k_cache.reborrow();
+    let v = v_cache.reborrow();
     qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
     let blocks = match form {
         MixedForm::Beside => {
@@ -150,7 +156,8 @@ pub(crate) fn decode_then_prompts(
         }
         MixedForm::Apart => 0,
     };
-    let (k, v) = (k_cache.as_view(), v_cache.as_view());
+    let k = k_cache.as_view();
+    let v = v_cache.as_view();
     let inputs = Inputs { q: q.view(), k_cache: k, v_cache: v, meta: &prompt };
     attend(inputs, out.first(rows)?, Asked::Attention { blocks }, ex)?;
     if form == MixedForm::Beside {
@@ -171,10 +178,13 @@ fn decode_attention(
     form: MixedForm,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("decode_attention", ex.cuda("decode_attention")?);
+    let op = "decode_attention";
+    let cuda = ex.cuda("decode_attention")?;
     ex.launched(|| AttentionForm::Decode.name());
-    let (rows, heads) = (small(op, args.qkv.rows())?, small(op, args.num_heads)?);
-    let (kv_heads, head_dim) = (small(op, args.num_kv_heads)?, small(op, args.head_dim)?);
+    let rows = small(op, args.qkv.rows())?;
+    let heads = small(op, args.num_heads)?;
+    let kv_heads = small(op, args.num_kv_heads)?;
+    let head_dim = small(op, args.head_dim)?;
     let sms = small(op, cuda.gpu.sms)?;
     // The blocks of a cluster put splits together.
     let splits = match cuda.gpu.has(Feature::Clusters) {
@@ -188,7 +198,8 @@ fn decode_attention(
     // SAFETY: a pure function of numbers.
     let bytes = unsafe { ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits) };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
-    let (blocks, block_size) = (k_cache.rows(), k_cache.dims()[2]);
+    let blocks = k_cache.rows();
+    let block_size = k_cache.dims()[2];
     let (out, fp8) = out.place(op, cuda)?;
     let args = AttentionDecodeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,

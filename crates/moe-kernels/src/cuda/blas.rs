@@ -24,17 +24,23 @@ pub(crate) fn product(
     w: View,
     (mut out, output): (ViewMut, Output),
 ) -> Result<()> {
-    let (m, n, k) = (small(op, x.rows())?, small(op, w.rows())?, small(op, w.dims()[1])?);
+    let m = small(op, x.rows())?;
+    let n = small(op, w.rows())?;
+    let k = small(op, w.dims()[1])?;
     let out_type = element_type(out.dtype());
-    let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", w)?);
+    let x = cuda.read::<c_void>(op, "x", x)?;
+    let w = cuda.read::<c_void>(op, "w", w)?;
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
-    let (one, kept) = (1f32, output.kept());
-    let (one, kept) = ((&raw const one).cast(), (&raw const kept).cast());
+    let one = 1f32;
+    let kept = output.kept();
+    let one = (&raw const one).cast();
+    let kept = (&raw const kept).cast();
     let handle = handle(cuda)?;
     let bf16 = sys::cudaDataType::CUDA_R_16BF;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
-    let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
+    let transposed = sys::cublasOperation_t::CUBLAS_OP_T;
+    let plain = sys::cublasOperation_t::CUBLAS_OP_N;
     // Row-major arrays are column-major ones transposed: outᵀ [N, M] = w · xᵀ.
     // SAFETY: the addresses cover [N, K], [M, K] and [M, N] elements on the handle's device.
     unsafe {
@@ -63,22 +69,31 @@ pub(crate) struct PerHead<'a> {
 
 /// out (bf16 or f32) = w\[h\] · x of every head, summed in f32. The door has checked dims and dtypes.
 pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut) -> Result<()> {
-    let (rows, heads) = (small(op, p.rows)?, small(op, p.heads)?);
-    let (n, k) = (small(op, p.n)?, small(op, p.k)?);
+    let rows = small(op, p.rows)?;
+    let heads = small(op, p.heads)?;
+    let n = small(op, p.n)?;
+    let k = small(op, p.k)?;
     let (x, [x_row, x_head]) = p.x;
-    let (x_row, out_row) = (small(op, x_row)?, small(op, p.out[0])?);
+    let x_row = small(op, x_row)?;
+    let out_row = small(op, p.out[0])?;
     let out_type = element_type(out.dtype());
-    let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", p.w)?);
+    let x = cuda.read::<c_void>(op, "x", x)?;
+    let w = cuda.read::<c_void>(op, "w", p.w)?;
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
-    let (one, zero) = (1f32, 0f32);
-    let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
+    let one = 1f32;
+    let zero = 0f32;
+    let one = (&raw const one).cast();
+    let zero = (&raw const zero).cast();
     let handle = handle(cuda)?;
     let bf16 = sys::cudaDataType::CUDA_R_16BF;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
-    let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
+    let transposed = sys::cublasOperation_t::CUBLAS_OP_T;
+    let plain = sys::cublasOperation_t::CUBLAS_OP_N;
     let (w_as, w_row) = if p.by_columns { (plain, n) } else { (transposed, k) };
-    let (matrix, x_head, out_head) = (i64::from(n) * i64::from(k), x_head as i64, p.out[1] as i64);
+    let matrix = i64::from(n) * i64::from(k);
+    let x_head = x_head as i64;
+    let out_head = p.out[1] as i64;
     // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ.
     // SAFETY: the addresses cover heads matrices and the rows of all heads on the handle's device, as the caller states.
     unsafe {

@@ -37,7 +37,8 @@ pub(super) fn fp8_product(
     // Any cuBLAS handle is one of cuBLASLt.
     let handle: sys::cublasLtHandle_t = blas::handle(cuda)?.cast();
     let workspace = cuda.counters("cublas", blas::WORKSPACE_WORDS)?;
-    let (m, n) = (small(op, x.rows)? as u64, small(op, w.rows)? as u64);
+    let m = small(op, x.rows)? as u64;
+    let n = small(op, w.rows)? as u64;
     let k = small(op, k)? as u64;
     let out_type = match out.dtype() {
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
@@ -46,11 +47,13 @@ pub(super) fn fp8_product(
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
     let e4m3 = sys::cudaDataType::CUDA_R_8F_E4M3;
     // Row-major arrays are column-major ones transposed: outᵀ [N, M] = w · xᵀ.
-    let (w_layout, x_layout) = (Layout::new(e4m3, k, n)?, Layout::new(e4m3, k, m)?);
+    let w_layout = Layout::new(e4m3, k, n)?;
+    let x_layout = Layout::new(e4m3, k, m)?;
     let out_layout = Layout::new(out_type, n, m)?;
     let product = Product::new(w.scales, x.scales)?;
     let preference = Preference::new(blas::WORKSPACE_WORDS * 4)?;
-    let (one, kept) = (1f32, output.kept());
+    let one = 1f32;
+    let kept = output.kept();
     // SAFETY: the descriptors live until the end of this function, the addresses cover [N, K], [M, K] and [M, N] elements and
     // the scales that the descriptor names, on the handle's device; the workspace is used on its stream alone.
     unsafe {
@@ -115,7 +118,8 @@ impl Product {
     fn new(w_scales: In, x_scales: In) -> Result<Self> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         use sys::cublasLtMatmulMatrixScale_t as Scale;
-        let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let scale = sys::cudaDataType::CUDA_R_32F;
         let product = Self(done(result::create_matmul_desc(compute, scale))?);
         product.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, cublasOperation_t::CUBLAS_OP_T)?;
         let modes = [

@@ -97,7 +97,8 @@ impl ExpertSlots {
     }
 
     fn new(residency: &Residency, lens: Vec<[usize; 2]>, homes: LockedMemory, ex: &Exec) -> Result<Self> {
-        let (num_experts, num_slots) = (residency.places().len(), residency.held().len());
+        let num_experts = residency.places().len();
+        let num_slots = residency.held().len();
         let words: Vec<i32> = residency.places().iter().map(|place| word(*place)).collect();
         let held: Vec<i32> = residency.held().iter().map(|&expert| expert as i32).collect();
         let zeros = |dtype, len: usize| Buffer::zeros_on(ex.device(), dtype, &[len]);
@@ -166,7 +167,8 @@ impl ExpertSlots {
     /// Carries out the list of exchanges: a launch for each pair of arrays.
     fn exchange(&self, [w13, w2]: [WeightView; 2]) -> Result<()> {
         let cuda = &self.cuda;
-        let (w13, w2) = (w13.arrays(OP)?, w2.arrays(OP)?);
+        let w13 = w13.arrays(OP)?;
+        let w2 = w2.arrays(OP)?;
         let mut homes = self.homes_address;
         for (i, lens) in self.lens.iter().enumerate() {
             let pair = [&w13, &w2].map(|arrays| arrays.get(i).copied());
@@ -179,7 +181,8 @@ impl ExpertSlots {
                 )
             };
             for (name, array, len) in [("w13", w13, lens[0]), ("w2", w2, lens[1])] {
-                let (expected, got) = (self.num_slots * len, bytes_of(array));
+                let expected = self.num_slots * len;
+                let got = bytes_of(array);
                 if expected != got {
                     bail!("{OP}: expected {name} of {} slots, {expected} bytes, got {got}", self.num_slots)
                 }
@@ -232,7 +235,8 @@ impl ExpertSlots {
         list[1..].chunks_exact_mut(2).take(count).enumerate().for_each(|(i, pair)| pair.fill(i as i32));
         let list = Buffer::from_vec(list, &[1 + 2 * self.num_slots])?;
         ex.copy_from_host(list.view(), self.exchanges.view_mut())?;
-        let (w13, w2) = (w13.read()?, w2.read()?);
+        let w13 = w13.read()?;
+        let w2 = w2.read()?;
         let packs = [w13.view()?, w2.view()?];
         let mut best = f64::INFINITY;
         for _ in 0..2 * MEASUREMENTS {
@@ -308,7 +312,8 @@ fn bytes_of(view: View) -> usize {
 /// Puts a copy from the device to `home` on the stream; the caller waits for it before either side goes.
 fn send_home(expert: View, home: &mut [u8], ex: &Exec) -> Result<()> {
     let cuda = ex.cuda(OP)?;
-    let (address, bytes) = (cuda.read::<u8>(OP, "pack", expert)?, bytes_of(expert));
+    let address = cuda.read::<u8>(OP, "pack", expert)?;
+    let bytes = bytes_of(expert);
     if bytes != home.len() {
         bail!("{OP}: expected a home of {bytes} bytes, got {}", home.len())
     }

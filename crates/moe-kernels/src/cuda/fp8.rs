@@ -100,7 +100,8 @@ pub(super) fn quantised(
 
 /// [`quantised`] into existing rows.
 pub(super) fn quantise(op: &str, x: In, out: &mut Fp8Rows, ex: &Exec) -> Result<()> {
-    let (cuda, [rows, columns]) = (ex.cuda(op)?, out.dims());
+    let cuda = ex.cuda(op)?;
+    let [rows, columns] = out.dims();
     let Fp8Place { q, scales, quads, .. } = out.place(op, cuda)?;
     let args = Fp8QuantiseArgs {
         x,
@@ -123,9 +124,11 @@ pub(super) fn to_slots(
     (bucket, experts, top_k): (usize, usize, usize),
     ex: &Exec,
 ) -> Result<Fp8Rows> {
-    let (cuda, [tokens, columns]) = (ex.cuda(op)?, rows.dims());
+    let cuda = ex.cuda(op)?;
+    let [tokens, columns] = rows.dims();
     let mut out = Fp8Rows::unspecified([tokens * top_k, columns], rows.order, ex)?;
-    let ([x, x_scales], to) = (rows.at(op, cuda)?, out.place(op, cuda)?);
+    let [x, x_scales] = rows.at(op, cuda)?;
+    let to = out.place(op, cuda)?;
     let args = Fp8PlacesArgs {
         x,
         x_scales,
@@ -153,7 +156,8 @@ pub(super) fn linear(
     ex: &Exec,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let ([q, scales], [m, _]) = (rows.at(op, cuda)?, rows.dims());
+    let [q, scales] = rows.at(op, cuda)?;
+    let [m, _] = rows.dims();
     let args = Fp8LinearArgs {
         q,
         scales,
@@ -178,7 +182,8 @@ pub(super) fn linear_by_rows(
     (out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
-    let (cuda, [_, n, k]) = (ex.cuda(op)?, w.dims());
+    let cuda = ex.cuda(op)?;
+    let [_, n, k] = w.dims();
     let mut q = ex.scratch(DType::U8, &[n, k])?;
     let lines = (k / FP8_GROUP).next_multiple_of(SCALE_PIECE);
     let mut scales = ex.scratch(DType::F32, &[n / blas_lt::FP8_BLOCK, lines])?;
@@ -188,7 +193,8 @@ pub(super) fn linear_by_rows(
     // SAFETY: the pack lies in the order that the launcher reads and has scales in blocks, the scratch has the sizes that it
     // writes.
     cuda.check("fp8_rows", unsafe { ffi::moe_fp8_rows(&pack, q_at, scales_at, cuda.raw()?) })?;
-    let ([x, x_scales], [m, _]) = (rows.at(op, cuda)?, rows.dims());
+    let [x, x_scales] = rows.at(op, cuda)?;
+    let [m, _] = rows.dims();
     let x_operand = Fp8Operand { q: x, scales: x_scales, rows: m };
     let w_operand = Fp8Operand { q: q_at.cast_const(), scales: scales_at.cast_const(), rows: n };
     blas_lt::fp8_product(cuda, op, &x_operand, &w_operand, k, (out, output))
@@ -202,7 +208,8 @@ pub(super) fn linear_by_rows_of(
     (out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
-    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
+    let cuda = ex.cuda(op)?;
+    let [_, _, k] = w.dims();
     let whole = x.rows() / BLAS_FP8_ROWS * BLAS_FP8_ROWS;
     let (head, tail) = out.split_at(whole)?;
     let head_x = cuda.read(op, "x", x.narrow(0, whole)?)?;

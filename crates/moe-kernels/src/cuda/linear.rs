@@ -34,7 +34,8 @@ impl<'a> Matrix<'a> {
         let aligned = aligned(views);
         match self {
             Self::Rows(w) => {
-                let (n, k) = (w.dims()[0], w.dims()[1]);
+                let n = w.dims()[0];
+                let k = w.dims()[1];
                 let aligned = aligned && super::aligned(&[w]);
                 LinearCall { rows, n, k, dtype, quant: None, bias, aligned }
             }
@@ -72,7 +73,8 @@ fn multiply(
     (mut out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
-    let (cuda, w) = (ex.cuda(op)?, Matrix::of(op, w)?);
+    let cuda = ex.cuda(op)?;
+    let w = Matrix::of(op, w)?;
     let call = w.call(x.rows(), x.dtype(), bias.is_some(), &[x, out.as_view()]);
     let form = LinearForm::choose(&call, &ex.machine());
     ex.launched(|| form.unwrap_or(LinearForm::Any).kernel(&call));
@@ -142,7 +144,8 @@ fn linear_of_fp8(
     (out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
-    let (reads, [t, _]) = (fp8_order(rows.dims()[0], w, bias.is_some(), ex)?, rows.dims());
+    let reads = fp8_order(rows.dims()[0], w, bias.is_some(), ex)?;
+    let [t, _] = rows.dims();
     match (Matrix::of(op, w)?, rows.order) {
         (Matrix::Pack(pack), order) if reads == Some(order) && aligned(&[out.as_view()]) => match order {
             Fp8Order::Rows => {
@@ -219,14 +222,17 @@ fn tensor(
     ex: &Exec,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (x_at, bias) = (cuda.read(op, "x", x)?, cuda.read_or_null(op, "bias", bias)?);
-    let (out, m) = (cuda.write(op, "out", out)?, small(op, x.rows())?);
+    let x_at = cuda.read(op, "x", x)?;
+    let bias = cuda.read_or_null(op, "bias", bias)?;
+    let out = cuda.write(op, "out", out)?;
+    let m = small(op, x.rows())?;
     let splits = if ex.batch_invariant() { -1 } else { 0 };
     // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
     unsafe {
         match w {
             Matrix::Rows(w) => {
-                let (n, k) = (small(op, w.rows())?, small(op, w.dims()[1])?);
+                let n = small(op, w.rows())?;
+                let k = small(op, w.dims()[1])?;
                 let w = cuda.read(op, "w", w)?;
                 let args = LinearTensorArgs { x: x_at, w, bias, out, output, m, n, k, splits };
                 cuda.check(op, ffi::moe_linear_tensor(&args, cuda.raw()?))
@@ -250,15 +256,18 @@ fn stream(
     ex: &Exec,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (x_at, bias) = (cuda.read(op, "x", x)?, cuda.read_or_null(op, "bias", bias)?);
+    let x_at = cuda.read(op, "x", x)?;
+    let bias = cuda.read_or_null(op, "bias", bias)?;
     let weight = cuda.read_or_null(op, "norm", norm.map(|norm| norm.weight))?;
     let eps = norm.map_or(0., |norm| norm.eps);
-    let (out, m) = (cuda.write(op, "out", out)?, small(op, x.rows())?);
+    let out = cuda.write(op, "out", out)?;
+    let m = small(op, x.rows())?;
     // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
     unsafe {
         match w {
             Matrix::Rows(w) => {
-                let (n, k) = (small(op, w.rows())?, small(op, w.dims()[1])?);
+                let n = small(op, w.rows())?;
+                let k = small(op, w.dims()[1])?;
                 let w = cuda.read(op, "w", w)?;
                 let args = LinearStreamArgs { x: x_at, norm: weight, eps, w, bias, out, output, m, n, k };
                 cuda.check(op, ffi::moe_linear_stream(&args, cuda.raw()?))
@@ -286,7 +295,8 @@ mod tests {
         let int = QuantScheme::int(4, group);
         let fp8 = QuantScheme::fp8(QuantGroup::Channel);
         let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
-        let (mut fitting, mut refused) = (0, 0);
+        let mut fitting = 0;
+        let mut refused = 0;
         for (scheme, scales, format) in schemes {
             let quant =
                 QuantWeights { scheme, scales, gate_up: false, in_blocks: false, order: ColumnOrder::Input };

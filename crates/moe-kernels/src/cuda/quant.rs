@@ -106,7 +106,8 @@ impl DevicePack {
     /// What the choice of kernels sees of it.
     pub(crate) fn weights(&self) -> QuantWeights {
         let Tiles { scheme, gate_up, .. } = self.tiles;
-        let (in_blocks, order) = (self.in_blocks, self.tiles.order());
+        let in_blocks = self.in_blocks;
+        let order = self.tiles.order();
         QuantWeights { scheme, scales: self.scales.dtype(), gate_up, in_blocks, order }
     }
 
@@ -164,13 +165,16 @@ impl DevicePack {
         self.expert_len()?;
         let mut tiles = self.tiles.clone();
         tiles.dims[0] = experts;
-        let (Self { device, usage, scale_rows, in_blocks, .. }, mut arrays) = (self, arrays.into_iter());
+        let Self { device, usage, scale_rows, in_blocks, .. } = self;
+        let mut arrays = arrays.into_iter();
         let (Some(q), Some(scales), zeros, None) =
             (arrays.next(), arrays.next(), arrays.next(), arrays.next())
         else {
             bail!("an expert's weights: expected integers, scales and zero points")
         };
-        let (device, usage, scale_rows) = (device.clone(), *usage, *scale_rows);
+        let device = device.clone();
+        let usage = *usage;
+        let scale_rows = *scale_rows;
         let packing = self.packing.clone();
         Ok(Self {
             tiles,
@@ -193,7 +197,8 @@ impl DevicePack {
 
     /// The pack as launchers take it.
     pub(crate) fn args(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
-        let (tiles, [experts, n, k]) = (&self.tiles, self.tiles.dims);
+        let tiles = &self.tiles;
+        let [experts, n, k] = self.tiles.dims;
         let size = |n: usize| small(op, n).map(i64::from);
         let view = |buffer: &Option<Buffer>| -> Result<In> {
             cuda.read_or_null(op, "a quantised pack", buffer.as_ref().map(Buffer::view))
@@ -250,14 +255,18 @@ impl DevicePack {
         mut out: ViewMut,
         ex: &Exec,
     ) -> Result<()> {
-        let (cuda, size) = (ex.cuda(op)?, self.tiles.dims.iter().product::<usize>());
+        let cuda = ex.cuda(op)?;
+        let size = self.tiles.dims.iter().product::<usize>();
         if out.elem_count() != size {
             bail!("{op}: expected {size} places for a pack {:?}, got {:?}", self.tiles.dims, out.dims())
         }
-        let (code, [_, n, k]) = (Dtype::of(op, out.dtype())?, self.tiles.dims);
-        let (dtype, aligned) = (out.dtype(), aligned(&[out.as_view()]));
+        let code = Dtype::of(op, out.dtype())?;
+        let [_, n, k] = self.tiles.dims;
+        let dtype = out.dtype();
+        let aligned = aligned(&[out.as_view()]);
         let call = DequantiseCall { n, k, quant, dtype, aligned };
-        let (form, to) = (DequantiseForm::choose(&call, &ex.machine()), cuda.write(op, "out", &mut out)?);
+        let form = DequantiseForm::choose(&call, &ex.machine());
+        let to = cuda.write(op, "out", &mut out)?;
         // SAFETY: the pack lies in the order that the launchers read, `out` has as many places; the form has checked
         // what the fast one asks for.
         cuda.check(op, unsafe {
@@ -271,7 +280,8 @@ impl DevicePack {
 
 /// Rows of x, [T, K] bf16, in the order of the columns of `w`, one matrix whose columns are sorted.
 pub(crate) fn ordered(op: &str, x: View, w: &DevicePack, ex: &Exec) -> Result<Scratch> {
-    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
+    let cuda = ex.cuda(op)?;
+    let [_, _, k] = w.dims();
     let mut out = ex.scratch(DType::BF16, &[x.rows(), k])?;
     let args = OrderRowsArgs {
         x: cuda.read(op, "x", x)?,

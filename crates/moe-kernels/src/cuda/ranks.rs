@@ -23,16 +23,22 @@ use crate::view::{View, ViewMut};
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims.
 pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("embed_part", ex.cuda("embed_part")?);
+    let op = "embed_part";
+    let cuda = ex.cuda("embed_part")?;
     let (count, width) = expect_matrix(op, "table", &table)?;
     expect_dtype(op, "ids", &ids, DType::U32)?;
     expect_dims(op, "out", &out, &[ids.elem_count(), width])?;
     expect_stream(op, "out", &out, table.dtype())?;
-    let (dtype, out_dtype) = (Dtype::of(op, table.dtype())?, Dtype::of(op, out.dtype())?);
-    let (rows, width) = (small(op, ids.elem_count())?, small(op, width)?);
-    let (first, count) = (small(op, first)?, small(op, count)?);
-    let (table, ids) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let dtype = Dtype::of(op, table.dtype())?;
+    let out_dtype = Dtype::of(op, out.dtype())?;
+    let rows = small(op, ids.elem_count())?;
+    let width = small(op, width)?;
+    let first = small(op, first)?;
+    let count = small(op, count)?;
+    let table = cuda.read(op, "table", table)?;
+    let ids = cuda.read(op, "ids", ids)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let stream = cuda.raw()?;
     // SAFETY: dims and dtypes are checked above; an id outside of the run reads nothing.
     cuda.check(op, unsafe {
         ffi::moe_embed_part(table, ids, out, dtype, out_dtype, rows, width, first, count, stream)
@@ -45,15 +51,19 @@ pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, e
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; no rank.
 pub fn join_columns_into(parts: View, ranks: usize, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("join_columns", ex.cuda("join_columns")?);
+    let op = "join_columns";
+    let cuda = ex.cuda("join_columns")?;
     let (rows, width) = expect_matrix(op, "out", &out)?;
     expect_dtype(op, "parts", &parts, DType::F32)?;
     expect_dtype(op, "out", &out, DType::F32)?;
     if ranks == 0 || parts.elem_count() != rows * width {
         bail!("{op}: expected the {rows} x {width} elements of {ranks} ranks, got {}", parts.elem_count())
     }
-    let (rows, width, ranks) = (small(op, rows)?, small(op, width)?, small(op, ranks)?);
-    let (parts, out) = (cuda.read(op, "parts", parts)?, cuda.write(op, "out", &mut out)?);
+    let rows = small(op, rows)?;
+    let width = small(op, width)?;
+    let ranks = small(op, ranks)?;
+    let parts = cuda.read(op, "parts", parts)?;
+    let out = cuda.write(op, "out", &mut out)?;
     // SAFETY: dims and dtypes are checked above.
     cuda.check(op, unsafe { ffi::moe_join_columns(parts, out, rows, width, ranks, cuda.raw()?) })
 }
@@ -71,7 +81,8 @@ pub fn fill_random_box_into(
     bound: f32,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("fill_random_box", ex.cuda("fill_random_box")?);
+    let op = "fill_random_box";
+    let cuda = ex.cuda("fill_random_box")?;
     expect_dtype(op, "out", &out, DType::BF16)?;
     let inside = |(range, &dim): (&Range<usize>, &usize)| range.start <= range.end && range.end <= dim;
     if dims.len() != ranges.len() || dims.len() > 3 || !ranges.iter().zip(dims).all(inside) {
@@ -81,13 +92,17 @@ pub fn fill_random_box_into(
     if matrices * rows * columns != out.elem_count() {
         bail!("{op}: the box {ranges:?} does not fill dims {:?}", out.dims())
     }
-    let ([_, height, width], [m, r, c]) =
-        (last_three(dims.iter().copied(), 1), last_three(ranges.iter().map(|range| range.start), 0));
+    let [_, height, width] = last_three(dims.iter().copied(), 1);
+    let [m, r, c] = last_three(ranges.iter().map(|range| range.start), 0);
     let start = (m * height + r) * width + c;
     let out = cuda.write(op, "out", &mut out)?;
     let signed = |n: usize| i64::try_from(n).map_err(candle_core::Error::wrap);
-    let (matrices, rows, columns) = (signed(matrices)?, signed(rows)?, signed(columns)?);
-    let (start, matrix, row) = (start as u64, (height * width) as u64, width as u64);
+    let matrices = signed(matrices)?;
+    let rows = signed(rows)?;
+    let columns = signed(columns)?;
+    let start = start as u64;
+    let matrix = (height * width) as u64;
+    let row = width as u64;
     // SAFETY: `out` holds as many bf16 values as the box, by the check above.
     let code = unsafe {
         ffi::moe_fill_random_box(out, matrices, rows, columns, start, matrix, row, seed, bound, cuda.raw()?)

@@ -70,7 +70,8 @@ pub fn balance_ids_into(
     mut ids: ViewMut<'_>,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("balance_ids", ex.cuda("balance_ids")?);
+    let op = "balance_ids";
+    let cuda = ex.cuda("balance_ids")?;
     let (rows, layers, top_k) = expect_rank3(op, "ids", &ids)?;
     expect(op, "ids", &ids, DType::U32, &[rows, layers, top_k])?;
     expect(op, "step", &step, DType::U32, &[1])?;
@@ -98,7 +99,8 @@ mod tests {
 
     #[test]
     fn arrays_that_are_too_short_are_refused() {
-        let (ids, heat) = (vec![0u32; 10], vec![0u32; 5]);
+        let ids = vec![0u32; 10];
+        let heat = vec![0u32; 5];
         let view = |words: &'static [u32]| View::new(words, &[words.len()]).unwrap();
         let routing = LayerRouting {
             heat: Some(view(heat.leak())),

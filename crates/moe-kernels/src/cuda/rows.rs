@@ -23,13 +23,17 @@ fn fits(weights: DType, stream: DType, hidden: usize) -> bool {
 }
 
 pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("embedding", ex.cuda("embedding")?);
-    let (v, h) = (table.dims()[0], table.dims()[1]);
+    let op = "embedding";
+    let cuda = ex.cuda("embedding")?;
+    let v = table.dims()[0];
+    let h = table.dims()[1];
     if !fits(table.dtype(), out.dtype(), h) || !aligned(&[table, out.as_view()]) {
         return any::gather(cuda, op, table, ids, out);
     }
-    let (table, ids_at) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
-    let (out, tokens) = (cuda.write(op, "out", &mut out)?, small(op, ids.elem_count())?);
+    let table = cuda.read(op, "table", table)?;
+    let ids_at = cuda.read(op, "ids", ids)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let tokens = small(op, ids.elem_count())?;
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
     cuda.check(op, unsafe {
         ffi::moe_embedding(table, ids_at, out, tokens, small(op, h)?, small(op, v)?, cuda.raw()?)
@@ -37,12 +41,15 @@ pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> 
 }
 
 pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("rms_norm", ex.cuda("rms_norm")?);
-    let (rows, h) = (x.dims()[0], x.dims()[1]);
+    let op = "rms_norm";
+    let cuda = ex.cuda("rms_norm")?;
+    let rows = x.dims()[0];
+    let h = x.dims()[1];
     if !fits(weight.dtype(), x.dtype(), h) || !aligned(&[x, weight, out.as_view()]) {
         return any::rms_norm(cuda, op, x, weight, eps, out);
     }
-    let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
+    let x = cuda.read(op, "x", x)?;
+    let weight = cuda.read(op, "weight", weight)?;
     let out = cuda.write(op, "out", &mut out)?;
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
     cuda.check(op, unsafe {
@@ -58,16 +65,21 @@ pub(crate) fn add_rms_norm(
     mut out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("add_rms_norm", ex.cuda("add_rms_norm")?);
-    let (rows, h) = (delta.dims()[0], delta.dims()[1]);
+    let op = "add_rms_norm";
+    let cuda = ex.cuda("add_rms_norm")?;
+    let rows = delta.dims()[0];
+    let h = delta.dims()[1];
     if !fits(weight.dtype(), delta.dtype(), h)
         || !aligned(&[delta, weight, residual.as_view(), out.as_view()])
     {
         return any::add_rms_norm(cuda, op, delta, weight, eps, residual, out);
     }
-    let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "weight", weight)?);
-    let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
-    let (rows, h) = (small(op, rows)?, small(op, h)?);
+    let delta = cuda.read(op, "delta", delta)?;
+    let weight = cuda.read(op, "weight", weight)?;
+    let residual = cuda.write(op, "residual", &mut residual)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let rows = small(op, rows)?;
+    let h = small(op, h)?;
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
     cuda.check(op, unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) })
 }

@@ -73,7 +73,8 @@ impl Staging {
     /// # Errors
     /// A context on the CPU; memory that the system or the driver refuses.
     pub fn new(count: usize, len: usize, ex: &Exec) -> Result<Self> {
-        let (count, len) = (count.max(1), len.max(1));
+        let count = count.max(1);
+        let len = len.max(1);
         let cuda = ex.cuda("staging")?.clone();
         let context = cuda.stream.context();
         let mut memory = LockedMemory::new(context, count.saturating_mul(len))?;

@@ -31,7 +31,8 @@ pub fn rope_rows_into(
     mut sin: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("rope_rows", ex.cuda("rope_rows")?);
+    let op = "rope_rows";
+    let cuda = ex.cuda("rope_rows")?;
     let dims = [positions.elem_count(), frequencies.inv_freq.len()];
     for (name, view) in [("positions", &positions), ("rope_len", &rope_len)] {
         expect(op, name, view, DType::U32, &dims[..1])?;
@@ -92,20 +93,26 @@ pub fn upload_step_into(
     mut to: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("upload_step", ex.cuda("upload_step")?);
+    let op = "upload_step";
+    let cuda = ex.cuda("upload_step")?;
     let LastStep { sampled, read_back } = last;
     expect_dtype(op, "sampled", &sampled, DType::U32)?;
-    let (left, results) = (sampled.elem_count(), read_back.as_ref().map_or(0, |(_, words)| *words));
+    let left = sampled.elem_count();
+    let results = read_back.as_ref().map_or(0, |(_, words)| *words);
     if results > left {
         bail!("{op}: expected at most {left} words to read back, got {results}")
     }
     expect_dtype(op, "to", &to, DType::U32)?;
-    let (words, StepTokens { ids, source, rows }) = (to.elem_count(), tokens);
+    let words = to.elem_count();
+    let StepTokens { ids, source, rows } = tokens;
     if ids.max(source).saturating_add(rows) > words {
         bail!("{op}: {tokens:?} do not lie in {words} words")
     }
-    let (sampled, to) = (cuda.read(op, "sampled", sampled)?, cuda.write(op, "to", &mut to)?);
-    let (from, kept, stream) = (from.first(op, words)?, cuda.valid_rows()?, cuda.raw()?);
+    let sampled = cuda.read(op, "sampled", sampled)?;
+    let to = cuda.write(op, "to", &mut to)?;
+    let from = from.first(op, words)?;
+    let kept = cuda.valid_rows()?;
+    let stream = cuda.raw()?;
     let mut back = read_back.map(|(host, words)| host.first(op, words)).transpose()?;
     let back_to = back.as_mut().map_or(std::ptr::null_mut(), |host| host.words.as_mut_ptr());
     // SAFETY: both sides of each copy hold its words, the host's live on (dropping them waits for the stream), and devices
@@ -123,7 +130,8 @@ pub fn upload_step_into(
 /// Fills `out` (bf16) with numbers uniform in [-bound, bound), a function of seed and stream_id
 /// (below 2^24) alone.
 pub fn fill_random_into(mut out: ViewMut, seed: u64, stream_id: u32, bound: f32, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("fill_random", ex.cuda("fill_random")?);
+    let op = "fill_random";
+    let cuda = ex.cuda("fill_random")?;
     expect_dtype(op, "out", &out, DType::BF16)?;
     let count = out.elem_count();
     let out = cuda.write(op, "out", &mut out)?;

@@ -20,7 +20,8 @@ impl Exec {
             return self.install(f);
         }
         self.install(|| {
-            let (is_done, caller) = (&AtomicBool::new(false), rayon::current_thread_index());
+            let is_done = &AtomicBool::new(false);
+            let caller = rayon::current_thread_index();
             rayon::scope(|scope| {
                 // Set on unwinding, too: the scope waits for its jobs.
                 let _done = SetOnDrop(is_done);
@@ -43,7 +44,8 @@ const LOOKS: u32 = 64;
 /// A thread may take this job up while it waits inside a part of an op that it has stolen. The call cannot end before that
 /// part has, so the job must end by itself when nothing comes.
 fn stay_awake(is_done: &AtomicBool) {
-    let (mut last_work, mut looks) = (Instant::now(), 0);
+    let mut last_work = Instant::now();
+    let mut looks = 0;
     while !is_done.load(Ordering::Acquire) {
         if rayon::yield_now() == Some(rayon::Yield::Executed) {
             (last_work, looks) = (Instant::now(), 0);

@@ -81,7 +81,8 @@ impl<'a> QkNormRope<'a> {
     /// Some rows of it.
     pub(crate) fn narrow(&self, start: usize, rows: usize) -> Result<QkNormRope<'a>> {
         let narrow = |view: View<'a>| view.narrow(start, rows);
-        let (qkv, slot_mapping) = (narrow(self.qkv)?, narrow(self.slot_mapping)?);
+        let qkv = narrow(self.qkv)?;
+        let slot_mapping = narrow(self.slot_mapping)?;
         Ok(Self { qkv, slot_mapping, cos: narrow(self.cos)?, sin: narrow(self.sin)?, ..*self })
     }
 }

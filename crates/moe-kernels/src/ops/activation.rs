@@ -63,7 +63,8 @@ pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mu
 
 fn run_rows<T: Lanes>(rows: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let width = out.dims()[1].max(1);
-    let (rows, out) = (rows.cpu::<f32>()?, out.cpu_mut::<T>()?);
+    let rows = rows.cpu::<f32>()?;
+    let out = out.cpu_mut::<T>()?;
     let tasks = rows.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)).collect();
     for_each_item(ex, tasks, rows.len(), |(row, out)| {
         let (gate, up) = row.split_at(width);
@@ -73,7 +74,9 @@ fn run_rows<T: Lanes>(rows: View, activation: Activation, mut out: ViewMut, ex: 
 }
 
 fn run<T: Lanes>(gate: View, up: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (gate, up, out) = (gate.cpu::<f32>()?, up.cpu::<f32>()?, out.cpu_mut::<T>()?);
+    let gate = gate.cpu::<f32>()?;
+    let up = up.cpu::<f32>()?;
+    let out = out.cpu_mut::<T>()?;
     let Some(chunk) = rows_per_task(ex, gate.len(), LANES) else { return Ok(()) };
     let tasks = gate.chunks(chunk).zip(up.chunks(chunk)).zip(out.chunks_mut(chunk)).collect();
     for_each_item(ex, tasks, gate.len(), |((gate, up), out)| {

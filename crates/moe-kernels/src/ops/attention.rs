@@ -117,7 +117,8 @@ fn check_sequences<'a>(
     num_blocks: usize,
     block_size: usize,
 ) -> Result<Vec<Sequence<'a>>> {
-    let (s, max_blocks) = (meta.block_tables.dims()[0], meta.block_tables.dims()[1]);
+    let s = meta.block_tables.dims()[0];
+    let max_blocks = meta.block_tables.dims()[1];
     let starts = meta.query_start_loc.cpu::<u32>()?;
     let ascending = starts.first() == Some(&0) && starts.is_sorted();
     if !ascending || starts.last().is_none_or(|&last| last as usize > t) {
@@ -159,7 +160,8 @@ fn run<T: Lanes, Q: Lanes>(
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (num_heads, head_dim) = (q.dims()[1], q.dims()[2]);
+    let num_heads = q.dims()[1];
+    let head_dim = q.dims()[2];
     let value_dim = out.dims()[1] / num_heads.max(1);
     let out = out.cpu_mut::<T>()?;
     if out.is_empty() {
@@ -193,9 +195,11 @@ mod tests {
     #[test]
     fn a_window_of_more_positions_than_launchers_count_sees_everything() -> Result<()> {
         let window = |sliding_window| -> Result<i32> {
-            let (starts, none) = (View::new(&[0u32], &[1])?, View::new::<u32>(&[], &[0])?);
+            let starts = View::new(&[0u32], &[1])?;
+            let none = View::new::<u32>(&[], &[0])?;
             let block_tables = View::new::<u32>(&[], &[0, 1])?;
-            let (query_start_loc, positions) = (starts, none);
+            let query_start_loc = starts;
+            let positions = none;
             let meta = AttentionMeta { query_start_loc, positions, block_tables, scale: 1., sliding_window };
             Ok(meta.window_i32())
         };

@@ -44,8 +44,11 @@ pub fn weighted_sum_into(
 }
 
 fn run<T: Lanes>(slots: View, ids: View, weights: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (k, h) = (slots.dims()[1], slots.dims()[2]);
-    let (slots, ids, weights) = (slots.cpu::<f32>()?, ids.cpu::<u32>()?, weights.cpu::<f32>()?);
+    let k = slots.dims()[1];
+    let h = slots.dims()[2];
+    let slots = slots.cpu::<f32>()?;
+    let ids = ids.cpu::<u32>()?;
+    let weights = weights.cpu::<f32>()?;
     let out = out.cpu_mut::<T>()?;
     if h == 0 {
         return Ok(());
@@ -53,7 +56,8 @@ fn run<T: Lanes>(slots: View, ids: View, weights: View, mut out: ViewMut, ex: &m
     let tasks = out.chunks_exact_mut(h).enumerate().collect();
     for_each_item(ex, tasks, slots.len(), |(t, out)| {
         let row = t * k..(t + 1) * k;
-        let (ids, weights) = (&ids[row.clone()], &weights[row.clone()]);
+        let ids = &ids[row.clone()];
+        let weights = &weights[row.clone()];
         let slots = &slots[row.start * h..row.end * h];
         dispatch(ex.isa(), WeightedSum { slots, ids, weights, out });
     });

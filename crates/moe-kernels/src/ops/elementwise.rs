@@ -56,7 +56,8 @@ fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -
     let (table, order) = table.values("embedding")?;
     let h = table.dims()[1];
     let mut unpacked = vec![T::default(); if order == WeightOrder::Panels { h } else { 0 }];
-    let (table, out) = (table.cpu::<T>()?, out.cpu_mut::<S>()?);
+    let table = table.cpu::<T>()?;
+    let out = out.cpu_mut::<S>()?;
     if h > 0 {
         for (out, id) in out.chunks_exact_mut(h).zip(ids) {
             let row = match order {
@@ -103,7 +104,9 @@ pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exe
 }
 
 fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (x, weight, out) = (x.cpu::<S>()?, weight.cpu::<T>()?, out.cpu_mut::<T>()?);
+    let x = x.cpu::<S>()?;
+    let weight = weight.cpu::<T>()?;
+    let out = out.cpu_mut::<T>()?;
     let Some(chunk) = rows_per_task(ex, x.len(), weight.len()) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
     for_each_item(ex, tasks, x.len(), |(out, x)| dispatch(ex.isa(), RmsNorm { x, weight, eps, out }));
@@ -131,7 +134,8 @@ pub fn add_into(x: View, acc: ViewMut, ex: &mut Exec) -> Result<()> {
 }
 
 fn add<T: Lanes, S: Lanes>(x: View, mut acc: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (x, acc) = (x.cpu::<T>()?, acc.cpu_mut::<S>()?);
+    let x = x.cpu::<T>()?;
+    let acc = acc.cpu_mut::<S>()?;
     let Some(chunk) = rows_per_task(ex, x.len(), LANES) else { return Ok(()) };
     let tasks = acc.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
     for_each_item(ex, tasks, x.len(), |(acc, x)| dispatch(ex.isa(), Add { x, acc }));
@@ -183,8 +187,10 @@ fn add_norm<T: Lanes, S: Lanes>(
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (delta, weight) = (delta.cpu::<S>()?, weight.cpu::<T>()?);
-    let (residual, out) = (residual.cpu_mut::<S>()?, out.cpu_mut::<T>()?);
+    let delta = delta.cpu::<S>()?;
+    let weight = weight.cpu::<T>()?;
+    let residual = residual.cpu_mut::<S>()?;
+    let out = out.cpu_mut::<T>()?;
     let Some(chunk) = rows_per_task(ex, delta.len(), weight.len()) else { return Ok(()) };
     let rows = delta.chunks(chunk).zip(residual.chunks_mut(chunk)).zip(out.chunks_mut(chunk));
     for_each_item(ex, rows.collect(), delta.len(), |((delta, residual), out)| {
@@ -211,7 +217,8 @@ pub fn softmax_into(x: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     if ex.is_cuda() {
         return crate::cuda::any::softmax(ex.cuda(op)?, op, x, out);
     }
-    let (x, out) = (x.cpu::<f32>()?, out.cpu_mut::<f32>()?);
+    let x = x.cpu::<f32>()?;
+    let out = out.cpu_mut::<f32>()?;
     let Some(chunk) = rows_per_task(ex, x.len(), n) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
     for_each_item(ex, tasks, x.len(), |(out, x)| dispatch(ex.isa(), Softmax { x, n, out }));

@@ -171,7 +171,8 @@ fn gate_up<T: Lanes>(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "grouped_gate_up";
-    let (k, width) = (w13.dims()[2], w13.dims()[1] / 2);
+    let k = w13.dims()[2];
+    let width = w13.dims()[1] / 2;
     let x = x.cpu::<T>()?;
     let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
     let out = Shared::new(out.cpu_mut::<T>()?);

@@ -25,14 +25,17 @@ use crate::with_float;
 /// # Errors
 /// A wrong dtype or wrong dims.
 pub fn head_squares_into(qkv: View, heads: QkvHeads, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (op, rows, normed) = ("head_squares", qkv.rows(), heads.normed());
+    let op = "head_squares";
+    let rows = qkv.rows();
+    let normed = heads.normed();
     expect(op, "qkv", &qkv, DType::F32, &[rows, heads.width()])?;
     expect(op, "out", &out, DType::F32, &[rows, normed])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::heads_norm::head_squares(qkv, heads, out, ex);
     }
-    let (qkv, out) = (qkv.cpu::<f32>()?, out.cpu_mut::<f32>()?);
+    let qkv = qkv.cpu::<f32>()?;
+    let out = out.cpu_mut::<f32>()?;
     let Some(chunk) = rows_per_task(ex, out.len(), normed) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(qkv.chunks(chunk / normed * heads.width())).collect();
     for_each_item(ex, tasks, qkv.len(), |(out, qkv): (&mut [f32], &[f32])| {
@@ -54,7 +57,8 @@ pub fn head_squares_into(qkv: View, heads: QkvHeads, mut out: ViewMut, ex: &mut 
 /// # Errors
 /// A wrong dtype or wrong dims; a number of replicas that does not divide the ranks.
 pub fn heads_norm_into(args: &HeadsNorm, heads: QkvHeads, mut qkv: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (op, rows) = ("heads_norm", qkv.rows());
+    let op = "heads_norm";
+    let rows = qkv.rows();
     expect(op, "qkv", &qkv, DType::F32, &[rows, heads.width()])?;
     let (ranks, _, _) = expect_rank3(op, "squares", &args.squares)?;
     expect(op, "squares", &args.squares, DType::F32, &[ranks, rows, heads.normed()])?;
@@ -71,10 +75,12 @@ pub fn heads_norm_into(args: &HeadsNorm, heads: QkvHeads, mut qkv: ViewMut, ex: 
 }
 
 fn run<T: Lanes>(args: &HeadsNorm, heads: QkvHeads, mut qkv: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (q_norm, k_norm) = (args.q_norm.cpu::<T>()?, args.k_norm.cpu::<T>()?);
+    let q_norm = args.q_norm.cpu::<T>()?;
+    let k_norm = args.k_norm.cpu::<T>()?;
     let scales = Scales::new(args, heads)?;
     let values = qkv.cpu_mut::<f32>()?;
-    let (work, width) = (values.len(), heads.width());
+    let work = values.len();
+    let width = heads.width();
     let Some(chunk) = rows_per_task(ex, work, width) else { return Ok(()) };
     let tasks = values.chunks_mut(chunk).enumerate().collect();
     for_each_item(ex, tasks, work, |(task, values): (usize, &mut [f32])| {
@@ -106,15 +112,18 @@ struct Scales<'a> {
 
 impl<'a> Scales<'a> {
     fn new(args: &HeadsNorm<'a>, heads: QkvHeads) -> Result<Self> {
-        let (ranks, rows) = (args.squares.dims()[0], args.squares.dims()[1]);
+        let ranks = args.squares.dims()[0];
+        let rows = args.squares.dims()[1];
         let squares = args.squares.cpu::<f32>()?;
         Ok(Self { squares, heads, rows, ranks, kv_replicas: args.kv_replicas, eps: args.eps })
     }
 
     /// 1 / rms of q and of k.
     fn row(&self, row: usize) -> [f32; 2] {
-        let (normed, q_heads) = (self.heads.normed(), self.heads.q);
-        let (mut q, mut k) = (0.0, 0.0);
+        let normed = self.heads.normed();
+        let q_heads = self.heads.q;
+        let mut q = 0.0;
+        let mut k = 0.0;
         for rank in 0..self.ranks {
             let squares = &self.squares[(rank * self.rows + row) * normed..][..normed];
             squares[..q_heads].iter().for_each(|square| q += square);

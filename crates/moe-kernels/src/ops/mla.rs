@@ -66,10 +66,13 @@ fn split_latent<T: Lanes>(
     mut rotated: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (l, r) = (latent.dims()[1], rotated.dims()[1]);
-    let (x, weight) = (args.compressed.cpu::<f32>()?, args.norm.cpu::<T>()?);
+    let l = latent.dims()[1];
+    let r = rotated.dims()[1];
+    let x = args.compressed.cpu::<f32>()?;
+    let weight = args.norm.cpu::<T>()?;
     let angles = Angles::new(&args.cos, &args.sin, r)?;
-    let (latent, rotated) = (latent.cpu_mut::<T>()?, rotated.cpu_mut::<T>()?);
+    let latent = latent.cpu_mut::<T>()?;
+    let rotated = rotated.cpu_mut::<T>()?;
     let rows = x.chunks_exact(l + r).zip(latent.chunks_exact_mut(l).zip(rotated.chunks_exact_mut(r)));
     for_each_item(ex, rows.enumerate().collect(), x.len(), |(t, (x, (out, rotated)))| {
         let (x, tail) = x.split_at(l);
@@ -139,13 +142,18 @@ fn write_cache<T: Lanes, X: Lanes>(
     mut v_cache: Option<ViewMut>,
     _ex: &Exec,
 ) -> Result<()> {
-    let (heads, block_size, key) = (kv.dims()[1], k_cache.dims()[2], k_cache.dims()[3]);
-    let (width, r) = (kv.dims()[2], rotated.dims()[1]);
-    let (kv, rotated) = (kv.cpu::<X>()?, rotated.cpu::<T>()?);
+    let heads = kv.dims()[1];
+    let block_size = k_cache.dims()[2];
+    let key = k_cache.dims()[3];
+    let width = kv.dims()[2];
+    let r = rotated.dims()[1];
+    let kv = kv.cpu::<X>()?;
+    let rotated = rotated.cpu::<T>()?;
     let keys = k_cache.cpu_mut::<T>()?;
     let mut values = v_cache.as_mut().map(|cache| cache.cpu_mut::<T>()).transpose()?;
     for (t, &slot) in slot_mapping.cpu::<u32>()?.iter().enumerate().filter(|(_, slot)| **slot != NO_SLOT) {
-        let (block, offset) = (slot as usize / block_size, slot as usize % block_size);
+        let block = slot as usize / block_size;
+        let offset = slot as usize % block_size;
         for head in 0..heads {
             let row = (block * heads + head) * block_size + offset;
             let (k, v) = kv[(t * heads + head) * width..][..width].split_at(key - r);
@@ -217,10 +225,14 @@ fn absorb_query<T: Lanes, O: Lanes>(
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (t, heads, l, n) = (args.q.rows(), w.dims()[0], w.dims()[1], w.dims()[2]);
+    let t = args.q.rows();
+    let heads = w.dims()[0];
+    let l = w.dims()[1];
+    let n = w.dims()[2];
     let mut nope = ex.scratch(w.dtype(), &[t, heads, n])?;
     split_query::<T, O>(args, r, Some(nope.view_mut()), out.reborrow(), ex)?;
-    let (x, w) = (nope.view().cpu::<T>()?, w.cpu::<T>()?);
+    let x = nope.view().cpu::<T>()?;
+    let w = w.cpu::<T>()?;
     PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<O>()?, stride: l + r }.run(ex)
 }
 
@@ -232,8 +244,11 @@ fn split_query<T: Lanes, O: Lanes>(
     mut out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (heads, width, out_width) = (args.q.dims()[1], args.q.dims()[2], out.dims()[2]);
-    let (q, angles) = (args.q.cpu::<f32>()?, Angles::new(&args.cos, &args.sin, r)?);
+    let heads = args.q.dims()[1];
+    let width = args.q.dims()[2];
+    let out_width = out.dims()[2];
+    let q = args.q.cpu::<f32>()?;
+    let angles = Angles::new(&args.cos, &args.sin, r)?;
     let n = width - r;
     let rows = q.chunks_exact(width.max(1)).zip(out.cpu_mut::<O>()?.chunks_exact_mut(out_width.max(1)));
     let Some(mut nope) = nope else {
@@ -271,12 +286,15 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
     expect_rows(op, t, heads)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        let (x, out) = (x.reshape(&[t, heads, l])?, out.reshape(&[t, heads, v])?);
+        let x = x.reshape(&[t, heads, l])?;
+        let out = out.reshape(&[t, heads, v])?;
         return crate::cuda::any::per_head(ex, op, x, w_uv, out);
     }
     ex.launched(|| PerHeadForm::Cpu.name());
     with_float!(x.dtype(), op, T => {
-        let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
+        let x = x.cpu::<T>()?;
+        let w = w_uv.cpu::<T>()?;
+        let out = out.cpu_mut::<T>()?;
         PerHead { x, w, heads, n: v, k: l, out, stride: v }.run(ex)
     })
 }
@@ -310,7 +328,8 @@ pub fn mla_attention_into(
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         check_attention(op, &q, &cache, &cache, meta, &latents.view_mut())?;
-        let (mut to, mut values) = (latents.view_mut(), out.reborrow());
+        let mut to = latents.view_mut();
+        let mut values = out.reborrow();
         if crate::cuda::attention::latent_values(
             q,
             cache,

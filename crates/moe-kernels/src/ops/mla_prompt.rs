@@ -24,7 +24,8 @@ use crate::with_float;
 /// # Errors
 /// Wrong dtypes or dims; the errors of [`paged_attention_into`].
 pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (op, dtype) = ("mla_prompt", args.q.dtype());
+    let op = "mla_prompt";
+    let dtype = args.q.dtype();
     let (t, heads, width) = expect_rank3(op, "q", &args.q)?;
     let (_, l, n) = expect_rank3(op, "w_uk", &args.w_uk)?;
     let (_, v, _) = expect_rank3(op, "w_uv", &args.w_uv)?;
@@ -57,7 +58,8 @@ fn to_latent(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mut Exec) -> Res
     if ex.is_cuda() {
         return crate::cuda::any::latent_query(ex, op, args, out);
     }
-    let (l, n) = (args.w_uk.dims()[1], args.w_uk.dims()[2]);
+    let l = args.w_uk.dims()[1];
+    let n = args.w_uk.dims()[2];
     with_float!(args.q.dtype(), op, T => to_latent_rows::<T>(args, (l, n), &mut out, ex))
 }
 
@@ -67,7 +69,9 @@ fn to_latent_rows<T: Lanes>(
     out: &mut ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (heads, width, r) = (args.q.dims()[1], args.q.dims()[2], args.q.dims()[2] - n);
+    let heads = args.q.dims()[1];
+    let width = args.q.dims()[2];
+    let r = args.q.dims()[2] - n;
     let mut plain = ex.scratch(args.q.dtype(), &[args.q.rows(), heads, n])?;
     let rows = args.q.cpu::<T>()?.chunks_exact(width);
     let mut to = plain.view_mut();
@@ -76,6 +80,7 @@ fn to_latent_rows<T: Lanes>(
         plain.copy_from_slice(&row[..n]);
         round_row(&row[n..], &mut out[l..]);
     }
-    let (x, w) = (plain.view().cpu::<T>()?, args.w_uk.cpu::<T>()?);
+    let x = plain.view().cpu::<T>()?;
+    let w = args.w_uk.cpu::<T>()?;
     PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<T>()?, stride: l + r }.run(ex)
 }

@@ -21,10 +21,12 @@ use crate::view::ViewMut;
 /// # Errors
 /// A wrong dtype or wrong dims; an odd R; a slot beyond the cache, which on CUDA is not written.
 pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mut Exec) -> Result<()> {
-    let (op, dtype) = ("mla_rows", k_cache.dtype());
+    let op = "mla_rows";
+    let dtype = k_cache.dtype();
     let (t, width) = expect_matrix(op, "products", &args.products)?;
     let (_, heads, out_width) = expect_rank3(op, "out", &out)?;
-    let (l, r) = (args.norm.elem_count(), 2 * args.cos.dims().last().copied().unwrap_or(0));
+    let l = args.norm.elem_count();
+    let r = 2 * args.cos.dims().last().copied().unwrap_or(0);
     expect(op, "products", &args.products, DType::F32, &[t, width])?;
     expect(op, "norm", &args.norm, dtype, &[l])?;
     expect_angles(op, &args.cos, &args.sin, t, r)?;
@@ -56,9 +58,10 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
         return crate::cuda::any::mla_rows(ex, op, args, out, k_cache);
     }
     let rows = ex.launched_as_one(|| op);
-    let (mut q, mut compressed) =
-        (ex.scratch(DType::F32, &[t, heads, n + r])?, ex.scratch(DType::F32, &[t, l + r])?);
-    let (mut to_q, mut to_latent) = (q.view_mut(), compressed.view_mut());
+    let mut q = ex.scratch(DType::F32, &[t, heads, n + r])?;
+    let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
+    let mut to_q = q.view_mut();
+    let mut to_latent = compressed.view_mut();
     let parts = to_q.cpu_mut::<f32>()?.chunks_exact_mut(width - l - r);
     let parts = parts.zip(to_latent.cpu_mut::<f32>()?.chunks_exact_mut(l + r));
     for (row, (q, compressed)) in args.products.cpu::<f32>()?.chunks_exact(width).zip(parts) {
@@ -67,7 +70,8 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
         compressed.copy_from_slice(latent);
     }
     let MlaRows { norm, eps, cos, sin, .. } = *args;
-    let (mut latent, mut rotated) = (ex.scratch(dtype, &[t, l])?, ex.scratch(dtype, &[t, r])?);
+    let mut latent = ex.scratch(dtype, &[t, l])?;
+    let mut rotated = ex.scratch(dtype, &[t, r])?;
     let parts = MlaLatent { compressed: compressed.view(), norm, eps, cos, sin };
     mla_latent_into(&parts, latent.view_mut(), rotated.view_mut(), ex)?;
     let latent = latent.view().reshape(&[t, 1, l])?;

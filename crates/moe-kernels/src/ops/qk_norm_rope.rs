@@ -59,7 +59,9 @@ pub fn qk_norm_rope_cache_into(
 
 /// Checks dims and dtypes; returns the number of slots of the cache.
 fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> Result<usize> {
-    let (hq, hkv, d) = (args.num_heads, args.num_kv_heads, args.head_dim);
+    let hq = args.num_heads;
+    let hkv = args.num_kv_heads;
+    let d = args.head_dim;
     if d == 0 || !d.is_multiple_of(2) {
         bail!("{op}: expected an even head_dim above 0, got {d}")
     }
@@ -120,7 +122,8 @@ fn rope_attention_fp8(
     out: &mut Fp8Rows,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, [k_cache, v_cache]) = ("rope_attention", caches);
+    let op = "rope_attention";
+    let [k_cache, v_cache] = caches;
     let dims = [args.qkv.rows(), args.num_heads * args.head_dim];
     if out.dims() != dims {
         bail!("{op}: expected out {dims:?} in FP8, got {:?}", out.dims())
@@ -151,10 +154,14 @@ fn rope_attention(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (t, heads, d, model) = (args.qkv.rows(), args.num_heads, args.head_dim, k_cache.dtype());
+    let t = args.qkv.rows();
+    let heads = args.num_heads;
+    let d = args.head_dim;
+    let model = k_cache.dtype();
     #[cfg(feature = "cuda")]
     if rows.decode > 0 && crate::cuda::attention::is_one_launch(args, rows.decode, k_cache.as_view(), ex) {
-        let (op, sequences) = ("rope_attention", meta.block_tables.rows());
+        let op = "rope_attention";
+        let sequences = meta.block_tables.rows();
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
         if rows.decode > t.min(sequences) {

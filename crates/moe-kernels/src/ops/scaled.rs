@@ -111,11 +111,13 @@ mod tests {
 
     #[test]
     fn many_rows_and_one_row_agree() -> Result<()> {
-        let (rows, width) = (300, 129);
+        let rows = 300;
+        let width = 129;
         let x: Vec<f32> = (0..rows * width).map(|i| (i % 71) as f32 * 0.37 - 9.).collect();
         let scales: Vec<f32> = (0..rows).map(|t| (t % 13) as f32 * 0.21 - 1.).collect();
         let start: Vec<f32> = (0..rows * width).map(|i| (i % 17) as f32).collect();
-        let (mut whole, mut single) = (start.clone(), start);
+        let mut whole = start.clone();
+        let mut single = start;
         assert!(whole.len() >= PARALLEL_MIN);
         let mut ex = Exec::cpu().with_threads(3)?;
         let mut add = |x: &[f32], scales: &[f32], acc: &mut [f32]| {
@@ -136,7 +138,9 @@ mod tests {
 
     #[test]
     fn sizes_that_do_not_match_are_named() -> Result<()> {
-        let (x, scales, mut acc) = ([0f32; 6], [0f32; 3], [0f32; 6]);
+        let x = [0f32; 6];
+        let scales = [0f32; 3];
+        let mut acc = [0f32; 6];
         let acc = ViewMut::new(&mut acc, &[2, 3])?;
         let e = add_scaled_into(View::new(&x, &[2, 3])?, View::new(&scales, &[3])?, acc, &mut Exec::cpu());
         let e = e.unwrap_err().to_string();
@@ -149,7 +153,8 @@ mod tests {
         let mut x = [0f32, 200., -200.];
         sigmoid_into(ViewMut::new(&mut x, &[3])?, &mut Exec::cpu())?;
         assert_eq!(x, [0.5, 1., 0.]);
-        let (mut offsets, mut rows) = ([9u32; 2], [9u32; 3]);
+        let mut offsets = [9u32; 2];
+        let mut rows = [9u32; 3];
         let out = (ViewMut::new(&mut offsets, &[2])?, ViewMut::new(&mut rows, &[3])?);
         one_group_into(out.0, out.1, &mut Exec::cpu())?;
         assert_eq!((offsets, rows), ([0, 3], [0, 1, 2]));

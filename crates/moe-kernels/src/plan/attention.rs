@@ -185,7 +185,9 @@ mod tests {
         let ampere = Gpu::ampere();
         let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         let form = |one_row_each, block_size, machine: &Machine| {
-            let (rows, num_heads, head_dim) = (300, 32, 128);
+            let rows = 300;
+            let num_heads = 32;
+            let head_dim = 128;
             let call = AttentionCall {
                 rows,
                 one_row_each,

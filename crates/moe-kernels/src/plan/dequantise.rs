@@ -89,7 +89,9 @@ mod tests {
             let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false, order };
             DequantiseForm::choose(&DequantiseCall { n: 256, k, quant, dtype, aligned }, &machine)
         };
-        let (f16, bf16, f32) = (DType::F16, DType::BF16, DType::F32);
+        let f16 = DType::F16;
+        let bf16 = DType::BF16;
+        let f32 = DType::F32;
         assert_eq!(form(int(32, false), f16, 512, bf16, true), Some(DequantiseForm::Fast));
         assert_eq!(form(block, f32, 512, bf16, true), Some(DequantiseForm::Fast));
         for other in [

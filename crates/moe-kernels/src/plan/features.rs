@@ -37,7 +37,8 @@ pub struct Features(u8);
 impl Features {
     /// These features.
     pub const fn of(features: &[Feature]) -> Self {
-        let (mut set, mut next) = (0, 0);
+        let mut set = 0;
+        let mut next = 0;
         while next < features.len() {
             set |= 1 << features[next] as u8;
             next += 1;

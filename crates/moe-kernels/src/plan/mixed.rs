@@ -81,7 +81,8 @@ impl MixedCall {
         let Self { decode, prompts, .. } = self;
         let apart = decode.rows > 0 && AttentionForm::Decode.fits(decode, machine).is_ok();
         if !apart || prompts.rows == 0 {
-            let (rows, one_row_each) = (decode.rows + prompts.rows, prompts.rows == 0);
+            let rows = decode.rows + prompts.rows;
+            let one_row_each = prompts.rows == 0;
             let all = AttentionCall { rows, one_row_each, ..*prompts };
             return vec![AttentionForm::stage(ALL_ROWS, &all, machine)];
         }
@@ -171,7 +172,8 @@ mod tests {
         let names = |call: &MixedCall, machine: &Machine| -> Vec<String> {
             call.stages(machine).into_iter().map(|stage| stage.kernel).collect()
         };
-        let (decode, prompts) = ("attention_decode", "attention_prefill_wgmma");
+        let decode = "attention_decode";
+        let prompts = "attention_prefill_wgmma";
         assert_eq!(names(&call(204_800, 240_000), &hopper), [prompts, decode]);
         let apart = call(204_800, 0);
         assert_eq!(names(&apart, &hopper), [decode, prompts]);

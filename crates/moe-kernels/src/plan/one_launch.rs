@@ -29,7 +29,8 @@ impl ExpertsCall {
         const MAX_CHUNK: [usize; 2] = [2048, 1536];
         const MIN_CHUNK: usize = 256;
         const MIN_STAGES: usize = 2;
-        let (tokens, slots) = (self.tokens, self.slots());
+        let tokens = self.tokens;
+        let slots = self.slots();
         let tiles = 8 * (4 * STAGES + ONE_LAUNCH_SLOTS + 2 * PARTS + 1);
         let routing = (tiles + 8 * (STAGES + PARTS + 1)).next_multiple_of(16);
         let partial =
@@ -56,7 +57,8 @@ impl ExpertsCall {
         const ACT_COLUMNS: usize = 3 * 128; // of a warp's activations of all tokens
         const SIDE: usize = 192; // bytes of a step's scales and zero points
         let (step, depth) = if scheme.bits() == 4 { (1024, 6) } else { (2048, 3) };
-        let (tokens, slots) = (self.tokens, self.slots());
+        let tokens = self.tokens;
+        let slots = self.slots();
         let slot_of =
             (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(16);
         let sums = slot_of + 4 * ONE_LAUNCH_TOKENS * slots;

@@ -104,7 +104,9 @@ mod tests {
             PerHeadForm::choose(&call, machine).map(Form::name)
         };
         let beside = |rows, head_dim| {
-            let (latent, dtype, beside) = (512, DType::BF16, Some("latent_query"));
+            let latent = 512;
+            let dtype = DType::BF16;
+            let beside = Some("latent_query");
             PerHeadForm::choose(&PerHeadCall { rows, head_dim, latent, beside, dtype }, &gpu)
         };
         assert_eq!(beside(1, 128), Some(PerHeadForm::Beside));

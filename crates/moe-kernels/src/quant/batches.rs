@@ -46,7 +46,8 @@ impl<'a> StoredBatches<'a> {
         }
         let mut stacks = Vec::with_capacity(matrices.len());
         for matrix in matrices {
-            let (mut first, mut stack) = (0, Vec::new());
+            let mut first = 0;
+            let mut stack = Vec::new();
             for part in matrix.stored()? {
                 stack.push((first, part));
                 first += part.rows;
@@ -77,7 +78,9 @@ impl<'a> StoredBatches<'a> {
 
     /// Cuts batches: as many whole matrices as a buffer holds, or equal runs of the tile rows of one.
     fn cut(&self, buffer: usize) -> std::result::Result<Vec<Range<usize>>, String> {
-        let (count, mut list, mut open) = (self.tiles.n_tiles(), Vec::<Range<usize>>::new(), 0);
+        let count = self.tiles.n_tiles();
+        let mut list = Vec::<Range<usize>>::new();
+        let mut open = 0;
         for e in 0..self.stacks.len() {
             let all = e * count..(e + 1) * count;
             let len = self.len(&all);
@@ -86,7 +89,8 @@ impl<'a> StoredBatches<'a> {
                 open += len;
                 continue;
             }
-            let (mut runs, mut parts) = (len.div_ceil(buffer), vec![all.clone()]);
+            let mut runs = len.div_ceil(buffer);
+            let mut parts = vec![all.clone()];
             while parts.iter().any(|part| self.len(part) > buffer) {
                 if runs > count {
                     return Err(format!("16 of its rows do not fit a buffer of {buffer} bytes"));
@@ -139,11 +143,13 @@ impl<'a> StoredBatches<'a> {
         let mut all = Vec::with_capacity(matrices.len() * self.entries());
         let mut at = matrices.len() * self.entries() * ENTRY_WORDS * 8;
         for e in matrices {
-            let (first, last) = (batch.start.max(e * count), batch.end.min((e + 1) * count));
+            let first = batch.start.max(e * count);
+            let last = batch.end.min((e + 1) * count);
             let halves = self.tiles.rows(first - e * count..last - e * count);
             for half in &halves[..if self.tiles.gate_up { 2 } else { 1 }] {
                 for (first, part) in &self.stacks[e] {
-                    let (start, end) = (half.start.max(*first), half.end.min(first + part.rows));
+                    let start = half.start.max(*first);
+                    let end = half.end.min(first + part.rows);
                     all.push(self.place(*first, *part, start..end.max(start), &mut at));
                 }
             }
@@ -159,7 +165,8 @@ impl<'a> StoredBatches<'a> {
         }
         let matrix = part.matrix;
         let stored = matrix.first_row + rows.start - first..matrix.first_row + rows.end - first;
-        let (columns, groups) = (self.columns(), self.groups());
+        let columns = self.columns();
+        let groups = self.groups();
         placed.entry[..3].copy_from_slice(&[
             rows.start as i64,
             rows.end as i64,

@@ -75,13 +75,19 @@ impl Columns {
             None => Some((inputs.start as u32..inputs.end as u32).collect()),
         };
         let column = |i: usize| logical.as_ref().map_or(i, |order| order[i] as usize);
-        let (mut blocks, mut ranges, mut step) = (Vec::new(), Vec::new(), 0);
+        let mut blocks = Vec::new();
+        let mut ranges = Vec::new();
+        let mut step = 0;
         for segment in 0..segments {
-            let (first, mut at, end) = (blocks.len(), segment * length, (segment + 1) * length);
+            let first = blocks.len();
+            let mut at = segment * length;
+            let end = (segment + 1) * length;
             while at < end {
                 // Chains of f32 end where those of other dtypes do.
                 let chain = at + K_BLOCK - (at - segment * length) % K_BLOCK;
-                let (start, of, most) = (at, column(at) / group, end.min(at + BLOCK).min(chain));
+                let start = at;
+                let of = column(at) / group;
+                let most = end.min(at + BLOCK).min(chain);
                 while at < most && column(at) / group == of {
                     at += 1;
                 }
@@ -150,8 +156,8 @@ mod tests {
     #[test]
     fn a_part_of_the_inputs_has_the_blocks_of_its_segments() -> Result<()> {
         let perm = [5, 2, 7, 0, 3, 6, 1, 4];
-        let (all, part) =
-            (Columns::new(8, 0..8, 4, 4, Some(&perm))?, Columns::new(8, 4..8, 4, 2, Some(&perm))?);
+        let all = Columns::new(8, 0..8, 4, 4, Some(&perm))?;
+        let part = Columns::new(8, 4..8, 4, 2, Some(&perm))?;
         let of = |c: &Columns, segment: usize| -> Vec<_> {
             c.blocks[c.segments[segment].clone()].iter().map(|b| (b.len, b.group)).collect()
         };

@@ -114,7 +114,8 @@ impl QuantMatrix {
 
     fn dequantise_row(&self, e: usize, row: usize, out: &mut [f32]) {
         let (panel, lane) = self.place(row);
-        let (q, columns) = (self.quants(e, panel), &self.parts[e].columns);
+        let q = self.quants(e, panel);
+        let columns = &self.parts[e].columns;
         for block in &columns.blocks {
             let scale = self.scale(e, panel, block.group, lane);
             let zero = f32::from(self.zero(e, panel, block.group, lane));
@@ -209,10 +210,12 @@ pub(crate) fn check_matrices(
     usage: QuantUse,
 ) -> Result<((usize, usize), QuantScheme)> {
     let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
-    let ((n, width), scheme) = (first.shape(), first.scheme());
+    let (n, width) = first.shape();
+    let scheme = first.scheme();
     for (e, m) in matrices.iter().enumerate() {
         if m.shape() != (n, width) || m.scheme() != scheme {
-            let ((rows, columns), other) = (m.shape(), m.scheme());
+            let (rows, columns) = m.shape();
+            let other = m.scheme();
             bail!(
                 "matrix {e} is [{rows}, {columns}] {other}; expected [{n}, {width}] {scheme} like the first"
             )
@@ -249,7 +252,8 @@ pub(super) fn step_bytes(scheme: QuantScheme) -> usize {
 /// A word of int4 holds columns 2j and 2j + 1 of its step at bit 4j of its low and its high half. Of two words of 8 bits
 /// the first holds columns 0 to 3: 0, 2, 1, 3. So one shift and one mask give vectors of pairs of consecutive columns.
 fn byte(scheme: QuantScheme, i: usize, lane: usize) -> (usize, u32) {
-    let (step, i) = (i / STEP, i % STEP);
+    let step = i / STEP;
+    let i = i % STEP;
     if scheme.bits() == 4 {
         let bit = 4 * (i / 2) + 16 * (i % 2);
         ((step * LANES + lane) * 4 + bit / 8, (bit % 8) as u32)

@@ -54,7 +54,8 @@ impl QuantRows for OrderedRows<'_> {
     }
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
-        let (width, mut row) = (self.order.len(), LogicalRows::default());
+        let width = self.order.len();
+        let mut row = LogicalRows::default();
         out.clear();
         for i in rows {
             let from = i / width * width + self.order[i % width] as usize;
@@ -135,14 +136,17 @@ mod tests {
 
     #[test]
     fn gate_and_up_rows_lie_in_the_order_of_downs_columns() -> Result<()> {
-        let (order, other) = ([2, 0, 3, 1], [1, 0, 3, 2]);
+        let order = [2, 0, 3, 1];
+        let other = [1, 0, 3, 2];
         let made = in_order_of_down(
             vec![part(8, 4, Some(&other)), part(8, 4, None)],
             vec![part(5, 4, Some(&order)), part(5, 4, Some(&other))],
         );
         for (e, order) in [order, other].into_iter().enumerate() {
-            let (gate_up, down) = (&made.0[e], &made.1[e]);
-            let (plain, sorted) = (part(8, 4, None), part(5, 4, None));
+            let gate_up = &made.0[e];
+            let down = &made.1[e];
+            let plain = part(8, 4, None);
+            let sorted = part(5, 4, None);
             for i in 0..8 {
                 let from = i / 4 * 4 + order[i % 4] as usize;
                 assert_eq!(rows(gate_up, i..i + 1)?, rows(&plain, from..from + 1)?, "row {i} of expert {e}");

@@ -79,13 +79,15 @@ fn pack_as<C: Float>(
     bytes: usize,
     held: fn(Vec<C>) -> Scales,
 ) -> Result<Option<Packed>> {
-    let (panels, groups) = (to.panels(), to.groups() * LANES);
+    let panels = to.panels();
+    let groups = to.groups() * LANES;
     let mut q = vec![0; bytes];
     let mut scales = vec![C::default(); matrices.len() * panels * groups];
     let mut zeros = vec![0; if to.scheme.has_zero_points() { scales.len() } else { 0 }];
     let mut minima = vec![0.0; if to.scheme.has_minima() { scales.len() } else { 0 }];
     let exact = AtomicBool::new(true);
-    let (mut rest, mut places) = (&mut q[..], Vec::new());
+    let mut rest = &mut q[..];
+    let mut places = Vec::new();
     let mut scale_chunks = scales.chunks_mut(groups.max(1));
     let mut zero_chunks = zeros.chunks_mut(groups.max(1));
     let mut minimum_chunks = minima.chunks_mut(groups.max(1));
@@ -122,7 +124,9 @@ struct Panel<'a, C> {
 impl<C: Float> Panel<'_, C> {
     /// Reads and packs the panel's rows; whether C holds all their scales. Rows that are missing stay zero.
     fn fill(self, to: &QuantMatrix, matrices: &[&dyn QuantRows], rows: &mut LogicalRows) -> Result<bool> {
-        let (range, k, groups) = (to.rows(self.panel), to.width, to.groups());
+        let range = to.rows(self.panel);
+        let k = to.width;
+        let groups = to.groups();
         let count = range.len();
         matrices[self.e].read(range.clone(), rows)?;
         check_rows(to.scheme, to.width, rows, count)
@@ -138,7 +142,8 @@ impl<C: Float> Panel<'_, C> {
                 }
             }
             for group in 0..groups {
-                let (from, at) = (lane * groups + group, group * LANES + lane);
+                let from = lane * groups + group;
+                let at = group * LANES + lane;
                 self.scales[at] = C::narrow(rows.scale[from]);
                 let scale = rows.scale[from];
                 if self.scales[at].widen() != scale && !scale.is_nan() {
@@ -158,7 +163,8 @@ impl<C: Float> Panel<'_, C> {
 
 /// Refuses rows whose sizes or values are not those of the scheme.
 pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, count: usize) -> Result<()> {
-    let (values, groups) = (count * width, count * scheme.groups(width));
+    let values = count * width;
+    let groups = count * scheme.groups(width);
     let has_zeros = scheme.is_int() && !scheme.has_minima();
     let minima = if scheme.has_minima() { groups } else { 0 };
     if rows.q.len() != values

@@ -55,7 +55,9 @@ impl QuantMatrix {
     /// # Errors
     /// The errors of [`expert_len`](Self::expert_len); another number of bytes. Then nothing has changed.
     pub(crate) fn write_expert(&mut self, expert: usize, bytes: &[u8]) -> Result<()> {
-        let (len, q, scales) = (self.expert_len()?, self.quants_of(expert), self.scales_of(expert));
+        let len = self.expert_len()?;
+        let q = self.quants_of(expert);
+        let scales = self.scales_of(expert);
         if bytes.len() != len {
             bail!("an expert's weights: expected {len} bytes, got {}", bytes.len())
         }
@@ -65,7 +67,8 @@ impl QuantMatrix {
         let floats = |bytes: &[u8]| -> Vec<f32> {
             bytes.as_chunks::<4>().0.iter().map(|&s| f32::from_le_bytes(s)).collect()
         };
-        let (new, minima) = (floats(new), floats(minima));
+        let new = floats(new);
+        let minima = floats(minima);
         let exact = |s: &f32| f16::from_f32(*s).to_f32().to_bits() == s.to_bits();
         if let Scales::F16(narrow) = &self.packed.scales
             && !new.iter().all(exact)

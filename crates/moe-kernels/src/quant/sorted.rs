@@ -40,7 +40,9 @@ impl Sorted {
         if !is_order(perm, width) {
             bail!("the order of columns must name each of the {width} columns once")
         }
-        let (mut logical, mut x, mut groups) = (Vec::new(), Vec::new(), Vec::new());
+        let mut logical = Vec::new();
+        let mut x = Vec::new();
+        let mut groups = Vec::new();
         for (g, columns) in perm.chunks(size).enumerate() {
             for (i, &column) in columns.iter().enumerate() {
                 if inputs.contains(&(column as usize)) {

@@ -107,7 +107,8 @@ impl Weight {
 
 /// Opens matrices of one scheme and one range of inputs, as [`Weight::quantised`] packs them.
 fn open<'a>(source: &'a dyn QuantSource, matrices: &[Vec<String>]) -> Result<Opened<Vec<QuantPart<'a>>>> {
-    let (mut stacks, mut floats) = (Vec::with_capacity(matrices.len()), None);
+    let mut stacks = Vec::with_capacity(matrices.len());
+    let mut floats = None;
     for module in matrices.iter().flatten() {
         if source.scheme(module)? == QuantScheme::NONE {
             floats = Some(module);
@@ -183,7 +184,8 @@ impl<'a> Stack<'a> {
     /// Fails, with the reason, if the matrices cannot share their columns.
     pub(super) fn new(parts: Vec<QuantPart<'a>>) -> std::result::Result<Self, String> {
         let Some(first) = parts.first() else { return Err("no matrix".to_string()) };
-        let (inputs, scheme) = (first.inputs.clone(), first.rows.scheme());
+        let inputs = first.inputs.clone();
+        let scheme = first.rows.scheme();
         for part in &parts {
             if part.rows.scheme() != scheme {
                 return Err(format!("one is {scheme}, another {}", part.rows.scheme()));
@@ -213,7 +215,9 @@ impl QuantRows for Stack<'_> {
     }
 
     fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
-        let (mut first, mut more, mut is_empty) = (0, LogicalRows::default(), true);
+        let mut first = 0;
+        let mut more = LogicalRows::default();
+        let mut is_empty = true;
         for part in &self.parts {
             let end = first + part.shape().0;
             let here = rows.start.max(first)..rows.end.min(end);

@@ -136,8 +136,8 @@ impl StoredGrid {
             _ if across => run,
             _ => 1,
         };
-        let (row_stride, column_stride) =
-            (of_copy(self.row_stride, by_rows), of_copy(self.column_stride, !by_rows));
+        let row_stride = of_copy(self.row_stride, by_rows);
+        let column_stride = of_copy(self.column_stride, !by_rows);
         let origin = -((row * row_stride + column * column_stride) as i64);
         Window { bytes: self.bytes, first, lines, run, stride, row_stride, column_stride, origin }
     }
@@ -165,7 +165,9 @@ impl Window {
         scratch: &mut Vec<u8>,
         out: &mut [u8],
     ) -> Result<()> {
-        let (first, run, stride) = (self.first * self.bytes, self.run * self.bytes, self.stride * self.bytes);
+        let first = self.first * self.bytes;
+        let run = self.run * self.bytes;
+        let stride = self.stride * self.bytes;
         if self.lines <= 1 || run == stride {
             return from.read_bytes(tensor, first, out);
         }

@@ -75,20 +75,22 @@ impl Tiles {
     /// Inputs that there are not; an order of columns that does not name each once.
     pub(crate) fn new(matrices: &[&dyn QuantRows], inputs: &Range<usize>, gate_up: bool) -> Result<Self> {
         let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
-        let ((n, width), scheme) = (first.shape(), first.scheme());
+        let (n, width) = first.shape();
+        let scheme = first.scheme();
         if inputs.start > inputs.end || inputs.end > width {
             bail!("inputs {inputs:?} are asked for, but there are {width}")
         }
         let dims = [matrices.len(), n, inputs.len()];
         let step = tile_columns(scheme);
         let size = scheme.group_size(width);
-        let (start, columns) = (inputs.start, Vec::new());
+        let start = inputs.start;
+        let columns = Vec::new();
         if matrices.iter().all(|m| m.perm().is_none()) {
             if !start.is_multiple_of(size) {
                 bail!("inputs {inputs:?} cut a group of {size} columns")
             }
-            let (k_packed, groups) =
-                (inputs.len().next_multiple_of(step), inputs.len().div_ceil(size).max(1));
+            let k_packed = inputs.len().next_multiple_of(step);
+            let groups = inputs.len().div_ceil(size).max(1);
             let group = if groups == 1 { k_packed.max(1) } else { size };
             return Ok(Self { dims, scheme, gate_up, k_packed, group, groups, width, start, columns });
         }
@@ -194,8 +196,8 @@ impl Tiles {
                 .map_err(|error| error.context(format!("rows {range:?} of matrix {e}")))?;
             for i in 0..range.len() {
                 let lane = half * TILE_ROWS / 2 + i;
-                let (scale, zero) =
-                    (&rows.scale[i * groups..], rows.zero.get(i * groups..).unwrap_or_default());
+                let scale = &rows.scale[i * groups..];
+                let zero = rows.zero.get(i * groups..).unwrap_or_default();
                 for group in 0..self.groups {
                     let from = self.logical_group(e, group).min(groups.max(1) - 1);
                     scales[group * TILE_ROWS + lane] = scale.get(from).copied().unwrap_or(0.0);
@@ -287,7 +289,8 @@ fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
                     let of = |x: u64| x >> shift & 0x00ff_00ff_00ff_00ff;
                     of(a) | of(b) << 4 | of(c) << 8 | of(d) << 12
                 };
-                let (even, odd) = (half(0), half(8));
+                let even = half(0);
+                let odd = half(8);
                 for lane in 0..4 {
                     let word = pair(even, lane) | pair(odd, lane) << 16;
                     words[(4 * row + lane) * 4 + step] = word.to_le_bytes();

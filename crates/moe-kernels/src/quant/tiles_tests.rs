@@ -99,9 +99,11 @@ fn pack(matrices: &[Scattered], inputs: Range<usize>, gate_up: bool) -> Result<M
         zeros: vec![0xee; if tiles.own_zeros() { scales } else { 0 }],
         tiles,
     };
-    let (mut scratch, groups) = (TileScratch::default(), made.tiles.groups * TILE_ROWS);
+    let mut scratch = TileScratch::default();
+    let groups = made.tiles.groups * TILE_ROWS;
     for row in 0..count {
-        let (e, tile) = (row / made.tiles.n_tiles(), row % made.tiles.n_tiles());
+        let e = row / made.tiles.n_tiles();
+        let tile = row % made.tiles.n_tiles();
         let bytes = made.tiles.row_bytes();
         let zeros = if made.zeros.is_empty() { 0..0 } else { row * groups..(row + 1) * groups };
         let to = TileRow {
@@ -119,7 +121,8 @@ impl Made {
     fn at(&self, tile_row: usize, row: usize, column: usize) -> (f32, u8, u8) {
         let columns = tile_columns(self.tiles.scheme);
         let tile = tile_row * self.tiles.row_bytes() + column / columns * 512;
-        let (step, inside) = (column % columns / 16, column % 16);
+        let step = column % columns / 16;
+        let inside = column % 16;
         let lane = row % 8 * 4 + inside % 8 / 2;
         // w0 .. w7 of a lane.
         let i = inside % 2 + row / 8 * 2 + inside / 8 * 4;

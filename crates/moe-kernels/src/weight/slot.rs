@@ -86,7 +86,8 @@ impl Weight {
     }
 
     pub(super) fn checked(&self, expert: usize) -> Result<usize> {
-        let (len, experts) = (self.expert_len()?, self.dims()[0]);
+        let len = self.expert_len()?;
+        let experts = self.dims()[0];
         if expert >= experts {
             bail!("{OP}: expected one of {experts}, got number {expert}")
         }
@@ -141,10 +142,13 @@ mod tests {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             for isa in [CpuIsa::Scalar, CpuIsa::Avx2] {
                 let new = |seed| Weight::new(pack(dtype, seed))?.packed(Some(isa), 32);
-                let (from, to) = (new(0.1)?, new(5.0)?);
+                let from = new(0.1)?;
+                let to = new(5.0)?;
                 let panels = isa == CpuIsa::Avx2;
                 assert_eq!(to.order() == WeightOrder::Panels, panels);
-                let (clone, before, source) = (to.clone(), rows(&to), rows(&from));
+                let clone = to.clone();
+                let before = rows(&to);
+                let source = rows(&from);
                 let bytes = from.expert_bytes(2)?;
                 assert_eq!(bytes.len(), from.expert_len()?);
                 to.write_expert(1, &bytes)?;

@@ -32,7 +32,8 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
     fn new(len: usize, heads: (usize, usize), d: usize, window: Option<usize>, seed: u64) -> Self {
         let (hq, hkv) = heads;
         let q = data::<Q>(len * hq * d, seed);
-        let (k, v) = (data(len * hkv * d, seed ^ 1), data(len * hkv * d, seed ^ 2));
+        let k = data(len * hkv * d, seed ^ 1);
+        let v = data(len * hkv * d, seed ^ 2);
         Self { len, hq, hkv, d, q, k, v, window }
     }
 
@@ -56,7 +57,8 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
     }
 
     fn run(&self, isa: CpuIsa, s: Schedule) -> Result<Vec<T>> {
-        let (hq, d) = (self.hq, self.d);
+        let hq = self.hq;
+        let d = self.d;
         let ex = &mut exec(isa, s.threads);
         let mut out = Vec::new();
         for start in (0..self.len).step_by(s.chunk) {
@@ -84,7 +86,9 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
 
     /// The definition in f64.
     fn defined(&self) -> Vec<f64> {
-        let (q, k, v) = (wide(&self.q), wide(&self.k), wide(&self.v));
+        let q = wide(&self.q);
+        let k = wide(&self.k);
+        let v = wide(&self.v);
         let mut out = Vec::new();
         for row in 0..self.len {
             for head in 0..self.hq {
@@ -164,7 +168,8 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
                 let (v, _) = s.cache(&s.v, len, block_size);
                 let dims = [table.len() + 2, 1, block_size, 32];
                 for row in [len - 1, len - 40] {
-                    let (positions, bounds) = ([row as u32], [0u32, 1]);
+                    let positions = [row as u32];
+                    let bounds = [0u32, 1];
                     let meta = AttentionMeta {
                         query_start_loc: view(&bounds, &[2]),
                         positions: view(&positions, &[1]),
@@ -174,7 +179,8 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
                     };
                     let mut out = filled::<bf16>(&[1, 4 * 32])?;
                     let q = view(&s.q[row * 4 * 32..][..4 * 32], &[1, 4, 32]);
-                    let (k, v) = (view(&k, &dims), view(&v, &dims));
+                    let k = view(&k, &dims);
+                    let v = view(&v, &dims);
                     paged_attention_into(q, k, v, &meta, out.view_mut(), &mut exec(isa, threads))?;
                     let want = &whole[row * 4 * 32..][..4 * 32];
                     assert_eq!(bits(&values::<bf16>(&out)), bits(want), "{isa:?} {threads} {block_size}");
@@ -188,7 +194,10 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
 /// Several sequences of different lengths in one call, with padding rows after them.
 #[test]
 fn sequences_do_not_meet_and_padding_is_zero() -> Result<()> {
-    let (hq, hkv, d, block_size) = (4, 2, 24, 16);
+    let hq = 4;
+    let hkv = 2;
+    let d = 24;
+    let block_size = 16;
     let lens = [70usize, 1, 130];
     let all: Vec<_> =
         lens.iter().map(|&len| Sequence::<f32, f32>::new(len, (hq, hkv), d, None, len as u64)).collect();
@@ -196,7 +205,8 @@ fn sequences_do_not_meet_and_padding_is_zero() -> Result<()> {
     let rows = [(0usize, 69..70usize), (1, 0..1), (2, 100..130)];
     let max_blocks = 9;
     let mut tables = vec![u32::MAX; 3 * max_blocks];
-    let (mut k, mut v) = (Vec::new(), Vec::new());
+    let mut k = Vec::new();
+    let mut v = Vec::new();
     for (i, s) in all.iter().enumerate() {
         let base = (k.len() / (hkv * block_size * d)) as u32;
         let (own_k, table) = s.cache(&s.k, s.len, block_size);

@@ -32,7 +32,8 @@ fn linear_names_the_argument() {
     let run = |x: &Buffer, w: &Buffer, bias: Option<&Buffer>, out: &mut Buffer, ex: &mut Exec| {
         linear_into(x.view(), w.view(), bias.map(Buffer::view), out.view_mut(), ex)
     };
-    let (x, w) = (f32s(&[2, 4]), f32s(&[3, 4]));
+    let x = f32s(&[2, 4]);
+    let w = f32s(&[3, 4]);
     says(run(&f32s(&[8]), &w, None, &mut f32s(&[2, 3]), ex), &["linear", "x with 2 dimensions", "[8]"]);
     says(run(&x, &f32s(&[3, 5]), None, &mut f32s(&[2, 3]), ex), &["w with dims [3, 4]", "[3, 5]"]);
     says(run(&x, &zeros(DType::BF16, &[3, 4]), None, &mut f32s(&[2, 3]), ex), &["w of dtype f32", "bf16"]);
@@ -46,12 +47,14 @@ fn linear_names_the_argument() {
 #[test]
 fn row_ops_name_the_argument() {
     let ex = &mut Exec::cpu();
-    let (x, weight) = (f32s(&[2, 4]), f32s(&[4]));
+    let x = f32s(&[2, 4]);
+    let weight = f32s(&[4]);
     let r = rms_norm_into(x.view(), f32s(&[3]).view(), 1e-6, f32s(&[2, 4]).view_mut(), ex);
     says(r, &["rms_norm", "weight with dims [4]", "[3]"]);
     let r = rms_norm_into(x.view(), weight.view(), 1e-6, zeros(DType::F16, &[2, 4]).view_mut(), ex);
     says(r, &["out of dtype f32", "f16"]);
-    let (mut residual, mut out) = (f32s(&[2, 3]), f32s(&[2, 4]));
+    let mut residual = f32s(&[2, 3]);
+    let mut out = f32s(&[2, 4]);
     let r = add_rms_norm_into(x.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex);
     says(r, &["add_rms_norm", "residual with dims [2, 4]", "[2, 3]"]);
     says(add_into(x.view(), f32s(&[8]).view_mut(), ex), &["add", "acc with dims [2, 4]", "[8]"]);
@@ -61,7 +64,8 @@ fn row_ops_name_the_argument() {
     says(r, &["embedding", "id 2 at position 1", "0..2"]);
     let r = embedding_into(x.view(), view(&[1i64], &[1]), f32s(&[1, 4]).view_mut(), ex);
     says(r, &["ids of dtype u32", "i64"]);
-    let (slots, ids) = (f32s(&[2, 2, 3]), zeros(DType::U32, &[2, 2]));
+    let slots = f32s(&[2, 2, 3]);
+    let ids = zeros(DType::U32, &[2, 2]);
     let r = weighted_sum_into(slots.view(), ids.view(), f32s(&[2, 1]).view(), f32s(&[2, 3]).view_mut(), ex);
     says(r, &["weighted_sum", "topk_weights with dims [2, 2]", "[2, 1]"]);
 }
@@ -87,14 +91,17 @@ impl Experts {
 
     fn gate_up(&self, w13: &[usize]) -> Result<()> {
         let mut out = f32s(&[self.in_rows.len(), 3]);
-        let (x, w13) = (f32s(&[2, 4]), f32s(w13));
+        let x = f32s(&[2, 4]);
+        let w13 = f32s(w13);
         let ex = &mut Exec::cpu();
-        let (x, w13) = (x.view(), w13.view());
+        let x = x.view();
+        let w13 = w13.view();
         grouped_gate_up_into(x, &self.groups(), w13, None, Activation::SwiGlu, out.view_mut(), ex)
     }
 
     fn down(&self) -> Result<()> {
-        let (x, w2) = (f32s(&[self.in_rows.len(), 3]), f32s(&[2, 4, 3]));
+        let x = f32s(&[self.in_rows.len(), 3]);
+        let w2 = f32s(&[2, 4, 3]);
         let mut out = f32s(&[3, 4]);
         grouped_down_into(x.view(), &self.groups(), w2.view(), None, out.view_mut(), &mut Exec::cpu())
     }
@@ -142,8 +149,11 @@ impl Cache {
 
     fn rope(&self) -> Result<()> {
         let (hq, hkv, d) = self.heads;
-        let (qkv, angles) = (f32s(&[3, 48]), f32s(&[3, d / 2]));
-        let (mut k, mut v, mut q) = (f32s(&[5, 2, 2, 6]), f32s(&[5, 2, 2, 6]), f32s(&[3, 4, 6]));
+        let qkv = f32s(&[3, 48]);
+        let angles = f32s(&[3, d / 2]);
+        let mut k = f32s(&[5, 2, 2, 6]);
+        let mut v = f32s(&[5, 2, 2, 6]);
+        let mut q = f32s(&[3, 4, 6]);
         let args = QkNormRope {
             qkv: qkv.view(),
             q_norm: None,
@@ -160,7 +170,8 @@ impl Cache {
     }
 
     fn attention(&self) -> Result<()> {
-        let (q, cache) = (f32s(&[3, self.heads.0, 6]), f32s(&[5, self.heads.1, 2, 6]));
+        let q = f32s(&[3, self.heads.0, 6]);
+        let cache = f32s(&[5, self.heads.1, 2, 6]);
         let mut out = f32s(&[3, self.heads.0 * 6]);
         let meta = AttentionMeta {
             query_start_loc: view(&self.bounds, &[self.bounds.len()]),

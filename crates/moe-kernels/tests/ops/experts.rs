@@ -3,8 +3,8 @@
 use candle_core::Result;
 use half::{bf16, f16};
 use moe_kernels::{
-    Activation, CpuIsa, ExpertGroups, Float, grouped_down_into, grouped_gate_up_into, linear_into,
-    row_parallel_segments,
+    Activation, CpuIsa, ExpertGroups, Float, gated_activation_into, grouped_down_into, grouped_gate_up_into,
+    linear_into, row_parallel_segments,
 };
 use proptest::prelude::*;
 
@@ -22,7 +22,8 @@ fn activate(activation: Activation, g: f64, u: f64) -> f64 {
     match activation {
         Activation::SwiGlu => g / (1.0 + (-g).exp()) * u,
         Activation::SwiGluOai { alpha, limit } => {
-            let (g, limit) = (g.min(limit as f64), limit as f64);
+            let g = g.min(limit as f64);
+            let limit = limit as f64;
             g / (1.0 + (-(alpha as f64) * g).exp()) * (u.clamp(-limit, limit) + 1.0)
         }
         Activation::Gelu => 0.5 * g * (1.0 + candle_core::cpu::erf::erf_f64(g / 2f64.sqrt())) * u,
@@ -83,8 +84,11 @@ struct Case {
 
 /// Gate and up: each slot against the definition, and against itself alone.
 fn gate_up<T: Float>(c: &Case, activation: Activation) -> Result<()> {
-    let (p, e, rows) = (c.groups.slots(), c.groups.counts.len(), 7);
-    let (x, w13) = (data::<T>(rows * c.h, c.seed), data::<T>(e * 2 * c.i * c.h, c.seed ^ 1));
+    let p = c.groups.slots();
+    let e = c.groups.counts.len();
+    let rows = 7;
+    let x = data::<T>(rows * c.h, c.seed);
+    let w13 = data::<T>(e * 2 * c.i * c.h, c.seed ^ 1);
     let bias = c.bias.then(|| data::<T>(e * 2 * c.i, c.seed ^ 2));
     let offsets = c.groups.offsets();
     let used = offsets[e] as usize;
@@ -100,7 +104,8 @@ fn gate_up<T: Float>(c: &Case, activation: Activation) -> Result<()> {
             };
             let mut out = filled::<T>(&[n, c.i])?;
             let bias = bias.as_ref().map(|b| view(b, &[e, 2 * c.i]));
-            let (x, w13) = (view(&x, &[rows, c.h]), view(&w13, &[e, 2 * c.i, c.h]));
+            let x = view(&x, &[rows, c.h]);
+            let w13 = view(&w13, &[e, 2 * c.i, c.h]);
             let ex = &mut exec(isa, c.threads);
             grouped_gate_up_into(x, &groups, w13, bias, activation, out.view_mut(), ex)?;
             Ok(values(&out))
@@ -120,7 +125,8 @@ fn gate_up<T: Float>(c: &Case, activation: Activation) -> Result<()> {
                     let (sum, abs) = exact(x, &w13[(expert * 2 * c.i + n) * c.h..][..c.h]);
                     (sum + bias.as_ref().map_or(0.0, |b| b[expert * 2 * c.i + n].widen() as f64), abs)
                 };
-                let ((g, g_abs), (u, u_abs)) = (sum(n), sum(c.i + n));
+                let (g, g_abs) = sum(n);
+                let (u, u_abs) = sum(c.i + n);
                 let want = activate(activation, g, u);
                 // The slope of every activation in g and u is below 2 (1 + |g|) (1 + |u|).
                 let slope = 2.0 * (1.0 + g.abs()) * (1.0 + u.abs());
@@ -135,8 +141,10 @@ fn gate_up<T: Float>(c: &Case, activation: Activation) -> Result<()> {
 
 /// Down: bit for bit in the defined order, at the row that the slot names.
 fn down<T: Float>(c: &Case) -> Result<()> {
-    let (p, e) = (c.groups.slots(), c.groups.counts.len());
-    let (x, w2) = (data::<T>(p * c.i, c.seed), data::<T>(e * c.h * c.i, c.seed ^ 1));
+    let p = c.groups.slots();
+    let e = c.groups.counts.len();
+    let x = data::<T>(p * c.i, c.seed);
+    let w2 = data::<T>(e * c.h * c.i, c.seed ^ 1);
     let bias = c.bias.then(|| data::<T>(e * c.h, c.seed ^ 2));
     let offsets = c.groups.offsets();
     // A permutation of p of the p + 2 rows, so that some rows of out are named by no slot.
@@ -152,14 +160,16 @@ fn down<T: Float>(c: &Case) -> Result<()> {
         };
         let mut out = filled::<f32>(&[p + 2, c.h])?;
         let bias_view = bias.as_ref().map(|b| view(b, &[e, c.h]));
-        let (x_view, w2_view) = (view(&x, &[p, c.i]), view(&w2, &[e, c.h, c.i]));
+        let x_view = view(&x, &[p, c.i]);
+        let w2_view = view(&w2, &[e, c.h, c.i]);
         grouped_down_into(x_view, &groups, w2_view, bias_view, out.view_mut(), &mut exec(isa, c.threads))?;
         let got = values::<f32>(&out);
         let mut want = vec![77f32; (p + 2) * c.h];
         for slot in 0..p {
             let Some(expert) = c.groups.expert(slot) else { continue };
             for n in 0..c.h {
-                let (x, w) = (&x[slot * c.i..][..c.i], &w2[(expert * c.h + n) * c.i..][..c.i]);
+                let x = &x[slot * c.i..][..c.i];
+                let w = &w2[(expert * c.h + n) * c.i..][..c.i];
                 let sum = product(isa, x, w, row_parallel_segments(c.i));
                 want[out_rows[slot] as usize * c.h + n] =
                     bias.as_ref().map_or(sum, |b| sum + b[expert * c.h + n].widen());
@@ -193,8 +203,11 @@ proptest! {
 /// A group of hundreds of rows takes the tiled path and is cut into pieces.
 #[test]
 fn an_overloaded_expert_matches_the_dense_product() -> Result<()> {
-    let (p, h, i) = (700usize, 40, 48);
-    let (x, w2) = (data::<bf16>(p * i, 1), data::<bf16>(2 * h * i, 2));
+    let p = 700usize;
+    let h = 40;
+    let i = 48;
+    let x = data::<bf16>(p * i, 1);
+    let w2 = data::<bf16>(2 * h * i, 2);
     let rows: Vec<u32> = (0..p as u32).collect();
     for isa in isas() {
         let ex = &mut exec(isa, 2);
@@ -226,7 +239,8 @@ fn an_overloaded_expert_matches_the_dense_product() -> Result<()> {
 /// identity, out is 100 times the up product.
 #[test]
 fn gate_and_up_rows_are_not_confused() -> Result<()> {
-    let (h, i) = (8, 20);
+    let h = 8;
+    let i = 20;
     let x = data::<f32>(h, 3);
     let mut w13 = vec![0f32; 2 * i * h];
     w13[i * h..].copy_from_slice(&data::<f32>(i * h, 4));
@@ -238,13 +252,55 @@ fn gate_and_up_rows_are_not_confused() -> Result<()> {
     let ex = &mut exec(CpuIsa::Scalar, 1);
     let mut bias = vec![0f32; 2 * i];
     bias[..i].fill(100.0);
-    let (mut out, mut up) = (filled::<f32>(&[1, i])?, filled::<f32>(&[1, i])?);
+    let mut out = filled::<f32>(&[1, i])?;
+    let mut up = filled::<f32>(&[1, i])?;
     let w = view(&w13, &[1, 2 * i, h]);
     let bias = Some(view(&bias, &[1, 2 * i]));
     grouped_gate_up_into(view(&x, &[1, h]), &groups, w, bias, Activation::SwiGlu, out.view_mut(), ex)?;
     linear_into(view(&x, &[1, h]), view(&w13[i * h..], &[i, h]), None, up.view_mut(), ex)?;
     for (out, up) in wide(&values::<f32>(&out)).iter().zip(wide(&values::<f32>(&up))) {
         assert!((out - 100.0 * up).abs() < 1e-4);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_activation_alone_is_that_of_the_grouped_product() -> Result<()> {
+    let t = 4;
+    let h = 19;
+    let i = 37;
+    let x = data::<bf16>(t * h, 1);
+    let w = data::<bf16>(2 * i * h, 2);
+    let rows: Vec<u32> = (0..t as u32).collect();
+    let offsets = [0, t as u32];
+    for isa in isas() {
+        let ex = &mut exec(isa, 2);
+        let groups = ExpertGroups {
+            offsets: view(&offsets, &[2]),
+            in_rows: view(&rows, &[t]),
+            out_rows: view(&rows, &[t]),
+        };
+        for activation in [Activation::SwiGlu, Activation::Gelu, Activation::GeluTanh] {
+            let mut want = filled::<bf16>(&[t, i])?;
+            let mut got = filled::<bf16>(&[t, i])?;
+            let x = view(&x, &[t, h]);
+            grouped_gate_up_into(
+                x,
+                &groups,
+                view(&w, &[1, 2 * i, h]),
+                None,
+                activation,
+                want.view_mut(),
+                ex,
+            )?;
+            let (gate, up) = w.split_at(i * h);
+            let mut a = filled::<f32>(&[t, i])?;
+            let mut b = filled::<f32>(&[t, i])?;
+            linear_into(x, view(gate, &[i, h]), None, a.view_mut(), ex)?;
+            linear_into(x, view(up, &[i, h]), None, b.view_mut(), ex)?;
+            gated_activation_into(a.view(), b.view(), activation, got.view_mut(), ex)?;
+            assert_eq!(bits(&values::<bf16>(&got)), bits(&values::<bf16>(&want)), "{isa:?} {activation:?}");
+        }
     }
     Ok(())
 }

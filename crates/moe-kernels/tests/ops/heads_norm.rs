@@ -30,10 +30,13 @@ fn ranks(whole: QkvHeads, count: usize, replicas: usize) -> Vec<Rank> {
     let width = (q + 2 * kv) * dim;
     let x = values(ROWS * width, 1);
     let weight = |n, seed| values(n, seed).into_iter().map(bf16::from_f32).collect::<Vec<_>>();
-    let (q_weight, k_weight) = (weight(q * dim, 2), weight(kv * dim, 3));
-    let (q_part, kv_part) = (q / count * dim, kv * replicas / count * dim);
+    let q_weight = weight(q * dim, 2);
+    let k_weight = weight(kv * dim, 3);
+    let q_part = q / count * dim;
+    let kv_part = kv * replicas / count * dim;
     let rank = |rank: usize| {
-        let (q_start, kv_start) = (rank * q_part, rank / replicas * kv_part);
+        let q_start = rank * q_part;
+        let kv_start = rank / replicas * kv_part;
         let mut qkv = Vec::new();
         for row in x.chunks(width) {
             qkv.extend_from_slice(&row[q_start..][..q_part]);
@@ -83,7 +86,8 @@ fn one_rank_has_the_norms_of_the_definition() -> Result<()> {
         let rank = &ranks(whole, 1, 1)[0];
         let got = normed(std::slice::from_ref(rank), 1, &mut Exec::cpu())?.remove(0);
         for (got, row) in got.chunks((q + 2 * kv) * dim).zip(rank.qkv.chunks((q + 2 * kv) * dim)) {
-            let (k_start, v_start) = (q * dim, (q + kv) * dim);
+            let k_start = q * dim;
+            let v_start = (q + kv) * dim;
             for (range, weight) in [(0..k_start, &rank.q_norm), (k_start..v_start, &rank.k_norm)] {
                 let squares: f64 = row[range.clone()].iter().map(|&x| f64::from(x) * f64::from(x)).sum();
                 let rms = (squares / range.len() as f64 + f64::from(EPS)).sqrt();
@@ -112,7 +116,8 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
         for (rank, got) in normed(&parts, replicas, &mut ex)?.into_iter().enumerate() {
             let width = one.len() / ROWS;
             let own = parts[rank].heads;
-            let (q_width, kv_width) = (own.q * 6, own.kv * 6);
+            let q_width = own.q * 6;
+            let kv_width = own.kv * 6;
             let k_start = q * 6 + rank / replicas * kv_width;
             let want = [
                 columns(&one, width, rank * q_width..(rank + 1) * q_width),

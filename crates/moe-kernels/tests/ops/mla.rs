@@ -5,8 +5,8 @@ use candle_core::{DType, Result};
 use half::bf16;
 use moe_kernels::{
     Activation, AttentionMeta, Buffer, CpuIsa, Exec, Float, MlaLatent, MlaPrompt, MlaQuery, View,
-    gated_activation_into, grouped_gate_up_into, linear_into, mla_cache_into, mla_latent_into,
-    mla_prompt_into, mla_query_into, mla_value_into, paged_attention_into, rms_norm_into,
+    gated_activation_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_value_into,
+    paged_attention_into, rms_norm_into,
 };
 
 use crate::common::{bits, data, exec, filled, isas, product, values, view, wide};
@@ -24,8 +24,10 @@ fn angles() -> (Vec<f32>, Vec<f32>) {
 fn rotated(x: &[f32], row: usize) -> Vec<f64> {
     let (cos, sin) = angles();
     let pair = |(i, x): (usize, &[f32])| {
-        let (c, s) = (cos[row * R / 2 + i] as f64, sin[row * R / 2 + i] as f64);
-        let (a, b) = (x[0] as f64, x[1] as f64);
+        let c = cos[row * R / 2 + i] as f64;
+        let s = sin[row * R / 2 + i] as f64;
+        let a = x[0] as f64;
+        let b = x[1] as f64;
         [a * c - b * s, a * s + b * c]
     };
     x.chunks(2).enumerate().flat_map(pair).collect()
@@ -40,7 +42,8 @@ fn close(got: f64, want: f64, dtype: DType) {
 fn latents_are_normed_and_their_tails_rotated() -> Result<()> {
     let l = 21;
     let compressed = data::<f32>(T * (l + R), 3);
-    let ((cos, sin), norm) = (angles(), data::<bf16>(l, 4));
+    let (cos, sin) = angles();
+    let norm = data::<bf16>(l, 4);
     for isa in isas() {
         for threads in [1, 3] {
             let ex = &mut exec(isa, threads);
@@ -51,7 +54,8 @@ fn latents_are_normed_and_their_tails_rotated() -> Result<()> {
                 cos: view(&cos, &[T, R / 2]),
                 sin: view(&sin, &[T, R / 2]),
             };
-            let (mut latent, mut tail) = (filled::<bf16>(&[T, l])?, filled::<bf16>(&[T, R])?);
+            let mut latent = filled::<bf16>(&[T, l])?;
+            let mut tail = filled::<bf16>(&[T, R])?;
             mla_latent_into(&args, latent.view_mut(), tail.view_mut(), ex)?;
             for t in 0..T {
                 let (x, rest) = compressed[t * (l + R)..][..l + R].split_at(l);
@@ -83,14 +87,17 @@ fn query<T2: Float>(isa: CpuIsa, q: &[f32], dims: [usize; 3], w: Option<(&[T2], 
 
 #[test]
 fn queries_stay_or_move_to_latent_space() -> Result<()> {
-    let (heads, n, l) = (3, 10, 37);
+    let heads = 3;
+    let n = 10;
+    let l = 37;
     let q = data::<f32>(T * heads * (n + R), 5);
     let w = data::<bf16>(heads * l * n, 6);
     for isa in isas() {
         let naive = query::<f32>(isa, &q, [heads, n, n + R], None)?;
         let absorbed = query(isa, &q, [heads, n, l + R], Some((&w, l)))?;
         for row in 0..T * heads {
-            let (head, from) = (row % heads, &q[row * (n + R)..][..n + R]);
+            let head = row % heads;
+            let from = &q[row * (n + R)..][..n + R];
             assert_eq!(naive[row * (n + R)..][..n], from[..n]);
             for (i, want) in rotated(&from[n..], row / heads).into_iter().enumerate() {
                 close(naive[row * (n + R) + n + i] as f64, want, DType::F32);
@@ -109,14 +116,19 @@ fn queries_stay_or_move_to_latent_space() -> Result<()> {
 
 #[test]
 fn values_leave_latent_space_head_by_head() -> Result<()> {
-    let (heads, l, v) = (3, 45, 33);
-    let (x, w) = (data::<bf16>(T * heads * l, 1), data::<bf16>(heads * v * l, 2));
+    let heads = 3;
+    let l = 45;
+    let v = 33;
+    let x = data::<bf16>(T * heads * l, 1);
+    let w = data::<bf16>(heads * v * l, 2);
     for isa in isas() {
         let mut out = filled::<bf16>(&[T, heads * v])?;
         let ex = &mut exec(isa, 2);
         mla_value_into(view(&x, &[T, heads * l]), view(&w, &[heads, v, l]), out.view_mut(), ex)?;
         for (i, got) in values::<bf16>(&out).iter().enumerate() {
-            let (row, head, column) = (i / (heads * v), i / v % heads, i % v);
+            let row = i / (heads * v);
+            let head = i / v % heads;
+            let column = i % v;
             let x = &x[(row * heads + head) * l..][..l];
             let want = bf16::narrow(product(isa, x, &w[(head * v + column) * l..][..l], 1));
             assert_eq!(got.to_bits(), want.to_bits(), "{isa:?} {i}");
@@ -127,22 +139,29 @@ fn values_leave_latent_space_head_by_head() -> Result<()> {
 
 #[test]
 fn rows_go_to_their_slots_and_nowhere_else() -> Result<()> {
-    let (heads, n, v, blocks, size) = (2, 4, 3, 3, 2);
+    let heads = 2;
+    let n = 4;
+    let v = 3;
+    let blocks = 3;
+    let size = 2;
     let kv = data::<f32>(T * heads * (n + v), 8);
     let tails = data::<bf16>(T * R, 9);
     // The second row is padding, and the last two share a slot.
     let slots = [5u32, u32::MAX, 0, 3, 3];
-    let (mut k, mut values_cache) =
-        (filled::<bf16>(&[blocks, heads, size, n + R])?, filled::<bf16>(&[blocks, heads, size, v])?);
+    let mut k = filled::<bf16>(&[blocks, heads, size, n + R])?;
+    let mut values_cache = filled::<bf16>(&[blocks, heads, size, v])?;
     let rows = view(&kv, &[T, heads, n + v]);
-    let (tail, mapping) = (view(&tails, &[T, R]), view(&slots, &[T]));
+    let tail = view(&tails, &[T, R]);
+    let mapping = view(&slots, &[T]);
     mla_cache_into(rows, tail, mapping, k.view_mut(), Some(values_cache.view_mut()), &mut Exec::cpu())?;
-    let (k, values_cache) = (values::<bf16>(&k), values::<bf16>(&values_cache));
+    let k = values::<bf16>(&k);
+    let values_cache = values::<bf16>(&values_cache);
     for slot in 0..blocks * size {
         let row = slots.iter().rposition(|s| *s == slot as u32);
         for head in 0..heads {
             let place = (slot / size * heads + head) * size + slot % size;
-            let (key, value) = (&k[place * (n + R)..][..n + R], &values_cache[place * v..][..v]);
+            let key = &k[place * (n + R)..][..n + R];
+            let value = &values_cache[place * v..][..v];
             let Some(t) = row else {
                 assert!(key.iter().chain(value).all(|x| x.widen() == 77.0), "slot {slot} is untouched");
                 continue;
@@ -164,14 +183,17 @@ fn attend<K: Float>(
     v: (&[K], usize),
     value_dim: usize,
 ) -> Result<Vec<K>> {
-    let (len, heads, size) = (q.dims()[0], q.dims()[1], 7);
+    let len = q.dims()[0];
+    let heads = q.dims()[1];
+    let size = 7;
     let blocks = len.div_ceil(size);
     let cache = |x: &[K], d: usize| {
         let mut cache = x.to_vec();
         cache.resize(blocks * size * d, K::narrow(f32::NAN));
         cache
     };
-    let (keys, vals) = (cache(k.0, k.1), cache(v.0, v.1));
+    let keys = cache(k.0, k.1);
+    let vals = cache(v.0, v.1);
     let (positions, table): (Vec<u32>, Vec<u32>) = ((0..len as u32).collect(), (0..blocks as u32).collect());
     let bounds = [0, len as u32];
     let meta = AttentionMeta {
@@ -182,15 +204,20 @@ fn attend<K: Float>(
         sliding_window: None,
     };
     let mut out = filled::<K>(&[len, heads * value_dim])?;
-    let (keys, vals) = (view(&keys, &[blocks, 1, size, k.1]), view(&vals, &[blocks, 1, size, v.1]));
+    let keys = view(&keys, &[blocks, 1, size, k.1]);
+    let vals = view(&vals, &[blocks, 1, size, v.1]);
     paged_attention_into(q, keys, vals, &meta, out.view_mut(), &mut exec(isa, 2))?;
     Ok(values(&out))
 }
 
 #[test]
 fn values_may_be_shorter_than_keys_or_their_first_part() -> Result<()> {
-    let (len, heads, d, value_dim) = (90, 3, 27, 20);
-    let (q, k) = (data::<f32>(len * heads * d, 1), data::<bf16>(len * d, 2));
+    let len = 90;
+    let heads = 3;
+    let d = 27;
+    let value_dim = 20;
+    let q = data::<f32>(len * heads * d, 1);
+    let k = data::<bf16>(len * d, 2);
     let v: Vec<bf16> = k.chunks(d).flat_map(|row| row[..value_dim].to_vec()).collect();
     let q = view(&q, &[len, heads, d]);
     for isa in isas() {
@@ -207,42 +234,6 @@ fn values_may_be_shorter_than_keys_or_their_first_part() -> Result<()> {
 }
 
 #[test]
-fn the_activation_alone_is_that_of_the_grouped_product() -> Result<()> {
-    let (t, h, i) = (4, 19, 37);
-    let (x, w) = (data::<bf16>(t * h, 1), data::<bf16>(2 * i * h, 2));
-    let rows: Vec<u32> = (0..t as u32).collect();
-    let offsets = [0, t as u32];
-    for isa in isas() {
-        let ex = &mut exec(isa, 2);
-        let groups = moe_kernels::ExpertGroups {
-            offsets: view(&offsets, &[2]),
-            in_rows: view(&rows, &[t]),
-            out_rows: view(&rows, &[t]),
-        };
-        for activation in [Activation::SwiGlu, Activation::Gelu, Activation::GeluTanh] {
-            let (mut want, mut got) = (filled::<bf16>(&[t, i])?, filled::<bf16>(&[t, i])?);
-            let x = view(&x, &[t, h]);
-            grouped_gate_up_into(
-                x,
-                &groups,
-                view(&w, &[1, 2 * i, h]),
-                None,
-                activation,
-                want.view_mut(),
-                ex,
-            )?;
-            let (gate, up) = w.split_at(i * h);
-            let (mut a, mut b) = (filled::<f32>(&[t, i])?, filled::<f32>(&[t, i])?);
-            linear_into(x, view(gate, &[i, h]), None, a.view_mut(), ex)?;
-            linear_into(x, view(up, &[i, h]), None, b.view_mut(), ex)?;
-            gated_activation_into(a.view(), b.view(), activation, got.view_mut(), ex)?;
-            assert_eq!(bits(&values::<bf16>(&got)), bits(&values::<bf16>(&want)), "{isa:?} {activation:?}");
-        }
-    }
-    Ok(())
-}
-
-#[test]
 fn wrong_shapes_dtypes_and_slots_are_named() {
     let says = |result: Result<()>, words: &str| {
         let e = result.unwrap_err().to_string();
@@ -251,9 +242,11 @@ fn wrong_shapes_dtypes_and_slots_are_named() {
     let zeros = |dtype, dims: &[usize]| Buffer::zeros(dtype, dims).unwrap();
     let f32s = |dims: &[usize]| zeros(DType::F32, dims);
     let ex = &mut Exec::cpu();
-    let (cos, sin) = (f32s(&[2, 2]), f32s(&[2, 2]));
+    let cos = f32s(&[2, 2]);
+    let sin = f32s(&[2, 2]);
     let latent = |x: &[usize], norm: &[usize], tail: usize, ex: &mut Exec| {
-        let (compressed, norm) = (f32s(x), f32s(norm));
+        let compressed = f32s(x);
+        let norm = f32s(norm);
         let args = MlaLatent {
             compressed: compressed.view(),
             norm: norm.view(),
@@ -288,9 +281,11 @@ fn wrong_shapes_dtypes_and_slots_are_named() {
     );
     says(query(&[2, 3, 4], Some(f32s(&[3, 7, 0])), &[2, 3, 11], ex), "a part that is not rotated");
 
-    let (mut k, mut v) = (f32s(&[2, 1, 2, 9]), f32s(&[2, 1, 2, 3]));
+    let mut k = f32s(&[2, 1, 2, 9]);
+    let mut v = f32s(&[2, 1, 2, 3]);
     let mut cache = |kv: &[usize], slots: [u32; 2], value: bool| {
-        let (kv, tail) = (f32s(kv), f32s(&[2, 4]));
+        let kv = f32s(kv);
+        let tail = f32s(&[2, 4]);
         let v = value.then(|| v.view_mut());
         mla_cache_into(kv.view(), tail.view(), view(&slots, &[2]), k.view_mut(), v, &mut Exec::cpu())
     };
@@ -300,7 +295,8 @@ fn wrong_shapes_dtypes_and_slots_are_named() {
     says(cache(&[2, 1, 2], [0, 3], true), "2 values per head, fewer than the 3");
 
     let value = |x: usize, dtype, ex: &mut Exec| {
-        let (x, w) = (zeros(dtype, &[2, x]), f32s(&[3, 2, 4]));
+        let x = zeros(dtype, &[2, x]);
+        let w = f32s(&[3, 2, 4]);
         mla_value_into(x.view(), w.view(), zeros(dtype, &[2, 6]).view_mut(), ex)
     };
     assert!(value(12, DType::F32, ex).is_ok());
@@ -318,11 +314,18 @@ fn wrong_shapes_dtypes_and_slots_are_named() {
 /// In latent space a prompt has the results that keys and values of every head give.
 #[test]
 fn prompts_agree_with_keys_and_values_of_every_head() -> Result<()> {
-    let (heads, l, n, v, size) = (3, 21, 8, 5, 4);
+    let heads = 3;
+    let l = 21;
+    let n = 8;
+    let v = 5;
+    let size = 4;
     let q = data::<f32>(T * heads * (n + R), 11);
-    let (w_uk, w_uv) = (data::<f32>(heads * l * n, 12), data::<f32>(heads * v * l, 13));
+    let w_uk = data::<f32>(heads * l * n, 12);
+    let w_uv = data::<f32>(heads * v * l, 13);
     let cache = data::<f32>(3 * size * (l + R), 14);
-    let (starts, positions, tables) = ([0u32, 3, 5], [4u32, 5, 6, 0, 1], [2u32, 0, 1, u32::MAX]);
+    let starts = [0u32, 3, 5];
+    let positions = [4u32, 5, 6, 0, 1];
+    let tables = [2u32, 0, 1, u32::MAX];
     let args = MlaPrompt {
         q: view(&q, &[T, heads, n + R]),
         w_uk: view(&w_uk, &[heads, l, n]),

@@ -27,8 +27,10 @@ fn an_expert_has_the_same_numbers_in_another_pack() -> Result<()> {
     for scheme in schemes(K).into_iter().filter(can_move) {
         for usage in [QuantUse::GateUp, QuantUse::RowParallel { segments: 4 }, QuantUse::Linear] {
             for (narrow, wide) in [(true, true), (true, false), (false, true)] {
-                let (from, to) = (pack(scheme, usage, wide, 50), pack(scheme, usage, narrow, 90));
-                let (kept, clone) = ([expert(&to, 0)?, expert(&to, 2)?], to.clone());
+                let from = pack(scheme, usage, wide, 50);
+                let to = pack(scheme, usage, narrow, 90);
+                let kept = [expert(&to, 0)?, expert(&to, 2)?];
+                let clone = to.clone();
                 let bytes = from.expert_bytes(2)?;
                 assert_eq!(bytes.len(), to.expert_len()?, "{scheme}");
                 to.write_expert(1, &bytes)?;

@@ -47,11 +47,14 @@ struct Case {
 }
 
 fn dense<T: Float>(c: &Case) {
-    let (x, bias) = (data::<T>(c.t * c.k, c.seed), data::<T>(c.n, c.seed ^ 1));
-    let (x, bias) = (view(&x, &[c.t, c.k]), view(&bias, &[c.n]));
+    let x = data::<T>(c.t * c.k, c.seed);
+    let bias = data::<T>(c.n, c.seed ^ 1);
+    let x = view(&x, &[c.t, c.k]);
+    let bias = view(&bias, &[c.n]);
     for isa in isas() {
         let Some(w) = both::<T>(&[c.n, c.k], c.n, isa, c.seed ^ 2) else { continue };
-        let (ex, out) = (&mut exec(isa, c.threads), &[c.t, c.n]);
+        let ex = &mut exec(isa, c.threads);
+        let out = &[c.t, c.n];
         same::<f32>(&w, out, ex, |w, out, ex| linear_into(x, w, None, out, ex));
         same::<T>(&w, out, ex, |w, out, ex| linear_into(x, w, Some(bias), out, ex));
         same::<f32>(&w, out, ex, |w, out, ex| linear_row_parallel_into(x, w, Some(bias), out, ex));
@@ -66,8 +69,11 @@ fn dense<T: Float>(c: &Case) {
 }
 
 fn experts<T: Float>(c: &Case) {
-    let (h, i, p) = (c.k, c.n, c.t);
-    let (x, act) = (data::<T>(p * h, c.seed), data::<T>(p * i, c.seed ^ 1));
+    let h = c.k;
+    let i = c.n;
+    let p = c.t;
+    let x = data::<T>(p * h, c.seed);
+    let act = data::<T>(p * i, c.seed ^ 1);
     // Three experts, the second without rows.
     let offsets = [0, p as u32 / 3, p as u32 / 3, p as u32];
     let rows: Vec<u32> = (0..p as u32).rev().collect();
@@ -173,14 +179,18 @@ fn panels_that_an_op_cannot_read_are_errors() -> Result<()> {
     }
     let weight = Weight::new(Tensor::zeros((1, 16, 16), DType::F32, &Device::Cpu)?)?;
     let weight = weight.packed(Some(CpuIsa::Avx2), 16)?;
-    let (x, ids, mut out) = ([0f32; 16], [0u32], filled::<f32>(&[1, 8])?);
+    let x = [0f32; 16];
+    let ids = [0u32];
+    let mut out = filled::<f32>(&[1, 8])?;
     let groups = ExpertGroups {
         offsets: view(&[0u32, 1], &[2]),
         in_rows: view(&ids, &[1]),
         out_rows: view(&ids, &[1]),
     };
-    let (x, guard) = (view(&x, &[1, 16]), weight.read()?);
-    let (activation, ex) = (Activation::SwiGlu, &mut exec(CpuIsa::Avx2, 1));
+    let x = view(&x, &[1, 16]);
+    let guard = weight.read()?;
+    let activation = Activation::SwiGlu;
+    let ex = &mut exec(CpuIsa::Avx2, 1);
     let got = grouped_gate_up_into(x, &groups, guard.view()?, None, activation, out.view_mut(), ex);
     assert!(got.unwrap_err().to_string().contains("runs of 8 rows"));
     let got = guard.view()?.rows("some_op").unwrap_err().to_string();

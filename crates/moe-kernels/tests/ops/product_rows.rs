@@ -8,7 +8,9 @@ use crate::quantised::{Plain, int, pack};
 
 #[test]
 fn rows_are_floats_for_weights_in_rows_in_panels_and_quantised() -> Result<()> {
-    let (n, k, ex) = (32, 128, Exec::cpu());
+    let n = 32;
+    let k = 128;
+    let ex = Exec::cpu();
     let rows = Weight::new(Tensor::zeros((n, k), DType::F32, &Device::Cpu)?)?;
     let panels = rows.clone().packed(Some(CpuIsa::Avx2), n)?;
     assert_eq!(panels.order(), WeightOrder::Panels);

@@ -22,7 +22,8 @@ struct Problem<T> {
 
 impl<T: Float> Problem<T> {
     fn new(t: usize, n: usize, k: usize, bias: bool, seed: u64) -> Self {
-        let (x, w) = (data(t * k, seed), data(n * k, seed ^ 0xabcd));
+        let x = data(t * k, seed);
+        let w = data(n * k, seed ^ 0xabcd);
         Self { t, n, k, x, w, bias: bias.then(|| data(n, seed ^ 0x1234)) }
     }
 
@@ -30,7 +31,8 @@ impl<T: Float> Problem<T> {
         let mut out = filled::<O>(&[self.t, self.n])?;
         let op = if row_parallel { linear_row_parallel_into } else { linear_into };
         let bias = self.bias.as_ref().map(|b| view(b, &[self.n]));
-        let (x, w) = (view(&self.x, &[self.t, self.k]), view(&self.w, &[self.n, self.k]));
+        let x = view(&self.x, &[self.t, self.k]);
+        let w = view(&self.w, &[self.n, self.k]);
         op(x, w, bias, out.view_mut(), &mut exec(isa, threads))?;
         Ok(values(&out))
     }
@@ -38,7 +40,8 @@ impl<T: Float> Problem<T> {
     /// Output (t, n) in the defined order.
     fn defined(&self, row_parallel: bool, isa: CpuIsa, t: usize, n: usize) -> f32 {
         let segments = if row_parallel { row_parallel_segments(self.k) } else { 1 };
-        let (x, w) = (&self.x[t * self.k..(t + 1) * self.k], &self.w[n * self.k..(n + 1) * self.k]);
+        let x = &self.x[t * self.k..(t + 1) * self.k];
+        let w = &self.w[n * self.k..(n + 1) * self.k];
         let sum = product(isa, x, w, segments);
         self.bias.as_ref().map_or(sum, |b| sum + b[n].widen())
     }
@@ -48,7 +51,8 @@ impl<T: Float> Problem<T> {
             let got = self.run::<O>(row_parallel, isa, threads)?;
             for (i, got) in got.iter().enumerate() {
                 let want = O::narrow(self.defined(row_parallel, isa, i / self.n, i % self.n));
-                let (got, want) = (got.widen(), want.widen());
+                let got = got.widen();
+                let want = want.widen();
                 let place = (i / self.n, i % self.n);
                 assert_eq!(got.to_bits(), want.to_bits(), "{isa:?} at {place:?}: {got} {want}");
             }
@@ -94,7 +98,8 @@ fn the_error_is_within_the_stated_bound() -> Result<()> {
         let p = Problem::<bf16>::new(3, 40, k, false, 5);
         for isa in isas() {
             for (i, got) in p.run::<f32>(row_parallel, isa, 1)?.into_iter().enumerate() {
-                let (x, w) = (&p.x[i / 40 * k..][..k], &p.w[i % 40 * k..][..k]);
+                let x = &p.x[i / 40 * k..][..k];
+                let w = &p.w[i % 40 * k..][..k];
                 let (sum, abs) = exact(x, w);
                 let error = (got as f64 - sum).abs();
                 assert!(error <= bound(k, abs), "{isa:?} K {k}: error {error}, bound {}", bound(k, abs));
@@ -121,7 +126,8 @@ fn fused_paths_agree_bit_for_bit() -> Result<()> {
 
 #[test]
 fn a_rank_of_two_reproduces_the_row_parallel_sum() -> Result<()> {
-    let (n, k) = (20, 208);
+    let n = 20;
+    let k = 208;
     let p = Problem::<f32>::new(3, n, k, false, 11);
     for isa in isas() {
         // Each rank holds four of eight segments; the partials are added in ascending order.

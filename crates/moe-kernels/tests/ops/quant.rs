@@ -27,21 +27,24 @@ fn check<T: Float>(
     let x = data::<T>(t * k, seed ^ 5);
     for scheme in schemes(k) {
         let plain = Plain::new(n, k, scheme, narrow, seed);
-        let (w, packed) = (plain.dequantised(), pack(&plain, usage).unwrap());
+        let w = plain.dequantised();
+        let packed = pack(&plain, usage).unwrap();
         let mut back = vec![0.0; n * k];
         packed.dequantise_into(0, 0..n, &mut back).unwrap();
         assert_eq!(bits(&back), bits(&w), "{scheme}");
         for isa in isas() {
             let got = linear::<T, f32>(&x, &packed, None, &mut exec(isa, threads)).unwrap();
             for (i, got) in got.iter().enumerate() {
-                let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+                let x = &x[i / n * k..][..k];
+                let w = &w[i % n * k..][..k];
                 let terms = x.iter().zip(w).map(|(x, w)| f64::from(x.widen()) * f64::from(*w));
                 let (want, sum): (f64, f64) = terms.fold((0.0, 0.0), |(a, b), t| (a + t, b + t.abs()));
                 let largest = x.iter().map(|x| x.widen().abs()).fold(0.0, f32::max);
                 let weights: f64 = w.iter().map(|w| f64::from(w.abs())).sum();
                 let fixed = f64::from(largest) * weights / f64::from(1 << 15);
                 let bound = fixed + sum * (k as f64 + 16.0) / f64::from(1 << 24);
-                let (place, error) = ((i / n, i % n), (f64::from(*got) - want).abs());
+                let place = (i / n, i % n);
+                let error = (f64::from(*got) - want).abs();
                 assert!(error <= bound, "{scheme} {isa:?} {place:?}: {got} {want}, {error} > {bound}");
             }
         }
@@ -81,7 +84,8 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
                     let op = if usage == QuantUse::Linear { linear_into } else { linear_row_parallel_into };
                     let mut want = filled::<f32>(&[t, n])?;
                     op(view(&x32, &[t, k]), view(&w, &[n, k]), None, want.view_mut(), &mut ex)?;
-                    let (packed, want) = (pack(&plain, usage)?, bits::<f32>(&values(&want)));
+                    let packed = pack(&plain, usage)?;
+                    let want = bits::<f32>(&values(&want));
                     assert_eq!(
                         bits(&linear::<f32, f32>(&x32, &packed, None, &mut ex)?),
                         want,
@@ -126,7 +130,8 @@ fn the_largest_sums_are_exact() -> Result<()> {
 /// paths that fuse multiply-adds agree.
 #[test]
 fn bits_depend_on_the_row_alone() -> Result<()> {
-    let (n, segments) = (77, 8);
+    let n = 77;
+    let segments = 8;
     // Of 512 and 768 columns blocks are such that AMX multiplies them.
     for (k, scheme) in [
         (576, int(4, 32, true, false)),
@@ -141,7 +146,8 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
         let mut fused = Vec::new();
         for isa in isas() {
             let all = linear::<bf16, f32>(&x, &packed, None, &mut exec(isa, 3))?;
-            let (ex, w) = (&mut exec(isa, 1), weight::<bf16>(&packed)?);
+            let ex = &mut exec(isa, 1);
+            let w = weight::<bf16>(&packed)?;
             for (first, rows) in [(0, 1), (299, 1), (3, 2), (10, 5), (20, 13), (7, 250)] {
                 let some = linear::<bf16, f32>(&x[first * k..][..rows * k], &packed, None, ex)?;
                 assert_eq!(bits(&some), bits(&all[first * n..][..rows * n]), "{scheme} {isa:?} {rows}");
@@ -169,7 +175,9 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
 /// rows add exponents in place of that if none can leave its range.
 #[test]
 fn scales_of_any_size() -> Result<()> {
-    let (rows, n, k) = (20, 40, 256);
+    let rows = 20;
+    let n = 40;
+    let k = 256;
     for scheme in [int(4, 32, false, false), int(8, 128, true, false)] {
         for scale in [0.02f32, 0.0, -0.5, 6e-8, 3e4, 6e4, 1e-30, 1e30, f32::NAN] {
             let mut plain = Plain::new(n, k, scheme, true, 3);
@@ -198,7 +206,9 @@ fn scales_of_any_size() -> Result<()> {
 /// A part of K that a rank holds, packed by itself, gives the bits of its segments in the whole.
 #[test]
 fn a_rank_has_the_bits_of_its_segments() -> Result<()> {
-    let (n, k, seed) = (33, 768, 6);
+    let n = 33;
+    let k = 768;
+    let seed = 6;
     let whole = Plain::new(n, k, int(4, 32, true, false), true, seed);
     let half = |rank: usize| {
         let columns = |all: &[u8], width: usize| -> Vec<u8> {
@@ -215,12 +225,14 @@ fn a_rank_has_the_bits_of_its_segments() -> Result<()> {
     };
     let x = data::<bf16>(3 * k, 4);
     let all = weight::<bf16>(&pack(&whole, QuantUse::RowParallel { segments: 8 })?)?;
-    let (all, ex) = (all.read()?, &mut Exec::cpu());
+    let all = all.read()?;
+    let ex = &mut Exec::cpu();
     for index in 0..8 {
         let rank = weight::<bf16>(&pack(&half(index / 4), QuantUse::RowParallel { segments: 4 })?)?;
         let rank = rank.read()?;
         let part: Vec<bf16> = x.chunks(k / 2).skip(index / 4).step_by(2).flatten().copied().collect();
-        let (mut a, mut b) = (filled::<f32>(&[3, n])?, filled::<f32>(&[3, n])?);
+        let mut a = filled::<f32>(&[3, n])?;
+        let mut b = filled::<f32>(&[3, n])?;
         let segment = Segment { index: index % 4, of: 4 };
         linear_segment_into(view(&x, &[3, k]), all.view()?, Segment { index, of: 8 }, a.view_mut(), ex)?;
         linear_segment_into(view(&part, &[3, k / 2]), rank.view()?, segment, b.view_mut(), ex)?;
@@ -232,7 +244,8 @@ fn a_rank_has_the_bits_of_its_segments() -> Result<()> {
 /// The size is that of the checkpoint; a frozen workspace serves fewer rows; NaN and infinity stay in their row.
 #[test]
 fn memory_and_values_that_are_not_finite() -> Result<()> {
-    let (n, k) = (64, 256);
+    let n = 64;
+    let k = 256;
     let w = pack(&Plain::new(n, k, int(4, 32, false, false), true, 3), QuantUse::Linear)?;
     assert_eq!(w.bytes(), n * k / 2 + n * (k / 32) * 2);
     let wide = pack(&Plain::new(n, k, int(4, 32, true, false), false, 3), QuantUse::Linear)?;
@@ -276,8 +289,10 @@ fn errors_say_what_is_wrong() -> Result<()> {
     let other = Plain::new(21, 96, good.scheme, true, 1);
     assert!(QuantMatrix::pack(&[&good, &other], QuantUse::Linear, &Exec::cpu()).is_err());
 
-    let (w, mut ex) = (pack(&good, QuantUse::Linear)?, Exec::cpu());
-    let (x, mut out) = (data::<f32>(96, 1), filled::<f32>(&[1, 20])?);
+    let w = pack(&good, QuantUse::Linear)?;
+    let mut ex = Exec::cpu();
+    let x = data::<f32>(96, 1);
+    let mut out = filled::<f32>(&[1, 20])?;
     let x = view(&x, &[1, 96]);
     let segment = Segment { index: 0, of: 2 };
     let held = weight::<f32>(&w)?;

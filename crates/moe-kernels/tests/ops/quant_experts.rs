@@ -14,15 +14,20 @@ use crate::quantised::{PER_TENSOR, Plain, int, linear, pack, schemes, weight};
 /// Grouped products are the dense ones of each expert: slots, empty experts, bias, activation, segments.
 #[test]
 fn experts_are_dense_products() -> Result<()> {
-    let (h, i, r) = (96, 72, 5);
+    let h = 96;
+    let i = 72;
+    let r = 5;
     let offsets = [0u32, 2, 2, 9];
-    let (in_rows, out_rows) = ([4u32, 0, 1, 1, 2, 3, 0, 4, 2], [3u32, 8, 0, 1, 2, 4, 5, 6, 7]);
+    let in_rows = [4u32, 0, 1, 1, 2, 3, 0, 4, 2];
+    let out_rows = [3u32, 8, 0, 1, 2, 4, 5, 6, 7];
     let groups = ExpertGroups {
         offsets: view(&offsets, &[4]),
         in_rows: view(&in_rows, &[9]),
         out_rows: view(&out_rows, &[9]),
     };
-    let (x, b13, b2) = (data::<bf16>(r * h, 1), data::<bf16>(3 * 2 * i, 2), data::<bf16>(3 * h, 3));
+    let x = data::<bf16>(r * h, 1);
+    let b13 = data::<bf16>(3 * 2 * i, 2);
+    let b2 = data::<bf16>(3 * h, 3);
     for scheme in [int(4, 24, true, false), int(8, 24, true, true), PER_TENSOR] {
         let w13: Vec<_> = (0..3).map(|e| Plain::new(2 * i, h, scheme, true, 10 + e)).collect();
         let w2: Vec<_> = (0..3).map(|e| Plain::new(h, i, scheme, e != 1, 20 + e)).collect();
@@ -31,19 +36,23 @@ fn experts_are_dense_products() -> Result<()> {
         };
         let gate_up = weight::<bf16>(&all(&w13, QuantUse::GateUp)?)?;
         let down = weight::<bf16>(&all(&w2, QuantUse::RowParallel { segments: 8 })?)?;
-        let (gate_up, down) = (gate_up.read()?, down.read()?);
-        let (gate_up, down) = (gate_up.view()?, down.view()?);
+        let gate_up = gate_up.read()?;
+        let down = down.read()?;
+        let gate_up = gate_up.view()?;
+        let down = down.view()?;
         let mut ex = exec(moe_kernels::CpuIsa::detect(), 2);
         let mut hidden = filled::<bf16>(&[9, i])?;
         let bias = Some(view(&b13, &[3, 2 * i]));
         let act = Activation::SwiGlu;
         grouped_gate_up_into(view(&x, &[r, h]), &groups, gate_up, bias, act, hidden.view_mut(), &mut ex)?;
         let hidden: Vec<bf16> = values(&hidden);
-        let (mut out, mut sums) = (filled::<f32>(&[10, h])?, vec![0.0f32; 10 * h]);
+        let mut out = filled::<f32>(&[10, h])?;
+        let mut sums = vec![0.0f32; 10 * h];
         let bias = Some(view(&b2, &[3, h]));
         grouped_down_into(view(&hidden, &[9, i]), &groups, down, bias, out.view_mut(), &mut ex)?;
         for index in 0..8 {
-            let (mut part, segment) = (filled::<f32>(&[10, h])?, Segment { index, of: 8 });
+            let mut part = filled::<f32>(&[10, h])?;
+            let segment = Segment { index, of: 8 };
             let x = view(&hidden, &[9, i]);
             grouped_down_segment_into(x, &groups, down, segment, part.view_mut(), &mut ex)?;
             sums.iter_mut()
@@ -58,13 +67,16 @@ fn experts_are_dense_products() -> Result<()> {
                 let both: Vec<f32> =
                     both.iter().zip(&b13[e * 2 * i..]).map(|(s, b)| s + b.to_f32()).collect();
                 let (gate, up) = both.split_at(i);
-                let (gate, up, mut want) = (view(gate, &[i]), view(up, &[i]), filled::<bf16>(&[i])?);
+                let gate = view(gate, &[i]);
+                let up = view(up, &[i]);
+                let mut want = filled::<bf16>(&[i])?;
                 gated_activation_into(gate, up, act, want.view_mut(), &mut ex)?;
                 let want: Vec<bf16> = values(&want);
                 assert_eq!(bits(&hidden[slot * i..][..i]), bits(&want), "{scheme} slot {slot}");
                 let w2 = pack(&w2[e], QuantUse::RowParallel { segments: 8 })?;
                 let x = &hidden[slot * i..][..i];
-                let (row, b2) = (out_rows[slot] as usize * h, &b2[e * h..][..h]);
+                let row = out_rows[slot] as usize * h;
+                let b2 = &b2[e * h..][..h];
                 let want: Vec<f32> = linear(x, &w2, Some(b2), &mut ex)?;
                 assert_eq!(bits(&out[row..][..h]), bits(&want), "{scheme} slot {slot}");
                 let want: Vec<f32> = linear(x, &w2, None, &mut ex)?;
@@ -80,18 +92,22 @@ fn experts_are_dense_products() -> Result<()> {
 /// slot has the bits of its expert alone.
 #[test]
 fn a_row_for_several_experts() -> Result<()> {
-    let (h, i) = (96, 40);
+    let h = 96;
+    let i = 40;
     let x = data::<bf16>(2 * h, 1);
-    let (offsets, in_rows) = ([0u32, 1, 2, 3, 4, 6], [1u32, 1, 1, 0, 0, 1]);
+    let offsets = [0u32, 1, 2, 3, 4, 6];
+    let in_rows = [1u32, 1, 1, 0, 0, 1];
     let gate_up =
         |matrices: &[&dyn QuantRows], offsets: &[u32], in_rows: &[u32], ex: &mut Exec| -> Result<Vec<bf16>> {
-            let (w, slots) = (QuantMatrix::pack(matrices, QuantUse::GateUp, ex)?, in_rows.len());
+            let w = QuantMatrix::pack(matrices, QuantUse::GateUp, ex)?;
+            let slots = in_rows.len();
             let in_rows = view(in_rows, &[slots]);
             let groups =
                 ExpertGroups { offsets: view(offsets, &[offsets.len()]), in_rows, out_rows: in_rows };
             let mut out = filled::<bf16>(&[slots, i])?;
             let w = weight::<bf16>(&w)?;
-            let (guard, x) = (w.read()?, view(&x, &[2, h]));
+            let guard = w.read()?;
+            let x = view(&x, &[2, h]);
             grouped_gate_up_into(x, &groups, guard.view()?, None, Activation::SwiGlu, out.view_mut(), ex)?;
             Ok(values(&out))
         };

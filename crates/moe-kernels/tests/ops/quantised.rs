@@ -57,7 +57,9 @@ impl Plain {
         let groups = scheme.groups(k);
         let scale = data::<f32>(n * groups, seed ^ 1).into_iter().map(|s| s * 0.01 + 0.011);
         let scale = scale.map(|s| if narrow { f16::from_f32(s).to_f32() } else { s }).collect();
-        let (mut q, mut zero, mut perm) = (bytes(n * k, seed), Vec::new(), None);
+        let mut q = bytes(n * k, seed);
+        let mut zero = Vec::new();
+        let mut perm = None;
         let most = scheme.largest_code();
         q.iter_mut().for_each(|q| *q &= most);
         let mut minimum = Vec::new();
@@ -81,11 +83,13 @@ impl Plain {
 
     /// The matrix as f32, in the order of x.
     pub fn dequantised(&self) -> Vec<f32> {
-        let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));
+        let groups = self.scheme.groups(self.k);
+        let group = self.scheme.group_size(self.k);
         let mut w = vec![0.0; self.n * self.k];
         for n in 0..self.n {
             for j in 0..self.k {
-                let (q, g) = (self.rows.q[n * self.k + j], n * groups + j / group);
+                let q = self.rows.q[n * self.k + j];
+                let g = n * groups + j / group;
                 let value = match self.scheme.codes {
                     Codes::E4m3 => e4m3(q),
                     Codes::E2m1 => e2m1(q),
@@ -101,13 +105,15 @@ impl Plain {
 }
 
 fn e4m3(q: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
+    let exponent = i32::from(q >> 3 & 15);
+    let mantissa = f32::from(q & 7) / 8.0;
     let magnitude = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
     if q & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 fn e2m1(q: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(q >> 1 & 3), f32::from(q & 1) / 2.0);
+    let exponent = i32::from(q >> 1 & 3);
+    let mantissa = f32::from(q & 1) / 2.0;
     let magnitude = if exponent == 0 { mantissa } else { (1.0 + mantissa) * 2f32.powi(exponent - 1) };
     if q & 8 == 0 { magnitude } else { -magnitude }
 }
@@ -151,7 +157,8 @@ pub fn linear<T: Float, O: Float>(
     let bias = bias.map(|b| view(b, &[n]));
     let is_linear = w.usage() == QuantUse::Linear;
     let w = weight::<T>(w)?;
-    let (guard, x) = (w.read()?, view(x, &[t, k]));
+    let guard = w.read()?;
+    let x = view(x, &[t, k]);
     match is_linear {
         true => linear_into(x, guard.view()?, bias, out.view_mut(), ex)?,
         false => linear_row_parallel_into(x, guard.view()?, bias, out.view_mut(), ex)?,

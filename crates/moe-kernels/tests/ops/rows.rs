@@ -24,7 +24,8 @@ fn norm_row(x: &[f64], weight: &[f64], eps: f64) -> Vec<f64> {
 }
 
 fn norms<T: Float, S: Float>(r: usize, d: usize, threads: usize, seed: u64) -> Result<()> {
-    let (x, delta) = (data::<S>(r * d, seed), data::<S>(r * d, seed ^ 1));
+    let x = data::<S>(r * d, seed);
+    let delta = data::<S>(r * d, seed ^ 1);
     let weight = data::<T>(d, seed ^ 2);
     let want_of =
         |x: &[f64]| -> Vec<f64> { x.chunks(d).flat_map(|row| norm_row(row, &wide(&weight), 1e-6)).collect() };
@@ -41,7 +42,8 @@ fn norms<T: Float, S: Float>(r: usize, d: usize, threads: usize, seed: u64) -> R
         }
         let mut residual = Buffer::from_vec(x.clone(), &[r, d])?;
         let mut fused = filled::<T>(&[r, d])?;
-        let (weight, delta) = (view(&weight, &[d]), view(&delta, &[r, d]));
+        let weight = view(&weight, &[d]);
+        let delta = view(&delta, &[r, d]);
         add_rms_norm_into(delta, weight, 1e-6, residual.view_mut(), fused.view_mut(), ex)?;
         let mut sum = Buffer::from_vec(x.clone(), &[r, d])?;
         add_into(delta, sum.view_mut(), ex)?;
@@ -99,13 +101,15 @@ proptest! {
         }
         for isa in isas() {
             let mut out = filled::<bf16>(&[t, h]).unwrap();
-            let (slots_v, ids_v) = (view(&slots, &[t, k, h]), view(&ids, &[t, k]));
+            let slots_v = view(&slots, &[t, k, h]);
+            let ids_v = view(&ids, &[t, k]);
             let weights_v = view(&weights, &[t, k]);
             weighted_sum_into(slots_v, ids_v, weights_v, out.view_mut(), &mut exec(isa, threads)).unwrap();
             let want: Vec<bf16> = (0..t * h).map(|i| {
                 let mut sum = 0f32;
                 for slot in (i / h * k..(i / h + 1) * k).filter(|s| ids[*s] != NO_EXPERT) {
-                    let (w, v) = (weights[slot], slots[slot * h + i % h]);
+                    let w = weights[slot];
+                    let v = slots[slot * h + i % h];
                     sum = if isa == CpuIsa::Scalar { w * v + sum } else { w.mul_add(v, sum) };
                 }
                 bf16::from_f32(sum)
@@ -118,9 +122,11 @@ proptest! {
     fn embedding_copies_rows(v in 1usize..20, h in 0usize..40, ids in proptest::collection::vec(0u32..20, 0..30)) {
         let ids: Vec<u32> = ids.into_iter().map(|i| i % v as u32).collect();
         let table = data::<f16>(v * h, 1);
-        let (mut same, mut wide_out) = (filled::<f16>(&[ids.len(), h]).unwrap(), filled::<f32>(&[ids.len(), h]).unwrap());
+        let mut same = filled::<f16>(&[ids.len(), h]).unwrap();
+        let mut wide_out = filled::<f32>(&[ids.len(), h]).unwrap();
         let ex = &mut exec(CpuIsa::Scalar, 1);
-        let (table_v, ids_v) = (view(&table, &[v, h]), view(&ids, &[ids.len()]));
+        let table_v = view(&table, &[v, h]);
+        let ids_v = view(&ids, &[ids.len()]);
         embedding_into(table_v, ids_v, same.view_mut(), ex).unwrap();
         embedding_into(table_v, ids_v, wide_out.view_mut(), ex).unwrap();
         let want: Vec<f16> = ids.iter().flat_map(|i| table[*i as usize * h..][..h].to_vec()).collect();
@@ -156,11 +162,17 @@ struct Heads {
 impl Heads {
     /// T is the dtype of the cache, S of the stream.
     fn check<T: Float, S: Float>(&self) -> Result<()> {
-        let (t, hq, hkv, d, half) = (self.t, self.hq, self.hkv, self.d, self.d / 2);
+        let t = self.t;
+        let hq = self.hq;
+        let hkv = self.hkv;
+        let d = self.d;
+        let half = self.d / 2;
         let width = (hq + 2 * hkv) * d;
         let qkv = data::<S>(t * width, self.seed);
-        let (q_norm, k_norm) = (data::<T>(d, 7), data::<T>(d, 8));
-        let (cos, sin) = (data::<f32>(t * half, 9), data::<f32>(t * half, 10));
+        let q_norm = data::<T>(d, 7);
+        let k_norm = data::<T>(d, 8);
+        let cos = data::<f32>(t * half, 9);
+        let sin = data::<f32>(t * half, 10);
         let blocks = (t + 2).div_ceil(self.block_size) + 1;
         // Rows go to slots in reverse; every fourth row writes nothing.
         let slots: Vec<u32> = (0..t).map(|i| if i % 4 == 3 { u32::MAX } else { (t - i) as u32 }).collect();
@@ -177,7 +189,8 @@ impl Heads {
         };
         for isa in isas() {
             let cache = [blocks, hkv, self.block_size, d];
-            let (mut k_cache, mut v_cache) = (filled::<T>(&cache)?, filled::<T>(&cache)?);
+            let mut k_cache = filled::<T>(&cache)?;
+            let mut v_cache = filled::<T>(&cache)?;
             let mut q_out = filled::<S>(&[t, hq, d])?;
             let args = QkNormRope {
                 qkv: view(&qkv, &[t, width]),
@@ -200,7 +213,8 @@ impl Heads {
             let mut v = k.clone();
             for (row, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot != u32::MAX) {
                 for h in 0..hkv {
-                    let (block, offset) = (slot as usize / self.block_size, slot as usize % self.block_size);
+                    let block = slot as usize / self.block_size;
+                    let offset = slot as usize % self.block_size;
                     let at = ((block * hkv + h) * self.block_size + offset) * d;
                     k[at..at + d].copy_from_slice(&head(row, hq + h, norm(&k_norm)));
                     v[at..at + d].copy_from_slice(&wide(&qkv[row * width + (hq + hkv + h) * d..][..d]));

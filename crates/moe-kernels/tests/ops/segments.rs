@@ -32,14 +32,17 @@ fn summed(
 }
 
 fn check_linear<T: Float>(t: usize, n: usize, k: usize, tp: usize, isa: CpuIsa, seed: u64) -> Result<()> {
-    let (x, w) = (data::<T>(t * k, seed), data::<T>(n * k, !seed));
+    let x = data::<T>(t * k, seed);
+    let w = data::<T>(n * k, !seed);
     let mut whole = filled::<f32>(&[t, n])?;
     let ex = &mut exec(isa, 2);
     linear_row_parallel_into(view(&x, &[t, k]), view(&w, &[n, k]), None, whole.view_mut(), ex)?;
     let sum = summed(k, tp, t * n, |rank, segment| {
-        let (x, w) = (columns(&x, k, rank, tp), columns(&w, k, rank, tp));
+        let x = columns(&x, k, rank, tp);
+        let w = columns(&w, k, rank, tp);
         let mut out = filled::<f32>(&[t, n])?;
-        let (x, w) = (view(&x, &[t, k / tp]), view(&w, &[n, k / tp]));
+        let x = view(&x, &[t, k / tp]);
+        let w = view(&w, &[n, k / tp]);
         linear_segment_into(x, w, segment, out.view_mut(), ex)?;
         Ok(values(&out))
     })?;
@@ -53,8 +56,9 @@ fn check_grouped<T: Float>(e: usize, h: usize, k: usize, tp: usize, isa: CpuIsa,
     let mut offsets = vec![0];
     counts.iter().for_each(|n| offsets.push(offsets[offsets.len() - 1] + n));
     let p = offsets[e] as usize;
-    let (rows, x, w) =
-        ((0..p as u32).rev().collect::<Vec<_>>(), data::<T>(p * k, seed), data::<T>(e * h * k, !seed));
+    let rows = (0..p as u32).rev().collect::<Vec<_>>();
+    let x = data::<T>(p * k, seed);
+    let w = data::<T>(e * h * k, !seed);
     let groups = ExpertGroups {
         offsets: view(&offsets, &[e + 1]),
         in_rows: view(&rows, &[p]),
@@ -64,9 +68,11 @@ fn check_grouped<T: Float>(e: usize, h: usize, k: usize, tp: usize, isa: CpuIsa,
     let mut whole = filled::<f32>(&[p, h])?;
     grouped_down_into(view(&x, &[p, k]), &groups, view(&w, &[e, h, k]), None, whole.view_mut(), ex)?;
     let sum = summed(k, tp, p * h, |rank, segment| {
-        let (x, w) = (columns(&x, k, rank, tp), columns(&w, k, rank, tp));
+        let x = columns(&x, k, rank, tp);
+        let w = columns(&w, k, rank, tp);
         let mut out = filled::<f32>(&[p, h])?;
-        let (x, w) = (view(&x, &[p, k / tp]), view(&w, &[e, h, k / tp]));
+        let x = view(&x, &[p, k / tp]);
+        let w = view(&w, &[e, h, k / tp]);
         grouped_down_segment_into(x, &groups, w, segment, out.view_mut(), ex)?;
         Ok(values(&out))
     })?;
@@ -98,12 +104,14 @@ proptest! {
 
 #[test]
 fn wrong_segments_and_shapes_are_refused() -> Result<()> {
-    let (x, w) = (data::<f32>(24, 1), data::<f32>(36, 2));
+    let x = data::<f32>(24, 1);
+    let w = data::<f32>(36, 2);
     let ex = &mut Exec::cpu();
     let mut refused = |index, of, dims: [usize; 2], dtype| {
         let mut out = Buffer::zeros(dtype, &dims).unwrap();
         let segment = Segment { index, of };
-        let (x, w) = (view(&x, &[2, 12]), view(&w, &[3, 12]));
+        let x = view(&x, &[2, 12]);
+        let w = view(&w, &[3, 12]);
         linear_segment_into(x, w, segment, out.view_mut(), ex).unwrap_err().to_string()
     };
     for (index, of) in [(0, 0), (2, 2), (0, 5)] {
@@ -120,10 +128,12 @@ fn wrong_segments_and_shapes_are_refused() -> Result<()> {
         in_rows: view(&ids, &[3]),
         out_rows: view(&ids, &[3]),
     };
-    let (x, w) = (data::<f32>(12, 1), data::<f32>(8, 2));
+    let x = data::<f32>(12, 1);
+    let w = data::<f32>(8, 2);
     let mut out = Buffer::zeros(DType::F32, &[3, 2])?;
     let segment = Segment { index: 0, of: 1 };
-    let (x, w) = (view(&x, &[3, 4]), view(&w, &[1, 2, 4]));
+    let x = view(&x, &[3, 4]);
+    let w = view(&w, &[1, 2, 4]);
     let e = grouped_down_segment_into(x, &groups, w, segment, out.view_mut(), ex).unwrap_err().to_string();
     assert!(e.contains("out_rows[2] names row 1 a second time"), "{e}");
     Ok(())

@@ -49,8 +49,11 @@ fn config() -> Config {
 
 /// The tensors of a checkpoint by their names, with random numbers.
 fn checkpoint(cfg: &Config, device: &Device) -> Result<VarBuilder<'static>> {
-    let (h, d, i) = (cfg.hidden_size, cfg.head_dim, cfg.moe_intermediate_size);
-    let (q, kv) = (cfg.num_attention_heads * d, cfg.num_key_value_heads * d);
+    let h = cfg.hidden_size;
+    let d = cfg.head_dim;
+    let i = cfg.moe_intermediate_size;
+    let q = cfg.num_attention_heads * d;
+    let kv = cfg.num_key_value_heads * d;
     let mut all = HashMap::new();
     let mut put = |name: String, dims: &[usize]| -> Result<()> {
         let tensor = match dims {
@@ -113,7 +116,8 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 }
 
 fn main() -> Result<()> {
-    let (device, cfg) = (Device::cuda_if_available(0)?, config());
+    let device = Device::cuda_if_available(0)?;
+    let cfg = config();
     let vb = checkpoint(&cfg, &device)?;
     let mut theirs = ModelForCausalLM::new(&cfg, vb.clone())?;
     let mut ours = model::Model::new(&cfg, vb)?;

@@ -29,7 +29,8 @@ struct Rope {
 
 impl Rope {
     fn new(cfg: &Config, vb: &VarBuilder) -> Result<Self> {
-        let (dim, positions) = (cfg.head_dim, cfg.max_position_embeddings);
+        let dim = cfg.head_dim;
+        let positions = cfg.max_position_embeddings;
         let frequency = |i| 1f32 / cfg.rope_theta.powf(i as f64 / dim as f64) as f32;
         let frequencies: Vec<f32> = (0..dim).step_by(2).map(frequency).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, dim / 2), vb.device())?;
@@ -41,7 +42,8 @@ impl Rope {
     /// Rotates `x` [B, heads, S, D], whose first row is at position `offset`.
     fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let rows = x.dim(2)?;
-        let (cos, sin) = (self.cos.narrow(0, offset, rows)?, self.sin.narrow(0, offset, rows)?);
+        let cos = self.cos.narrow(0, offset, rows)?;
+        let sin = self.sin.narrow(0, offset, rows)?;
         candle_nn::rotary_emb::rope(&x.contiguous()?, &cos, &sin)
     }
 }
@@ -58,8 +60,11 @@ struct Layer {
 
 impl Layer {
     fn new(cfg: &Config, layer: usize, vb: VarBuilder) -> Result<Self> {
-        let (attn, eps, d) = (vb.pp("self_attn"), cfg.rms_norm_eps, cfg.head_dim);
-        let (q, kv) = (cfg.num_attention_heads * d, cfg.num_key_value_heads * d);
+        let attn = vb.pp("self_attn");
+        let eps = cfg.rms_norm_eps;
+        let d = cfg.head_dim;
+        let q = cfg.num_attention_heads * d;
+        let kv = cfg.num_key_value_heads * d;
         let linear = |name, rows| linear_no_bias(cfg.hidden_size, rows, attn.pp(name));
         let norm = |name| rms_norm(cfg.hidden_size, eps, vb.pp(name));
         Ok(Self {
@@ -78,12 +83,15 @@ impl Layer {
         let heads =
             |linear: &Linear| linear.forward(x)?.reshape((b, s, (), d))?.transpose(1, 2)?.contiguous();
         let [q, k, v] = &self.qkv;
-        let (q, k, v) = (heads(q)?, heads(k)?, heads(v)?);
+        let q = heads(q)?;
+        let k = heads(k)?;
+        let v = heads(v)?;
         let q = rope.apply(&self.qk_norms[0].forward(&q)?, offset)?;
         let k = rope.apply(&self.qk_norms[1].forward(&k)?, offset)?;
         let (k, v) = self.kv.append(&k, &v)?;
         let groups = q.dim(1)? / k.dim(1)?;
-        let (k, v) = (repeat_kv(k, groups)?.contiguous()?, repeat_kv(v, groups)?.contiguous()?);
+        let k = repeat_kv(k, groups)?.contiguous()?;
+        let v = repeat_kv(v, groups)?.contiguous()?;
         let scores = (q.matmul(&k.transpose(2, 3)?)? / (d as f64).sqrt())?;
         let scores = mask.map_or(Ok(scores.clone()), |mask| scores.broadcast_add(mask))?;
         let mixed = candle_nn::ops::softmax_last_dim(&scores)?.matmul(&v)?;
@@ -124,7 +132,8 @@ impl Model {
 
     /// Logits [B, 1, V] of the last of the tokens `ids` [B, S], which follow `offset` earlier ones.
     pub fn forward(&mut self, ids: &Tensor, offset: usize) -> Result<Tensor> {
-        let (s, dtype) = (ids.dim(D::Minus1)?, self.rope.cos.dtype());
+        let s = ids.dim(D::Minus1)?;
+        let dtype = self.rope.cos.dtype();
         let mask = match s {
             1 => None,
             _ => Some(build_additive_causal_mask(s, offset, None, ids.device(), dtype)?),

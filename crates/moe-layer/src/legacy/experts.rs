@@ -75,9 +75,11 @@ impl ExpertLoop {
     /// Experts whose matrices are parts of the packs.
     pub(super) fn of_packs(weights: &ExpertWeights, activation: Activation) -> Result<Self> {
         let ExpertsShape { num_local_experts, intermediate_size: i, .. } = weights.shape();
-        let (w13, w2) = (weights.w13().to_tensor()?, weights.w2().to_tensor()?);
+        let w13 = weights.w13().to_tensor()?;
+        let w2 = weights.w2().to_tensor()?;
         let expert = |slot| {
-            let (w13, down) = (w13.get(slot)?, w2.get(slot)?);
+            let w13 = w13.get(slot)?;
+            let down = w2.get(slot)?;
             Ok(ExpertMlp { gate: w13.narrow(0, 0, i)?, up: w13.narrow(0, i, i)?, down })
         };
         let experts = (0..num_local_experts).map(expert).collect::<Result<_>>()?;
@@ -105,23 +107,29 @@ impl ExpertLoop {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (t, k, h) = (topk_ids.dims()[0], topk_ids.dims()[1], self.shape.hidden_size);
-        let (slots, segments) = (t * k, self.segments.unwrap_or(1));
+        let t = topk_ids.dims()[0];
+        let k = topk_ids.dims()[1];
+        let h = self.shape.hidden_size;
+        let slots = t * k;
+        let segments = self.segments.unwrap_or(1);
         let mut offsets = ex.scratch(DType::U32, &[self.experts.len() + 1])?;
         let mut order = ex.scratch(DType::U32, &[slots])?;
         group_slots_into(topk_ids, expert_map, offsets.view_mut(), order.view_mut(), ex)?;
-        let (offsets, order) = (on_host(offsets.view(), ex)?, on_host(order.view(), ex)?);
-        let (offsets, order) = (offsets.view().cpu::<u32>()?, order.view().cpu::<u32>()?);
+        let offsets = on_host(offsets.view(), ex)?;
+        let order = on_host(order.view(), ex)?;
+        let offsets = offsets.view().cpu::<u32>()?;
+        let order = order.view().cpu::<u32>()?;
         let used = offsets.last().map_or(0, |&end| end as usize);
         if used == 0 {
             return fill_into(0., out, ex);
         }
         let (place, tokens) = invert(&order[..used], k, slots);
-        let (place, tokens) =
-            (ex.lend(View::new(&place, &[slots])?)?, ex.lend(View::new(&tokens, &[used])?)?);
+        let place = ex.lend(View::new(&place, &[slots])?)?;
+        let tokens = ex.lend(View::new(&tokens, &[used])?)?;
         let mut grouped = ex.scratch(DType::F32, &[segments * used, h])?;
         for (expert, range) in self.experts.iter().zip(offsets.windows(2)) {
-            let (start, rows) = (range[0] as usize, (range[1] - range[0]) as usize);
+            let start = range[0] as usize;
+            let rows = (range[1] - range[0]) as usize;
             if rows > 0 {
                 let mut x = ex.scratch(hidden.dtype(), &[rows, h])?;
                 embedding_into(hidden, tokens.view().narrow(start, rows)?, x.view_mut(), ex)?;
@@ -155,7 +163,8 @@ impl ExpertLoop {
         linear_into(x, TensorView::new(&expert.up)?.view()?, None, up.view_mut(), ex)?;
         let mut activated = ex.scratch(x.dtype(), &dims)?;
         gated_activation_into(gate.view(), up.view(), self.activation, activated.view_mut(), ex)?;
-        let (x, down) = (activated.view(), TensorView::new(&expert.down)?);
+        let x = activated.view();
+        let down = TensorView::new(&expert.down)?;
         let Some(of) = self.segments else {
             return linear_row_parallel_into(x, down.view()?, None, out.narrow(start, x.rows())?, ex);
         };
@@ -168,12 +177,13 @@ impl ExpertLoop {
 
     /// Batched rows [E_local, max_tokens, H]: each expert computes the first rows of its block.
     fn batches_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (rows, counts) = (dispatched.rows.view(), dispatched.expert_num_tokens()?);
+        let rows = dispatched.rows.view();
+        let counts = dispatched.expert_num_tokens()?;
         let (experts, max_tokens, h) = expect_rank3(NAME, "rows", &rows)?;
         expect_dims(NAME, "rows", &rows, &[self.experts.len(), max_tokens, h])?;
         expect_dims(NAME, "expert_num_tokens", &counts, &[experts])?;
-        let (rows, mut out) =
-            (rows.reshape(&[experts * max_tokens, h])?, out.reshape(&[experts * max_tokens, h])?);
+        let rows = rows.reshape(&[experts * max_tokens, h])?;
+        let mut out = out.reshape(&[experts * max_tokens, h])?;
         let counts = on_host(counts, ex)?;
         for (e, (expert, &count)) in self.experts.iter().zip(counts.view().cpu::<u32>()?).enumerate() {
             let x = rows.narrow(e * max_tokens, count as usize)?;
@@ -232,7 +242,8 @@ impl Experts for ExpertLoop {
     }
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (rows, wanted) = (dispatched.rows.view(), self.activation_format());
+        let rows = dispatched.rows.view();
+        let wanted = self.activation_format();
         if dispatched.format != wanted {
             bail!("{NAME}: expected rows in the {wanted:?} format, got {:?}", dispatched.format)
         }

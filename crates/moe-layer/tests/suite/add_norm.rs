@@ -97,10 +97,11 @@ fn the_norm_after_a_layer_is_that_of_its_sums_whatever_ranks_offer() -> Result<(
 #[test]
 fn a_layer_whose_sums_stay_leaves_the_norm_to_others() -> Result<()> {
     let (p, ..) = five_experts(2)?;
-    let (block, x) = (p.standard()?, p.rows()?);
+    let block = p.standard()?;
+    let x = p.rows()?;
     assert_eq!(form(&block), MoeForm::modular(Fusion::Nothing));
-    let (mut residual, mut out) =
-        (Buffer::zeros(DType::F32, x.dims())?, Buffer::zeros(DType::F32, x.dims())?);
+    let mut residual = Buffer::zeros(DType::F32, x.dims())?;
+    let mut out = Buffer::zeros(DType::F32, x.dims())?;
     let gain = [1f32; 16];
     let norm = PreNorm { weight: View::new(&gain, &[16])?, eps: 1e-6 };
     let hidden = TensorView::new(&x)?;

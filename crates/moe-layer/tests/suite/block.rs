@@ -41,7 +41,8 @@ proptest! {
 
     #[test]
     fn a_row_does_not_depend_on_the_others(p in problems(), threads in 1usize..4) {
-        let (x, block) = (p.rows().unwrap(), p.standard().unwrap());
+        let x = p.rows().unwrap();
+        let block = p.standard().unwrap();
         let all = bits(&block.forward(&x).unwrap());
         let mut ex = Exec::cpu().with_threads(threads).unwrap();
         for t in 0..p.tokens {
@@ -56,7 +57,8 @@ fn rows_of_a_large_step_have_the_bits_of_a_small_one() -> Result<()> {
     // Enough elements that zero and shared experts are added by several threads.
     let config = RouterConfig { num_zero_experts: 3, correction_bias: true, ..RouterConfig::new(5, 3) };
     let p = problem((5, 136, 8, 300), config, Some((8, true)), DType::BF16, 3);
-    let (x, block) = (p.rows()?, p.standard()?);
+    let x = p.rows()?;
+    let block = p.standard()?;
     let all = bits(&run(&block, &x, DType::BF16, &mut Exec::cpu().with_threads(3)?)?);
     for (start, len) in [(0, 1), (17, 5), (299, 1)] {
         let part = bits(&block.forward(&x.narrow(0, start, len)?)?);
@@ -83,7 +85,8 @@ fn no_tokens_and_leading_dims() -> Result<()> {
 #[test]
 fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
     let p = example(DType::F32);
-    let (x, block) = (p.rows()?, p.standard()?);
+    let x = p.rows()?;
+    let block = p.standard()?;
     let mut out = moe_layer::Buffer::zeros(DType::F32, x.dims())?;
     let mut seen = Vec::new();
     let mut observe = |logits: moe_layer::View<'_>| {
@@ -113,7 +116,8 @@ fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
 #[test]
 fn parts_of_two_ranks_add_up() -> Result<()> {
     let p = example(DType::F32);
-    let (x, w) = (p.rows()?, p.weights()?);
+    let x = p.rows()?;
+    let w = p.weights()?;
     let part = |map: [i32; 6], ids: [u32; 3]| -> Result<Vec<f32>> {
         let ids = Tensor::new(&ids, &Device::Cpu)?;
         let weights = moe_layer::ExpertWeights::new(
@@ -142,7 +146,8 @@ fn parts_of_two_ranks_add_up() -> Result<()> {
 #[test]
 fn a_frozen_workspace_that_served_one_step_serves_the_next() -> Result<()> {
     let p = problem((6, 24, 16, 5), example(DType::BF16).config, Some((8, true)), DType::BF16, 9);
-    let (x, block) = (p.rows()?, p.standard()?);
+    let x = p.rows()?;
+    let block = p.standard()?;
     let mut ex = Exec::cpu();
     let first = bits(&run(&block, &x, DType::BF16, &mut ex)?);
     ex.workspace().freeze(true);

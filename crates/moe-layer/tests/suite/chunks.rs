@@ -111,7 +111,8 @@ fn the_estimate_covers_what_grows() -> Result<()> {
     let (p, x) = large()?;
     let block = p.standard()?;
     // From here on the kernels' own scratch, which is bounded, does not grow any more.
-    let (small, whole) = (workspace(&block, &x.narrow(0, 0, 512)?)?, workspace(&block, &x)?);
+    let small = workspace(&block, &x.narrow(0, 0, 512)?)?;
+    let whole = workspace(&block, &x)?;
     let estimated = block.chunk_bytes(1024)? - block.chunk_bytes(512)?;
     // Routing of all tokens is not part of a chunk; a buffer that was outgrown is not there any more.
     let routing = 512 * (8 * 4 + 4 * 8 + 4);
@@ -253,7 +254,8 @@ fn ranks_run_the_same_rounds() -> Result<()> {
 #[test]
 fn a_decode_path_must_fit_and_is_taken_when_all_only_decode() -> Result<()> {
     let p = example(DType::F32);
-    let (x, whole) = (p.rows()?, p.standard()?);
+    let x = p.rows()?;
+    let whole = p.standard()?;
     let want = bits(&whole.forward(&x)?);
     let (prepare, experts) = p.batched_parts()?;
     let block = whole.with_decode_path(prepare, experts)?;

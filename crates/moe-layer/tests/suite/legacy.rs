@@ -17,7 +17,8 @@ use crate::reference::{Problem, example, problem, problems};
 use crate::{bits, message, run, run_in};
 
 fn expert(p: &Problem, e: usize) -> Result<ExpertMlp> {
-    let (w13, w2) = (p.weights()?.w13().to_tensor()?.get(e)?, p.weights()?.w2().to_tensor()?.get(e)?);
+    let w13 = p.weights()?.w13().to_tensor()?.get(e)?;
+    let w2 = p.weights()?.w2().to_tensor()?.get(e)?;
     Ok(ExpertMlp {
         gate: w13.narrow(0, 0, p.width)?.force_contiguous()?,
         up: w13.narrow(0, p.width, p.width)?.force_contiguous()?,
@@ -46,7 +47,9 @@ proptest! {
 
     #[test]
     fn both_paths_give_the_same_bits(p in problems(), threads in 1usize..4) {
-        let (x, fused, legacy) = (p.rows().unwrap(), p.standard().unwrap(), legacy(&p).unwrap());
+        let x = p.rows().unwrap();
+        let fused = p.standard().unwrap();
+        let legacy = legacy(&p).unwrap();
         for isa in isas() {
             let mut ex = Exec::cpu().with_isa(isa).unwrap().with_threads(threads).unwrap();
             for dtype in [p.dtype, DType::F32] {
@@ -61,11 +64,14 @@ proptest! {
 #[test]
 fn slots_without_an_expert_add_nothing() -> Result<()> {
     let p = example(DType::F32);
-    let (fused, legacy, x) = (p.standard()?, legacy(&p)?, p.rows()?);
+    let fused = p.standard()?;
+    let legacy = legacy(&p)?;
+    let x = p.rows()?;
     let mut replay = RoutedExperts::empty(p.tokens, 1, 2)?;
     replay.set(0, 0, &[3, NO_EXPERT])?;
     replay.set(2, 0, &[5, 0])?;
-    let (mut ex, replay) = (Exec::cpu(), Some(Arc::new(replay)));
+    let mut ex = Exec::cpu();
+    let replay = Some(Arc::new(replay));
     let mut context = StepContext { replay, ..StepContext::default() };
     let want = bits(&run_in(&mut context, &fused, &x, DType::F32, &mut ex)?);
     assert_eq!(bits(&run_in(&mut context, &legacy, &x, DType::F32, &mut ex)?), want);
@@ -78,7 +84,8 @@ fn slots_without_an_expert_add_nothing() -> Result<()> {
 #[test]
 fn a_frozen_workspace_that_served_one_step_serves_the_next() -> Result<()> {
     let p = problem((6, 24, 16, 5), example(DType::BF16).config, Some((8, true)), DType::BF16, 9);
-    let (x, block) = (p.rows()?, legacy(&p)?);
+    let x = p.rows()?;
+    let block = legacy(&p)?;
     let mut ex = Exec::cpu();
     let first = bits(&run(&block, &x, DType::BF16, &mut ex)?);
     ex.workspace().freeze(true);
@@ -102,7 +109,8 @@ fn both_layouts_load_on_both_paths() -> Result<()> {
     for tensors in [checkpoint(&p)?, packed(&p)?] {
         let vb = VarBuilder::from_tensors(tensors, DType::BF16, &Device::Cpu).pp("mlp");
         for (path, chosen) in [(MoePath::Fused, true), (MoePath::Legacy, false)] {
-            let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+            let gate = vb.pp("gate");
+            let experts = vb.pp("experts");
             let (block, selection) =
                 load_layer_on(path, &options(&p), &BlockContext::default(), gate, experts)?;
             assert_eq!(selection.is_some(), chosen);
@@ -136,7 +144,8 @@ fn what_does_not_fit_is_refused() -> Result<()> {
 
     let vb = VarBuilder::from_tensors(checkpoint(&p)?, DType::F32, &Device::Cpu).pp("mlp");
     let load = |options: &BlockOptions, vb: &VarBuilder| {
-        let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+        let gate = vb.pp("gate");
+        let experts = vb.pp("experts");
         message(load_layer_on(MoePath::Legacy, options, &BlockContext::default(), gate, experts))
     };
     let backend = load(&BlockOptions { backend: Some("cpu".into()), ..options(&p) }, &vb);

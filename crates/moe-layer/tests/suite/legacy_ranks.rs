@@ -32,7 +32,8 @@ fn layouts(p: &Problem) -> Result<[VarBuilder<'static>; 2]> {
 
 /// The layer's output for some rows.
 fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Result<Vec<u32>> {
-    let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+    let gate = vb.pp("gate");
+    let experts = vb.pp("experts");
     let (block, selection) = load_layer_on(MoePath::Legacy, &options(p), context, gate, experts)?;
     assert!(selection.is_none() && block.experts_name() == "legacy experts");
     block.forward(x).map(|out| bits(&out))
@@ -63,7 +64,8 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
                     let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
                     let chunked_moe = chunk.map_or_else(ChunkedMoe::default, ChunkedMoe::of_size);
                     // The groups of data-parallel ranks have different rows, the last one none at times.
-                    let (start, len) = (geometry.dp_rank, 9usize.saturating_sub(3 * geometry.dp_rank));
+                    let start = geometry.dp_rank;
+                    let len = 9usize.saturating_sub(3 * geometry.dp_rank);
                     let context = BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() };
                     let rows = x.narrow(0, start.min(9 - len), len)?.force_contiguous()?;
                     Ok((start.min(9 - len), layer(&p, &context, &vb, &rows)?))
@@ -81,7 +83,8 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
 #[test]
 fn chunks_on_one_rank_have_the_bits_of_one_pass() -> Result<()> {
     let p = example(DType::BF16);
-    let (x, [vb, _]) = (p.rows()?, layouts(&p)?);
+    let x = p.rows()?;
+    let [vb, _] = layouts(&p)?;
     let want = layer(&p, &BlockContext::default(), &vb, &x)?;
     let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
     let context = BlockContext { chunked_moe, ..BlockContext::default() };
@@ -97,7 +100,8 @@ fn chunks_on_one_rank_have_the_bits_of_one_pass() -> Result<()> {
 fn rows_without_an_expert_here_become_zero() -> Result<()> {
     let p = example(DType::F32);
     let w = p.weights()?;
-    let (w13, w2) = (w.w13().to_tensor()?.get(4)?, w.w2().to_tensor()?.get(4)?);
+    let w13 = w.w13().to_tensor()?.get(4)?;
+    let w2 = w.w2().to_tensor()?.get(4)?;
     let one = ExpertMlp {
         gate: w13.narrow(0, 0, 16)?.force_contiguous()?,
         up: w13.narrow(0, 16, 16)?.force_contiguous()?,
@@ -106,9 +110,11 @@ fn rows_without_an_expert_here_become_zero() -> Result<()> {
     let shape = ExpertsShape { num_local_experts: 1, ..w.shape() };
     let experts = ExpertLoop::new(vec![one.clone()], shape, Activation::SwiGlu)?;
     let x = p.rows()?.narrow(0, 0, 2)?.contiguous()?;
-    let (ids, weights) = ([4u32, 1, 3, 4], [1f32; 4]);
+    let ids = [4u32, 1, 3, 4];
+    let weights = [1f32; 4];
     let map = [-1i32, -1, -1, -1, 0, -1];
-    let (ids, weights) = (moe_layer::View::new(&ids, &[2, 2])?, moe_layer::View::new(&weights, &[2, 2])?);
+    let ids = moe_layer::View::new(&ids, &[2, 2])?;
+    let weights = moe_layer::View::new(&weights, &[2, 2])?;
     let guard = TensorView::new(&x)?;
     let mut dispatched = moe_kernels::Dispatched::standard(guard.view()?, ids, weights);
     dispatched.expert_map = Some(moe_layer::View::new(&map, &[6])?);

@@ -14,7 +14,8 @@ use crate::{bits, message};
 
 /// A checkpoint of the problem: gate, per-expert tensors and shared experts under their usual names.
 pub fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
-    let (h, i) = (p.hidden, p.width);
+    let h = p.hidden;
+    let i = p.width;
     let mut tensors = HashMap::from([("mlp.gate.weight".to_string(), p.gate_weight()?)]);
     let mut put_mlp = |prefix: String, w13: &Tensor, w2: &Tensor, i: usize| -> Result<()> {
         tensors.insert(format!("{prefix}.gate_proj.weight"), w13.narrow(0, 0, i)?.copy()?);
@@ -23,7 +24,8 @@ pub fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
         Ok(())
     };
     let weights = p.weights()?;
-    let (w13, w2) = (weights.w13().to_tensor()?, weights.w2().to_tensor()?);
+    let w13 = weights.w13().to_tensor()?;
+    let w2 = weights.w2().to_tensor()?;
     for e in 0..p.packed() {
         put_mlp(format!("mlp.experts.{e}"), &w13.get(e)?, &w2.get(e)?.copy()?, i)?;
     }
@@ -100,7 +102,8 @@ fn what_is_missing_is_named() -> Result<()> {
     for name in ["gate_proj", "up_proj", "down_proj"] {
         let name = format!("mlp.shared_expert.{name}.weight");
         let vb = without(&name)?;
-        let (act, gate) = (Activation::SwiGlu, Some(vb.pp("shared_expert_gate")));
+        let act = Activation::SwiGlu;
+        let gate = Some(vb.pp("shared_expert_gate"));
         let e = message(SharedExperts::load(p.hidden, 7, act, vb.pp("shared_expert"), gate));
         assert!(e.contains(&name), "{e}");
     }
@@ -189,7 +192,8 @@ fn experts_under_the_names_of_mixtral_have_the_same_bits() -> Result<()> {
     let renamed: HashMap<_, _> = renamed.collect();
     let vb = |tensors| VarBuilder::from_tensors(tensors, p.dtype, &Device::Cpu).pp("block_sparse_moe");
     let load = |tensors, names| {
-        let (vb, context) = (vb(tensors), BlockContext { names, ..BlockContext::default() });
+        let vb = vb(tensors);
+        let context = BlockContext { names, ..BlockContext::default() };
         load_block_on(&options(&p), &context, vb.pp("gate"), vb.pp("experts"))
     };
     let (got, _) = load(renamed.clone(), MlpNames::MIXTRAL)?;

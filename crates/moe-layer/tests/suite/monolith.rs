@@ -67,7 +67,8 @@ impl MonolithicExperts for Whole {
 
 /// A block with such experts for at most `most` rows, and how often they ran.
 fn with_whole(p: &Problem, most: usize) -> Result<(SparseMoeBlock, Arc<AtomicUsize>)> {
-    let (calls, block) = (Arc::default(), p.standard()?);
+    let calls = Arc::default();
+    let block = p.standard()?;
     let shape = p.standard_experts()?.shape();
     let whole = Whole { block, shape, most, calls: Arc::clone(&calls) };
     Ok((p.standard()?.with_monolithic(Box::new(whole))?, calls))
@@ -113,16 +114,20 @@ fn a_step_that_sees_or_forces_routing_goes_to_modular_experts() -> Result<()> {
 fn what_is_fused_around_the_experts_is_the_ops_one_by_one() -> Result<()> {
     let p = example(DType::F32);
     let (block, calls) = with_whole(&p, p.tokens)?;
-    let (x, weight) = (p.rows()?, Tensor::ones(p.hidden, DType::F32, &Device::Cpu)?);
-    let (x, weight) = (TensorView::new(&x)?, TensorView::new(&weight)?);
+    let x = p.rows()?;
+    let weight = Tensor::ones(p.hidden, DType::F32, &Device::Cpu)?;
+    let x = TensorView::new(&x)?;
+    let weight = TensorView::new(&weight)?;
     let norm = PreNorm { weight: weight.view()?, eps: 1e-5 };
-    let (mut ex, machine) = (Exec::cpu(), Exec::cpu().machine());
+    let mut ex = Exec::cpu();
+    let machine = Exec::cpu().machine();
     let context = &mut StepContext::default();
     let choose = |fusion| block.choose(&step(p.tokens), &[fusion], &machine);
     let dims = [p.tokens, p.hidden];
     let start = || Buffer::from_vec(vec![0.5f32; p.tokens * p.hidden], &dims);
 
-    let (mut added, mut normed) = (start()?, start()?);
+    let mut added = start()?;
+    let mut normed = start()?;
     let io =
         SublayerIo::AddNorm { x: x.view()?, residual: added.view_mut(), norm, out: normed.view_mut().into() };
     block.forward_as(choose(Fusion::AddNorm), io, &mut |_| Ok(()), context, &mut ex)?;
@@ -200,7 +205,8 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     let apart = "gate product, then route".to_string();
     assert_eq!(kernels(1, &invariant), (Fusion::Nothing, apart.clone(), 1));
     let (_, stages) = plan(&block, &step(16), &machine);
-    let (first, why) = (&stages[0].rejected[0], stages[0].rejected[0].reason.to_string());
+    let first = &stages[0].rejected[0];
+    let why = stages[0].rejected[0].reason.to_string();
     assert_eq!(
         (first.kernel.as_str(), why.as_str()),
         ("layer_stream with norm and addition", "computes at most 4 rows at once, got 16",)

@@ -63,7 +63,9 @@ impl Problem {
     }
 
     pub fn weights(&self) -> Result<ExpertWeights> {
-        let (e, h, i) = (self.packed(), self.hidden, self.width);
+        let e = self.packed();
+        let h = self.hidden;
+        let i = self.width;
         ExpertWeights::new(
             self.tensor(&self.w13, &[e, 2 * i, h])?,
             self.tensor(&self.w2, &[e, h, i])?,
@@ -173,7 +175,8 @@ impl Problem {
 
     /// The block's output for one token, and the bound on the error of each element.
     pub fn output(&self, token: usize) -> Vec<(f64, f64)> {
-        let (c, x) = (&self.config, self.row(token));
+        let c = &self.config;
+        let x = self.row(token);
         let (mut ids, mut weights, _) = self.route(token);
         ids.extend((0..c.num_fused_shared_experts).map(|s| c.num_experts + c.num_zero_experts + s));
         weights.extend(std::iter::repeat_n(f64::from(c.fused_shared_weight), c.num_fused_shared_experts));
@@ -202,7 +205,8 @@ impl Problem {
     }
 
     fn expert(&self, e: usize, x: &[f64], input_error: f64) -> Vec<(f64, f64)> {
-        let (h, i) = (self.hidden, self.width);
+        let h = self.hidden;
+        let i = self.width;
         self.mlp(&self.w13[e * 2 * i * h..][..2 * i * h], &self.w2[e * h * i..][..h * i], i, x, input_error)
     }
 
@@ -213,7 +217,8 @@ impl Problem {
         let product = |row: usize| dot(&w13[row * x.len()..][..x.len()], x);
         let inner: Vec<(f64, f64)> = (0..width)
             .map(|i| {
-                let (g, u) = (product(i), product(width + i));
+                let g = product(i);
+                let u = product(width + i);
                 let (mg, mu): (f64, f64) = (magnitude(i), magnitude(width + i));
                 let value = g / (1. + (-g).exp()) * u;
                 let products =
@@ -281,7 +286,8 @@ pub fn problem(
     seed: u64,
 ) -> Problem {
     let (_, hidden, width, tokens) = sizes;
-    let (logits, packed) = (config.num_logits(), config.num_experts + config.num_fused_shared_experts);
+    let logits = config.num_logits();
+    let packed = config.num_experts + config.num_fused_shared_experts;
     let v = |n: usize, scale: f64, salt: u64| values(n, scale, seed.wrapping_add(salt), dtype);
     let shared = shared.map(|(width, gated)| Shared {
         width,

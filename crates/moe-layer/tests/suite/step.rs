@@ -31,7 +31,8 @@ fn capture_and_heat_are_the_definition_of_routing() -> Result<()> {
     let mut context = recording(&p)?;
     let out = run_in(&mut context, &block(&p)?, &p.rows()?, DType::F32, &mut Exec::cpu())?;
     assert_eq!(bits(&out), bits(&block(&p)?.forward(&p.rows()?)?), "recording changes nothing");
-    let (capture, heat) = (context.capture.expect("capture"), context.heat.expect("heat"));
+    let capture = context.capture.expect("capture");
+    let heat = context.heat.expect("heat");
     let mut counts = vec![0u64; p.config.num_experts];
     for t in 0..p.tokens {
         let (ids, _, gap) = p.route(t);
@@ -47,7 +48,8 @@ fn capture_and_heat_are_the_definition_of_routing() -> Result<()> {
 #[test]
 fn a_replayed_capture_gives_the_same_bits_and_another_does_not() -> Result<()> {
     let p = example(DType::BF16);
-    let (block, x) = (block(&p)?, p.rows()?);
+    let block = block(&p)?;
+    let x = p.rows()?;
     let mut context = recording(&p)?;
     let free = bits(&run_in(&mut context, &block, &x, DType::BF16, &mut Exec::cpu())?);
     let captured = context.capture.take().expect("capture");
@@ -74,7 +76,8 @@ fn a_replayed_capture_gives_the_same_bits_and_another_does_not() -> Result<()> {
 #[test]
 fn force_balance_reaches_the_experts() -> Result<()> {
     let p = example(DType::F32);
-    let (block, x) = (block(&p)?, p.rows()?);
+    let block = block(&p)?;
+    let x = p.rows()?;
     let mut context = recording(&p)?;
     context.force_balance = Some(5);
     let balanced = run_in(&mut context, &block, &x, DType::F32, &mut Exec::cpu())?;

@@ -13,7 +13,8 @@ const ROWS: usize = 32;
 pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
     let (n, k) = matrix.shape();
     let scheme = matrix.scheme();
-    let (group, groups) = (scheme.group_size(k), scheme.groups(k));
+    let group = scheme.group_size(k);
+    let groups = scheme.groups(k);
     let input = |column: usize| matrix.perm().map_or(column, |perm| perm[column] as usize);
     let inputs = (0..k).map(input).max().map_or(0, |last| last + 1);
     // A column that fills up a group repeats an input that has come before.
@@ -41,7 +42,8 @@ pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
 
 /// An E4M3 float without infinities (`float8_e4m3fn`): bias 7, NaN where all bits but the sign are set.
 pub fn e4m3(bits: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
+    let exponent = i32::from(bits >> 3 & 15);
+    let mantissa = f32::from(bits & 7);
     let size = match (exponent, bits & 7) {
         (15, 7) => f32::NAN,
         (0, _) => mantissa * 2f32.powi(-9),

@@ -174,7 +174,8 @@ impl<'a> Reader<'a> {
     fn fill(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<(), QuantError> {
         let rows = inside(&self.name, "rows", rows, self.rows.len())?;
         let rows = self.rows.start + rows.start..self.rows.start + rows.end;
-        let (width, groups) = (self.columns.width, &self.columns.groups);
+        let width = self.columns.width;
+        let groups = &self.columns.groups;
         out.clear();
         for n in rows.clone() {
             out.scale.extend(groups.iter().map(|group| self.scales.get(n, *group)));

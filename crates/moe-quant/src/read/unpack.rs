@@ -42,7 +42,8 @@ fn whole_words(
     if source.is_empty() || !source.start.is_multiple_of(size) || !source.end.is_multiple_of(size) {
         return false;
     }
-    let (words, lines) = (Words::new(bytes, bits as u8), source.start / size..source.end / size);
+    let words = Words::new(bytes, bits as u8);
+    let lines = source.start / size..source.end / size;
     if matches!(format, Format::Gptq { .. }) {
         for (line, column) in lines.zip((0..).step_by(size)) {
             for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
@@ -95,7 +96,8 @@ fn place_codes(
         // Of two codes in a byte the lower bits are the first, so words of 32 bits hold eight as integers' words do.
         Format::PackQuantized { .. } | Format::Mxfp4 => {
             let bits = format.scheme().bits();
-            let (words, size) = (Words::new(bytes, bits as u8), 32 / bits);
+            let words = Words::new(bytes, bits as u8);
+            let size = 32 / bits;
             let line = k.div_ceil(size);
             for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
                 for (at, inside) in words_of(source, size) {
@@ -119,7 +121,8 @@ fn words_of(
     source: &Range<usize>,
     size: usize,
 ) -> impl Iterator<Item = (usize, impl Iterator<Item = (usize, u32)> + Clone + use<>)> + use<> {
-    let (start, end) = (source.start, source.end);
+    let start = source.start;
+    let end = source.end;
     (start / size..end.div_ceil(size)).map(move |word| {
         let first = (word * size).max(start);
         let last = ((word + 1) * size).min(end);

@@ -96,7 +96,8 @@ fn rows_are_the_same_in_any_portions() {
     for case in cases() {
         let reader = case.reader();
         let (n, _) = reader.shape();
-        let (mut all, mut some) = (LogicalRows::default(), LogicalRows::default());
+        let mut all = LogicalRows::default();
+        let mut some = LogicalRows::default();
         reader.read(0..n, &mut all).unwrap();
         for size in [1, 3, 5] {
             let mut together = LogicalRows::default();

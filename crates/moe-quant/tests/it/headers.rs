@@ -288,7 +288,8 @@ fn the_file_decides_what_the_header_leaves_open() {
 /// What a header leaves out and the file holds quantised all the same is as the other modules are.
 #[test]
 fn names_in_the_file_count_more_than_lists_in_the_header() {
-    let (attention, qweight) = ("model.layers.0.self_attn.q_proj", Dtype::I32);
+    let attention = "model.layers.0.self_attn.q_proj";
+    let qweight = Dtype::I32;
     let listed = json!([["mlp.experts.0.up_proj"]]);
     let left_out = json!(["self_attn"]);
     for (header, suffix, dtype) in [

@@ -52,10 +52,12 @@ fn tensors_with_other_bytes() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) as usize
     };
-    let (mut read, mut refused) = (0, 0);
+    let mut read = 0;
+    let mut refused = 0;
     for case in cases() {
         for _ in 0..40 {
-            let (at, byte) = (next(), next() as u8);
+            let at = next();
+            let byte = next() as u8;
             let damaged = |view: TensorView<'_>| {
                 let mut bytes = view.data().to_vec();
                 let at = at % bytes.len();

@@ -33,7 +33,8 @@ impl Matrix {
     pub fn weights(&self) -> Vec<f32> {
         let groups = self.scales.len() / self.n;
         let weight = |at: usize| {
-            let (row, group) = (at / self.k, self.g_idx[at % self.k] as usize);
+            let row = at / self.k;
+            let group = self.g_idx[at % self.k] as usize;
             let value = i32::from(self.codes[at]) - i32::from(self.zeros[row * groups + group]);
             self.scales[row * groups + group] * value as f32
         };
@@ -72,7 +73,9 @@ fn indices(suffix: &'static str, values: &[u32]) -> Tensor {
 /// The tensors of a matrix in an integer format.
 pub fn pack(format: Format, m: &Matrix) -> Vec<Tensor> {
     let int = format.int().unwrap();
-    let (n, k, size) = (m.n, m.k, int.per_word());
+    let n = m.n;
+    let k = m.k;
+    let size = int.per_word();
     let groups = m.scales.len() / n;
     let elements = |width: usize, codes: &[u8]| -> Vec<((usize, usize), u8)> {
         codes.iter().enumerate().map(|(at, code)| ((at / width, at % width), *code)).collect()

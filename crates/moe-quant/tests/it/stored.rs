@@ -34,11 +34,13 @@ fn check(what: &str, reader: &Reader) {
     };
     assert!(reader.perm().is_none(), "{what}");
     let (n, k) = reader.shape();
-    let (groups, mut rows) = (reader.scheme().groups(k), LogicalRows::default());
+    let groups = reader.scheme().groups(k);
+    let mut rows = LogicalRows::default();
     reader.read(0..n, &mut rows).unwrap();
     let [part] = parts.as_slice() else { panic!("{what}: {} parts", parts.len()) };
     assert_eq!(part.rows, n, "{what}");
-    let (m, bytes) = (part.matrix, part.bytes);
+    let m = part.matrix;
+    let bytes = part.bytes;
     for row in 0..n {
         let stored = m.first_row + row;
         for column in 0..k {
@@ -67,7 +69,8 @@ fn check(what: &str, reader: &Reader) {
 #[test]
 fn every_format_says_where_its_integers_lie() {
     for case in cases() {
-        let (name, (n, k)) = (case.name.as_str(), case.shape);
+        let name = case.name.as_str();
+        let (n, k) = case.shape;
         check(name, &case.reader());
         check(name, &case.reader().rows(3..n - 2).unwrap());
         for tp in case.format.tp_sizes(k) {
@@ -94,7 +97,8 @@ proptest! {
         let find = |suffix: &str| tensors.iter().find(|t| t.suffix == suffix).map(|t| t.view());
         let reader = Reader::new("m", format, (matrix.n, matrix.k), find).unwrap();
         let tp = *cut[0].get(&format.tp_sizes(matrix.k));
-        let (rank, width) = (cut[1].index(tp), matrix.k / tp);
+        let rank = cut[1].index(tp);
+        let width = matrix.k / tp;
         let rows = cut[2].index(matrix.n)..matrix.n;
         check("m", &reader.rows(rows).unwrap().columns(rank * width..(rank + 1) * width).unwrap());
     }

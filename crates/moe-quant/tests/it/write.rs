@@ -63,7 +63,8 @@ proptest! {
 
     #[test]
     fn scales_are_rounded_up(bits in 0u32..0x7f80_0000, dtype in 0usize..3) {
-        let (scale, dtype) = (f32::from_bits(bits), DTYPES[dtype]);
+        let scale = f32::from_bits(bits);
+        let dtype = DTYPES[dtype];
         if let Some(rounded) = round_scale(scale, dtype) {
             prop_assert!(rounded >= scale && rounded > 0.);
             prop_assert_eq!(round_scale(rounded, dtype), Some(rounded));

@@ -195,20 +195,25 @@ fn the_door_names_what_is_wrong() -> Result<()> {
         let out = RouteOutput { topk_ids: ids, topk_weights: weights, zero_expert_weights: zero };
         message(router.route_into(&input, out, &mut StepContext::default(), &mut Exec::cpu()))
     };
-    let (mut ids, mut weights, mut zero) = ([0u32; 4], [0f32; 4], [0f32; 4]);
+    let mut ids = [0u32; 4];
+    let mut weights = [0f32; 4];
+    let mut zero = [0f32; 4];
     let e = call(ViewMut::new(&mut ids, &[4, 1])?, ViewMut::new(&mut weights, &[2, 2])?, None, 0, None);
     assert_eq!(e, "route: expected topk_ids with dims [2, 2], got [4, 1]");
     let e = call(ViewMut::new(&mut zero, &[2, 2])?, ViewMut::new(&mut weights, &[2, 2])?, None, 0, None);
     assert_eq!(e, "route: expected topk_ids of dtype u32, got f32");
     let e = call(ViewMut::new(&mut ids, &[2, 2])?, ViewMut::new(&mut weights, &[1, 4])?, None, 0, None);
     assert_eq!(e, "route: expected topk_weights with dims [2, 2], got [1, 4]");
-    let (a, b) = (ViewMut::new(&mut ids, &[2, 2])?, ViewMut::new(&mut weights, &[2, 2])?);
+    let a = ViewMut::new(&mut ids, &[2, 2])?;
+    let b = ViewMut::new(&mut weights, &[2, 2])?;
     let e = call(a, b, Some(ViewMut::new(&mut zero, &[4])?), 0, None);
     assert_eq!(e, "route: expected zero_expert_weights with dims [2], got [4]");
-    let (a, b) = (ViewMut::new(&mut ids, &[2, 2])?, ViewMut::new(&mut weights, &[2, 2])?);
+    let a = ViewMut::new(&mut ids, &[2, 2])?;
+    let b = ViewMut::new(&mut weights, &[2, 2])?;
     let e = call(a, b, None, usize::MAX, None);
     assert_eq!(e, "route: rows 18446744073709551615 + 2 overflow");
-    let (a, b) = (ViewMut::new(&mut ids, &[2, 2])?, ViewMut::new(&mut weights, &[2, 2])?);
+    let a = ViewMut::new(&mut ids, &[2, 2])?;
+    let b = ViewMut::new(&mut weights, &[2, 2])?;
     let e = call(a, b, None, 0, Some(View::new(&data, &[8, 1])?));
     assert_eq!(e, "route: expected hidden_states with dims [2, 1], got [8, 1]");
     Ok(())
@@ -218,7 +223,8 @@ fn the_door_names_what_is_wrong() -> Result<()> {
 fn the_identity_output_is_required_only_with_zero_experts() -> Result<()> {
     let run = |config: RouterConfig, bias: Option<&[f32]>, zero: Option<&mut [f32]>| -> Result<()> {
         let data = vec![0f32; config.num_logits()];
-        let (mut ids, mut weights) = ([0u32], [0f32]);
+        let mut ids = [0u32];
+        let mut weights = [0f32];
         let out = RouteOutput {
             topk_ids: ViewMut::new(&mut ids, &[1, 1])?,
             topk_weights: ViewMut::new(&mut weights, &[1, 1])?,

@@ -47,8 +47,11 @@ fn logits_are_handed_out_on_request() -> Result<()> {
     let weight = logits(&some_logits(5, 8, 2), 8)?;
     let router = router(5)?;
     let mut ex = Exec::cpu();
-    let (mut ids, mut weights, mut out) = ([0u32; 8], [0f32; 8], [f32::NAN; 20]);
-    let (h, w) = (TensorView::new(&hidden)?, TensorView::new(&weight)?);
+    let mut ids = [0u32; 8];
+    let mut weights = [0f32; 8];
+    let mut out = [f32::NAN; 20];
+    let h = TensorView::new(&hidden)?;
+    let w = TensorView::new(&weight)?;
     let output = RouteOutput {
         topk_ids: ViewMut::new(&mut ids, &[4, 2])?,
         topk_weights: ViewMut::new(&mut weights, &[4, 2])?,

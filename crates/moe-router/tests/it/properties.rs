@@ -80,7 +80,8 @@ proptest! {
     #[test]
     fn routing_is_its_definition(case in case()) {
         let Case { config, bias, rows: input } = case;
-        let (experts, k) = (config.num_experts, config.top_k);
+        let experts = config.num_experts;
+        let k = config.top_k;
         let routed = router(config.clone(), bias.as_deref()).unwrap();
         let routed = routed.route(&logits(&input, experts).unwrap()).unwrap();
         prop_assert_eq!(routed.topk_ids.dims(), [input.len(), config.num_slots()]);

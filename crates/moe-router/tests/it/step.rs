@@ -109,7 +109,8 @@ fn a_capture_replays_bit_for_bit_layer_by_layer() -> Result<()> {
             &mut Exec::cpu(),
         )?)?);
     }
-    let (capture, heat) = (context.capture.take().expect("capture"), context.heat.take().expect("heat"));
+    let capture = context.capture.take().expect("capture");
+    let heat = context.heat.take().expect("heat");
     for (layer, routed) in first.iter().enumerate() {
         for (t, (ids, _)) in routed.iter().enumerate() {
             assert_eq!(capture.get(t, layer)?, ids);
@@ -173,7 +174,8 @@ fn pieces(
     sizes: &[usize],
     context: &mut StepContext,
 ) -> Result<(Vec<u32>, Vec<f32>)> {
-    let (mut ids, mut weights) = (vec![0u32; 21], vec![0f32; 21]);
+    let mut ids = vec![0u32; 21];
+    let mut weights = vec![0f32; 21];
     let mut first_row = 0;
     for &n in sizes {
         let range = first_row * 3..(first_row + n) * 3;
@@ -247,7 +249,8 @@ fn hash_routing_looks_ids_up_and_weighs_them() -> Result<()> {
 #[test]
 fn hash_routing_of_a_piece_uses_the_tokens_of_the_piece() -> Result<()> {
     let data = [0f32; 12];
-    let (mut ids, mut weights) = ([0u32; 2], [0f32; 2]);
+    let mut ids = [0u32; 2];
+    let mut weights = [0f32; 2];
     let input = RouteInput { first_row: 2, ..RouteInput::new(View::new(&data, &[1, 12])?, 0) };
     let out = RouteOutput {
         topk_ids: ViewMut::new(&mut ids, &[1, 2])?,

@@ -29,7 +29,8 @@ struct Case {
 
 impl Case {
     fn new(name: &str) -> Self {
-        let (server, cache) = (Server::of_folder(&fixture(name)), tempfile::tempdir().unwrap());
+        let server = Server::of_folder(&fixture(name));
+        let cache = tempfile::tempdir().unwrap();
         let settings = Settings {
             endpoint: server.url(),
             cache: cache.path().to_path_buf(),

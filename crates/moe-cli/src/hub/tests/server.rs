@@ -159,7 +159,8 @@ fn serve(stream: TcpStream, port: u16, state: &Mutex<State>) -> std::io::Result<
     let mut lines = BufReader::new(stream.try_clone()?).lines();
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
     let mut words = first.split(' ');
-    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let method = words.next().unwrap_or_default();
+    let path = words.next().unwrap_or_default();
     let mut headers = BTreeMap::new();
     for line in lines {
         match line?.split_once(": ") {
@@ -277,7 +278,8 @@ impl State {
         let Some(bytes) = self.files.get(file) else {
             return Answer::error(404, "EntryNotFound", "Entry not found");
         };
-        let (hash, commit) = (etag(file, bytes), format!("X-Repo-Commit: {COMMIT}"));
+        let hash = etag(file, bytes);
+        let commit = format!("X-Repo-Commit: {COMMIT}");
         if !is_large(file) {
             return Answer {
                 status: 307,

@@ -13,10 +13,12 @@ const TEXT: [&str; 5] =
     ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
 
 fn same_weights(dir: &std::path::Path, fixture: &std::path::Path) {
-    let (ours, theirs) = (Checkpoint::open(dir).unwrap().tensors, Checkpoint::open(fixture).unwrap().tensors);
+    let ours = Checkpoint::open(dir).unwrap().tensors;
+    let theirs = Checkpoint::open(fixture).unwrap().tensors;
     assert_eq!(ours.iter().count(), theirs.iter().count());
     for tensor in theirs.iter() {
-        let (a, b) = (ours.tensor(tensor.name).unwrap(), theirs.tensor(tensor.name).unwrap());
+        let a = ours.tensor(tensor.name).unwrap();
+        let b = theirs.tensor(tensor.name).unwrap();
         let bits = |t: candle_core::Tensor| {
             t.to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
         };

@@ -96,7 +96,8 @@ impl Decimal {
 
     /// Written without an exponent.
     pub fn plain(&self) -> String {
-        let (sign, fraction) = (if self.negative { "-" } else { "" }, self.fraction());
+        let sign = if self.negative { "-" } else { "" };
+        let fraction = self.fraction();
         let dot = if fraction.is_empty() { "" } else { "." };
         format!("{sign}{}{dot}{fraction}", self.whole())
     }

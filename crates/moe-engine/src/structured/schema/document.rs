@@ -77,7 +77,9 @@ fn member<'d>(part: &'d Json, step: &str) -> Option<&'d Json> {
 /// The text with its `%20` as blanks; what is no such escape stays.
 fn percent_decoded(text: &str) -> String {
     let hex = |pair: Option<&[u8]>| u8::from_str_radix(std::str::from_utf8(pair?).ok()?, 16).ok();
-    let (bytes, mut out, mut at) = (text.as_bytes(), Vec::new(), 0);
+    let bytes = text.as_bytes();
+    let mut out = Vec::new();
+    let mut at = 0;
     while at < bytes.len() {
         match hex(bytes.get(at + 1..at + 3)).filter(|_| bytes[at] == b'%') {
             Some(byte) => {

@@ -134,7 +134,8 @@ impl<'g> Emitter<'g> {
             self.symbols.add_rule(symbol, Vec::new())?;
         }
         for (at, item) in items.iter().enumerate().take_while(|_| most > 0) {
-            let (item, bit) = (self.item(item)?, ParamValue(1 << at));
+            let item = self.item(item)?;
+            let bit = ParamValue(1 << at);
             let first = vec![(item, ParamExpr::Null), (more, ParamExpr::Const(bit))];
             self.symbols.add_rule_ext(symbol, ParamCond::True, first)?;
             let new = ParamCond::EQ(ParamRef::single_bit(u8::try_from(at)?), ParamValue(0));

@@ -64,7 +64,8 @@ fn ipv6() -> String {
 /// RFC 3986: a scheme, and what may follow it.
 fn uri() -> String {
     let unit = |more: &str| format!("(?:[0-9A-Za-z._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})");
-    let (segment, query) = (unit(":@"), unit(":@/?"));
+    let segment = unit(":@");
+    let query = unit(":@/?");
     let host = format!(r"(?:\[(?:{})\]|{}*)", ipv6(), unit(""));
     let authority = format!("(?:{}*@)?{host}(?::[0-9]{{0,5}})?", unit(":"));
     let path = format!("(?:/{segment}*)*");

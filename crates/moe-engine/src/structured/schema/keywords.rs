@@ -51,12 +51,14 @@ impl<'d> Schemas<'d> {
             rules.extend(self.rules.format(format)?);
         }
         rules.sort_unstable();
-        let (least, most) = (size(schema, "minLength")?.unwrap_or(0), size(schema, "maxLength")?);
+        let least = size(schema, "minLength")?.unwrap_or(0);
+        let most = size(schema, "maxLength")?;
         Ok(Strings { least, most, rules, text: None })
     }
 
     fn arrays(&mut self, schema: &'d Json) -> Result<Arrays, String> {
-        let (items, before) = (schema.get("items"), schema.get("prefixItems"));
+        let items = schema.get("items");
+        let before = schema.get("prefixItems");
         // Older drafts have a list of schemas in `items`, and `additionalItems` for what follows.
         let (prefix, rest) = match items {
             Some(Json::Array(items)) => (&items[..], schema.get("additionalItems")),

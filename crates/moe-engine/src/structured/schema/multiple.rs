@@ -28,7 +28,8 @@ impl Divisor {
         if value.is_zero() || value.is_negative() {
             return Err("multipleOf: expected a number above 0".into());
         }
-        let (whole, fraction) = (value.whole(), value.fraction());
+        let whole = value.whole();
+        let fraction = value.fraction();
         let all = format!("{whole}{fraction}");
         let digits = all.trim_start_matches('0').trim_end_matches('0');
         let zeros = if fraction.is_empty() { whole.len() - whole.trim_end_matches('0').len() } else { 0 };

@@ -66,7 +66,8 @@ impl Numbers {
 
     /// The one value that is within the bounds.
     pub fn value(&self) -> Option<&Decimal> {
-        let (low, high) = (self.low.as_ref()?, self.high.as_ref()?);
+        let low = self.low.as_ref()?;
+        let high = self.high.as_ref()?;
         (low == high && low.or_equal).then_some(&low.value)
     }
 
@@ -154,7 +155,8 @@ impl Numbers {
         };
         let (low, high) = self.rounded(self.places());
         let (Some(low), Some(high)) = (low, high) else { return Ok(false) };
-        let (below_zero, above_zero) = (low.is_negative(), !high.is_negative());
+        let below_zero = low.is_negative();
+        let above_zero = !high.is_negative();
         match (in_units(low), in_units(high)) {
             _ if below_zero && above_zero => Ok(false),
             (Some(low), Some(high)) => {
@@ -186,7 +188,8 @@ impl Numbers {
             signs.push(self.magnitudes(low, high.clone(), self.whole_numbers(places, false)));
         }
         if low.as_ref().is_none_or(Decimal::is_negative) {
-            let (low, high) = (low.map(|low| low.negated()), high.filter(Decimal::is_negative));
+            let low = low.map(|low| low.negated());
+            let high = high.filter(Decimal::is_negative);
             let base = self.whole_numbers(places, true);
             let texts = self.magnitudes(high.map(|high| high.negated()), low, base);
             signs.push(RegexAst::Concat(vec![RegexAst::Literal("-".into()), texts]));
@@ -220,7 +223,8 @@ impl Numbers {
     fn digits(&self) -> usize {
         let of = |bound: &Option<Bound>| bound.as_ref().map_or(0, |bound| bound.value.whole().len());
         let few = |digits: usize| if digits <= FEW_DIGITS { digits } else { 0 };
-        let (low, high) = (of(&self.low), of(&self.high));
+        let low = of(&self.low);
+        let high = of(&self.high);
         // What the bound that is nearer to zero needs, and a multiple next to it.
         let positive = self.low.as_ref().is_some_and(|low| !low.value.is_negative());
         let negative = self.high.as_ref().is_some_and(|high| high.value.is_negative());
@@ -245,7 +249,8 @@ impl Numbers {
         }
         let of = |bound: &Option<Bound>| bound.as_ref().map_or(0, |bound| bound.value.fraction().len());
         let few = |digits: usize| if digits <= FEW_DIGITS { digits } else { 0 };
-        let (low, high) = (of(&self.low), of(&self.high));
+        let low = of(&self.low);
+        let high = of(&self.high);
         let places = DIGITS.max(few(low)).max(few(high)) + 1;
         if self.has_any(places) { places } else { low.max(high) + 1 }
     }

@@ -46,13 +46,15 @@ impl<'d> Values<'d> {
                 continue;
             }
             let goal = self.schemas.member(object, name)?;
-            let (key, value) = (self.grammar.literal(&json!(name).to_string()), self.value(&goal)?);
+            let key = self.grammar.literal(&json!(name).to_string());
+            let value = self.value(&goal)?;
             members
                 .push(Member { items: vec![key, self.colon, value], required: required.contains(&name[..]) });
         }
         let other = if only_listed { None } else { self.other_members(object, &allowed, &names)? };
         let content = self.content(object, &members, other)?;
-        let (open, close) = (self.grammar.literal("{"), self.grammar.literal("}"));
+        let open = self.grammar.literal("{");
+        let close = self.grammar.literal("}");
         Ok([vec![open], content, vec![close]].concat())
     }
 
@@ -101,7 +103,8 @@ impl<'d> Values<'d> {
                 continue;
             }
             let Some(key) = self.unlisted(kind, allowed, names)? else { continue };
-            let (key, value) = (self.grammar.terminal(quoted(key)), self.value(&goal)?);
+            let key = self.grammar.terminal(quoted(key));
+            let value = self.value(&goal)?;
             alternatives.push(vec![key, self.colon, value]);
         }
         Ok((!alternatives.is_empty()).then(|| Item::Rule(self.grammar.rule(alternatives))))
@@ -172,7 +175,8 @@ impl<'d> Values<'d> {
         other: Option<Item>,
     ) -> Result<Vec<Item>, String> {
         let required = members.iter().filter(|member| member.required).count();
-        let (least, most) = (object.least, object.most.unwrap_or(usize::MAX));
+        let least = object.least;
+        let most = object.most.unwrap_or(usize::MAX);
         // Names that are not listed may be equal, and then they count once.
         if other.is_some() && least > members.len() + 1 {
             return Err(format!(

@@ -8,7 +8,8 @@ const FRACTION: &str = r"(?:\.[0-9]+)?";
 
 /// Numbers that are not less than a bound above zero.
 pub(super) fn at_least(bound: &Decimal) -> String {
-    let (whole, fraction) = (bound.whole(), bound.fraction());
+    let whole = bound.whole();
+    let fraction = bound.fraction();
     let mut all = vec![format!("[1-9][0-9]{{{},}}{FRACTION}", whole.len())];
     all.extend(greater(&whole, Rest::SameLength).into_iter().map(|ints| ints + FRACTION));
     let equal = match fraction.is_empty() {
@@ -25,7 +26,8 @@ pub(super) fn at_least(bound: &Decimal) -> String {
 
 /// Numbers that are not greater than a bound.
 pub(super) fn at_most(bound: &Decimal) -> String {
-    let (whole, fraction) = (bound.whole(), bound.fraction());
+    let whole = bound.whole();
+    let fraction = bound.fraction();
     let mut all = Vec::new();
     if whole.len() > 1 {
         all.push(format!("(?:0|[1-9][0-9]{{0,{}}}){FRACTION}", whole.len() - 2));

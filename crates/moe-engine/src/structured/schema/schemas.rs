@@ -260,7 +260,8 @@ impl<'d> Schemas<'d> {
                 let names: Vec<&'d str> = members.iter().map(|(name, _)| &name[..]).collect();
                 let properties = members.iter().map(|(name, value)| (&name[..], self.value(value))).collect();
                 let members = Members { names: names.clone(), properties, ..Members::default() };
-                let (members, most) = (vec![Rc::new(members)], Some(names.len()));
+                let members = vec![Rc::new(members)];
+                let most = Some(names.len());
                 shape.objects.push(Objects { members, required: names, most, ..Objects::any() });
             }
         }

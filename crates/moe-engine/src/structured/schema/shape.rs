@@ -104,7 +104,8 @@ impl Arrays {
 
     /// Those that are of both; `None` if the lengths exclude each other.
     pub fn and(&self, other: &Self) -> Option<Self> {
-        let (least, most) = (self.least.max(other.least), self.most.into_iter().chain(other.most).min());
+        let least = self.least.max(other.least);
+        let most = self.most.into_iter().chain(other.most).min();
         if most.is_some_and(|most| most < least) {
             return None;
         }
@@ -139,7 +140,8 @@ impl<'d> Objects<'d> {
 
     /// Those that are of both; `None` if the numbers of members exclude each other.
     pub fn and(&self, other: &Self) -> Option<Self> {
-        let (least, most) = (self.least.max(other.least), self.most.into_iter().chain(other.most).min());
+        let least = self.least.max(other.least);
+        let most = self.most.into_iter().chain(other.most).min();
         if most.is_some_and(|most| most < least) {
             return None;
         }

@@ -38,7 +38,8 @@ impl<'d> Values<'d> {
         colon: RegexAst,
     ) -> Result<(Grammar, RuleRef), String> {
         let value = grammar.reserve();
-        let (comma, colon) = (grammar.terminal(comma), grammar.terminal(colon));
+        let comma = grammar.terminal(comma);
+        let colon = grammar.terminal(colon);
         let mut values = Self {
             schemas,
             grammar,
@@ -95,7 +96,8 @@ impl<'d> Values<'d> {
     }
 
     fn array(&mut self, array: &Arrays) -> Result<Vec<Item>, String> {
-        let (open, close) = (self.grammar.literal("["), self.grammar.literal("]"));
+        let open = self.grammar.literal("[");
+        let close = self.grammar.literal("]");
         let items = match array.unique && array.most.is_none_or(|most| most > 1) {
             true => self.distinct_items(array)?,
             false => self.items(array)?,
@@ -104,7 +106,8 @@ impl<'d> Values<'d> {
     }
 
     fn items(&mut self, array: &Arrays) -> Result<Vec<Item>, String> {
-        let (least, most) = (array.least, array.most);
+        let least = array.least;
+        let most = array.most;
         let prefix = array.prefix.len().min(most.unwrap_or(usize::MAX));
         let item = self.value(&array.rest)?;
         let after = Item::Rule(self.grammar.rule(vec![vec![self.comma, item]]));

@@ -164,7 +164,9 @@ pub(crate) struct ByteSums(pub [[u32; LANES]; LANES]);
 /// Registers for products of bytes over `columns` (32 or 64) of k, of `m` rows of x. 0 and 1: sums of the high bytes of x with
 /// both vectors of w; 2 and 3: of the low bytes; 4 and 5: high and low bytes of x; 6 and 7: w, a row for four columns.
 pub(crate) fn configure_bytes(m: usize, columns: usize) {
-    let (sums, x, w) = ((m, 4 * LANES), (m, columns), (columns / 4, 4 * LANES));
+    let sums = (m, 4 * LANES);
+    let x = (m, columns);
+    let w = (columns / 4, 4 * LANES);
     load_config([sums, sums, sums, sums, x, x, w, w]);
     zero(true);
 }

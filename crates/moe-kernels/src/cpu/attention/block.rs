@@ -16,10 +16,12 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
     /// The partials of a task's rows over one block, into `local.stats` and `local.values`.
     /// Rows that see nothing of the block are left unspecified.
     pub(super) fn block(&self, task: &Task, block: usize, local: &mut Local) {
-        let (group, width) = (self.group(), self.width());
+        let group = self.group();
+        let width = self.width();
         let rows = task.rows.len() * group;
         local.visible.clear();
-        let (mut start, mut end) = (ATTENTION_BLOCK, 0);
+        let mut start = ATTENTION_BLOCK;
+        let mut end = 0;
         for row in task.rows.clone() {
             let visible = self.visible_in(row, block);
             if !visible.is_empty() {
@@ -34,7 +36,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         }
         let isa = self.ex.isa();
         let places = self.places(task, block, &seen);
-        let (keys, values) = (self.keys(&places), self.values(&places));
+        let keys = self.keys(&places);
+        let values = self.values(&places);
         self.scores(&keys, &values, &seen, rows, local);
         local.weights.resize(rows, [0.0; ATTENTION_BLOCK]);
         local.stats.resize(rows, (0.0, 0.0));
@@ -149,7 +152,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                         }
                         let x = &local.q[start * d + chain.start * m..][..chain.len * m];
                         let out = &mut scores[start..start + m];
-                        let (w, add) = (&local.keys[..], chain.add);
+                        let w = &local.keys[..];
+                        let add = chain.add;
                         dispatch(isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE });
                     }
                 }
@@ -167,7 +171,8 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         rows: usize,
         local: &mut Local,
     ) {
-        let (isa, width) = (self.ex.isa(), self.width());
+        let isa = self.ex.isa();
+        let width = self.width();
         let (_, most) = dispatch(isa, Shape);
         let mut ahead = Ahead { rows: next, first: 0, count: next.len() * Self::row_lines(self.a.head_dim) };
         let mut add = |range: Range<usize>, visible: Range<usize>| {

@@ -118,7 +118,8 @@ fn weigh<S: Simd, T: Lanes, const M: usize, const N: usize>(s: S, t: WeighValues
     let values = &t.values[t.visible.clone()];
     let d = values.first().map_or(0, |row| row.len());
     let whole = d / LANES;
-    let (mut first, mut ahead) = (0, t.ahead);
+    let mut first = 0;
+    let mut ahead = t.ahead;
     while first < whole {
         let out = &mut t.out[first * LANES..];
         let from = t.visible.start;
@@ -211,7 +212,8 @@ fn merge<S: Simd>(s: S, into: Partial, stats: (f32, f32), values: &[f32]) {
     factors[0] = into.stats.0 - max;
     factors[1] = stats.0 - max;
     s.store(exp(s, s.load(&factors)), &mut factors);
-    let (old, new) = (s.splat(factors[0]), s.splat(factors[1]));
+    let old = s.splat(factors[0]);
+    let new = s.splat(factors[1]);
     for (a, b) in into.values.as_chunks_mut().0.iter_mut().zip(values.as_chunks().0) {
         s.store(s.fma(s.load(b), new, s.mul(s.load(a), old)), a);
     }

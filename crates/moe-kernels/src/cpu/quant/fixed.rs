@@ -33,7 +33,8 @@ impl<T: Lanes, P: Fn(&[u16], Block, usize, &mut [u32])> Kernel for PackRows<'_, 
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
-        let (m, mut all_in_range) = (self.rows.len(), true);
+        let m = self.rows.len();
+        let mut all_in_range = true;
         let mut ints = [0; BLOCK];
         for (j, row) in self.rows.iter().enumerate() {
             let mut at = 0;
@@ -67,8 +68,11 @@ impl<T: Lanes> Kernel for PackPairs<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
-        let (m, mut at, mut all_in_range) = (self.rows.len(), 0, true);
-        let (mut ints, mut tails) = ([[0; BLOCK]; LANES], [[0; LANES]; TAIL]);
+        let m = self.rows.len();
+        let mut at = 0;
+        let mut all_in_range = true;
+        let mut ints = [[0; BLOCK]; LANES];
+        let mut tails = [[0; LANES]; TAIL];
         for block in self.blocks {
             for (j, (row, ints)) in self.rows.iter().zip(&mut ints).enumerate() {
                 // Rows come from another core's cache, too many side by side for the processor to see where each goes on.
@@ -171,7 +175,8 @@ fn fixed<S: Simd, T: Lanes>(s: S, values: &[[T; LANES]], ints: &mut [[u16; LANES
         return [f32::NAN.to_bits(), 0];
     }
     let inverse = s.splat(f32::from_bits((268 - exponent) << 23));
-    let (round, bias) = (s.splat(ROUND), s.splat_word(ROUND.to_bits().wrapping_neg()));
+    let round = s.splat(ROUND);
+    let bias = s.splat_word(ROUND.to_bits().wrapping_neg());
     let mut sums = s.splat_word(0);
     for (ints, values) in ints.iter_mut().zip(values) {
         let rounded = s.to_words(s.add(s.mul(T::load(s, values), inverse), round));
@@ -261,7 +266,8 @@ mod tests {
             let Self(rows, blocks) = self;
             let words = |block: &Block| block.steps() * STEP_WORDS + TAIL;
             let len = rows.len() * blocks.iter().map(words).sum::<usize>();
-            let (mut pairs, mut each) = (vec![7; len], vec![8; len]);
+            let mut pairs = vec![7; len];
+            let mut each = vec![8; len];
             let put = |ints: &[u16], _: Block, j: usize, out: &mut [u32]| {
                 let mut words = vec![0; ints.len() / 2];
                 put_pairs(ints, &mut words);
@@ -276,7 +282,9 @@ mod tests {
     /// Whole tiles have the words that rows by themselves have, for blocks of any length.
     #[test]
     fn transposed_tiles_are_their_rows() {
-        let (mut blocks, mut start, mut step) = (Vec::new(), 0, 0);
+        let mut blocks = Vec::new();
+        let mut start = 0;
+        let mut step = 0;
         for len in [32, 128, 8, 40, 1, 64, 96, 23, 128] {
             let block = Block { start, len, group: 0, step };
             (start, step) = (start + len, step + block.steps());

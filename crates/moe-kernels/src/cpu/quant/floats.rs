@@ -66,7 +66,8 @@ impl<T: Lanes> Form<T> for Floats<'_> {
                         self.dequantise(e, panels, chain, w);
                         for (start, m) in tiles(self.isa, sums.len()) {
                             let x = &x.words[start * x.row_words + word * m..][..length * m];
-                            let (out, add) = (&mut partial[start..start + m], i > 0);
+                            let out = &mut partial[start..start + m];
+                            let add = i > 0;
                             dispatch(self.isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE });
                         }
                         word += length;
@@ -83,7 +84,8 @@ impl Floats<'_> {
     /// Writes the weights of a chain, [columns][16 * panels].
     fn dequantise(&self, e: usize, panels: &[usize], blocks: &[Block], w: &mut [u32]) {
         for (i, &panel) in panels.iter().enumerate() {
-            let (stride, out) = (panels.len() * LANES, &mut w[i * LANES..]);
+            let stride = panels.len() * LANES;
+            let out = &mut w[i * LANES..];
             let panel = Panel {
                 q: self.w.quants(e, panel),
                 scales: self.w.panel_scales(e, panel),

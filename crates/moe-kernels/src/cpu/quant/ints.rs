@@ -50,7 +50,8 @@ impl<T: Lanes> Form<T> for Ints<'_> {
 
     fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool {
         let columns = &self.w.parts[e].columns;
-        let (blocks, order) = (blocks(columns, &self.segments), columns.x.as_deref());
+        let blocks = blocks(columns, &self.segments);
+        let order = columns.x.as_deref();
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, m) {
             let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
@@ -135,7 +136,9 @@ impl Ints<'_> {
         };
         let middle = u32::from(self.w.scheme.middle());
         let mut run = |panels: [Panel; 2], count, vector| {
-            let (out, segments, quants) = (&mut *out, segments.clone(), PhantomData::<Q>);
+            let out = &mut *out;
+            let segments = segments.clone();
+            let quants = PhantomData::<Q>;
             let next = if is_pair && together { 2 } else { 1 };
             let tile = Tile { panels, count, vector, next, middle, columns, segments, x, out, quants };
             dispatch_ints(self.isa, tile);
@@ -226,7 +229,8 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
             acc[m][n] = s.mul_words(zero, s.splat_word(tail[M + m]));
         }
     }
-    let (at, bytes) = (block.step * Q::STEP_BYTES, block.steps() * Q::STEP_BYTES);
+    let at = block.step * Q::STEP_BYTES;
+    let bytes = block.steps() * Q::STEP_BYTES;
     // Panels side by side share the distance at which weights are asked for.
     let ahead = PREFETCH / N;
     let is_in_panel = at + ahead < t.panels[0].q.len();

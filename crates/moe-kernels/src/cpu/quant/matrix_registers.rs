@@ -51,7 +51,8 @@ pub(super) fn put(ints: &[u16], is_nibbles: bool, block: Block, j: usize, m: usi
 
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
-    let (columns, middle) = (&ints.w.parts[e].columns, u32::from(ints.w.scheme.middle()));
+    let columns = &ints.w.parts[e].columns;
+    let middle = u32::from(ints.w.scheme.middle());
     // The place of a missing panel repeats the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
     LOCAL.with_borrow_mut(|(unpacked, partial)| {
@@ -59,13 +60,15 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
         unpacked.resize(unpacked.len().max(2 * PANEL_WORDS + LANES), 0);
         let first = unpacked.as_ptr().align_offset(CACHE_LINE).min(LANES);
         let unpacked = &mut unpacked[first..][..2 * PANEL_WORDS];
-        let (mut at, mut configured) = (0, (0, 0));
+        let mut at = 0;
+        let mut configured = (0, 0);
         let mut tiles = [ByteSums([[0; LANES]; LANES]); 4];
         for segment in ints.segments.clone() {
             partial.fill([0.0; UNIT]);
             for block in &columns.blocks[columns.segments[segment].clone()] {
                 let w = weights(ints, &panels, *block, unpacked);
-                let (len, chunk) = (block.steps() * STEP_WORDS, chunk(*block));
+                let len = block.steps() * STEP_WORDS;
+                let chunk = chunk(*block);
                 for (start, m) in even_parts(sums.len(), sums.len().div_ceil(ROWS)) {
                     if configured != (m, chunk) {
                         configure_bytes(m, chunk);
@@ -156,8 +159,10 @@ impl Kernel for End<'_> {
         let (scales, minus_sums) = self.tail.split_at(m);
         for n in 0..2 {
             let panel = &self.panels[n];
-            let (zero, w_scale) = (panel.zero(s, self.group, self.middle), panel.scales.group(s, self.group));
-            let (high, low) = (&self.tiles[n].0, &self.tiles[2 + n].0);
+            let zero = panel.zero(s, self.group, self.middle);
+            let w_scale = panel.scales.group(s, self.group);
+            let high = &self.tiles[n].0;
+            let low = &self.tiles[2 + n].0;
             for (i, out) in self.out.iter_mut().enumerate() {
                 let sum = s.mul_words(s.load_words(&high[i]), s.splat_word(256));
                 let sum = s.add_words(sum, s.load_words(&low[i]));

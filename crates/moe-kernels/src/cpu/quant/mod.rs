@@ -65,7 +65,9 @@ pub(crate) struct QuantProducts<'a, T> {
 
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
-    let (isa, w, segments) = (ex.isa(), p.w, p.segments.clone());
+    let isa = ex.isa();
+    let w = p.w;
+    let segments = p.segments.clone();
     match (p.w.scheme.offset, <T as Element>::DTYPE) {
         (Offset::Middle | Offset::Zero, DType::BF16 | DType::F16) => {
             Driver { p, ex, epilogue, form: panel::Ints { isa, w, segments } }.run()
@@ -102,9 +104,12 @@ thread_local! {
 
 impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
     fn run(&self) -> Result<()> {
-        let (mut wave, mut rows, mut words) = (Vec::new(), 0, 0);
+        let mut wave = Vec::new();
+        let mut rows = 0;
+        let mut words = 0;
         for (group, bounds) in self.p.offsets.windows(2).enumerate() {
-            let (first, count) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
+            let first = bounds[0] as usize;
+            let count = (bounds[1] - bounds[0]) as usize;
             let row_words = if count > 0 { self.form.row_words(group) } else { 0 };
             for (start, rows_of) in even_parts(count, count.div_ceil(PIECE_ROWS)) {
                 let piece =
@@ -143,7 +148,8 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let packed = view.cpu_mut::<u32>()?;
         let first = packed.as_ptr().align_offset(CACHE_LINE).min(LANES);
         let packed = &mut packed[first..][..words];
-        let (mut rest, mut jobs) = (&mut *packed, Vec::new());
+        let mut rest = &mut *packed;
+        let mut jobs = Vec::new();
         for piece in pieces.iter().filter(|piece| !piece.shares) {
             let most = self.form.tile_rows(piece.group, piece.rows);
             for (start, m) in even_parts(piece.rows, piece.rows.div_ceil(most)) {
@@ -162,8 +168,10 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let packed = &*packed;
         let words: usize = pieces.iter().map(|piece| piece.rows * piece.row_words).sum();
         for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {
-            let (piece, unit) = (pieces[task / units], task % units);
-            let (row_words, words) = (piece.row_words, &packed[piece.word..][..piece.rows * piece.row_words]);
+            let piece = pieces[task / units];
+            let unit = task % units;
+            let row_words = piece.row_words;
+            let words = &packed[piece.word..][..piece.rows * piece.row_words];
             let x = Rows { words, row_words, are_in_range };
             SUMS.with_borrow_mut(|sums| {
                 sums.resize(sums.len().max(piece.rows), [0.0; UNIT]);

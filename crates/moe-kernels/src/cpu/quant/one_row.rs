@@ -55,7 +55,8 @@ pub(super) fn put_bytes(ints: &[u16], out: &mut [u32]) {
     const LOW: u64 = 0x00ff_00ff_00ff_00ff;
     let four = |ints: &[u16; 4]| ints.iter().rev().fold(0, |word, int| word << 16 | u64::from(*int));
     for (ints, out) in ints.as_chunks().0.as_chunks::<2>().0.iter().zip(out.as_chunks_mut::<STEP_WORDS>().0) {
-        let (first, second) = (four(&ints[0]), four(&ints[1]));
+        let first = four(&ints[0]);
+        let second = four(&ints[1]);
         let (signed, unsigned) = (first >> 8 & LOW | second & !LOW, first & LOW | (second & LOW) << 8);
         *out = [signed as u32, (signed >> 32) as u32, unsigned as u32, (unsigned >> 32) as u32];
     }
@@ -108,7 +109,8 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
     const STEPS: usize = 8;
     const { assert!(2 * STEPS * 256 * 15 * 32767 < 1 << 31) };
     let apart = S::TILE_VECTORS == 2;
-    let (mut second, mut fourth) = ([[s.splat_word(0); N]; M], [[s.splat_word(0); N]; M]);
+    let mut second = [[s.splat_word(0); N]; M];
+    let mut fourth = [[s.splat_word(0); N]; M];
     for (at, x) in x.chunks(STEPS).enumerate() {
         let mut third = [[s.splat_word(0); N]; M];
         for (i, x) in x.iter().enumerate() {

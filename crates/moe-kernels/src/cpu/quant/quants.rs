@@ -36,7 +36,8 @@ impl Quants for Bytes {
     #[inline(always)]
     fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
         let (first, second) = step.split_at(CACHE_LINE);
-        let ([a, b], [c, d]) = (s.bytes(words(s, first)), s.bytes(words(s, second)));
+        let [a, b] = s.bytes(words(s, first));
+        let [c, d] = s.bytes(words(s, second));
         [a, b, c, d]
     }
 }

@@ -92,7 +92,8 @@ mod tests {
 
         #[inline(always)]
         fn run<S: Simd>(self, s: S) -> [[f32; LANES]; 2] {
-            let (w, mut out) = (s.load_words(self.0), [[0.0; LANES]; 2]);
+            let w = s.load_words(self.0);
+            let mut out = [[0.0; LANES]; 2];
             s.store(Shifted::times(s, Shifted::ready(s, w), self.1), &mut out[0]);
             s.store(Multiplied::times(s, Multiplied::ready(s, w), self.1), &mut out[1]);
             out

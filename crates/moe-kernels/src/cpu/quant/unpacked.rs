@@ -18,7 +18,8 @@ use crate::quant::Block;
 
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
-    let (isa, columns) = (ints.isa, &ints.w.parts[e].columns);
+    let isa = ints.isa;
+    let columns = &ints.w.parts[e].columns;
     let (count, _) = dispatch(isa, Shape);
     // Places of a missing panel repeat the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
@@ -29,16 +30,19 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
             let mut at = 0;
             for segment in ints.segments.clone() {
                 let mut chains = chains(columns, segment).peekable();
-                let (mut begins, add) = (true, segment != ints.segments.start);
+                let mut begins = true;
+                let add = segment != ints.segments.start;
                 while let Some(blocks) = chains.next() {
                     let len: usize = blocks.iter().map(|block| block.steps() * STEP_WORDS).sum();
-                    let (q_len, scales_len) = (len * LANES * count, blocks.len() * LANES * count);
+                    let q_len = len * LANES * count;
+                    let scales_len = blocks.len() * LANES * count;
                     words.resize(words.len().max(q_len + scales_len), 0);
                     let (q, scales) = words[..q_len + scales_len].split_at_mut(q_len);
                     unpack(ints, panels, blocks, q, scales);
                     let is_shifted = x.are_in_range && dispatch(isa, AreInRange(scales));
                     let ends = chains.peek().is_none().then_some(add);
-                    let (segment, total) = (&mut partial[..sums.len()], &mut *sums);
+                    let segment = &mut partial[..sums.len()];
+                    let total = &mut *sums;
                     let tiles =
                         Tiles { blocks, q, scales, is_shifted, x, at, vector, begins, ends, segment, total };
                     dispatch_ints(isa, tiles);
@@ -55,7 +59,8 @@ fn unpack(ints: &Ints, panels: &[Panel], blocks: &[Block], q: &mut [u32], scales
     let stride = panels.len() * LANES;
     for (i, &panel) in panels.iter().enumerate() {
         let middle = u32::from(ints.w.scheme.middle());
-        let (q, scales) = (&mut q[i * LANES..], &mut scales[i * LANES..]);
+        let q = &mut q[i * LANES..];
+        let scales = &mut scales[i * LANES..];
         match ints.w.step_bytes() == Nibbles::STEP_BYTES {
             true => {
                 dispatch(ints.isa, Unpack::<Nibbles>(panel, middle, blocks, stride, q, scales, PhantomData))
@@ -164,7 +169,8 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
         }
     }
     // Cut into rows once: for each block, the division by M would take as long as a word.
-    let (mut x, mut q) = (x.as_chunks::<M>().0, t.q.as_chunks::<LANES>().0.as_chunks::<N>().0);
+    let mut x = x.as_chunks::<M>().0;
+    let mut q = t.q.as_chunks::<LANES>().0.as_chunks::<N>().0;
     for (block, scales) in t.blocks.iter().zip(t.scales.as_chunks::<LANES>().0.as_chunks::<N>().0) {
         let words = block.steps() * STEP_WORDS;
         let (ints, rest) = x.split_at(words);

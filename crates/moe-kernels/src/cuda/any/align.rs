@@ -71,12 +71,14 @@ pub(crate) fn list_slots(
     mut counts: ViewMut,
     mut lists: ViewMut,
 ) -> Result<()> {
-    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
+    let num_ids = int(op, slot_ids.num_ids())?;
+    let num_local = int(op, slot_ids.num_local)?;
     let slots = int(op, slot_ids.topk_ids.elem_count())?;
     let ids = cuda.read(op, "topk_ids", slot_ids.topk_ids)?;
     let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
     let counts = cuda.write(op, "expert_num_tokens", &mut counts)?;
-    let (lists, stream) = (cuda.write(op, "expert_slots", &mut lists)?, cuda.raw()?);
+    let lists = cuda.write(op, "expert_slots", &mut lists)?;
+    let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_list_slots(ids, map, slots, num_ids, num_local, counts, lists, stream)
@@ -84,12 +86,15 @@ pub(crate) fn list_slots(
 }
 
 pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, slot_ids: SlotIds, mut out: ViewMut) -> Result<()> {
-    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
+    let num_ids = int(op, slot_ids.num_ids())?;
+    let num_local = int(op, slot_ids.num_local)?;
     let slots = slot_ids.topk_ids.elem_count();
     let width = int(op, out.elem_count().checked_div(slots).unwrap_or(0))?;
-    let (slots, ids) = (int(op, slots)?, cuda.read(op, "topk_ids", slot_ids.topk_ids)?);
+    let slots = int(op, slots)?;
+    let ids = cuda.read(op, "topk_ids", slot_ids.topk_ids)?;
     let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let out = cuda.write(op, "out", &mut out)?;
+    let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_zero_absent(ids, map, slots, num_ids, num_local, width, out, stream)
@@ -103,11 +108,13 @@ pub(crate) fn physical_ids(
     log2phy: &Log2Phy,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (n, top_k) = (count(op, topk_ids.elem_count())?, int(op, topk_ids.dims()[1])?);
+    let n = count(op, topk_ids.elem_count())?;
+    let top_k = int(op, topk_ids.dims()[1])?;
     let experts = int(op, log2phy.ids.dims()[0])?;
     let CopiesArgs { log2phy, width, hashed, first_row } = CopiesArgs::of(op, Some(log2phy), cuda)?;
     let ids = cuda.read(op, "topk_ids", topk_ids)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let out = cuda.write(op, "out", &mut out)?;
+    let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_physical_ids(ids, log2phy, n, top_k, experts, width, first_row, hashed, out, stream)
@@ -121,9 +128,12 @@ pub(crate) fn mask_nonlocal(
     expert_map: View,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (n, num_ids) = (count(op, ids.elem_count())?, int(op, expert_map.elem_count())?);
-    let (ids, map) = (cuda.read(op, "topk_ids", ids)?, cuda.read(op, "expert_map", expert_map)?);
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let n = count(op, ids.elem_count())?;
+    let num_ids = int(op, expert_map.elem_count())?;
+    let ids = cuda.read(op, "topk_ids", ids)?;
+    let map = cuda.read(op, "expert_map", expert_map)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_mask_nonlocal(ids, map, n, num_ids, out, stream) })
 }
@@ -136,8 +146,11 @@ pub(crate) fn local_ids(
     num_local: usize,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (n, num_local) = (count(op, ids.elem_count())?, u32::try_from(num_local).unwrap_or(u32::MAX));
-    let (ids, out, stream) = (cuda.read(op, "topk_ids", ids)?, cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let n = count(op, ids.elem_count())?;
+    let num_local = u32::try_from(num_local).unwrap_or(u32::MAX);
+    let ids = cuda.read(op, "topk_ids", ids)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_local_ids(ids, first, num_local, n, out, stream) })
 }
@@ -200,8 +213,10 @@ pub(crate) fn number_rows(
     mut offsets: ViewMut,
     mut numbers: ViewMut,
 ) -> Result<()> {
-    let (experts, max_tokens) = (int(op, counts.elem_count())?, int(op, max_tokens)?);
-    let (counts, stream) = (cuda.read(op, "expert_num_tokens", counts)?, cuda.raw()?);
+    let experts = int(op, counts.elem_count())?;
+    let max_tokens = int(op, max_tokens)?;
+    let counts = cuda.read(op, "expert_num_tokens", counts)?;
+    let stream = cuda.raw()?;
     let offsets = cuda.write(op, "offsets", &mut offsets)?;
     let numbers = cuda.write(op, "numbers", &mut numbers)?;
     // SAFETY: see above.

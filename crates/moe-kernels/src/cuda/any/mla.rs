@@ -69,7 +69,9 @@ pub(crate) fn mla_cache(
 }
 
 pub(crate) fn mla_query(ex: &Exec, op: &str, args: &MlaQuery, mut out: ViewMut) -> Result<()> {
-    let (t, heads, width) = (args.q.dims()[0], args.q.dims()[1], args.q.dims()[2]);
+    let t = args.q.dims()[0];
+    let heads = args.q.dims()[1];
+    let width = args.q.dims()[2];
     let rope = 2 * args.cos.dims()[1];
     let mut plain = match args.w_uk {
         Some(w) => Some(ex.scratch(w.dtype(), &[t, heads, width - rope])?),
@@ -90,8 +92,11 @@ pub(crate) fn mla_rows(
     mut k_cache: ViewMut,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (t, heads, key) = (args.products.rows(), out.dims()[1], k_cache.dims()[3]);
-    let (rope, latent) = (2 * args.cos.dims()[1], args.norm.elem_count());
+    let t = args.products.rows();
+    let heads = out.dims()[1];
+    let key = k_cache.dims()[3];
+    let rope = 2 * args.cos.dims()[1];
+    let latent = args.norm.elem_count();
     let plain_dim = (args.products.dims()[1] - key) / heads - rope;
     let beside = args.w_uk.filter(|w| {
         let call = PerHeadCall {
@@ -152,7 +157,8 @@ fn split_query(
     mut plain: Option<ViewMut>,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (cuda, rope) = (ex.cuda(op)?, 2 * args.cos.dims()[1]);
+    let cuda = ex.cuda(op)?;
+    let rope = 2 * args.cos.dims()[1];
     let raw = MlaQueryArgs {
         q: cuda.read(op, "q", args.q)?,
         cos: cuda.read(op, "cos", args.cos)?,
@@ -174,8 +180,11 @@ fn split_query(
 /// `out` [T, Hq, S], of each row the first N = `w` \[h\] [N, K] times `x` [T, Hq, K].
 pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (rows, stride) = (x.rows(), out.dims()[2]);
-    let (heads, n, k) = (w.dims()[0], w.dims()[1], w.dims()[2]);
+    let rows = x.rows();
+    let stride = out.dims()[2];
+    let heads = w.dims()[0];
+    let n = w.dims()[1];
+    let k = w.dims()[2];
     let call = PerHeadCall { rows, head_dim: n.min(k), latent: n.max(k), beside: None, dtype: x.dtype() };
     let form = PerHeadForm::choose(&call, &ex.machine()).unwrap_or(PerHeadForm::Any);
     ex.launched(|| form.kernel(&call));

@@ -87,9 +87,11 @@ pub(crate) fn gated(
     activation: Activation,
     out: ViewMut,
 ) -> Result<()> {
-    let (cuda, rows) = (ex.cuda(op)?, out.rows());
+    let cuda = ex.cuda(op)?;
+    let rows = out.rows();
     let width = out.elem_count().checked_div(rows).unwrap_or(0);
-    let (gate, up) = (cuda.read(op, "gate", gate)?, cuda.read(op, "up", up)?);
+    let gate = cuda.read(op, "gate", gate)?;
+    let up = cuda.read(op, "up", up)?;
     gated_apart(ex, op, (gate, up, width), (rows, width), activation, out)
 }
 
@@ -101,7 +103,8 @@ pub(crate) fn gated_rows(
     activation: Activation,
     out: ViewMut,
 ) -> Result<()> {
-    let (height, width) = (out.rows(), out.dims()[1]);
+    let height = out.rows();
+    let width = out.dims()[1];
     let gate: *const f32 = ex.cuda(op)?.read(op, "rows", rows)?;
     let up = gate.wrapping_add(width);
     gated_apart(ex, op, (gate.cast(), up.cast(), 2 * width), (height, width), activation, out)

@@ -15,7 +15,8 @@ use crate::view::{View, ViewMut};
 
 /// Sizes L, N, R, V.
 fn sizes(args: &MlaPrompt) -> [usize; 4] {
-    let (l, n) = (args.w_uk.dims()[1], args.w_uk.dims()[2]);
+    let l = args.w_uk.dims()[1];
+    let n = args.w_uk.dims()[2];
     [l, n, args.q.dims()[2] - n, args.w_uv.dims()[1]]
 }
 
@@ -38,13 +39,16 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
     let cuda = ex.cuda(op)?;
     ex.launched(|| PromptForm::Expanded.name());
     let [l, n, r, v] = sizes(args);
-    let (heads, all, dtype) = (args.q.dims()[1], args.positions, args.q.dtype());
+    let heads = args.q.dims()[1];
+    let all = args.positions;
+    let dtype = args.q.dtype();
     let tables = args.meta.block_tables.dims();
     let mut bases = ex.scratch(DType::U32, &[tables[0]])?;
     let mut latents = ex.scratch(dtype, &[all, l])?;
     let mut keys = ex.scratch(dtype, &[heads, all, n + r])?;
     let mut values = ex.scratch(dtype, &[heads, all, v])?;
-    let (query_start_loc, positions) = (args.meta.query_start_loc, args.meta.positions);
+    let query_start_loc = args.meta.query_start_loc;
+    let positions = args.meta.positions;
     let expand = MlaExpandArgs {
         cache: cuda.read(op, "cache", args.cache)?,
         query_start_loc: cuda.read(op, "query_start_loc", query_start_loc)?,
@@ -66,7 +70,8 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
     for (w, by_columns, n, width, to) in
         [(args.w_uk, true, n, n + r, keys.view_mut()), (args.w_uv, false, v, v, values.view_mut())]
     {
-        let (x, out) = ((latents.view(), [l, 0]), [width, all * width]);
+        let x = (latents.view(), [l, 0]);
+        let out = [width, all * width];
         blas::per_head(cuda, op, &PerHead { x, w, by_columns, rows: all, heads, n, k: l, out }, to)?;
     }
     let attention = PagedAttentionArgs {
@@ -105,7 +110,8 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
 /// Queries with their plain parts in latent space: [T, Hq, L + R] from [T, Hq, N + R].
 pub(crate) fn latent_query(ex: &Exec, op: &str, args: &MlaPrompt, mut out: ViewMut) -> Result<()> {
     let [l, n, r, _] = sizes(args);
-    let (t, heads) = (args.q.rows(), args.q.dims()[1]);
+    let t = args.q.rows();
+    let heads = args.q.dims()[1];
     let mut plain = ex.scratch(args.q.dtype(), &[t, heads, n])?;
     copy_columns(ex, op, (args.q, 0), (&mut plain.view_mut(), 0), n)?;
     copy_columns(ex, op, (args.q, n), (&mut out, l), r)?;
@@ -120,16 +126,21 @@ fn copy_columns(
     (to, to_first): (&mut ViewMut, usize),
     width: usize,
 ) -> Result<()> {
-    let (cuda, bytes) = (ex.cuda(op)?, from.dtype().size_in_bytes());
+    let cuda = ex.cuda(op)?;
+    let bytes = from.dtype().size_in_bytes();
     let row = |dims: &[usize]| dims.last().copied().unwrap_or(0);
-    let (from_row, to_row) = (row(from.dims()), row(to.dims()));
+    let from_row = row(from.dims());
+    let to_row = row(to.dims());
     let rows = from.elem_count().checked_div(from_row).unwrap_or(0);
     let at: *const u8 = cuda.read(op, "from", from)?;
     let out: *mut u8 = cuda.write(op, "to", to)?;
-    let (at, out) = (at.wrapping_add(first * bytes).cast(), out.wrapping_add(to_first * bytes).cast());
+    let at = at.wrapping_add(first * bytes).cast();
+    let out = out.wrapping_add(to_first * bytes).cast();
     let dtype = Dtype::of(op, from.dtype())?;
-    let (rows, width, from_row, to_row) =
-        (int(op, rows)?, int(op, width)?, int(op, from_row)?, int(op, to_row)?);
+    let rows = int(op, rows)?;
+    let width = int(op, width)?;
+    let from_row = int(op, from_row)?;
+    let to_row = int(op, to_row)?;
     // SAFETY: the columns lie inside of both rows, which the callers have made so.
     cuda.check(op, unsafe {
         ffi::moe_any_copy_columns(at, out, dtype, rows, width, from_row, to_row, cuda.raw()?)

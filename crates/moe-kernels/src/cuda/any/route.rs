@@ -103,7 +103,9 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
     check(OP, route, &out, tokens, logits)?;
     let read = |name: &str, view: Option<View<'_>>| cuda.read_or_null::<c_void>(OP, name, view);
     let write = |name: &str, view: &mut Option<ViewMut<'_>>| cuda.write_or_null(OP, name, view.as_mut());
-    let (mut groups, mut table, mut given) = ((0, 0), (null(), null(), 0), (null(), null()));
+    let mut groups = (0, 0);
+    let mut table = (null(), null(), 0);
+    let mut given = (null(), null());
     let selection = match route.choice {
         Choice::TopK => 0,
         Choice::Grouped { groups: n, topk_group, top_two } => {
@@ -156,7 +158,8 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
 
 /// Dims and dtypes of all views.
 fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits: usize) -> Result<()> {
-    let (routed, slots) = ([tokens, route.top_k], [tokens, route.top_k + route.shared.0]);
+    let routed = [tokens, route.top_k];
+    let slots = [tokens, route.top_k + route.shared.0];
     let input = |name: &str, view: Option<View<'_>>, dtype: DType, dims: &[usize]| {
         expect_optional(op, name, view.as_ref(), dtype, dims)
     };

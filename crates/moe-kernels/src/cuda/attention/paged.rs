@@ -65,7 +65,8 @@ pub(crate) fn latent_values(
 /// What is `asked`; whether something was launched.
 pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) -> Result<bool> {
     let cuda = ex.cuda(OP)?;
-    let (rows, heads) = (inputs.q.rows(), inputs.q.dims()[1]);
+    let rows = inputs.q.rows();
+    let heads = inputs.q.dims()[1];
     let value_dim = out.columns() / heads.max(1);
     let call = inputs.call(value_dim, out.is_aligned(), cuda)?;
     let form = match inputs.q.dtype() {
@@ -117,7 +118,8 @@ impl Inputs<'_> {
         let Self { q, k_cache, v_cache, meta } = *self;
         let keys: *const c_void = cuda.read(OP, "k_cache", k_cache)?;
         let one_cache = keys == cuda.read(OP, "v_cache", v_cache)?;
-        let (rows, head_dim) = (q.rows(), q.dims()[2]);
+        let rows = q.rows();
+        let head_dim = q.dims()[2];
         let latent = k_cache.dims()[1] == 1 && one_cache && value_dim < head_dim;
         Ok(AttentionCall {
             rows,
@@ -138,7 +140,8 @@ impl Inputs<'_> {
     /// Parts of the positions, 1 where the form has no parts.
     fn splits(&self, form: Option<AttentionForm>, ex: &Exec) -> Result<i32> {
         let sequences = small(OP, self.meta.block_tables.rows())?;
-        let (rows, heads) = (small(OP, self.q.rows())?, small(OP, self.q.dims()[1])?);
+        let rows = small(OP, self.q.rows())?;
+        let heads = small(OP, self.q.dims()[1])?;
         let sms = small(OP, ex.cuda(OP)?.gpu.sms)?;
         Ok(match form {
             // SAFETY: a pure function of numbers.
@@ -161,8 +164,10 @@ impl Inputs<'_> {
         (splits, partials): (i32, Option<&mut Scratch>),
         ex: &Exec,
     ) -> Result<PagedAttentionArgs> {
-        let (cuda, Self { q, k_cache, v_cache, meta }) = (ex.cuda(OP)?, *self);
-        let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
+        let cuda = ex.cuda(OP)?;
+        let Self { q, k_cache, v_cache, meta } = *self;
+        let tables = meta.block_tables.dims();
+        let cache = k_cache.dims();
         Ok(PagedAttentionArgs {
             q: cuda.read(OP, "q", q)?,
             k_cache: cuda.read(OP, "k_cache", k_cache)?,
@@ -211,7 +216,9 @@ struct Launch {
 
 impl Launch {
     fn run(&self, cuda: &CudaExec) -> Result<()> {
-        let (args, blocks, stream) = (&raw const self.args, self.blocks, cuda.raw()?);
+        let args = &raw const self.args;
+        let blocks = self.blocks;
+        let stream = cuda.raw()?;
         // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers and of the product,
         // rows in FP8 have the sizes of `out`, and any number of blocks is right. Which rows, positions and blocks the fast
         // kernels follow is the contract of `AttentionMeta`; the other does not read beyond tables and cache.

@@ -59,8 +59,10 @@ impl Inputs {
         (residual, out): (&mut ViewMut, RowsViewMut),
         ex: &Exec,
     ) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let (residual, weight) = (cuda.write(op, "residual", residual)?, cuda.read(op, "norm", norm.weight)?);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
+        let residual = cuda.write(op, "residual", residual)?;
+        let weight = cuda.read(op, "norm", norm.weight)?;
         let mut out = match out {
             RowsViewMut::Floats(out) => out,
             RowsViewMut::Fp8(out) => {

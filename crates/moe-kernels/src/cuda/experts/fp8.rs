@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::launch::{Buckets, Inputs, Packs, Rows};
+use super::launch::{Buckets, Inputs, Rows};
+use super::packs::Packs;
 use crate::cuda::args::Fp8ExpertsArgs;
 use crate::cuda::{ffi, fp8, small};
 use crate::exec::Exec;
@@ -14,7 +15,8 @@ impl Inputs {
     /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and
     /// multiplied by gate and up; the activations that come of it are in FP8, too, and multiplied by down.
     pub(super) fn fp8(&self, s: &ExpertsCall, slots: &Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
         let (Packs::Quantised { w13, w2 }, DType::BF16) = (self.packs, rows.dtype) else {
             bail!("{op}: products with FP8 activations take FP8 weights and rows in bf16")
         };
@@ -22,7 +24,8 @@ impl Inputs {
         let x = fp8::quantised(op, self.x, [s.tokens, s.hidden], Fp8Order::Rows, ex)?;
         let x = fp8::to_slots(op, &x, lists, (slots.places, s.num_local, s.top_k), ex)?;
         let mut act = Fp8Rows::unspecified([s.slots(), s.inter], Fp8Order::Rows, ex)?;
-        let ([q, scales], to) = (x.at(op, cuda)?, act.place(op, cuda)?);
+        let [q, scales] = x.at(op, cuda)?;
+        let to = act.place(op, cuda)?;
         let gate_up = Fp8ExpertsArgs {
             q,
             scales,
@@ -38,7 +41,8 @@ impl Inputs {
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
-        let ([q, scales], out) = (act.at(op, cuda)?, rows.slot_rows.at);
+        let [q, scales] = act.at(op, cuda)?;
+        let out = rows.slot_rows.at;
         let down = Fp8ExpertsArgs { q, scales, w: w2, out, out_scales: std::ptr::null_mut(), ..gate_up };
         // SAFETY: as above; its rows were written by the launch before.
         cuda.check("fp8_experts_down", unsafe { ffi::moe_fp8_experts_down(&down, cuda.raw()?) })

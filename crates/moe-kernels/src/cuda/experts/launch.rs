@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::arguments::{ExpertLists, FusedExperts};
+use super::packs::Packs;
 use crate::buffer::Scratch;
 use crate::cuda::args::{
     AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, OrderRowsArgs, Out,
@@ -12,7 +13,6 @@ use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::plan::ExpertsCall;
 use crate::view::{View, ViewMut};
-use crate::weight::WeightView;
 
 /// Most slots of the streaming kernel, whose flags are sized for them.
 const STREAM_SLOTS: usize = 2048;
@@ -27,44 +27,6 @@ pub(super) struct Inputs {
     pub topk_ids: In,
     pub topk_weights: In,
     pub expert_map: In,
-}
-
-/// The weights of both products.
-#[derive(Clone, Copy)]
-pub(super) enum Packs {
-    /// bf16.
-    Floats {
-        w13: In,
-        w2: In,
-    },
-    Quantised {
-        w13: QuantPack,
-        w2: QuantPack,
-    },
-}
-
-impl Packs {
-    pub(super) fn of(op: &str, packs: [WeightView; 2], ex: &Exec) -> Result<Self> {
-        let cuda = ex.cuda(op)?;
-        Ok(match packs {
-            [WeightView::Quantised(w13), WeightView::Quantised(w2)] => Self::Quantised {
-                w13: w13.device_pack(op)?.args(op, cuda)?,
-                w2: w2.device_pack(op)?.args(op, cuda)?,
-            },
-            [w13, w2] => Self::Floats {
-                w13: cuda.read(op, "w13", w13.rows(op)?)?,
-                w2: cuda.read(op, "w2", w2.rows(op)?)?,
-            },
-        })
-    }
-
-    /// The addresses of floats.
-    fn floats(self, op: &str) -> Result<(In, In)> {
-        match self {
-            Self::Floats { w13, w2 } => Ok((w13, w2)),
-            Self::Quantised { .. } => bail!("{op}: no kernel for quantised weights of these sizes"),
-        }
-    }
 }
 
 /// Scratch of the workspace with its address.
@@ -85,7 +47,8 @@ impl Buckets {
     /// The buckets of `lists`, which `super::check` has checked.
     pub(super) fn of(op: &str, lists: &ExpertLists, s: &ExpertsCall, ex: &Exec) -> Result<Self> {
         let cuda = ex.cuda(op)?;
-        let (at, counts) = (cuda.read(op, "lists", lists.slots)?, cuda.read(op, "counts", lists.counts)?);
+        let at = cuda.read(op, "lists", lists.slots)?;
+        let counts = cuda.read(op, "counts", lists.counts)?;
         Ok(Self { at, counts, places: s.slots() })
     }
 }
@@ -145,8 +108,10 @@ pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
 
 /// Leaves them zero for the next layer, behind products that do not do so themselves.
 pub(super) fn clear_bucket_counts(num_local: usize, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("clear_bucket_counts", ex.cuda("clear_bucket_counts")?);
-    let (counts, words) = (bucket_counts(num_local, ex)?, i64::from(small(op, num_local)?));
+    let op = "clear_bucket_counts";
+    let cuda = ex.cuda("clear_bucket_counts")?;
+    let counts = bucket_counts(num_local, ex)?;
+    let words = i64::from(small(op, num_local)?);
     // SAFETY: there are as many counts as local experts; zero has the same bits in f32 and u32.
     cuda.check(op, unsafe { ffi::moe_any_fill(counts, 0.0, words, cuda.raw()?) })
 }
@@ -188,15 +153,19 @@ impl Inputs {
         (out, output): (Out, Output),
         ex: &Exec,
     ) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
         let num_local = small(op, s.num_local)?;
         // SAFETY: a pure function of numbers.
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         // Two sets of flags take turns, and where the second begins depends on their number.
         let flags = cuda.counters_of_size("experts_stream", words as usize)?;
         let &Self { x, topk_ids, topk_weights, expert_map, .. } = self;
-        let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
-        let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
+        let act = rows.act_at(op)?;
+        let slot_rows = rows.slot_rows.at;
+        let tokens = small(op, s.tokens)?;
+        let top_k = small(op, s.top_k)?;
+        let num_ids = small(op, s.num_ids)?;
         // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes
         // that they ask for.
         unsafe {
@@ -251,9 +220,12 @@ impl Inputs {
     /// Both products on warpgroup products: the rows of all slots that have a local expert, by the kernel that writes
     /// rows of their dtype.
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let (bucket, counts) = (small(op, slots.places)?, slots.counts);
-        let (act, slot_rows) = (rows.act_at(op)?, rows.slot_rows.at);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
+        let bucket = small(op, slots.places)?;
+        let counts = slots.counts;
+        let act = rows.act_at(op)?;
+        let slot_rows = rows.slot_rows.at;
         let counters = counters(s.num_local, ex)?.cast();
         let ordered = self.ordered(s, &slots, ex)?;
         // One row per slot: as many tokens with one expert each.
@@ -261,7 +233,9 @@ impl Inputs {
             Some(ordered) => (ordered.at.cast_const(), s.slots(), 1),
             None => (self.x, s.tokens, s.top_k),
         };
-        let (tokens, top_k, num_ids) = (small(op, tokens)?, small(op, top_k)?, small(op, s.num_ids)?);
+        let tokens = small(op, tokens)?;
+        let top_k = small(op, top_k)?;
+        let num_ids = small(op, s.num_ids)?;
         let slots = slots.at;
         let wide = rows.dtype == DType::BF16;
         // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
@@ -325,7 +299,8 @@ impl Inputs {
             Packs::Quantised { w13, .. } if !w13.perm.is_null() => w13.perm,
             _ => return Ok(None),
         };
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
         let rows = Lease::new(op, DType::BF16, &[s.slots(), s.hidden], ex)?;
         let args = OrderRowsArgs {
             x: self.x,
@@ -347,15 +322,20 @@ impl Inputs {
 
     /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
     pub(super) fn grouped(&self, s: &ExpertsCall, rows: &Rows, ex: &Exec) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
-        let (num_ids, tile_rows) = (small(op, s.num_ids)?, small(op, GROUPED_ROWS)?);
+        let op = self.op;
+        let cuda = ex.cuda(self.op)?;
+        let slots = small(op, s.slots())?;
+        let num_local = small(op, s.num_local)?;
+        let num_ids = small(op, s.num_ids)?;
+        let tile_rows = small(op, GROUPED_ROWS)?;
         // SAFETY: a pure function of numbers.
         let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
         let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
         // Slots in order of their experts, and tiles of at most `GROUPED_ROWS` of them.
-        let (offsets, sorted) = (words(s.num_local + 1)?, words(s.slots())?);
-        let (tiles, num_tiles) = (words(2 * max_tiles)?, words(1)?);
+        let offsets = words(s.num_local + 1)?;
+        let sorted = words(s.slots())?;
+        let tiles = words(2 * max_tiles)?;
+        let num_tiles = words(1)?;
         let align = AlignTokensArgs {
             topk_ids: self.topk_ids,
             expert_map: self.expert_map,

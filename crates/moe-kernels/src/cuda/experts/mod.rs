@@ -5,6 +5,7 @@ mod combine;
 mod fp8;
 mod launch;
 mod one_launch;
+mod packs;
 mod routed;
 
 use candle_core::{DType, Result, bail};
@@ -128,7 +129,8 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
     if form == Some(ExpertsForm::OneLaunch) {
         let FusedExperts { topk_ids, topk_weights, expert_map, .. } = *args;
         let choice = Choice::Given(topk_ids, topk_weights);
-        let (x, packs) = (inputs.x, inputs.packs);
+        let x = inputs.x;
+        let packs = inputs.packs;
         let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes };
         return launch.run((out, output), ex);
     }
@@ -182,10 +184,13 @@ fn any_quantised(
     };
     let slots = sizes.slots();
     let mut offsets = ex.scratch(DType::U32, &[sizes.num_local + 1])?;
-    let (mut sorted, mut in_rows) = (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
+    let mut sorted = ex.scratch(DType::U32, &[slots])?;
+    let mut in_rows = ex.scratch(DType::U32, &[slots])?;
     let to = (offsets.view_mut(), sorted.view_mut(), in_rows.view_mut());
     group_token_slots_into(args.topk_ids, args.expert_map, to.0, to.1, to.2, ex)?;
-    let (offsets, in_rows, out_rows) = (offsets.view(), in_rows.view(), sorted.view());
+    let offsets = offsets.view();
+    let in_rows = in_rows.view();
+    let out_rows = sorted.view();
     let groups = ExpertGroups { offsets, in_rows, out_rows };
     let w13 = (w13.device_pack(op)?, None);
     quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, act.view_mut(), ex)?;

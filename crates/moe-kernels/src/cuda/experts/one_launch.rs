@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::launch::Packs;
+use super::packs::Packs;
 use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs, StepRoutingArgs};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
@@ -34,7 +34,8 @@ pub(super) struct OneLaunch<'a> {
 impl OneLaunch<'_> {
     /// Launches.
     pub fn run(&self, (out, output): (Out, Output), ex: &Exec) -> Result<()> {
-        let (op, s) = (self.op, &self.sizes);
+        let op = self.op;
+        let s = &self.sizes;
         if let Err(reason) = s.fits_one_launch(&ex.machine()) {
             bail!("{op}: the one launch {reason}")
         }
@@ -106,7 +107,8 @@ impl OneLaunch<'_> {
         unsafe {
             match self.packs {
                 Packs::Floats { w13, w2 } => {
-                    let (hidden, inter) = (small(op, s.hidden)?, small(op, s.inter)?);
+                    let hidden = small(op, s.hidden)?;
+                    let inter = small(op, s.inter)?;
                     let num_local = small(op, s.num_local)?;
                     let args = args!(LayerStreamArgs { w13, w2, hidden, inter, num_local });
                     cuda.check(op, ffi::moe_layer_stream(&args, cuda.raw()?))
@@ -163,7 +165,8 @@ mod tests {
     fn the_host_and_the_kernel_agree_on_what_fits() {
         let gpu = Gpu::HOPPER;
         let machine = Machine { gpu: Some(gpu), ..Machine::default() };
-        let (mut fitting, mut refused) = (0, 0);
+        let mut fitting = 0;
+        let mut refused = 0;
         for quant in weights() {
             for tokens in 1..=5 {
                 for top_k in [1, 2, 6, 8, 16, 33] {
@@ -181,7 +184,8 @@ mod tests {
                                     quant,
                                     passes: 1,
                                 };
-                                let (kernel, host) = (fits(&call, gpu), call.fits_one_launch(&machine));
+                                let kernel = fits(&call, gpu);
+                                let host = call.fits_one_launch(&machine);
                                 assert_eq!(host.is_ok(), kernel, "{call:?}: {host:?}");
                                 if kernel { fitting += 1 } else { refused += 1 }
                             }

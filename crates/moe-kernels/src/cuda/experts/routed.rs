@@ -3,8 +3,9 @@
 use candle_core::{DType, Result, bail};
 
 use super::arguments::{FusedExperts, check, quantisation};
-use super::launch::{Buckets, Inputs, Lease, Packs, Rows, bucket_counts, clear_bucket_counts};
+use super::launch::{Buckets, Inputs, Lease, Rows, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
+use super::packs::Packs;
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
@@ -127,7 +128,8 @@ impl MonolithicExperts<'_> {
         norm: Option<PreNorm<'b>>,
         ex: &Exec,
     ) -> Result<OneLaunch<'b>> {
-        let (choice, packs) = (Choice::Gate(self.gate), Packs::of(op, [self.w13, self.w2], ex)?);
+        let choice = Choice::Gate(self.gate);
+        let packs = Packs::of(op, [self.w13, self.w2], ex)?;
         Ok(OneLaunch { op, x, norm, choice, packs, expert_map: self.expert_map, sizes })
     }
 }
@@ -198,7 +200,8 @@ impl Products {
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
         gate_route(x, args.gate, outputs, buckets, ex)?;
         let MonolithicExperts { w13, w2, expert_map, .. } = *args;
-        let (topk_ids, topk_weights) = (ids.view(), weights.view());
+        let topk_ids = ids.view();
+        let topk_weights = weights.view();
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         check(op, &fused)?;
         let inputs = Inputs::of(op, &fused, ex)?;
@@ -207,7 +210,8 @@ impl Products {
             MonolithicForm::Tensor => inputs.scratch(&sizes, DType::F32, ex)?,
             _ => inputs.scratch(&sizes, DType::BF16, ex)?,
         };
-        let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
+        let at = slots.at.cast_const();
+        let counts = bucket_counts(num_local, ex)?.cast_const();
         let listed = Buckets { at, counts, places: tokens };
         if form == MonolithicForm::Fp8 {
             inputs.fp8(&sizes, &listed, &rows, ex)?;

@@ -42,7 +42,8 @@ impl PeerBuffers {
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (op, cuda) = ("peer combine_add_rms_norm", ex.cuda("peer combine_add_rms_norm")?);
+        let op = "peer combine_add_rms_norm";
+        let cuda = ex.cuda("peer combine_add_rms_norm")?;
         let (tokens, top_k, hidden) = slots.check(op)?;
         let own = counts.get(self.rank as usize).copied().unwrap_or(0);
         expect(op, "residual", &residual, DType::F32, &[own, hidden])?;
@@ -95,7 +96,8 @@ impl PeerBuffers {
             *to = u32::try_from(*count).map_err(candle_core::Error::wrap)?;
         }
         let weight = cuda.read(op, "weight", norm.weight)?;
-        let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
+        let residual = cuda.write(op, "residual", &mut residual)?;
+        let out = cuda.write(op, "out", &mut out)?;
         // SAFETY: dims, dtypes and alignment are checked above; the buffers are the promise of `new`.
         let code = unsafe {
             ffi::moe_peer_combine_add_rms_norm(

@@ -55,8 +55,10 @@ impl PeerNeeds {
             bail!("{op}: expected {t} rows of floats in whole slots, got dims {:?}", rows.dims())
         };
         let number = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
-        let (top_k, experts) = (number(top_k)?, number(owners.elem_count())?);
-        let (ids, owners) = (cuda.read(op, "ids", ids)?, cuda.read(op, "owners", owners)?);
+        let top_k = number(top_k)?;
+        let experts = number(owners.elem_count())?;
+        let ids = cuda.read(op, "ids", ids)?;
+        let owners = cuda.read(op, "owners", owners)?;
         Ok(Self { ids, owners, top_k, experts, row_slots })
     }
 }
@@ -84,7 +86,8 @@ fn slots(dtype: DType, count: usize) -> Option<u32> {
 
 /// [`slots`] of every rank's part, zeros behind the last; `None` also where all together are too many to count.
 fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
-    let (mut all, mut total) = ([0; MAX_PEERS], 0u32);
+    let mut all = [0; MAX_PEERS];
+    let mut total = 0u32;
     for (at, &count) in all.iter_mut().zip(parts) {
         *at = slots(dtype, count)?;
         total = total.checked_add(*at)?;
@@ -127,9 +130,11 @@ impl PeerBuffers {
         needs: Option<(View, View)>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (op, cuda) = ("peer all_gather", ex.cuda("peer all_gather")?);
+        let op = "peer all_gather";
+        let cuda = ex.cuda("peer all_gather")?;
         if counts.len() != self.ranks as usize || arrays.len() > MAX_ARRAYS {
-            let (ranks, got) = (self.ranks, arrays.len());
+            let ranks = self.ranks;
+            let got = arrays.len();
             bail!(
                 "{op}: expected counts of {ranks} ranks and up to {MAX_ARRAYS} arrays, got {counts:?} and {got}"
             )
@@ -180,7 +185,8 @@ impl PeerBuffers {
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (op, cuda) = ("peer reduce_scatter", ex.cuda("peer reduce_scatter")?);
+        let op = "peer reduce_scatter";
+        let cuda = ex.cuda("peer reduce_scatter")?;
         let dtype = input.dtype();
         expect_dtype(op, "out", &out, DType::F32)?;
         let parts = parts(&input, counts).filter(|parts| self.fits_scatter(dtype, parts));
@@ -195,8 +201,10 @@ impl PeerBuffers {
         let needs = needs.map(|needs| PeerNeeds::new(op, &input, needs, cuda)).transpose()?;
         let own = parts[self.rank as usize];
         expect_dims(op, "out", &out.as_view().reshape(&[out.elem_count()])?, &[own])?;
-        let (input, to) = (cuda.read(op, "input", input)?, cuda.write(op, "out", &mut out)?);
-        let (narrow, slots) = (i32::from(dtype == DType::BF16), slots.as_ptr());
+        let input = cuda.read(op, "input", input)?;
+        let to = cuda.write(op, "out", &mut out)?;
+        let narrow = i32::from(dtype == DType::BF16);
+        let slots = slots.as_ptr();
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         cuda.check(op, unsafe {
             ffi::moe_peer_reduce_scatter(self, input, narrow, to, slots, address(&needs), cuda.raw()?)
@@ -222,7 +230,8 @@ mod tests {
         // A step of Qwen3-30B-A3B: rows of 2,048 with 8 ids and weights.
         let gathers = |tokens: [usize; 4]| {
             let part = |width| tokens.map(|n| n * width);
-            let (rows, slots) = (part(2048), part(8));
+            let rows = part(2048);
+            let slots = part(8);
             group.fits_gather(
                 [(DType::BF16, &rows[..]), (DType::U32, &slots), (DType::F32, &slots)].into_iter(),
             )

@@ -123,10 +123,13 @@ impl PeerBuffers {
     /// # Errors
     /// A view that does not lie on the context's device; what [`fits`](Self::fits) refuses.
     pub fn all_reduce_into(&self, mut data: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (op, cuda, dtype) = ("peer all_reduce", ex.cuda("peer all_reduce")?, data.dtype());
+        let op = "peer all_reduce";
+        let cuda = ex.cuda("peer all_reduce")?;
+        let dtype = data.dtype();
         let count = data.elem_count();
         if !self.fits(dtype, count) {
-            let (dtype, most) = (dtype.as_str(), self.capacity);
+            let dtype = dtype.as_str();
+            let most = self.capacity;
             bail!("{op}: expected f32 or bf16 and at most {most} bytes, got {count} elements of {dtype}")
         }
         let at: *mut std::ffi::c_void = cuda.write(op, "data", &mut data)?;
@@ -149,13 +152,15 @@ impl PeerBuffers {
         norm: Option<(&PreNorm, ViewMut)>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (op, cuda) = ("peer all_reduce_add_rms_norm", ex.cuda("peer all_reduce_add_rms_norm")?);
+        let op = "peer all_reduce_add_rms_norm";
+        let cuda = ex.cuda("peer all_reduce_add_rms_norm")?;
         let (t, h) = expect_matrix(op, "partial", &partial)?;
         expect_dtype(op, "partial", &partial, DType::F32)?;
         expect(op, "residual", &residual, DType::F32, &[t, h])?;
         let mut weight = std::ptr::null();
-        let (mut eps, mut to, mut vectors) =
-            (0., std::ptr::null_mut(), aligned(&[partial, residual.as_view()]));
+        let mut eps = 0.;
+        let mut to = std::ptr::null_mut();
+        let mut vectors = aligned(&[partial, residual.as_view()]);
         if let Some((norm, mut out)) = norm {
             expect(op, "weight", &norm.weight, DType::BF16, &[h])?;
             expect(op, "out", &out, DType::BF16, &[t, h])?;

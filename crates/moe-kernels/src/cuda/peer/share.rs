@@ -32,7 +32,8 @@ impl PeerBuffers {
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (op, cuda) = ("peer share_add_rms_norm", ex.cuda("peer share_add_rms_norm")?);
+        let op = "peer share_add_rms_norm";
+        let cuda = ex.cuda("peer share_add_rms_norm")?;
         let (t, h) = expect_matrix(op, "partial", &partial)?;
         expect_dtype(op, "partial", &partial, DType::F32)?;
         expect(op, "residual", &residual, DType::F32, &[t, h])?;
@@ -43,8 +44,10 @@ impl PeerBuffers {
                 "{op}: expected views at multiples of 16 bytes and H a multiple of 8 up to {MAX_HIDDEN}; got dims [{t}, {h}]"
             )
         }
-        let (partial, weight) = (cuda.read(op, "partial", partial)?, cuda.read(op, "weight", norm.weight)?);
-        let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
+        let partial = cuda.read(op, "partial", partial)?;
+        let weight = cuda.read(op, "weight", norm.weight)?;
+        let residual = cuda.write(op, "residual", &mut residual)?;
+        let out = cuda.write(op, "out", &mut out)?;
         // SAFETY: dims, dtypes and alignment are checked above; the buffers are the promise of `new`.
         let code = unsafe {
             ffi::moe_peer_share_add_rms_norm(

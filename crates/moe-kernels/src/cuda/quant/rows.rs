@@ -20,7 +20,8 @@ pub(super) fn pack(
     staging: &Staging,
     ex: &Exec,
 ) -> Result<Arrays> {
-    let (rows, row_bytes) = (matrices.len() * tiles.n_tiles(), tiles.row_bytes());
+    let rows = matrices.len() * tiles.n_tiles();
+    let row_bytes = tiles.row_bytes();
     let per_row = tiles.groups * TILE_ROWS;
     let mut scales = vec![0f32; rows * per_row];
     let mut zeros = vec![0u8; if tiles.own_zeros() { rows * per_row } else { 0 }];
@@ -42,7 +43,8 @@ pub(super) fn pack(
             let mut zeros = zeros.chunks_mut(per_row);
             let rows = bytes.chunks_mut(row_bytes.max(1)).zip(scales.chunks_mut(per_row));
             for (i, (q, scales)) in rows.enumerate() {
-                let (e, tile) = ((first + i) / tiles.n_tiles(), (first + i) % tiles.n_tiles());
+                let e = (first + i) / tiles.n_tiles();
+                let tile = (first + i) % tiles.n_tiles();
                 let to = TileRow { q, scales, zeros: zeros.next().unwrap_or_default() };
                 tiles.pack((e, tile), matrices[e], scratch, to)?;
             }

@@ -107,7 +107,8 @@ fn form(tiles: &Tiles, batches: &StoredBatches) -> Result<QuantPackStoredArgs> {
     let coding = |words: StoredWords| {
         let places = words.place.iter().rev().fold(0, |all, place| all << 4 | u32::from(*place));
         let bits = |n: usize| n.trailing_zeros() as i32;
-        let (row_bits, column_bits) = (bits(words.grid.rows), bits(words.grid.columns));
+        let row_bits = bits(words.grid.rows);
+        let column_bits = bits(words.grid.columns);
         StoredCoding { row_bits, column_bits, bits: words.bits.into(), places, plus: words.plus }
     };
     Ok(QuantPackStoredArgs {

@@ -63,7 +63,8 @@ impl SampleParams {
     /// The row as the kernel reads it.
     pub fn words(&self) -> [u32; SAMPLE_WORDS] {
         let halves = |x: u64| [x as u32, (x >> 32) as u32];
-        let ([s0, s1], [p0, p1]) = (halves(self.seed), halves(self.position));
+        let [s0, s1] = halves(self.seed);
+        let [p0, p1] = halves(self.position);
         let [t, top_p, min_p] = [self.temperature, self.top_p, self.min_p].map(f32::to_bits);
         let [repetition, frequency, presence] = self.penalties.map(f32::to_bits);
         let [bans, from, count] = self.edits;
@@ -132,14 +133,17 @@ pub fn sample_into(
     mut status: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("sample", ex.cuda("sample")?);
+    let op = "sample";
+    let cuda = ex.cuda("sample")?;
     let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
     expect(op, "params", &params, DType::U32, &[rows, SAMPLE_WORDS])?;
     for (name, out) in [("tokens", &tokens), ("status", &status)] {
         expect(op, name, out, DType::U32, &[rows])?;
     }
-    let (mut uses, mut edits, mut count) = (std::ptr::null_mut(), std::ptr::null(), 0);
+    let mut uses = std::ptr::null_mut();
+    let mut edits = std::ptr::null();
+    let mut count = 0;
     if let Some(mut slots) = slots {
         count = small(op, slots.count(op, vocab)?)?;
         uses = cuda.write(op, "uses", &mut slots.uses)?;
@@ -150,10 +154,12 @@ pub fn sample_into(
         expect(op, "masks", &masks, DType::U32, &[rows, vocab.div_ceil(u32::BITS as usize)])?;
         bits = cuda.read(op, "masks", masks)?;
     }
-    let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
+    let logits = cuda.read(op, "logits", logits)?;
+    let params = cuda.read(op, "params", params)?;
     let tokens = cuda.write(op, "tokens", &mut tokens)?;
     let status = cuda.write(op, "status", &mut status)?;
-    let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
+    let rows = small(op, rows)?;
+    let vocab = small(op, vocab)?;
     // SAFETY: dims and dtypes are checked above; the kernel holds the slots that rows name to their number.
     cuda.check(op, unsafe {
         ffi::moe_sample(logits, params, uses, edits, count, bits, rows, vocab, tokens, status, cuda.raw()?)
@@ -182,7 +188,8 @@ impl SlotReset<'_> {
     /// The array of several resets; fails if it is longer than `words`, or a slot has no room for its edits.
     pub fn write(resets: &[SlotReset], words: &mut [u32]) -> Result<usize> {
         if let Some(reset) = resets.iter().find(|reset| reset.edits.len() > MAX_EDITS) {
-            let (slot, edits) = (reset.slot, reset.edits.len());
+            let slot = reset.slot;
+            let edits = reset.edits.len();
             bail!("reset_slots: expected at most {MAX_EDITS} edits of slot {slot}, got {edits}")
         }
         let len = resets.iter().map(SlotReset::words).sum::<usize>();
@@ -211,7 +218,8 @@ impl SlotReset<'_> {
 /// Rebuilds the slots of the first `count` entries of `words` ([`SlotReset::write`]), which are all different. An entry
 /// whose slot does not exist, or that names words behind `words`, changes nothing.
 pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("reset_slots", ex.cuda("reset_slots")?);
+    let op = "reset_slots";
+    let cuda = ex.cuda("reset_slots")?;
     expect_dtype(op, "words", &words, DType::U32)?;
     let (_, vocab) = expect_matrix(op, "uses", &slots.uses)?;
     let all = small(op, slots.count(op, vocab)?)?;
@@ -222,7 +230,9 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
     let words = cuda.read(op, "words", words)?;
     let uses = cuda.write(op, "uses", &mut slots.uses)?;
     let edits = cuda.write(op, "edits", &mut slots.edits)?;
-    let (len, count, vocab) = (small(op, len)?, small(op, count)?, small(op, vocab)?);
+    let len = small(op, len)?;
+    let count = small(op, count)?;
+    let vocab = small(op, vocab)?;
     // SAFETY: dims and dtypes are checked above; the kernel holds slots and offsets to what there is.
     cuda.check(op, unsafe { ffi::moe_reset_slots(words, len, count, uses, edits, all, vocab, cuda.raw()?) })
 }
@@ -232,16 +242,21 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
 /// many of the likeliest tokens are listed, plus one ([`SampleParams::words`] ends with it); rows where it is 0, and those whose
 /// token the vocabulary lacks, stay as they are.
 pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (op, cuda) = ("logprobs", ex.cuda("logprobs")?);
+    let op = "logprobs";
+    let cuda = ex.cuda("logprobs")?;
     let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
     let (_, words) = expect_matrix(op, "params", &params)?;
     expect(op, "params", &params, DType::U32, &[rows, words])?;
     expect(op, "tokens", &tokens, DType::U32, &[rows])?;
     expect(op, "out", &out, DType::U32, &[rows, LOGPROB_WORDS])?;
-    let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
-    let (tokens, out) = (cuda.read(op, "tokens", tokens)?, cuda.write(op, "out", &mut out)?);
-    let (rows, vocab, words) = (small(op, rows)?, small(op, vocab)?, small(op, words)?);
+    let logits = cuda.read(op, "logits", logits)?;
+    let params = cuda.read(op, "params", params)?;
+    let tokens = cuda.read(op, "tokens", tokens)?;
+    let out = cuda.write(op, "out", &mut out)?;
+    let rows = small(op, rows)?;
+    let vocab = small(op, vocab)?;
+    let words = small(op, words)?;
     // SAFETY: dims and dtypes are checked above.
     cuda.check(op, unsafe { ffi::moe_logprobs(logits, params, words, tokens, rows, vocab, out, cuda.raw()?) })
 }
