@@ -367,7 +367,7 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
             let mut rows = ProductRows::of_product(data.rows, guard.view().unwrap(), false, &p.ex).unwrap();
             assert_eq!(
                 matches!(rows, ProductRows::Fp8(_)),
-                data.rows < 512 || data.rows % 4 == 0,
+                data.rows < 512 || data.rows.is_multiple_of(4),
                 "{} rows",
                 data.rows
             );

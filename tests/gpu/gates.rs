@@ -6,7 +6,7 @@ mod rule;
 use candle_core::DType;
 use moe_kernels::cuda::{LastStep, StepTokens, balance_ids_into, gate_route_into, upload_step_into};
 use moe_kernels::half::bf16;
-use moe_kernels::{Buffer, Exec, ForcedWeights, Gate, GateScoring, LayerRouting, NO_EXPERT, View};
+use moe_kernels::{Buffer, Exec, ForcedWeights, Gate, LayerRouting, NO_EXPERT, View};
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
