@@ -71,6 +71,6 @@ pub use moe_kernels::{
     checksum,
 };
 pub use moe_router::{
-    RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,
-    hf,
+    RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Scoring,
+    Selection as RouterSelection, hf,
 };

@@ -9,7 +9,7 @@ use moe_kernels::Unread;
 use crate::config::{RouterConfig, Selection};
 use crate::custom::RoutingFunction;
 use crate::error::refuse;
-use crate::score::ids_fault;
+use crate::score::{ids_fault, score_row};
 use crate::simulate::{RoutingStrategy, Strategies};
 
 /// What a router needs beside its configuration. Everything that the configuration does not call
@@ -97,6 +97,22 @@ impl Router {
     /// The configuration.
     pub fn config(&self) -> &RouterConfig {
         &self.config
+    }
+
+    /// What the experts of a row of `logits` [E] are chosen by where there is a correction bias, score + bias; `None` where
+    /// there is none.
+    ///
+    /// # Errors
+    /// Another number of logits.
+    pub fn biased_scores(&self, logits: &[f32]) -> Result<Option<Vec<f32>>> {
+        let Some(bias) = &self.bias else { return Ok(None) };
+        let bias: Vec<f32> = bias.to_vec1()?;
+        if logits.len() != bias.len() {
+            candle_core::bail!("biased scores: expected {} logits, got {}", bias.len(), logits.len())
+        }
+        let mut scores = vec![0.0; logits.len()];
+        score_row(&self.config, logits, &mut scores);
+        Ok(Some(scores.iter().zip(bias).map(|(score, bias)| score + bias).collect()))
     }
 }
 

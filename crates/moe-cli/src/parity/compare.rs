@@ -51,17 +51,35 @@ pub fn top_k_gap(keys: &[f32], k: usize) -> f32 {
     }
 }
 
-/// [`top_k_gap`] of a selection among the experts of the `kept` best of `groups` equal groups, a
-/// group being as good as its best expert: how clearly the groups are separated, or the experts of
-/// the kept ones, whichever is closer.
-pub fn grouped_gap(keys: &[f32], k: usize, groups: usize, kept: usize) -> f32 {
-    let size = (keys.len() / groups.max(1)).max(1);
-    let best = |group: &[f32]| group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut by_score: Vec<&[f32]> = keys.chunks(size).collect();
-    by_score.sort_by(|a, b| best(b).total_cmp(&best(a)));
-    let scores: Vec<f32> = by_score.iter().map(|group| best(group)).collect();
-    let members: Vec<f32> = by_score.iter().take(kept).copied().flatten().copied().collect();
-    top_k_gap(&scores, kept).min(top_k_gap(&members, k))
+/// Groups of experts, of which the best are kept.
+#[derive(Clone, Copy, Debug)]
+pub struct Groups {
+    /// Number of equal groups of consecutive experts.
+    pub count: usize,
+    /// How many are kept.
+    pub kept: usize,
+    /// A group is as good as the sum of so many of its best experts.
+    pub summed: usize,
+}
+
+impl Groups {
+    /// How good a group of these keys is.
+    fn score(self, group: &[f32]) -> f32 {
+        let mut sorted = group.to_vec();
+        sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+        sorted.iter().take(self.summed).sum()
+    }
+
+    /// [`top_k_gap`] of a selection of k experts among those of the kept groups: how clearly the groups are separated, by
+    /// each of the keys in their sums, or the experts of the kept ones, whichever is closer.
+    pub fn gap(self, keys: &[f32], k: usize) -> f32 {
+        let size = (keys.len() / self.count.max(1)).max(1);
+        let mut by_score: Vec<&[f32]> = keys.chunks(size).collect();
+        by_score.sort_by(|a, b| self.score(b).total_cmp(&self.score(a)));
+        let scores: Vec<f32> = by_score.iter().map(|group| self.score(group)).collect();
+        let members: Vec<f32> = by_score.iter().take(self.kept).copied().flatten().copied().collect();
+        (top_k_gap(&scores, self.kept) / self.summed as f32).min(top_k_gap(&members, k))
+    }
 }
 
 #[cfg(test)]
@@ -85,9 +103,12 @@ mod tests {
         assert_eq!(top_k_gap(&[0.1, 0.5], 2), f32::INFINITY);
         // Two of three pairs stay: 1.0 and 0.5 lead, 0.25 apart from the third; then 0.5 over 0.375.
         let keys = [0.125, 0.5, 0.375, 1.0, 0.25, 0.0];
-        assert_eq!(grouped_gap(&keys, 2, 3, 2), 0.125);
-        assert_eq!(grouped_gap(&[0.125, 0.5, 0.0, 1.0, 0.4375, 0.0], 2, 3, 2), 0.0625);
-        assert_eq!(grouped_gap(&keys, 2, 1, 1), top_k_gap(&keys, 2));
+        let pairs = Groups { count: 3, kept: 2, summed: 1 };
+        assert_eq!(pairs.gap(&keys, 2), 0.125);
+        assert_eq!(pairs.gap(&[0.125, 0.5, 0.0, 1.0, 0.4375, 0.0], 2), 0.0625);
+        assert_eq!(Groups { count: 1, kept: 1, summed: 1 }.gap(&keys, 2), top_k_gap(&keys, 2));
+        // Pairs are 0.625, 1.375 and 0.25: 0.375 apart, from two keys each.
+        assert_eq!(Groups { summed: 2, ..pairs }.gap(&keys, 1), 0.1875);
         assert_eq!(argmax(&[1., 2., 2.]), 1);
     }
 }

@@ -15,11 +15,11 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Config, Exec, MoeInfo, RoutedExperts, Router};
-use moe_layer::{DType, Device, RouterSelection, Tensor};
+use moe_layer::{DType, Device, RouterSelection, Scoring, Tensor};
 
 pub use judge::{LayerError, Report};
 
-use compare::{grouped_gap, top_k_gap};
+use compare::{Groups, top_k_gap};
 use judge::{Rules, Selection, judge};
 use reference::{Reference, Sizes};
 
@@ -89,11 +89,21 @@ impl Selection for Routers<'_> {
 
     fn gap(&self, layer: usize, row: &[f32]) -> Result<f32> {
         let (router, info) = self.router(layer)?;
-        Ok(match router.config().selection {
+        let biased = router.biased_scores(row)?;
+        let keys = biased.as_deref().unwrap_or(row);
+        let gap = match router.config().selection {
             RouterSelection::Grouped { num_expert_group, topk_group } => {
-                grouped_gap(row, info.top_k, num_expert_group, topk_group)
+                let summed = if biased.is_some() { 2 } else { 1 };
+                Groups { count: num_expert_group, kept: topk_group, summed }.gap(keys, info.top_k)
             }
-            _ => top_k_gap(row, info.top_k),
-        })
+            _ => top_k_gap(keys, info.top_k),
+        };
+        // Scores move less than their logits: sigmoid by a quarter at most, the others by half.
+        let steepest = match router.config().scoring {
+            _ if biased.is_none() => 1.0,
+            Scoring::Sigmoid => 0.25,
+            _ => 0.5,
+        };
+        Ok(gap / steepest)
     }
 }
