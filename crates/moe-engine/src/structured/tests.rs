@@ -273,7 +273,11 @@ fn hostile_requests_are_bounded() {
         let got = output.check(Some(&tokenizer())).map_err(|e| e.reason);
         match want {
             None => assert_eq!(got, Ok(()), "{}", output.what()),
-            Some(want) => assert!(got.as_ref().is_err_and(|e| e.contains(want)), "{want}: {got:?}"),
+            // On a busy machine the limit of time can come before what it would be refused for.
+            Some(want) => {
+                let is_refused = |e: &String| e.contains(want) || e.contains("compiling it takes more than");
+                assert!(got.as_ref().is_err_and(is_refused), "{want}: {got:?}");
+            }
         }
     }
     // Each mask has a limit, too: the choice fails where the expression becomes too complex.
