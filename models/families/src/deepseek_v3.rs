@@ -5,8 +5,9 @@ use model_runtime::config::{Config, ConfigError, limits};
 use model_runtime::{DecoderConfig, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::check_noaux_routing;
 use crate::latent::LatentSpec;
-use crate::latent_config::{Sizes, attention, check_interleaved, check_noaux_routing, or_null, rope};
+use crate::latent_config::{Sizes, attention, check_interleaved, or_null, rope};
 
 /// DeepSeek-V3, R1, V3.1 and Moonlight.
 pub const FAMILY: ModelFamily = ModelFamily {
@@ -41,6 +42,12 @@ const SIZES: Sizes = Sizes {
 pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
     config.quantisation()?;
     check_noaux_routing(config)?;
+    for key in ["rope_interleave", "norm_topk_prob"] {
+        // transformers takes null for false.
+        if config.object().get(key).is_some_and(|value| value.is_null()) {
+            return Err(config.unsupported(format!("{key} null"), "; say true, or leave the key out"));
+        }
+    }
     check_interleaved(config)?;
     let every = config.size_or(&["moe_layer_freq"], 1, 0..=*limits::LAYERS.end())?;
     if every != 1 {

@@ -7,7 +7,7 @@ use model_runtime::{
 };
 use moe_engine::ModelFamily;
 
-use crate::fixed_routing::check_biased_routing;
+use crate::fixed_keys::{check_biased_routing, check_no_window};
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// ERNIE 4.5 with experts, text alone.
@@ -48,6 +48,7 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         return Err(config.unsupported("use_bias true", "; attention and MLPs without biases are supported"));
     }
     check_biased_routing(config, "softmax")?;
+    check_no_window(config)?;
     let norm_min = config.float_or(&["moe_norm_min"], NORM_MIN)?;
     if norm_min > NORM_MIN {
         let advice =

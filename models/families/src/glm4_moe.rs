@@ -4,6 +4,7 @@ use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
 use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, QkNorm, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::{check_no_window, check_noaux_routing};
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// GLM-4.5 and GLM-4.5-Air.
@@ -35,6 +36,8 @@ const ROTATED: f64 = 0.5;
 /// Values of another type or out of bounds.
 pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     config.quantisation()?;
+    check_noaux_routing(config)?;
+    check_no_window(config)?;
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
     let attention = attention(config, &SIZES)?;
     let positions = config.size_or(&["max_position_embeddings"], 131072, limits::POSITIONS)?;

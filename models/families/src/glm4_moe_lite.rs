@@ -4,8 +4,9 @@ use model_runtime::config::{Config, ConfigError, limits};
 use model_runtime::{DecoderConfig, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::check_noaux_routing;
 use crate::latent::LatentSpec;
-use crate::latent_config::{Sizes, attention, check_interleaved, check_noaux_routing, rope};
+use crate::latent_config::{Sizes, attention, check_interleaved, rope};
 
 /// GLM-4.7-Flash.
 pub const FAMILY: ModelFamily = ModelFamily {

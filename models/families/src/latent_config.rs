@@ -3,7 +3,7 @@
 use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
 use model_runtime::{MlaConfig, MlaForm};
 
-use crate::fixed_routing::check_fixed_strings;
+use crate::fixed_keys::check_no_window;
 
 /// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
 const LATENT_NORM_EPS: f64 = 1e-6;
@@ -37,12 +37,13 @@ pub(crate) fn rope(config: &Config, defaults: &Sizes) -> Result<RopeConfig, Conf
 /// Attention of the config's sizes in the absorbed form.
 ///
 /// # Errors
-/// Values out of bounds; another number of key heads than of query heads.
+/// Values out of bounds; another number of key heads than of query heads; a window.
 pub(crate) fn attention(
     config: &Config,
     rope: &RopeConfig,
     defaults: &Sizes,
 ) -> Result<MlaConfig, ConfigError> {
+    check_no_window(config)?;
     let num_heads = config.size_or(&["num_attention_heads"], defaults.num_heads, limits::HEADS)?;
     let kv_heads = config.size_or(&["num_key_value_heads"], num_heads, limits::HEADS)?;
     if kv_heads != num_heads {
@@ -99,15 +100,6 @@ fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
     }
     // At 0 this is 1, as where the key is absent.
     Ok(yarn_mscale(factor, all_dim))
-}
-
-/// Refuses a config whose experts are not chosen as in DeepSeek-V3, which is all that transformers' code of such a family
-/// knows: it reads neither key.
-///
-/// # Errors
-/// A `topk_method` or a `scoring_func` of another routing.
-pub(crate) fn check_noaux_routing(config: &Config) -> Result<(), ConfigError> {
-    check_fixed_strings(config, &[("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")])
 }
 
 /// Refuses rotary embedding whose pairs are halves of a head apart.

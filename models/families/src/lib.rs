@@ -5,7 +5,7 @@ pub mod deepseek_v2;
 pub mod deepseek_v3;
 mod embedded;
 pub mod ernie4_5_moe;
-mod fixed_routing;
+mod fixed_keys;
 pub mod glm4_moe;
 pub mod glm4_moe_lite;
 pub mod grouped_query;

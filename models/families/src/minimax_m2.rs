@@ -6,7 +6,7 @@ use model_runtime::{
 };
 use moe_engine::ModelFamily;
 
-use crate::fixed_routing::{check_biased_routing, check_fixed_strings};
+use crate::fixed_keys::{check_biased_routing, check_fixed_strings, check_no_window};
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// MiniMax-M2 and M2.1.
@@ -81,6 +81,7 @@ fn with_defaults(config: &Config) -> Config {
 /// Refuses what published configs say about parts of the network, where it is not what transformers' code always does.
 fn refuse_options(config: &Config) -> Result<(), ConfigError> {
     check_biased_routing(config, "sigmoid")?;
+    check_no_window(config)?;
     check_fixed_strings(config, &[("qk_norm_type", "per_layer")])?;
     if !config.bool_or(&["use_qk_norm"], true)? {
         return Err(config.unsupported("use_qk_norm false", "; MiniMax-M2 runs with norms of q and k alone"));

@@ -4,6 +4,7 @@ use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{AttentionConfig, Config, ConfigError, DecoderConfig, MlpNames, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::check_softmax_routing;
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// Mixtral.
@@ -31,6 +32,7 @@ const DEFAULT_THETA: f64 = 1e6;
 /// Values of another type or out of bounds; a router that does not renormalise, which transformers does not have.
 pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     config.quantisation()?;
+    check_softmax_routing(config)?;
     if !config.bool_or(&["norm_topk_prob"], true)? {
         let advice = "; Mixtral's router always renormalises the weights of the chosen experts";
         return Err(config.unsupported("norm_topk_prob false", advice));

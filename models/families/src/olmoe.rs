@@ -4,6 +4,7 @@ use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{AttentionConfig, Config, ConfigError, DecoderConfig, MoeConfig, QkNorm, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::{check_no_window, check_softmax_routing};
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
 
 /// OLMoE.
@@ -30,10 +31,8 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
             config.unsupported(format!("clip_qkv {clip}"), "; queries, keys and values stay as they are")
         );
     }
-    if let Some(window) = config.opt_size(&["sliding_window"], limits::POSITIONS)? {
-        let advice = "; OLMoE's attention has no window";
-        return Err(config.unsupported(format!("sliding_window {window}"), advice));
-    }
+    check_no_window(config)?;
+    check_softmax_routing(config)?;
     let bias = config.bool_or(&["attention_bias"], false)?;
     let attention = AttentionConfig {
         qkv_bias: bias,

@@ -4,6 +4,7 @@ use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
 use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 
+use crate::fixed_keys::check_softmax_routing;
 use crate::grouped_query::{GroupedQuerySpec, Sizes, attention, sliding_layers};
 use crate::qwen3_moe::sparse_layers;
 
@@ -34,6 +35,7 @@ const WINDOW_LAYERS: usize = 28;
 /// Values of another type or out of bounds; layers of a type that is not known, or with a window that is switched off.
 pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     config.quantisation()?;
+    check_softmax_routing(config)?;
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
     let attention =
         AttentionConfig { qkv_bias: config.bool_or(&["qkv_bias"], true)?, ..attention(config, &SIZES)? };

@@ -55,12 +55,13 @@ fn same_rows(files: &TensorFiles, names: [&str; 2], held: Range<usize>) -> Resul
     Ok(read(names[0])? == read(names[1])?)
 }
 
-/// Whether a config ties the projection to the embedding although the checkpoint has one of its own.
+/// Whether a config ties the projection to the embedding, or may do so by its family's default, although the checkpoint has one
+/// of its own.
 ///
 /// # Errors
 /// As [`has_own_head`].
 pub(super) fn is_tied_in_vain(config: &Config, files: &TensorFiles, names: &TensorNames) -> Result<bool> {
     // A value of another type is an error where the model's config is read.
-    let tied = config.bool_or(&[TIED], false).unwrap_or(false);
+    let tied = config.bool_or(&[TIED], true).unwrap_or(false);
     Ok(tied && has_own_head(files, names)?)
 }

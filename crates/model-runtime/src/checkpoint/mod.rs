@@ -77,8 +77,10 @@ impl Checkpoint {
         let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
         let quantisation = config.quantisation_in(dir)?;
         let tensors = TensorFiles::open_dir(dir)?;
-        let untied = is_tied_in_vain(&config, &tensors, &NAMES).map_err(CheckpointError::of_tensors)?;
-        let config = if untied { config.with(TIED, false) } else { config };
+        let has_own_head = is_tied_in_vain(&config, &tensors, &NAMES).map_err(CheckpointError::of_tensors)?;
+        // Where config.json says nothing, nothing is contradicted.
+        let untied = has_own_head && config.has(TIED);
+        let config = if has_own_head { config.with(TIED, false) } else { config };
         Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()), untied })
     }
 

@@ -20,9 +20,31 @@ impl Config {
         }
     }
 
-    /// The routing of the experts, by [`RouterConfig::from_hf`].
+    /// The routing of the experts, by [`RouterConfig::from_hf`], as transformers reads the config of a model.
+    ///
+    /// # Errors
+    /// A routing that does not fit together; keys of other programs that change it and that transformers does not know.
     pub fn router(&self) -> Result<RouterConfig, ConfigError> {
-        RouterConfig::from_hf(&Value::Object(self.object().clone()))
+        for key in [
+            "moe_router_backend",
+            "moe_softcapping",
+            "apply_router_weight_on_input",
+            "num_fused_shared_experts",
+        ] {
+            let is_off = |value: &Value| {
+                matches!(value, Value::Null | Value::Bool(false)) || value.as_f64() == Some(0.0)
+            };
+            if let Some(value) = self.object().get(key).filter(|value| !is_off(value)) {
+                return Err(self.unsupported(
+                    format!("{key} {value}"),
+                    "; models route as transformers does, which has no such key",
+                ));
+            }
+        }
+        let mut keys = self.object().clone();
+        // The keys of a text model are its own, whatever else the file describes.
+        keys.remove("text_config");
+        RouterConfig::from_hf(&Value::Object(keys))
             .map_err(|e| self.error(format!("the routing it describes is not usable: {e}")))
     }
 }

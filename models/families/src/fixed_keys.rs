@@ -1,6 +1,6 @@
-//! Keys about routing that transformers' code of a family does not read: it computes one routing whatever they say.
+//! Keys that transformers' code of a family does not read, or only in part: it computes one routing whatever they say.
 
-use model_runtime::config::{Config, ConfigError};
+use model_runtime::config::{Config, ConfigError, limits};
 
 /// Refuses a config that asks for another routing than that of its family: biased, renormalised, without a scale, its scores
 /// by this `scoring_func`.
@@ -18,12 +18,48 @@ pub(crate) fn check_biased_routing(config: &Config, scoring: &str) -> Result<(),
             );
         }
     }
+    check_unscaled(config)
+}
+
+/// Refuses a config that asks for another routing than the best of a softmax without a scale.
+///
+/// # Errors
+/// A key that says otherwise, or has a value of another type.
+pub(crate) fn check_softmax_routing(config: &Config) -> Result<(), ConfigError> {
+    check_fixed_strings(config, &[("topk_method", "greedy"), ("scoring_func", "softmax")])?;
+    check_unscaled(config)
+}
+
+fn check_unscaled(config: &Config) -> Result<(), ConfigError> {
     let scale = config.float_or(&["routed_scaling_factor"], 1.0)?;
     if scale != 1.0 {
         let advice = "; the weights of the experts of this family are not scaled";
         return Err(config.unsupported(format!("routed_scaling_factor {scale}"), advice));
     }
     Ok(())
+}
+
+/// Refuses a window: the attention of the family has none, but the cache with which transformers generates would get it.
+///
+/// # Errors
+/// A `sliding_window`.
+pub(crate) fn check_no_window(config: &Config) -> Result<(), ConfigError> {
+    match config.opt_size(&["sliding_window"], limits::POSITIONS)? {
+        Some(window) => {
+            let advice = "; the attention of this family has no window";
+            Err(config.unsupported(format!("sliding_window {window}"), advice))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses a config whose experts are not chosen as in DeepSeek-V3, which is all that transformers' code of such a family
+/// knows: it reads neither key.
+///
+/// # Errors
+/// A `topk_method` or a `scoring_func` of another routing.
+pub(crate) fn check_noaux_routing(config: &Config) -> Result<(), ConfigError> {
+    check_fixed_strings(config, &[("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")])
 }
 
 /// Refuses other values of these keys than those that the family has.
@@ -60,5 +96,21 @@ mod tests {
             let error = check(&format!(r#"{{"{key}": {value}}}"#)).unwrap_err().to_string();
             assert!(error.contains(key), "{error}");
         }
+    }
+
+    #[test]
+    fn a_softmax_has_no_scale_and_attention_no_window() {
+        let config = |text: &str| Config::parse(text, "config.json").unwrap();
+        check_softmax_routing(&config(r#"{"scoring_func": "softmax", "routed_scaling_factor": 1}"#)).unwrap();
+        for text in [
+            r#"{"scoring_func": "sigmoid"}"#,
+            r#"{"topk_method": "noaux_tc"}"#,
+            r#"{"routed_scaling_factor": 2}"#,
+        ] {
+            check_softmax_routing(&config(text)).unwrap_err();
+        }
+        check_no_window(&config(r#"{"sliding_window": null}"#)).unwrap();
+        let error = check_no_window(&config(r#"{"sliding_window": 4}"#)).unwrap_err().to_string();
+        assert!(error.contains("sliding_window 4"), "{error}");
     }
 }
