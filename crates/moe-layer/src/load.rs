@@ -16,7 +16,7 @@ use crate::options::BlockOptions;
 /// [`SharedExperts::load`](crate::SharedExperts::load). `gate` has the
 /// prefix of the router (its `weight` [E + zero experts, H], and what the routing method needs),
 /// `experts` has the prefix of the experts (see [`ExpertWeights::load`]). Matrices have the usual names; for others, such as
-/// [`MlpNames::MIXTRAL`], call [`load_block_on`] with [`BlockContext::names`]. The oracle's choice comes along,
+/// [`MlpNames::MIXTRAL`](crate::MlpNames::MIXTRAL), call [`load_block_on`] with [`BlockContext::names`]. The oracle's choice comes along,
 /// to be shown to the user.
 ///
 /// # Errors
