@@ -99,7 +99,7 @@ impl Router {
         &self.config
     }
 
-    /// What the experts of a row of `logits` [E] are chosen by where there is a correction bias, score + bias; `None` where
+    /// What the experts of a row of `logits` \[E\] are chosen by where there is a correction bias, score + bias; `None` where
     /// there is none.
     ///
     /// # Errors

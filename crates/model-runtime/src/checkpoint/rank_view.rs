@@ -51,7 +51,7 @@ impl RankView {
         Self { names: Some(Arc::new(names)), ..self }
     }
 
-    /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`] gives one.
+    /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`](super::TensorFiles::var_builder) gives one.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self), dtype, device.clone())
     }
