@@ -1,4 +1,4 @@
-//! The products of a mixer with its weights: its first ones may take the norm before it, its last one the addition behind it.
+//! The products of a mixer with its weights: its first ones may take the norm before it, its last one the addition after it.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;

@@ -77,7 +77,7 @@ impl SparseMoeBlock {
         }
     }
 
-    /// Whether the norm behind the layer is better left to modular experts: where their sums return from other ranks, and nothing
+    /// Whether the norm after the layer is better left to modular experts: where their sums return from other ranks, and nothing
     /// else is added.
     pub(crate) fn adds_norm(&self) -> bool {
         let alone = self.router().config().num_zero_experts == 0 && self.shared.is_none();

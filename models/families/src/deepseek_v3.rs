@@ -37,7 +37,7 @@ const SIZES: Sizes = Sizes {
 /// Reads and validates a config, with the defaults of transformers 5.17.
 ///
 /// # Errors
-/// Values of another type or out of bounds; another routing than DeepSeek-V3's; sparse layers that are not all behind the
+/// Values of another type or out of bounds; another routing than DeepSeek-V3's; sparse layers that are not all after the
 /// dense ones.
 pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
     config.quantisation()?;

@@ -109,7 +109,7 @@ impl Attention {
     }
 
     /// Attention on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor
-    /// [T, H]. `kv` lies on that device too; the arrays of `step` may lie in host memory ([`Step::views`]) and are then
+    /// [T, H]. `kv` is on that device, too; the arrays of `step` may be in host memory ([`Step::views`]) and are then
     /// copied.
     ///
     /// # Errors

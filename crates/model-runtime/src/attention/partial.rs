@@ -1,8 +1,9 @@
 //! Heads of which only the first dimensions are rotated, or whose rotated pairs are neighbours.
 //!
-//! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. Models that rotate R < D dimensions pair i with
-//! i + R/2, and some pair 2i with 2i + 1 ([`RotatedPairs`]). So the rows of q and of k are put in another order when they are loaded, in which the pairs are D/2 apart;
-//! pairs that are not rotated have a cosine of 1 and a sine of 0 ([`Rope`](crate::Rope)), which changes no bit of them.
+//! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. A model that rotates R < D dimensions pairs i with
+//! i + R/2, and some models pair 2i with 2i + 1 ([`RotatedPairs`]). The rows of q and of k are therefore put in another order
+//! when they are loaded: one in which the two dimensions of a pair are D/2 apart. A pair that is not rotated has a cosine of 1
+//! and a sine of 0 ([`Rope`](crate::Rope)), so none of its bits changes.
 //! Both sides of a score are in the same order, and values keep theirs.
 
 use candle_core::{Result, Tensor};

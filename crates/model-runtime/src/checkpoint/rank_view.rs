@@ -34,7 +34,7 @@ pub struct RankView {
 }
 
 impl RankView {
-    /// `slices` of `source`. Several of one name are a pack: one behind the other, in their order.
+    /// `slices` of `source`. Several slices of one name are a pack: they follow each other in their order.
     pub fn new(source: impl SliceSource + 'static, slices: impl IntoIterator<Item = TensorSlice>) -> Self {
         let mut all = HashMap::<_, Vec<_>>::new();
         let mut stored = HashSet::new();

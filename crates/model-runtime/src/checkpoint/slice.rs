@@ -80,7 +80,7 @@ pub trait SliceSource: SimpleBackend {
         Ok(None)
     }
 
-    /// The parts of a pack, one behind the other, as a vector.
+    /// The parts of a pack, one after the other, as a vector.
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
         cat(self, parts, dtype, device)
     }

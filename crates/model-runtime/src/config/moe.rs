@@ -42,7 +42,7 @@ impl Config {
             }
         }
         let mut keys = self.object().clone();
-        // The keys of a text model are its own, whatever else the file describes.
+        // The file may describe other models, too: the routing is read from the keys of this one.
         keys.remove("text_config");
         RouterConfig::from_hf(&Value::Object(keys))
             .map_err(|e| self.error(format!("the routing it describes is not usable: {e}")))

@@ -66,7 +66,7 @@ impl DecoderLayer {
     }
 }
 
-/// The norm behind a sub-layer, which also adds; `ranks`: those whose sums it adds up, and whether each does so for its share of the
+/// The norm after a sub-layer, which also adds; `ranks`: the ranks whose sums it adds up, and whether each does so for its share of the
 /// rows.
 fn norm_stage(reader: Reader, ranks: Option<(&dyn Communicator, &Result<(), Reason>)>) -> Stage {
     let computes: [&[&str]; 2] = match reader {

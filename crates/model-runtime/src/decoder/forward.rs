@@ -43,7 +43,7 @@ impl Decoder {
     }
 
     /// Shows the scorer the logits of `rows` of the normed stream `x` [T, H], a piece at a time. Ranks that share the vocabulary
-    /// compute them together, whoever looks.
+    /// compute them together, also where only one of them scores.
     fn score(&self, x: View, rows: View, scorer: Option<&mut dyn Scorer>, ex: &mut Exec) -> Result<()> {
         let mut scorer = scorer;
         if scorer.is_none() && !self.lm_head.is_shared() {

@@ -77,7 +77,7 @@ impl DecoderLayer {
         self.mixer.fits(fusion, step, machine)?;
         match (fusion, mlp) {
             (Fusion::Add, Fusion::NormAdd) => Err(Reason::NoGain("the experts' launches add")),
-            // It pays where the experts before and behind leave no norm to share.
+            // It pays where neither the experts before it nor the experts after it leave a norm to share.
             (Fusion::NormAdd, Fusion::Nothing | Fusion::Add | Fusion::AddNorm) => {
                 Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds"))
             }

@@ -48,9 +48,9 @@ pub(super) enum Reader {
 pub(super) enum Sums {
     /// This rank's: they are whole.
     Own,
-    /// Those of all ranks, to all rows.
+    /// The results of all ranks, to all rows.
     OfRanks,
-    /// Those of all ranks, each to its share of the rows: it keeps the stream of these alone.
+    /// The results of all ranks; each rank adds them to its share of the rows, and keeps the residual stream of these rows alone.
     Shared,
 }
 
@@ -86,7 +86,7 @@ impl Writer {
         self.normed = true;
     }
 
-    /// A sub-layer, which contains `fusion`, with the norms before and behind it.
+    /// A sub-layer, which contains `fusion`, with the norms before and after it.
     fn sublayer(&mut self, part: Part, fusion: Fusion, [own, next]: [Reader; 2], sums: Sums) {
         if fusion != Fusion::NormAdd {
             self.norm(own);
@@ -130,7 +130,7 @@ impl Decoder {
         writer.launches
     }
 
-    /// What reads the norm behind a layer.
+    /// What reads the norm after a layer.
     pub(super) fn after(&self, layer: usize) -> Reader {
         if layer + 1 < self.layers.len() { Reader::Mixer(layer + 1) } else { Reader::LmHead }
     }

@@ -58,7 +58,7 @@ pub struct Groups {
     pub count: usize,
     /// How many are kept.
     pub kept: usize,
-    /// A group is as good as the sum of so many of its best experts.
+    /// A group is as good as the sum of this number of its best experts.
     pub summed: usize,
 }
 
