@@ -1,5 +1,5 @@
-//! What a structured output must follow, compiled as for a request: refused with a message, or a grammar. The first byte
-//! says whether the rest is a JSON schema, a regular expression, a list of choices (lines) or a Lark grammar.
+//! What a structured output must follow, compiled as for a request: refused with a message, or a grammar. The first
+//! byte says whether the rest is a JSON schema, a regular expression, a list of choices (lines) or a Lark grammar.
 #![no_main]
 
 use std::sync::LazyLock;
@@ -10,8 +10,8 @@ use moe_engine::tokenizer::Tokenizer;
 
 static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::bytes().expect("the tokenizer of bytes"));
 
-// A panic of the library that compiles grammars is an error of the request. libFuzzer's hook would end the process at the
-// panic; a panic that is not caught still ends it.
+// A panic of the library that compiles grammars is an error of the request. libFuzzer's hook would end the process at
+// the panic; a panic that is not caught still ends it.
 fuzz_target!(init: std::panic::set_hook(Box::new(|_| {})), |bytes: &[u8]| {
     let Some((kind, text)) = bytes.split_first() else { return };
     let Ok(text) = std::str::from_utf8(text) else { return };

@@ -1,5 +1,5 @@
-//! What a server answers that a download asks: the answers as they come over the connection, one after each NUL. Refused with a
-//! reason, or a folder in the cache whose files have the hashes that the server named.
+//! What a server answers that a download asks: the answers as they come over the connection, one after each NUL.
+//! Refused with a reason, or a folder in the cache whose files have the hashes that the server named.
 #![no_main]
 
 use std::io::{Read, Write};

@@ -1,5 +1,5 @@
-//! What arrives from another rank: frames, with checksums as they come or made right, and the messages in them. Refused with a
-//! reason, or one that a rank of a small model can have sent.
+//! What arrives from another rank: frames, with checksums as they come or made right, and the messages in them. Refused
+//! with a reason, or one that a rank of a small model can have sent.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -4,8 +4,8 @@
 use libfuzzer_sys::fuzz_target;
 use moe_engine::tokenizer::Tokenizer;
 
-// The library behind the tokenizer panics over some files, which `Tokenizer` turns into errors. libFuzzer's hook would end the
-// process at the panic; a panic that `Tokenizer` lets through still ends it.
+// The library of the tokenizer panics over some files, which `Tokenizer` turns into errors. libFuzzer's hook would end
+// the process at the panic; a panic that `Tokenizer` lets through still ends it.
 fuzz_target!(init: std::panic::set_hook(Box::new(|_| {})), |bytes: &[u8]| {
     match Tokenizer::from_bytes(bytes) {
         Ok(tokenizer) => {

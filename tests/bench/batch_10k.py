@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
 """Does a long batch keep its speed and its memory?
-
-Sends many short requests through `batch` on the bundled checkpoint, several times, and prints as JSON what happened, thousand
-by thousand of the answers. Requests start as they come: by default the longest start first, so that the last thousand
-answers are short ones, which tells nothing of the speed. It fails if memory after the warm-up (2,000 answers) grows by more
-than 1 % in any run, or if in the median of the runs the last thousand answers come more than 10 % faster or slower than the
-first.
-
-The first thousand answers pay for those that have begun when they are complete, and the last thousand find theirs begun:
-with n sequences at once a steady speed shows as (1,000 + n / 2) / (1,000 - n / 2), 1.07 for the default 64. New tokens per
-second, which count a token when it is sampled, are printed beside it; answers by second of processor time tell a loaded
-machine from a program that slows down.
-
+Sends many short requests through `batch` on the bundled checkpoint, several times, and prints figures for each thousand
+answers as JSON. Requests start in the order of the file. By default the longest would start first; the last thousand
+answers would then be short ones, and their rate would say nothing about speed. The script fails if memory after the
+warm-up (2,000 answers) grows by more than 1 % in any run. It also fails if, in the median of the runs, the last
+thousand answers come more than 10 % faster or slower than the first thousand.
+While the first thousand answers are completed, other requests begin too. When the last thousand are counted, some of
+their work has already been done. So with n sequences at once, a steady speed shows as a ratio of (1,000 + n / 2) /
+(1,000 - n / 2), which is 1.07 for the default 64. The script also prints new tokens per second, which count a token
+when it is sampled, and answers per second of processor time, which distinguish a loaded machine from a program that
+slows down.
     cargo build --release -p model-moe
     tests/bench/batch_10k.py target/release/moe
 """
@@ -102,8 +100,8 @@ def sampled(profile, parts=10):
 
 
 def summary(seen, count):
-    # From the first answers on: what comes before is the start of the program. Answers come several
-    # at a time, so a thousand is counted between the moments at or after its ends.
+    # Counting starts at the first answers, because the time before them is the start of the program. Several answers
+    # arrive at a time, so a thousand answers are counted between the moments at or after their ends.
     moments = [now for now, before in zip(seen[1:], seen) if now[1] > before[1]]
     speeds, by_cpu = [], []
     for first in range(0, count, GROUP):

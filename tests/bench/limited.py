@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""limited.py GIB COMMAND ..: runs a command in a control group of GIB gibibytes and prints what memory it took, as JSON.
-
-The group (as root; cgroup 2, or the memory controller of cgroup 1) is what a machine of that size is: anonymous memory cannot pass it, and pages of files that
-the command maps or reads count, but are given back under pressure. Without control groups the command runs unlimited,
-and `limit` is null. `peak_rss` is the most that lay in the process's own pages (VmHWM: anonymous and mapped files
-together), `anon` and `file` are their parts at the sample, taken every 20 ms, at which the sum was largest; `peak_group`
-counts the page cache, too. All in bytes.
+"""limited.py GIB COMMAND ..: runs a command in a control group of GIB gibibytes, and prints as JSON how much memory it
+used.
+The control group (which needs root; cgroup 2, or the memory controller of cgroup 1) behaves like a machine with that
+much memory. Anonymous memory cannot exceed the limit. Pages of files that the command maps or reads count too, but the
+system reclaims them when memory is short. Without control groups the command runs unlimited, and `limit` is null.
+All figures are in bytes. `peak_rss` is the largest size of the process's own pages (VmHWM: anonymous memory and mapped
+files together). Memory is sampled every 20 ms; `anon` and `file` are the parts at the sample with the largest sum.
+`peak_group` also counts the page cache.
 """
 import json
 import os

@@ -10,10 +10,11 @@ alone, over the seconds from the first submit to the last answer.
     tests/bench/mixed_workload.py --out mixed.json
     moe bench --model DIR --workload mixed.json
 
-With --score N the same prompts ask for the log-probabilities of their own tokens and of the N likeliest at each position, and for
-one new token: what an evaluation by log-likelihood asks for.
+With --score N the same prompts ask for the log-probabilities of their own tokens and of the N likeliest at each
+position, and for one new token: what an evaluation by log-likelihood asks for.
 
-The file: {"requests": [{"prompt_token_ids": [..], "max_tokens": n, "seed": s}, ..]}, with --score "prompt_logprobs": N in each
+The file: {"requests": [{"prompt_token_ids": [..], "max_tokens": n, "seed": s}, ..]}, with --score "prompt_logprobs": N
+in each
 """
 
 import argparse

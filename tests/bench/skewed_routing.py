@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """A recording of skewed routing, and requests to replay it on: pure functions of the seed.
 
-The experts of a layer are popular by Zipf's law: the one in place r is chosen in proportion to 1 / (r + 1) ** alpha, each layer with an
-order of its own (--sorted: experts 0, 1, .. in every layer, so that even runs of experts are as uneven as can be). Of every row K
-different ones are drawn: those of the K shortest of exponential times at the experts' rates. With --drift the order of each layer
-changes by so many random exchanges after every --period rows. Request i of `bench` replays the rows from 61 i on, so where fewer
-requests run at once than there are, rows are time: --period 3904 changes the order for every 64th request, and --rows must be 61 for
-each request and a sequence's length beside them.
+The popularity of a layer's experts follows Zipf's law: the expert in place r is chosen in proportion to 1 / (r + 1) **
+alpha. Each layer has its own order (--sorted: experts 0, 1, .. in every layer, so that contiguous ranges of experts are
+as uneven as possible). For every row K different experts are sampled: each expert gets an exponential random time at
+its rate, and the K shortest times win. With --drift the order of each layer changes by that number of random exchanges
+after every --period rows. Request i of `bench` replays the rows from 61 i on. So if only a part of the requests runs at
+once, rows correspond to time: --period 3904 changes the order for every 64th request, and --rows must be 61 for each
+request plus the length of a sequence.
 
---expert-map writes the places that balance the loads of the whole recording over --ranks ranks, each expert once: the best that places
-can do which never change. --json writes the peaks over mean loads.
+--expert-map writes the places that balance the loads of the whole recording over --ranks ranks, each expert once: the
+best that places can do which never change. --json writes the peaks over mean loads.
 
     tests/bench/skewed_routing.py --out zipf.safetensors --requests requests.json
-    moe bench --config qwen3-30b-a3b.json --dummy-weights --workload requests.json --replay-routed-experts zipf.safetensors ..
+    moe bench --config qwen3-30b-a3b.json --dummy-weights --workload requests.json --replay-routed-experts
+    zipf.safetensors ..
 
 The recording is what `generate --routed-experts-out` writes: safetensors, routed_experts [T, L, K] u32.
 """
@@ -62,7 +64,8 @@ def par(counts, owners, ranks):
 
 
 def balanced(loads, ranks):
-    """The rank of each expert, as many on each: the heaviest first to the lightest rank with room, then exchanges while one helps."""
+    """The rank of each expert, with the same number of experts on each rank. The heaviest expert goes first, to the
+    lightest rank with room. Then experts are exchanged as long as an exchange helps."""
     owners, room, sums = numpy.zeros(len(loads), int), numpy.full(ranks, len(loads) // ranks), numpy.zeros(ranks)
     for expert in numpy.argsort(-loads, kind="stable"):
         rank = numpy.where(room > 0, sums, numpy.inf).argmin()

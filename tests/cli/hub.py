@@ -1,15 +1,20 @@
 """A hub on this machine: folders served as the Hugging Face hub serves repositories. For tests and records of sessions.
 
-  python tests/cli/hub.py ORG/NAME=FOLDER.. [--shards N] [--speed BYTES] [--token TOKEN] [--log FILE]
+  python tests/cli/hub.py ORG/NAME=FOLDER.. [--shards N] [--speed BYTES] [--token TOKEN] [--log FILE] [--quantized
+  ID=BASE..]
 
 Prints the address for HF_ENDPOINT and serves until it is ended. What it does as the hub does:
 - `/api/models/ORG/NAME/revision/REV` tells commit and files. An unknown revision is 404 `RevisionNotFound`; an unknown
   repository 401 `RepoNotFound`, as for somebody who may not see it.
-- `/ORG/NAME/resolve/REV/FILE`: a small file is behind a redirect within the host (307) and has the git hash as ETag;
-  weights are behind one to another host (302), with `X-Linked-ETag` (SHA-256) and `X-Linked-Size`.
+- `/api/models?filter=base_model:quantized:ORG/NAME` lists the models that `--quantized` says are quantised from that
+  one.
+- `/ORG/NAME/resolve/REV/FILE`: for a small file the answer is a redirect within the host (307), with the git hash as
+  ETag;
+  for weights it is a redirect to another host (302), with `X-Linked-ETag` (SHA-256) and `X-Linked-Size`.
 - Both know ranges. The storage host refuses a request that brings a token (400), as storage with signed addresses does.
 - With --token other tokens are refused (401), for whatever path of the first host.
-`--shards` cuts `model.safetensors` into so many files with an index; `--speed` is bytes per second of the storage.
+`--shards` is the number of files into which `model.safetensors` is cut, with an index; `--speed` is bytes per second of
+the storage.
 """
 import argparse
 import hashlib
@@ -89,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.error(400, "", "only one way to authorize is allowed") if token else self.blob(path)
         if self.server.token and token != f"Bearer {self.server.token}":
             return self.error(401, "", "Invalid credentials in Authorization header")
+        if path.startswith("/api/models?"):
+            return self.list(path)
         if path.startswith("/api/models/"):
             return self.describe(path.removeprefix("/api/models/"))
         if path.startswith("/api/resolve-cache/"):
@@ -105,6 +112,11 @@ class Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": file} for file in repository.files]
         body = {"id": name, "sha": repository.commit, "gated": False, "siblings": siblings}
         self.answer(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def list(self, path):
+        base = path.partition("filter=base_model:quantized:")[2].partition("&")[0]
+        found = [{"id": name, "downloads": 1} for name, of in self.server.quantized if of == base]
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
 
     def resolve(self, path):
         name, _, rest = path[1:].partition("/resolve/")
@@ -171,10 +183,12 @@ def main():
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--speed", type=int, default=0)
     parser.add_argument("--token")
+    parser.add_argument("--quantized", nargs="*", default=[], metavar="ID=BASE")
     parser.add_argument("--log", type=argparse.FileType("w"))
     args = parser.parse_args()
     server = Server(("127.0.0.1", 0), Handler)
     server.speed, server.token, server.log = args.speed, args.token, args.log
+    server.quantized = [tuple(pair.split("=")) for pair in args.quantized]
     pairs = (pair.partition("=")[::2] for pair in args.repositories)
     server.repositories = {name: Repository(folder, args.shards) for name, folder in pairs}
     print(f"http://127.0.0.1:{server.server_port}", flush=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs model-qwen3moe as a new user would and prints a line for each habit of the command line: pass or fail.
+# Runs model-qwen3moe as a new user would, and prints pass or fail for each rule of the command line.
 #
 #   tests/cli/manners.sh [PROGRAM]     default: target/release/model-qwen3moe
 set -uo pipefail
@@ -11,7 +11,8 @@ trap 'rm -rf "$work"' EXIT
 cd "$work"
 failed=0
 
-# row NAME EXIT-CODE TEXT COMMAND..: the command ends with this code, and stdout or stderr holds the text.
+# row NAME EXIT-CODE TEXT COMMAND..: checks that the command ends with this code and that stdout or stderr contains the
+# text.
 row() {
   local name=$1 code=$2 text=$3
   shift 3
@@ -25,7 +26,7 @@ row() {
     failed=1
   fi
 }
-# As row, with text on stdin.
+# Like row, with text on stdin.
 piped() {
   local name=$1 code=$2 text=$3 input=$4
   shift 4
@@ -51,7 +52,7 @@ row "a device that is not here" 2 cuda q --prompt x --device cuda:99
 cp -r "$fixtures/text" tied
 sed -i 's/"tie_word_embeddings": false/"tie_word_embeddings": true/; s/"num_hidden_layers": 2/"num_hidden_layers": 1/' tied/config.json
 row "a projection that the config ties but the file does not is used, and told" 0 "lm_head of other values" q --model tied --prompt x "${short[@]}"
-row "a layer behind the last one is left out, and told" 0 "model.layers.1.* (" q --model tied --prompt x "${short[@]}"
+row "a layer after the last one is left out, with a warning" 0 "model.layers.1.* (" q --model tied --prompt x "${short[@]}"
 row "inspect tells of both" 0 "lm_head of other values" q inspect tied
 cp -r unread huge && cp "$fixtures/text/config.json" huge/config.json
 sed -i 's/"hidden_size": 40/"hidden_size": 131072/; s/"moe_intermediate_size": 20/"moe_intermediate_size": 1048576/' huge/config.json
@@ -67,7 +68,7 @@ cp -r "$fixtures/text" keyless && sed -i '/"hidden_size"/d' keyless/config.json 
 row "a config without a required key" 1 hidden_size q --model keyless --prompt x
 printf GGUF >tiny.gguf
 row "a GGUF file is named as one" 2 "GGUF" q --model tiny.gguf --prompt x
-# A checkpoint whose weights cannot be read: what is told here is told before them.
+# The weights of this checkpoint cannot be read, so an error that appears here comes before the weights are read.
 cp -r "$fixtures/text" unfinished && printf 'cut' >unfinished/model.safetensors
 cp -r "$fixtures/text" weightless && printf '' >weightless/model.safetensors
 row "a prompt that the context cannot hold" 2 "longer than the context" q --model weightless --prompt "$(printf 'x %.0s' {1..700})"
@@ -230,16 +231,20 @@ piped "commands are listed" 0 "/regenerate" '/help\n' "${chat[@]}"
 piped "a conversation is forgotten" 0 "[0 messages" 'hi\n/clear\n/stats\n' "${chat[@]}"
 piped "a saved conversation is not replaced" 0 "/save! talk.json" 'hi\n/save talk.json\n' "${chat[@]}"
 piped "and is loaded" 0 "of the context of" '/load talk.json\n/stats\n' "${chat[@]}"
-# Here the prompt begins the reasoning, which then never ends.
+# With this template the prompt begins the reasoning, which then never ends.
 printf '{{ messages[-1].content }}<think>\n' >think.jinja
 asked=(--chat --prompt hi --chat-template think.jinja --reasoning-parser qwen3 "${short[@]}")
 row "reasoning is a field of its own" 0 '"content":null,"reasoning":"' q "${asked[@]}" --json
 row "an unknown parser of tool calls" 2 "hermes" q --prompt x --tool-call-parser json
+row "and of reasoning, with the list" 2 "openai_gptoss" q --prompt x --reasoning-parser thoughts
+row "parsers of different models" 2 "openai belong together" q "${asked[@]}" --tool-call-parser openai
+printf '{{ messages[0].content }}<|channel|>analysis<|message|>' >channels.jinja
+row "a template shows the parser" 0 '"content":null,"reasoning":"' q --chat --prompt hi --chat-template channels.jinja "${short[@]}" --json
 if script --version >/dev/null 2>&1; then
   shown() { env "$@" script -qec "'$program' ${asked[*]}" /dev/null; }
   row "and dimmed at a terminal" 0 $'\e[2m' shown TERM=xterm
   row "or tagged where there are no colours" 0 "<think>" shown TERM=xterm NO_COLOR=1
-  # What somebody types at a terminal; TERM says that it has no colours.
+  # Simulates a user who types at a terminal; TERM says that it has no colours.
   typed() { printf 'hi\n/quit\n' | env "$@" TERM=dumb script -qec "'$program' chat --model '$fixtures/text' --max-new-tokens 8 --temperature 0 $no_history" /dev/null; }
   no_history= row "a terminal keeps its history" 0 "" typed XDG_STATE_HOME="$work/state"
   row "in a file" 0 '"hi"' cat state/moe/chat_history
@@ -283,7 +288,7 @@ row "a faulty schema is an error of its request" 0 '"status_code":400' cat guide
 rules() { echo 'start: r0'; for i in $(seq 0 39999); do echo "r$i: r$((i + 1))"; done; echo 'r40000: "x"'; }
 rules >rules.lark
 row "a grammar that nests too deep is refused" 2 "at most 30000 are taken" q --model "$fixtures/text" --prompt x --guided-grammar rules.lark
-row "answers are given for the lines beside it" 0 "2 requests" bash -c '
+row "answers are given for the other lines" 0 "2 requests" bash -c '
   python3 -c "import json
 text = open(\"rules.lark\").read()
 body = lambda **more: {\"prompt\": \"x\", \"max_tokens\": 2, **more}
@@ -293,6 +298,13 @@ for name, body in [(\"deep\", body(guided_grammar=text)), (\"plain\", body())]:
 for i in {1..300}; do request "$i" 64 ''; done >many.jsonl
 { request good 2 ''; echo "no JSON"; } >mixed.jsonl
 row "errors are told by reason" 0 "1 as line 2: it is not JSON" q batch --input mixed.jsonl --output mixed.out
+row "some errors have a code of their own" 3 "with errors" q batch --input mixed.jsonl --output mixed.out --fail-on-error
+row "what a run costs is said" 0 "cost 0.0" q batch --input model.jsonl --output cost.out --any-model --price-input 1 --price-output 2
+row "a price below zero" 2 "at least 0" q batch --input model.jsonl --output cost.out --price-input -1
+row "counters are written for a scheduler" 0 "" q batch --input mixed.jsonl --output counted.out --metrics metrics.jsonl
+row "as lines of JSON" 0 '"state":"finished"' cat metrics.jsonl
+{ request one 8 ',"temperature":0'; request two 8 ',"temperature":0'; } >equal.jsonl
+row "equal requests are computed once" 0 "1 answered as equal ones" q batch --input equal.jsonl --output equal.out
 row "a batch without an answer fails" 1 "no line has an answer" q batch --input <(echo "no JSON") --output none.out
 full() { "$program" "$@" 2>/dev/full; }
 row "a full log disk ends no batch" 0 "" full batch --input many.jsonl --output full.out --progress-interval 0.01
@@ -330,7 +342,7 @@ if command -v python3 >/dev/null; then
   unset "${!HF_@}"
   cp "$fixtures/text/model.safetensors" unread/
   python3 "$here/hub.py" org/tiny="$fixtures/text" org/sharded="$fixtures/sharded" org/unread=unread \
-    org/awq="$fixtures/quant-awq" --log asked --token hf_good >url &
+    org/awq="$fixtures/quant-awq" --quantized org/awq=org/tiny org/unread=org/tiny org/lost=org/tiny --log asked --token hf_good >url &
   hub=$!
   until [ -s url ]; do sleep 0.1; done
   export HF_HOME="$work/hub" HF_ENDPOINT HF_TOKEN=hf_good
@@ -344,6 +356,12 @@ if command -v python3 >/dev/null; then
   row "all without asking for a weight" 0 "" unasked
   row "inspect shows what a model is that is not here" 0 "download org/tiny" q inspect org/tiny
   row "and that its tensors would load" 0 "runs here          yes" q inspect org/tiny
+  row "with what it needs in fewer bits" 0 "weights in int4" q inspect org/tiny
+  row "and the quantised variants that there are" 0 "org/awq: awq, " q inspect org/tiny
+  row "of which one fits" 0 "variant that fits  org/awq" q inspect org/tiny
+  row "one does not run" 0 "org/unread: does not run here: " q inspect org/tiny
+  row "and one is gone" 0 "org/lost: does not run here: there is no model org/lost" q inspect org/tiny
+  row "as fields of JSON" 0 '"variant_that_fits": "org/awq"' q inspect org/tiny --json
   row "an address in place of the name" 0 "models--org--sharded/snapshots/" q download https://huggingface.co/org/sharded/tree/main
   row "an address of a data set" 2 "not a model's" q download https://huggingface.co/datasets/org/sharded
   row "download prints the folder" 0 "$work/hub/hub/models--org--sharded/snapshots/" q download org/sharded

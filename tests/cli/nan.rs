@@ -1,12 +1,11 @@
-//! A checkpoint with an expert that is NaN. The tests of programs that need one include this file.
+//! A checkpoint with an expert whose weights are NaN. The tests of programs include this file.
 
 use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
 
-/// Copies the embedded checkpoint of `model-qwen3moe` into a folder that does not exist, with expert 3 of the first layer
-/// NaN.
+/// Copies the embedded checkpoint of `model-qwen3moe` into a new folder, with NaN in expert 3 of the first layer.
 pub fn copy_with_nan(to: &Path) {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/families/checkpoint");
     fs::create_dir(to).unwrap();

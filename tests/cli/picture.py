@@ -3,8 +3,8 @@
   pip install termtosvg==1.1.0
   python tests/cli/picture.py [PROGRAM] [PICTURE]    default: target/release/moe docs/images/terminal.svg
 
-Each command runs in a pseudo terminal of its own; what it prints is shown when it was printed, what is typed at a typist's
-pace. The program runs in an empty folder, so the picture needs nothing but the program.
+Each command runs in a pseudo terminal of its own; what it prints is shown when it was printed, what is typed at a
+typist's pace. The program runs in an empty folder, so the picture needs nothing but the program.
 """
 import fcntl
 import json
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 COLUMNS, ROWS = 96, 28
-KEY, PAUSE = 0.03, 1.2  # seconds between keys, and behind a command
+KEY, PAUSE = 0.03, 1.2  # seconds between keys, and after a command
 LINE = '{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "ROMEO:", "max_tokens": 64}}\n'
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}, "required": ["name", "age"], "additionalProperties": false}'
 COMMANDS = [

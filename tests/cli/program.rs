@@ -1,5 +1,5 @@
-//! A program as a user runs it, and models that a test may damage. The tests of each program include
-//! this file and use what they need of it.
+//! Runs a program as a user does, and makes models that a test may damage. The tests of each program include this file
+//! and use the parts that they need.
 #![allow(dead_code)]
 
 use std::fs;
@@ -31,7 +31,7 @@ impl Program<'_> {
         stdout(&self.run(args))
     }
 
-    /// Runs, expects this exit code and all of the words on stderr.
+    /// Runs the program, and expects this exit code and all of these words on stderr.
     pub fn fails(&self, args: &[&str], code: i32, words: &[&str]) {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -42,7 +42,7 @@ impl Program<'_> {
         }
     }
 
-    /// Greedy text in f32 of the prompts of a fixture is what transformers gave.
+    /// The greedy text in f32 for the prompts of a fixture is the text of transformers.
     pub fn continues_like_transformers(&self, name: &str) {
         let dir = fixture(name);
         let case: Value = serde_json::from_slice(&fs::read(dir.join("text_case.json")).unwrap()).unwrap();

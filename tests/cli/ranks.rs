@@ -1,5 +1,5 @@
-//! Ranks and chunks on the command line of a program: the same text, routing, heat, answers and parity
-//! as on one rank. Each program's tests include this file.
+//! Ranks and chunks on the command line of a program give the same text, routing, heat, answers and parity as one rank.
+//! Each program's tests include this file.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::program::{Program, fixture};
 
-/// Geometries that the models of the tests can be cut for.
+/// Geometries into which the models of the tests can be cut.
 pub const GEOMETRIES: [&[&str]; 9] = [
     &["--tp", "2"],
     &["--dp", "2"],
@@ -20,7 +20,7 @@ pub const GEOMETRIES: [&[&str]; 9] = [
     &BALANCED,
 ];
 
-/// Experts that move as often as they can.
+/// These flags make experts move as often as possible.
 const BALANCED: [&str; 16] = [
     "--tp",
     "2",
@@ -41,13 +41,13 @@ const BALANCED: [&str; 16] = [
 ];
 
 impl Program<'_> {
-    /// A mistake in the call, told with all of the words.
+    /// A mistake in the call gives an error with all of these words.
     pub fn refuses(&self, args: &[&str], words: &[&str]) {
         self.fails(&[&["--prompt", "x"], args].concat(), 2, words);
     }
 
-    /// Text, captured routing and heat under each geometry; a recording of one rank, replayed, forces
-    /// the experts of any.
+    /// Text, captured routing and heat are the same under each geometry. A recording of one rank, when replayed, forces
+    /// the experts of any geometry.
     pub fn generates_the_same(&self) {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
@@ -83,7 +83,7 @@ impl Program<'_> {
         }
     }
 
-    /// The answers of a file of requests, whichever replica gives them.
+    /// The answers to a file of requests are the same, whichever replica computes them.
     pub fn answers_the_same(&self) {
         let dir = tempfile::tempdir().unwrap();
         let input = dir.path().join("in.jsonl");
@@ -113,8 +113,8 @@ impl Program<'_> {
         }
     }
 
-    /// Parity of a fixture holds over tensor-parallel ranks like on one, and is refused over
-    /// data-parallel ones.
+    /// The parity of a fixture over tensor-parallel ranks is that of one rank. Over data-parallel ranks the program
+    /// refuses it.
     pub fn compares_the_same(&self, name: &str) {
         let dir = fixture(name);
         let reference = fixture(name).join("reference.safetensors");

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Records docs/a-session.md: what a new user of `moe` sees in a terminal of 100 columns, with a model of a hub
-# on this machine (hub.py). Each screen must hold the words given behind its command. Needs tmux and python3.
+# Records target/a-session.md: the screens of a new user of `moe` in a terminal of 100 columns, with a model from a hub
+# on this machine (hub.py). Each screen must contain the words that are given next to its command. It needs tmux and
+# python3.
 #
-#   tests/cli/session.sh [PROGRAM [PAGE]]     default: target/release/moe docs/a-session.md
+#   tests/cli/session.sh [PROGRAM [PAGE]]     default: target/release/moe target/a-session.md
 set -euo pipefail
 program=$(realpath "${1:-target/release/moe}")
-page=$(realpath -m "${2:-docs/a-session.md}")
+page=$(realpath -m "${2:-target/a-session.md}")
 here=$(realpath "$(dirname "$0")")
-# A fixed folder, because the screens name it.
+# The folder is fixed, because the screens show its name.
 work=/tmp/moe-session
 mkdir "$work" || { echo "$work: expected no such folder; delete it" >&2; exit 1; }
 hub=
@@ -19,7 +20,7 @@ finish() {
 }
 trap finish EXIT
 
-# The play model of the program as a repository with a chat template, in three shards, behind a slow line.
+# The play model of the program as a repository with a chat template, in three shards, over a slow connection.
 mkdir "$work/bin" "$work/play" "$work/here"
 ln -s "$program" "$work/bin/moe"
 cp "$here"/../../models/families/checkpoint/{config,generation_config,tokenizer,tokenizer_config}.json \
@@ -44,7 +45,7 @@ terminal -f "$work/empty" new-session -d -x 100 -y 45 -c "$work/here" env -i PAT
   HOME="$work" HF_ENDPOINT="$(cat "$work/url")" PS1='$ ' bash --norc
 
 shown() { terminal capture-pane -p -S - | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'; }
-# The screen once it holds the words and, unless the third argument says otherwise, a prompt as its last line.
+# Prints the screen once it contains the words and, unless the third argument says otherwise, its last line is a prompt.
 await() {
   local words=$1 prompt=${2-[$>]}
   for _ in {1..200}; do
@@ -62,7 +63,7 @@ fresh() {
   terminal clear-history
   await '$'
 }
-# screen WORDS COMMAND [WORDS COMMAND]..: types commands, and puts what is seen into the page.
+# screen WORDS COMMAND [WORDS COMMAND]..: types commands, and adds the screen to the page.
 screen() {
   fresh
   while [ $# -gt 0 ]; do
@@ -72,7 +73,7 @@ screen() {
   done
   put
 }
-# halfway WORDS COMMAND: what is seen while the command runs, as soon as it shows the words.
+# halfway WORDS COMMAND: adds the screen while the command runs, as soon as it contains the words.
 halfway() {
   fresh
   keys "$2"

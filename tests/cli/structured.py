@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Is structured output always valid, and what does it cost?
 
-Sends 500 requests with five JSON schemas through `batch` on the bundled checkpoint and checks each answer with `json` and
-a hand-written check of its schema. Then the same prompts run unconstrained, each for exactly as many tokens as its
+Sends 500 requests with five JSON schemas through `batch` on the bundled checkpoint and checks each answer with `json`
+and a hand-written check of its schema. Then the same prompts run unconstrained, each for exactly as many tokens as its
 constrained answer had, so that both batches are the same work but for the grammar. Runs alternate; the medians of new
 tokens per second of wall time, start of the program included, are compared. Prints the figures as JSON, and as a last
 line the summary. It fails if an answer is not valid or the ratio is below 0.8.
@@ -53,7 +53,7 @@ def has(value, required, optional=()):
     return isinstance(value, dict) and set(required) <= set(value) <= {*required, *optional}
 
 
-# Each kind: a schema, and a check that knows nothing of schemas.
+# Each kind has a schema, and a check that does not use schemas.
 PERSON = closed({"name": text(16), "age": integer(0, 120), "role": {"enum": ["king", "fool", "nurse"]},
                  "words": {"type": "array", "maxItems": 3, "items": text(8)}})
 LINE = closed({"speaker": {"enum": SPEAKERS}, "text": text(40), "scene": closed({"act": integer(1, 5), "night": {"type": "boolean"}})})
@@ -111,7 +111,8 @@ def processor_seconds():
 
 
 def run(program, flags, bodies):
-    """Answers in the order of the bodies, the wall seconds, and the processor seconds, which other programs hardly disturb."""
+    """Answers in the order of the bodies, the wall seconds, and the processor seconds, which other programs hardly
+    disturb."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         lines = ({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies))
@@ -143,7 +144,7 @@ def main():
     parser.add_argument("program")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("flags", nargs="*", help="further flags of the program, behind --")
+    parser.add_argument("flags", nargs="*", help="further flags of the program, after --")
     args = parser.parse_args()
 
     asked = list(requests(args.count))

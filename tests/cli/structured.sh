@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Is structured output always valid, and what does it cost? See structured.py, which does the work.
+# Checks that structured output is always valid, and measures its cost. structured.py does the work.
 #
 #   tests/cli/structured.sh [PROGRAM [OPTION..]]     default: target/release/moe
 set -euo pipefail

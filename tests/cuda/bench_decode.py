@@ -1,4 +1,4 @@
-"""Times of the decode kernels in CUDA graphs, weights and caches rotated, cuBLAS beside them, against byte floors."""
+"""Times of the decode kernels in CUDA graphs, weights and caches rotated, cuBLAS next to them, against byte floors."""
 
 import os
 
@@ -10,7 +10,8 @@ READ = 4.59e12  # bytes per second of a read-only stream on this card
 H, HQ, HKV, D, LAYERS, VOCAB = 2048, 32, 4, 128, 48, 151936
 QKV = (HQ + 2 * HKV) * D
 ASKED = os.environ.get("BENCH_BATCHES")  # only these numbers of rows
-SEED = int(os.environ.get("BENCH_SEED") or int.from_bytes(os.urandom(4), "little"))  # of weights, rows and so the routing
+# The seed of weights and rows. These determine the routing.
+SEED = int(os.environ.get("BENCH_SEED") or int.from_bytes(os.urandom(4), "little"))
 BLOCK = 16
 
 

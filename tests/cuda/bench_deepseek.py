@@ -1,4 +1,5 @@
-"""A layer of DeepSeek-V2-Lite at one sequence, launch by launch and whole, against the bytes of its weights and cache."""
+"""A layer of DeepSeek-V2-Lite at one sequence, launch by launch and whole, against the bytes of its weights and
+cache."""
 
 import torch
 from bench_latent import BLOCK, HEAD, KEY, NOPE, ROPE, VALUE, decode_splits, splits_of
@@ -21,7 +22,7 @@ class Layer:
 
 
 class Chain:
-    """The launches of one new token behind `positions` positions."""
+    """The launches of one new token after `positions` positions."""
 
     def __init__(self, positions):
         self.layers = [Layer(positions) for _ in range(LAYERS)]
@@ -42,8 +43,9 @@ class Chain:
         call("moe_linear_stream", self.residual, l.gain, 1e-6, l.qkv, None, self.products, F32, 1, PRODUCTS, HIDDEN)
 
     def rows(self, l, width=KEY):
-        return (self.products, l.latent_gain, 1e-6, self.cos, self.sin, self.slots, self.plain, self.query, l.cache, BF16, BF16, 1, HEADS,
-                NOPE, ROPE, width, VALUE, l.cache.shape[0] * BLOCK)
+        latents = self.products.data_ptr() + 4 * (PRODUCTS - KEY)
+        return (self.products, latents, l.latent_gain, 1e-6, self.cos, self.sin, self.slots, self.plain, self.query, l.cache, BF16, BF16, 1,
+                HEADS, NOPE, ROPE, width, VALUE, PRODUCTS, PRODUCTS, l.cache.shape[0] * BLOCK)
 
     def query_apart(self, l):
         call("moe_any_mla_rows", *self.rows(l))
@@ -75,7 +77,7 @@ class Chain:
 
     def experts(self, l, x, norm, out, output, shared):
         call("moe_layer_stream", x, norm, 1e-6, l.gate, None, None, None, self.ids, self.weights, l.w13, l.w2, None, out, output, self.state,
-             1, HIDDEN, INTER, EXPERTS + shared, EXPERTS + shared, TOP_K + shared, 0, 0, 0, 1.0, 0.0, shared, 1.0, UNWATCHED)
+             1, HIDDEN, INTER, EXPERTS + shared, EXPERTS + shared, TOP_K + shared, 0, 0, 0, 1.0, 0.0, shared, 1.0, 0, 0, UNWATCHED)
 
     def slots_of_all(self, l):
         self.experts(l, self.residual, l.gain, self.residual, ADD_F32, SHARED)
@@ -106,7 +108,8 @@ CHAINS = {
 
 
 def lite_layer(rows):
-    """Alone launches overlap their own kind; what a launch costs in a layer is what the layer loses without it."""
+    """A launch that is repeated alone overlaps with itself. So its cost in a layer is measured as the time that the
+    layer saves without it."""
     for positions in (256, 8192):
         chain = Chain(positions)
         cached = {"attend": positions * KEY, "attend_at_once": positions * KEY + HEADS * VALUE * NOPE}

@@ -8,8 +8,8 @@ from library import BF16, F32, UNCOPIED, UNWATCHED, graph_us, routing
 
 E, K, H, I = 128, 8, 2048, 768
 QKV, O = (5120, 2048), (2048, 4096)
-LINEARS = 40  # matrices of a quantised product: of 4 bits, fewer would stay in L2
-SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
+LINEARS = 40  # matrices of a quantised product; with 4 bits, fewer matrices would stay in L2
+SETS = 4  # of 1.2 GB each; even with one token, 226 MB of other sets are read before a set is used again
 
 
 class Inputs:
@@ -77,7 +77,8 @@ def grouped_calls(lib, inputs, only=None):
 
 
 def tensor_calls(lib, inputs, only=None, wide=False):
-    """Lists, products and sum, or a part: "list"; "products", without the sum; "alone", with lists made before; "combine"."""
+    """Lists, products and sum, or a part: "list"; "products", without the sum; "alone", with lists made before;
+    "combine"."""
     tokens, slots = inputs.tokens, inputs.tokens * K
     i32 = dict(dtype=torch.int32, device="cuda")
     lists = [(torch.empty(E, slots, **i32), torch.empty(E, **i32)) for _ in (inputs.routes if only == "alone" else inputs.routes[:1])]
@@ -104,8 +105,8 @@ def tensor_calls(lib, inputs, only=None, wide=False):
 
 
 def routed_calls(lib, inputs, only=None):
-    """As a decode step has them: the router lists each expert's slots, and no alignment runs. `only`: "router", or "norm": the
-    weighted sum with addition and next norm."""
+    """As a decode step has them: the router lists each expert's slots, and no alignment runs. `only`: "router", or
+    "norm": the weighted sum with addition and next norm."""
     tokens = inputs.tokens
     i32 = dict(dtype=torch.int32, device="cuda")
     counters, buckets = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32), torch.empty(E, tokens, **i32)
@@ -117,7 +118,7 @@ def routed_calls(lib, inputs, only=None):
     def call(i):
         gate, (w13, w2) = inputs.gates[i], inputs.weights[i % SETS]
         lists = (None, None) if only == "router" else (counts, buckets)
-        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
+        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None, 0, 0, 1.0, 0, 0, UNWATCHED, UNCOPIED)
         if only == "router":
             return
         lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
@@ -138,7 +139,7 @@ def layer_calls(lib, inputs, routed=False):
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], chosen if routed else inputs.routes[i]
         lib.launch("moe_layer_stream", inputs.x, None, 0.0, inputs.gates[i] if routed else None, None, None, None, ids, weights, w13, w2,
-                   None, inputs.out, 1, state, tokens, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
+                   None, inputs.out, 1, state, tokens, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, 0, 0, UNWATCHED)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 

@@ -46,8 +46,8 @@ def experts(lib, tokens, results):
 
 
 def linears(lib, rows, results, splits=0):
-    """us of dense products, qkv / o_proj: with 16-bit activations, then with FP8: the rows alone, moe_fp8_linear with and without
-    them, the pack as rows, cuBLASLt on these, and all three together."""
+    """us of dense products, qkv / o_proj: with 16-bit activations, then with FP8: the rows alone, moe_fp8_linear with
+    and without them, the pack as rows, cuBLASLt on these, and all three together."""
     lt = CublasLt()
     names = ["16 bits", "x", "fp8_linear", "x, it", "rows", "cuBLASLt", "x, rows, it"]
     print(f"{'fp8 linears: us':18s}" + "".join(f"{name:>16s}" for name in names))

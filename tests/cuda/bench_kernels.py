@@ -50,7 +50,7 @@ def expert_half(step):
 
 
 def ends(batch):
-    """What a step has once."""
+    """The launches that a step has once, outside of its layers."""
     weights, x, out = tensors(2, VOCAB, H), randn(batch, H), torch.empty(batch, VOCAB, device="cuda")
     logits = [randn(batch, VOCAB, dtype=torch.float32, scale=2.0) for _ in range(2)]
     params = pack_rows([(1.0, 0, 1.0, 0.0, i, i) for i in range(batch)])
@@ -61,7 +61,7 @@ def ends(batch):
 
 
 def kernels(rows):
-    """A row per kernel and batch, in the order of a step."""
+    """Prints a row for each kernel and batch, in the order of a step."""
     model = Model()
     print(f"{'B':>4} {'kernel':42} {'us':>8} {'launches':>8} {'us a step':>10} {'GB/s':>7}  of {READ / 1e9:.0f}")
     for batch in BATCHES:
@@ -74,7 +74,7 @@ def kernels(rows):
             for name, size, run in part:
                 us = graph_us(lambda: [run(i) for i in range(LAYERS)], LAYERS)
                 if name == "experts":
-                    us -= found["router"]  # which lists their slots, so that they cannot run without it
+                    us -= found["router"]  # the router lists the slots, so the experts cannot run without it
                 found[name] = us
                 row = {"name": f"step B={batch} {name}", "batch": batch, "kernel": name, "us": us, "launches": launches,
                        "step_us": us * launches, "gb_s": size / us / 1e3}

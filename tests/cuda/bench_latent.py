@@ -15,7 +15,7 @@ def splits_of(tokens, sequences, heads):
 
 
 def decode_splits(sequences):
-    """Of the kernel for one new row of each of a few sequences."""
+    """The number of splits of the kernel for one new row of each of a few sequences."""
     return LIB.lib.moe_attention_latent_decode_splits(sequences, torch.cuda.get_device_properties(0).multi_processor_count)
 
 
@@ -36,7 +36,7 @@ class Step:
         self.pairs = sequences * sum(positions - count + i + 1 for i in range(count)) if count < 4096 else sequences * count * (2 * positions - count + 1) // 2
 
     def latent(self, splits, few=False):
-        """Calls with each cache; `few`: by the kernel for a few sequences."""
+        """Calls with each cache. `few` chooses the kernel for a few sequences."""
         q = randn(self.t, self.heads, KEY)
         partials = torch.empty(self.t * self.heads * splits * (VALUE + 2) if splits > 1 else 1, device="cuda")
         table = self.tables[0]
@@ -69,7 +69,8 @@ class Step:
             torch.matmul(latents, w_uv, out=values)
             attend()
 
-        keys_plain = torch.empty(h, all_rows, NOPE, dtype=torch.bfloat16, device="cuda")  # torch writes no strided result
+        # Torch writes no strided result.
+        keys_plain = torch.empty(h, all_rows, NOPE, dtype=torch.bfloat16, device="cuda")
         run(self.caches[0])
         return [lambda c=c: run(c) for c in self.caches], [attend] * 4
 
@@ -81,7 +82,8 @@ def row(rows, name, us, size, flops):
 
 
 def latent_decode(rows):
-    """One new row of each sequence, by both kernels; for one sequence also other numbers of splits than the launcher's."""
+    """One new row of each sequence, by both kernels; for one sequence also other numbers of splits than the
+    launcher's."""
     for heads in (16, 128):
         for sequences, positions in ((1, 512), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (8, 2048), (64, 2048), (256, 2048)):
             step = Step(sequences, positions, 1, heads)

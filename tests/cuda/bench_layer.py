@@ -1,4 +1,5 @@
-"""Microseconds per layer of a decode step: attention half, router and experts of layers with weights of their own in one graph."""
+"""Microseconds per layer of a decode step: attention half, router and experts of layers with weights of their own in
+one graph."""
 
 import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, SEED, Caches, asked, graph_us, tensors
@@ -51,7 +52,7 @@ class Step:
 
     def route(self, i, counts=None, buckets=None):
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
+             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, 0, 0, UNWATCHED, UNCOPIED)
 
     def listed_route(self, i):
         """The router, which lists the slots of each expert."""
@@ -66,7 +67,8 @@ class Step:
              self.counters, self.batch, K, E, E, H, I)
 
     def combined(self, i):
-        """Attention half, addition and norm, router, products, then one launch for weighted sum, addition and the next norm."""
+        """Attention half, addition and norm, router, products, then one launch for weighted sum, addition and the next
+        norm."""
         self.attention_tensor(i)
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
         self.products(i)
@@ -88,11 +90,11 @@ class Step:
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
         call("moe_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, 0, 0, UNWATCHED)
 
     def experts_of_one_launch(self, i):
         call("moe_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights, self.m.w13[i], self.m.w2[i],
-             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
+             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, 0, 0, UNWATCHED)
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,

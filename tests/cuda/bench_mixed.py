@@ -1,5 +1,5 @@
-"""The launches of a mixed step, 256 decoding rows beside some prompt rows, with the lengths of tests/bench/mixed_workload.py:
-attention alone and together."""
+"""The launches of a mixed step, 256 decoding rows next to some prompt rows, with the lengths of
+tests/bench/mixed_workload.py: attention alone and together."""
 
 import math
 import random
@@ -81,7 +81,7 @@ def decode_uneven(rows):
 
 
 class MixedAttention:
-    """The attention launches of a layer, one after the other or beside each other."""
+    """The attention launches of a layer, one after the other or at the same time."""
 
     def __init__(self, step):
         self.step, self.work = step, {splits: attention_workspace(step.decoding, HQ, HKV, D, splits) for splits in (1, 2, 4)}
@@ -94,7 +94,8 @@ class MixedAttention:
 
 
 def prompts_beside(rows):
-    """Head norm and attention of prompt rows and attention of decoding rows, one after the other and beside each other."""
+    """Head norm and attention of prompt rows and attention of decoding rows, one after the other and at the same
+    time."""
     for order, positions in (("", contexts(256)), (" longest first,", sorted(contexts(256), reverse=True))):
         for prompts in ([(0, 200)], [(0, 620), (0, 300)], [(0, 1500)]):
             step = Step(positions, prompts)
@@ -110,8 +111,8 @@ def prompts_beside(rows):
 
 
 def mixed_layer(rows, layer_of=Layer, name=""):
-    """All launches of a layer of a mixed step, which find in L2 what those before them left there; decoding rows as the engine has
-    them, the longest first."""
+    """All launches of a layer of a mixed step, which find in L2 what those before them left there; decoding rows as the
+    engine has them, the longest first."""
     for prompts in ([(0, 310), (0, 350)], [(0, 620), (0, 300)]):
         step = Step(sorted(contexts(256), reverse=True), prompts)
         attention, layer = MixedAttention(step), layer_of(step.rows)

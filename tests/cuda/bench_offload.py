@@ -1,4 +1,5 @@
-"""How fast experts change places between slots of the device and host memory, compared with the copy engine; and sums of their words."""
+"""How fast experts change places between slots of the device and host memory, compared with the copy engine; and sums
+of their words."""
 import ctypes
 
 import torch

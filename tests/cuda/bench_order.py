@@ -1,4 +1,5 @@
-"""Times products with act-order: rows ordered ahead of the fast kernels, beside the same without an order and the kernels for any scheme."""
+"""Times products with act-order: rows ordered ahead of the fast kernels, next to the same without an order and the
+kernels for any scheme."""
 import torch
 
 from bench_experts import LINEARS, E, H, I, K, O, QKV, SETS, Inputs

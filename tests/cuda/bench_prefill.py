@@ -1,5 +1,5 @@
-"""Prompts of Qwen3-30B-A3B's shape on one card: attention beside PyTorch's FlashAttention-2 and cuDNN, and every launch of a layer
-beside the floor of its bytes and FLOPs."""
+"""Prompts of Qwen3-30B-A3B's shape on one card: attention next to PyTorch's FlashAttention-2 and cuDNN, and every
+launch of a layer next to the floor of its bytes and FLOPs."""
 
 import torch
 from bench_decode import BLOCK, D, H, HKV, HQ, QKV, READ, tensors
@@ -47,7 +47,7 @@ def prefill_attention(rows):
                     continue
                 try:
                     us = graph_us([make(kind, tokens, sequences)] * 4, 5)
-                except Exception as e:  # a rival that this torch was built without
+                except Exception as e:  # a kernel that this torch was built without
                     print(f"{name}: {type(e).__name__} {str(e)[:100]}")
                     continue
                 rows.append({"name": f"attention {sequences} x {tokens // sequences} {name}", "us": us, "tflop_s": flops / us / 1e6})
@@ -99,7 +99,7 @@ class Layer:
     def route(self, i):
         self.counts[:E].zero_()
         call("moe_gate_route", self.x, self.gate[i], None, None, None, self.logits, self.ids, self.weights, self.t, H, E, K, 0, 0, 1, 1.0,
-             0.0, self.counts, self.buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
+             0.0, self.counts, self.buckets, None, 0, 0, 1.0, 0, 0, UNWATCHED, UNCOPIED)
 
     def experts(self, i):
         self.route(i)
@@ -133,7 +133,7 @@ def prefill_layer(rows):
         for name, size, flops, run in layer.launches():
             us = graph_us([lambda i=i: run(i) for i in range(layer.COUNT)], 7)
             if name == "experts":
-                us -= found["router"]  # which lists their slots
+                us -= found["router"]  # the router lists the experts' slots, so the experts cannot be timed without it
             found[name] = us
             sum_us += us
             floor = max(size / READ, flops / PEAK) * 1e6

@@ -1,8 +1,9 @@
-"""Both expert products alone, from 16 to 32k tokens: in bursts and without a pause, beside what the card does.
+"""Times both expert products alone, from 16 to 32k tokens, in bursts and without a pause, and compares them with the
+card's rates.
 
-A card that multiplies without a pause is held back by its power limit after some ten milliseconds, so figures of a few calls
-behind a pause (as other projects' usually are) and of calls for a third of a second differ. Both are told, with clock and power, and
-next to them cuBLAS by the same two ways and a read of memory.
+The power limit slows down a card that multiplies without a pause after some ten milliseconds. So figures of a few calls
+after a pause (as other projects usually give them) differ from figures of calls for a third of a second. The table has
+both, with clock and power, and the same two figures for cuBLAS and for a read of memory.
 """
 import ctypes
 import os
@@ -13,7 +14,7 @@ import torch
 
 from bench_experts import E, H, I, K, SETS, Inputs, make_weights, tensor_calls
 
-WIDE_TOKENS = 512  # from which on the plan takes moe_experts_wide
+WIDE_TOKENS = 512  # from this number on the plan chooses moe_experts_wide
 PAUSE = 0.03       # seconds before a burst
 BURSTS = 5
 
@@ -63,7 +64,7 @@ def events_ms(work):
 
 
 def burst_us(graph, calls):
-    """Median of microseconds per call of one replay behind a pause."""
+    """Median of microseconds per call of one replay after a pause."""
     times = []
     for _ in range(BURSTS):
         torch.cuda.synchronize()
@@ -119,7 +120,7 @@ def measured(kernel, calls, inputs, skew, meter, of_card):
     us, clock, power = sustained_us(graph, len(calls), meter)
     tokens = inputs.tokens
     flops, moved = 6 * tokens * K * H * I / 1e6, inputs.bytes() / 1e6
-    # What bounds it: the larger share of the card's rates.
+    # The larger share of the card's rates shows what limits the product.
     share = max(flops / burst / of_card["matmul_burst"], moved / burst / of_card["read"])
     print(f"{tokens:>6} {skew:>5g} {kernel:>8} {burst:>9.1f} {flops / burst:>8.0f} {moved / burst:>5.2f} {share:>7.2f} {us:>9.1f} {flops / us:>8.0f} {clock:>5.0f} {power:>4.0f}", flush=True)
     return {"tokens": tokens, "skew": str(skew), "kernel": kernel, "burst_us": burst, "sustained_us": us, "clock": clock, "power": power,

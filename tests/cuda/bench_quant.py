@@ -1,4 +1,5 @@
-"""Times the streaming kernels for quantised weights beside those for bf16, layers with weights of their own in one graph."""
+"""Times the streaming kernels for quantised weights next to those for bf16, layers with weights of their own in one
+graph."""
 
 import bench_layer
 import torch
@@ -8,7 +9,7 @@ from kernels import LIB, call, randn
 from library import BF16, F32, UNWATCHED
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
-LINEARS = 36  # matrices of a product that is timed alone: of 4 bits, fewer would stay in L2
+LINEARS = 36  # matrices of a product that is timed alone; with 4 bits, fewer matrices would stay in L2
 MOST_STREAMED = 8  # rows of dense products that the plan streams
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]
 
@@ -68,7 +69,7 @@ class QuantStep(Step):
             self.quant_linear(self.att, self.m.o[i], self.delta)
 
     def quant_linear(self, x, w, out):
-        """By the launch that the plan takes."""
+        """The products, by the launch that the plan chooses."""
         if self.batch <= MOST_STREAMED:
             call("moe_quant_linear_stream", x, None, 0.0, w, None, out, F32, self.batch)
         else:
@@ -100,13 +101,13 @@ class QuantStep(Step):
         if self.m.scheme is None:
             return super().one_launch(i)
         call("moe_quant_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, 0, 0, UNWATCHED)
 
     def experts_of_one_launch(self, i):
         if self.m.scheme is None:
             return super().experts_of_one_launch(i)
         call("moe_quant_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
+             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, 0, 0, UNWATCHED)
 
     def experts_alone(self, i):
         if self.m.scheme is None:

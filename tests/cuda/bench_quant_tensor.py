@@ -1,4 +1,5 @@
-"""Times the kernels on warpgroup products with quantised weights beside those with bf16, weights rotated, in one graph each."""
+"""Times the kernels on warpgroup products with quantised weights next to those with bf16, weights rotated, in one graph
+each."""
 import torch
 
 import bench_fp8
@@ -62,7 +63,7 @@ def experts(lib, tokens, schemes, results):
 
 
 def linears(lib, rows, schemes, results, splits=0):
-    """K cut over `splits` blocks; 0: as the launcher chooses."""
+    """K is cut over `splits` blocks; with 0 the launcher chooses the number."""
     print(f"{'linears: us':18s}" + "".join(f"{m:>14,}" for m in rows) + "   (qkv / o_proj)")
     for scheme in schemes:
         cells = {m: [] for m in rows}
@@ -81,7 +82,8 @@ def linears(lib, rows, schemes, results, splits=0):
 
 
 def dequantise(lib, schemes, results):
-    """us (TB/s of packed bytes and bf16) of a pack turned into rows, by the fast kernel and by the one for any scheme."""
+    """us (TB/s of packed bytes and bf16) of a pack turned into rows, by the fast kernel and by the one for any
+    scheme."""
     print(f"{'dequantise: us (TB/s)':22s}{'fast':>16s}{'any':>16s}")
     for scheme in filter(None, schemes):
         for name, shapes, count in (("qkv", [(1, *QKV)], 12), ("o_proj", [(1, *O)], 12), ("experts", [(E, 2 * I, H), (E, H, I)], 2)):

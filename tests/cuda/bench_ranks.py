@@ -1,5 +1,5 @@
-"""Times the experts of a sparse layer whose tokens come from several GPUs: gather, lists, products, sums back, norm. All GPUs of this
-process are ranks, a stream each; sums return by three launches and by one, in alternation in one call.
+"""Times the experts of a sparse layer whose tokens come from several GPUs: gather, lists, products, sums back, norm.
+All GPUs of this process are ranks, a stream each; sums return by three launches and by one, in alternation in one call.
 
   MOE_KERNELS_SO=libmoe_kernels.so python bench_ranks.py [ROWS A RANK ..]
 """
@@ -132,7 +132,7 @@ if __name__ == "__main__":
     LIB.lib.moe_peer_buffer_bytes.restype = ctypes.c_size_t
     for a in range(RANKS):
         for b in range(RANKS):
-            if a != b:  # torch opens the way between two GPUs with the first copy
+            if a != b:  # with the first copy torch enables access between two GPUs
                 torch.ones(1 << 20, device=f"cuda:{a}").to(f"cuda:{b}")
     for rows in map(int, sys.argv[1:] or (8, 16, 32, 64, 128)):
         bench(rows)

@@ -1,4 +1,4 @@
-"""The launches of a step that memory bounds, by rows: microseconds beside the floor of their bytes.
+"""The launches of a step that memory bounds, by rows: microseconds next to the floor of their bytes.
 
 Inputs in turn, 300 MB of them and more where there are many rows, so that reads come from memory as they do in a model.
 """
@@ -65,7 +65,7 @@ def sampling(rows, count):
 
 
 def memory_bound(rows):
-    """A row per kernel and number of rows."""
+    """Prints a row for each kernel and number of rows."""
     for kernel in (sums, norms, head_norm):
         for count in ROWS:
             kernel(rows, count)

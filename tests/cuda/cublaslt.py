@@ -1,11 +1,13 @@
-"""Products by cuBLASLt through ctypes: out[M, N] = x[M, K] w[N, K]^T in bf16, or of E4M3 with a scale for each row and 128 columns of x and for each 128 x 128 of w."""
+"""Products by cuBLASLt through ctypes: out[M, N] = x[M, K] w[N, K]^T in bf16, or of E4M3 with a scale for each row and
+128 columns of x and for each 128 x 128 of w."""
 import ctypes
 
 import torch
 
 R_32F, R_16BF, R_8F_E4M3 = 0, 14, 28  # cudaDataType
 COMPUTE_32F = 68
-TRANSA, TRANSB, A_SCALE, B_SCALE, FAST_ACCUM, A_MODE, B_MODE = 3, 4, 17, 18, 25, 31, 32  # cublasLtMatmulDescAttributes_t
+# CublasLtMatmulDescAttributes_t.
+TRANSA, TRANSB, A_SCALE, B_SCALE, FAST_ACCUM, A_MODE, B_MODE = 3, 4, 17, 18, 25, 31, 32
 VEC128, BLOCK128 = 4, 5  # cublasLtMatmulMatrixScale_t
 PREF_WORKSPACE = 1
 WORKSPACE = 64 << 20

@@ -1,7 +1,8 @@
 """Times kernels and layers on a GPU: python tests/cuda/decode.py bench [NAME ..]
 
-MOE_KERNELS_SO names the library. Fresh random inputs on each run, but times of layers with the same BENCH_SEED have the same weights,
-rows and so routing, whatever the library; BENCH_BATCHES="8 64": these numbers of rows only. JSON goes to $OUT/decode.json if OUT is set.
+MOE_KERNELS_SO names the library. Fresh random inputs on each run, but times of layers with the same BENCH_SEED have the
+same weights, rows and so routing, whatever the library; BENCH_BATCHES="8 64": these numbers of rows only. JSON goes to
+$OUT/decode.json if OUT is set.
 """
 
 import json

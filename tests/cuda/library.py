@@ -1,8 +1,8 @@
 """Calls the kernels of libmoe_kernels.so on torch tensors, and times them inside CUDA graphs.
 
-The same extern "C" launchers serve Rust; nothing here knows more than their C signature. Launchers with many arguments take
-a struct: its fields are read from the headers, and callers list their values in the same order; a field that is itself a
-struct is an object whose attributes have the names of its fields.
+The same extern "C" launchers serve Rust; nothing here knows more than their C signature. Launchers with many arguments
+take a struct: its fields are read from the headers, and callers list their values in the same order; a field that is
+itself a struct is an object whose attributes have the names of its fields.
 """
 import ctypes
 import os
@@ -77,7 +77,7 @@ STRUCTS = structs()
 class Library:
     def __init__(self, path):
         self.lib = ctypes.CDLL(path)
-        torch.cuda.synchronize()  # makes the context that launchers expect
+        torch.cuda.synchronize()  # creates the context that launchers need
 
     def raw(self, name, *args):
         """The launcher's return code. Tensors become device pointers, None a null pointer."""
@@ -155,7 +155,8 @@ def graph_us(calls, replays=20):
 
 
 def routing(tokens, experts, top_k, skew=0.0):
-    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew, of an infinite skew all tokens choose the same."""
+    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew, of an infinite skew all
+    tokens choose the same."""
     if skew == float("inf"):
         ids = torch.randperm(experts, device="cuda")[:top_k].to(torch.int32).repeat(tokens, 1)
         return ids, torch.softmax(torch.randn(tokens, top_k, device="cuda"), -1)

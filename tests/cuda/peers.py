@@ -2,8 +2,8 @@
 
   MOE_KERNELS_SO=libmoe_kernels.so python peers.py [NAME ..]
 
-Every rank's blocks must be resident at once, with the blocks of the next launch that a rank begins early. So sizes are small, and calls
-of several launches are left to tests/gpu/nccl.sh, which needs several GPUs.
+Every rank's blocks must be resident at once, with the blocks of the next launch that a rank begins early. So sizes are
+small, and calls of several launches are left to tests/gpu/nccl.sh, which needs several GPUs.
 """
 import ctypes
 import os
@@ -80,7 +80,7 @@ def shares_of(rows, hidden, ranks):
 
 
 def share(group, rows, hidden, weight, residuals, whole):
-    """One sub-layer's end on every rank; `whole` [rows, hidden] is what the residual stream is, kept by all together."""
+    """One sub-layer's end on every rank; `whole` [rows, hidden] is the residual stream that all keep together."""
     ranks = group.ranks
     partial = [randn(rows, hidden, dtype=torch.float32) for _ in range(ranks)]
     outs = [torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
@@ -140,7 +140,7 @@ def scatter(group, rank, sums, own, counts, needs):
 
 
 def sum_of(sums):
-    """In rank order, in f32."""
+    """The sum in rank order, in f32."""
     added = sums[0].float()
     for other in sums[1:]:
         added = added + other.float()
@@ -148,7 +148,7 @@ def sum_of(sums):
 
 
 def sums_reach_all_ranks():
-    """In one shot and in two, of as many ranks as each form is compiled for and fewer: alone, and with residual stream and norm."""
+    """Sums in one shot and in two, for all numbers of ranks: alone, and with residual stream and norm."""
     cases = [(2, 1, 2048), (2, 64, 2048), (3, 5, 264), (3, 200, 1024), (4, 8, 2048), (4, 64, 2048), (5, 3, 512), (8, 2, 2048), (8, 16, 2048)]
     for ranks, rows, hidden in sized(cases, [(2, 1, 64), (3, 4, 264), (8, 16, 2048)]):
         group, weight = Group(ranks), randn(hidden)
@@ -156,7 +156,7 @@ def sums_reach_all_ranks():
         for call in range(3):  # both halves of the buffers, and one again
             dtype = (torch.float32, torch.bfloat16)[call % 2]
             partial = [randn(rows, hidden, dtype=torch.float32) for _ in range(ranks)]
-            # Off an aligned address, and no whole number of slots.
+            # The address is not aligned, and the size is no whole number of slots.
             alone = [randn(rows * hidden + 8, dtype=dtype)[call:call + rows * hidden - 3] for _ in range(ranks)]
             sums = [torch.empty(rows * hidden - 3, dtype=dtype, device="cuda") for _ in range(ranks)]
             outs = [torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
@@ -232,7 +232,7 @@ def only_needed_rows_travel():
         needed = torch.stack([((owners[ids.clamp_max(experts - 1)] == r) & valid).any(1) for r in range(ranks)])
         words, owner_words = ids.to(torch.int32), owners.to(torch.int32)
         rows = [randn(n, hidden) for n in counts]
-        # What a rank adds up for rows that it does not need is nothing.
+        # A rank's sum for a row that it does not need is zero.
         sums = [randn(total, hidden, dtype=torch.float32) * needed[r][:, None] for r in range(ranks)]
         narrow = [part.bfloat16() for part in sums]
         outs = [torch.full((total, hidden), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
@@ -258,7 +258,7 @@ def only_needed_rows_travel():
             away = ~needed[r]
             own = torch.arange(sum(counts[:r]), sum(counts[:r + 1]), device="cuda")
             away[own] = False
-            away[[sum(counts[:p]) for p in range(ranks) if counts[p]]] = False  # the first slot of a launch always travels
+            away[[sum(counts[:p]) for p in range(ranks) if counts[p]]] = False  # first slots are always sent
             if hidden == 2048:
                 assert bool((outs[r][away] == 7).all()), f"rows that nobody needs have come: {counts}"
             assert torch.equal(backs[r], added[own]), (counts, hidden, r)
@@ -274,13 +274,13 @@ def slots_of(group, counts, hidden, top_k, experts):
     weights = torch.rand(total, top_k, device="cuda")
     maps = [torch.where(owners == r, torch.cumsum(owners == r, 0) - 1, -1).to(torch.int32) for r in range(ranks)]
     here = [((owners[ids.clamp_max(experts - 1)] == r) & (ids != NO_EXPERT)) for r in range(ranks)]
-    # Rows of slots that are elsewhere hold anything.
+    # Rows of slots on other ranks may contain anything.
     rows = [torch.where(h[..., None], torch.randn(total, top_k, hidden, device="cuda"), float("nan")) for h in here]
     return rows, ids.to(torch.int32), weights, maps, here
 
 
 def slots_become_sums_of_ranks_and_norms():
-    """Bit for bit what sum, scatter, and addition with norm are; some ranks without a row, slots without an expert, sums already added."""
+    """The bits of sum, scatter, and addition with norm; some ranks without a row, slots without an expert."""
     cases = [([1, 1], 64, 8), ([3, 0], 2048, 8), ([0, 1], 8, 2), ([17, 40], 264, 3), ([100, 90], 2048, 8), ([5, 0, 9], 1000, 1),
              ([9, 8, 7, 6], 4096, 8), ([1, 2, 0, 4, 3, 0, 2, 1], 2304, 32), ([30, 20], 2048, 0)]
     for counts, hidden, top_k in sized(cases, [([1, 1], 64, 8), ([3, 0], 264, 2), ([5, 0, 9], 128, 0)]):
@@ -319,7 +319,7 @@ def slots_become_sums_of_ranks_and_norms():
 
 
 def calls_follow_each_other_without_a_wait():
-    """Ranks drift apart: thousands of calls of every kind and size, whose results pile up."""
+    """Ranks run at different speeds: thousands of calls of every kind and size, whose results add up."""
     group, hidden = Group(2), 512
     weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
     sizes = [1, 130, 7, 260]
@@ -373,7 +373,7 @@ def sizes_that_cannot_be_are_refused():
     for rows, hidden in ((-1, 16), (1, 12), (1, 0)):
         code = LIB.raw("moe_peer_share_add_rms_norm", ctypes.byref(group.peers[0]), x, x, out, 1e-6, out, rows, hidden, None)
         assert code == 1, (rows, hidden, code)
-    # Rows that are not the sum of the ranks' rows, more slots than a warp has lanes, slots in bf16, rows beyond the buffers.
+    # Refused: a wrong number of rows, more slots than a warp has lanes, slots in bf16, rows beyond the buffers.
     for tokens, counts, top_k, rows, hidden in ((3, (1, 1), 1, F32, 16), (2, (1, 1), 33, F32, 16), (2, (1, 1), 1, BF16, 16),
                                                (2, (1, 1), 1, F32, 12), (1 << 20, (1 << 20, 0), 1, F32, 16)):
         args = filled("moe_combine", x, x, x, None, None, tokens, top_k, 1, 1, hidden, rows, F32)

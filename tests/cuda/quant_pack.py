@@ -23,7 +23,7 @@ class Scheme:
     rows: int = 1
 
     def bytes(self, n, k):
-        """Of a matrix [n, k] as it lies on the device."""
+        """The pack of a matrix [n, k] in the layout that the device uses."""
         groups = -(-k // self.group) if self.group else 1
         scales = n * 4 if self.format == FP8 and self.rows == 1 else n // 8 * 4 if self.format == FP8 else n * 2
         return n * k // (2 if self.format == INT4 else 1) + groups * (scales + (n if self.zeros else 0))
@@ -48,7 +48,7 @@ class RawPack:
         self.scale_rows = 2 if scheme.format == FP8 and scheme.rows != 1 else 16
         sides = experts, self.n_tiles, self.groups
         scale = (torch.rand(*sides, self.scale_rows, device="cuda") + 0.5) * k**-0.5 / (100 if scheme.format == INT8 else 5)
-        if scheme.rows == 128 and self.n_tiles % 8 == 0:  # blocks, which kernels may tell from scales of their own
+        if scheme.rows == 128 and self.n_tiles % 8 == 0:  # blocks may have their own kernel path
             scale = scale[:, ::8].repeat_interleave(8, 1).contiguous()
         self.scales = scale.to((torch.float32, torch.bfloat16, torch.float16)[scheme.scale])
         self.zeros = torch.randint(0, 16, (*sides, 16), dtype=torch.uint8, device="cuda") if scheme.zeros else None

@@ -21,7 +21,7 @@ def bench(lib):
         physical = torch.empty_like(ids)
 
         def call(g, copies=UNCOPIED, then=None):
-            lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, copies)
+            lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, 0, 0, UNWATCHED, copies)
             if then is not None:
                 ids_of_copies(then, ids, physical)
 

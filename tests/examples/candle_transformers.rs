@@ -1,11 +1,13 @@
 //! The rival: candle-transformers' Qwen3-MoE, with random weights, under the protocol
 //! of the model binaries' `bench` (random prompt tokens, temperature 1, end-of-sequence ignored;
-//! decode figure = a run with all output tokens minus a run with one). A length or batch that it cannot run is told with its error.
+//! decode figure = a run with all output tokens minus a run with one). A length or batch that it cannot run is told
+//! with its error.
 //!
-//!     cargo run --release -p moe-tests --example candle_transformers -- CONFIG.json [f32|bf16] [BATCHES] [PROMPT] [OUTPUT] [LENGTHS] [cpu|cuda]
+//!     cargo run --release -p moe-tests --example candle_transformers -- CONFIG.json [f32|bf16] [BATCHES] [PROMPT]
+//!     [OUTPUT] [LENGTHS] [cpu|cuda]
 //!
-//! `cuda` needs the feature `cuda` of moe-tests, built for the card's own capability (CUDA_COMPUTE_CAP=90 on Hopper): built for 80,
-//! candle's expert kernels ended the program on an H200.
+//! `cuda` needs the feature `cuda` of moe-tests, built for the card's own capability (CUDA_COMPUTE_CAP=90 on Hopper):
+//! built for 80, candle's expert kernels ended the program on an H200.
 
 use std::time::Instant;
 
@@ -84,7 +86,7 @@ impl Rival {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Median of three runs behind a short one.
+    /// Returns the median of three runs. A short run comes first to warm up.
     fn repeat(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
         self.run(batch, prompt, output.min(4))?;
         Ok(median((0..3).map(|_| self.run(batch, prompt, output)).collect::<Result<_>>()?))

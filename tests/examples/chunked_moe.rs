@@ -1,5 +1,5 @@
 //! Peak workspace and time of one MoE layer, whole and in chunks, with random weights:
-//! `cargo run --release -p moe-tests --example chunked_moe [TOKENS]`. The sizes are those of a model
+//! `cargo run --release -p moe-tests --example chunked_moe [TOKENS]`. The sizes are the sizes of a model
 //! with 0.9 billion weights: H = 1,024, 32 experts of I = 512, 4 per token, bf16.
 
 use std::num::NonZeroUsize;
@@ -28,6 +28,7 @@ fn block(chunked_moe: ChunkedMoe) -> Result<SparseMoeBlock> {
         hidden_size: H,
         intermediate_size: I,
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 1,
         backend: None,
     };

@@ -1,4 +1,5 @@
-//! Grouping, ids as a rank sees them, and the batched layout: integers and copies, so equal bits.
+//! Grouping of slots, ids as a rank sees them, and the batched layout. These are integers and copies, so the bits must
+//! be equal.
 
 use candle_core::DType;
 use moe_kernels::{
@@ -9,7 +10,8 @@ use moe_kernels::{
 
 use crate::common::*;
 
-/// Sizes up to more experts than shared memory counts, one expert with everything, and lists that several blocks write.
+/// The sizes include more experts than shared memory can count, one expert with all slots, and lists that several
+/// blocks write.
 const CASES: [(usize, usize, usize); 8] = [
     (0, 1, 3),
     (1, 1, 1),
@@ -64,7 +66,8 @@ fn groups_and_local_ids_are_the_same() {
     }
 }
 
-/// Logical ids become physical ids of copies, for any number of copies, also of one; rows that come in several calls.
+/// Logical ids become physical ids of copies in the same way as on the CPU, for any number of copies, even for one, and
+/// for rows that come in several calls.
 #[test]
 fn copies_are_chosen_alike() {
     let mut rng = Rng::new();
@@ -98,7 +101,7 @@ fn copies_are_chosen_alike() {
     }
 }
 
-/// On the device an id that there is not is no expert; rows are counted as the CPU counts them, also past 32 bits.
+/// On the device an id that does not exist means no expert. Rows are counted as on the CPU, even beyond 32 bits.
 #[test]
 fn ids_that_there_are_not_have_no_copy() {
     let mut rng = Rng::new();

@@ -1,17 +1,15 @@
-//! Head norm, rotation, cache write, and paged attention over the cache that they wrote.
+//! Head norm, rotation, the write to the cache, and paged attention over the cache that they wrote.
 
 use candle_core::DType;
-use moe_kernels::plan::{AttentionCall, Form, Fp8Activations, Gpu, Machine, MixedCall, MixedForm};
-use moe_kernels::quant::QuantUse;
+use moe_kernels::plan::{AttentionCall, Form, Gpu, Machine, MixedCall, MixedForm};
 use moe_kernels::{
-    AttentionMeta, Buffer, ProductRows, QkNormRope, QuantGroup, StepRows, linear_into, paged_attention_into,
-    qk_norm_rope_cache_into, rope_attention_into,
+    AttentionMeta, Buffer, QkNormRope, StepRows, paged_attention_into, qk_norm_rope_cache_into,
+    rope_attention_into,
 };
 
 use crate::common::*;
-use crate::quant::matrices::{Matrix, Source, fp8};
 
-/// Rows of one sequence in a step: the first position and how many.
+/// The rows of one sequence in a step: the first position and the number of rows.
 pub type Sequence = (usize, usize);
 
 pub struct Case {
@@ -20,6 +18,7 @@ pub struct Case {
     pub block_size: usize,
     pub window: Option<usize>,
     pub norms: bool,
+    pub sinks: bool,
     pub sequences: Vec<Sequence>,
     pub padding: usize,
 }
@@ -35,13 +34,15 @@ pub struct Data {
     starts: Buffer,
     positions: Buffer,
     pub tables: Buffer,
+    sinks: Option<Buffer>,
 }
 
-/// What an op reads, on a device.
+/// The inputs of an op, on a device.
 pub struct Given {
     floats: [Placed; 3],
     norms: [Option<Placed>; 2],
     words: [Placed; 4],
+    sinks: Option<Placed>,
 }
 
 impl Data {
@@ -51,6 +52,7 @@ impl Data {
             floats: [&self.qkv, &self.cos, &self.sin].map(|data| p.put(data)),
             norms: [norms.map(|n| &n.0), norms.map(|n| &n.1)].map(|norm| p.put_some(norm)),
             words: [&self.slots, &self.starts, &self.positions, &self.tables].map(|data| p.put(data)),
+            sinks: p.put_some(self.sinks.as_ref()),
         }
     }
 }
@@ -81,6 +83,7 @@ impl Given {
             block_tables: tables.view(),
             scale: (case.head_dim as f32).powf(-0.5),
             sliding_window: case.window,
+            sinks: view_of(&self.sinks),
         }
     }
 }
@@ -94,7 +97,7 @@ impl Case {
         let rows = used + self.padding;
         let max_blocks = self.sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(0).max(1);
         let num_blocks = self.sequences.len() * max_blocks + 2;
-        // Blocks in random order; padding of a table is no block at all.
+        // The blocks are in random order, and the padding of a table is not a valid block.
         let order = rng.permutation(num_blocks);
         let mut tables = Vec::new();
         let mut starts = vec![0];
@@ -122,6 +125,7 @@ impl Case {
             starts: words(starts, &[self.sequences.len() + 1]),
             positions: words(positions, &[rows]),
             tables: words(tables, &[self.sequences.len(), max_blocks]),
+            sinks: self.sinks.then(|| sinks(hq)),
         }
     }
 
@@ -138,7 +142,7 @@ impl Case {
         StepRows { decode, decode_scores: scores(decoding), prompt_scores: scores(prompts) }
     }
 
-    /// How a step in bf16 runs.
+    /// The form in which a step in bf16 runs.
     pub fn form(&self, machine: &Machine) -> Option<MixedForm> {
         let rows = self.step_rows();
         let decode = AttentionCall {
@@ -148,6 +152,7 @@ impl Case {
             head_dim: self.head_dim,
             value_dim: self.head_dim,
             latent: false,
+            sinks: false,
             dtype: DType::BF16,
             block_size: Some(self.block_size),
             aligned: true,
@@ -180,17 +185,23 @@ impl Case {
         };
         on_both(op, |c, g| {
             let what = |part| {
-                format!("{part} {hq}/{hkv} heads of {d} in {} beside {}", model.as_str(), stream.as_str())
+                format!("{part} {hq}/{hkv} heads of {d} in {} with {}", model.as_str(), stream.as_str())
             };
             assert_close(&what("q"), &c[0], &g[0], 4e-6);
             assert_close(&what("k"), &c[1], &g[1], 4e-6);
             assert_same(&what("v"), &c[2], &g[2]);
-            // A rounding of a key or of a tensor-core operand moves scores.
+            // The rounding of a key or of a tensor-core operand changes scores.
             let bound = 1e-5 + 12.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
             assert_close(&what("attention"), &c[3], &g[3], bound);
             assert_close(&what("rope_attention"), &c[4], &g[4], bound);
         });
     }
+}
+
+/// Random sinks, from negligible to far above every score.
+fn sinks(heads: usize) -> Buffer {
+    let values: Vec<f32> = (0..heads).map(|head| [-300.0, 0.0, 1.5, 4.0, 120.0][head % 5]).collect();
+    Buffer::from_vec(values, &[heads]).unwrap()
 }
 
 #[test]
@@ -211,7 +222,7 @@ fn attention_agrees_on_mixed_steps() {
             for (heads, head_dim, block_size, window, norms) in small(shapes, 64, |shape| shape.1) {
                 let sequences = mixed.clone();
                 let padding = 3;
-                Case { heads, head_dim, block_size, window, norms, sequences, padding }
+                Case { heads, head_dim, block_size, window, norms, sinks: false, sequences, padding }
                     .check(&mut rng, model, stream);
             }
         }
@@ -223,7 +234,7 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
     let mut rng = Rng::new();
     let steps: [(Vec<Sequence>, usize); 9] = [
         (vec![(0, 150)], 0),
-        // Decoding sequences first, then prompts, few rows, none, padding.
+        // First decoding sequences, then prompts; also few rows, no rows, and padding.
         (vec![(37, 1), (0, 1), (1000, 1), (0, 200), (70, 3), (300, 1)], 0),
         (vec![(128, 1), (64, 90)], 5),
         (vec![(15, 1), (16, 1)], 3),
@@ -238,8 +249,17 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
             for (heads, head_dim) in small([((8, 1), 128), ((4, 4), 64), ((5, 1), 40)], 40, |case| case.1) {
                 let sequences = sequences.clone();
                 let padding = *padding;
-                Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding }
-                    .check(&mut rng, model, DType::F32);
+                Case {
+                    heads,
+                    head_dim,
+                    block_size: 16,
+                    window: None,
+                    norms: true,
+                    sinks: false,
+                    sequences,
+                    padding,
+                }
+                .check(&mut rng, model, DType::F32);
             }
         }
     }
@@ -259,8 +279,16 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
         let sequences: Vec<Sequence> = uneven.iter().copied().chain(prompts).collect();
         for (heads, head_dim) in [((32, 4), 128), ((32, 8), 64)] {
             let sequences = sequences.clone();
-            let case =
-                Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding };
+            let case = Case {
+                heads,
+                head_dim,
+                block_size: 16,
+                window: None,
+                norms: true,
+                sinks: false,
+                sequences,
+                padding,
+            };
             assert_eq!(
                 case.form(&machine) == Some(MixedForm::Beside),
                 beside,
@@ -272,7 +300,44 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
     }
 }
 
-/// Configs allow windows that 32 bits do not hold.
+/// Each kernel adds the sink of a head once to each denominator: in one block, in splits within a cluster and over
+/// several, in prompts on warpgroup products alone and in pairs of blocks, and in the kernels of any shape.
+#[test]
+fn attention_agrees_with_sinks() {
+    let mut rng = Rng::new();
+    let steps: [(Vec<Sequence>, usize); 6] = [
+        (vec![(0, 1), (37, 1), (700, 1), (9, 1)], 2),
+        (vec![(3000, 1)], 0),
+        (vec![(37, 1), (0, 1), (0, 200), (70, 3), (300, 130)], 3),
+        (vec![(0, 700)], 0),
+        (vec![(130, 1200)], 1),
+        ((0..200).map(|i| (i * 37 % 600, 1)).collect(), 1),
+    ];
+    for model in [DType::BF16, DType::F32] {
+        for (sequences, padding) in &steps {
+            for (heads, head_dim) in [((16, 2), 64), ((64, 8), 64), ((8, 2), 128), ((5, 1), 64), ((6, 2), 20)]
+            {
+                for window in [None, Some(128), Some(1)] {
+                    let sequences = sequences.clone();
+                    let padding = *padding;
+                    let case = Case {
+                        heads,
+                        head_dim,
+                        block_size: 16,
+                        window,
+                        norms: false,
+                        sinks: true,
+                        sequences,
+                        padding,
+                    };
+                    case.check(&mut rng, model, DType::F32);
+                }
+            }
+        }
+    }
+}
+
+/// Configs may have windows that are too large for 32 bits.
 #[test]
 fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
     let mut rng = Rng::new();
@@ -280,15 +345,13 @@ fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
         let heads = (8, 2);
         let head_dim = 128;
         let window = Some(1 << 31);
-        Case { heads, head_dim, block_size: 16, window, norms: true, sequences, padding: 1 }.check(
-            &mut rng,
-            DType::BF16,
-            DType::F32,
-        );
+        Case { heads, head_dim, block_size: 16, window, norms: true, sinks: false, sequences, padding: 1 }
+            .check(&mut rng, DType::BF16, DType::F32);
     }
 }
 
-/// Memory behind a cache stays as it is, whichever launch writes the rows; a decoding row without a slot is padding.
+/// Memory after the end of a cache stays unchanged, whichever launch writes the rows. A decoding row without a slot is
+/// padding.
 #[test]
 fn a_slot_beyond_the_cache_is_not_written() {
     let mut rng = Rng::new();
@@ -296,7 +359,16 @@ fn a_slot_beyond_the_cache_is_not_written() {
     let heads = (8, 2);
     let head_dim = 128;
     let sequences = vec![(5, 1), (9, 1)];
-    let case = Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding: 0 };
+    let case = Case {
+        heads,
+        head_dim,
+        block_size: 16,
+        window: None,
+        norms: true,
+        sinks: false,
+        sequences,
+        padding: 0,
+    };
     let mut data = case.data(&mut rng, DType::BF16, DType::F32);
     let blocks = data.caches[0].dims()[0] - 1;
     let end = (blocks * case.block_size) as u32;
@@ -316,71 +388,5 @@ fn a_slot_beyond_the_cache_is_not_written() {
     assert!(out.host(&p).view().to_f32_vec().unwrap().iter().all(|&x| x == 0.0), "padding is zero");
     for (before, after) in data.caches.iter().zip([&k, &v]) {
         assert_same("cache", before, &after.host(&p));
-    }
-}
-
-/// Where the output product takes rows in FP8 the launches of a step leave them so, with the bits of rows that are quantised
-/// behind them; other heads are quantised by a launch of their own.
-#[test]
-fn rows_for_a_product_in_fp8_are_those_of_bf16() {
-    let mut rng = Rng::new();
-    let decoding = |n: usize| (0..n).map(|i| (i * 7 % 90, 1)).collect::<Vec<_>>();
-    let with = |mut all: Vec<Sequence>, more: &[Sequence]| {
-        all.extend(more);
-        all
-    };
-    let steps: [(Vec<Sequence>, usize); 5] = [
-        (decoding(70), 6),
-        (vec![(0, 70), (3, 1), (40, 200)], 0),
-        (with(decoding(100), &[(0, 300), (5, 2), (64, 110)]), 0),
-        (with(decoding(1), &[(900, 1), (0, 130)]), 2),
-        (with(decoding(1), &[(1000, 515)]), 0),
-    ];
-    for (sequences, padding) in small(steps, 80, |step| step.0.iter().map(|s| s.1).sum()) {
-        for (heads, head_dim) in [((8, 2), 128), ((12, 1), 128), ((24, 8), 128), ((4, 4), 64)] {
-            let case = Case {
-                heads,
-                head_dim,
-                block_size: 16,
-                window: None,
-                norms: true,
-                sequences: sequences.clone(),
-                padding,
-            };
-            let data = case.data(&mut rng, DType::BF16, DType::F32);
-            let columns = heads.0 * head_dim;
-            let n = 128;
-            let scheme = fp8(QuantGroup::Block { n: 128, k: 128 });
-            let matrix = Matrix::new(&mut rng, n, columns, scheme, 1);
-            let source = Source { matrices: [("o".to_string(), matrix)].into(), inputs: None };
-            let ex = cuda().with_fp8_activations(Fp8Activations::Auto);
-            let weight = source.weight(&[&["o".to_string()]], QuantUse::Linear, DType::BF16, &ex);
-            let mut p = Place::new(ex);
-            let guard = weight.read().unwrap();
-            let placed = data.placed(&p);
-            let product = |rows: &ProductRows, p: &mut Place| {
-                let mut out = p.out(DType::F32, &[data.rows, n]);
-                linear_into(rows.rows(), guard.view().unwrap(), None, out.view_mut(), &mut p.ex).unwrap();
-                out.host(p)
-            };
-            let mut floats = ProductRows::Floats(p.ex.scratch(DType::BF16, &[data.rows, columns]).unwrap());
-            let mut rows = ProductRows::of_product(data.rows, guard.view().unwrap(), false, &p.ex).unwrap();
-            assert_eq!(
-                matches!(rows, ProductRows::Fp8(_)),
-                data.rows < 512 || data.rows.is_multiple_of(4),
-                "{} rows",
-                data.rows
-            );
-            for to in [&mut floats, &mut rows] {
-                let args = placed.args(&case);
-                let meta = placed.meta(&case);
-                let [mut k, mut v] = [&data.caches[0], &data.caches[1]].map(|cache| p.put(cache));
-                let k = k.view_mut();
-                let v = v.view_mut();
-                rope_attention_into(&args, &meta, case.step_rows(), k, v, to.rows_mut(), &mut p.ex).unwrap();
-            }
-            let what = format!("{heads:?} heads of {head_dim}, {} rows", data.rows);
-            assert_same(&what, &product(&floats, &mut p), &product(&rows, &mut p));
-        }
     }
 }

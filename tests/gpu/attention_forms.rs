@@ -1,5 +1,5 @@
-//! Attention by each of its kernels: pages, windows, splits and sharp scores, which they treat separately, and rows whose bits must not
-//! depend on the step that they are in.
+//! Attention by each of its kernels: pages, windows, splits and sharp scores, which the kernels handle separately, and
+//! rows whose bits must not depend on the other rows of their step.
 
 use candle_core::DType;
 use moe_kernels::half::bf16;
@@ -13,12 +13,13 @@ use crate::attention::{Case, Data, Sequence};
 use crate::common::*;
 use crate::definition::relative_error;
 
-/// The rounding of q, of weights, keys, values and results to bf16, and of the CPU's; sharp softmaxes round worst.
+/// The bound covers the rounding of q, weights, keys, values and results to bf16, and the CPU's rounding. Sharp
+/// softmaxes round worst.
 const BOUND: f64 = 1.2e-2;
 
 fn case(heads: (usize, usize), head_dim: usize, block_size: usize, sequences: &[Sequence]) -> Case {
     let sequences = sequences.to_vec();
-    Case { heads, head_dim, block_size, window: None, norms: true, sequences, padding: 0 }
+    Case { heads, head_dim, block_size, window: None, norms: true, sinks: false, sequences, padding: 0 }
 }
 
 /// The caches with infinities in every slot that no sequence has written before this step.
@@ -48,7 +49,7 @@ fn assert_near(what: &str, cpu: &Buffer, gpu: &Buffer, bound: f64) {
     assert!(off < bound, "{what}: off by {off}");
 }
 
-/// Steps in bf16 whose unwritten slots hold no numbers on the GPU.
+/// Runs steps in bf16 whose unwritten slots contain no numbers on the GPU.
 fn check(rng: &mut Rng, case: &Case) {
     let data = case.data(rng, DType::BF16, DType::F32);
     let hidden = hidden(case, &data);
@@ -84,10 +85,10 @@ fn decoding_rows_agree_for_every_number_of_splits() {
     let uneven: Vec<usize> = (0..256).map(|i| i * 37 % 400).collect();
     let heads = [((32, 4), 128), ((8, 8), 64), ((12, 1), 128), ((16, 4), 64), ((32, 2), 128), ((5, 1), 64)];
     for (heads, head_dim) in small(heads, 5, |heads| heads.0.0) {
-        // Fewer rows are cut into more splits.
+        // A step with fewer rows is cut into more splits.
         let pages = [(16, None), (7, Some(100)), (64, Some(1))];
         for positions in [&edges[..], &edges[8..], &[8191, 5119], &[255], &uneven] {
-            // Many rows take long on the CPU.
+            // Many rows take a long time on the CPU.
             let some = if positions.len() > 100 { 1 } else { pages.len() };
             for (block_size, window) in pages.into_iter().take(some) {
                 check(&mut rng, &Case { window, ..case(heads, head_dim, block_size, &decoding(positions)) });
@@ -116,7 +117,8 @@ fn prompts_agree_on_pages_and_windows_of_every_size() {
         cases.push(Case { window: Some(window), ..case((12, 4), 128, 16, &[(100, 333), (0, 129)]) });
         cases.push(Case { window: Some(window), ..case((16, 2), 64, 32, &[(0, 700)]) });
     }
-    // Blocks in pairs, whose second has no rows in the last pair; rows of a pair see positions of two tiles.
+    // Blocks come in pairs, and in the last pair the second block has no rows. The rows of a pair see positions of two
+    // tiles.
     for rows in [129, 160, 161, 384] {
         cases.push(case((32, 1), 64, 16, &[(3, rows)]));
         cases.push(Case { window: Some(300), ..case((32, 1), 128, 32, &[(3, 3 * rows), (90, 3 * rows)]) });
@@ -126,7 +128,8 @@ fn prompts_agree_on_pages_and_windows_of_every_size() {
     }
 }
 
-/// Scores grow by far more than weights may from one tile to the next, and beyond what f32 can say.
+/// Scores grow from one tile to the next by far more than the weights of a softmax may grow, and beyond the range of
+/// f32.
 #[test]
 fn sharp_scores_agree() {
     let mut rng = Rng::new();
@@ -165,15 +168,15 @@ fn sharp_scores_agree() {
     }
 }
 
-/// The rows of a prompt in one step, in chunks and after another sequence have the same bits where they must; also where
-/// scores are sharp, and a row whose weights become too large must not change its neighbours.
+/// The rows of a prompt in one step, in chunks and after another sequence have the same bits where they must. This
+/// holds for sharp scores too, and a row whose weights become too large must not change its neighbours.
 #[test]
 fn rows_of_a_prompt_do_not_depend_on_their_step() {
     let mut rng = Rng::new();
     let heads = (32, 4);
     let head_dim = 128;
     let count = if tiny() { 150 } else { 700 };
-    // Both sequences are in the cache; steps over them take some rows of one or both.
+    // Both sequences are in the cache. Each step takes some rows of one or both.
     let both = case(heads, head_dim, 16, &[(0, 300), (0, count)]);
     let data = both.data(&mut rng, DType::BF16, DType::F32);
     let q = rng.floats(DType::BF16, &[300 + count, heads.0, head_dim]);
@@ -182,7 +185,8 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
     let tables: Vec<Vec<u32>> =
         values::<u32>(&data.tables).chunks(data.tables.dims()[1]).map(<[u32]>::to_vec).collect();
     for sharp in [3.0, 36.0, 120.0] {
-        // Rows of q, and of each sequence of the step its number, first position and rows.
+        // `from` is the first row of q. For each sequence of the step: its number, its first position and its number of
+        // rows.
         let run = |from: usize, sequences: &[(usize, usize, usize)], ex: &Exec| {
             let rows: usize = sequences.iter().map(|s| s.2).sum();
             let mut starts = vec![0];
@@ -202,6 +206,7 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
                 block_tables: table.view(),
                 scale: (head_dim as f32).powf(-0.5) * sharp,
                 sliding_window: None,
+                sinks: None,
             };
             let q = p.put(&cut(&q, from, rows));
             let mut out = p.out(DType::BF16, &[rows, heads.0 * head_dim]);
@@ -224,12 +229,13 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
         }
         same("chunks of a prompt", &parts, &whole);
         let beside = run(0, &[(0, 0, 300), (1, 0, count)], &exact);
-        same("a prompt behind another", &beside[300 * heads.0 * head_dim..], &whole);
+        same("a prompt after another", &beside[300 * heads.0 * head_dim..], &whole);
         same("a prompt without batch invariance", &run(300, &[(1, 0, count)], &cuda()), &whole);
     }
 }
 
-/// Decoding rows beside prompts have the bits of one after the other, in every repetition.
+/// Decoding rows that run at the same time as prompts have the bits of running one after the other, in every
+/// repetition.
 #[test]
 fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
     let mut rng = Rng::new();
@@ -257,7 +263,7 @@ fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
             rope_attention_into(&args, &meta, rows, to_k, to_v, out.view_mut(), &mut p.ex).unwrap();
             [out, k, v].map(|placed| placed.host(&p))
         };
-        // A step whose scores are not known runs one after the other, with the same splits.
+        // A step with unknown scores runs one launch after the other, with the same splits.
         let want = run(StepRows { decode_scores: 0, prompt_scores: 0, ..case.step_rows() });
         for _ in 0..4 {
             for (part, (want, got)) in
@@ -269,12 +275,13 @@ fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
     }
 }
 
-/// Queries, keys and values have the same bits whatever other rows the step has, and the launch of decoding rows writes the keys
-/// and values that the launch of prompts writes.
+/// Queries, keys and values have the same bits, whatever other rows the step has. The launch of decoding rows writes
+/// the same keys and values as the launch of prompts.
 #[test]
 fn cached_rows_do_not_depend_on_their_step() {
     let mut rng = Rng::new();
-    // From 512 rows on several are one block's; 4 + 2 and 5 + 2 heads leave warps without a head, or with one.
+    // From 512 rows on, one block handles several rows. With 4 + 2 and 5 + 2 heads, some warps have no head or only
+    // one.
     let shapes = [
         ((32, 4), 128, 70),
         ((5, 1), 64, 3),

@@ -1,6 +1,7 @@
-# Sourced by the scripts beside it: a step of a script as one line. Logs go to $out; a failure sets $failed.
+# The scripts in this folder source this file. It runs a step of a script and prints one line. Logs go to $out; a
+# failure sets $failed.
 
-# check NAME SECONDS COMMAND...: one line, and the end of its log if it fails.
+# check NAME SECONDS COMMAND...: prints one line, and the end of the log if the command fails.
 check() {
   local name=$1 seconds=$2 start=$SECONDS
   shift 2

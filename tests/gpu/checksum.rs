@@ -1,4 +1,5 @@
-//! The checksum of an expert's weights: the device's is the CPU's, at any length, and nothing behind the bytes counts.
+//! The checksum of an expert's weights: the device computes the CPU's checksum for any length, and ignores bytes after
+//! the end.
 
 use moe_kernels::{Buffer, checksum, checksum_of_sum, word_sum_into};
 
@@ -14,7 +15,7 @@ fn a_device_sums_the_words_that_the_cpu_sums() {
         let host = Buffer::from_vec(bytes.clone(), &[len + 40]).unwrap();
         let mut data = ex.zeros(candle_core::DType::U8, &[len + 40]).unwrap();
         ex.copy_from_host(host.view(), data.view_mut()).unwrap();
-        // A sum that an earlier call left there, and a neighbour.
+        // The output contains a sum of an earlier call and a neighbouring value.
         let mut sums = ex.zeros(candle_core::DType::I64, &[2]).unwrap();
         let before = Buffer::from_vec(vec![-77i64, 99], &[2]).unwrap();
         for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! Two places that run the same op, random data, and comparisons.
+//! Runs the same op in two places, and provides random data and comparisons.
 
 use std::sync::OnceLock;
 use std::time::SystemTime;
@@ -9,7 +9,7 @@ use moe_kernels::{Buffer, Element, Exec, Float, View, ViewMut, with_float};
 /// The float dtypes.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// With TINY=1 only the cases up to this size: under compute-sanitizer a launch takes 100 to 1,000 times as long.
+/// With TINY=1 only cases up to this size are used: under compute-sanitizer a launch takes 100 to 1,000 times as long.
 pub fn small<T>(cases: impl IntoIterator<Item = T>, most: usize, size: impl Fn(&T) -> usize) -> Vec<T> {
     let tiny = tiny();
     cases.into_iter().filter(|case| !tiny || size(case) <= most).collect()
@@ -20,7 +20,7 @@ pub fn tiny() -> bool {
     std::env::var("TINY").is_ok_and(|v| v == "1")
 }
 
-/// Dtypes of a stream beside a model dtype.
+/// The dtypes that a residual stream may have with a model dtype.
 pub fn streams(model: DType) -> Vec<DType> {
     if model == DType::F32 { vec![DType::F32] } else { vec![model, DType::F32] }
 }
@@ -58,7 +58,7 @@ impl Rng {
         Self::seeded(seed)
     }
 
-    /// The same numbers wherever the seed is the same.
+    /// The same seed gives the same numbers.
     pub fn seeded(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
@@ -74,7 +74,7 @@ impl Rng {
         (self.bits() % n as u64) as usize
     }
 
-    /// In -1..1.
+    /// A random number in -1..1.
     pub fn float(&mut self) -> f32 {
         (self.bits() & 0xff_ffff) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -112,7 +112,7 @@ pub fn words(data: Vec<u32>, dims: &[usize]) -> Buffer {
     Buffer::from_vec(data, dims).unwrap()
 }
 
-/// A buffer of a value that no result has.
+/// A buffer filled with a value that no result has.
 pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
     let n = dims.iter().product::<usize>();
     let poison =
@@ -124,13 +124,13 @@ pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
     }
 }
 
-/// Elements after the data at a place, which no launch may write. There are none under compute-sanitizer, which watches the memory
-/// that belongs to nothing.
+/// Number of elements after the data that no launch may write. It is 0 under compute-sanitizer, which itself detects
+/// accesses outside of allocations.
 fn guard() -> usize {
     if tiny() { 0 } else { 4096 }
 }
 
-/// Where an op runs: the CPU or the GPU; and whether data lies at misaligned addresses.
+/// The place where an op runs: the CPU or the GPU, and whether data is at misaligned addresses.
 pub struct Place {
     pub ex: Exec,
     offset: usize,
@@ -149,7 +149,7 @@ impl Place {
         Self { ex, offset: 0 }
     }
 
-    /// A copy of host data here.
+    /// A copy of host data in this place.
     pub fn put(&self, host: &Buffer) -> Placed {
         let dims = host.dims().to_vec();
         let len = host.view().elem_count();
@@ -206,7 +206,8 @@ pub fn view_of(placed: &Option<Placed>) -> Option<View<'_>> {
     placed.as_ref().map(Placed::view)
 }
 
-/// What `op` leaves in its outputs on the CPU and on the GPU, first with aligned, then with misaligned data.
+/// Runs `op` on the CPU and on the GPU, first with aligned, then with misaligned data, and passes both outputs to
+/// `check`.
 pub fn on_both(op: impl Fn(&mut Place) -> Result<Vec<Placed>>, mut check: impl FnMut(&[Buffer], &[Buffer])) {
     for offset in [0, 3] {
         let run = |ex: Exec| {

@@ -1,5 +1,5 @@
-//! DeepSeek-V2 on a CUDA device: the tokens of eager steps by graphs, of the per-expert loop by the fused experts, and bits
-//! that do not depend on the batch.
+//! DeepSeek-V2 on a CUDA device. Graphs give the tokens of eager steps, the per-expert loop gives the tokens of the
+//! fused experts, and bits do not depend on the batch.
 
 use candle_core::{DType, Device};
 use model_families::deepseek_v2;
@@ -15,7 +15,7 @@ use crate::engine::{requests, run};
 
 type DeepseekV2 = Decoder;
 
-/// Small, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
+/// A small model, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
 pub const CONFIG: &str = r#"{
     "model_type": "deepseek_v2", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 448,
     "moe_intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -25,7 +25,7 @@ pub const CONFIG: &str = r#"{
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512, "hidden_act": "silu"
 }"#;
 
-/// What makes it a DeepSeek-V2 rather than a V2-Lite.
+/// The settings in which a DeepSeek-V2 differs from a V2-Lite.
 const V2: &[(&str, &str)] = &[
     ("\"q_lora_rank\": null", "\"q_lora_rank\": 192"),
     (
@@ -35,7 +35,7 @@ const V2: &[(&str, &str)] = &[
     ("\"routed_scaling_factor\": 1.0", "\"routed_scaling_factor\": 4.0"),
 ];
 
-/// DeepSeek-V3's routing: experts by score and bias, groups by their two best.
+/// DeepSeek-V3's routing: experts by score and bias, groups by the sum of their two best experts.
 const BIASED: &[(&str, &str)] = &[
     (
         "\"topk_method\": \"greedy\", \"n_group\": 1, \"topk_group\": 1, \"norm_topk_prob\": false",
@@ -48,7 +48,7 @@ fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -
     with_stream(replaced, path, mla, dtype, SharedExpertsStream::Auto)
 }
 
-/// As [`model`], with shared experts at a place.
+/// Like [`model`], with the shared experts computed in a given way.
 fn with_stream(
     replaced: &[(&str, &str)],
     path: MoePath,
@@ -59,7 +59,7 @@ fn with_stream(
     on_device(replaced, path, mla, dtype, stream, cuda().device())
 }
 
-/// As [`with_stream`], on a device.
+/// Like [`with_stream`], on a device.
 fn on_device(
     replaced: &[(&str, &str)],
     path: MoePath,
@@ -75,7 +75,7 @@ fn on_device(
     }
     let config = deepseek_v2::read(&Config::parse(&json, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
-    // As the engine shows a checkpoint: with packs.
+    // The weights come with packs, as the engine provides them for a checkpoint.
     let weights = DummyWeights::new(layout.tensors.clone(), 7);
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
@@ -106,7 +106,7 @@ fn graphs_draw_the_tokens_of_eager_steps() {
     }
 }
 
-/// In f32, where both paths round alike but for the order of sums, greedy tokens are equal.
+/// In f32 both paths round in the same way, except for the order of sums, so greedy tokens are equal.
 #[test]
 fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
     for (replaced, mla) in [(&[][..], MlaForm::Absorbed), (V2, MlaForm::Naive), (BIASED, MlaForm::Absorbed)] {
@@ -131,7 +131,7 @@ fn kernels(model: &DeepseekV2, rows: usize) -> String {
     layers[1].mlp.iter().map(named).collect::<Vec<_>>().join(", ")
 }
 
-/// Every routing, and shared experts, in f32: the CPU's logits.
+/// For every routing and with shared experts, the logits in f32 agree with the CPU's.
 #[test]
 fn logits_are_those_of_the_cpu() {
     for replaced in [&[], V2, BIASED] {
@@ -152,7 +152,7 @@ fn logits_are_those_of_the_cpu() {
     }
 }
 
-/// Shared experts on a second stream give the bits that they give after the routed ones, in eager steps and in graphs.
+/// Shared experts on a second stream give the same bits as after the routed experts, in eager steps and in graphs.
 #[test]
 fn the_second_stream_changes_no_bit() {
     for replaced in [&[], V2] {
@@ -184,7 +184,8 @@ fn the_second_stream_changes_no_bit() {
     }
 }
 
-/// As slots of the routed experts, shared experts add in another order: logits agree to the rounding of bf16.
+/// As slots of the routed experts, shared experts are added in another order, so logits agree up to the rounding of
+/// bf16.
 #[test]
 fn shared_experts_as_slots_are_the_shared_experts() {
     for replaced in [&[], V2] {
@@ -207,7 +208,7 @@ fn shared_experts_as_slots_are_the_shared_experts() {
     }
 }
 
-/// The first prompt and position whose logits have other bits in a batch than alone.
+/// The first prompt and position whose logits have different bits in a batch and alone.
 fn first_difference(model: &DeepseekV2, mut ex: Exec) -> Option<(usize, usize)> {
     let prompt = |i: usize| {
         (0..[150, 1, 37, 64, 65, 9][i % 6]).map(move |j| ((i * 131 + j * 17 + j * j) % 1000) as u32)
@@ -239,6 +240,6 @@ fn batch_invariant_bits_do_not_depend_on_batch_and_chunks() {
         let model = model(replaced, MoePath::Fused, mla, dtype);
         assert_eq!(first_difference(&model, exact()), None, "{mla:?} {dtype:?}");
     }
-    // The control: the fast mode takes other kernels for other batches.
+    // This is the control: without batch invariance, different kernels are used for different batches.
     assert_ne!(first_difference(&model(&[], MoePath::Fused, MlaForm::Absorbed, DType::BF16), cuda()), None);
 }

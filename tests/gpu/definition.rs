@@ -1,4 +1,4 @@
-//! Products and expert layers by their definition, in f64, and how far results are from it.
+//! Products and expert layers by their definition in f64, and the distance of results from it.
 
 use moe_kernels::half::bf16;
 use rayon::prelude::*;
@@ -20,19 +20,20 @@ fn dot(x: &[f32], w: &[f32]) -> f64 {
     sums.iter().sum()
 }
 
-/// What products make of rows of bf16.
+/// How a product changes its rows of bf16 before it multiplies them.
 pub type Operand = fn(&[f32]) -> Vec<f32>;
 
 /// SwiGLU experts in floats.
 #[derive(Debug)]
 pub struct Experts {
     pub hidden: usize,
-    /// Of each expert gate and up rows [2I, H], and down [H, I].
+    /// For each expert: the gate and up rows [2I, H], and down [H, I].
     pub weights: Vec<[Vec<f32>; 2]>,
 }
 
 impl Experts {
-    /// The weighted sums [T, H] of the experts that `ids` [T, K] name; other ids add nothing. Activations are rounded to bf16.
+    /// The weighted sums [T, H] of the experts in `ids` [T, K]. Ids that do not exist add nothing. Activations are
+    /// rounded to bf16.
     pub fn sums(&self, x: &[f32], ids: &[u32], weights: &[f32], operand: Operand) -> Vec<f64> {
         let hidden = self.hidden;
         let x = operand(x);

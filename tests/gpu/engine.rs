@@ -1,4 +1,4 @@
-//! The engine on a CUDA device: graphs and eager steps draw the same tokens, and a step allocates nothing.
+//! The engine on a CUDA device: graphs and eager steps sample the same tokens, and a step allocates nothing.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use moe_layer::MoePath;
 
 use crate::common::cuda;
 
-/// Small, but of shapes that every fast kernel takes.
+/// A small model, but with shapes that every fast kernel takes.
 pub const CONFIG: &str = r#"{
     "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512,
     "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -68,8 +68,8 @@ fn graphs_draw_the_tokens_of_eager_steps_at_the_edges_of_buckets() {
     }
 }
 
-/// A graph is recorded with a frozen workspace and without waiting for the device (either would make the
-/// recording fail, and the steps would not be counted); and a second run finds every buffer that it needs.
+/// A graph is recorded with a frozen workspace and without waiting for the device: otherwise the recording would fail
+/// and the steps would not be counted. A second run finds every buffer that it needs.
 #[test]
 fn steps_allocate_nothing_once_they_have_run() {
     let model = model();
@@ -84,8 +84,8 @@ fn steps_allocate_nothing_once_they_have_run() {
     assert!(engine.num_graph_steps() >= steps + 38);
 }
 
-/// Requests whose steps go to the host (log-probabilities of more tokens than the device lists) run beside others, some with
-/// log-probabilities, penalties and recorded experts.
+/// Some requests need the host to sample (they want log-probabilities of more tokens than the device lists). They run
+/// together with others, some of which have log-probabilities, penalties and recorded experts.
 #[test]
 fn what_only_the_host_can_sample_runs_too() {
     let model = model();

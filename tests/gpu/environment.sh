@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: the unpacked folder, and where NCCL is if it came by pip.
+# The scripts in this folder source this file. It sets the unpacked folder, and the folder of NCCL if pip installed it.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
   export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"

@@ -1,4 +1,4 @@
-//! Expert backends on CUDA behind the block's seam: prepare, experts, finalize.
+//! Expert backends on CUDA through the interface of the block: prepare, experts, finalize.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ impl Problem {
         ExpertWeights::new(w13, w2, biased.then_some(b13), biased.then_some(b2)).unwrap()
     }
 
-    /// Token rows by a backend of this format.
+    /// Token rows from a backend of this format.
     fn run(&self, format: ActivationFormat, activation: Activation, biased: bool, mut ex: Exec) -> Buffer {
         let weights = self.experts(biased, &ex);
         let tokens = self.ids.dims()[0];
@@ -58,7 +58,7 @@ impl Problem {
         let mut spec = weights.spec(activation, top_k);
         spec.activation_format = format;
         let batched = format == ActivationFormat::BatchedExperts;
-        // Not the fused backend: that is compared by itself.
+        // The fused backend is left out, because other tests compare it.
         let name = [["cpu", "cpu_batched"], ["cuda", "cuda_batched"]][usize::from(ex.is_cuda())]
             [usize::from(batched)];
         let selection = select(&spec, Some(name)).unwrap();
@@ -73,7 +73,7 @@ impl Problem {
         self.through(prepare.as_ref(), experts.as_ref(), &mut ex)
     }
 
-    /// Token rows of prepare, experts and finalize.
+    /// Token rows from prepare, experts and finalize.
     fn through(&self, prepare: &dyn PrepareFinalize, experts: &dyn Experts, ex: &mut Exec) -> Buffer {
         let [x, ids, topk_weights] = [&self.x, &self.ids, &self.weights].map(|b| on_device(b, ex));
         let mut out = ex.zeros(self.x.dtype(), self.x.dims()).unwrap();
@@ -129,7 +129,8 @@ const SIZES: [(usize, usize, usize, usize); 6] = [
     (1100, 2, 128, 64),
 ];
 
-/// The low-latency form of deepep on a rank that has all experts: slots are listed, and the oracle's experts take them.
+/// The low-latency form of deepep on a rank that has all experts: slots are listed, and the oracle's experts take the
+/// lists.
 #[test]
 fn listed_rows_agree_with_the_cpu() {
     let mut rng = Rng::new();
@@ -155,7 +156,7 @@ fn listed_rows_agree_with_the_cpu() {
     }
 }
 
-/// Each backend over ranks, whose only one this is, adds by slot and by rank on a device as on the CPU.
+/// Each backend over ranks, in a world of one rank, adds by slot and by rank on a device as on the CPU.
 #[test]
 fn backends_add_by_slot_and_by_rank() {
     let mut rng = Rng::new();

@@ -1,4 +1,4 @@
-//! Explanations are what runs on a GPU: each layer launches what its plan says, name by name.
+//! The explanations are correct on a GPU: each layer launches the kernels in its plan, by name.
 
 use candle_core::{DType, Device};
 use model_families::ALL;

@@ -1,12 +1,16 @@
-"""A card that the KV cache fills: long prompts whose log-probabilities are asked for, beside texts by a regular expression.
+"""Fills a GPU with KV cache: long prompts with log-probabilities, together with texts that follow a regular expression.
 
-  python full_card.py BINARY [--device cuda] [--layers 2] [--prompt 16000] [--texts 100] [--gpu-memory 9GB] [--flags="--tp 2"]
+  python full_card.py BINARY [--device cuda] [--layers 2] [--prompt 16000] [--texts 100] [--gpu-memory 9GB]
+  [--flags="--tp 2"]
       [--dir /tmp/full-card]
 
-Makes a random checkpoint of Qwen3-30B-A3B's sizes with few layers (its whole vocabulary: a step of 8,192 rows would have 5 GB of logits;
-needs torch and safetensors) and runs a batch of both kinds with --gpu-memory. No request may fail, every answer must have what was asked
-for, and every card of the machine must stay within the limit (nothing else may run there). Log-probabilities and texts of small steps must be the same with --batch-invariant, to the last digit;
-with FLAGS, such as a number of ranks, which it excludes, they may differ by rounding. Prints a row a check; exit code 1 if one fails.
+The script writes a random checkpoint with the sizes of Qwen3-30B-A3B but few layers. It keeps the whole vocabulary, so
+that a step of 8,192 rows would have 5 GB of logits. It needs torch and safetensors. Then it runs a batch of both kinds
+of requests with --gpu-memory. No request may fail, and every answer must contain what its request asked for. The memory
+in use on every GPU of the machine must stay within the limit, so nothing else may run there. The script then repeats
+the batch in small steps. With --batch-invariant the log-probabilities and texts must be the same to the last digit.
+FLAGS, such as a number of ranks, exclude --batch-invariant; the results may then differ by rounding. The script prints
+a row per check, and exits with 1 if one fails.
 """
 import argparse
 import json
@@ -59,7 +63,8 @@ def write_checkpoint(folder, layers, device):
 
 
 def write_requests(file, length, long, texts):
-    """`long` prompts of `length` tokens with log-probabilities, then `texts` requests of a regular expression; the prompts."""
+    """`long` prompts of `length` tokens with log-probabilities, then `texts` requests of a regular expression; the
+    prompts."""
     rng = random.Random(1)
     bodies = [{"prompt": [rng.randrange(50) for _ in range(length)], "max_tokens": 4, "temperature": 0, "prompt_logprobs": 3} for _ in range(long)]
     bodies += [{"prompt": [rng.randrange(50) for _ in range(rng.randrange(1, 200))], "max_tokens": 40, "temperature": 1, "seed": i,
@@ -96,7 +101,8 @@ def run(args, name, *flags):
 
 
 def answered_lines(file):
-    """The answers of a batch; none without the file. Only a line end splits them: str.splitlines splits at U+2028, too."""
+    """The answers of a batch; none without the file. Only a line end splits them: str.splitlines splits at U+2028,
+    too."""
     if not file.exists():
         return []
     with file.open() as lines:
@@ -108,7 +114,7 @@ def choice(answer):
 
 
 def differences(prompt, large, small):
-    """Those between two answers' log-probabilities of the prompt's tokens."""
+    """The differences between two answers' log-probabilities of the prompt's tokens."""
     own = ([entry[str(token)]["logprob"] for entry in pair] for token, *pair in zip(prompt, large, small) if all(pair))
     return [abs(a - b) for a, b in own]
 
@@ -140,18 +146,18 @@ def main():
     fitting = sum(bool(re.fullmatch(PATTERN, choice(answer).get("text", ""))) for i, answer in answers.items() if int(i) >= long)
     check(fitting == texts, f"{fitting} of {texts} texts fit the regular expression")
     exact = args.flags or ["--batch-invariant"]
-    # Of texts, too, since rows of both kinds have the same bits whatever else is in their step.
+    # The texts are compared too, because rows of both kinds have the same bits, whatever else is in their step.
     of_rows = [run(args, f"steps-{rows}", "--max-num-batched-tokens", rows, *limit, *exact)[0] for rows in ("8192", "512")]
     for i in range(long):
         found = (choice(answered[str(i)]).get("prompt_logprobs") or [] if str(i) in answered else [] for answered in of_rows)
         different = differences(prompts[i], *found)
         mean, largest = sum(different) / max(len(different), 1), max(different, default=0)
         passed = len(different) == args.prompt - 1 and (mean < 0.05 if args.flags else largest == 0)
-        check(passed, f"prompt {i}: {len(different)} log-probabilities; those of small steps differ by {mean:.4f}, at most {largest:.3f}")
+        check(passed, f"prompt {i}: {len(different)} log-probabilities; in small steps they differ by {mean:.4f}, at most {largest:.3f}")
     if not args.flags:
         large, small = ({i: choice(answer)["text"] for i, answer in answered.items()} for answered in of_rows)
         equal = sum(text == small.get(i) for i, text in large.items())
-        check(equal == long + texts, f"{equal} of {long + texts} texts are those of small steps")
+        check(equal == long + texts, f"{equal} of {long + texts} texts are the same in small steps")
     if limit:
         allowed = float(args.gpu_memory.removesuffix("GB")) * 1e9 / 2**20
         check(0 < most <= allowed, f"{most} MiB of the card in use at most, of {allowed:.0f}")

@@ -1,4 +1,4 @@
-//! Expert layers with given ids, by each kernel that the plan chooses, against their definition.
+//! Expert layers with given ids, by each kernel that the plan can choose, compared with their definition.
 
 use candle_core::DType;
 use moe_kernels::cuda::{ExpertLists, FusedExperts, Graph, fused_experts_into};
@@ -21,7 +21,7 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// The id of each slot's expert here, NO_EXPERT for none.
+    /// The local id of each slot's expert; NO_EXPERT for an expert on another rank.
     fn local_ids(&self) -> Vec<u32> {
         let local = |id: &u32| match &self.routing.map {
             Some(map) => {
@@ -47,7 +47,7 @@ impl Step<'_> {
         }
     }
 
-    /// The slots of each expert in random order; what follows the last is no slot.
+    /// The slots of each expert in random order. Entries after the last slot are not slots.
     fn shuffled_lists(&self, rng: &mut Rng) -> [Buffer; 2] {
         let experts = self.packs.meaning.weights.len();
         let local = self.local_ids();
@@ -62,7 +62,7 @@ impl Step<'_> {
         [words(counts, &[experts]), words(slots, &[experts, local.len()])]
     }
 
-    /// Runs the launches and hands them to `repeat`, with what they leave in its place.
+    /// Prepares the launches and passes them to `repeat`, with their output.
     fn with_launch(
         &self,
         dtype: DType,
@@ -98,7 +98,7 @@ impl Step<'_> {
         self.with_launch(dtype, lists, p, |_, _, _| {})
     }
 
-    /// The first tokens alone.
+    /// The same step with only the first tokens.
     fn first(&self, tokens: usize) -> Self {
         let Routing { name, ids, map } = &self.routing;
         let ids = ids[..tokens * self.top_k].to_vec();
@@ -113,11 +113,11 @@ impl Step<'_> {
     }
 }
 
-/// A form with experts, K, H and I, and tokens for which the plan chooses it.
+/// A form, the numbers of experts, K, H and I, and a number of tokens for which the plan chooses this form.
 type Case = (ExpertsForm, [usize; 4], usize);
 
-/// How a form computes: its bound of the relative error, whether a row's bits are the same among any rows, whether it reads
-/// lists of slots.
+/// The properties of a form: the bound of its relative error, whether a row's bits are the same among any other rows,
+/// and whether it reads lists of slots.
 struct Promise {
     bound: f64,
     operand: Operand,
@@ -128,17 +128,18 @@ struct Promise {
 impl Promise {
     fn of(form: ExpertsForm, quant: bool, invariant: bool) -> Self {
         use ExpertsForm::{Fp8, OneLaunch, QuantAny, Tensor, Wide};
-        // Sums of f32, and activations that round to the other bf16; rows in bf16; weights that are rounded to bf16, too.
+        // The errors: f32 sums, and activations that may round to the other bf16; rows in bf16; weights that are
+        // rounded to bf16, too.
         let bound = match (form, quant) {
             (Wide | QuantAny, true) => 1.2e-2,
-            // An activation between two numbers of E4M3, 1/16 apart, may round to the other one. Products of activations that
-            // are not quantised are off by about 2.5e-2.
+            // An activation between two numbers of E4M3, which are 1/16 apart, may round to the other one. Products of
+            // activations that are not quantised are off by about 2.5e-2.
             (Fp8, _) => 1.5e-2,
             (_, true) => 5e-3,
             (Wide, false) => 4e-3,
             _ => 3e-3,
         };
-        // Of integers, experts with few rows on average are computed otherwise.
+        // With integer weights, experts with few rows on average are computed in another way.
         let alone = matches!(form, OneLaunch | Wide | Fp8) || form == Tensor && (invariant || !quant);
         let operand: Operand = if form == Fp8 { quantised_to_fp8 } else { <[f32]>::to_vec };
         Self { bound, operand, alone, lists: matches!(form, Tensor | Wide | Fp8) }
@@ -155,7 +156,7 @@ fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
         let step = Step { packs, x, weights, routing, top_k };
         let name = format!("{case:?} {:?} {}", packs.weights[0].scheme(), step.routing.name);
         let chosen = ExpertsForm::choose(&step.call(), &ex.machine()).unwrap();
-        // With experts elsewhere those that are here have fewer rows.
+        // If some experts are on other ranks, the local experts have fewer rows.
         assert!(chosen == form || step.routing.map.is_some(), "{name}: the plan chooses {chosen:?}");
         let promise = Promise::of(chosen, is_quantised, ex.batch_invariant());
         let [x, weights] = [&step.x, &step.weights].map(|b| b.view().to_f32_vec().unwrap());
@@ -229,7 +230,8 @@ fn check_rows(
     }
 }
 
-/// Multiplications of a case, to choose small ones by; cases of 8 experts are always among them, and fill every ring of stages.
+/// The number of multiplications of a case, by which small cases are chosen. Cases of 8 experts are always chosen; they
+/// fill every ring of stages.
 fn work((_, [experts, top_k, hidden, inter], tokens): &Case) -> usize {
     if *experts == 8 { 0 } else { tokens * top_k * hidden * inter }
 }
@@ -248,7 +250,7 @@ fn experts_in_bf16_are_those_of_their_definition() {
         (false, (Stream, [8, 8, 2048, 768], 5)),
         (false, (Stream, [16, 4, 320, 192], 5)),
         (false, (Stream, [24, 8, 2048, 768], 6)),
-        // More experts than tables of the other kernels hold.
+        // This has more experts than the tables of the other kernels can hold.
         (false, (Stream, [2100, 4, 64, 64], 200)),
         (false, (Grouped, [2100, 4, 64, 64], 600)),
         (false, (Tensor, [8, 2, 64, 64], 40)),
@@ -276,7 +278,7 @@ fn quantised_experts_are_those_of_their_definition() {
         (false, OneLaunch, 3, 1),
         (false, OneLaunch, 3, 4),
         (false, Stream, 9, 4),
-        // Rows as digits, and more of an expert than are.
+        // Rows are multiplied as digits, and an expert has more rows than a tile.
         (false, Tensor, 3, 6),
         (false, Tensor, 3, 9),
         (false, Tensor, 3, 70),
@@ -302,7 +304,7 @@ fn quantised_experts_are_those_of_their_definition() {
                 check(&mut rng, case, &packs, &cuda().with_batch_invariant(invariant));
             }
         }
-        // Experts whose activations come in an order of their own, too.
+        // Some experts have their activations in their own order, too.
         let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(int(4, 64, true, true)));
         for tokens in small([1, 9, 70], 9, |tokens| *tokens) {
             check(&mut rng, (QuantAny, [12, 3, hidden, inter], tokens), &packs, &cuda());
@@ -310,7 +312,7 @@ fn quantised_experts_are_those_of_their_definition() {
     }
 }
 
-/// Experts whose rows come in an order of each expert's own, and whose activations come in the order of down's columns.
+/// Each expert may have its own order of the rows' columns, and its activations are in the order of down's columns.
 #[test]
 fn experts_take_rows_in_their_own_orders() {
     use ExpertsForm::{Tensor, Wide};
@@ -347,7 +349,7 @@ fn experts_in_fp8_are_those_of_their_definition() {
     }
 }
 
-/// Experts of 1 to 600 rows in one launch: every height of a tile, and every end of one.
+/// Experts of 1 to 600 rows in one launch, which covers every height of a tile and every end of one.
 #[test]
 fn tiles_of_every_height_are_computed() {
     let mut rng = Rng::new();

@@ -1,18 +1,18 @@
-//! Routers inside of launches, against the definition of their rules: alone (`gate_route`), and in the launch that computes the
-//! whole layer of a few tokens.
+//! Routers inside of launches, compared with the definition of their rules: alone (`gate_route`), and in the launch
+//! that computes the whole layer of a few tokens.
 
 mod rule;
 
 use candle_core::DType;
 use moe_kernels::cuda::{LastStep, StepTokens, balance_ids_into, gate_route_into, upload_step_into};
 use moe_kernels::half::bf16;
-use moe_kernels::{Buffer, Exec, ForcedWeights, Gate, LayerRouting, NO_EXPERT, View};
+use moe_kernels::{Buffer, Exec, ForcedWeights, Gate, GateGroups, LayerRouting, NO_EXPERT, View};
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
 pub use rule::Rule;
 
-/// A gate, the rows that it sees, and what is forced on its choice.
+/// A gate, its input rows, and the choices that are forced on it.
 pub struct Case {
     pub rule: Rule,
     pub experts: usize,
@@ -22,20 +22,27 @@ pub struct Case {
     pub gate: Buffer,
     gate_bias: Buffer,
     correction: Buffer,
-    /// Rows from this one on are padding.
+    /// Rows from this index on are padding.
     pub valid: Option<usize>,
     pub forced: Option<(Buffer, ForcedWeights)>,
 }
 
+/// Experts that a choice may have.
+struct Kept {
+    experts: Vec<u32>,
+    /// Whether rounding decides which groups are kept.
+    is_open: bool,
+}
+
 const SHARED_WEIGHT: f32 = 0.75;
-/// MoE layers of the arrays of a step, and the one that is computed.
+/// Number of MoE layers in the arrays of a step, and the layer that is computed.
 const LAYERS: usize = 3;
 const LAYER: usize = 1;
 
 impl Case {
     pub fn new(rng: &mut Rng, rule: Rule, rows: Buffer, experts: usize, top_k: usize) -> Self {
         let hidden = rows.dims()[1];
-        // Logits of a few units.
+        // Logits have a magnitude of a few units.
         let by = 4.0 * (hidden as f32).powf(-0.5);
         let scaled = |rng: &mut Rng, dims: &[usize], by: f32| -> Vec<f32> {
             (0..dims.iter().product()).map(|_| rng.float() * by).collect()
@@ -53,7 +60,8 @@ impl Case {
         self.rows.dims()[0]
     }
 
-    /// Random choices for every row but each third, which is free; in row 1 one slot is absent. For an even spread, for all.
+    /// Forces random choices on every row but each third one, which is free; one slot of row 1 is absent. With weights
+    /// of an even spread, all rows are forced.
     pub fn force(&mut self, rng: &mut Rng, weights: ForcedWeights) {
         let experts = self.experts;
         let top_k = self.top_k;
@@ -64,7 +72,7 @@ impl Case {
             } else if weights == ForcedWeights::OfForced && t == 1 {
                 ids[top_k / 2] = NO_EXPERT;
             }
-            // The step's other layers force something else.
+            // The choices that are forced on the other layers of the step differ.
             let mut all = vec![0; LAYERS * top_k];
             all[LAYER * top_k..][..top_k].copy_from_slice(&ids);
             all
@@ -73,8 +81,8 @@ impl Case {
         self.forced = Some((words(ids, &[self.tokens() * LAYERS * top_k]), weights));
     }
 
-    /// Runs `launch` with this gate; if it is watched, its choices, as the launch leaves them in the step's array and in the
-    /// counts of experts.
+    /// Runs `launch` with this gate. If it is watched, also returns the choices that the launch wrote to the step's
+    /// array and to the counts of experts.
     pub fn with_gate(
         &self,
         is_watched: bool,
@@ -89,7 +97,7 @@ impl Case {
         let correction = p.put(&self.correction);
         let len = self.tokens() * LAYERS * self.top_k;
         let routed = p.out(DType::U32, &[len]);
-        // The next three choices wrap around.
+        // The counters wrap around at one of the next three choices.
         let heat = p.put(&words(vec![u32::MAX - 2; self.experts], &[self.experts]));
         let forced = self.forced.as_ref().map(|(ids, weights)| (p.put(ids), *weights));
         let gate = Gate {
@@ -101,6 +109,7 @@ impl Case {
             shared_weight: SHARED_WEIGHT,
             scoring: self.rule.scoring,
             raw_logits: self.rule.raw,
+            groups: self.rule.groups_of(self.experts, self.top_k),
             renormalize: self.rule.renormalize,
             scale: self.rule.scale,
             softcap: self.rule.softcap,
@@ -124,7 +133,7 @@ impl Case {
             let layer = at / self.top_k % LAYERS;
             match (layer == LAYER, row < live) {
                 (true, true) => chosen.push(id),
-                // The launch of a whole layer marks rows of padding, which have no experts.
+                // The launch of a whole layer marks padding rows, which have no experts.
                 (true, false) if id == NO_EXPERT => {}
                 _ => assert_eq!(id, 0xdead_beef, "row {row} of layer {layer} was written"),
             }
@@ -137,16 +146,32 @@ impl Case {
         chosen
     }
 
-    /// The ids of a step from the first of the layer on.
+    /// The experts of the groups that a row keeps by these keys.
+    fn kept(&self, keys: &[f64], equal: f64) -> Kept {
+        let experts = 0..self.experts as u32;
+        let Some(GateGroups { count, kept }) = self.rule.groups_of(self.experts, self.top_k) else {
+            return Kept { experts: experts.collect(), is_open: false };
+        };
+        let size = self.experts / count;
+        let groups = self.rule.group_keys(keys, size);
+        let mut best: Vec<usize> = (0..count).collect();
+        best.sort_by(|a, b| groups[*b].total_cmp(&groups[*a]));
+        let is_open =
+            best.get(kept).is_some_and(|next| groups[best[kept - 1]] - groups[*next] <= 2.0 * equal);
+        let is_kept = |expert: &u32| best[..kept].contains(&(*expert as usize / size));
+        Kept { experts: experts.filter(is_kept).collect(), is_open }
+    }
+
+    /// The ids of a step, from the first id of the layer on.
     fn of_layer<'a>(&self, ids: &'a Placed) -> View<'a> {
         let len = ids.view().elem_count();
         let start = LAYER * self.top_k;
         ids.view().narrow(start, len - start).unwrap()
     }
 
-    /// Checks choices [live, K] for these rows in floats; ids and weights [T, K + S] with padding and shared experts. Weights
-    /// are NaN where they belong to a choice that nothing shows and that rounding decides, because two biased keys are as
-    /// good as equal.
+    /// Checks the choices [live, K] for these rows of floats. Returns ids and weights [T, K + S] with padding and
+    /// shared experts. A weight is NaN if its choice is not visible and depends on rounding, because two biased keys
+    /// are nearly equal.
     pub fn expect(&self, what: &str, rows: &[f32], chosen: &[u32]) -> (Vec<u32>, Vec<f64>) {
         let mut ids = Vec::new();
         let mut weights = Vec::new();
@@ -169,11 +194,11 @@ impl Case {
                 false => *value,
             });
             let keys: Vec<f64> = keys.collect();
-            // A choice may differ only where two are as good as equal.
+            // A choice may differ only if two keys are nearly equal.
             let equal = 2e-5 * keys.iter().fold(0f64, |most, key| most.max(key.abs()));
-            let mut best: Vec<u32> = (0..self.experts as u32).collect();
+            let Kept { experts: mut best, is_open: open_groups } = self.kept(&keys, equal);
             best.sort_by(|a, b| keys[*b as usize].total_cmp(&keys[*a as usize]));
-            let contenders = &best[..self.experts.min(self.top_k + 1)];
+            let contenders = &best[..best.len().min(self.top_k + 1)];
             let is_open =
                 contenders.windows(2).any(|two| keys[two[0] as usize] - keys[two[1] as usize] <= equal);
             best.truncate(self.top_k);
@@ -188,11 +213,11 @@ impl Case {
                     assert_eq!(chosen, forced, "{what}: forced experts of row {t}");
                     if how == ForcedWeights::OfChosen {
                         of_weights = &best;
-                        is_known = !(self.rule.biased && is_open);
+                        is_known = !(self.rule.biased && is_open || open_groups);
                     }
                 }
                 None => {
-                    for (got, want) in chosen.iter().zip(&best) {
+                    for (got, want) in chosen.iter().zip(&best).filter(|_| !open_groups) {
                         let off = (keys[*got as usize] - keys[*want as usize]).abs();
                         assert!(off <= equal, "{what}: row {t} chose {chosen:?}, expected {best:?}");
                     }
@@ -216,7 +241,7 @@ fn values_of(ids: &Buffer) -> &[u32] {
     ids.view().cpu::<u32>().unwrap()
 }
 
-/// Leaves on the device how many rows of a step are valid.
+/// Uploads the number of valid rows of a step to the device.
 fn upload_valid_rows(rows: usize, ex: &Exec) {
     let mut host = ex.pinned(4).unwrap();
     host.wait().unwrap().copy_from_slice(&[rows as u32; 4]);
@@ -227,7 +252,7 @@ fn upload_valid_rows(rows: usize, ex: &Exec) {
     ex.synchronize().unwrap();
 }
 
-/// The router alone; its results have the same bits whether it is watched or not.
+/// Runs the router alone. Its results have the same bits whether it is watched or not.
 fn route(case: &Case, what: &str) {
     let mut p = Place::new(cuda());
     let tokens = case.tokens();
@@ -264,7 +289,7 @@ fn route(case: &Case, what: &str) {
 #[test]
 fn routers_choose_by_their_rules() {
     let mut rng = Rng::new();
-    // Tokens, H, E, K; from 512 tokens on a launch for each part.
+    // Tokens, H, E, K. From 512 tokens on each part has its own launch.
     let sizes = [
         (1, 64, 1, 1),
         (3, 64, 5, 2),
@@ -321,7 +346,7 @@ fn equal_experts_are_chosen_by_their_numbers() {
     }
 }
 
-/// Distinct experts, the same for the same seed, step and place, others for another.
+/// The experts of a row are distinct. They are the same for the same seed, step and position, and differ otherwise.
 #[test]
 fn balanced_ids_depend_on_seed_step_and_place() {
     for (rows, layers, top_k, experts) in [(1, 1, 1, 1), (37, 3, 8, 128), (5, 2, 6, 7), (3, 1, 40, 300)] {

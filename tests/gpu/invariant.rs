@@ -1,5 +1,5 @@
-//! `--batch-invariant`: a token's bits do not depend on its batch, on how its prompt was cut, nor on whether it was
-//! computed as part of the prompt or one by one.
+//! `--batch-invariant`: a token's bits do not depend on its batch, on how its prompt was cut, and on whether it was
+//! computed as part of the prompt or by itself.
 
 use candle_core::DType;
 use model_families::qwen3_moe;
@@ -31,7 +31,7 @@ fn model(replaced: &[(&str, &str)], dtype: DType) -> Decoder {
     config.model.load(&options.decoder(MoePath::Fused), vb).unwrap().0
 }
 
-/// Prompts of 1 to 150 tokens; the first is a long one.
+/// Prompts of 1 to 150 tokens; the first one is long.
 fn prompts(count: usize) -> Vec<Vec<u32>> {
     let len = |i: usize| [150, 1, 37, 64, 65, 128, 9, 17][i % 8];
     (0..count).map(|i| (0..len(i)).map(|j| ((i * 131 + j * 17 + j * j) % 1000) as u32).collect()).collect()
@@ -39,11 +39,11 @@ fn prompts(count: usize) -> Vec<Vec<u32>> {
 
 const ALONE: Schedule = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
 
-/// Batches on both sides of every limit of rows that a kernel is chosen by: 4, 8, 16, 32, 64, 128, 256.
+/// Batches on both sides of every number of rows at which another kernel is chosen: 4, 8, 16, 32, 64, 128, 256.
 const BATCHES: [(usize, usize); 9] =
     [(1, 1), (1, 7), (2, 1), (5, 64), (9, 1), (33, 5), (70, 1), (70, 3), (70, usize::MAX >> 1)];
 
-/// The first batch whose logits have other bits than those of its prompts alone.
+/// The first batch whose logits differ in bits from the logits of its prompts alone.
 fn first_difference(model: &Decoder, mut ex: Exec) -> Option<String> {
     let prompts = prompts(70);
     let bits = |rows: &[f32]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -96,13 +96,14 @@ fn logits_do_not_depend_on_batch_and_chunks() {
     }
 }
 
-/// The control: the fast mode takes other kernels for other batches, so the test above can fail.
+/// This is the control: without batch invariance, different kernels are used for different batches, so the test above
+/// can fail.
 #[test]
 fn the_fast_mode_makes_no_such_promise() {
     assert_ne!(first_difference(&model(&[], DType::BF16), cuda()), None);
 }
 
-/// Through the engine: graphs and eager steps, chunked prompts, preemption's and the host's ways of sampling.
+/// This goes through the engine: graphs and eager steps, chunked prompts, preemption, and sampling on the host.
 #[test]
 fn tokens_of_a_request_do_not_depend_on_the_engine_around_it() {
     let model = model(&[], DType::BF16);
@@ -125,8 +126,8 @@ fn tokens_of_a_request_do_not_depend_on_the_engine_around_it() {
     for (seqs, rows, eager) in [(40, 4096, false), (40, 4096, true), (7, 64, false), (3, 16, true)] {
         assert_eq!(tokens(&config(seqs, rows, eager), all.clone()), alone, "{seqs} {rows} {eager}");
     }
-    // Prompts that are scored; and more log-probabilities than the device lists, which take the steps of all to the host, where
-    // experts are recorded, too.
+    // Some prompts are scored. Some requests want more log-probabilities than the device lists, which moves the steps
+    // of all requests to the host; experts are recorded there, too.
     all[5].capture_routing = true;
     for listed in [0, 40] {
         all[3].prompt_logprobs = Some(listed);

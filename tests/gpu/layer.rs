@@ -1,5 +1,5 @@
-//! The launch that computes the whole expert layer of a few tokens: norm, router, experts and their weighted sum, added to the
-//! residual stream or stored, against the definition.
+//! The launch that computes the whole expert layer of a few tokens (norm, router, experts and their weighted sum, added
+//! to the residual stream or stored), compared with the definition.
 
 use candle_core::DType;
 use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
@@ -19,13 +19,14 @@ const EPS: f32 = 1e-6;
 struct Layer<'a> {
     case: Case,
     packs: &'a Packs,
-    /// Rows are the residual stream, whose norm the experts see and to which their sum is added; else it is stored.
+    /// If set, rows are the residual stream: the experts take its norm, and their sum is added to it. Otherwise the sum
+    /// is stored.
     gain: Option<Buffer>,
     map: Option<Vec<i32>>,
 }
 
 impl<'a> Layer<'a> {
-    /// A layer that adds, or with `is_stored` one that stores.
+    /// A layer that adds its sum; with `is_stored` it stores the sum.
     fn new(rng: &mut Rng, rule: Rule, sizes: [usize; 3], packs: &'a Packs, is_stored: bool) -> Self {
         let [tokens, experts, top_k] = sizes;
         let hidden = packs.meaning.hidden;
@@ -52,7 +53,7 @@ impl<'a> Layer<'a> {
         MonolithicForm::choose(&call, &cuda().machine()) == Some(MonolithicForm::OneLaunch)
     }
 
-    /// Choices, if they are watched, and what the launch leaves: sums, or the residual stream.
+    /// The choices, if they are watched, and the output of the launch: sums or the residual stream.
     fn run(&self, is_watched: bool) -> (Vec<u32>, Buffer) {
         let mut p = Place::new(cuda());
         let gain = p.put_some(self.gain.as_ref());
@@ -79,7 +80,7 @@ impl<'a> Layer<'a> {
         (chosen, out.host(&p))
     }
 
-    /// Rows as router and experts see them.
+    /// The rows that router and experts take as input.
     fn rows(&self) -> Vec<f32> {
         let rows = self.case.rows.view().to_f32_vec().unwrap();
         let Some(gain) = &self.gain else { return rows };
@@ -87,14 +88,14 @@ impl<'a> Layer<'a> {
         let normed = |row: &[f32]| {
             let squares: f64 = row.iter().map(|x| f64::from(*x).powi(2)).sum();
             let factor = (squares / hidden as f64 + f64::from(EPS)).sqrt().recip() as f32;
-            // Rounded ahead of the factor, as the kernel does.
+            // The product is rounded before the factor, as in the kernel.
             let each = row.iter().zip(&gain).map(|(x, gain)| bf16::from_f32(x * gain).to_f32() * factor);
             each.collect::<Vec<_>>()
         };
         rows.chunks(hidden).flat_map(normed).collect()
     }
 
-    /// Fails unless `got` is what experts `ids` with these weights leave.
+    /// Fails unless `got` is the output of experts `ids` with these weights.
     fn assert_sums(&self, what: &str, ids: &[u32], weights: &[f64], got: &Buffer) {
         let local = |id: &u32| match &self.map {
             Some(map) => {
@@ -115,7 +116,7 @@ impl<'a> Layer<'a> {
         assert!(off < bound, "{what}: off by {off}");
     }
 
-    /// Runs it watched and not, and compares choices and sums with the definition.
+    /// Runs the layer watched and not watched, and compares choices and sums with the definition.
     fn check(&self, what: &str) -> Buffer {
         let case = &self.case;
         let what = format!(
@@ -136,10 +137,10 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// E, K, and H and I.
+/// The sizes of a layer: [E, K] and [H, I].
 type Sizes = ([usize; 2], [usize; 2]);
 
-/// Sizes in floats and, of a few schemes, in integers and FP8.
+/// Sizes in floats and, for a few schemes, in integers and FP8.
 fn layers() -> Vec<(Option<QuantScheme>, Sizes)> {
     let floats = [
         ([8, 2], [64, 64]),
@@ -155,7 +156,7 @@ fn layers() -> Vec<(Option<QuantScheme>, Sizes)> {
     let quantised = [([12, 3], [128, 128]), ([6, 2], [384, 256]), ([16, 8], [1024, 384])];
     let quantised = quantised.into_iter().flat_map(|sizes| schemes.map(|scheme| (Some(scheme), sizes)));
     let all = floats.map(|sizes| (None, sizes)).into_iter().chain(quantised);
-    // The last of 8 experts fill the launch's ring of stages more than once.
+    // The case with 8 experts is never left out: its experts fill the launch's ring of stages more than once.
     small(all, 200_000, |(_, (experts, dims))| if experts[0] == 8 { 0 } else { dims[0] * dims[1] })
 }
 
@@ -198,7 +199,7 @@ fn one_launch_routes_by_every_rule() {
             forced.case.force(&mut rng, weights);
             forced.check(&format!("forced {weights:?}"));
         }
-        // Every other expert lives elsewhere.
+        // Every other expert is on another rank.
         let here = experts.div_ceil(2);
         let some = Packs::new(&mut rng, here, dims, scheme);
         let slot = |id: usize| if id.is_multiple_of(2) { (here - 1 - id / 2) as i32 } else { -1 };
@@ -208,7 +209,8 @@ fn one_launch_routes_by_every_rule() {
     }
 }
 
-/// A softmax over a NaN chooses nothing; else the experts without one are left, fewer than a token may have.
+/// A softmax over a NaN chooses nothing. Other scores choose among the experts without a NaN, which are fewer than a
+/// token may have.
 #[test]
 fn one_launch_chooses_no_nan() {
     let mut rng = Rng::new();
@@ -218,7 +220,7 @@ fn one_launch_chooses_no_nan() {
             for tokens in [1, 2] {
                 let mut layer = Layer::new(&mut rng, rule, [tokens, experts, top_k], &packs, true);
                 let mut gate = values::<bf16>(&layer.case.gate);
-                // Of a softmax one NaN is enough.
+                // One NaN is enough for a softmax.
                 gate[if left == 0 { (experts - 1) * dims[0] } else { left * dims[0] }..].fill(bf16::NAN);
                 layer.case.gate = Buffer::from_vec(gate, &[experts, dims[0]]).unwrap();
                 let (chosen, got) = layer.run(true);

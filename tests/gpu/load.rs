@@ -1,5 +1,5 @@
-//! Checkpoints on a CUDA device: every tensor has the bits that it has on the CPU, whatever its files, its dtype and
-//! the part of it that a rank holds.
+//! Checkpoints on a CUDA device: every tensor has the same bits as on the CPU, for any files, any dtype and any part
+//! that a rank holds.
 
 use std::fs;
 
@@ -85,14 +85,14 @@ fn packs_of_every_rank_have_the_bits_of_the_cpu() {
     }
 }
 
-/// A tensor of many times what all pinned buffers hold, so that each is used again and again; whole, by columns, and
-/// as a pack of pieces in another order.
+/// A tensor many times larger than all pinned buffers together, so that each buffer is used again and again. It is
+/// loaded whole, by columns, and as a pack of pieces in another order.
 #[test]
 fn tensors_larger_than_all_buffers_arrive_whole() -> Result<()> {
     const ROWS: usize = 40_000;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
-    // Counted as integers: in f32 a step of one is lost from 2^24 on, and the range would never end.
+    // The loop counts in integers: in f32 a step of one is lost from 2^24 on, and the range would never end.
     let ramp =
         Tensor::arange(0u32, ROWS as u32 * 2048, &Device::Cpu)?.to_dtype(DType::F32)?.affine(1.37, -3e7)?;
     candle_core::safetensors::save(&[("x", ramp.reshape((ROWS, 2048))?)].into(), &path)?;
@@ -115,7 +115,7 @@ fn tensors_larger_than_all_buffers_arrive_whole() -> Result<()> {
     Ok(())
 }
 
-/// Many threads share few buffers, and where one cannot fill its buffer the next one can.
+/// Many threads share few buffers. If one thread cannot fill its buffer, the next one can.
 #[test]
 fn buffers_go_from_thread_to_thread() -> Result<()> {
     const LEN: usize = 1000;
@@ -125,9 +125,9 @@ fn buffers_go_from_thread_to_thread() -> Result<()> {
     let mut puts = Vec::new();
     let mut rest = out.view_mut();
     for (i, &len) in lens.iter().enumerate() {
-        let (here, behind) = rest.split_at(len)?;
+        let (here, after) = rest.split_at(len)?;
         puts.push((i, here));
-        rest = behind;
+        rest = after;
     }
     let fails = |i: usize| i % 7 == 3;
     let done: Vec<bool> = puts
@@ -143,11 +143,11 @@ fn buffers_go_from_thread_to_thread() -> Result<()> {
     let host = cuda().to_host(out.view())?;
     let mut got = host.view().cpu::<u8>()?;
     for (i, &len) in lens.iter().enumerate() {
-        let (here, behind) = got.split_at(len);
+        let (here, after) = got.split_at(len);
         let want = if fails(i) { 0 } else { i as u8 };
         assert!(here.iter().all(|&byte| byte == want), "piece {i} of {len} bytes");
         assert_eq!(done[i], !fails(i) || len == 0, "piece {i} of {len} bytes");
-        got = behind;
+        got = after;
     }
     let mut long = Buffer::zeros_on(cuda().device(), DType::U8, &[LEN + 1])?;
     assert_error(staging.put(long.view_mut(), |_| Ok(())), &["expected at most 1000 bytes, got 1001"]);
@@ -155,7 +155,7 @@ fn buffers_go_from_thread_to_thread() -> Result<()> {
     Ok(())
 }
 
-/// A file that is cut while it is open is an error and no crash, and the next load works.
+/// A file that is cut while it is open causes an error and no crash, and the next load works.
 #[test]
 fn files_that_cannot_be_read_are_errors() -> Result<()> {
     let dir = tempfile::tempdir().unwrap();
@@ -182,7 +182,7 @@ fn files_that_cannot_be_read_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// A cut file of quantised matrices, whose bytes many threads read for the device to pack.
+/// A cut file of quantised matrices; many threads read its bytes, and the device packs them.
 #[test]
 fn a_quantised_file_that_was_cut_is_an_error() -> Result<()> {
     let dir = tempfile::tempdir().unwrap();

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# How fast a checkpoint loads, from the bundle that `cargo xtask dist` packs: writes files like Qwen3-30B-A3B's of 6 layers
-# (8.7 GB) and of 20 (26 GB) to memory, measures the page cache and the bus alone, then the load and its parts; then once more
-# 6 layers on the disk of the temporary directory, read and loaded after the page cache has dropped them. $LOAD_LAYERS: other
-# numbers of layers; $LOAD_DIR: where to write, by default in memory where that has room, else the temporary directory. Between them
-# a quantised checkpoint, packed by the device and by the host: that of $LOAD_MODEL, by default a GPTQ one of Qwen3-30B-A3B's shape in memory.
+# Measures how fast a checkpoint loads, from the bundle of `cargo xtask dist`. It writes files like Qwen3-30B-A3B's with
+# 6 layers (8.7 GB) and with 20 layers (26 GB) to memory, measures the page cache and the bus alone, then the load and
+# its parts. Then it writes 6 layers to the disk of the temporary directory, and reads and loads them after the page
+# cache has dropped them. $LOAD_LAYERS sets other numbers of layers; $LOAD_DIR is the folder to write to (default:
+# memory if there is room, else the temporary directory). In between, a quantised checkpoint is packed by the device and
+# by the host: the one in $LOAD_MODEL, by default a GPTQ checkpoint of Qwen3-30B-A3B's shape in memory.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 has_room() { [ "$(df --output=avail -B1000000000 "$1" 2>/dev/null | tail -n 1)" -ge "$2" ] 2>/dev/null; }

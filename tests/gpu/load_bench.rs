@@ -1,7 +1,8 @@
-//! How fast a checkpoint gets onto the device, beside what the disk and the bus can do: `tests/gpu/load.sh`.
+//! Measures how fast a checkpoint is loaded onto the device, compared with the rates of disk and bus:
+//! `tests/gpu/load.sh`.
 //!
-//! The checkpoint is one of Qwen3-30B-A3B with fewer layers (`LOAD_LAYERS`), written just before: it comes out of the
-//! page cache. Two sizes tell what a load costs once from what it costs for each byte.
+//! The checkpoint has the shape of Qwen3-30B-A3B with fewer layers (`LOAD_LAYERS`). It was written just before, so it
+//! comes out of the page cache. Two sizes separate the fixed cost of a load from the cost per byte.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -10,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candle_core::{DType, Device};
-use model_families::grouped_query::GroupedQuerySpec;
 use model_families::qwen3_moe;
+use model_families::spec::DecoderSpec;
 use model_runtime::{Config, Geometry, RankView, TensorFiles, TensorLayout, TensorSpec};
 use moe_engine::{LoadOptions, ModelSpec};
 use rayon::prelude::*;
@@ -27,12 +28,12 @@ const CONFIG: &str = r#"{
     "rope_theta": 1000000.0, "max_position_embeddings": 4096, "tie_word_embeddings": false, "hidden_act": "silu",
     "torch_dtype": "bfloat16"
 }"#;
-/// Bytes of a shard, at most.
+/// The largest number of bytes in a shard.
 const SHARD: usize = 2 << 30;
-/// Bytes of a read, and of what random data repeats.
+/// Bytes of one read, and the period of the random data.
 const CHUNK: usize = 4 << 20;
 const BLOCK: usize = 64 << 20;
-/// What of the slower of disk and bus a load is to reach.
+/// The share of the slower rate of disk and bus that a load must reach.
 const WANTED: f64 = 0.8;
 
 /// Random bf16 numbers of moderate size.
@@ -42,7 +43,7 @@ fn random_block() -> Vec<u8> {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        // Sign and fraction at random, exponents from 112 to 119.
+        // Sign and fraction are random, exponents are from 112 to 119.
         (state & 0x83ff_83ff_83ff_83ff) | 0x3800_3800_3800_3800
     };
     (0..BLOCK / 8).flat_map(|_| next().to_le_bytes()).collect()
@@ -88,8 +89,9 @@ fn write(dir: &Path, tensors: &[TensorSpec]) -> std::io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Writes `len` bytes of data behind a header, with all threads. Tensors of different places differ: those of a shard
-/// because its length is no multiple of the block, and those of two shards because they begin elsewhere in it.
+/// Writes `len` bytes of data after a header, with all threads. Tensors at different places differ: within a shard
+/// because its length is not a multiple of the block, and between two shards because they begin at different places of
+/// the block.
 fn write_data(file: &File, header: usize, block: &[u8], shard: usize, len: usize) -> std::io::Result<()> {
     (0..len.div_ceil(CHUNK)).into_par_iter().try_for_each(|chunk| {
         let mut at = chunk * CHUNK;
@@ -129,7 +131,7 @@ fn disk(files: &[File]) -> f64 {
     rate(chunks.iter().map(|(.., len)| len).sum(), start)
 }
 
-/// Writes the files out and has the system drop what memory holds of them.
+/// Writes the files to disk and makes the system drop their pages from memory.
 fn forget(paths: &[PathBuf], files: &[File]) {
     files.iter().for_each(|file| file.sync_all().unwrap());
     for path in paths {
@@ -166,12 +168,12 @@ fn peak_memory() -> f64 {
 }
 
 /// The layout of the model on one rank.
-pub fn layout(config: &GroupedQuerySpec, has: &(dyn Fn(&str) -> bool + Sync)) -> TensorLayout {
+pub fn layout(config: &DecoderSpec, has: &(dyn Fn(&str) -> bool + Sync)) -> TensorLayout {
     config.layout(&Geometry::default(), has).unwrap()
 }
 
 /// The whole load of a model, as the programs do it: GB/s.
-fn load(dir: &Path, config: &GroupedQuerySpec) -> f64 {
+fn load(dir: &Path, config: &DecoderSpec) -> f64 {
     let start = Instant::now();
     let files = TensorFiles::open_dir(dir).unwrap();
     let layout = layout(config, &|name: &str| files.info(name).is_some());
@@ -237,7 +239,8 @@ fn a_load_runs_at_the_speed_of_disk_and_bus() {
         let on = |device: &Device| bits(&files.var_builder(DType::BF16, device).get_unchecked(name).unwrap());
         assert!(on(cuda().device()) == on(&Device::Cpu), "{name}");
     }
-    // A program loads once: the first load counts. From the page cache it is printed only (docs/gpu.md: short of this).
+    // A program loads once, so the first load counts. For the page cache the result is only printed (docs/gpu.md says
+    // why it is lower).
     let part = rates[0] / slower;
     assert!(!cold || part >= WANTED, "{part:.2} of the slower of disk and bus, wanted {WANTED}");
 }

@@ -1,4 +1,4 @@
-//! What the load of a checkpoint is made of, each part alone: `load_bench` prints it below the whole.
+//! The parts of loading a checkpoint, each measured alone. `load_bench` prints them below the whole load.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use model_families::grouped_query::GroupedQuerySpec;
+use model_families::spec::DecoderSpec;
 use model_runtime::{RankView, TensorFiles, TensorLayout};
 use moe_kernels::cuda::Staging;
 use moe_kernels::{Buffer, ViewMut};
@@ -17,19 +17,19 @@ use crate::common::cuda;
 use crate::load_bench::{layout, pieces, rate};
 
 const MIB: usize = 1 << 20;
-/// Buffers and their bytes; the loader has one of these pairs.
+/// Numbers of buffers and their bytes. The loader uses one of these pairs.
 const STAGES: [(usize, usize); 7] =
     [(48, 2 * MIB), (16, 4 * MIB), (24, 4 * MIB), (32, 4 * MIB), (48, 4 * MIB), (16, 8 * MIB), (32, 8 * MIB)];
 
 /// Prints the parts for the checkpoint in `dir`, whose shards are `files`.
-pub fn print(dir: &Path, config: &GroupedQuerySpec, files: &[File]) {
+pub fn print(dir: &Path, config: &DecoderSpec, files: &[File]) {
     headers(dir, config);
     device_memory(&sizes(layout(config, &|_| false)));
     locked_memory();
     stages(files);
 }
 
-/// Milliseconds that `work` takes, all of the device's included, and what it makes.
+/// Milliseconds that `work` takes, including all of the device's work, and its result.
 fn timed<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let start = Instant::now();
     let made = work();
@@ -37,7 +37,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (f64, T) {
     (start.elapsed().as_secs_f64() * 1e3, made)
 }
 
-fn headers(dir: &Path, config: &GroupedQuerySpec) {
+fn headers(dir: &Path, config: &DecoderSpec) {
     let (opened, files) = timed(|| TensorFiles::open_dir(dir).unwrap());
     let (laid_out, _view) = timed(|| {
         let slices = layout(config, &|name| files.info(name).is_some()).slices_for(cuda().device());
@@ -101,9 +101,9 @@ fn staged(
     let mut rest = out;
     let mut loads = Vec::new();
     for (file, at, len) in pieces(files, len) {
-        let (here, behind) = rest.split_at(len).unwrap();
+        let (here, after) = rest.split_at(len).unwrap();
         loads.push((file, at, here));
-        rest = behind;
+        rest = after;
     }
     let bytes = loads.iter().map(|(.., here)| here.elem_count()).sum();
     let start = Instant::now();
@@ -133,7 +133,7 @@ fn stages(files: &[File]) {
     println!("read into page-locked memory, not copied: {:.1} GB/s", read_alone(files));
 }
 
-/// GB/s of reading alone, into page-locked memory: pieces of 4 MiB, a buffer for each of the threads' tasks.
+/// GB/s of reading alone, into page-locked memory: pieces of 4 MiB, with one buffer for each of the threads' tasks.
 fn read_alone(files: &[File]) -> f64 {
     let pieces = pieces(files, 4 * MIB);
     let threads = rayon::current_num_threads();

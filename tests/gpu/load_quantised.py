@@ -1,6 +1,8 @@
-"""Writes a quantised checkpoint of random bits, of the shapes of a config.json: what a load reads, not a model that speaks.
+"""Writes a quantised checkpoint of random bits, of the shapes of a config.json: what a load reads, not a model that
+speaks.
 
-  python load_quantised.py CONFIG FOLDER [--layers N]      CONFIG: tests/bench/configs/qwen3-30b-a3b-gptq-int4.json, ..-fp8-block.json
+  python load_quantised.py CONFIG FOLDER [--layers N]      CONFIG: tests/bench/configs/qwen3-30b-a3b-gptq-int4.json,
+  ..-fp8-block.json
 
 Files are laid out as safetensors writes them: by dtype, then by name, in shards of 4 GB. Nothing but Python is needed.
 """
@@ -74,7 +76,7 @@ def size(tensor):
 
 
 def content(tensor, random, quant):
-    """The bytes of a tensor, or None: random ones."""
+    """The bytes of a tensor, or None for random bytes."""
     name, _, shape = tensor
     if name.endswith(".g_idx"):
         return b"".join((column // quant["group_size"]).to_bytes(4, "little") for column in range(shape[0]))

@@ -1,5 +1,5 @@
-//! How fast a quantised checkpoint gets onto the device: packed there, and packed by the host. `tests/gpu/load.sh` runs it on
-//! a folder that `load_quantised.py` has written.
+//! Measures how fast a quantised checkpoint is loaded onto the device, packed by the device and by the host.
+//! `tests/gpu/load.sh` runs it on a folder that `load_quantised.py` has written.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use rayon::prelude::*;
 use crate::common::cuda;
 use crate::load_bench::{bus, layout};
 
-/// A reader that hands over rows and nothing else.
+/// A reader that only provides rows.
 struct RowsAlone<'a>(Box<dyn QuantRows + 'a>);
 
 impl QuantRows for RowsAlone<'_> {
@@ -37,7 +37,7 @@ impl QuantRows for RowsAlone<'_> {
     }
 }
 
-/// A checkpoint of such readers: the host packs.
+/// A checkpoint of such readers, which the host packs.
 #[derive(Debug)]
 struct ByRows(RankView);
 
@@ -54,8 +54,8 @@ impl QuantSource for ByRows {
     }
 }
 
-/// Loads the model as programs do; milliseconds of headers, of comparing them with the config, and of the rest, and the bytes that
-/// were read.
+/// Loads the model as programs do. Returns the milliseconds for the headers, for comparing them with the config, and
+/// for the rest, and the number of bytes that were read.
 fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
     let ms = |start: Instant| start.elapsed().as_secs_f64() * 1e3;
     let start = Instant::now();
@@ -81,8 +81,8 @@ fn load(dir: &Path, by_rows: bool) -> ([f64; 3], u64) {
     ([opened, verified, loaded], checkpoint.tensors.bytes_read())
 }
 
-/// What a load does beside the device, alone: looking up the experts' modules, and reading their integers with all threads into
-/// memory that is there.
+/// Measures the host's part of a load alone: finding the experts' modules, and reading their integers with all threads
+/// into memory that is already allocated.
 fn print_parts(dir: &Path) {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let config = qwen3_moe::read(&checkpoint.config).unwrap();
@@ -127,7 +127,7 @@ fn a_quantised_load_runs_at_the_speed_of_the_bus() {
         );
     };
     println!("page-locked memory to device: {:.1} GB/s, {} threads", bus(), rayon::current_num_threads());
-    // The first one reads files that nothing has read since they were written.
+    // The first load reads files that nothing has read since they were written.
     for (what, by_rows) in [("device packs", false), ("device packs", false), ("host packs", true)] {
         print(what, load(&dir, by_rows));
     }

@@ -1,4 +1,4 @@
-//! Every op on a CUDA device against the same op on the CPU: fresh random inputs, odd shapes, nothing at all,
+//! Compares every op on a CUDA device with the same op on the CPU: fresh random inputs, odd shapes, empty inputs,
 //! misaligned views. A failure prints the seed; GPU_TEST_SEED repeats it.
 //!
 //! The binary exists only with the feature `cuda` and fails without a device: nothing is skipped.
@@ -7,16 +7,17 @@
 mod align;
 mod attention;
 mod attention_forms;
+mod attention_fp8_rows;
 mod checksum;
 mod common;
 mod deepseek;
 mod definition;
-mod doors;
 mod engine;
 mod experts;
 mod explained;
 mod fused;
 mod gates;
+mod grouped;
 mod invariant;
 mod layer;
 mod load;
@@ -39,5 +40,6 @@ mod rows;
 mod sampled_engine;
 mod sampling;
 mod step;
+mod tensor_calls;
 mod timeline;
 mod watched;

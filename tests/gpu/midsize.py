@@ -1,14 +1,16 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
-  python midsize.py BINARY [--model qwen3|deepseek-v2-lite|deepseek-v2] [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
+  python midsize.py BINARY [--model qwen3|deepseek-v2-lite|deepseek-v2] [--dir /tmp/midsize] [--prompts
+  1,17,1023,4097,20000]
       [--scheme gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|fp8-block] [--flags="--tp 2"]..
 
 Makes a checkpoint of 1.5 to 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
 exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
-bf16, then one prompt of each length in bf16, whose logits are compared. DeepSeek-V2's also run on the per-expert loop and
-with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. With a SCHEME BINARY gets
-the checkpoint quantised and transformers what the quantised weights mean; activations keep 16 bits. FLAGS are further flags of
-BINARY, such as a number of ranks; of several each is run. Prints a row per run; exit code 1 if one fails.
+bf16, then one prompt of each length in bf16, whose logits are compared. DeepSeek-V2's also run on the per-expert loop
+and with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. With a
+SCHEME BINARY gets the checkpoint quantised and transformers what the quantised weights mean; activations keep 16 bits.
+FLAGS are further flags of BINARY, such as a number of ranks; of several each is run. Prints a row per run; exit code 1
+if one fails.
 """
 import argparse
 import json
@@ -29,7 +31,7 @@ QWEN3 = dict(
     num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8,
     norm_topk_prob=True, max_position_embeddings=32768, rope_theta=1000000.0, tie_word_embeddings=False,
 )
-# The latent rows of DeepSeek's models, so that the fast kernels run.
+# The latent rows have the sizes of DeepSeek's models, so that the fast kernels run.
 V2_LITE = dict(
     vocab_size=32768, hidden_size=1024, intermediate_size=2816, moe_intermediate_size=704, num_hidden_layers=7,
     num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
@@ -61,13 +63,14 @@ def make_checkpoint(folder, kind, family, options):
 
 
 def reference_of(folder, ids, generate):
-    """Of 4 sequences of 96 tokens, with hidden states and a greedy continuation."""
+    """The reference for 4 sequences of 96 tokens, with hidden states and a greedy continuation."""
     return {name: t.cpu() for name, t in make_reference.make_reference(folder, ids, generate).items()}
 
 
 @torch.no_grad()
 def logits_of(folder, family, dtype, prompts):
-    """Logits of each prompt, on the host: scores of long prompts as a whole would not fit, so fused attention."""
+    """The logits of each prompt, in host memory. Attention is fused, because the scores of a whole long prompt would
+    not fit."""
     model = family.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager").to("cuda").eval()
     found = [model(ids, use_cache=False).logits.float().cpu() for ids in prompts]
     del model
@@ -76,7 +79,7 @@ def logits_of(folder, family, dtype, prompts):
 
 
 def prompt_references(folder, family, vocabulary, lengths):
-    """(length, tensors) of one prompt each."""
+    """The pairs (length, tensors), with one prompt of each length."""
     prompts = [make_reference.random_ids(vocabulary, 1, n, n).to("cuda") for n in lengths]
     exact, rounded = (logits_of(folder, family, dtype, prompts) for dtype in (torch.float32, torch.bfloat16))
     for n, ids, want, got in zip(lengths, prompts, exact, rounded):

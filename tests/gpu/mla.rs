@@ -1,4 +1,4 @@
-//! Attention whose values are a part of their keys or another size than these, in latent space and for prompts.
+//! Attention whose values are a part of their keys or have another size than the keys, in latent space and for prompts.
 
 use candle_core::DType;
 use moe_kernels::{
@@ -43,12 +43,12 @@ fn activations_apart_from_their_products_agree() {
     }
 }
 
-/// Attention of queries over a cache that holds what it sees.
+/// Queries, and a cache that contains the rows that they attend to.
 struct Case {
     heads: (usize, usize),
     /// Sizes of a key and of a value.
     dims: (usize, usize),
-    /// Whether values are the beginnings of keys.
+    /// Whether values are the first elements of keys.
     shared: bool,
     block_size: usize,
     window: Option<usize>,
@@ -97,6 +97,7 @@ impl Case {
                 block_tables: tables.view(),
                 scale: 3.0 * (d as f32).powf(-0.5),
                 sliding_window: self.window,
+                sinks: None,
             };
             let values = if self.shared { k.view() } else { v.view() };
             let mut out = p.out(model, &[rows, hq * dv]);
@@ -104,7 +105,7 @@ impl Case {
             if !self.shared || hkv != 1 {
                 return Ok(vec![out]);
             }
-            // With the product behind it: in one launch where the sizes are DeepSeek's and the rows few.
+            // The product that follows is included: in one launch if the sizes are DeepSeek's and there are few rows.
             let w_uv = p.put(&w_uv);
             let mut values = p.out(model, &[rows, hq * 128]);
             mla_attention_into(q.view(), k.view(), &meta, w_uv.view(), values.view_mut(), &mut p.ex)?;
@@ -113,7 +114,7 @@ impl Case {
         on_both(op, |c, g| {
             let bound = 1e-5 + 12.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
             let what = format!(
-                "{rows} rows, {hq}/{hkv} heads of {d} and {dv}, blocks of {bs}, window {:?}, {:?}, {} beside {}",
+                "{rows} rows, {hq}/{hkv} heads of {d} and {dv}, blocks of {bs}, window {:?}, {:?}, {} with {}",
                 self.window,
                 self.sequences,
                 model.as_str(),
@@ -143,7 +144,7 @@ fn steps() -> Vec<(Vec<(usize, usize)>, usize)> {
 #[test]
 fn attention_with_values_of_other_sizes_agrees() {
     let mut rng = Rng::new();
-    // Heads, sizes of keys and values, whether they share rows, size of a block, window.
+    // Heads, sizes of keys and values, whether both share rows, block size, window.
     let shapes = [
         ((3, 1), (9, 6), true, 4, None),
         ((6, 2), (20, 12), true, 7, Some(11)),
@@ -164,7 +165,8 @@ fn attention_with_values_of_other_sizes_agrees() {
     }
 }
 
-/// The kernel on warpgroup products: one row or many, split over positions or not, partly filled tiles, padding.
+/// The kernel on warpgroup products: one row or many, split over positions or not, with partly filled tiles and
+/// padding.
 #[test]
 fn latent_attention_of_tensor_cores_agrees() {
     let mut rng = Rng::new();
@@ -187,7 +189,7 @@ fn latent_attention_of_tensor_cores_agrees() {
             check(&mut rng, 16, block_size, window, &sequences, padding);
         }
     }
-    // Many splits, of which some have no positions; more tiles than blocks of the grid.
+    // Many splits, some of which have no positions; more tiles than blocks in the grid.
     check(&mut rng, 16, 16, None, &[(9000, 1)], 0);
     check(&mut rng, 128, 16, None, &[(3001, 1), (10, 1)], 0);
     let many: Vec<(usize, usize)> = (0..300).map(|i| ((i * 37) % 400, 1)).collect();
@@ -196,7 +198,7 @@ fn latent_attention_of_tensor_cores_agrees() {
     check(&mut rng, 2, 16, None, &[(1000, 333)], 0);
 }
 
-/// Rows that no sequence sees hold no numbers: they must not reach a result.
+/// Rows that no sequence attends to contain no numbers, which must not reach a result.
 #[test]
 fn what_nobody_sees_may_be_anything() {
     let ex = cuda();
@@ -219,6 +221,7 @@ fn what_nobody_sees_may_be_anything() {
         block_tables: tables.view(),
         scale: 0.04,
         sliding_window: None,
+        sinks: None,
     };
     let mut out = place.out(DType::BF16, &[rows, heads * 512]);
     let mut ex = place.ex.clone();
@@ -227,12 +230,12 @@ fn what_nobody_sees_may_be_anything() {
     assert!(out.iter().all(|x| x.is_finite()) && out.iter().any(|x| *x != out[0]));
 }
 
-/// Dtype, heads, sizes of a latent, of a key's parts and of a value, positions in a block, and of each sequence the first
-/// position and the number of rows.
+/// Dtype, heads, the sizes of a latent, of a key's parts and of a value, the block size, and for each sequence the
+/// first position and the number of rows.
 type PromptCase = (DType, usize, [usize; 4], usize, &'static [(usize, usize)]);
 
-/// Prompts with keys and values of every head where there are rows enough, else in latent space: whole prompts, last
-/// chunks, several sequences, sizes that no kernel is made for.
+/// Prompts with keys and values for every head if there are enough rows, otherwise in latent space: whole prompts, last
+/// chunks, several sequences, sizes for which no special kernel exists.
 #[test]
 fn prompts_over_latent_rows_agree() {
     let mut rng = Rng::new();
@@ -266,7 +269,7 @@ fn prompts_over_latent_rows_agree() {
         let positions = words(positions, &[rows]);
         let cache = rng.floats(model, &[order.len(), 1, bs, l + r]);
         let q = rng.floats(model, &[rows, heads, n + r]);
-        // Scores of about 1, so that a rounded key moves them little.
+        // Scores are about 1, so that a rounded key changes them little.
         let scaled = |rng: &mut Rng, dims: &[usize], by: f32| {
             let values = |rng: &mut Rng| {
                 (0..dims.iter().product::<usize>()).map(|_| rng.float() * by).collect::<Vec<_>>()
@@ -298,6 +301,7 @@ fn prompts_over_latent_rows_agree() {
                     block_tables: tables.view(),
                     scale: ((n + r) as f32).powf(-0.5),
                     sliding_window: None,
+                    sinks: None,
                 },
                 positions: seen,
             };

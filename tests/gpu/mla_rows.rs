@@ -81,14 +81,17 @@ fn latents_queries_and_values_agree() {
     }
 }
 
-/// Queries and cache rows out of one product, inside and outside of latent space.
+/// Queries and cache rows from one product and from two, inside and outside of latent space.
 #[test]
-fn rows_of_one_product_agree() {
+fn rows_of_products_agree() {
     let mut rng = Rng::new();
     for model in FLOATS {
         for (t, heads, [l, n, r, _]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
-            let what = format!("{t} rows, {heads} heads, {l} {n} {r}, {}", model.as_str());
-            let products = rng.floats(DType::F32, &[t, heads * (n + r) + l + r]);
+            let apart = rng.below(2) == 1;
+            let what = format!("{t} rows, {heads} heads, {l} {n} {r}, {}, apart: {apart}", model.as_str());
+            let behind = if apart { 0 } else { l + r };
+            let products = rng.floats(DType::F32, &[t, heads * (n + r) + behind]);
+            let latents = apart.then(|| rng.floats(DType::F32, &[t, l + r]));
             let norm = rng.floats(model, &[l]);
             let w_uk = rng.floats(model, &[heads, l, n]);
             let cos = rng.floats(DType::F32, &[t, r / 2]);
@@ -103,6 +106,7 @@ fn rows_of_one_product_agree() {
             let slots = words(slots, &[t]);
             let op = |p: &mut Place| {
                 let products = p.put(&products);
+                let latents = p.put_some(latents.as_ref());
                 let norm = p.put(&norm);
                 let w_uk = p.put(&w_uk);
                 let cos = p.put(&cos);
@@ -114,6 +118,7 @@ fn rows_of_one_product_agree() {
                 {
                     let args = MlaRows {
                         products: products.view(),
+                        latents: view_of(&latents),
                         norm: norm.view(),
                         eps: 1e-6,
                         w_uk: w,

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
-# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, experts that move or are in host memory, then the tables of latencies. Results go to $OUT (default: results).
+# Runs every check of a machine with several GPUs, from the bundle of `cargo xtask dist`: the collectives of NCCL
+# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, experts that move or are in
+# host memory, then the tables of latencies. Results go to $OUT (default: results).
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}

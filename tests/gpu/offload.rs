@@ -1,5 +1,5 @@
-//! Experts in host memory: the device chooses as the rule on the CPU, and outputs and tokens match experts that are all on the
-//! device.
+//! Experts in host memory: the device chooses slots by the same rule as the CPU, and outputs and tokens are equal to
+//! the outputs and tokens of experts that are all on the device.
 
 use candle_core::DType;
 use model_families::qwen3_moe;
@@ -15,7 +15,7 @@ use crate::engine::{CONFIG, requests, run};
 use crate::packs::Packs;
 use crate::quant::matrices::{fp8, int};
 
-/// Ids [T, K]: different ones in a row, some absent; skewed to the low ones where `hot` is below `experts`.
+/// Ids [T, K]: different ids in a row, some absent. If `hot` is below `experts`, low ids are more frequent.
 fn choose(rng: &mut Rng, (tokens, top_k): (usize, usize), experts: usize, hot: usize) -> Vec<u32> {
     let row = |rng: &mut Rng| {
         let reach = if rng.below(4) > 0 { hot.max(top_k) } else { experts };
@@ -28,7 +28,7 @@ fn choose(rng: &mut Rng, (tokens, top_k): (usize, usize), experts: usize, hot: u
     (0..tokens).flat_map(|_| row(rng)).collect()
 }
 
-/// The sums of x [T, H] by chosen experts [T, K] with their weights.
+/// The weighted sums of x [T, H] over the chosen experts [T, K].
 fn layer(
     packs: &[Weight; 2],
     slots: Option<&ExpertSlots>,
@@ -54,7 +54,7 @@ fn layer(
     ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap()
 }
 
-/// Experts, slots, K, H, I, and the tokens of the steps.
+/// Experts, slots, K, H, I, and the numbers of tokens of the steps.
 type Case = (usize, usize, usize, usize, usize, &'static [usize]);
 
 const CASES: [Case; 8] = [
@@ -68,7 +68,8 @@ const CASES: [Case; 8] = [
     (2048, 100, 4, 64, 64, &[1, 16, 64, 0, 300, 1]),
 ];
 
-/// Steps one after the other, exact or fast: the same bits, or the same within rounding; as many fetches as the rule makes.
+/// Runs steps one after the other, exact or fast. Outputs must have the same bits, or agree within rounding, and there
+/// must be as many fetches as the rule makes.
 fn assert_outputs(rng: &mut Rng, case: Case, scheme: Option<QuantScheme>, exact: bool) {
     let (experts, slots, top_k, hidden, inter, steps) = case;
     let whole = Packs::new(rng, experts, [hidden, inter], scheme).weights;
@@ -123,7 +124,7 @@ fn outputs_are_those_of_experts_on_the_device() {
     }
 }
 
-/// Integers, scales and zero points of quantised experts change places separately.
+/// Integers, scales and zero points of quantised experts are copied separately.
 #[test]
 fn outputs_of_quantised_experts_are_those_on_the_device() {
     let mut rng = Rng::new();
@@ -155,10 +156,10 @@ fn a_measurement_leaves_everything_in_its_place() {
     assert!(refused(12).contains("expected fewer slots than the 12 experts"), "{}", refused(12));
 }
 
-/// Bytes of one expert of each layer of the small model.
+/// Bytes of one expert of each layer of the small model, together.
 const ONE_OF_EACH: usize = 3 * 3 * 256 * 128 * 2;
 
-/// The small model of the engine's tests, with so many of the 16 experts of each layer in host memory.
+/// The small model of the engine's tests, with `offloaded` of the 16 experts of each layer in host memory.
 fn model(offloaded: usize) -> Decoder {
     let config = qwen3_moe::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
@@ -175,7 +176,8 @@ fn config(max_num_seqs: usize, max_num_batched_tokens: usize, enforce_eager: boo
     EngineConfig { max_num_seqs, max_num_batched_tokens, enforce_eager, kv_cache_memory, ..device }
 }
 
-/// Steps of few rows are one pass and graphs, steps of more rows are passes and graphs, and prompts are passes.
+/// Steps of few rows are one pass and run as graphs, steps of more rows are several passes and run as graphs, and
+/// prompts are several passes.
 #[test]
 fn tokens_are_those_of_experts_on_the_device() {
     let ex = || cuda().with_batch_invariant(true);
@@ -201,7 +203,7 @@ fn tokens_are_those_of_experts_on_the_device() {
     }
 }
 
-/// As on the device: a second run finds every buffer that it needs, and no graph is lost.
+/// As with all experts on the device, a second run finds every buffer that it needs, and no graph is lost.
 #[test]
 fn steps_that_fetch_allocate_nothing() {
     let model = model(8);

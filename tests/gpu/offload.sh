@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Experts in host memory, from the bundle that `cargo xtask dist` packs: offload.sh [PART...]
-#   check   their tests, and texts of 24 prompts (needs torch and transformers)
-#   bf16    Qwen3-30B-A3B with half of its experts in host memory (27 GiB, beside as much on the device) at 1 and 8 sequences, on uniform
-#           and on skewed routing (Zipf 1), and with all on the device; then a device of 44 GB, on which it does not fit without
-#   int4    the same model quantised, half of its experts in host memory (7 GiB)
-#   ranks   bf16 with its experts cut over 2 GPUs, a half of each part in host memory (13.5 GiB a rank)
-#   large   Qwen3-235B-A22B in FP8, 236 GB, on one GPU of 141 GB: 96 GiB of its experts in host memory
-# Default: check bf16 int4, below four minutes on one GPU with 64 GiB of host memory; all but the tests need numpy. MOE_PROGRAM and
-# GPU_TESTS name the binaries. Logs and JSON go to $OUT (default: results); the table comes last.
+# Tests and measures experts in host memory. It uses the bundle that `cargo xtask dist` packs: offload.sh [PART...]
+#   check   the tests of offloading, and the texts of 24 prompts (needs torch and transformers)
+#   bf16    Qwen3-30B-A3B with half of its experts in host memory (27 GiB) and half on the device, and with all on the
+#           device. It runs 1 and 8 sequences with uniform and with skewed routing (Zipf 1). Then it runs with a limit
+#           of 44 GB of device memory, in which the model does not fit without offloading.
+#   int4    the same model quantised, with half of its experts in host memory (7 GiB)
+#   ranks   bf16 with the experts split over 2 GPUs and half of each part in host memory (13.5 GiB per rank)
+#   large   Qwen3-235B-A22B in FP8 (236 GB) on one GPU of 141 GB, with 96 GiB of its experts in host memory
+# The default is check, bf16 and int4. It takes less than four minutes on one GPU with 64 GiB of host memory. All parts
+# except check need numpy. MOE_PROGRAM and GPU_TESTS name the binaries. Logs and JSON go to $OUT (default: results). The
+# table is printed last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 . "$(dirname "$0")/check.sh"

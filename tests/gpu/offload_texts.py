@@ -1,10 +1,12 @@
-"""Greedy tokens of 24 prompts with experts in host memory against those of experts that are all on the GPU.
+"""Compares the greedy tokens of 24 prompts with experts in host memory and with all experts on the GPU.
 
   python offload_texts.py BINARY [--dir /tmp/offload]
 
-Makes a random checkpoint of the fast kernels' sizes (6 layers of 32 experts, 0.2 GB in bf16; needs torch and transformers) and runs it
-with no expert in host memory, with half of each layer's, and with 28 of 32, so that most steps take passes; by graphs, eagerly and in
-small batches, all with --batch-invariant: every token must be the same. Prints a row per run; exit code 1 if one fails.
+The script writes a random checkpoint whose sizes the fast kernels support (6 layers of 32 experts, 0.2 GB in bf16). It
+needs torch and transformers. It runs the checkpoint with no experts in host memory, with half of each layer's experts
+there, and with 28 of 32, where most steps need several passes. It does so with CUDA graphs, without them and in small
+batches, always with --batch-invariant. Every token must be the same. The script prints a row per run, and exits with 1
+if one fails.
 """
 import argparse
 import json

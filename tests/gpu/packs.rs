@@ -1,4 +1,4 @@
-//! Random experts on the GPU, in bf16 or quantised, with what their weights mean; and who of them computes which rows.
+//! Random experts on the GPU, in bf16 or quantised, with the values of their weights, and random routings.
 
 use candle_core::DType;
 use moe_kernels::quant::QuantUse;
@@ -16,7 +16,7 @@ pub struct Packs {
 }
 
 impl Packs {
-    /// bf16, or quantised by a scheme; an expert has an order of columns of its own where the scheme has one.
+    /// Packs in bf16, or quantised by a scheme. If the scheme has an order of columns, each expert has its own.
     pub fn new(
         rng: &mut Rng,
         experts: usize,
@@ -72,7 +72,8 @@ pub struct Routing {
     pub map: Option<Vec<i32>>,
 }
 
-/// Spread; with padding; all padding; half of the experts elsewhere; one overloaded and others empty; ids that do not exist.
+/// Routings: spread; with padding; all padding; half of the experts on another rank; one expert overloaded and others
+/// empty; ids that do not exist.
 pub fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> Vec<Routing> {
     let spread = |rng: &mut Rng, experts: usize| -> Vec<u32> {
         (0..tokens)
@@ -91,7 +92,7 @@ pub fn routings(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> V
     }
     let mut beyond = crowd.clone();
     beyond.chunks_mut(top_k).for_each(|row| row[top_k - 1] = last + 8);
-    // Every other of twice as many experts lives here, in reversed order.
+    // Every other one of twice as many experts is on this rank, in reversed order.
     let here = (0..2 * experts).map(|id| if id % 2 == 0 { (experts - 1 - id / 2) as i32 } else { -1 });
     let elsewhere = spread(rng, 2 * experts);
     let map = here.collect();

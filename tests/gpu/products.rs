@@ -59,11 +59,12 @@ fn dense_products_agree() {
     }
 }
 
-/// Products in bf16 by every kernel: stored in f32 and bf16, added, with a bias, after a norm; again with the same bits.
+/// Products in bf16 by every kernel: stored in f32 and bf16, added, with a bias, after a norm. A second run must give
+/// the same bits.
 #[test]
 fn dense_products_in_bf16_are_those_of_their_definition() {
     let mut rng = Rng::new();
-    // N and K: the models', rows that fill no tile, long ones, more stages than a ring has.
+    // N and K: sizes of the models, rows that fill no tile, long rows, more stages than a ring has.
     let sizes = [
         (5120, 2048),
         (2048, 4096),
@@ -107,19 +108,19 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
                 let mut stored = p.out(DType::F32, &[m, n]);
                 let mut rounded = p.out(DType::BF16, &[m, n]);
                 let mut sums = p.put(&before);
-                let mut behind = p.out(DType::F32, &[m, n]);
+                let mut normed = p.out(DType::F32, &[m, n]);
                 let w = w.view();
                 let bias = view_of(&bias);
                 linear_into(x.view(), w, bias, stored.view_mut(), &mut p.ex).unwrap();
                 linear_into(x.view(), w, bias, rounded.view_mut(), &mut p.ex).unwrap();
                 linear_add_into(x.view(), w, bias, sums.view_mut(), &mut p.ex).unwrap();
                 let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-                norm_linear_into(stream.view(), &norm, w, bias, behind.view_mut(), &mut p.ex).unwrap();
-                [stored, rounded, sums, behind].map(|placed| placed.host(&p))
+                norm_linear_into(stream.view(), &norm, w, bias, normed.view_mut(), &mut p.ex).unwrap();
+                [stored, rounded, sums, normed].map(|placed| placed.host(&p))
             };
             let got = run();
             let again = run();
-            // f32 sums; one rounding to bf16; x rounded ahead of sums that may cancel, in as few as one output.
+            // f32 sums; one rounding to bf16; x rounded before sums that may cancel, even in a single output.
             let bounds = [
                 ("stored", &want, 2e-5),
                 ("in bf16", &want, 4e-3),
@@ -136,7 +137,7 @@ fn dense_products_in_bf16_are_those_of_their_definition() {
     }
 }
 
-/// Where weights stream past a few rows, a row's bits do not depend on the others.
+/// If weights are streamed past a few rows, a row's bits do not depend on the other rows.
 #[test]
 fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
     let mut rng = Rng::new();
@@ -167,7 +168,7 @@ fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
     }
 }
 
-/// Rows by their norm, times `gain`, without rounding.
+/// Rows divided by their norm, times `gain`, without rounding.
 fn rms_norm(rows: &[f32], gain: &[f32]) -> Vec<f32> {
     let normed = |row: &[f32]| {
         let squares: f64 = row.iter().map(|x| f64::from(*x).powi(2)).sum();
@@ -178,7 +179,7 @@ fn rms_norm(rows: &[f32], gain: &[f32]) -> Vec<f32> {
     rows.chunks(gain.len()).flat_map(normed).collect()
 }
 
-/// Who computes what.
+/// Which expert computes which slot.
 struct Routing {
     ids: Buffer,
     weights: Buffer,
@@ -186,7 +187,7 @@ struct Routing {
     num_local: usize,
 }
 
-/// `spread`: ids over all experts; else all slots of expert `only` (none, if that is absent).
+/// With `spread`, the ids name all experts. Otherwise all slots go to expert `only`, or to none if that is `None`.
 fn routing(
     rng: &mut Rng,
     tokens: usize,
@@ -267,7 +268,7 @@ fn layers_agree(
         for i in 0..3 {
             assert_same("groups", &c[i], &g[i]);
         }
-        // |up| and |gate| reach sqrt(H); a rounding of the activation moves the down product.
+        // |up| and |gate| reach sqrt(H), and a rounding of the activation changes the down product.
         let gate = sum_bound(hidden) * (hidden as f64).sqrt();
         assert_close("gate_up", &c[3], &g[3], gate);
         let act = (hidden as f64) * rounding(dtype) * 2.0 + gate;

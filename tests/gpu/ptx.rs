@@ -1,9 +1,10 @@
-//! Cards that there is no machine code for: the kernels that are built as PTX, as the plan chooses them, against the CPU.
+//! Cards without machine code in this build: the kernels that are built as PTX, as the plan chooses them, compared with
+//! the CPU.
 //!
-//! Tests of this program run again in a process of its own, under a variable that leaves tuned kernels aside (`ptx_only` in
-//! cuda/ptx/common.cuh): the plan then chooses as for a later card, and a launch of any other kernel is an error. What runs
-//! is the machine code of the portable kernels. The driver can translate their PTX instead (`CUDA_FORCE_PTX_JIT`), but then it
-//! does so for cuBLAS, too, which has none for Hopper.
+//! Tests of this program run again in a separate process, with a variable that disables tuned kernels (`ptx_only` in
+//! cuda/ptx/common.cuh). The plan then chooses as for a later card, and a launch of any other kernel is an error. The
+//! process runs the machine code of the portable kernels. The driver could translate their PTX instead
+//! (`CUDA_FORCE_PTX_JIT`), but then it would also do so for cuBLAS, which has no PTX for Hopper.
 
 use std::process::Command;
 
@@ -16,7 +17,8 @@ use moe_tests::{Schedule, all_logits};
 use crate::common::cuda;
 use crate::engine::{config, model_on, requests, run};
 
-/// What runs again: whole models of both kinds of attention, and every op that has a portable kernel, each against the CPU.
+/// The tests that run again: whole models with both kinds of attention, and every op that has a portable kernel, each
+/// compared with the CPU.
 const AGAIN: [&str; 18] = [
     "ptx::logits_are_those_of_the_cpu",
     "ptx::an_engine_runs_on_the_kernels_of_its_plan",
@@ -26,7 +28,7 @@ const AGAIN: [&str; 18] = [
     "attention::attention_agrees_on_mixed_steps",
     "attention::attention_agrees_on_decoding_prefill_and_nothing",
     "mla_rows::latents_queries_and_values_agree",
-    "mla_rows::rows_of_one_product_agree",
+    "mla_rows::rows_of_products_agree",
     "products::dense_products_agree",
     "products::expert_layers_agree_for_every_activation",
     "quant::quantised_packs_mean_the_same_floats",
@@ -66,8 +68,7 @@ fn logits_are_those_of_the_cpu() {
     }
 }
 
-/// In bf16, with what the engine does around a step: decoding and prompts in one step, sampling on the host where clusters
-/// are missing.
+/// Runs the engine in bf16: decoding and prompts in one step, and sampling on the host if the card has no clusters.
 #[test]
 fn an_engine_runs_on_the_kernels_of_its_plan() {
     let ex = cuda();

@@ -1,4 +1,4 @@
-//! Products with quantised weights: packs on the device against their definition in f64 and against the CPU's.
+//! Products with quantised weights: packs on the device, compared with their definition in f64 and with the CPU.
 
 mod activations;
 mod linear;
@@ -24,12 +24,12 @@ fn sum_bound(k: usize) -> f64 {
     k as f64 * 4e-7 + 1e-6
 }
 
-/// What the CPU's fixed-point form of activations of 16 bits may add to it.
+/// The error that the CPU's fixed-point form of 16-bit activations may add.
 fn fixed_point(dtype: DType, k: usize) -> f64 {
     if dtype == DType::F32 { 0.0 } else { k as f64 * f64::powi(2.0, -15) }
 }
 
-/// What weights that become bf16 in the fast kernels add, several deviations of it.
+/// The error that weights rounded to bf16 in the fast kernels add, as several standard deviations.
 fn rounded_weights(dtype: DType, k: usize) -> f64 {
     if dtype == DType::BF16 { 8.0 * (k as f64).sqrt() * f64::powi(2.0, -9) } else { 0.0 }
 }
@@ -37,7 +37,7 @@ fn rounded_weights(dtype: DType, k: usize) -> f64 {
 #[test]
 fn quantised_packs_mean_the_same_floats() {
     let mut rng = Rng::new();
-    // The last ones are of shapes that the kernel for bf16 rows takes.
+    // The last shapes are ones that the kernel for bf16 rows takes.
     for (n, k) in
         [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384), (64, 128), (96, 320), (128, 1152), (512, 1024)]
     {
@@ -68,7 +68,7 @@ fn quantised_packs_mean_the_same_floats() {
 #[test]
 fn quantised_dense_products_agree() {
     let mut rng = Rng::new();
-    // The one before the last ends with half a stage of the fast kernels.
+    // The last size but one ends with half a stage of the fast kernels.
     let sizes = [
         (0, 5, 96),
         (1, 1, 8),
@@ -123,7 +123,7 @@ fn quantised_dense_products_agree() {
     }
 }
 
-/// A rank's columns of matrices with act-order.
+/// With act-order a rank multiplies its own columns of a matrix.
 #[test]
 fn a_rank_multiplies_its_inputs() {
     let mut rng = Rng::new();
@@ -224,7 +224,7 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
     };
     on_both(op, |c, g| {
         let what = format!("{} {} {tokens} of {experts}", schemes[0], dtype.as_str());
-        // |up| and |gate| reach sqrt(H); a rounding of the activation moves the down product.
+        // |up| and |gate| reach sqrt(H), and a rounding of the activation changes the down product.
         let gate = (sum_bound(hidden) + fixed_point(dtype, hidden)) * (hidden as f64).sqrt();
         assert_close(&format!("gate_up {what}"), &c[0], &g[0], gate);
         let act = (hidden as f64) * rounding(dtype) * 2.0 + gate;

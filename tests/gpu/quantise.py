@@ -1,8 +1,10 @@
 """Checkpoints rounded to nearest on a GPU: one that is packed, and the float one that it stands for.
 
-  python quantise.py FOLDER gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|gptq-int4-act-order|fp8-block     writes FOLDER-packed and FOLDER-meant
+  python quantise.py FOLDER gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|gptq-int4-act-order|fp8-block     writes
+  FOLDER-packed and FOLDER-meant
 
-midsize.py and ranks_quantised.sh use it. The packing is of the definitions in tests/reference/quant_packers.py, in torch on the GPU; no reader of this project takes part.
+midsize.py and ranks_quantised.sh use it. The packing is of the definitions in tests/reference/quant_packers.py, in
+torch on the GPU; no reader of this project takes part.
 """
 import json
 import re
@@ -14,14 +16,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-# Attention and experts; router, embedding, norms and vocabulary stay in floats.
+# Attention and experts are quantised; router, embedding, norms and vocabulary stay in floats.
 PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
 BLOCK, LARGEST_FP8 = 128, 448.0
 
 
 def gptq_int4(weight, group, order=None):
-    """[N, K] as GPTQ's words of eight rows of K and f16 scales [groups, N], zero points 8 (stored as 7); and what they mean. Columns fall
-    into groups in `order`, or as they stand; the last group may have fewer."""
+    """Quantises [N, K] to GPTQ's words of eight rows of K, f16 scales [groups, N] and zero points 8 (stored as 7).
+    Returns these and the floats that they stand for. Groups follow the columns in `order`, if it is given; the last one
+    may be shorter."""
     n, k = weight.shape
     order = torch.arange(k, device=weight.device) if order is None else order
     group = k if group == -1 else group
@@ -59,7 +62,8 @@ def fp8_block(weight, *_):
     return {"weight": codes, "weight_scale_inv": grid}, codes.float() * spread
 
 
-# By name: the packing, columns of a group (-1: whole rows), and the header. Rows of 704 columns have no groups of 128.
+# By name: the packing, the columns of a group (-1: whole rows), and the header. Rows of 704 columns cannot have groups
+# of 128.
 SCHEMES = {
     name: (gptq_int4, group, {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False})
     for name, group in (("gptq-int4-channel", -1), ("gptq-int4-g64", 64), ("gptq-int4-g128", 128))
@@ -73,7 +77,8 @@ SCHEMES = {
 
 
 def quantise(folder, scheme):
-    """Of a float checkpoint: (folder of the quantised one, folder of what that means in f32)."""
+    """Quantises a float checkpoint. Returns the folder of the quantised one, and the folder of the floats that it
+    stands for."""
     pack, group, header = SCHEMES[scheme]
     packed_folder, meant_folder = folder.with_name(folder.name + "-packed"), folder.with_name(folder.name + "-meant")
     packed, meant = {}, {}

@@ -1,5 +1,5 @@
-//! What ranks on GPUs need beside their layers, one rank after the other on one GPU: the parts of a vocabulary
-//! make the whole, and the parts of random weights are parts of one GPU's.
+//! Parts of ranks on GPUs that are not layers, one rank after the other on one GPU: the parts of a vocabulary together
+//! make the whole, and the parts of random weights are parts of one GPU's weights.
 
 use candle_core::DType;
 use moe_comm::{partition, shares};

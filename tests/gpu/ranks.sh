@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
-#   ranks.sh [short | long | PART...]    parts: parity prompts tokens moves death hosts bench backends prefill mixed skew skew-prompts drift drift-prompts quantised quantised-bench deepseek deepseek-bench
-# short (default) is parity, tokens, death, hosts and bench, below 4 minutes on 4 GPUs; long has backends instead of bench: each
-# one at every batch size, below 7 minutes. prompts is the parity of long prompts of a mid-size model (2 minutes; needs torch and
-# transformers), prefill the rate of prompts of 8,192 and 32,768 tokens, below 2 minutes; mixed the set of
-# tests/bench/mixed_workload.py by every form that holds weights once, by replicas and on one GPU, below 5 minutes. moves is the texts
-# while experts move all the time (below a minute), skew and skew-prompts what balancing gains
-# on skewed routing, in decode steps and in prompts, drift and drift-prompts where that changes (need numpy; below 3 minutes). deepseek and
-# deepseek-bench are those of DeepSeek-V2, about a minute each on 2 GPUs; quantised (needs torch) and quantised-bench those of int4 and FP8. ROWS names the rows of backends, prefill and mixed to run
-# ("dp-allgather dp-deepep"), BATCHES those of backends, REQUESTS how many mixed has, DEATHS how many ranks death kills by each geometry. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
-# to $OUT (default: results); tables come last.
+# Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs: ranks.sh [short | long | PART...]
+#   short (default)          parity, tokens, death, hosts and bench, below 4 minutes on 4 GPUs
+#   long                     as short with backends instead of bench: each one at every batch size, below 7 minutes
+#   prompts                  parity of long prompts of a mid-size model (2 minutes; needs torch and transformers)
+#   prefill                  the rate of prompts of 8,192 and 32,768 tokens, below 2 minutes
+#   mixed                    tests/bench/mixed_workload.py with weights once, by replicas and on one GPU, 5 minutes
+#   moves                    the texts while experts move all the time, below a minute
+#   skew, skew-prompts       what balancing gains on skewed routing, in decode steps and in prompts (need numpy)
+#   drift, drift-prompts     the same where the skew changes, below 3 minutes (need numpy)
+#   deepseek, ..-bench       DeepSeek-V2, a minute each on 2 GPUs; quantised, ..-bench: int4 and FP8 (needs torch)
+# ROWS names the rows of backends, prefill and mixed to run ("dp-allgather dp-deepep"), BATCHES their batch sizes,
+# REQUESTS how many mixed has, DEATHS how many ranks death kills by each geometry, GPUS the number of ranks (default:
+# all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables come last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 . "$(dirname "$0")/check.sh"
@@ -24,12 +26,12 @@ half=$((n / 2))
 export MOE_COLLECTIVE_TIMEOUT=${MOE_COLLECTIVE_TIMEOUT:-45} MOE_RENDEZVOUS_TIMEOUT=${MOE_RENDEZVOUS_TIMEOUT:-45}
 ep="--enable-expert-parallel --moe-ep-backend"
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
-# What answers requests, and which answers are those of one GPU.
+# What answers requests, and the name of the answers of one GPU.
 answers=("$program" batch) one=one
 failed=0
 
-# Parity with transformers over tensor-parallel ranks, by every backend and with copies of experts: f32 and bf16, and a model of the fast kernels'
-# sizes where midsize.py has left one.
+# Parity with transformers over tensor-parallel ranks, by every backend and with copies of experts: f32 and bf16, and a
+# model of the fast kernels' sizes where midsize.py has left one.
 parity() {
   local label flags fixture dtype
   while read -r label flags; do
@@ -57,8 +59,7 @@ copies_high_throughput $ep deepep --deepep-mode high_throughput --num-redundant-
 END
 }
 
-# Parity of long prompts over tensor-parallel ranks, which share the rows of their residual stream, or whose experts get rows and
-# send sums back.
+# Parity of long prompts over tensor-parallel ranks that share their rows, or whose experts get rows and return sums.
 prompts() {
   check prompts 170 python3 "$root/tests/gpu/midsize.py" "$program" --dir /tmp/midsize-ranks --prompts 300,1023,4097,20000 \
     --flags="--tp $n --log error" --flags="--tp $n --log error $ep allgather_reducescatter" \
@@ -88,7 +89,7 @@ generate() {
     --ignore-eos --log error "$@"
 }
 
-# same NAME: whether its answers are those of one GPU. f32 sums in another order round otherwise, so a tie may flip.
+# same NAME: whether its answers are the same as on one GPU. A tie may flip, because f32 sums round by their order.
 same() {
   python3 - "$out/$one.jsonl" "$out/$1.jsonl" <<'END' || failed=1
 import json, sys
@@ -123,6 +124,7 @@ tp-disabled --tp $n
 tp-local_allreduce --tp $n $ep local_allreduce
 dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
+dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
 tp-chunks --tp $n --enable-chunked-moe --chunked-moe-size 8
 dp-chunks --dp $n $ep allgather_reducescatter --enable-chunked-moe --chunked-moe-size 8
 $([ "$half" -ge 2 ] && echo "tp-dp-allgather --tp $half --dp 2 $ep allgather_reducescatter")
@@ -132,8 +134,8 @@ END
 . "$(dirname "$0")/ranks_moves.sh"     # moves, skew, drift, skew_table
 . "$(dirname "$0")/ranks_quantised.sh" # quantised, quantised_bench
 
-# A killed rank ends all others soon, with an error that names it: each rank but the first in turn, DEATHS times by each geometry, as
-# soon as answers are written.
+# A killed rank ends all others soon, with an error that names it: each rank but the first in turn, DEATHS times by each
+# geometry, as soon as answers are written.
 death() {
   local label flags number
   requests "$out/long.jsonl" 20000 400 # more than a minute of work
@@ -204,7 +206,7 @@ dp --dp 2 --tp $half $ep allgather_reducescatter
 END
 }
 
-# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B, or the model of $config, with random weights, prompts of $LENGTHS.
+# bench_row NAME SECONDS BATCHES FLAGS...: the model of $config with random weights, and prompts of $LENGTHS.
 bench_row() {
   local name=$1 seconds=$2 batches=$3
   shift 3
@@ -212,8 +214,8 @@ bench_row() {
     "$batches" --lengths "${LENGTHS:-8192}" --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
 }
 
-# rows COMMAND ARGUMENT...: calls COMMAND LABEL ARGUMENT... FLAGS for each line "label flags" of the standard input that ROWS names,
-# which are all by default.
+# rows COMMAND ARGUMENT...: calls COMMAND LABEL ARGUMENT... FLAGS for each line "label flags" of the standard input that
+# ROWS names, which are all by default.
 rows() {
   local known=" " label flags
   while read -r label flags; do
@@ -239,7 +241,7 @@ grid() {
   [ "$half" -lt 2 ] || echo "$1 --tp $half --dp 2 ${*:2}"
 }
 
-# Each backend at every batch size (BATCHES), with graphs where it has them. A row is a minute or less: 64 tokens of output, one run.
+# Each backend at every batch size (BATCHES), with graphs if it has them. A row takes a minute: 64 tokens, one run.
 # ROWS names the rows to run, all by default.
 backends() {
   rows bench_row 200 "${BATCHES:-1,2,4,8,16,32,64,128,256,512,1024}" --output 64 <<END
@@ -305,8 +307,8 @@ if {"one-256", "replicas-256"} <= runs.keys():
 END
 }
 
-# DeepSeek-V2 over ranks: parity with transformers in both forms of attention, and the texts of one GPU. The latent cache is
-# on every rank, its heads and experts are cut; with data parallelism the attention is whole on each.
+# DeepSeek-V2 over ranks: parity with transformers in both forms of attention, and the texts of one GPU. The latent
+# cache is on every rank, its heads and experts are cut; with data parallelism the attention is whole on each.
 deepseek() {
   local label flags fixture form
   while read -r label flags; do

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Parts of ranks.sh, which sources this: experts that move between GPUs.
 
-# Texts while experts move whenever a plan can be made: of one GPU, with copies of experts and without, and every layer has moved.
+# Texts while experts move whenever a plan can be made: of one GPU, with copies of experts and without, and every layer
+# has moved.
 moves() {
   local label flags
   requests "$out/requests.jsonl" 24 32
@@ -29,10 +30,10 @@ tp-local_allreduce --tp $n $ep local_allreduce --num-redundant-experts $n --expe
 END
 }
 
-# What balancing gains: 128 sequences a rank whose experts are those of a recording: popular by Zipf's law, each layer in an order of its
-# own; the same with the popular ones on the first rank; all alike. `best` are places balanced for the whole recording, which nobody
-# knows before. PROMPT and OUTPUT are their tokens, COUNT the requests, STEP the rows of a step; WINDOW, INTERVAL and BYTES say when
-# plans are made and what moves per step.
+# What balancing gains: 128 sequences a rank whose experts come from a recording: popular by Zipf's law, each layer
+# in an order of its own; the same with the popular ones on the first rank; all alike. `best` are places balanced for
+# the whole recording, which nobody knows before. PROMPT and OUTPUT are their tokens, COUNT the requests, STEP the rows
+# of a step; WINDOW, INTERVAL and BYTES say when plans are made and what moves per step.
 skew_row() {
   local name=$1 seconds=$2
   shift 2
@@ -73,15 +74,16 @@ uniform-copies $base --num-redundant-experts 16
 END
 }
 
-# The same where experts compute rather than wait for weights: prompts of 2,048 tokens in steps of 2,048 rows a rank. Plans are made
-# every 16 steps, so that the later runs of a row show balanced experts.
+# The same where experts compute rather than wait for weights: prompts of 2,048 tokens in steps of 2,048 rows a rank.
+# Plans are made every 16 steps, so that the later runs of a row show balanced experts.
 skew_prompts() {
   COUNT=${COUNT:-$((64 * n))} PROMPT=${PROMPT:-2048} OUTPUT=${OUTPUT:-2} STEP=${STEP:-2048} REPEAT=${REPEAT:-4} WINDOW=${WINDOW:-16} \
     INTERVAL=${INTERVAL:-16} BYTES=${BYTES:-1GiB} skew
 }
 
-# A load that drifts: eight times as many requests as run at once, and for every half of these (PERIOD requests a rank) other experts are
-# popular. Beside no balancing, places that are balanced for the whole run, which nobody knows before.
+# A load that drifts: eight times as many requests as run at once, and for every half of these (PERIOD requests a rank)
+# other experts are popular. It compares no balancing, and places balanced for the whole run, which no engine can know
+# before.
 drift() {
   local base="--dp $n $ep ${BACKEND:-allgather_reducescatter}" prompt=${PROMPT:-64} output=${OUTPUT:-64} count=${COUNT:-$((1024 * n))}
   local window=${WINDOW:-32} period=$((${PERIOD:-64} * n))
@@ -104,8 +106,9 @@ drift_prompts() {
     BYTES=${BYTES:-1GiB} drift
 }
 
-# Total tok/s of each run of the skewed and the drifting set, what the first rank's GPU takes for a step (the last half of them, by its
-# profile) and how long it idles before the next, the peak over mean load, what plans expected, and the waits of moves.
+# Total tok/s of each run of the skewed and the drifting set, what the first rank's GPU takes for a step (the last half
+# of them, by its profile) and how long it idles before the next, the peak over mean load, what plans expected, and the
+# waits of moves.
 skew_table() {
   python3 - "$out"/skew-*.json <<'END'
 import json, statistics, sys

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Parts of ranks.sh, which sources this: quantised weights.
 
-# Texts of the small trained model, quantised here (needs torch), over ranks against one GPU's. Blocks of 128 rows cannot be cut over
-# tensor-parallel ranks of a model this small, so FP8 runs over data-parallel ones.
+# Texts of the small trained model, quantised here (needs torch), over ranks against one GPU's. Blocks of 128 rows
+# cannot be cut over tensor-parallel ranks of a model this small, so FP8 runs over data-parallel ones.
 quantised() {
   local scheme label flags folder
   requests "$out/requests.jsonl" 24 32

@@ -1,4 +1,4 @@
-"""Merges what the parts of rivals.sh measured and prints it beside each other: python rivals.py FOLDER RIVALS_JSON"""
+"""Merges the measurements of the parts of rivals.sh and prints a table of them: python rivals.py FOLDER RIVALS_JSON"""
 
 import json
 import sys
@@ -8,7 +8,7 @@ PARTS = ["ours", "ceilings", "transformers", "decode", "experts"]
 
 
 def read(folder):
-    """The parts that ran."""
+    """Returns the results of the parts that ran, by name."""
     found = {}
     for name in PARTS:
         path = folder / f"{name}.json"
@@ -21,8 +21,8 @@ def read(folder):
     return found
 
 
-def beside(ours, rival):
-    """Our figure, the rival's and their ratio; a figure that noise hid is null."""
+def compared(ours, rival):
+    """Formats our figure, the rival's figure and their ratio. Our figure is null if noise hid it."""
     if ours is None:
         return f"{'noise':>10}" + (f" {rival:14.0f}" if rival else f" {'-':>14}") + f" {'-':>8}"
     return f"{ours:10.0f}" + (f" {rival:14.0f} {ours / rival:8.2f}" if rival else f" {'-':>14} {'-':>8}")
@@ -35,14 +35,14 @@ def rates(found):
         value = lambda row: row["tok_s"] if isinstance(row, dict) else row
         for size, row in ours.get(kind, {}).items():
             other = rival.get(kind, {}).get(size)
-            print(f"{kind + ' ' + size:16}{beside(value(row), value(other) if other else None)}")
+            print(f"{kind + ' ' + size:16}{compared(value(row), value(other) if other else None)}")
     if "decode_long" in ours:
-        print(f"{'decode 1 at ' + str(ours['decode_long']['context']):16}{beside(ours['decode_long']['tok_s'], None)}")
+        print(f"{'decode 1 at ' + str(ours['decode_long']['context']):16}{compared(ours['decode_long']['tok_s'], None)}")
     print(f"start {ours['start_s']:.1f} s, commit {ours['commit']}")
 
 
 def products(rows):
-    """The fastest of ours beside torch.mm, which is cuBLASLt, for each product and number of rows."""
+    """Compares our fastest kernel with torch.mm, which calls cuBLASLt, for each product and number of rows."""
     best = {}
     for row in rows:
         name, _, kind = row["name"].partition(" M=")
@@ -87,7 +87,7 @@ def main():
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     found = read(folder)
     ceilings = found.get("ceilings", {})
-    # A kernel of ours has read faster than PyTorch's reductions do.
+    # A kernel of this project has read faster than PyTorch's reductions do.
     read_gb_s = max(ceilings.get("read_gb_s", 0), 4590 if "H200" in ceilings.get("device", "") else 0) or 4590
     if ceilings:
         print(f"{ceilings['device']}, torch {ceilings['torch']}: bf16 product {ceilings['matmul_tflop_s']:.0f} TFLOP/s, read"

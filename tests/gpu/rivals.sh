@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything beside its rivals on one card in one call, below 300 s, from the bundle that `cargo xtask dist` packs:
-# `bench` of Qwen3-30B-A3B with random weights, PyTorch's ceilings, transformers on the same shape, every kernel of a step,
-# layers, dense products beside cuBLASLt, experts and router. $OUT (default: results) gets rivals.json, rivals.txt with the tables
-# that are printed last, and rivals.tar.gz with each part's own output. PARTS chooses parts.
+# Compares this project with other software on one card in one call of less than 300 s, from the bundle of `cargo xtask
+# dist`: `bench` of Qwen3-30B-A3B with random weights, PyTorch's peak rates, transformers on the same shape, every
+# kernel of a step, layers, dense products and cuBLASLt, experts and router. $OUT (default: results) gets rivals.json,
+# rivals.txt with the tables that are printed last, and rivals.tar.gz with each part's own output. PARTS chooses parts.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}

@@ -1,4 +1,4 @@
-//! Routing by every method: ids and weights of the CPU, bit for bit.
+//! Routing by every method gives the ids and weights of the CPU, bit for bit.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use moe_router::{
 
 use crate::common::*;
 
-/// Ids are the token number and its successors; weights what the ids say.
+/// Ids are the token number and its successors; weights depend on the ids.
 struct Rotation;
 
 impl RoutingFunction for Rotation {
@@ -50,7 +50,7 @@ impl RoutingFunction for Rotation {
     }
 }
 
-/// Parameters of a router, on the device where it runs.
+/// A router with these parameters, on the device where it runs.
 fn router(config: &RouterConfig, bias: &[f32], table: &[u32], device: &Device) -> Router {
     let mut params = RouterParams::default();
     if config.correction_bias {
@@ -74,7 +74,7 @@ struct Case {
     step: StepContext,
 }
 
-/// What a call leaves: ids, weights, identity weights, captured ids, heat.
+/// The results of a call: ids, weights, identity weights, captured ids, heat.
 type Outcome = (Vec<u32>, Vec<u32>, Vec<u32>, Option<Vec<u32>>, Option<Vec<u64>>);
 
 impl Case {
@@ -132,7 +132,7 @@ fn logits(rng: &mut Rng, tokens: usize, width: usize) -> Buffer {
             });
         }
         if t % 4 == 2 {
-            rows[t * width] = 1.0; // not all are -inf
+            rows[t * width] = 1.0; // so that not all are -inf
         }
     }
     Buffer::from_vec(rows, &[tokens, width]).unwrap()
@@ -289,11 +289,12 @@ fn a_routing_function_is_held_to_experts_that_exist() {
     assert_error(route(2, 2), &["expert id 2 occurs twice"]);
 }
 
-/// Chosen experts become their copies, in the router's launch or behind it: the copies that the CPU names. Weights stay.
+/// Chosen experts are replaced by their copies, in the router's launch or after it, and the copies are the CPU's.
+/// Weights stay unchanged.
 #[test]
 fn chosen_experts_become_their_copies() {
     let mut rng = Rng::new();
-    // The one launch, a launch for each part of it, no token, and sizes of the tier "any".
+    // Sizes for the single launch, for a launch of each part, no token, and sizes of the tier "any".
     let sizes = [
         (DType::BF16, [5, 128, 16, 4]),
         (DType::BF16, [600, 64, 60, 6]),

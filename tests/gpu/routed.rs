@@ -1,4 +1,5 @@
-//! Launches that follow the router inside of one op: router, experts, addition and norm have the bits of the ops one by one.
+//! Launches that contain the ops after the router: router, experts, addition and norm have the bits of the separate
+//! ops.
 
 use candle_core::DType;
 use moe_kernels::cuda::{
@@ -58,7 +59,7 @@ fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2
         let out = normed.view_mut().into();
         let io = SublayerIo::AddNorm { x, residual, norm, out };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
-        // Experts in an order of their own have no launch that holds their router.
+        // Experts with their own order of columns have no launch that contains their router.
         if weights[0].quantisation().is_some_and(|w13| w13.order == ColumnOrder::Sorted) && tokens <= 4 {
             let mut none = p.out(DType::F32, &[tokens, hidden]);
             let io = SublayerIo::Store { x, out: none.view_mut() };
@@ -75,7 +76,7 @@ fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2
 fn experts_behind_their_router_are_the_ops_one_by_one() {
     use MonolithicForm::{Fp8, Tensor, Wide};
     let mut rng = Rng::new();
-    // With 2 of 9 experts shared, and with none.
+    // Cases with 2 of 9 experts shared, and with none shared.
     let floats = [
         (Tensor, 8, 3, [192, 64]),
         (Tensor, 33, 4, [320, 128]),

@@ -31,7 +31,7 @@ fn gathered_rows_are_those_of_the_table() {
     }
 }
 
-/// A token that the table does not have is a row of zeros on the device.
+/// On the device a token that is not in the table gives a row of zeros.
 #[test]
 fn an_id_beyond_the_table_is_a_row_of_zeros() {
     let mut rng = Rng::new();
@@ -48,11 +48,11 @@ fn an_id_beyond_the_table_is_a_row_of_zeros() {
     }
 }
 
-/// Sizes that a launch of several rows a block takes, and such for one row.
+/// Sizes for a launch with several rows per block, and sizes for one row.
 const WIDE: [(usize, usize); 6] =
     [(257, 2048), (5, 4160), (2, 8192), (1501, 2056), (700, 3080), (4500, 1032)];
 
-/// A row is what it is alone, with the addition ahead of the norm and without.
+/// A row has the same bits as alone, with and without the addition before the norm.
 #[test]
 fn norms_do_not_depend_on_other_rows() {
     let mut rng = Rng::new();
@@ -193,7 +193,7 @@ fn weighted_sums_skip_absent_slots() {
     }
 }
 
-/// A view of the other memory is refused, on either side.
+/// A view of the wrong memory is refused, on both sides.
 #[test]
 fn views_of_the_other_memory_are_refused() {
     let mut rng = Rng::new();

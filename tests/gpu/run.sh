@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine, unit
-# tests of CUDA code, parity on the fixtures and with a mid-size model, a card that the cache fills, then the decode table, the speed of a load and the
-# timeline of steps. $OUT (default: results) gets bench.json, timeline.json, timeline.svg and all logs as run.tar.gz.
+# Runs every check of a GPU machine, from the bundle of `cargo xtask dist`: the ops against the CPU, the engine, unit
+# tests of CUDA code, parity on the fixtures and with a mid-size model, and a card whose memory the cache fills; then
+# the decode table, the speed of a load and the timeline of steps. $OUT (default: results) gets bench.json,
+# timeline.json, timeline.svg and all logs as run.tar.gz.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
@@ -17,7 +18,7 @@ check() {
     grep -E "panicked|FAILED|error" -A 6 "$logs/$name.log" | tail -n 40 | cut -c1-300
   fi
 }
-# Unit tests of code that only the feature `cuda` compiles: units PROGRAM PART-OF-THEIR-NAMES
+# Runs unit tests of code that is only compiled with the feature `cuda`: units PROGRAM PART-OF-THEIR-NAMES
 units() {
   [ "$("$root/bin/$1" --list "$2" | grep -c ': test$')" -gt 0 ] || { echo "error: $1 has no tests named $2" && return 1; }
   timeout 60 "$root/bin/$1" "$2"

@@ -1,5 +1,6 @@
-//! What the engine makes of requests that need more than their logits, on the device: tokens and log-probabilities of
-//! the CPU's engine, bit for bit, while slots are shared, sequences preempted and steps replayed or sampled by the host.
+//! Requests that need more than sampling from their logits, on the device: the engine gives the tokens and
+//! log-probabilities of the CPU's engine, bit for bit, while slots are shared, sequences are preempted, and steps are
+//! replayed or sampled by the host.
 //!
 //! The model is a table, so that logits have the same bits everywhere: the row of the last token.
 
@@ -58,7 +59,7 @@ impl CausalLm for Table {
         embedding_into(self.rows.view(), step.token_ids, all.view_mut(), ex)?;
         embedding_into(all.view(), step.logits_rows, logits.rows, ex)?;
         let Some(scorer) = logits.scorer else { return Ok(()) };
-        // In pieces of three rows.
+        // The logits are scored in pieces of three rows.
         for first in (0..step.num_scored()).step_by(3) {
             let rows = step.scored_rows.narrow(first, 3.min(step.num_scored() - first))?;
             let mut piece = ex.scratch(DType::F32, &[rows.elem_count(), VOCAB])?;
@@ -74,7 +75,7 @@ fn table(rng: &mut Rng) -> Buffer {
     Buffer::from_vec::<f32>(logits, &[VOCAB, VOCAB]).unwrap()
 }
 
-/// Requests of all sorts; every one of them the device can draw for.
+/// Requests of all kinds; the device can sample for every one of them.
 fn requests(rng: &mut Rng, count: usize, max_tokens: usize) -> Vec<Request> {
     let request = |i: usize| {
         let id = |rng: &mut Rng| rng.below(VOCAB) as u32;
@@ -94,7 +95,7 @@ fn requests(rng: &mut Rng, count: usize, max_tokens: usize) -> Vec<Request> {
             sampling,
             max_tokens: Some(max_tokens - i % 3),
             min_tokens: [0, 6, 0][i % 3],
-            // A tenth of the vocabulary, so that sequences end early and at different steps.
+            // The stop tokens are a tenth of the vocabulary, so that sequences end early and at different steps.
             stop_token_ids: if i % 3 == 1 { (0..60).map(|_| id(rng)).collect() } else { Vec::new() },
             n: 1 + usize::from(i % 6 == 5),
             prompt_logprobs: [None, Some(0), None, Some(3), Some(32)][i % 5],
@@ -104,7 +105,7 @@ fn requests(rng: &mut Rng, count: usize, max_tokens: usize) -> Vec<Request> {
     (0..count).map(request).collect()
 }
 
-/// Tokens, their log-probabilities, those of the prompt, and the end.
+/// Tokens, their log-probabilities, the log-probabilities of the prompt, and the reason for the end.
 type Done = (Vec<u32>, Vec<TokenLogprobs>, Option<Vec<TokenLogprobs>>, Option<FinishReason>);
 
 struct Ran {
@@ -163,7 +164,7 @@ fn the_engine_draws_what_the_cpu_draws() {
     }
 }
 
-/// Steps go to the host and back: what only the host can draw runs beside the rest for a while.
+/// Steps move to the host and back: a request that only the host can sample runs together with others for a while.
 #[test]
 fn steps_of_host_and_device_take_turns() {
     let mut rng = Rng::new();
@@ -175,7 +176,7 @@ fn steps_of_host_and_device_take_turns() {
         request.sampling.allowed_token_ids =
             Some(if i % 16 == 3 { (7..90).collect() } else { (0..300).collect() });
     }
-    // More than the device lists.
+    // This is more than the device lists.
     requests[20].prompt_logprobs = Some(40);
     let config = config(8, 400);
     let cpu = run(&table, &requests, &config, Exec::cpu());
@@ -186,7 +187,7 @@ fn steps_of_host_and_device_take_turns() {
     assert!(gpu.graph_steps > 0);
 }
 
-/// A request with all of it is sampled by replayed graphs from its third token on.
+/// A request with all of these is sampled by replayed graphs from its third token on.
 #[test]
 fn penalties_bias_minimum_and_logprobs_stay_on_the_device() {
     let mut rng = Rng::new();
@@ -217,8 +218,8 @@ fn penalties_bias_minimum_and_logprobs_stay_on_the_device() {
     assert!(gpu.graph_steps + 3 >= tokens, "{} of {tokens}", gpu.graph_steps);
 }
 
-/// No allocation and no wait inside a step but the read-back of tokens, with graphs and without; counted where this
-/// project allocates and waits, and by the device's free memory.
+/// Inside a step, with graphs and without, there is no allocation, and the only wait is for reading back the tokens.
+/// This is counted where this project allocates and waits, and by the device's free memory.
 #[test]
 fn a_step_allocates_nothing_and_waits_for_its_tokens_only() {
     let mut rng = Rng::new();
@@ -250,7 +251,7 @@ fn a_step_allocates_nothing_and_waits_for_its_tokens_only() {
         }
         assert_eq!((ex.device_memory().unwrap().0, ex.workspace().bytes()), (memory, bytes));
         println!("{waits} of 40 steps waited for their tokens");
-        // The counters count: a read of everything waits, a buffer is an allocation.
+        // This shows that the counters count: reading everything waits, and a new buffer is an allocation.
         let before = device_calls();
         ex.to_host(ex.zeros(DType::F32, &[4]).unwrap().view()).unwrap();
         let after = device_calls();

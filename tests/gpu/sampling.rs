@@ -1,5 +1,5 @@
-//! Drawing tokens on the device against the CPU's sampler: equal tokens and log-probabilities, not close ones, for
-//! rows of every combination of parameters, over steps in which slots count, change hands and are rebuilt.
+//! Sampling on the device gives exactly the tokens and log-probabilities of the CPU's sampler, for rows with every
+//! combination of parameters, over steps in which slots count, are reassigned and are rebuilt.
 
 use candle_core::DType;
 use model_runtime::cuda::{
@@ -13,14 +13,14 @@ use moe_kernels::{Buffer, Exec};
 
 use crate::common::*;
 
-/// A sequence as the engine would run it.
+/// A sequence with the state that the engine would keep.
 struct Sequence {
     params: SamplingParams,
     prompt: Vec<u32>,
     output: Vec<u32>,
     banned: Vec<u32>,
     min_tokens: usize,
-    /// A bit for each token that may come.
+    /// A bit for each token, set if the token is allowed.
     mask: Option<Vec<u32>>,
 }
 
@@ -43,7 +43,7 @@ fn mask(rng: &mut Rng, vocab: usize) -> Vec<u32> {
 impl Sequence {
     fn new(rng: &mut Rng, vocab: usize) -> Self {
         let ids = |rng: &mut Rng, n: usize| (0..n).map(|_| rng.below(vocab) as u32).collect::<Vec<u32>>();
-        // Few ids, so that some are named twice; -8 to 8, so that they count.
+        // There are few ids, so that some occur twice; values from -8 to 8 are large enough to matter.
         let bias = |rng: &mut Rng| (rng.below(vocab.min(40)) as u32, 8.0 * rng.float());
         let count = pick(rng, &[0, 0, 3, 50]);
         let params = SamplingParams {
@@ -79,7 +79,7 @@ impl Sequence {
         LogitEdits::new(&self.params, self.banned.iter().copied()).unwrap()
     }
 
-    /// What the device is told; every second sequence that needs none has a slot too.
+    /// The parameters for the device. Every second sequence that needs no slot has one too.
     fn row(&self, slot: u32) -> SampleParams {
         let p = &self.params;
         let edits = self.edits();
@@ -124,7 +124,7 @@ fn rebuild(slots: &mut DeviceSlots, sequences: &[Sequence], which: &[usize], ex:
     slots.reset(&resets, ex).unwrap();
 }
 
-/// Draws a token for each sequence from its row.
+/// Samples a token for each sequence from its row.
 fn on_device(
     logits: &Buffer,
     sequences: &[Sequence],
@@ -144,7 +144,7 @@ fn on_device(
     let width = vocab.div_ceil(32);
     let bits = |s: &Sequence| s.mask.clone().unwrap_or_else(|| vec![u32::MAX; width]);
     let masks = place.put(&words(sequences.iter().flat_map(bits).collect(), &[rows, width]));
-    // Without any mask there may be none.
+    // If no sequence has a mask, the masks may be omitted.
     let masks = sequences.iter().any(|s| s.mask.is_some()).then(|| masks.view());
     let slots = Some(slots.views());
     let tokens_out = tokens.view_mut();
@@ -169,7 +169,7 @@ fn on_device(
     (0..rows).map(draw).collect()
 }
 
-/// Fails unless both drew the same; a NaN and +inf count as one.
+/// Fails unless both sampled the same; NaN and +inf count as equal.
 fn assert_equal(gpu: &Result<Sampled, SamplingError>, cpu: &Result<Sampled, SamplingError>, what: &str) {
     match (gpu, cpu) {
         (
@@ -201,7 +201,7 @@ fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
                 logits[rng.below(rows * vocab)] = pick(&mut rng, &[f32::NAN, f32::INFINITY]);
                 logits[..vocab].fill(f32::NEG_INFINITY);
             }
-            // What a mask excludes may be no number.
+            // Values of tokens that a mask excludes may be NaN.
             for (row, s) in
                 logits.chunks_mut(vocab).zip(&sequences).filter(|(_, s)| s.params.logprobs.is_none())
             {
@@ -212,7 +212,7 @@ fn draws_are_those_of_the_cpu_for_every_combination_and_over_steps() {
             let buffer = Buffer::from_vec(logits, &[rows, vocab]).unwrap();
             let got = on_device(&buffer, &sequences, &mut slots, &ex);
             let logits = values::<f32>(&buffer);
-            // Sequences end, new ones take their slots; some are rebuilt though they need not be.
+            // Sequences end and new ones take their slots. Some slots are rebuilt although they need not be.
             let mut stale = Vec::new();
             for i in 0..rows {
                 let want = sequences[i].on_cpu(&logits[i * vocab..(i + 1) * vocab]);
@@ -260,7 +260,8 @@ fn padding_rows_draw_nothing() {
     assert_error(refused(&params, Some(&short)), &["masks", "[2, 16]", "[4, 8]"]);
 }
 
-/// Memory behind the slots stays as it is: a row that names it is drawn without a slot, a reset of it is none.
+/// Memory after the slots stays unchanged: a row that names a slot there is sampled without a slot, and a reset of it
+/// does nothing.
 #[test]
 fn a_slot_that_is_not_there_is_no_slot() {
     let mut rng = Rng::new();
@@ -292,7 +293,7 @@ fn a_slot_that_is_not_there_is_no_slot() {
     let mut reset = vec![0; 64];
     let of_absent = SlotReset { slot: 1, prompt: &[1, 2], output: &[3], edits: &[(4, 1.0)] };
     SlotReset::write(&[of_absent], &mut reset).unwrap();
-    // Of a slot that is: ids, too many edits, and edits after the last word.
+    // For an existing slot: ids that are too large, too many edits, and edits after the last word.
     let beyond: [[u32; 8]; 4] = [
         [0, 9, 0, 4, 8, 0, 0, 0],
         [0, 8, 0, 0, 8, MAX_EDITS as u32 + 1, 0, 0],

@@ -48,7 +48,7 @@ def main():
         last = [line for line in lines if not line.startswith(PREFIX.strip()) and line.strip()][-3:]
         said = [f"FAILED  {name}: exit code {code} ({seconds} s)", *("          " + line[:240] for line in last)]
     said += [f"        {count} x {text[:400]}" for text, count in reports[:SHOWN]]
-    # At once: jobs that run beside this one print too.
+    # It is one write, because jobs that run at the same time print too.
     sys.stdout.write("\n".join(said) + "\n")
     return 0 if clean else 1
 

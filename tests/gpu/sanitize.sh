@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the kernel tests, from the bundle that `cargo xtask dist --sanitizer` packs:
-#   sanitize.sh [TOOL...]    memcheck, racecheck, synccheck; default: racecheck memcheck
-# Every kernel test of bin/gpu, on few and small shapes (TINY), and every check of tests/cuda/peers.py is a job. JOBS of them at
-# a time share each visible GPU (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540).
-# Only our kernels are watched. A line per job and, of one that fails, its first distinct reports. ONLY=PATTERN chooses jobs
-# by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
+# Runs compute-sanitizer over the kernel tests, from the bundle of `cargo xtask dist --sanitizer`: sanitize.sh [TOOL...]
+# with the tools memcheck, racecheck and synccheck (default: racecheck memcheck). Every kernel test of bin/gpu, on few
+# and small shapes (TINY), and every check of tests/cuda/peers.py is a job. JOBS jobs at a time share each visible GPU
+# (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540). Only kernels of this
+# project are watched. The script prints a line per job and, for one that fails, its first distinct reports.
+# ONLY=PATTERN chooses jobs by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
@@ -17,7 +17,7 @@ limit=${LIMIT:-240} deadline=$(($(date +%s) + ${TOTAL:-540}))
 tools=("$@")
 [ ${#tools[@]} -eq 0 ] && tools=(racecheck memcheck)
 
-# The first compute-sanitizer that works here: the bundle's, then the machine's.
+# The first compute-sanitizer that works on this machine: the bundle's, then the machine's.
 sanitizer=
 for candidate in "${COMPUTE_SANITIZER:-}" "$root/compute-sanitizer/compute-sanitizer" "$(command -v compute-sanitizer)" \
   /usr/local/cuda*/bin/compute-sanitizer; do
@@ -31,7 +31,7 @@ for candidate in "${COMPUTE_SANITIZER:-}" "$root/compute-sanitizer/compute-sanit
 done
 [ -n "$sanitizer" ] || { tail -n 5 "$logs/probe.log" 2>/dev/null && echo "no compute-sanitizer works here" && exit 2; }
 
-# job TOOL KIND NAME: runs a test under a tool and prints what came of it.
+# job TOOL KIND NAME: runs a test under a tool and prints its result.
 job() {
   local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code log options command
   log=$logs/$tool-$kind-${name//:/_}.log
@@ -42,11 +42,12 @@ job() {
     return 1
   fi
   options=(--tool "$tool" --error-exitcode 99 --kernel-name kernel_substring=3moe --show-backtrace device --print-limit 200)
-  # Each of those that run at once has ports of its own.
+  # Jobs that run at the same time use different ports.
   options+=(--port $((49152 + SLOT * 16)) --launch-timeout 120)
-  # The compiler counts an array of barriers as one, and the tool as many as the compiler. Of calls, only errors that they return.
+  # The compiler counts an array of barriers as one barrier, and the tool reserves memory for the compiler's number. For
+  # API calls only the errors that they return are reported.
   case $tool in racecheck | synccheck) options+=(--num-cuda-barriers 128) ;; memcheck) options+=(--report-api-errors explicit) ;; esac
-  # With torch's cache a tensor's neighbours are memory that may be read.
+  # With torch's cache, the memory next to a tensor is allocated too, so reads beyond the tensor would not be reported.
   [ "$tool" = memcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   start=$(date +%s)
   CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % gpus + 1)) <<<"$devices") timeout -k 5 $((left < limit ? left : limit)) \
@@ -68,7 +69,7 @@ run() {
     xargs -P $((gpus * ${JOBS:-4})) -n 3 --process-slot-var=SLOT bash -c 'job "$@"' job
 }
 
-# Of bin/gpu: the modules whose tests run kernels by themselves.
+# The modules of bin/gpu whose tests run kernels directly.
 modules='align|attention|attention_forms|checksum|experts|fused|gates|layer|mla|mla_rows|products|quant|route|routed|rows|sampling|step'
 export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so TINY=1 PYTHONDONTWRITEBYTECODE=1
 export root logs devices gpus sanitizer limit deadline

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The program of moe-layer's README, built outside of the workspace as the README says (`cargo xtask dist --scratch`), must run its
-# block on the GPU.
+# The program of moe-layer's README, built outside of the workspace as the README says (`cargo xtask dist --scratch`),
+# must run its block on the GPU.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 program="$root/bin/scratch"

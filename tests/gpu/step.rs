@@ -1,5 +1,5 @@
-//! A step's arrays and results on their way: page-locked words that a kernel or the copy engine moves, and tokens that
-//! the step before has sampled.
+//! The transfers of a step: page-locked words that a kernel or the copy engine copies, and tokens that the step before
+//! has sampled.
 
 use candle_core::DType;
 use moe_kernels::Buffer;
@@ -15,7 +15,7 @@ fn words(rng: &mut Rng, len: usize) -> Vec<u32> {
 fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
     let ex = cuda();
     let mut rng = Rng::new();
-    // On both sides of where the copy engine takes over.
+    // Lengths on both sides of the length from which the copy engine is used.
     let lens = [0, 1, 3, 255, 256, 257, 10_001, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 20];
     for len in small(lens, 1 << 17, |&len| len) {
         let sent = words(&mut rng, len + 5);
@@ -25,7 +25,7 @@ fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
         let mut device = ex.zeros(DType::U32, &[len + 9]).unwrap();
         let filled = Buffer::from_vec(before.clone(), &[len + 9]).unwrap();
         ex.copy_from_host(filled.view(), device.view_mut()).unwrap();
-        // A place that is no multiple of 16 bytes.
+        // This address is not a multiple of 16 bytes.
         ex.upload(&mut host, device.view_mut().narrow(1, len).unwrap()).unwrap();
         let mut back = ex.pinned(len + 9).unwrap();
         back.wait().unwrap().fill(7);
@@ -35,7 +35,7 @@ fn words_of_any_number_travel_both_ways_and_nothing_behind_them() {
         assert_eq!(got.view().cpu::<u32>().unwrap(), want, "{len} words to the device");
         let back = back.wait().unwrap();
         assert_eq!(back[..len], sent[..len], "{len} words back");
-        assert_eq!(back[len..], [7; 9], "behind {len} words");
+        assert_eq!(back[len..], [7; 9], "after {len} words");
     }
 }
 
@@ -52,7 +52,7 @@ fn words_that_page_locked_memory_has_no_room_for_are_refused() {
     let tokens = StepTokens { ids: 4, source: 1, rows: 2 };
     let last = LastStep { sampled: sampled.view(), read_back: None };
     let error = upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap_err();
-    assert!(error.to_string().contains("do not lie in 5 words"), "{error}");
+    assert!(error.to_string().contains("are not within 5 words"), "{error}");
     let tokens = StepTokens { ids: 0, source: 0, rows: 0 };
     let mut back = ex.pinned(4).unwrap();
     let mut to = ex.zeros(DType::U32, &[4]).unwrap();
@@ -69,7 +69,7 @@ fn words_that_page_locked_memory_has_no_room_for_are_refused() {
 fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_back() {
     let ex = cuda();
     let mut rng = Rng::new();
-    // Rows, words behind theirs, and words that are read back: fewer and more than the step's.
+    // Rows, words after them, and words that are read back: fewer and more than the step has.
     let cases = [
         (0, 3, None),
         (1, 1, Some(2)),
@@ -110,8 +110,8 @@ fn a_step_takes_the_tokens_that_the_one_before_sampled_and_reads_its_results_bac
         upload_step_into(&mut host, last, tokens, device.view_mut(), &ex).unwrap();
         let back = back.wait().unwrap();
         let results = results.unwrap_or(0);
-        assert!(back[..results] == before[..results], "{results} words back beside {tokens:?}");
-        assert_eq!(back[results..], [7; 5], "behind {results} words");
+        assert!(back[..results] == before[..results], "{results} words back with {tokens:?}");
+        assert_eq!(back[results..], [7; 5], "after {results} words");
         let got = ex.to_host(device.view()).unwrap();
         assert!(got.view().cpu::<u32>().unwrap() == want, "{tokens:?} in {len} words");
     }

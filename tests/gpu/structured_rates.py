@@ -1,10 +1,11 @@
-"""Rates of texts with structured output beside texts without, 8 and 256 at once.
+"""Measures the rates of texts with and without structured output, for 8 and 256 sequences at once.
 
   python structured_rates.py BINARY [--device cuda] [--layers 24] [--flags="--tp 2"] [--dir /dev/shm/structured-rates]
 
-Makes a random checkpoint of Qwen3-30B-A3B's sizes with so many layers (1.3 GB each; full_card.py says how) and runs `batch --stats`:
-prompts of 128 tokens, 128 new tokens each, end of sequence ignored, free, by a regular expression and by a JSON schema with one long
-string. Prints a row a run: new tokens a second, and the median time between tokens; exit code 1 if one fails.
+The script writes a random checkpoint with the sizes of Qwen3-30B-A3B and the given number of layers, at 1.3 GB each
+(see full_card.py). It runs `batch --stats` with prompts of 128 tokens and 128 new tokens each, and ignores the end of
+sequence. The texts are free, follow a regular expression, or follow a JSON schema with one long string. It prints a row
+per run with the new tokens per second and the median time between tokens, and exits with 1 if a run fails.
 """
 import argparse
 import json

@@ -1,8 +1,8 @@
 """What profiles of decode steps say: python timeline.py FOLDER BATCH=PROFILE..
 
-Of each profile the longest run of replayed graphs of that batch: the host's work a step, the device's time, and how long
-the device had nothing to do between steps, which is the work that was not hidden. Prints a table; figures and the events
-around the end of one step go to FOLDER/timeline.json, their picture to FOLDER/timeline.svg.
+Of each profile the longest run of replayed graphs of that batch: the host's work a step, the device's time, and how
+long the device had nothing to do between steps, which is the work that was not hidden. Prints a table; figures and the
+events around the end of one step go to FOLDER/timeline.json, their picture to FOLDER/timeline.svg.
 """
 
 import json
@@ -32,7 +32,7 @@ def figures(steps, host):
     """Microseconds a step. `host`: its events while the device ran `steps`."""
     if not any(e["name"] == "step" for e in host):
         sys.exit("no step of the host while the device ran")
-    # Each by its own number: at the ends of the run a part of a step may be there without the whole.
+    # The median of each name by itself: at the ends of the run a part of a step may be recorded without the whole step.
     durations = lambda name: [e["dur"] for e in host if e["name"] == name]
     mean = lambda name: statistics.mean(durations(name) or [0.0])
     idle = [b["ts"] - a["ts"] - a["dur"] for a, b in zip(steps, steps[1:])]
@@ -64,7 +64,7 @@ def read(path, batch):
     within = lambda e, first, last: first["ts"] <= e["ts"] and e["ts"] + e["dur"] <= last["ts"] + last["dur"]
     host = [e for e in events if e["tid"] != DEVICE_ROW]
     found = figures(steps, [e for e in host if within(e, steps[0], steps[-1])])
-    # Tokens of a step arrive at its end; the host's work on them and on the step after the next follows.
+    # The tokens of a step arrive at its end. Then the host processes them and prepares the step after the next.
     ended = steps[len(steps) // 2]
     origin = ended["ts"] + ended["dur"]
     after = max(AFTER, 2 * found["work"])

@@ -1,4 +1,4 @@
-//! The device's timeline: sections in their order, within the time that the host saw pass, and none of them in a graph.
+//! The device's timeline: sections are in order, within the time that the host measured, and graphs contain none.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use moe_kernels::{Exec, linear_into};
 
 use crate::common::cuda;
 
-/// Some work: a product of 34 MB of weights.
+/// Some work: a product with 34 MB of weights.
 fn work(ex: &mut Exec) {
     let x = ex.zeros(DType::BF16, &[64, 4096]).unwrap();
     let w = ex.zeros(DType::BF16, &[4096, 4096]).unwrap();

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Profiles of decode steps of Qwen3-30B-A3B's shape, for B = 1, 64 and 256: timeline.sh [CONFIG]. A table of host and
-# device; figures and a picture go to $OUT (default: results) as timeline.json and timeline.svg. The profiles themselves,
-# tens of MB, which Perfetto opens, stay where they are made: in $PROFILES, else a folder that is removed.
+# Profiles decode steps of Qwen3-30B-A3B's shape, for B = 1, 64 and 256: timeline.sh [CONFIG]. It prints a table of host
+# and device; figures and a picture go to $OUT (default: results) as timeline.json and timeline.svg. The profiles
+# themselves, tens of MB that Perfetto can open, stay in $PROFILES, or else in a folder that is removed.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 config=${1:-$root/tests/bench/configs/qwen3-30b-a3b.json}

@@ -1,13 +1,14 @@
-"""The picture of timeline.py, microseconds around the end of a step: python timeline_svg.py timeline.json > timeline.svg"""
+"""The picture of timeline.py, microseconds around the end of a step: python timeline_svg.py timeline.json >
+timeline.svg"""
 
 import json
 import sys
 
 WIDTH, LEFT, BAR, GAP, PANEL = 1000, 70, 26, 6, 125
-# Colours that stay apart for the colour-blind; what waits is pale.
+# Colours that colour-blind readers can distinguish; waiting is pale.
 COLOURS = {"schedule": "#0072b2", "step": "#e69f00", "upload": "#cc79a7", "launch": "#d55e00", "collect": "#009e73", "wait": "#e0e0e0"}
 DEVICE = "#56b4e9"
-# Spans in the order in which they cover each other.
+# The spans, in the order in which they are painted over each other.
 HOST = ["schedule", "step", "collect", "upload", "launch", "wait"]
 
 

@@ -1,4 +1,4 @@
-//! Steps whose routing is watched or forced: they run as graphs with the tokens of steps that nobody watches.
+//! Steps whose routing is watched or forced run as graphs, with the tokens of steps without watching.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn model_on(device: &Device, text: &str) -> Decoder {
     config.model.load(&LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
-/// What a run leaves.
+/// The results of a run.
 struct Run {
     tokens: Vec<Vec<u32>>,
     routed: Vec<Option<RoutedExperts>>,
@@ -65,8 +65,8 @@ fn counted<'a>(routed: impl Iterator<Item = &'a RoutedExperts>) -> Vec<Vec<u64>>
     (0..LAYERS).map(|layer| heat.layer(layer).to_vec()).collect()
 }
 
-/// Batches of every kind of launch: one launch, streamed, warpgroup products; prompts with more rows than the router's
-/// one launch takes.
+/// Batches for every kind of launch: one launch, streamed, warpgroup products; also prompts with more rows than the
+/// router's single launch takes.
 #[test]
 fn recording_and_counting_change_nothing() {
     let model = model_on(cuda().device(), CONFIG);
@@ -105,7 +105,8 @@ fn recording_and_counting_change_nothing() {
     }
 }
 
-/// A replay leaves what it was given and gives its tokens; beside it, requests route freely.
+/// A replay returns the experts that it was given and gives their tokens; other requests in the same batch route
+/// freely.
 #[test]
 fn a_replay_runs_as_graphs() {
     let model = model_on(cuda().device(), CONFIG);
@@ -143,7 +144,7 @@ fn a_replay_runs_as_graphs() {
         }
         assert_eq!(other.graph_steps, recorded.graph_steps);
     }
-    // Other experts, other text: but one in 200 says the same by chance (20 of 4,000 on the CPU).
+    // Other experts give another text, but one text in 200 is the same by chance (20 of 4,000 on the CPU).
     assert!(10 * unmoved <= replayed, "{unmoved} of {replayed} texts are those of other experts");
 }
 
@@ -159,7 +160,7 @@ fn an_even_spread_runs_as_graphs() {
         let chosen = (spread.stats.rows as usize * TOP_K / EXPERTS) as f64;
         assert!(worst < 1. + 5. / chosen.sqrt(), "batch {batch}: {worst}");
     }
-    // The same step, also on the CPU.
+    // The same step also runs on the CPU.
     let ids = |model: &Decoder, mut ex: Exec| {
         let tokens: Vec<u32> = (0..9).collect();
         let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
@@ -189,8 +190,8 @@ fn one(tokens: &[u32]) -> Step {
     Step::new([sequence], 16).unwrap()
 }
 
-/// What was counted is what was chosen; where routing is forced, choices and counts are the CPU's. (Random weights are made where
-/// they lie, so free choices are not.)
+/// The counts match the choices. If routing is forced, choices and counts are the CPU's. Free choices are not compared,
+/// because random weights are made on the device and differ.
 #[test]
 fn choices_and_counts_are_those_of_the_cpu() {
     let gpu = model_on(cuda().device(), CONFIG);
@@ -218,14 +219,14 @@ fn choices_and_counts_are_those_of_the_cpu() {
     }
 }
 
-/// What a step was to record and to force is still there after an error.
+/// The settings for recording and forcing are still in the context after an error.
 #[test]
 fn a_step_that_is_refused_leaves_its_context() {
     let model = model_on(cuda().device(), CONFIG);
     let mut ex = cuda();
     let mut kv = model_runtime::KvCache::new_on(ex.device(), &model.info().states, 2, 16).unwrap();
     let asked = StepContext {
-        // A recording of another step.
+        // This is a recording of another step.
         replay: Some(Arc::new(RoutedExperts::empty(2, LAYERS, TOP_K).unwrap())),
         capture: Some(RoutedExperts::empty(3, LAYERS, TOP_K).unwrap()),
         heat: Some(ExpertHeat::new(LAYERS, EXPERTS)),
@@ -238,8 +239,8 @@ fn a_step_that_is_refused_leaves_its_context() {
     assert_eq!((context.capture, context.heat), (asked.capture, asked.heat));
 }
 
-/// What a step costs that is counted, traced, recorded or forced, as a table: Qwen3-30B-A3B's sizes, random weights.
-/// `CONFIG` is its config.json; the weights take 61 GB.
+/// Measures a table of the costs of steps that are counted, traced, recorded or forced: Qwen3-30B-A3B's sizes, random
+/// weights. `CONFIG` is its config.json; the weights take 61 GB.
 #[test]
 #[ignore = "measures"]
 fn measure_watched_steps() {
@@ -282,7 +283,7 @@ fn measure_watched_steps() {
     let _ = std::fs::remove_file(trace);
 }
 
-/// The median of the times that 100 steps take in fives, once all sequences decode; and what was recorded.
+/// The median of the times of 100 steps, measured five at a time, once all sequences decode; and the recordings.
 fn time_steps(model: &Decoder, config: &EngineConfig, all: Vec<Request>) -> (Duration, Vec<RoutedExperts>) {
     let world: Arc<dyn Communicator> = Arc::new(SelfComm::new());
     let replica = (model as &dyn CausalLm, cuda(), world);

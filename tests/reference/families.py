@@ -1,7 +1,5 @@
 """The model families that references are made for: their transformers classes and config keys."""
 
-from dataclasses import dataclass, field
-
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -13,6 +11,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -29,6 +29,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie4_5_moe
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax_m2
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.olmoe import modeling_olmoe as olmoe
@@ -36,32 +37,8 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import deepseek_definition
-
-
-@dataclass(frozen=True)
-class Family:
-    """What differs between families."""
-
-    config: type
-    model: type
-    rotary: type
-    sparse_block: type
-    # Keys of a published config.json in their order, and the values of those that a fixture leaves out.
-    hub_keys: tuple
-    hub_defaults: dict = field(default_factory=dict)
-    # Parts of names of tensors in published checkpoints, in the place of transformers' own.
-    hub_names: dict = field(default_factory=dict)
-
-    def hub_name(self, name):
-        """What a published checkpoint calls a tensor that transformers 5 calls `name`."""
-        for own, published in self.hub_names.items():
-            name = name.replace(own, published)
-        return name
-
-    def moe_layers(self, model):
-        """Decoder indices of the layers whose MLP is a sparse MoE block."""
-        layers = enumerate(model.model.layers)
-        return [i for i, layer in layers if isinstance(layer.mlp, self.sparse_block)]
+from family import Family
+from linear_families import QWEN3_5_MOE, QWEN3_NEXT
 
 
 QWEN3_MOE = Family(
@@ -325,6 +302,31 @@ ERNIE4_5_MOE = Family(
     {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
 )  # fmt: skip
 
+GPT_OSS = Family(
+    GptOssConfig,
+    GptOssForCausalLM,
+    gpt_oss.GptOssRotaryEmbedding,
+    gpt_oss.GptOssMLP,
+    (
+        "architectures", "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id",
+        "head_dim", "hidden_act", "hidden_size", "initial_context_length", "initializer_range",
+        "intermediate_size", "layer_types", "max_position_embeddings", "model_type",
+        "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "num_local_experts", "output_router_logits", "pad_token_id", "rms_norm_eps",
+        "rope_scaling", "rope_theta", "router_aux_loss_coef", "sliding_window", "swiglu_limit",
+        "tie_word_embeddings", "torch_dtype", "use_cache", "vocab_size",
+    ),
+    {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": None, "hidden_act": "silu", "initializer_range": 0.02,
+        "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+    gate="router",
+)  # fmt: skip
+
+
 FAMILIES = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
@@ -336,6 +338,9 @@ FAMILIES = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "gpt_oss": GPT_OSS,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
 }
 
 deepseek_definition.install()

@@ -2,11 +2,12 @@
 
 Qwen3-MoE is here, DeepSeek-V2 in `deepseek_specs.py`, Mixtral in `mixtral_specs.py`, OLMoE in `olmoe_specs.py`,
 Qwen2-MoE in `qwen2_specs.py`, GLM-4.5 in `glm4_specs.py`, DeepSeek-V3 in `deepseek_v3_specs.py`, GLM-4.7-Flash in
-`glm4_lite_specs.py`, MiniMax-M2 in `minimax_specs.py`, ERNIE 4.5 in `ernie_specs.py`.
+`glm4_lite_specs.py`, MiniMax-M2 in `minimax_specs.py`, ERNIE 4.5 in `ernie_specs.py`, gpt-oss in
+`gpt_oss_specs.py`, Qwen3-Next and Qwen3.5-MoE in `qwen3_next_specs.py`.
 
-Sizes are odd on purpose (hidden size unequal to heads x head_dim, widths that are no multiple of
-32), and small, because the files are committed. Seeds were found by `search_seeds.py`; those of the
-dynamic RoPE fixtures also make `generated` depend on which frequencies cached keys carry.
+Sizes are odd on purpose (hidden size unequal to heads x head_dim, widths that are no multiple of 32), and small,
+because the files are committed. Seeds were found by `search_seeds.py`. The seeds of the dynamic RoPE fixtures also make
+`generated` depend on which frequencies cached keys carry.
 """
 
 from functools import partial
@@ -18,10 +19,12 @@ from deepseek_v3_specs import DEEPSEEK_V3_QUANT_SPECS, DEEPSEEK_V3_SPECS
 from ernie_specs import ERNIE_SPECS
 from glm4_lite_specs import GLM4_LITE_SPECS
 from glm4_specs import GLM4_QUANT_SPECS, GLM4_SPECS
+from gpt_oss_specs import GPT_OSS_QUANT_SPECS, GPT_OSS_SPECS
 from minimax_specs import MINIMAX_SPECS
 from mixtral_specs import MIXTRAL_SPECS
 from olmoe_specs import OLMOE_SPECS
 from qwen2_specs import QWEN2_SPECS
+from qwen3_next_specs import QWEN3_5_SPECS, QWEN3_NEXT_SPECS
 from spec import Spec as AnySpec
 
 BASE = {
@@ -143,13 +146,17 @@ QUANT_SPECS = [
          quant="compressed-int4-asym"),
     Spec("quant-compressed-fp8", "compressed-tensors float-quantized, FP8 with one scale for each row", 24, QUANT,
          quant="compressed-fp8-channel"),
+    Spec("quant-modelopt-nvfp4", "ModelOpt's NVFP4: weight_scale_2 multiplies; a dense layer", 21,
+         QUANT | {"mlp_only_layers": [1]}, quant="modelopt-nvfp4"),
+    Spec("quant-compressed-nvfp4", "compressed-tensors nvfp4-pack-quantized: weight_global_scale divides", 17, QUANT,
+         quant="compressed-nvfp4"),
     Spec("quant-fp8-block", "FP8 in blocks of 16 x 32 with weight_scale_inv", 3, QUANT, quant="fp8-block"),
 ]  # fmt: skip
 
 SPECS = [
     *QWEN_SPECS, *DEEPSEEK_SPECS, *MIXTRAL_SPECS, *OLMOE_SPECS, *QWEN2_SPECS, *GLM4_SPECS, *DEEPSEEK_V3_SPECS,
-    *GLM4_LITE_SPECS, *MINIMAX_SPECS, *ERNIE_SPECS, *QUANT_SPECS, *DEEPSEEK_QUANT_SPECS, *GLM4_QUANT_SPECS,
-    *DEEPSEEK_V3_QUANT_SPECS,
+    *GLM4_LITE_SPECS, *MINIMAX_SPECS, *ERNIE_SPECS, *GPT_OSS_SPECS, *QWEN3_NEXT_SPECS, *QWEN3_5_SPECS, *QUANT_SPECS, *DEEPSEEK_QUANT_SPECS, *GLM4_QUANT_SPECS,
+    *DEEPSEEK_V3_QUANT_SPECS, *GPT_OSS_QUANT_SPECS,
 ]  # fmt: skip
 
 

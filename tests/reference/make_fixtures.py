@@ -22,14 +22,15 @@ import safetensors
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fixture_specs import SPECS, by_name
 from make_reference import load, make_reference, random_ids, reset_rope, teacher_force
+from mtp_definition import Head
 from quant_checkpoints import write_quantised
 from stability import measure
 from text_case import text_cases, write_tokenizer
-from tiny_checkpoints import build, write_hub, write_json, write_saved
+from tiny_checkpoints import build, make_composite, write_hub, write_json, write_saved
 
 # Greedy tokens of two correct f32 implementations agree when the gap is far above rounding.
 MIN_TOKEN_GAP = 1e-3
@@ -51,13 +52,29 @@ def write_checkpoint(spec, model, directory):
         write_tokenizer(directory, values["vocab_size"])
 
 
+def add_head(spec, head, directory):
+    """Adds the tensors of a head to a written checkpoint."""
+    path = directory / "model.safetensors"
+    state = load_file(path) | head.state(spec.layout == "hub-packed")
+    save_file(state, path, {"format": "pt"})
+
+
+def head_logits(spec, head, directory, input_ids):
+    """What the head predicts from the hidden states of the model in `directory`."""
+    logits, gap = head.logits(directory, input_ids)
+    if gap < MIN_ROUTER_GAP:
+        raise RuntimeError(f"{spec.name}: choose another seed, the head's router gap is {gap}")
+    return logits
+
+
 def set_model_type(path, model_type):
     """Gives a written config.json the type that it is published under."""
     write_json(path, json.loads(path.read_text()) | {"model_type": model_type})
 
 
 def check_round_trip(spec, model, directory, input_ids):
-    """The directory must load back to the model it was written from, under sdpa nearly so."""
+    """The directory must load back to the model from which it was written; with sdpa, if the model has that, it must
+    nearly do so."""
     model = copy.deepcopy(model).float()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -65,6 +82,8 @@ def check_round_trip(spec, model, directory, input_ids):
     loaded = load(directory, torch.float32)
     if not torch.equal(teacher_force(loaded, input_ids)["logits"], want):
         raise RuntimeError(f"{spec.name}: the written directory gives other logits")
+    if not loaded._supports_sdpa:
+        return
     loaded.set_attn_implementation("sdpa")
     worst = (teacher_force(loaded, input_ids)["logits"] - want).abs().max().item()
     if worst > 1e-3:
@@ -85,6 +104,19 @@ def check_generate(spec, directory, input_ids, generated):
         raise RuntimeError(f"{spec.name}: generate() differs from the greedy loop")
 
 
+def check_composite(spec, directory, tensors):
+    """The whole model, with a vision part of random weights, must give the logits of its text part."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    text = model.eval().model.language_model
+    text.rotary_emb = type(text.rotary_emb)(text.config)
+    with torch.no_grad():
+        logits = model(tensors["input_ids"], use_cache=False).logits
+    if not torch.equal(logits, tensors["logits"]):
+        raise RuntimeError(f"{spec.name}: the whole model gives other logits")
+
+
 def check_margins(spec, figures):
     """A fixture whose choices hang on rounding would fail correct implementations."""
     if figures["token_gap"] < MIN_TOKEN_GAP or figures["router_gap"] < MIN_ROUTER_GAP:
@@ -96,6 +128,7 @@ def make(spec, out):
     values = copy.deepcopy(spec.config_values())
     model = build(values, spec.dtype, spec.seed)
     input_ids = random_ids(values["vocab_size"], spec.batch, spec.length, spec.seed)
+    head = Head(values, spec.dtype, spec.seed) if spec.mtp else None
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / spec.name
         directory.mkdir()
@@ -105,24 +138,31 @@ def make(spec, out):
             write_quantised(spec, model, directory)
             floats = Path(scratch) / "floats"
             floats.mkdir()
-            write_hub(model, floats, values, torch.float32, 1, spec.drop)
+            write_hub(model, floats, values, torch.float32, 1, spec.drop, spec.layout == "hub-packed")
         else:
             write_checkpoint(spec, model, directory)
+        if head:
+            add_head(spec, head, directory)
         check_round_trip(spec, model, floats, input_ids)
         tensors = make_reference(floats, input_ids, spec.generate)
         check_generate(spec, floats, input_ids, tensors["generated"])
+        if head:
+            tensors["mtp_logits"] = head_logits(spec, head, floats, input_ids)
         eos = spec.config.get("eos_token_id")
         if spec.name == "base" and not (tensors["generated"] == eos).any():
             raise RuntimeError(f"base: eos {eos} does not occur in {tensors['generated'].tolist()}")
         save_file(tensors, directory / "reference.safetensors")
         if spec.text:
             write_json(directory / "text_case.json", text_cases(directory, spec.generate))
+        if spec.composite:
+            make_composite(directory)
+            check_composite(spec, directory, tensors)
         if spec.published_type:
             set_model_type(directory / "config.json", spec.published_type)
         figures = measure(model, input_ids, spec.generate)
         check_margins(spec, figures)
         for path in directory.iterdir():
-            path.chmod(0o644)  # safetensors files are born private
+            path.chmod(0o644)  # safetensors files are created without read access for others
         target = out / spec.name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(directory, target)

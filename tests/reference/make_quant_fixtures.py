@@ -1,7 +1,7 @@
 """Writes crates/moe-quant/tests/fixtures/formats.safetensors: a small matrix in every quantised format and option.
 
-Each case has its packed tensors, `CASE.dequantised` in f32, and in the metadata the header that a config.json would have.
-Needs nothing but Python's standard library: `python3 tests/reference/make_quant_fixtures.py`.
+Each case has its packed tensors, `CASE.dequantised` in f32, and in the metadata the header that a config.json would
+have. Needs nothing but Python's standard library: `python3 tests/reference/make_quant_fixtures.py`.
 """
 
 import json
@@ -113,6 +113,53 @@ def fp8(name, n, k, scales, block=None, dtype="F32", family="fp8"):
     return compressed_header(family, weights), tensors, values
 
 
+def times(codes, scales):
+    """E2M1 codes times the scales of their groups, in f32."""
+    size = len(codes[0]) // len(scales[0])
+    return [
+        [scale[column // size] * pack.e2m1(code) for column, code in enumerate(row)]
+        for row, scale in zip(codes, scales)
+    ]
+
+
+def nvfp4(name, n, k, modelopt):
+    rng = random.Random(name)
+    codes = [[rng.randrange(16) for _ in range(k)] for _ in range(n)]
+    # Every code but NaN; a scale may be 0 where it was too small for its dtype.
+    scales = [[rng.choice([0, rng.randrange(0x7F)]) for _ in range(k // 16)] for _ in range(n)]
+    factor = f32(rng.uniform(1e-5, 1e-3))
+    tensors = pack.nvfp4(codes, scales, factor, modelopt)
+    if not modelopt:
+        # The file holds the reciprocal, rounded, and readers invert it again.
+        factor = f32(1 / f32(1 / factor))
+    meant = [[f32(pack.e4m3(scale) * factor) for scale in row] for row in scales]
+    if modelopt:
+        header = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+        return header | {"producer": {"name": "modelopt"}}, tensors, times(codes, meant)
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    return compressed_header("nvfp4-pack-quantized", weights | {"dynamic": False}), tensors, times(codes, meant)
+
+
+def quark_mxfp4(name, n, k):
+    rng = random.Random(name)
+    codes = [[rng.randrange(16) for _ in range(k)] for _ in range(n)]
+    exponents = [[rng.choice([0, rng.randrange(100, 140)]) for _ in range(k // 32)] for _ in range(n)]
+    weights = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+    header = {"quant_method": "quark", "exclude": ["lm_head"], "global_quant_config": {"weight": weights}}
+    header["export"] = {"pack_method": "reorder", "weight_format": "real_quantized"}
+    meant = [[2.0 ** (exponent - 127) for exponent in row] for row in exponents]
+    return header, pack.quark_mxfp4(codes, exponents), times(codes, meant)
+
+
+def modelopt_fp8(name, n, k):
+    rng = random.Random(name)
+    codes = [[rng.choice([c for c in range(256) if c & 0x7F != 0x7F]) for _ in range(k)] for _ in range(n)]
+    scale = f32(rng.uniform(0.001, 0.1))
+    tensors = {"weight": pack.raw(codes), "weight_scale": pack.floats([[scale]], "F32", [])}
+    values = [[scale * pack.e4m3(code) for code in row] for row in codes]
+    return {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, tensors, values
+
+
 def cases():
     made = {}
 
@@ -150,6 +197,10 @@ def cases():
     case(fp8, "ct_fp8_channel", 8, 24, "channel", family="float-quantized", dtype="BF16")
     case(fp8, "ct_fp8_channel_naive", 8, 24, "channel", family="naive-quantized", dtype="F16")
     case(fp8, "ct_fp8_block", 24, 40, "block", block=(16, 16), family="float-quantized", dtype="BF16")
+    case(nvfp4, "modelopt_nvfp4", 9, 48, modelopt=True)
+    case(nvfp4, "ct_nvfp4", 9, 80, modelopt=False)
+    case(modelopt_fp8, "modelopt_fp8", 8, 24)
+    case(quark_mxfp4, "quark_mxfp4", 7, 96)
     case(auto_round, "auto_round_gptq", 16, 64, 4, 32, "auto_round:auto_gptq")
     case(auto_round, "auto_round_gptq_int8_asym", 8, 64, 8, 32, "auto_round:auto_gptq", asymmetric=True)
     case(auto_round, "auto_round_awq", 16, 64, 4, 32, "auto_round:auto_awq", asymmetric=True)

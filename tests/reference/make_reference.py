@@ -14,8 +14,8 @@ Semantics worth knowing when an implementation is compared with it:
   T positions followed by single-token steps with a KV cache.
 * Dynamic RoPE recomputes its frequencies from the longest position of the *current call*, and
   cached keys keep the rotation they were written with. So all T teacher-forced positions share the
-  frequencies of length T, and the token generated at position p is rotated with those of length
-  p + 1. The rotary module remembers the longest sequence it has seen, so it is replaced by a fresh
+  frequencies of length T, and the token generated at position p is rotated with the frequencies of
+  length p + 1. The rotary module remembers the longest sequence it has seen, so it is replaced by a fresh
   one before each of the two runs.
 * `hidden_states.{L}` is the output of the final norm, as in transformers.
 """
@@ -50,6 +50,11 @@ def reset_rope(model):
     model.model.rotary_emb = family(model).rotary(model.config)
 
 
+def gate(model, layer):
+    """The router of a sparse layer."""
+    return getattr(model.model.layers[layer].mlp, family(model).gate)
+
+
 @torch.no_grad()
 def teacher_force(model, input_ids):
     """Logits, hidden states and router logits of one pass over `input_ids`, as f32 tensors."""
@@ -62,7 +67,7 @@ def teacher_force(model, input_ids):
     # Not every family returns its router logits, so they are taken from the gates. The file names
     # them by decoder index.
     hooks = [
-        model.model.layers[i].mlp.gate.register_forward_hook(record(f"router_logits.{i}"))
+        gate(model, i).register_forward_hook(record(f"router_logits.{i}"))
         for i in family(model).moe_layers(model)
     ]
     out = model(input_ids, use_cache=False, output_hidden_states=True)

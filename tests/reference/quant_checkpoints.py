@@ -1,8 +1,8 @@
 """Quantised checkpoints of tiny models, and the float models that they stand for.
 
-`quantise` rounds the projections of a model to nearest in one of `SCHEMES`. It returns what the checkpoint holds and leaves
-in the model what the integers mean, in f32, so that transformers can run it. The packing is that of `quant_packers`; no
-reader of this project takes part.
+`quantise` rounds the projections of a model to nearest in one of `SCHEMES`. It returns what the checkpoint holds and
+leaves in the model what the integers mean, in f32, so that transformers can run it. The packing is that of
+`quant_packers`; no reader of this project takes part.
 """
 
 import copy
@@ -24,7 +24,7 @@ class Scheme:
     """How weights are rounded and packed; `group` -1 is one scale for each row."""
 
     header: dict
-    form: str  # gptq | awq | pack-quantized | fp8
+    form: str  # gptq | awq | pack-quantized | fp8 | mxfp4 | nvfp4
     bits: int = 4
     group: int = 32
     asymmetric: bool = False
@@ -83,6 +83,21 @@ SCHEMES = {
          "modules_to_not_convert": ["lm_head"]},
         "fp8", bits=8, block=(16, 32), scale=torch.float32,
     ),  # fmt: skip
+    "modelopt-nvfp4": Scheme(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.40.0"},
+         "ignore": ["lm_head", "model.layers.*.mlp.gate"], "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        "nvfp4",
+    ),  # fmt: skip
+    "compressed-nvfp4": Scheme(
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group",
+                   group_size=16),
+        "nvfp4",
+    ),  # fmt: skip
+    "mxfp4": Scheme(
+        {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
+        "mxfp4",
+    ),  # fmt: skip
 }
 
 
@@ -140,6 +155,60 @@ def pack_fp8(weight, scheme):
     return packed, codes.float() * spread
 
 
+def nearest_e2m1(scaled):
+    """The nearest values of E2M1, and their codes."""
+    values = torch.tensor(pack.E2M1)
+    nearest = (scaled.abs().clamp(max=6.0).unsqueeze(-1) - values).abs().argmin(-1)
+    return values[nearest] * scaled.sign(), nearest + 8 * (scaled < 0)
+
+
+def pack_nvfp4(weight, scheme):
+    """The tensors of one projection in NVFP4 by suffix, and the weights that they mean."""
+    modelopt = scheme.header["quant_method"] == "modelopt"
+    blocks = weight.unflatten(-1, (-1, 16))
+    # The largest block has the largest scale.
+    factor = (weight.abs().max() / (6.0 * LARGEST_FP8)).float()
+    # compressed-tensors stores the reciprocal, which is rounded, and readers invert it again.
+    meant = factor if modelopt else 1 / (1 / factor)
+    scales = (blocks.abs().amax(-1) / 6.0 / meant).clamp(max=LARGEST_FP8).to(torch.float8_e4m3fn)
+    spread = (scales.float() * meant).unsqueeze(-1)
+    # A scale that is too small for its dtype is 0, and so are its weights.
+    values, codes = nearest_e2m1(torch.where(spread > 0, blocks / spread, 0.0))
+    stored = pack.nvfp4(codes.flatten(-2).tolist(), scales.view(torch.uint8).tolist(), factor.item(), modelopt)
+    # Of activations, which readers of weights alone ignore.
+    stored["input_scale" if modelopt else "input_global_scale"] = pack.floats([[0.5]], "F32", [] if modelopt else [1])
+    return stored, (values * spread).flatten(-2)
+
+
+def mxfp4(pack_of_experts):
+    """The tensors of a pack [E, N, K] in gpt-oss's container by suffix, and the weights that they mean."""
+    blocks = pack_of_experts.unflatten(-1, (-1, 32))
+    # The largest number of four bits is 6, in the binade of 4.
+    exponent = blocks.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
+    scale = exponent.exp2().unsqueeze(-1)
+    values, codes = nearest_e2m1(blocks / scale)
+    meaning = (values * scale).flatten(-2)
+    stored = {
+        "_blocks": pack.bytes_of(codes[..., 0::2] + 16 * codes[..., 1::2]),
+        "_scales": pack.bytes_of(exponent + 127),
+    }
+    return stored, meaning
+
+
+def quantise_packs(model):
+    """`quantise` for experts that are packed by columns."""
+    tensors = {}
+    for name, tensor in sorted(model.float().state_dict().items()):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored, meaning = mxfp4(tensor.transpose(1, 2))
+            tensor.copy_(meaning.transpose(1, 2))
+            tensors |= {name + suffix: part for suffix, part in stored.items()}
+        else:
+            tensor.copy_(tensor.to(torch.bfloat16))
+            tensors[name] = plain(tensor)
+    return tensors
+
+
 def plain(tensor):
     """A tensor that stays in bf16."""
     data = tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
@@ -148,14 +217,21 @@ def plain(tensor):
 
 def quantise(model, scheme):
     """The tensors of the quantised checkpoint; the model becomes, in f32, the one that they mean."""
+    if scheme.form == "mxfp4":
+        return quantise_packs(model)
     state = hub_state(model.float().state_dict(), model.config.tie_word_embeddings)
     tensors = {}
     for seed, name in enumerate(sorted(state)):
         if not PROJECTION.search(name):
             tensors[name] = plain(state[name])
             continue
-        fp8 = scheme.form == "fp8"
-        packed, state[name] = pack_fp8(state[name], scheme) if fp8 else pack_integers(state[name], scheme, seed)
+        match scheme.form:
+            case "fp8":
+                packed, state[name] = pack_fp8(state[name], scheme)
+            case "nvfp4":
+                packed, state[name] = pack_nvfp4(state[name], scheme)
+            case _:
+                packed, state[name] = pack_integers(state[name], scheme, seed)
         prefix = name.removesuffix("weight")
         tensors |= {prefix + suffix: tensor for suffix, tensor in packed.items()}
     put_back(model, state)

@@ -1,7 +1,7 @@
 """The quantised formats as their makers define them, in plain Python: codes, zero points and scales in, tensors out.
 
-Written from the definitions (GPTQModel, AutoAWQ, compressed-tensors, DeepSeek), independently of the crates that read them.
-A matrix is a list of N rows of K integers; a tensor is (dtype, shape, bytes).
+Written from the definitions (GPTQModel, AutoAWQ, compressed-tensors, ModelOpt, DeepSeek), independently of the crates
+that read them. A matrix is a list of N rows of K integers; a tensor is (dtype, shape, bytes).
 """
 
 import json
@@ -22,6 +22,14 @@ def int32(values):
 
 def int64(values):
     return ("I64", [len(values)], struct.pack(f"<{len(values)}q", *values))
+
+
+# The values of E2M1 codes without their sign bit.
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def bytes_of(tensor):
+    return ("U8", list(tensor.shape), bytes(int(value) for value in tensor.flatten().tolist()))
 
 
 def raw(rows):
@@ -89,6 +97,32 @@ def pack_quantized(codes, zeros, scales, g_idx, bits, asymmetric, dtype="BF16"):
     return tensors if g_idx is None else tensors | {"weight_g_idx": int32(g_idx)}
 
 
+def e2m1(code):
+    """A 4-bit float: a sign and one of eight magnitudes."""
+    return -E2M1[code & 7] if code & 8 else E2M1[code]
+
+
+def nibbles(rows):
+    """Codes of 4 bits, two to a byte, the first in the lower half."""
+    data = bytes(low + 16 * high for row in rows for low, high in zip(row[0::2], row[1::2]))
+    return ("U8", [len(rows), len(rows[0]) // 2], data)
+
+
+def nvfp4(codes, scales, factor, modelopt):
+    """scales are E4M3 codes, [N][K / 16]; a weight is factor * scale * code. compressed-tensors stores 1 / factor."""
+    if modelopt:
+        names, stored = ("weight", "weight_scale_2"), floats([[factor]], "F32", [])
+    else:
+        names, stored = ("weight_packed", "weight_global_scale"), floats([[1 / factor]], "F32", [1])
+    return {names[0]: nibbles(codes), "weight_scale": raw(scales), names[1]: stored}
+
+
+def quark_mxfp4(codes, exponents):
+    """exponents are E8M0 codes, [N][K / 32]."""
+    data = bytes(code for row in exponents for code in row)
+    return {"weight": nibbles(codes), "weight_scale": ("U8", [len(exponents), len(exponents[0])], data)}
+
+
 def e4m3(code):
     """An 8-bit float: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinities."""
     sign = -1.0 if code & 0x80 else 1.0
@@ -102,7 +136,7 @@ def write(path, tensors, metadata):
     """A safetensors file."""
     header, data = {"__metadata__": metadata}, b""
     # Wider elements first, so that each tensor begins at a multiple of its element's size.
-    width = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+    width = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
     for name, (dtype, shape, content) in sorted(tensors.items(), key=lambda t: (-width[t[1][0]], t[0])):
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
         data += content

@@ -5,7 +5,7 @@
 No greedy token may hang on a gap below 1e-2 standard deviations of the logits. Of the seeds left,
 the best is the one where transformers' own bf16 run routes the fewest tokens otherwise than its f32
 run (none, except in the long fixtures), then the one with the widest gap between experts. With dynamic
-RoPE the greedy tokens must also differ from those of a run without a cache, or the fixture would
+RoPE the greedy tokens must also differ from the tokens of a run without a cache, or the fixture would
 not tell whether cached keys keep the frequencies they were rotated with.
 """
 
@@ -24,7 +24,7 @@ MIN_TOKEN_GAP = 1e-2
 
 @torch.no_grad()
 def cache_matters(model, input_ids, count):
-    """Whether greedy tokens with a cache differ from those of recomputing every position."""
+    """Whether greedy tokens with a cache differ from the tokens when every position is recomputed."""
     ids = input_ids
     for _ in range(count):
         reset_rope(model)

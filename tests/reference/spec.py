@@ -23,6 +23,8 @@ class Spec:
     generate: int = 16
     quant: str = ""  # a name in quant_checkpoints.SCHEMES
     published_type: str = ""  # the model_type of its config.json, where transformers has no class of this name
+    composite: bool = False  # stored as the text part of a model that also has a vision part
+    mtp: bool = False  # with the head mtp.* and its logits, `mtp_logits` in the reference
     text: bool = False  # with a tokenizer and worked text generations
 
     def config_values(self):

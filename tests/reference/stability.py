@@ -7,7 +7,7 @@ tokens or expert ids means nothing. The margins here are what seeds are chosen b
 
 import torch
 
-from make_reference import bf16_noise, greedy, reset_rope, teacher_force
+from make_reference import bf16_noise, gate, greedy, reset_rope, teacher_force
 
 
 # Families in which a group of experts is as good as its two best.
@@ -31,11 +31,11 @@ def kept_groups(logits, config):
 
 def choice_keys(model, layer, logits):
     """What the router of a layer chooses by: its logits, or scores of them plus the correction bias."""
-    mlp = model.model.layers[layer].mlp
-    statics = getattr(mlp.gate, "moe_statics", None)
+    router, mlp = gate(model, layer), model.model.layers[layer].mlp
+    statics = getattr(router, "moe_statics", None)
     if statics is not None:
         return logits.softmax(-1) + statics.e_score_correction_bias.float()
-    holders = [part for part in (mlp.gate, mlp) if hasattr(part, "e_score_correction_bias")]
+    holders = [part for part in (router, mlp) if hasattr(part, "e_score_correction_bias")]
     return logits.sigmoid() + holders[0].e_score_correction_bias.float() if holders else logits
 
 

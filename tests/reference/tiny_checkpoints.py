@@ -8,7 +8,7 @@ not zero, so that no tensor can be dropped, transposed or misplaced without a vi
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
 
@@ -37,12 +37,27 @@ def build(config_values, dtype, seed):
 
 def weight_scale(name, parameter, config):
     """(mean, standard deviation) of one tensor; matrices are scaled by their fan-in."""
-    fan_in = max(parameter.shape[-1], 1)
+    by_columns = config.model_type == "gpt_oss" and parameter.dim() == 3
+    fan_in = max(parameter.shape[-2 if by_columns else -1], 1)
+    if name.endswith(".A_log"):
+        # A state that lasts for some tokens in one head and for dozens in another.
+        return -2.5, 1.0
+    if name.endswith(".dt_bias"):
+        return 1.0, 0.5
+    zero_centred = config.model_type in ("qwen3_next", "qwen3_5_moe_text")
+    if name.endswith("norm.weight") and zero_centred and "linear_attn" not in name:
+        return (0.4, 0.3) if "q_norm" in name or "k_norm" in name else (0.0, 0.25)
     if name.endswith("norm.weight"):
         # Sharper queries and keys, so that attention depends on position and not on the mean.
         return (1.4, 0.3) if "q_norm" in name or "k_norm" in name else (1.0, 0.25)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_proj_bias")):
         return 0.0, 0.3
+    if name.endswith(".sinks"):
+        # From negligible to as much as all positions together.
+        return 1.0, 1.5
+    if by_columns and name.endswith("gate_up_proj"):
+        # Wide enough that the clamps of gate and of up matter.
+        return 0.0, 4.0 * fan_in**-0.5
     if name.endswith("e_score_correction_bias"):
         # Added to a softmax, whose scores are small.
         return 0.0, 0.05
@@ -50,10 +65,10 @@ def weight_scale(name, parameter, config):
         # A tied embedding is also the output head, whose logits grow with sqrt(hidden).
         return 0.0, 0.3 if config.tie_word_embeddings else 1.0
     gain = 1.0
-    if name.endswith(("mlp.gate.weight", "lm_head.weight")):
+    if name.endswith(("mlp.gate.weight", "mlp.router.weight", "lm_head.weight")):
         gain = 2.0
     elif "down_proj" in name:
-        gain = 1.5
+        gain = 0.3 if by_columns else 1.5
     elif name.endswith(("q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")):
         # Latent attention has no norm on its queries and keys to sharpen them by.
         gain = 1.5
@@ -118,13 +133,35 @@ def write_hub(model, directory, config_values, dtype, shards, drop, packed=False
     names, weight_map = sorted(state), {}
     for s in range(shards):
         file = f"model-{s + 1:05}-of-{shards:05}.safetensors"
-        # Strided assignment: a layer's tensors, even one expert's, lie in different shards.
+        # Strided assignment: a layer's tensors, even one expert's, are in different shards.
         chosen = names[s::shards]
         save_file({name: state[name] for name in chosen}, directory / file, {"format": "pt"})
         weight_map |= dict.fromkeys(chosen, file)
     total = sum(t.numel() * t.element_size() for t in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / "model.safetensors.index.json", index)
+
+
+def make_composite(directory):
+    """Turns the checkpoint of a text model into the checkpoint of a model with a vision part: keys under text_config,
+    tensors under model.language_model, and one tensor of the vision part."""
+    path = directory / "config.json"
+    text = json.loads(path.read_text())
+    dtype = text.pop("torch_dtype")
+    text.pop("architectures")
+    write_json(path, {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "text_config": text | {"dtype": dtype, "mtp_num_hidden_layers": 1},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+                          "out_hidden_size": text["hidden_size"], "model_type": "qwen3_5_moe"},
+    })  # fmt: skip
+    path = directory / "model.safetensors"
+    state = {}
+    for name, tensor in load_file(path).items():
+        state[name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name] = tensor
+    state["model.visual.merger.norm.weight"] = torch.ones(16)
+    save_file(state, path, {"format": "pt"})
 
 
 def write_saved(model, directory, packed, max_shard_size="1GB"):

@@ -74,7 +74,7 @@ def verify(directory, model, ids):
 def held_out(model, corpus):
     """(nats per token, bits per byte, expert load [L, E]) on the held-out text.
 
-    Windows overlap by half and only the second half is scored, so that every token but those of the
+    Windows overlap by half and only the second half is scored, so that every token after the
     very first window has at least half a context before it.
     """
     length = min(model.config.max_position_embeddings, len(corpus.held_out) - 1)

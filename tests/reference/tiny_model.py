@@ -1,9 +1,9 @@
 """The Qwen3-MoE forward pass in plain torch, written for training a small model fast.
 
-Every expert is computed for every token and weighted by its routing weight, which is zero where it
-was not chosen: with 16 small experts two large matrix products beat any gather, nothing depends on
-data-dependent shapes, and the device never waits for the host. Parameter names and layouts are
-those of transformers with packed experts, so that exporting is only renaming.
+Every expert is computed for every token and weighted by its routing weight, which is zero where it was not chosen: with
+16 small experts two large matrix products beat any gather, nothing depends on data-dependent shapes, and the device
+never waits for the host. Parameter names and layouts are the same as in transformers with packed experts, so that
+exporting is only renaming.
 """
 
 from dataclasses import asdict, dataclass

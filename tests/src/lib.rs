@@ -1,16 +1,16 @@
 //! Helpers shared by the cross-crate tests: fixtures, and running a model step by step.
 
-pub mod doors;
 pub mod explained;
 pub mod soak;
+pub mod tensor_calls;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result};
 use candle_nn::VarBuilder;
-use model_families::deepseek_v2;
-use model_families::qwen3_moe;
+use model_families::spec::DecoderSpec;
+use model_families::{deepseek_v2, qwen3_5_moe, qwen3_moe, qwen3_next};
 use model_runtime::{
     BlockAllocator, CausalLm, Checkpoint, Config, ConfigError, Decoder, Exec, Geometry, KvCache, LogitsRows,
     MlaForm, SequenceBlocks, SequenceStep, Step, StepContext, run_step,
@@ -18,7 +18,7 @@ use model_runtime::{
 use moe_engine::{LoadOptions, ModelSpec};
 use moe_layer::{BlockContext, MoePath};
 
-/// The folder of a fixture: in the sources or, where these are not, in the bundle that this program lies in.
+/// The folder of a fixture: in the sources or, without sources, in the bundle that contains this program.
 pub fn fixture(name: &str) -> PathBuf {
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures");
     let bundle = || Some(std::env::current_exe().ok()?.ancestors().nth(2)?.join("tests/fixtures"));
@@ -30,10 +30,26 @@ pub fn load(name: &str, dtype: DType) -> Result<Decoder> {
     load_on(name, MoePath::Fused, dtype)
 }
 
-/// As [`load`], on a path of experts.
+/// The same as [`load`], on a path of experts.
 pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Decoder> {
     load_family(name, dtype, qwen3_moe::read, |spec, options, vb| {
         Ok(spec.model.load(&options.decoder(path), vb)?.0)
+    })
+}
+
+/// The model of a config of Qwen3-Next, or of Qwen3.5 with or without pictures.
+pub fn hybrid(config: &Config) -> std::result::Result<DecoderSpec, ConfigError> {
+    match config.opt_string(&["model_type"])? {
+        Some("qwen3_next") => qwen3_next::read(config),
+        Some("qwen3_5_moe") => qwen3_5_moe::read(config),
+        _ => qwen3_5_moe::read_text(config),
+    }
+}
+
+/// Loads a fixture of such a model.
+pub fn load_hybrid(name: &str, dtype: DType) -> Result<Decoder> {
+    load_family(name, dtype, hybrid, |spec, options, vb| {
+        Ok(spec.model.load(&options.decoder(MoePath::Fused), vb)?.0)
     })
 }
 
@@ -44,7 +60,7 @@ pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> R
     })
 }
 
-/// A fixture as the engine would give it to the one rank of a run, quantised ones too.
+/// Loads a fixture, also a quantised one, as the engine would load it for a run of one rank.
 fn load_family<S: ModelSpec, M>(
     name: &str,
     dtype: DType,

@@ -1,7 +1,7 @@
-//! Runs of many steps in which experts move again and again: every text must be what it was before the first move, and memory
-//! must not grow.
+//! Runs of many steps in which experts move again and again. Every text must be equal to the text before the first
+//! move, and memory must not grow.
 //!
-//! The same requests are run over and over, so that every round has the same steps and only the places of experts differ.
+//! The same requests are run in every round, so that rounds have the same steps and only the places of experts differ.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -23,10 +23,10 @@ pub struct Soak {
     pub tokens: usize,
 }
 
-/// What became of it.
+/// The result of such a run.
 #[derive(Clone, Debug, Default)]
 pub struct Soaked {
-    /// Steps in which experts moved now and then.
+    /// Steps of the rounds in which experts moved.
     pub steps: usize,
     /// How often all experts moved.
     pub rebalances: usize,
@@ -40,7 +40,7 @@ pub struct Soaked {
     pub seconds: f64,
 }
 
-/// Runs it on an engine whose model has `layers` MoE layers and so many tokens in its vocabulary.
+/// Runs it on an engine whose model has `layers` MoE layers and `vocab` tokens in its vocabulary.
 ///
 /// # Errors
 /// A step or a move that fails; a move that is rolled back.
@@ -105,7 +105,7 @@ fn rebalance(engine: &mut DpEngine<'_>, layers: usize, turn: usize) -> Result<()
     for layer in 0..layers {
         let map = engine.expert_map(layer).context("a layer without a map")?;
         let experts = map.num_experts() as u32;
-        // All are renamed alike, so that every expert keeps a slot and none is twice on a rank.
+        // All experts are renumbered in the same way, so that every expert keeps a slot and no rank holds one twice.
         let by = 1 + (turn + layer) as u32 % (experts - 1);
         let phy2log = map.phy2log().iter().map(|&expert| (expert + by) % experts).collect();
         let round = MoveRound { layer, phy2log, sole: Vec::new(), bytes: usize::MAX, limit: Duration::MAX };
@@ -115,10 +115,10 @@ fn rebalance(engine: &mut DpEngine<'_>, layers: usize, turn: usize) -> Result<()
     Ok(())
 }
 
-/// Bytes of memory that this process has.
+/// Bytes of memory that this process uses.
 ///
 /// # Errors
-/// A system that does not say.
+/// The system does not report it.
 pub fn resident_bytes() -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;

@@ -1,4 +1,5 @@
-//! Checkpoints whose config.json and weights contradict each other: what is used, what is left out, and what is said of it.
+//! Checkpoints whose config.json and weights contradict each other: which data is used, which is left out, and which
+//! warnings appear.
 
 use std::collections::HashMap;
 use std::fs;
@@ -21,7 +22,7 @@ type Tensors = HashMap<String, Tensor>;
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
-/// A fixture with another config and other tensors, in a folder that lives as long as the tests.
+/// A fixture with a changed config and changed tensors, in a folder that exists as long as the tests run.
 fn edited(name: &str, config: &[(&str, Value)], edit: impl Fn(&mut Tensors)) -> &'static str {
     let dir = tempfile::tempdir().unwrap().keep();
     let mut tensors = safetensors::load(fixture(name).join("model.safetensors"), &Device::Cpu).unwrap();
@@ -39,7 +40,7 @@ fn configure(dir: &Path, settings: &[(&str, Value)]) {
     fs::write(path, config.to_string()).unwrap();
 }
 
-/// What people are told of a checkpoint.
+/// The warnings about a checkpoint.
 fn warnings(path: &str) -> Vec<String> {
     let checkpoint = Checkpoint::open(path).unwrap();
     let model = ALL.parse(&checkpoint.config).unwrap();
@@ -55,7 +56,7 @@ fn is_tied(path: &str) -> bool {
     Checkpoint::open(path).unwrap().config.bool_or(&["tie_word_embeddings"], false).unwrap()
 }
 
-/// The file's own projection is used, on one rank and on several; one that is the embedding's copy is not.
+/// The file's own projection is used, on one rank and on several; a copy of the embedding is not.
 fn heads(untied: &'static str, tied: &'static str) {
     let own = edited(untied, &[("tie_word_embeddings", json!(true))], |_| {});
     assert!(!is_tied(own));
@@ -115,7 +116,8 @@ fn so_is_a_quantised_projection() {
     }
 }
 
-/// Copies the tensors of a layer behind the last one, and adds what speculation and unused options leave in files.
+/// Copies the tensors of a layer after the last one, and adds tensors that speculative decoding and unused options
+/// leave in files.
 fn with_extras(tensors: &mut Tensors, layers: usize) {
     let last = format!("model.layers.{}.", layers - 1);
     let behind = format!("model.layers.{layers}.");
@@ -156,7 +158,7 @@ fn extras(name: &'static str) {
     assert!(run(path) == want, "{name}: extra tensors changed the logits");
     let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
     check(&[Case::new(path, DType::F32, parallel)]);
-    // Without a tensor that the model needs, both lists are shown.
+    // If a needed tensor is missing, both lists are shown.
     let lacking = edited(name, &[], |tensors| {
         with_extras(tensors, layers as usize);
         tensors.remove("model.norm.weight");

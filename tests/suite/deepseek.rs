@@ -1,5 +1,5 @@
-//! DeepSeek-V2 on whole models: two expert paths with one answer, two forms of attention, and the
-//! invariants of the other models.
+//! DeepSeek-V2 on whole models: two expert paths with the same results, two forms of attention, and the invariants of
+//! the other models.
 
 use candle_core::{DType, Result};
 use model_runtime::{CausalLm, Exec, MlaForm};
@@ -31,7 +31,7 @@ fn both_expert_paths_give_the_same_bits() -> Result<()> {
     let names = fixtures();
     assert!(names.len() >= 25, "{names:?}");
     for name in &names {
-        // In bf16 the loop multiplies the floats that integers mean, the fused path the integers.
+        // In bf16 the loop multiplies the dequantised floats, and the fused path multiplies the integers.
         let quantised = name.contains("-quant-");
         for dtype in [DType::F32, DType::BF16].into_iter().take(if quantised { 1 } else { 2 }) {
             let on = |path| load_deepseek(name, path, MlaForm::Absorbed, dtype);
@@ -49,7 +49,7 @@ fn both_expert_paths_give_the_same_bits() -> Result<()> {
 
 #[test]
 fn both_paths_and_forms_generate_the_same_tokens() {
-    // Greedy in f32: sampled text would follow the forms' different roundings.
+    // The test is greedy in f32: sampled text would depend on the different roundings of the forms.
     for name in ["deepseek-v2", "deepseek-v2-lite", "deepseek-norm-topk"] {
         let tokens = |path, form| -> Vec<Vec<u32>> {
             let model = load_deepseek(name, path, form, DType::F32).unwrap();

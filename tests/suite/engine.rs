@@ -1,4 +1,4 @@
-//! The engine on whole models: what a request gets does not depend on how it is run.
+//! The engine on whole models: the result of a request does not depend on how it is run.
 
 use candle_core::DType;
 use moe_engine::engine::{EngineConfig, FinishReason, Request, SchedulingPolicy};
@@ -44,7 +44,7 @@ fn few_blocks_preempt_and_nothing_is_lost() {
     let requests = requests(&model, &[20, 20, 20, 20], 30);
     let roomy = run(&model, &requests, &EngineConfig::default());
     for ahead in [false, true] {
-        // 13 blocks of 4: one request needs 13, so four cannot stay.
+        // There are 13 blocks of 4. One request needs 13 blocks, so four requests cannot all stay.
         let config = EngineConfig { async_scheduling: ahead, ..kv_blocks(&model, 13, 4) };
         let mut engine = engine(&model, &config);
         for request in &requests {

@@ -1,4 +1,4 @@
-//! Explanations are what runs: on any number of ranks each layer launches what its plan says, name by name.
+//! The explanations are correct: on any number of ranks each layer launches the kernels in its plan, by name.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use moe_tests::explained::{ShownStep, expect_explained};
 
 use crate::geometries::{Case, Origin, backends};
 
-/// Decoding, prompts, both in one step, each in numbers of rows for which forms differ on some device.
+/// Decoding, prompts, and both in one step, with numbers of rows for which some device uses different forms.
 fn steps() -> Vec<ShownStep> {
     let mut steps = Vec::new();
     for rows in [1, 2, 8, 64, 300] {
@@ -41,7 +41,7 @@ fn context(shown: &ShownStep, ranks: usize) -> StepContext {
     }
 }
 
-/// All steps of a case on all of its ranks.
+/// Checks all steps of a case on all of its ranks.
 fn check(case: &Case, steps: &[ShownStep]) {
     let origin = Origin::open(case.model);
     let ranks = case.parallel.world_size().unwrap();
@@ -79,6 +79,7 @@ fn layers_of_one_rank_launch_what_their_plans_say() {
         }
     }
     check(&Case::new("base", DType::BF16, ParallelConfig::default()), &steps());
+    check(&Case::new("qwen3-next", DType::BF16, ParallelConfig::default()), &steps());
 }
 
 #[test]
@@ -96,7 +97,7 @@ fn layers_of_latent_attention_launch_what_their_plans_say() {
 
 #[test]
 fn layers_over_ranks_launch_what_their_plans_say() {
-    for model in ["base", "mlp-only-layers", "olmoe", "deepseek-v2-lite"] {
+    for model in ["base", "mlp-only-layers", "olmoe", "deepseek-v2-lite", "qwen3-next"] {
         let origin = Origin::open(model);
         let ways = backends().into_iter().filter(|parallel| {
             let ranks = parallel.world_size().unwrap();

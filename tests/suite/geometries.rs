@@ -16,7 +16,7 @@ use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelCon
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
-use moe_engine::{LoadOptions, ModelSpec};
+use moe_engine::{AttentionSpec, LoadOptions, ModelSpec};
 use moe_layer::{ChunkedMoe, ExpertPlacements, MoePath, PlacedExperts, Router};
 use moe_tests::fixture;
 
@@ -55,7 +55,7 @@ impl Case {
     }
 }
 
-/// Where a model's tensors come from.
+/// The source of a model's tensors.
 enum Weights {
     Stored(Box<Checkpoint>, Vec<TensorSpec>),
     Random(Vec<TensorSpec>),
@@ -108,13 +108,13 @@ impl Origin {
         self.load_placed(case, &ExpertPlacements::default())
     }
 
-    /// As [`load`](Self::load), with experts in other places.
+    /// The same as [`load`](Self::load), with experts in other places.
     pub fn load_placed(&self, case: &Case, placements: &ExpertPlacements) -> anyhow::Result<Vec<Replica>> {
         let world = ThreadComm::world(case.parallel.world_size()?);
         self.load_over(case, placements, world.into_iter().map(|comm| Arc::new(comm) as _).collect())
     }
 
-    /// As [`load_placed`](Self::load_placed), over a world that is there.
+    /// Like [`load_placed`](Self::load_placed), over an existing world.
     pub fn load_over(
         &self,
         case: &Case,
@@ -130,10 +130,11 @@ impl Origin {
             chunked_moe: case.chunked_moe(),
         };
         let ex = Exec::cpu().with_threads(1)?;
-        parallel::load_over(&source, &case.parallel, world, &ex).map(|(replicas, _)| replicas)
+        let (replicas, _) = parallel::load_over(&source, &case.parallel, world, &ex)?;
+        Ok(replicas)
     }
 
-    /// The part of one rank of a case, which is no replica: steps run on it without being begun with other ranks.
+    /// One rank's part of a case. It is not a replica: steps run on it without other ranks.
     pub fn load_rank(
         &self,
         case: &Case,
@@ -165,7 +166,7 @@ impl Origin {
     }
 }
 
-/// A model that notes the logits of every row that is sampled from or scored: token, position and bits.
+/// A model that records the logits of every row that is sampled or scored: token, position and bits.
 struct Tap {
     model: Arc<dyn CausalLm>,
     rows: Mutex<Vec<(u32, u32, u64)>>,
@@ -237,15 +238,15 @@ impl CausalLm for Tap {
     }
 }
 
-/// What requests came to, and the logits of all rows in a fixed order.
+/// The results of requests, and the logits of all rows in a fixed order.
 pub type Outcome = (Vec<Done>, Vec<(u32, u32, u64)>);
 
-/// Runs a few requests, fewer than some geometries have data-parallel ranks.
+/// Runs a few requests; some geometries have more data-parallel ranks than requests.
 pub fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
     outcome_with(replicas, lockstep, None, |_| Ok(()))
 }
 
-/// As [`outcome`], with a balancer of experts, where `between` sees the engine before each step.
+/// Like [`outcome`], with a balancer of experts; `between` gets the engine before each step.
 pub fn outcome_with(
     replicas: &[Replica],
     lockstep: bool,
@@ -289,7 +290,7 @@ pub fn outcome_with(
     Ok((results.into_values().collect(), rows))
 }
 
-/// Every backend with the geometries that it takes.
+/// Every backend with the geometries that it supports.
 pub fn backends() -> Vec<ParallelConfig> {
     let mut all = Vec::new();
     for tp in [1, 2, 4] {
@@ -313,18 +314,27 @@ pub fn backends() -> Vec<ParallelConfig> {
     all
 }
 
-/// The outcome of one rank without any of the code that parallelism adds, and, where a family has it,
-/// on the loop without dispatch.
+/// The outcome of one rank without any code of parallelism. If the family has it, it runs the loop over experts, which
+/// has no dispatch either. Quantised weights run on the path of the case: in bf16 the two paths multiply them in
+/// different forms.
 pub fn one_rank(case: &Case) -> Outcome {
-    type Key = (&'static str, bool, bool);
+    type Key = (&'static str, bool, bool, bool);
     static KNOWN: OnceLock<Mutex<HashMap<Key, Outcome>>> = OnceLock::new();
     let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap();
-    let key = (case.model, case.dtype == DType::F32, case.mla == Some(MlaForm::Naive));
+    let origin = Origin::open(case.model);
+    let has_loop = matches!(origin.model.attention(), AttentionSpec::Latent(_));
+    let is_quantised = case.model.contains("quant");
+    let path = if has_loop && !is_quantised { Some(MoePath::Legacy) } else { case.path };
+    let key = (
+        case.model,
+        case.dtype == DType::F32,
+        case.mla == Some(MlaForm::Naive),
+        path == Some(MoePath::Legacy),
+    );
     let entry = known.entry(key).or_insert_with(|| {
-        let origin = Origin::open(case.model);
         let view = origin.view(Vec::new());
         let context = BlockContext { quant: Some(Arc::new(view.clone())), ..BlockContext::default() };
-        let options = Case { path: None, backend: None, ..*case }.options(context);
+        let options = Case { path, backend: None, ..*case }.options(context);
         let plain = origin.model.load(&options, view.var_builder(case.dtype, &Device::Cpu)).unwrap();
         let world = Arc::new(SelfComm::new());
         outcome(
@@ -336,7 +346,7 @@ pub fn one_rank(case: &Case) -> Outcome {
     entry.clone()
 }
 
-/// Runs all cases; how often each model was run.
+/// Runs all cases; returns how often each model was run.
 pub fn check(cases: &[Case]) -> BTreeMap<&'static str, usize> {
     let mut seen = BTreeMap::new();
     for case in cases {

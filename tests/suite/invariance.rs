@@ -1,10 +1,10 @@
-//! Numerics invariants 1 to 3 on whole models: the bits of a token's logits depend on nothing
-//! but the model and its own sequence.
+//! Numerics invariants 1 to 3 on whole models: the bits of a token's logits depend only on the model and its own
+//! sequence.
 
 use candle_core::{DType, Result};
 use model_runtime::{CausalLm, CpuIsa, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, run_step};
 use moe_kernels::ExpertHeat;
-use moe_tests::{Schedule, all_logits, load};
+use moe_tests::{Schedule, all_logits, load, load_hybrid};
 use proptest::prelude::*;
 
 pub const ALONE: Schedule = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
@@ -27,8 +27,8 @@ fn isas() -> impl Iterator<Item = CpuIsa> {
     CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported())
 }
 
-/// Every supported instruction set, with several dtypes and thread counts, against one sequence
-/// alone, prefilled in bulk, on one thread.
+/// Every supported instruction set, with several dtypes and numbers of threads, compared with one sequence alone that
+/// is prefilled at once on one thread.
 fn check(name: &str, dtype: DType, lengths: &[usize], schedules: &[Schedule]) -> Result<()> {
     check_model(&load(name, dtype)?, name, lengths, schedules)
 }
@@ -78,6 +78,19 @@ fn logits_do_not_depend_on_batch_chunks_blocks_or_threads() -> Result<()> {
     Ok(())
 }
 
+/// The recurrence of linear attention has no blocks. Prompts are also cut at 63, 64 and 65 positions, next to the usual
+/// size of chunks for this recurrence.
+#[test]
+fn linear_attention_keeps_the_invariant() -> Result<()> {
+    let edges = [63, 64, 65].map(|chunk| Schedule { chunk, block_size: 16, together: true });
+    let all = [&schedules()[..], &edges].concat();
+    let check =
+        |name: &str, dtype, lengths: &[usize]| check_model(&load_hybrid(name, dtype)?, name, lengths, &all);
+    check("qwen3-next", DType::F32, &[3, 70, 1, 24])?;
+    check("qwen3-next", DType::BF16, &[130, 66])?;
+    check("qwen3_5", DType::BF16, &[5, 66])
+}
+
 #[test]
 fn window_dense_layers_and_long_sequences_keep_the_invariant() -> Result<()> {
     check("long-window", DType::BF16, &[150, 9], &schedules())?;
@@ -87,8 +100,8 @@ fn window_dense_layers_and_long_sequences_keep_the_invariant() -> Result<()> {
     check("all-experts", DType::BF16, &[17, 30], &schedules())
 }
 
-/// Two steps of three sequences: all but their last tokens, of which some need logits, and the rest, which read what the first
-/// has cached. The logits of each sequence in each step.
+/// Two steps of three sequences. The first has all tokens but the last ones, and some of them need logits; the second
+/// has the rest, which read what the first has cached. Returns the logits of each sequence in each step.
 fn two_steps(
     model: &dyn CausalLm,
     sequences: &[Vec<u32>],
@@ -123,8 +136,8 @@ fn two_steps(
     Ok(got)
 }
 
-/// Rows whose logits nobody wants end with the last layer's attention; the others have the bits that they have beside
-/// them, and so has the cache. A step that records its routing computes all rows.
+/// Rows whose logits are not needed end with the last layer's attention. The other rows and the cache have the same
+/// bits as if all rows were computed. A step that records its routing computes all rows.
 #[test]
 fn rows_without_logits_change_no_bits() -> Result<()> {
     use LogitsRows::{All, Last, None};

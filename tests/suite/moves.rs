@@ -1,4 +1,4 @@
-//! Experts that move while a model runs: no bit of a token changes, whatever moves, whatever breaks, and with the load
+//! Experts that move while a model runs: no bit of a token changes, whatever moves or fails, also with the load
 //! balancer of the engine.
 
 use std::collections::BTreeMap;
@@ -19,14 +19,14 @@ use crate::saboteur::{Fault, Saboteur};
 /// How long a rank waits for the others in one collective.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What goes wrong in moves, and the rank with which it does.
+/// A fault in moves, and the rank that has it.
 #[derive(Clone, Copy)]
 struct Broken {
     rank: usize,
     fault: Fault,
 }
 
-/// A case over ranks of which one may break moves.
+/// A case over several ranks, one of which may break moves.
 fn load(
     origin: &Origin,
     case: &Case,
@@ -45,19 +45,19 @@ fn load(
     origin.load_over(case, placements, world.collect()).unwrap_or_else(|e| panic!("{case:?}: {e:#}"))
 }
 
-/// A round of a move that may take as long as it wants.
+/// A round of a move without a time limit.
 fn round(layer: usize, phy2log: &[u32], bytes: usize) -> MoveRound {
     MoveRound { layer, phy2log: phy2log.to_vec(), sole: Vec::new(), bytes, limit: Duration::MAX }
 }
 
-/// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.
+/// Other experts in the same slots: all are renumbered, so that every expert keeps a slot and no rank holds one twice.
 fn renamed(map: &ExpertMap, numbers: &mut Numbers) -> Vec<u32> {
     let mut names: Vec<u32> = (0..map.num_experts() as u32).collect();
     numbers.shuffle(&mut names);
     map.phy2log().iter().map(|&expert| names[expert as usize]).collect()
 }
 
-/// Random uneven places of a case's experts, to be moved.
+/// Random uneven places of a case's experts, which may be moved.
 fn movable(origin: &Origin, case: &Case, numbers: &mut Numbers) -> (ExpertPlacements, usize) {
     let moe = moe_of(&origin.load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}")));
     let ranks = case.parallel.tp * case.parallel.dp;
@@ -74,7 +74,8 @@ fn movable(origin: &Origin, case: &Case, numbers: &mut Numbers) -> (ExpertPlacem
     (placements, moe.layers.len())
 }
 
-/// Runs a case while all layers' experts move before every step; the moves and how many were rolled back.
+/// Runs a case while all layers' experts move before every step. Returns the number of moves, and how many were rolled
+/// back.
 fn run_moving(case: &Case, numbers: &mut Numbers, broken: Option<Broken>) -> anyhow::Result<[usize; 2]> {
     let want = one_rank(case);
     let origin = Origin::open(case.model);
@@ -85,7 +86,7 @@ fn run_moving(case: &Case, numbers: &mut Numbers, broken: Option<Broken>) -> any
         for layer in 0..layers {
             let before = engine.expert_map(layer).unwrap();
             let target = renamed(&before, numbers);
-            // From a part of an expert to everything at once.
+            // The limit of bytes lets a round move a part of an expert, some experts, or all of them.
             let bytes = [3000, 50_000, usize::MAX][numbers.below(3)];
             let status = engine.move_experts(&round(layer, &target, bytes))?;
             let after = engine.expert_map(layer).unwrap();
@@ -119,8 +120,7 @@ fn same(case: &Case, got: &Outcome, want: &Outcome) {
 fn experts_that_move_before_every_step_change_no_bit() {
     let mut numbers = Numbers(11);
     let mut seen = BTreeMap::new();
-    let qwen =
-        ["base", "packed", "embedded", "quant-awq", "quant-compressed-fp8", "quant-gptq-int4-act-order"];
+    let qwen = ["base", "packed", "embedded", "quant-awq", "quant-compressed-fp8", "quant-auto-round"];
     let deepseek =
         ["deepseek-v2", "deepseek-packed-hub", "deepseek-quant-gptq-int4", "deepseek-quant-fp8-block"];
     for (i, parallel) in expert_parallel().into_iter().enumerate() {
@@ -143,7 +143,7 @@ fn experts_that_move_before_every_step_change_no_bit() {
     assert!(seen.len() == qwen.len() + deepseek.len(), "{seen:?}");
 }
 
-/// The case of the first model, from `turn` on, that its geometry can cut.
+/// The first model, from number `turn` on, that this case's geometry can cut.
 fn first_that_loads(
     models: &[&'static str],
     turn: usize,
@@ -153,12 +153,25 @@ fn first_that_loads(
     turned.map(|model| case(model)).find(|case| Origin::open(case.model).load(case).is_ok())
 }
 
+#[test]
+fn experts_with_an_order_of_columns_cannot_move() {
+    let parallel = ParallelConfig { dp: 2, enable_expert_parallel: true, ..ParallelConfig::default() };
+    let case = Case::new("quant-gptq-int4-act-order", DType::BF16, parallel);
+    let origin = Origin::open(case.model);
+    let (placements, _) = movable(&origin, &case, &mut Numbers(5));
+    let world = ThreadComm::world_with_timeout(2, PATIENCE).into_iter();
+    let world = world.map(|comm| -> Arc<dyn Communicator> { Arc::new(comm) });
+    let error = origin.load_over(&case, &placements, world.collect()).err().unwrap();
+    let text = format!("{error:#}");
+    assert!(text.contains("act-order") && text.contains("cannot move"), "{text}");
+}
+
 fn four(tp: usize, backend: EpBackend) -> ParallelConfig {
     let base = ParallelConfig { tp, dp: 4 / tp, enable_expert_parallel: true, ..ParallelConfig::default() };
     ParallelConfig { backend: backend.into(), ..base }
 }
 
-/// Two ranks that lead a group and two that follow; and one group of all.
+/// Two ranks that lead a group and two that follow; and one group of all ranks.
 fn geometries() -> [ParallelConfig; 2] {
     [four(2, EpBackend::DeepEp), four(4, EpBackend::LocalAllreduce)]
 }
@@ -210,7 +223,7 @@ fn what_cannot_move_is_refused_and_nothing_changes() {
         let map = engine.expert_map(0).unwrap();
         let mut twice = map.phy2log().to_vec();
         twice.pop();
-        let refused = |e: anyhow::Result<MoveStatus>| format!("{:#}", e.unwrap_err());
+        let refused = |e: moe_engine::Result<MoveStatus>| format!("{:#}", e.unwrap_err());
         let text = refused(engine.move_experts(&round(0, &twice, 1)));
         assert!(text.contains("layer 0") && text.contains("expected the experts of"), "{text}");
         let none = engine.move_experts(&round(layers, map.phy2log(), 1));
@@ -218,17 +231,18 @@ fn what_cannot_move_is_refused_and_nothing_changes() {
         Ok(())
     });
     same(&case, &got.unwrap(), &want);
-    // Experts that were not loaded for it.
+    // These experts were not loaded to be moved.
     let fixed = ExpertPlacements { movable: false, ..placements };
     let replicas = origin.load_placed(&case, &fixed).unwrap();
     let error = outcome_with(&replicas, true, None, |engine| {
         let target = renamed(&engine.expert_map(0).unwrap(), &mut Numbers(2));
-        engine.move_experts(&round(0, &target, 1)).map(drop)
+        engine.move_experts(&round(0, &target, 1))?;
+        Ok(())
     });
-    assert!(format!("{:#}", error.unwrap_err()).contains("--enable-eplb"));
+    assert!(format!("{:#}", error.unwrap_err()).contains("`eplb`"));
 }
 
-/// A balancer that moves whatever it can, as often as it can.
+/// A balancer that moves as many experts as it can, as often as it can.
 fn often(policy: EplbPolicy) -> EplbConfig {
     EplbConfig {
         window: 4,
@@ -261,7 +275,7 @@ fn the_balancer_moves_experts_and_changes_no_bit() {
             let replicas = load(&origin, &case, &placements, broken, PATIENCE);
             let mut stats = None;
             let got = outcome_with(&replicas, parallel.dp > 1, Some(config.clone()), |engine| {
-                // The planner has a step's time.
+                // The planner gets the time of a step.
                 std::thread::sleep(Duration::from_millis(20));
                 stats = engine.eplb_stats();
                 Ok(())
@@ -277,7 +291,7 @@ fn the_balancer_moves_experts_and_changes_no_bit() {
     assert!(moved >= 2 && rolled_back > 0, "{moved} {rolled_back}");
 }
 
-/// A rank is late once. What has come too late is dropped on all ranks, and the next move is in time.
+/// A rank is late once. Data that comes too late is dropped on all ranks, and the next move is in time.
 #[test]
 fn experts_that_arrive_too_late_stay_where_they_were() {
     let limit = Duration::from_secs(1);
@@ -293,7 +307,7 @@ fn experts_that_arrive_too_late_stay_where_they_were() {
         let got = outcome_with(&replicas, parallel.dp > 1, None, |engine| {
             let before = engine.expert_map(0).unwrap();
             let target = renamed(&before, &mut numbers);
-            // Several rounds, of which the first is late.
+            // There are several rounds, the first of which is late.
             let limit = if seen.is_empty() { limit } else { Duration::MAX };
             let status = engine.move_experts(&MoveRound { limit, ..round(0, &target, 20_000) })?;
             let after = engine.expert_map(0).unwrap();
@@ -316,7 +330,8 @@ fn experts_that_arrive_too_late_stay_where_they_were() {
     }
 }
 
-/// A rank that never comes ends the run by name, as in any collective: no move waits for its own limit then.
+/// A rank that never arrives ends the run with an error that names it, as in any collective; no move waits until its
+/// own limit.
 #[test]
 fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
     for parallel in geometries() {
@@ -328,7 +343,8 @@ fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
         let start = Instant::now();
         let error = outcome_with(&replicas, parallel.dp > 1, None, |engine| {
             let target = renamed(&engine.expert_map(0).unwrap(), &mut Numbers(2));
-            engine.move_experts(&round(0, &target, usize::MAX)).map(drop)
+            engine.move_experts(&round(0, &target, usize::MAX))?;
+            Ok(())
         });
         let text = format!("{:#}", error.unwrap_err());
         assert!(text.contains("rank 2") && text.contains("stalled"), "{text}");
@@ -336,7 +352,7 @@ fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
     }
 }
 
-/// A report that is made after the error still tells what balancing has done.
+/// A report that is made after the error still contains the counters of balancing.
 #[test]
 fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
     let case = Case::new("base", DType::BF16, geometries()[0]);
@@ -352,7 +368,7 @@ fn counters_of_balancing_outlive_a_move_that_ends_the_run() {
             std::thread::sleep(Duration::from_millis(20));
             if let Err(e) = engine.step() {
                 stats = engine.eplb_stats();
-                return Err(e);
+                return Err(e.into());
             }
             assert!(!engine.is_idle(), "nothing moves");
         }
@@ -369,7 +385,7 @@ fn the_balancer_rolls_back_what_takes_longer_than_its_limit() {
     let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
     let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
     let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
-    // No move is as fast as that.
+    // No move is as fast as this limit.
     let config = EplbConfig { move_timeout: Duration::from_nanos(1), ..often(EplbPolicy::Joint) };
     let replicas = origin.load_placed(&case, &placements).unwrap();
     let mut stats = None;

@@ -47,29 +47,39 @@ const WIDE: &str = r#"{
     "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5, "max_position_embeddings": 512
 }"#;
 
-/// Names of their own, experts one by one and packed, a window.
+/// Expert names that only Mixtral has, experts stored one by one and packed, and a window.
 const MIXTRAL: [&str; 4] = ["mixtral", "mixtral-window", "mixtral-packed", "mixtral-minimal-config"];
 
-/// Norms over all heads, which ranks share: of as many key heads as query heads, and of fewer than there are ranks; biases.
+/// Norms over all heads, which ranks compute together: with as many key heads as query heads, and with fewer key heads
+/// than ranks; and biases.
 const OLMOE: [&str; 5] =
     ["olmoe", "olmoe-grouped", "olmoe-attention-bias", "olmoe-packed", "olmoe-minimal-config"];
 
 /// Windows in some layers, and a shared expert with a gate.
 const QWEN2: [&str; 4] = ["qwen2", "qwen2-windows", "qwen2-layer-types", "qwen2-packed"];
 
-/// Heads of which a part is rotated, with biases, with norms and with a part of a quarter; a correction bias.
+/// Heads of which only a part is rotated: with biases, with norms of heads, and with a quarter rotated; and a
+/// correction bias.
 const GLM4: [&str; 4] = ["glm4", "glm4-qk-norm", "glm4-quarter", "glm4-packed"];
 
-/// DeepSeek-V3's network with and without a query latent, without groups or shared experts, with biases; GLM-4.7-Flash's.
+/// DeepSeek-V3's network with and without a query latent, without groups or shared experts, and with biases; and
+/// GLM-4.7-Flash's network.
 const DEEPSEEK_V3: [&str; 4] = ["deepseek3", "deepseek3-moonlight", "deepseek3-plain", "deepseek3-packed"];
 const KIMI: [&str; 1] = ["kimi"];
 const GLM4_LITE: [&str; 3] = ["glm4-lite", "glm4-lite-groups", "glm4-lite-packed"];
 
-/// Norms over all heads of which a part is rotated; a correction bias outside of the gate.
+/// Norms over all heads, of which only a part is rotated; and a correction bias that is stored outside of the gate.
 const MINIMAX: [&str; 3] = ["minimax", "minimax-plain", "minimax-packed"];
 
-/// Heads whose neighbouring dimensions are rotated together; a correction bias that is a row.
+/// Heads whose neighbouring dimensions are rotated together; and a correction bias that is stored as a row.
 const ERNIE: [&str; 3] = ["ernie", "ernie-interval", "ernie-packed"];
+
+/// Two ranks can cut each of these models, and four ranks can cut the first one.
+const GPT_OSS: [&str; 3] = ["gpt-oss", "gpt-oss-plain", "gpt-oss-minimal-config"];
+
+/// Linear attention, whose heads and states are cut over ranks, with its input product stored in both ways; attention
+/// with an output gate; and a shared expert with a gate.
+const LINEAR: [&str; 2] = ["qwen3-next", "qwen3_5"];
 
 /// Every geometry, backend and chunk size in both dtypes, each on one of the models in turn.
 fn qwen(dtype: DType) -> Vec<Case> {
@@ -128,7 +138,8 @@ fn any_geometry_path_and_form_of_latent_attention_gives_the_bits_of_one_rank() {
     assert!(cases.len() >= 500 && seen.len() == DEEPSEEK.len(), "{} cases, {seen:?}", cases.len());
 }
 
-/// Two and four ranks, with parts of experts and with whole ones, in both dtypes; each model in each of them that can cut it.
+/// Two and four ranks, with parts of experts and with whole ones, in both dtypes; each model in each of them that can
+/// cut it.
 fn over_ranks(models: &[&'static str]) -> Vec<Case> {
     let sizes =
         [(2, 1), (4, 1), (2, 2)].map(|(tp, dp)| ParallelConfig { tp, dp, ..ParallelConfig::default() });
@@ -170,6 +181,23 @@ fn families_that_choose_experts_with_a_correction_bias_give_the_bits_of_one_rank
         models.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))
     );
     assert_eq!(check(&cases).len(), models.len());
+}
+
+#[test]
+fn sinks_and_biases_of_experts_give_the_bits_of_one_rank() {
+    let cases = over_ranks(&GPT_OSS);
+    assert!(cases.iter().any(|case| case.model == "gpt-oss" && case.parallel.tp == 4));
+    assert!(GPT_OSS.iter().all(|model| cases.iter().any(|case| case.model == *model)));
+    assert_eq!(check(&cases).len(), GPT_OSS.len());
+}
+
+#[test]
+fn linear_attention_gives_the_bits_of_one_rank() {
+    let cases = over_ranks(&LINEAR);
+    assert!(
+        LINEAR.iter().all(|model| cases.iter().any(|case| case.model == *model && case.parallel.tp == 4))
+    );
+    assert_eq!(check(&cases).len(), LINEAR.len());
 }
 
 #[test]

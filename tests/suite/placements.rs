@@ -1,4 +1,4 @@
-//! Experts in any places, with copies: the bits of one rank on every geometry, backend and expert path.
+//! Experts in any places, with copies, give the bits of one rank on every geometry, backend and expert path.
 
 use std::sync::Arc;
 
@@ -24,14 +24,15 @@ impl Numbers {
     }
 }
 
-/// Every expert somewhere, `redundant` copies beside them, nothing twice on a rank: so many slots on each rank as come.
+/// A random placement: every expert has a slot, `redundant` more slots contain copies, and no rank holds an expert
+/// twice. The ranks may have different numbers of slots.
 pub fn random_layer(experts: usize, redundant: usize, ranks: usize, numbers: &mut Numbers) -> Vec<Vec<u32>> {
     let mut slots = vec![Vec::new(); ranks];
     for expert in 0..experts as u32 {
         slots[numbers.below(ranks)].push(expert);
     }
     for _ in 0..redundant.min(experts * (ranks - 1)) {
-        // Some expert lacks on some rank.
+        // A rank that does not hold the expert yet.
         let mut rank = numbers.below(ranks);
         let mut expert = numbers.below(experts) as u32;
         while slots[rank].contains(&expert) {
@@ -43,7 +44,7 @@ pub fn random_layer(experts: usize, redundant: usize, ranks: usize, numbers: &mu
     slots
 }
 
-/// The facts of a model's experts.
+/// The properties of a model's experts.
 pub fn moe_of(replicas: &[Replica]) -> MoeInfo {
     replicas[0].model.info().moe.clone().unwrap()
 }
@@ -55,7 +56,7 @@ pub fn expert_parallel() -> Vec<ParallelConfig> {
     backends().into_iter().filter(several).map(linear).collect()
 }
 
-/// Runs a case with random and with uneven placements, and with the usual start.
+/// Runs a case with random and with uneven placements, and with the usual initial placement.
 fn check_case(case: &Case, numbers: &mut Numbers, turn: usize) {
     let want = one_rank(case);
     let origin = Origin::open(case.model);

@@ -1,4 +1,4 @@
-//! Ranks of one process: what each loads, how work is spread, and what happens when one fails.
+//! Ranks of one process: what each loads, how work is distributed, and what happens when one fails.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,9 +28,8 @@ fn bytes_of(name: &str, parts: &[&str]) -> u64 {
     wanted.map(|t| of(&t) as u64).sum()
 }
 
-/// All ranks together read each slice once, and on every rank the tensors with names like `everywhere`.
-/// A rank may read `probe` bytes more: the loader looks at one matrix of one expert of each of
-/// three layers first.
+/// All ranks together read each slice once, but every rank reads the tensors with names like `everywhere`. A rank may
+/// read `probe` more bytes, because the loader first looks at one matrix of one expert in each of three layers.
 fn check_bytes(name: &'static str, path: MoePath, everywhere: &[&str], probe: u64) {
     let all = bytes_of(name, &[""]);
     let shared = bytes_of(name, everywhere);
@@ -55,7 +54,7 @@ fn a_rank_reads_its_slices_and_what_all_have() {
     for name in ["base", "packed", "tied", "mlp-only-layers"] {
         check_bytes(name, MoePath::Fused, &["norm", "gate.weight"], 3 * 20 * 40 * 2);
     }
-    // Heads share the latents, so their down-projections are on every rank.
+    // Heads share the latents, so the down-projections are on every rank.
     let everywhere = ["norm", "gate.weight", "kv_a_proj", "q_a_proj"];
     for name in ["deepseek-v2", "deepseek-v2-lite", "deepseek-packed", "deepseek-tied", "deepseek-layer-freq"]
     {
@@ -76,7 +75,7 @@ fn requests_go_where_the_least_work_is() {
     let replicas = base(&parallel);
     let models: Vec<_> = replicas.iter().map(|r| Arc::new(Watched::counted(r))).collect();
     let mut engine = dp_engine(&models, &replicas, &config(replicas[0].model.info(), false));
-    // Work of 40 tokens, then eight of 10: the first rank has enough.
+    // The work is 40 tokens, then eight requests of 10: the first rank has enough with the first request.
     let mut ids = Vec::new();
     for (len, max_tokens) in [(20, 20)].into_iter().chain([(4, 6); 8]) {
         let request = Request { max_tokens: Some(max_tokens), ..Request::new(prompt(128, len, 1)) };
@@ -104,7 +103,7 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
     };
     for fault in [Fault::Error, Fault::Panic] {
         let replicas = base(&parallel);
-        // The second group has nothing to do, but takes part in every step.
+        // The second group has no requests, but takes part in every step.
         let models = [Watched::counted(&replicas[0]), Watched::new(&replicas[1], fault.in_step(2))];
         let models = models.map(Arc::new);
         let mut engine = dp_engine(&models, &replicas, &config(replicas[0].model.info(), true));
@@ -117,13 +116,13 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
         let text = format!("{error:#}");
         let said = text.contains("the disk is on fire") || text.contains("panicked");
         assert!(said, "{fault:?}: {text}");
-        // It stays failed.
+        // The engine stays failed.
         assert!(engine.step().is_err());
     }
 }
 
-/// While one rank cannot read its tensors, the others already wait for it in the check of the first
-/// layer with shared experts.
+/// One rank cannot read its tensors while the others already wait for it in the check of the first layer with shared
+/// experts.
 #[test]
 fn a_rank_that_cannot_load_ends_all_soon() {
     let checkpoint = Checkpoint::open(fixture("deepseek-v2")).unwrap();

@@ -1,4 +1,4 @@
-//! Replicas that wait for nobody: each runs its next step when its own last one is done, whatever the others do. Steps are
+//! Replicas that do not wait for each other: each runs its next step when its own last one has ended. Steps are
 //! counted; nothing is timed.
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use moe_engine::parallel::Replica;
 use crate::geometries::{Case, Origin};
 use crate::running::{Done, Results, collect, kv_blocks, prompt, run};
 
-/// A replica that does something before each of its steps, by their number, and counts.
+/// A replica that calls a function before each of its steps, with the number of the step, and counts steps.
 pub struct Watched {
     model: Arc<dyn CausalLm>,
     info: ModelInfo,
@@ -32,7 +32,7 @@ impl Watched {
         Self { info: model.info().clone(), model, before, steps: Arc::default(), rows: AtomicUsize::new(0) }
     }
 
-    /// One that only counts.
+    /// A replica that only counts.
     pub fn counted(replica: &Replica) -> Self {
         Self::new(replica, |_| Ok(()))
     }
@@ -80,7 +80,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// What fails in step number `at`.
+    /// The function that fails in step number `at`.
     pub fn in_step(self, at: usize) -> impl Fn(usize) -> Result<()> + Send + Sync + 'static {
         move |step| match self {
             _ if step != at => Ok(()),
@@ -110,7 +110,7 @@ pub fn dp_engine<'m>(
     DpEngine::new(first, others, None, config).unwrap()
 }
 
-/// What one engine that is not parallel makes of each request.
+/// The results of each request from one engine without parallelism.
 fn alone(replicas: &[Replica], requests: &[Request]) -> Vec<Done> {
     run(replicas[0].model.as_ref(), requests, &kv_blocks(replicas[0].model.as_ref(), 64, 16))
 }
@@ -125,7 +125,7 @@ fn request(seed: u32, len: usize, max_tokens: usize) -> Request {
     request
 }
 
-/// Waits until something is so, for a time that it never takes.
+/// Waits until a condition is true; the time limit is far longer than needed.
 fn wait_until(done: impl Fn() -> bool) -> Result<()> {
     let start = Instant::now();
     while !done() {
@@ -137,33 +137,33 @@ fn wait_until(done: impl Fn() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// A door that holds a replica up in its first step, until it is opened.
+/// Holds a replica in its first step until `open` is called.
 #[derive(Clone, Default)]
-struct Door(Arc<AtomicBool>);
+struct Gate(Arc<AtomicBool>);
 
-impl Door {
+impl Gate {
     fn open(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 
     fn before_the_first_step(&self) -> impl Fn(usize) -> Result<()> + Send + Sync + 'static {
-        let door = self.clone();
-        move |step| if step == 0 { wait_until(|| door.0.load(Ordering::SeqCst)) } else { Ok(()) }
+        let gate = self.clone();
+        move |step| if step == 0 { wait_until(|| gate.0.load(Ordering::SeqCst)) } else { Ok(()) }
     }
 }
 
-/// Two replicas of which the second is held up.
-fn held_up(replicas: &[Replica]) -> (Door, [Arc<Watched>; 2]) {
-    let door = Door::default();
-    let second = Watched::new(&replicas[1], door.before_the_first_step());
-    (door, [Arc::new(Watched::counted(&replicas[0])), Arc::new(second)])
+/// Returns two replicas. The second one waits in its first step until the gate is opened.
+fn held_up(replicas: &[Replica]) -> (Gate, [Arc<Watched>; 2]) {
+    let gate = Gate::default();
+    let second = Watched::new(&replicas[1], gate.before_the_first_step());
+    (gate, [Arc::new(Watched::counted(&replicas[0])), Arc::new(second)])
 }
 
 fn add_all(engine: &mut DpEngine, requests: &[Request]) -> Vec<RequestId> {
     requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect()
 }
 
-/// Steps until so many choices have ended; how many have.
+/// Runs steps until at least `ended` choices have ended, and returns how many have.
 fn step_until(engine: &mut DpEngine, results: &mut Results, ended: usize) -> usize {
     let count = |results: &Results| results.values().filter(|done| done.finish.is_some()).count();
     while count(results) < ended {
@@ -180,18 +180,18 @@ fn finish(engine: &mut DpEngine, mut results: Results) -> Vec<Done> {
 #[test]
 fn the_first_replica_does_not_wait_for_the_second() {
     let replicas = two();
-    let (door, models) = held_up(&replicas);
+    let (gate, models) = held_up(&replicas);
     let requests = [request(1, 5, 12), request(2, 7, 4)];
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
     let ids = add_all(&mut engine, &requests);
     let mut results = Results::new();
     assert_eq!(step_until(&mut engine, &mut results, 1), 1);
-    // The other one is in its first step, or about to begin it.
+    // The other replica is in its first step, or is about to begin it.
     assert!(results.keys().all(|(id, _)| *id == ids[0]));
     assert!(models[0].steps() == 12 && models[1].steps() <= 1 && !engine.is_idle());
-    door.open();
+    gate.open();
     assert_eq!(finish(&mut engine, results), alone(&replicas, &requests));
-    // Each has run its own steps and no others.
+    // Each replica has run its own steps and no others.
     assert_eq!([models[0].steps(), models[1].steps()], [12, 4]);
     assert_eq!([models[0].rows(), models[1].rows()], [5 + 11, 7 + 3]);
     assert!(engine.is_idle() && engine.num_unfinished() == 0 && engine.step().unwrap().is_empty());
@@ -202,7 +202,7 @@ fn the_second_replica_does_not_wait_for_the_first() {
     let replicas = two();
     let second = Arc::new(Watched::counted(&replicas[1]));
     let steps = second.steps.clone();
-    // All steps of the second lie within one of the first.
+    // The second replica runs all of its steps while the first one runs a single step.
     let wait = move |step| match step {
         1 => wait_until(|| steps.load(Ordering::SeqCst) >= 9),
         _ => Ok(()),
@@ -218,15 +218,15 @@ fn the_second_replica_does_not_wait_for_the_first() {
 #[test]
 fn what_has_not_started_goes_to_the_replica_with_room() {
     let replicas = two();
-    let (door, models) = held_up(&replicas);
+    let (gate, models) = held_up(&replicas);
     let requests: Vec<Request> = (0..12).map(|seed| request(seed, 6, 3)).collect();
-    // One sequence at a time, and one that stands ready.
+    // A replica runs one sequence at a time and has another one ready.
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 1));
     add_all(&mut engine, &requests);
     let mut results = Results::new();
     assert_eq!(step_until(&mut engine, &mut results, 10), 10);
     assert_eq!(engine.num_unfinished(), 2);
-    door.open();
+    gate.open();
     assert_eq!(finish(&mut engine, results), alone(&replicas, &requests));
     assert_eq!([models[0].rows(), models[1].rows()], [10 * 8, 2 * 8]);
     let stats = engine.stats();
@@ -237,21 +237,21 @@ fn what_has_not_started_goes_to_the_replica_with_room() {
 #[test]
 fn requests_end_early_wherever_they_are() {
     let replicas = two();
-    let (door, models) = held_up(&replicas);
+    let (gate, models) = held_up(&replicas);
     let requests: Vec<Request> = (0..6).map(|seed| request(seed, 6, 5)).collect();
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 1));
     let ids = add_all(&mut engine, &requests);
     let mut results = Results::new();
     step_until(&mut engine, &mut results, 1);
     wait_until(|| models[1].steps() == 1).unwrap();
-    // Requests 1 and 3 are on the replica that is held up, 5 waits for room, and so would the last one.
+    // Requests 1 and 3 are on the replica that waits at the gate. Request 5 waits for room, and so would the last one.
     for id in [ids[1], ids[5]] {
         engine.cancel(id).unwrap();
-        // Again, and one that has ended.
+        // A second call for the same request does nothing.
         engine.cancel(id).unwrap();
     }
     engine.add(Request { timeout: Some(Duration::ZERO), ..request(6, 6, 5) }).unwrap();
-    door.open();
+    gate.open();
     let done = finish(&mut engine, results);
     engine.cancel(ids[0]).unwrap();
     assert!(engine.is_idle());

@@ -8,7 +8,7 @@ use model_runtime::sampling::{TokenLogprobs, token_logprobs};
 use model_runtime::{CausalLm, Exec, RoutedExperts, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, FinishReason, Request, RequestError, StopReason};
 use moe_engine::tokenizer::Tokenizer;
-use moe_tests::{Schedule, all_logits, fixture, load};
+use moe_tests::{Schedule, all_logits, fixture, load, load_hybrid};
 
 use crate::running::{Results, collect, engine, kv_blocks, requests, run};
 
@@ -126,6 +126,26 @@ fn captured_routing_can_be_replayed() {
 }
 
 #[test]
+fn blocks_of_dictated_experts_are_not_shared() {
+    for (name, model) in
+        [("base", load("base", DType::F32)), ("hybrid", load_hybrid("qwen3-next", DType::F32))]
+    {
+        let model = model.unwrap();
+        let moe = model.info().moe.clone().unwrap();
+        let plain = requests(&model, &[90], 6).remove(0);
+        let want = run(&model, std::slice::from_ref(&plain), &EngineConfig::default());
+        let ids: Vec<u32> = (0..90 * moe.layers.len()).flat_map(|_| 0..moe.top_k as u32).collect();
+        let routed = RoutedExperts::from_ids(90, moe.layers.len(), moe.top_k, ids).unwrap();
+        let replaying = Request { replay_routing: Some(Arc::new(routed)), ..plain.clone() };
+        // One after the other: the second one would find the blocks of the first.
+        let config = EngineConfig { max_num_seqs: 1, ..EngineConfig::default() };
+        let done = run(&model, &[replaying, plain], &config);
+        assert_ne!(done[0].tokens, want[0].tokens, "{name}: the replay is really used");
+        assert!(done[1] == want[0], "{name}");
+    }
+}
+
+#[test]
 fn ending_one_request_leaves_the_others_alone() {
     let model = load("base", DType::F32).unwrap();
     let all = requests(&model, &[8, 9, 10], 16);
@@ -215,7 +235,7 @@ fn an_answer_without_a_limit_gets_what_the_kv_cache_holds() {
     let endless = Request { ignore_eos: true, ..Request::new(vec![1, 2, 3]) };
     let done = run(&model, std::slice::from_ref(&endless), &config);
     assert_eq!((done[0].tokens.len(), &done[0].finish), (10, &Some(FinishReason::Length)));
-    // What is asked for is refused where it does not fit, and not cut.
+    // A request that does not fit is refused as a whole, and its length is not cut.
     let error = engine.add(Request { max_tokens: Some(11), ..endless.clone() }).unwrap_err().to_string();
     assert!(error.contains("it can come to 14 tokens, which need 4 KV blocks; the cache has 3"), "{error}");
     assert!(engine.add(Request { max_tokens: Some(10), ..endless.clone() }).is_ok());
@@ -234,13 +254,13 @@ fn absurd_settings_are_errors() {
     };
     let default = EngineConfig::default;
     for max_num_seqs in [0, 1 << 16, usize::MAX] {
-        fails(EngineConfig { max_num_seqs, ..default() }, "--max-num-seqs must be from 1 to 65535, got");
+        fails(EngineConfig { max_num_seqs, ..default() }, "`max_num_seqs` must be from 1 to 65535, got");
     }
     fails(
         EngineConfig { max_num_batched_tokens: 0, ..default() },
-        "--max-num-batched-tokens must be from 1 to 16777216, got 0",
+        "`max_num_batched_tokens` must be from 1 to 16777216, got 0",
     );
-    fails(EngineConfig { block_size: 0, ..default() }, "--block-size must be from 1");
+    fails(EngineConfig { block_size: 0, ..default() }, "`block_size` must be from 1");
     fails(EngineConfig { max_model_len: Some(1 << 40), ..default() }, "expected 1 to");
     fails(EngineConfig { kv_cache_memory: Some(1), ..default() }, "holds no block");
     // Blocks of 50 MB, one for each sequence: 3 TB.
@@ -249,5 +269,5 @@ fn absurd_settings_are_errors() {
     let all = EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), max_num_seqs, block_size, ..default() };
     fails(all, "are available");
     let short = EngineConfig { max_model_len: Some(14), ..kv_blocks(&model, 3, 4) };
-    fails(short, "holds 13 tokens, and a sequence may have 14: raise --kv-cache-memory");
+    fails(short, "holds 13 tokens, and a sequence may have 14: raise `kv_cache_memory`");
 }

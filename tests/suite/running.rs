@@ -6,7 +6,7 @@ use model_runtime::sampling::TokenLogprobs;
 use model_runtime::{CausalLm, Exec, RoutedExperts, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, FinishReason, Output, Request, RequestId};
 
-/// What a choice came to.
+/// The result of a choice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Done {
     pub tokens: Vec<u32>,
@@ -34,7 +34,7 @@ pub fn engine<'m>(model: &'m dyn CausalLm, config: &EngineConfig) -> Engine<'m> 
     Engine::new(model, Exec::cpu(), None, config).unwrap()
 }
 
-/// Runs requests together; the results in the order of requests and choices.
+/// Runs requests together; returns the results in the order of requests and choices.
 pub fn run(model: &dyn CausalLm, requests: &[Request], config: &EngineConfig) -> Vec<Done> {
     let mut engine = engine(model, config);
     for request in requests {
@@ -54,7 +54,7 @@ pub fn prompt(vocab: usize, len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| (i.wrapping_mul(i) * 7 + i * seed + 3 * seed) % vocab as u32).collect()
 }
 
-/// Requests that sample, with different lengths and parameters.
+/// Requests with sampling, different lengths and different parameters.
 pub fn requests(model: &dyn CausalLm, lengths: &[usize], max_tokens: usize) -> Vec<Request> {
     let vocab = model.info().vocab_size;
     let request = |(i, &len): (usize, &usize)| Request {

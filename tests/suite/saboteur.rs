@@ -1,5 +1,5 @@
-//! A communicator that breaks the moves of experts of its rank. Moves alone travel as bytes by an all-to-all, and their
-//! votes as bytes by a gather.
+//! A communicator that breaks the moves of experts on its rank. Only moves send bytes by an all-to-all, and votes as
+//! bytes by a gather.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,20 +9,20 @@ use candle_core::{DType, Result};
 use model_runtime::Exec;
 use moe_comm::{Collective, Communicator};
 
-/// What a rank does in moves.
+/// What the rank does in moves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
-    /// A bit of what it receives is flipped.
+    /// It flips a bit of the bytes that it receives.
     Corrupt,
     /// It panics before it sends.
     DieSending,
-    /// It panics before it says whether all has arrived.
+    /// It panics before it votes whether everything has arrived.
     DieVoting,
-    /// It panics before it writes what all have agreed on.
+    /// It panics before it writes the experts on which all ranks have agreed.
     DieWriting,
-    /// It comes this much too late, once.
+    /// It is late by this time, once.
     Late(Duration),
-    /// It comes when the others have given up.
+    /// It calls only after the others have given up.
     Hang,
 }
 
@@ -30,7 +30,7 @@ pub enum Fault {
 pub struct Saboteur {
     inner: Arc<dyn Communicator>,
     fault: Fault,
-    /// Whether experts have moved: votes before were of loading.
+    /// Whether experts have moved: earlier votes belong to loading.
     moving: Arc<AtomicBool>,
 }
 

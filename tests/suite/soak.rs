@@ -1,5 +1,5 @@
-//! Many steps with many moves: no text changes and no memory is lost. The long run is asked for by name:
-//! `cargo test --release -p moe-tests --test suite -- --ignored --nocapture soak_of`, SOAK_STEPS=100000 by default.
+//! Many steps with many moves: no text changes, and no memory is lost. The long run must be requested by name: `cargo
+//! test --release -p moe-tests --test suite -- --ignored --nocapture soak_of`, with SOAK_STEPS=100000 by default.
 
 use candle_core::DType;
 use moe_comm::{EpBackend, ParallelConfig};
@@ -10,7 +10,7 @@ use moe_tests::soak::{Soak, Soaked, resident_bytes, soak};
 use crate::geometries::{Case, Origin};
 use crate::placements::moe_of;
 
-/// Two data-parallel ranks on threads that share the experts and four copies.
+/// Two data-parallel ranks on threads, which share the experts and four copies.
 fn run(asked: &Soak) -> Soaked {
     let parallel = ParallelConfig {
         dp: 2,
@@ -41,7 +41,7 @@ fn run(asked: &Soak) -> Soaked {
 #[test]
 fn texts_stay_over_some_moves() {
     let soaked = run(&Soak { steps: 400, every: 8, requests: 6, tokens: 20 });
-    // Of memory only a process with nothing else can tell.
+    // Memory is only checked by the long run, in a process without other tests.
     assert!(soaked.rebalances >= 50 && soaked.texts[0] > 100 && soaked.texts[1] == 0, "{soaked:?}");
 }
 

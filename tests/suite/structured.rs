@@ -1,4 +1,4 @@
-//! Structured output on a whole model: the text follows its grammar however it is run, and beside all other parameters.
+//! Structured output on a whole model: the text follows its grammar however it is run, and with all other parameters.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ fn is_valid(text: &str) -> bool {
     value.len() == 3 && name && age && tags
 }
 
-/// A request of this output: sampled, but for seed 0.
+/// A request for this output. It is sampled, except for seed 0.
 fn request(output: StructuredOutput, seed: u64) -> Request {
     let temperature = if seed == 0 { 0.0 } else { 1.0 };
     Request {
@@ -46,7 +46,7 @@ fn request(output: StructuredOutput, seed: u64) -> Request {
     }
 }
 
-/// The results in the order of requests and choices, and how often a sequence was preempted.
+/// The results in the order of requests and choices, and the number of preemptions.
 fn run_counting(model: &dyn CausalLm, requests: &[Request], config: &EngineConfig) -> (Vec<Done>, u64) {
     let mut engine = Engine::new(model, Exec::cpu(), Some(tokenizer()), config).unwrap();
     for request in requests {
@@ -66,7 +66,7 @@ fn the_text_follows_its_schema_however_it_is_run() {
     let model = load("text", DType::F32).unwrap();
     let mut requests: Vec<Request> = (0..5).map(|seed| request(schema(), seed)).collect();
     requests[3].n = 3;
-    // One that is not constrained runs beside them.
+    // One request without a constraint runs with the others.
     requests[4] = Request { structured_output: None, max_tokens: Some(40), ..requests[4].clone() };
     let alone: Vec<Done> = requests.iter().flat_map(|r| run(&model, std::slice::from_ref(r))).collect();
     for done in &alone[..6] {
@@ -110,11 +110,11 @@ fn it_ends_where_the_text_is_complete() {
     let plain = of(&|_| {});
     assert!(plain.text == "yes" || plain.text == "no", "{}", plain.text);
     assert_eq!(plain.finish, Some(COMPLETE));
-    // Nothing can follow, whatever is asked for; nor is an id needed that ends texts.
+    // Nothing can follow, whatever is requested, and no id that ends texts is needed.
     assert_eq!(of(&|r| r.ignore_eos = true), plain);
     assert_eq!(of(&|r| r.eos_token_ids.clear()), plain);
     assert_eq!(of(&|r| r.min_tokens = 100), plain);
-    // What is cut off is not complete.
+    // A text that is cut off is not complete.
     let cut = of(&|r| r.max_tokens = Some(1));
     assert_eq!((cut.finish, cut.tokens.len()), (Some(FinishReason::Length), 1));
     assert!(plain.text.starts_with(&cut.text));
@@ -125,7 +125,7 @@ fn an_end_is_taken_only_where_the_text_may_end() {
     let model = load("text", DType::F32).unwrap();
     let eos = 299;
     let mut request = request(StructuredOutput::Regex("(ab)+".into()), 1);
-    // As likely as can be, from the first token on.
+    // The id is as likely as possible, from the first token on.
     request.sampling.logit_bias = vec![(eos, 100.0)];
     let done = run(&model, std::slice::from_ref(&request)).remove(0);
     assert_eq!((done.text.as_str(), done.tokens.last(), done.finish), ("ab", Some(&eos), Some(COMPLETE)));
@@ -135,7 +135,7 @@ fn an_end_is_taken_only_where_the_text_may_end() {
     let never = Request { ignore_eos: true, max_tokens: Some(9), ..request.clone() };
     let never = run(&model, &[never]).remove(0);
     assert_eq!((never.text.as_str(), never.finish), ("ababababa", Some(FinishReason::Length)));
-    // An id of stop_token_ids ends it in the same places.
+    // An id of stop_token_ids ends the text in the same places.
     let stop = Request { eos_token_ids: Vec::new(), stop_token_ids: vec![eos], ..request };
     let stop = run(&model, &[stop]).remove(0);
     assert_eq!((stop.text.as_str(), stop.finish), ("ab", Some(FinishReason::Stop(StopReason::Token(eos)))));
@@ -187,7 +187,7 @@ fn a_text_that_cannot_go_on_fails_alone() {
     let id = |text: &str| tokenizer().token_to_id(text).unwrap();
     let mut stuck = request(StructuredOutput::Regex("a+b".into()), 1);
     stuck.sampling.allowed_token_ids = Some(vec![id("x")]);
-    // Too complex after some letters, where limits end it.
+    // This becomes too complex after some letters, and the limits end it.
     let deep = StructuredOutput::Regex("((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}".into());
     let requests = [stuck, request(schema(), 1), Request { ignore_eos: true, ..request(deep, 1) }];
     for ahead in [false, true] {

@@ -1,11 +1,10 @@
 //! `cargo xtask dist`: one compressed archive for a machine with a GPU and without Rust.
 //!
-//! target/dist/moe.tar.xz holds the program `moe`, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
-//! a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; experts in host
-//! memory `moe/tests/gpu/offload.sh`; with several GPUs also
-//! `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`; with `--sanitizer` also `moe/tests/gpu/sanitize.sh`, with
-//! `--scratch` `moe/tests/gpu/scratch.sh`.
+//! target/dist/moe.tar.xz contains the program `moe`, the GPU tests and the unit tests of CUDA code (stripped), the
+//! kernels as a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine `tar xJf
+//! moe.tar.xz && moe/tests/gpu/run.sh` runs the checks. Other scripts in that folder: `rivals.sh` compares with other
+//! software, `offload.sh` tests experts in host memory, `nccl.sh` and `ranks.sh` need several GPUs, `sanitize.sh` needs
+//! an archive made with `--sanitizer`, `scratch.sh` one made with `--scratch`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,16 +16,17 @@ use serde_json::Value;
 use crate::workspace::{self, PROGRAM, PROGRAM_PACKAGE, cargo, root, target_dir};
 use crate::{kernels, sanitizer, standalone, toolkit};
 
-/// Most bytes of an archive, so that it can be carried to a machine.
+/// The largest archive, so that it can be copied to a machine.
 const MAX_BYTES: u64 = 60 << 20;
 
-/// What is built in: one GPU and several.
+/// The features of the build: one GPU and several.
 const FEATURES: &str = "cuda,nccl";
 
-/// Libraries with unit tests of code that only the feature `cuda` compiles. tests/gpu/run.sh names them too.
+/// Libraries with unit tests of code that is only compiled with the feature `cuda`. tests/gpu/run.sh lists the same
+/// names.
 const UNIT_TESTED: [&str; 2] = ["moe-engine", "moe-kernels"];
 
-/// What of the sources goes along.
+/// The source files that the archive contains.
 const FILES: &[&str] = &[
     "tests/fixtures",
     "tests/reference",
@@ -38,7 +38,8 @@ const FILES: &[&str] = &[
     "tests/bench/mixed_workload.py",
     "tests/bench/skewed_routing.py",
     "tests/bench/peers",
-    // What tests/gpu/ranks_quantised.sh quantises. The program holds the same bytes, so the archive hardly grows.
+    // The checkpoint that tests/gpu/ranks_quantised.sh quantises. The program contains the same bytes, so the archive
+    // hardly grows.
     "models/families/checkpoint",
 ];
 
@@ -58,9 +59,10 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let toolkit = toolkit::find_or_install(&args.python)?;
     let mut environment = toolkit.environment()?;
-    // Benchmarks name the commit; there is no repository where they run.
+    // Benchmarks print the commit; where they run there is no repository.
     environment.push(("MOE_COMMIT", workspace::commit()?.into()));
-    // One selection of packages for all: another one would have other features, and compile candle again.
+    // All programs are built with one selection of packages: another selection would have other features and compile
+    // candle again.
     let mut selected = vec!["moe-tests", PROGRAM_PACKAGE];
     selected.extend(UNIT_TESTED);
     let build = |command: &[&str], targets: &[&str]| {
@@ -96,7 +98,8 @@ pub fn run(args: &Args) -> Result<()> {
 
     let archive = target_dir().join("dist").join("moe.tar.xz");
     let parent = folder.parent().unwrap_or(&folder);
-    // The dictionary spans all binaries: they share the kernels, which are most of each, and the checkpoint.
+    // The dictionary spans all binaries, because they share the kernels, which are the largest part of each, and the
+    // checkpoint.
     let options = "--lzma2=preset=1,dict=512MiB";
     let mut tar = Command::new("tar");
     workspace::run(tar.env("XZ_OPT", options).arg("cJf").arg(&archive).arg("-C").arg(parent).arg("moe"))?;
@@ -113,7 +116,7 @@ fn strip(from: &Path, to: &Path) -> Result<()> {
     workspace::run(Command::new("strip").arg("-o").arg(to).arg(from))
 }
 
-/// What cargo says while it builds.
+/// The messages that cargo prints while it builds.
 fn messages(command: &mut Command) -> Result<Vec<Value>> {
     command.args(["--message-format", "json-render-diagnostics"]);
     let output = command.stderr(std::process::Stdio::inherit()).output()?;
@@ -142,7 +145,7 @@ fn pack_kernels(toolkit: &toolkit::Toolkit, objects: &[PathBuf], folder: &Path) 
     let library = target_dir().join("dist/libmoe_kernels.so");
     let packed = folder.join("libmoe_kernels.so");
     kernels::link(toolkit, objects, &library)?;
-    // Of the host's code alone: kernels keep their lines.
+    // Only host code is stripped: kernels keep their line numbers.
     strip(&library, &packed)
 }
 

@@ -1,7 +1,7 @@
 //! `cargo xtask fixtures`: recreates tests/fixtures with pinned transformers.
 //!
-//! The reference scripts need PyTorch, which nothing else in the project does; so they get a
-//! virtual environment under target/.
+//! The reference scripts need PyTorch, which nothing else in the project needs. So they run in a virtual environment
+//! under target/.
 
 use std::path::PathBuf;
 use std::process::Command;

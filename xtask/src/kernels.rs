@@ -18,7 +18,7 @@ use crate::toolkit::{self, Toolkit};
 use crate::workspace::{self, root};
 use report::Usage;
 
-/// Kernels that may spill: a part of the demangled name, and why it is worth it.
+/// Kernels that may spill: a part of the demangled name, and why the spill is accepted.
 const ALLOWED_SPILLS: &[(&str, &str)] = &[
     ("attention_latent", "one word, outside of loops, of the warp that loads and lives on 24 registers"),
     ("Contiguous", "the same in attention_expanded"),
@@ -37,7 +37,7 @@ const ALLOWED_SPILLS: &[(&str, &str)] = &[
     ("fp8_product<fp8::StoreSlotRows", "two words of the warp that loads, once a work tile"),
     (
         "fp8_product<fp8::StoreActivations",
-        "a word of the warps that multiply, behind the loop over stages, once a work tile; by row also two words of the warp that loads",
+        "one word of the warps that multiply, after the loop over stages, once per work tile; by row also two words of the warp that loads",
     ),
     ("dequantise<", "a word around the subroutine of a 64-bit division, once before the loop"),
     ("quant_product<(QuantFormat)1, 1, Store>", "a word, in the tier \"any\", which is not made for speed"),

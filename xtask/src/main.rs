@@ -1,14 +1,15 @@
-//! Project tasks: `cargo xtask <task>`. One file per task; a task that others run too (CI) is
-//! the same code here.
+//! Project tasks: `cargo xtask <task>`. There is one file per task. CI runs the same tasks.
 #![forbid(unsafe_code)]
 
 mod dist;
 mod eplb;
 mod fixtures;
+mod flags;
 mod format_kernels;
 mod kernels;
 mod man;
 mod names;
+mod packaged;
 mod parity;
 mod plot;
 mod quantize;
@@ -31,7 +32,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs.
+    /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs, links of pages.
     Tidy,
     /// Compare the models with Hugging Face transformers on recorded references.
     Parity(parity::Args),
@@ -40,7 +41,7 @@ enum Task {
     /// Expert placement: bench, plan, replay and plot.
     #[command(subcommand)]
     Eplb(eplb::Command),
-    /// Draw what runs have recorded.
+    /// Plot what runs have recorded.
     #[command(subcommand)]
     Plot(plot::Command),
     /// Run each library's README examples in a scratch project that has only that crate.

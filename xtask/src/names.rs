@@ -1,12 +1,12 @@
-//! `cargo xtask tidy`: the libraries spell out no tensor's name.
+//! `cargo xtask tidy`: no library contains the name of a tensor.
 //!
-//! A family of models hands the names of its tensors down, so that another family needs no change below `models/`. One file
-//! holds the names that many families share.
+//! A family of models passes the names of its tensors to the libraries, so that another family needs no change below
+//! `models/`. One file contains the names that many families share.
 
-/// The file that spells names out.
+/// The only file that may contain names.
 const HOME: &str = "crates/moe-kernels/src/names.rs";
 
-/// Parts of names of tensors that no library may spell out.
+/// Parts of tensor names that no library may contain.
 const NAMES: &[&str] = &[
     "gate_proj",
     "up_proj",
@@ -28,7 +28,8 @@ const NAMES: &[&str] = &[
     "model.norm",
 ];
 
-/// The first string in product code of a library that is, or contains, a tensor's name. Text with spaces is a message.
+/// The first string in product code of a library that is, or contains, the name of a tensor. A text with spaces is a
+/// message.
 pub fn fault(file: &str, text: &str) -> Option<String> {
     let is_library =
         file.starts_with("crates/") && file.split('/').nth(2) == Some("src") && file.ends_with(".rs");
@@ -49,7 +50,7 @@ fn spelled_out(line: &str) -> Option<&str> {
     if line.trim_start().starts_with("//") {
         return None;
     }
-    // Between an odd quotation mark and the next one.
+    // A string is the text between an odd quotation mark and the next one.
     let strings = line.split('"').skip(1).step_by(2);
     strings.filter(|text| !text.contains(' ')).find(|text| NAMES.iter().any(|name| text.contains(name)))
 }

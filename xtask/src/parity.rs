@@ -1,9 +1,9 @@
-//! `cargo xtask parity`: the models against Hugging Face transformers.
+//! `cargo xtask parity`: compares the models with Hugging Face transformers.
 //!
-//! Each case is a checkpoint folder and a reference recorded by tests/reference. The program `moe` is
-//! built and run once per dtype and variant; it compares and judges, this task collects. Without
-//! arguments every fixture runs in f32 and bf16, and those with latent attention on both expert paths
-//! and in both forms of it.
+//! Each case is a checkpoint folder and a reference recorded by tests/reference. The program `moe` is built, and it
+//! runs once per dtype and variant. The program compares and judges; this task collects the results. Without arguments
+//! every fixture runs in f32 and bf16, and fixtures with latent attention also run on both expert paths and in both
+//! forms of this attention.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::workspace::{self, PROGRAM, PROGRAM_PACKAGE, cargo, root};
 
-/// Flags of a way to run a checkpoint.
+/// The flags for one way to run a checkpoint.
 type Variant = &'static [&'static str];
 
 const ONE: &[Variant] = &[&[]];
@@ -57,7 +57,7 @@ struct Case {
 }
 
 impl Case {
-    /// The ways to run it; where the user's flags say which, that one.
+    /// The ways to run this checkpoint. If the user's flags choose a way, only that one.
     fn variants(&self, flags: &[String]) -> &'static [Variant] {
         let given = |name: &&str| flags.iter().any(|flag| flag.split('=').next() == Some(*name));
         if self.variants.iter().copied().flatten().any(given) { ONE } else { self.variants }
@@ -119,7 +119,7 @@ fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path)
         .with_context(|| format!("cannot run {}", binary.display()))?;
     let mut row: Value = match std::fs::read(out) {
         Ok(bytes) => serde_json::from_slice(&bytes)?,
-        // The run broke before it could compare anything: its own message says why.
+        // The run failed before it could compare anything; its own message says why.
         Err(_) => json!({"passed": false, "error": String::from_utf8_lossy(&output.stderr).trim()}),
     };
     row["fixture"] = json!(case.name);
@@ -173,6 +173,6 @@ fn case(model: &Path, reference: &Path) -> Result<Case> {
         serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
     let variants = if config["kv_lora_rank"].is_null() { ONE } else { LATENT };
     let name = model.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    // The program runs in our working directory, so relative paths stay valid.
+    // The program runs in this task's working directory, so relative paths stay valid.
     Ok(Case { name, model: model.to_path_buf(), reference: reference.to_path_buf(), variants })
 }

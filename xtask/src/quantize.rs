@@ -1,5 +1,5 @@
-//! `cargo xtask quantize` and `cargo xtask random-checkpoint`: the program `moe-quantize`, built and run. This crate must not
-//! link candle.
+//! `cargo xtask quantize` and `cargo xtask random-checkpoint`: build and run the program `moe-quantize`. This crate
+//! must not link candle.
 
 use anyhow::{Context, Result};
 
@@ -15,7 +15,7 @@ pub struct Args {
 
 pub fn run(command: &str, args: &Args) -> Result<()> {
     let status = cargo()
-        // Relative paths start at the caller's folder.
+        // Relative paths are relative to the caller's folder.
         .current_dir(std::env::current_dir()?)
         .args(["run", "--release", "-q", "-p", "moe-quantize", "--manifest-path"])
         .arg(root().join("Cargo.toml"))
@@ -23,6 +23,6 @@ pub fn run(command: &str, args: &Args) -> Result<()> {
         .args(&args.arguments)
         .status()
         .context("cannot start cargo")?;
-    // The program has said what is wrong.
+    // The program has already printed the error.
     std::process::exit(status.code().unwrap_or(1))
 }

@@ -1,7 +1,7 @@
-//! compute-sanitizer for a GPU machine, pinned.
+//! A pinned compute-sanitizer for a GPU machine.
 //!
-//! The release of CUDA 13.0 (2025.3) reports races between a bulk copy and what an mbarrier orders with it that are none; the
-//! release notes of 2025.4, 2026.1 and 2026.3 name them.
+//! The release of CUDA 13.0 (2025.3) reports false races between a bulk copy and memory accesses that an mbarrier
+//! orders with it; the release notes of 2025.4, 2026.1 and 2026.3 name them.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ pub fn pack(python: &str, folder: &Path) -> Result<()> {
     let from = from.parent().context("the program has no folder")?;
     let to = folder.join("compute-sanitizer");
     fs::create_dir_all(&to).with_context(|| format!("cannot make {}", to.display()))?;
-    // Its folders hold documentation, headers and the form for 32-bit programs.
+    // Its folders contain documentation, headers and the version for 32-bit programs, which are left out.
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let path = entry?.path();
         if let (true, Some(name)) = (path.is_file(), path.file_name()) {

@@ -1,10 +1,11 @@
-//! `cargo xtask standalone`: each library by itself.
+//! `cargo xtask standalone`: tests each library by itself, as its users would get it.
 //!
-//! A crate that works in the workspace may still lean on a sibling's dependency or feature. So
-//! the examples of its README are compiled and run in a project of their own, outside the
-//! workspace, whose dependencies are what the README's `cargo add` lines add, that crate by path. Unoptimised, as
-//! `cargo package` builds: features differ from crate to crate, so candle is compiled several times,
-//! and this is about what is there, not about speed.
+//! A crate that works in the workspace may still depend on a dependency or feature of another crate, or on a file that
+//! its package lacks. So all libraries are packed as for publishing, and the examples of each README are compiled and
+//! run in a separate project outside the workspace. The dependencies of this project are the ones in the README's
+//! `cargo add` lines. Our libraries among them, direct or not, are the unpacked packages. The build is unoptimised:
+//! features differ from crate to crate, so candle is compiled several times, and the check is whether the examples
+//! work, not how fast they are.
 //!
 //! `cargo xtask dist --scratch` builds one such project with the feature `cuda`, to be run on a GPU.
 
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::packaged;
 use crate::workspace::{self, Package, cargo, root};
 
 #[derive(clap::Args)]
@@ -23,17 +25,17 @@ pub struct Args {
     crates: Vec<String>,
 }
 
-/// Writes the project of a crate's README to `dir`, a program for each example; how many there are.
-fn write_project(package: &Package, dir: &Path, cuda: bool) -> Result<usize> {
-    let path = package.dir.join("README.md");
+/// Writes the project of a crate's README to `dir`, one program per example, and returns the number of examples.
+fn write_project(package: &Package, libraries: &[&Package], dir: &Path, cuda: bool) -> Result<usize> {
+    let path = packaged::path(package)?.join("README.md");
     let readme = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let examples = workspace::rust_blocks(&readme);
     if examples.is_empty() {
         bail!("{}: README.md has no example", package.name)
     }
     fs::create_dir_all(dir.join("src/bin"))?;
-    fs::write(dir.join("Cargo.toml"), manifest(package, &readme, cuda)?)?;
-    // The workspace's lock file, so that the versions are those that are tested.
+    fs::write(dir.join("Cargo.toml"), manifest(package, libraries, &readme, cuda)?)?;
+    // The lock file of the workspace is used, so that the versions are the tested ones.
     fs::copy(root().join("Cargo.lock"), dir.join("Cargo.lock"))?;
     for (i, example) in examples.iter().enumerate() {
         fs::write(dir.join(format!("src/bin/example{i}.rs")), program(example))?;
@@ -41,8 +43,8 @@ fn write_project(package: &Package, dir: &Path, cuda: bool) -> Result<usize> {
     Ok(examples.len())
 }
 
-fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
-    let examples = write_project(package, dir, false)?;
+fn run_examples(package: &Package, libraries: &[&Package], dir: &Path) -> Result<usize> {
+    let examples = write_project(package, libraries, dir, false)?;
     for i in 0..examples {
         workspace::run(
             cargo()
@@ -55,46 +57,52 @@ fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
     Ok(examples)
 }
 
-/// The program of the first example in a library's README, built with the feature `cuda` in a project of its own.
+/// Builds the program of the first example in a library's README with the feature `cuda`, in a separate project.
 pub fn build_on_cuda(name: &str, environment: &[(&str, OsString)]) -> Result<PathBuf> {
     let packages = workspace::packages()?;
-    let package = packages.iter().find(|p| p.name == name).with_context(|| format!("no package {name}"))?;
-    // Optimised, which is how a GPU's users build.
+    let libraries = libraries(&packages);
+    let package = libraries.iter().find(|p| p.name == name).with_context(|| format!("no library {name}"))?;
+    packaged::unpack(&libraries)?;
+    // The build is optimised, because users of a GPU build this way.
     let dir = workspace::target_dir().join("scratch");
     let target = workspace::target_dir();
-    write_project(package, &dir, true)?;
+    write_project(package, &libraries, &dir, true)?;
     let mut build = cargo();
     build.current_dir(&dir).args(["build", "--release", "--bin", "example0"]);
     workspace::run(build.env("CARGO_TARGET_DIR", &target).envs(environment.iter().cloned()))?;
     Ok(target.join("release/example0"))
 }
 
-fn run_all(packages: &[&Package]) -> Result<()> {
+fn run_all(chosen: &[&Package], libraries: &[&Package]) -> Result<()> {
+    packaged::unpack(libraries)?;
     let base = std::env::temp_dir().join(format!("moe-standalone-{}", std::process::id()));
-    for package in packages {
+    for package in chosen {
         let dir = base.join(&package.name);
-        let examples = run_examples(package, &dir)?;
+        let examples = run_examples(package, libraries, &dir)?;
         println!("standalone: {} runs its {examples} README example(s) alone", package.name);
     }
     Ok(fs::remove_dir_all(base)?)
 }
 
+/// The packages that others can use.
+fn libraries(packages: &[Package]) -> Vec<&Package> {
+    packages.iter().filter(|p| p.has_lib && p.publish).collect()
+}
+
 pub fn run(args: &Args) -> Result<()> {
     let packages = workspace::packages()?;
-    let libraries: Vec<&Package> = packages
-        .iter()
-        .filter(|p| p.has_lib && p.publish)
-        .filter(|p| args.crates.is_empty() || args.crates.contains(&p.name))
-        .collect();
+    let libraries = libraries(&packages);
     if let Some(unknown) = args.crates.iter().find(|c| !libraries.iter().any(|p| p.name == **c)) {
         bail!("{unknown} is not a library of the workspace")
     }
-    run_all(&libraries)
+    let chosen = |p: &&&Package| args.crates.is_empty() || args.crates.contains(&p.name);
+    let chosen: Vec<&Package> = libraries.iter().filter(chosen).copied().collect();
+    run_all(&chosen, &libraries)
 }
 
-/// The project's manifest: what the README says to add, without features unless `cuda` is wanted.
-fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
-    // As for cargo, a later line for the same crate adds features to it.
+/// The project's manifest: the dependencies that the README says to add, without features unless `cuda` is set.
+fn manifest(package: &Package, libraries: &[&Package], readme: &str, cuda: bool) -> Result<String> {
+    // As in cargo, a later line for the same crate adds features to it.
     let mut dependencies = BTreeMap::new();
     for line in readme.lines().filter_map(|line| line.strip_prefix("cargo add ")) {
         let words: Vec<&str> = line.split('#').next().unwrap_or("").split_whitespace().collect();
@@ -108,7 +116,7 @@ fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
         for name in names {
             let (name, source) = match name.split_once('@') {
                 Some((name, version)) => (name, format!("version = \"{version}\"")),
-                None if *name == package.name => (*name, format!("path = {:?}", package.dir)),
+                None if *name == package.name => (*name, format!("path = {:?}", packaged::path(package)?)),
                 None => bail!("{}: README.md adds {name} without a version", package.name),
             };
             dependencies.insert(name, format!("{name} = {{ {source}, features = [{features}] }}"));
@@ -119,9 +127,10 @@ fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
     }
     Ok(format!(
         "[package]\nname = \"scratch-{}\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
-         [dependencies]\n{}\n\n[workspace]\n",
+         [dependencies]\n{}\n\n[workspace]\n\n{}",
         package.name,
-        dependencies.into_values().collect::<Vec<_>>().join("\n")
+        dependencies.into_values().collect::<Vec<_>>().join("\n"),
+        packaged::patches(libraries, package)?
     ))
 }
 

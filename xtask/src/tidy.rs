@@ -1,7 +1,12 @@
-//! `cargo xtask tidy`: the rules of the workspace that no compiler checks.
+//! `cargo xtask tidy`: checks the rules of the workspace that no compiler checks.
 
 mod circles;
+mod comments;
 mod families;
+mod links;
+mod pages;
+mod prose;
+mod words;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,13 +14,13 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::names;
 use crate::workspace::{self, Package};
+use crate::{flags, names};
 
-/// Lines after which a file no longer holds one idea.
+/// A file with more lines probably holds more than one idea.
 const MAX_LINES: usize = 400;
 
-/// Which of our crates each of our crates depends on: these and no others. `tests` may use anything.
+/// The crates of the workspace on which each crate depends, exactly. `tests` may use anything.
 const EDGES: &[(&str, &[&str])] = &[
     ("moe-kernels", &[]),
     ("moe-eplb", &[]),
@@ -25,7 +30,18 @@ const EDGES: &[(&str, &[&str])] = &[
     ("moe-experts", &["moe-kernels"]),
     ("moe-comm", &["moe-kernels"]),
     ("moe-dispatch", &["moe-comm", "moe-kernels"]),
-    ("moe-layer", &["moe-router", "moe-dispatch", "moe-experts", "moe-chunking", "moe-comm", "moe-kernels"]),
+    (
+        "moe-layer",
+        &[
+            "moe-router",
+            "moe-dispatch",
+            "moe-experts",
+            "moe-quant",
+            "moe-chunking",
+            "moe-comm",
+            "moe-kernels",
+        ],
+    ),
     ("model-runtime", &["moe-layer", "moe-comm", "moe-quant", "moe-kernels"]),
     ("moe-engine", &["model-runtime", "moe-layer", "moe-comm", "moe-eplb"]),
     ("moe-cli", &["moe-engine", "model-runtime", "moe-layer", "moe-comm"]),
@@ -37,21 +53,23 @@ const EDGES: &[(&str, &[&str])] = &[
         "moe-quantize",
         &["moe-quant", "moe-kernels", "moe-layer", "model-runtime", "moe-engine", "model-families"],
     ),
+    ("moe-examples", &["moe-engine", "moe-layer"]),
     ("xtask", &["moe-eplb"]),
 ];
 
-/// What a crate must not pull in, by itself or through others, with any of its features.
+/// Packages that a crate must not depend on, directly or through others, with any of its features.
 const FORBIDDEN: &[(&str, &[&str])] = &[
     ("moe-eplb", &["candle-core"]),
     ("moe-chunking", &["candle-core"]),
     ("xtask", &["candle-core"]),
-    // A library: flags, downloads and terminals are moe-cli's.
+    // This is a library: flags, downloads and terminals belong to moe-cli.
     ("moe-engine", &["clap", "hf-hub", "indicatif", "rustyline", "tracing-subscriber", "ureq"]),
 ];
 
-/// Most crates that a program is built from: the first build takes as long as they do (docs/benchmarks.md). Who needs one
-/// more says here what for. Six read compressed batch files (flate2, ruzstd), two catch signals (signal-hook), one proves
-/// that a rank knows the secret of its world (hmac), one computes git's hash of small files of the hub (sha1).
+/// The largest number of crates from which a program is built, because the first build takes as long as they do
+/// (docs/benchmarks.md). A change that needs one more says here what it is for. Six read compressed batch files
+/// (flate2, ruzstd), two catch signals (signal-hook), one proves that a rank knows the secret of its world (hmac), one
+/// computes git's hash of small files of the hub (sha1).
 const MOST_CRATES: &[(&str, usize)] = &[(workspace::PROGRAM_PACKAGE, 233)];
 
 pub fn run() -> Result<()> {
@@ -77,7 +95,10 @@ pub fn run() -> Result<()> {
     let files = tracked_files(&workspace::root())?;
     check_files(&workspace::root(), &files, &mut faults);
     families::check(&workspace::root(), &files, &mut faults)?;
+    pages::check(&workspace::root(), &files, &mut faults);
+    comments::check(&workspace::root(), &files, &mut faults);
     circles::check(&workspace::root(), &packages, &mut faults)?;
+    links::check(&workspace::root(), &files, &mut faults);
     if faults.is_empty() {
         println!("tidy: {} packages, no faults", packages.len());
         return Ok(());
@@ -106,7 +127,7 @@ fn check_dependencies(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec
     }
 }
 
-/// Where the crates that a crate depends on differ from its list.
+/// The differences between a crate's dependencies and the list that is allowed for it.
 fn edge_faults(name: &str, deps: &[&str], allowed: Option<&[&str]>) -> Vec<String> {
     let Some(allowed) = allowed else {
         return vec![format!("{name}: not in the list of dependency edges (xtask/src/tidy.rs)")];
@@ -128,6 +149,9 @@ fn check_library(package: &Package, faults: &mut Vec<String>) {
         if package.field(key).is_none() {
             faults.push(format!("{name}: its manifest lacks {key}"));
         }
+    }
+    if !package.has_docs_rs() {
+        faults.push(format!("{name}: its manifest lacks [package.metadata.docs.rs]"));
     }
     for file in ["LICENSE-MIT", "LICENSE-APACHE"] {
         if !package.dir.join(file).exists() {
@@ -151,10 +175,11 @@ fn check_files(root: &Path, files: &[String], faults: &mut Vec<String>) {
         if !source && !matches!(extension, "md" | "toml") {
             continue;
         }
-        // A file that is deleted but not yet committed is still listed.
+        // git still lists a file that was deleted but not committed.
         let Ok(text) = fs::read_to_string(root.join(file)) else { continue };
         faults.extend(print_fault(file, &text));
         faults.extend(names::fault(file, &text));
+        faults.extend(flags::fault(file, &text));
         if source && text.lines().count() > MAX_LINES {
             faults.push(format!("{file}: {} lines, at most {MAX_LINES}", text.lines().count()));
         }
@@ -170,7 +195,7 @@ fn check_files(root: &Path, files: &[String], faults: &mut Vec<String>) {
     }
 }
 
-/// Where product code prints by a macro, which panics if stdout or stderr is full or gone.
+/// A place where product code prints by a macro, which panics if stdout or stderr is full or closed.
 fn print_fault(file: &str, text: &str) -> Option<String> {
     const MACROS: [&str; 5] = ["println!", "print!", "eprintln!", "eprint!", "dbg!"];
     let is_product = file.ends_with(".rs")

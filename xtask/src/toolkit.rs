@@ -1,9 +1,9 @@
-//! `cargo xtask toolkit`: a CUDA compiler and its link libraries on a machine without CUDA.
+//! `cargo xtask toolkit`: provides a CUDA compiler and its link libraries on a machine without CUDA.
 //!
-//! An installed CUDA 13 wins (`CUDA_HOME`, else the nvcc on PATH). Elsewhere the vendor's wheels,
-//! whose versions are pinned here, go into target/toolkit and are given the two things they lack: library
-//! names without a version, and a libcuda to link against (the real one comes with the driver).
-//! `cargo xtask toolkit -- COMMAND` runs a command, say a build with `--features cuda`, with it.
+//! An installed CUDA 13 is used if there is one (`CUDA_HOME`, else the nvcc on PATH). Otherwise the vendor's wheels,
+//! whose versions are pinned here, are unpacked into target/toolkit. Two missing parts are added: library names without
+//! a version, and a libcuda to link against (the real one comes with the driver). `cargo xtask toolkit -- COMMAND` runs
+//! a command with it, for example a build with `--features cuda`.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -43,7 +43,7 @@ pub struct Args {
 
 /// Where a CUDA compiler and its libraries are.
 pub struct Toolkit {
-    /// What `CUDA_HOME` means: bin/nvcc and include/ are below it.
+    /// The value for `CUDA_HOME`: the folder that contains bin/nvcc and include/.
     pub home: PathBuf,
     /// Folders that a linker has to search.
     pub libraries: Vec<PathBuf>,
@@ -54,17 +54,17 @@ impl Toolkit {
         self.home.join("bin/nvcc")
     }
 
-    /// The variables by which the builds of this workspace and of candle find this toolkit. Paths,
-    /// capability and threads that are set already are kept.
+    /// The variables by which the builds of this workspace and of candle find this toolkit. Paths, capability and
+    /// threads that are already set are kept.
     pub fn environment(&self) -> Result<Vec<(&'static str, OsString)>> {
         let before = |dirs: &[PathBuf], name: &str| {
             let old = std::env::var_os(name).unwrap_or_default();
             let old = std::env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());
             std::env::join_paths(dirs.iter().cloned().chain(old))
         };
-        // candle's own kernels are shipped as PTX, that newer cards translate: no card is needed to build.
+        // candle's own kernels are compiled to PTX, which newer cards translate, so the build needs no card.
         let capability = std::env::var_os("CUDA_COMPUTE_CAP").unwrap_or_else(|| "80".into());
-        // They take minutes, on half of the cores unless it is said otherwise.
+        // These builds take minutes, and by default use only half of the cores.
         let threads = std::thread::available_parallelism().map_or(1, usize::from).to_string();
         let threads = std::env::var_os("CUDAFORGE_THREADS").unwrap_or_else(|| threads.into());
         Ok(vec![
@@ -109,7 +109,8 @@ fn installed() -> Result<Option<Toolkit>> {
     if let Some(home) = std::env::var_os("CUDA_HOME").filter(|h| !h.is_empty()) {
         let home = PathBuf::from(home);
         if home.starts_with(pinned_dir()) {
-            return Ok(None); // ours, from a shell that took what `cargo xtask toolkit` prints: its libraries lie elsewhere
+            // target/toolkit, set by the output of `cargo xtask toolkit`: its libraries are in another folder.
+            return Ok(None);
         }
         return match nvcc_version(&home.join("bin/nvcc")) {
             Some(v) if is_suitable(&v) => Ok(Some(system(home))),
@@ -120,7 +121,7 @@ fn installed() -> Result<Option<Toolkit>> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file());
     let Some(nvcc) = on_path else { return Ok(None) };
-    // nvcc on PATH is often a link into the toolkit.
+    // The nvcc on PATH is often a link into the toolkit.
     let nvcc = nvcc.canonicalize().unwrap_or(nvcc);
     let home = nvcc.parent().and_then(Path::parent);
     let suitable = nvcc_version(&nvcc).is_some_and(|v| is_suitable(&v));
@@ -153,7 +154,7 @@ fn pinned_dir() -> PathBuf {
     target_dir().join("toolkit")
 }
 
-/// target/toolkit, complete. The stamp is written last, so an interrupted installation is resumed.
+/// target/toolkit, complete. A stamp file is written last, so that an interrupted installation is resumed.
 fn pinned(python: &str) -> Result<Toolkit> {
     let dir = pinned_dir();
     let venv = dir.join("venv");
@@ -218,8 +219,8 @@ fn unversioned(name: &str) -> Option<String> {
     name.split_once(".so.").map(|(stem, _)| format!("{stem}.so"))
 }
 
-/// A libcuda.so.1 that defines every function of the driver interface and is only linked against,
-/// so that a program lists libcuda.so.1 among its needs and finds the driver's at its start.
+/// Makes a libcuda.so.1 that defines every function of the driver interface. It is only used for linking, so that a
+/// program depends on libcuda.so.1 and loads the driver's library at its start.
 fn libcuda_stub(header: &Path, lib: &Path) -> Result<()> {
     let text = fs::read_to_string(header).with_context(|| format!("cannot read {}", header.display()))?;
     let names = driver_functions(&text);
@@ -241,8 +242,8 @@ fn libcuda_stub(header: &Path, lib: &Path) -> Result<()> {
         .with_context(|| format!("cannot make {}", link.display()))
 }
 
-/// Every name by which the header declares or renames a driver function: cuInit, and also the
-/// symbols behind macros such as cuMemAlloc_v2, with the _v1 forms that older callers use.
+/// Every name by which the header declares or renames a driver function, for example cuInit. This includes the symbols
+/// that macros such as cuMemAlloc_v2 stand for, and the _v1 forms that older callers use.
 fn driver_functions(header: &str) -> BTreeSet<String> {
     let words = header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let is_function = |w: &&str| {

@@ -1,4 +1,4 @@
-//! Programs from pinned wheels, each in a folder of its own below target/.
+//! Programs from pinned wheels, each in its own folder below target/.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::workspace::{self, target_dir};
 
-/// The path of `program` in the wheel, which is unpacked in target/`folder` if it is not there yet. The stamp is written
-/// last, so an interrupted fetch is repeated.
+/// The path of `program` in the wheel, which is unpacked in target/`folder` if it is not there yet. The stamp is
+/// written last, so an interrupted fetch is repeated.
 pub fn fetch(python: &str, folder: &str, wheel: &str, program: &str) -> Result<PathBuf> {
     let dir = target_dir().join(folder);
     let stamp = dir.join("installed.txt");

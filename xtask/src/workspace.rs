@@ -1,4 +1,4 @@
-//! The workspace as cargo sees it, and running cargo from a task.
+//! Reads the workspace as cargo sees it, and runs cargo from a task.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// One of our packages.
+/// A package of this workspace.
 pub struct Package {
     pub name: String,
     pub dir: PathBuf,
@@ -16,7 +16,7 @@ pub struct Package {
     pub has_lib: bool,
     /// Names of its programs.
     pub programs: Vec<String>,
-    /// May be published, so it is a library that others build on.
+    /// Whether it may be published, which means that it is a library for others.
     pub publish: bool,
     manifest: Value,
 }
@@ -25,6 +25,11 @@ impl Package {
     /// A string field of the manifest as cargo resolved it.
     pub fn field(&self, key: &str) -> Option<&str> {
         self.manifest[key].as_str()
+    }
+
+    /// Whether the manifest says how docs.rs builds the documentation.
+    pub fn has_docs_rs(&self) -> bool {
+        self.manifest["metadata"]["docs"]["rs"].is_object()
     }
 }
 

@@ -11,22 +11,22 @@ use moe_kernels::{
 
 use crate::model::MoeInfo;
 
-/// Arrays for steps of up to a number of rows. What forces choices is allocated when a step first does so, not while a
-/// graph is captured: the step of which a graph is made has run before.
+/// Arrays for steps of up to a number of rows. The array of forced choices is allocated when a step first forces some.
+/// No graph is being captured then, because each step runs once before its graph is captured.
 pub struct RoutingArrays {
     moe: MoeInfo,
     rows: usize,
     heat: Option<Arc<Buffer>>,
     routed: Option<Arc<Buffer>>,
     forced: Option<Arc<Buffer>>,
-    /// Where forced choices wait for their copy, two in turn.
+    /// Page-locked memory for forced choices that are about to be copied; two arrays are used in turn.
     pinned: Option<[PinnedWords; 2]>,
     turn: usize,
 }
 
 impl RoutingArrays {
-    /// For steps of up to `rows` rows of a model with these experts; `counts`, `records`: whether choices are counted, and
-    /// kept.
+    /// Makes the arrays for steps of up to `rows` rows of a model with these experts. `counts` and `records` say
+    /// whether choices are counted, and whether they are kept.
     ///
     /// # Errors
     /// A device without the memory.
@@ -90,8 +90,8 @@ impl RoutingArrays {
         balance_ids_into(seed, step, (0, 0), self.moe.num_experts, ids, ex)
     }
 
-    /// The arrays for a step that forces choices or does not. They are lent: until the step's context has let go of them,
-    /// nothing can be forced on another one.
+    /// The arrays for a step that forces choices or does not. The step's context shares them: as long as it does, no
+    /// choices can be forced on another step.
     pub fn of_step(&self, forced: Option<ForcedWeights>) -> DeviceRouting {
         DeviceRouting {
             heat: self.heat.clone(),
@@ -126,8 +126,9 @@ fn forced<'a>(array: &'a mut Option<Arc<Buffer>>, dims: [usize; 3], ex: &Exec) -
     }
 }
 
-/// Runs a step of `rows` rows whose context records or forces routing in host memory: with arrays on the device, so that
-/// the step takes the kernels of any other. What they hold afterwards goes back to the context. Waits for the device.
+/// Runs a step of `rows` rows whose context records or forces routing in host memory. Arrays on the device do this
+/// instead, so that the step uses the same kernels as any other. Their contents are then copied to the context, for
+/// which this waits for the device.
 ///
 /// # Errors
 /// Any error of `run`; a context for another model or step. The context then asks for the same as before.
@@ -140,7 +141,7 @@ pub(crate) fn with_arrays(
     run: impl FnOnce(&mut StepContext, &mut Exec) -> Result<()>,
 ) -> Result<()> {
     let (arrays, forced) = arrays_for(moe, rows, number, context, ex)?;
-    // While the arrays do it, host memory neither records nor forces anything.
+    // While the arrays do this, host memory neither records nor forces anything.
     let capture = context.capture.take();
     let heat = context.heat.take();
     let replay = context.replay.take();
@@ -154,7 +155,8 @@ pub(crate) fn with_arrays(
     bring_back(moe, rows, &arrays, context, ex)
 }
 
-/// Arrays for what the context asks for, filled with what it forces; the weights of forced experts.
+/// Makes the arrays that the context asks for, filled with the choices that it forces. Also returns which weights
+/// forced experts get.
 fn arrays_for(
     moe: &MoeInfo,
     rows: usize,
@@ -183,7 +185,7 @@ fn arrays_for(
     Ok((arrays, forced))
 }
 
-/// Adds the counts of a step to the context's, and puts its choices in the place of the captured ones.
+/// Adds the counts of a step to the context's, and replaces the captured choices by the step's.
 fn bring_back(
     moe: &MoeInfo,
     rows: usize,

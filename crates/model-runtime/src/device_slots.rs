@@ -1,15 +1,15 @@
-//! What the tokens of sequences so far mean for their next ones, kept on a CUDA device so that it samples without the
-//! host: per slot the uses of every token, for the penalties, and edits of single logits.
+//! The data about the earlier tokens of sequences that sampling needs, kept on a CUDA device so that it samples without
+//! the host. A slot has the number of uses of every token, for the penalties, and edits of single logits.
 //!
-//! A slot takes 4 V + 8,192 bytes. All are allocated at once and stay where they are, so that captured graphs may name
-//! them; the sampling kernel itself counts what it samples.
+//! A slot takes 4 V + 8,192 bytes. All slots are allocated at once and do not move, so that captured graphs may use
+//! their addresses. The sampling kernel itself counts the tokens that it samples.
 
 use candle_core::{DType, Result};
 
 use moe_kernels::cuda::{MAX_EDITS, PinnedWords, SampleSlots, SlotReset, reset_slots_into};
 use moe_kernels::{Buffer, Exec};
 
-/// The slots, and the words that bring them up to date. Two page-locked arrays take turns, as in
+/// The slots, and the words that update them. Two page-locked arrays take turns, as in
 /// [`DeviceStep`](crate::device_step::DeviceStep).
 pub struct DeviceSlots {
     uses: Buffer,
@@ -20,7 +20,7 @@ pub struct DeviceSlots {
 }
 
 impl DeviceSlots {
-    /// Slots for sequences of up to `max_len` tokens.
+    /// Allocates slots for sequences of up to `max_len` tokens.
     ///
     /// # Errors
     /// A CPU context; a device without room for them.
@@ -42,12 +42,13 @@ impl DeviceSlots {
         4 * (self.uses.view().elem_count() + self.edits.view().elem_count())
     }
 
-    /// For the kernels.
+    /// The slots in the form that kernels take.
     pub fn views(&mut self) -> SampleSlots<'_> {
         SampleSlots { uses: self.uses.view_mut(), edits: self.edits.view_mut() }
     }
 
-    /// Rebuilds slots, all different, after the steps launched before: as many with one transfer as it holds.
+    /// Rebuilds slots, all different, after the steps launched before. Each transfer rebuilds as many slots as it has
+    /// room for.
     pub fn reset(&mut self, mut resets: &[SlotReset], ex: &Exec) -> Result<()> {
         let room = self.words.view().elem_count();
         while !resets.is_empty() {
@@ -56,7 +57,7 @@ impl DeviceSlots {
                 used += reset.words();
                 used <= room
             });
-            // One that is too long alone is refused by `write`.
+            // `write` refuses a reset that is too long by itself.
             let (now, later) = resets.split_at(fitting.count().max(1));
             resets = later;
             self.turn = 1 - self.turn;

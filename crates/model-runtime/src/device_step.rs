@@ -5,8 +5,8 @@
 //!            | block_tables | logits_rows | scored_rows | sampling parameters
 //! ```
 //!
-//! Each array begins at a multiple of four words. Where it lies depends on the [`Shape`] alone, so that a
-//! captured graph of a shape serves every step that is padded to it.
+//! Each array begins at a multiple of four words. Its place depends on the [`Shape`] alone, so that a captured graph of
+//! a shape serves every step that is padded to it.
 
 use candle_core::{DType, Result, bail};
 
@@ -16,7 +16,7 @@ use moe_kernels::{Buffer, Exec, View};
 use crate::step::{Step, StepViews};
 use crate::step_ranks::DeviceSampling;
 
-// What ranks check without a device.
+// `step_ranks` checks parameters without a device, so it has its own constant.
 const _: () = assert!(SAMPLE_WORDS == crate::step_ranks::PARAM_WORDS);
 
 /// Sizes of a step's arrays.
@@ -34,14 +34,14 @@ pub struct Shape {
     pub scored: usize,
     /// Rows at the beginning that decode ([`Step::decode_rows`]).
     pub decode_rows: usize,
-    /// Positions that the others' sequences see ([`Step::prompt_positions`]).
+    /// Positions that the sequences of the other rows see ([`Step::prompt_positions`]).
     pub prompt_positions: usize,
     /// See [`Step::attention_scores`].
     pub attention_scores: [usize; 2],
 }
 
 impl DeviceSampling {
-    /// With a row of parameters per wanted row of logits.
+    /// Sampling with a row of parameters for each wanted row of logits.
     pub fn new(token_source: Vec<u32>, rows: &[SampleParams]) -> Self {
         Self { token_source, params: rows.iter().flat_map(SampleParams::words).collect(), masked: false }
     }
@@ -67,7 +67,7 @@ pub struct DeviceViews<'a> {
 
 /// Number of arrays.
 const ARRAYS: usize = 11;
-/// Their places, in the order above.
+/// The numbers of the arrays, in the order above.
 const HEAD: usize = 0;
 const TOKEN_IDS: usize = 1;
 const POSITIONS: usize = 2;
@@ -81,7 +81,7 @@ const SCORED_ROWS: usize = 9;
 const SAMPLING: usize = 10;
 
 impl Shape {
-    /// The shape of a step as it is.
+    /// The shape of a step without padding.
     pub fn of(step: &Step) -> Self {
         Self {
             rows: step.num_tokens(),
@@ -95,7 +95,7 @@ impl Shape {
         }
     }
 
-    /// A decode step of this many sequences.
+    /// The shape of a decode step of this number of sequences.
     pub fn decode(sequences: usize, max_blocks: usize) -> Self {
         Self {
             rows: sequences,
@@ -137,8 +137,8 @@ impl Shape {
     }
 }
 
-/// The words of a step on the device, and page-locked ones to fill them from. Two of these take turns,
-/// so that a step may be prepared while the copy of the one before is under way.
+/// The words of a step on the device, and page-locked words to fill them from. Two page-locked arrays take turns, so
+/// that a step may be prepared while the arrays of the step before are being copied.
 pub struct DeviceStep {
     words: Buffer,
     pinned: [PinnedWords; 2],
@@ -146,22 +146,22 @@ pub struct DeviceStep {
 }
 
 impl DeviceStep {
-    /// Room for steps of up to this many words.
+    /// Allocates room for steps of up to this number of words.
     pub fn new(words: usize, ex: &Exec) -> Result<Self> {
         let pinned = [ex.pinned(words)?, ex.pinned(words)?];
         Ok(Self { words: ex.zeros(DType::U32, &[words])?, pinned, turn: 0 })
     }
 
-    /// Copies a step as it is, without tokens to sample. `number` is the step's number.
+    /// Copies a step without padding and without tokens to sample. `number` is the step's number.
     pub fn upload(&mut self, step: &Step, number: u64, ex: &Exec) -> Result<DeviceViews<'_>> {
         let sampled = ex.scratch(DType::U32, &[0])?;
         let last = LastStep { sampled: sampled.view(), read_back: None };
         self.upload_padded(step, number, &DeviceSampling::default(), (Shape::of(step), last), ex)
     }
 
-    /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample
-    /// nothing. Rows whose token was sampled by the step before take it from what that has left, and the same launch reads
-    /// that back.
+    /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample nothing. A
+    /// row whose token was sampled by the step before takes it from the results of that step. The same launch reads
+    /// these results back to the host.
     pub fn upload_padded(
         &mut self,
         step: &Step,
@@ -209,6 +209,7 @@ impl DeviceStep {
             rope_len: array(ROPE_LEN, &[rows])?,
             query_start_loc: array(QUERY_START_LOC, &[sequences + 1])?,
             block_tables: array(BLOCK_TABLES, &[sequences, max_blocks])?,
+            states: None,
             logits_rows: array(LOGITS_ROWS, &[logits])?,
             scored_rows: array(SCORED_ROWS, &[scored])?,
             decode_rows,
@@ -219,7 +220,7 @@ impl DeviceStep {
     }
 }
 
-/// Writes the arrays one behind the other, each padded.
+/// Writes the arrays one after the other, each padded.
 fn fill(words: &mut [u32], (step, number): (&Step, u64), sampling: &DeviceSampling, shape: Shape) {
     let lengths = shape.lengths();
     let mut rest = words;

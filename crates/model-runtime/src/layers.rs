@@ -19,15 +19,19 @@ use crate::vocab::VocabParallel;
 /// RMS norm with a weight, `x / rms(x) * weight`, in f32 inside.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
+    /// The weight, in the dtype of the results or in f32.
     weight: Tensor,
     eps: f32,
+    /// The dtype of the results.
+    dtype: DType,
 }
 
 impl RmsNorm {
-    /// From a weight `[H]`.
+    /// A norm with a weight `[H]`.
     pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
         weight.dims1()?;
-        Ok(Self { weight: weight.contiguous()?, eps: eps as f32 })
+        let dtype = weight.dtype();
+        Ok(Self { weight: weight.contiguous()?, eps: eps as f32, dtype })
     }
 
     /// Loads `weight` `[size]`.
@@ -35,29 +39,44 @@ impl RmsNorm {
     /// # Errors
     /// A missing or wrongly shaped tensor; a bias other than zero, which this norm does not have.
     pub fn load(size: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
-        let mut unread = Unread::under(&vb);
-        unread.bias("bias");
-        unread.refuse("RMS norm", "it has a weight alone")?;
+        Self::refuse_unread(&vb)?;
         Self::new(vb.get(size, "weight")?, eps)
     }
 
-    /// The weight, `[H]`.
+    /// Loads a norm that multiplies by 1 + `weight` `[size]`, with results in the dtype of `vb`: `x / rms(x) * (1 +
+    /// weight)`, where the sum keeps the digits of f32 (Gemma, Qwen3-Next).
+    ///
+    /// # Errors
+    /// The errors of [`load`](Self::load).
+    pub fn load_zero_centred(size: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
+        Self::refuse_unread(&vb)?;
+        let weight = (vb.to_dtype(DType::F32).get(size, "weight")? + 1.0)?;
+        Ok(Self { dtype: vb.dtype(), ..Self::new(weight, eps)? })
+    }
+
+    fn refuse_unread(vb: &VarBuilder) -> Result<()> {
+        let mut unread = Unread::under(vb);
+        unread.bias("bias");
+        unread.refuse("RMS norm", "it has a weight alone")
+    }
+
+    /// The factors of each row, `[H]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// Shows the norm to a launch that contains it.
+    /// Passes the norm to a launch that contains it.
     pub fn with_pre_norm<R>(&self, launch: impl FnOnce(PreNorm<'_>) -> Result<R>) -> Result<R> {
         let weight = TensorView::new(&self.weight)?;
         launch(PreNorm { weight: weight.view()?, eps: self.eps })
     }
 
-    /// `out` [T, H] (the weight's dtype) = norm of `x` [T, H] (the same or f32).
+    /// `out` [T, H] (the model dtype) = norm of `x` [T, H] (the same or f32).
     pub fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
         rms_norm_into(x, TensorView::new(&self.weight)?.view()?, self.eps, out, ex)
     }
 
-    /// `residual` += `delta`, then `out` = norm of `residual`. All are [T, H]; `out` has the weight's
+    /// `residual` += `delta`, then `out` = norm of `residual`. All are [T, H]; `out` has the model
     /// dtype, the other two either that or both f32.
     pub fn add_forward_into(
         &self,
@@ -69,10 +88,10 @@ impl RmsNorm {
         add_rms_norm_into(delta, TensorView::new(&self.weight)?.view()?, self.eps, residual, out, ex)
     }
 
-    /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.
+    /// The norm of `x` [.., H] (the model dtype or f32, in any layout) as a new tensor of the model dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden_size = self.weight.elem_count();
-        forward_rows(x, hidden_size, self.weight.dtype(), |x, out, ex| self.forward_into(x, out, ex))
+        forward_rows(x, hidden_size, self.dtype, |x, out, ex| self.forward_into(x, out, ex))
     }
 }
 
@@ -86,12 +105,12 @@ impl candle_nn::Module for RmsNorm {
 #[derive(Clone, Debug)]
 pub struct Embedding {
     weight: Weight,
-    /// The ranks that hold the table, if this is a run of its rows.
+    /// The ranks that hold the table, if this is only a part of its rows.
     ranks: Option<VocabParallel>,
 }
 
 impl Embedding {
-    /// From a table [V, H].
+    /// An embedding with a table [V, H].
     pub fn new(weight: Tensor) -> Result<Self> {
         weight.dims2()?;
         Ok(Self::of(Weight::new(weight)?))
@@ -106,7 +125,8 @@ impl Embedding {
         Self::new(vb.get((vocab_size, hidden_size), "weight")?)
     }
 
-    /// Makes this one rank's run of a table.
+    /// Makes this one rank's part of the rows of a table.
+    #[must_use]
     pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {
         Self { ranks: ranks.into(), ..self }
     }
@@ -159,12 +179,12 @@ impl candle_nn::Module for Embedding {
 pub struct LmHead(Embedding);
 
 impl LmHead {
-    /// From a weight [V, H].
+    /// A projection with a weight [V, H].
     pub fn new(weight: Tensor) -> Result<Self> {
         Embedding::new(weight).map(Self)
     }
 
-    /// With the table of an embedding: tied embeddings.
+    /// A projection with the table of an embedding: tied embeddings.
     pub fn tied(embedding: &Embedding) -> Self {
         Self(Embedding::of(embedding.weight.clone()))
     }
@@ -200,12 +220,13 @@ impl LmHead {
         Ok(Self(Embedding::of(weight)))
     }
 
-    /// Makes this one rank's run of the vocabulary; every rank gets all logits.
+    /// Makes this one rank's part of the vocabulary; every rank gets all logits.
+    #[must_use]
     pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {
         Self(self.0.with_vocab_parallel(ranks))
     }
 
-    /// Whether ranks compute the logits together, each those of its run of the vocabulary.
+    /// Whether ranks compute the logits together, each for its part of the vocabulary.
     pub fn is_shared(&self) -> bool {
         self.0.ranks.is_some()
     }

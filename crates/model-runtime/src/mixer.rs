@@ -1,15 +1,15 @@
-//! What mixes the positions of a sequence in a decoder layer: attention of some kind.
+//! What mixes the positions of a sequence in a decoder layer: attention of some kind, or linear attention.
 
 use candle_core::{DType, Result};
 use moe_kernels::plan::{Fusion, Machine, Reason, Stage};
 use moe_kernels::{Exec, ProductRows, RowsView, SublayerIo};
 use moe_layer::PlanStep;
 
-use crate::kv_cache::{KvLayer, LayerState};
+use crate::kv_cache::{LayerCache, LayerState};
 use crate::rope::RopeRows;
 use crate::step::StepViews;
 
-/// What a mixer reads, and where its result goes.
+/// The inputs of a mixer, and the place of its result.
 pub type MixerIo<'a> = SublayerIo<'a, RowsView<'a>>;
 
 /// The part of a decoder layer in which the positions of a sequence see each other.
@@ -17,8 +17,8 @@ pub trait Mixer: Send + Sync {
     /// What the layer keeps of a sequence between two steps.
     fn state(&self) -> LayerState;
 
-    /// Memory for the rows `dims` [T, H] that [`forward_into`](Self::forward_into) reads in such a step, in the model dtype
-    /// `dtype` or as its first product takes them.
+    /// Memory for the rows `dims` [T, H] that [`forward_into`](Self::forward_into) reads in this step, in the model
+    /// dtype `dtype` or in the form that its first product takes.
     ///
     /// # Errors
     /// No memory left.
@@ -26,7 +26,7 @@ pub trait Mixer: Send + Sync {
         ex.scratch(dtype, dims).map(ProductRows::Floats)
     }
 
-    /// Whether such a step is computed with this inside its launches.
+    /// Whether this step can be computed with `fusion` inside the mixer's launches.
     ///
     /// # Errors
     /// The first reason why not.
@@ -38,26 +38,28 @@ pub trait Mixer: Send + Sync {
         }
     }
 
-    /// The kernels of [`forward_into`](Self::forward_into) in such a step, in their order.
+    /// The kernels of [`forward_into`](Self::forward_into) in this step, in their order.
     fn stages(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> Vec<Stage>;
 
-    /// Writes what the rows of a step cache to `kv`, then their results [T, H] where `io` says (f32, without fusion the model
-    /// dtype, too). Of rows `x` it takes the model dtype, and what [`input_rows`](Self::input_rows) says. `rope` holds the rows'
-    /// cosines and sines.
+    /// Writes the state that the rows of a step add to `cache`, then their results [T, H] to the place that `io` gives
+    /// (f32; without fusion also the model dtype). It takes rows `x` in the model dtype, and in the form of
+    /// [`input_rows`](Self::input_rows). `rope` holds the rows' cosines and sines.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; a fusion that does not [fit](Self::fits); another KV layout than this layer's; ranks that
-    /// disagree, or died.
+    /// Wrong dims or dtypes; a fusion that does not [fit](Self::fits); a cache of another kind or layout than this
+    /// layer's; ranks that disagree, or died.
     fn forward_into(
         &self,
         io: MixerIo,
         step: &StepViews,
         rope: &RopeRows,
-        kv: &mut KvLayer,
+        cache: &mut LayerCache,
         ex: &mut Exec,
     ) -> Result<()>;
 
-    /// On CUDA, leaves the sum over the ranks that share the heads to the caller from now on; whether there is one.
+    /// On CUDA, leaves the sum over the ranks that share the heads to the caller from now on. Returns whether there is
+    /// such a sum.
+    #[must_use = "true means that the caller must add the sum"]
     fn defer_sum(&mut self) -> bool {
         false
     }

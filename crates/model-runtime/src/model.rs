@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::kv_cache::{KvCache, LayerStates};
 use crate::step::StepViews;
 
-/// Facts of a model, from its config.
+/// Facts about a model, from its config.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelInfo {
     /// Number of token ids V.
@@ -35,7 +35,7 @@ pub struct ModelInfo {
     pub moe: Option<MoeInfo>,
 }
 
-/// Facts of a model's routed experts.
+/// Facts about a model's routed experts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoeInfo {
     /// Decoder layers that have experts, ascending. MoE layer m of captures and heat is decoder
@@ -58,6 +58,7 @@ pub struct LayerPlan {
 
 /// What an [`Observer`] is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Observed {
     /// Hidden states as transformers counts them (`output_hidden_states`), [T, H] in the model
     /// dtype or f32: 0 = embeddings, i = after decoder layer i - 1, and the last, L, after the final
@@ -72,8 +73,8 @@ pub trait Observer: Send {
     /// Called once for each result, in the order of execution. The view is of host memory and only valid now.
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
 
-    /// Whether it wants [`Observed::HiddenStates`]: then ranks that share the tokens each keep the whole residual stream, where they
-    /// else may each keep some of its rows.
+    /// Whether it wants [`Observed::HiddenStates`]. If so, each of the ranks that share the tokens keeps the whole
+    /// residual stream. Otherwise each of them may keep only some of its rows.
     fn sees_hidden_states(&self) -> bool {
         true
     }
@@ -110,10 +111,11 @@ impl Observe<'_> {
     }
 }
 
-/// Looks at the logits of a step's scored rows, a few rows at a time: those of a long prompt would take gigabytes at once.
+/// Receives the logits of a step's scored rows, a few rows at a time: the logits of a long prompt would take gigabytes
+/// at once.
 pub trait Scorer: Send {
-    /// Sees the logits [n, V] f32 of n of the [`StepViews::scored_rows`], from number `first` on. All are shown once, in their
-    /// order. The view is where the model is, and only valid now.
+    /// Sees the logits [n, V] f32 of n of the [`StepViews::scored_rows`], from number `first` on. All are shown once,
+    /// in their order. The view is where the model is, and only valid now.
     ///
     /// # Errors
     /// Whatever ends the step.
@@ -122,14 +124,16 @@ pub trait Scorer: Send {
 
 /// Where a forward pass leaves logits.
 pub struct LogitsOut<'a> {
-    /// Those of the rows that the step names, [R, V] f32.
+    /// The logits of the rows that the step names, [R, V] f32.
     pub rows: ViewMut<'a>,
-    /// What looks at those of scored rows. Without it they are computed only where ranks do so together.
+    /// What receives the logits of scored rows. Without a scorer, these logits are computed only if ranks compute
+    /// logits together.
     pub scorer: Option<&'a mut dyn Scorer>,
 }
 
 impl<'a> LogitsOut<'a> {
-    /// From its parts. A scorer of a longer lifetime is taken, too: a literal of this type would ask for the same one.
+    /// Makes the value from its parts. The scorer may have a longer lifetime, which a literal of this type would not
+    /// accept.
     pub fn new<'s: 'a>(rows: ViewMut<'a>, scorer: Option<&'a mut (dyn Scorer + 's)>) -> Self {
         Self { rows, scorer: scorer.map(|scorer| scorer as &mut dyn Scorer) }
     }
@@ -140,20 +144,21 @@ pub trait CausalLm: Send + Sync {
     /// The model's facts.
     fn info(&self) -> &ModelInfo;
 
-    /// The router of MoE layer `moe_layer` (an index into [`MoeInfo::layers`]), unless the layer
-    /// has none or hides it inside a kernel.
+    /// The router of MoE layer `moe_layer` (an index into [`MoeInfo::layers`]); `None` if the layer has no router, or
+    /// has it inside a kernel.
     fn router(&self, moe_layer: usize) -> Option<&moe_layer::Router> {
         let _ = moe_layer;
         None
     }
 
-    /// The experts of MoE layer `moe_layer` that a map places on this rank and others; `None` where none does.
+    /// The experts of MoE layer `moe_layer`, if a map places them on this rank and others.
     fn placed_experts(&self, moe_layer: usize) -> Option<&moe_layer::PlacedExperts> {
         let _ = moe_layer;
         None
     }
 
-    /// What experts in host memory have cost so far, all layers together; `None` where all are on the device. Waits for the device.
+    /// The transfers that experts in host memory have cost so far, for all layers together; `None` if all experts are
+    /// on the device. It waits for the device.
     ///
     /// # Errors
     /// Any error of the device.
@@ -161,23 +166,24 @@ pub trait CausalLm: Send + Sync {
         Ok(None)
     }
 
-    /// Which kernels compute each layer in such a step on a machine, and why not others; empty for a model that does not say.
+    /// Which kernels compute each layer in this step on this machine, and why other kernels do not. Empty for a model
+    /// that does not describe its layers.
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
         let _ = (step, machine);
         Vec::new()
     }
 
-    /// The ranks that run this model's steps together, if it is spread over some: a step is begun with them before
-    /// [`forward`](Self::forward).
+    /// The ranks that run this model's steps together, if there are several. They must be told of a step
+    /// ([`begin`](crate::step_ranks::StepRanks::begin)) before [`forward`](Self::forward).
     fn ranks(&self) -> Option<&dyn crate::step_ranks::StepRanks> {
         None
     }
 
-    /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows
-    /// that the step names to `logits.rows`; shows those of scored rows to `logits.scorer`. With an observer, also shows it
+    /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows that the step names to
+    /// `logits.rows`. The logits of scored rows are passed to `logits.scorer`. An observer, if there is one, also gets
     /// the intermediate results of all rows; the logits' bits are the same.
     ///
-    /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `context`.
+    /// Token ids, replay, capture and heat of mixture-of-experts layers are in `context`.
     fn forward(
         &self,
         step: &StepViews,

@@ -5,10 +5,13 @@
 //! meet by accident. Blocks keep their contents after their last owner has gone, and are taken for
 //! new contents in the order in which they were left (least recently used first).
 //!
-//! Everything lies in arrays by block that are written when they are made, so that a cache that
-//! fills takes no memory.
+//! Everything is in arrays by block whose memory is written when they are made, so that a cache that fills needs no
+//! more memory.
 
 use std::hash::{BuildHasher, RandomState};
+
+use crate::lru::Lru;
+use crate::saved_states::SavedStates;
 
 /// A prefix of tokens that ends with a full block, or the empty prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,7 +28,7 @@ impl PrefixId {
 /// No block.
 const NONE: u32 = u32::MAX;
 
-/// What a block holds, beside its tokens.
+/// What a block holds, in addition to its tokens.
 #[derive(Clone, Copy, Debug)]
 struct Content {
     /// The prefix that ends with the block, and the one before it.
@@ -45,21 +48,25 @@ pub(crate) struct PrefixTable {
     /// First blocks by the hash of their keys.
     heads: Vec<u32>,
     hasher: RandomState,
-    idle: Idle,
+    /// Blocks without an owner, the one that was left first at the front.
+    idle: Lru,
+    /// The recurrent states that are saved at the ends of blocks.
+    saved: SavedStates,
     /// Above every root.
     last_id: u64,
 }
 
 impl PrefixTable {
-    /// A table of `num_blocks` blocks of `block_size` tokens, empty.
-    pub fn new(num_blocks: usize, block_size: usize) -> Self {
+    /// A table of `num_blocks` blocks of `block_size` tokens with room for `num_saved` recurrent states, empty.
+    pub fn new(num_blocks: usize, block_size: usize, num_saved: usize) -> Self {
         Self {
             block_size,
             tokens: vec![NONE; num_blocks * block_size],
             contents: vec![None; num_blocks],
             heads: vec![NONE; num_blocks.next_power_of_two()],
             hasher: RandomState::new(),
-            idle: Idle::new(num_blocks),
+            idle: Lru::new(num_blocks),
+            saved: SavedStates::new(num_blocks, num_saved),
             last_id: u32::MAX as u64,
         }
     }
@@ -71,7 +78,7 @@ impl PrefixTable {
 
     /// Number of blocks that have contents and no owner.
     pub fn num_idle(&self) -> usize {
-        self.idle.len
+        self.idle.len()
     }
 
     /// The block that holds `tokens` after `parent`.
@@ -124,6 +131,16 @@ impl PrefixTable {
         Some(block)
     }
 
+    /// The recurrent states that are saved at the ends of blocks.
+    pub fn saved(&self) -> &SavedStates {
+        &self.saved
+    }
+
+    /// The same, to change them.
+    pub fn saved_mut(&mut self) -> &mut SavedStates {
+        &mut self.saved
+    }
+
     fn content(&self, block: u32) -> Option<Content> {
         *self.contents.get(block as usize)?
     }
@@ -138,6 +155,7 @@ impl PrefixTable {
 
     fn forget(&mut self, block: u32) {
         let Some(content) = self.content(block) else { return };
+        self.saved.forget(block);
         let place = self.place(content.parent, self.tokens(block));
         let mut before = None;
         let mut at = self.heads[place];
@@ -153,50 +171,6 @@ impl PrefixTable {
     }
 }
 
-/// Blocks without an owner, the one left first at the front: a doubly linked list in an array, whose
-/// last entry is both ends. A block that is not in it is linked to itself.
-#[derive(Clone, Debug)]
-struct Idle {
-    /// [previous, next] by block.
-    links: Vec<[u32; 2]>,
-    len: usize,
-}
-
-impl Idle {
-    fn new(num_blocks: usize) -> Self {
-        Self { links: (0..=num_blocks as u32).map(|block| [block; 2]).collect(), len: 0 }
-    }
-
-    fn ends(&self) -> u32 {
-        self.links.len() as u32 - 1
-    }
-
-    fn first(&self) -> Option<u32> {
-        let first = self.links[self.ends() as usize][1];
-        (first != self.ends()).then_some(first)
-    }
-
-    fn push(&mut self, block: u32) {
-        self.remove(block);
-        let ends = self.ends();
-        let last = self.links[self.ends() as usize][0];
-        self.links[block as usize] = [last, ends];
-        self.links[last as usize][1] = block;
-        self.links[ends as usize][0] = block;
-        self.len += 1;
-    }
-
-    fn remove(&mut self, block: u32) {
-        let [previous, next] = self.links[block as usize];
-        if next != block {
-            self.links[previous as usize][1] = next;
-            self.links[next as usize][0] = previous;
-            self.links[block as usize] = [block; 2];
-            self.len -= 1;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,7 +180,7 @@ mod tests {
     #[test]
     fn it_does_what_a_map_and_a_list_do() {
         const BLOCKS: u32 = 13;
-        let mut table = PrefixTable::new(BLOCKS as usize, 2);
+        let mut table = PrefixTable::new(BLOCKS as usize, 2, 0);
         // (parent, tokens, id) by block.
         let mut keys = HashMap::<u32, (PrefixId, [u32; 2], PrefixId)>::new();
         let mut idle = Vec::<u32>::new();

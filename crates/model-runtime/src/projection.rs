@@ -1,4 +1,5 @@
-//! The products of a mixer with its weights: its first ones may take the norm before it, its last one the addition after it.
+//! The products of a mixer with its weights. The launch of the first product may contain the norm before it, and the
+//! launch of the last one the addition after it.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -7,7 +8,7 @@ use moe_kernels::names::AttentionNames;
 use moe_kernels::plan::{Form, FusedLinearForm, Fusion, LinearCall, LinearForm, Machine, Reason, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    CpuIsa, Exec, RowsView, TensorView, View, ViewMut, Weight, linear_add_into, linear_into,
+    CpuIsa, Exec, PreNorm, RowsView, TensorView, View, ViewMut, Weight, linear_add_into, linear_into,
     linear_row_parallel_into, norm_linear_into,
 };
 use moe_layer::{BlockContext, load_weight};
@@ -22,7 +23,7 @@ pub(crate) struct Projection {
 }
 
 impl Projection {
-    /// The one at `vb`, for the path of the CPU that the context names.
+    /// Loads the projection at `vb`, for the path of the CPU that the context names.
     pub fn load(
         [rows, columns]: [usize; 2],
         bias: bool,
@@ -34,7 +35,7 @@ impl Projection {
         Self { weight, bias: bias.then(|| vb.get(rows, "bias")).transpose()? }.packed(context.cpu_isa)
     }
 
-    /// With its weight in the order that a path of the CPU reads best, see [`Weight::packed`].
+    /// This projection with its weight in the order that a path of the CPU reads best, see [`Weight::packed`].
     pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
         let rows = self.weight.dims()[0];
         Ok(Self { weight: self.weight.packed(isa, rows)?, ..self })
@@ -63,14 +64,39 @@ impl Projection {
         linear_into(x, self.weight.read()?.view()?, bias.view()?, out, ex)
     }
 
-    /// [`forward_into`](Self::forward_into) for what a mixer reads, with the norm before it where `io` has one.
+    /// [`forward_into`](Self::forward_into) for the inputs of a mixer, with the norm before it if `io` has one.
     pub fn first_into(&self, io: &MixerIo, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let MixerIo::NormAdd { norm, residual } = io else {
-            return self.forward_into(io.x("the first product of attention")?, out, ex);
-        };
+        match io {
+            MixerIo::NormAdd { norm, residual } => self.normed_into(residual.as_view(), norm, out, ex),
+            _ => self.forward_into(io.x("the first product of attention")?, out, ex),
+        }
+    }
+
+    /// Computes the norm of `x` [T, K] f32, followed by [`forward_into`](Self::forward_into).
+    pub fn normed_into(&self, x: View, norm: &PreNorm, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let bias = Lock::new(self.bias.as_ref())?;
-        let weight = self.weight.read()?;
-        norm_linear_into(residual.as_view(), norm, weight.view()?, bias.view()?, out, ex)
+        norm_linear_into(x, norm, self.weight.read()?.view()?, bias.view()?, out, ex)
+    }
+
+    /// What [`normed_into`](Self::normed_into) launches. `norm` and `product` are the names of its parts, `both` is the
+    /// name of a launch that computes both.
+    pub fn normed_stages(
+        &self,
+        [norm, product, both]: [&'static [&'static str]; 3],
+        rows: usize,
+        machine: &Machine,
+    ) -> Vec<Stage> {
+        let call = self.call(rows);
+        let fused = FusedLinearForm::stage(both, &call, machine);
+        match FusedLinearForm::Stream.fits(&call, machine) {
+            Ok(()) => vec![fused],
+            Err(_) => {
+                vec![
+                    Stage::new(norm, "rms_norm").after(fused.rejected),
+                    LinearForm::stage(product, &call, machine),
+                ]
+            }
+        }
     }
 
     /// What [`first_into`](Self::first_into) launches.
@@ -87,7 +113,8 @@ impl Projection {
         }
     }
 
-    /// The last product of a mixer, of rows `x` [T, K], to where `io` says; `ranks`: those that each have some of the columns.
+    /// Computes the last product of a mixer, of rows `x` [T, K], and writes it to the place that `io` gives. `ranks`:
+    /// the ranks that each have some of the columns.
     pub fn last_into(
         &self,
         x: RowsView,
@@ -130,7 +157,7 @@ impl Projection {
     }
 }
 
-/// Whether the first and the last product of a mixer take this into their launches.
+/// Whether the first and the last product of a mixer support this fusion in their launches.
 ///
 /// # Errors
 /// The first reason why not.
@@ -142,7 +169,7 @@ pub(crate) fn fits_products(
     machine: &Machine,
 ) -> std::result::Result<(), Reason> {
     if fusion != Fusion::Nothing && ranks.is_some() {
-        return Err(Reason::Part { part: "the sum over ranks behind its output product" });
+        return Err(Reason::Part { part: "the sum over ranks after its output product" });
     }
     match fusion {
         Fusion::Nothing => Ok(()),
@@ -154,7 +181,7 @@ pub(crate) fn fits_products(
             Some(form) => form.adds(rows),
             None => Err(Reason::NoGain("no kernel multiplies these")),
         },
-        Fusion::AddNorm => Err(Reason::Part { part: "the norm behind its output product" }),
+        Fusion::AddNorm => Err(Reason::Part { part: "the norm after its output product" }),
     }
 }
 

@@ -1,18 +1,17 @@
 //! Rotary position embeddings: rows of cosines and sines for the positions of a step.
 //!
-//! The formulas are those of transformers 5.17 (`modeling_rope_utils.py`), evaluated with the
-//! same roundings: every operation that torch does in f32 is rounded to f32 here.
+//! The formulas are the formulas of transformers 5.17 (`modeling_rope_utils.py`), evaluated with the same roundings:
+//! every operation that torch does in f32 is rounded to f32 here.
 //!
-//! Dynamic NTK is stateful in transformers: each forward pass computes the frequencies for the
-//! longest sequence seen so far. Here each row brings the length that its frequencies are for,
-//! `rope_len = max(prompt length, position + 1)`: tokens of a prompt use the prompt's length
-//! however the prompt is chunked, generated tokens their own. So a token's bits depend on its own
-//! sequence alone, and one prefill followed by decoding agrees with transformers.
+//! Dynamic NTK is stateful in transformers: each forward pass computes the frequencies for the longest sequence seen so
+//! far. Here each row has its own length for its frequencies, `rope_len = max(prompt length, position + 1)`: tokens of
+//! a prompt use the prompt's length however the prompt is chunked, generated tokens their own. So a token's bits depend
+//! only on its own sequence, and one prefill followed by decoding agrees with transformers.
 
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use moe_kernels::door::{expect_dims, expect_dtype};
+use moe_kernels::arguments::{expect_dims, expect_dtype};
 use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use crate::config::{RopeConfig, RopeScaling, Yarn};
@@ -163,7 +162,7 @@ pub struct LayerRopeRows<'a> {
 }
 
 impl LayerRopes {
-    /// From the settings of each layer, first layer first.
+    /// Makes the embeddings from the settings of each layer, first layer first.
     pub fn new(layers: &[RopeConfig]) -> Self {
         let mut ropes: Vec<Rope> = Vec::new();
         let mut of_layer = Vec::with_capacity(layers.len());

@@ -9,12 +9,12 @@ use crate::kv_cache::KvCache;
 use crate::model::{CausalLm, LogitsOut, Observer, Scorer};
 use crate::step::Step;
 
-/// Most scored rows whose logits are there at once. A row is the whole vocabulary in f32: those of 8,192 rows of Qwen3 would take
-/// 5 GB, these 156 MB. 128 rows are 5 % slower, 512 are 1 % faster (docs/benchmarks.md).
+/// The largest number of scored rows whose logits exist at the same time. A row is the whole vocabulary in f32: 8,192
+/// rows of Qwen3 would take 5 GB, these take 156 MB. 128 rows are 5 % slower, 512 are 1 % faster (docs/benchmarks.md).
 pub(crate) const SCORED_PIECE: usize = 256;
 
-/// Executes a step on a model; returns the logits, [R, V] f32, where the model is. On a CUDA device
-/// the step's arrays are copied there first. Scored rows are shown to nobody.
+/// Executes a step on a model; returns the logits, [R, V] f32, on the model's device. On a CUDA device the step's
+/// arrays are copied there first. No scorer gets the logits of scored rows.
 pub fn run_step(
     model: &dyn CausalLm,
     step: &Step,
@@ -26,7 +26,7 @@ pub fn run_step(
     run(model, step, kv, (observer, None), context, ex)
 }
 
-/// [`run_step`] that shows a scorer the logits of the step's scored rows.
+/// The same as [`run_step`], and passes the logits of the step's scored rows to a scorer.
 pub fn run_scored_step(
     model: &dyn CausalLm,
     step: &Step,
@@ -77,25 +77,29 @@ fn run(
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.clone();
     pool.install_awake(|| {
+        kv.restore(step.restores(), ex)?;
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
         let _span = span().entered();
         let out = LogitsOut::new(logits.view_mut(), scorer);
-        model.forward(&step.views()?, kv, out, observer, context, ex)
+        model.forward(&step.views()?, kv, out, observer, context, ex)?;
+        kv.save(step.saves(), ex)
     })?;
     Ok(logits)
 }
 
-/// Rows of the buffers of logits, [rows, V] f32 each, that a step of up to `rows` rows of logits and any number of scored rows
-/// holds at once where the host samples: the step's logits, and a piece of scored rows. Ranks that share the vocabulary have two
-/// more, a rank's own columns and the columns of all ranks before they are joined to rows.
+/// The numbers of rows of the buffers of logits, [rows, V] f32 each, that a step of up to `rows` rows of logits and any
+/// number of scored rows holds at once if the host samples: the step's logits, and a piece of scored rows. Ranks that
+/// share the vocabulary have two more buffers: a rank's own columns, and the columns of all ranks before they are
+/// joined to rows.
 pub fn logits_rows(model: &dyn CausalLm, rows: usize) -> Vec<usize> {
     let gathers = if model.ranks().is_some_and(|ranks| ranks.cuts_vocabulary()) { 2 } else { 0 };
     let gathered = std::iter::repeat_n(rows.max(SCORED_PIECE), gathers);
     [rows, SCORED_PIECE].into_iter().chain(gathered).collect()
 }
 
-/// Leaves in the workspace of a GPU what the logits of so many rows take. It keeps each buffer that it has lent, since recorded
-/// graphs hold addresses: rows that grow from step to step would each leave a buffer there, gigabytes in all.
+/// Reserves memory in the workspace of a GPU for the logits of `rows` rows. The workspace keeps each buffer that it has
+/// lent, since recorded graphs hold addresses. If the number of rows grew from step to step, each step would leave a
+/// buffer there, gigabytes in all.
 ///
 /// # Errors
 /// Memory that the device refuses.

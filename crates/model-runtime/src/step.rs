@@ -13,6 +13,9 @@
 //! | `rope_len` | `[T]` | length that the rotary frequencies are for (see [`crate::rope`]) |
 //! | `query_start_loc` | [S+1] | rows of sequence s are `query_start_loc[s]..query_start_loc[s+1]` |
 //! | `block_tables` | [S, max_blocks] | KV blocks of each sequence, padded with 0 |
+//! | `states` | `[S]` | number of each sequence's recurrent state, where layers keep any |
+//! | `restores` | | saved states that sequences begin with, copied before the layers run |
+//! | `saves` | | states that are saved after the layers have run |
 //! | `logits_rows` | `[R]` | the rows whose logits are wanted, ascending |
 //! | `logits_start_loc` | [S+1] | logits of sequence s are `logits_start_loc[s]..logits_start_loc[s+1]` |
 //! | `scored_rows` | `[P]` | the rows whose next token is known and scored ([`crate::Scorer`]), ascending |
@@ -20,14 +23,19 @@
 //! | `scored_start_loc` | [S+1] | scored rows of sequence s are `scored_start_loc[s]..scored_start_loc[s+1]` |
 
 mod check;
+mod states;
+mod views;
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use moe_kernels::{StepContext, View};
-use moe_layer::PlanStep;
+use moe_kernels::View;
+
+use crate::kv_cache::StateCopy;
+pub use views::StepViews;
 
 /// Which rows of a sequence need logits.
+// This enum is exhaustive: a runner must know which rows need logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitsRows {
     /// None: a chunk of a prompt that goes on.
@@ -51,8 +59,8 @@ pub struct SequenceStep<'a> {
     pub blocks: &'a [u32],
     /// Which rows need logits.
     pub logits: LogitsRows,
-    /// The tokens behind the first rows, where their log-probabilities are wanted: row i predicts `scored[i]`. At most one for
-    /// each row.
+    /// The tokens that follow the first rows, if their log-probabilities are wanted: row i predicts `scored[i]`. At
+    /// most one for each row.
     pub scored: &'a [u32],
 }
 
@@ -66,6 +74,9 @@ pub struct Step {
     query_start_loc: Vec<u32>,
     block_tables: Vec<u32>,
     max_blocks: usize,
+    states: Vec<u32>,
+    restores: Vec<StateCopy>,
+    saves: Vec<StateCopy>,
     logits_rows: Vec<u32>,
     logits_start_loc: Vec<u32>,
     scored_rows: Vec<u32>,
@@ -73,74 +84,9 @@ pub struct Step {
     scored_start_loc: Vec<u32>,
 }
 
-/// The arrays that executing a step reads, in host or device memory. All are u32; shapes as in
-/// the module's table.
-#[derive(Clone, Copy, Debug)]
-pub struct StepViews<'a> {
-    /// Token ids, `[T]`.
-    pub token_ids: View<'a>,
-    /// Positions, `[T]`.
-    pub positions: View<'a>,
-    /// KV slots, `[T]`.
-    pub slot_mapping: View<'a>,
-    /// Lengths for the rotary frequencies, `[T]`.
-    pub rope_len: View<'a>,
-    /// Row ranges of the sequences, [S+1].
-    pub query_start_loc: View<'a>,
-    /// KV blocks of the sequences, [S, max_blocks].
-    pub block_tables: View<'a>,
-    /// Rows whose logits are wanted, `[R]`.
-    pub logits_rows: View<'a>,
-    /// Rows that are scored, `[P]`.
-    pub scored_rows: View<'a>,
-    /// How many rows at the beginning decode: row i is the one new row of sequence i.
-    pub decode_rows: usize,
-    /// Positions that the sequences behind these see, see [`Step::prompt_positions`].
-    pub prompt_positions: usize,
-    /// See [`Step::attention_scores`].
-    pub attention_scores: [usize; 2],
-}
-
-impl StepViews<'_> {
-    /// Number of rows T.
-    pub fn num_tokens(&self) -> usize {
-        self.token_ids.elem_count()
-    }
-
-    /// Number of rows R whose logits are wanted.
-    pub fn num_logits(&self) -> usize {
-        self.logits_rows.elem_count()
-    }
-
-    /// Number of rows P that are scored.
-    pub fn num_scored(&self) -> usize {
-        self.scored_rows.elem_count()
-    }
-
-    /// Whether row i is the one new row of sequence i, as in pure decoding.
-    pub fn one_row_each(&self) -> bool {
-        self.decode_rows == self.num_tokens()
-    }
-
-    /// What the step asks of a layer; `observed`: what an observer of it asks.
-    pub fn plan_step(&self, observed: Option<&'static str>, context: &StepContext) -> PlanStep {
-        PlanStep {
-            rows: self.num_tokens(),
-            decode_rows: self.decode_rows,
-            only_decode: context.only_decode,
-            attention_scores: self.attention_scores,
-            prompt_positions: Some(self.prompt_positions),
-            logits: self.num_logits(),
-            scored: self.num_scored(),
-            whole_residual: context.whole_residual,
-            observed,
-            routed: context.asks_of_router(),
-        }
-    }
-}
-
 impl Step {
-    /// Assembles the step of some sequences; each has rows of its own, in the given order.
+    /// Assembles the step of some sequences; each has rows of its own, in the given order, and the state of its first
+    /// block's number ([`Self::with_states`] says otherwise).
     pub fn new<'a>(sequences: impl IntoIterator<Item = SequenceStep<'a>>, block_size: usize) -> Result<Self> {
         let sequences: Vec<SequenceStep> = sequences.into_iter().collect();
         let mut step = Self {
@@ -178,6 +124,7 @@ impl Step {
         self.query_start_loc.push(rows as u32);
         self.block_tables.extend_from_slice(seq.blocks);
         self.block_tables.resize(self.block_tables.len() + self.max_blocks - seq.blocks.len(), 0);
+        self.states.push(seq.blocks[0]);
         let first = rows - seq.token_ids.len();
         let wanted = match seq.logits {
             LogitsRows::None => rows,
@@ -192,8 +139,8 @@ impl Step {
         Ok(())
     }
 
-    /// Sets the token of a row: one that was not known when the step was assembled. A row outside
-    /// of the step is left alone.
+    /// Sets the token of a row, if it was not known when the step was assembled. Nothing happens for a row outside of
+    /// the step.
     pub fn set_token(&mut self, row: usize, token_id: u32) {
         if let Some(id) = self.token_ids.get_mut(row) {
             *id = token_id;
@@ -255,8 +202,8 @@ impl Step {
         self.num_tokens() == self.num_sequences()
     }
 
-    /// Positions that the rows of the sequences behind the [decoding](Self::decode_rows) ones see, all these sequences
-    /// together: for each the position of its last row, plus one.
+    /// The number of positions that the rows of the sequences after the [decoding](Self::decode_rows) ones see, added
+    /// up over these sequences: for each sequence the position of its last row, plus one.
     pub fn prompt_positions(&self) -> usize {
         let sequences = self.query_start_loc.windows(2).skip(self.decode_rows());
         sequences
@@ -265,8 +212,9 @@ impl Step {
             .sum()
     }
 
-    /// (Row, position) pairs that attention looks at: of the [decoding](Self::decode_rows) rows, and of the rows behind
-    /// them; zeros where a step has rows of one kind alone, whose launches do not depend on it.
+    /// The numbers of (row, position) pairs that attention computes: for the [decoding](Self::decode_rows) rows, and
+    /// for the rows after them. Both are zero if a step has rows of only one kind, whose launches do not depend on
+    /// them.
     pub fn attention_scores(&self) -> [usize; 2] {
         let decoding = self.decode_rows();
         if decoding == 0 || decoding == self.num_tokens() {
@@ -276,8 +224,8 @@ impl Step {
         [decode, prompts].map(|rows| rows.iter().map(|&position| position as usize + 1).sum())
     }
 
-    /// How many rows at the beginning are the one new row of their sequence: row i of sequence i. A step that has its
-    /// decoding sequences first is computed faster on a GPU.
+    /// The number of rows at the beginning that are the one new row of their sequence: row i of sequence i. A step that
+    /// has its decoding sequences first is computed faster on a GPU.
     pub fn decode_rows(&self) -> usize {
         let ends = self.query_start_loc.iter().skip(1);
         ends.zip(1..).take_while(|&(&end, row)| end == row).count()
@@ -303,7 +251,7 @@ impl Step {
         &self.scored_rows
     }
 
-    /// The tokens behind the scored rows of sequence `s`; none for an unknown one.
+    /// The tokens that follow the scored rows of sequence `s`; none for an unknown sequence.
     pub fn scored_tokens(&self, s: usize) -> &[u32] {
         &self.scored_tokens[range(&self.scored_start_loc, s)]
     }
@@ -327,6 +275,7 @@ impl Step {
             rope_len: vector(&self.rope_len)?,
             query_start_loc: vector(&self.query_start_loc)?,
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
+            states: Some(vector(&self.states)?),
             logits_rows: vector(&self.logits_rows)?,
             scored_rows: vector(&self.scored_rows)?,
             decode_rows: self.decode_rows(),
@@ -336,7 +285,7 @@ impl Step {
     }
 }
 
-/// The entries of sequence `s` by where each sequence's begin.
+/// The range of the entries of sequence `s`, from the places where the entries of each sequence begin.
 fn range(start_loc: &[u32], s: usize) -> std::ops::Range<usize> {
     match start_loc.get(s..s.saturating_add(2)) {
         Some(&[from, to]) => from as usize..to as usize,
@@ -348,7 +297,7 @@ fn vector(data: &[u32]) -> Result<View<'_>> {
     View::new(data, &[data.len()])
 }
 
-/// Checks one sequence, so that none of its positions overflows or lies outside of its blocks.
+/// Checks one sequence, so that none of its positions overflows or is outside of its blocks.
 fn check(seq: &SequenceStep, block_size: usize) -> Result<()> {
     if seq.token_ids.is_empty() {
         bail!("expected at least one new token")

@@ -1,8 +1,8 @@
 //! Ranks that run each step together, led by one of them.
 //!
-//! The rank that an engine drives tells the ranks that follow it of a step before it runs the step itself; all of
-//! them, and the data-parallel groups among each other, then run the same collectives in the same order. It is so on
-//! the CPU and on devices, where the launches of a step may be a recorded graph that can tell nobody anything.
+//! The rank that an engine drives sends each step to the ranks that follow it, before it runs the step itself. Then all
+//! of them, and the data-parallel groups too, run the same collectives in the same order. This is the same on the CPU
+//! and on devices, where the launches of a step may be a recorded graph, which cannot tell other ranks anything.
 
 use candle_core::{Result, bail};
 use moe_kernels::{Exec, StepContext};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::kv_cache::KvCache;
 use crate::step::Step;
 
-/// Sizes of what runs steps on a device and samples their tokens there.
+/// Sizes of the runner that runs steps on a device and samples their tokens there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunnerSizes {
     /// Most rows of a step.
@@ -30,8 +30,8 @@ pub struct RunnerSizes {
 /// Words of a row of [`DeviceSampling::params`].
 pub(crate) const PARAM_WORDS: usize = 16;
 
-/// How the tokens of a step are sampled on a device. Rows that are missing at the end have tokens of their own, and
-/// sample nothing.
+/// How the tokens of a step are sampled on a device. A row for which the arrays have no entry has its own token, and
+/// samples nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceSampling {
     /// Per row of the step: the row of the step before whose sampled token it takes; u32::MAX = it has its own.
@@ -43,11 +43,11 @@ pub struct DeviceSampling {
 }
 
 impl DeviceSampling {
-    /// Fails unless this is sampling of a step of so many rows, of which so many logits are wanted, behind one of at most
+    /// Fails unless this is sampling for a step of `rows` rows, of which `logits` have logits, after a step of at most
     /// `sequences` sampled tokens.
     ///
     /// # Errors
-    /// An array of another size; a token of a row that there is not.
+    /// An array of another size; a token of a row that does not exist.
     pub fn check(&self, rows: usize, logits: usize, sequences: usize) -> Result<()> {
         if self.token_source.len() > rows || self.params.len() != logits.saturating_mul(PARAM_WORDS) {
             let sources = self.token_source.len();
@@ -63,12 +63,13 @@ impl DeviceSampling {
     }
 }
 
-/// The ranks of a model, as the one that is about to run a step sees them. Every call fails once a rank has died.
+/// The ranks of a model, as seen by the rank that is about to run a step. Every call fails once a rank has died.
 pub trait StepRanks: Send + Sync {
-    /// Tells the ranks that follow of a step, and agrees with the data-parallel ranks on what their
-    /// experts see of it, which is left in `context`. `sampling` says how tokens are sampled on the device, `None`
-    /// that the host samples. `bucket`: rows to which this rank would pad the step, to run it as a graph; 0 rows
-    /// fit any. Returns the bucket to which all pad their steps; `None` if any runs its rows as they are.
+    /// Sends the step to the ranks that follow, and exchanges with the data-parallel ranks what their experts need to
+    /// know of it; the answer is stored in `context`. `sampling` says how tokens are sampled on the device; with `None`
+    /// the host samples. `bucket` is the number of rows to which this rank would pad the step in order to run it as a
+    /// graph; a step of 0 rows fits every bucket. Returns the bucket to which all ranks pad their steps, or `None` if
+    /// some rank runs its rows without padding.
     fn begin(
         &self,
         step: &Step,
@@ -78,14 +79,16 @@ pub trait StepRanks: Send + Sync {
         context: &mut StepContext,
     ) -> Result<Option<usize>>;
 
-    /// Whether masks can reach every rank that records graphs with this one: not those of other data-parallel groups.
+    /// Whether masks can reach every rank that records graphs together with this one. They cannot reach the ranks of
+    /// other data-parallel groups.
     fn takes_masks(&self) -> bool;
 
-    /// Tells the ranks that follow the masks of the step that they have launched, [R, ceil(V / 32)] u32: all sample then.
+    /// Sends the masks of the step that is running, [R, ceil(V / 32)] u32, to the ranks that follow. All ranks sample
+    /// after that.
     fn tell_masks(&self, masks: &[u32]) -> Result<()>;
 
-    /// One round of moving experts between the ranks that share them, between two steps: tells the ranks that follow, and takes
-    /// part. The first ranks of all data-parallel groups call it together.
+    /// Runs one round of moving experts between the ranks that share them, between two steps. It calls the ranks that
+    /// follow, and takes part itself. The first ranks of all data-parallel groups call it together.
     ///
     /// # Errors
     /// Experts that were not loaded to be moved; a placement that their slots cannot have.
@@ -94,12 +97,14 @@ pub trait StepRanks: Send + Sync {
     /// Whether each rank computes the logits of a part of the vocabulary, which all ranks then gather.
     fn cuts_vocabulary(&self) -> bool;
 
-    /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
+    /// Whether all ranks that share this one's collectives pass `yes`. They use it to record a graph together or not at
+    /// all.
     fn all(&self, yes: bool) -> Result<bool>;
 
-    /// Has the work that is on the stream now watched: after the replay of a graph.
+    /// Watches the work that is now on the stream for failures of ranks. It is called after a graph has been replayed.
+    /// replayed.
     fn watch(&self, ex: &mut Exec) -> Result<()>;
 
-    /// An error once any rank has failed: what a device holds then is worth nothing.
+    /// Fails once any rank has failed. The contents of a device are worthless then.
     fn check(&self) -> Result<()>;
 }

@@ -1,9 +1,9 @@
-//! A vocabulary cut over the ranks of a tensor-parallel group: each holds a run of rows of the
-//! embedding and of the projection.
+//! A vocabulary cut over the ranks of a tensor-parallel group. Each rank holds a run of rows of the embedding and of
+//! the projection.
 //!
-//! On the CPU rows and logits are gathered, not added up, so their bits are the same as on one rank, signs
-//! of zero included, and each row travels once. On devices nothing is read on the host: rows are added to
-//! zeros, and logits are gathered.
+//! On the CPU rows and logits are gathered, not added up. So their bits are the same as on one rank, signs of zero
+//! included, and each row is sent once. On devices the host reads nothing: rows are added to zeros, and logits are
+//! gathered.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub struct VocabParallel {
 }
 
 impl VocabParallel {
-    /// A vocabulary of `vocab_size` ids over the ranks of `comm`; uneven runs are legal.
+    /// A vocabulary of `vocab_size` ids over the ranks of `comm`. The runs may have different lengths.
     pub fn new(vocab_size: usize, comm: Arc<dyn Communicator>) -> Self {
         Self { comm, vocab_size }
     }
@@ -109,8 +109,8 @@ impl VocabParallel {
         Ok(())
     }
 
-    /// `embed_into` where ids are known to the device alone: each rank has the rows of its own run and zeros
-    /// elsewhere, and their sum is exact.
+    /// `embed_into` if only the device knows the ids: each rank has the rows of its own run and zeros elsewhere, and
+    /// their sum is exact.
     #[cfg(feature = "cuda")]
     fn embed_on_device(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let first = partition(self.vocab_size, self.comm.world_size(), self.comm.rank()).start;

@@ -1,4 +1,4 @@
-//! Chunked Mixture-of-Experts, as plain numbers.
+//! Cuts the tokens of a Mixture-of-Experts layer into chunks. This crate only computes the numbers.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

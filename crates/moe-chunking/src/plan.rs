@@ -1,20 +1,33 @@
-//! Which tokens each round has.
+//! Which tokens each round processes.
 //!
-//! The split is even, as numpy's `array_split`: chunks that differ by at most one token keep the
-//! last one from being a remnant with the cost of a whole pass over the weights. With ranks that
-//! meet in collectives, all run as many rounds as the one with the most chunks; those that have
-//! fewer pass no token in the last rounds (FastDeploy's rule in its final form).
+//! The split is even, like numpy's `array_split`: chunks differ by at most one token. Otherwise the last chunk could be
+//! a small rest that costs a whole pass over the weights. If ranks use collectives, all of them run as many rounds as
+//! the rank with the most chunks. Ranks with fewer chunks pass no token in the last rounds (FastDeploy's rule in its
+//! final form).
 
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
-/// Chunks of at most `size` tokens that `tokens` tokens need; 0 for none.
+/// The number of chunks of at most `size` tokens into which `tokens` tokens are cut; 0 for no tokens.
 pub fn num_chunks(tokens: usize, size: NonZeroUsize) -> usize {
     tokens.div_ceil(size.get())
 }
 
 /// The rounds of one rank.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use moe_chunking::ChunkPlan;
+///
+/// // 10 tokens, at most 4 in a chunk.
+/// let plan = ChunkPlan::new(10, NonZeroUsize::new(4).ok_or("zero")?);
+/// assert_eq!(plan.ranges().collect::<Vec<_>>(), [0..4, 4..7, 7..10]);
+/// // A captured graph always runs 5 rounds; the last ones have no token.
+/// assert_eq!(plan.with_rounds(5)?.range(4), 10..10);
+/// assert!(plan.with_rounds(2).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkPlan {
     tokens: usize,
@@ -28,18 +41,18 @@ pub struct ChunkPlan {
 pub enum PlanError {
     /// The rank has no token count.
     UnknownRank {
-        /// The rank.
+        /// The rank that was asked for.
         rank: usize,
         /// Ranks whose counts are known.
         ranks: usize,
     },
-    /// A fixed number of rounds is too small.
+    /// There are fewer rounds than chunks.
     TooFewRounds {
         /// Tokens to cut.
         tokens: usize,
-        /// Chunks that they need.
+        /// Chunks into which they are cut.
         chunks: usize,
-        /// Rounds that there are.
+        /// Rounds that were given.
         rounds: usize,
     },
 }
@@ -62,22 +75,22 @@ impl fmt::Display for PlanError {
 impl std::error::Error for PlanError {}
 
 impl ChunkPlan {
-    /// The rounds of a rank alone: one per chunk.
+    /// The rounds of a rank that is alone: one per chunk.
     pub fn new(tokens: usize, size: NonZeroUsize) -> Self {
         let chunks = num_chunks(tokens, size);
         Self { tokens, chunks, rounds: chunks }
     }
 
-    /// One round with all tokens, also if there is none.
+    /// One round with all tokens, even if there are no tokens.
     pub fn whole(tokens: usize) -> Self {
         Self { tokens, chunks: 1, rounds: 1 }
     }
 
-    /// The rounds of `rank` where rank r has `tokens[r]` tokens: on every rank as many as the one
-    /// with the most chunks needs.
+    /// The rounds of `rank` if rank r has `tokens[r]` tokens. Every rank has as many rounds as the rank with the most
+    /// chunks needs.
     ///
     /// # Errors
-    /// A rank without a count.
+    /// The rank has no count.
     pub fn for_ranks(rank: usize, tokens: &[usize], size: NonZeroUsize) -> Result<Self, PlanError> {
         let Some(&own) = tokens.get(rank) else {
             return Err(PlanError::UnknownRank { rank, ranks: tokens.len() });
@@ -86,8 +99,8 @@ impl ChunkPlan {
         Ok(Self { rounds, ..Self::new(own, size) })
     }
 
-    /// The same chunks in a fixed number of rounds, whatever the tokens: what a captured graph
-    /// replays.
+    /// The same chunks in a fixed number of rounds, which does not depend on the tokens. A captured graph replays this
+    /// number of rounds.
     ///
     /// # Errors
     /// Fewer rounds than chunks.
@@ -109,7 +122,7 @@ impl ChunkPlan {
         self.chunks
     }
 
-    /// The tokens of a round; an empty range at the end for one without any.
+    /// The tokens of a round. For a round without tokens it is an empty range at the end.
     pub fn range(&self, round: usize) -> Range<usize> {
         if round >= self.chunks {
             return self.tokens..self.tokens;
@@ -126,7 +139,7 @@ impl ChunkPlan {
         (0..plan.rounds).map(move |round| plan.range(round))
     }
 
-    /// How many tokens each rank has in a round, where rank r has `tokens[r]` in all.
+    /// How many tokens each rank has in a round, if rank r has `tokens[r]` tokens in total.
     pub fn rank_tokens(round: usize, tokens: &[usize], size: NonZeroUsize) -> Vec<usize> {
         tokens.iter().map(|&tokens| Self::new(tokens, size).range(round).len()).collect()
     }

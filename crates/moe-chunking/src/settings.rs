@@ -1,4 +1,4 @@
-//! The settings, under the names that users write (FastDeploy's, and a budget beside them).
+//! The settings, under the names that users write: FastDeploy's names, and a memory budget.
 
 use std::num::NonZeroUsize;
 
@@ -7,14 +7,15 @@ use crate::size::{BudgetError, size_for_budget};
 /// FastDeploy's default.
 pub const DEFAULT_CHUNKED_MOE_SIZE: NonZeroUsize = NonZeroUsize::MIN.saturating_add(255);
 
-/// Whether and how a layer's tokens are cut.
+/// Whether and how the tokens of a layer are cut into chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkedMoe {
-    /// Cuts them.
+    /// Whether tokens are cut into chunks.
     pub enable_chunked_moe: bool,
-    /// Tokens of a chunk, at most.
+    /// The largest number of tokens in a chunk.
     pub chunked_moe_size: NonZeroUsize,
-    /// Bytes of workspace of a layer, at most; decides the size instead of `chunked_moe_size`.
+    /// The largest number of bytes of a layer's workspace. If it is set, it decides the size of chunks instead of
+    /// `chunked_moe_size`.
     pub moe_memory_budget: Option<usize>,
 }
 
@@ -34,13 +35,13 @@ impl ChunkedMoe {
         Self { enable_chunked_moe: true, chunked_moe_size: size, moe_memory_budget: None }
     }
 
-    /// Chunks whose workspace fits so many bytes.
+    /// Chunks whose workspace fits `budget` bytes.
     pub fn within(budget: usize) -> Self {
         Self { enable_chunked_moe: true, moe_memory_budget: Some(budget), ..Self::default() }
     }
 
-    /// The size of chunks for steps of at most `max_tokens` tokens, where `bytes(tokens)` is the
-    /// workspace of a chunk; `None` without chunking.
+    /// The size of chunks for steps of at most `max_tokens` tokens; `bytes(tokens)` is the workspace of a chunk. `None`
+    /// without chunking.
     ///
     /// # Errors
     /// A budget that is too small for one token.

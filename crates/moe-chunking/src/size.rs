@@ -1,12 +1,12 @@
-//! How large a chunk may be, and how small it should not be.
+//! The largest chunk that fits a budget, and the smallest chunk that costs no time.
 
 use std::fmt;
 use std::num::NonZeroUsize;
 
-/// A budget that holds not even one token.
+/// A budget that is too small for one token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetError {
-    /// Bytes that there are.
+    /// Bytes of the budget.
     pub budget: usize,
     /// Bytes that one token needs.
     pub needed: usize,
@@ -38,7 +38,7 @@ pub fn size_for_budget(
     if needed > budget {
         return Err(BudgetError { budget, needed });
     }
-    // `fits` fits, `above` is the first that may not.
+    // `fits` is known to fit; `above` is the smallest size that may not fit.
     let mut fits = NonZeroUsize::MIN;
     let mut above = max_tokens.max(1).saturating_add(1);
     while above - fits.get() > 1 {
@@ -51,10 +51,9 @@ pub fn size_for_budget(
     Ok(fits)
 }
 
-/// The ridge of the roofline in tokens per chunk: below it a chunk takes as long as reading the
-/// weights of all experts does, so that chunking costs time. `rows` is the number of rows of one
-/// expert at which arithmetic takes as long as reading its weights (peak FLOP/s over bandwidth in
-/// weights/s, over 2).
+/// The ridge of the roofline in tokens per chunk. Below it a chunk takes as long as reading the weights of all experts
+/// takes, so smaller chunks cost time. `rows` is the number of rows of one expert at which arithmetic takes as long as
+/// reading the expert's weights (peak FLOP/s over bandwidth in weights/s, over 2).
 pub fn ridge_tokens(rows: usize, num_experts: usize, top_k: usize) -> usize {
     rows.saturating_mul(num_experts).div_ceil(top_k.max(1))
 }

@@ -1,4 +1,4 @@
-//! What the README promises, for any numbers.
+//! Checks the promises of the README for any numbers.
 
 use std::num::NonZeroUsize;
 
@@ -21,7 +21,7 @@ proptest! {
         prop_assert!(lengths.iter().all(|&len| 1 <= len && len <= n));
         prop_assert!(lengths.is_sorted_by(|a, b| a >= b));
         prop_assert!(lengths.first().unwrap_or(&0) - lengths.last().unwrap_or(&0) <= 1);
-        // One chunk fewer would be too large.
+        // With one chunk fewer, a chunk would be too large.
         prop_assert!(tokens == 0 || (lengths.len() - 1) * n < tokens);
     }
 
@@ -33,7 +33,7 @@ proptest! {
         for (rank, plan) in plans.iter().enumerate() {
             prop_assert_eq!(plan.rounds(), rounds);
             prop_assert_eq!(plan.ranges().map(|r| r.len()).sum::<usize>(), tokens[rank]);
-            // Real chunks first.
+            // Chunks with tokens come first.
             let empty = plan.ranges().position(|r| r.is_empty()).unwrap_or(rounds);
             prop_assert_eq!(empty, plan.chunks());
             prop_assert!(plan.ranges().skip(empty).all(|r| r == (tokens[rank]..tokens[rank])));
@@ -105,7 +105,7 @@ fn settings_decide_in_order() {
     assert_eq!(sized(ChunkedMoe::within(1 << 30)), Ok(Some(1000)));
     let e = sized(ChunkedMoe::within(99)).unwrap_err();
     assert!(e.to_string().contains("99 bytes is too small: one token needs 100 bytes"), "{e}");
-    // The whole range of numbers is legal.
+    // The largest possible numbers are allowed.
     assert_eq!(size_for_budget(usize::MAX, usize::MAX, |_| 0).unwrap().get(), usize::MAX - 1);
 }
 

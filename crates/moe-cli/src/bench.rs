@@ -1,4 +1,4 @@
-//! `bench`: prefill and decode rates under the protocol of the rivals' runners.
+//! `bench`: prefill and decode rates, measured by the protocol of the scripts for other programs.
 //!
 //! Random prompt tokens, temperature 1 over the whole vocabulary (so that routing stays spread),
 //! end-of-sequence ignored. A decode figure is a run with all output tokens minus a run with one;
@@ -20,14 +20,15 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use model_runtime::sampling::random_bits;
 use model_runtime::{MoeInfo, SamplingParams};
+use moe_engine::Session;
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::terminal::note;
-use moe_engine::{Session, usage};
 use serde_json::{Value, json};
 use tracing::info;
 
 use crate::Program;
 use crate::cli::BenchArgs;
+use crate::error::usage;
 use crate::output::{check_writable, write_json};
 use crate::preflight::{Asks, Known, check_device_flags};
 use crate::roofline;
@@ -59,7 +60,7 @@ pub fn run(program: &Program, args: &BenchArgs) -> Result<()> {
     }
     let check = |model: &Known| check_sizes(args, &Sizes::new(args, model.context), model.context);
     let session = session::open(program, model(args), &args.run, false, &Asks::default().with(&check))?;
-    // A config may leave out what only the family knows.
+    // A config may omit values that only the family knows.
     let context = session.model.info().max_context_len;
     let sizes = Sizes::new(args, context);
     check_sizes(args, &sizes, context)?;
@@ -133,7 +134,7 @@ impl Bench {
         let requests = self.requests(batch, prompt, output);
         let warm_up = self.requests(batch, 1, (prompt + output - 1).min(4));
         let mut engine = self.engine(batch, prompt + output, false)?;
-        // Before the clock starts scratch is allocated, and on a GPU the decode graph is captured.
+        // Before the clock starts, scratch memory is allocated, and on a GPU the decode graph is captured.
         warm_up.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         engine.run(drop)?;
         let start = Instant::now();
@@ -147,8 +148,8 @@ impl Bench {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Mean distinct experts per layer and decode step, and whether that is as spread as uniform
-    /// routing would be, within 3 %. A step counts for all ranks in lockstep, else for one rank with its share of the
+    /// The mean number of distinct experts per layer and decode step, and whether that is as many as with uniform
+    /// routing, within 3 %. A step counts for all ranks in lockstep, otherwise for one rank with its share of the
     /// batch.
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
@@ -195,21 +196,25 @@ impl Bench {
     fn engine(&self, batch: usize, length: usize, count_experts: bool) -> Result<DpEngine<'_>> {
         let info = self.session.model.info();
         let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
+        let tokens = (blocks * BLOCK_SIZE).saturating_mul(info.states.bytes_per_token()?);
+        // States take half of the memory at most.
+        let states = batch.saturating_mul(2 * info.states.bytes_per_sequence()?);
         let config = EngineConfig {
             max_num_seqs: batch,
             max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
-            kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.states.bytes_per_token()?)),
+            kv_cache_memory: Some(tokens.saturating_add(states)),
+            prefix_state_memory: Some(0),
             count_experts,
             max_num_batched_tokens: self.max_num_batched_tokens,
             ..self.session.engine_defaults()
         };
-        self.session.engine(None, &config)
+        Ok(self.session.engine(None, &config)?)
     }
 }
 
-/// A decode row of the seconds that a run takes with one new token and with all of them. Where noise hides the steps
-/// between the two, nothing is said of a step.
+/// A decode row from the seconds of a run with one new token and of a run with all of them. If noise hides the
+/// difference, no time per step is given.
 fn decode_row(batch: usize, output: usize, one: f64, full: f64) -> Value {
     let step = Some((full - one) / (output - 1) as f64).filter(|step| *step > 0.);
     json!({
@@ -219,7 +224,7 @@ fn decode_row(batch: usize, output: usize, one: f64, full: f64) -> Value {
     })
 }
 
-/// The row of one sequence behind a long prompt.
+/// The row for one sequence after a long prompt.
 fn long_row(context: usize, one: f64, full: f64) -> Value {
     json!({"context": context, "tok_s": decode_row(1, LONG_OUTPUT, one, full)["tok_s"]})
 }

@@ -41,7 +41,7 @@ pub use run_args::RunArgs;
 pub use sampling::SamplingArgs;
 pub use shell::{CompletionsArgs, ManArgs};
 pub use structured::StructuredArgs;
-pub use template_args::{ReasoningParser, TemplateArgs, ToolCallParser};
+pub use template_args::TemplateArgs;
 
 /// Text from Mixture-of-Experts models. Without a command it continues a prompt, as `generate` does.
 #[derive(Parser, Debug)]
@@ -61,8 +61,10 @@ pub enum Command {
     /// Answer a file of requests in OpenAI's batch format; a rerun continues.
     Batch(Box<BatchArgs>),
     /// Compare with a reference recorded from Hugging Face transformers.
+    #[command(hide = true)]
     Parity(Box<ParityArgs>),
     /// Time prefill and decode, or a file of requests.
+    #[command(hide = true)]
     Bench(Box<BenchArgs>),
     /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
     Download(DownloadArgs),
@@ -95,7 +97,7 @@ impl Cli {
     /// [`Self::command_of`] a program.
     ///
     /// # Errors
-    /// As [`Self::command_of`].
+    /// The errors of [`Self::command_of`].
     pub fn command_about(
         args: impl IntoIterator<Item = impl Into<OsString>>,
         about: About,

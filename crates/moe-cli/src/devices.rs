@@ -1,4 +1,4 @@
-//! `list-devices`: what `--device` can name on this machine, a line for each.
+//! `list-devices`: lists the devices that `--device` can name on this machine, one per line.
 
 use std::fs;
 
@@ -11,17 +11,18 @@ use crate::output::print;
 /// Runs the command.
 pub fn run() -> Result<()> {
     let lines = [vec![cpu()], gpus()].concat();
-    print(&(lines.join("\n") + "\n")).map(drop)
+    print(&(lines.join("\n") + "\n"))?;
+    Ok(())
 }
 
-/// The processor, its cores as threads see them.
+/// The processor, with its number of hardware threads.
 fn cpu() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     format!("cpu: {cores} cores, {}, {}", instruction_sets(), memory(&meminfo))
 }
 
-/// The instruction set that runs without `--cpu-isa`, and the others that it can name.
+/// The instruction set that is used without `--cpu-isa`, and the others that are available.
 fn instruction_sets() -> String {
     let used = CpuIsa::detect();
     let others = CpuIsa::ALL.into_iter().filter(|isa| *isa != used && isa.is_supported());
@@ -32,7 +33,7 @@ fn instruction_sets() -> String {
     }
 }
 
-/// Linux' account of the memory.
+/// The memory as Linux reports it.
 fn memory(meminfo: &str) -> String {
     match (bytes_of("MemTotal:", meminfo), bytes_of("MemAvailable:", meminfo)) {
         (Some(total), Some(free)) => {
@@ -85,7 +86,7 @@ pub fn smallest_gpu() -> Option<u64> {
     infos.map(|info| info.total as u64).min()
 }
 
-/// A GPU, and whether this program runs on it.
+/// A GPU, and whether this program can run on it.
 #[cfg(any(test, feature = "cuda"))]
 fn gpu(name: &str, capability: (u32, u32), memory: [usize; 2]) -> String {
     let [total, free] = memory.map(|bytes| BinaryBytes(bytes as u64));

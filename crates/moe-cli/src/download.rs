@@ -1,21 +1,21 @@
-//! `download`: a checkpoint into the hub's cache.
+//! `download`: downloads a checkpoint into the hub's cache.
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use model_runtime::Config;
+use model_runtime::checkpoint::Configs;
 use moe_engine::terminal::note;
-use moe_engine::usage;
 use tracing::warn;
 
 use crate::Program;
 use crate::cli::DownloadArgs;
+use crate::error::usage;
 use crate::hub::Trust;
 use crate::output::print;
 use crate::{hub, log};
 
-/// Runs the command. Exit code 1: a check found something.
+/// Runs the command. Exit code 1 means that a check found something.
 pub fn run(program: &Program, args: &DownloadArgs) -> Result<ExitCode> {
     log::start_plain()?;
     let model = args.model.as_str();
@@ -29,7 +29,7 @@ pub fn run(program: &Program, args: &DownloadArgs) -> Result<ExitCode> {
     }
     let trust = if args.force { Trust::Nothing } else { Trust::Verified };
     let located = hub::locate_again(model, trust)?;
-    if let Err(e) = program.families.parse(&Config::read(&located.dir().join("config.json"))?) {
+    if let Err(e) = program.families.parse(&Configs::model(located.dir())?) {
         warn!("this program will not run it: {e}");
     }
     print(&format!("{}\n", located.weights()?.display()))?;

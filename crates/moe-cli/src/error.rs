@@ -1,14 +1,16 @@
-//! Errors as a person reads them: one line of causes, each said once.
+//! Errors as text for users: one line of causes, without repetitions.
 //!
-//! Some library errors repeat their source in their own text, and candle appends a backtrace when
-//! `RUST_BACKTRACE` is set; neither helps somebody whose file is truncated.
+//! Some library errors repeat their source in their own text, and candle adds a backtrace when `RUST_BACKTRACE` is set.
+//! Neither helps a user whose file is truncated.
 
 use std::error::Error;
 
 use console::Term;
 use moe_engine::terminal::{LONGEST_MESSAGE, note, note_error, shortened};
 
-/// Tells a person of an error: on stderr, at a terminal in lines that break between words.
+use crate::setting_names::as_flags;
+
+/// Reports an error to the user on stderr. At a terminal, lines break between words.
 pub fn report(error: &anyhow::Error) {
     let text = describe(error);
     match Term::stderr().size_checked() {
@@ -20,8 +22,19 @@ pub fn report(error: &anyhow::Error) {
     }
 }
 
-/// Breaks what is wider than a terminal of so many columns. Words stay whole, so that names and commands can be copied,
-/// and lines that are indented as they are.
+/// An error that is a mistake on the command line: the program ends with the code 2.
+pub fn usage(message: impl Into<String>) -> anyhow::Error {
+    moe_engine::usage(message).into()
+}
+
+/// Whether the command line or a setting is at fault.
+pub fn is_usage(error: &anyhow::Error) -> bool {
+    let of_engine = error.downcast_ref::<moe_engine::Error>();
+    of_engine.is_some_and(moe_engine::Error::is_usage)
+}
+
+/// Wraps text that is wider than a terminal with `columns` columns. Words stay whole, so that names and commands can be
+/// copied, and indented lines stay unchanged.
 fn wrapped(text: &str, columns: usize) -> String {
     let mut out = String::with_capacity(text.len() + 8);
     for line in text.split_inclusive('\n') {
@@ -51,7 +64,7 @@ pub fn describe(error: &anyhow::Error) -> String {
             text = format!("{text}: {message}");
         }
     }
-    text
+    as_flags(&text).into_owned()
 }
 
 /// A cause's own text, without candle's backtrace.

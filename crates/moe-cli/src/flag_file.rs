@@ -1,5 +1,5 @@
-//! Files that flags name. They are read when flags are checked and again when they are used, and a pipe, as a shell's
-//! `<(...)` is, has nothing to read the second time: what it held is kept.
+//! Files that flags name. They are read when flags are checked and again when they are used. A pipe, such as a shell's
+//! `<(...)`, can only be read once, so its contents are kept.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -7,13 +7,13 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// The most that is read of what has no size: a device may never end.
+/// The largest number of bytes that is read from an input without a size: a device may never end.
 const LONGEST: u64 = 64 << 20;
 
-/// What pipes and devices held, for the rest of the process.
+/// The contents of pipes and devices, kept until the process ends.
 static HELD: Mutex<BTreeMap<PathBuf, Vec<u8>>> = Mutex::new(BTreeMap::new());
 
-/// The contents of a file; those of a pipe each time, though it can be read once.
+/// The contents of a file. A pipe is read once, and later calls return the same contents.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     if path.metadata()?.is_file() {
         return std::fs::read(path);
@@ -31,7 +31,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The text of a file, as [`read`].
+/// The text of a file, like [`read`].
 pub fn read_text(path: &Path) -> io::Result<String> {
     let not_utf8 = |e: std::string::FromUtf8Error| {
         io::Error::new(io::ErrorKind::InvalidData, format!("it is not UTF-8: {}", e.utf8_error()))

@@ -1,17 +1,18 @@
-//! `inspect`: what a checkpoint is, and whether this program would load it, from its config, its tokenizer and the headers of
-//! its files; no weight is read. Of a model on the hub the headers are asked for.
+//! `inspect`: describes a checkpoint, and tests whether this program would load it, by its config, its tokenizer and
+//! the headers of its files. It reads no weight. If the model is on the hub, only the headers are downloaded.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, HumanCount};
-use model_runtime::checkpoint::{TensorFiles, TensorInfo};
+use model_runtime::checkpoint::{Configs, Gguf, TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config, Geometry};
-use moe_engine::engine::host_memory;
+use moe_engine::engine::{EngineConfig, host_memory};
+use moe_engine::mtp_bytes;
 use moe_engine::tokenizer::Tokenizer;
 use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use serde_json::{Map, Value, json};
@@ -20,13 +21,15 @@ use crate::Program;
 use crate::cli::InspectArgs;
 use crate::output::{print_foreign, write_json};
 use crate::shell;
-use crate::{error, hub, preflight};
+use crate::{error, fitting, hub, preflight};
 
-/// The KV cache that a run takes at most where no flag says otherwise.
+/// The largest KV cache of a run without a flag for it.
 const KV_CACHE: u64 = 4 << 30;
+/// The width of the names in the table, in characters.
+const COLUMN: usize = 18;
 const ANY: Bounds = 0..=1 << 40;
 
-/// A line for each: what it is called, and the keys of config.json that say it.
+/// The sizes that get a line each: the name in the table, and the keys of config.json that have the size.
 const SIZES: [(&str, &[&str]); 9] = [
     ("layers", &["num_hidden_layers"]),
     ("hidden size", &["hidden_size"]),
@@ -39,10 +42,10 @@ const SIZES: [(&str, &[&str]); 9] = [
     ("context", &["max_position_embeddings"]),
 ];
 
-/// Runs the command. Exit code 1: this program does not run the checkpoint.
+/// Runs the command. Exit code 1 means that this program does not run the checkpoint.
 pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
     let located = hub::locate(&args.model)?;
-    let config = Config::read(&located.dir().join("config.json"))?;
+    let config = Configs::model(located.dir())?;
     let headers = located.headers();
     let opened = headers.as_ref().map_err(|e| anyhow!("{e:#}"));
     let opened = opened.and_then(|headers| Ok(Checkpoint::open(headers.dir())?));
@@ -58,7 +61,12 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
             facts.insert(name.into(), size.into());
         }
     }
-    if headers.as_ref().is_ok_and(hub::Headers::are_remote) {
+    if let Ok(model) = program.families.parse(&config)
+        && let Err(why) = fitting::needs(model.as_ref(), &config, located.dir(), &mut facts)
+    {
+        facts.insert("to load".into(), format!("unknown: {}", error::describe(&why)).into());
+    }
+    if located.is_header_alone() || headers.as_ref().is_ok_and(hub::Headers::are_remote) {
         let name = shell::program();
         let model = &args.model;
         facts.insert("weights".into(), format!("not here; `{name} download {model}` fetches them").into());
@@ -66,9 +74,15 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
     if let Ok(checkpoint) = &opened {
         weights(checkpoint, &mut facts)?;
         quantisation(program, checkpoint, &mut facts)?;
+        types(checkpoint, &mut facts)?;
         if runs.is_ok() {
             notes(program, checkpoint, &mut facts)?;
+            states(program, checkpoint, &mut facts)?;
+            head(program, checkpoint, &mut facts)?;
         }
+    }
+    if Configs::read(located.dir()).is_ok_and(|configs| configs.quantisation.is_none()) {
+        fitting::variants(program, &located, &mut facts);
     }
     show(args, &facts, runs.is_ok())?;
     Ok(ExitCode::from(u8::from(runs.is_err())))
@@ -88,15 +102,15 @@ fn show(args: &InspectArgs, facts: &Map<String, Value>, runs: bool) -> Result<()
     print_foreign(&(table(facts) + if runs { &kernels } else { "" })).map(drop)
 }
 
-/// What a fact is called in JSON.
+/// The name of a fact in JSON.
 fn key(name: &str) -> String {
     name.to_lowercase().replace([' ', '-'], "_")
 }
 
-/// Whether a run would load the checkpoint: its config, its tensors with their shapes, and its tokenizer.
+/// Checks whether a run would load the checkpoint: its config, its tensors with their shapes, and its tokenizer.
 ///
 /// # Errors
-/// What a run would say.
+/// The error that a run would report.
 fn verdict(
     program: &Program,
     config: &Config,
@@ -115,7 +129,7 @@ fn verdict(
     tokenizer.context("there is no text without a tokenizer (--skip-tokenizer-init runs token ids)")
 }
 
-/// Number, bytes and dtype of the tensors, and whether they fit the memory.
+/// Adds the number, the bytes and the dtype of the tensors, and whether they fit the memory.
 fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let dtype = checkpoint.dtype()?;
     facts.insert("dtype".into(), json!(dtype.as_str()));
@@ -128,14 +142,16 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
     facts.insert("weight bytes".into(), bytes.into());
     if let Some(free) = host_memory() {
         facts.insert("available memory bytes".into(), free.into());
-        // As a run sizes its KV cache: of what the weights leave, so that only these decide.
+        // A run takes at most half of the memory that the weights leave, so only the weights decide whether the model
+        // fits.
         facts.insert("KV cache at most bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
         facts.insert("fits memory".into(), (bytes < free).into());
     }
     Ok(())
 }
 
-/// Method and schemes of a quantised checkpoint, and its parameters, of which several lie in a word.
+/// Adds the method and the schemes of a quantised checkpoint, and its number of parameters. The number of stored
+/// elements is smaller, because several parameters share a word.
 fn quantisation(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let Some(config) = &checkpoint.quantisation else { return Ok(()) };
     let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
@@ -155,7 +171,25 @@ fn quantisation(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<Stri
     Ok(())
 }
 
-/// What a run would tell of tensors that contradict the config.
+/// Adds the types of a GGUF file's tensors. Tensors whose names differ only in numbers share a line.
+fn types(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Some(file) = checkpoint.dir().map(Gguf::find).transpose()?.flatten() else { return Ok(()) };
+    let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for tensor in Gguf::open(&file)?.tensors() {
+        let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+        let name: Vec<_> =
+            tensor.name.split('.').map(|part| if is_number(part) { "*" } else { part }).collect();
+        *counts.entry((name.join("."), tensor.kind)).or_default() += 1;
+    }
+    let line = |((name, kind), count): (&(String, String), &usize)| match count {
+        1 => format!("{name} {kind}"),
+        count => format!("{name} {kind} ({count})"),
+    };
+    facts.insert("tensor types".into(), counts.iter().map(line).collect::<Vec<_>>().join("\n").into());
+    Ok(())
+}
+
+/// Adds the warnings of a run about tensors that contradict the config.
 fn notes(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
     let tensors = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.tensors;
@@ -167,7 +201,34 @@ fn notes(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Val
     Ok(())
 }
 
-/// Bytes of all tensors as they are stored. A dtype that cannot be loaded counts a byte for each element.
+/// Adds what the head for multi-token prediction would take in memory, if the checkpoint has it. A run leaves it out.
+fn head(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
+    let stored = model.mtp().is_some_and(|mtp| checkpoint.has(&format!("{}.weight", mtp.names.fc)));
+    if stored {
+        let quantisation = checkpoint.quantisation.as_ref();
+        let bytes = mtp_bytes(model.as_ref(), quantisation, checkpoint.dtype()?)?;
+        facts.insert("MTP head bytes".into(), json!(bytes));
+    }
+    Ok(())
+}
+
+/// Adds what a run stores for each sequence, if that is more than the keys and values of its tokens.
+fn states(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
+    let states = model.states(&Geometry::default(), None, checkpoint.dtype()?)?;
+    if states.are_recurrent() {
+        facts.insert("KV cache bytes per token".into(), states.bytes_per_token()?.into());
+        facts.insert("recurrent state bytes per sequence".into(), states.bytes_per_sequence()?.into());
+        let context = model.decoder().max_position_embeddings();
+        let saved = EngineConfig::default().saved_by_default(&states, context)?;
+        facts.insert("recurrent states saved for prefixes".into(), saved.into());
+    }
+    Ok(())
+}
+
+/// Returns the bytes of all tensors as they are stored. For a dtype that cannot be loaded, each element counts as one
+/// byte.
 fn bytes(tensors: &TensorFiles) -> u64 {
     let size =
         |t: &TensorInfo| elements(t).saturating_mul(t.dtype.map_or(1, |dtype| dtype.size_in_bytes() as u64));
@@ -184,12 +245,16 @@ fn table(facts: &Map<String, Value>) -> String {
         let shown = match (name.strip_suffix(" bytes"), value) {
             (Some(_), Value::Number(n)) => BinaryBytes(n.as_u64().unwrap_or_default()).to_string(),
             (None, Value::Number(n)) => HumanCount(n.as_u64().unwrap_or_default()).to_string(),
-            (_, Value::String(text)) => text.replace('\n', "\n                   "),
+            (_, Value::String(text)) => text.replace('\n', &format!("\n{:COLUMN$} ", "")),
+            (_, Value::Array(variants)) if name == fitting::VARIANTS => {
+                let lines: Vec<String> = variants.iter().map(fitting::line).collect();
+                lines.join(&format!("\n{:COLUMN$} ", ""))
+            }
             (_, Value::Bool(is_so)) => if *is_so { "yes" } else { "no" }.to_string(),
             _ => value.to_string(),
         };
         // Writing to a string does not fail.
-        let _ = writeln!(text, "{:<18} {shown}", name.trim_end_matches(" bytes"));
+        let _ = writeln!(text, "{:<COLUMN$} {shown}", name.trim_end_matches(" bytes"));
     }
     text
 }

@@ -8,6 +8,7 @@ pub mod cli;
 mod devices;
 mod download;
 mod error;
+mod fitting;
 mod flag_file;
 pub mod generate;
 pub mod hub;
@@ -28,6 +29,7 @@ mod prompt_progress;
 mod roofline;
 pub mod routing;
 pub mod session;
+mod setting_names;
 mod shell;
 mod show;
 mod token_names;
@@ -39,7 +41,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use moe_engine::parallel::{Placement, placement};
 use moe_engine::terminal::{self, note};
-use moe_engine::{UsageError, chat, structured, usage};
+use moe_engine::{chat, structured};
+
+use crate::error::usage;
 
 use cli::{About, Cli, Command, ParityArgs};
 use model::Model;
@@ -51,7 +55,8 @@ pub use model_runtime::HugePages;
 pub use program::Program;
 pub use {clap, moe_engine};
 
-/// The whole of a program: parses the command line, runs it, reports errors on stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
+/// Runs a whole program: it parses the command line, runs the command and reports errors on stderr. The exit code is 0
+/// when the command succeeded, 1 when it failed and 2 when the command line was wrong.
 pub fn main(program: &Program) -> ExitCode {
     bench::mark_start();
     let parsed = Cli::command_about(std::env::args_os(), About::of(program));
@@ -64,7 +69,7 @@ pub fn main(program: &Program) -> ExitCode {
         Ok(code) => code,
         Err(e) => {
             error::report(&e);
-            moe_engine::end_failed(if e.downcast_ref::<UsageError>().is_some() { 2 } else { 1 })
+            moe_engine::end_failed(if crate::error::is_usage(&e) { 2 } else { 1 })
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The log on stderr or in a file, and the profile beside it.
+//! The log on stderr or in a file, and the profile.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
@@ -6,7 +6,6 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use moe_engine::terminal::{Stderr, note};
-use moe_engine::usage;
 use tracing::{Level, Metadata};
 use tracing_subscriber::filter::{FilterExt, FilterFn, LevelFilter, filter_fn};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -15,12 +14,14 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::cli::RunArgs;
+use crate::error::usage;
 use crate::profile::{self, Profile};
+use crate::setting_names::InFlags;
 
-/// What is logged where neither `--log` nor `RUST_LOG` says.
+/// The log filter if neither `--log` nor `RUST_LOG` is given.
 const DEFAULT: &str = "info";
 
-/// Starts the log and, if `profile` is asked for, the profile. `default` is logged where nothing says what.
+/// Starts the log and, if `profile` is given, the profile. `default` is the filter if none is given.
 pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
     let filter = filter(args.log.as_deref(), std::env::var("RUST_LOG").ok().as_deref(), default)?;
     let profile = args.profile.as_deref().map(Profile::create).transpose()?;
@@ -29,20 +30,21 @@ pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
             let file = File::create(path)
                 .map_err(|e| usage(format!("--log-file {}: cannot write it: {e}", path.display())))?;
             let file = LogFile { name: path.display().to_string(), file, failed: false };
-            (BoxMakeWriter::new(Mutex::new(file)), false)
+            (BoxMakeWriter::new(Mutex::new(InFlags(file))), false)
         }
-        None => (BoxMakeWriter::new(|| Stderr), std::io::stderr().is_terminal() && colours()),
+        None => (BoxMakeWriter::new(|| InFlags(Stderr)), std::io::stderr().is_terminal() && colours()),
     };
     let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(writer);
-    // The log's level says nothing about the profile, which wants every span and no message.
+    // The log's level does not apply to the profile, which needs every span and no message.
     let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
-    // A second call in one process (tests) keeps the first log.
+    // A second call in one process (in tests) keeps the first log.
     let log = log.with_filter(filter.and(without_secrets()));
     let _ = tracing_subscriber::registry().with(log).with(spans).try_init();
     Ok(profile)
 }
 
-/// A log in a file, or wherever its path leads. What cannot be written is lost, which is said once.
+/// A log in a file or another place that its path names. Messages that cannot be written are lost, which is reported
+/// once.
 struct LogFile<W> {
     name: String,
     file: W,
@@ -64,42 +66,42 @@ impl<W: Write> Write for LogFile<W> {
     }
 }
 
-/// As `start`, on a rank that is not the driver. It logs little, because the driver speaks for all of them, unless
-/// something special is asked for; and it writes neither file.
+/// Like `start`, on a rank that is not the driver. It logs little, because the driver reports for all ranks, unless a
+/// filter is given; and it writes neither file.
 pub fn start_follower(args: &RunArgs) -> Result<()> {
     let log = args.log.clone().filter(|log| log != DEFAULT);
     start(&RunArgs { profile: None, log_file: None, log, ..args.clone() }, "error").map(drop)
 }
 
-/// As `start`, on the process that the user started.
+/// Like `start`, on the process that the user started.
 pub fn start_driver(args: &RunArgs) -> Result<Option<Profile>> {
     start(args, if args.quiet { "error" } else { DEFAULT })
 }
 
-/// The log of a command that runs no model: messages on stderr, as `RUST_LOG` says.
+/// The log of a command that runs no model: messages on stderr, by `RUST_LOG`.
 pub fn start_plain() -> Result<()> {
     let filter = filter(None, std::env::var("RUST_LOG").ok().as_deref(), DEFAULT)?;
     let is_coloured = std::io::stderr().is_terminal() && colours();
     let log = fmt::layer().without_time().with_target(false).with_ansi(is_coloured);
-    let log = log.with_writer(|| Stderr).with_filter(filter.and(without_secrets()));
-    // A second call in one process (tests) keeps the first log.
+    let log = log.with_writer(|| InFlags(Stderr)).with_filter(filter.and(without_secrets()));
+    // A second call in one process (in tests) keeps the first log.
     let _ = tracing_subscriber::registry().with(log).try_init();
     Ok(())
 }
 
-/// A filter of its own keeps the level of the other one only if it states the most that it lets through.
+/// A second filter keeps the level of the first one only if it states the highest level that it lets through.
 fn without_secrets() -> FilterFn {
     filter_fn(holds_no_secret as fn(&Metadata<'_>) -> bool).with_max_level_hint(LevelFilter::TRACE)
 }
 
-/// The HTTP client dumps at trace what it sends, the token of the hub and signed addresses included, byte by byte. So its
-/// messages are left out, whatever is asked for; warnings hold none of it.
+/// At the level trace the HTTP client logs everything that it sends, byte by byte, including the hub's token and signed
+/// addresses. So its messages are left out at any level but warnings, which contain none of it.
 fn holds_no_secret(message: &Metadata<'_>) -> bool {
     let of = |program: &str| message.target().split("::").next() == Some(program);
     *message.level() <= Level::WARN || !["ureq", "ureq_proto", "rustls", "rustls_webpki"].into_iter().any(of)
 }
 
-/// Colours are left out where the user or the terminal wants none (no-color.org).
+/// Whether to use colours: not if the user or the terminal wants none (no-color.org).
 pub fn colours() -> bool {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !no_color && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -117,7 +119,7 @@ fn filter(flag: Option<&str>, variable: Option<&str>, default: &str) -> Result<E
             "{source} {text}: {why}; expected a level (error, warn, info, debug, trace, off), or target=level"
         ))
     };
-    // A word that is no level would be taken for a target, and everything else would be silent.
+    // clap would accept a misspelt level as a target, and everything else would be silent.
     if let Some(word) = text.split(',').map(str::trim).find(|word| !is_directive(word)) {
         return Err(wrong(format!("{word:?} is no level")));
     }

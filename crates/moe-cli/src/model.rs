@@ -1,4 +1,4 @@
-//! Which model a command runs.
+//! The model that a command runs.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ pub enum Model<'a> {
 }
 
 impl Model<'_> {
-    /// What the ranks of a run call it.
+    /// The name by which the ranks of a run identify it.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Checkpoint(name) => name.unwrap_or("embedded").to_string(),

@@ -1,4 +1,4 @@
-//! Flags and `generation_config.json` to what the engine understands.
+//! Converts flags and `generation_config.json` into the engine's settings.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,14 +6,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use model_runtime::config::limits;
 use model_runtime::{Config, SamplingParams};
+use moe_engine::Session;
 use moe_engine::chat::{self, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, Request, SchedulingPolicy};
-use moe_engine::{Session, usage};
 
 use crate::cli::{self, EngineArgs, SamplingArgs, TemplateArgs};
+use crate::error::usage;
 use crate::{devices, flag_file};
 
-/// Tokens that `generate` makes where nothing says how many.
+/// The default number of tokens of `generate`.
 const MAX_NEW_TOKENS: usize = 128;
 
 /// The engine settings of the flags over the defaults of a device and a model.
@@ -30,6 +31,7 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
             .map(|bytes| bytes as u64)
             .or_else(|| share_of_gpu(args.gpu_memory_utilization?)),
         enable_prefix_caching: args.enable_prefix_caching,
+        prefix_state_memory: args.prefix_state_memory,
         enforce_eager: args.enforce_eager,
         count_experts: args.stats,
         expert_heat: args.expert_heat.clone(),
@@ -38,7 +40,7 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
     }
 }
 
-/// Bytes of this share of the smallest visible GPU; none without one, which is refused elsewhere.
+/// This share of the smallest visible GPU in bytes; none without a GPU, which is refused elsewhere.
 fn share_of_gpu(share: f64) -> Option<u64> {
     devices::smallest_gpu().map(|total| (total as f64 * share) as u64)
 }
@@ -52,8 +54,8 @@ impl From<cli::SchedulingPolicy> for SchedulingPolicy {
     }
 }
 
-/// A request without a prompt, with the flags over generation_config.json over greedy. `name` tells
-/// requests of one run apart: their seeds derive from it.
+/// A request without a prompt: the flags, else generation_config.json, else greedy. `name` identifies the request
+/// within the run, and its seed is derived from it.
 pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> Result<Request> {
     let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
     let mut request = request_of(args, config, name)?;
@@ -62,7 +64,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     Ok(request)
 }
 
-/// [`request_defaults`] before there is a model: nothing is checked against one.
+/// [`request_defaults`] before there is a model: nothing is checked against a model.
 pub fn request_of(args: &SamplingArgs, config: Option<&Config>, name: &str) -> Result<Request> {
     let mut sampling = match config {
         Some(config) => SamplingParams::from_generation_config(config)?,
@@ -94,7 +96,7 @@ pub fn request_of(args: &SamplingArgs, config: Option<&Config>, name: &str) -> R
     })
 }
 
-/// A request without a prompt as an API makes one: the flags over generation_config.json over vLLM's
+/// A request without a prompt with the defaults of an API: the flags, else generation_config.json, else vLLM's
 /// defaults, which are temperature 1 and no limit of tokens.
 pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     let mut request = request_defaults(args, session, "")?;
@@ -111,7 +113,7 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
-/// What the flags say about chat, else the checkpoint, if it has a folder.
+/// The chat settings of the flags, else of the checkpoint if it has a folder.
 pub fn chat_files(args: &TemplateArgs, session: &Session) -> Result<Option<ChatFiles>> {
     chat_files_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
 }
@@ -135,8 +137,8 @@ pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<Ch
     chat_template_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
 }
 
-/// The chat template that the flags name, else the one in a checkpoint's folder. A checkpoint may be
-/// anybody's: its template is rendered in a process of its own.
+/// The chat template that the flags name, else the one in a checkpoint's folder. A checkpoint may be untrusted, so its
+/// template is rendered in a separate process.
 pub fn chat_template_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatTemplate>> {
     let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
     let template = chat_files_in(args, dir)?.and_then(|files| ChatTemplate::isolated(files, program));
@@ -150,7 +152,7 @@ fn wrong_template(file: &Path, error: impl std::fmt::Display) -> anyhow::Error {
     usage(format!("--chat-template {}: {error}", file.display()))
 }
 
-/// vLLM's top-k as ours: there, 0 and -1 keep all.
+/// vLLM's top-k as the engine's: in vLLM 0 and -1 keep all tokens.
 pub fn top_k(k: i64) -> Result<usize> {
     let k = if k == -1 { 0 } else { k };
     usize::try_from(k).ok().context("expected a number of tokens, or -1 for all")

@@ -156,7 +156,7 @@ impl PlacementArgs {
         }
     }
 
-    /// When experts move; `None`: never.
+    /// The settings of load balancing; `None` if experts never move.
     pub fn eplb(&self) -> Option<EplbConfig> {
         let config = EplbConfig {
             window: self.eplb_window,
@@ -196,7 +196,7 @@ impl ParallelArgs {
     }
 }
 
-/// What load balancing has done and experts in host memory have cost, for the counters at the end; nothing without them.
+/// The report on load balancing and on experts in host memory for the counters at the end; empty without these.
 pub fn experts_report(engine: &DpEngine<'_>) -> String {
     let moves = engine.eplb_stats().map_or_else(String::new, |stats| stats.to_string());
     let traffic = match engine.expert_traffic() {

@@ -1,11 +1,10 @@
 //! `--profile F`: the steps of the engine and the layers within them, as a Chrome trace (open it in
 //! Perfetto or chrome://tracing).
 //!
-//! The model and the engine open `tracing` spans; this layer writes each as one complete event when
-//! it closes. Without this layer nobody is interested in spans, and each costs a load and a comparison.
-//! What a CUDA device did comes as events with times of their own (`moe_engine::device_events`), on a track beside.
-//! The file ends as valid JSON also when the run ends in an error, and an error of the file itself
-//! is reported.
+//! The model and the engine open `tracing` spans, and this layer writes each span as one complete event when it closes.
+//! Without this layer no subscriber wants spans, and each costs one load and one comparison. The work of a CUDA device
+//! comes as events with their own times (`moe_engine::device_events`), and gets a separate track. The file ends as
+//! valid JSON even if the run ends in an error, and an error of the file itself is reported.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -23,10 +22,10 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// The row of the picture that a device's events have: far below the rows of spans.
+/// The row of the picture for a device's events, far below the rows of spans.
 const DEVICE_ROW: usize = 1000;
 
-/// Whether a profile is interested: in every span and in what devices did.
+/// Whether a profile needs this event: every span, and the events of devices.
 pub(crate) fn wants(metadata: &Metadata<'_>) -> bool {
     metadata.is_span() || metadata.target() == device_events::TARGET
 }
@@ -64,7 +63,7 @@ impl Profile {
 
 impl Drop for Profile {
     fn drop(&mut self) {
-        // After `finish` this does nothing; without it the run has failed, and that error counts.
+        // After `finish` this does nothing. Without `finish` the run has failed, and that error counts.
         let _ = self.trace.state().end();
     }
 }
@@ -91,9 +90,9 @@ struct State {
     events: usize,
     /// The first error; nothing is written after it.
     error: Option<io::Error>,
-    /// Which rows of the picture an outermost span has now.
+    /// Which rows of the picture are in use by an outermost span.
     busy: Vec<bool>,
-    /// Whether the device's row has its name.
+    /// Whether the device's row has got its name.
     has_device: bool,
 }
 
@@ -129,8 +128,8 @@ impl State {
 /// A span that has not closed.
 struct Open {
     start: Instant,
-    /// Row of the picture, the same as of the span around it. Outermost spans that follow each other
-    /// share one, whatever thread of the pool they ran on.
+    /// The row of the picture, the same as that of the surrounding span. Outermost spans that follow each other share
+    /// one row, whatever thread of the pool they ran on.
     row: usize,
     is_outermost: bool,
     args: Map<String, Value>,
@@ -213,7 +212,7 @@ impl Visit for Args<'_> {
         self.0.insert(field.name().into(), value.into());
     }
 
-    /// Numbers and truth values are themselves in JSON; everything else is text.
+    /// Numbers and booleans keep their type in JSON; everything else is text.
     fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
         let text = format!("{value:?}");
         let value = serde_json::from_str(&text).unwrap_or_else(|_| text.into());
@@ -227,7 +226,7 @@ mod tests {
     use tracing::trace_span;
     use tracing_subscriber::layer::SubscriberExt;
 
-    /// The events that `run` leaves in a profile.
+    /// The events that `run` writes to a profile.
     fn events(run: impl FnOnce(Profile)) -> Vec<Value> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let profile = Profile::create(file.path()).unwrap();

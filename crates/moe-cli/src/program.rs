@@ -1,9 +1,11 @@
-//! A program of this project: which families it runs, and the checkpoint inside it.
+//! A program of this project: the families that it runs, and its embedded checkpoint.
 
 use anyhow::Result;
-use moe_engine::{Embedded, Families, usage};
+use moe_engine::{Embedded, Families};
 
-/// A program: which families it runs, and the checkpoint inside it.
+use crate::error::usage;
+
+/// A program: the families that it runs, and its embedded checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
     /// The families that it runs.
@@ -13,10 +15,10 @@ pub struct Program {
 }
 
 impl Program {
-    /// The checkpoint inside the program.
+    /// The embedded checkpoint of the program.
     ///
     /// # Errors
-    /// The mistake of naming no model to a program that has none of its own.
+    /// No model was named, and the program has no embedded checkpoint.
     pub fn own_model(&self) -> Result<Embedded> {
         self.embedded.ok_or_else(|| {
             usage(

@@ -1,14 +1,14 @@
-//! Where prompts come from: flags, files or stdin. Bad input is named before a model loads.
+//! Reads prompts from flags, files or stdin. Errors of the input are reported before a model is loaded.
 
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use moe_engine::usage;
 
 use crate::cli::GenerateArgs;
+use crate::error::usage;
 
-/// The prompts that the flags name, else what comes through a pipe; none where stdin is a terminal.
+/// The prompts of the flags, else of a pipe; none if stdin is a terminal.
 pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
     let file = |path: &PathBuf| if path.as_os_str() == "-" { from_stdin() } else { from_file(path) };
     let prompts = if !args.prompt_file.is_empty() {
@@ -31,7 +31,7 @@ pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(prompts)
 }
 
-/// Token ids of a prompt that holds nothing else.
+/// The token ids of a prompt that contains only token ids.
 pub fn token_ids(prompt: &str) -> Result<Vec<u32>> {
     let words = prompt.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty());
     let id = |word: &str| {

@@ -1,4 +1,4 @@
-//! How far the prompts of an engine are, while no text can come yet.
+//! Shows the progress of the prompts in an engine while no text has arrived.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,13 +7,13 @@ use moe_engine::engine::DpEngine;
 
 use crate::watch::{Unit, Watch};
 
-/// Watches the prompts that an engine computes, until all are done.
+/// Watches the prompts that an engine computes, until all are computed.
 pub struct PromptProgress {
     watched: Option<(Arc<AtomicU64>, Watch)>,
 }
 
 impl PromptProgress {
-    /// Watches the prompts of new requests, of so many tokens in all.
+    /// Watches the prompts of new requests with this total number of tokens.
     pub fn start(tokens: usize) -> Self {
         let computed = Arc::new(AtomicU64::new(0));
         let at = computed.clone();
@@ -21,7 +21,8 @@ impl PromptProgress {
         Self { watched: Some((computed, watch)) }
     }
 
-    /// Notes what a step has computed; takes the bar away when the prompts are done or `text` comes, which a bar would tear.
+    /// Notes what a step has computed. Removes the bar when the prompts are computed or `text` arrives, which the bar
+    /// would break.
     pub fn step(&mut self, engine: &DpEngine, text: bool) {
         let progress = engine.prompt_progress();
         match &self.watched {

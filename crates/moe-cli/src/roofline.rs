@@ -1,5 +1,5 @@
-//! What a step must at least read and compute, beside what this machine can do: the parts of the
-//! limits that a benchmark's figures reach.
+//! Compares the bytes and operations that a step needs at least with the limits of this machine: the share of the
+//! limits that a benchmark reaches.
 
 use anyhow::{Result, bail};
 use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec, is_gate_up_pack};
@@ -10,7 +10,7 @@ use crate::Program;
 use crate::bench::Sizes;
 use crate::cli::BenchArgs;
 
-/// How much some weights are.
+/// Size of some weights, in bytes and elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Amount {
     elements: f64,
@@ -20,7 +20,7 @@ struct Amount {
 /// Weights that steps use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct StepWeights {
-    /// Used by every token: all but routed experts and the vocabulary.
+    /// Weights that every token uses: all but routed experts and the vocabulary.
     dense: Amount,
     /// The vocabulary projection, used by every row of logits.
     vocabulary: Amount,
@@ -31,7 +31,8 @@ struct StepWeights {
 }
 
 impl StepWeights {
-    /// From the tensors of a model whose experts are listed one by one. `bytes` says how many a tensor has per weight.
+    /// Computes the sizes from the tensors of a model whose experts are listed one by one. `bytes` returns the bytes
+    /// per weight of a tensor.
     fn new(tensors: &[TensorSpec], info: &ModelInfo, bytes: impl Fn(&TensorSpec) -> f64) -> Self {
         let sum = |amount: Amount, t: &TensorSpec| {
             let elements: f64 = t.shape.iter().map(|&d| d as f64).product();
@@ -39,7 +40,7 @@ impl StepWeights {
         };
         let (experts, others): (Vec<_>, Vec<_>) = tensors.iter().partition(|t| t.name.contains(".experts."));
         let is_vocabulary = |t: &TensorSpec| t.shape == [info.vocab_size, info.hidden_size];
-        // Embedding rows are looked up; the projection, which is the last of its shape, is read.
+        // Embedding rows are looked up. The projection, which is the last tensor of its shape, is read.
         let vocabulary = others.iter().rev().find(|t| is_vocabulary(t));
         let (num_experts, top_k) = info.moe.as_ref().map_or((1, 0), |moe| (moe.num_experts, moe.top_k));
         let experts = experts.into_iter().fold(Amount::default(), sum);
@@ -53,21 +54,22 @@ impl StepWeights {
         }
     }
 
-    /// Bytes that a decode step reads: weights, with `distinct` routed experts per layer, and
-    /// `tokens` cached tokens.
-    fn decode_bytes(&self, info: &ModelInfo, distinct: f64, tokens: f64) -> Result<f64> {
+    /// Bytes that a decode step of `sequences` moves: weights, with `distinct` routed experts per layer, `tokens`
+    /// cached tokens, and recurrent states, which it reads and writes.
+    fn decode_bytes(&self, info: &ModelInfo, distinct: f64, tokens: f64, sequences: f64) -> Result<f64> {
         let weights = self.dense.bytes + self.vocabulary.bytes + distinct * self.expert.bytes;
-        Ok(weights + tokens * info.states.bytes_per_token()? as f64)
+        let states = 2. * sequences * info.states.bytes_per_sequence()? as f64;
+        Ok(weights + tokens * info.states.bytes_per_token()? as f64 + states)
     }
 
-    /// FLOP of the products of a prefill; attention is left out, and the last layer's MLP counted for all rows.
+    /// FLOP of the products of a prefill. Attention is left out, and the last layer's MLP is counted for all rows.
     fn prefill_flops(&self, tokens: usize) -> f64 {
         let each = self.dense.elements + self.top_k * self.expert.elements;
         2. * (tokens as f64 * each + self.vocabulary.elements)
     }
 }
 
-/// Measures this machine's limits once the model is gone, and puts a bench result beside them.
+/// Measures this machine's limits after the model was freed, and adds the comparison to a bench result.
 pub fn measure(
     program: &Program,
     args: &BenchArgs,
@@ -88,7 +90,7 @@ pub fn measure(
     drop(model);
     let one_by_one = |name: &str| !is_gate_up_pack(name);
     let layout = spec.layout(&Geometry::default(), &one_by_one)?;
-    // Routers and embeddings are floats whatever the header says of all modules.
+    // Routers and embeddings are floats, even if the header says that all modules are quantised.
     let quantised = |t: &TensorSpec| {
         let module = t.name.strip_suffix(".weight").filter(|m| !m.ends_with(".gate") && !m.contains("embed"));
         quantisation.as_ref()?.bytes_per_weight(module?, *t.shape.last()?).ok()?
@@ -96,13 +98,13 @@ pub fn measure(
     let bytes = |t: &TensorSpec| quantised(t).unwrap_or(info.dtype.size_in_bytes() as f64);
     let weights = StepWeights::new(&layout.tensors, &info, bytes);
     let context = sizes.prompt as f64 + sizes.output as f64 / 2.;
-    // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
+    // The limits of a GPU are in its data sheet, so no comparison is made there.
     let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;
     roofline(result, roof.as_ref(), &weights, &info, context)
 }
 
-/// The parts of the limits that a bench result reaches: its `decode`, `distinct_experts` and
-/// `prefill` against `roof`. `context` is the mean number of cached tokens of a decode row.
+/// The shares of the limits that a bench result reaches: its `decode`, `distinct_experts` and `prefill` compared with
+/// `roof`. `context` is the mean number of cached tokens of a decode row.
 fn roofline(
     result: &Value,
     roof: Option<&Roof>,
@@ -122,8 +124,8 @@ fn roofline(
     for (batch, row) in result["decode"].as_object().into_iter().flatten() {
         let seconds = row["step_ms"].as_f64().unwrap_or(f64::NAN) / 1e3;
         let distinct = result["distinct_experts"][batch]["mean"].as_f64().unwrap_or(0.);
-        let tokens = batch.parse::<f64>()? * context;
-        let bytes = weights.decode_bytes(info, distinct, tokens)?;
+        let sequences = batch.parse::<f64>()?;
+        let bytes = weights.decode_bytes(info, distinct, sequences * context, sequences)?;
         report["decode"][batch] = json!({"bytes": bytes, "gb_s": bytes / seconds / 1e9});
         if let Some(roof) = roof {
             report["decode"][batch]["fraction"] = json!(bytes / seconds / roof.read);
@@ -176,7 +178,7 @@ mod tests {
         StepWeights::new(&tensors, &info(), |t| if t.name == "head" { 0.5 } else { 2.0 })
     }
 
-    /// Embedding rows are looked up, not read as a whole: the vocabulary counts once, tied or not.
+    /// Embedding rows are looked up and not read as a whole, so the vocabulary counts once, tied or not.
     #[test]
     fn weights_are_counted_by_use() {
         let amount = |elements, bytes| Amount { elements, bytes };

@@ -1,5 +1,5 @@
-//! Routing recordings: as files, safetensors with `routed_experts` [T, L_moe, K] u32, and in answers, as vLLM writes them,
-//! an array of NumPy in base64. Ids are logical.
+//! Recordings of routing. In files they are safetensors with `routed_experts` [T, L_moe, K] u32. In answers they are
+//! arrays of NumPy in base64, as vLLM writes them. Ids are logical.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -7,9 +7,10 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Config, RoutedExperts};
-use moe_engine::usage;
 use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+
+use crate::error::usage;
 
 const NAME: &str = "routed_experts";
 
@@ -40,7 +41,7 @@ pub fn read(path: &Path) -> Result<RoutedExperts> {
     Ok(RoutedExperts::from_ids(tokens, layers, top_k, ids)?)
 }
 
-/// Checks that a recording may be of a model, as far as its config tells.
+/// Checks that a recording can come from a model, as far as the model's config shows.
 ///
 /// # Errors
 /// Another number of experts per token, more layers than the model has, or an expert that it does not have.
@@ -66,8 +67,8 @@ pub fn check(recording: &RoutedExperts, config: &Config) -> Result<()> {
     }
 }
 
-/// A recording as vLLM has it in `choices[i].routed_experts`: what `numpy.save` writes of an array [T, L_moe, K], in
-/// base64. Its dtype is the smallest of u8, u16 and u32 that holds the ids.
+/// Writes a recording in the form that vLLM has in `choices[i].routed_experts`: the output of `numpy.save` for an array
+/// [T, L_moe, K], in base64. Its dtype is the smallest of u8, u16 and u32 that holds the ids.
 pub fn base64_npy(routed: &RoutedExperts) -> String {
     let most = routed.ids().iter().copied().max().unwrap_or(0);
     let (dtype, width) = match most {
@@ -77,7 +78,7 @@ pub fn base64_npy(routed: &RoutedExperts) -> String {
     };
     let shape = format!("({}, {}, {})", routed.tokens(), routed.layers(), routed.top_k());
     let header = format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}");
-    // The data begins at a multiple of 64 bytes, behind magic, version, the header's length and a newline.
+    // The data begins at a multiple of 64 bytes, after magic, version, the header's length and a newline.
     let padded = (10 + header.len() + 1).next_multiple_of(64) - 11;
     let length = (padded as u16 + 1).to_le_bytes();
     let mut file = b"\x93NUMPY\x01\x00".to_vec();
@@ -87,7 +88,7 @@ pub fn base64_npy(routed: &RoutedExperts) -> String {
     base64(&file)
 }
 
-/// RFC 4648, with padding.
+/// Encodes base64 by RFC 4648, with padding.
 fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -139,7 +140,7 @@ mod tests {
             (routed(1, 2, &[0, 8]), "8 experts, got 8"),
         ] {
             let error = check(&routed, &config).unwrap_err();
-            assert!(error.to_string().contains(words) && error.is::<moe_engine::UsageError>(), "{error}");
+            assert!(error.to_string().contains(words) && crate::error::is_usage(&error), "{error}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! From the flags to a run of the engine: its settings, and where the weights come from.
+//! Makes a run of the engine from the flags: its settings, and the source of its weights.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ use crate::output::write_json;
 use crate::preflight::{self, Asks, Checked, Source};
 use crate::watch::{Unit, Watch};
 
-/// Opens the model of a command, on the process that runs it.
+/// Opens the model of a command on the process that runs the command.
 pub fn open(
     program: &Program,
     model: Model,
@@ -40,7 +40,7 @@ pub fn open(
     Ok(session)
 }
 
-/// Shows how far the weights of a checkpoint are loaded.
+/// Shows the progress of loading the weights of a checkpoint.
 fn loading(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
     let Weights::Checkpoint(checkpoint) = weights else { return Ok(None) };
     let bytes = run.bytes_to_read(checkpoint)?;
@@ -48,7 +48,7 @@ fn loading(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
     Ok(Some(Watch::start("loading weights", Unit::Bytes, bytes, move || tensors.bytes_read())))
 }
 
-/// Shows which kernels run and why not others: a table on stderr, or JSON in a file.
+/// Shows which kernels run, and why others do not: as a table on stderr, or as JSON in a file.
 fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
     let plans = Explanation::of(session.model.as_ref(), &session.ex.machine());
     if let Some(file) = file {
@@ -63,7 +63,7 @@ fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
     Ok(())
 }
 
-/// Runs this process's rank of the command until rank 0's ends it.
+/// Runs this process's rank of the command until rank 0 ends it.
 pub fn serve(
     program: &Program,
     model: Model,
@@ -72,19 +72,20 @@ pub fn serve(
     asks: &Asks,
 ) -> Result<()> {
     let Started { run, weights, .. } = start(program, model, args, check_weights, asks)?;
-    // Until the ranks have met, this process is its own: Ctrl-C ends it.
+    // The ranks have met, so Ctrl-C is now left to rank 0. Before this point it ends this process.
     interrupt::leave_to_rank_0()?;
-    run.serve(weights)
+    Ok(run.serve(weights)?)
 }
 
-/// A run, and what it loads.
+/// A run and the data that it loads.
 struct Started {
     run: Run,
     weights: Weights,
     tokenizer: Option<Tokenizer>,
 }
 
-/// Checks first, on every rank, so that no rank downloads what another one refuses.
+/// Checks the run on every rank before anything is downloaded, so that no rank downloads a model that another rank
+/// refuses.
 fn start(
     program: &Program,
     model: Model,
@@ -107,7 +108,7 @@ fn start(
 }
 
 impl RunArgs {
-    /// The settings of the flags.
+    /// Converts the flags to settings.
     pub fn config(&self) -> RunConfig {
         RunConfig {
             device: self.device,

@@ -1,5 +1,5 @@
-//! What shells and manuals know of the program: scripts that complete its flags, and its man pages. Both are made of
-//! clap's definition, so they cannot say anything else than the program does.
+//! Scripts that complete the flags of the program in shells, and its man pages. Both are generated from clap's
+//! definition, so they always agree with the program.
 
 use std::path::Path;
 use std::{fs, io};
@@ -7,24 +7,25 @@ use std::{fs, io};
 use anyhow::{Context, Result};
 use clap::Command;
 use clap_complete::Shell;
-use moe_engine::usage;
 
 use crate::cli::{About, Cli, CompletionsArgs, ManArgs};
+use crate::error::usage;
 use crate::output::print;
 
-/// Prints the script of a shell.
+/// Prints the script for a shell.
 pub fn completions(args: &CompletionsArgs, about: About) -> Result<()> {
     let script = script(args.shell, &program(), about)?;
-    print(&script).map(drop)
+    print(&script)?;
+    Ok(())
 }
 
-/// Writes a page for the program and for each of its commands.
+/// Writes a page for the program and one for each of its commands.
 pub fn man(args: &ManArgs, about: About) -> Result<()> {
     let cannot = |e: io::Error| usage(format!("cannot write to {}: {e}", args.dir.display()));
     write_pages(&program(), &args.dir, about).map_err(cannot)
 }
 
-/// The name of this program, which its pages and scripts are about.
+/// The name of this program, for its pages and scripts.
 pub fn program() -> String {
     let path = std::env::args_os().next().unwrap_or_default();
     Path::new(&path).file_stem().map_or_else(|| "moe".into(), |name| name.to_string_lossy().into_owned())
@@ -35,7 +36,8 @@ fn script(shell: Shell, program: &str, about: About) -> Result<String> {
     clap_complete::generate(shell, &mut as_typed(&Cli::definition(program, about)), program, &mut script);
     let script = String::from_utf8(script).context("the script is not UTF-8")?;
     Ok(match shell {
-        // clap_complete names a program with a hyphen in two ways, so that nothing is offered behind a command.
+        // clap_complete writes a program's name with a hyphen in two ways, and then completes nothing after a command.
+        // This corrects the script.
         Shell::Bash => {
             let [looked_up, set] =
                 ["__subcmd__", "__"].map(|joint| program.replace('-', joint) + "__subcmd__");
@@ -45,7 +47,8 @@ fn script(shell: Shell, program: &str, about: About) -> Result<String> {
     })
 }
 
-/// What people type: the commands that are not hidden, and the flags of `generate` without a command too.
+/// Returns the definition of what people type: the commands that are not hidden, and also the flags of `generate`
+/// without a command.
 fn as_typed(command: &Command) -> Command {
     let flags = command.find_subcommand("generate").into_iter().flat_map(Command::get_arguments);
     Command::new(command.get_name().to_string())
@@ -57,7 +60,7 @@ fn as_typed(command: &Command) -> Command {
 
 fn write_pages(program: &str, dir: &Path, about: About) -> io::Result<()> {
     fs::create_dir_all(dir)?;
-    // What the short help leaves out, clap_mangen would name without a word about it.
+    // clap_mangen writes flags that the short help leaves out without their description, so none is left out here.
     let described = |command: Command| command.mut_args(|arg| arg.hide_short_help(false));
     clap_mangen::generate_to(Cli::definition(program, about).mut_subcommands(described), dir)
 }
@@ -78,7 +81,7 @@ mod tests {
         }
     }
 
-    /// What bash offers for a word behind others.
+    /// Returns the completions of bash for the last of these words.
     fn offered(script: &Path, words: &[&str]) -> String {
         let program = words[0];
         let words = words.join(" ");
@@ -123,14 +126,13 @@ mod tests {
         for section in [".SH NAME", ".SH SYNOPSIS", ".SH SUBCOMMANDS", ".SH EXTRA"] {
             assert!(page("moe.1").contains(section), "{section}");
         }
-        for command in ["generate", "chat", "batch", "bench", "parity", "inspect", "download", "completions"]
-        {
+        for command in ["generate", "chat", "batch", "inspect", "download", "completions"] {
             let page = page(&format!("moe-{command}.1"));
             assert!(page.contains(".SH NAME") && page.contains(".SH OPTIONS"), "{command}: {page}");
         }
         assert!(page("moe-chat.1").contains("\\-\\-temperature"));
         let batch = page("moe-batch.1");
-        for said in ["Keep the k likeliest", "Exit with code 1", "Tokens per KV"] {
+        for said in ["Keep the k likeliest", "Exit with code 3", "Tokens per KV"] {
             assert!(batch.contains(said), "{said}");
         }
         assert!(!pages.join("moe-man.1").exists(), "hidden commands have none");

@@ -1,25 +1,26 @@
-//! An answer as people see it while it comes: at a terminal the reasoning is dimmed and tool calls are named.
+//! Shows an answer while it arrives. At a terminal the reasoning is dimmed and tool calls are named.
 
 use std::io::IsTerminal;
 
-use moe_engine::chat::{Answer, AnswerForm, Begun, Part, Splitter};
+use moe_engine::chat::{Answer, AnswerForm, Begun, Part, Schemas, Splitter};
 use moe_engine::terminal::visible;
 
 use crate::log;
 
-/// How parts of an answer are told apart.
+/// How the parts of an answer are distinguished for the reader.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Look {
-    /// By the model's own words, whatever they are: for programs.
+    /// The text is written exactly as the model wrote it. This is for programs.
     Raw,
-    /// By the model's own words, and the tag of reasoning that the prompt has begun: for a terminal without colours.
+    /// The text is written as the model wrote it, after the opening tag of reasoning if the prompt contains that. This
+    /// is for a terminal without colours.
     Tags,
-    /// By brightness.
+    /// Reasoning is dimmed.
     Dimmed,
 }
 
 impl Look {
-    /// What stdout can show.
+    /// The form that stdout can show.
     pub fn of_stdout() -> Self {
         match (std::io::stdout().is_terminal(), log::colours()) {
             (false, _) => Self::Raw,
@@ -29,39 +30,40 @@ impl Look {
     }
 }
 
-/// An answer that is shown.
+/// An answer that is being shown.
 pub struct Shown {
     splitter: Splitter,
     look: Look,
-    /// What came so far.
+    /// The answer so far.
     answer: Answer,
     begun: bool,
-    opened: bool,
-    /// Reasoning was shown last.
+    /// The opening tag of the reasoning, if the prompt contains it.
+    opened: Option<&'static str>,
+    /// Whether the text that was shown last is reasoning.
     reasoning: bool,
 }
 
 impl Shown {
-    /// An answer in this form, of which the prompt has begun this.
+    /// Makes an answer in this form. `begun` is the part of it that the prompt has already begun.
     pub fn new(form: AnswerForm, begun: Begun, look: Look) -> Self {
-        let opened = begun.reasons() && form.reasoning;
-        let splitter = Splitter::new(form, begun);
+        let opened = form.reasoning.filter(|_| begun.reasons()).map(|parser| parser.open);
+        let splitter = Splitter::new(form, begun, Schemas::default());
         Self { splitter, look, answer: Answer::default(), begun: false, opened, reasoning: false }
     }
 
-    /// Adds text: what is to be printed now.
+    /// Adds text, and returns the text to print now.
     pub fn push(&mut self, text: &str) -> String {
         let parts = self.splitter.push(text);
         self.show(text, parts)
     }
 
-    /// The end: what is still to be printed.
+    /// Ends the answer, and returns the rest of the text to print.
     pub fn finish(&mut self) -> String {
         let parts = self.splitter.finish();
         self.show("", parts)
     }
 
-    /// All that came.
+    /// Returns the whole answer.
     pub fn into_answer(self) -> Answer {
         self.answer
     }
@@ -71,7 +73,8 @@ impl Shown {
             Look::Raw => text.to_string(),
             Look::Tags => {
                 let first = !std::mem::replace(&mut self.begun, true);
-                format!("{}{}", if first && self.opened { "<think>\n" } else { "" }, visible(text))
+                let tag = self.opened.filter(|_| first).map(|tag| format!("{tag}\n"));
+                format!("{}{}", tag.unwrap_or_default(), visible(text))
             }
             Look::Dimmed => parts.iter().map(|part| self.dimmed(part)).collect(),
         };
@@ -83,7 +86,7 @@ impl Shown {
         let behind_reasoning = std::mem::replace(&mut self.reasoning, matches!(part, Part::Reasoning(_)));
         let something = std::mem::replace(&mut self.begun, true);
         match part {
-            // Each piece on its own, so that a program that is ended leaves no dim terminal behind.
+            // Each piece is written by itself, so that a program that is killed does not leave the terminal dim.
             Part::Reasoning(text) => format!("\x1b[2m{}\x1b[22m", visible(text)),
             Part::Text(text) => format!("{}{}", if behind_reasoning { "\n\n" } else { "" }, visible(text)),
             Part::Call(call) => {
@@ -99,11 +102,14 @@ impl Shown {
 mod tests {
     use super::*;
 
-    const FORM: AnswerForm = AnswerForm { reasoning: true, calls: true };
+    fn form() -> AnswerForm {
+        let calls = moe_engine::chat::CallParser::named("hermes");
+        AnswerForm { reasoning: moe_engine::chat::ReasoningParser::named("qwen3"), calls }
+    }
 
     fn shown(look: Look, opened: bool, pieces: &[&str]) -> (String, Answer) {
         let begun = if opened { Begun::Reasoning } else { Begun::Nothing };
-        let mut shown = Shown::new(FORM, begun, look);
+        let mut shown = Shown::new(form(), begun, look);
         let mut text: String = pieces.iter().map(|piece| shown.push(piece)).collect();
         text += &shown.finish();
         (text, shown.into_answer())
@@ -121,7 +127,8 @@ mod tests {
         assert_eq!(shown(Look::Tags, false, &pieces), (pieces.concat(), answer));
     }
 
-    /// A model may have learnt, or be led, to write what moves the cursor or sets the title of a window.
+    /// A model may have learnt to write control sequences that move the cursor or set the title of a window, or a
+    /// prompt may make it do so.
     #[test]
     fn a_terminal_does_not_obey_the_model_and_a_pipe_gets_every_byte() {
         let pieces = ["<think>\u{1b}]0;x\u{7}</think>", "a\u{1b}[2Jb", "\u{9b}c\r"];

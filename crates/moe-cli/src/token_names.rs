@@ -1,11 +1,11 @@
-//! What answers call a token in lists of log-probabilities.
+//! The names of tokens in the lists of log-probabilities of answers.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
 use moe_engine::tokenizer::{TokenBytes, Tokenizer};
 
-/// Names of tokens.
+/// Finds the names of tokens.
 #[derive(Clone, Copy)]
 pub struct TokenNames<'a> {
     tokenizer: Option<&'a Tokenizer>,
@@ -13,16 +13,18 @@ pub struct TokenNames<'a> {
 }
 
 impl<'a> TokenNames<'a> {
-    /// Names of a tokenizer's tokens, or of ids alone.
+    /// Makes the names of a tokenizer's tokens. Without a tokenizer, tokens are named by their ids.
     pub fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
         Self { tokenizer, bytes: tokenizer.and_then(|tokenizer| tokenizer.token_bytes().ok()) }
     }
 
-    /// The bytes that a token stands for, special ones with their text; none where it has no text.
+    /// Returns the bytes that a token stands for. A special token stands for its text. A token without text has no
+    /// bytes.
     pub fn bytes(&self, id: u32) -> Cow<'a, [u8]> {
         match (self.bytes, self.tokenizer) {
             (Some(bytes), _) => bytes.get(id).into(),
-            // Its tokens are not bytes of the text: a token alone may look otherwise there.
+            // The tokens of this tokenizer are not bytes of the text, so a token may look different when it is decoded
+            // alone.
             (None, Some(tokenizer)) => {
                 tokenizer.decode_with(&[id], false).unwrap_or_default().into_bytes().into()
             }
@@ -30,8 +32,8 @@ impl<'a> TokenNames<'a> {
         }
     }
 
-    /// The text of a token. Where it is part of a character, its bytes in OpenAI's form, `bytes:\xe2\x80`; where it has
-    /// none, vLLM's name for its id.
+    /// Returns the text of a token. If it is a part of a character, the name is its bytes in OpenAI's form,
+    /// `bytes:\xe2\x80`. If it has no text, the name is vLLM's name for its id.
     pub fn name(&self, id: u32) -> String {
         let bytes = self.bytes(id);
         match std::str::from_utf8(&bytes) {
@@ -44,20 +46,21 @@ impl<'a> TokenNames<'a> {
         }
     }
 
-    /// vLLM's name for an id.
+    /// Returns vLLM's name for an id.
     pub fn of_id(id: u32) -> String {
         format!("token_id:{id}")
     }
 }
 
-/// Counts the characters of a text whose tokens come one by one. Tokens of one character begin where it does.
+/// Counts the characters of a text whose tokens arrive one by one. All tokens of one character have the position of
+/// that character.
 #[derive(Default)]
 pub struct CharCount {
     begun: usize,
 }
 
 impl CharCount {
-    /// The characters before a token of these bytes, which is added.
+    /// Adds a token of these bytes, and returns the number of characters before it.
     pub fn add(&mut self, bytes: &[u8]) -> usize {
         let continues = |byte: &&u8| **byte & 0xC0 == 0x80;
         let inside = bytes.first().is_some_and(|byte| continues(&byte));

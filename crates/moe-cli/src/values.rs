@@ -1,4 +1,4 @@
-//! The values of flags, from text.
+//! Parses the values of flags.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error;
 
-/// Bytes from text such as 4096, 512MiB, 4GB or 1.5GiB.
+/// Parses a number of bytes such as 4096, 512MiB, 4GB or 1.5GiB.
 pub fn parse_bytes(text: &str) -> Result<usize> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
@@ -29,35 +29,41 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     Ok(bytes as usize)
 }
 
-/// Bytes from a number of GiB such as 27 or 1.5, or from text with a unit.
+/// Parses a number of GiB such as 27 or 1.5, or a size with a unit. Returns bytes.
 pub fn parse_gib(text: &str) -> Result<usize> {
     let is_number = !text.contains(|c: char| c.is_ascii_alphabetic());
     parse_bytes(&if is_number { format!("{text}GiB") } else { text.to_string() })
 }
 
-/// A share of a whole, above 0 and at most 1.
+/// Parses a share: a number above 0 and at most 1.
 pub fn parse_share(text: &str) -> Result<f64> {
     let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.with_context(|| format!("expected a number above 0, at most 1, got {text:?}"))
 }
 
-/// A time from a number of seconds.
+/// Parses a time in seconds.
 pub fn parse_seconds(text: &str) -> Result<Duration> {
     let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     seconds.with_context(|| format!("expected a number of seconds, got {text:?}"))
 }
 
-/// A JSON object from text.
+/// Parses a price: a number that is not negative.
+pub fn parse_price(text: &str) -> Result<f64> {
+    let price = text.parse().ok().filter(|price: &f64| price.is_finite() && *price >= 0.0);
+    price.with_context(|| format!("expected a price of at least 0, got {text:?}"))
+}
+
+/// Parses a JSON object.
 pub fn parse_object(text: &str) -> Result<Map<String, Value>> {
     serde_json::from_str(text).with_context(|| format!("expected a JSON object, got {text:?}"))
 }
 
-/// An instruction set by its name, the error without candle's backtrace.
+/// Parses the name of an instruction set. The error is without candle's backtrace.
 pub fn parse_cpu_isa(name: &str) -> Result<CpuIsa> {
     CpuIsa::from_name(name).map_err(|e| anyhow!(error::describe(&e.into())))
 }
 
-/// A token's bias from ID=BIAS.
+/// Parses a token's bias from ID=BIAS.
 pub fn parse_bias(text: &str) -> Result<(u32, f32)> {
     let parts = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
     parts.with_context(|| format!("expected ID=BIAS such as 42=-1.5, got {text:?}"))
@@ -93,7 +99,15 @@ mod tests {
         }
     }
 
-    /// With RUST_BACKTRACE=1 candle's errors carry their backtrace.
+    #[test]
+    fn prices_are_not_negative() {
+        assert_eq!([parse_price("0").unwrap(), parse_price("1.25").unwrap()], [0.0, 1.25]);
+        for bad in ["-1", "inf", "nan", "$2", ""] {
+            assert!(parse_price(bad).is_err(), "{bad}");
+        }
+    }
+
+    /// With RUST_BACKTRACE=1 candle's errors contain their backtrace.
     #[test]
     fn an_unknown_instruction_set_is_one_line() {
         let error = parse_cpu_isa("avx").unwrap_err().to_string();

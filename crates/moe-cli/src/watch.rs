@@ -1,5 +1,6 @@
-//! How far something is that takes long and says nothing by itself: weights that load, a long prompt. A bar on stderr if that is a
-//! terminal, else a line in the log when it begins to take long, and one at its end. What is quick shows nothing.
+//! Shows the progress of something that takes long and prints nothing itself: loading weights, or a long prompt. If
+//! stderr is a terminal, it shows a bar. Otherwise it writes a log line when the work turns out to take long, and
+//! another one at its end. Quick work shows nothing.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -10,14 +11,14 @@ use indicatif::{BinaryBytes, HumanCount, ProgressBar, ProgressStyle};
 use moe_engine::terminal::is_quiet;
 use tracing::info;
 
-/// Time between two looks.
+/// Time between two updates.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// What is done by then needs no bar.
+/// A task that ends within this time shows no bar.
 const BAR_AFTER: Duration = Duration::from_millis(500);
-/// What is done by then needs no line in a log.
+/// A task that ends within this time writes no line to a log.
 const LINE_AFTER: Duration = Duration::from_secs(5);
 
-/// What is counted.
+/// The unit in which the progress is counted.
 #[derive(Clone, Copy)]
 pub enum Unit {
     /// Bytes of weights.
@@ -39,20 +40,20 @@ impl Unit {
             Self::Bytes => {
                 "{msg} [{wide_bar}] {percent:>3}% of {binary_total_bytes} {binary_bytes_per_sec} {eta:>4}"
             }
-            // Steps are long, and a rate between two of them would say nothing.
+            // Steps take long, so a rate between two of them would not be useful.
             Self::Tokens => "{msg} [{wide_bar}] {percent:>3}% of {human_len} tokens {elapsed:>4}",
         }
     }
 }
 
-/// A thread that shows how far something is, until this is dropped.
+/// A thread that shows the progress of a task until this value is dropped.
 pub struct Watch {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watch {
-    /// Watches `what`, which has `total` to do and has done what `at` says.
+    /// Watches the task `what`, of `total` units. `at` returns how many of them are done.
     pub fn start(what: &'static str, unit: Unit, total: u64, at: impl Fn() -> u64 + Send + 'static) -> Self {
         let (stop, stopped) = mpsc::channel();
         let terminal = std::io::stderr().is_terminal() && !is_quiet();
@@ -63,7 +64,7 @@ impl Watch {
             }
             shown.end();
         };
-        // Without a thread there is no progress to see, and nothing else is lost.
+        // If the thread cannot start, only the progress is not shown.
         let thread = thread::Builder::new().name("progress".into()).spawn(watch).ok();
         Self { stop: Some(stop), thread }
     }
@@ -73,20 +74,20 @@ impl Drop for Watch {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic there has been reported by its thread.
+            // A panic of the thread was already reported.
             let _ = thread.join();
         }
     }
 }
 
-/// What has been shown so far.
+/// What the thread has shown so far.
 struct Shown {
     what: &'static str,
     unit: Unit,
     total: u64,
     start: Instant,
     bar: Option<ProgressBar>,
-    /// Whether the log has a line.
+    /// Whether a line was written to the log.
     told: bool,
 }
 
@@ -119,7 +120,7 @@ impl Shown {
     }
 }
 
-/// Templates are constants; should one be wrong, indicatif's own does.
+/// Templates are constants. If one were wrong, indicatif's own template would be used.
 fn bar(what: &'static str, unit: Unit, total: u64) -> ProgressBar {
     let style = ProgressStyle::with_template(unit.template());
     let style = style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");

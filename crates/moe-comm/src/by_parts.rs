@@ -1,7 +1,8 @@
-//! Fused collectives on any communicator: in one launch where it offers one, otherwise by their parts.
+//! Runs a fused collective on any communicator: in one launch where the communicator offers one, otherwise part by
+//! part.
 
 use candle_core::{DType, Result};
-use moe_kernels::door::expect_matrix;
+use moe_kernels::arguments::expect_matrix;
 use moe_kernels::{
     Exec, SlotRouting, SlotRows, View, ViewMut, add_into, add_rms_norm_into, fill_into, mask_nonlocal_into,
     weighted_sum_into,
@@ -14,7 +15,7 @@ use crate::placement::partition;
 use crate::row_parallel::shares;
 
 impl FusedCollective<'_> {
-    /// Runs this on the ranks of `comm`.
+    /// Runs this collective on the ranks of `comm`.
     ///
     /// # Errors
     /// Wrong dims or dtypes, and the errors of [`Communicator`].
@@ -48,7 +49,7 @@ fn add_norm(sums: View<'_>, end: AddNorm<'_>, ex: &mut Exec) -> Result<()> {
     add_rms_norm_into(sums, end.norm.weight, end.norm.eps, end.residual, end.out, ex)
 }
 
-/// Each rank keeps an even run of the rows.
+/// Each rank keeps a contiguous part of the rows; the parts differ by at most one row.
 fn share_add_norm(comm: &dyn Communicator, partial: View<'_>, end: AddNorm<'_>, ex: &mut Exec) -> Result<()> {
     let (rows, hidden) = expect_matrix("share_add_norm", "partial", &partial)?;
     let own = partition(rows, comm.world_size(), comm.rank());
@@ -61,7 +62,7 @@ fn share_add_norm(comm: &dyn Communicator, partial: View<'_>, end: AddNorm<'_>, 
     comm.all_gather_v(normed.view(), &counts, end.out, ex)
 }
 
-/// The sum has the dtype that travels.
+/// Reduces and scatters sums in the dtype in which they are sent, then converts the result to f32.
 fn scatter_rounded(
     comm: &dyn Communicator,
     parts: View<'_>,

@@ -6,14 +6,14 @@ use moe_kernels::{Exec, View, ViewMut};
 use crate::collectives::Collectives;
 use crate::communicator::Communicator;
 
-/// The largest blob: these are not for tensors.
+/// The largest blob. These functions are not meant for tensors.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Rank `root`'s `bytes` on every rank; the other ranks' `bytes` do not count. An NCCL id travels
-/// this way.
+/// Sends the `bytes` of rank `root` to every rank; the `bytes` of the other ranks are ignored. An NCCL id is sent this
+/// way.
 ///
 /// # Errors
-/// More than 64 MiB; whatever fails a collective.
+/// More than 64 MiB; any error of a collective.
 ///
 /// ```
 /// use moe_comm::{Communicator, broadcast_bytes, run_ranks};
@@ -30,11 +30,11 @@ pub fn broadcast_bytes(comm: &dyn Communicator, root: usize, bytes: &[u8]) -> Re
     Ok(all)
 }
 
-/// Every rank's `bytes`, in rank order, on every rank. `ex` is the context that the communicator's exchanges of host
-/// memory run in.
+/// Returns every rank's `bytes`, in rank order, on every rank. The communicator exchanges host memory in the context
+/// `ex`.
 ///
 /// # Errors
-/// More than 64 MiB of one rank; whatever fails a collective.
+/// More than 64 MiB on one rank; any error of a collective.
 pub fn all_gather_bytes(comm: &dyn Communicator, bytes: &[u8], ex: &mut Exec) -> Result<Vec<Vec<u8>>> {
     let size = comm.world_size();
     let mut lens = vec![0i64; size];

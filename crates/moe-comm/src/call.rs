@@ -1,7 +1,7 @@
 //! What a rank says about a collective when it enters it, and whether the ranks agree.
 //!
-//! A [`Call`] is made by the door checks of [`check`](crate::check), which every communicator
-//! shares; ranks of threads and of processes compare them before they read any data.
+//! The argument checks in [`check`](crate::check), which every communicator shares, make a [`Call`]. Ranks (threads or
+//! processes) compare their calls before they read any data.
 
 use std::fmt;
 
@@ -43,7 +43,7 @@ impl Op {
 }
 
 impl Op {
-    /// Whether ranks give colours and keys.
+    /// Whether ranks pass a colour and a key.
     pub(crate) fn is_split(self) -> bool {
         self == Self::Split
     }
@@ -80,7 +80,7 @@ pub(crate) enum Counts {
 }
 
 impl Counts {
-    /// Whether these are the counts of so many ranks, and can be added up.
+    /// Whether there is one count for each of `size` ranks, and their sum does not overflow.
     pub(crate) fn are_of(&self, size: usize) -> bool {
         let fit = |counts: &[usize]| {
             counts.len() == size && counts.iter().try_fold(0usize, |n, &count| n.checked_add(count)).is_some()
@@ -110,7 +110,7 @@ pub(crate) struct Call {
     pub reduce: Option<ReduceOp>,
     #[serde(with = "by_name")]
     pub dtype: Option<DType>,
-    /// The dims that must agree: all of them, or the row dims where the rows may differ.
+    /// The dims that must agree: all of them, or only the row dims where the number of rows may differ.
     #[serde(with = "by_list")]
     pub dims: Option<Dims>,
     pub root: Option<usize>,
@@ -124,7 +124,7 @@ impl Call {
     }
 }
 
-/// A dtype as its name.
+/// Serialises a dtype as its name.
 mod by_name {
     use super::*;
 
@@ -138,7 +138,7 @@ mod by_name {
     }
 }
 
-/// Dims as a list.
+/// Serialises dims as a list.
 mod by_list {
     use super::*;
 
@@ -159,7 +159,7 @@ pub(crate) fn disagreement(calls: &[&Call], label: impl Fn(&[usize]) -> String) 
         return unmatched_rows(calls, &label);
     }
     type Aspect = fn(&Call) -> String;
-    // In this order, since the first difference explains the later ones.
+    // The order matters: the first difference explains the later ones.
     let aspects: [(&str, Aspect); 6] = [
         ("collective", |c| c.op.to_string()),
         ("reduction", |c| c.reduce.map_or_else(|| "none".to_string(), |r| r.to_string())),
@@ -202,7 +202,7 @@ fn same(a: &Call, b: &Call) -> bool {
     counts && (a.op, a.reduce, a.dtype, a.dims, a.root) == (b.op, b.reduce, b.dtype, b.dims, b.root)
 }
 
-/// A pair of ranks of which one sends other than what the other expects.
+/// A pair of ranks where one sends a different number of rows than the other expects.
 fn unmatched_rows(calls: &[&Call], label: &impl Fn(&[usize]) -> String) -> Option<String> {
     for (from, sender) in calls.iter().enumerate() {
         for (to, receiver) in calls.iter().enumerate() {

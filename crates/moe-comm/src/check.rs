@@ -1,9 +1,9 @@
-//! Door checks of the collectives: what one rank can know to be wrong before it communicates.
+//! Argument checks of the collectives: the errors that one rank can find before it communicates.
 //!
 //! Every communicator runs these first; they return the [`Call`] that the other ranks compare.
 
 use candle_core::{Error, Result, bail};
-use moe_kernels::door::expect_dtype;
+use moe_kernels::arguments::expect_dtype;
 use moe_kernels::{Dims, View, ViewMut};
 
 use crate::call::{Call, Counts, Op};
@@ -17,7 +17,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// What this rank says about a collective, once its arguments are right.
+    /// The [`Call`] of a collective, after its arguments were found to be right.
     pub(crate) fn check(self, collective: &Collective) -> Result<Call> {
         let bare = Call::bare(collective.op());
         let whole = |data: &ViewMut| Ok::<_, Error>((Some(data.dtype()), Some(Dims::new(data.dims())?)));

@@ -1,4 +1,4 @@
-//! What the ranks of a group do together, as plain data.
+//! The collectives and fused collectives as plain data.
 
 use std::fmt;
 
@@ -10,8 +10,11 @@ use serde::{Deserialize, Serialize};
 ///
 /// | dtype | Sum | Max, Min |
 /// |---|---|---|
-/// | f32, bf16, f16 | in f32, rank 0 first, ascending; one rounding at the end | NaN if any rank has one; of equal values (±0) the lowest rank's |
+/// | f32, bf16, f16 | in f32, rank 0 first, ascending; one rounding at the end | NaN if any rank has NaN |
 /// | u8, u32, i32, i64 | wraps around modulo 2^bits | exact |
+///
+/// Of equal floats (±0), `Max` and `Min` give the value of the lowest rank.
+// This enum is exhaustive: every transport must compute each reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
@@ -32,8 +35,9 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// A collective with the arguments of the method of [`Collectives`](crate::Collectives) that calls it, as that method hands them to
-/// [`run`](crate::Communicator::run). Counts are in rows of dimension 0, one for each rank.
+/// A collective with the arguments of the method of [`Collectives`](crate::Collectives) of the same name, which passes
+/// it to [`run`](crate::Communicator::run). Counts are in rows of dimension 0, one for each rank.
+// This enum is exhaustive: every transport must run each collective.
 #[derive(Debug)]
 #[allow(missing_docs)] // The methods say what the arguments are.
 pub enum Collective<'a> {
@@ -51,10 +55,11 @@ pub enum Collective<'a> {
     Barrier,
 }
 
-/// Which ranks need the rows of a gather: those that own an expert of the row's token.
+/// Which ranks need which rows of a gather: a rank needs a row if it holds an expert that the row's token uses.
 #[derive(Clone, Copy, Debug)]
 pub struct RowNeeds<'a> {
-    /// Experts of all ranks' tokens, [sum(counts), K] u32, the same on all ranks; ids outside of `owners` are no experts.
+    /// Experts of all ranks' tokens, [sum(counts), K] u32, the same on all ranks. Ids that are not below P name no
+    /// expert.
     pub ids: View<'a>,
     /// The rank that owns each expert, \[P\] u32.
     pub owners: View<'a>,
@@ -63,7 +68,8 @@ pub struct RowNeeds<'a> {
 /// The addition to the residual stream and the norm of the next sub-layer.
 #[derive(Debug)]
 pub struct AddNorm<'a> {
-    /// The residual stream [T, H] f32 (or the dtype of sums that every rank adds up), to which the sums are added.
+    /// The residual stream [T, H], to which the sums are added: f32, or the dtype of the sums if every rank adds all of
+    /// them.
     pub residual: ViewMut<'a>,
     /// The norm of the next sub-layer, the same on all ranks.
     pub norm: PreNorm<'a>,
@@ -85,25 +91,28 @@ impl AddNorm<'_> {
     }
 }
 
-/// A collective with what surrounds it in a decoder layer, or with what the experts of a layer say about its rows.
+/// A collective together with the ops before and after it in a decoder layer, or with what is known about the experts
+/// of its rows.
 ///
-/// Every communicator [runs](Self::run) it: in one launch if its [`FusedCollectives`](crate::FusedCollectives) take it, otherwise by
-/// its parts. Counts are in rows, one for each rank, the same on all ranks.
+/// Every communicator can [run](Self::run) it: in one launch if its [`FusedCollectives`](crate::FusedCollectives) take
+/// it, otherwise part by part. Counts are in rows, one for each rank, the same on all ranks.
+// This enum is exhaustive: a transport must say of each call whether it takes it.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // A call is passed on and never stored.
 pub enum FusedCollective<'a> {
-    /// What follows a row-parallel product: `residual` += the sum of all ranks' `partial`, then `out` = RMS norm of `residual`. Sums
-    /// in one launch are f32 additions in rank order, as [`ReduceOp::Sum`] adds on the CPU.
+    /// The end of a row-parallel product: `residual` += the sum of all ranks' `partial`, then `out` = RMS norm of
+    /// `residual`. A fused launch adds in f32 in rank order, as [`ReduceOp::Sum`] does on the CPU.
     AllReduceAddNorm {
         /// [T, H] model dtype or f32, the same dims on all ranks; scratch afterwards.
         partial: ViewMut<'a>,
         /// `residual` has the dtype of `partial`, and is the same on all ranks before and after.
         end: AddNorm<'a>,
     },
-    /// [`AllReduceAddNorm`](Self::AllReduceAddNorm) where each rank alone keeps some rows of the residual stream: to these it adds,
-    /// and every rank gets all rows of `out`. This is a reduce-scatter and an all-gather with the addition and the norm between
-    /// them, as in sequence parallelism. Which rows a rank keeps follows from T and H, so a stream that begins whole on all ranks
-    /// stays right where it is read. One launch may send `partial` rounded to the dtype of `out`.
+    /// [`AllReduceAddNorm`](Self::AllReduceAddNorm) with the residual stream shared by the ranks: each rank keeps some
+    /// rows and adds the sums to them, and every rank gets all rows of `out`. This is a reduce-scatter and an
+    /// all-gather with the addition and the norm between them, as in sequence parallelism. T and H decide which rows a
+    /// rank keeps. So each rank keeps the same rows in every layer, and a stream that starts whole on all ranks stays
+    /// right on the rows that a rank reads. A fused launch may send `partial` rounded to the dtype of `out`.
     ShareAddNorm {
         /// [T, H] model dtype or f32, the same dims on all ranks; scratch afterwards.
         partial: ViewMut<'a>,
@@ -116,24 +125,28 @@ pub enum FusedCollective<'a> {
         arrays: Vec<(View<'a>, ViewMut<'a>)>,
         /// Rows of each rank, in every array.
         counts: &'a [usize],
-        /// With needs, which allow one array, rows of `out` that this rank does not need are unspecified: they need not travel.
+        /// If `needs` is given, there is one array, and rows of `out` that this rank does not need are unspecified:
+        /// they may be left out of the transfer.
         needs: Option<RowNeeds<'a>>,
     },
     /// [`reduce_scatter_v`](crate::Collectives::reduce_scatter_v) of sums, into f32.
     ScatterSums {
-        /// [sum(counts), H] f32, or in the model dtype: then each rank has rounded its sums, and the result may be rounded, too.
+        /// [sum(counts), H], f32 or the model dtype. In the model dtype each rank has rounded its sums, and the result
+        /// may be rounded, too.
         sums: View<'a>,
         /// Rows of each rank.
         counts: &'a [usize],
-        /// With needs, the rows of a rank that does not need them are zeros: they need not travel.
+        /// If `needs` is given, the rows of a rank that does not need them are zeros: they may be left out of the
+        /// transfer.
         needs: Option<RowNeeds<'a>>,
         /// [counts\[rank\], H] f32.
         out: ViewMut<'a>,
     },
-    /// What ends a sparse layer whose rows came from all ranks: each rank weights and adds the slots that it computed, k ascending in
-    /// f32; `residual` += the ranks' sums of this rank's rows, added in rank order; then `out` = RMS norm of `residual`.
+    /// The end of a sparse layer whose rows came from all ranks. Each rank weights and adds the slots that it computed,
+    /// in ascending k and in f32. `residual` += the ranks' sums for this rank's rows, added in rank order; then `out` =
+    /// RMS norm of `residual`.
     CombineAddNorm {
-        /// Of the rows of all ranks, [sum(counts), ..] in rank order.
+        /// The slots of all ranks' rows, [sum(counts), ..] in rank order.
         slots: SlotRows<'a>,
         /// Rows of each rank.
         counts: &'a [usize],

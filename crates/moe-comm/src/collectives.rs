@@ -1,4 +1,4 @@
-//! The collectives as callers write them. The names are those of MPI and NCCL.
+//! The collectives as callers write them. The names are the names of MPI and NCCL.
 
 use candle_core::Result;
 use moe_kernels::{Exec, View, ViewMut};
@@ -6,8 +6,8 @@ use moe_kernels::{Exec, View, ViewMut};
 use crate::collective::{Collective, ReduceOp};
 use crate::communicator::Communicator;
 
-/// The collectives of every [`Communicator`], whose conventions and errors they have. The forms with counts (`_v`) and without are
-/// one collective: the latter have equal counts.
+/// The collectives of every [`Communicator`], with its conventions and errors. A method without counts is the method
+/// with counts (`_v`) where all counts are equal.
 pub trait Collectives: Communicator {
     /// Replaces `data` on every rank by the reduction of all ranks' `data`, element by element.
     /// Any dims, the same on all ranks.

@@ -1,8 +1,8 @@
 //! Parallel settings as a user writes them, and the rules that they must meet.
 //!
-//! They belong to an engine's configuration, never to a checkpoint's: the same checkpoint runs
-//! under any geometry. The rules are InfiniLM's (`moe_config.py`) without the limits that do
-//! not hold here: dp > 1 with expert parallelism, ep != tp, and `deepep` are allowed.
+//! These settings belong to an engine's configuration, never to a checkpoint's: the same checkpoint runs under any
+//! geometry. The rules are InfiniLM's (`moe_config.py`), but three things that InfiniLM refuses are allowed here: dp >
+//! 1 with expert parallelism, ep != tp, and `deepep`.
 
 use crate::ep_backends::{EP_BACKENDS, EpBackend, EpBackendChoice, EpBackendRow};
 use crate::error::{GeometryError, refuse};
@@ -10,8 +10,8 @@ use crate::geometry::Geometry;
 use crate::launch::Launch;
 use crate::names::{DeepEpMode, ExpertPlacement};
 
-/// The most ranks of a world. Far beyond any cluster in use, and small enough that tables of
-/// ranks are always cheap.
+/// The largest number of ranks in a world. It is far more than any cluster in use has, and small enough that tables of
+/// ranks stay cheap.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// Parallel settings of an engine. The default is one rank.
@@ -54,11 +54,11 @@ impl Default for ParallelConfig {
 }
 
 impl ParallelConfig {
-    /// `dp * tp`. Fails for a zero or absurd size.
+    /// `dp * tp`. It fails for a size of zero or above [`MAX_WORLD_SIZE`].
     pub fn world_size(&self) -> Result<usize, GeometryError> {
         for (name, size) in [("tp", self.tp), ("dp", self.dp)] {
             if size == 0 {
-                refuse!(GeometryError, "{name} must be at least 1, got 0")
+                refuse!(GeometryError::Range, "{name} must be at least 1, got 0")
             }
         }
         match self.dp.checked_mul(self.tp) {
@@ -66,14 +66,14 @@ impl ParallelConfig {
             _ => {
                 let Self { dp, tp, .. } = self;
                 refuse!(
-                    GeometryError,
+                    GeometryError::Range,
                     "dp {dp} x tp {tp} is more than {MAX_WORLD_SIZE} ranks, the most that is supported"
                 )
             }
         }
     }
 
-    /// The backend that these settings mean. Fails for settings that contradict each other.
+    /// The backend that these settings name. It fails for settings that contradict each other.
     pub fn resolve_backend(&self) -> Result<EpBackend, GeometryError> {
         let spreads = self.world_size()? > 1 && self.enable_expert_parallel;
         let backend = match self.backend {
@@ -84,7 +84,10 @@ impl ParallelConfig {
                 };
                 match EP_BACKENDS.iter().find(fits) {
                     Some(row) => row,
-                    None => refuse!(GeometryError, "no MoE backend fits these settings; choose one by name"),
+                    None => refuse!(
+                        GeometryError::Contradiction,
+                        "no MoE backend fits these settings; choose one by name"
+                    ),
                 }
             }
         };
@@ -92,22 +95,22 @@ impl ParallelConfig {
         let explicit = self.backend != EpBackendChoice::Auto;
         if explicit && backend.expert_parallel && !self.enable_expert_parallel {
             refuse!(
-                GeometryError,
-                "the MoE backend {name} needs expert parallelism; add --enable-expert-parallel, or choose {}",
+                GeometryError::Contradiction,
+                "the MoE backend {name} needs expert parallelism; add `enable_expert_parallel`, or choose {}",
                 EpBackendChoice::listed(|row| !row.expert_parallel)
             )
         }
         if explicit && !backend.expert_parallel && self.enable_expert_parallel {
             refuse!(
-                GeometryError,
-                "expert parallelism is enabled but the MoE backend is {name}; drop --enable-expert-parallel, or \
+                GeometryError::Contradiction,
+                "expert parallelism is enabled but the MoE backend is {name}; drop `enable_expert_parallel`, or \
                  choose {}",
                 EpBackendChoice::listed(|row| row.expert_parallel)
             )
         }
         if backend.same_tokens && self.dp > 1 {
             refuse!(
-                GeometryError,
+                GeometryError::Contradiction,
                 "the MoE backend {name} needs the same tokens on every rank, so dp must be 1, got {}; choose {}",
                 self.dp,
                 EpBackendChoice::listed(|row| row.expert_parallel && !row.same_tokens)
@@ -118,7 +121,7 @@ impl ParallelConfig {
             let with: Vec<_> =
                 EP_BACKENDS.iter().filter(|row| row.modes.contains(&mode)).map(|row| row.name).collect();
             refuse!(
-                GeometryError,
+                GeometryError::Contradiction,
                 "the DeepEP mode {mode} has no effect on the MoE backend {name}; choose {}, or the mode auto",
                 with.join(" or ")
             )
@@ -131,7 +134,7 @@ impl ParallelConfig {
         let world_size = self.world_size()?;
         let backend = self.resolve_backend()?;
         if rank >= world_size {
-            refuse!(GeometryError, "rank {rank} is outside of a world of {world_size} (dp x tp) ranks")
+            refuse!(GeometryError::Range, "rank {rank} is outside of a world of {world_size} (dp x tp) ranks")
         }
         let dp_rank = rank / self.tp;
         let tp_rank = rank % self.tp;
@@ -163,7 +166,7 @@ impl ParallelConfig {
             let tp = self.tp;
             let got = launch.world_size;
             refuse!(
-                GeometryError,
+                GeometryError::Contradiction,
                 "dp {dp} x tp {tp} needs {expected} ranks, but {got} were started; change dp, tp or the launcher"
             )
         }

@@ -1,9 +1,9 @@
 //! Typed reads of environment variables through a caller's lookup.
 
 use crate::error::LaunchError;
-use crate::launcher::{Launcher, partial};
+use crate::launcher::Launcher;
 
-/// Reads variables; an empty one counts as unset, which is how job templates clear them.
+/// Reads variables. An empty variable counts as unset, because job templates clear variables that way.
 pub(crate) struct Env<'a>(pub &'a dyn Fn(&str) -> Option<String>);
 
 impl Env<'_> {
@@ -25,11 +25,16 @@ impl Env<'_> {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(partial(launcher, &present.join(", "), &missing.join(", "), remedy))
+        Err(LaunchError::Incomplete {
+            launcher,
+            present: present.join(", "),
+            missing: missing.join(", "),
+            remedy: remedy.to_string(),
+        })
     }
 
     pub(crate) fn optional_number(&self, name: &str) -> Result<Option<usize>, LaunchError> {
-        // Bounded, so that arithmetic on ranks and job numbers cannot overflow.
+        // The number is bounded, so that arithmetic on ranks and job numbers cannot overflow.
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.parse::<u32>() {
             Ok(n) => Ok(Some(n as usize)),
@@ -59,7 +64,7 @@ impl Env<'_> {
     }
 }
 
-/// A variable whose value cannot be read.
+/// The error for a variable whose value cannot be read.
 pub(crate) fn invalid(name: &str, value: &str, expected: &str) -> LaunchError {
-    LaunchError(format!("the environment variable {name} is {value:?}; expected {expected}"))
+    LaunchError::Variable { name: name.to_string(), value: value.to_string(), expected: expected.to_string() }
 }

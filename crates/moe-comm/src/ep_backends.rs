@@ -1,4 +1,4 @@
-//! The table of backends of expert parallelism: their names, and what settings ask of each.
+//! The table of backends of expert parallelism: their names, and which settings each one needs.
 //!
 //! Names and aliases are InfiniLM's (`moe_ep_backend`). What a backend does is in moe-dispatch.
 
@@ -9,11 +9,12 @@ use crate::error::GeometryError;
 use crate::names::{DeepEpMode, normalized, unknown};
 
 /// How expert rows travel between ranks.
+// This enum is exhaustive: each backend must be built where tokens are dispatched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EpBackend {
     /// No expert parallelism: every rank holds all experts, cut along the intermediate size by tp.
     Disabled,
-    /// Every rank has the same tokens and runs its own experts; the outputs are added up.
+    /// Every rank has the same tokens and runs its own experts; an all-reduce adds the outputs.
     LocalAllreduce,
     /// Rows of all ranks are gathered, each rank runs its own experts, outputs are scattered back.
     AllgatherReducescatter,
@@ -21,7 +22,7 @@ pub enum EpBackend {
     DeepEp,
 }
 
-/// What users and settings need to know of a backend.
+/// What users and settings need to know about a backend.
 #[derive(Clone, Copy, Debug)]
 pub struct EpBackendRow {
     /// The backend.
@@ -30,15 +31,15 @@ pub struct EpBackendRow {
     pub name: &'static str,
     /// Other names.
     pub aliases: &'static [&'static str],
-    /// Whether it spreads whole experts over the ranks; else each rank has a part of every expert.
+    /// Whether each rank holds whole experts; if false, each rank holds a part of every expert.
     pub expert_parallel: bool,
-    /// Whether all ranks must see the same tokens: dp = 1.
+    /// Whether all ranks must process the same tokens, which means dp = 1.
     pub same_tokens: bool,
-    /// The modes that it has besides `auto`.
+    /// The modes that it supports in addition to `auto`.
     pub modes: &'static [DeepEpMode],
 }
 
-/// Every backend. `auto` is the first that fits the other settings.
+/// Every backend. `auto` chooses the first that fits the other settings.
 pub const EP_BACKENDS: [EpBackendRow; 4] = [
     EpBackendRow {
         backend: EpBackend::Disabled,
@@ -74,7 +75,7 @@ pub const EP_BACKENDS: [EpBackendRow; 4] = [
     },
 ];
 
-// A backend's row is found by its number.
+// The discriminant of a backend is the index of its row.
 const _: () = {
     let mut at = 0;
     while at < EP_BACKENDS.len() {
@@ -84,7 +85,7 @@ const _: () = {
 };
 
 impl EpBackend {
-    /// Its row of the table.
+    /// The row of this backend in the table.
     pub fn row(self) -> &'static EpBackendRow {
         &EP_BACKENDS[self as usize]
     }
@@ -96,19 +97,19 @@ impl fmt::Display for EpBackend {
     }
 }
 
-/// The backend setting: one by name, or `auto`.
+/// The backend setting: a backend by name, or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum EpBackendChoice {
     /// The first of [`EP_BACKENDS`] that fits: [`EpBackend::Disabled`] for one expert-parallel rank,
     /// [`EpBackend::LocalAllreduce`] for dp = 1, else [`EpBackend::AllgatherReducescatter`].
     #[default]
     Auto,
-    /// This one, or an error.
+    /// This backend; it is an error if it does not fit the other settings.
     Explicit(EpBackend),
 }
 
 impl EpBackendChoice {
-    /// `auto` and the backends that `fits` accepts, as one reads a list.
+    /// `auto` and the names of the backends that `fits` accepts, as an English list.
     pub fn listed(fits: impl Fn(&EpBackendRow) -> bool) -> String {
         let names: Vec<_> = EP_BACKENDS.iter().filter(|row| fits(row)).map(|row| row.name).collect();
         match names.split_last() {

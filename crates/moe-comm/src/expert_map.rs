@@ -1,16 +1,18 @@
 //! Which expert each physical slot of a layer holds.
 //!
-//! A rank has slots for experts, and a layer numbers the slots of all ranks through: rank 0's first. Routers choose *logical*
-//! experts, the model's; ranks compute *physical* ones, which are slots. Without a map both are the same. With one an
-//! expert may have copies on several ranks, ranks may have different numbers of slots, and what a slot holds may change while
-//! a slot never changes its rank. Names are those of DeepSeek's and vLLM's load balancing: `phy2log`, `log2phy`.
+//! A rank has slots for experts. A layer numbers the slots of all ranks in one sequence, beginning with rank 0. Routers
+//! choose *logical* experts, the ones that the model defines. Ranks compute *physical* experts, which are slots.
+//! Without a map the two numberings are equal. With a map an expert may have copies on several ranks, and ranks may
+//! have different numbers of slots. The expert in a slot may change, but a slot never moves to another rank. The names
+//! `phy2log` and `log2phy` come from the load balancers of DeepSeek and vLLM.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::error::{GeometryError, refuse};
 use crate::placement::{ExpertLayout, partition};
 
-/// The expert of every slot of a layer. Every expert has a slot, and no rank holds one twice.
+/// The expert of every slot of a layer. Every expert has at least one slot, and no rank holds an expert twice.
 ///
 /// ```
 /// use moe_comm::ExpertMap;
@@ -24,26 +26,27 @@ pub struct ExpertMap {
     num_experts: usize,
     /// Logical expert of each slot, `[P]`.
     phy2log: Vec<u32>,
-    /// The first slot of each rank, and P, `[ranks + 1]`.
+    /// The first slot of each rank, then P: `[ranks + 1]`.
     first: Vec<usize>,
 }
 
-/// A slot that gets another expert, and from where.
+/// A copy of an expert's weights from one slot into another slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotTransfer {
     /// The logical expert.
     pub expert: u32,
-    /// The slot that holds it before.
+    /// The slot from which it is copied.
     pub from: usize,
-    /// The slot that holds it afterwards.
+    /// The slot into which it is copied.
     pub to: usize,
 }
 
 impl ExpertMap {
-    /// The map of `num_experts` logical experts, from the experts in the slots of each rank.
+    /// The map of `num_experts` logical experts; `ranks` lists the experts in the slots of each rank.
     ///
     /// # Errors
-    /// No rank or expert; too many slots; an expert that there is not, that a rank holds twice, or that no rank holds.
+    /// No rank or no expert; too many slots; an expert that does not exist, that a rank holds twice, or that no rank
+    /// holds.
     pub fn new(num_experts: usize, ranks: &[Vec<u32>]) -> Result<Self, GeometryError> {
         let ends = ranks.iter().scan(0, |end, slots| {
             *end += slots.len();
@@ -53,18 +56,22 @@ impl ExpertMap {
         Self { num_experts, phy2log: Vec::new(), first }.with_phy2log(ranks.concat())
     }
 
-    /// The usual start: all experts in order, then copies of experts 0, 1, .., in even runs over the ranks.
+    /// The usual initial map: all experts in order, then copies of experts 0, 1, .., divided evenly into contiguous
+    /// parts, one for each rank.
     ///
     /// # Errors
-    /// As [`new`](Self::new); more copies than `ranks` ranks can hold without holding an expert twice.
+    /// The errors of [`new`](Self::new); more copies than `ranks` ranks can hold if no rank holds an expert twice.
     pub fn initial(num_experts: usize, redundant: usize, ranks: usize) -> Result<Self, GeometryError> {
         let Some(slots) = num_experts.checked_add(redundant).filter(|&slots| slots <= i32::MAX as usize)
         else {
-            refuse!(GeometryError, "{num_experts} experts and {redundant} redundant ones are too many slots")
+            refuse!(
+                GeometryError::ExpertMap,
+                "{num_experts} experts and {redundant} redundant ones are too many slots"
+            )
         };
         if num_experts > 0 && slots.div_ceil(ranks.max(1)) > num_experts {
             refuse!(
-                GeometryError,
+                GeometryError::ExpertMap,
                 "{redundant} redundant experts: {ranks} ranks hold {num_experts} experts at most once each, so at most {} \
                  are redundant",
                 num_experts * ranks.saturating_sub(1)
@@ -75,17 +82,17 @@ impl ExpertMap {
         Self::new(num_experts, &(0..ranks).map(rank).collect::<Vec<_>>())
     }
 
-    /// The same slots with other experts in them, `[P]`.
+    /// The same slots with other experts; `phy2log` is `[P]`.
     ///
     /// # Errors
-    /// As [`new`](Self::new); another number of slots.
+    /// The errors of [`new`](Self::new); a different number of slots.
     pub fn with_phy2log(&self, phy2log: Vec<u32>) -> Result<Self, GeometryError> {
         let experts = self.num_experts;
         let ranks = self.num_ranks();
         let max = i32::MAX as usize;
         if experts == 0 || ranks == 0 || phy2log.len() > max {
             refuse!(
-                GeometryError,
+                GeometryError::ExpertMap,
                 "expected at least one expert, one rank and at most {max} slots, got {experts} experts on {ranks} ranks \
                  with {} slots",
                 phy2log.len()
@@ -95,29 +102,34 @@ impl ExpertMap {
         if map.phy2log.len() != map.slots(ranks - 1).end {
             let expected = map.slots(ranks - 1).end;
             let got = map.phy2log.len();
-            refuse!(GeometryError, "expected the experts of {expected} slots, got {got}")
+            refuse!(GeometryError::ExpertMap, "expected the experts of {expected} slots, got {got}")
         }
-        // The last rank on which an expert was seen, counted from 1.
-        let mut seen = vec![0; experts];
+        // The last rank on which an expert was seen. No table has as many rows as there are experts, since that number
+        // may be anything.
+        let mut seen = HashMap::new();
         for rank in 0..ranks {
             for slot in map.slots(rank) {
                 let expert = map.phy2log[slot];
-                match seen.get_mut(expert as usize) {
-                    None => refuse!(
-                        GeometryError,
+                if expert as usize >= experts {
+                    refuse!(
+                        GeometryError::ExpertMap,
                         "slot {slot} of rank {rank} holds expert {expert}; expected 0..{experts}"
-                    ),
-                    Some(last) if *last == rank + 1 => refuse!(
-                        GeometryError,
+                    )
+                }
+                if seen.insert(expert as usize, rank) == Some(rank) {
+                    refuse!(
+                        GeometryError::ExpertMap,
                         "slot {slot}: rank {rank} holds expert {expert} twice; copies belong on different ranks"
-                    ),
-                    Some(last) => *last = rank + 1,
+                    )
                 }
             }
         }
-        if let Some(expert) = seen.iter().position(|&last| last == 0) {
+        if let Some(expert) = (0..experts).find(|expert| !seen.contains_key(expert)) {
             let slots = map.num_slots();
-            refuse!(GeometryError, "none of the {slots} slots holds expert {expert}; every expert needs one")
+            refuse!(
+                GeometryError::ExpertMap,
+                "none of the {slots} slots holds expert {expert}; every expert needs one"
+            )
         }
         Ok(map)
     }
@@ -142,7 +154,7 @@ impl ExpertMap {
         &self.phy2log
     }
 
-    /// The slots of a rank, none for a rank that there is not.
+    /// The slots of a rank; an empty range if the rank does not exist.
     pub fn slots(&self, rank: usize) -> Range<usize> {
         let end = self.first[self.first.len() - 1];
         let of = |rank: usize| self.first.get(rank).copied().unwrap_or(end);
@@ -156,17 +168,18 @@ impl ExpertMap {
 
     /// The rank of a slot.
     pub fn rank_of(&self, slot: usize) -> Option<usize> {
-        // The last rank that begins there or before: ranks without slots begin where the next one does.
+        // The last rank whose first slot is this one or an earlier one. A rank without slots has the same first slot as
+        // the next rank.
         (slot < self.num_slots()).then(|| self.first.partition_point(|&first| first <= slot) - 1)
     }
 
-    /// Copies that an expert can have at most, with any experts in these slots: P - E + 1.
+    /// The largest number of copies that one expert can have in these slots: P - E + 1.
     pub fn max_copies(&self) -> usize {
         self.num_slots() + 1 - self.num_experts
     }
 
-    /// The slots of every expert, `[E, max_copies]` ascending and padded with -1. With `near`, an expert that this rank
-    /// holds has that slot alone.
+    /// The slots of every expert, `[E, max_copies]`, ascending and padded with -1. With `near`, an expert that rank
+    /// `near` holds has only that rank's slot.
     pub fn log2phy(&self, near: Option<usize>) -> Vec<i32> {
         let width = self.max_copies();
         let mut map = vec![-1; self.num_experts * width];
@@ -184,22 +197,28 @@ impl ExpertMap {
         map
     }
 
-    /// One copy of each expert, `[E]` slots, which computes all of its rows where weights take more time than products: every rank
-    /// reads about as many experts, and gets about as many rows. `loads` are the experts' rows, in any unit; empty: all alike.
+    /// Chooses one copy of each expert, `[E]` slots, which computes all of the expert's rows. This is faster where
+    /// reading weights takes more time than the products. The choice balances the number of experts that each rank
+    /// reads and the number of rows that it gets. `loads` are the experts' rows, in any unit; an empty list means equal
+    /// loads.
     ///
     /// # Errors
-    /// Loads of another number of experts, or that are no numbers of 0 and more.
+    /// A number of loads other than E; loads that are negative or not finite.
     pub fn sole_copies(&self, loads: &[f64]) -> Result<Vec<u32>, GeometryError> {
-        /// The products of an expert of mean load beside its weights, at 16 rows an expert: 0.25 of 2.1 us on an H200.
+        /// Time of the products of an expert of mean load, relative to reading its weights, at 16 rows per expert: 0.25
+        /// of 2.1 us on an H200.
         const MEAN_LOAD: f64 = 0.125;
         let experts = self.num_experts;
         if !loads.is_empty() && loads.len() != experts {
-            refuse!(GeometryError, "expected the loads of {experts} experts, got {}", loads.len())
+            refuse!(GeometryError::ExpertMap, "expected the loads of {experts} experts, got {}", loads.len())
         }
         if let Some((expert, load)) =
             loads.iter().enumerate().find(|(_, load)| !(load.is_finite() && **load >= 0.0))
         {
-            refuse!(GeometryError, "the load of expert {expert} is {load}; expected a number of 0 or more")
+            refuse!(
+                GeometryError::ExpertMap,
+                "the load of expert {expert} is {load}; expected a number of 0 or more"
+            )
         }
         let mean = loads.iter().sum::<f64>() / experts as f64;
         let cost = |expert: usize| match loads.get(expert) {
@@ -213,7 +232,7 @@ impl ExpertMap {
         };
         let mut rank_costs = vec![0.0; self.num_ranks()];
         let mut sole = vec![0; experts];
-        // Experts that have a choice come last, the most expensive first.
+        // Experts with several copies come last, the most expensive first.
         let mut order: Vec<usize> = (0..experts).collect();
         let choices = |expert: usize| slots(expert).count() > 1;
         order.sort_by(|&a, &b| choices(a).cmp(&choices(b)).then(cost(b).total_cmp(&cost(a))).then(a.cmp(&b)));
@@ -228,14 +247,14 @@ impl ExpertMap {
         Ok(sole)
     }
 
-    /// The layout of the physical experts as `rank` sees it: it does not change with what the slots hold.
+    /// The layout of the physical experts as `rank` sees it. It does not change when slots get other experts.
     ///
     /// # Errors
-    /// A rank that there is not.
+    /// A rank that does not exist.
     pub fn layout(&self, rank: usize) -> Result<ExpertLayout, GeometryError> {
         let ranks = self.num_ranks();
         if rank >= ranks {
-            refuse!(GeometryError, "rank {rank} is outside of a map of {ranks} ranks")
+            refuse!(GeometryError::ExpertMap, "rank {rank} is outside of a map of {ranks} ranks")
         }
         let own = self.slots(rank);
         let local = |slot: usize| if own.contains(&slot) { (slot - own.start) as i32 } else { -1 };
@@ -247,16 +266,16 @@ impl ExpertMap {
         })
     }
 
-    /// What turns this map into `target`, by ascending slot: each slot that gets another expert reads it from a slot of this map,
-    /// on its own rank if that holds the expert, else from the rank that has sent least. All read what is there
-    /// before any is written.
+    /// The transfers that turn this map into `target`, by ascending slot. Each slot that gets another expert reads it
+    /// from a slot of this map: on its own rank if that rank holds the expert, otherwise on the rank that has sent the
+    /// least. All slots must be read before any slot is written.
     ///
     /// # Errors
-    /// A map of other slots or experts.
+    /// A `target` with other slots or another number of experts.
     pub fn transfers(&self, target: &Self) -> Result<Vec<SlotTransfer>, GeometryError> {
         if (self.num_experts, &self.first) != (target.num_experts, &target.first) {
             refuse!(
-                GeometryError,
+                GeometryError::ExpertMap,
                 "a map of {} experts in {} slots cannot become one of {} in {}, or with other slots per rank",
                 self.num_experts,
                 self.num_slots(),
@@ -280,7 +299,7 @@ impl ExpertMap {
                 let rank = self.rank_of(slot);
                 (rank != here, rank.map_or(0, |rank| sent[rank]), slot)
             };
-            // Every expert has a slot, so there is one to read.
+            // Every expert has a slot, so there is always one to read.
             let Some(from) = holders.min_by_key(cost) else { continue };
             if let Some(rank) = self.rank_of(from).filter(|&rank| Some(rank) != here) {
                 sent[rank] += 1;

@@ -1,4 +1,4 @@
-//! Where a rank stands: its coordinates and its groups.
+//! The place of a rank: its coordinates and its groups.
 //!
 //! Ranks are numbered `rank = dp_rank * tp + tp_rank` (vLLM's order), so the ranks of one
 //! tensor-parallel group are neighbours. Expert parallelism, when on, spans the whole world:
@@ -26,20 +26,20 @@ pub struct Geometry {
     pub rank: usize,
     /// Tensor-parallel size of attention, dense layers and vocabulary.
     pub tp_size: usize,
-    /// This rank's place among them.
+    /// This rank's index in its tensor-parallel group.
     pub tp_rank: usize,
     /// Data-parallel size: groups of ranks with their own requests.
     pub dp_size: usize,
-    /// This rank's place among them.
+    /// This rank's index in its data-parallel group.
     pub dp_rank: usize,
     /// Ranks over which one expert's intermediate size is cut: `tp_size`, or 1 with expert
     /// parallelism.
     pub moe_tp_size: usize,
-    /// This rank's place among them.
+    /// This rank's index among the ranks of `moe_tp_size`.
     pub moe_tp_rank: usize,
     /// Ranks over which experts are spread: `world_size`, or 1 without expert parallelism.
     pub ep_size: usize,
-    /// This rank's place among them.
+    /// This rank's index among the ranks of `ep_size`.
     pub ep_rank: usize,
     /// How rows reach the experts' owners.
     pub backend: EpBackend,
@@ -50,7 +50,7 @@ pub struct Geometry {
 }
 
 impl Default for Geometry {
-    /// One rank.
+    /// The geometry of a world of one rank.
     fn default() -> Self {
         Self {
             world_size: 1,
@@ -70,7 +70,24 @@ impl Default for Geometry {
     }
 }
 
-/// The communicators of a geometry's groups. Cloning shares them.
+/// The communicators of a geometry's groups. Clones share them.
+///
+/// ```
+/// use std::sync::Arc;
+/// use moe_comm::{Collectives, Exec, ParallelConfig, ParallelGroups, ReduceOp, ViewMut, candle, run_ranks};
+///
+/// // Ranks 0 and 1 are one tensor-parallel group, 2 and 3 another.
+/// let config = ParallelConfig { tp: 2, dp: 2, ..ParallelConfig::default() };
+/// let sums = run_ranks(config.world_size()?, |rank, world| {
+///     let mut ex = Exec::cpu();
+///     let groups = ParallelGroups::new(&config.geometry(rank)?, Arc::new(world), &mut ex)?;
+///     let mut x = [rank as f32];
+///     groups.tp.all_reduce(ViewMut::new(&mut x, &[1])?, ReduceOp::Sum, &mut ex)?;
+///     Ok(x[0])
+/// });
+/// assert_eq!(sums.into_iter().collect::<candle::Result<Vec<_>>>()?, [1., 1., 5., 5.]);
+/// # Ok::<(), candle::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ParallelGroups {
     /// All ranks.
@@ -84,7 +101,7 @@ pub struct ParallelGroups {
 }
 
 impl ParallelGroups {
-    /// Splits the world. Every rank calls it with its own geometry of the same settings.
+    /// Splits the world into groups. Every rank must call it, with its own geometry from the same settings.
     pub fn new(geometry: &Geometry, world: Arc<dyn Communicator>, ex: &mut Exec) -> Result<Self> {
         if (world.rank(), world.world_size()) != (geometry.rank, geometry.world_size) {
             bail!(

@@ -1,4 +1,4 @@
-//! What a launcher's environment says about this process, as plain data.
+//! Reads what a launcher's environment says about this process, as plain data.
 //!
 //! | launcher | rank, size, local rank | address of rank 0 |
 //! |---|---|---|
@@ -9,15 +9,14 @@
 //! Under torchrun the ranks meet at the port after `MASTER_PORT` (before it, if that is the last),
 //! which is taken by torchrun's own store (`TORCHELASTIC_USE_AGENT_STORE`).
 //!
-//! The first row that is present wins, because launchers nest in that order: srun starts
-//! mpirun's daemons, and either may start one torchrun per host, and each leaves its variables
-//! in the environment of what the next one starts. A row that is present only in part is an
-//! error, never a guess.
+//! The first row that is present wins, because launchers nest in that order. srun starts mpirun's daemons, and either
+//! may start one torchrun per host. Each leaves its variables in the environment of the next one. A row that is only
+//! partly present is an error; nothing is guessed.
 
 use crate::env::Env;
 use crate::error::{LaunchError, refuse};
 use crate::hostlist::first_host;
-use crate::launcher::{Launcher, partial};
+use crate::launcher::Launcher;
 
 /// Port of the master when mpirun gives none (torch's default).
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
@@ -26,7 +25,7 @@ pub const DEFAULT_MASTER_PORT: u16 = 29500;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Launch {
-    /// Who started it.
+    /// The launcher that started it.
     pub launcher: Launcher,
     /// Its rank in the world.
     pub rank: usize,
@@ -34,7 +33,7 @@ pub struct Launch {
     pub world_size: usize,
     /// Its rank among the ranks of its host: the device to use.
     pub local_rank: usize,
-    /// Ranks on its host, where the launcher says so.
+    /// Number of ranks on its host, if the launcher says it.
     pub local_world_size: Option<usize>,
     /// Host of rank 0.
     pub master_addr: String,
@@ -42,12 +41,13 @@ pub struct Launch {
     pub master_port: u16,
 }
 
-/// The launch that an environment describes; `None` if no launcher started this process.
-/// `lookup` returns a variable's value, so `|name| std::env::var(name).ok()` reads the real one.
+/// The launch that an environment describes, or `None` if no launcher started this process. `lookup` returns a
+/// variable's value, so `|name| std::env::var(name).ok()` reads the real one.
 ///
 /// ```
 /// use moe_comm::launch_from_env;
-/// let env = [("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "host0"), ("MASTER_PORT", "29500")];
+/// let rank = [("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
+/// let env = [&rank[..], &[("MASTER_ADDR", "host0"), ("MASTER_PORT", "29500")]].concat();
 /// let launch = launch_from_env(|name| env.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()))?;
 /// assert_eq!(launch.map(|l| (l.rank, l.world_size, l.local_rank)), Some((3, 4, 1)));
 /// # Ok::<(), moe_comm::LaunchError>(())
@@ -65,7 +65,8 @@ pub fn launch_from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option
     {
         return Ok(Some(launch));
     }
-    // No rank at all: what is left of a launcher's environment would be ignored silently.
+    // There is no rank variable at all, but other variables of a launcher are left: ignoring them silently would hide a
+    // mistake.
     match env.any(&["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]) {
         true => torchrun(&env).map(Some),
         false => Ok(None),
@@ -98,8 +99,8 @@ fn open_mpi(env: &Env) -> Result<Launch, LaunchError> {
     checked(env, Launcher::OpenMpi, names, Some(local_size), (host, Some(DEFAULT_MASTER_PORT)))
 }
 
-/// `None` in a batch script of one task or an interactive allocation, which are not started by
-/// srun although they see some of its variables.
+/// Returns `None` in a batch script of one task and in an interactive allocation: srun did not start these, although
+/// some of its variables are set there.
 fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
     const STEP: [&str; 4] = ["SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"];
     let rank = env.number("SLURM_PROCID")?;
@@ -107,7 +108,7 @@ fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
         let tasks = env.optional_number("SLURM_NTASKS")?.unwrap_or(1);
         if tasks > 1 {
             refuse!(
-                LaunchError,
+                LaunchError::Contradiction,
                 "SLURM_NTASKS is {tasks}, but this process is not a task of a Slurm step; start the ranks with srun, \
                  or ask for one task (--ntasks=1) and let this process start its own ranks"
             )
@@ -124,8 +125,8 @@ fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
     checked(env, Launcher::Slurm, names, None, (host, slurm_port(env)?)).map(Some)
 }
 
-/// A port that every rank of a step computes alike and that neighbours on a shared node do not
-/// share: below the usual ephemeral range, spread by job and step.
+/// A port that every rank of a step computes in the same way, and that differs between jobs on a shared node: it
+/// depends on job and step, and is below the usual ephemeral range.
 fn slurm_port(env: &Env) -> Result<Option<u16>, LaunchError> {
     let job = match env.optional_number("SLURM_JOB_ID")? {
         Some(job) => Some(job),
@@ -135,8 +136,9 @@ fn slurm_port(env: &Env) -> Result<Option<u16>, LaunchError> {
     Ok(job.map(|job| 20_000 + ((job % 10_000 * 31 + step % 10_000) % 10_000) as u16))
 }
 
-/// The launch that a launcher's variables describe. They hold the rank, the number of ranks, the rank on its host and, where
-/// there is such a variable, the number of ranks there. The defaults are the address and port of rank 0.
+/// The launch that a launcher's variables describe. The names are of the rank, the number of ranks, the rank on its
+/// host and, if there is such a variable, the number of ranks on the host. The defaults are the address and port of
+/// rank 0.
 fn checked(
     env: &Env,
     launcher: Launcher,
@@ -151,7 +153,7 @@ fn checked(
     let relate = |holds: bool, name: &str, value: usize, other_name: &str, other: usize, expected: &str| {
         if !holds {
             refuse!(
-                LaunchError,
+                LaunchError::Contradiction,
                 "the launcher's environment contradicts itself: {name} is {value}, but {other_name} is {other}; \
                  expected {expected}"
             )
@@ -170,8 +172,11 @@ fn checked(
     if let Some(world) = env.optional_number("WORLD_SIZE")? {
         relate(world == size, "WORLD_SIZE", world, n_size, size, "equal numbers of ranks")?;
     }
-    let missing = |missing: &str| {
-        partial(launcher, n_rank, missing, "set it to the host and port of rank 0 for every rank")
+    let missing = |missing: &str| LaunchError::Incomplete {
+        launcher,
+        present: n_rank.to_string(),
+        missing: missing.to_string(),
+        remedy: "set it to the host and port of rank 0 for every rank".to_string(),
     };
     let master_addr = env.address("MASTER_ADDR")?.or(default_addr).ok_or_else(|| missing("MASTER_ADDR"))?;
     let master_port = env.port("MASTER_PORT")?.or(default_port).ok_or_else(|| missing("MASTER_PORT"))?;

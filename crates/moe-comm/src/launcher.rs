@@ -1,11 +1,10 @@
-//! Who starts the ranks of a world.
+//! The launchers that start the ranks of a world.
 
-use crate::error::LaunchError;
-
-/// Who started this process.
+/// The launcher that started this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Launcher {
-    /// `RANK` and its companions: torchrun, a Kubernetes job, or by hand.
+    /// `RANK` and the related variables, as set by torchrun, a Kubernetes job, or by hand.
     Torchrun,
     /// Open MPI's mpirun.
     OpenMpi,
@@ -21,11 +20,4 @@ impl std::fmt::Display for Launcher {
             Self::Slurm => "srun",
         })
     }
-}
-
-/// Some variables of a launcher are set, others are not.
-pub(crate) fn partial(launcher: Launcher, present: &str, missing: &str, remedy: &str) -> LaunchError {
-    LaunchError(format!(
-        "the environment of {launcher} is incomplete: {present} is set, but {missing} is not; {remedy}"
-    ))
 }

@@ -47,7 +47,7 @@ pub use collectives::Collectives;
 pub use communicator::{Communicator, FusedCollectives};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use ep_backends::{EP_BACKENDS, EpBackend, EpBackendChoice, EpBackendRow};
-pub use error::{GeometryError, LaunchError};
+pub use error::{CommError, GeometryError, LaunchError};
 pub use expert_map::{ExpertMap, SlotTransfer};
 pub use geometry::{Geometry, ParallelGroups};
 pub use launch::{DEFAULT_MASTER_PORT, Launch, launch_from_env};
@@ -70,4 +70,4 @@ pub use supervised::{Supervised, Supervisor};
 pub use thread::ThreadComm;
 pub use window::{Transfer, TransferSource, Window};
 
-pub use moe_kernels::{Buffer, Exec, PreNorm, SlotRouting, SlotRows, View, ViewMut, candle};
+pub use moe_kernels::{Buffer, Exec, PreNorm, SlotRouting, SlotRows, View, ViewMut, candle, cause};

@@ -10,8 +10,8 @@ use crate::check::Place;
 use crate::collective::Collective;
 use crate::communicator::Communicator;
 
-/// A world of one rank: collectives check their arguments like any other communicator's and
-/// copy. Code written for many ranks runs on it unchanged.
+/// A world of one rank. Collectives check their arguments as every communicator does, then copy. Code written for many
+/// ranks runs on it unchanged.
 ///
 /// ```
 /// use moe_comm::{Collectives, Exec, SelfComm, View, ViewMut};
@@ -23,7 +23,7 @@ use crate::communicator::Communicator;
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct SelfComm {
-    /// Shared with the groups split from this one: they fail together.
+    /// Shared with the groups split from this one, which fail together with it.
     aborted: Arc<OnceLock<String>>,
 }
 
@@ -35,7 +35,7 @@ impl SelfComm {
         Self::default()
     }
 
-    /// A rank of one fails alone: nobody waits for it, so a wrong argument leaves it usable.
+    /// A single rank fails alone: no other rank waits for it, so it stays usable after a wrong argument.
     fn enter(&self, op: Op, call: Result<Call>) -> Result<()> {
         match self.aborted.get() {
             Some(reason) => bail!("{op} on rank 0 of 1: rank 0 aborted: {reason}"),

@@ -1,8 +1,8 @@
-//! The named choices of a parallel configuration but for the backend ([`EP_BACKENDS`](crate::EP_BACKENDS)), with the names that
-//! users write.
+//! The named choices of a parallel configuration, except for the backend ([`EP_BACKENDS`](crate::EP_BACKENDS)), with
+//! the names that users write.
 //!
-//! Names ignore case and
-//! surrounding space, and `-` is `_`, so that command lines and Python configurations agree.
+//! Names ignore case and surrounding space, and `-` counts as `_`, so that command lines and Python configurations
+//! agree.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,8 +11,9 @@ use crate::error::GeometryError;
 
 /// Which rank owns which expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ExpertPlacement {
-    /// Runs of neighbouring experts; the first `P % ep` ranks own one more.
+    /// Each rank owns consecutive experts; the first `P % ep` ranks own one more.
     #[default]
     Linear,
     /// Rank r owns experts r, r + ep, r + 2 ep, ...
@@ -20,6 +21,7 @@ pub enum ExpertPlacement {
 }
 
 /// The form of the all-to-all backend (DeepEP's two families of kernels).
+// This enum is exhaustive: the backend must build each form.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DeepEpMode {
     /// Low latency for decode steps, high throughput for the others.
@@ -32,18 +34,19 @@ pub enum DeepEpMode {
 }
 
 /// Which copy of an expert computes a row, where the expert has several. Any choice gives the same result.
+// This enum is exhaustive: a layer must say how it spreads rows for each choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ReplicaChoice {
     /// Copies take turns: copy (row + expert) mod copies.
     #[default]
     RoundRobin,
-    /// By a hash of row and expert.
+    /// The copy is chosen by a hash of row and expert.
     Hash,
-    /// The copy on the rank that owns the row, if it has one; else in turns.
+    /// The copy on the rank that owns the row, if there is one; otherwise copies take turns.
     LocalFirst,
 }
 
-/// Names of a choice's variants, each with its aliases. `what` is chosen, for errors.
+/// Defines the names of a choice's variants, each with its aliases. `what` names the choice in errors.
 macro_rules! names {
     ($type:ident, $what:literal, $($variant:ident = $name:literal $(| $alias:literal)*),+) => {
         impl $type {
@@ -97,6 +100,7 @@ pub(crate) fn normalized(name: &str) -> String {
     name.trim().to_ascii_lowercase().replace('-', "_")
 }
 
-pub(crate) fn unknown(what: &str, got: &str, expected: &[&str]) -> GeometryError {
-    GeometryError(format!("unknown {what} {got:?}; expected one of {}", expected.join(", ")))
+pub(crate) fn unknown(what: &'static str, got: &str, expected: &[&str]) -> GeometryError {
+    let expected = expected.iter().map(|name| (*name).to_string()).collect();
+    GeometryError::UnknownName { what, got: got.to_string(), expected }
 }

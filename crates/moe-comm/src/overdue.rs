@@ -1,19 +1,18 @@
-//! Whether work that was put on a stream ends in time, told by two events and nothing else.
+//! Finds out whether work on a stream ends in time, with two events.
 //!
-//! One mark would not do: the work that is put on the stream while the mark waits would have
-//! none if nothing followed it. With two, the older one waits and the newer one moves along with
-//! every call, so that the last work always has a mark. Work is late after the limit, and is
-//! noticed within twice the limit.
+//! One mark is not enough: work that is put on the stream while the mark waits would have no mark if no call followed.
+//! With two marks, the older one waits while the newer one moves along with every call, so that the last work always
+//! has a mark. Work that takes longer than the limit is noticed within twice the limit.
 
 use std::time::{Duration, Instant};
 
 use crate::call::Op;
 
-/// What was marked, and when.
+/// The collective that was marked, and when.
 type Waiting = (Op, Instant);
 
-/// Two marks of one stream. `E` is an event: something that can be put on the stream and asked
-/// whether the stream has come to it.
+/// Two marks on one stream. `E` is an event: it can be put on the stream, and it tells whether the stream has reached
+/// it.
 pub(crate) struct Marks<E> {
     older: (E, Option<Waiting>),
     newer: (E, Option<Waiting>),
@@ -24,7 +23,7 @@ impl<E> Marks<E> {
         Self { older: (a, None), newer: (b, None) }
     }
 
-    /// Marks the work up to now; `put` puts the event on the stream.
+    /// Marks the work up to now. `put` puts the event on the stream.
     pub(crate) fn add<R>(
         &mut self,
         op: Op,
@@ -37,8 +36,8 @@ impl<E> Marks<E> {
         Ok(())
     }
 
-    /// The work that has been on the stream for longer than `limit`, if any; `done` tells whether
-    /// the stream has come to an event.
+    /// The work that has been on the stream for longer than `limit`, if any. `done` tells whether the stream has
+    /// reached an event.
     pub(crate) fn overdue<R>(
         &mut self,
         now: Instant,
@@ -63,7 +62,7 @@ mod tests {
 
     use super::*;
 
-    /// A stream that has come to `reached` of the works that were put on it.
+    /// A stream that has finished the first `reached` works that were put on it.
     #[derive(Default)]
     struct Stream {
         put: Cell<usize>,
@@ -103,7 +102,7 @@ mod tests {
         assert_eq!(stream.overdue(&mut marks, at(99)), None);
     }
 
-    /// The last of many calls has a mark although none was asked about in between.
+    /// The last of many calls has a mark although no call in between asked for one.
     #[test]
     fn the_last_call_is_never_without_a_mark() {
         let (stream, mut marks, at) = setup();
@@ -121,7 +120,7 @@ mod tests {
         assert_eq!(stream.overdue(&mut marks, at(41)), Some(Op::Broadcast));
     }
 
-    /// A stream that moves is never late, however long it is in use.
+    /// A stream that makes progress is never late, however long it is in use.
     #[test]
     fn steady_progress_is_not_late() {
         let (stream, mut marks, at) = setup();

@@ -1,8 +1,8 @@
-//! The collectives of NCCL as the calls that its library has: who passes which rows to whom.
+//! Translates collectives into the calls that NCCL's library has: which rank passes which rows to which rank.
 //!
-//! The forms with counts are groups of calls that NCCL runs as one: a broadcast per rank for
-//! gathering, a reduction per rank for scattering, a send and a receive per pair. Counts are used on the
-//! host alone. Where all counts are equal, the library's own collective is used, which is faster.
+//! A collective with counts is a group of calls that NCCL runs as one: a broadcast per rank for gathering, a reduction
+//! per rank for scattering, a send and a receive per pair of ranks. Only the host uses the counts. If all counts are
+//! equal, the library's own collective is used, which is faster.
 #![cfg_attr(not(feature = "nccl"), allow(dead_code))] // without NCCL only its tests use it
 
 use candle_core::Result;
@@ -11,7 +11,7 @@ use moe_kernels::{View, ViewMut};
 use crate::check::Place;
 use crate::collective::{ReduceOp, RowNeeds};
 
-/// What the library is asked to do with the views of a [`Part`].
+/// A call that the library makes with the views of a [`Part`].
 #[derive(Clone, Copy)]
 pub(crate) enum Verb {
     AllReduce(ReduceOp),
@@ -23,19 +23,19 @@ pub(crate) enum Verb {
     Recv { from: usize },
 }
 
-/// One call of the library. Without `input`, the output's own data is the input; ranks that
-/// receive nothing have no output. The door checks have compared all sizes.
+/// One call of the library. Without `input`, the data in the output is the input. Ranks that receive nothing have no
+/// output. The argument checks have compared all sizes before.
 pub(crate) struct Part<'a> {
     pub verb: Verb,
     pub input: Option<View<'a>>,
     pub out: Option<ViewMut<'a>>,
 }
 
-/// A collective on views of the device, before it is known what carries it.
+/// A collective on views of the device, before it is decided whether NCCL or peer memory carries it.
 pub(crate) enum Request<'v, 'c> {
-    /// Each rank's rows of several arrays, inputs and outputs, to all.
+    /// Sends each rank's rows of several arrays, given as inputs and outputs, to all ranks.
     Gather { arrays: Vec<(View<'v>, ViewMut<'v>)>, counts: &'c [usize], needs: Option<&'c RowNeeds<'c>> },
-    /// Sums of rows to the ranks that own them.
+    /// Sends sums of rows to the ranks that own the rows.
     Scatter {
         input: View<'v>,
         counts: &'c [usize],
@@ -43,14 +43,14 @@ pub(crate) enum Request<'v, 'c> {
         op: ReduceOp,
         needs: Option<&'c RowNeeds<'c>>,
     },
-    /// A sum in place.
+    /// Reduces an array in place.
     Reduce { data: ViewMut<'v>, op: ReduceOp },
-    /// What the library alone does.
+    /// Calls that only the library can make.
     Parts(Vec<Part<'v>>),
 }
 
 impl<'v> Request<'v, '_> {
-    /// The calls of the library, which moves all rows.
+    /// Translates the request into calls of the library, which sends all rows.
     pub fn parts(self, place: Place) -> Result<Vec<Part<'v>>> {
         match self {
             Self::Gather { arrays, counts, .. } => {
@@ -67,7 +67,7 @@ impl<'v> Request<'v, '_> {
     }
 }
 
-/// The runs of `counts` rows of a view, one after the other.
+/// Splits a view into consecutive views of `counts` rows.
 fn runs<'a>(view: View<'a>, counts: &[usize]) -> Result<Vec<View<'a>>> {
     let mut start = 0;
     let run = |&count: &usize| {
@@ -78,7 +78,7 @@ fn runs<'a>(view: View<'a>, counts: &[usize]) -> Result<Vec<View<'a>>> {
     counts.iter().map(run).collect()
 }
 
-/// As [`runs`], of a writable view.
+/// Like [`runs`], for a writable view.
 fn runs_mut<'a>(view: ViewMut<'a>, counts: &[usize]) -> Result<Vec<ViewMut<'a>>> {
     let mut rest = view;
     let mut all = Vec::with_capacity(counts.len());
@@ -94,7 +94,7 @@ fn all_equal(counts: &[usize]) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
-/// A broadcast of each rank's rows into their place.
+/// A broadcast of each rank's rows to their place in the output.
 fn gather_parts<'v>(
     place: Place,
     input: View<'v>,
@@ -112,7 +112,7 @@ fn gather_parts<'v>(
     Ok(runs_mut(out, counts)?.into_iter().enumerate().map(part).collect())
 }
 
-/// A reduction of each rank's rows on that rank.
+/// A reduction of each rank's rows, with that rank as the root.
 fn scatter_parts<'v>(
     place: Place,
     input: View<'v>,
@@ -146,7 +146,7 @@ pub(crate) fn exchange_parts<'v>(
     Ok(sends.chain(recvs).collect())
 }
 
-/// One call.
+/// A list of one call.
 pub(crate) fn one<'v>(verb: Verb, input: Option<View<'v>>, out: ViewMut<'v>) -> Part<'v> {
     Part { verb, input, out: Some(out) }
 }
@@ -173,7 +173,8 @@ mod tests {
         assert!(runs(view(&[1, 2], 1), &[1, 2]).is_err());
     }
 
-    /// In a group, what one rank sends the other receives: every rank names the same roots in the same order.
+    /// In a group of calls every rank names the same roots in the same order, and what one rank sends the other
+    /// receives.
     #[test]
     fn each_rank_is_root_once_and_owns_its_part() {
         let input = [1u32, 2];

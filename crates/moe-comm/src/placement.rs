@@ -1,7 +1,7 @@
 //! Which rank owns which expert.
 //!
-//! Placement speaks of *physical* experts, P of them (P = E without redundant replicas). Uneven
-//! counts are legal, and so are ranks without any expert.
+//! This module speaks of *physical* experts, P of them (P = E without redundant experts). Uneven counts are allowed,
+//! and so are ranks without any expert.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::names::ExpertPlacement;
 
-/// Part `index` of `len` items in `parts` runs whose lengths differ by at most one, longer runs
-/// first. An index beyond the parts has an empty run at the end.
+/// Part `index` of `len` items that are cut into `parts` contiguous ranges. Their lengths differ by at most one, and
+/// longer ranges come first. For an index that is not below `parts` the range is empty, at the end.
 ///
 /// ```
 /// let runs: Vec<_> = (0..3).map(|i| moe_comm::partition(8, 3, i)).collect();
@@ -33,7 +33,7 @@ pub fn partition(len: usize, parts: usize, index: usize) -> Range<usize> {
 pub struct ExpertLayout {
     /// Global ids of this rank's experts in the order of their local slots (ascending), `[E_local]`.
     pub local_experts: Vec<u32>,
-    /// Physical expert to local slot, -1 if elsewhere, `[P]`; `None` (identity) for one rank.
+    /// Local slot of each physical expert, -1 if another rank holds it, `[P]`. `None` for one rank means the identity.
     pub expert_map: Option<Vec<i32>>,
     /// Physical expert to the expert-parallel rank that owns it, `[P]`.
     pub owners: Vec<u32>,
@@ -47,16 +47,19 @@ impl ExpertLayout {
         ep_rank: usize,
         placement: ExpertPlacement,
     ) -> Result<Self, GeometryError> {
-        // Slots and -1 share an i32, and the id u32::MAX means no expert.
+        // Local slots and -1 share an i32, and the id u32::MAX means no expert.
         let max = i32::MAX as usize;
         if num_experts == 0 || num_experts > max {
-            refuse!(GeometryError, "the number of experts must be between 1 and {max}, got {num_experts}")
+            refuse!(
+                GeometryError::Range,
+                "the number of experts must be between 1 and {max}, got {num_experts}"
+            )
         }
         if ep_size == 0 {
-            refuse!(GeometryError, "ep must be at least 1, got 0")
+            refuse!(GeometryError::Range, "ep must be at least 1, got 0")
         }
         if ep_rank >= ep_size {
-            refuse!(GeometryError, "rank {ep_rank} is outside of a world of {ep_size} (dp x tp) ranks")
+            refuse!(GeometryError::Range, "rank {ep_rank} is outside of a world of {ep_size} (dp x tp) ranks")
         }
         let owners = owners(num_experts, ep_size, placement);
         let mut local_experts = Vec::new();
@@ -84,7 +87,7 @@ impl ExpertLayout {
 fn owners(num_experts: usize, ep_size: usize, placement: ExpertPlacement) -> Vec<u32> {
     match placement {
         ExpertPlacement::RoundRobin => (0..num_experts).map(|e| (e % ep_size) as u32).collect(),
-        // Ranks beyond the experts own nothing, so they need not be visited.
+        // Ranks beyond the number of experts own nothing, so the loop skips them.
         ExpertPlacement::Linear => (0..ep_size.min(num_experts))
             .flat_map(|rank| partition(num_experts, ep_size, rank).map(move |_| rank as u32))
             .collect(),
@@ -92,7 +95,7 @@ fn owners(num_experts: usize, ep_size: usize, placement: ExpertPlacement) -> Vec
 }
 
 impl Geometry {
-    /// The experts of this rank, of `num_experts` physical ones.
+    /// The layout of `num_experts` physical experts as this rank sees it.
     pub fn expert_layout(&self, num_experts: usize) -> Result<ExpertLayout, GeometryError> {
         ExpertLayout::new(num_experts, self.ep_size, self.ep_rank, self.placement)
     }

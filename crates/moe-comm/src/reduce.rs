@@ -1,15 +1,14 @@
-//! The arithmetic of reductions: fixed order, f32 inside, one rounding.
+//! The arithmetic of reductions: a fixed order, f32 accumulators, one rounding.
 //!
-//! Floats are widened to f32, combined rank 0 first in ascending order, and rounded once. The
-//! order does not depend on who computes it or when, which is what makes a collective's result
-//! bit-identical on every rank.
+//! Floats are widened to f32, combined in ascending order from rank 0 on, and rounded once. The order does not depend
+//! on which rank computes or when. This makes a collective's result bit-identical on every rank.
 
 use half::{bf16, f16};
 use moe_kernels::{Element, Float};
 
 use crate::collective::ReduceOp;
 
-/// A type that reductions combine, in an accumulator that may be wider.
+/// An element type that reductions combine, in an accumulator that may be wider.
 pub(crate) trait Reduce: Element {
     type Acc: Copy;
     fn load(self) -> Self::Acc;
@@ -29,7 +28,8 @@ macro_rules! reduce_float {
             fn store(acc: f32) -> Self { <$ty>::narrow(acc) }
             #[inline(always)]
             fn add(a: f32, b: f32) -> f32 { a + b }
-            // `f32::max` drops NaN and leaves the sign of zero open; a broken rank must show, and bits are fixed.
+            // `f32::max` drops NaN and does not define the sign of zero. A broken rank must be visible, and the bits
+            // must be fixed.
             #[inline(always)]
             fn max(a: f32, b: f32) -> f32 { if a.is_nan() || a >= b { a } else { b } }
             #[inline(always)]
@@ -60,7 +60,7 @@ macro_rules! reduce_integer {
 
 reduce_integer! { u8 u32 i32 i64 }
 
-/// Elements whose accumulators stay in the first-level cache while the ranks' values stream by.
+/// Elements per block: their accumulators stay in the first-level cache while the ranks' values are read.
 const BLOCK: usize = 1024;
 
 /// out[i] = parts[0][i] op parts[1][i] op ...; every part is as long as `out`.
@@ -103,9 +103,9 @@ mod tests {
 
     #[test]
     fn floats_are_added_in_rank_order_and_rounded_once() {
-        // In ascending order 1e8 swallows the first 1, so only the last survives.
+        // In ascending order 1e8 absorbs the first 1, so only the last 1 remains.
         assert_eq!(reduced(ReduceOp::Sum, &[&[1f32], &[1e8], &[-1e8], &[1.]]), [1.]);
-        // 1 + 2^-9 + 2^-9 is a bf16 only if the partial sums are not rounded.
+        // 1 + 2^-9 + 2^-9 is a bf16 number, but only unrounded partial sums reach it.
         let one = bf16::from_f32(1.);
         let tiny = bf16::from_f32(1. / 256.);
         assert_eq!(reduced(ReduceOp::Sum, &[&[one], &[tiny], &[tiny]])[0].to_f32(), 1. + 1. / 128.);

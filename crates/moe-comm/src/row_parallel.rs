@@ -1,17 +1,17 @@
 //! Row-parallel products over the ranks of a tensor-parallel group.
 //!
-//! The sums of all S segments of K are added in ascending order, each computed on one rank, so
-//! the result has the bits of one rank. Each rank adds up a share of the rows, and all ranks
-//! gather them: a reduce-scatter and an all-gather, as a large all-reduce is made of, but in an
-//! order that does not depend on the number of ranks.
+//! The sums of all S segments of K are added in ascending order. One rank computes each segment, so the result has the
+//! same bits as on one rank. Each rank adds up a share of the rows, and then all ranks gather the shares. A large
+//! all-reduce is also a reduce-scatter and an all-gather, but here the order of addition does not depend on the number
+//! of ranks.
 //!
-//! On CUDA, in the fast mode, each rank computes one product over all of its columns and the
-//! transport adds the products up.
+//! On CUDA each rank computes one product over all of its columns, and an all-reduce adds the products. This is faster,
+//! but the bits depend on the number of ranks.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::plan::{Form, LinearForm, Stage};
 use moe_kernels::{
     Exec, RowsView, Segment, View, ViewMut, WeightView, add_into, copy_rows_into, linear_into,
@@ -24,15 +24,15 @@ use crate::communicator::Communicator;
 use crate::placement::partition;
 use crate::shard::RowShard;
 
-/// What a plan calls the sum of the ranks' products.
+/// The name of the sum over the ranks' products in a plan.
 const SUM: &str = "all-reduce";
 
-/// How many of `rows` rows each of `ranks` ranks takes as its share.
+/// How many of `rows` rows each of `ranks` ranks adds up.
 pub fn shares(rows: usize, ranks: usize) -> Vec<usize> {
     (0..ranks).map(|rank| partition(rows, ranks, rank).len()).collect()
 }
 
-/// Adds the segments of all ranks in ascending order and leaves this rank's share of the rows.
+/// Adds the segments of all ranks in ascending order and writes this rank's share of the rows.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -79,15 +79,15 @@ pub struct RowParallel {
     comm: Arc<dyn Communicator>,
     /// Segments on this rank.
     segments: usize,
-    /// On CUDA: leaves the sum over ranks to the caller.
+    /// On CUDA: whether the caller computes the sum over the ranks.
     deferred: bool,
 }
 
 impl RowParallel {
-    /// For a weight of which this rank holds the columns of `shard`.
+    /// Makes the row-parallel product of a weight of which this rank holds the columns of `shard`.
     ///
     /// # Errors
-    /// A shard of another number of ranks than the communicator's, or of another rank.
+    /// A shard for another number of ranks than the communicator has, or for another rank.
     pub fn new(shard: &RowShard, comm: Arc<dyn Communicator>) -> Result<Self> {
         let segments = shard.local_segments.len();
         let rank = comm.rank();
@@ -102,19 +102,19 @@ impl RowParallel {
         Ok(Self { comm, segments, deferred: false })
     }
 
-    /// On CUDA, products leave each rank's part; the caller adds them, as
-    /// [`AllReduceAddNorm`](crate::FusedCollective::AllReduceAddNorm) does.
+    /// On CUDA, products now return each rank's part, and the caller adds the parts, for example with
+    /// [`AllReduceAddNorm`](crate::FusedCollective::AllReduceAddNorm).
     pub fn defer_sum(&mut self) {
         self.deferred = true;
     }
 
-    /// Whether the caller adds up.
+    /// Whether the caller adds the parts.
     pub fn is_deferred(&self) -> bool {
         self.deferred
     }
 
-    /// The sum behind the product in [`linear_into`](Self::linear_into), for plans; `None` where the caller adds up or no other rank
-    /// has a part.
+    /// The sum that follows the product in [`linear_into`](Self::linear_into), for plans. `None` if the caller adds the
+    /// parts or no other rank has a part.
     pub fn sum_stage(&self) -> Option<Stage> {
         let adds = !self.deferred && self.comm.world_size() > 1;
         adds.then(|| Stage::new(&["sum over ranks"], SUM))
@@ -135,10 +135,11 @@ impl RowParallel {
         linear_into(x, w, bias.filter(|_| self.comm.rank() == 0), out, ex)
     }
 
-    /// The second half: the sum of the ranks' products, in place, unless the caller adds them. A collective.
+    /// The second half of [`linear_into`](Self::linear_into): the sum of the ranks' products, in place, unless the
+    /// caller adds them. It is a collective.
     ///
     /// # Errors
-    /// Ranks that disagree, or died.
+    /// Ranks that disagree or have died.
     pub fn add_parts(&self, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         match self.deferred || self.comm.world_size() == 1 {
             true => Ok(()),
@@ -149,10 +150,10 @@ impl RowParallel {
         }
     }
 
-    /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
+    /// `out` [T, N] = x · wᵀ + bias, over the columns of all ranks.
     ///
-    /// On the CPU one rounding, and the bits of one rank. On CUDA each rank's product is rounded to
-    /// `out`'s dtype, and [`all_reduce`](Collectives::all_reduce) adds them; nothing waits for the device.
+    /// The CPU rounds once and gives the same bits as one rank. On CUDA each rank's product is rounded to the dtype of
+    /// `out`, and [`all_reduce`](Collectives::all_reduce) adds the products; nothing waits for the device.
     ///
     /// | argument | shape, dtype |
     /// |---|---|
@@ -162,7 +163,7 @@ impl RowParallel {
     /// | `out` | [T, N] same dtype or f32 |
     ///
     /// # Errors
-    /// Wrong dims or dtypes; ranks that disagree, or died.
+    /// Wrong dims or dtypes; ranks that disagree or have died.
     pub fn linear_into<'x, 'w>(
         &self,
         x: impl Into<RowsView<'x>>,

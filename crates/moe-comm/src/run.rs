@@ -1,21 +1,21 @@
-//! Running a function on every rank of a world, each on a thread of its own.
+//! Runs a function on every rank of a world, each on its own thread.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Result, bail};
 
-use crate::error::plain;
+use crate::error::{CommError, plain};
 use crate::supervised::{Supervised, Supervisor};
 use crate::thread::ThreadComm;
 
 /// Runs `f(rank, communicator)` on a thread per rank of a new world and returns every rank's
 /// result, in rank order.
 ///
-/// A rank that panics has an error with its message. It, and a rank that returns an error, fails
-/// the world, so that ranks that wait for it return soon, with an error that names it. This
-/// function returns when every rank has; a rank that computes forever cannot be stopped.
+/// A rank that panics returns an error with the message of the panic. A panic or an error of one rank fails the world,
+/// so that the other ranks stop waiting and return soon, with an error that names that rank. This function returns when
+/// every rank has returned; it cannot stop a rank that computes forever.
 ///
 /// ```
 /// use moe_comm::{Collectives, Communicator, Exec, ReduceOp, ViewMut, run_ranks};
@@ -34,8 +34,7 @@ where
     run_ranks_with(ThreadComm::world(n), f)
 }
 
-/// Like [`run_ranks`], on communicators made before, as by
-/// [`ThreadComm::world_with_timeout`], or any other set of ranks that know each other.
+/// Like [`run_ranks`], but on existing communicators, for example from [`ThreadComm::world_with_timeout`].
 pub fn run_ranks_with<C, R, F>(comms: Vec<C>, f: F) -> Vec<Result<R>>
 where
     C: Supervised,
@@ -52,22 +51,22 @@ where
         };
         let handles: Vec<_> = comms.into_iter().map(start).collect();
         let join = |(rank, handle): (usize, std::io::Result<thread::ScopedJoinHandle<Result<R>>>)| {
-            let handle = handle.map_err(|e| Error::msg(format!("rank {rank} could not start: {e}")))?;
+            let handle = handle.map_err(|e| CommError(format!("rank {rank} could not start: {e}")))?;
             handle.join().unwrap_or_else(|panic| bail!("rank {rank} panicked: {}", message(&*panic)))
         };
         handles.into_iter().map(join).collect()
     })
 }
 
-/// Runs one rank and tells the world how it failed. A rank whose thread cannot start drops its
-/// communicator, which the others notice.
+/// Runs one rank and reports its failure to the world. If the thread of a rank cannot start, its communicator is
+/// dropped, which the other ranks notice.
 fn supervised<C: Supervised, R>(
     comm: C,
     Supervisor { name, fail }: Supervisor,
     f: impl Fn(usize, C) -> Result<R>,
 ) -> Result<R> {
     let rank = comm.rank();
-    // What a panic leaves half-done is dropped with the rank; the others see only the failed world.
+    // Data that a panic leaves inconsistent is dropped with the rank; the other ranks see only the failed world.
     match catch_unwind(AssertUnwindSafe(|| f(rank, comm))) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(e)) => {
@@ -77,12 +76,12 @@ fn supervised<C: Supervised, R>(
         Err(panic) => {
             let cause = format!("{name} panicked: {}", message(&*panic));
             fail(cause.clone());
-            Err(Error::msg(cause))
+            Err(CommError(cause).into())
         }
     }
 }
 
-/// The text of a panic, where it has one.
+/// The message of a panic, if there is one.
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")

@@ -1,10 +1,9 @@
-//! Which slice of a model's tensors a rank holds.
+//! Which slices of a model's tensors a rank holds.
 //!
-//! Column-parallel weights are cut evenly. Row-parallel products (o_proj, w2, down_proj) are
-//! added up in a fixed number of segments of their full K whatever tp is
-//! ([`row_parallel_segments`]), so that any tp gives the bits of one rank; a rank must
-//! therefore hold whole segments. KV heads fewer than tp are replicated (vLLM's and InfiniLM's
-//! rule).
+//! Column-parallel weights are cut into equal parts. Row-parallel products (o_proj, w2, down_proj) are added up in a
+//! fixed number of segments of their full K ([`row_parallel_segments`]). The number does not depend on tp, so any tp
+//! gives the bits of one rank; therefore a rank must hold whole segments. If there are fewer KV heads than tp, they are
+//! replicated (the rule of vLLM and InfiniLM).
 
 use std::ops::Range;
 
@@ -22,9 +21,9 @@ pub struct RowShard {
     pub size: usize,
     /// Segments S of the full K.
     pub segments: usize,
-    /// The segments that this rank computes.
+    /// The indices of the segments that this rank computes.
     pub local_segments: Range<usize>,
-    /// The elements of K that this rank computes.
+    /// The range of elements of K that this rank computes.
     pub range: Range<usize>,
 }
 
@@ -34,37 +33,37 @@ pub struct RowShard {
 pub struct HeadShard {
     /// Query heads.
     pub heads: Range<usize>,
-    /// KV heads: those that the query heads attend to.
+    /// KV heads: the ones to which this rank's query heads attend.
     pub kv_heads: Range<usize>,
     /// Ranks that hold the same KV heads.
     pub kv_replicas: usize,
 }
 
 impl Geometry {
-    /// The rank's part of the reduced size of a row-parallel product over tp (o_proj, a dense
-    /// or shared expert's down_proj). `what` names the size in the error.
+    /// This rank's part of the reduced size of a row-parallel product over tp (o_proj, or the down_proj of a dense or
+    /// shared expert). `what` names the size in the error.
     pub fn row_shard(&self, what: &'static str, size: usize) -> Result<RowShard, GeometryError> {
         row(what, size, self.tp_size, self.tp_rank, "")
     }
 
-    /// The rank's part of each local expert's intermediate size I: rows of both halves of w13,
-    /// columns of w2. All of it with expert parallelism.
+    /// This rank's part of each local expert's intermediate size I: rows of both halves of w13, columns of w2. With
+    /// expert parallelism it is all of I.
     pub fn expert_intermediate(&self, intermediate_size: usize) -> Result<RowShard, GeometryError> {
-        let hint = ", or enable expert parallelism (--enable-expert-parallel)";
+        let hint = ", or enable expert parallelism (`enable_expert_parallel`)";
         row("the experts' intermediate size", intermediate_size, self.moe_tp_size, self.moe_tp_rank, hint)
     }
 
-    /// The rank's rows of the vocabulary; uneven sizes are legal.
+    /// This rank's rows of the vocabulary; the ranks' numbers of rows may differ.
     pub fn vocab_shard(&self, vocab_size: usize) -> Range<usize> {
         partition(vocab_size, self.tp_size, self.tp_rank)
     }
 
-    /// The rank's attention heads. KV heads are split if tp divides them, and replicated if
-    /// they divide tp.
+    /// This rank's attention heads. KV heads are split if tp divides their number, and replicated if their number
+    /// divides tp.
     pub fn attention_heads(&self, num_heads: usize, num_kv_heads: usize) -> Result<HeadShard, GeometryError> {
         if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
             refuse!(
-                GeometryError,
+                GeometryError::Indivisible,
                 "{num_heads} query heads cannot be grouped over {num_kv_heads} KV heads; the latter must divide the \
                  former"
             )
@@ -78,7 +77,7 @@ impl Geometry {
         }
         if !tp.is_multiple_of(num_kv_heads) {
             refuse!(
-                GeometryError,
+                GeometryError::Indivisible,
                 "{num_kv_heads} KV heads can neither be split over tp {tp} nor replicated; choose a tp that divides \
                  {num_kv_heads} or is a multiple of it"
             )
@@ -86,6 +85,11 @@ impl Geometry {
         let kv_replicas = tp / num_kv_heads;
         let kv_head = rank / kv_replicas;
         Ok(HeadShard { heads, kv_heads: kv_head..kv_head + 1, kv_replicas })
+    }
+
+    /// The rank's key heads of linear attention, whose value heads and states stay with them.
+    pub fn linear_key_heads(&self, key_heads: usize) -> Result<Range<usize>, GeometryError> {
+        even("the number of key heads of linear attention", key_heads, self.tp_size, self.tp_rank, "")
     }
 }
 
@@ -97,7 +101,10 @@ fn even(
     hint: &'static str,
 ) -> Result<Range<usize>, GeometryError> {
     if !size.is_multiple_of(tp) {
-        refuse!(GeometryError, "{what} {size} is not divisible by tp {tp}; choose a tp that divides it{hint}")
+        refuse!(
+            GeometryError::Indivisible,
+            "{what} {size} is not divisible by tp {tp}; choose a tp that divides it{hint}"
+        )
     }
     Ok(partition(size, tp, rank))
 }
@@ -113,7 +120,7 @@ fn row(
     let segments = row_parallel_segments(size);
     if !segments.is_multiple_of(tp) {
         refuse!(
-            GeometryError,
+            GeometryError::Indivisible,
             "{what} {size} is added up in {segments} segments, which tp {tp} does not divide; choose a tp that \
              divides {segments}{hint}"
         )

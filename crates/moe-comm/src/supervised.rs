@@ -1,8 +1,8 @@
-//! Ranks whose end somebody else explains to the other ranks.
+//! Ranks whose panic or error is reported to the other ranks by their caller.
 
 use crate::communicator::Communicator;
 
-/// A communicator whose rank's end somebody else watches and explains to the other ranks.
+/// A communicator whose caller watches the rank and reports its end to the other ranks.
 pub trait Supervised: Communicator + 'static {
     /// Promises that the caller fails the world if this rank panics.
     fn supervise(&mut self) -> Supervisor;

@@ -1,4 +1,4 @@
-//! Memory that the other ranks of a group write to by themselves: a window of one-sided communication, as MPI calls it.
+//! Memory into which the other ranks of a group write: a window for one-sided communication, in the terms of MPI.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -6,49 +6,52 @@ use std::ops::Range;
 use moe_kernels::candle::Result;
 use moe_kernels::{Exec, View};
 
-/// Bytes that go from a rank to the window of another one.
+/// Bytes that are sent from a rank to the window of another rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// The rank that has the bytes.
     pub from: usize,
-    /// The rank to whose window the bytes go.
+    /// The rank whose window receives the bytes.
     pub to: usize,
-    /// The place of the first byte in that window.
+    /// The index of the first byte in that window.
     pub at: usize,
     /// Number of bytes.
     pub len: usize,
 }
 
-/// Where the bytes of transfers come from: called with a transfer's number and a range of its bytes it shows these, pieces \[n\] u8 on
-/// this rank's device, each with its place among the transfer's bytes.
+/// Provides the bytes of transfers. It is called with the number of a transfer and a range of its bytes, and passes the
+/// bytes on in pieces: \[n\] u8 on this rank's device, each with its index among the transfer's bytes.
 pub type TransferSource<'a> =
     dyn Fn(usize, Range<usize>, &mut dyn FnMut(usize, View<'_>) -> Result<()>) -> Result<()> + 'a;
 
 /// Memory on the device of each rank of a group, which the other ranks fill while this one computes.
 ///
-/// Nothing here waits for another rank's device. Who writes where and when somebody may read it is agreed elsewhere: a rank has its
-/// copies end ([`context`](Self::context), `synchronize`), says so, and who has heard it reads.
+/// No method waits for another rank's device. The users of a window agree when to write and when to read: a rank waits
+/// until its copies have ended ([`context`](Self::context), `synchronize`) and sends a message, and the rank that
+/// receives the message may read.
 pub trait Window: Debug + Send + Sync {
     /// This rank in the group.
     fn rank(&self) -> usize;
 
-    /// Bytes of each rank's memory.
+    /// Number of bytes of each rank's memory.
     fn bytes(&self) -> usize;
 
-    /// Where copies run, and what reads the bytes that arrived: a stream beside the steps' stream.
+    /// The context in which copies run and received bytes are read. Its stream runs in parallel with the stream of the
+    /// steps.
     fn context(&self) -> &Exec;
 
-    /// Copies `from` \[n\] u8, which lies on this rank's device, to the bytes `at..at + n` of a rank; returns at once.
+    /// Copies `from` \[n\] u8, in memory of this rank's device, to the bytes `at..at + n` of a rank's window. Returns
+    /// at once.
     ///
     /// # Errors
-    /// A rank or bytes that there are not, or that only [`carry`](Self::carry) reaches; a view of host memory.
+    /// A rank or bytes that do not exist, or that only [`carry`](Self::carry) can reach; a view of host memory.
     fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()>;
 
-    /// Carries transfers, which every rank of the group names alike and in the same order; `source` is asked for this rank's transfers.
-    /// Returns at once.
+    /// Carries out transfers. Every rank of the group must pass the same transfers in the same order. `source` is
+    /// called for this rank's transfers. Returns at once.
     ///
     /// # Errors
-    /// Any error of [`put`](Self::put) or of `source`, or of the collective, where it takes one.
+    /// Any error of [`put`](Self::put), of `source`, or of the collective, if the window uses one.
     fn carry(&self, transfers: &[Transfer], source: &TransferSource<'_>) -> Result<()> {
         let own = transfers.iter().enumerate().filter(|(_, transfer)| transfer.from == self.rank());
         for (number, &Transfer { to, at, len, .. }) in own {
@@ -57,26 +60,28 @@ pub trait Window: Debug + Send + Sync {
         Ok(())
     }
 
-    /// The bytes `at..at + len` of this rank, \[len\] u8.
+    /// The bytes `at..at + len` of this rank's window, \[len\] u8.
     ///
     /// # Errors
-    /// Bytes that there are not.
+    /// Bytes that do not exist.
     fn own(&self, at: usize, len: usize) -> Result<View<'_>>;
 
-    /// States that what is now on the stream of `ex` reads this rank's memory, or writes what this rank puts next.
+    /// Declares that the work that is now on the stream of `ex` reads this rank's memory, or writes the memory that
+    /// this rank puts next.
     ///
     /// # Errors
-    /// The device refuses.
+    /// The device reports an error.
     fn used_by(&self, ex: &Exec) -> Result<()>;
 
-    /// Waits until nothing of this rank uses the window any more.
+    /// Waits until no work of this rank uses the window any more.
     ///
     /// # Errors
-    /// A device that has failed.
+    /// The device has failed.
     fn wait_unused(&self) -> Result<()>;
 }
 
-/// Transfers cut into batches of at most `most` bytes: by their numbers, ranges of their bytes.
+/// Cuts transfers into batches of at most `most` bytes. An item of a batch is the number of a transfer and a range of
+/// its bytes.
 #[cfg(any(test, feature = "nccl"))]
 pub(crate) fn batches(transfers: &[Transfer], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
     let mut batches = vec![Vec::new()];

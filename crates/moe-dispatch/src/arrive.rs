@@ -1,4 +1,5 @@
-//! How rows reach the experts of other ranks: gathered by all ranks or by the ranks that need them, or sent to these ranks.
+//! Three ways in which rows reach the experts of other ranks: all ranks gather all rows, ranks gather only the rows
+//! that they need, or rows are sent to the ranks that need them.
 
 use candle_core::{DType, Result};
 use moe_comm::FusedCollective;
@@ -7,7 +8,7 @@ use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_
 use crate::call::Call;
 use crate::rows::{Layout, Packing, width};
 
-/// What has arrived: rows [T', H] with ids [T', K], and, where ranks weight rows, weights [T', K].
+/// The rows that have arrived, [T', H], with ids [T', K] and, where ranks weight rows, weights [T', K].
 pub(crate) struct Arrived {
     pub rows: Scratch,
     pub ids: Scratch,
@@ -22,7 +23,7 @@ impl Arrived {
         dispatched
     }
 
-    /// The rows stay where they are, their slots are listed by expert.
+    /// Leaves the rows where they are, and lists their slots by expert.
     pub fn listed<'a>(self, call: &Call<'_, 'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
         let experts = call.ranks.local_experts();
         let local = experts.num_local();
@@ -37,8 +38,8 @@ impl Arrived {
     }
 }
 
-/// Every rank gets the owned rows of all ranks, or with `needed` the rows that its experts need, in the same places: the other
-/// rows are unspecified.
+/// Sends the owned rows of all ranks to every rank. With `needed` a rank gets only the rows that its experts need, at
+/// the same places, and the other rows are unspecified.
 pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec) -> Result<Arrived> {
     let ranks = call.ranks;
     let input = call.input.view();
@@ -63,8 +64,8 @@ pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec)
     Ok(Arrived { rows, ids, weights })
 }
 
-/// Every rank gets the owned rows that its experts need: in blocks of `block` rows, or as many as they are. How many arrived
-/// from each rank comes along.
+/// Sends to every rank the owned rows that its experts need: in blocks of `block` rows, or with exact counts. Also
+/// returns how many rows arrived from each rank.
 pub(crate) fn all_to_all(call: &Call, block: Option<usize>, ex: &mut Exec) -> Result<(Arrived, Vec<usize>)> {
     let ranks = call.ranks;
     let top_k = width(call.ids);

@@ -1,38 +1,43 @@
-//! The ways back of what experts compute, which several backends share.
+//! The ways in which the experts' results return to the tokens' owners; several backends share them.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 use moe_comm::FusedCollective;
-use moe_kernels::{Dispatched, Exec, View, ViewMut, WeightAndReduce};
+use moe_kernels::{Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
 
 use crate::by_rank::{partial_sums, whole_rows};
 use crate::by_slot::{Returns, add_segments, add_slots};
 use crate::call::Call;
+use crate::error::refuse;
 use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
+use crate::slot_bias::add_slot_bias;
 
-/// The way back of what the experts compute for one call.
+/// The way in which the experts' results of one call return.
 #[derive(Debug)]
 pub(crate) enum Back {
-    /// By slot: segments of cut experts to the owners.
+    /// By slot: the segments of cut experts are sent to the owners.
     Segments,
-    /// By slot: slot rows to the owners.
+    /// By slot: slot rows are sent to the owners.
     Slots(Returns),
-    /// By rank: sums of the same tokens in place, that are still to be added up over the ranks.
+    /// By rank: every rank has the same tokens, and the sums are still to be added over the ranks.
     InPlace,
-    /// By rank: a reduce-scatter to the owners, who have `counts` tokens; with `needed` a rank has only the rows that its experts need.
+    /// By rank: a reduce-scatter to the owners, which have `counts` tokens. With `needed` a rank has only the rows that
+    /// its experts need.
     Scatter { counts: Vec<usize>, needed: bool },
 }
 
 impl Back {
-    /// Slot rows to the owners of the tokens of a call, from the ids that arrived in blocks of rows by rank.
+    /// The return of slot rows to the owners of a call's tokens. `arrived` are the ids that arrived, in one block of
+    /// rows for each rank.
     pub fn to_owners(call: &Call, arrived: View, counts: &[usize], ex: &mut Exec) -> Result<Self> {
         Returns::of_rows(call.op, call.ranks, (arrived, counts), call.ids, ex).map(Self::Slots)
     }
 
-    /// Fails for experts that weight rows which their tokens' owners must weight.
+    /// Fails if the experts weight rows that the tokens' owners must weight.
     pub fn expect(&self, op: &str, strategy: WeightAndReduce) -> Result<()> {
         if matches!(self, Self::Segments | Self::Slots(_)) && strategy != WeightAndReduce::Delegate {
-            bail!(
+            refuse!(
+                Composition,
                 "{op}: expected experts that return unweighted rows (Delegate), got {strategy:?}: only a token's \
                  owner can weight them; add by rank, or choose such experts"
             )
@@ -40,7 +45,7 @@ impl Back {
         Ok(())
     }
 
-    /// Brings what the experts computed to `out`, as [`PrepareFinalize::finalize`](crate::PrepareFinalize::finalize) does.
+    /// Writes the experts' results to `out`, as [`PrepareFinalize::finalize`](crate::PrepareFinalize::finalize) does.
     pub fn finalize(
         &self,
         (op, ranks): (&str, &EpRanks),
@@ -60,7 +65,10 @@ impl Back {
                 add_slots(ranks, slots.view(), dispatched, out, ex)
             }
             Self::InPlace => {
-                let rows = whole_rows(expert_out, ex)?;
+                let mut rows = whole_rows(expert_out, ex)?;
+                if let (Some(bias), Lent::Owned(rows)) = (dispatched.slot_bias, &mut rows) {
+                    add_slot_bias(op, bias, dispatched.owner_topk_ids, rows.view_mut())?;
+                }
                 let routing = (dispatched.owner_topk_ids, dispatched.owner_topk_weights);
                 reduce_into(op, rows.view(), dispatched, routing, strategy, out, ex)
             }

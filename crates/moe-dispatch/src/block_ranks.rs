@@ -1,4 +1,4 @@
-//! What a sparse block knows about its ranks, and the prepare/finalize backends that it gets for it.
+//! What a sparse block knows about its ranks, and the prepare/finalize backends that are built from that.
 
 use candle_core::{Device, Result};
 use moe_comm::{ExpertLayout, Geometry, ParallelGroups};
@@ -7,20 +7,20 @@ use crate::over_ranks::OverRanks;
 use crate::prepare_finalize::{PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
 
-/// The ranks of a block, as one of them sees them.
+/// The ranks of a block, as one of the ranks sees them.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockRanks<'a> {
     /// This rank's place, with the backend and its mode.
     pub geometry: &'a Geometry,
-    /// The communicators of its groups.
+    /// The communicators of this rank's groups.
     pub groups: &'a ParallelGroups,
     /// Which experts are on which rank.
     pub layout: &'a ExpertLayout,
-    /// Where the rows are.
+    /// The device of the rows.
     pub device: &'a Device,
-    /// Who weights and adds what ranks compute.
+    /// Who weights and adds the experts' results.
     pub who_adds: WhoAdds,
-    /// Tokens of a call of the low-latency form of `deepep` that adds by slot, at most.
+    /// The largest number of tokens in one call of the low-latency form of `deepep` if it adds by slot.
     pub low_latency_tokens: usize,
     /// Whether the router weight multiplies the rows before the experts (`apply_router_weight_on_input`).
     pub router_weight_on_input: bool,
@@ -28,14 +28,14 @@ pub struct BlockRanks<'a> {
 
 /// The prepare/finalize backends of a block.
 pub struct BlockBackends {
-    /// That of all steps, but for those that `decode` takes.
+    /// The backend of all steps, except for those that `decode` takes.
     pub main: Box<dyn PrepareFinalize>,
-    /// That of steps of which the ranks agreed that all only decode, if it is another one.
+    /// The backend of steps in which all ranks only decode, as the ranks have agreed, if it differs from `main`.
     pub decode: Option<Box<dyn PrepareFinalize>>,
 }
 
 impl BlockRanks<'_> {
-    /// The ranks with whole experts, on the device of the rows.
+    /// The ranks with whole experts, with their tables on the device of the rows.
     pub(crate) fn ranks(&self) -> Result<EpRanks> {
         EpRanks::new(self.layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(self.device)
     }
@@ -44,7 +44,7 @@ impl BlockRanks<'_> {
         Box::new(backend.with_router_weight_on_input(self.router_weight_on_input))
     }
 
-    /// One backend for all steps.
+    /// The same backend for all steps.
     pub(crate) fn always(&self, backend: OverRanks) -> BlockBackends {
         BlockBackends { main: self.boxed(backend), decode: None }
     }

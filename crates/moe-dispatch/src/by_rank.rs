@@ -1,11 +1,11 @@
 //! Combine by rank: each rank weights and adds the slots that it computes, and the ranks' sums are added.
 //!
-//! A rank sends one row per token instead of one per slot, and the transport may add. The order of addition depends on
-//! the ranks, so results differ from one rank's by the rounding of f32 sums. Experts that weight and reduce by themselves
-//! are welcome.
+//! A rank sends one row per token instead of one per slot, and the transport may add the rows. The order of addition
+//! depends on the ranks, so results differ from the results of one rank by the rounding of f32 sums. Experts that
+//! weight and reduce their rows themselves can be used.
 
 use candle_core::{DType, Result};
-use moe_kernels::door::{expect_dims, expect_dtype};
+use moe_kernels::arguments::{expect_dims, expect_dtype};
 use moe_kernels::{
     Dispatched, Exec, Lent, SlotRouting, SlotRows, View, WeightAndReduce, add_into, copy_rows_into,
 };
@@ -13,8 +13,8 @@ use moe_kernels::{
 use crate::reduce::reduce_into;
 use crate::rows::width;
 
-/// This rank's sums of the rows that arrived, [T', H]: the experts' own if they have reduced, in f32 or as they travel, else
-/// their f32 slot rows weighted and added.
+/// This rank's sums of the rows that arrived, [T', H]. If the experts have reduced their rows, these are their sums, in
+/// f32 or in the dtype in which sums are sent. Otherwise the f32 slot rows are weighted and added here.
 pub(crate) fn partial_sums<'a>(
     op: &str,
     expert_out: View<'a>,
@@ -35,7 +35,7 @@ pub(crate) fn partial_sums<'a>(
     Ok(sums.into())
 }
 
-/// What experts return, as the launch takes it that adds it up on its way back: sums (`NoOp`), or slot rows.
+/// The results of the experts in the form that a fused launch adds up: sums (`NoOp`), or slot rows.
 pub(crate) fn slot_rows<'a>(
     expert_out: View<'a>,
     dispatched: &'a Dispatched,
@@ -52,7 +52,8 @@ pub(crate) fn slot_rows<'a>(
     Ok(SlotRows { rows: expert_out.reshape(&dispatched.expert_out_dims()?)?, routing: Some(routing) })
 }
 
-/// The whole slot rows [T, K, H] of this rank's part of cut experts, which may leave segments [S_local, T, K, H] apart.
+/// The complete slot rows [T, K, H] of this rank's part of cut experts. The experts may return segments [S_local, T, K,
+/// H], which are added here.
 pub(crate) fn whole_rows<'a>(expert_out: View<'a>, ex: &mut Exec) -> Result<Lent<'a>> {
     let &[segments, tokens, top_k, width] = expert_out.dims() else { return Ok(expert_out.into()) };
     let flat = [tokens * top_k, width];

@@ -1,32 +1,33 @@
-//! Combine by slot: computed slot rows go back to the owner of their token, who alone weights
-//! and adds them.
+//! Combine by slot: computed slot rows return to the owner of their token. Only the owner weights and adds them.
 //!
-//! Sender and owner list the same slots in the same order (the owner's slots, ascending), each
-//! from what it knows, so rows travel without any description. An output has the bits of one
-//! rank: unweighted f32 rows, added k = 0..K-1, rounded once.
+//! Sender and owner list the same slots in the same order (the owner's slots, ascending). Each makes the list from its
+//! own data, so rows are sent without a description. An output has the same bits as on one rank: unweighted f32 rows
+//! are added in the order k = 0..K-1 and rounded once.
 
 use candle_core::{DType, Result, bail};
 use moe_comm::{reduce_segments_into, shares};
-use moe_kernels::door::{expect_dims, expect_dtype};
+use moe_kernels::arguments::{expect_dims, expect_dtype};
 use moe_kernels::{Dispatched, Exec, NO_EXPERT, Scratch, View, ViewMut, WeightAndReduce};
 
 use crate::ranks::EpRanks;
 use crate::reduce::{CombineArgs, weight_and_reduce_into};
 use crate::rows::{Batches, Layout, Packing, RowLists, batch, gather, width};
+use crate::slot_bias::add_slot_bias;
 
-/// How the rows of one call get back.
+/// How the slot rows of one call return to the owners.
 #[derive(Debug)]
 pub(crate) struct Returns {
-    /// Rows of the experts' output, flattened to [R, H], for each rank.
+    /// For each rank: the rows to send to it, as indices into the experts' output, flattened to [R, H].
     send: RowLists,
-    /// Slots of the owned tokens that each rank computes.
+    /// For each rank: the slots of the owned tokens that it computes.
     receive: RowLists,
-    /// Blocks on the way.
+    /// How the blocks are laid out when they are sent.
     layout: Layout,
 }
 
 impl Returns {
-    /// The way back of slot rows [T', K, H], from the ids that arrived in blocks of rows by rank and the caller's.
+    /// The return of slot rows [T', K, H], from the caller's ids and the ids that arrived in one block of rows for each
+    /// rank.
     pub fn of_rows(
         op: &str,
         ranks: &EpRanks,
@@ -40,8 +41,8 @@ impl Returns {
         Ok(Self { send, receive: owned_slots(op, ranks, topk_ids, ex)?, layout: Layout::Exact })
     }
 
-    /// Sorts rows that arrived in blocks of `block` rows with `ids` into blocks by expert, and their way back in blocks
-    /// of a fixed size, too.
+    /// Sorts rows that arrived in blocks of `block` rows, with `ids`, into blocks by expert. Their results return in
+    /// blocks of a fixed size, too.
     pub fn of_batches(
         op: &str,
         ranks: &EpRanks,
@@ -93,7 +94,7 @@ impl Returns {
         let receive = self.layout.counts(&self.receive.counts);
         let arrived = ranks.exchange(packed.view(), &packing.counts(), &receive, ex)?;
 
-        // The row of every owned slot among those that arrived; slots without an expert have none.
+        // For every owned slot: the index of its row among the rows that arrived. A slot without an expert has none.
         let (owned, top_k) = owned_dims(ranks, dispatched);
         let mut row_of_slot = vec![0u32; owned * top_k];
         for (slots, block) in self.receive.by_rank().zip(self.layout.blocks(&self.receive.counts)) {
@@ -110,19 +111,19 @@ impl Returns {
     }
 }
 
-/// Slots of the caller's owned tokens by the rank that computes them.
+/// The slots of the caller's owned tokens, by the rank that computes them.
 fn owned_slots(op: &str, ranks: &EpRanks, topk_ids: View, ex: &mut Exec) -> Result<RowLists> {
     let own = ex.to_host(ranks.own(topk_ids)?)?;
     ranks.slots_by_rank(op, own.view().cpu()?)
 }
 
-/// Owned tokens and their slots.
+/// The number of owned tokens, and of their slots.
 fn owned_dims(ranks: &EpRanks, dispatched: &Dispatched) -> (usize, usize) {
     (ranks.owned(dispatched.owner_topk_ids.rows()).len(), width(dispatched.owner_topk_ids))
 }
 
-/// The ids of each row [K] without repetition: a row has one place in an expert's block, also where
-/// a recording or a random router names the expert twice.
+/// The ids of each row [K] without repetitions. A row has one place in an expert's block, even if a recording or a
+/// random router names the expert twice.
 fn name_once(ids: &[u32], top_k: usize) -> Vec<u32> {
     let once = |(slot, &id)| if first_slot(ids, top_k, slot) == slot { id } else { NO_EXPERT };
     ids.iter().enumerate().map(once).collect()
@@ -134,8 +135,8 @@ fn first_slot(ids: &[u32], top_k: usize, slot: usize) -> usize {
     (row..slot).find(|&earlier| ids.get(earlier) == ids.get(slot)).unwrap_or(slot)
 }
 
-/// The slot rows of cut experts for the owned tokens, [T_owned, K, H] f32: the segments of all ranks, [S_local, T, K, H]
-/// (or [T, K, H], one), are added in ascending order.
+/// The slot rows of cut experts for the owned tokens, [T_owned, K, H] f32. The segments of all ranks, [S_local, T, K,
+/// H] (or [T, K, H] for one segment), are added in ascending order.
 pub(crate) fn add_segments(
     op: &str,
     ranks: &EpRanks,
@@ -160,10 +161,14 @@ pub(crate) fn add_segments(
     let flat = slots.view_mut().reshape(&[owned, top_k * width])?;
     let partials = expert_out.reshape(&[segments, tokens, top_k * width])?;
     reduce_segments_into(ranks.tp.as_ref(), partials, &shares(tokens, ranks.tp.world_size()), flat, ex)?;
+    if let Some(bias) = dispatched.slot_bias {
+        add_slot_bias(op, bias, ranks.own(dispatched.owner_topk_ids)?, slots.view_mut())?;
+    }
     Ok(slots)
 }
 
-/// `out` [T, H] = the owned tokens' slot rows [T_owned, K, H], weighted, added and shared with the ranks of the same tokens.
+/// `out` [T, H] = the owned tokens' slot rows [T_owned, K, H], weighted and added, then gathered by the ranks that have
+/// the same tokens.
 pub(crate) fn add_slots(
     ranks: &EpRanks,
     slots: View,

@@ -10,6 +10,7 @@ mod by_rank;
 mod by_slot;
 mod call;
 mod compose;
+mod error;
 mod local_experts;
 mod no_ep;
 mod over_ranks;
@@ -17,6 +18,7 @@ mod prepare_finalize;
 mod ranks;
 mod reduce;
 mod rows;
+mod slot_bias;
 mod tensor;
 mod tokens;
 mod transport;
@@ -24,6 +26,7 @@ mod transport;
 pub use backends::build_backends;
 pub use block_ranks::{BlockBackends, BlockRanks};
 pub use compose::{ExpertsSide, check_composition};
+pub use error::DispatchError;
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
 pub use over_ranks::OverRanks;
@@ -41,8 +44,8 @@ pub use moe_comm::{
     run_ranks,
 };
 pub use moe_kernels::{
-    ActivationFormat, AlignedSizes, AlignedTokens, Buffer, Dims, Dispatched, Exec, Lent, NO_EXPERT,
-    RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_tokens_into,
-    batch_rows_into, group_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes,
+    ActivationFormat, AlignedSizes, AlignedTokens, ArgumentError, Buffer, Dims, Dispatched, Exec, Lent,
+    NO_EXPERT, RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_tokens_into,
+    batch_rows_into, cause, group_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes,
     scale_rows_into, unbatch_rows_into, weighted_sum_into,
 };

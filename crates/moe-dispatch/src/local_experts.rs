@@ -1,9 +1,11 @@
-//! Which physical experts live on this rank.
+//! Which physical experts this rank holds.
 
-use candle_core::{Device, Result, bail};
+use candle_core::{Device, Result};
 use moe_kernels::{Buffer, Exec, View};
 
-/// The experts of this rank: how many, and where each physical expert lives.
+use crate::error::refuse;
+
+/// The experts of this rank: their number, and the local slot of each physical expert.
 #[derive(Debug)]
 pub struct LocalExperts {
     num_local: usize,
@@ -11,13 +13,13 @@ pub struct LocalExperts {
 }
 
 impl LocalExperts {
-    /// All experts live here: physical id = local slot.
+    /// All experts are on this rank, and the physical id is the local slot.
     pub fn all(num_experts: usize) -> Self {
         Self { num_local: num_experts, expert_map: None }
     }
 
-    /// `expert_map` \[P\]: physical expert to local slot in `0..num_local`, -1 = elsewhere. Any
-    /// placement is allowed, and a local slot may stay unused.
+    /// `expert_map` \[P\] holds the local slot in `0..num_local` of each physical expert, or -1 if another rank holds
+    /// it. Any placement is allowed, and a local slot may stay unused.
     ///
     /// # Errors
     /// An entry outside of -1..num_local; two experts in one slot.
@@ -25,7 +27,10 @@ impl LocalExperts {
         let mut slots: Vec<(i32, usize)> = Vec::new();
         for (expert, &slot) in expert_map.iter().enumerate().filter(|(_, slot)| **slot != -1) {
             if usize::try_from(slot).map_or(true, |slot| slot >= num_local) {
-                bail!("expert_map sends expert {expert} to local slot {slot}; expected -1 or 0..{num_local}")
+                refuse!(
+                    ExpertMap,
+                    "expert_map sends expert {expert} to local slot {slot}; expected -1 or 0..{num_local}"
+                )
             }
             slots.push((slot, expert));
         }
@@ -34,14 +39,14 @@ impl LocalExperts {
             if let [(a, first), (b, second)] = *pair
                 && a == b
             {
-                bail!("expert_map sends experts {first} and {second} to one local slot, {a}")
+                refuse!(ExpertMap, "expert_map sends experts {first} and {second} to one local slot, {a}")
             }
         }
         let expert_map = Buffer::from_vec(expert_map.to_vec(), &[expert_map.len()])?;
         Ok(Self { num_local, expert_map: Some(expert_map) })
     }
 
-    /// These experts with the map, which is made on the CPU, on the device of the experts and of the rows.
+    /// The same experts, with the map on the device of the experts and the rows. `from_map` makes the map on the CPU.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(map) = self.expert_map.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
         let expert_map = Some(Exec::on(device)?.buffer_from_host(map.view())?);
@@ -58,7 +63,8 @@ impl LocalExperts {
         self.expert_map.as_ref().map_or(self.num_local, |map| map.view().elem_count())
     }
 
-    /// Physical expert to local slot \[P\] i32, -1 = elsewhere; `None` = all are here.
+    /// The local slot of each physical expert, \[P\] i32, -1 if another rank holds it. `None` means that all are on
+    /// this rank.
     pub fn expert_map(&self) -> Option<View<'_>> {
         self.expert_map.as_ref().map(Buffer::view)
     }

@@ -1,18 +1,20 @@
-//! No expert parallelism: rows stay on this rank, as they are or batched by expert.
+//! No expert parallelism: rows stay on this rank, unchanged or batched by expert.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
+use crate::error::refuse;
 use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::{Combine, PrepareFinalize};
 use crate::reduce::reduce_into;
 use crate::rows::batch;
 use crate::tokens::Tokens;
 
-/// One rank. In the Standard format prepare lends the caller's rows without a copy; [`batched`](Self::batched) copies
-/// them into the BatchedExperts format.
+/// The backend of one rank. In the Standard format prepare lends the caller's rows without a copy;
+/// [`batched`](Self::batched) copies them into the BatchedExperts format.
 ///
-/// With some experts only, slots of the others add nothing, and `out` is this rank's part of the sum.
+/// If this rank has only some of the experts, slots of the other experts add nothing, and `out` is this rank's part of
+/// the sum.
 #[derive(Debug, Default)]
 pub struct NoEp {
     experts: Option<LocalExperts>,
@@ -21,21 +23,22 @@ pub struct NoEp {
 }
 
 impl NoEp {
-    /// All experts on this rank, weights applied in combine.
+    /// All experts are on this rank, and weights are applied in combine.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The BatchedExperts format: each token row is copied to every local expert that it chose,
-    /// [E_local, max_num_tokens, H]. The readable reference of the format.
+    /// Uses the BatchedExperts format: each token row is copied to every local expert that it chose, [E_local,
+    /// max_num_tokens, H]. This is the readable reference of the format.
     ///
-    /// Row r of an expert is the r-th of its slots in ascending order t*K + k, so the rows keep token
-    /// order; unused rows are unspecified. More rows than `max_num_tokens` for one expert is an error.
+    /// Row r of an expert belongs to the r-th of its slots in ascending order of t*K + k, so the rows keep the order of
+    /// tokens. Unused rows are unspecified. More than `max_num_tokens` rows for one expert are an error.
     pub fn batched(experts: LocalExperts, max_num_tokens: usize) -> Self {
         Self { max_num_tokens: Some(max_num_tokens), ..Self::new().with_local_experts(experts) }
     }
 
     /// Restricts this rank to some experts.
+    #[must_use]
     pub fn with_local_experts(mut self, experts: LocalExperts) -> Self {
         self.experts = Some(experts);
         self
@@ -43,6 +46,7 @@ impl NoEp {
 
     /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
     /// (`apply_router_weight_on_input`, Llama-4). Needs K = 1.
+    #[must_use]
     pub fn with_router_weight_on_input(mut self, on_input: bool) -> Self {
         self.router_weight_on_input = on_input;
         self
@@ -109,7 +113,11 @@ impl PrepareFinalize for NoEp {
         let name = self.name();
         let format = self.activation_format();
         if dispatched.format != format {
-            bail!("{name}: expected rows dispatched in the {format:?} format, got {:?}", dispatched.format)
+            refuse!(
+                Composition,
+                "{name}: expected rows dispatched in the {format:?} format, got {:?}",
+                dispatched.format
+            )
         }
         let owner = (dispatched.owner_topk_ids, dispatched.owner_topk_weights);
         reduce_into(name, expert_out, dispatched, owner, strategy, out, ex)

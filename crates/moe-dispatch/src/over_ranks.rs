@@ -1,18 +1,20 @@
-//! The backends over several ranks: a transport, which brings rows to their experts, and who adds what they compute.
+//! The backends over several ranks. Each consists of a transport, which brings rows to their experts, and of the rule
+//! who adds the results.
 //!
-//! By rank no backend reads anything on the host, so that calls can be recorded in a graph; by slot every backend but `disabled`
-//! reads the ids there.
+//! By rank no backend reads anything on the host, so calls can be recorded in a graph. By slot every backend except
+//! `disabled` reads the ids on the host.
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 use moe_comm::{AddNorm, Collectives, FusedCollective, FusedCollectives, ReduceOp};
-use moe_kernels::door::expect_dims;
+use moe_kernels::arguments::expect_dims;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
 use crate::back::Back;
 use crate::by_rank::slot_rows;
 use crate::call::Call;
+use crate::error::refuse;
 use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
@@ -20,21 +22,21 @@ use crate::rows::width;
 use crate::tokens::Tokens;
 use crate::transport::Transport;
 
-/// A backend over the ranks of a communicator; the constructors are named as users name them.
+/// A backend over the ranks of a communicator. The constructors have the names that users know.
 #[derive(Debug)]
 pub struct OverRanks {
     transport: Box<dyn Transport>,
     who_adds: WhoAdds,
     ranks: EpRanks,
     router_weight_on_input: bool,
-    /// The caller adds the ranks' sums.
+    /// Whether the caller adds the ranks' sums.
     deferred: bool,
 }
 
-/// What finalize needs again.
+/// Data of prepare that finalize needs again.
 #[derive(Debug)]
 struct Handle {
-    /// The call's backend, to tell its handle from another's.
+    /// The backend of the call, which distinguishes its handle from another backend's.
     backend: &'static str,
     back: Back,
 }
@@ -47,11 +49,12 @@ impl OverRanks {
 
     /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
     /// (`apply_router_weight_on_input`, Llama-4). Needs K = 1.
+    #[must_use]
     pub fn with_router_weight_on_input(self, on_input: bool) -> Self {
         Self { router_weight_on_input: on_input, ..self }
     }
 
-    /// What the ranks answer about their launches that also compute; no where they have none.
+    /// The answer of the communicator about its fused launches; false if it has none.
     fn fuses(&self, asked: impl FnOnce(&dyn FusedCollectives) -> bool) -> bool {
         self.ranks.ep.fused().is_some_and(asked)
     }
@@ -140,13 +143,17 @@ impl PrepareFinalize for OverRanks {
         tokens.check(op)?;
         let Tokens { hidden, topk_ids: ids, topk_weights: weights } = tokens;
         if let Some(max) = self.max_num_tokens_per_rank().filter(|max| hidden.rows() > *max) {
-            bail!(
+            refuse!(
+                Ranks,
                 "{op}: expected at most {max} tokens per rank, got {}; cut them into chunks or use the mode high_throughput",
                 hidden.rows()
             )
         }
         if self.transport.reads_on_the_host(self.who_adds) && ex.is_cuda() && ex.workspace().is_frozen() {
-            bail!("{op}: by slot it reads ids on the host, so its steps run without CUDA graphs; add by rank")
+            refuse!(
+                Ranks,
+                "{op}: by slot it reads ids on the host, so its steps run without CUDA graphs; add by rank"
+            )
         }
         let input = tokens.input_rows(op, self.router_weight_on_input, ex)?;
         let call = Call { op, ranks: &self.ranks, who_adds: self.who_adds, input, ids, weights, agreed };
@@ -167,7 +174,7 @@ impl PrepareFinalize for OverRanks {
         let name = self.name();
         let Handle { backend, back } = dispatched.handle(name)?;
         if *backend != name {
-            bail!("{name}: these rows were prepared by {backend}; finalize with the same backend")
+            refuse!(Ranks, "{name}: these rows were prepared by {backend}; finalize with the same backend")
         }
         back.expect(name, strategy)?;
         let dims = [dispatched.owner_topk_ids.rows(), width(dispatched.rows.view())];
@@ -204,11 +211,12 @@ impl PrepareFinalize for OverRanks {
     ) -> Result<()> {
         let name = self.name();
         let Handle { backend, back: Back::Scatter { counts, .. } } = dispatched.handle(name)? else {
-            bail!("{name}: no sums return to the owners of tokens")
+            refuse!(Ranks, "{name}: no sums return to the owners of tokens")
         };
         if *backend != name || dispatched.weights_applied || self.ranks.tp.world_size() > 1 {
-            bail!(
-                "{name}: expected unweighted rows that it prepared for ranks with tokens of their own, got those of {backend}"
+            refuse!(
+                Ranks,
+                "{name}: expected unweighted rows that it prepared for ranks with tokens of their own, got rows that {backend} prepared"
             )
         }
         let slots = slot_rows(expert_out, dispatched, strategy)?;

@@ -1,43 +1,44 @@
-//! What every backend over several ranks knows: the groups, who owns which expert, and which rank
-//! owns which token.
+//! The data that every backend over several ranks needs: the groups, the owner of each expert, and the owner of each
+//! token.
 //!
-//! Ranks of one tensor-parallel group see the same tokens. Each token belongs to one of them (an
-//! even share in order), so that nothing is sent or weighted twice; what the owners have added up
-//! is gathered by the group at the end.
+//! Ranks of one tensor-parallel group see the same tokens. Each token belongs to one of these ranks (equal shares, in
+//! order), so that nothing is sent or weighted twice. At the end the group gathers the sums of the owners.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{DType, Device, Result};
 use moe_comm::{Collectives, Communicator, ExpertLayout, RowNeeds, partition, shares};
 use moe_kernels::{Buffer, Exec, NO_EXPERT, Scratch, View, ViewMut, copy_rows_into};
 
+use crate::error::refuse;
 use crate::local_experts::LocalExperts;
 use crate::rows::{RowLists, width};
 
-/// The ranks of an expert-parallel group, as one of them sees it.
+/// The ranks of an expert-parallel group, as one rank sees them.
 #[derive(Debug)]
 pub struct EpRanks {
     pub(crate) ep: Arc<dyn Communicator>,
     pub(crate) tp: Arc<dyn Communicator>,
     owners: Vec<u32>,
-    /// `owners` in the memory where the rows are; `None` for cut experts, which have no owners.
+    /// `owners` in the memory of the device where the rows are; `None` for cut experts, which have no owners.
     placed_owners: Option<Buffer>,
     experts: LocalExperts,
 }
 
 impl EpRanks {
-    /// `layout` is this rank's layout over `ep`; `tp` joins the ranks that see the same tokens,
-    /// which are neighbours in `ep`.
+    /// `layout` is this rank's layout over `ep`. `tp` contains the ranks that see the same tokens, which are neighbours
+    /// in `ep`.
     ///
     /// # Errors
-    /// A layout of another rank or of more ranks; a `tp` that is no part of `ep`.
+    /// A layout of another rank or of more ranks; a `tp` that is not part of `ep`.
     pub fn new(layout: &ExpertLayout, ep: Arc<dyn Communicator>, tp: Arc<dyn Communicator>) -> Result<Self> {
         let rank = ep.rank();
         let ranks = ep.world_size();
         let tp_size = tp.world_size();
         if !ranks.is_multiple_of(tp_size) || rank % tp_size != tp.rank() {
-            bail!(
+            refuse!(
+                Ranks,
                 "expert parallelism: tensor-parallel rank {} of {tp_size} is no part of rank {rank} of {ranks}",
                 tp.rank()
             )
@@ -45,7 +46,8 @@ impl EpRanks {
         let owned = layout.owners.iter().enumerate().filter(|(_, owner)| **owner as usize == rank);
         let fits = owned.map(|(expert, _)| expert as u32).eq(layout.local_experts.iter().copied());
         if !fits || layout.owners.iter().any(|&owner| owner as usize >= ranks) {
-            bail!(
+            refuse!(
+                Ranks,
                 "expert parallelism: the layout with the local experts {:?} is not that of rank {rank} of {ranks}",
                 layout.local_experts
             )
@@ -59,34 +61,34 @@ impl EpRanks {
         Ok(Self { ep, tp, owners, placed_owners: Some(placed_owners), experts })
     }
 
-    /// Ranks that see the same tokens and hold a part of every expert each.
+    /// Ranks that see the same tokens, each of which holds a part of every expert.
     pub(crate) fn of_cut_experts(comm: Arc<dyn Communicator>) -> Self {
         let owners = Vec::new();
         let experts = LocalExperts::all(0);
         Self { ep: comm.clone(), tp: comm, owners, placed_owners: None, experts }
     }
 
-    /// These ranks with their expert map and owners on the device of the rows.
+    /// The same ranks, with their expert map and owners on the device of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
         let Some(owners) = self.placed_owners.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
         let placed_owners = Some(Exec::on(device)?.buffer_from_host(owners.view())?);
         Ok(Self { experts: self.experts.on(device)?, placed_owners, ..self })
     }
 
-    /// Which ranks need the rows of all ranks' tokens, that have these ids.
+    /// Which ranks need which rows of all ranks' tokens. `ids` are the tokens' experts.
     pub(crate) fn needs<'v>(&'v self, op: &str, ids: View<'v>) -> Result<RowNeeds<'v>> {
         match &self.placed_owners {
             Some(owners) => Ok(RowNeeds { ids, owners: owners.view() }),
-            None => bail!("{op}: cut experts have no owners"),
+            None => refuse!(Ranks, "{op}: cut experts have no owners"),
         }
     }
 
-    /// Where the experts live.
+    /// The local slots of the experts.
     pub fn local_experts(&self) -> &LocalExperts {
         &self.experts
     }
 
-    /// Where the experts live, if each has one owner; `None` for cut experts.
+    /// The local slots of the experts, if each has one owner; `None` for cut experts.
     pub(crate) fn whole_experts(&self) -> Option<&LocalExperts> {
         self.placed_owners.as_ref().map(|_| &self.experts)
     }
@@ -96,18 +98,18 @@ impl EpRanks {
         self.ep.world_size()
     }
 
-    /// Which of `tokens` tokens this rank owns.
+    /// The range of the tokens that this rank owns.
     pub(crate) fn owned(&self, tokens: usize) -> Range<usize> {
         partition(tokens, self.tp.world_size(), self.tp.rank())
     }
 
-    /// The owned rows of an array of the caller's tokens [T, ..].
+    /// The rows of an array of the caller's tokens [T, ..] that this rank owns.
     pub(crate) fn own<'v>(&self, array: View<'v>) -> Result<View<'v>> {
         let owned = self.owned(array.rows());
         array.narrow(owned.start, owned.len())
     }
 
-    /// How many tokens each rank owns, where rank r brings `tokens[r]`.
+    /// How many tokens each rank owns, if rank r brings `tokens[r]`.
     pub(crate) fn owned_counts(&self, tokens: &[usize]) -> Vec<usize> {
         let tp = self.tp.world_size();
         tokens.iter().enumerate().map(|(rank, &n)| partition(n, tp, rank % tp).len()).collect()
@@ -118,11 +120,11 @@ impl EpRanks {
         match self.owners.get(id as usize) {
             Some(&owner) => Ok(Some(owner as usize)),
             None if id == NO_EXPERT => Ok(None),
-            None => bail!("{op}: expert id {id} is out of range; expected 0..{}", self.owners.len()),
+            None => refuse!(Ranks, "{op}: expert id {id} is out of range; expected 0..{}", self.owners.len()),
         }
     }
 
-    /// The slots of `ids` by the rank that computes them, ascending.
+    /// The slots of `ids`, ascending, by the rank that computes them.
     pub(crate) fn slots_by_rank(&self, op: &str, ids: &[u32]) -> Result<RowLists> {
         RowLists::collect(self.world_size(), |push| {
             for (slot, &id) in ids.iter().enumerate() {
@@ -134,7 +136,7 @@ impl EpRanks {
         })
     }
 
-    /// The tokens of `ids` [T, K] by rank, each once per rank that computes any of its slots.
+    /// The tokens of `ids` [T, K] by rank. A token is listed once for each rank that computes any of its slots.
     pub(crate) fn tokens_by_rank(&self, op: &str, ids: &[u32], top_k: usize) -> Result<RowLists> {
         RowLists::collect(self.world_size(), |push| {
             for (token, ids) in ids.chunks(top_k.max(1)).enumerate() {
@@ -147,8 +149,8 @@ impl EpRanks {
         })
     }
 
-    /// Which slots of rows that arrived from rank r (`blocks[r]`, rows of `ids` [R, K]) are computed
-    /// here, ascending.
+    /// Which slots of the rows that arrived from rank r this rank computes, ascending. The rows from rank r are
+    /// `blocks[r]`, rows of `ids` [R, K].
     pub(crate) fn computed_slots(
         &self,
         op: &str,
@@ -170,7 +172,7 @@ impl EpRanks {
         })
     }
 
-    /// Tokens that each rank brings to this call: as `agreed`, else by asking.
+    /// The number of tokens that each rank brings to this call: `agreed`, or the answers of the ranks.
     pub(crate) fn rank_tokens(
         &self,
         op: &str,
@@ -182,7 +184,8 @@ impl EpRanks {
             return gather_counts(self.ep.as_ref(), tokens, ex);
         };
         if agreed.len() != self.world_size() || agreed.get(self.ep.rank()) != Some(&tokens) {
-            bail!(
+            refuse!(
+                Ranks,
                 "{op}: rank {} of {} brings {tokens} tokens, but the step agreed on {agreed:?}",
                 self.ep.rank(),
                 self.world_size()
@@ -191,8 +194,8 @@ impl EpRanks {
         Ok(agreed.into())
     }
 
-    /// `out` [T, H] = the rows [T_owned, H] of this `dtype` (`out`'s or f32) that `write` gives the owned tokens, rounded
-    /// once, with the rows of the other ranks that see the same tokens.
+    /// Calls `write` for the rows [T_owned, H] of the owned tokens, in `dtype` (f32 or the dtype of `out`), rounds them
+    /// once, and gathers them in `out` [T, H] with the rows of the other ranks that see the same tokens.
     pub(crate) fn for_owned(
         &self,
         dtype: DType,
@@ -232,7 +235,8 @@ impl EpRanks {
         Ok(arrived)
     }
 
-    /// Rows that each rank sends here, where this one sends `send`; by way of the host.
+    /// The number of rows that each rank sends to this one, if this rank sends `send`. The numbers are exchanged
+    /// through the host.
     pub(crate) fn exchange_counts(&self, send: &[usize], ex: &mut Exec) -> Result<Vec<usize>> {
         let own: Vec<u32> = send.iter().map(|&n| n as u32).collect();
         let mut all = vec![0u32; own.len()];
@@ -242,9 +246,9 @@ impl EpRanks {
     }
 }
 
-/// One number of every rank, by way of the host.
+/// Gathers one number of every rank, through the host.
 pub(crate) fn gather_counts(comm: &dyn Communicator, own: usize, ex: &mut Exec) -> Result<Arc<[usize]>> {
-    let Ok(own) = u32::try_from(own) else { bail!("{own} tokens do not fit in u32; split them") };
+    let Ok(own) = u32::try_from(own) else { refuse!(Ranks, "{own} tokens do not fit in u32; split them") };
     let mut all = vec![0u32; comm.world_size()];
     let dims = [all.len()];
     comm.all_gather(View::new(&[own], &[1])?, ViewMut::new(&mut all, &dims)?, ex)?;

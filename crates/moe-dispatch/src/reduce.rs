@@ -1,10 +1,10 @@
-//! Weight and reduce: the experts' rows become token rows.
+//! Weight and reduce: turns the experts' rows into token rows.
 //!
-//! The strategies are vLLM's (`topk_weight_and_reduce.py`), under one order of addition: slots
-//! k = 0..K-1 ascending in f32, one rounding at the end. So both formats give the same bits.
+//! The strategies are vLLM's (`topk_weight_and_reduce.py`), but all use one order of addition: slots in the order k =
+//! 0..K-1 in f32, with one rounding at the end. So both formats give the same bits.
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::{
     ActivationFormat, Dispatched, Exec, Lent, RowBatches, View, ViewMut, WeightAndReduce,
     contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into, mask_nonlocal_into,
@@ -15,23 +15,23 @@ use crate::rows::width;
 
 const OP: &str = "weight_and_reduce";
 
-/// What combine needs of the tokens' owner.
+/// The data of the tokens' owner that combine needs.
 #[derive(Clone, Copy, Debug)]
 pub struct CombineArgs<'a> {
     /// [T, K] u32 physical ids; slots of `u32::MAX` add nothing.
     pub topk_ids: View<'a>,
     /// [T, K] f32 router weights.
     pub topk_weights: View<'a>,
-    /// \[P\] i32, physical expert to local slot; slots of experts that live elsewhere (-1) add
-    /// nothing. `None`: every slot was computed.
+    /// \[P\] i32, local slot of each physical expert. Slots of experts on other ranks (-1) add nothing. `None`: every
+    /// slot was computed.
     pub expert_map: Option<View<'a>>,
-    /// The experts' input rows already carried the weights (`apply_router_weight_on_input`): rows
-    /// are added with weight 1.
+    /// Whether the experts' input rows were already multiplied by the weights (`apply_router_weight_on_input`). If so,
+    /// rows are added with weight 1.
     pub weights_applied: bool,
 }
 
-/// Weights and adds the experts' rows of `dispatched` where they were computed: `out` [T', H] from the `ids` and
-/// `weights` [T', K] of their slots, by the strategy that fits the format if it is `Delegate`.
+/// Weights and adds the experts' rows of `dispatched` on the rank that computed them. `out` is [T', H]; `ids` and
+/// `weights` of the slots are [T', K]. `Delegate` chooses the strategy that fits the format.
 pub(crate) fn reduce_into(
     name: &str,
     expert_out: View,
@@ -64,7 +64,7 @@ pub(crate) fn reduce_into(
     weight_and_reduce_into(strategy, expert_out, &args, out, ex)
 }
 
-/// Whether a strategy is for the experts' rows of a format.
+/// Whether a strategy can reduce the experts' rows of a format.
 pub(crate) fn reduces(strategy: WeightAndReduce, format: ActivationFormat) -> bool {
     let batched = format == ActivationFormat::BatchedExperts;
     match strategy {
@@ -78,14 +78,14 @@ pub(crate) fn reduces(strategy: WeightAndReduce, format: ActivationFormat) -> bo
 ///
 /// | strategy | `expert_out` | action |
 /// |---|---|---|
-/// | `Delegate` | any | an error: who calls this must have chosen |
+/// | `Delegate` | any | an error: the caller must choose a strategy |
 /// | `NoOp` | [T, H] f32 or the dtype of `out`, weighted and reduced | copied, f32 rounded once |
 /// | `Contiguous` | [T, K, H] f32 (or [T*K, H]) | weighted, added over k |
-/// | `NaiveBatched` | [E_local, max_tokens, H] f32, rows of an expert in slot order | brought to slot order, then as `Contiguous` |
+/// | `NaiveBatched` | [E_local, max_tokens, H] f32, in slot order | sorted into slot order, then `Contiguous` |
 ///
-/// `out` is [T, H] f32, bf16 or f16 and is written wholly; rows of a slot that has no expert here
-/// are never read. Without an `expert_map`, `NaiveBatched { rank }` takes the local experts to be
-/// the physical experts `rank * E_local ..`.
+/// `out` is [T, H] f32, bf16 or f16, and all of it is written. Rows of a slot without an expert on this rank are never
+/// read. Without an `expert_map`, `NaiveBatched { rank }` assumes that the local experts are the physical experts `rank
+/// * E_local ..`.
 ///
 /// # Errors
 /// `Delegate`; wrong dims or dtypes; an id outside of `expert_map`; with `NaiveBatched` an
@@ -154,7 +154,7 @@ fn naive_batched(
     sum_slots(slots.view(), ids.view(), args, out, ex)
 }
 
-/// The ids with [`NO_EXPERT`] in place of experts that live elsewhere.
+/// The ids, with [`NO_EXPERT`] in place of experts on other ranks.
 fn masked_ids<'a>(args: &CombineArgs<'a>, ex: &mut Exec) -> Result<Lent<'a>> {
     let Some(expert_map) = args.expert_map else { return Ok(args.topk_ids.into()) };
     let mut ids = ex.scratch(DType::U32, args.topk_ids.dims())?;

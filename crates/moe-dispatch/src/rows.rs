@@ -1,4 +1,4 @@
-//! Rows by rank: which rows go to whom, and the copies that pack them.
+//! Rows by rank: which rows go to which rank, and the copies that pack them.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub(crate) struct RowLists {
 }
 
 impl RowLists {
-    /// Lists what `fill` pushes as (rank, row); a rank keeps the order in which its rows come.
+    /// Collects the pairs (rank, row) that `fill` pushes. The rows of a rank keep their order.
     pub fn collect(
         ranks: usize,
         fill: impl FnOnce(&mut dyn FnMut(usize, usize)) -> Result<()>,
@@ -37,7 +37,7 @@ impl RowLists {
     }
 }
 
-/// Where blocks of rows begin: one after the other, or each at a multiple of a fixed size.
+/// Where blocks of rows begin: directly one after the other, or each at a multiple of a fixed size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
     Exact,
@@ -45,7 +45,7 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    /// Rows of each block, as collectives count them.
+    /// The rows of each block, as counts for a collective.
     pub fn counts(self, counts: &[usize]) -> Vec<usize> {
         match self {
             Self::Exact => counts.to_vec(),
@@ -53,7 +53,7 @@ impl Layout {
         }
     }
 
-    /// The rows in use of each block.
+    /// The range of used rows in each block.
     pub fn blocks(self, counts: &[usize]) -> Vec<Range<usize>> {
         let starts = self.counts(counts).into_iter().scan(0, |end, count| {
             *end += count;
@@ -63,11 +63,11 @@ impl Layout {
     }
 }
 
-/// Rows of a table in one block per rank.
+/// Rows of a table, in one block per rank.
 pub(crate) struct Packing<'a> {
     lists: &'a RowLists,
     layout: Layout,
-    /// The lists where the context runs.
+    /// The lists, in memory of the context's device.
     placed: Scratch,
 }
 
@@ -80,12 +80,12 @@ impl<'a> Packing<'a> {
         })
     }
 
-    /// Rows of each block, as collectives count them.
+    /// The rows of each block, as counts for a collective.
     pub fn counts(&self) -> Vec<usize> {
         self.layout.counts(&self.lists.counts)
     }
 
-    /// Copies rows of `table` [R, W] into [rows of all blocks, W]; rows that no block uses are unspecified.
+    /// Copies rows of `table` [R, W] into [rows of all blocks, W]. Rows that no block uses are unspecified.
     pub fn pack(&self, table: View, ex: &mut Exec) -> Result<Scratch> {
         let mut packed = ex.scratch(table.dtype(), &[self.counts().iter().sum(), width(table)])?;
         if self.layout == Layout::Exact {
@@ -100,7 +100,7 @@ impl<'a> Packing<'a> {
         Ok(packed)
     }
 
-    /// As [`pack`](Self::pack), of ids [R, K] on the host; rows that no block uses hold no expert.
+    /// Like [`pack`](Self::pack), for ids [R, K] on the host. Rows that no block uses hold no expert.
     pub fn pack_ids(&self, ids: &[u32], top_k: usize, ex: &mut Exec) -> Result<Scratch> {
         let total: usize = self.counts().iter().sum();
         let mut packed = vec![NO_EXPERT; total * top_k];
@@ -121,18 +121,18 @@ pub(crate) fn gather(table: View, rows: View, out: ViewMut, ex: &mut Exec) -> Re
     embedding_into(table, rows, out, ex)
 }
 
-/// The last dimension.
+/// The size of the last dimension.
 pub(crate) fn width(view: View) -> usize {
     view.dims().last().copied().unwrap_or(0)
 }
 
-/// Token rows in a block for each local expert.
+/// Token rows, in one block for each local expert.
 pub(crate) struct Batches {
     /// [E_local, room, H]
     pub rows: Scratch,
     /// \[E_local\] u32 rows in use.
     pub counts: Scratch,
-    /// Expert e has the slots `slots[offsets[e]..offsets[e + 1]]`, a row each.
+    /// Expert e has the slots `slots[offsets[e]..offsets[e + 1]]`, one row each.
     pub offsets: Scratch,
     pub slots: Scratch,
 }

@@ -1,4 +1,4 @@
-//! Faults in each collective of each backend: every rank gets an error in bounded time.
+//! Faults in each collective of each backend cause an error on every rank in bounded time.
 
 mod common;
 #[path = "common/saboteur.rs"]
@@ -19,7 +19,7 @@ use moe_dispatch::{
 use saboteur::{Fault, Saboteur};
 use world::{BACKENDS, BOTH, DISABLED, World};
 
-/// Far below any patience, far above a busy machine's delays.
+/// Far below every timeout of the tests, and far above the delays of a busy machine.
 const SOON: Duration = Duration::from_secs(10);
 const TIMEOUT: Duration = Duration::from_millis(250);
 
@@ -28,7 +28,7 @@ fn backends() -> impl Iterator<Item = (&'static str, WhoAdds)> {
     BACKENDS.into_iter().chain([DISABLED]).flat_map(|name| BOTH.map(|who| (name, who)))
 }
 
-/// Whether the ranks hold the same tokens.
+/// Whether the ranks have the same tokens.
 fn is_replicated(name: &str) -> bool {
     name == "local_allreduce" || name == DISABLED
 }
@@ -55,8 +55,8 @@ fn text(e: &Error) -> String {
     }
 }
 
-/// Runs a call of every rank with a fault in collective `at` of rank 1; the ranks' errors, or none
-/// if there are fewer collectives.
+/// Runs a call on every rank, with a fault in collective number `at` of rank 1. Returns the ranks' errors, or `None` if
+/// there are fewer collectives.
 fn errors(world: &World, (name, who): (&str, WhoAdds), fault: Fault, at: usize) -> Option<Vec<String>> {
     let start = Instant::now();
     let timeout = if fault == Fault::Stall { TIMEOUT } else { SOON * 6 };
@@ -71,7 +71,7 @@ fn errors(world: &World, (name, who): (&str, WhoAdds), fault: Fault, at: usize) 
             DISABLED => world.run_disabled(rank, &backend, &mut Exec::cpu())?,
             _ => world.run(&backend, rank, false, None, &mut Exec::cpu())?,
         };
-        // Ranks whose part was done before the fault learn it at the next meeting.
+        // Ranks that finished their part before the fault learn of it at this barrier.
         comm.barrier(&mut Exec::cpu())
     });
     assert!(start.elapsed() < SOON, "{name} {fault:?} {at}: took {:?}", start.elapsed());
@@ -91,7 +91,7 @@ fn a_fault_in_any_collective_is_an_error_on_every_rank() {
             (Fault::Other, "ranks disagree about the collective"),
             (Fault::Stall, "stalled: others waited for"),
         ] {
-            // With expert parallelism the split into groups is the first one.
+            // With expert parallelism the first collective is the split into groups.
             let mut at = 0;
             while let Some(errors) = errors(&world, (name, who), fault, at) {
                 for (rank, error) in errors.iter().enumerate() {
@@ -132,7 +132,7 @@ fn ranks_that_disagree_on_shapes_all_fail() {
     }
 }
 
-/// What one rank can know to be wrong is an error before anybody waits for it.
+/// Mistakes that one rank can find by itself are errors before any rank waits for it.
 #[test]
 fn wrong_calls_are_refused() -> Result<()> {
     let comm = || -> Arc<dyn moe_dispatch::Communicator> { Arc::new(moe_comm::SelfComm::new()) };

@@ -1,5 +1,6 @@
-//! Every backend over ranks gives each token what one rank gives, whatever the geometry: by slot its bits, by rank the
-//! same within the rounding of f32 sums, whether the experts weight and reduce by themselves or not.
+//! Every backend over several ranks gives each token the result of one rank, for any geometry. By slot the bits are
+//! equal; by rank results are equal up to the rounding of f32 sums, with experts that weight and reduce by themselves
+//! and with others.
 
 #![allow(clippy::unwrap_used)] // Helpers fail by panicking, like the tests that call them.
 
@@ -20,7 +21,7 @@ use moe_kernels::{PreNorm, add_rms_norm_into};
 use proptest::prelude::*;
 use world::{BACKENDS, BOTH, DISABLED, World};
 
-/// Sizes of a world: (tp, dp), hidden, K, experts. More ranks than experts is legal.
+/// Sizes of a world: (tp, dp), hidden, K, experts. There may be more ranks than experts.
 fn worlds() -> impl Strategy<Value = World> {
     let groups = prop::sample::select(vec![(1usize, 1usize), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (2, 3)]);
     let placement = prop::sample::select(ExpertPlacement::ALL.to_vec());
@@ -37,7 +38,7 @@ fn worlds() -> impl Strategy<Value = World> {
 }
 
 fn problem(tokens: usize, hidden: usize, top_k: usize, experts: usize) -> impl Strategy<Value = Problem> {
-    // Also none, one for all, and the same one twice.
+    // Ids include no expert, one expert for all, and the same expert twice.
     let id = prop_oneof![6 => 0..experts as u32, 1 => Just(NO_EXPERT)];
     let ids = prop_oneof![
         6 => prop::collection::vec(id, tokens * top_k),
@@ -65,7 +66,7 @@ fn one_rank(world: &World, p: &Problem) -> Vec<f32> {
     p.run::<f32>(&backend, &mut Exec::cpu()).unwrap()
 }
 
-/// By slot the bits, by rank the same within the rounding of f32 sums.
+/// By slot the bits must be equal; by rank results must be equal up to the rounding of f32 sums.
 fn agrees(who: WhoAdds, got: &[f32], want: &[f32]) -> bool {
     match who {
         WhoAdds::BySlot => bits(got) == bits(want),
@@ -79,14 +80,14 @@ proptest! {
     fn every_backend_gives_what_one_rank_gives(world in worlds(), agreed: bool, reduces: bool) {
         let want: Vec<Vec<f32>> = world.problems.iter().map(|p| one_rank(&world, p)).collect();
         if !world.on_input {
-            // The single rank itself is the definition.
+            // The result of a single rank is the definition.
             for (p, want) in world.problems.iter().zip(&want) {
                 prop_assert!(agrees(WhoAdds::ByRank, &p.definition::<f32>(), want));
             }
         }
         let cases = BACKENDS.into_iter().flat_map(|name| BOTH.map(|who| (name, who)));
         for (name, who) in cases.filter(|(name, _)| *name != "local_allreduce" || world.problems.len() == 1) {
-            // Experts that weight rows themselves want them without their weights.
+            // Experts that weight rows themselves need rows that were not multiplied by the weights before.
             let reduces = reduces && who == WhoAdds::ByRank && !world.on_input;
             let results = run_ranks(world.ranks(), |rank, comm| {
                 let backend = world.backend(name, who, Arc::new(comm))?;
@@ -95,7 +96,7 @@ proptest! {
                 let tokens: Option<Vec<usize>> = agreed.then(|| tokens.collect());
                 let tokens = tokens.as_deref();
                 let first = world.run(&backend, rank, reduces, tokens, &mut ex)?;
-                // Nothing of a call stays behind.
+                // A second call gives the same result, so no state of a call is left.
                 assert_eq!(bits(&first), bits(&world.run(&backend, rank, reduces, tokens, &mut ex)?));
                 Ok(first)
             });
@@ -110,7 +111,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
-    /// By rank, finalize with addition and norm gives the same bits as finalize with both behind it.
+    /// By rank, finalize with addition and norm gives the same bits as finalize followed by both.
     #[test]
     fn sums_return_to_the_residual_stream(world in worlds(), reduces: bool) {
         let fits = world.tp == 1 && !world.on_input;
@@ -142,7 +143,7 @@ proptest! {
     }
 }
 
-/// Segment s of the row of an expert: the sums of several ranks' segments make the row.
+/// Segment s of an expert's row. The sum of all ranks' segments is the row.
 fn segment(e: usize, s: usize, row: &[f32]) -> Vec<f32> {
     expert(e, row).iter().map(|y| y * (s as f32 * 0.31 + 0.17)).collect()
 }
@@ -193,7 +194,7 @@ proptest! {
                 let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
                 let y = cut_experts(&d, rank * local, local, p.hidden)?;
                 let segments = [local, p.tokens, p.top_k, p.hidden];
-                // A part that is one sum need not be told apart.
+                // One segment needs no leading dimension.
                 let dims = if local == 1 { &segments[1..] } else { &segments };
                 let y = View::new(&y, dims)?;
                 p.output::<f32>(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))
@@ -206,9 +207,9 @@ proptest! {
     }
 }
 
-/// What crosses between ranks: a token's row goes to a rank once, however many of its experts are
-/// there, and a token that several ranks see is sent by its owner alone. By slot rows are packed; by rank they have the places
-/// of a gather, which a token has once.
+/// Counts the rows that are sent between ranks. A token's row is sent to a rank once, however many of its experts the
+/// rank has, and a token that several ranks see is sent only by its owner. By slot rows are packed; by rank they have
+/// the places of a gather, where each token has one place.
 #[test]
 fn rows_travel_once() {
     let p = Problem {
@@ -241,7 +242,8 @@ fn rows_travel_once() {
     }
 }
 
-/// Block sizes follow the step's most tokens, whatever the backend was built for, also in a step without any.
+/// The block size is the largest number of tokens in the step, whatever the backend was built for, even in a step
+/// without tokens.
 #[test]
 fn low_latency_blocks_follow_the_step() {
     let p = |tokens: usize| Problem {
@@ -310,7 +312,7 @@ fn contracts() {
             assert_eq!(b.max_num_tokens_per_rank(), low_latency.then_some(3));
             let experts = b.local_experts().map(|e| (e.num_experts(), e.num_local()));
             assert_eq!(experts, (name != DISABLED).then_some((5, 3 - rank)));
-            // The collective runs in the whole call: nothing is in flight.
+            // The collective ends within the call, so nothing is pending afterwards.
             assert!(!b.applies_router_weight_on_input());
             let [hidden, ids, weights] = world.problems[0].views()?;
             let d = b.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;

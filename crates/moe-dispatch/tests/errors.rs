@@ -1,4 +1,4 @@
-//! What is refused, and that the message says what was expected and what came.
+//! What is refused, and that the message says what was expected and what was given.
 
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
@@ -14,7 +14,7 @@ fn message(r: Result<impl Sized>) -> String {
 }
 
 #[test]
-fn prepare_checks_its_door() -> Result<()> {
+fn prepare_checks_its_arguments() -> Result<()> {
     let hidden = View::new(&ROWS, &[3, 2])?;
     let ids_data = [0u32; 6];
     let ids = View::new(&ids_data, &[3, 2])?;
@@ -24,7 +24,7 @@ fn prepare_checks_its_door() -> Result<()> {
         let prepare = |h, i, w| message(backend.prepare(Tokens::new(h, i, w), None, &mut Exec::cpu()));
         let flat = View::new(&ROWS, &[6])?;
         for (got, want) in [
-            (prepare(flat, ids, weights), "expected hidden with 2 dimensions, got dims [6]"),
+            (prepare(flat, ids, weights), "expected hidden with 2 dimensions, got [6]"),
             (prepare(ids, ids, weights), "expected hidden of dtype f32, bf16 or f16, got u32"),
             (prepare(hidden, weights, weights), "expected topk_ids of dtype u32, got f32"),
             (prepare(hidden, ids.narrow(0, 2)?, weights), "expected topk_ids with dims [3, 2], got [2, 2]"),
@@ -147,7 +147,7 @@ fn delegate_cannot_be_called() -> Result<()> {
     Ok(())
 }
 
-/// A backend of which only the declarations matter.
+/// A backend of which only the declarations are used.
 struct Declares {
     format: ActivationFormat,
     combine: Combine,
@@ -211,7 +211,7 @@ fn ill_fitting_pairs_are_refused_when_composed() {
             experts(BatchedExperts, Delegate, Some(8)),
             Some("Declares hands over the Standard format, but Experts takes BatchedExperts"),
         ),
-        // Listed rows are neither of the others.
+        // Listed rows are in neither of the other formats.
         (by_rank(Listed, Combine::ByRank), experts(Listed, NoOp, None), None),
         (by_rank(Listed, Combine::ByRank), experts(Listed, Delegate, None), None),
         (by_rank(Standard, Combine::AllReduce), experts(Standard, NoOp, None), None),

@@ -1,4 +1,4 @@
-//! Both formats equal the definition of the layer, and each other bit for bit.
+//! Both formats give the result of the layer's definition, and the same bits as each other.
 
 mod common;
 
@@ -11,8 +11,8 @@ use moe_kernels::half::{bf16, f16};
 use moe_kernels::{CpuIsa, Float, with_float};
 use proptest::prelude::*;
 
-/// The definition holds on the scalar path, which is the specification; on every path both
-/// formats agree.
+/// On the scalar path, which is the specification, both formats give the definition's bits. On every path both formats
+/// agree.
 fn both_formats<T: Float>(p: &Problem, room: usize) -> Result<()> {
     let definition = bits(&p.definition::<T>());
     let standard = NoEp::new().with_local_experts(p.experts()?);
@@ -80,7 +80,7 @@ fn standard_rows_are_the_callers_own() -> Result<()> {
     assert_eq!(d.rows.view().cpu::<f32>()?.as_ptr(), rows.as_ptr());
     assert!(!d.weights_applied);
 
-    // With weights on the input the caller's rows stay as they are.
+    // With weights on the input the caller's rows stay unchanged.
     let backend = backend.with_router_weight_on_input(true);
     let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
     assert_eq!(d.rows.view().cpu::<f32>()?, &[2., 4., 9., 12.]);
@@ -91,14 +91,14 @@ fn standard_rows_are_the_callers_own() -> Result<()> {
 
 #[test]
 fn batched_rows_have_a_defined_layout() -> Result<()> {
-    // Three tokens; physical expert 2 is local slot 0, expert 0 is slot 2; slot 1 is unused.
+    // There are three tokens. Physical expert 2 is in local slot 0, expert 0 is in slot 2, and slot 1 is unused.
     let rows = [1f32, 2., 3.];
     let weights = [1f32; 6];
     let ids = [2u32, 0, NO_EXPERT, 2, 1, 2];
     let backend = NoEp::batched(LocalExperts::from_map(&[2, -1, 0], 3)?, 4);
     let mut ex = Exec::cpu();
     for _ in 0..2 {
-        // The second round reuses scratch that the first one has filled.
+        // The second round reuses scratch memory that the first round has written.
         let d = backend.prepare(
             Tokens::new(View::new(&rows, &[3, 1])?, View::new(&ids, &[3, 2])?, View::new(&weights, &[3, 2])?),
             None,

@@ -1,5 +1,5 @@
-//! The contract over ranks: a backend that sends rows between threads gives each owner the bits of
-//! one rank, with uneven and empty ranks, and with several calls in flight.
+//! The contract over several ranks: a backend that sends rows between threads gives each owner the bits of one rank,
+//! with uneven and empty ranks, and with several calls in progress.
 
 mod common;
 #[path = "common/mesh.rs"]
@@ -11,7 +11,7 @@ use moe_dispatch::candle::Result;
 use moe_dispatch::{Exec, NO_EXPERT, NoEp, PrepareFinalize, Tokens, View, ViewMut, WeightAndReduce};
 use proptest::prelude::*;
 
-/// Tokens of every rank, and which rank holds each expert.
+/// The tokens of every rank, and the rank that holds each expert.
 fn worlds() -> impl Strategy<Value = (Vec<Problem>, Placement)> {
     (1usize..4, 1usize..5, 1usize..4, 1usize..7).prop_flat_map(|(ranks, hidden, top_k, physical)| {
         let owners = prop_oneof![
@@ -51,7 +51,7 @@ fn problem(tokens: usize, hidden: usize, top_k: usize, physical: usize) -> impl 
         })
 }
 
-/// One rank's step: its tokens in two calls, the second prepared before the first is finalized.
+/// One rank's step: its tokens in two calls. The second call is prepared before the first is finalized.
 fn two_calls_in_flight(
     backend: &dyn PrepareFinalize,
     p: &Problem,

@@ -1,11 +1,11 @@
-//! The candle door gives what the views give, and refuses what they refuse.
+//! The functions on candle tensors give the results of the functions on views, and refuse the same arguments.
 
 mod common;
 
 use common::{Problem, bits, problems, run_experts};
 use moe_dispatch::candle::{DType, Device, Result, Tensor};
 use moe_dispatch::{
-    ActivationFormat, Dispatcher, Exec, LocalExperts, NoEp, WeightAndReduce, group_slots,
+    ActivationFormat, DispatchedTensors, Dispatcher, Exec, LocalExperts, NoEp, WeightAndReduce, group_slots,
     moe_align_block_size, weight_and_reduce,
 };
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn inputs(p: &Problem) -> Result<(Tensor, Tensor, Tensor)> {
     ))
 }
 
-/// Experts on tensors, through the experts on views.
+/// Experts on tensors that use the experts on views.
 fn experts(p: &Problem, d: &moe_dispatch::DispatchedTensors) -> Result<Tensor> {
     use moe_dispatch::{Dispatched, View};
     let rows = d.rows.flatten_all()?.to_vec1::<f32>()?;
@@ -94,7 +94,7 @@ proptest! {
 
 #[test]
 fn naive_batched_places_experts_by_rank() -> Result<()> {
-    // Rank 1 holds experts 2 and 3. Token 0 chose 3 and 0, token 1 chose 2 and 3.
+    // Rank 1 holds experts 2 and 3. Token 0 has chosen 3 and 0, token 1 has chosen 2 and 3.
     let ids = Tensor::new(&[[3u32, 0], [2, 3]], &CPU)?;
     let weights = Tensor::new(&[[0.5f32, 9.], [2., 4.]], &CPU)?;
     let rows = Tensor::new(&[[[10f32], [f32::NAN]], [[1.], [100.]]], &CPU)?;
@@ -144,7 +144,7 @@ fn alignment_on_tensors() -> Result<()> {
     let scalar = Tensor::new(1u32, &CPU)?;
     let e =
         weight_and_reduce(WeightAndReduce::NoOp, &scalar, &scalar, &scalar, None, DType::F32).unwrap_err();
-    assert!(e.to_string().contains("expected expert_out and topk_ids with dimensions"), "{e}");
+    assert!(e.to_string().contains("weight_and_reduce: expected topk_ids with 2 dimensions, got []"), "{e}");
     Ok(())
 }
 
@@ -156,5 +156,65 @@ fn wrong_experts_are_refused() -> Result<()> {
     let dispatcher = Dispatcher::new(NoEp::batched(LocalExperts::all(2), 1));
     let e = dispatcher.forward(&hidden, &ids, &weights, |d| d.rows.narrow(2, 0, 1)).unwrap_err().to_string();
     assert!(e.contains("expected expert_out with dims [2, 1, 2], got [2, 1, 1]"), "{e}");
+    let integers = |d: &DispatchedTensors| d.rows.to_dtype(DType::I64);
+    let e = dispatcher.forward(&hidden, &ids, &weights, integers).unwrap_err().to_string();
+    assert!(e.contains("expected the experts' rows of dtype f32, bf16 or f16, got i64"), "{e}");
+    Ok(())
+}
+
+/// No view has five dimensions or holds f64 and f8, so these tensors are refused before there is one.
+#[test]
+fn tensors_that_no_view_can_have_are_named() -> Result<()> {
+    let hidden = Tensor::zeros((2, 4), DType::F32, &CPU)?;
+    let ids = Tensor::new(&[[0u32, 1], [1, 0]], &CPU)?;
+    let weights = Tensor::ones((2, 2), DType::F32, &CPU)?;
+    let dispatcher = Dispatcher::new(NoEp::new());
+    let refused = |hidden: &Tensor, ids: &Tensor, weights: &Tensor| {
+        dispatcher.forward(hidden, ids, weights, |d| Ok(d.rows.clone())).unwrap_err().to_string()
+    };
+    let deep = hidden.reshape((1, 1, 1, 2, 4))?;
+    let reduce = |rows: &Tensor, dtype| {
+        let strategy = WeightAndReduce::Contiguous;
+        weight_and_reduce(strategy, rows, &ids, &weights, None, dtype).unwrap_err().to_string()
+    };
+    let rows = Tensor::zeros((2, 2, 4), DType::F32, &CPU)?;
+    let map = Tensor::new(&[0i64, 1], &CPU)?;
+    for (got, want) in [
+        (refused(&deep, &ids, &weights), "NoEp: expected hidden with 2 dimensions, got [1, 1, 1, 2, 4]"),
+        (
+            refused(&hidden.to_dtype(DType::F64)?, &ids, &weights),
+            "NoEp: expected hidden of dtype f32, bf16 or f16, got f64",
+        ),
+        (
+            refused(&hidden, &ids.to_dtype(DType::F64)?, &weights),
+            "NoEp: expected topk_ids of dtype u32, got f64",
+        ),
+        (
+            reduce(&rows.to_dtype(DType::F64)?, DType::F32),
+            "weight_and_reduce: expected expert_out of dtype f32, bf16 or f16, got f64",
+        ),
+        (
+            reduce(&deep, DType::F32),
+            "weight_and_reduce: expected expert_out with 3 dimensions, got [1, 1, 1, 2, 4]",
+        ),
+        (
+            reduce(&rows, DType::U32),
+            "weight_and_reduce: expected a result of dtype f32, bf16 or f16, got u32",
+        ),
+        (
+            group_slots(&ids, Some(&map), 2).unwrap_err().to_string(),
+            "group_slots: expected expert_map of dtype i32, got i64",
+        ),
+        (
+            group_slots(&ids, None, 1 << 40).unwrap_err().to_string(),
+            "group_slots: expected fewer than 2147483647 local experts, got 1099511627776",
+        ),
+        (
+            moe_align_block_size(&hidden, 4, 2, None).unwrap_err().to_string(),
+            "moe_align_block_size: expected topk_ids of dtype u32, got f32",
+        ),
+    ] {
+        assert!(got.starts_with(want), "{got}");
+    }
     Ok(())
 }

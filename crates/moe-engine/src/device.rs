@@ -3,18 +3,18 @@
 use std::fmt;
 use std::str::FromStr;
 
-use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
-use crate::usage;
+use crate::error::{Context, Result, bail, usage};
 
 /// A device, or the kind of device of each rank.
+// This enum is exhaustive: programs must say which settings go with a new kind of device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// `cpu`.
+    /// The CPU, written `cpu`.
     #[default]
     Cpu,
-    /// `cuda`: the n-th rank of a host has its n-th GPU; or `cuda:N`, this one.
+    /// GPUs. With `cuda` the n-th rank of a host uses its n-th GPU; with `cuda:N` it is GPU N.
     Cuda(Option<usize>),
 }
 
@@ -29,7 +29,7 @@ impl fmt::Display for DeviceChoice {
 }
 
 impl FromStr for DeviceChoice {
-    type Err = anyhow::Error;
+    type Err = crate::error::Error;
 
     fn from_str(name: &str) -> Result<Self> {
         match name.split_once(':').map(|(kind, ordinal)| (kind, ordinal.parse())) {
@@ -42,12 +42,12 @@ impl FromStr for DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// Whether this build can run `ranks` ranks on it.
+    /// Fails unless this build can run `ranks` ranks on this device.
     pub(crate) fn check(self, ranks: usize) -> Result<()> {
         let Self::Cuda(ordinal) = self else { return Ok(()) };
         if !cfg!(feature = "cuda") {
             return Err(usage(format!(
-                "--device {self}: this program was built without CUDA; build it with --features cuda"
+                "`device` {self}: this program was built without CUDA; build it with the feature `cuda`"
             )));
         }
         if ranks == 1 {
@@ -55,44 +55,44 @@ impl DeviceChoice {
         }
         if ordinal.is_some() {
             return Err(usage(format!(
-                "--device {self} names one GPU, but --tp and --dp ask for {ranks} ranks of one GPU each; use \
-                 --device cuda, by which the n-th rank of a host runs on its n-th GPU (CUDA_VISIBLE_DEVICES chooses them)"
+                "`device` {self} names one GPU, but `tp` and `dp` ask for {ranks} ranks of one GPU each; use \
+                 `device` cuda, by which the n-th rank of a host runs on its n-th GPU (CUDA_VISIBLE_DEVICES chooses them)"
             )));
         }
         if !cfg!(feature = "nccl") {
             return Err(usage(
-                "--tp and --dp above 1 on GPUs need NCCL, and this program was built without; build it with \
-                 --features cuda,nccl, or use --device cpu",
+                "`tp` and `dp` above 1 on GPUs need NCCL, and this program was built without; build it with the \
+                 features `cuda` and `nccl`, or use `device` cpu",
             ));
         }
         Ok(())
     }
 
-    /// NCCL chooses the order of its sums by their size.
+    /// Batch invariance over several GPUs is refused, because NCCL chooses the order of its sums by their size.
     pub(crate) fn check_invariant(self, asked: bool, ranks: usize) -> Result<()> {
         if asked && ranks > 1 && self != Self::Cpu {
             return Err(usage(
-                "--batch-invariant does not hold over several GPUs, whose sums depend on the number of rows; use one \
-                 GPU, or --device cpu",
+                "`batch_invariant` does not hold over several GPUs, whose sums depend on the number of rows; use one \
+                 GPU, or `device` cpu",
             ));
         }
         Ok(())
     }
 
-    /// Whether this host has a GPU for each of `ranks` ranks that are to be started on it.
+    /// Fails unless this host has a GPU for each of the `ranks` ranks that will be started on it.
     pub(crate) fn check_visible(self, ranks: usize) -> Result<()> {
         match self {
             Self::Cpu => Ok(()),
             Self::Cuda(_) => match visible()? {
                 n if n < ranks => Err(usage(format!(
-                    "--tp and --dp ask for {ranks} ranks of one GPU each, but {n} GPUs are visible here"
+                    "`tp` and `dp` ask for {ranks} ranks of one GPU each, but {n} GPUs are visible here"
                 ))),
                 _ => Ok(()),
             },
         }
     }
 
-    /// GPUs of this host that a run on this device could use: none on the CPU.
+    /// The number of GPUs of this host that a run on this device could use: none on the CPU.
     pub(crate) fn gpus(self) -> usize {
         match self {
             Self::Cpu => 0,
@@ -100,10 +100,10 @@ impl DeviceChoice {
         }
     }
 
-    /// Opens the device, of the rank that is the `local_rank`-th of its host.
+    /// Opens the device for the rank that is the `local_rank`-th of its host.
     ///
     /// # Errors
-    /// No such device, or one that this program has no kernels for ([`UsageError`](crate::UsageError)).
+    /// The device does not exist, or this program has no kernels for it ([`UsageError`](crate::UsageError)).
     pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
         let opened = match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -112,11 +112,11 @@ impl DeviceChoice {
                 visible().and_then(|visible| ordinal(local_rank, visible)).and_then(cuda_device)
             }
         };
-        opened.map_err(|e| usage(format!("--device {self}: {e:#}")))
+        opened.map_err(|e| usage(format!("`device` {self}: {e:#}")))
     }
 }
 
-/// The GPU of a rank, of `visible` ones. A launcher may show each rank its own GPU alone.
+/// The GPU of a rank, among `visible` ones. A launcher may make only its own GPU visible to each rank.
 fn ordinal(local_rank: usize, visible: usize) -> Result<usize> {
     match visible {
         0 => {
@@ -185,7 +185,7 @@ mod tests {
     fn several_gpus_are_not_batch_invariant() {
         let cuda = DeviceChoice::Cuda(None);
         let error = cuda.check_invariant(true, 2).unwrap_err().to_string();
-        assert!(error.contains("--batch-invariant does not hold over several GPUs"), "{error}");
+        assert!(error.contains("`batch_invariant` does not hold over several GPUs"), "{error}");
         for (device, asked, ranks) in [(cuda, true, 1), (cuda, false, 2), (DeviceChoice::Cpu, true, 2)] {
             assert!(device.check_invariant(asked, ranks).is_ok(), "{device} {asked} {ranks}");
         }

@@ -1,6 +1,6 @@
-//! Which kernels run, and why not others: a loaded model's plans for every number of rows, for people and as JSON.
+//! Which kernels run, and why others do not: a loaded model's plans for every number of rows, as text and as JSON.
 //!
-//! Plans that use the same kernels are shown once, with the rows and the layers that they are for.
+//! Plans that use the same kernels are shown once, with their rows and layers.
 
 use std::fmt::{self, Write};
 
@@ -8,36 +8,39 @@ use model_runtime::{CausalLm, LayerPlan};
 use moe_layer::{Machine, PlanStep, Stage};
 use serde::Serialize;
 
-/// Most rows that are asked one by one. Beyond them nothing changes but by doubling.
+/// Up to this number every number of rows is queried. Above it only powers of two are queried, because nothing else
+/// changes.
 const EACH: usize = 1024;
-/// Most rows that are asked at all.
+/// The largest number of rows that is queried.
 const MOST: usize = 1 << 16;
 
-/// Decoding rows of the mixed steps that are asked, and the positions that each of them sees.
+/// Numbers of decoding rows of the mixed steps that are queried, and the number of positions to which each row attends.
 const DECODING: [usize; 4] = [1, 8, 64, 256];
 const POSITIONS: usize = 1024;
 
-/// First and last of some layers that run the same kernels, and these.
+/// The first and last of consecutive layers that run the same kernels, and these kernels.
 type LayerRun = ((usize, usize), LayerPlan);
 
 /// The kernels of some layers in steps of some numbers of rows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explained {
-    /// `decode`: one new row of each sequence; `prefill`: rows of prompts; `mixed`: decoding rows, then rows of a prompt.
+    /// `decode`: one new row of each sequence; `prefill`: rows of prompts; `mixed`: decoding rows, then rows of a
+    /// prompt.
     pub step: &'static str,
-    /// Fewest and most rows; no most: without limit. In a mixed step the rows of the prompt.
+    /// The smallest and largest number of rows; `None` means no limit. In a mixed step these are the rows of the
+    /// prompt.
     pub rows: (usize, Option<usize>),
-    /// Fewest and most of the rows that decode in a mixed step, each of which sees 1,024 positions.
+    /// The smallest and largest number of rows that decode in a mixed step, each of which attends to 1,024 positions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decode_rows: Option<(usize, usize)>,
     /// First and last decoder layer.
     pub layers: (usize, usize),
-    /// What runs; rejected kernels are listed for the fewest rows.
+    /// The kernels that run. Rejected kernels are listed for the smallest number of rows.
     #[serde(flatten)]
     pub plan: LayerPlan,
 }
 
-/// Where the experts of some MoE layers are, where a map places them.
+/// The places of the experts of some MoE layers, if a map places them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Placed {
     /// First and last MoE layer.
@@ -51,14 +54,14 @@ pub struct Placed {
 /// A model's plans.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explanation {
-    /// Runs of MoE layers whose experts are in the same places; empty where no map places them.
+    /// Consecutive MoE layers whose experts are in the same places; empty if no map places them.
     pub placements: Vec<Placed>,
     /// By step, rows and layers, ascending.
     pub plans: Vec<Explained>,
 }
 
 impl Explanation {
-    /// The plans as JSON, beside the choice of an expert backend that was made when the model was loaded.
+    /// The plans as JSON, together with the choice of an expert backend that was made when the model was loaded.
     pub fn beside(&self, backend: &serde_json::Value) -> serde_json::Result<serde_json::Value> {
         let mut all = backend.clone();
         if let Some(object) = all.as_object_mut() {
@@ -104,7 +107,7 @@ fn mixed_step(decode_rows: usize, rows: usize) -> PlanStep {
     PlanStep { attention_scores, ..PlanStep::mixed(decode_rows, rows) }
 }
 
-/// Steps of some numbers of rows in which layers run the same kernels.
+/// Numbers of rows for which layers run the same kernels.
 struct RowRange {
     least: usize,
     most: Option<usize>,
@@ -122,7 +125,7 @@ impl RowRange {
     }
 }
 
-/// Ranges of `rows`, which ascend, by the plans of the layers; the last has no end.
+/// Groups `rows`, which ascend, into ranges with the same plans of the layers. The last range has no end.
 fn ranges(rows: impl Iterator<Item = usize>, of_rows: impl Fn(usize) -> Vec<LayerRun>) -> Vec<RowRange> {
     let mut ranges: Vec<RowRange> = Vec::new();
     for rows in rows {
@@ -160,7 +163,7 @@ fn placements(model: &dyn CausalLm) -> Vec<Placed> {
     runs
 }
 
-/// The parts of a model that run on the kernels for any dtype and shape on a GPU, and why: what a log should say.
+/// The parts of a model that use the kernels for any dtype and shape on a GPU, and why, for the log.
 pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> {
     let mut found = Vec::new();
     for step in [PlanStep::decode(1), PlanStep::prompts(EACH)] {
@@ -183,7 +186,7 @@ pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> 
     found
 }
 
-/// From how many rows on a step of prompts quantises activations, among the powers of two; `None`: never.
+/// The number of rows from which a step of prompts quantises activations, among the powers of two; `None` means never.
 pub fn quantised_activations(model: &dyn CausalLm, machine: &Machine) -> Option<usize> {
     let quantises = |rows: &usize| {
         let plans = model.plan(&PlanStep::prompts(*rows), machine);
@@ -195,7 +198,7 @@ pub fn quantised_activations(model: &dyn CausalLm, machine: &Machine) -> Option<
     std::iter::successors(Some(1), |rows| Some(rows * 2)).take_while(|rows| *rows <= MOST).find(quantises)
 }
 
-/// Runs of layers that use the same kernels.
+/// Groups consecutive layers that use the same kernels.
 fn by_layers(plans: Vec<LayerPlan>) -> Vec<LayerRun> {
     let mut runs: Vec<LayerRun> = Vec::new();
     for (layer, plan) in plans.into_iter().enumerate() {
@@ -211,8 +214,8 @@ fn same(a: &[LayerRun], b: &[LayerRun]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.0 == b.0 && same_kernels(&a.1, &b.1))
 }
 
-/// Whether both run the same kernels; what was rejected may differ by the number of rows in its reason, and rows may be computed
-/// in more parts.
+/// Whether both run the same kernels. Rejected kernels may differ by the number of rows in their reason, and rows may
+/// be computed in a different number of parts.
 fn same_kernels(a: &LayerPlan, b: &LayerPlan) -> bool {
     let same = |(a, b): (&Stage, &Stage)| {
         (a.computes, &a.kernel, a.parts.is_some()) == (b.computes, &b.kernel, b.parts.is_some())

@@ -1,37 +1,37 @@
-//! What a model takes of memory on the ranks of one process or host, known from its config before a weight is read.
+//! The memory that a model needs on the ranks of one process or host, computed from its config before any weight is
+//! read.
 
 use std::collections::HashMap;
 
-use anyhow::{Context, Result};
 use candle_core::DType;
-use model_runtime::{Config, LayerStates, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
+use model_runtime::{Config, Geometry, LayerStates, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
 
 use crate::engine::EngineConfig;
+use crate::error::{Context, Result, usage};
 use crate::family::ModelSpec;
 use crate::run_config::RunConfig;
-use crate::usage;
 
 /// Integers of 4 and of 8 bits with a scale in f16 for each 128 columns, bits a weight.
-const INT4_BITS: f64 = 4.125;
+pub(crate) const INT4_BITS: f64 = 4.125;
 const INT8_BITS: f64 = 8.125;
-/// Activations of a step that are there at once, in rows as wide as the residual stream: q, k, v, the rows of the chosen
-/// experts and what is between their products.
+/// Activations of a step that exist at the same time, in rows as wide as the residual stream: q, k, v, the rows of the
+/// chosen experts and the rows between their products.
 const STEP_ROWS: u64 = 16;
 
-/// Memory of ranks, in bytes, all of them together.
+/// The memory of several ranks together, in bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Footprint {
-    /// Weights in the form in which they are computed with.
+    /// Weights in the form that products use.
     pub weights: u64,
-    /// A second copy of the largest weight of each rank, which is there while that is put into another order.
+    /// A second copy of the largest weight of each rank, which exists while that weight is reordered.
     pub copies: u64,
-    /// Of the weights, those of experts.
+    /// The part of the weights that belongs to experts.
     pub experts: u64,
     /// Weights in floats that a quantised checkpoint would have quantised.
     pub floats: u64,
-    /// Bytes of such a weight.
+    /// Bytes of one such weight.
     pub float_size: u64,
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u64,
 }
 
@@ -39,7 +39,7 @@ impl Footprint {
     /// The footprint of these ranks of a run, with weights in `dtype`.
     ///
     /// # Errors
-    /// Sizes that ranks cannot cut.
+    /// Sizes that cannot be divided over the ranks.
     pub fn of(
         model: &dyn ModelSpec,
         raw: &Config,
@@ -48,21 +48,32 @@ impl Footprint {
         ranks: impl Iterator<Item = usize>,
         dtype: DType,
     ) -> Result<Self> {
-        // Quantised checkpoints hold experts one by one, and others take as many bytes in packs.
+        // Quantised checkpoints store experts one by one, and other checkpoints need the same number of bytes in packs.
         let has = |name: &str| quantisation.is_none() || !is_gate_up_pack(name);
         let mut sum = Self { float_size: dtype.size_in_bytes() as u64, ..Self::default() };
         for rank in ranks {
             let layout = model.layout(&run.parallel.geometry(rank)?, &has)?;
-            sum.add(&layout, quantisation, copies_of_experts(raw, run)?, dtype)?;
+            let decoder = model.decoder();
+            let embedding = decoder.names.embedding;
+            sum.add(&layout, quantisation, embedding, copies_of_experts(raw, run)?, dtype)?;
+            if let Some(config) = quantisation.filter(|_| decoder.tie_word_embeddings) {
+                // Tied to an embedding that the file has quantised, the projection is a matrix of its own.
+                let scheme = config.format_of(embedding)?.scheme();
+                if scheme != QuantScheme::NONE {
+                    sum.weights +=
+                        scheme.matrix_bytes((decoder.vocab_size, decoder.hidden_size), dtype) as u64;
+                }
+            }
         }
         Ok(sum)
     }
 
-    /// Adds a rank, whose experts are there `copies` times on average.
+    /// Adds a rank that has `copies` copies of each expert on average.
     fn add(
         &mut self,
         layout: &TensorLayout,
         quantisation: Option<&QuantConfig>,
+        embedding: &str,
         copies: f64,
         dtype: DType,
     ) -> Result<()> {
@@ -71,13 +82,16 @@ impl Footprint {
             packs
         });
         if quantisation.is_some() {
-            // Quantised packs are filled from the file some rows at a time.
+            // Quantised packs are filled from the file a few rows at a time.
             largest.clear();
         }
         for held in layout.held() {
             let name = held.stored.name.as_str();
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
-                (Some(config), Some(module)) if held.stored.shape.len() == 2 => config.scheme_of(module)?,
+                // An embedding is held in floats, however a GGUF file stores it.
+                (Some(config), Some(module)) if held.stored.shape.len() == 2 && module != embedding => {
+                    config.format_of(module)?.scheme()
+                }
                 _ => QuantScheme::NONE,
             };
             let whole: u64 = held.stored.shape.iter().map(|&dim| dim as u64).product();
@@ -104,13 +118,13 @@ impl Footprint {
         Ok(())
     }
 
-    /// Bytes of the weights if a quantised checkpoint had so many bits for each of those in floats.
-    fn quantised(&self, bits: f64) -> u64 {
+    /// Bytes of the weights if a quantised checkpoint had `bits` bits for each weight that is a float.
+    pub fn quantised(&self, bits: f64) -> u64 {
         let shrunk = self.floats as f64 * bits / (8 * self.float_size.max(1)) as f64;
         self.weights - self.floats + shrunk as u64
     }
 
-    /// Fails where loading takes more than `free` bytes, with what would fit.
+    /// Fails if loading takes more than `free` bytes; the error says what would fit.
     pub fn check_weights(&self, free: u64, place: &Place) -> Result<()> {
         let here = self.weights.saturating_sub(place.offload);
         let copies = if place.on_gpu { 0 } else { self.copies };
@@ -127,7 +141,7 @@ impl Footprint {
             false => format!("what would fit: {}", fits.join("; ")),
         };
         Err(usage(format!(
-            "the weights need {} of {}{while_loaded}, but {} are available; {fits}; --skip-memory-check tries it all the \
+            "the weights need {} of {}{while_loaded}, but {} are available; {fits}; leave out this check (`check_memory`) to try it all the \
              same",
             gib(here),
             place.name(),
@@ -135,12 +149,12 @@ impl Footprint {
         )))
     }
 
-    /// Ways to run the model in `free` bytes, of which `lacking` are missing.
+    /// Ways to run the model in `free` bytes, which are `lacking` bytes too few.
     fn what_fits(&self, free: u64, lacking: u64, place: &Place) -> Vec<String> {
         let mut ways = Vec::new();
         let copies = if place.on_gpu { 0 } else { self.copies };
         if self.float_size == 4 && self.weights / 2 + copies / 2 <= free {
-            ways.push(format!("--dtype bf16, about {}", gib(self.weights / 2)));
+            ways.push(format!("`dtype` bf16, about {}", gib(self.weights / 2)));
         }
         let forms = [("8", self.quantised(INT8_BITS)), ("4", self.quantised(INT4_BITS))];
         let fitting =
@@ -152,19 +166,20 @@ impl Footprint {
         let more = (lacking + (1 << 30)).div_ceil(1 << 30) + place.offload / (1 << 30);
         if place.on_gpu && more << 30 <= self.experts && place.host_free.is_none_or(|free| more << 30 < free)
         {
-            ways.push(format!("--expert-offload {more}, which keeps experts in host memory"));
+            ways.push(format!("`expert_offload` {more}, which keeps experts in host memory"));
         }
         if place.on_gpu && self.ranks == 1 && place.gpus > 1 {
             let ranks = self.weights.div_ceil(free.max(1)).next_power_of_two();
             if ranks <= place.gpus as u64 {
-                ways.push(format!("--tp {ranks}, a part of the model on each of {ranks} GPUs"));
+                ways.push(format!("`tp` {ranks}, a part of the model on each of {ranks} GPUs"));
             }
         }
         ways
     }
 
-    /// Fails where the KV cache that is asked for has no room beside the weights and a step, with the tokens that have. A GPU runs
-    /// its largest step before the cache is made, and is asked then.
+    /// Fails if the requested KV cache does not fit in addition to the weights and a step; the error says how many
+    /// tokens would fit. On a GPU the step is not counted here, because the GPU runs its largest step before the cache
+    /// is made, and the memory of the step is checked then.
     pub fn check_cache(
         &self,
         free: u64,
@@ -181,7 +196,7 @@ impl Footprint {
         checked.map(drop).map_err(|e| {
             let tokens = left / states.bytes_per_token().unwrap_or(1).max(1) as u64;
             usage(format!(
-                "{e}; beside the weights ({}) and a step ({}), {} of {} have room for {tokens} tokens",
+                "{e}; in addition to the weights ({}) and a step ({}), {} of {} have room for {tokens} tokens",
                 gib(weights),
                 gib(step),
                 gib(free),
@@ -191,16 +206,34 @@ impl Footprint {
     }
 }
 
-/// Where the ranks run.
+/// Bytes of the head for multi-token prediction in this dtype, with the weights that a quantised checkpoint has
+/// quantised as they are; `None` for a model that has no such head.
+///
+/// # Errors
+/// A quantisation of its matrices that is not read.
+pub fn mtp_bytes(
+    model: &dyn ModelSpec,
+    quantisation: Option<&QuantConfig>,
+    dtype: DType,
+) -> Result<Option<u64>> {
+    let Some(mtp) = model.mtp() else { return Ok(None) };
+    let has = |name: &str| quantisation.is_none() || !is_gate_up_pack(name);
+    let mut sum = Footprint::default();
+    let layout = mtp.layout(&Geometry::default(), &has)?;
+    sum.add(&layout, quantisation, model.decoder().names.embedding, 1.0, dtype)?;
+    Ok(Some(sum.weights))
+}
+
+/// The place where the ranks run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Place {
-    /// On a GPU, or on the CPU.
+    /// Whether it is a GPU.
     pub on_gpu: bool,
-    /// Bytes of experts that are in host memory.
+    /// Bytes of experts in host memory.
     pub offload: u64,
-    /// Free bytes of host memory, if the system tells.
+    /// Free bytes of host memory, if the system reports them.
     pub host_free: Option<u64>,
-    /// GPUs that this process sees.
+    /// Number of GPUs that this process sees.
     pub gpus: usize,
 }
 
@@ -210,7 +243,7 @@ impl Place {
     }
 }
 
-/// What the buffers of a step depend on.
+/// The sizes that determine the buffers of a step.
 pub(crate) struct StepSizes {
     /// The model's context.
     pub max_context_len: usize,
@@ -232,7 +265,7 @@ impl StepSizes {
         Ok(Self { max_context_len, vocab_size, hidden_size })
     }
 
-    /// About as many bytes as a step of the engine takes: its logits and activations in f32.
+    /// The approximate bytes of a step: its logits and activations in f32.
     fn bytes(&self, engine: &EngineConfig) -> u64 {
         let logits = engine.max_num_seqs as u64 * self.vocab_size as u64;
         let activations = engine.max_num_batched_tokens as u64 * self.hidden_size as u64 * STEP_ROWS;
@@ -240,14 +273,14 @@ impl StepSizes {
     }
 }
 
-/// How often an expert is there on average: once, or more with redundant ones.
+/// The average number of copies of an expert: one, or more with redundant experts.
 fn copies_of_experts(raw: &Config, run: &RunConfig) -> Result<f64> {
     let experts = raw.opt_size(&moe_layer::hf::NUM_EXPERTS, 1..=1 << 20).context("the number of experts")?;
     let redundant = run.placements.num_redundant_experts as f64;
     Ok(experts.map_or(1.0, |experts| 1.0 + redundant / experts as f64))
 }
 
-/// Whether quantised checkpoints have integers in place of this matrix: the products of the layers, without routers.
+/// Whether quantised checkpoints store this matrix as integers: the products of the layers, without routers.
 fn is_quantisable(name: &str, shape: &[usize]) -> bool {
     shape.len() >= 2 && name.contains(".layers.") && !name.ends_with(".gate.weight")
 }
@@ -264,7 +297,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// About Qwen3-30B-A3B in bf16.
+    /// Approximately the footprint of Qwen3-30B-A3B in bf16.
     fn footprint() -> Footprint {
         let weights = 57 * GIB;
         let copies = GIB;
@@ -286,7 +319,7 @@ mod tests {
         assert!(footprint.check_weights(58 * GIB, &cpu).is_ok());
         let error = refused(&footprint, 24 * GIB, &cpu);
         let expected = "the weights need 57.00 GiB of memory, and 1.00 GiB more while they are loaded, but 24.00 GiB are \
-                        available; what would fit: a checkpoint quantised to 4 bits, about 16.18 GiB; --skip-memory-check";
+                        available; what would fit: a checkpoint quantised to 4 bits, about 16.18 GiB; leave out this check (`check_memory`)";
         assert!(error.starts_with(expected), "{error}");
         assert!(
             refused(&footprint, 40 * GIB, &cpu)
@@ -294,7 +327,7 @@ mod tests {
         );
         assert!(refused(&footprint, 2 * GIB, &cpu).contains("no form of it that this program knows fits"));
         let wide = Footprint { float_size: 4, ..footprint };
-        assert!(refused(&wide, 40 * GIB, &cpu).contains("--dtype bf16, about 28.50 GiB"));
+        assert!(refused(&wide, 40 * GIB, &cpu).contains("`dtype` bf16, about 28.50 GiB"));
     }
 
     #[test]
@@ -303,13 +336,13 @@ mod tests {
         assert!(footprint().check_weights(57 * GIB, &gpu).is_ok(), "packs are not copied there");
         let error = refused(&footprint(), 24 * GIB, &gpu);
         assert!(error.contains("need 57.00 GiB of GPU memory, but 24.00 GiB are available"), "{error}");
-        assert!(error.contains("--expert-offload 34") && error.contains("--tp 4"), "{error}");
+        assert!(error.contains("`expert_offload` 34") && error.contains("`tp` 4"), "{error}");
         let offloading = Place { offload: 34 * GIB, ..gpu.clone() };
         assert!(footprint().check_weights(24 * GIB, &offloading).is_ok());
-        assert!(refused(&footprint(), 20 * GIB, &offloading).contains("--expert-offload 38"));
+        assert!(refused(&footprint(), 20 * GIB, &offloading).contains("`expert_offload` 38"));
         let alone = Place { host_free: Some(10 * GIB), gpus: 1, ..gpu };
         let error = refused(&footprint(), 24 * GIB, &alone);
-        assert!(!error.contains("--expert-offload") && !error.contains("--tp"), "{error}");
+        assert!(!error.contains("`expert_offload`") && !error.contains("`tp`"), "{error}");
     }
 
     #[test]
@@ -323,11 +356,11 @@ mod tests {
         let asked = EngineConfig { kv_cache_memory: Some(8 << 30), ..EngineConfig::default() };
         assert!(check(&asked, 70 * GIB).is_ok());
         let error = check(&asked, 64 * GIB).unwrap_err().to_string();
-        assert!(error.contains("--kv-cache-memory needs 8589") && error.contains("have room for"), "{error}");
+        assert!(error.contains("`kv_cache_memory` needs 8589") && error.contains("have room for"), "{error}");
         let long = EngineConfig { max_model_len: Some(40_960), ..EngineConfig::default() };
         assert!(check(&long, 70 * GIB).is_ok());
         let error = check(&long, 60 * GIB).unwrap_err().to_string();
-        assert!(error.contains("ask for shorter ones (--max-model-len"), "{error}");
+        assert!(error.contains("ask for shorter ones (`max_model_len`"), "{error}");
         assert!(
             check(&EngineConfig::default(), 60 * GIB).is_ok(),
             "a cache that nobody sized takes what is left"

@@ -5,9 +5,10 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
 use moe_eplb::json::{HeatRecord, TraceWriter};
 use moe_layer::ExpertHeat;
+
+use crate::error::{Context, Result, ensure};
 
 pub use moe_eplb::heat::Stage;
 
@@ -18,15 +19,15 @@ pub struct HeatWriter {
 }
 
 impl HeatWriter {
-    /// Creates the file, or empties it: steps of two runs in one trace would have the same numbers.
+    /// Creates the file, or empties it: two runs in one trace would have the same step numbers.
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).with_context(|| describe(path))?;
         Ok(Self { path: path.to_path_buf(), out: BufWriter::new(file) })
     }
 
-    /// Appends what the experts of one step had to do, a line per MoE layer, and hands it to the
-    /// system: a program that is killed leaves whole steps. `step` counts up; a step with any prompt
-    /// token is [`Stage::Prefill`], also if others decode in it.
+    /// Appends the expert counts of one step, one line per MoE layer, and flushes them, so that a killed program leaves
+    /// whole steps. `step` must count up. A step with any prompt token is [`Stage::Prefill`], even if other sequences
+    /// decode in it.
     ///
     /// # Errors
     /// If the model has no experts, or the file cannot be written.

@@ -1,15 +1,15 @@
-//! Work in a process of its own, which its input may take down.
+//! Runs work in a separate process, which its input may crash.
 //!
-//! An input from elsewhere, such as a chat template or a grammar, can ask for more memory, stack or time than there is.
-//! Neither a library nor Rust can take a refused allocation or a full stack back; both end the process. So it is
-//! another process, this program again with an argument that names the work. It has limits, and answers one question
-//! after the other. If it ends, that question gets an error, and the next one a new process.
+//! An input from outside, such as a chat template or a grammar, can need more memory, stack or time than there is.
+//! Neither a library nor Rust can recover from a failed allocation or a full stack: both end the process. So another
+//! process does the work: this program again, with an argument that names the work. It has limits, and answers one
+//! question after the other. If it ends, that question gets an error, and the next question gets a new process.
 //!
-//! | limit | who ends the process | where |
+//! | limit | what ends the process | where |
 //! |---|---|---|
 //! | the stack | the system | everywhere |
 //! | time, [`Task::seconds`] | the process that waits for it | everywhere |
-//! | the same, should that one have ended | the system | on Linux |
+//! | the same time, in case that process has ended | the system | on Linux |
 //! | memory, [`Task::memory`] | the system | on Linux; elsewhere there is no limit |
 
 use std::io::{self, Read, Write};
@@ -19,33 +19,33 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Result};
 
-/// What a process is for.
+/// A kind of work for such a process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
     /// The argument with which a program does this work and nothing else.
     pub command: &'static str,
-    /// What it works on, such as "a chat template", for messages.
+    /// The input of the work for messages, such as "a chat template".
     pub what: &'static str,
-    /// Bytes of its address space on Linux.
+    /// Limit of its address space in bytes, on Linux.
     pub memory: u64,
-    /// The time of one question, and of the start before the first one.
+    /// The time limit of one question, and of the start before the first question.
     pub seconds: u32,
 }
 
-/// What the last byte of an answer says of the others.
+/// The last byte of an answer that is a result and not an error.
 const DONE: u8 = b'+';
 const ERROR: u8 = b'-';
 
-/// What a question is answered with: a result, or an error of the work itself.
+/// The answer to a question: a result, or an error of the work itself.
 pub(crate) type Answer = Result<Vec<u8>, Vec<u8>>;
 
-/// A process that works, as its user sees it. It starts when it is first needed.
+/// The working process as its user sees it. It starts when it is first needed.
 pub(crate) struct Worker {
     program: PathBuf,
     task: Task,
-    /// What it reads before the first question.
+    /// The data that it reads before the first question.
     first: Vec<u8>,
     patience: Duration,
     process: Mutex<Option<Process>>,
@@ -61,7 +61,7 @@ impl Worker {
     /// The answer to a question.
     ///
     /// # Errors
-    /// Why there is none, in words for the author of the question: the process cannot start, or has ended.
+    /// Why there is no answer, as a text for the author of the question: the process cannot start, or has ended.
     pub fn ask(&self, question: Vec<u8>) -> Result<Answer, String> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(mut running) = process.take() {
@@ -72,7 +72,7 @@ impl Worker {
                     return Ok(answer);
                 }
                 Err(_) if running.ended_after.is_some() => return Err(running.end()),
-                // Earlier questions may have left it too little memory: a new process decides.
+                // Earlier questions may have left the process too little memory, so a new process tries again.
                 Err(_) => drop(running),
             }
         }
@@ -88,7 +88,7 @@ impl Worker {
     }
 }
 
-/// This program, as it is run again. On Linux also after its file was replaced.
+/// The path of this program, for running it again. On Linux it stays valid after the file was replaced.
 pub fn this_program() -> io::Result<PathBuf> {
     if cfg!(target_os = "linux") { Ok("/proc/self/exe".into()) } else { std::env::current_exe() }
 }
@@ -98,17 +98,17 @@ struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
-    /// The time after which it was ended, if it was.
+    /// The time limit that ended it, if it was ended.
     ended_after: Option<Duration>,
 }
 
 impl Process {
     fn start(program: &Path, task: Task) -> io::Result<Self> {
         let mut command = Command::new(program);
-        // It works on foreign texts, and needs to know no secrets.
+        // It processes untrusted texts and does not need the secret.
         command.env_remove(moe_comm::WORLD_SECRET);
         command.arg(task.command).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C at the terminal is not meant for it; it ends when its stdin does.
+        // Ctrl-C at the terminal must not end it; it ends when its stdin closes.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn()?;
@@ -117,7 +117,7 @@ impl Process {
         Ok(Self { task, child, stdin, stdout, ended_after: None })
     }
 
-    /// What it answers to the last of these frames; an error if it ended instead. It is ended after `patience`.
+    /// Its answer to the last of these frames; an error if it ended instead. It is killed after `patience`.
     fn ask<'a>(&mut self, frames: impl Iterator<Item = &'a [u8]>, patience: Duration) -> io::Result<Answer> {
         let Self { task, child, stdin, stdout, ended_after } = self;
         let (stdin, stdout) = stdin.as_mut().zip(stdout.as_mut()).ok_or(io::ErrorKind::BrokenPipe)?;
@@ -125,7 +125,7 @@ impl Process {
         let late = &mut *ended_after;
         let watch = move || {
             if waits.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
-                // Its end closes the pipes, and so ends the exchange.
+                // Its end closes the pipes, which ends the exchange.
                 *late = child.kill().is_ok().then_some(patience);
             }
         };
@@ -135,11 +135,11 @@ impl Process {
             drop(answered);
             answer
         });
-        // An answer in the last moment is of no use: the process is gone.
+        // An answer at the last moment is not used, because the process is gone.
         if ended_after.is_some() { Err(io::ErrorKind::TimedOut.into()) } else { answer }
     }
 
-    /// Why it ended, in words for the author of the question.
+    /// Why it ended, as a text for the author of the question.
     fn end(mut self) -> String {
         self.stdin = None;
         if let Some(time) = self.ended_after {
@@ -147,7 +147,7 @@ impl Process {
         }
         let mut words = String::new();
         if let Some(stderr) = self.child.stderr.take() {
-            // Whatever it is, the beginning tells.
+            // The beginning of stderr is enough, whatever it contains.
             let _ = stderr.take(1 << 16).read_to_string(&mut words);
         }
         match self.child.wait() {
@@ -164,7 +164,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Nothing is left to be said to it, and an ended one is reaped.
+        // Nothing remains to be sent to it, and an ended process must be reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -189,16 +189,17 @@ fn too_long(time: Duration) -> String {
     format!("it takes more than {} s", time.as_secs_f32())
 }
 
-/// The worker's side: `start` makes of what the worker reads first that which answers questions, until stdin ends.
+/// The side of the working process. `start` turns the first data into the function that answers questions, until stdin
+/// ends.
 ///
 /// # Errors
-/// The pipes break, or what comes is no question.
+/// The pipes break, or the data is no question.
 pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
     task: Task,
     start: impl FnOnce(Vec<u8>) -> Result<W>,
 ) -> Result<()> {
     limit_memory(task.memory).context("cannot limit the memory of this process")?;
-    // A panic of a library is an answer; there is no reader for its message.
+    // A panic of a library becomes an answer, and nobody reads its message.
     std::panic::set_hook(Box::new(|_| {}));
     let mut input = io::stdin().lock();
     let mut output = io::stdout().lock();
@@ -206,7 +207,7 @@ pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
     limit_time(task.seconds);
     let mut work = start(first)?;
     limit_time(0);
-    // A library may keep memory of a question. The process ends before too little is left for the next ones.
+    // A library may keep memory after a question. The process ends before too little is left for later questions.
     let most = mapped_bytes().saturating_add(task.memory / 4);
     while let Some(question) = read_frame(&mut input)? {
         limit_time(task.seconds);
@@ -223,14 +224,14 @@ pub(crate) fn serve<W: FnMut(Vec<u8>) -> Answer>(
     Ok(())
 }
 
-/// Bytes with their number in front.
+/// Writes bytes with their length before them.
 fn write_frame(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     out.write_all(&(bytes.len() as u64).to_le_bytes())?;
     out.write_all(bytes)?;
     out.flush()
 }
 
-/// The next frame; `None` where the stream ends.
+/// The next frame; `None` if the stream has ended.
 fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut len = [0; 8];
     match input.read_exact(&mut len) {
@@ -243,8 +244,8 @@ fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok((bytes.len() as u64 == len).then_some(bytes))
 }
 
-/// Makes the system refuse more than `bytes` beyond what this process has mapped already, which with the libraries of CUDA is
-/// more than a question may take, and leave no core files.
+/// Makes the system refuse allocations of more than `bytes` beyond what this process has already mapped (with the CUDA
+/// libraries that alone is more than a question may use), and write no core files.
 #[cfg(target_os = "linux")]
 fn limit_memory(bytes: u64) -> io::Result<()> {
     let bytes = bytes.saturating_add(mapped_bytes());
@@ -264,7 +265,7 @@ fn limit_memory(bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes of the address space of this process; 0 where the system does not say.
+/// Bytes of the address space of this process; 0 if the system does not report them.
 #[cfg(target_os = "linux")]
 fn mapped_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -273,8 +274,8 @@ fn mapped_bytes() -> u64 {
     kib.unwrap_or(0) << 10
 }
 
-/// Ends this process after so many seconds, unless it is called again; 0 is never. The user of this process does the same, but
-/// may itself have been killed.
+/// Ends this process after `seconds` seconds, unless it is called again; 0 means never. The user of this process has
+/// the same limit, but may itself have been killed.
 #[cfg(target_os = "linux")]
 fn limit_time(seconds: u32) {
     // SAFETY: sets a timer of this process and touches no memory.
@@ -310,7 +311,7 @@ mod tests {
 
     use super::*;
 
-    /// A program that neither reads nor answers and has no limit of its own is ended by its user.
+    /// A program that neither reads nor answers and has no limit of its own is killed by its user.
     #[test]
     fn a_worker_that_hangs_is_ended() {
         let folder = tempfile::tempdir().unwrap();
@@ -318,7 +319,7 @@ mod tests {
         std::fs::write(&program, "#!/bin/sh\nexec sleep 60\n").unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         let task = Task { command: "work", what: "a test", memory: 1 << 30, seconds: 20 };
-        // More than a pipe holds: already writing it waits.
+        // This is more than a pipe holds, so already the write waits.
         let worker = Worker::new(program, task, vec![b'x'; 1 << 20]);
         let worker = Worker { patience: Duration::from_millis(200), ..worker };
         let start = Instant::now();

@@ -13,6 +13,7 @@ pub mod family;
 mod footprint;
 pub mod heat;
 mod isolated;
+mod memory_plan;
 pub mod parallel;
 mod placements;
 mod run;
@@ -25,10 +26,12 @@ mod testing;
 pub mod tokenizer;
 
 pub use device::DeviceChoice;
-pub use error::{UsageError, end_failed, panic_text, usage};
+pub use error::{Error, Result, UsageError, end_failed, panic_text, usage};
 pub use family::{
     AttentionSpec, Embedded, EmbeddedChat, Families, LoadOptions, LoadedModel, ModelFamily, ModelSpec,
 };
+pub use footprint::mtp_bytes;
+pub use memory_plan::{MemoryPlan, WeightForms};
 pub use placements::PlacementConfig;
 pub use run::{Run, Weights};
 pub use run_config::{ExecutorBackend, RunConfig};

@@ -1,16 +1,15 @@
-//! Which experts each rank holds: what a run asks for, and the file of a planned placement.
+//! Which experts each rank holds: the settings of a run, and the file of a planned placement.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
 use moe_comm::{ExpertPlacement, ParallelConfig, ReplicaChoice};
 use moe_eplb::json::read_expert_rows;
 use moe_layer::{ExpertPlacements, checksum};
 
-use crate::usage;
+use crate::error::{Context, Result, usage};
 
-/// How experts are placed on the ranks. The default is one copy of each, for ever.
+/// How experts are placed on the ranks. By default there is one copy of each expert, and it never moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlacementConfig {
     /// An expert map, as `cargo xtask eplb plan` writes one.
@@ -22,36 +21,34 @@ pub struct PlacementConfig {
 }
 
 impl PlacementConfig {
-    /// Whether ranks can hold experts so; `movable`: they may move.
+    /// Checks that the ranks can hold experts in this way. `movable` says whether experts move during the run.
     ///
     /// # Errors
-    /// A [`UsageError`](crate::UsageError).
+    /// A [`UsageError`](crate::UsageError) for settings that contradict each other or need more ranks.
     pub(crate) fn check(&self, parallel: &ParallelConfig, movable: bool) -> Result<()> {
         let asked = match (movable, &self.expert_map, self.num_redundant_experts) {
-            (true, ..) => "--enable-eplb",
-            (_, Some(_), _) => "--expert-map",
-            (_, _, 1..) => "--num-redundant-experts",
+            (true, ..) => "`eplb`",
+            (_, Some(_), _) => "`expert_map`",
+            (_, _, 1..) => "`num_redundant_experts`",
             _ => return Ok(()),
         };
         let ranks = parallel.world_size()?;
         if !parallel.enable_expert_parallel || ranks < 2 {
             return Err(usage(format!(
-                "{asked} needs experts spread over at least two ranks: add --enable-expert-parallel and --tp or --dp"
+                "{asked} needs experts spread over at least two ranks: add `enable_expert_parallel` and `tp` or `dp`"
             )));
         }
         if parallel.placement != ExpertPlacement::Linear {
             let name = parallel.placement;
-            return Err(usage(format!(
-                "{asked} places experts itself; drop --expert-placement-strategy {name}"
-            )));
+            return Err(usage(format!("{asked} places experts itself; drop `placement` {name}")));
         }
         if self.expert_map.is_some() && self.num_redundant_experts > 0 {
-            return Err(usage("--expert-map says how many copies there are; drop --num-redundant-experts"));
+            return Err(usage("`expert_map` says how many copies there are; drop `num_redundant_experts`"));
         }
         Ok(())
     }
 
-    /// The settings of the layers; reads the file.
+    /// Returns the settings for the layers, after reading the file if there is one.
     ///
     /// # Errors
     /// A file that cannot be read or is no expert map.
@@ -65,22 +62,22 @@ impl PlacementConfig {
         })
     }
 
-    /// What must be the same on all ranks, as names and values.
+    /// The settings that must be the same on all ranks, as names and values.
     pub(crate) fn agreed(&self) -> [(&'static str, String); 3] {
         let file = self.expert_map.as_deref().map_or("none".to_string(), |path| match std::fs::read(path) {
             Ok(bytes) => format!("a file with the checksum {:016x}", checksum(&bytes)),
             Err(e) => format!("a file that cannot be read ({e})"),
         });
         [
-            ("--expert-map", file),
-            ("--num-redundant-experts", self.num_redundant_experts.to_string()),
-            ("--expert-replicas", self.replicas.to_string()),
+            ("`expert_map`", file),
+            ("`num_redundant_experts`", self.num_redundant_experts.to_string()),
+            ("`replicas`", self.replicas.to_string()),
         ]
     }
 }
 
 fn read_table(path: &Path) -> Result<Arc<[Vec<Vec<u32>>]>> {
-    let describe = || format!("--expert-map {}", path.display());
+    let describe = || format!("`expert_map` {}", path.display());
     let text = std::fs::read(path).with_context(describe)?;
     let document = serde_json::from_slice(&text).with_context(describe)?;
     Ok(read_expert_rows(&document).with_context(describe)?.into())
@@ -114,11 +111,11 @@ mod tests {
             assert!(config.check(&EP, true).is_ok());
         }
         for (config, parallel, movable, said) in [
-            (&none, &alone, true, "--enable-eplb needs experts spread"),
-            (&redundant, &alone, false, "--num-redundant-experts needs"),
-            (&map, &ParallelConfig { enable_expert_parallel: false, ..EP }, false, "--expert-map needs"),
-            (&map, &turns, false, "drop --expert-placement-strategy round_robin"),
-            (&both, &EP, false, "drop --num-redundant-experts"),
+            (&none, &alone, true, "`eplb` needs experts spread"),
+            (&redundant, &alone, false, "`num_redundant_experts` needs"),
+            (&map, &ParallelConfig { enable_expert_parallel: false, ..EP }, false, "`expert_map` needs"),
+            (&map, &turns, false, "drop `placement` round_robin"),
+            (&both, &EP, false, "drop `num_redundant_experts`"),
         ] {
             let error = config.check(parallel, movable).unwrap_err();
             assert!(
@@ -139,7 +136,7 @@ mod tests {
         assert!(config.agreed()[0].1.contains("checksum"));
         let missing = PlacementConfig { expert_map: Some("/no/such.json".into()), ..config.clone() };
         let error = format!("{:#}", missing.read(false).unwrap_err());
-        assert!(error.contains("--expert-map /no/such.json"), "{error}");
+        assert!(error.contains("`expert_map` /no/such.json"), "{error}");
         std::fs::write(file.path(), "{}").unwrap();
         let error = format!("{:#}", config.read(false).unwrap_err());
         assert!(error.contains("layer_list is not an array"), "{error}");

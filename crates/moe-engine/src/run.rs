@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
 use candle_core::DType;
 use model_runtime::{
-    BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, QuantConfig, RankView, TensorSlice,
+    BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, PackOrder, QuantConfig, RankView,
+    TensorSlice,
 };
 use tracing::{info, warn};
 
 use crate::engine;
 use crate::engine::EngineConfig;
+use crate::error::{Context, Result, bail};
 use crate::explain;
 use crate::family::{Embedded, Families, ModelSpec};
 use crate::footprint::{Footprint, Place, StepSizes};
@@ -19,6 +20,7 @@ use crate::run_config::RunConfig;
 use crate::session::{Session, tokenizer};
 
 /// What a model is made of.
+#[non_exhaustive]
 pub enum Weights {
     /// A checkpoint.
     Checkpoint(Checkpoint),
@@ -37,20 +39,20 @@ pub enum Weights {
 pub struct Run {
     config: RunConfig,
     families: Families,
-    /// The processes of all ranks; `None` where they are in this one.
+    /// The processes of all ranks; `None` if all ranks are in this process.
     processes: Option<Processes>,
     ex: Exec,
 }
 
 impl Run {
-    /// Opens the device of this process's ranks, after joining the processes of the others or starting
-    /// them: each is this program again, with its arguments, and finds that it is
-    /// [`Placement::Launched`](parallel::Placement). The model is of one of `families`; `model` is what the ranks call it, to
-    /// find one that runs another.
+    /// Starts the processes of the other ranks, or joins them, and then opens the device of this process's ranks. A
+    /// started process runs this program with the same arguments, and its placement is
+    /// [`Placement::Launched`](parallel::Placement). The model must belong to one of `families`. `model` is its name:
+    /// ranks compare these names, so that a rank that runs another model is found.
     ///
     /// # Errors
-    /// Settings that cannot be ([`UsageError`](crate::UsageError)); a rank that does not appear or has
-    /// other settings; no such device.
+    /// Impossible settings ([`UsageError`](crate::UsageError)); a rank that does not appear or has other settings; a
+    /// device that does not exist.
     pub fn start(config: &RunConfig, families: Families, model: &str) -> Result<Self> {
         config.check()?;
         let host = config.host_exec()?;
@@ -59,12 +61,14 @@ impl Run {
         Ok(Self { config: config.clone(), families, processes, ex })
     }
 
-    /// Checks that the weights of a model of this config have room on this process's device, and on the CPU those of all ranks
-    /// of this host, and so has the KV cache that `engine` makes of a device's defaults. Nothing is read or downloaded for it.
-    /// `max_context_len`: the longest sequence of the model, `usize::MAX` where that is not known.
+    /// Checks that the weights of a model of this config fit in memory together with the KV cache. `engine` returns the
+    /// settings of the cache, from a device's defaults. The memory is that of this process's device, or on the CPU that
+    /// of this host for all its ranks. Nothing is read or downloaded. `max_context_len` is the longest sequence of the
+    /// model, or `usize::MAX` if that is not known.
     ///
     /// # Errors
-    /// Too little memory ([`UsageError`](crate::UsageError)), with what would fit; a config that no family runs.
+    /// Too little memory ([`UsageError`](crate::UsageError)), with the settings that would fit; a config that no family
+    /// runs.
     pub fn check_memory(
         &self,
         config: &Config,
@@ -93,12 +97,12 @@ impl Run {
         let (first, ranks) = match &self.processes {
             None => (0, self.config.parallel.world_size()?),
             Some(processes) if on_gpu => (processes.rank(), 1),
-            // The first process of a host speaks for all of them, which share its memory.
+            // The processes of a host share its memory, so its first process checks for all of them.
             Some(processes) if processes.local_rank > 0 => return Ok(()),
             Some(processes) => (processes.rank(), processes.local_world_size()),
         };
         let Some(free) = engine::available_memory(&self.ex, engine.gpu_memory)? else { return Ok(()) };
-        // A config without a dtype: at least this much, whatever the weights are stored in.
+        // A config may name no dtype. Its weights then need at least the memory of bf16, whatever they are stored in.
         let dtype = self.config.dtype.map_or_else(|| config.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::BF16);
         let world = self.config.parallel.world_size()?;
@@ -117,10 +121,10 @@ impl Run {
         footprint.check_cache(free, &states, &StepSizes::of(config, max_context_len)?, engine, &place)
     }
 
-    /// About as many bytes as the ranks of this process read of a checkpoint's files.
+    /// The approximate number of bytes that the ranks of this process read from a checkpoint's files.
     ///
     /// # Errors
-    /// A config that the family does not run; sizes that ranks cannot cut.
+    /// A config that the family does not run; sizes that the ranks cannot divide.
     pub fn bytes_to_read(&self, checkpoint: &Checkpoint) -> Result<u64> {
         let model = self.families.parse(&checkpoint.config)?;
         let ranks = match &self.processes {
@@ -143,10 +147,10 @@ impl Run {
         Ok((checkpoint.tensors.bytes() as f64 * share) as u64)
     }
 
-    /// Loads the model, on the process that runs requests: the only one, or rank 0's.
+    /// Loads the model on the process that runs requests: on the only process, or on rank 0's.
     ///
     /// # Errors
-    /// Weights that do not fit the family and its config; whatever fails while they are read.
+    /// Weights that do not fit the family and its config; any error of reading them.
     pub fn session(self, weights: Weights) -> Result<Session> {
         let Part { ranks, checkpoint, tokenizer, backend } = self.load(weights)?;
         let Ranks::Replicas(mut replicas) = ranks else {
@@ -158,7 +162,7 @@ impl Run {
         }
         if let Some(rows) = explain::quantised_activations(model.as_ref(), &ex.machine()) {
             info!(
-                "steps of {rows} rows and more quantise activations to FP8 beside the FP8 weights (W8A8); --fp8-activations off keeps 16 bits"
+                "steps of {rows} rows and more quantise activations to FP8, like the weights (W8A8); `fp8_activations` off keeps 16 bits"
             );
         }
         let Self { config, processes, .. } = self;
@@ -179,10 +183,10 @@ impl Run {
         })
     }
 
-    /// Loads this process's rank and runs what rank 0's process sends, until that says stop.
+    /// Loads this process's rank and does the work that rank 0's process sends, until rank 0 says stop.
     pub fn serve(self, weights: Weights) -> Result<()> {
         let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load(weights)?;
-        // An error is one only where requests want text; rank 0 then hears of it.
+        // A missing tokenizer is an error only if requests need text. Then rank 0 gets this error.
         let tokenizer = tokenizer(checkpoint.as_ref(), embedded);
         let Some(processes) = self.processes else {
             bail!("this process is a rank of its own and has no driver")
@@ -211,7 +215,7 @@ impl Run {
         let has = |name: &str| checkpoint.has(name);
         let expected = model.layout(&Geometry::default(), &has)?.tensors;
         let verified = checkpoint.verify(&expected, model.ignored())?;
-        // Once, and not by every process.
+        // The warnings are written once, and not by every process.
         if self.processes.as_ref().is_none_or(|processes| processes.rank() == 0) {
             verified.warnings().for_each(|warning| warn!("{warning}"));
         }
@@ -232,8 +236,10 @@ impl Run {
         let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::F32);
         let quantisation = raw.quantisation()?;
-        // Packed experts: one tensor is generated for each pack, at full speed. Quantised ones are matrices.
-        let has = |name: &str| quantisation.is_none() || name.ends_with(".weight");
+        // One tensor is generated for each pack of experts, which is fast. Quantised experts are separate matrices.
+        // Packs in another order would have to be reordered by the host, so they are generated as matrices, too.
+        let packs = model.decoder().names.matrices.pack_order == PackOrder::Rows && quantisation.is_none();
+        let has = |name: &str| packs || name.ends_with(".weight");
         let specs = model.layout(&Geometry::default(), &has)?.tensors;
         let tensors = |slices: Vec<TensorSlice>| {
             let weights = DummyWeights::new(specs.clone(), 0).with_quantisation(quantisation.clone());
@@ -243,7 +249,7 @@ impl Run {
         Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
     }
 
-    /// Loads one rank, all ranks on threads, or this process's.
+    /// Loads the only rank, all ranks on threads, or the rank of this process.
     fn load_ranks(
         &self,
         model: &dyn ModelSpec,
@@ -261,7 +267,7 @@ impl Run {
         let (ranks, chosen) = if let Some(processes) = &self.processes {
             processes.load(&source, parallel, ex)?
         } else if parallel.world_size()? == 1 {
-            // One rank: its backend is `disabled`, or an explicit one over a group of itself.
+            // The backend of a single rank is `disabled`, or one that the user names, over a group of this rank alone.
             let geometry = parallel.geometry(0)?;
             let context = BlockContext {
                 geometry,
@@ -286,7 +292,7 @@ impl Run {
     }
 }
 
-/// What this process has of a model.
+/// The part of a model that this process has loaded.
 struct Part {
     ranks: Ranks,
     checkpoint: Option<Checkpoint>,
@@ -295,7 +301,7 @@ struct Part {
     backend: serde_json::Value,
 }
 
-/// The host's context on the device that is asked for, and that is this rank's.
+/// The host's context on the requested device. If there are processes, it is the device of this process's rank.
 fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> Result<Exec> {
     let open = || config.device.open(processes.map_or(0, |processes| processes.local_rank));
     let device = processes.map_or_else(open, |processes| processes.explained(open))?;
@@ -303,7 +309,7 @@ fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> R
         let cores = std::thread::available_parallelism().map_or(usize::MAX, |cores| cores.get());
         if host.num_threads() > cores {
             warn!(
-                "--num-threads {}: this process may use {cores} cores, and more threads make it slower",
+                "`num_threads` {}: this process may use {cores} cores, and more threads make it slower",
                 host.num_threads()
             );
         }

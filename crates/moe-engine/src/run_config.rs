@@ -1,8 +1,7 @@
-//! Where and how a model runs, as plain data: what a program's flags or settings come to.
+//! Where and how a model runs, as plain data. Programs make it from their flags.
 
 use std::str::FromStr;
 
-use anyhow::{Result, bail};
 use candle_core::DType;
 use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
 use moe_comm::{ParallelConfig, launch_from_env};
@@ -11,11 +10,11 @@ use moe_layer::{ChunkedMoe, Fp8Activations, MoePath, SharedExpertsStream};
 use crate::device::DeviceChoice;
 use crate::engine::host_memory;
 use crate::eplb::EplbConfig;
+use crate::error::{Result, bail, usage};
 use crate::family::LoadOptions;
 use crate::placements::PlacementConfig;
-use crate::usage;
 
-/// More threads than any machine runs well.
+/// The largest number of threads. No machine runs more of them well.
 const MAX_THREADS: usize = 1024;
 
 /// Where and how a model runs. The default is one rank on all cores, in the checkpoint's dtype.
@@ -37,9 +36,9 @@ pub struct RunConfig {
     pub mla: Option<MlaForm>,
     /// Where shared experts run on a GPU.
     pub shared_experts_stream: SharedExpertsStream,
-    /// A row's bits do not depend on the rows beside it, also on a GPU.
+    /// Whether a row's bits must not depend on the other rows of its step, even on a GPU.
     pub batch_invariant: bool,
-    /// Whether prompts may quantise activations beside FP8 weights, on a GPU.
+    /// Whether prompts may quantise activations if the weights are FP8, on a GPU.
     pub fp8_activations: Fp8Activations,
     /// Report every weight of a checkpoint that is NaN or infinite as an error.
     pub check_weights: bool,
@@ -53,17 +52,19 @@ pub struct RunConfig {
     pub placements: PlacementConfig,
     /// Moves experts between ranks as their loads change; `None`: never.
     pub eplb: Option<EplbConfig>,
-    /// Bytes of experts that live in host memory beside the GPU of each rank, all layers together; `None`: all are on the device.
+    /// Bytes of experts in host memory for the GPU of each rank, all layers together; `None`: all are on the device.
     pub expert_offload: Option<usize>,
 }
 
 /// Where ranks run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExecutorBackend {
-    /// The processes of a launcher, if one started this process; else threads, and on GPUs processes.
+    /// The processes of a launcher, if a launcher started this process. Otherwise threads, or processes if the ranks
+    /// run on GPUs.
     #[default]
     Auto,
-    /// A process per rank, started by this one, or by a launcher.
+    /// One process per rank, started by this process or by a launcher.
     Mp,
     /// Threads of this process.
     Threads,
@@ -72,7 +73,7 @@ pub enum ExecutorBackend {
 }
 
 impl FromStr for ExecutorBackend {
-    type Err = anyhow::Error;
+    type Err = crate::error::Error;
 
     fn from_str(name: &str) -> Result<Self> {
         match name {
@@ -86,10 +87,10 @@ impl FromStr for ExecutorBackend {
 }
 
 impl RunConfig {
-    /// Whether this build and these ranks can be what is asked for.
+    /// Checks that this build and these ranks support the settings.
     ///
     /// # Errors
-    /// A [`UsageError`](crate::UsageError).
+    /// A [`UsageError`](crate::UsageError) for the first setting that is not supported.
     pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
@@ -102,26 +103,26 @@ impl RunConfig {
         self.device.check_invariant(self.batch_invariant, ranks)
     }
 
-    /// Whether experts can live in host memory beside this device.
+    /// Checks that experts can be in host memory with this device.
     fn check_offload(&self, ranks: usize) -> Result<()> {
         let refused = match self.device {
             DeviceChoice::Cpu => {
-                Some("keeps experts in host memory beside a GPU, and on the CPU they are there; drop it, or add --device cuda".into())
+                Some("keeps experts in host memory for a GPU, and on the CPU they are there; drop it, or add `device` cuda".into())
             }
             DeviceChoice::Cuda(_) if ranks > 1 && self.parallel.enable_expert_parallel => Some(
-                "keeps a part of every expert beside each GPU, so that each bus carries its part of whatever is popular, and \
-                 --enable-expert-parallel gives whole experts to ranks; drop one of them"
+                "keeps a part of every expert in host memory for each GPU, so that each bus carries its part of whatever is popular, and \
+                 `enable_expert_parallel` gives whole experts to ranks; drop one of them"
                     .into(),
             ),
             DeviceChoice::Cuda(_) if self.moe_path == Some(MoePath::Legacy) => {
-                Some("needs packed experts; drop --moe-path legacy".into())
+                Some("needs packed experts; drop `moe_path` legacy".into())
             }
             DeviceChoice::Cuda(_) => None,
         };
-        refused.map_or(Ok(()), |why: String| Err(usage(format!("--expert-offload {why}"))))
+        refused.map_or(Ok(()), |why: String| Err(usage(format!("`expert_offload` {why}"))))
     }
 
-    /// How a rank at this place builds the model.
+    /// The options with which a rank loads the model; `context` has the rank's place.
     pub(crate) fn load_options(&self, context: BlockContext) -> LoadOptions {
         LoadOptions {
             backend: self.moe_backend.clone(),
@@ -145,40 +146,41 @@ impl RunConfig {
         }
         if let Some(threads) = self.num_threads {
             if threads > MAX_THREADS {
-                return Err(usage(format!("--num-threads {threads}: expected 1 to {MAX_THREADS}")));
+                return Err(usage(format!("`num_threads` {threads}: expected 1 to {MAX_THREADS}")));
             }
-            ex = ex.with_threads(threads).map_err(|e| usage(format!("--num-threads {threads}: {e}")))?;
+            ex = ex.with_threads(threads).map_err(|e| usage(format!("`num_threads` {threads}: {e}")))?;
         }
         Ok(ex)
     }
 
-    /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
+    /// The settings that must be the same on all ranks, as names and values. The instruction set is one of them,
+    /// because results depend on it to the bit.
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let p = &self.parallel;
         let chunks = &self.chunked_moe;
         let all: [(&str, String); 20] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
-            ("--model", model.to_string()),
-            ("--tp", p.tp.to_string()),
-            ("--dp", p.dp.to_string()),
-            ("--enable-expert-parallel", p.enable_expert_parallel.to_string()),
-            ("--moe-ep-backend", p.backend.to_string()),
-            ("--deepep-mode", p.deepep_mode.to_string()),
-            ("--expert-placement-strategy", p.placement.to_string()),
-            ("--enable-chunked-moe", chunks.enable_chunked_moe.to_string()),
-            ("--chunked-moe-size", chunks.chunked_moe_size.to_string()),
-            ("--moe-memory-budget", format!("{:?}", chunks.moe_memory_budget)),
-            ("--device", self.device.to_string()),
-            ("--dtype", self.dtype.map_or("default", |dtype| dtype.as_str()).to_string()),
-            ("--cpu-isa", ex.isa().name().to_string()),
-            ("--moe-backend", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
-            ("--moe-path", format!("{:?}", self.moe_path)),
-            ("--mla", format!("{:?}", self.mla)),
-            ("--fp8-activations", self.fp8_activations.to_string()),
-            ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
-            ("--expert-offload", self.expert_offload.map_or("none".to_string(), |bytes| bytes.to_string())),
+            ("`model`", model.to_string()),
+            ("`tp`", p.tp.to_string()),
+            ("`dp`", p.dp.to_string()),
+            ("`enable_expert_parallel`", p.enable_expert_parallel.to_string()),
+            ("`backend`", p.backend.to_string()),
+            ("`deepep_mode`", p.deepep_mode.to_string()),
+            ("`placement`", p.placement.to_string()),
+            ("`enable_chunked_moe`", chunks.enable_chunked_moe.to_string()),
+            ("`chunked_moe_size`", chunks.chunked_moe_size.to_string()),
+            ("`moe_memory_budget`", format!("{:?}", chunks.moe_memory_budget)),
+            ("`device`", self.device.to_string()),
+            ("`dtype`", self.dtype.map_or("default", |dtype| dtype.as_str()).to_string()),
+            ("`cpu_isa`", ex.isa().name().to_string()),
+            ("`moe_backend`", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
+            ("`moe_path`", format!("{:?}", self.moe_path)),
+            ("`mla`", format!("{:?}", self.mla)),
+            ("`fp8_activations`", self.fp8_activations.to_string()),
+            ("`shared_experts_stream`", format!("{:?}", self.shared_experts_stream)),
+            ("`expert_offload`", self.expert_offload.map_or("none".to_string(), |bytes| bytes.to_string())),
         ];
-        let eplb = ("--enable-eplb", self.eplb.is_some().to_string());
+        let eplb = ("`eplb`", self.eplb.is_some().to_string());
         all.into_iter()
             .chain(self.placements.agreed())
             .chain([eplb])
@@ -187,19 +189,20 @@ impl RunConfig {
     }
 }
 
-/// The ranks that share this host's memory, at most.
+/// The largest number of ranks that share this host's memory.
 fn ranks_here(ranks: usize) -> usize {
-    // A launcher's environment that is wrong is reported where ranks are placed.
+    // If a launcher's environment is wrong, the error is reported later, when ranks are placed.
     let launch = launch_from_env(|name| std::env::var(name).ok()).ok().flatten();
     launch.and_then(|launch| launch.local_world_size).unwrap_or(ranks)
 }
 
-/// Page-locked memory cannot be swapped: a system that has not so much for its ranks would end the program.
+/// Checks that the host has enough free memory for the experts. Their memory is page-locked and cannot be swapped, so
+/// the system would end the program if it had too little.
 fn check_host_memory(bytes: usize, ranks: usize, free: Option<u64>) -> Result<()> {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     match free.map(|free| free / ranks.max(1) as u64) {
         Some(free) if bytes as u64 > free => Err(usage(format!(
-            "--expert-offload: expected at most {:.2} GiB, which this host has free for each of its {ranks} ranks, got {:.2}",
+            "`expert_offload`: expected at most {:.2} GiB, which this host has free for each of its {ranks} ranks, got {:.2}",
             gib(free),
             gib(bytes as u64)
         ))),
@@ -225,9 +228,9 @@ mod tests {
         let whole = RunConfig { parallel: parallel(true), ..cuda.clone() };
         assert!(cuda.check_offload(1).is_ok() && cut.check_offload(2).is_ok());
         for (config, ranks, said) in [
-            (&offload, 1, "--expert-offload keeps experts in host memory beside a GPU"),
-            (&whole, 2, "--enable-expert-parallel gives whole experts to ranks"),
-            (&legacy, 1, "drop --moe-path legacy"),
+            (&offload, 1, "`expert_offload` keeps experts in host memory for a GPU"),
+            (&whole, 2, "`enable_expert_parallel` gives whole experts to ranks"),
+            (&legacy, 1, "drop `moe_path` legacy"),
         ] {
             let error = config.check_offload(ranks).unwrap_err();
             assert!(
@@ -246,6 +249,6 @@ mod tests {
             ),
             "{error}"
         );
-        assert!(offload.check().unwrap_err().to_string().contains("--expert-offload"));
+        assert!(offload.check().unwrap_err().to_string().contains("`expert_offload`"));
     }
 }

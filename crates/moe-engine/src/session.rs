@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
 use model_runtime::{CausalLm, Checkpoint, Exec};
 use moe_comm::{Communicator, ParallelConfig};
 use tracing::warn;
 
 use crate::engine::{DpEngine, EngineConfig};
 use crate::eplb::EplbConfig;
+use crate::error::{Context, Result, bail};
 use crate::parallel::{Processes, Replica};
 use crate::tokenizer::Tokenizer;
 
@@ -32,7 +32,7 @@ pub struct Session {
     pub(crate) processes: Option<Processes>,
     /// The embedded tokenizer.
     pub(crate) tokenizer: Option<&'static [u8]>,
-    /// The tokenizer, where it was read before the model.
+    /// The tokenizer, if it was read before the model.
     pub(crate) read_tokenizer: Option<Tokenizer>,
 }
 
@@ -64,8 +64,8 @@ impl Session {
         }
     }
 
-    /// Ends the processes of the other ranks, which is their only way to end well. What runs on the
-    /// session's model is over.
+    /// Ends the processes of the other ranks. Without this call they end with an error. Nothing can run on the
+    /// session's model afterwards.
     pub fn finish(&mut self) -> Result<()> {
         self.processes.take().map_or(Ok(()), Processes::finish)
     }
@@ -73,7 +73,7 @@ impl Session {
     /// Keeps the checkpoint's tokenizer, which was read before the model.
     ///
     /// # Errors
-    /// The checkpoint's end tokens are no token ids.
+    /// An end token of the checkpoint is not a valid token id.
     pub fn keep_tokenizer(&mut self, tokenizer: Tokenizer) -> Result<()> {
         let named = self.named_ends()?;
         if let Some(end) = tokenizer.end_token().filter(|end| !named.is_empty() && !named.contains(end)) {
@@ -86,7 +86,7 @@ impl Session {
         Ok(())
     }
 
-    /// The ids that end a text: those of generation_config.json or else config.json, and the tokenizer's.
+    /// The ids that end a text: the ones in generation_config.json, or else in config.json, and the tokenizer's.
     pub fn eos_token_ids(&self) -> Result<Vec<u32>> {
         let mut ids = self.named_ends()?;
         let own = self.read_tokenizer.as_ref().and_then(Tokenizer::end_token);

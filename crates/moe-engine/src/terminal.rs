@@ -1,20 +1,21 @@
-//! What a program writes to stdout and says on stderr. A stderr that is gone or full costs no work, a stdout that is full
-//! is an error, and texts of files and peers reach a terminal without control characters.
+//! Writes the output of a program to stdout, and its messages to stderr. An error of stderr never stops the work; an
+//! error of stdout does. Texts from files and peers reach a terminal without control characters.
 
 use std::borrow::Cow;
 use std::fmt::{Display, Write as _};
 use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Result};
 
 /// The most characters of an error or a warning: about a screen.
 pub const LONGEST_MESSAGE: usize = 4000;
 
-/// Writes to stdout and flushes; false if its reader has seen enough, as `head` has, which is no failure of ours.
+/// Writes to stdout and flushes it. Returns false if the reader has closed the pipe, as `head` does; that is not an
+/// error.
 ///
 /// # Errors
-/// It cannot be written, and so the result is lost.
+/// Stdout cannot be written, so the result would be lost.
 pub fn print(text: &str) -> Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -23,8 +24,8 @@ pub fn print(text: &str) -> Result<bool> {
     }
 }
 
-/// Writes lines to stderr, control characters made visible. A newline is added where the text does not end with one.
-/// What cannot be written is lost: the run is worth more than what it says about itself.
+/// Writes lines to stderr, with control characters made visible. A newline is added if the text does not end with one.
+/// A message that cannot be written is lost, because the run matters more than its messages.
 pub fn note(text: impl Display) {
     let mut text = text.to_string();
     if text.is_empty() {
@@ -36,43 +37,44 @@ pub fn note(text: impl Display) {
     let _ = io::stderr().write_all(visible(&text).as_bytes());
 }
 
-/// Whether only errors and what was asked for are told.
+/// Whether only errors and requested output are written.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// From now on, tells only errors and what was asked for.
+/// From now on, only errors and requested output are written.
 pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// Whether only errors and what was asked for are told.
+/// Whether only errors and requested output are written.
 pub fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
-/// [`note`] for what nothing asked for: how far a run is and how it went.
+/// Does the same as [`note`] for messages that the user has not requested, such as the progress of a run. In quiet mode
+/// it writes nothing.
 pub fn hint(text: impl Display) {
     if !is_quiet() {
         note(text);
     }
 }
 
-/// Writes an error to stderr, as [`note`], and of a very long one the beginning and the end.
+/// Writes an error to stderr like [`note`]. If the error is very long, only its beginning and its end are written.
 pub fn note_error(error: impl Display) {
     note(shortened(&format!("error: {error}"), LONGEST_MESSAGE));
 }
 
-/// A text whose control characters are written as escapes (`\u{1b}`), so that a terminal shows them and does not obey
-/// them. Newlines, tabs and the letters of all scripts stay.
+/// Returns a text with its control characters written as escapes (`\u{1b}`), so that a terminal shows them and does not
+/// obey them. Newlines, tabs and the letters of all scripts stay.
 pub fn visible(text: &str) -> Cow<'_, str> {
     escaped(text, commands_terminal)
 }
 
-/// As [`visible`], for a line that has colours of its own and whose values are escaped already.
+/// Does the same as [`visible`] for a line that has colours of its own, and whose values are already escaped.
 fn visible_in_colours(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\u{1b}' && commands_terminal(c))
 }
 
-/// JSON that a terminal can show: what [`visible`] would escape, as an escape of JSON.
+/// Returns JSON that is safe on a terminal: characters that [`visible`] would escape are written as escapes of JSON.
 pub fn visible_json(text: &str) -> Cow<'_, str> {
     if !text.contains(commands_terminal) {
         return Cow::Borrowed(text);
@@ -100,23 +102,24 @@ fn escaped(text: &str, is_escaped: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Whether a terminal takes a character for a command, or for the order in which others are shown.
+/// Whether a terminal reads a character as a command or as a change of the writing direction.
 fn commands_terminal(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
-        // Embeddings, overrides and isolates of the writing direction: they can make a text look like another one.
+        // These characters change the writing direction: embeddings, overrides and isolates. They can make a text look
+        // like another one.
         '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => true,
         c => c.is_control(),
     }
 }
 
-/// A text of at most about `most` characters: of a longer one the beginning and the end, and how much is left out.
+/// Shortens a text to about `most` characters: its beginning, its end, and the number of characters in between.
 pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
     let count = text.chars().count();
     if count <= most {
         return Cow::Borrowed(text);
     }
-    // The end of a message says what to do.
+    // More is kept of the beginning, but the end of a message often says what to do, so it gets a quarter.
     let head = most - most / 4;
     let tail = most / 4;
     let place = |n: usize| text.char_indices().nth(n).map_or(text.len(), |(at, _)| at);
@@ -127,7 +130,7 @@ pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Stderr for a log: each write is a whole message, and none fails.
+/// Stderr as the target of a log. Each write is one message, and no write fails.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stderr;
 

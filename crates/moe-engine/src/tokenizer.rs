@@ -1,8 +1,10 @@
-//! Text to token ids and back. The work is the `tokenizers` crate's; this adds what generation needs: tokens that stand
-//! in other files, limits for files that may be anybody's, text that streams without breaking a character.
+//! Converts text to token ids and back. The `tokenizers` crate does the work. This module adds what generation needs:
+//! tokens that other files declare, limits for untrusted files, and streamed text whose characters are never split.
 
 mod bound;
 mod declared;
+pub(crate) mod gguf;
+mod gguf_words;
 #[cfg(test)]
 mod hostile_tests;
 mod limits;
@@ -15,10 +17,12 @@ use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use anyhow::{Context, Result, anyhow};
 use llguidance::panic_utils;
+use model_runtime::checkpoint::Gguf;
 use model_runtime::config::read_file;
 use tracing::warn;
+
+use crate::error::{Context, Result, failed};
 
 use declared::Declared;
 use limits::Parts;
@@ -28,17 +32,17 @@ pub use bound::TooLong;
 pub use stream::TextStream;
 pub use token_bytes::TokenBytes;
 
-/// A tokenizer as `tokenizer.json` describes it.
+/// A tokenizer that a `tokenizer.json` describes.
 #[derive(Clone)]
 pub struct Tokenizer {
     pub(crate) library: Arc<tokenizers::Tokenizer>,
     steps: Arc<Steps>,
-    /// The token that ends a text, where the checkpoint declares one.
+    /// The token that ends a text, if the checkpoint declares one.
     end: Option<u32>,
     known: Arc<Known>,
 }
 
-/// What is found out when it is first needed.
+/// Values that are computed when they are first needed.
 #[derive(Default)]
 struct Known {
     longest: OnceLock<Option<bound::Longest>>,
@@ -46,8 +50,12 @@ struct Known {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint folder, and the tokens that its other files declare.
+    /// Reads `tokenizer.json` of a checkpoint folder and the tokens that its other files declare, or the tokenizer of a
+    /// GGUF file.
     pub fn from_dir(dir: &Path) -> Result<Self> {
+        if let Some(file) = Gguf::find(dir)? {
+            return Self::from_gguf(&file).with_context(|| format!("the tokenizer of {}", file.display()));
+        }
         let path = dir.join("tokenizer.json");
         let bytes = read_file(&path).with_context(|| {
             format!("cannot read {}: generating text needs the checkpoint's tokenizer", path.display())
@@ -63,8 +71,14 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Parses the contents of a `tokenizer.json`. Its truncation and padding are left out, as transformers does: they
-    /// are what the file's author trained with, and would change a prompt unseen.
+    fn from_gguf(file: &Path) -> Result<Self> {
+        let (json, end) = gguf::read(&Gguf::open(file)?)?;
+        let (library, _) = read(json.to_string().as_bytes())?;
+        Ok(Self { end, ..Self::new(library)? })
+    }
+
+    /// Parses the contents of a `tokenizer.json`. Its truncation and padding are ignored, as in transformers. They are
+    /// settings of the training, and would change a prompt without notice.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         Self::new(read(bytes)?.0)
     }
@@ -74,7 +88,8 @@ impl Tokenizer {
         Ok(Self { library: Arc::new(library), steps, end: None, known: Arc::default() })
     }
 
-    /// Says that a text begins otherwise than tokenizer_config.json has it: as in transformers 5, tokenizer.json counts.
+    /// Warns if tokenizer.json and tokenizer_config.json disagree about the first token of a text. As in transformers
+    /// 5, tokenizer.json is followed.
     fn check_first_token(&self, declared: &Declared) {
         let (Some(wanted), Some(bos)) = (declared.add_bos, declared.named("bos_token")) else { return };
         let Ok(ids) = self.encode("") else { return };
@@ -88,8 +103,8 @@ impl Tokenizer {
         }
     }
 
-    /// A tokenizer that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is
-    /// one of 256 tokens. For models with random weights, and for tests.
+    /// Returns a tokenizer that needs no file. It has GPT-2's byte alphabet without merges, so every byte of a text is
+    /// one of 256 tokens. It is used for models with random weights and for tests.
     pub fn bytes() -> Result<Self> {
         let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
         let mut chars: Vec<char> = alphabet.into_iter().collect();
@@ -108,30 +123,30 @@ impl Tokenizer {
         Self::from_bytes(json.to_string().as_bytes())
     }
 
-    /// Token ids of a text, with the special tokens that the tokenizer's own template adds.
+    /// Returns the token ids of a text, with the special tokens that the tokenizer's own template adds.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
     }
 
-    /// Token ids of a rendered chat, which holds all its special tokens already.
+    /// Returns the token ids of a rendered chat, which already contains all its special tokens.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        // The library panics on what some files say; a text is then refused like any other that it cannot take.
+        // The library panics for some files. The text is then refused like any other text that cannot be tokenized.
         let encode = || {
             let encoding = self.steps.encode(&self.library, text)?;
             let encoding = self.library.post_process(encoding, None, add_special_tokens);
-            Ok(encoding.map_err(|e| anyhow!("{e}"))?.get_ids().to_vec())
+            Ok(encoding.map_err(|e| failed!("{e}"))?.get_ids().to_vec())
         };
         caught(encode).context("cannot tokenize the prompt")
     }
 
-    /// Refuses a text that is certainly longer than `context` tokens, by its bytes alone: nothing is tokenized. A text
-    /// that passes may be too long all the same.
+    /// Refuses a text that is certainly longer than `context` tokens. It looks only at the bytes and tokenizes nothing.
+    /// A text that passes may still be too long.
     pub fn check_length(&self, text: &str, context: usize) -> Result<(), TooLong> {
-        // Where there is a bound, a token stands for at least one byte.
+        // If a tokenizer has a bound, each of its tokens stands for at least one byte.
         if text.len() <= context {
             return Ok(());
         }
@@ -139,33 +154,39 @@ impl Tokenizer {
         longest.map_or(Ok(()), |longest| longest.check(text, context))
     }
 
-    /// Text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+    /// Returns the text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.decode_with(ids, true)
     }
 
-    /// Text of token ids, with or without special tokens.
+    /// Returns the text of token ids, with or without special tokens.
     pub fn decode_with(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
-        caught(|| self.library.decode(ids, skip_special_tokens).map_err(|e| anyhow!("{e}")))
+        caught(|| self.library.decode(ids, skip_special_tokens).map_err(|e| failed!("{e}")))
             .context("cannot decode tokens")
     }
 
-    /// Number of tokens, added ones included.
+    /// Returns the number of tokens, including added ones.
     pub fn vocab_size(&self) -> usize {
         self.library.get_vocab_size(true)
     }
 
-    /// The id of a token's exact text.
+    /// Returns the id of the token with exactly this text.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.library.token_to_id(token)
     }
 
-    /// The token that ends a text, where the checkpoint's tokenizer declares one.
+    /// Returns whether one of these texts is a special token, which [`decode`](Self::decode) leaves out.
+    pub fn hides(&self, texts: &[&str]) -> bool {
+        let added = self.library.get_added_tokens_decoder();
+        added.values().any(|token| token.special && texts.contains(&token.content.as_str()))
+    }
+
+    /// Returns the token that ends a text, if the checkpoint's tokenizer declares one.
     pub fn end_token(&self) -> Option<u32> {
         self.end
     }
 
-    /// The bytes of each token.
+    /// Returns the bytes of each token.
     ///
     /// # Errors
     /// The tokenizer's tokens are not bytes of the text, or an id is too large.
@@ -179,22 +200,21 @@ impl Tokenizer {
 fn read(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Steps)> {
     caught(|| {
         Parts::read(bytes)?.check()?;
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
-        tokenizer.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failed!("{e}"))?;
+        tokenizer.with_truncation(None).map_err(|e| failed!("{e}"))?.with_padding(None);
         template::check(&tokenizer)?;
         let steps = Steps::of(&tokenizer)?;
         Ok((tokenizer, steps))
     })
 }
 
-/// A panic of the library as an error, without the words that a panic writes to the terminal.
+/// Returns a panic of the library as an error. The message of the panic is not written to the terminal.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    panic_utils::catch_unwind(AssertUnwindSafe(work)).map_err(|e| {
-        let text = e.to_string();
-        match text.strip_prefix("panic: ").map(|panic| panic.lines().next().unwrap_or_default()) {
-            Some(panic) => anyhow!("the tokenizers library panicked ({panic}); check tokenizer.json"),
-            None => e,
-        }
+    panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(work()))).unwrap_or_else(|panic| {
+        let text = panic.to_string();
+        let first = text.lines().next().unwrap_or_default();
+        let panic = first.strip_prefix("panic: ").unwrap_or(first);
+        Err(failed!("the tokenizers library panicked ({panic}); check tokenizer.json"))
     })
 }
 
@@ -220,12 +240,25 @@ mod tests {
     }
 
     #[test]
+    fn special_tokens_are_hidden_and_others_are_not() {
+        let mut json = serde_json::to_value(&*Tokenizer::bytes().unwrap().library).unwrap();
+        let token = |id: u32, content: &str, special: bool| {
+            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": special})
+        };
+        json["added_tokens"] = serde_json::json!([token(256, "<|end|>", true), token(257, "<think>", false)]);
+        let t = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+        assert!(t.hides(&["<think>", "<|end|>"]) && !t.hides(&["<think>", "<|start|>"]) && !t.hides(&[]));
+        assert_eq!(t.decode(&[256, 257]).unwrap(), "<think>");
+    }
+
+    #[test]
     fn not_a_tokenizer_is_an_error() {
         assert!(Tokenizer::from_bytes(b"{}").is_err());
         assert!(Tokenizer::from_bytes(b"\xff").is_err());
     }
 
-    /// The stride here makes the library panic, and this padding would take all memory.
+    /// The library panics on this stride, and this padding would take all memory.
     #[test]
     fn truncation_and_padding_of_the_file_are_left_out() {
         let mut json = serde_json::to_value(&*Tokenizer::bytes().unwrap().library).unwrap();

@@ -1,11 +1,10 @@
 //! Lower bounds on the peak: no placement of these loads can be better balanced.
 //!
-//! Two facts bound one episode's peak `T` from below. The mean device load does. And with peak `T`
-//! an expert needs at least `load / (T - company)` copies, at most one per device, where `company`
-//! is the least that the other slots of a device can carry; the copies together must fit the slots.
-//! The second bound is found by bisection over `T`. Episodes are bounded one by one, each as if
-//! copies could be chosen for it alone, and averaged: still a bound, because the real choice is
-//! shared.
+//! Two facts bound one episode's peak `T` from below. First, `T` is at least the mean device load. Second, with peak
+//! `T` an expert needs at least `load / (T - company)` copies, at most one per device, where `company` is the least
+//! load that the other slots of a device can carry; all copies together must fit the slots. Bisection over `T` finds
+//! the second bound. Each episode is bounded as if copies could be chosen for it alone, and the bounds are averaged.
+//! This is still a bound, because the real choice must serve all episodes.
 
 use crate::score::Objective;
 use crate::topology::Topology;
@@ -35,14 +34,14 @@ fn step_bound(step: &[f64], topology: &Topology, duplicates: bool) -> f64 {
     if fits(mean) {
         return 1.0;
     }
-    // The peak of a one-device-per-expert pile always fits, so the bracket is valid.
+    // A peak that equals the load of all experts on one device always fits, so the bracket is valid.
     let mut low = mean;
     let mut high = total;
     for _ in 0..60 {
         let middle = 0.5 * (low + high);
         if fits(middle) { high = middle } else { low = middle }
     }
-    // The low end is infeasible, hence a bound whatever the rounding of the high end.
+    // The low end is infeasible, so it is a bound, whatever the rounding of the high end.
     low / mean
 }
 
@@ -54,7 +53,7 @@ fn copies_fit(step: &[f64], company: &[f64], peak: f64, most: usize, slots: usiz
         if load > 0.0 && room <= 0.0 {
             return false;
         }
-        // A hair of slack: rounding must never turn a feasible peak into an infeasible one.
+        // A tiny slack: rounding must never turn a feasible peak into an infeasible one.
         let needed = if load > 0.0 { (load / room * (1.0 - 1e-12)).ceil().max(1.0) } else { 1.0 };
         if needed > most as f64 {
             return false;
@@ -74,7 +73,7 @@ fn company_of(step: &[f64], topology: &Topology) -> Vec<f64> {
     }
     let mut order: Vec<usize> = (0..step.len()).collect();
     order.select_nth_unstable_by(others, |&a, &b| step[a].total_cmp(&step[b]).then(a.cmp(&b)));
-    // Summed in index order, which selection leaves open.
+    // The sum is taken in ascending order of the experts, because the selection does not define their order.
     order[..others].sort_unstable();
     let light: f64 = order[..others].iter().map(|&e| step[e]).sum();
     let mut company = vec![light / split; step.len()];

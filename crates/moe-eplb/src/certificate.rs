@@ -1,18 +1,20 @@
-//! What a result says about its own quality.
+//! A result's statement about its own quality.
 
 /// Why a placement cannot be improved, if that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Proof {
     /// Nothing is known beyond the lower bound.
     None,
     /// The placement reaches the lower bound.
     Bound,
-    /// A search that excludes every better placement ran to its end.
+    /// A complete search has excluded every better placement.
     Exhaustive,
 }
 
 /// Quality of one layer's placement on the loads it was made for.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Certificate {
     /// Peak device load over mean device load, by the policy's objective.
     pub par: f64,
@@ -20,11 +22,11 @@ pub struct Certificate {
     pub lower_bound: f64,
     /// How optimality was proven, if it was.
     pub proof: Proof,
-    /// Candidate moves and search nodes looked at.
+    /// Number of candidate moves and search nodes that were evaluated.
     pub steps: u64,
 }
 
-/// `par` this close to the bound, relatively, is the bound up to rounding.
+/// If `par` is this close to the bound, relative to the bound, they are equal up to rounding.
 pub(crate) const BOUND_SLACK: f64 = 1e-9;
 
 impl Certificate {

@@ -1,8 +1,8 @@
 //! Collect, plan, transfer: the state machine that a server steps once per forward pass.
 //!
-//! The wait for a plan is bounded. At a fixed step after collection all ranks agree on whether
-//! everyone has the plan; if one has not, or its planner crashed, all keep the old placement and
-//! collect anew. So a slow planner costs balance, never a stall, and ranks never diverge.
+//! The wait for a plan is bounded. At a fixed step after the collection all ranks agree on whether every rank has the
+//! plan. If a rank does not have it, or its planner crashed, all ranks keep the old placement and collect again. So a
+//! slow planner costs balance but never stalls a rank, and ranks never diverge.
 
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
@@ -13,20 +13,21 @@ use crate::placement::Placement;
 /// What a planning round produced.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rebalance {
-    /// The placement to reach.
+    /// The new placement.
     pub placement: Placement,
-    /// Layers to move, in this order. Others stay as they are.
+    /// The layers to move, in this order. Other layers stay unchanged.
     pub layers: Vec<usize>,
 }
 
 /// State of a planning round.
+// This enum is exhaustive: a round of planning has these ends.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PlanStatus {
-    /// Still at work.
+    /// The planner is still working.
     Pending,
     /// Done.
     Ready(Rebalance),
-    /// Will not finish: an error or a crash, with its message.
+    /// The planner will not finish because of an error or a crash; this is the message.
     Failed(String),
 }
 
@@ -34,7 +35,7 @@ pub enum PlanStatus {
 pub trait Planner {
     /// Starts a round; an unfinished earlier one is abandoned.
     fn start(&mut self, heat: Loads, current: Placement);
-    /// Looks at the round without waiting.
+    /// Returns the state of the round without waiting.
     fn poll(&mut self) -> PlanStatus;
 }
 
@@ -48,7 +49,7 @@ impl<P: Planner + ?Sized> Planner for Box<P> {
     }
 }
 
-/// Plans on a thread of its own, one per round. A panic there is a failed round.
+/// Plans on a separate thread, one per round. A panic on it counts as a failed round.
 pub struct ThreadPlanner<F> {
     plan: F,
     round: Option<Receiver<Result<Rebalance>>>,
@@ -105,6 +106,7 @@ impl Default for Intervals {
 }
 
 /// What the server has to do in this step.
+// This enum is exhaustive: a server that leaves an action out would not move experts as the other ranks do.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Nothing special.
@@ -123,7 +125,7 @@ pub enum Action {
     },
 }
 
-/// Where the machine stands.
+/// The current state.
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
     Collecting { left: u32 },
@@ -174,7 +176,7 @@ impl<P: Planner> Controller<P> {
         &self.placement
     }
 
-    /// The placement that a running transfer leads to.
+    /// The placement that the running transfer is to reach.
     pub fn target(&self) -> Option<&Placement> {
         self.plan.as_ref().map(|plan| &plan.placement)
     }
@@ -279,7 +281,7 @@ impl<P: Planner> Controller<P> {
         Ok(())
     }
 
-    /// Takes the plan if it has arrived.
+    /// Takes the plan if it is ready.
     fn look(&mut self) {
         if self.plan.is_some() || self.last_failure.is_some() {
             return;

@@ -1,9 +1,9 @@
-//! The published entry points, with their arguments and their results.
+//! The entry points of the published load balancers, with the same arguments and results.
 //!
-//! Both take `weight[layer][expert]` and return tables as nested vectors. They run DeepSeek's
-//! algorithm, so a caller who switches over sees equal placements; vLLM's form also takes any
-//! policy, and [`Policy::plan`] is the form for new code. Inputs on which the published code crashes or answers nonsense are errors here: no
-//! layers, zero groups, NaN, infinite or negative weights.
+//! Both take `weight[layer][expert]` and return tables as nested vectors. They run DeepSeek's algorithm, so callers
+//! that switch to them get equal placements. vLLM's form also takes any policy; new code should use [`Policy::plan`].
+//! Inputs on which the published code crashes or returns nonsense are errors here: no layers, zero groups, NaN,
+//! infinite or negative weights.
 
 use crate::error::{Error, Result, expect_len};
 use crate::loads::Loads;
@@ -25,7 +25,16 @@ pub struct ExpertMaps {
 
 /// `rebalance_experts(weight, num_replicas, num_groups, num_nodes, num_gpus)` of deepseek-ai/EPLB.
 ///
-/// Copies appear in `log2phy` in the order in which they were replicated, as there.
+/// As in the published code, copies appear in `log2phy` in the order in which they were replicated.
+///
+/// ```
+/// use moe_eplb::dropin::rebalance_experts;
+/// let weight = [vec![90., 132., 40., 61.]]; // [layers][experts]
+/// let maps = rebalance_experts(&weight, 6, 1, 1, 2)?;
+/// assert_eq!(maps.phy2log[0].len(), 6);
+/// assert_eq!(maps.logcnt[0], [2, 2, 1, 1]);
+/// # Ok::<(), moe_eplb::Error>(())
+/// ```
 ///
 /// # Errors
 /// If the sizes do not divide as the published assertions demand, or a weight is not a finite
@@ -61,7 +70,7 @@ pub fn rebalance_experts(
 /// not divide over the nodes are treated as one node.
 ///
 /// # Errors
-/// As [`rebalance_experts`], and if the old table has another shape.
+/// The errors of [`rebalance_experts`], and if the old table has another shape.
 pub fn vllm_rebalance_experts(
     weight: &[Vec<f32>],
     num_replicas: usize,
@@ -81,10 +90,10 @@ pub fn vllm_rebalance_experts(
     )
 }
 
-/// As [`vllm_rebalance_experts`], with another policy.
+/// The same as [`vllm_rebalance_experts`], with another policy.
 ///
 /// # Errors
-/// As [`vllm_rebalance_experts`], and if the policy cannot serve the shape.
+/// The errors of [`vllm_rebalance_experts`], and if the policy cannot serve the shape.
 pub fn vllm_rebalance_experts_with(
     policy: &dyn Policy,
     weight: &[Vec<f32>],

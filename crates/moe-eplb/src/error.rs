@@ -1,4 +1,4 @@
-//! What can be wrong with an input, said so that the caller can mend it.
+//! The errors of this crate. Their texts say how the caller can correct the input.
 
 use std::fmt;
 
@@ -19,6 +19,13 @@ pub enum Error {
         expected: usize,
         /// Entries it has.
         got: usize,
+    },
+    /// Sizes whose product no table can have.
+    TooLarge {
+        /// Which table.
+        what: &'static str,
+        /// Its sizes.
+        sizes: Vec<usize>,
     },
     /// A load is NaN, infinite or negative.
     BadLoad {
@@ -42,7 +49,7 @@ pub enum Error {
         /// Its size.
         parts: usize,
     },
-    /// Fewer physical slots than logical experts: some expert would have no home.
+    /// Fewer physical slots than logical experts: some expert would have no slot.
     TooFewSlots {
         /// Physical slots.
         slots: usize,
@@ -111,6 +118,7 @@ impl fmt::Display for Error {
             Self::Shape { what, expected, got } => {
                 write!(f, "{what}: expected {expected} entries, got {got}")
             }
+            Self::TooLarge { what, sizes } => write!(f, "{what} of sizes {sizes:?} do not fit into memory"),
             Self::BadLoad { step, layer, expert, value } => write!(
                 f,
                 "load of step {step}, layer {layer}, expert {expert} is {value}; loads must be finite and >= 0"
@@ -150,6 +158,14 @@ impl std::error::Error for Error {}
 /// Fails unless a buffer or table has as many entries as the other arguments imply.
 pub(crate) fn expect_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if got == expected { Ok(()) } else { Err(Error::Shape { what, expected, got }) }
+}
+
+/// Returns the number of entries of a table of these sizes. Fails if no table can have that many.
+pub(crate) fn entries(what: &'static str, sizes: &[usize]) -> Result<usize> {
+    let product = sizes.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+    // An entry has at most 8 bytes, and no allocation has more than isize::MAX.
+    let entries = product.filter(|entries| *entries <= isize::MAX as usize / 8);
+    entries.ok_or_else(|| Error::TooLarge { what, sizes: sizes.to_vec() })
 }
 
 /// Fails unless an id is below its limit.

@@ -1,13 +1,13 @@
 //! Exact solution of small layers by branch and bound.
 //!
-//! Two nested searches look for any placement with a peak below the best one known. The outer
-//! enumerates copy counts, each at least what the peak forces; the inner fills one device after
-//! another, always starting with the heaviest copy left, because that one must go somewhere. A
-//! device may carry at most the peak `T`, so each must carry at least what the others cannot take:
-//! near the optimum this window is narrow and cuts almost everything. If the search ends before its
-//! step budget, the best placement is proven optimal.
+//! Two nested searches look for a placement with a peak below the best known one. The outer search enumerates copy
+//! counts, each at least the count that the peak requires. The inner search fills one device after another and always
+//! starts with the heaviest remaining copy, because that copy must be placed. A device may carry at most the peak `T`,
+//! so each device must carry at least the load that the other devices cannot take. Near the optimum this window is
+//! narrow and prunes almost everything. If the search ends before its step budget, the best placement is proven
+//! optimal.
 
-/// Sums are compared with this relative slack, so rounding can not pass for an improvement.
+/// Sums are compared with this relative slack, so that rounding is not mistaken for an improvement.
 const SLACK: f64 = 1e-11;
 
 /// Layers up to these sizes are worth trying.
@@ -57,13 +57,13 @@ pub(crate) fn improve(
 }
 
 struct Search {
-    /// Experts by falling load; everything below speaks of positions in this order.
+    /// The loads of the experts, largest first; all positions below refer to this order.
     load: Vec<f64>,
     order: Vec<usize>,
     total: f64,
     devices: usize,
     k: usize,
-    /// The peak to stay within; shrinks with every placement found.
+    /// The peak that a placement must not exceed. It shrinks with every placement found.
     limit: f64,
     steps: u64,
     copies: Vec<usize>,
@@ -118,7 +118,7 @@ impl Search {
         rank.sort_by(|&a, &b| self.unit[b].total_cmp(&self.unit[a]).then(a.cmp(&b)));
         self.left = rank.iter().map(|&e| self.copies[e]).collect();
         self.rank = rank;
-        // Each placement found lowers the limit; these copies may allow a lower one still.
+        // Each placement found lowers the limit, and these copies may allow an even lower one.
         while self.fill(0, self.total) {}
     }
 
@@ -138,9 +138,9 @@ impl Search {
             return false;
         }
         let Some(first) = self.left.iter().position(|&c| c > 0) else { return false };
-        // What the later devices cannot take, this one must.
+        // This device must take the load that the later devices cannot take.
         let floor = remaining - after as f64 * self.limit - self.total * SLACK;
-        // A device led by the same expert as its predecessor must not come before it.
+        // If a device begins with the same expert as its predecessor, it must not be smaller in this order.
         let ordered = device > 0 && self.chosen[(device - 1) * self.k] == first;
         self.chosen[device * self.k] = first;
         self.left[first] -= 1;

@@ -1,13 +1,14 @@
-//! Heat: collecting what the experts had to do, step by step.
+//! Heat: the token counts of the experts, collected step by step.
 //!
 //! A ring keeps the last steps `[steps, layers, experts]`, and running sums give the window's
 //! aggregate without a pass over it. Steps of the wrong stage neither record nor advance, so a
 //! decode-only window holds that many decode steps however many prefills came between.
 
-use crate::error::{Error, Result, expect_below, expect_len, expect_some};
+use crate::error::{Error, Result, entries, expect_below, expect_len, expect_some};
 use crate::loads::Loads;
 
 /// What a step was doing.
+// This enum is exhaustive: a step has prompt tokens or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "lowercase"))]
 pub enum Stage {
@@ -19,6 +20,7 @@ pub enum Stage {
 
 /// Which steps are collected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum StageFilter {
     /// Every step.
     #[default]
@@ -42,6 +44,7 @@ impl StageFilter {
 
 /// How a kernel reports tokens per expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum CountKind {
     /// Tokens of each expert.
     #[default]
@@ -71,7 +74,7 @@ impl Heat {
     /// A collector that remembers `capacity` steps.
     ///
     /// # Errors
-    /// If there is no layer, expert or step to collect.
+    /// If there is no layer, expert or step to collect, or they are more than memory can hold.
     pub fn new(layers: usize, experts: usize, capacity: usize, filter: StageFilter) -> Result<Self> {
         expect_some(&[("layers", layers), ("experts", experts), ("steps", capacity)])?;
         Ok(Self {
@@ -79,7 +82,7 @@ impl Heat {
             experts,
             capacity,
             filter,
-            ring: vec![0; capacity * layers * experts],
+            ring: vec![0; entries("counts of steps", &[capacity, layers, experts])?],
             window: vec![0; layers * experts],
             steps: 0,
             open: false,
@@ -112,7 +115,7 @@ impl Heat {
     /// Adds one layer's tokens per physical slot, folded to logical experts by `phy2log`.
     ///
     /// # Errors
-    /// As [`Heat::record`], and if `phy2log` names an unknown expert.
+    /// The errors of [`Heat::record`], and if `phy2log` names an unknown expert.
     pub fn record_physical(
         &mut self,
         layer: usize,

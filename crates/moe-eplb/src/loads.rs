@@ -1,6 +1,6 @@
-//! What the experts had to do: token counts per layer and expert, summed or per episode.
+//! The token counts per layer and expert, summed or per episode.
 
-use crate::error::{Error, Result, expect_len, expect_some};
+use crate::error::{Error, Result, entries, expect_len, expect_some};
 
 /// Loads `[steps, layers, experts]`. One step is an aggregate; several are episodes, each a few
 /// engine steps long, whose peaks the episode objective averages.
@@ -29,7 +29,7 @@ impl Loads {
     /// or negative.
     pub fn episodes(steps: usize, layers: usize, experts: usize, values: &[f64]) -> Result<Self> {
         expect_some(&[("steps", steps), ("experts", experts)])?;
-        let expected = steps * layers * experts;
+        let expected = entries("loads", &[steps, layers, experts])?;
         expect_len("loads", expected, values.len())?;
         if let Some(i) = values.iter().position(|v| !v.is_finite() || *v < 0.0) {
             let step = i / experts / layers;

@@ -55,10 +55,10 @@ impl Table {
         self.rows[device].push(expert as u16);
     }
 
-    /// For when every device with room already holds `expert`: a full device without it passes one
-    /// of its experts to a device with room and takes `expert` instead. Such a pair exists, because
-    /// the device with room shares at most all but one of its experts with the full one, which has
-    /// more. Returns the receiving device, the full one and the expert passed on.
+    /// Makes room for a copy of `expert` if every device with room already holds it. A full device that does not hold
+    /// `expert` passes one of its experts to a device with room, and takes `expert` instead. Such a pair exists,
+    /// because the full device has more experts than the device with room, which also holds `expert`. Returns the
+    /// receiving device, the full one and the expert that was passed on.
     pub(crate) fn displace(&mut self, expert: usize) -> Option<(usize, usize, usize)> {
         let room = (0..self.rows.len()).find(|&d| self.has_room(d))?;
         for full in (0..self.rows.len()).filter(|&d| !self.holds(d, expert)) {

@@ -1,6 +1,6 @@
 //! Which expert sits in which slot, and the maps that engines read.
 
-use crate::error::{Error, Result, expect_below, expect_len};
+use crate::error::{Error, Result, entries, expect_below, expect_len};
 use crate::topology::Topology;
 
 /// The expert of every physical slot, `phy2log` `[layers, slots]`.
@@ -19,7 +19,7 @@ impl Placement {
     /// # Errors
     /// If the size does not fit or an expert id is out of range.
     pub fn from_phy2log(topology: &Topology, layers: usize, phy2log: Vec<u32>) -> Result<Self> {
-        expect_len("phy2log", layers * topology.slots(), phy2log.len())?;
+        expect_len("phy2log", entries("phy2log", &[layers, topology.slots()])?, phy2log.len())?;
         let placement = Self::of(topology, layers, phy2log);
         placement.check_ids(topology.experts())?;
         Ok(placement)
@@ -44,6 +44,11 @@ impl Placement {
     /// Layers.
     pub fn layers(&self) -> usize {
         self.layers
+    }
+
+    /// Logical experts.
+    pub fn experts(&self) -> usize {
+        self.experts
     }
 
     /// Slots of one layer.

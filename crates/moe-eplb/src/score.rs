@@ -2,10 +2,12 @@
 
 use std::borrow::Cow;
 
+use crate::error::{Result, expect_below, expect_len, expect_multiple, expect_some};
 use crate::loads::{Loads, sum_steps};
 use crate::placement::Placement;
 
-/// Over what the peak is taken.
+/// The loads over which the peak is taken.
+// This enum is exhaustive: every policy must say how it minimises a new objective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Objective {
     /// The peak of the loads summed over the window.
@@ -28,15 +30,31 @@ impl Objective {
 /// PAR of one layer: `loads` `[steps, experts]`, `slots` the expert of every slot. A step without
 /// load counts as perfectly balanced; without any step the result is NaN.
 ///
-/// # Panics
-/// If `experts` or `devices` is 0, the slots do not divide evenly over the devices, a device has no slot, or a slot holds no
-/// expert below `experts`.
-pub fn layer_par(loads: &[f64], slots: &[u32], experts: usize, devices: usize, objective: Objective) -> f64 {
-    assert!(
-        experts > 0 && devices > 0 && slots.len() >= devices && slots.len().is_multiple_of(devices),
-        "PAR of {} slots on {devices} devices with {experts} experts: expected as many slots, at least 1, on each device",
-        slots.len()
-    );
+/// # Errors
+/// No expert or device; slots that do not divide evenly over the devices, or none; a slot with an expert that does not
+/// exist; loads that are no multiple of the experts.
+pub fn layer_par(
+    loads: &[f64],
+    slots: &[u32],
+    experts: usize,
+    devices: usize,
+    objective: Objective,
+) -> Result<f64> {
+    expect_some(&[("experts", experts), ("devices", devices), ("slots", slots.len())])?;
+    expect_multiple(("slots", slots.len()), ("devices", devices))?;
+    expect_multiple(("loads", loads.len()), ("experts", experts))?;
+    slots.iter().try_for_each(|&e| expect_below("expert", e as usize, experts))?;
+    Ok(known_par(loads, slots, experts, devices, objective))
+}
+
+/// This is [`layer_par`] for arguments that are known to fit.
+pub(crate) fn known_par(
+    loads: &[f64],
+    slots: &[u32],
+    experts: usize,
+    devices: usize,
+    objective: Objective,
+) -> f64 {
     let loads = objective.episodes(loads, experts);
     let mut copies = vec![0.0f64; experts];
     for &e in slots {
@@ -59,13 +77,15 @@ pub fn layer_par(loads: &[f64], slots: &[u32], experts: usize, devices: usize, o
 
 /// PAR of every layer.
 ///
-/// # Panics
-/// If the placement has fewer layers than the loads.
-pub fn par(loads: &Loads, placement: &Placement, objective: Objective) -> Vec<f64> {
+/// # Errors
+/// A placement of another number of layers or experts than the loads.
+pub fn par(loads: &Loads, placement: &Placement, objective: Objective) -> Result<Vec<f64>> {
+    let experts = loads.experts();
+    expect_len("layers of the placement", loads.layers(), placement.layers())?;
+    expect_len("experts of the placement", experts, placement.experts())?;
     let devices = placement.slots() / placement.slots_per_device();
-    (0..loads.layers())
-        .map(|l| layer_par(loads.layer(l), placement.layer(l), loads.experts(), devices, objective))
-        .collect()
+    let of = |l| known_par(loads.layer(l), placement.layer(l), experts, devices, objective);
+    Ok((0..loads.layers()).map(of).collect())
 }
 
 #[cfg(test)]
@@ -73,23 +93,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busiest_device_counts() {
-        let par = layer_par(&[3.0, 1.0, 2.0, 2.0], &[0, 1, 0, 1], 2, 2, Objective::Episode);
+    fn the_busiest_device_counts() -> Result<()> {
+        let par = layer_par(&[3.0, 1.0, 2.0, 2.0], &[0, 1, 0, 1], 2, 2, Objective::Episode)?;
         assert_eq!(par, 1.0);
-        assert_eq!(layer_par(&[3.0, 1.0], &[0, 1], 2, 2, Objective::Episode), 1.5);
-        assert!(layer_par(&[], &[0, 1], 2, 2, Objective::Episode).is_nan());
+        assert_eq!(layer_par(&[3.0, 1.0], &[0, 1], 2, 2, Objective::Episode)?, 1.5);
+        assert!(layer_par(&[], &[0, 1], 2, 2, Objective::Episode)?.is_nan());
+        Ok(())
     }
 
-    /// As three devices of one slot they would give a number, and a wrong one.
+    /// Three slots on two devices would count as three devices with one slot each, and give a wrong number.
     #[test]
-    #[should_panic(expected = "PAR of 3 slots on 2 devices")]
-    fn slots_that_no_device_has_are_refused() {
-        layer_par(&[3.0, 1.0], &[0, 1, 0], 2, 2, Objective::Episode);
-    }
-
-    #[test]
-    #[should_panic(expected = "on 0 devices")]
-    fn no_device_is_refused() {
-        layer_par(&[3.0, 1.0], &[0, 1], 2, 0, Objective::Episode);
+    fn arguments_that_do_not_fit_are_named() {
+        let said = |loads: &[f64], slots: &[u32], experts, devices| {
+            layer_par(loads, slots, experts, devices, Objective::Episode).unwrap_err().to_string()
+        };
+        assert_eq!(said(&[3.0, 1.0], &[0, 1, 0], 2, 2), "3 slots cannot be divided evenly over 2 devices");
+        assert_eq!(said(&[3.0, 1.0], &[0, 1], 2, 0), "devices must be at least 1");
+        assert_eq!(said(&[3.0, 1.0], &[], 2, 2), "slots must be at least 1");
+        assert_eq!(said(&[3.0, 1.0], &[0, 2], 2, 2), "expert 2 is out of range 0..2");
+        assert_eq!(said(&[3.0], &[0, 1], 2, 2), "1 loads cannot be divided evenly over 2 experts");
     }
 }

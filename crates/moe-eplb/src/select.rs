@@ -1,8 +1,8 @@
 //! Which layers to move in this cycle.
 //!
-//! Moving a layer costs transfers, so a layer is touched only once it has become bad, by a margin,
-//! and only if its new placement is better, by a margin. Among those the best gain per byte goes
-//! first. Balancedness is mean over peak device load, 1 is perfect.
+//! Moving a layer costs transfers. So a layer is only considered once its balance is worse than a threshold, and is
+//! only moved if its new placement is better by a margin. Among these layers the best gain per byte goes first.
+//! Balancedness is mean device load over peak device load; 1 is perfect.
 
 use crate::error::{Error, Result, expect_len};
 

@@ -1,4 +1,4 @@
-//! What a window says about the next one: mean, spread, co-movement, drift, forecast.
+//! What a window tells about the next one: mean, spread, covariance, drift, forecast.
 
 use crate::error::{Result, expect_len};
 use crate::loads::{Loads, sum_steps};
@@ -39,8 +39,8 @@ impl LayerStats {
     }
 }
 
-/// Share of a layer's tokens that went elsewhere between two windows: half the L1 distance of the
-/// two popularity distributions, 0 (equal) to 1 (disjoint). An empty window drifts from nothing.
+/// The share of a layer's tokens that went to other experts between two windows: half the L1 distance of the two
+/// popularity distributions, 0 (equal) to 1 (disjoint). If a window is empty, the drift is 0.
 ///
 /// # Errors
 /// If the windows differ in layers or experts.
@@ -62,12 +62,12 @@ pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
         .collect())
 }
 
-/// The episodes of the next window, as far as this one foretells them.
+/// A forecast of the episodes of the next window.
 ///
-/// Each expert's deviation from its mean fades like a first-order autoregressive process whose
-/// memory is estimated from all experts of the layer together; its episodes are scaled to the level
-/// that the last ones thus predict for a window of equal length. The shape over the episodes, which
-/// the episode objective needs, is kept.
+/// Each expert's deviation from its mean fades like a first-order autoregressive process. The memory of the process is
+/// estimated from all experts of the layer together. The expert's episodes are scaled to the mean level that the
+/// process predicts for a window of equal length. The shape over the episodes, which the episode objective needs, does
+/// not change.
 ///
 /// # Errors
 /// Never for valid loads; the result is validated like any.

@@ -1,8 +1,9 @@
-//! Zero, bad and odd input: a clear error or a documented result.
+//! Empty, wrong and unusual input gives a clear error or a documented result.
 
 use moe_eplb::dropin::{rebalance_experts, vllm_rebalance_experts, vllm_rebalance_experts_with};
+use moe_eplb::heat::StageFilter;
 use moe_eplb::policy::{Deepseek, FlashLb, Policy, Swift};
-use moe_eplb::{Error, Joint, Loads, Placement, Topology};
+use moe_eplb::{Error, Heat, Joint, Loads, Objective, Placement, Topology, par};
 
 #[test]
 fn shapes_that_cannot_work_are_refused() {
@@ -24,6 +25,29 @@ fn loads_must_be_finite_and_not_negative() {
     }
     assert!(matches!(Loads::aggregate(2, 2, &[1.0; 3]), Err(Error::Shape { expected: 4, got: 3, .. })));
     assert_eq!(Loads::episodes(0, 1, 2, &[]), Err(Error::Empty("steps")));
+}
+
+/// The products of these sizes are 0 in 64 bits, so that an empty table would fit them.
+#[test]
+fn sizes_that_overflow_are_refused() {
+    let big = 1 << 63;
+    assert_eq!(Loads::aggregate(big, 2, &[]), Err(Error::TooLarge { what: "loads", sizes: vec![1, big, 2] }));
+    let topology = Topology::new(4, 4, 4).unwrap();
+    let placement = Placement::from_phy2log(&topology, 1 << 62, Vec::new());
+    assert_eq!(placement, Err(Error::TooLarge { what: "phy2log", sizes: vec![1 << 62, 4] }));
+    assert!(matches!(Heat::new(big, 2, 1, StageFilter::All), Err(Error::TooLarge { .. })));
+}
+
+#[test]
+fn loads_of_another_model_have_no_par() {
+    let topology = Topology::new(4, 4, 2).unwrap();
+    let placement = Placement::initial(&topology, 2);
+    let said = |layers: usize, experts: usize| {
+        let loads = Loads::aggregate(layers, experts, &vec![1.0; layers * experts]).unwrap();
+        par(&loads, &placement, Objective::Episode).unwrap_err().to_string()
+    };
+    assert_eq!(said(3, 4), "layers of the placement: expected 3 entries, got 2");
+    assert_eq!(said(2, 5), "experts of the placement: expected 5 entries, got 4");
 }
 
 fn policies() -> Vec<Box<dyn Policy>> {
@@ -105,7 +129,7 @@ fn mismatched_arguments_are_refused() {
     assert!(matches!(flash.plan(&topology, &loads, None), Err(Error::Setting { .. })));
 }
 
-/// A broken placement in force is no reason to fail: it is replaced.
+/// An invalid current placement is no reason to fail: it is replaced.
 #[test]
 fn an_invalid_current_placement_is_replaced() {
     let topology = Topology::new(4, 6, 2).unwrap();

@@ -56,12 +56,13 @@ fn layers_beyond_all_numbers_are_refused() {
     let error = read(&format!("{good}\n{}\n", line(usize::MAX))).unwrap_err();
     assert!(matches!(error, Error::Format { line: 2, .. }), "{error}");
     assert!(error.to_string().contains(&format!("layer {}: expected at most", usize::MAX)), "{error}");
-    // The largest number that is a layer: the others of the step are missing, and nothing is allocated for them.
+    // The largest number that is accepted as a layer. The other layers of the step are missing, and no memory is
+    // allocated for them.
     let error = read(&line(usize::MAX - 1)).unwrap_err().to_string();
     assert!(error.contains("does not hold each of"), "{error}");
 }
 
-/// Lines times the first line's experts would be 2 TB, which the lines do not hold.
+/// The number of lines times the first line's experts would need 2 TB, far more than the lines contain.
 #[test]
 fn a_trace_asks_for_no_more_memory_than_it_is_long() {
     let line = |step: u64, counts: &[u64]| {

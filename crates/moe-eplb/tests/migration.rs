@@ -5,14 +5,14 @@ use moe_eplb::migrate::{Contents, Operation, Place, Transfer};
 use moe_eplb::{Joint, Loads, Migration, Placement, Policy, Topology, check_migration, plan_migration};
 use proptest::prelude::*;
 
-/// Weights as devices would hold them: a slot's bytes, or garbage while it is written.
+/// Weights as devices would hold them: the bytes of a slot, or garbage while it is written.
 struct Cluster {
     width: usize,
     regular: usize,
     memory: Vec<Option<u64>>,
 }
 
-/// Stand-in for an expert's weights: unlike every other expert's.
+/// A number that stands for an expert's weights and differs from every other expert's.
 fn weights(expert: u32) -> u64 {
     u64::from(expert).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xABCD
 }
@@ -32,7 +32,7 @@ impl Cluster {
         &mut self.memory[place.device as usize * self.width + place.slot as usize]
     }
 
-    /// Writes garbage first: that is what an interruption leaves behind.
+    /// Writes garbage first, because that is the state after an interruption.
     fn run(&mut self, transfer: &Transfer, interrupted: bool) {
         let data = *self.at(transfer.from);
         assert_eq!(data, Some(weights(transfer.expert)), "the source holds other weights");
@@ -49,7 +49,7 @@ impl Cluster {
         assert_eq!(experts, EXPERTS.get(), "an expert has no complete copy");
     }
 
-    /// What the runtime knows about the slots.
+    /// The contents of the slots, as the runtime knows them.
     fn contents(&self, placement: &Placement, experts: usize) -> Contents {
         let mut contents = Contents::of(placement, 0, self.width - self.regular);
         for (i, data) in self.memory.iter().enumerate() {
@@ -68,7 +68,7 @@ impl Cluster {
 thread_local! {
     static EXPERTS_CELL: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
-/// Number of experts of the case at hand.
+/// The number of experts in this case.
 struct Experts;
 const EXPERTS: Experts = Experts;
 impl Experts {
@@ -112,7 +112,7 @@ proptest! {
             cluster.run(t, i == stop);
         }
         let state = cluster.contents(&old, experts);
-        // Onwards to the new placement, or back to the old one.
+        // It continues to the new placement, or returns to the old one.
         for goal in [&new, &old] {
             let resumed = plan_migration(&topology, 0, &state, goal.layer(0)).unwrap();
             check_migration(&state, goal.layer(0), &resumed, experts, 1).unwrap();

@@ -114,13 +114,13 @@ fn best_gain_per_byte_first_and_never_more_than_allowed() {
 fn hysteresis_keeps_a_layer_until_it_is_good() {
     let mut selector = Selector::new(1, Thresholds::default()).unwrap();
     let at = |balancedness: f64| [proposal(1.0 / balancedness, 1.0, 1)];
-    // Never moved: anything below `leave` is worth a look.
+    // The layer has never moved, so any balancedness below `leave` makes it a candidate.
     assert_eq!(selector.select(&at(0.90)).unwrap(), [0]);
     selector.moved(0, 1.0 / 0.93);
-    // Moved: 0.90 is neither below `enter` nor below `decay` times 0.93.
+    // The layer has moved. 0.90 is neither below `enter` nor below `decay` times 0.93.
     assert!(selector.select(&at(0.90)).unwrap().is_empty());
     assert_eq!(selector.select(&at(0.80)).unwrap(), [0]);
-    // Still a candidate at 0.90, because it was one and has not reached `leave`.
+    // The layer is still a candidate at 0.90, because it was one before and has not reached `leave`.
     assert_eq!(selector.select(&at(0.90)).unwrap(), [0]);
     assert!(selector.select(&at(0.96)).unwrap().is_empty());
     assert!(selector.select(&at(0.90)).unwrap().is_empty());

@@ -1,4 +1,4 @@
-//! Integration tests, one binary.
+//! Integration tests in one binary.
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 mod common;

@@ -1,8 +1,9 @@
-//! From the oracle's choice to experts that run.
+//! Builds experts that can run from the oracle's choice.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use moe_kernels::ActivationFormat;
 
+use crate::error::refuse;
 use crate::experts::Experts;
 use crate::grouped::GroupedExperts;
 use crate::oracle::{Backend, Selection, select};
@@ -12,8 +13,8 @@ use crate::weights::ExpertWeights;
 /// [`build_batched`], which also tells them the size of their blocks.
 ///
 /// # Errors
-/// Weights that are not what the selection's specification describes (local experts, sizes,
-/// dtype, biases), or on a device that the backend does not run on.
+/// Weights that do not have the properties in the selection's specification (local experts, sizes, dtype, biases), or
+/// that are on a device on which the backend does not run.
 pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<Box<dyn Experts>> {
     build_with(selection, weights, None)
 }
@@ -21,7 +22,7 @@ pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<Box<dyn Ex
 /// Builds the chosen backend, of the BatchedExperts format, for blocks of at most `max_rows` rows.
 ///
 /// # Errors
-/// As [`build`]; a backend of another format, whose rows have no fixed number.
+/// The errors of [`build`]; a backend of another format, because its number of rows is not fixed.
 pub fn build_batched(
     selection: &Selection,
     weights: ExpertWeights,
@@ -43,7 +44,7 @@ fn build_with(
         let chosen = selection.chosen;
         let wanted = spec.quant;
         let got = weights.scheme();
-        bail!("{chosen} experts: expected weights of quantisation scheme {wanted}, got {got}")
+        refuse!(Weights, "{chosen} experts: expected weights of quantisation scheme {wanted}, got {got}")
     }
     let shape = weights.shape();
     for (name, expected, got) in [
@@ -52,14 +53,15 @@ fn build_with(
         ("intermediate size", spec.intermediate_size, shape.intermediate_size),
     ] {
         if expected != got {
-            bail!("{} experts: expected weights of {name} {expected}, got {got}", selection.chosen)
+            refuse!(Weights, "{} experts: expected weights of {name} {expected}, got {got}", selection.chosen)
         }
     }
     if shape.dtype != spec.dtype || weights.has_bias() != spec.has_bias {
         let describe = |dtype: candle_core::DType, bias| {
             format!("{} with{} bias", dtype.as_str(), if bias { "" } else { "out" })
         };
-        bail!(
+        refuse!(
+            Weights,
             "{} experts: expected weights in {}, got {}",
             selection.chosen,
             describe(spec.dtype, spec.has_bias),
@@ -67,14 +69,16 @@ fn build_with(
         )
     }
     if weights.device().is_cuda() != spec.gpu.is_some() {
-        bail!(
+        refuse!(
+            Weights,
             "{} experts: expected weights on the device of the specification, got {:?}",
             selection.chosen,
             weights.device().location()
         )
     }
     if max_rows.is_some() && spec.activation_format != ActivationFormat::BatchedExperts {
-        bail!(
+        refuse!(
+            Weights,
             "{} experts take the {:?} format, whose rows have no limit",
             selection.chosen,
             spec.activation_format
@@ -87,9 +91,9 @@ fn build_with(
         Backend::CudaFused => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
         #[cfg(not(feature = "cuda"))]
         Backend::CudaFused | Backend::CudaFusedListed => {
-            bail!("{} experts need a build with the feature `cuda`", selection.chosen)
+            refuse!(Weights, "{} experts need a build with the feature `cuda`", selection.chosen)
         }
-        Backend::Emulation => bail!("emulation emulates itself"),
+        Backend::Emulation => refuse!(Weights, "emulation emulates itself"),
         Backend::Cuda | Backend::Cpu | Backend::CudaBatched | Backend::CpuBatched => {
             let experts = GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?;
             let experts = experts.with_format(spec.activation_format);

@@ -1,4 +1,4 @@
-//! What a backend can do, as plain data, and the checks that compare it with a specification.
+//! The abilities of a backend as plain data, and the checks that compare them with a specification.
 //!
 //! The order of the checks is that of vLLM's modular kernels (device, activation, quantisation,
 //! parallel configuration, sizes, activation format, batch invariance), so that a
@@ -13,10 +13,10 @@ use moe_kernels::plan::{Reason, Target, activation_kind, expect_codec};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capability {
     pub target: Target,
-    /// Names as [`activation_kind`] gives them.
+    /// The names of activations, in the form that [`activation_kind`] returns.
     pub activations: &'static [&'static str],
     pub bias: bool,
-    /// Whether it reads quantised weights, too: all number formats that kernels have a codec for.
+    /// Whether it also reads quantised weights, in all number formats that kernels have a codec for.
     pub quantised: bool,
     pub dtypes: &'static [DType],
     /// Whether experts may be split along their intermediate size.
@@ -24,7 +24,7 @@ pub(crate) struct Capability {
     pub hidden_multiple_of: usize,
     pub intermediate_multiple_of: usize,
     pub format: ActivationFormat,
-    /// Rows in the Listed format too: the lists are not needed.
+    /// Whether it also takes rows in the Listed format. It does not need the lists.
     pub listed: bool,
     pub batch_invariant: bool,
 }
@@ -87,7 +87,7 @@ mod tests {
     use moe_kernels::plan::{Gpu, WARPGROUPS};
     use moe_kernels::{Activation, QuantGroup};
 
-    /// A picky GPU kernel, so that every check can fail.
+    /// A GPU kernel with many restrictions, so that every check can fail.
     const PICKY: Capability = Capability {
         target: Target::Tuned(WARPGROUPS),
         activations: &["swiglu"],
@@ -104,7 +104,7 @@ mod tests {
 
     type Change = fn(&mut ExpertsSpec);
 
-    /// Faults in the order of the checks: (what breaks it, its check, part of its text).
+    /// Faults in the order of the checks: a change that causes the fault, its check, and a part of its text.
     const FAULTS: [(Change, &str, &str); 10] = [
         (
             |s| s.gpu = Gpu::new((8, 9), 101_376, 142).ok(),
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn the_first_of_several_faults_is_the_reason() {
-        // The last fault is the first check again.
+        // The last fault is again one of the first check.
         for first in 0..FAULTS.len() - 1 {
             let mut spec = fitting();
             FAULTS[first..FAULTS.len() - 1].iter().for_each(|(change, ..)| change(&mut spec));

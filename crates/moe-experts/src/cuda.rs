@@ -1,4 +1,4 @@
-//! Experts on CUDA that weight and reduce by themselves: from token rows and their slots to sums.
+//! Experts on CUDA that apply the router weights and add up the slots themselves: they turn token rows into sums.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// SwiGLU experts on CUDA with bf16 activations, their weights bf16 or quantised: few rows per expert by streaming the weights, many by grouped products on tensor cores.
-/// `out` is [T', H] f32, weighted and reduced.
+/// SwiGLU experts on CUDA with bf16 activations, and weights in bf16 or quantised. With few rows per expert the weights
+/// are streamed; with many, grouped products run on tensor cores. `out` is [T', H] f32, weighted and reduced.
 ///
-/// They take token rows [T', H] with ids and weights: in the Standard format, or in the Listed format, which saves
-/// sorting the slots by expert.
+/// They take token rows [T', H] with ids and weights in the Standard format, or in the Listed format, in which the
+/// slots are already sorted by expert.
 ///
-/// The weights may be of fewer slots than there are experts; then the other experts wait in host memory, and come into the slots
-/// when a step needs them.
+/// The weights may have fewer slots than there are experts. Then the other experts are in host memory, and are brought
+/// into the slots when a step needs them.
 #[derive(Clone, Debug)]
 pub struct CudaFusedExperts {
     weights: ExpertWeights,
@@ -32,12 +32,13 @@ pub struct CudaFusedExperts {
 }
 
 impl CudaFusedExperts {
-    /// Experts with these weights, which must be for bf16 activations on a CUDA device, without biases.
+    /// Makes experts with these weights. The weights must be on a CUDA device, for bf16 activations, and without
+    /// biases.
     pub fn new(weights: ExpertWeights) -> Result<Self> {
         Self::of(Backend::CudaFused, weights)
     }
 
-    /// As [`new`](Self::new), for rows in the Listed format.
+    /// Does the same as [`new`](Self::new) for rows in the Listed format.
     pub fn listed(weights: ExpertWeights) -> Result<Self> {
         Self::of(Backend::CudaFusedListed, weights)
     }
@@ -53,7 +54,7 @@ impl CudaFusedExperts {
         Ok(Self { weights, backend, slots: None })
     }
 
-    /// As [`new`](Self::new), where `weights` has only the experts in the slots.
+    /// Does the same as [`new`](Self::new), but `weights` has only the experts in the slots.
     pub fn slotted(weights: ExpertWeights, slots: ExpertSlots) -> Result<Self> {
         if weights.shape().num_local_experts != slots.num_slots() {
             bail!(
@@ -89,7 +90,7 @@ impl CudaFusedExperts {
         })
     }
 
-    /// The slots by expert, which rows in the Listed format bring along.
+    /// The lists of slots by expert that rows in the Listed format contain.
     fn lists<'a>(&self, dispatched: &'a Dispatched) -> Result<Option<ExpertLists<'a>>> {
         if dispatched.format == ActivationFormat::Standard {
             return Ok(None);
@@ -146,7 +147,7 @@ impl Experts for CudaFusedExperts {
             .with(DType::BF16, &[max_tokens, top_k, shape.intermediate_size])?
             .with(DType::F32, &[max_tokens, top_k, shape.hidden_size])?;
         match self.quantisation() {
-            // Rows of slots in the order of their expert's columns.
+            // This buffer has a row for each slot, with its columns in the order of the slot's expert.
             Some([QuantWeights { order: ColumnOrder::Sorted, .. }, _]) => {
                 rows.with(DType::BF16, &[max_tokens, top_k, shape.hidden_size])
             }
@@ -163,7 +164,7 @@ impl Experts for CudaFusedExperts {
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         if self.shape().num_local_experts == 0 {
-            // More ranks than experts: this one adds nothing.
+            // There are more ranks than experts, so this rank has none and adds nothing.
             return fill_into(0., out, ex);
         }
         self.with_args(dispatched, |args| match &self.slots {

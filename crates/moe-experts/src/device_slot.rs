@@ -1,4 +1,5 @@
-//! The weights of a slot on a device, without the host: shown piece by piece, replaced, and their checksums.
+//! Access to the weights of a slot on a device without copying them to the host: reading them in pieces, replacing
+//! them, and computing their checksums.
 
 use std::ops::Range;
 
@@ -8,11 +9,11 @@ use moe_kernels::{Exec, View, checksum_of_sum, word_sum_into};
 use crate::weights::ExpertWeights;
 
 impl ExpertWeights {
-    /// Shows the bytes `range` of a slot on a device, in the order that [`slot_bytes`](Self::slot_bytes) has on the CPU: pieces [n]
-    /// u8, each with its place among the slot's bytes.
+    /// Passes the bytes `range` of a slot on a device to `see`, in the order of [`slot_bytes`](Self::slot_bytes). They
+    /// arrive as pieces \[n\] u8, each with its place among the slot's bytes.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len); weights on the CPU; a slot that there is not; any error of `see`.
+    /// The errors of [`slot_len`](Self::slot_len); weights on the CPU; a slot that does not exist; any error of `see`.
     pub fn see_slot(
         &self,
         slot: usize,
@@ -34,11 +35,11 @@ impl ExpertWeights {
         Ok(())
     }
 
-    /// Puts another expert into a slot on a device, of all clones at once and in the order of the context's stream: `bytes`
+    /// Replaces the expert in a slot on a device, for all clones, in the order of the context's stream. `bytes` is
     /// \[[`slot_len`](Self::slot_len)\] u8 on that device.
     ///
     /// # Errors
-    /// As [`see_slot`](Self::see_slot); another number of bytes, with nothing changed.
+    /// The errors of [`see_slot`](Self::see_slot); another number of bytes. Nothing is changed then.
     pub fn replace_slot(&self, slot: usize, bytes: View<'_>, ex: &Exec) -> Result<()> {
         let len = self.slot_len()?;
         if bytes.elem_count() != len {
@@ -53,7 +54,7 @@ impl ExpertWeights {
         Ok(())
     }
 
-    /// The checksum of every slot, by the device: each is copied into one piece first.
+    /// The device computes the checksum of every slot. Each slot is first copied into one contiguous array.
     pub(crate) fn device_checksums(&self) -> Result<Vec<u64>> {
         let slots = self.shape().num_local_experts;
         let len = self.slot_len()?;

@@ -1,9 +1,9 @@
-//! The two families of experts, and what they need of the workspace.
+//! The two families of experts, and the memory that they take from the workspace.
 //!
 //! *Modular* experts take rows and the slots that routing chose; *monolithic* experts take rows and the gate, and route
 //! inside the launch. The families have different traits, so that neither can take the other's place.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
     ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, Scratch, SublayerIo, View, ViewMut,
@@ -12,8 +12,8 @@ use moe_kernels::{
 
 use crate::weights::ExpertsShape;
 
-/// Modular experts: rows of prepared tokens in; out come unweighted rows, one per slot, or the weighted sums of each token.
-/// [`weight_and_reduce`](Self::weight_and_reduce) says which.
+/// Modular experts. They take rows of prepared tokens and return either unweighted rows, one per slot, or the weighted
+/// sums of each token. [`weight_and_reduce`](Self::weight_and_reduce) tells which.
 ///
 /// | format | `dispatched.rows` | `out` of `Delegate`, f32 | `out` of `NoOp` |
 /// |---|---|---|---|
@@ -21,12 +21,12 @@ use crate::weights::ExpertsShape;
 /// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] | none |
 /// | Listed | [T', H] | [T', K, H] | [T', H] |
 ///
-/// - Unweighted rows (`Delegate`): rows of slots without a local expert become zero; rows of a block behind its expert's
-///   `expert_num_tokens` are neither read nor written. Router weights are not applied, so a row's bits do not depend on who
-///   asks for it. Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one more
-///   leading dimension of `out`.
-/// - Weighted sums (`NoOp`): each row is the sum over the token's slots with a local expert, times their router weights; it is
-///   zero where there is none. `out` is f32, or the dtype that prepare/finalize wants of sums.
+/// - Unweighted rows (`Delegate`): rows of slots without a local expert become zero. In a block, rows after the
+///   expert's first `expert_num_tokens` are neither read nor written. Router weights are not applied, so a row's bits
+///   do not depend on which rank asks for it. If several ranks hold a part of each expert, the
+///   [`segments`](Self::segments) sums are kept apart in one more leading dimension of `out`.
+/// - Weighted sums (`NoOp`): each row is the sum over the token's slots with a local expert, times their router
+///   weights. It is zero if there is no such slot. `out` is f32, or the dtype in which prepare/finalize takes sums.
 pub trait Experts: Send + Sync {
     /// The name in error messages and logs.
     fn name(&self) -> &str;
@@ -38,35 +38,36 @@ pub trait Experts: Send + Sync {
     fn shape(&self) -> ExpertsShape;
 
     /// How finalize must treat `out`. `Delegate`, the default, says that the rows are unweighted
-    /// and that the prepare/finalize backend chooses. Experts that weight and reduce by themselves
-    /// say `NoOp`: they run on any number of ranks, except beside a backend that adds by slot
-    /// (`Combine::BySlot`), because there the owners of rows need them unweighted.
+    /// and that the prepare/finalize backend chooses. Experts that weight and reduce by themselves return `NoOp`: they
+    /// run on any number of ranks, except with a backend that adds by slot (`Combine::BySlot`), because there the
+    /// owners of rows need them unweighted.
     fn weight_and_reduce(&self) -> WeightAndReduce {
         WeightAndReduce::Delegate
     }
 
-    /// Rows of an expert's block that these experts were built for. Batched experts say it, so that a
-    /// layer can check that prepare does not fill more; `None` in the other formats.
+    /// The number of rows of an expert's block for which these experts were built, so that a layer can check that
+    /// prepare does not fill more. It is `None` in formats other than BatchedExperts.
     fn max_rows(&self) -> Option<usize> {
         None
     }
 
-    /// How w13 and w2 are held, as the choice of kernels sees it; `None`: in floats.
+    /// How w13 and w2 are quantised, for the choice of kernels; `None` means floats.
     fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         None
     }
 
-    /// The kernels of the products, in words for plans.
+    /// The names of the kernels of the products, for plans.
     fn products(&self) -> &'static str {
         "grouped products"
     }
 
-    /// Slots of the device, where there are fewer than experts and the others wait in host memory; `None`: all are there.
+    /// The number of slots on the device if it has fewer slots than experts, and the other experts are in host memory.
+    /// `None` means that all experts have a slot.
     fn num_slots(&self) -> Option<usize> {
         None
     }
 
-    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    /// The cost of experts in host memory so far; `None` if all are on the device. It waits for the device.
     ///
     /// # Errors
     /// Any error of the device.
@@ -74,13 +75,18 @@ pub trait Experts: Send + Sync {
         Ok(None)
     }
 
-    /// Where tensor parallelism cuts the experts: how many partial sums of a row are left apart, this
+    /// If tensor parallelism cuts the experts: the number of partial sums of a row that stay separate. These are this
     /// rank's segments of the intermediate size in ascending order.
     fn segments(&self) -> Option<usize> {
         None
     }
 
-    /// Dims of `out` for these rows.
+    /// The bias [E_local, H] of the rows of cut experts. It is in none of their segments, so it is added after them.
+    fn deferred_bias(&self) -> Option<&Tensor> {
+        None
+    }
+
+    /// The dims of `out` for these rows.
     fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
         let dims = dispatched.expert_out_dims()?;
         match self.segments() {
@@ -89,37 +95,37 @@ pub trait Experts: Send + Sync {
         }
     }
 
-    /// The buffers that one call of [`apply`](Self::apply) takes from the workspace, beside `out`,
-    /// for at most `max_tokens` rows (Standard: token rows of `top_k` slots each; BatchedExperts:
-    /// rows per local expert, `top_k` does not matter). Kernels may take scratch of their own, whose
-    /// size does not grow with the number of tokens beyond some bound; before a workspace is
-    /// frozen, one call of the largest size makes it hold that too.
+    /// The buffers that one call of [`apply`](Self::apply) takes from the workspace, in addition to `out`, for at most
+    /// `max_tokens` rows. In the Standard format these are token rows of `top_k` slots each. In the BatchedExperts
+    /// format they are rows per local expert, and `top_k` has no effect. Kernels may take scratch memory of their own,
+    /// whose size stops growing at some number of tokens. Before a workspace is frozen, one call of the largest size
+    /// must be made, so that it has that memory, too.
     ///
     /// # Errors
     /// Sizes that overflow.
     fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation>;
 
-    /// The slots' unweighted rows [T' K, H] f32 of experts that else weight and reduce by themselves, where they can be had: a launch
-    /// that sends sums to other ranks may add them up on the way. Rows of slots without a local expert are unspecified. `None`: use
-    /// [`apply`](Self::apply).
+    /// Computes the slots' unweighted rows [T' K, H] f32, for experts whose [`apply`](Self::apply) weights and reduces.
+    /// A launch that sends sums to other ranks may add these rows up itself. Rows of slots without a local expert are
+    /// unspecified. Returns `None` if these experts cannot return such rows.
     ///
     /// # Errors
-    /// As `apply`.
+    /// The errors of `apply`.
     fn slot_rows(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<Option<Scratch>> {
         let _ = (dispatched, ex);
         Ok(None)
     }
 
-    /// Computes every slot of a local expert, and with `NoOp` adds them up.
+    /// Computes the row of every slot with a local expert. With `NoOp` it also adds up the rows of a token.
     ///
     /// # Errors
-    /// Rows in the other format; wrong dims or dtypes; an expert id or a row count out of range.
+    /// Rows in another format; wrong dims or dtypes; an expert id or a row count out of range.
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()>;
 }
 
-/// Monolithic experts: the router is part of the launch, so they take rows and the gate, and their output is weighted and
-/// reduced. Routing cannot be seen, forced or dispatched around them. A layer holds them beside its modular experts, over
-/// the same weights, and its plan says which steps they compute.
+/// Monolithic experts: the router is part of the launch. So they take rows and the gate, and their output is weighted
+/// and reduced. Their routing cannot be observed, forced or dispatched. A layer holds them in addition to its modular
+/// experts, over the same weights, and its plan says which steps they compute.
 pub trait MonolithicExperts: Send + Sync {
     /// The name in explanations and error messages.
     fn name(&self) -> &str;
@@ -127,18 +133,19 @@ pub trait MonolithicExperts: Send + Sync {
     /// Sizes and dtype of the experts on this rank.
     fn shape(&self) -> ExpertsShape;
 
-    /// Whether this implementation computes such a step on this machine, or the first reason why not. It looks at its
-    /// arguments and at what the experts are, never at a device.
+    /// Returns whether this implementation can compute this step on this machine, or else the first reason why not. It
+    /// depends only on its arguments and the properties of the experts, never on a device.
     ///
     /// # Errors
-    /// That reason.
+    /// The reason why it cannot.
     fn fits(&self, call: &MonolithicCall, machine: &Machine) -> std::result::Result<(), Reason>;
 
-    /// The weighted sums of the experts that the gate chooses and that live here. `expert_map` \[E\] i32 says which expert
-    /// is which local one, -1 = elsewhere; `None` = all are here.
+    /// Computes the weighted sums of the experts that the gate chooses and that are on this rank. `expert_map` \[E\]
+    /// i32 has the local number of each expert, or -1 if the expert is on another rank. `None` means that all experts
+    /// are on this rank.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; what [`fits`](Self::fits) refuses.
+    /// Wrong dims or dtypes; a step that [`fits`](Self::fits) refuses.
     fn apply(
         &self,
         gate: &Gate<'_>,
@@ -148,7 +155,7 @@ pub trait MonolithicExperts: Send + Sync {
     ) -> Result<()>;
 }
 
-/// Scratch buffers that a call holds at once: dtype and number of elements of each.
+/// The scratch buffers that a call uses at the same time: dtype and number of elements of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reservation {
     buffers: Vec<(DType, usize)>,
@@ -178,11 +185,11 @@ impl Reservation {
         self.buffers.iter().map(|(dtype, len)| dtype.size_in_bytes() * len).sum()
     }
 
-    /// Makes the workspace hold all of the buffers at once, so that a call within the reserved size
-    /// does not allocate them.
+    /// Makes the workspace hold all of the buffers at the same time. A call within the reserved size then does not
+    /// allocate.
     ///
     /// # Errors
-    /// A frozen workspace that lacks one of them.
+    /// A frozen workspace that does not have one of them.
     pub fn reserve(&self, workspace: &Workspace) -> Result<()> {
         let held = self.buffers.iter().map(|(dtype, len)| workspace.scratch(*dtype, &[*len]));
         held.collect::<Result<Vec<_>>>().map(drop)

@@ -1,12 +1,12 @@
 //! Grouped products over the slots of each local expert, on the CPU or a CUDA device.
 //!
-//! All formats are the same two kernel calls over different row numbers. On the CPU a row's bits depend on
-//! the row, its expert's weights and the sizes H and I only, so the formats agree bit for bit, and
-//! neither batch nor threads nor the placement of experts on ranks shows in a row. On CUDA every dtype and
-//! size runs, and nothing is read on the host, so that the calls can be captured into a graph.
+//! All formats use the same two kernel calls over different row numbers. On the CPU a row's bits depend only on the
+//! row, its expert's weights and the sizes H and I. So the formats agree bit for bit, and a row does not depend on the
+//! batch, the threads or the placement of experts on ranks. On CUDA every dtype and size is supported. The host reads
+//! nothing, so the calls can be captured into a graph.
 
-use candle_core::{DType, Result, bail};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use candle_core::{DType, Result, Tensor, bail};
+use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::plan::QuantWeights;
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
@@ -18,7 +18,8 @@ use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// Experts by grouped products. Weights in f32, bf16 or f16; sums in f32; the activation is rounded once to the weights' dtype.
+/// Experts by grouped products. Weights are in f32, bf16 or f16, sums in f32; the activation is rounded once to the
+/// weights' dtype.
 ///
 /// | format | what is computed |
 /// |---|---|
@@ -30,17 +31,17 @@ pub struct GroupedExperts {
     weights: ExpertWeights,
     activation: Activation,
     format: ActivationFormat,
-    /// Rows of a block at most, in the BatchedExperts format.
+    /// The largest number of rows of a block, in the BatchedExperts format.
     max_rows: Option<usize>,
-    /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
+    /// This rank's segments of the intermediate size, if tensor parallelism cuts the experts.
     segments: Option<usize>,
 }
 
 impl GroupedExperts {
-    /// Experts with these weights, on whose device they run, for rows in the Standard format.
+    /// Makes experts with these weights, for rows in the Standard format. They run on the device of the weights.
     ///
     /// # Errors
-    /// A device other than the CPU and CUDA.
+    /// A device that is neither the CPU nor a CUDA device.
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
         if !(weights.device().is_cpu() || weights.device().is_cuda()) {
             bail!(
@@ -51,22 +52,26 @@ impl GroupedExperts {
         Ok(Self { weights, activation, format: ActivationFormat::Standard, max_rows: None, segments: None })
     }
 
-    /// These experts for rows in this format.
+    /// Returns these experts for rows in this format.
+    #[must_use]
     pub fn with_format(self, format: ActivationFormat) -> Self {
         Self { format, ..self }
     }
 
-    /// States how many rows a block of the BatchedExperts format has at most: larger ones are refused, and a layer takes
-    /// only experts that state it.
+    /// Sets the largest number of rows of a block in the BatchedExperts format. Larger blocks are refused, and a layer
+    /// accepts only experts with such a limit.
+    #[must_use]
     pub fn with_max_rows(self, rows: usize) -> Self {
         Self { max_rows: Some(rows), ..self }
     }
 
-    /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: on the CPU they
-    /// return the sums of their segments apart, so that the caller, who gathers them, adds all in order.
+    /// Sets that `tp_size` ranks hold an equal part of the intermediate size of each expert. On the CPU the experts
+    /// then return the sums of their segments separately. The caller gathers them, adds all of them in order, and then
+    /// adds the [bias of w2](Experts::deferred_bias). On a device each rank adds its own bias of w2, so this bias must
+    /// be zero on all ranks but one.
     ///
     /// # Errors
-    /// A size whose segments the ranks do not divide; a bias of w2.
+    /// A size whose segments cannot be divided among the ranks.
     pub fn with_tp(self, tp_size: usize) -> Result<Self> {
         let name = self.name();
         let whole = self.shape().intermediate_size * tp_size;
@@ -76,16 +81,13 @@ impl GroupedExperts {
                 "{name} experts: tp_size {tp_size} does not divide the {segments} segments of the intermediate size {whole}"
             )
         }
-        if tp_size > 1 && self.weights.w2_bias().is_some() {
-            bail!("{name} experts: a bias of w2 cannot be cut over {tp_size} ranks; use expert parallelism")
-        }
-        // On a device each rank sums all of its columns: the ranks' sums are added in the transport's order.
+        // On a device each rank sums all of its columns, and the transport adds the ranks' sums in its own order.
         let apart = tp_size > 1 && self.weights.device().is_cpu();
         Ok(Self { segments: apart.then_some(segments / tp_size), ..self })
     }
 
-    /// The rows of all slots, [T', K, H] f32 ([segments * T', K, H] of cut experts), from token rows with their ids; rows of slots
-    /// without a local expert become zero.
+    /// Computes the rows of all slots, [T', K, H] f32 ([segments * T', K, H] if the experts are cut), from token rows
+    /// with their ids. Rows of slots without a local expert become zero.
     fn slots_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let name = self.name();
         let num_local = self.shape().num_local_experts;
@@ -114,7 +116,7 @@ impl GroupedExperts {
         self.run(rows, &groups, out.reshape(&[segments * slots, hidden])?, ex)
     }
 
-    /// The rows in use of each expert's block, [E_local, max_tokens, H] f32.
+    /// Computes the rows in use of each expert's block, [E_local, max_tokens, H] f32.
     fn blocks_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let name = self.name();
         let rows = dispatched.rows.view();
@@ -137,9 +139,9 @@ impl GroupedExperts {
         self.run(rows.reshape(&flat)?, &groups, out.reshape(&flat)?, ex)
     }
 
-    /// `out[out_rows[i]] = MLP(expert e, x[in_rows[i]])` for every grouped slot i of e. `x` [R, H]
-    /// in the model dtype, `out` [S, H] f32 ([segments * S, H] of cut experts); rows of `out` that no
-    /// slot names are untouched.
+    /// Computes `out[out_rows[i]] = MLP(expert e, x[in_rows[i]])` for every slot i in the group of e. `x` is [R, H] in
+    /// the model dtype, and `out` is [S, H] f32 ([segments * S, H] if the experts are cut). Rows of `out` that no slot
+    /// names stay unchanged.
     fn run(&self, x: View, groups: &ExpertGroups, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;
@@ -193,6 +195,10 @@ impl Experts for GroupedExperts {
 
     fn segments(&self) -> Option<usize> {
         self.segments
+    }
+
+    fn deferred_bias(&self) -> Option<&Tensor> {
+        self.weights.w2_bias().filter(|_| self.segments.is_some())
     }
 
     fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation> {

@@ -7,6 +7,7 @@ mod capability;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod device_slot;
+mod error;
 mod experts;
 mod fused;
 mod grouped;
@@ -18,6 +19,7 @@ mod slot;
 mod weights;
 
 pub use build::{build, build_batched};
+pub use error::ExpertsError;
 pub use experts::{Experts, MonolithicExperts, Reservation};
 pub use fused::FusedExperts;
 pub use grouped::GroupedExperts;
@@ -31,7 +33,8 @@ pub use candle_core as candle;
 pub use moe_kernels::names::MlpNames;
 pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Reason, Rejected, Stage};
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertTraffic, ExpertsSpec, Gate,
-    Lent, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, SublayerIo, TensorView, View,
-    ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
+    Activation, ActivationFormat, ArgumentError, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertTraffic,
+    ExpertsSpec, Gate, Lent, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext,
+    SublayerIo, TensorView, View, ViewMut, WeightAndReduce, Workspace, cause, checksum, group_slots_into,
+    weighted_sum_into,
 };

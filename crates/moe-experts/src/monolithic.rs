@@ -1,4 +1,4 @@
-//! The launches of moe-kernels that contain the router, as monolithic experts.
+//! Makes monolithic experts of the launches in moe-kernels that contain the router.
 
 use candle_core::Result;
 use moe_kernels::plan::{BULK_COPIES, Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
@@ -9,7 +9,7 @@ use crate::experts::MonolithicExperts;
 use crate::oracle::{Backend, CUDA_FUSED};
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// What these kernels compute: SwiGLU experts with bf16 activations, whole or cut along their intermediate size.
+/// The abilities of these kernels: SwiGLU experts with bf16 activations, whole or cut along their intermediate size.
 const CAPABILITY: Capability =
     Capability { target: Target::Tuned(BULK_COPIES), tensor_parallel: true, ..CUDA_FUSED };
 
@@ -23,8 +23,9 @@ pub struct MonolithicKernels {
 }
 
 impl MonolithicKernels {
-    /// Every monolithic kernel over these weights, in the order of trial. Those that do not run `spec`, or that stand
-    /// behind a backend `asked` for by name, say so in [`fits`](MonolithicExperts::fits).
+    /// Returns every monolithic kernel over these weights, in the order in which they are tried. If a kernel does not
+    /// support `spec`, or if the user named another backend (`asked`), its [`fits`](MonolithicExperts::fits) returns
+    /// the reason.
     pub fn all(spec: &ExpertsSpec, weights: &ExpertWeights, asked: Option<&str>) -> Vec<Self> {
         let supported = match asked.and_then(|name| name.parse::<Backend>().ok()) {
             Some(backend) if backend != Backend::CudaFused => {

@@ -1,25 +1,28 @@
-//! Experts more than the device has memory for: some in slots, the others at home in host memory.
+//! More experts than the device has memory for: some are in slots on the device, and the others in host memory.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 
+use crate::error::refuse;
 use crate::experts::Experts;
 use crate::oracle::{Backend, Selection};
 use crate::weights::ExpertWeights;
 
-/// Experts of which some live in host memory.
+/// Experts, some of which are in host memory.
 pub struct Offloaded {
-    /// Compute all experts, wherever their weights are.
+    /// The backend. It computes all experts, wherever they are.
     pub experts: Box<dyn Experts>,
-    /// Bytes a second that come to the device when experts change places, as measured here; `None`: not measured.
+    /// The measured rate at which experts are copied to the device when they change places, in bytes per second. `None`
+    /// if it was not measured.
     pub bytes_per_second: Option<f64>,
 }
 
-/// Builds the chosen backend over weights of which `num_slots` experts stay on the device and the others go to host memory;
-/// `measure`: how fast they come back is measured. `weights` holds all experts; their memory is free when they are
-/// dropped.
+/// Builds the chosen backend. `num_slots` experts stay on the device, and the others go to host memory. `measure` says
+/// whether to measure the rate at which they are copied to the device. `weights` holds all experts; their memory is
+/// freed when they are dropped.
 ///
 /// # Errors
-/// A backend that does not compute so; quantised weights with act-order; a build without CUDA; memory that the host refuses.
+/// A backend that cannot use such slots; quantised weights with act-order; a build without CUDA; host memory that
+/// cannot be allocated.
 pub fn build_offloaded(
     selection: &Selection,
     weights: &ExpertWeights,
@@ -27,7 +30,8 @@ pub fn build_offloaded(
     measure: bool,
 ) -> Result<Offloaded> {
     if selection.chosen != Backend::CudaFused {
-        bail!(
+        refuse!(
+            Offload,
             "experts in host memory are computed by {}, and these layers run {}",
             Backend::CudaFused,
             selection.chosen
@@ -56,5 +60,5 @@ fn split(weights: &ExpertWeights, num_slots: usize, measure: bool) -> Result<Off
 
 #[cfg(not(feature = "cuda"))]
 fn split(_: &ExpertWeights, _: usize, _: bool) -> Result<Offloaded> {
-    bail!("experts in host memory need a build with the feature `cuda`")
+    refuse!(Offload, "experts in host memory need a build with the feature `cuda`")
 }

@@ -1,7 +1,7 @@
-//! The oracle: which backend runs a specification, and why each other one does not.
+//! The oracle chooses the backend that runs a specification, and says why it did not choose the others.
 //!
-//! Pure data in, pure data out: nothing here touches a device, so the choice for any machine can
-//! be computed, printed and tested on any other.
+//! Its input and output are plain data, and nothing here uses a device. So the choice for any machine can be computed,
+//! printed and tested on any other machine.
 
 use std::fmt;
 
@@ -17,28 +17,28 @@ use moe_kernels::plan::{Reason, TENSOR_CORES, Target};
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Backend {
-    /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
-    /// sum in the same call (CUDA, Standard format).
+    /// Either streams the weights once for all tokens, or computes grouped products on tensor cores. The weighted sum
+    /// is a part of the same call (CUDA, Standard format).
     CudaFused,
-    /// As `CudaFused`, over rows whose slots arrive listed by expert (Listed format).
+    /// The same as `CudaFused` for rows that arrive with their slots listed by expert (Listed format).
     CudaFusedListed,
     /// Grouped products on a CUDA device over token rows, of any dtype, scheme and size (Standard and Listed formats).
     Cuda,
-    /// As `Cuda`, over one row block per expert (BatchedExperts format).
+    /// The same as `Cuda`, over one row block per expert (BatchedExperts format).
     CudaBatched,
     /// Grouped products on the CPU over token rows (Standard and Listed formats).
     Cpu,
-    /// As `Cpu`, over one row block per expert (BatchedExperts format).
+    /// The same as `Cpu`, over one row block per expert (BatchedExperts format).
     CpuBatched,
-    /// Quantised weights turned into floats when they are loaded, and the best backend for these: where no other reads
-    /// the scheme.
+    /// Converts quantised weights to floats when they are loaded, and uses the best backend for floats. It is chosen if
+    /// no other backend reads the scheme.
     Emulation,
 }
 
-/// What both CPU backends share.
+/// The common abilities of both CPU backends.
 const CPU: Capability = Capability {
     target: Target::Cpu,
-    activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"],
+    activations: &["swiglu", "swiglu_oai", "clamped_swiglu", "relu", "gelu", "gelu_tanh"],
     bias: true,
     quantised: true,
     dtypes: &[DType::F32, DType::BF16, DType::F16],
@@ -50,11 +50,12 @@ const CPU: Capability = Capability {
     batch_invariant: true,
 };
 
-/// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
-/// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::Gpu, ..CPU };
+/// CUDA runs everything that the CPU backends run, except two activations. Which kernel computes a row depends on the
+/// number of rows, unless the context requires batch invariance.
+const CUDA: Capability =
+    Capability { target: Target::Gpu, activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"], ..CPU };
 
-/// Its kernels load weights and rows in stages of 64 elements, 128 bytes, so H and I must be multiples of 64.
+/// The kernels load weights and rows in stages of 64 elements, 128 bytes, so H and I must be multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
     target: Target::Tuned(TENSOR_CORES),
     activations: &["swiglu"],
@@ -101,10 +102,10 @@ impl Backend {
         Ok(())
     }
 
-    /// What it runs; emulation runs what others run.
+    /// The abilities of this backend. Emulation has those that other backends have.
     fn capability(self) -> Option<Capability> {
         Some(match self {
-            // Ranks that cut experts add up whole sums, or, on the CPU, sums of segments, which are left apart.
+            // Ranks with cut experts add up whole sums on a device, and separate sums of segments on the CPU.
             Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
             Self::CudaFusedListed => Capability { format: ActivationFormat::Listed, ..CUDA_FUSED },
             Self::Cuda => Capability { tensor_parallel: true, ..CUDA },
@@ -118,7 +119,7 @@ impl Backend {
     }
 }
 
-/// Whether some backend runs the specification in floats; the reason of the last one if none does.
+/// Whether some backend runs the specification in floats. If none does, the error is the reason of the last one.
 fn emulates(spec: &ExpertsSpec) -> Result<(), Reason> {
     if spec.quant == QuantScheme::NONE {
         return Err(Reason::NotQuantised);
@@ -143,7 +144,7 @@ impl fmt::Display for Backend {
 impl std::str::FromStr for Backend {
     type Err = OracleError;
 
-    /// The backend of that name; an error lists the accepted names.
+    /// Returns the backend with this name. The error lists the valid names.
     fn from_str(name: &str) -> Result<Self, OracleError> {
         let found = Self::ALL.into_iter().find(|b| b.name() == name);
         found.ok_or_else(|| OracleError::UnknownBackend { name: name.to_string() })
@@ -152,6 +153,7 @@ impl std::str::FromStr for Backend {
 
 /// A backend that was not chosen, and why.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Rejection {
     /// The backend.
     pub backend: Backend,
@@ -168,17 +170,18 @@ impl fmt::Display for Rejection {
 /// The oracle's answer. Serialises to JSON for people and scripts that ask why a backend runs:
 /// `{"chosen": "cpu", "rejected": [{"backend", "reason": {"check", "text"}}], "spec": {..}}`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Selection {
     /// The backend to run.
     pub chosen: Backend,
     /// Every other backend with the reason why it was not chosen, in the order of trial.
     pub rejected: Vec<Rejection>,
-    /// What the choice was made for.
+    /// The specification for which the choice was made.
     pub spec: ExpertsSpec,
 }
 
 impl Selection {
-    /// What the kernels see: the specification, in floats where quantised weights are emulated.
+    /// Returns the specification for the kernels. It is in floats if quantised weights are emulated.
     pub fn computed(&self) -> ExpertsSpec {
         match self.chosen {
             Backend::Emulation => ExpertsSpec { quant: QuantScheme::NONE, ..self.spec.clone() },
@@ -200,7 +203,7 @@ pub enum OracleError {
         /// What the user gave.
         name: String,
     },
-    /// The user named a backend that does not fit.
+    /// The user named a backend that does not support the specification.
     #[error(
         "the MoE backend that was asked for does not fit: {}; use auto or another backend\nall backends:{}",
         .asked, list(.rejected, .fitting)
@@ -208,12 +211,12 @@ pub enum OracleError {
     Unsupported {
         /// The named backend and its reason.
         asked: Rejection,
-        /// Every backend that does not fit, the named one included.
+        /// Every backend that does not support the specification, including the named one.
         rejected: Vec<Rejection>,
-        /// Backends that would fit.
+        /// The backends that support it.
         fitting: Vec<Backend>,
     },
-    /// Nothing fits.
+    /// No backend supports the specification.
     #[error("no MoE backend runs this configuration:{}", list(.rejected, &[]))]
     NoBackend {
         /// Every backend with its reason.
@@ -223,7 +226,7 @@ pub enum OracleError {
 
 impl From<OracleError> for candle_core::Error {
     fn from(error: OracleError) -> Self {
-        candle_core::Error::wrap(error)
+        moe_kernels::into_candle(error)
     }
 }
 
@@ -254,9 +257,9 @@ fn list(rejected: &[Rejection], fitting: &[Backend]) -> String {
 /// ```
 ///
 /// # Errors
-/// A specification that contradicts itself; an unknown name (the accepted ones are listed); a
-/// named backend that does not fit (there is no fallback); nothing that fits. The last two list
-/// every rejected backend with its reason.
+/// A specification that contradicts itself; an unknown name (the error lists the valid ones); a named backend that does
+/// not support the specification (no other one is chosen instead); a specification that no backend supports. The last
+/// two errors list every rejected backend with its reason.
 pub fn select(spec: &ExpertsSpec, choice: Option<&str>) -> Result<Selection, OracleError> {
     let asked = match choice {
         None | Some("auto") => None,
@@ -268,7 +271,7 @@ pub fn select(spec: &ExpertsSpec, choice: Option<&str>) -> Result<Selection, Ora
     Ok(Selection { chosen, rejected, spec: spec.clone() })
 }
 
-/// The choice from the outcome of every trial, and everything else with its reason.
+/// Makes the choice from the outcomes of all trials.
 fn decide(
     trials: &[(Backend, Result<(), Reason>)],
     asked: Option<Backend>,
@@ -297,7 +300,7 @@ fn decide(
     }
 }
 
-/// What no backend can make sense of.
+/// Refuses specifications that make no sense for any backend.
 fn validate(spec: &ExpertsSpec) -> Result<(), OracleError> {
     let sizes = [
         ("num_experts", spec.num_experts),
@@ -316,7 +319,7 @@ fn validate(spec: &ExpertsSpec) -> Result<(), OracleError> {
             spec.top_k
         )));
     }
-    Ok(())
+    spec.activation.check().map_err(|e| OracleError::InvalidSpec(e.to_string()))
 }
 
 #[cfg(test)]

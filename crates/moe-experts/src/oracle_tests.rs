@@ -1,4 +1,4 @@
-//! Table tests of the oracle: specifications in, choices and reasons out.
+//! Table tests of the oracle: specifications and the expected choices and reasons.
 
 use candle_core::DType;
 use moe_kernels::plan::Gpu;
@@ -30,7 +30,7 @@ pub(crate) fn spec() -> ExpertsSpec {
 
 type Change = fn(&mut ExpertsSpec);
 
-/// "chosen; rejected (check), .." or the error's first line.
+/// Returns "chosen; rejected (check), ..", or the error's first line.
 fn answer(change: Change, choice: Option<&str>) -> String {
     let mut spec = spec();
     change(&mut spec);
@@ -80,13 +80,14 @@ fn the_table() {
         (|s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. }, None, ON_CPU),
         (|s| s.has_bias = true, None, ON_CPU),
         (|s| s.batch_invariant = true, None, ON_CPU),
-        // Expert parallelism: fewer local experts, none at all, odd sizes.
+        // These cases have expert parallelism: fewer local experts, none at all, odd sizes.
         (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, ON_CPU),
         (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, ON_CPU),
         (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, ON_CPU),
         (|s| s.routing = RoutingMethod::Custom, None, ON_CPU),
         (|s| (s.top_k, s.apply_router_weight_on_input) = (1, true), None, ON_CPU),
-        // Tensor parallelism cuts experts of token rows: 384 columns are a multiple of 64, 96 are not.
+        // These have tensor parallelism, which cuts experts of token rows: 384 columns are a multiple of 64, 96 are
+        // not.
         (
             |s| (s.tp_size, s.intermediate_size, s.gpu) = (2, 384, Some(Gpu::HOPPER)),
             None,
@@ -105,14 +106,14 @@ fn the_table() {
             "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), cuda_batched (device), \
              cpu_batched (tensor_parallel)",
         ),
-        // CUDA: the fused kernels where they fit, else the grouped ones for everything.
+        // These are on CUDA: the fused kernels if they support the specification, or else the grouped ones.
         (
             ON_CUDA,
             None,
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
-        // There is no machine code for the card: the fused experts were not built for it.
+        // The program has no machine code for this card, so the fused experts cannot run.
         (
             |s| s.gpu = Gpu::new((12, 0), 101_376, 170).ok(),
             None,
@@ -192,7 +193,7 @@ fn the_table() {
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
-        // Quantised weights.
+        // These have quantised weights.
         (INT4, None, INT4_ON_CPU),
         (|s| s.quant = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 }), None, INT4_ON_CPU),
         (
@@ -236,7 +237,7 @@ fn the_table() {
              these are floats; use auto or another backend",
         ),
         (|s| (INT4(s), s.dtype = DType::F64).0, None, "no MoE backend runs this configuration:"),
-        // Refusals.
+        // These are refused.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
         (
             |_| (),
@@ -262,7 +263,7 @@ fn the_table() {
             "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda_fused_listed, cuda, \
              cuda_batched, cpu, cpu_batched, emulation",
         ),
-        // Nonsense.
+        // These specifications make no sense.
         (|s| s.top_k = 0, None, "invalid experts specification: top_k must be at least 1, got 0"),
         (|s| s.ep_size = 0, None, "invalid experts specification: ep_size must be at least 1, got 0"),
         (

@@ -1,34 +1,36 @@
-//! The weights of one slot as bytes, and checksums of them: what moves when an expert changes its rank.
+//! The weights of one slot as bytes, and their checksums. These bytes are sent when an expert moves to another rank.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use moe_kernels::{Weight, checksum};
 use rayon::prelude::*;
 
+use crate::error::refuse;
 use crate::weights::ExpertWeights;
 
 impl ExpertWeights {
-    /// Bytes of one slot.
+    /// Returns the number of bytes of one slot.
     ///
     /// # Errors
-    /// Experts with act-order, which have no common form.
+    /// Experts with act-order, whose slots have different forms.
     pub fn slot_len(&self) -> Result<usize> {
         self.packs()?.iter().map(Weight::expert_len).sum()
     }
 
-    /// What slots of two ranks must have in common beside their length: as [`Weight::expert_form`] says.
+    /// Returns what slots of two ranks must have in common in addition to their length: the forms that
+    /// [`Weight::expert_form`] returns.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len).
+    /// The errors of [`slot_len`](Self::slot_len).
     pub fn slot_form(&self) -> Result<String> {
         let forms: Vec<String> = self.packs()?.iter().map(Weight::expert_form).collect();
         Ok(forms.join("; "))
     }
 
-    /// The weights of a slot in the order of the packs, `slot_len` bytes. The same expert has the same bytes on every rank, if
-    /// the ranks' packs have one dtype and are packed for one instruction set.
+    /// Returns the weights of a slot in the order of the packs, `slot_len` bytes. An expert has the same bytes on every
+    /// rank, if the ranks' packs have one dtype and are packed for one instruction set.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len); a slot that there is not; weights on a device.
+    /// The errors of [`slot_len`](Self::slot_len); a slot that does not exist; weights on a device.
     pub fn slot_bytes(&self, slot: usize) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(self.slot_len()?);
         for pack in self.packs()? {
@@ -37,15 +39,16 @@ impl ExpertWeights {
         Ok(bytes)
     }
 
-    /// Puts another expert into a slot, of all clones at once: nothing may compute with them meanwhile.
+    /// Replaces the expert in a slot, for all clones. No computation may use them during this call.
     ///
     /// # Errors
-    /// As [`slot_bytes`](Self::slot_bytes); another number of bytes, with nothing changed.
+    /// The errors of [`slot_bytes`](Self::slot_bytes); another number of bytes. Nothing is changed then.
     pub fn write_slot(&self, slot: usize, bytes: &[u8]) -> Result<()> {
         let packs = self.packs()?;
         let len = self.slot_len()?;
         if bytes.len() != len || slot >= self.shape().num_local_experts {
-            bail!(
+            refuse!(
+                Weights,
                 "expert weights: expected {len} bytes for one of {} slots, got {} for slot {slot}",
                 self.shape().num_local_experts,
                 bytes.len()
@@ -60,10 +63,10 @@ impl ExpertWeights {
         Ok(())
     }
 
-    /// The [`checksum`] of every slot.
+    /// Returns the [`checksum`] of every slot.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len).
+    /// The errors of [`slot_len`](Self::slot_len).
     pub fn checksums(&self) -> Result<Vec<u64>> {
         #[cfg(feature = "cuda")]
         if self.device().is_cuda() {
@@ -73,7 +76,7 @@ impl ExpertWeights {
         slots.into_par_iter().map(|slot| Ok(checksum(&self.slot_bytes(slot)?))).collect()
     }
 
-    /// All packs as matrices [E_local, N, K]; a bias is one of a single row.
+    /// Returns all packs as matrices [E_local, N, K]. A bias is a matrix with a single row.
     pub(crate) fn packs(&self) -> Result<Vec<Weight>> {
         let bias = |bias: Option<&Tensor>| bias.map(|bias| Weight::new(bias.unsqueeze(1)?)).transpose();
         let biases = [bias(self.w13_bias())?, bias(self.w2_bias())?];

@@ -1,13 +1,15 @@
-//! Packed weights of the experts that live on this rank.
+//! The packed weights of the experts on this rank.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use moe_kernels::plan::QuantWeights;
 use moe_kernels::{Activation, ActivationFormat, CpuIsa, ExpertsSpec, QuantScheme, RoutingMethod, Weight};
+
+use crate::error::refuse;
 
 /// Sizes and dtype of a set of local experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ExpertsShape {
-    /// Experts on this rank E_local; 0 is legal.
+    /// Number of experts on this rank, E_local; 0 is allowed.
     pub num_local_experts: usize,
     /// Hidden size H.
     pub hidden_size: usize,
@@ -35,62 +37,77 @@ pub struct ExpertWeights {
     w13_bias: Option<Tensor>,
     w2_bias: Option<Tensor>,
     shape: ExpertsShape,
-    /// How the checkpoint holds them.
+    /// How the checkpoint stores the weights.
     scheme: QuantScheme,
 }
 
 impl ExpertWeights {
-    /// From packs; the table of the type gives their shapes.
+    /// Makes weights from packs. The table in the type's documentation has their shapes.
     ///
     /// # Errors
-    /// A wrong rank or wrong dims (printed with the expected ones), an odd number of w13 rows, a
-    /// size of zero, a pack that is not contiguous, another dtype or device than w13.
+    /// A wrong rank or wrong dims (the error has the expected ones), an odd number of w13 rows, a size of zero, a pack
+    /// that is not contiguous, another dtype or device than w13 has.
     pub fn new(w13: Tensor, w2: Tensor, w13_bias: Option<Tensor>, w2_bias: Option<Tensor>) -> Result<Self> {
         let &[num_local_experts, rows, hidden_size] = w13.dims() else {
-            bail!("expert weights: expected w13 [E_local, 2I, H], got {:?}", w13.dims())
+            refuse!(Weights, "expert weights: expected w13 [E_local, 2I, H], got {:?}", w13.dims())
         };
         if !rows.is_multiple_of(2) {
-            bail!("expert weights: expected w13 with an even number of rows (gate, then up), got {rows}")
+            refuse!(
+                Weights,
+                "expert weights: expected w13 with an even number of rows (gate, then up), got {rows}"
+            )
         }
         let intermediate_size = rows / 2;
         if hidden_size == 0 || intermediate_size == 0 {
-            bail!("expert weights: expected H and I of at least 1, got w13 {:?}", w13.dims())
+            refuse!(Weights, "expert weights: expected H and I of at least 1, got w13 {:?}", w13.dims())
         }
         let dtype = w13.dtype();
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-            bail!("expert weights: expected w13 of dtype f32, bf16 or f16, got {}", dtype.as_str())
+            refuse!(Weights, "expert weights: expected w13 of dtype f32, bf16 or f16, got {}", dtype.as_str())
         }
         let shape = ExpertsShape { num_local_experts, hidden_size, intermediate_size, dtype };
         check_pack("w13", &w13, &w13, &[num_local_experts, rows, hidden_size])?;
         check_pack("w2", &w2, &w13, &[num_local_experts, hidden_size, intermediate_size])?;
-        if let Some(bias) = &w13_bias {
-            check_pack("w13_bias", bias, &w13, &[num_local_experts, rows])?;
-        }
-        if let Some(bias) = &w2_bias {
-            check_pack("w2_bias", bias, &w13, &[num_local_experts, hidden_size])?;
-        }
         let w13 = Weight::new(w13)?;
         let w2 = Weight::new(w2)?;
-        Ok(Self { w13, w2, w13_bias, w2_bias, shape, scheme: QuantScheme::NONE })
+        let packs = Self { w13, w2, w13_bias: None, w2_bias: None, shape, scheme: QuantScheme::NONE };
+        packs.with_biases(w13_bias, w2_bias)
     }
 
-    /// Quantised packs, without biases: `w13` [E_local, 2I, H] packed for gate and up, `w2` [E_local, H, I] for a
-    /// row-parallel product.
+    /// Returns the same packs with these biases instead of their own. The table in the type's documentation has their
+    /// shapes.
     ///
     /// # Errors
-    /// Dims, dtypes or schemes that do not go together; floats.
+    /// Wrong dims, another dtype or device than the packs.
+    pub fn with_biases(self, w13_bias: Option<Tensor>, w2_bias: Option<Tensor>) -> Result<Self> {
+        let ExpertsShape { num_local_experts: e, hidden_size: h, intermediate_size: i, .. } = self.shape;
+        for (name, bias, rows) in [("w13_bias", &w13_bias, 2 * i), ("w2_bias", &w2_bias, h)] {
+            if let Some(bias) = bias {
+                check_like(name, bias, self.device(), self.shape.dtype, &[e, rows])?;
+            }
+        }
+        Ok(Self { w13_bias, w2_bias, ..self })
+    }
+
+    /// Quantised packs, without biases ([`with_biases`](Self::with_biases) adds them): `w13` [E_local, 2I, H] packed
+    /// for gate and up, `w2` [E_local, H, I] for a row-parallel product.
+    ///
+    /// # Errors
+    /// Dims, dtypes or schemes that do not fit together; floats.
     pub fn quantised(w13: Weight, w2: Weight) -> Result<Self> {
         let w13 = w13.with_experts()?;
         let w2 = w2.with_experts()?;
         let (&[e, rows, h], &[experts, out, i]) = (w13.dims(), w2.dims()) else {
-            bail!(
+            refuse!(
+                Weights,
                 "expert weights: expected packs [E_local, 2I, H] and [E_local, H, I], got {:?} and {:?}",
                 w13.dims(),
                 w2.dims()
             )
         };
         if (e, h, rows) != (experts, out, 2 * i) || w13.dtype() != w2.dtype() {
-            bail!(
+            refuse!(
+                Weights,
                 "expert weights: expected w13 [E_local, 2I, H] and w2 [E_local, H, I] for one dtype, got {:?} for {} and {:?} for {}",
                 w13.dims(),
                 w13.dtype().as_str(),
@@ -100,22 +117,28 @@ impl ExpertWeights {
         }
         let scheme = w13.scheme();
         if scheme == QuantScheme::NONE || w2.scheme() == QuantScheme::NONE {
-            bail!("expert weights: expected quantised packs, got w13 {scheme} and w2 {}", w2.scheme())
+            refuse!(
+                Weights,
+                "expert weights: expected quantised packs, got w13 {scheme} and w2 {}",
+                w2.scheme()
+            )
         }
         let shape =
             ExpertsShape { num_local_experts: e, hidden_size: h, intermediate_size: i, dtype: w13.dtype() };
         Ok(Self { w13, w2, w13_bias: None, w2_bias: None, shape, scheme })
     }
 
-    /// States that the checkpoint holds these floats quantised like this: only a backend that emulates takes them.
+    /// Declares that the checkpoint stores these floats quantised in this scheme. Only a backend that emulates accepts
+    /// them.
+    #[must_use]
     pub fn emulating(self, scheme: QuantScheme) -> Self {
         Self { scheme, ..self }
     }
 
-    /// The packs in floats, in rows; copied if they are quantised.
+    /// Returns the packs as floats in rows. They are copied if they are quantised.
     ///
     /// # Errors
-    /// No memory left.
+    /// No memory is left.
     pub fn dequantised(self) -> Result<Self> {
         if self.w13.scheme() == QuantScheme::NONE && self.w2.scheme() == QuantScheme::NONE {
             return Ok(Self { scheme: QuantScheme::NONE, ..self });
@@ -123,20 +146,20 @@ impl ExpertWeights {
         Self::new(self.w13.to_tensor()?, self.w2.to_tensor()?, self.w13_bias, self.w2_bias)
     }
 
-    /// How w13 and w2 are held, as the choice of kernels sees it; `None`: in floats.
+    /// How w13 and w2 are quantised, for the choice of kernels; `None` means floats.
     pub fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         Some([self.w13.quantisation()?, self.w2.quantisation()?])
     }
 
-    /// How the checkpoint holds the weights.
+    /// How the checkpoint stores the weights.
     pub fn scheme(&self) -> QuantScheme {
         self.scheme
     }
 
-    /// The same packs in the order that a path of the CPU reads best, see [`Weight::packed`].
+    /// Returns the same packs in the order that a code path of the CPU reads best, see [`Weight::packed`].
     ///
     /// # Errors
-    /// No memory left.
+    /// No memory is left.
     pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
         let width = self.shape.intermediate_size;
         let hidden = self.shape.hidden_size;
@@ -168,7 +191,7 @@ impl ExpertWeights {
         self.shape
     }
 
-    /// Whether there is a bias.
+    /// Whether there are biases.
     pub fn has_bias(&self) -> bool {
         self.w13_bias.is_some() || self.w2_bias.is_some()
     }
@@ -178,7 +201,7 @@ impl ExpertWeights {
         self.w13.device()
     }
 
-    /// Bytes of all packs.
+    /// The number of bytes of all packs.
     pub fn bytes(&self) -> usize {
         let biases = [self.w13_bias.as_ref(), self.w2_bias.as_ref()];
         let biases: usize = biases.into_iter().flatten().map(Tensor::elem_count).sum();
@@ -211,29 +234,37 @@ impl ExpertWeights {
 
 /// Checks one pack; its dtype and device must be w13's.
 fn check_pack(name: &str, pack: &Tensor, w13: &Tensor, dims: &[usize]) -> Result<()> {
+    check_like(name, pack, w13.device(), w13.dtype(), dims)
+}
+
+/// Checks dims, dtype and device of a pack or of a bias.
+fn check_like(name: &str, pack: &Tensor, device: &Device, dtype: DType, dims: &[usize]) -> Result<()> {
     if pack.dims() != dims {
-        bail!(
-            "expert weights: expected {name} with dims {dims:?} beside w13 {:?}, got {:?}",
-            w13.dims(),
+        refuse!(
+            Weights,
+            "expert weights: expected {name} with dims {dims:?} for this w13, got {:?}",
             pack.dims()
         )
     }
-    if pack.dtype() != w13.dtype() {
-        bail!(
+    if pack.dtype() != dtype {
+        refuse!(
+            Weights,
             "expert weights: expected {name} of dtype {} like w13, got {}",
-            w13.dtype().as_str(),
+            dtype.as_str(),
             pack.dtype().as_str()
         )
     }
-    if !pack.device().same_device(w13.device()) {
-        bail!(
+    if !pack.device().same_device(device) {
+        refuse!(
+            Weights,
             "expert weights: expected {name} on {:?} like w13, got {:?}",
-            w13.device().location(),
+            device.location(),
             pack.device().location()
         )
     }
     if !pack.is_contiguous() {
-        bail!(
+        refuse!(
+            Weights,
             "expert weights: expected a contiguous {name}, got strides {:?}; call .contiguous()",
             pack.stride()
         )
@@ -279,7 +310,7 @@ mod tests {
             (refused(zeros(&[3, 0, 5]), w2(), None, None), "H and I of at least 1, got w13 [3, 0, 5]"),
             (
                 refused(w13(), zeros(&[3, 4, 5]), None, None),
-                "expected w2 with dims [3, 5, 4] beside w13 [3, 8, 5], got [3, 4, 5]",
+                "expected w2 with dims [3, 5, 4] for this w13, got [3, 4, 5]",
             ),
             (refused(w13(), zeros(&[2, 5, 4]), None, None), "expected w2 with dims [3, 5, 4]"),
             (refused(w13(), w2(), Some(zeros(&[3, 4])), None), "expected w13_bias with dims [3, 8]"),

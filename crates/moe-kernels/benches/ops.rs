@@ -7,6 +7,8 @@
 
 #![allow(missing_docs, clippy::expect_used)] // criterion_group! makes an undocumented function.
 
+#[path = "ops/delta.rs"]
+mod delta;
 #[path = "ops/shapes.rs"]
 mod shapes;
 
@@ -93,7 +95,12 @@ fn ops(criterion: &mut Criterion) {
         roof.read / 1e9,
         peak(&roof) / 1e9
     );
-    shapes::all(&mut Bench { criterion, roof, ex });
+    let bench = &mut Bench { criterion, roof, ex };
+    let pool = &shapes::Pool::new();
+    shapes::all(bench, pool);
+    for rows in [1, 512] {
+        delta::layer(bench, pool, rows);
+    }
 }
 
 criterion_group! {

@@ -4,6 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::SystemTime;
 
 /// Architectures with machine code of their own, ascending. 90a is Hopper with all its instructions.
@@ -12,12 +14,13 @@ const ARCHITECTURES: &[&str] = &["80", "90a"];
 /// The first of [`ARCHITECTURES`] becomes PTX, too, in the files of the portable tier.
 const PORTABLE_PTX: &str = "80";
 
-/// The portable tier: folders and files of kernels that need nothing of a card that came after [`PORTABLE_PTX`], and that
-/// are enough to run a model. All other files are the tuned tier.
+/// The portable tier: folders and files of kernels that need no feature that came after [`PORTABLE_PTX`], and that are
+/// enough to run a model. All other files are the tuned tier.
 const PORTABLE: &[&str] =
     &["any/", "load/", "rows/", "quant/dequantise.cu", "quant/order_rows.cu", "router/balance.cu"];
 
-/// What each tier is compiled to, for the choice of kernels (`src/images.rs`): `portable sm_80 .. compute_80; tuned ..`.
+/// What each tier is compiled to, for the choice of kernels (`src/images.rs`): `portable sm_80 .. compute_80; tuned
+/// ..`.
 #[allow(dead_code)] // The report of the kernels has no use for it.
 pub fn images() -> String {
     let machine: Vec<String> = ARCHITECTURES.iter().map(|arch| format!("sm_{arch}")).collect();
@@ -42,8 +45,8 @@ pub struct Object {
     pub log: String,
 }
 
-/// Compiles every .cu below `sources` with `nvcc` into `out`; what is up to date is kept. Includes are
-/// relative to `sources`.
+/// Compiles every .cu below `sources` with `nvcc` into `out`, several at a time; objects that are up to date are kept.
+/// Includes are relative to `sources`. After a failure no other file is begun.
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
     let files = files_and_objects(sources, out)?;
@@ -53,7 +56,35 @@ pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object
         command.extend(["-I".to_string(), sources.to_string_lossy().into_owned()]);
         compile(&command, file, newest(sources, file)?, object)
     };
-    files.iter().map(compile_one).collect()
+    let next = AtomicUsize::new(0);
+    let compile_some = || {
+        let mut compiled = Vec::new();
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some(file) = files.get(i) else { return Ok(compiled) };
+            match compile_one(file) {
+                Ok(object) => compiled.push((i, object)),
+                Err(e) => {
+                    next.store(files.len(), Ordering::Relaxed);
+                    return Err(e);
+                }
+            }
+        }
+    };
+    let parts = thread::scope(|scope| {
+        let workers: Vec<_> = (0..jobs()).map(|_| scope.spawn(compile_some)).collect();
+        let joined = workers.into_iter().map(|worker| worker.join());
+        joined.map(|part| part.unwrap_or_else(|_| Err("a thread that compiles panicked".into()))).collect()
+    });
+    let parts: Result<Vec<Vec<(usize, Object)>>, Error> = parts;
+    let mut objects: Vec<(usize, Object)> = parts?.into_iter().flatten().collect();
+    objects.sort_by_key(|(i, _)| *i);
+    Ok(objects.into_iter().map(|(_, object)| object).collect())
+}
+
+/// Compilers that run at a time: each takes two threads.
+fn jobs() -> usize {
+    thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
 }
 
 /// Every .cu below `sources`, and its object in `out`: layer_stream.o of layer/stream.cu. An object's name
@@ -86,8 +117,8 @@ pub fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
     Ok(paths)
 }
 
-/// When a source or one of the files that it includes, directly or not, changed last. Files outside of `sources` (CUDA's)
-/// do not change without another compiler.
+/// The time of the last change of a source, or of a file that it includes directly or indirectly. Files outside of
+/// `sources` (CUDA's) do not change without another compiler.
 fn newest(sources: &Path, file: &Path) -> Result<SystemTime, Error> {
     let mut files = vec![file.to_path_buf()];
     let mut newest = SystemTime::UNIX_EPOCH;
@@ -134,8 +165,9 @@ fn flags(portable: bool) -> Vec<String> {
     flags
 }
 
-/// nvcc adds the flags of these variables to its command line, unseen by the log: an object would keep them, such as the -O0
-/// that a check sets for other crates' kernels, and be linked into the next library. They are not passed on.
+/// nvcc adds the flags of these variables to its command line, where the log does not show them. An object would keep
+/// them, for example the -O0 that a check sets for other crates' kernels, and would be linked into the next library. So
+/// they are not passed on.
 const FLAG_VARIABLES: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
 
 fn nvcc_command(compiler: &[String], source: &Path, object: &Path) -> Command {
@@ -193,6 +225,36 @@ mod tests {
         assert_eq!(newest(&dir, &dir.join("plain.cu")).unwrap(), plain);
         assert_eq!(newest(&dir, &dir.join("both.cu")).unwrap(), deepest);
         assert!(newest(&dir, &dir.join("none.cu")).unwrap_err().contains("none.cu"));
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn objects_are_in_the_order_of_their_files_and_a_failure_is_named() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = std::env::temp_dir().join(format!("moe-nvcc-all-{}", std::process::id()));
+        let sources = dir.join("sources/any");
+        fs::create_dir_all(&sources).unwrap();
+        // A compiler that makes an empty object, the last argument, unless the source is called bad.cu.
+        let compiler = dir.join("compiler");
+        fs::write(
+            &compiler,
+            "#!/bin/sh\ncase \"$*\" in *bad.cu*) exit 1;; esac\nfor object; do :; done\n: > \"$object\"\n",
+        )
+        .unwrap();
+        fs::set_permissions(&compiler, fs::Permissions::from_mode(0o755)).unwrap();
+        for name in 0..9 {
+            fs::write(sources.join(format!("{name}.cu")), "").unwrap();
+        }
+        let compiled = || compile_all(&compiler, &dir.join("sources"), &dir.join("out"));
+        let names: Vec<String> = compiled()
+            .unwrap()
+            .iter()
+            .map(|object| object.path.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(names, (0..9).map(|name| format!("any_{name}.o")).collect::<Vec<_>>());
+        fs::write(sources.join("bad.cu"), "").unwrap();
+        assert!(compiled().err().unwrap().contains("bad.cu"));
         fs::remove_dir_all(&dir).unwrap();
     }
 

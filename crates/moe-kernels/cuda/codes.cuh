@@ -8,7 +8,7 @@ namespace moe {
 /// Type of an array's elements.
 enum class Dtype : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
-/// What becomes of a result, which every kernel has in f32.
+/// What is done with a result, which every kernel has in f32.
 enum class Output : int32_t {
   kF32 = 0,     // stored
   kBf16 = 1,    // rounded and stored
@@ -18,7 +18,7 @@ enum class Output : int32_t {
 /// How logits become scores.
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
-/// How the weights of a quantised pack are coded.
+/// The number format of the weights of a quantised pack.
 enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2 };
 
 /// Whether a code is one of an enum whose last value is `last`.

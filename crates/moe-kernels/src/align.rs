@@ -1,10 +1,9 @@
 //! Token alignment: which slots each local expert computes, and in which order.
 //!
-//! A slot is one (token, k) pair, numbered t*K + k. Four layouts serve four kinds of kernels:
-//! [`group_slots_into`] sorts slots by local expert without padding, for kernels that take a
-//! range per expert; [`align_tokens_into`] pads each expert to whole blocks, for kernels that
-//! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows, and
-//! [`list_slots_into`] one of slot numbers.
+//! A slot is one (token, k) pair, numbered t*K + k. Four layouts serve four kinds of kernels. [`group_slots_into`]
+//! sorts slots by local expert without padding, for kernels that take a range per expert. [`align_tokens_into`] pads
+//! each expert's slots to whole blocks, for kernels that take a block per tile. [`batch_rows_into`] gives each expert a
+//! fixed number of rows, and [`list_slots_into`] gives each expert a list of slot numbers.
 
 mod batches;
 mod blocks;
@@ -26,12 +25,12 @@ pub use rows::{batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unba
 
 use candle_core::{DType, Result, bail};
 
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::routed::NO_EXPERT;
 use crate::view::View;
 
-/// The table that sends a physical expert id to its local slot, checked entry by entry on use. Kernels cannot
-/// refuse an id: on CUDA one that has no local expert is no expert.
+/// The table from physical expert ids to local slots. Each entry is checked when it is used. Kernels cannot report an
+/// error for an id: on CUDA an id without a local expert counts as no expert.
 struct ExpertMap<'a> {
     op: &'static str,
     map: Option<&'a [i32]>,
@@ -39,12 +38,12 @@ struct ExpertMap<'a> {
 }
 
 impl<'a> ExpertMap<'a> {
-    /// A map that [`check_map`] has passed.
+    /// Makes a map that [`check_map`] has accepted.
     fn new(op: &'static str, map: Option<View<'a>>, num_local: usize) -> Result<Self> {
         Ok(Self { op, map: map.map(|map| map.cpu()).transpose()?, num_local })
     }
 
-    /// The local slot of an id; `None` if the expert is absent or lives elsewhere.
+    /// The local slot of an id; `None` if the id means no expert or the expert is on another rank.
     fn local(&self, id: u32) -> Result<Option<usize>> {
         if id == NO_EXPERT {
             return Ok(None);
@@ -77,7 +76,7 @@ impl<'a> ExpertMap<'a> {
     }
 }
 
-/// Fails unless the ids are [T, K] u32; and where a slot number would not fit in u32 beside its sentinel.
+/// Fails unless the ids are [T, K] u32, and if a slot number, or the sentinel after the last one, would not fit in u32.
 fn check_ids(op: &str, topk_ids: View) -> Result<()> {
     expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
     expect_matrix(op, "topk_ids", &topk_ids)?;
@@ -118,7 +117,7 @@ mod tests {
         Ok((offsets, slots))
     }
 
-    /// Ids [T, K] over `physical` experts with some absent, and a map with holes onto local slots.
+    /// Ids [T, K] over `physical` experts, some of them absent, and a map with gaps to local slots.
     pub(super) fn routing() -> impl Strategy<Value = (Vec<u32>, usize, Option<Vec<i32>>, usize)> {
         (1usize..5, 0usize..40, 1usize..12).prop_flat_map(|(k, t, physical)| {
             let id = prop_oneof![8 => 0..physical as u32, 1 => Just(NO_EXPERT)];

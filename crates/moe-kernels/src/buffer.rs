@@ -1,8 +1,8 @@
 //! Owned buffers and the workspace that recycles them.
 //!
-//! A forward pass asks the workspace for scratch and returns it on drop, so that after the
-//! first pass at the largest size nothing allocates. A frozen workspace refuses to grow: that
-//! is the state in which a step may be captured into a graph.
+//! A forward pass borrows scratch buffers from the workspace and returns them on drop, so that after the first pass at
+//! the largest size nothing is allocated. A frozen workspace refuses to grow. A step may only be captured into a graph
+//! in this state.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,8 +33,8 @@ impl Buffer {
         Ok(Self { data: allocate(device, dtype, dims.elem_count()?)?, dims })
     }
 
-    /// A buffer that is to be written whole before it is read: on a CUDA device its contents are what the
-    /// memory held before, and in host memory zeros, which cost nothing there.
+    /// A buffer that must be written completely before it is read. On a CUDA device it contains whatever the memory
+    /// held before; in host memory it contains zeros, which cost nothing there.
     pub fn unspecified_on(device: &Device, dtype: DType, dims: &[usize]) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = device {
@@ -70,7 +70,7 @@ impl Buffer {
 
     /// A read-only view.
     pub fn view(&self) -> View<'_> {
-        // The dims are checked by every constructor, and a scratch buffer may be longer than its dims.
+        // Every constructor checks the dims, and a scratch buffer may be longer than its dims.
         let len = self.dims.iter().product();
         View::trusted(self.data.as_data().range(0, len), self.dims)
     }
@@ -100,7 +100,7 @@ fn allocate(device: &Device, dtype: DType, len: usize) -> Result<Memory> {
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => crate::storage::DeviceMemory::zeros(device, dtype, len).map(Memory::Cuda),
-        other => bail!("no buffer lies on {:?}", other.location()),
+        other => bail!("buffers cannot be on {:?}", other.location()),
     }
 }
 
@@ -112,9 +112,9 @@ fn ordinal(device: &Device) -> Option<usize> {
     }
 }
 
-/// Fails if the system refuses memory for `len` elements: an error where `vec!` would abort.
+/// Fails if the system refuses memory for `len` elements. This is an error where `vec!` would abort.
 fn check_memory(dtype: DType, len: usize) -> Result<()> {
-    // Small requests do not fail one by one, and asking twice would cost more than they do.
+    // Small requests rarely fail, and a test allocation for each would cost more than the request.
     const LARGE: usize = 1 << 24;
     let bytes = len.saturating_mul(dtype.size_in_bytes());
     if bytes > LARGE && Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
@@ -132,8 +132,8 @@ struct Pool {
 }
 
 impl Pool {
-    /// Drops the largest free buffer of the host, which the caller has outgrown: a need that grows from step to step holds its
-    /// largest size alone. Buffers of a device stay, since recorded graphs hold their addresses.
+    /// Frees the largest free buffer of the host, which is now too small: if the need grows from step to step, only the
+    /// largest size is kept. Buffers of a device stay, because recorded graphs hold their addresses.
     fn drop_outgrown(&mut self, dtype: DType, place: Option<usize>) {
         let outgrown =
             |&i: &usize| self.free[i].as_data().dtype() == dtype && self.free[i].as_data().device().is_none();
@@ -144,7 +144,7 @@ impl Pool {
         }
     }
 
-    /// Takes a buffer back, unless the pool is larger than its limit.
+    /// Takes a buffer back, or frees it if the pool is larger than its limit.
     fn take_back(&mut self, memory: Memory) {
         if !self.frozen && self.limit.is_some_and(|limit| self.bytes > limit) {
             self.bytes -= bytes_of(&memory);
@@ -160,7 +160,7 @@ fn bytes_of(memory: &Memory) -> usize {
 }
 
 thread_local! {
-    /// The workspaces of calls on tensors on this thread.
+    /// The workspaces of this thread for calls on tensors.
     static OF_THREAD: RefCell<Vec<(Device, Workspace)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -174,9 +174,9 @@ impl Workspace {
         Self::default()
     }
 
-    /// The workspace that all calls on tensors of `device` share on this thread, whichever module they are made on: calls of
-    /// a thread run one after another, so that one workspace serves all layers of a model. It lives as long as the
-    /// thread; [`trim`](Self::trim) gives its memory back earlier.
+    /// The workspace that all calls on tensors of `device` share on this thread, in whatever module. The calls of a
+    /// thread run one after another, so one workspace serves all layers of a model. It lives as long as the thread;
+    /// [`trim`](Self::trim) frees its memory earlier.
     pub fn of_thread(device: &Device) -> Self {
         let find_or_make = |known: &RefCell<Vec<(Device, Self)>>| {
             let mut known = known.borrow_mut();
@@ -187,19 +187,18 @@ impl Workspace {
             known.push((device.clone(), workspace.clone()));
             workspace
         };
-        // While a thread ends its workspaces are gone, and a call has one of its own.
+        // While a thread ends, its workspaces are already gone, and a call gets a new one.
         OF_THREAD.try_with(find_or_make).unwrap_or_default()
     }
 
-    /// Scratch of this dtype and these dims, with unspecified contents. It goes back to the
-    /// pool when dropped. On a frozen workspace, a request that no free buffer can hold is an
-    /// error.
+    /// Scratch memory of this dtype and these dims, with unspecified contents. It returns to the pool when it is
+    /// dropped. On a frozen workspace a request that no free buffer can hold is an error.
     pub fn scratch(&self, dtype: DType, dims: &[usize]) -> Result<Scratch> {
         self.scratch_on(&Device::Cpu, dtype, dims)
     }
 
-    /// [`scratch`](Self::scratch) on a device. Buffers on a CUDA device must be used on that device's stream: one that
-    /// comes back is lent again while kernels may still read it.
+    /// [`scratch`](Self::scratch) on a device. Buffers on a CUDA device must be used on that device's stream: a buffer
+    /// that was returned may be lent again while kernels still read it.
     pub fn scratch_on(&self, device: &Device, dtype: DType, dims: &[usize]) -> Result<Scratch> {
         let place = ordinal(device);
         let dims = Dims::new(dims)?;
@@ -233,17 +232,18 @@ impl Workspace {
         self.lock().frozen = frozen;
     }
 
-    /// Whether it may not grow: the state in which launches are recorded into a graph.
+    /// Whether it may not grow. In this state launches can be recorded into a graph.
     pub fn is_frozen(&self) -> bool {
         self.lock().frozen
     }
 
-    /// Bytes of the pool, lent or free.
+    /// Bytes of the pool, both lent and free.
     pub fn bytes(&self) -> usize {
         self.lock().bytes
     }
 
-    /// Frees the buffers that are not lent. A frozen workspace keeps them, because a graph may have recorded their addresses.
+    /// Frees the buffers that are not lent. A frozen workspace keeps them, because a graph may have recorded their
+    /// addresses.
     pub fn trim(&self) {
         let mut pool = self.lock();
         if !pool.frozen {
@@ -252,20 +252,20 @@ impl Workspace {
         }
     }
 
-    /// Bounds the memory that is kept between calls: while the pool is larger than `bytes`, buffers that come back
-    /// are freed, so that later calls allocate them again. `None`, the default, keeps all of them. What one call needs at the
-    /// same time is not bounded by it.
+    /// Limits the memory that is kept between calls. While the pool is larger than `bytes`, returned buffers are freed,
+    /// so later calls allocate them again. `None`, the default, keeps all buffers. The limit does not apply to the
+    /// memory that one call needs at the same time.
     pub fn set_limit(&self, bytes: Option<usize>) {
         self.lock().limit = bytes;
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Pool> {
-        // A panic elsewhere cannot leave the pool inconsistent: every update is one push or remove.
+        // A panic elsewhere cannot leave the pool inconsistent, because every update is one push or remove.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A buffer lent by a [`Workspace`]; it goes back when dropped.
+/// A buffer lent by a [`Workspace`]. It returns to the workspace when it is dropped.
 #[derive(Debug)]
 pub struct Scratch {
     buffer: Option<Buffer>,
@@ -324,7 +324,7 @@ mod tests {
             let _columns = workspace.scratch(DType::F32, &[rows, 50])?;
             let _all = workspace.scratch(DType::F32, &[rows, 100])?;
         }
-        // Two that are lent at once, each of the larger size at most; what is lent stays.
+        // Two buffers are lent at the same time, each of at most the larger size; lent buffers stay.
         assert!(workspace.bytes() <= 40 + 2 * 99 * 100 * 4, "{}", workspace.bytes());
         assert_eq!(held.view().to_f32_vec()?, vec![0.; 10]);
         let steady = workspace.bytes();

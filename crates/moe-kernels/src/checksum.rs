@@ -1,26 +1,26 @@
-//! A checksum that names the bytes of an expert's weights: the same number on the CPU and on a device.
+//! A checksum that identifies the bytes of an expert's weights. It is the same number on the CPU and on a device.
 //!
-//! It is a sum over the words of eight bytes (little endian, the last one filled up with zeros), of a hash of each word and its
-//! place. So words can be added in any order, by any number of threads.
+//! It is the sum of a hash of each word of eight bytes (little endian, the last one padded with zeros) and its index.
+//! So words can be added in any order, by any number of threads.
 
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{expect, expect_dtype};
+use crate::arguments::{expect, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
 const PLACE: u64 = 0x9e37_79b9_7f4a_7c15;
 const FACTOR: u64 = 0xbf58_476d_1ce4_e5b9;
 
-/// The hash of word `index`: two different words have two different ones.
+/// The hash of word `index`. Two different words at the same index have different hashes.
 fn hashed(index: u64, word: u64) -> u64 {
     let x = word ^ index.wrapping_add(1).wrapping_mul(PLACE);
     let x = (x ^ (x >> 32)).wrapping_mul(FACTOR);
     x ^ (x >> 29)
 }
 
-/// The sum of the hashes of words whose first one has this index.
+/// The sum of the hashes of words, the first of which has index `first`.
 fn sum(first: u64, bytes: &[u8]) -> u64 {
     let (words, tail) = bytes.as_chunks::<8>();
     let mut last = [0; 8];
@@ -30,12 +30,12 @@ fn sum(first: u64, bytes: &[u8]) -> u64 {
     words.fold(0, |sum, (word, index)| sum.wrapping_add(hashed(index, u64::from_le_bytes(*word))))
 }
 
-/// A checksum of bytes: any change of one word of eight bytes changes it, and others almost surely.
+/// A checksum of bytes. Any change within one word of eight bytes changes it, and other changes almost surely do.
 pub fn checksum(bytes: &[u8]) -> u64 {
     checksum_of_sum(bytes.len(), sum(0, bytes) as i64)
 }
 
-/// The [`checksum`] of `len` bytes whose [`word_sum_into`] is this one.
+/// The [`checksum`] of `len` bytes for which [`word_sum_into`] returned `word_sum`.
 pub fn checksum_of_sum(len: usize, word_sum: i64) -> u64 {
     hashed(len as u64, word_sum as u64)
 }
@@ -44,11 +44,11 @@ pub fn checksum_of_sum(len: usize, word_sum: i64) -> u64 {
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `bytes` | \[N\] u8; on a device it begins at a multiple of 16 bytes |
+/// | `bytes` | \[N\] u8; on a device its address is a multiple of 16 bytes |
 /// | `out` | \[1\] i64: the sum of the words' hashes, modulo 2^64 |
 ///
 /// # Errors
-/// Wrong dtypes or dims; on a device a view that begins elsewhere.
+/// Wrong dtypes or dims; on a device a view with another address.
 pub fn word_sum_into(bytes: View<'_>, mut out: ViewMut<'_>, ex: &Exec) -> Result<()> {
     const OP: &str = "word_sum";
     expect_dtype(OP, "bytes", &bytes, DType::U8)?;
@@ -57,7 +57,7 @@ pub fn word_sum_into(bytes: View<'_>, mut out: ViewMut<'_>, ex: &Exec) -> Result
     if ex.is_cuda() {
         return crate::cuda::word_sum(ex.cuda(OP)?, OP, bytes, out);
     }
-    /// Bytes of a thread's turn: whole words.
+    /// Bytes that a thread processes at a time: whole words.
     const TURN: usize = 1 << 16;
     let bytes = bytes.cpu::<u8>()?;
     let turns = bytes.par_chunks(TURN).enumerate();
@@ -83,7 +83,7 @@ mod tests {
                 let mut other = bytes[..len].to_vec();
                 other[bit / 8] ^= 1 << (bit % 8);
                 assert_ne!(checksum(&other), sum, "bit {bit} of {len} bytes");
-                // Two words with the same bit flipped do not make up for each other.
+                // If the same bit is flipped in two words, the changes do not cancel.
                 if bit + 64 < len * 8 {
                     other[bit / 8 + 8] ^= 1 << (bit % 8);
                     assert_ne!(checksum(&other), sum, "bits {bit} and {} of {len} bytes", bit + 64);

@@ -1,23 +1,23 @@
-//! What prepare hands to the experts, and what combine needs of the owner.
+//! The data that prepare passes to the experts, and the owner's data that combine needs.
 //!
-//! Dispatch separates two sides. The *experts' side* is the rows that this rank computes, with
-//! the ids of their slots; they may come from other ranks. The *owner's side* is the routing of
-//! the tokens that this rank passed in: only the owner weights and adds a token's slot rows, so
-//! its own ids and weights stay here whatever travels.
+//! Dispatch separates two sides. The *experts' side* is the rows that this rank computes, with the ids of their slots;
+//! they may come from other ranks. The *owner's side* is the routing of the tokens that this rank passed in. Only the
+//! owner weights and adds a token's slot rows, so the token's ids and weights stay on the owner's rank.
 
 use std::any::{Any, type_name};
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::buffer::Scratch;
-use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::tags::ActivationFormat;
 use crate::view::{Dims, View};
 
 /// An array that is borrowed from the caller or owned by the dispatch.
+// This enum is exhaustive: data is borrowed or owned.
 #[derive(Debug)]
 pub enum Lent<'a> {
-    /// The caller's data, unchanged.
+    /// The caller's data without a copy.
     Borrowed(View<'a>),
     /// Data that prepare made.
     Owned(Scratch),
@@ -52,20 +52,22 @@ impl From<Scratch> for Lent<'_> {
 ///
 /// | field | Standard | Listed | BatchedExperts |
 /// |---|---|---|---|
-/// | `rows` | [T', H] | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows, the others are unspecified |
+/// | `rows` | [T', H] | [T', H] | [E_local, max_tokens, H], see below |
 /// | `topk_ids` | [T', K] u32, physical ids | the same | `None`: a row's expert is its first index |
-/// | `topk_weights` | [T', K] f32, if they travelled | [T', K] f32 | `None` |
+/// | `topk_weights` | [T', K] f32, if they were sent | [T', K] f32 | `None` |
 /// | `expert_num_tokens` | \[E_local\] u32, if prepare knows it | \[E_local\] u32 | \[E_local\] u32 |
-/// | `expert_slots` | `None` | [E_local, T' * K] u32; expert e computes the first `expert_num_tokens[e]` slots t*K + k of row e | `None` |
+/// | `expert_slots` | `None` | [E_local, T' * K] u32, see below | `None` |
 /// | `expert_map` | \[P\] i32, `None` = identity | the same | the same |
 /// | `owner_topk_ids`, `owner_topk_weights` | [T, K] u32, [T, K] f32 | the same | the same |
 /// | experts return, f32, unweighted | [T', K, H] | [T', K, H] | [E_local, max_tokens, H] |
 ///
-/// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and slots whose expert lives elsewhere are not
-/// computed, and their rows of the experts' output are never read.
+/// With BatchedExperts, expert e computes its first `expert_num_tokens[e]` rows, and the others are unspecified. With
+/// Listed, expert e computes the first `expert_num_tokens[e]` slots t*K + k of row e of `expert_slots`. Slots of
+/// [`NO_EXPERT`](crate::NO_EXPERT) and slots of experts on other ranks are not computed, and their rows of the experts'
+/// output are never read.
 ///
-/// Construct one with [`standard`](Self::standard), [`batched`](Self::batched) or [`listed`](Self::listed) and set the
-/// remaining fields as needed; the struct may gain fields.
+/// Make one with [`standard`](Self::standard), [`batched`](Self::batched) or [`listed`](Self::listed), and set the
+/// other fields as needed. The struct may get more fields.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Dispatched<'a> {
@@ -75,26 +77,29 @@ pub struct Dispatched<'a> {
     pub rows: Lent<'a>,
     /// Physical expert ids of the rows' slots; `u32::MAX` = no expert.
     pub topk_ids: Option<Lent<'a>>,
-    /// Router weights of the rows' slots, for experts that reduce by themselves.
+    /// Router weights of the rows' slots, for experts that reduce their rows themselves.
     pub topk_weights: Option<Lent<'a>>,
     /// Rows per local expert.
     pub expert_num_tokens: Option<Lent<'a>>,
-    /// Slots of each local expert, Listed format.
+    /// Slots of each local expert, in the Listed format.
     pub expert_slots: Option<Lent<'a>>,
-    /// Physical expert to local slot, -1 = elsewhere.
+    /// Local slot of each physical expert, -1 if it is on another rank.
     pub expert_map: Option<View<'a>>,
     /// The owner's ids of its own T tokens.
     pub owner_topk_ids: View<'a>,
     /// The owner's weights of its own T tokens.
     pub owner_topk_weights: View<'a>,
-    /// The rows already carry the router weight; combine must use 1.
+    /// Whether the rows were already multiplied by the router weight. Then combine must use weight 1.
     pub weights_applied: bool,
+    /// [E, H] in the model dtype: what is added to each slot row of an expert after the segments in which ranks that
+    /// cut experts have left its sums; `None`: nothing.
+    pub slot_bias: Option<View<'a>>,
     handle: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl<'a> Dispatched<'a> {
-    /// Rows [T, H] in the Standard format that stay with their owner: the experts see the
-    /// owner's own ids [T, K] and weights [T, K].
+    /// Rows [T, H] in the Standard format that stay with their owner. The experts use the owner's own ids [T, K] and
+    /// weights [T, K].
     pub fn standard(rows: impl Into<Lent<'a>>, topk_ids: View<'a>, topk_weights: View<'a>) -> Self {
         Self {
             format: ActivationFormat::Standard,
@@ -107,6 +112,7 @@ impl<'a> Dispatched<'a> {
             owner_topk_ids: topk_ids,
             owner_topk_weights: topk_weights,
             weights_applied: false,
+            slot_bias: None,
             handle: None,
         }
     }
@@ -128,8 +134,8 @@ impl<'a> Dispatched<'a> {
         }
     }
 
-    /// Rows [T', H] in the Listed format: `lists` are the slots of each local expert [E_local, T' * K] and how many
-    /// they are \[E_local\], `routing` the rows' own ids and weights [T', K].
+    /// Rows [T', H] in the Listed format. `lists` contains the slots of each local expert [E_local, T' * K] and their
+    /// numbers \[E_local\]; `routing` contains the rows' own ids and weights [T', K].
     pub fn listed(
         rows: impl Into<Lent<'a>>,
         lists: (impl Into<Lent<'a>>, impl Into<Lent<'a>>),
@@ -147,13 +153,14 @@ impl<'a> Dispatched<'a> {
         }
     }
 
-    /// Attaches what the backend needs again in finalize (counts, permutations, buffers).
+    /// Attaches data that the backend needs again in finalize (counts, permutations, buffers).
+    #[must_use]
     pub fn with_handle<T: Any + Send + Sync>(mut self, handle: T) -> Self {
         self.handle = Some(Box::new(handle));
         self
     }
 
-    /// What the backend attached. An error if it is of another backend.
+    /// The data that the backend attached. It is an error if another backend attached it.
     pub fn handle<T: Any>(&self, op: &str) -> Result<&T> {
         match self.handle.as_deref().and_then(|h| h.downcast_ref()) {
             Some(handle) => Ok(handle),
@@ -169,7 +176,7 @@ impl<'a> Dispatched<'a> {
         self.field("topk_ids", &self.topk_ids)
     }
 
-    /// The weights [T', K] of the rows' slots; an error if they did not travel.
+    /// The weights [T', K] of the rows' slots; an error if they were not sent.
     pub fn topk_weights(&self) -> Result<View<'_>> {
         self.field("topk_weights", &self.topk_weights)
     }
@@ -204,35 +211,36 @@ impl<'a> Dispatched<'a> {
         }
     }
 
-    /// Whether no row can have arrived, so that running the experts may be skipped. Finalize must
-    /// still be called: on several ranks it is a collective.
+    /// Whether it is certain that no row has arrived, so that the experts need not run. Finalize must still be called:
+    /// on several ranks it is a collective.
     pub fn is_empty(&self) -> bool {
         self.rows.view().elem_count() == 0
     }
 }
 
-/// What this rank's experts leave for rows [T', ..] of all ranks, in f32.
+/// The results of this rank's experts for rows [T', ..] of all ranks, in f32.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotRows<'a> {
-    /// A row for each slot, [T', K, H], unweighted; or their sums [T', H], weighted and added, without a routing.
+    /// One row for each slot, [T', K, H], unweighted. Or, if `routing` is `None`, the weighted sums [T', H].
     pub rows: View<'a>,
-    /// How slots are weighted and which are here; `None` where they have been added.
+    /// The weights of slots, and which of them this rank has; `None` if they were already added.
     pub routing: Option<SlotRouting<'a>>,
 }
 
-/// How the slots [T', K] of rows are weighted, and which of them are here.
+/// The weights of the slots [T', K] of rows, and which of them this rank has.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotRouting<'a> {
     /// [T', K] u32 physical ids; `u32::MAX` = no expert.
     pub topk_ids: View<'a>,
     /// [T', K] f32.
     pub topk_weights: View<'a>,
-    /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = all are here.
+    /// \[P\] i32, local slot of each physical expert, -1 if it is on another rank; `None` means that all are on this
+    /// rank.
     pub expert_map: Option<View<'a>>,
 }
 
 impl SlotRows<'_> {
-    /// T', K and H; K is 1 where slots have been added.
+    /// Returns T', K and H; K is 1 if slots were already added.
     ///
     /// # Errors
     /// Wrong dims or dtypes.

@@ -1,4 +1,4 @@
-//! Matches on dtypes, and what kernels do with floats.
+//! Matches on dtypes, and the operations that kernels need on floats.
 
 use half::{bf16, f16};
 

@@ -1,8 +1,8 @@
 //! The execution context of an op: device, threads, instruction set, workspace.
 //!
-//! An [`Exec`] is what a CUDA stream is to CUDA code: ops that share it run in order. On the
-//! CPU it carries a thread pool and the instruction-set path. Two runs on one path are
-//! bit-identical whatever the number of threads; paths differ within a stated bound.
+//! An [`Exec`] has the role of a CUDA stream: ops that share it run in order. On the CPU it has a thread pool and an
+//! instruction set. Two runs with one instruction set are bit-identical, whatever the number of threads; runs with
+//! different instruction sets differ within a stated bound.
 
 mod awake;
 mod beside;
@@ -15,18 +15,18 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::arguments;
 use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
 use crate::cuda::Timeline;
-use crate::door;
 use crate::plan::{Fp8Activations, Gpu, Machine};
 use crate::view::{View, ViewMut};
 
 pub use isa::CpuIsa;
 pub use launches::{LaunchLog, Launched, LaunchedAsOne};
 
-/// What the choice of kernels depends on of a CUDA device; `None` for other devices. Of one on which no kernel can run it is
-/// a card without any: the first op there says why.
+/// The properties of a CUDA device that determine the choice of kernels; `None` for other devices. If no kernel can run
+/// on the card, the result has no features, and the first op on the card returns an error with the reason.
 pub fn gpu_of(device: &Device) -> Option<Gpu> {
     match device {
         #[cfg(feature = "cuda")]
@@ -35,14 +35,14 @@ pub fn gpu_of(device: &Device) -> Option<Gpu> {
     }
 }
 
-/// The context that every op runs in; a clone shares device, threads and workspace.
+/// The context in which every op runs. A clone shares device, threads and workspace.
 #[derive(Clone)]
 pub struct Exec {
     device: Device,
     isa: CpuIsa,
     threads: Option<Arc<rayon::ThreadPool>>,
     workspace: Workspace,
-    /// The second stream's workspace: buffers come back to it in that stream's order.
+    /// The second stream's workspace: its buffers are reused in the order of that stream.
     #[cfg(feature = "cuda")]
     side_workspace: Workspace,
     batch_invariant: bool,
@@ -78,10 +78,10 @@ impl Exec {
     /// A context on a device: the stream of a CUDA device, or [`cpu`](Self::cpu).
     ///
     /// All work on a CUDA device runs on the stream of the candle device, in order with candle's own work. A device
-    /// made by `cuda::device` has one stream, which any thread may use. One made by `Device::new_cuda` stands for
-    /// another stream in each thread: calls on tensors ([`with_tensors`](crate::with_tensors)) put the work of
-    /// different threads in order, but a caller of `*_into` forms on such a device keeps to one thread, and one that
-    /// hands tensors to another thread synchronises the device first, as with candle alone.
+    /// made by `cuda::device` has one stream, which any thread may use. A device made by `Device::new_cuda` uses a
+    /// different stream in each thread. Calls on tensors ([`with_tensors`](crate::with_tensors)) put the work of
+    /// different threads in order. A caller of `*_into` functions on such a device must stay on one thread, and must
+    /// synchronise the device before it passes tensors to another thread, as with candle alone.
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(Self::cpu()),
@@ -109,19 +109,26 @@ impl Exec {
         Ok(self)
     }
 
-    /// Runs on a pool of `n` threads of its own.
+    /// The largest number of threads of a pool: more than any machine has cores.
+    pub const MAX_THREADS: usize = 4096;
+
+    /// Runs on a separate pool of `n` threads.
+    ///
+    /// # Errors
+    /// `n` is 0 or above [`MAX_THREADS`](Self::MAX_THREADS); the system cannot start the threads.
     pub fn with_threads(mut self, n: usize) -> Result<Self> {
-        if n == 0 {
-            bail!("the number of threads must be at least 1")
+        if !(1..=Self::MAX_THREADS).contains(&n) {
+            bail!("threads: expected 1 to {}, got {n}", Self::MAX_THREADS)
         }
         let pool = rayon::ThreadPoolBuilder::new().num_threads(n).build();
         self.threads = Some(Arc::new(pool.map_err(candle_core::Error::wrap)?));
         Ok(self)
     }
 
-    /// Makes a row's bits depend on nothing but the row, whatever rows are computed beside it: every op
-    /// takes a form that does not depend on the number of rows. On the CPU it is always so; on CUDA the
-    /// forms for any number of rows are slower than those chosen by it.
+    /// Makes a row's bits independent of the other rows in the call: every op then uses a form that does not depend on
+    /// the number of rows. On the CPU this is always the case. On CUDA these forms are slower than the ones that are
+    /// chosen by the number of rows.
+    #[must_use]
     pub fn with_batch_invariant(self, batch_invariant: bool) -> Self {
         Self { batch_invariant, ..self }
     }
@@ -131,19 +138,20 @@ impl Exec {
         self.batch_invariant
     }
 
-    /// Lets products of many rows quantise their activations where the weights are FP8, on CUDA; without, they keep their
-    /// dtype.
+    /// Allows products of many rows to quantise their activations if the weights are FP8, on CUDA. Otherwise the
+    /// activations keep their dtype.
+    #[must_use]
     pub fn with_fp8_activations(self, fp8_activations: Fp8Activations) -> Self {
         Self { fp8_activations, ..self }
     }
 
-    /// Where activations may be quantised.
+    /// For which products activations may be quantised.
     pub fn fp8_activations(&self) -> Fp8Activations {
         self.fp8_activations
     }
 
-    /// Marks what begins here in the [log of launches](LaunchLog) and, on CUDA, on the device's timeline (`with_timeline`),
-    /// where there are these.
+    /// Adds a mark to the [log of launches](LaunchLog) and, on CUDA, to the device's timeline (`with_timeline`), if the
+    /// context has them. The mark names the work that follows.
     pub fn mark(&self, what: &'static str, index: usize) -> Result<()> {
         if let Some(log) = &self.launches {
             log.mark(what, index);
@@ -155,19 +163,21 @@ impl Exec {
         Ok(())
     }
 
-    /// Notes launches in a log.
+    /// Records launches in a log.
+    #[must_use]
     pub fn with_launch_log(self, launches: Option<LaunchLog>) -> Self {
         Self { launches, ..self }
     }
 
-    /// Notes a launch by its name in a plan, which is made only for a log.
+    /// Records a launch by its name in a plan. The name is only computed if there is a log.
     pub fn launched<N: Into<String>>(&self, kernel: impl FnOnce() -> N) {
         if let Some(log) = &self.launches {
             log.note(kernel().into());
         }
     }
 
-    /// As [`launched`](Self::launched), for several launches that a plan names as one: those until the result is dropped.
+    /// Like [`launched`](Self::launched), for several launches that a plan names as one: all launches until the result
+    /// is dropped.
     #[must_use = "the launches of the whole are those until this is dropped"]
     pub fn launched_as_one<N: Into<String>>(&self, kernel: impl FnOnce() -> N) -> Option<LaunchedAsOne> {
         self.launches.as_ref().map(|log| log.note_whole(kernel().into()))
@@ -178,7 +188,7 @@ impl Exec {
         &self.device
     }
 
-    /// What the choice of kernels depends on.
+    /// The properties that determine the choice of kernels.
     pub fn machine(&self) -> Machine {
         #[cfg(feature = "cuda")]
         let gpu = self.cuda.as_ref().map(|cuda| cuda.gpu);
@@ -197,13 +207,13 @@ impl Exec {
         self.threads.as_ref().map_or_else(rayon::current_num_threads, |p| p.current_num_threads())
     }
 
-    /// Runs `f` inside the thread pool, where rayon's parallel iterators use its threads. A caller
-    /// of many ops, such as a model's step, does well to enter the pool once: from outside, every
-    /// parallel op pays two hand-overs between threads.
+    /// Runs `f` inside the thread pool, where rayon's parallel iterators use its threads. A caller of many ops, such as
+    /// a step of a model, should enter the pool once: from outside of it every parallel op costs two hand-overs between
+    /// threads.
     pub fn install<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         match &self.threads {
             Some(pool) => pool.install(f),
-            // The global pool has no handle; a scope runs inside it.
+            // The global pool has no handle, but a scope runs inside it.
             None => rayon::scope(|_| f()),
         }
     }
@@ -228,7 +238,7 @@ impl Exec {
         &self.workspace
     }
 
-    /// Blocks until everything on a CUDA device's stream has ended; the CPU is never behind.
+    /// Blocks until all work on a CUDA device's stream has ended. Ops on the CPU have always ended when they return.
     pub fn synchronize(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(cuda) = &self.cuda {
@@ -237,7 +247,7 @@ impl Exec {
         Ok(())
     }
 
-    /// A copy in host memory. From a device: waits for all work before it.
+    /// A copy in host memory. For a device view it waits for all earlier work.
     pub fn to_host(&self, view: View<'_>) -> Result<Buffer> {
         #[cfg(feature = "cuda")]
         if let Some(cuda) = self.cuda.as_ref().filter(|_| view.is_cuda()) {
@@ -260,10 +270,10 @@ impl Exec {
         Ok(copy)
     }
 
-    /// Copies host data of the same dtype and number of elements to a view of the device. To a
-    /// device: returns when the host data may change again.
+    /// Copies host data to a view of the device with the same dtype and number of elements. For a CUDA device it
+    /// returns when the host data may be changed again.
     pub fn copy_from_host(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
-        door::expect_dtype("copy_from_host", "from", &from, to.dtype())?;
+        arguments::expect_dtype("copy_from_host", "from", &from, to.dtype())?;
         if from.elem_count() != to.elem_count() {
             bail!("copy_from_host: expected {} elements, got {}", to.elem_count(), from.elem_count())
         }
@@ -276,10 +286,10 @@ impl Exec {
 }
 
 impl Exec {
-    /// Copies `from` to `to`, of the same dtype and number of elements, both in host memory or both on
-    /// the device, there in stream order.
+    /// Copies `from` to `to`, of the same dtype and number of elements. Both must be in host memory or both on the
+    /// device; on the device the copy is in stream order.
     pub fn copy(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
-        door::expect_dtype("copy", "to", &to, from.dtype())?;
+        arguments::expect_dtype("copy", "to", &to, from.dtype())?;
         if from.elem_count() != to.elem_count() {
             bail!("copy: expected {} elements, got {}", from.elem_count(), to.elem_count())
         }
@@ -307,10 +317,10 @@ mod tests {
             let _inner = ex.launched_as_one(|| "inner");
             launch("part");
         }
-        ex.clone().launched(|| "behind");
+        ex.clone().launched(|| "after");
         let names: Vec<_> = log.take().into_iter().map(|one| (one.mark, one.kernel)).collect();
         let layer = Some(("layer", 3));
-        let expected = [(None, "before"), (layer, "whole"), (layer, "behind")];
+        let expected = [(None, "before"), (layer, "whole"), (layer, "after")];
         assert_eq!(names, expected.map(|(mark, name)| (mark, name.to_string())));
         assert_eq!(log.take(), []);
         Exec::cpu().launched(|| -> String { panic!("without a log no name is made") });
@@ -319,7 +329,7 @@ mod tests {
     #[test]
     fn copies_of_host_data_have_its_dims_and_are_written_whole() -> Result<()> {
         let ex = Exec::cpu();
-        // Scratch that comes back holds what was there before.
+        // Scratch memory that is reused still has its old contents.
         ex.scratch(DType::U32, &[9])?.view_mut().cpu_mut::<u32>()?.fill(7);
         let data = [1u32, 2, 3, 4, 5, 6];
         let dims = [2, 3];

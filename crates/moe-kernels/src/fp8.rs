@@ -1,19 +1,20 @@
-//! Activations in FP8 (E4M3): what the kernels that quantise rows mean, in readable form.
+//! Activations in FP8 (E4M3): a readable definition of the kernels that quantise rows.
 //!
-//! Each 128 columns of a row have a scale, their largest magnitude over 448, and become the nearest E4M3 of x / scale. This is
-//! the quantisation of activations beside weights in blocks, as DeepSeek-V3's report (arXiv 2412.19437) has it.
+//! Each 128 columns of a row have a scale, which is their largest magnitude over 448. Each value x becomes the nearest
+//! E4M3 number of x / scale. DeepSeek-V3's report (arXiv 2412.19437) quantises activations in this way for weights in
+//! blocks.
 
 /// Columns of a row that share a scale.
 pub const FP8_GROUP: usize = 128;
 /// The largest E4M3.
 const MOST: f32 = 448.0;
-/// Exponent of the smallest normal E4M3, and bits behind the first one.
+/// Exponent of the smallest normal E4M3, and number of bits after the first one.
 const LEAST_EXPONENT: i32 = -6;
 const FRACTION_BITS: i32 = 3;
 
-/// Rows as the kernels with FP8 activations multiply them: the values of the quantised `x`, f32 in, f32 out, in groups of
-/// [`FP8_GROUP`] columns; a last group of a row may not be smaller, so `x` holds whole groups. Groups whose scale would be
-/// subnormal become zeros.
+/// The values of the quantised rows `x`, as kernels with FP8 activations multiply them: f32 in, f32 out, in groups of
+/// [`FP8_GROUP`] columns. The number of columns must be a multiple of the group. Groups whose scale would be subnormal
+/// become zeros.
 pub fn quantised_to_fp8(x: &[f32]) -> Vec<f32> {
     let group = |group: &[f32]| {
         let most = group.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -24,21 +25,22 @@ pub fn quantised_to_fp8(x: &[f32]) -> Vec<f32> {
     x.chunks(FP8_GROUP).flat_map(group).collect()
 }
 
-/// The nearest E4M3, ties to even; beyond the largest one, that.
+/// The nearest E4M3 number, ties to even. Values beyond the largest number become the largest number.
 fn nearest_e4m3(x: f32) -> f32 {
     let magnitude = x.abs().min(MOST);
-    // The exponent as f32 has it; zeros and small numbers are multiples of the smallest step.
+    // The exponent in f32. Zero and small numbers are multiples of the smallest step.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(LEAST_EXPONENT);
     let step = f32::powi(2.0, exponent - FRACTION_BITS);
     ((magnitude / step).round_ties_even() * step).copysign(x)
 }
 
-/// In which order each 128 columns of a row in FP8 lie.
+/// The order of each 128 columns of a row in FP8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Fp8Order {
     /// The order of the second operand in shared memory, and of a pack's rows.
     Rows,
-    /// The order of the first operand: a lane's four columns together.
+    /// The order of the first operand: the four columns of a lane are next to each other.
     Quads,
 }
 
@@ -79,7 +81,7 @@ mod tests {
         let got = quantised_to_fp8(&x);
         assert_eq!(got[..FP8_GROUP], [0.0; FP8_GROUP]);
         assert!((got[200] + 44.8).abs() < 1e-5);
-        // Half a step of a number with 3 bits behind its first, or of the smallest one.
+        // The error is at most half a step of a number with 3 bits after its first one, or of the smallest number.
         for (x, got) in x.iter().zip(&got) {
             assert!((x - got).abs() <= (x.abs() / 16.0).max(0.1 / 1024.0) * 1.0001, "{x} became {got}");
         }

@@ -1,10 +1,10 @@
-//! What `backward()` finds behind the results of calls on tensors: an error instead of nothing.
+//! Makes `backward()` through the results of calls on tensors an error, instead of silently wrong.
 //!
-//! These crates run models and train none, so their operations have no gradient. candle would not notice: it would skip
-//! the results of a call as if they were constants, and `backward()` would leave out the variables behind them. So a call
-//! on tensors watches which tensors it reads, its inputs and the weights of its module (`reads`). If candle tracks the
-//! gradient of one of them, each result that could have a gradient becomes the result of an operation whose backward
-//! pass is an error. Without a variable nothing is added, and detached tensors work as always.
+//! These crates run models and do not train them, so their operations have no gradient. candle would not notice: it
+//! would treat the results of a call as constants, and `backward()` would leave out the variables on which they depend.
+//! So a call on tensors records which tensors it reads, its inputs and the weights of its module (`reads`). If candle
+//! tracks the gradient of one of them, each result that could have a gradient becomes the result of an operation whose
+//! backward pass is an error. Without a variable nothing is added, and detached tensors work as usual.
 
 use std::cell::Cell;
 
@@ -12,14 +12,14 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, Var, bail};
 use parking_lot::Mutex;
 
-/// What the call that runs on this thread has read; calls may contain others.
+/// What the running call on this thread has read. Calls may contain other calls.
 #[derive(Clone, Copy, PartialEq)]
 enum Watch {
     /// No call on tensors runs.
     Off,
-    /// One runs, and has read only constants so far.
+    /// A call runs, and has read only constants so far.
     Constants,
-    /// It has read something with a variable behind it.
+    /// A call runs, and has read a tensor that depends on a variable.
     Variables,
 }
 
@@ -27,7 +27,7 @@ thread_local! {
     static WATCH: Cell<Watch> = const { Cell::new(Watch::Off) };
 }
 
-/// What a call on tensors gives: its tensors can be replaced.
+/// The result of a call on tensors, whose tensors can be replaced.
 pub trait TensorResults: Sized {
     /// The results with `f` applied to each tensor that can have a gradient.
     ///
@@ -54,7 +54,7 @@ impl TensorResults for (Tensor, Tensor) {
     }
 }
 
-/// Restores what the surrounding call has seen; what this one has seen counts there, too.
+/// Restores the state of the surrounding call. Reads of the inner call count for the outer call, too.
 struct Restore(Watch);
 
 impl Drop for Restore {
@@ -67,7 +67,7 @@ impl Drop for Restore {
     }
 }
 
-/// Runs a call on tensors. If it reads something that has a variable behind it, `backward()` through its results fails.
+/// Runs a call on tensors. If it reads a tensor that depends on a variable, `backward()` through its results fails.
 pub(crate) fn watched<R: TensorResults>(call: impl FnOnce() -> Result<R>) -> Result<R> {
     let _outer = Restore(WATCH.replace(Watch::Constants));
     let results = call()?;
@@ -84,13 +84,13 @@ pub(crate) fn reads(tensor: &Tensor) {
     }
 }
 
-/// Whether candle would compute a gradient through this tensor: it is a variable, or made of one.
+/// Whether candle would compute a gradient through this tensor: it is a variable or depends on one.
 pub fn has_variable(tensor: &Tensor) -> bool {
     tensor.dtype().is_float() && !tensor.sorted_nodes().is_empty()
 }
 
-/// `copy`, made of the values of a tensor or of several, of which `has_variable` says whether one has a variable behind
-/// it: `backward()` through the copy then fails.
+/// Marks `copy`, which was made of the values of one or several tensors. `has_variable` says whether one of them
+/// depends on a variable; then `backward()` through the copy fails.
 ///
 /// # Errors
 /// No memory left.
@@ -103,13 +103,13 @@ fn without_gradient(tensor: Tensor) -> Result<Tensor> {
     if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
         return Ok(tensor);
     }
-    // candle keeps an operation only if a variable is behind its argument.
+    // candle keeps an operation only if its argument depends on a variable.
     let variable = Var::zeros((), DType::F32, tensor.device())?;
     let values = Mutex::new(Some(tensor.force_contiguous()?));
     variable.apply_op1(NoGradient { values })
 }
 
-/// Gives these values away, whatever its argument.
+/// An operation that returns these values, whatever its argument is.
 struct NoGradient {
     values: Mutex<Option<Tensor>>,
 }

@@ -2,14 +2,16 @@
 #![doc = include_str!("../README.md")]
 
 mod align;
+pub mod arguments;
 mod buffer;
 mod checksum;
+mod codes;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod dispatched;
-pub mod door;
 mod element;
+mod error;
 mod exec;
 mod fp8;
 pub mod gradient;
@@ -46,22 +48,23 @@ pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
 pub use element::Float;
+pub use error::{ArgumentError, cause, into_candle};
 pub use exec::{CpuIsa, Exec, LaunchLog, Launched, LaunchedAsOne, gpu_of};
 pub use fp8::{FP8_GROUP, Fp8Order, quantised_to_fp8};
 pub use memory::HugePages;
-pub use monolithic::{Gate, PreNorm, SublayerIo};
+pub use monolithic::{Gate, GateGroups, PreNorm, SublayerIo};
 pub use operands::{
-    AttentionMeta, ExpertGroups, HeadsNorm, MlaLatent, MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads,
-    StepRows,
+    AttentionMeta, CausalConv, DeltaHeads, ExpertGroups, GatedDelta, GatedRmsNorm, HeadsNorm, MlaLatent,
+    MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads, StateRows, StepRows,
 };
 pub use ops::{
-    ATTENTION_BLOCK, Segment, add_into, add_rms_norm_into, add_scaled_into, embedding_into,
-    gated_activation_into, gated_rows_into, grouped_down_into, grouped_down_segment_into,
-    grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into, linear_into,
-    linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into, mla_latent_into,
-    mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into, one_group_into,
-    paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into, row_parallel_segments,
-    sigmoid_into, softmax_into, weighted_sum_into,
+    ATTENTION_BLOCK, Segment, add_into, add_rms_norm_into, add_scaled_into, causal_conv_into, embedding_into,
+    gated_activation_into, gated_delta_into, gated_rms_norm_into, gated_rows_into, grouped_down_into,
+    grouped_down_segment_into, grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into,
+    linear_into, linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into,
+    mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into,
+    one_group_into, paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into,
+    row_parallel_segments, sigmoid_gate_into, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use plan::{check_kernel_image, is_portable_only};
@@ -70,7 +73,7 @@ pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes}
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use rows_view::{Fp8Rows, RowsView, RowsViewMut};
-pub use scheme::{Codes, Offset, QuantGroup, QuantScheme};
+pub use scheme::{Codes, Levels, Offset, QuantGroup, QuantScheme};
 pub use spec::ExpertsSpec;
 pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
 pub use storage::Element;

@@ -1,10 +1,10 @@
 //! The allocator of programs that hold large weights.
 //!
-//! A decode step reads each weight once, so translating the addresses of 4 KiB pages shows, and
-//! the matrix registers load rows that lie across cache lines at a third of their speed. Large
-//! allocations therefore start at a huge page and ask for huge pages, the last one too if they fill half of it.
-//! Allocations of some cache lines start at a cache line, where the system's start 16 bytes after one. All others are the
-//! system's. Kernels only gain speed by it: their results do not depend on where data lies.
+//! A decode step reads each weight once, so the time to translate addresses of 4 KiB pages matters, and the matrix
+//! registers load rows that cross cache lines at a third of their speed. Large allocations therefore start at a huge
+//! page and ask for huge pages; the last page becomes a huge page too if at least half of it is used. Medium
+//! allocations start at a cache line, while the system's start 16 bytes after one. All other allocations come from the
+//! system. Kernels only get faster by it: their results do not depend on addresses.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
@@ -18,13 +18,13 @@ use std::alloc::{GlobalAlloc, Layout, System};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HugePages;
 
-// SAFETY: a large allocation is a mapping of its own, any other the system allocator's; which of
-// them it is follows from the layout, that `alloc` and `dealloc` see alike.
+// SAFETY: a large allocation is a separate mapping, any other comes from the system allocator. The layout decides which
+// of the two it is, and `alloc` and `dealloc` get the same layout.
 unsafe impl GlobalAlloc for HugePages {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match mapping::len(layout) {
             Some(len) => mapping::new(len),
-            // SAFETY: the caller's promises are those that the system allocator asks for.
+            // SAFETY: the caller's promises are the ones that the system allocator needs.
             None => unsafe { System.alloc(at_line(layout)) },
         }
     }
@@ -47,10 +47,10 @@ unsafe impl GlobalAlloc for HugePages {
     }
 }
 
-/// The layout that the system is asked for: kernels read and write vectors of a cache line.
+/// The layout for the system allocator. Kernels read and write vectors of a cache line, so it is aligned to one.
 fn at_line(layout: Layout) -> Layout {
     const LINE: usize = 64;
-    /// Below this the system's aligned allocations would take more than they give.
+    /// For smaller sizes the system's aligned allocations would cost more than they gain.
     const LEAST: usize = 1024;
     if layout.size() < LEAST { layout } else { layout.align_to(LINE).unwrap_or(layout) }
 }
@@ -61,8 +61,8 @@ mod mapping {
 
     const HUGE_PAGE: usize = 2 << 20;
 
-    /// Bytes of the mapping for a layout; `None` for layouts that the system allocator serves. The system gives a huge page only
-    /// where all of it is mapped, so one that is half used is taken whole.
+    /// Bytes of the mapping for a layout; `None` for layouts that the system allocator serves. The system gives a huge
+    /// page only if all of it is mapped, so a page that is half used is mapped completely.
     pub(super) fn len(layout: Layout) -> Option<usize> {
         // SAFETY: asks for a number.
         let page = || unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
@@ -75,8 +75,8 @@ mod mapping {
     pub(super) fn new(len: usize) -> *mut u8 {
         use libc::{MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE};
         let (none, flags) = (std::ptr::null_mut(), MAP_PRIVATE | MAP_ANONYMOUS);
-        // SAFETY: a new mapping touches no other; the parts that are removed are outside of what
-        // is returned; the advice does not change contents.
+        // SAFETY: a new mapping overlaps no other. The parts that are removed are outside of the part that is returned.
+        // The advice does not change contents.
         unsafe {
             let all = libc::mmap(none, len + HUGE_PAGE, PROT_READ | PROT_WRITE, flags, -1, 0);
             if all == libc::MAP_FAILED {
@@ -95,10 +95,10 @@ mod mapping {
         }
     }
 
-    /// Gives a mapping back.
+    /// Unmaps a mapping.
     ///
     /// # Safety
-    /// It came from [`new`] with this length and is not used any more.
+    /// The mapping came from [`new`] with this length and is not used any more.
     pub(super) unsafe fn remove(start: *mut u8, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { libc::munmap(start.cast(), len) };
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// Half of one at least; memory that nobody uses is never as much as what somebody does.
+    /// At least half of the last page is used, so unused memory is never more than used memory.
     #[cfg(target_os = "linux")]
     #[test]
     fn mappings_end_with_a_huge_page_that_is_half_used() {
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(got, [None, Some(2048), Some(2048), Some(4096), Some(3068), Some(64 << 10)]);
     }
 
-    /// An absurd size is refused, not an abort.
+    /// An absurd size is refused and does not abort the process.
     #[test]
     fn a_refused_mapping_is_null() {
         let layout = Layout::from_size_align(1 << 60, 64).unwrap();

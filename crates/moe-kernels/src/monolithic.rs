@@ -1,16 +1,31 @@
-//! What sub-layers take and give, and what launches that contain the router take: a gate and its rule.
+//! Inputs and outputs of sub-layers, and the gate of launches that contain the router.
 
 use candle_core::{DType, Result, bail};
 
 use crate::align::Log2Phy;
-use crate::door::{expect, expect_dims, expect_optional};
+use crate::arguments::{expect, expect_dims, expect_optional};
 use crate::plan::Fusion;
 use crate::rows_view::{RowsView, RowsViewMut};
 use crate::step_routing::LayerRouting;
 use crate::tags::GateScoring;
 use crate::view::{View, ViewMut};
 
-/// A gate and how experts are chosen by its logits.
+/// Equal groups of consecutive experts. A token chooses its experts from the best groups (DeepSeek-V2, DeepSeek-V3).
+/// The key of a group is the key of its best expert, or, with a correction bias, the sum of its two best keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GateGroups {
+    /// Number of groups; it divides the number of experts.
+    pub count: usize,
+    /// Groups that a token keeps, at least 1.
+    pub kept: usize,
+}
+
+impl GateGroups {
+    /// Most groups that launches with a router know: each lane of a warp holds the key of one.
+    pub const MOST: usize = 32;
+}
+
+/// A gate, and the rule by which its logits choose experts.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate<'a> {
     /// [E, H] model dtype.
@@ -19,28 +34,30 @@ pub struct Gate<'a> {
     pub bias: Option<View<'a>>,
     /// \[E\] f32, added to the scores for the choice only.
     pub correction_bias: Option<View<'a>>,
-    /// Experts of a token that are chosen, K.
+    /// Number of experts that are chosen for a token, K.
     pub top_k: usize,
-    /// Shared experts S, of the ids E and on: every token gets them in its last slots.
+    /// Number of shared experts, S. Their ids follow after E, and every token gets them in its last slots.
     pub shared: usize,
-    /// The weight of each of them, neither renormalised nor scaled.
+    /// The weight of each shared expert. It is neither renormalised nor scaled.
     pub shared_weight: f32,
     /// How logits become scores.
     pub scoring: GateScoring,
     /// Choose by logits and score only the chosen (softmax over them).
     pub raw_logits: bool,
+    /// The groups that limit the choice; `None`: every expert may be chosen.
+    pub groups: Option<GateGroups>,
     /// Divide the chosen weights by their sum.
     pub renormalize: bool,
     /// Factor of the weights.
     pub scale: f32,
-    /// Logits become cap · tanh(x / cap); `None` leaves them.
+    /// Logits become cap · tanh(x / cap); with `None` they stay unchanged.
     pub softcap: Option<f32>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::upload_step_into` writes it), are
-    /// padding and get no expert.
+    /// Whether rows after the valid ones are padding and get no expert. The number of valid rows is in device memory
+    /// (`cuda::upload_step_into` writes it).
     pub padded: bool,
-    /// Where the choices are left, and what is forced, in this layer: experts, not their copies.
+    /// The arrays of this layer for choices to record and to force. They contain experts, not their copies.
     pub routing: LayerRouting<'a>,
-    /// Where the choices become copies of experts, of E + S; else the ids of experts stay.
+    /// The copies of E + S experts, if choices become copies; otherwise the ids of experts stay.
     pub log2phy: Option<Log2Phy<'a>>,
 }
 
@@ -50,14 +67,25 @@ impl Gate<'_> {
         self.top_k + self.shared
     }
 
-    /// Fails unless weight and biases are those of `experts` experts over rows of `hidden` columns.
+    /// Fails unless weight and biases belong to `experts` experts over rows of `hidden` columns, and its groups divide
+    /// the experts.
     ///
     /// # Errors
-    /// Wrong dims or dtypes.
+    /// Wrong dims or dtypes; groups that no launch takes.
     pub fn check(&self, op: &str, experts: usize, hidden: usize, dtype: DType) -> Result<()> {
         expect(op, "gate", &self.weight, dtype, &[experts, hidden])?;
         expect_optional(op, "gate_bias", self.bias.as_ref(), dtype, &[experts])?;
         expect_optional(op, "correction_bias", self.correction_bias.as_ref(), DType::F32, &[experts])?;
+        if let Some(GateGroups { count, kept }) = self.groups {
+            let most = GateGroups::MOST;
+            if !(1..=most).contains(&count) || !experts.is_multiple_of(count) || !(1..=count).contains(&kept)
+            {
+                bail!(
+                    "{op}: expected at most {most} groups that divide {experts} experts, and at least one that is kept, got \
+                     {kept} of {count}"
+                )
+            }
+        }
         let Some(log2phy) = &self.log2phy else { return Ok(()) };
         let (_, width) = log2phy.check(op)?;
         expect_dims(op, "log2phy", &log2phy.ids, &[experts + self.shared, width.max(1)])
@@ -73,11 +101,12 @@ pub struct PreNorm<'a> {
     pub eps: f32,
 }
 
-/// What a sub-layer reads, attention or experts, and where its result goes; `X`: the rows that it takes. Each variant has the arrays
-/// of one [`Fusion`].
+/// The input of a sub-layer (attention or experts), and where its result goes. `X` is the type of the rows that it
+/// reads. Each variant has the arrays of one [`Fusion`].
+// This enum is exhaustive: a layer must say of each form whether it computes it.
 #[derive(Debug)]
 pub enum SublayerIo<'a, X = View<'a>> {
-    /// `out` = result for `x`. Over ranks it is this rank's part.
+    /// `out` = result for `x`. With several ranks it is this rank's part.
     Store {
         /// [T, H] model dtype, normed.
         x: X,
@@ -106,7 +135,7 @@ pub enum SublayerIo<'a, X = View<'a>> {
         residual: ViewMut<'a>,
         /// The norm of the next sub-layer.
         norm: PreNorm<'a>,
-        /// [T, H] for the product behind the norm.
+        /// [T, H] for the product after the norm.
         out: RowsViewMut<'a>,
     },
 }
@@ -115,7 +144,7 @@ impl<X: Copy> SublayerIo<'_, X> {
     /// The normed rows.
     ///
     /// # Errors
-    /// Where `op` would have to take the norm itself.
+    /// The sub-layer contains the norm, which `op` does not support.
     pub fn x(&self, op: &str) -> Result<X> {
         match self {
             Self::Store { x, .. } | Self::Add { x, .. } | Self::AddNorm { x, .. } => Ok(*x),
@@ -123,7 +152,7 @@ impl<X: Copy> SublayerIo<'_, X> {
         }
     }
 
-    /// What is fused around the sub-layer.
+    /// What is fused with the sub-layer.
     pub fn fusion(&self) -> Fusion {
         match self {
             Self::Store { .. } => Fusion::Nothing,
@@ -135,7 +164,7 @@ impl<X: Copy> SublayerIo<'_, X> {
 }
 
 impl SublayerIo<'_> {
-    /// The rows that are read.
+    /// The rows that the sub-layer reads.
     pub fn rows(&self) -> View<'_> {
         match self {
             Self::Store { x, .. } | Self::Add { x, .. } | Self::AddNorm { x, .. } => *x,
@@ -145,7 +174,7 @@ impl SublayerIo<'_> {
 }
 
 impl<'a> SublayerIo<'a, RowsView<'a>> {
-    /// With rows in the model dtype.
+    /// The same, with rows in the model dtype.
     ///
     /// # Errors
     /// Rows in FP8, which `op` does not read.

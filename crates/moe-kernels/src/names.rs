@@ -1,10 +1,10 @@
-//! What the tensors of a checkpoint are called.
+//! The names of the tensors of a checkpoint.
 //!
-//! A family of models says it in one value, [`TensorNames`], and hands it down to all that look tensors up. This file is
-//! the only one below `crates/` that spells such names out (`cargo xtask tidy`).
+//! A model family defines them in one value, [`TensorNames`], and passes it to all code that looks up tensors. Below
+//! `crates/` this file is the only one that contains such names (`cargo xtask tidy`).
 
-/// The matrices of gated MLPs: of dense layers, of shared experts, and of routed experts. A matrix has `.weight` and perhaps
-/// `.bias`; a pack of all experts has neither ending, and its bias ends with `_bias`.
+/// The matrices of gated MLPs: of dense layers, of shared experts, and of routed experts. A matrix has `.weight` and
+/// perhaps `.bias`; a pack of all experts has neither ending, and its bias ends with `_bias`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MlpNames {
     /// Gate product, [I, H].
@@ -17,6 +17,23 @@ pub struct MlpNames {
     pub packed_gate_up: &'static str,
     /// Down products of all experts in one tensor, [E, H, I].
     pub packed_down: &'static str,
+    /// In which order both packs hold their elements.
+    pub pack_order: PackOrder,
+}
+
+/// In which order packs of all experts hold the elements of their matrices.
+// This enum is exhaustive: every loader must know how it reads a new order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PackOrder {
+    /// [E, 2I, H], gate rows, then up rows; [E, H, I].
+    #[default]
+    Rows,
+    /// Transposed: [E, H, 2I] and [E, I, H].
+    Columns {
+        /// Whether columns of gate and up take turns, gate first, and values of their bias [E, 2I] likewise (gpt-oss);
+        /// else all of gate come first (Llama-4).
+        in_turns: bool,
+    },
 }
 
 impl MlpNames {
@@ -27,9 +44,10 @@ impl MlpNames {
         down: "down_proj",
         packed_gate_up: "gate_up_proj",
         packed_down: "down_proj",
+        pack_order: PackOrder::Rows,
     };
 
-    /// Mixtral's: `w1`, `w3`, `w2`; packs as usual.
+    /// Mixtral's: `w1`, `w3`, `w2`; the packs have the usual names.
     pub const MIXTRAL: Self = Self { gate: "w1", up: "w3", down: "w2", ..Self::USUAL };
 
     /// Gate, up and down.
@@ -52,14 +70,14 @@ impl Default for MlpNames {
 /// The vocabulary projection, from the root. Headers of quantised checkpoints have rules for a module of this name.
 pub const LM_HEAD: &str = "lm_head";
 
-/// Whether a tensor of this full name holds the gate and up products of all experts of a layer, in any family: a checkpoint
-/// without such tensors holds experts one by one.
+/// Whether a tensor of this full name holds the gate and up products of all experts of a layer, in any family: a
+/// checkpoint without such tensors holds experts one by one.
 pub fn is_gate_up_pack(name: &str) -> bool {
     name.rsplit('.').next() == Some(MlpNames::USUAL.packed_gate_up)
 }
 
-/// An attention layer's tensors under its prefix. A projection `q` has `q.weight` and, with a bias, `q.bias`; a norm has
-/// `.weight`.
+/// An attention layer's tensors under its prefix. A projection `q` has `q.weight` and, with a bias, `q.bias`; a norm
+/// has `.weight`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionNames {
     /// Query projection, [Hq*D, H].
@@ -74,7 +92,8 @@ pub struct AttentionNames {
     pub q_norm: &'static str,
     /// Key norm; unused without norms of q and k.
     pub k_norm: &'static str,
-    /// Logits that take part in each head's softmax, `[Hq]`, the whole name: refused where it is there.
+    /// Logits that take part in each head's softmax, `[Hq]`, as a complete name: read with `AttentionConfig::sinks` of
+    /// model-runtime. Without it a checkpoint with this tensor is refused.
     pub sinks: &'static str,
 }
 
@@ -97,8 +116,8 @@ impl Default for AttentionNames {
     }
 }
 
-/// The tensors of a layer of multi-head latent attention under its prefix. A projection has `.weight` and perhaps `.bias`;
-/// a norm has `.weight`.
+/// The tensors of a layer of multi-head latent attention under its prefix. A projection has `.weight` and perhaps
+/// `.bias`; a norm has `.weight`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MlaNames {
     /// [Hq*(N+R), H], without a query down-projection.
@@ -115,6 +134,11 @@ pub struct MlaNames {
     pub kv_a_norm: &'static str,
     /// Up-projection to N key and V value dimensions per head, [Hq*(N+V), L].
     pub kv_b: &'static str,
+    /// The keys' part of `kv_b` by itself, transposed in each head: [Hq*L, N]. Some files have it and `v_b` in place
+    /// of `kv_b`.
+    pub k_b: &'static str,
+    /// The values' part of `kv_b` by itself, [Hq*V, L].
+    pub v_b: &'static str,
     /// Output projection, [H, Hq*V].
     pub o: &'static str,
 }
@@ -129,6 +153,8 @@ impl MlaNames {
         kv_a: "kv_a_proj_with_mqa",
         kv_a_norm: "kv_a_layernorm",
         kv_b: "kv_b_proj",
+        k_b: "k_b_proj",
+        v_b: "v_b_proj",
         o: "o_proj",
     };
 }
@@ -139,12 +165,64 @@ impl Default for MlaNames {
     }
 }
 
-/// Where the correction bias is that a router adds to the scores by which it chooses experts: whole names, from the MLP.
+/// The tensors of a layer of linear attention by the gated delta rule, under its prefix. The input product is stored in
+/// one of two ways: as two matrices whose rows are grouped by key heads, or as four matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNames {
+    /// For each key head: q, k, then v and z of its value heads, [Hk*(2 Dk + 2 R*Dv), H] with R = Hv / Hk.
+    pub qkvz: &'static str,
+    /// For each key head: b, then a, of its value heads, [2 Hv, H].
+    pub ba: &'static str,
+    /// q of all heads, then k, then v, [2 Hk*Dk + Hv*Dv, H].
+    pub qkv: &'static str,
+    /// Output gates, [Hv*Dv, H].
+    pub z: &'static str,
+    /// [Hv, H].
+    pub b: &'static str,
+    /// [Hv, H].
+    pub a: &'static str,
+    /// Convolution over q, k, v, [2 Hk*Dk + Hv*Dv, 1, W].
+    pub conv: &'static str,
+    /// `[Hv]`, the whole name.
+    pub a_log: &'static str,
+    /// `[Hv]`, the whole name.
+    pub dt_bias: &'static str,
+    /// Norm of each value head before the output projection, `[Dv]`.
+    pub norm: &'static str,
+    /// Output projection, [H, Hv*Dv].
+    pub o: &'static str,
+}
+
+impl DeltaNames {
+    /// The names of Qwen3-Next and Qwen3.5.
+    pub const QWEN: Self = Self {
+        qkvz: "in_proj_qkvz",
+        ba: "in_proj_ba",
+        qkv: "in_proj_qkv",
+        z: "in_proj_z",
+        b: "in_proj_b",
+        a: "in_proj_a",
+        conv: "conv1d",
+        a_log: "A_log",
+        dt_bias: "dt_bias",
+        norm: "norm",
+        o: "out_proj",
+    };
+}
+
+impl Default for DeltaNames {
+    fn default() -> Self {
+        Self::QWEN
+    }
+}
+
+/// The names of the correction bias, which a router adds to the scores by which it chooses experts: complete names,
+/// from the MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CorrectionBiasNames {
     /// In published checkpoints.
     pub published: &'static str,
-    /// In a checkpoint that transformers 5 wrote with packed experts, where its own code calls it otherwise.
+    /// In a checkpoint that transformers 5 wrote with packed experts, where its own code uses another name.
     pub packed: &'static str,
     /// Whether it is a row [1, E] instead of `[E]`.
     pub is_row: bool,
@@ -158,7 +236,7 @@ impl CorrectionBiasNames {
         is_row: false,
     };
 
-    /// The name in a checkpoint of which `has` tells the names below the MLP.
+    /// The name in a checkpoint; `has` tells which names exist below the MLP.
     pub fn stored(&self, has: impl Fn(&str) -> bool) -> &'static str {
         if has(self.packed) { self.packed } else { self.published }
     }
@@ -186,12 +264,14 @@ pub struct TensorNames {
     pub input_norm: &'static str,
     /// Attention, from the layer.
     pub attention: &'static str,
+    /// Linear attention, from the layers that have it in place of attention.
+    pub linear_attention: &'static str,
     /// Norm before the MLP, from the layer.
     pub post_attention_norm: &'static str,
     /// MLP, from the layer: dense, or the prefix of the three below.
     pub mlp: &'static str,
-    /// The same in a checkpoint whose experts are packed. Packs are made by transformers 5, which calls modules as it does
-    /// in its own code, and renames them only for experts one by one.
+    /// The same in a checkpoint whose experts are packed. transformers 5 writes such packs with the module names of its
+    /// own code, and uses the published names only for experts one by one.
     pub packed_mlp: &'static str,
     /// Router, from the MLP.
     pub gate: &'static str,
@@ -201,7 +281,8 @@ pub struct TensorNames {
     pub experts: &'static str,
     /// Shared experts, from the MLP; `None` for a family that has none.
     pub shared_experts: Option<&'static str>,
-    /// The gate whose sigmoid scales the shared experts' output for each token, from the MLP; `None`: it is added as it is.
+    /// The gate whose sigmoid scales the shared experts' output for each token, from the MLP; `None`: the output is
+    /// added unscaled.
     pub shared_expert_gate: Option<&'static str>,
     /// Last norm, from the root.
     pub norm: &'static str,
@@ -213,9 +294,11 @@ pub struct TensorNames {
     pub grouped_query: AttentionNames,
     /// Latent attention.
     pub latent: MlaNames,
+    /// Linear attention.
+    pub delta: DeltaNames,
     /// Patterns of tensors that a checkpoint may have without being read; `*` is a wildcard.
     pub unread: &'static [&'static str],
-    /// The same where the vocabulary projection is the embedding: some exporters write the tied weight twice.
+    /// The same if the vocabulary projection is the embedding: some exporters write the tied weight twice.
     pub unread_if_tied: &'static [&'static str],
 }
 
@@ -226,6 +309,7 @@ impl TensorNames {
         layers: "model.layers",
         input_norm: "input_layernorm",
         attention: "self_attn",
+        linear_attention: "linear_attn",
         post_attention_norm: "post_attention_layernorm",
         mlp: "mlp",
         packed_mlp: "mlp",
@@ -239,12 +323,15 @@ impl TensorNames {
         matrices: MlpNames::USUAL,
         grouped_query: AttentionNames::USUAL,
         latent: MlaNames::DEEPSEEK,
+        delta: DeltaNames::QWEN,
         unread: &["*.rotary_emb.inv_freq"],
         unread_if_tied: &["*.rotary_emb.inv_freq", "lm_head.weight"],
     };
 
-    /// Prefix, from its layer, of a sparse layer's gate and experts, in a checkpoint of which `has` tells the names below the
-    /// layer.
+    /// Mixtral's; transformers 5 packs experts under the usual prefix.
+    pub const MIXTRAL: Self = Self { mlp: "block_sparse_moe", matrices: MlpNames::MIXTRAL, ..Self::USUAL };
+
+    /// Prefix, from its layer, of a sparse layer's gate and experts. `has` tells which names exist below the layer.
     pub fn sparse_mlp(&self, has: impl Fn(&str) -> bool) -> &'static str {
         let packs = format!("{}.{}.{}", self.packed_mlp, self.experts, self.matrices.packed_gate_up);
         let gate = |mlp: &str| has(&format!("{mlp}.{}.weight", self.gate));

@@ -1,8 +1,8 @@
 //! Philox4x32-10: the counter-based generator of Salmon, Moraes, Dror, Shaw, "Parallel random
 //! numbers: as easy as 1, 2, 3" (SC 2011).
 //!
-//! A counter-based generator has no state to carry: its output is a pure function of key and
-//! counter, whatever ran before or beside it, so the CPU and the GPU draw the same numbers.
+//! A counter-based generator has no state: its output is a pure function of key and counter, whatever else was
+//! generated before or at the same time. So the CPU and the GPU generate the same numbers.
 
 const M0: u32 = 0xD251_1F53;
 const M1: u32 = 0xCD9E_8D57;

@@ -1,5 +1,6 @@
-//! Rows between the launch that makes them and the product that multiplies them: in the model dtype or, where FP8 weights take
-//! FP8 activations, quantised already, which saves the product a launch and both the bytes between.
+//! Rows between the launch that writes them and the product that reads them. They are in the model dtype or, if FP8
+//! weights use FP8 activations, already quantised. This saves a launch of the product, and memory traffic between the
+//! two launches.
 
 use candle_core::{Result, bail};
 
@@ -10,6 +11,7 @@ use crate::weight::WeightView;
 
 /// Rows with their memory.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum ProductRows {
     /// [T, K] in the model dtype.
     Floats(Scratch),
@@ -18,7 +20,7 @@ pub enum ProductRows {
 }
 
 impl ProductRows {
-    /// Unspecified rows for the product of `rows` rows with `w` [N, K], in the form in which it reads them.
+    /// Unspecified rows for a product of `rows` rows with `w` [N, K], in the form that the product reads.
     ///
     /// # Errors
     /// No memory left.

@@ -1,33 +1,37 @@
-//! Experts more than the device has slots for: which are in the slots, which at home in host memory, and who makes room.
+//! Which experts are in the slots of a device that has fewer slots than experts, which are in host memory, and which
+//! experts make room.
 //!
-//! Every expert is in exactly one place. A step that needs experts which are at home exchanges them with experts that it does
-//! not need; where it needs more experts than there are slots it runs in passes, each over as many as fit. This is the rule by
-//! which the device decides for itself (`cuda/experts/residency.cu`, integer for integer), as pure functions.
+//! Every expert is in exactly one place: a slot of the device, or a home in host memory. A step exchanges experts that
+//! it needs and that are at home with experts that it does not need. If it needs more experts than there are slots, it
+//! runs in passes, each over as many experts as fit. The device itself decides by this rule
+//! (`cuda/experts/residency.cu`, integer for integer); here it is written as pure functions.
 //!
-//! Who leaves is the coldest: an expert's heat is how many of the last steps needed it, older ones counting less. One step of
-//! many needs one expert once, however many rows chose it, since that is what a fetch costs. So what a step needed once leaves
-//! first, and a prompt, which needs everything once, does not drive out what decoding needs all the time.
+//! The expert with the lowest heat leaves. An expert's heat counts how many of the last steps needed it, where older
+//! steps count less. A step needs an expert at most once, however many rows chose it, because one fetch serves all
+//! rows. So experts that were needed only once leave first, and a prompt, which needs every expert once, does not
+//! replace the experts that decoding needs all the time.
 
 use std::fmt;
 
 use candle_core::{Result, bail};
 use serde::Serialize;
 
-/// What a step that needs an expert adds to its heat.
+/// The heat that a step adds to an expert that it needs.
 const USE: u32 = 1 << 16;
-/// A step takes a 64th of an expert's heat.
+/// In each step an expert loses a 64th of its heat.
 const AGE_SHIFT: u32 = 6;
 
 /// Where an expert's weights are.
+// This enum is exhaustive: an expert is on the device or in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// A slot of the device.
+    /// A slot on the device.
     Slot(usize),
     /// A home in host memory.
     Home(usize),
 }
 
-/// An expert at home that changes places with one in a slot.
+/// An expert at home that is exchanged with the expert in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchange {
     /// The slot.
@@ -36,28 +40,28 @@ pub struct Exchange {
     pub home: usize,
 }
 
-/// A part of a step's experts that are on the device at once.
+/// The experts of a step that are on the device at the same time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// The slot of each expert that the pass computes, \[E\].
     pub map: Vec<Option<usize>>,
-    /// What changes places before it.
+    /// The exchanges before the pass.
     pub exchanges: Vec<Exchange>,
 }
 
-/// Where the experts of a layer are, and what steps have needed.
+/// The places of a layer's experts, and the heat of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Residency {
     place: Vec<Place>,
     heat: Vec<u32>,
     /// The expert in each slot.
     held: Vec<usize>,
-    /// What the step under way still needs.
+    /// Experts that the current step still needs.
     pending: Vec<bool>,
 }
 
 impl Residency {
-    /// The first `num_slots` of `num_experts` experts in the slots, the others at home, all cold.
+    /// The first `num_slots` of `num_experts` experts are in the slots, the others at home, all with heat 0.
     ///
     /// # Errors
     /// No slot; more slots than experts.
@@ -84,7 +88,8 @@ impl Residency {
         &self.held
     }
 
-    /// A step begins whose rows chose these experts; ids of no expert are passed over. Returns how many it needs.
+    /// Begins a step whose rows chose these experts, and returns how many experts it needs. Ids that name no expert are
+    /// skipped.
     pub fn begin(&mut self, topk_ids: &[u32]) -> usize {
         self.pending.fill(false);
         for &id in topk_ids {
@@ -98,8 +103,8 @@ impl Residency {
         self.pending.iter().filter(|needed| **needed).count()
     }
 
-    /// The next pass of the step: the experts it still needs that are in slots, and the lowest of its missing ones as
-    /// far as slots can be left. An empty one when nothing is pending.
+    /// The next pass of the step: the needed experts that are in slots, and the missing ones with the lowest ids, as
+    /// many as slots can be freed. The pass is empty if no expert is pending.
     pub fn pass(&mut self) -> Pass {
         let at_home = |e: &usize| matches!(self.place[*e], Place::Home(_));
         let missing: Vec<usize> =
@@ -126,12 +131,12 @@ impl Residency {
     }
 }
 
-/// Passes that steps of so many choices (rows times K) may need.
+/// The largest number of passes of steps with `choices` choices (rows times K).
 pub fn max_passes(num_experts: usize, num_slots: usize, choices: usize) -> usize {
     num_experts.min(choices).div_ceil(num_slots.max(1)).max(1)
 }
 
-/// What the experts of a layer have cost that live in host memory.
+/// The cost of a layer's experts in host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ExpertTraffic {
     /// Experts.
@@ -140,29 +145,29 @@ pub struct ExpertTraffic {
     pub num_slots: usize,
     /// Bytes of an expert.
     pub expert_bytes: usize,
-    /// Experts that steps needed, each once a step.
+    /// Number of experts that steps needed; each counts once per step.
     pub needed: u64,
-    /// Needed experts that were at home.
+    /// Number of needed experts that were at home.
     pub fetched: u64,
 }
 
 impl ExpertTraffic {
-    /// Adds what another layer has cost; sizes become those of `other`.
+    /// Adds the cost of another layer. The sizes are then the sizes of `other`.
     pub fn add(&mut self, other: &Self) {
         *self = Self { needed: self.needed + other.needed, fetched: self.fetched + other.fetched, ..*other };
     }
 
-    /// What has been added since an earlier reading.
+    /// The cost since an earlier reading.
     pub fn since(&self, earlier: &Self) -> Self {
         Self { needed: self.needed - earlier.needed, fetched: self.fetched - earlier.fetched, ..*self }
     }
 
-    /// Bytes that came to the device; as many left it.
+    /// Bytes that were copied to the device. The same number was copied back.
     pub fn bytes(&self) -> u64 {
         self.fetched * self.expert_bytes as u64
     }
 
-    /// Share of the experts that steps needed which were in slots; 1 where none was needed.
+    /// The share of the needed experts that were in slots; 1 if none was needed.
     pub fn hit_rate(&self) -> f64 {
         1.0 - self.fetched as f64 / self.needed.max(1) as f64
     }
@@ -214,8 +219,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each needed expert is computed in exactly one pass, from the slot that holds it, within `max_passes`; nobody leaves
-        /// whom the pass computes; what moves is what the places say.
+        /// Each needed expert is computed in exactly one pass, from the slot that holds it, within `max_passes` passes.
+        /// No expert leaves that the pass computes, and the exchanges agree with the places.
         #[test]
         fn every_step_is_computed_once((experts, slots, steps) in steps()) {
             let mut r = Residency::new(experts, slots).unwrap();
@@ -265,7 +270,7 @@ mod tests {
         }
     }
 
-    /// Distinct experts of a row, drawn by Zipf's law.
+    /// Distinct experts of a row, sampled by Zipf's law.
     fn zipf(experts: usize, top_k: usize, seed: &mut u64) -> Vec<u32> {
         let weight = |e: usize| 1.0 / (e as f64 + 1.0);
         let total: f64 = (0..experts).map(weight).sum();
@@ -277,7 +282,7 @@ mod tests {
                 at -= weight(e);
                 at < 0.0
             });
-            // Popular experts are not those that begin in the slots.
+            // The popular experts are not the ones that are in slots at the start.
             let id = ((drawn.unwrap_or(0) * 37 + 90) % experts) as u32;
             if !row.contains(&id) {
                 row.push(id);
@@ -286,8 +291,8 @@ mod tests {
         row
     }
 
-    /// Half of Qwen3-30B-A3B's experts in slots: warm, far more than half of what a skewed step needs is there, and a prompt does
-    /// not change that.
+    /// Half of Qwen3-30B-A3B's experts are in slots. Once warm, far more than half of the experts that a skewed step
+    /// needs are in slots, and a prompt does not change that.
     #[test]
     fn popular_experts_stay_on_the_device() {
         let experts = 128;

@@ -1,5 +1,5 @@
-//! What this machine can do on the threads and the path of a context: read bandwidth and
-//! multiply-add peaks, the limits that a benchmark's figures are compared with.
+//! The limits of this machine with the threads and instruction set of a context: read bandwidth and multiply-add peaks.
+//! Benchmarks compare their figures with these.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -18,11 +18,11 @@ pub struct Roof {
     pub read: f64,
     /// FLOP per second of f32 multiply-adds in vector registers.
     pub fma: f64,
-    /// FLOP per second of BF16 products in matrix registers; `None` where the path has none.
+    /// FLOP per second of BF16 products in matrix registers; `None` if the instruction set has none.
     pub matrix: Option<f64>,
 }
 
-/// f32 values that are read: many times what a cache holds.
+/// Number of f32 values to read: many times the size of a cache.
 const VALUES: usize = 1 << 28;
 
 /// Values of a task: a few milliseconds of reading at most.
@@ -66,7 +66,7 @@ impl Roof {
     }
 }
 
-/// The least time in seconds of a few runs of the tasks on all threads.
+/// The shortest time in seconds among a few runs of the tasks on all threads.
 fn best(ex: &Exec, tasks: usize, task: impl Fn(usize) + Sync + Send) -> f64 {
     let run = |_| {
         let start = Instant::now();

@@ -1,8 +1,7 @@
-//! What a step carries beside its tensors: token ids, routing capture and replay, heat.
+//! The data of a step other than its tensors: token ids, routing capture and replay, heat.
 //!
-//! Capture, replay and heat all speak of *logical* experts and of MoE layers counted from 0
-//! (dense layers do not count), so that a recording made under one placement or parallel
-//! geometry can be replayed under another.
+//! Capture, replay and heat all use *logical* experts and MoE layers counted from 0 (dense layers do not count). So a
+//! recording under one placement or parallel geometry can be replayed under another.
 
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::step_routing::DeviceRouting;
 
-/// The id of an absent expert: padding rows and masked slots.
+/// The id that means no expert: in padding rows and masked slots.
 pub const NO_EXPERT: u32 = u32::MAX;
 
 /// Routing decisions of a run of tokens: logical expert ids, shape [T, L_moe, K].
@@ -24,7 +23,7 @@ pub struct RoutedExperts {
     ids: Vec<u32>,
 }
 
-/// A recording as it is read, whose sizes may contradict each other.
+/// A recording as it was read; its sizes may contradict each other.
 #[derive(Deserialize)]
 struct RoutedIds {
     tokens: usize,
@@ -94,11 +93,11 @@ impl RoutedExperts {
         Ok(())
     }
 
-    /// Fails unless these are choices to force on `tokens` rows of a model with so many MoE layers, choices and experts:
-    /// ids that exist, each once in a row.
+    /// Fails unless these choices can be forced on `tokens` rows of a model with this number of MoE layers, choices and
+    /// experts. Ids must exist, each at most once in a row.
     ///
     /// # Errors
-    /// Other sizes; an id that does not exist or occurs twice, with its place.
+    /// Other sizes; an id that does not exist or occurs twice; the message says where.
     pub fn check(&self, tokens: usize, layers: usize, top_k: usize, experts: usize) -> Result<()> {
         if (self.tokens, self.layers, self.top_k) != (tokens, layers, top_k) {
             bail!(
@@ -161,7 +160,7 @@ pub struct ExpertHeat {
     counts: Vec<u64>,
 }
 
-/// Counts as they are read, which may be of no whole number of layers.
+/// Counts as they were read, which may not be a whole number of layers.
 #[derive(Deserialize)]
 struct HeatCounts {
     experts: usize,
@@ -199,7 +198,7 @@ impl ExpertHeat {
         self.counts.get(at..at + self.experts).unwrap_or(&[])
     }
 
-    /// Adds the counts of another part of the same step; counts of another model are not heat.
+    /// Adds the counts of another part of the same step. Counts of a model with other sizes are ignored.
     pub fn add(&mut self, other: &ExpertHeat) {
         if self.experts == other.experts {
             self.counts
@@ -219,7 +218,7 @@ impl ExpertHeat {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Counts the ids of one MoE layer; [`NO_EXPERT`] and ids of another model are not heat.
+    /// Counts the ids of one MoE layer. [`NO_EXPERT`] and ids that do not exist are ignored.
     pub fn record(&mut self, layer: usize, ids: &[u32]) {
         let at = layer * self.experts;
         let Some(counts) = self.counts.get_mut(at..at + self.experts) else { return };
@@ -231,14 +230,14 @@ impl ExpertHeat {
     }
 }
 
-/// What a step carries beside its tensors: what routing reads, and what it records. Everything is off by
-/// default. Modules that route take it as an argument beside their [`Exec`](crate::Exec).
+/// The data of a step other than its tensors: what routing reads and what it records. Everything is off by default.
+/// Modules with routing take it as an argument in addition to their [`Exec`](crate::Exec).
 #[derive(Clone, Debug, Default)]
 pub struct StepContext {
     /// Token ids of the step's rows, \[T\]; needed by hash routing.
     pub token_ids: Option<Arc<[u32]>>,
-    /// Routing to force instead of choosing, one token per row of the step. A row whose ids are
-    /// all [`NO_EXPERT`] routes freely.
+    /// Routing to force instead of choosing, with one token per row of the step. A row whose ids are all [`NO_EXPERT`]
+    /// is routed freely.
     pub replay: Option<Arc<RoutedExperts>>,
     /// Routing is recorded here, one token per row of the step.
     pub capture: Option<RoutedExperts>,
@@ -246,36 +245,36 @@ pub struct StepContext {
     pub heat: Option<ExpertHeat>,
     /// Replaces ids by an evenly spread pattern, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
-    /// Tokens that each rank of the expert-parallel group brings to the current call, where the
-    /// ranks have agreed on it; `None`: who needs it asks the others.
+    /// The number of tokens that each rank of the expert-parallel group brings to the current call, if the ranks have
+    /// agreed on it. With `None`, code that needs it asks the other ranks.
     pub rank_tokens: Option<Arc<[usize]>>,
     /// Whether the ranks have agreed that each of them only decodes.
     pub only_decode: bool,
-    /// The step has padding rows: routing reads on the device how many rows are valid
-    /// (`cuda::upload_step_into` has written it) and gives the others no expert.
+    /// Whether the step has padding rows. If so, routing reads the number of valid rows on the device
+    /// (`cuda::upload_step_into` has written it) and gives the other rows no expert.
     pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
-    /// Where a step on a CUDA device leaves its routing, and what is forced on it there. Its launches then ask nothing of
-    /// the four fields in host memory.
+    /// The device arrays into which a step on a CUDA device writes its routing, and from which it reads forced choices.
+    /// Its launches then do not use the four fields in host memory.
     pub routing: DeviceRouting,
-    /// Whether some rank forces routing in this step, so that all run launches which read what is forced.
+    /// Whether some rank forces routing in this step, so that all ranks run launches that read forced choices.
     pub some_replay: bool,
-    /// Whether every rank keeps the whole residual stream, because one of them shows it; else ranks that see the same tokens
-    /// may each keep some of its rows. All ranks have the same value.
+    /// Whether every rank keeps the whole residual stream, because one of them outputs it. Otherwise ranks that have
+    /// the same tokens may each keep some of its rows. All ranks have the same value.
     pub whole_residual: bool,
-    /// A row whose router logits are not finite does not end the step on the CPU: it gets the first experts with weights
-    /// NaN, so that its own results are NaN and the other rows keep theirs. On a GPU no row ends a step. All ranks have
-    /// the same value.
+    /// Whether a row with router logits that are not finite lets the step go on on the CPU. Such a row gets the first
+    /// experts with weights of NaN, so its own results are NaN and the other rows keep theirs. On a GPU no row ends a
+    /// step. All ranks have the same value.
     pub isolate_faults: bool,
-    /// Most rows of logits of any step that the caller will run, where it knows: their buffers on a GPU are then allocated
-    /// once. All ranks have the same value.
+    /// The largest number of rows of logits in any step that the caller will run, if it is known. Their buffers on a
+    /// GPU are then allocated once. All ranks have the same value.
     pub most_logits: usize,
 }
 
 impl StepContext {
-    /// What this step records or forces by way of host memory, if anything: such a step takes a router that waits for
-    /// the device where it is not the CPU. [`DeviceRouting`] asks for nothing.
+    /// What this step records or forces through host memory, if anything. Outside of the CPU such a step uses a router
+    /// that waits for the device. [`DeviceRouting`] needs no such router.
     pub fn asks_of_router(&self) -> Option<&'static str> {
         let asked = [
             ("routed-experts capture", self.capture.is_some()),

@@ -1,4 +1,4 @@
-//! Rows that a product reads or that are made for it: in the model dtype or quantised to FP8 already.
+//! Rows that a product reads, or that are made for it: in the model dtype, or already quantised to FP8.
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
@@ -12,7 +12,7 @@ use crate::exec::Exec;
 use crate::fp8::{FP8_GROUP, Fp8Order};
 use crate::view::{View, ViewMut};
 
-/// Lines of scales have a multiple of so many rows.
+/// The number of rows in a line of scales is a multiple of this.
 #[cfg(feature = "cuda")]
 const LINE_STEP: usize = 4;
 
@@ -31,7 +31,7 @@ pub struct Fp8Rows {
 }
 
 impl Fp8Rows {
-    /// Unspecified rows; `columns` is a multiple of 128.
+    /// Rows with unspecified contents; `columns` is a multiple of 128.
     #[cfg(feature = "cuda")]
     pub(crate) fn unspecified([rows, columns]: [usize; 2], order: Fp8Order, ex: &Exec) -> Result<Self> {
         let q = ex.scratch(DType::U8, &[rows, columns])?;
@@ -44,7 +44,7 @@ impl Fp8Rows {
         self.dims
     }
 
-    /// Rows of a line of scales.
+    /// Number of rows in a line of scales.
     #[cfg(feature = "cuda")]
     pub(crate) fn lines(&self) -> usize {
         self.dims[0].next_multiple_of(LINE_STEP)
@@ -53,6 +53,7 @@ impl Fp8Rows {
 
 /// Rows that a product reads.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum RowsView<'a> {
     /// [T, K] in the model dtype.
     Floats(View<'a>),
@@ -92,12 +93,13 @@ impl<'a> RowsView<'a> {
     }
 }
 
-/// Rows to be made.
+/// Rows to be written.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum RowsViewMut<'a> {
     /// [T, K] in the model dtype.
     Floats(ViewMut<'a>),
-    /// Quantised for the product behind them.
+    /// Quantised for the product that follows.
     Fp8(&'a mut Fp8Rows),
 }
 

@@ -1,13 +1,16 @@
-//! The number format of a matrix of weights as plain data: what its codes stand for, which of them share a scale, and what is
-//! subtracted.
+//! The number format of a matrix of weights as plain data: what its codes stand for, which of them share a scale, and
+//! what is subtracted.
 //!
-//! This is the home of number formats: code elsewhere asks for the properties that it needs (bits, groups, zero points), and a
-//! device has one codec for each kind of [`Codes`]. How a file packs codes and scales is its reader's matter.
+//! This is the home of number formats: code elsewhere asks for the properties that it needs (bits, groups, zero
+//! points), and a device has one codec for each kind of [`Codes`]. How a file packs codes and scales is its reader's
+//! matter.
 
 use std::fmt;
 
 use candle_core::DType;
 use serde::{Serialize, Serializer};
+
+pub use crate::codes::Codes;
 
 /// Quantisation of the weights of one matrix \[N, K\]; activations keep their dtype.
 ///
@@ -25,38 +28,29 @@ pub struct QuantScheme {
     pub group: QuantGroup,
     /// What is subtracted in each group.
     pub offset: Offset,
+    /// How many numbers make a scale, or a minimum.
+    pub levels: Levels,
     /// Columns belong to groups in any order (GPTQ's `desc_act`, compressed-tensors' `actorder: group`).
     pub act_order: bool,
 }
 
-/// What a stored code stands for.
+/// How many numbers make the scale of a group, and its minimum.
+// This enum is exhaustive: every reader must say how it makes scales of more levels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Codes {
-    /// No codes: weights in the activation dtype.
-    Floats,
-    /// Unsigned integers of this number of bits, 4 or 8.
-    Int(u8),
-    /// Floats of 8 bits, E4M3 without infinities.
-    E4m3,
-    /// Floats of 4 bits, E2M1: a sign, 2 bits of exponent (bias 1), 1 of mantissa.
-    E2m1,
-}
-
-/// The values of E2M1 codes.
-const E2M1: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-impl Codes {
-    /// The values of codes of 4 bits that a codec looks up.
-    pub(crate) fn book(self) -> Option<&'static [f32; 16]> {
-        match self {
-            Self::E2m1 => Some(&E2M1),
-            Self::Floats | Self::Int(_) | Self::E4m3 => None,
-        }
-    }
+pub enum Levels {
+    /// One float.
+    One,
+    /// Two, which are multiplied: an integer of 8 bits with a sign of its own, and an f16 that so many consecutive
+    /// groups of a row share (a power of two), as in the super-blocks of ggml's K types. Their product is exact in
+    /// f32.
+    Two(usize),
+    /// Two, which are multiplied in f32: a float of 8 bits, E4M3, and an f32 that all groups of a row share, as in
+    /// NVFP4.
+    Fp8,
 }
 
 /// Weights that share a scale.
+// This enum is exhaustive: formats and cuts over ranks must say what a new group means to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QuantGroup {
@@ -77,6 +71,7 @@ pub enum QuantGroup {
 
 /// What is subtracted from the codes of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Offset {
     /// Nothing: codes have a sign. w = scale * value(q).
     None,
@@ -110,22 +105,47 @@ impl QuantGroup {
 
 impl QuantScheme {
     /// Weights in the activation dtype.
-    pub const NONE: Self =
-        Self { codes: Codes::Floats, group: QuantGroup::Channel, offset: Offset::None, act_order: false };
+    pub const NONE: Self = Self {
+        codes: Codes::Floats,
+        group: QuantGroup::Channel,
+        offset: Offset::None,
+        levels: Levels::One,
+        act_order: false,
+    };
 
-    /// Integers of 4 or 8 bits around their middle.
+    /// Integers of 4, 5, 6 or 8 bits around their middle.
     pub const fn int(bits: u8, group: QuantGroup) -> Self {
-        Self { codes: Codes::Int(bits), group, offset: Offset::Middle, act_order: false }
+        Self { codes: Codes::Int(bits), group, offset: Offset::Middle, levels: Levels::One, act_order: false }
     }
 
     /// Floats of 8 bits, E4M3.
     pub const fn fp8(group: QuantGroup) -> Self {
-        Self { codes: Codes::E4m3, group, offset: Offset::None, act_order: false }
+        Self { codes: Codes::E4m3, group, offset: Offset::None, levels: Levels::One, act_order: false }
     }
 
     /// Floats of 4 bits, E2M1.
     pub const fn fp4(group: QuantGroup) -> Self {
-        Self { codes: Codes::E2m1, group, offset: Offset::None, act_order: false }
+        Self { codes: Codes::E2m1, group, offset: Offset::None, levels: Levels::One, act_order: false }
+    }
+
+    /// Codes of 4 bits that stand for the values of IQ4_NL.
+    pub const fn iq4_nl(group: QuantGroup) -> Self {
+        Self { codes: Codes::Iq4Nl, group, offset: Offset::None, levels: Levels::One, act_order: false }
+    }
+
+    /// The same format with a float minimum of each group.
+    pub const fn with_minima(self) -> Self {
+        Self { offset: Offset::Minimum, ..self }
+    }
+
+    /// The same format whose scales, and minima, are products of an integer and an f16 that so many groups share.
+    pub const fn with_shared_scales(self, groups: usize) -> Self {
+        Self { levels: Levels::Two(groups), ..self }
+    }
+
+    /// The same format whose scales are products of an E4M3 float and an f32 that a row shares.
+    pub const fn with_fp8_scales(self) -> Self {
+        Self { levels: Levels::Fp8, ..self }
     }
 
     /// Integers of which each group has a zero point of its own, or around their middle.
@@ -149,7 +169,7 @@ impl QuantScheme {
             Codes::Floats => 0,
             Codes::Int(bits) => usize::from(bits),
             Codes::E4m3 => 8,
-            Codes::E2m1 => 4,
+            Codes::E2m1 | Codes::Iq4Nl => 4,
         }
     }
 
@@ -179,11 +199,7 @@ impl QuantScheme {
 
     /// What a code stands for, which is not NaN: w = scale * (value(q) - zero), or scale * value(q) - minimum.
     pub fn value(self, q: u8) -> f32 {
-        match self.codes {
-            Codes::Floats | Codes::Int(_) => f32::from(q),
-            Codes::E4m3 => e4m3(q),
-            Codes::E2m1 => E2M1[usize::from(q & 0xf)],
-        }
+        self.codes.value(q)
     }
 
     /// Columns that share a scale in a row of `k` columns (at least 1).
@@ -196,42 +212,51 @@ impl QuantScheme {
         k.div_ceil(self.group_size(k))
     }
 
-    /// About as many bytes as a matrix [N, K] has on a device: codes with scales in 16 bits, zero points of a byte and minima in f32, FP8
-    /// with a scale in f32 for each eight rows; floats of `dtype` without a scheme.
+    /// Floats of a row of `k` columns that groups share; 0 where scales are one float.
+    pub fn shared_scales(self, k: usize) -> usize {
+        match self.levels {
+            Levels::One => 0,
+            Levels::Two(groups) => self.groups(k).div_ceil(groups.max(1)),
+            Levels::Fp8 => self.groups(k).min(1),
+        }
+    }
+
+    /// About as many bytes as a matrix [N, K] has on a device: codes with scales and minima in 16 bits or in their two
+    /// levels, zero points of a byte, FP8 with a scale in f32 for each eight rows; floats of `dtype` without a scheme.
     pub fn matrix_bytes(self, (n, k): (usize, usize), dtype: DType) -> usize {
-        let codes = n * k * self.bits() / 8;
+        let codes = (n * k * self.bits()).div_ceil(8);
         match self.codes {
             Codes::Floats => n * k * dtype.size_in_bytes(),
             Codes::E4m3 => codes + n.div_ceil(8) * self.groups(k) * 4,
             _ => {
-                codes + n * self.groups(k) * (2 + usize::from(self.has_zero_points()) + self.minimum_bytes())
+                let zeros = if self.has_zero_points() { self.groups(k) } else { 0 };
+                codes + n * (self.scale_bytes(k) + zeros)
             }
         }
     }
 
-    /// Bytes of the minimum of a group.
-    fn minimum_bytes(self) -> usize {
-        if self.has_minima() { size_of::<f32>() } else { 0 }
+    /// Bytes of the scales and minima of a row.
+    fn scale_bytes(self, k: usize) -> usize {
+        let floats = size_of::<u16>();
+        let scales = match self.levels {
+            Levels::One => self.groups(k) * floats,
+            Levels::Two(_) => self.groups(k) + self.shared_scales(k) * floats,
+            Levels::Fp8 => self.groups(k) + self.shared_scales(k) * size_of::<f32>(),
+        };
+        if self.has_minima() { 2 * scales } else { scales }
     }
 
-    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits, of zero points and of minima; `None` for
-    /// floats.
+    /// Bytes that a weight takes in a row of `k`, with its share of scales and minima in 16 bits or in their two
+    /// levels, and of zero points; `None` for floats.
     pub fn bytes_per_weight(self, k: usize) -> Option<f64> {
         let bits = self.bits() as f64;
-        let zero = if self.has_zero_points() { bits } else { 8.0 * self.minimum_bytes() as f64 };
+        let zeros = if self.has_zero_points() { bits * self.groups(k) as f64 } else { 0.0 };
         match self.codes {
             Codes::Floats => None,
             Codes::E4m3 => Some(1.0),
-            _ => Some((bits + (16.0 + zero) / self.group_size(k) as f64) / 8.0),
+            _ => Some((bits + (8.0 * self.scale_bytes(k) as f64 + zeros) / k.max(1) as f64) / 8.0),
         }
     }
-}
-
-/// The value of an E4M3 byte that is not NaN: a sign, 4 bits of exponent (bias 7), 3 of mantissa.
-pub(crate) fn e4m3(q: u8) -> f32 {
-    // As bits of an f32, the exponent is 120 too small.
-    const SCALE: f32 = (1u128 << 120) as f32;
-    f32::from_bits(u32::from(q & 0x80) << 24 | u32::from(q & 0x7f) << 20) * SCALE
 }
 
 /// As its text.
@@ -248,9 +273,14 @@ impl fmt::Display for QuantScheme {
             Codes::Int(bits) => write!(f, "int{bits}")?,
             Codes::E4m3 => f.write_str("fp8")?,
             Codes::E2m1 => f.write_str("fp4")?,
+            Codes::Iq4Nl => f.write_str("iq4_nl")?,
         }
         match self.group {
-            QuantGroup::Size(size) => write!(f, " group {size}")?,
+            QuantGroup::Size(size) => match self.levels {
+                Levels::One => write!(f, " group {size}")?,
+                Levels::Two(groups) => write!(f, " group {size} of {}", size * groups)?,
+                Levels::Fp8 => write!(f, " group {size} with fp8 scales")?,
+            },
             QuantGroup::Block { n, k } => write!(f, " block {n}x{k}")?,
             QuantGroup::Channel => f.write_str(" per channel")?,
             QuantGroup::Tensor => f.write_str(" per tensor")?,
@@ -274,32 +304,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn e4m3_is_its_definition() {
-        for q in 0..=255u8 {
-            let exponent = i32::from(q >> 3 & 0xf);
-            let mantissa = f64::from(q & 7);
-            let magnitude = match exponent {
-                0 => mantissa / 8.0 * 2f64.powi(-6),
-                _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
-            };
-            let want = if q & 0x80 == 0 { magnitude } else { -magnitude };
-            assert_eq!(f64::from(e4m3(q)), want, "{q:#x}");
-        }
-    }
-
-    #[test]
-    fn e2m1_is_its_definition() {
-        let scheme = QuantScheme::fp4(QuantGroup::Size(32));
-        for q in 0..16u8 {
-            let mantissa = f32::from(q & 1) / 2.0;
-            let magnitude = match q >> 1 & 3 {
-                0 => mantissa,
-                exponent => (1.0 + mantissa) * f32::from(1u8 << (exponent - 1)),
-            };
-            let want = if q & 8 == 0 { magnitude } else { -magnitude };
-            assert_eq!(scheme.value(q).to_bits(), want.to_bits(), "{q:#x}");
-        }
-        assert_eq!(scheme.to_string(), "fp4 group 32");
+    fn a_weight_of_two_levels_has_the_bytes_of_both() {
+        let q4_k = QuantScheme::int(4, QuantGroup::Size(32)).with_minima().with_shared_scales(8);
+        let q6_k = QuantScheme::int(6, QuantGroup::Size(16)).with_shared_scales(16);
+        assert_eq!(q4_k.bytes_per_weight(512).map(|bytes| 8.0 * bytes), Some(4.625));
+        assert_eq!(q6_k.bytes_per_weight(256).map(|bytes| 8.0 * bytes), Some(6.5625));
+        assert_eq!((q4_k.shared_scales(512), q6_k.shared_scales(768)), (2, 3));
+        assert_eq!(q4_k.to_string(), "int4 group 32 of 256 with minima");
+        assert_eq!(q6_k.to_string(), "int6 group 16 of 256");
+        let nvfp4 = QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales();
+        assert_eq!(nvfp4.bytes_per_weight(512).map(|bytes| 8.0 * bytes), Some(4.5625));
+        assert_eq!((nvfp4.shared_scales(512), nvfp4.shared_scales(0)), (1, 0));
+        assert_eq!(nvfp4.to_string(), "fp4 group 16 with fp8 scales");
     }
 
     #[test]
@@ -313,6 +329,7 @@ mod tests {
         assert_eq!(QuantScheme::NONE.groups(0), 0);
         assert_eq!(int(QuantGroup::Size(32)).to_string(), "int8 group 32 with act-order");
         assert_eq!(block.to_string(), "fp8 block 128x128");
+        assert_eq!(QuantScheme::fp4(QuantGroup::Size(32)).to_string(), "fp4 group 32");
     }
 
     #[test]
@@ -325,11 +342,14 @@ mod tests {
     fn a_matrix_has_the_bytes_of_its_values_scales_and_zero_points() {
         let int =
             |bits, zero_point| QuantScheme::int(bits, QuantGroup::Size(128)).with_zero_points(zero_point);
+        let k = |bits, group| QuantScheme::int(bits, QuantGroup::Size(group));
         let cases = [
             (QuantScheme::NONE, 2 * 64 * 256),
             (int(4, false), 64 * 128 + 64 * 2 * 2),
             (int(8, true), 64 * 256 + 64 * 2 * 3),
-            (QuantScheme { offset: Offset::Minimum, ..int(4, false) }, 64 * 128 + 64 * 2 * 6),
+            (int(4, false).with_minima(), 64 * 128 + 64 * 2 * 4),
+            (k(4, 32).with_minima().with_shared_scales(8), 64 * 128 + 64 * 2 * (8 + 2)),
+            (k(6, 16).with_shared_scales(16), 64 * 192 + 64 * (16 + 2)),
             (QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 }), 64 * 256 + 8 * 2 * 4),
             (QuantScheme::fp4(QuantGroup::Size(32)), 64 * 128 + 64 * 8 * 2),
         ];

@@ -1,4 +1,4 @@
-//! What the choice of an expert backend depends on.
+//! The data that determines the choice of an expert backend.
 
 use candle_core::DType;
 use serde::{Serialize, Serializer};
@@ -7,7 +7,7 @@ use crate::plan::Gpu;
 use crate::scheme::QuantScheme;
 use crate::tags::{Activation, ActivationFormat, RoutingMethod, activation_name};
 
-/// Everything the choice of an expert backend depends on, as plain data.
+/// All data that determines the choice of an expert backend, as plain values.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExpertsSpec {
     /// Logical experts E.
@@ -30,7 +30,7 @@ pub struct ExpertsSpec {
     pub activation: Activation,
     /// Whether the packs carry `w13_bias` and `w2_bias`.
     pub has_bias: bool,
-    /// The format that prepare hands over.
+    /// The format of the rows that prepare returns.
     pub activation_format: ActivationFormat,
     /// Tag of the routing method.
     pub routing: RoutingMethod,

@@ -1,49 +1,51 @@
-//! The routing of a step on a CUDA device: arrays in which the launches that route leave their choices, and from which
-//! they read choices that are forced on them.
+//! The routing of a step on a CUDA device: arrays into which the launches with a router write their choices, and from
+//! which they read forced choices.
 //!
-//! The arrays stay where they are from step to step, so that captured graphs may name them, and hold *logical* experts
-//! and MoE layers as [`RoutedExperts`](crate::RoutedExperts) and [`ExpertHeat`](crate::ExpertHeat) do. Launches read and
-//! write them beside what they compute: no kernel is chosen by them, and no bit of a result depends on what is recorded.
+//! The arrays keep their addresses from step to step, so that captured graphs may use them. They contain *logical*
+//! experts and MoE layers, like [`RoutedExperts`](crate::RoutedExperts) and [`ExpertHeat`](crate::ExpertHeat). Launches
+//! read and write them in addition to their computation: recording changes neither the choice of kernels nor a bit of
+//! the results.
 
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 
+use crate::arguments::{expect_matrix, expect_rank3};
 use crate::buffer::Buffer;
-use crate::door::{expect_matrix, expect_rank3};
 use crate::view::View;
 
-/// Which experts' scores forced experts get as their weights.
+/// Which experts' scores become the weights of forced experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ForcedWeights {
-    /// The forced experts' own scores: a replay.
+    /// The scores of the forced experts. This is a replay.
     OfForced,
-    /// The scores of the experts that the row chose by itself: an even spread.
+    /// The scores of the experts that the row would have chosen itself. This is an even spread.
     OfChosen,
 }
 
-/// The arrays of a step; by default none, and then nothing is recorded or forced.
+/// The arrays of a step. By default there are none, and nothing is recorded or forced.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceRouting {
-    /// [L_moe, E] u32: how often each expert was chosen, in this step and all before it, modulo 2^32.
+    /// [L_moe, E] u32: how often each expert was chosen, in this step and all steps before it, modulo 2^32.
     pub heat: Option<Arc<Buffer>>,
-    /// [T, L_moe, K] u32 of at least the step's rows: their choices. Rows that are padding are left as they were.
+    /// [T, L_moe, K] u32 for at least the step's rows: their choices. Padding rows are not written.
     pub routed: Option<Arc<Buffer>>,
-    /// [T, L_moe, K] u32 of at least the step's rows: choices to force, [`NO_EXPERT`](crate::NO_EXPERT) for none; a row
-    /// of none chooses by itself. Ids are in range and distinct.
+    /// [T, L_moe, K] u32 for at least the step's rows: choices to force, [`NO_EXPERT`](crate::NO_EXPERT) for none. A
+    /// row without forced choices chooses by itself. Ids are in range and distinct.
     pub forced: Option<(Arc<Buffer>, ForcedWeights)>,
 }
 
-/// What concerns one MoE layer, from one row of the step on.
+/// The arrays of one MoE layer, from one row of the step on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LayerRouting<'a> {
-    /// \[E\] u32, added to.
+    /// \[E\] u32; counts are added to it.
     pub heat: Option<View<'a>>,
     /// u32, written: the K choices of row t begin at t * `stride`.
     pub routed: Option<View<'a>>,
-    /// u32, read: likewise the choices to force on row t.
+    /// u32, read: the choices to force on row t, at the same indices.
     pub forced: Option<(View<'a>, ForcedWeights)>,
-    /// Ids from one row to the next.
+    /// Number of ids from one row to the next.
     pub stride: usize,
 }
 
@@ -53,7 +55,7 @@ impl DeviceRouting {
         self.heat.is_some() || self.routed.is_some() || self.forced.is_some()
     }
 
-    /// The part of MoE layer `layer` from row `first_row` of the step on.
+    /// The part for MoE layer `layer`, from row `first_row` of the step on.
     ///
     /// # Errors
     /// Arrays of other dims than documented, or without such a layer or row.
@@ -80,7 +82,7 @@ impl DeviceRouting {
 
 const OP: &str = "step_routing";
 
-/// The ids [T, L_moe, K] from one row and layer on, and how far it is from row to row.
+/// The ids [T, L_moe, K] from one row and layer on, and the number of ids from row to row.
 fn rows_of<'a>(name: &str, ids: &'a Buffer, layer: usize, first_row: usize) -> Result<(View<'a>, usize)> {
     let (rows, layers, top_k) = expect_rank3(OP, name, &ids.view())?;
     if layer >= layers || first_row > rows {
@@ -111,7 +113,7 @@ mod tests {
         let part = routing.layer(1, 2).unwrap();
         assert_eq!(part.stride, 6);
         assert_eq!(part.heat.unwrap().cpu::<u32>().unwrap(), [5, 6, 7, 8, 9]);
-        // Row 2, layer 1 of [4, 3, 2].
+        // This is row 2, layer 1 of [4, 3, 2].
         assert_eq!(part.routed.unwrap().cpu::<u32>().unwrap()[..2], [14, 15]);
         assert_eq!(part.forced.unwrap().0.elem_count(), 36 - 14);
         let text = |result: Result<()>| result.unwrap_err().to_string();

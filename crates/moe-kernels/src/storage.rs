@@ -1,7 +1,7 @@
-//! Where the elements of views and buffers lie: in host memory or on a CUDA device.
+//! The memory of views and buffers: host memory or memory of a CUDA device.
 //!
-//! candle's CPU storage is an enum of typed vectors. The same shape is used here, so that a
-//! view of a candle tensor is a plain borrow and no kernel ever reinterprets bytes.
+//! candle's CPU storage is an enum of typed vectors. The same structure is used here, so that a view of a candle tensor
+//! is a plain borrow and no kernel ever reinterprets bytes.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -29,11 +29,11 @@ pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
     fn wrap_mut(s: &mut [Self]) -> DataMut<'_>;
     /// Wraps a vector of this type.
     fn wrap_vec(v: Vec<Self>) -> Memory;
-    /// Zeros that take memory from the system only as they are written.
+    /// Zeros that use system memory only when they are written.
     fn zeros(len: usize) -> Vec<Self>;
 }
 
-/// Declares the enums of elements, one variant for each type, and how types get in and out.
+/// Declares the enums of elements, with one variant for each type, and the conversions between types and enums.
 macro_rules! elements {
     ($($variant:ident $ty:ty, $zeros:expr);* $(;)?) => {
         /// Borrowed elements.
@@ -118,7 +118,8 @@ macro_rules! elements {
                     Self::Cuda(v) => DataMut::Device(v.as_slice()),
                 }
             }
-            /// Moves the memory into candle's storage, without a copy; of host memory the first `len` elements.
+            /// Moves the memory into candle's storage without a copy. Only the first `len` elements of host memory are
+            /// kept.
             pub(crate) fn into_storage(self, len: usize) -> Storage {
                 match self {
                     $(Self::$variant(mut v) => {
@@ -158,7 +159,8 @@ elements!(
     I32 i32, |n| vec![0; n];
     I64 i64, |n| vec![0; n];
     F32 f32, |n| vec![0.; n];
-    // Zero bits are zero; a vector of half::bf16 would be written element by element.
+    // The bits of zero are all zero. A vector of half::bf16 would be written element by element, so a vector of u16 is
+    // used.
     BF16 bf16, |n| vec![0u16; n].reinterpret_into();
     F16 f16, |n| vec![0u16; n].reinterpret_into();
 );

@@ -1,10 +1,10 @@
-//! The candle door: tensors in as views, buffers out as tensors.
+//! Calls on candle tensors: turns tensors into views, and buffers into tensors.
 //!
-//! Every call of these crates that takes candle tensors goes through [`with_tensors`] (or [`with_views`], where the
-//! caller brings the context, or [`forward_rows`], for one input and one output of the same rows). So all of them take
+//! Every call of these crates that takes candle tensors goes through [`with_tensors`]. If the caller has a context it
+//! is [`with_views`], and for one input and one output with the same rows it is [`forward_rows`]. So all calls take
 //! tensors of the CPU and of CUDA devices, contiguous or not, run on the device of their first input and leave their
-//! results there. What an op needs of dtypes, dims and devices it checks itself, and names both sides. None of them has a
-//! gradient, which `backward()` says ([`gradient`](crate::gradient)).
+//! results there. The op checks dtypes, dims and devices itself, and its error names both sides. None of the calls has
+//! a gradient, and `backward()` reports that ([`gradient`](crate::gradient)).
 
 use parking_lot::RwLockReadGuard;
 
@@ -34,8 +34,7 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
-    /// Locks the tensor's storage for reading. The tensor must be contiguous; its offset is
-    /// respected.
+    /// Locks the tensor's storage for reading. The tensor must be contiguous; it may start at an offset.
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
         reads(tensor);
         let (storage, layout) = tensor.storage_and_layout();
@@ -67,7 +66,7 @@ impl<'a> TensorView<'a> {
 }
 
 impl Drop for TensorView<'_> {
-    /// Where candle tracks the uses of tensors over several streams, this one ends here.
+    /// Where candle tracks the uses of tensors over several streams, this use ends here.
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
         if let Storage::Cuda(cuda) = &*self.storage {
@@ -98,7 +97,7 @@ impl Drop for TensorView<'_> {
 ///
 /// # Errors
 /// No tensor; a device other than the CPU or, in a build with the feature `cuda`, a CUDA device; a dtype that no view
-/// holds; what `f` refuses.
+/// holds; any error of `f`.
 pub fn with_tensors<const N: usize, const M: usize, R: TensorResults>(
     tensors: [&Tensor; N],
     optional: [Option<&Tensor>; M],
@@ -109,10 +108,10 @@ pub fn with_tensors<const N: usize, const M: usize, R: TensorResults>(
     with_views(tensors, optional, |tensors, optional| f(tensors, optional, &mut ex))
 }
 
-/// Runs `f` on views of tensors, some of which may be absent, where the caller has a context already.
+/// Runs `f` on views of tensors, some of which may be absent, in the context of the caller.
 ///
 /// # Errors
-/// As [`with_tensors`].
+/// The errors of [`with_tensors`].
 pub fn with_views<const N: usize, const M: usize, R: TensorResults>(
     tensors: [&Tensor; N],
     optional: [Option<&Tensor>; M],
@@ -134,11 +133,11 @@ pub fn with_views<const N: usize, const M: usize, R: TensorResults>(
     run()
 }
 
-/// Runs `f` on `x` [.., H] seen as [T, H] and an output [T, `width`] of `dtype`, which comes back with the leading
+/// Runs `f` on `x` [.., H] viewed as [T, H], and on an output [T, `width`] of `dtype`. The result has the leading
 /// dimensions of `x`.
 ///
 /// # Errors
-/// A scalar; as [`with_tensors`].
+/// A scalar; the errors of [`with_tensors`].
 pub fn forward_rows(
     x: &Tensor,
     width: usize,
@@ -158,7 +157,7 @@ pub fn forward_rows(
 }
 
 impl Exec {
-    /// A buffer for a result that is written whole, on the device of this context.
+    /// A buffer for a result that will be written completely, on the device of this context.
     ///
     /// # Errors
     /// No memory left; a dtype that no view holds.
@@ -166,8 +165,8 @@ impl Exec {
         Buffer::unspecified_on(self.device(), dtype, dims)
     }
 
-    /// A view of host memory as this context's ops read it: itself on the CPU, on a CUDA device a copy there. A view
-    /// of a device stays what it is.
+    /// A view of host memory in a form that this context's ops can read: the view itself on the CPU, a copy on a CUDA
+    /// device. A view of device memory stays unchanged.
     ///
     /// # Errors
     /// No memory left.
@@ -179,17 +178,18 @@ impl Exec {
     }
 }
 
-/// The tensor with its elements in row-major order, beginning where 16-byte loads may on a device: itself, or a copy.
+/// The tensor with its elements in row-major order, at an address where a device may use 16-byte loads: the tensor
+/// itself, or a copy.
 fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 && !tensor.is_contiguous() {
-        // candle cannot copy nothing on a CUDA device.
+        // candle cannot copy an empty tensor on a CUDA device.
         return Buffer::zeros_on(tensor.device(), tensor.dtype(), &[0])?
             .into_tensor()?
             .reshape(tensor.dims());
     }
     let bytes = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
     let misaligned = !tensor.device().is_cpu() && !bytes.is_multiple_of(16) && tensor.elem_count() > 0;
-    // A contiguous tensor is its own contiguous copy for candle: the copy is made of its elements in a row.
+    // For candle a contiguous tensor is its own contiguous copy, so the copy is forced.
     if misaligned { tensor.force_contiguous() } else { tensor.contiguous() }
 }
 

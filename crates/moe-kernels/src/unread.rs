@@ -1,7 +1,8 @@
-//! Tensors of a checkpoint that a loader knows and does not read: an error that names them, instead of a model that computes
-//! something else.
+//! Tensors of a checkpoint that a loader knows and does not read: an error that names them, instead of a model that
+//! computes something else.
 //!
-//! A [`VarBuilder`] cannot list its names, so each loader asks for the ones that models are known to have beside its own.
+//! A [`VarBuilder`] cannot list its names, so each loader also asks for the names that models are known to have in
+//! addition to the ones that it reads.
 
 use candle_core::{DType, Result, bail};
 use candle_nn::VarBuilder;
@@ -19,29 +20,34 @@ pub struct Unread<'a> {
 }
 
 impl<'a> Unread<'a> {
-    /// Nothing so far, under the prefix of `vb`.
+    /// A list without findings, for names under the prefix of `vb`.
     pub fn under(vb: &'a VarBuilder<'a>) -> Self {
         Self { vb, has_names: !vb.contains_tensor(NO_TENSOR), found: Vec::new() }
     }
 
-    /// A tensor that changes what the module computes.
+    /// Adds a tensor to the findings if the checkpoint has it: it would change what the module computes.
     pub fn tensor(&mut self, name: &str) {
         if self.is_there(name) {
             self.found.push(name.to_string());
         }
     }
 
-    /// A bias: of zeros it changes nothing, and is passed over.
+    /// Adds a bias to the findings, unless it is zero: then it changes nothing.
     pub fn bias(&mut self, name: &str) {
         if self.is_there(name) && !self.is_zero(name).unwrap_or(false) {
             self.found.push(name.to_string());
         }
     }
 
-    /// The scales of a weight: beside one that is read as floats they say that it means something else.
+    /// Adds tensors to the findings that show that a weight is quantised: its scales, with which the stored weight
+    /// means something else than floats, and its packed integers.
     pub fn scales(&mut self, weight: &str) {
         for suffix in ["_scale", "_scale_inv", "_scales"] {
             self.tensor(&format!("{weight}{suffix}"));
+        }
+        let Some(module) = weight.strip_suffix("weight") else { return };
+        for packed in ["qweight", "weight_packed"] {
+            self.tensor(&format!("{module}{packed}"));
         }
     }
 

@@ -1,10 +1,10 @@
 //! Views: borrowed, contiguous, row-major arrays with a dtype and dims.
 //!
-//! Every op of the workspace is a function over views (`*_into`), because a candle tensor can
-//! be read but not lent mutably to another crate, and because a captured CUDA graph needs
-//! fixed, caller-owned outputs. A [`View`] borrows a candle tensor under its read guard
-//! ([`TensorView`](crate::TensorView)), a slice, or a buffer; a [`ViewMut`] borrows a slice or
-//! a buffer. The data lies in host memory or on a CUDA device. Offsets are resolved when the view is made, so ops only ever see dense data.
+//! Every op of the workspace is a function over views (`*_into`). There are two reasons: a candle tensor can be read
+//! but not lent mutably to another crate, and a captured CUDA graph needs fixed outputs that the caller owns. A
+//! [`View`] borrows a candle tensor under its read guard ([`TensorView`](crate::TensorView)), a slice, or a buffer; a
+//! [`ViewMut`] borrows a slice or a buffer. The data is in host memory or on a CUDA device. Offsets are resolved when
+//! the view is made, so ops only see dense data.
 
 use candle_core::{DType, Result, bail};
 
@@ -14,7 +14,7 @@ use crate::storage::{Data, DataMut};
 /// The most dimensions a view has.
 pub const MAX_RANK: usize = 4;
 
-/// Dimensions of a view, held inline so that views are `Copy` and free of allocation.
+/// Dimensions of a view, stored inline so that views are `Copy` and need no allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Dims {
     rank: u8,
@@ -76,7 +76,7 @@ pub struct ViewMut<'a> {
     dims: Dims,
 }
 
-/// What both kinds of views tell about their elements.
+/// Getters that both kinds of views have.
 macro_rules! shape_getters {
     () => {
         /// The dimensions.
@@ -118,18 +118,18 @@ impl<'a> View<'a> {
 
     shape_getters!();
 
-    /// Where the elements lie.
+    /// The elements.
     #[cfg(feature = "cuda")]
     pub(crate) fn data(&self) -> Data<'a> {
         self.data
     }
 
-    /// Whether the elements lie on a CUDA device.
+    /// Whether the elements are in memory of a CUDA device.
     pub fn is_cuda(&self) -> bool {
         self.data.device().is_some()
     }
 
-    /// The host data; an error if the dtype differs or the data lies on a device.
+    /// The host data; an error if the dtype differs or the data is on a device.
     pub fn cpu<T: Element>(&self) -> Result<&'a [T]> {
         match T::slice(self.data) {
             Some(s) => Ok(s),
@@ -184,12 +184,12 @@ impl<'a> ViewMut<'a> {
         ViewMut { data: self.data.reborrow(), dims: self.dims }
     }
 
-    /// Whether the elements lie on a CUDA device.
+    /// Whether the elements are in memory of a CUDA device.
     pub fn is_cuda(&self) -> bool {
         self.as_view().is_cuda()
     }
 
-    /// The host data; an error if the dtype differs or the data lies on a device.
+    /// The host data; an error if the dtype differs or the data is on a device.
     pub fn cpu_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         let dtype = self.dtype();
         let device = self.as_view().data.device();
@@ -230,7 +230,7 @@ impl<'a> ViewMut<'a> {
     }
 }
 
-/// Says why elements are not host elements of `T`.
+/// The error that says why elements are not host elements of `T`.
 fn wrong_elements<T: Element, R>(dtype: DType, device: Option<usize>) -> Result<R> {
     match device {
         Some(device) => bail!("expected a view of host memory, got one on CUDA device {device}"),

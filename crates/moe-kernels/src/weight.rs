@@ -1,11 +1,11 @@
-//! Weights of products, in the order that the kernels of their machine read best.
+//! Weights of products, in the order that the kernels of their machine read fastest.
 //!
-//! A checkpoint stores a matrix by rows. On AVX2 and AVX-512 without matrix registers the kernels want the same
-//! k of 16 rows side by side; so such a weight is packed once, after it is loaded, into panels of 16
-//! rows ([`WeightOrder::Panels`]). Layers hold a [`Weight`] and hand its [`WeightView`] to an op, which
-//! takes either order; the bits of its results do not depend on it. A view of a candle tensor is a weight in rows.
+//! A checkpoint stores a matrix by rows. On AVX2 and AVX-512 without matrix registers, the kernels need the same k of
+//! 16 rows next to each other. So such a weight is packed once, after loading, into panels of 16 rows
+//! ([`WeightOrder::Panels`]). Layers hold a [`Weight`] and pass its [`WeightView`] to an op, which accepts both orders;
+//! the order does not change the bits of results. A view of a candle tensor is a weight in rows.
 //!
-//! A quantised weight ([`QuantMatrix`]) is a [`Weight`] too: the same ops take it, and multiply its integers.
+//! A quantised weight ([`QuantStack`]) is a [`Weight`] too. The same ops accept it, and multiply its integers.
 
 #[cfg(feature = "cuda")]
 mod device_slot;
@@ -29,7 +29,7 @@ use crate::element::Float;
 use crate::exec::CpuIsa;
 use crate::gradient;
 use crate::plan::QuantWeights;
-use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
+use crate::quant::{QuantPacking, QuantStack, QuantUse};
 use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
 use crate::with_float;
@@ -45,16 +45,16 @@ pub struct Weight(Held);
 
 #[derive(Clone, Debug)]
 enum Held {
-    /// Floats in this order; the tensor's rows are those of the matrix only if the order says so.
+    /// Floats in this order. The tensor's rows are the rows of the matrix only if the order is `Rows`.
     Values(Tensor, WeightOrder),
     Quantised(Quantised),
 }
 
 impl Weight {
-    /// A weight in rows; copied if the tensor is not contiguous.
+    /// A weight in rows. The tensor is copied if it is not contiguous.
     ///
     /// # Errors
-    /// A rank other than 2 and 3.
+    /// A rank that is not 2 or 3.
     pub fn new(rows: Tensor) -> Result<Self> {
         if !matches!(rows.rank(), 2 | 3) {
             bail!("a weight: expected a matrix [N, K] or a pack [E, N, K], got dims {:?}", rows.dims())
@@ -62,13 +62,14 @@ impl Weight {
         Ok(Self(Held::Values(rows.contiguous()?, WeightOrder::Rows)))
     }
 
-    /// A quantised weight for activations of `dtype` (f32, bf16 or f16). Packed for gate and up it has dims [E, N, K];
-    /// otherwise one matrix has [N, K], and [`with_experts`](Self::with_experts) makes it a pack of one.
+    /// A quantised weight for activations of `dtype` (f32, bf16 or f16). If it is packed for gate and up, its dims are
+    /// [E, N, K]. Otherwise one matrix has the dims [N, K], and [`with_experts`](Self::with_experts) makes a pack of
+    /// one expert from it.
     ///
     /// # Errors
     /// Another dtype.
-    pub fn of_quantised(matrix: QuantMatrix, dtype: DType) -> Result<Self> {
-        Self::of_pack(Pack::Cpu(Arc::new(RwLock::new(matrix))), dtype)
+    pub fn of_quantised(matrix: impl Into<QuantStack>, dtype: DType) -> Result<Self> {
+        Self::of_pack(Pack::Cpu(Arc::new(RwLock::new(matrix.into()))), dtype)
     }
 
     /// [`of_quantised`](Self::of_quantised) for a pack on a device.
@@ -87,7 +88,7 @@ impl Weight {
         Ok(Self(Held::Quantised(Quantised { pack, dims, dtype })))
     }
 
-    /// A matrix [N, K] as a pack of one expert, [1, N, K]; a pack stays as it is.
+    /// A matrix [N, K] as a pack of one expert, [1, N, K]. A pack stays unchanged.
     ///
     /// # Errors
     /// None for a weight of this type; the errors of reshaping.
@@ -102,10 +103,10 @@ impl Weight {
         }))
     }
 
-    /// The same weight in the order that a path reads best ([`WeightOrder::best`]); `None`, a weight on a device and a
-    /// quantised one stay as they are. `run`: how many rows products take together, N or, of a pack
-    /// of gate and up rows, N / 2. While it is packed there are two copies of this weight; the one in
-    /// rows is freed at the end unless the caller, too, holds it.
+    /// The same weight in the order that an instruction set reads fastest ([`WeightOrder::best`]). With `isa` = `None`,
+    /// and for a weight on a device or a quantised one, nothing changes. `run` is the number of rows that products
+    /// process together: N, or N / 2 for a pack of gate and up rows. During packing there are two copies of this
+    /// weight. The copy in rows is freed at the end, unless the caller holds it too.
     ///
     /// # Errors
     /// No memory left.
@@ -148,7 +149,7 @@ impl Weight {
         }
     }
 
-    /// Where it lies.
+    /// The device of its memory.
     pub fn device(&self) -> &Device {
         match &self.0 {
             Held::Values(values, _) => values.device(),
@@ -156,7 +157,7 @@ impl Weight {
         }
     }
 
-    /// How it lies there; a quantised weight lies in an order of its own.
+    /// The order of its values in memory. A quantised weight has its own order.
     pub fn order(&self) -> WeightOrder {
         match &self.0 {
             Held::Values(_, order) => *order,
@@ -164,7 +165,7 @@ impl Weight {
         }
     }
 
-    /// How it is quantised.
+    /// Its quantisation.
     pub fn scheme(&self) -> QuantScheme {
         match &self.0 {
             Held::Values(..) => QuantScheme::NONE,
@@ -172,7 +173,7 @@ impl Weight {
         }
     }
 
-    /// How it is quantised, as the choice of kernels sees it; `None`: floats.
+    /// Its quantisation in the form that the choice of kernels uses; `None` for floats.
     pub fn quantisation(&self) -> Option<QuantWeights> {
         match &self.0 {
             Held::Values(..) => None,
@@ -180,7 +181,7 @@ impl Weight {
         }
     }
 
-    /// Who brought a quantised weight into its order; `None`: floats.
+    /// Whether host or device packed a quantised weight; `None` for floats.
     pub fn packing(&self) -> Option<QuantPacking> {
         match &self.0 {
             Held::Values(..) => None,
@@ -188,7 +189,7 @@ impl Weight {
         }
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Held::Values(values, _) => values.elem_count() * values.dtype().size_in_bytes(),
@@ -201,7 +202,7 @@ impl Weight {
         self.dims().last().copied().unwrap_or(0)
     }
 
-    /// The weight as a tensor of its dtype: itself if it lies in rows, else a copy.
+    /// The weight as a tensor of its dtype: the weight itself if it is in rows, else a copy.
     ///
     /// # Errors
     /// No memory left.
@@ -229,7 +230,7 @@ impl Weight {
                     let n = matrix.dims()[1].max(1);
                     let mut wide = vec![0.0; k];
                     for (row, out) in rows {
-                        matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
+                        matrix.dequantise_into(row / n, row % n, &mut wide)?;
                         out.iter_mut().zip(&wide).for_each(|(out, x)| *out = T::narrow(*x));
                     }
                 }
@@ -266,7 +267,7 @@ enum Guarded<'a> {
 }
 
 impl WeightGuard<'_> {
-    /// What ops take.
+    /// The view that ops take.
     ///
     /// # Errors
     /// A dtype that no view holds.

@@ -7,6 +7,8 @@
 mod attention;
 #[path = "ops/common.rs"]
 mod common;
+#[path = "ops/delta.rs"]
+mod delta;
 #[path = "ops/errors.rs"]
 mod errors;
 #[path = "ops/experts.rs"]
@@ -33,3 +35,5 @@ mod quantised;
 mod rows;
 #[path = "ops/segments.rs"]
 mod segments;
+#[path = "ops/stacked.rs"]
+mod stacked;

@@ -1,14 +1,15 @@
-//! Whether the parts of a block fit each other: checked once, when the block is built.
+//! Checks that the parts of a block fit each other. They run once, when the block is built.
 
 use moe_dispatch::{ExpertsSide, PrepareFinalize, check_composition};
 use moe_experts::Experts;
-use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::candle::{DType, Result, Tensor};
 use moe_router::RouterConfig;
 
+use crate::error::refuse;
 use crate::placed::PlacedExperts;
 
-/// Router, prepare/finalize and modular experts: formats, limits, who applies the weights, and the
-/// number of experts.
+/// Checks router, prepare/finalize and modular experts: formats, limits, which part applies the weights, and the number
+/// of experts.
 pub(crate) fn check_modular(
     config: &RouterConfig,
     prepare: &dyn PrepareFinalize,
@@ -25,7 +26,8 @@ pub(crate) fn check_modular(
     let by_router = config.apply_router_weight_on_input;
     let by_prepare = prepare.applies_router_weight_on_input();
     if by_router != by_prepare {
-        bail!(
+        refuse!(
+            Parts,
             "the router has apply_router_weight_on_input = {by_router}, but {} = {by_prepare}; \
              build both from one setting",
             prepare.name()
@@ -34,8 +36,8 @@ pub(crate) fn check_modular(
     check_expert_counts(config, prepare, experts, placed)
 }
 
-/// Every id that the router chooses must be an expert that prepare knows, and every local slot of
-/// prepare one of the experts. Where experts are placed by a map, that stands between router and prepare.
+/// Checks that every id that the router chooses is an expert of prepare, and that every local slot of prepare is one of
+/// the experts. If a map places experts, it is applied between router and prepare.
 fn check_expert_counts(
     config: &RouterConfig,
     prepare: &dyn PrepareFinalize,
@@ -47,7 +49,8 @@ fn check_expert_counts(
     let placement = prepare.local_experts();
     let (known, slots) = placement.map_or((local, local), |p| (p.num_experts(), p.num_local()));
     if slots != local {
-        bail!(
+        refuse!(
+            Parts,
             "{} sends rows to {slots} local experts, but {} has weights of {local}",
             prepare.name(),
             experts.name()
@@ -55,7 +58,8 @@ fn check_expert_counts(
     }
     if let Some((logical, physical)) = placed.map(PlacedExperts::sizes) {
         if (logical, physical) != (routed, known) {
-            bail!(
+            refuse!(
+                Parts,
                 "the map of experts is from {logical} experts to {physical} slots, but the router chooses among {routed} and {} \
                  has {known}",
                 prepare.name()
@@ -65,7 +69,8 @@ fn check_expert_counts(
     }
     if routed != known {
         let side = if placement.is_some() { prepare.name() } else { experts.name() };
-        bail!(
+        refuse!(
+            Parts,
             "the router chooses among {routed} experts ({} routed + {} fused shared), but {side} has {known}",
             config.num_experts,
             config.num_fused_shared_experts
@@ -77,7 +82,8 @@ fn check_expert_counts(
 /// The router's weight must be [logits, hidden] in the experts' dtype.
 pub(crate) fn check_gate(gate: &Tensor, logits: usize, hidden: usize, dtype: DType) -> Result<()> {
     if gate.dims() != [logits, hidden] || gate.dtype() != dtype {
-        bail!(
+        refuse!(
+            Parts,
             "router gate: expected weight [{logits}, {hidden}] of dtype {}, got {:?} of {}",
             dtype.as_str(),
             gate.dims(),

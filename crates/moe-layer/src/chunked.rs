@@ -1,9 +1,10 @@
-//! One way of routed tokens through their experts: prepare, experts, finalize, chunk by chunk.
+//! A path by which routed tokens are computed: prepare, experts, finalize, chunk by chunk.
 //!
-//! Chunks are rows of the caller's input and output, so nothing is cut or joined: each chunk reads
-//! its rows and writes its rows, and all use the same buffers of the workspace.
+//! Chunks are rows of the caller's input and output, so nothing is copied to cut or join them. Each chunk reads its
+//! rows and writes its rows, and all chunks use the same buffers of the workspace.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use moe_chunking::ChunkPlan;
 use moe_dispatch::{AddNorm, Combine, PrepareFinalize, Tokens};
@@ -11,7 +12,7 @@ use moe_experts::Experts;
 use moe_kernels::candle::{DType, Error, Result};
 use moe_kernels::plan::Stage;
 use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, LaunchedAsOne, Scratch, View, ViewMut, WeightAndReduce,
+    ActivationFormat, Dispatched, Exec, LaunchedAsOne, Scratch, TensorView, View, ViewMut, WeightAndReduce,
     add_rms_norm_into, add_scaled_into,
 };
 use tracing::trace_span;
@@ -19,23 +20,25 @@ use tracing::trace_span;
 use crate::placed::PlacedExperts;
 use crate::shared::SharedExperts;
 
-/// What a plan calls the launch in which sums return from other ranks and are added, with the norm after the sum.
+/// The name in plans of the launch in which sums return from other ranks and are added, with the norm after the sum.
 pub(crate) const COMBINE_ADD_NORM: &str = "combine_add_rms_norm";
 
-/// A prepare/finalize backend and the experts that fit it.
+/// A prepare/finalize backend and the experts that fit it. Cloning shares both.
+#[derive(Clone)]
 pub(crate) struct Path {
-    pub prepare: Box<dyn PrepareFinalize>,
-    pub experts: Box<dyn Experts>,
+    pub prepare: Arc<dyn PrepareFinalize>,
+    pub experts: Arc<dyn Experts>,
 }
 
-/// What is computed for a layer's tokens.
+/// The computation for a layer's tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Routed<'a> {
     pub tokens: Tokens<'a>,
-    /// \[T\] f32 weights of the tokens' own rows, with zero experts.
+    /// The weights \[T\] f32 of the tokens' own rows, if there are zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
-    /// What turns the tokens' logical experts into physical ones, where that depends on a token's rank; else the ids are physical.
+    /// The experts that turn the tokens' logical ids into physical ones, if that depends on a token's rank. With `None`
+    /// the ids are already physical.
     pub near: Option<&'a PlacedExperts>,
 }
 
@@ -50,11 +53,11 @@ impl<'a> Routed<'a> {
     }
 }
 
-/// Where a layer's rows go.
+/// The place of a layer's results.
 pub(crate) enum End<'a> {
-    /// [T, H], all of it written.
+    /// [T, H], which is written completely.
     Sum(ViewMut<'a>),
-    /// To the residual stream, and the norm behind it: of layers without zero and shared experts.
+    /// The sums are added to the residual stream and normed. Only for layers without zero experts and shared experts.
     AddNorm(AddNorm<'a>),
 }
 
@@ -68,8 +71,8 @@ impl End<'_> {
 }
 
 impl Path {
-    /// All tokens, in chunks of at most `size`, and of no more than the backend takes; `agreed` as in
-    /// [`PrepareFinalize::prepare`].
+    /// Computes all tokens, in chunks of at most `size`, and of no more than the backend takes. `agreed` has the
+    /// meaning that it has in [`PrepareFinalize::prepare`].
     pub fn run(
         &self,
         routed: &Routed,
@@ -89,7 +92,7 @@ impl Path {
             }
             return Ok(());
         };
-        // Every rank runs as many rounds as the one with the most chunks.
+        // Every rank runs as many rounds as the rank with the most chunks.
         let rounds = all.iter().map(|&tokens| moe_chunking::num_chunks(tokens, size)).max().unwrap_or(0);
         let plan = ChunkPlan::new(tokens, size).with_rounds(rounds).map_err(Error::wrap)?;
         for (round, rows) in plan.ranges().enumerate() {
@@ -100,13 +103,14 @@ impl Path {
         Ok(())
     }
 
-    /// Tokens of a chunk at most, where chunks of at most `size` are wanted; `None`: all at once.
+    /// The largest number of tokens of a chunk, if chunks of at most `size` are requested; `None` means all tokens at
+    /// once.
     fn chunk_size(&self, size: Option<NonZeroUsize>) -> Option<NonZeroUsize> {
         let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
         size.into_iter().chain(limit).min()
     }
 
-    /// The tokens of each chunk of [`run`](Self::run), where no other rank has more tokens.
+    /// The tokens of each chunk of [`run`](Self::run), if no other rank has more tokens.
     pub fn chunks(&self, tokens: usize, size: Option<NonZeroUsize>) -> Vec<usize> {
         match self.chunk_size(size) {
             Some(size) => ChunkPlan::new(tokens, size).ranges().map(|rows| rows.len()).collect(),
@@ -114,7 +118,7 @@ impl Path {
         }
     }
 
-    /// What is left when the experts have computed a call: what it computes, and its name in plans; `None`: nothing.
+    /// The stage after the experts of a call, if there is one.
     pub fn end(&self) -> Option<Stage> {
         let is_reduced = self.experts.weight_and_reduce() == WeightAndReduce::NoOp;
         let (computes, kernel): (&'static [&'static str], _) = match (self.prepare.combine(), is_reduced) {
@@ -146,7 +150,7 @@ impl Path {
         self.prepare.prepare(tokens, agreed, ex)
     }
 
-    /// One pass; on several ranks a collective, also without a token.
+    /// Computes one chunk. On several ranks it is a collective, even for a rank without tokens.
     fn chunk(&self, routed: &Routed, end: End, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
         let physical = routed.near.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
         let routed = match &physical {
@@ -163,8 +167,8 @@ impl Path {
         }
     }
 
-    /// The sums, added to the residual stream with the norm behind it: in the launch in which they return from other ranks, if it
-    /// takes them.
+    /// Adds the sums to the residual stream and norms the result. The launch in which the sums return from other ranks
+    /// does this, if it can.
     fn add_norm(&self, routed: &Routed, end: AddNorm, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
         let dispatched = self.prepare(routed.tokens, agreed, ex)?;
         if self.prepare.combines(&dispatched) {
@@ -177,7 +181,7 @@ impl Path {
         add_rms_norm_into(sums.view(), end.norm.weight, end.norm.eps, end.residual, end.out, ex)
     }
 
-    /// The experts' slot rows, or their sums where they add up themselves.
+    /// Computes the experts' slot rows, or their sums if the experts add them.
     fn slots_or_sums(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<(Scratch, WeightAndReduce)> {
         let strategy = self.experts.weight_and_reduce();
         if strategy == WeightAndReduce::NoOp
@@ -191,7 +195,7 @@ impl Path {
         Ok((rows, strategy))
     }
 
-    /// The sums, without shared experts.
+    /// Computes the sums without shared experts.
     fn sum(&self, routed: &Routed, mut out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
         let dispatched = self.prepare(routed.tokens, agreed, ex)?;
         self.finish(dispatched, out.reborrow(), ex)?;
@@ -201,12 +205,17 @@ impl Path {
         }
     }
 
-    /// Experts and finalize.
+    /// Runs the experts and finalize.
     fn finish(&self, dispatched: Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let strategy = self.experts.weight_and_reduce();
+        let slot_bias = self.experts.deferred_bias().map(TensorView::new).transpose()?;
+        let slot_bias = slot_bias.as_ref().map(TensorView::view).transpose()?;
+        let mut dispatched = dispatched;
+        dispatched.slot_bias = slot_bias;
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {
-            // The experts' rows are the block's: finalize would only copy them, and add the ranks'.
+            // The experts' rows are already the rows of the block. Finalize would only copy them and add the ranks'
+            // sums.
             self.apply(&dispatched, out.reborrow(), ex)?;
             let _end = self.launch_end(ex);
             return self.prepare.complete_reduced(out, ex);
@@ -221,9 +230,9 @@ impl Path {
         self.prepare.finalize(rows.view(), &dispatched, strategy, out, ex)
     }
 
-    /// The experts, unless no row has arrived.
+    /// Runs the experts, unless no row has arrived.
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        // Experts that weight and reduce by themselves choose a kernel for each call, and note it.
+        // Experts that weight and reduce choose a kernel for each call, and note it themselves.
         let _products = match self.experts.weight_and_reduce() {
             WeightAndReduce::NoOp => None,
             _ => ex.launched_as_one(|| self.experts.products()),
@@ -234,9 +243,8 @@ impl Path {
         trace_span!("experts").in_scope(|| self.experts.apply(dispatched, out, ex))
     }
 
-    /// Bytes of the buffers that grow with a chunk: rows that arrive, what the experts hold
-    /// between their products, and the slot rows on their way to the output. Input and output of
-    /// the layer are not among them.
+    /// The bytes of the buffers that grow with a chunk: received rows, the experts' results between their products, and
+    /// the slot rows on their way to the output. The input and the output of the layer are not included.
     pub fn chunk_bytes(&self, tokens: usize, top_k: usize, shared: Option<&SharedExperts>) -> Result<usize> {
         let shape = self.experts.shape();
         let rows = self.prepare.max_rows(tokens);
@@ -254,7 +262,7 @@ impl Path {
         let float = DType::F32.size_in_bytes();
         let model = shape.dtype.size_in_bytes();
         let several_ranks = self.prepare.num_dispatchers() > 1;
-        // Packed to travel, arrived, and brought into the order of slots.
+        // These rows exist three times: packed for sending, received, and in the order of slots.
         let travelling = if several_ranks { product(&[3, tokens, top_k, h, float]) } else { 0 };
         let arrived = if several_ranks || batched { product(&[slots.max(rows), h, model]) } else { 0 };
         let shared = shared.map_or(0, |s| product(&[tokens, s.intermediate_size() * model + h * float]));

@@ -1,13 +1,13 @@
-//! The parts of a block: the weights of this rank's experts, and router, dispatch and experts put together.
+//! Composes a block: loads the weights of this rank's experts, and combines router, dispatch and experts.
 
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
 use moe_chunking::ridge_tokens;
 use moe_comm::{ExpertLayout, ExpertMap};
-use moe_dispatch::PrepareFinalize;
+use moe_dispatch::{PrepareFinalize, WhoAdds};
 use moe_experts::{Backend, ExpertWeights, Experts, LoadSpec};
-use moe_kernels::candle::{Error, Result};
+use moe_kernels::candle::{Error, Result, Tensor};
 use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{Opened, QuantSource};
 use moe_kernels::{Exec, Weight};
@@ -20,27 +20,28 @@ use crate::options::BlockOptions;
 use crate::pack::note_packing;
 use crate::placed::PlacedExperts;
 
-/// A block of the context's prepare/finalize backends, each with the experts that `experts` makes for
-/// it; what that says of the main path comes along. An explicit expert backend is asked for there
-/// alone: the path of steps that only decode may have another format.
+/// Makes a block of the context's prepare/finalize backends, each with the experts that `experts` returns for it. Also
+/// returns the result of `experts` for the main path. An expert backend that the user names is used only on the main
+/// path, because the path for decoding may need another format.
 pub(crate) fn compose<S>(
     options: &BlockOptions,
     context: &BlockContext,
     part: Part,
-    gate: VarBuilder,
     experts: impl Fn(&dyn PrepareFinalize, Option<&str>) -> Result<(Box<dyn Experts>, S)>,
 ) -> Result<(SparseMoeBlock, S)> {
     let config = &options.router;
-    let router = Router::load(config, gate.clone())?;
-    let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
+    let Part { gate, layout, weights, map } = part;
+    let Gate { router, weight, bias } = gate;
     let device = weight.device().clone();
-    let Part { layout, weights, map } = part;
     let placed =
         map.map(|map| PlacedExperts::new(options.layer, map, weights, context).map(Arc::new)).transpose()?;
     let backends = context.backends(&layout, config.apply_router_weight_on_input, &device)?;
     let (main, said) = experts(backends.main.as_ref(), options.backend.as_deref())?;
     let mut block = SparseMoeBlock::of_placed(weight, router, (backends.main, main), options.layer, placed)?
         .with_packed_gate(context.cpu_isa)?;
+    if let Some(bias) = bias {
+        block = block.with_gate_bias(bias)?;
+    }
     if let Some(decode) = backends.decode {
         let (experts, _) = experts(decode.as_ref(), None)?;
         block = block.with_decode_path(decode, experts)?;
@@ -54,11 +55,11 @@ pub(crate) fn compose<S>(
     Ok((block.with_chunk_size(size), said))
 }
 
-/// The most tokens of a step: engines refuse larger ones, so a chunk of this size is never cut.
+/// The largest number of tokens in a step. Engines refuse larger steps, so a chunk of this size is never cut.
 pub const MAX_STEP_TOKENS: usize = 1 << 24;
 
-/// Rows of one expert at which a CPU's arithmetic takes about as long as reading its weights: the
-/// kernels stream the weights for a dozen rows, and compute from a few dozen on.
+/// The number of rows of one expert at which a CPU's arithmetic takes about as long as reading its weights. The kernels
+/// stream the weights for a dozen rows, and are bound by arithmetic from a few dozen on.
 const RIDGE_ROWS: usize = 32;
 
 fn warn_below_ridge(size: usize, options: &BlockOptions) {
@@ -71,51 +72,97 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
     }
 }
 
-/// This rank's part of the experts.
+/// The router with its tensors, which every rank holds.
+pub(crate) struct Gate {
+    router: Router,
+    /// [E + zero experts, H].
+    weight: Tensor,
+    /// [E + zero experts], if the router is configured with one.
+    bias: Option<Tensor>,
+}
+
+impl Gate {
+    fn load(options: &BlockOptions, vb: VarBuilder) -> Result<Self> {
+        let config = &options.router;
+        let router = Router::load(config, vb.clone())?;
+        let weight = vb.get((config.num_logits(), options.hidden_size), "weight")?;
+        let bias = config.gate_bias.then(|| vb.get(config.num_logits(), "bias")).transpose()?;
+        Ok(Self { router, weight, bias })
+    }
+}
+
+/// This rank's part of a block.
 pub(crate) struct Part {
-    /// Where the physical experts are.
+    /// The router.
+    pub gate: Gate,
+    /// The places of the physical experts.
     pub layout: ExpertLayout,
-    /// The weights of the experts on this rank: what the block's experts compute with.
+    /// The weights of the experts on this rank.
     pub weights: ExpertWeights,
-    /// Which logical expert each physical one is, where a map places them.
+    /// The logical expert of each physical one, if a map places experts.
     pub map: Option<ExpertMap>,
 }
 
-/// Loads this rank's part of the experts.
-pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts: VarBuilder) -> Result<Part> {
+/// Loads this rank's part of a block. The settings are checked first, then the gate, which is small, and the experts
+/// come last, so that a fault is not found after they were read.
+pub(crate) fn load_part(
+    options: &BlockOptions,
+    context: &BlockContext,
+    gate: VarBuilder,
+    experts: VarBuilder,
+) -> Result<Part> {
+    options.check()?;
     let geometry = &context.geometry;
     let map = context.placements.map(options.layer, options.packed_experts(), geometry.ep_size)?;
     let layout = match &map {
         Some(map) => map.layout(geometry.ep_rank)?,
         None => geometry.expert_layout(options.packed_experts())?,
     };
-    // What the checkpoint calls them.
+    // These are the numbers of the experts in the checkpoint.
     let logical = map.as_ref().map_or(&layout.local_experts[..], |map| map.experts(geometry.ep_rank));
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
     let mut spec =
         LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate).with_names(context.names);
+    spec = spec.with_bias(options.expert_bias);
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(logical.iter().map(|&id| id as usize).collect());
     }
     if map.is_some() {
-        // Packs that the source shows are of the experts that the geometry places here.
+        // Packs of the source hold the experts of the geometry, and not the experts of the map.
         spec = spec.one_by_one();
     }
     if !sliced {
         spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
     }
+    spec.check()?;
+    let gate = Gate::load(options, gate)?;
     spec.refuse_unread(&experts)?;
     let weights = match &context.quant {
         Some(source) => load_quantised(options, context, logical, source.as_ref(), &spec, experts)?,
         None => ExpertWeights::load(&spec, experts)?,
     };
-    Ok(Part { weights, map, layout })
+    let weights = with_one_down_bias(weights, context)?;
+    Ok(Part { gate, weights, map, layout })
 }
 
-/// Loads this rank's experts from a checkpoint with quantised modules: packed as they are, or where emulation is asked for
-/// as the floats that they mean.
+/// Returns the weights for ranks that cut every expert and add their parts. Only one part may contain the bias of w2,
+/// so the other ranks get zeros.
+fn with_one_down_bias(weights: ExpertWeights, context: &BlockContext) -> Result<ExpertWeights> {
+    let who = context.who_adds.unwrap_or(WhoAdds::usual(weights.device()));
+    match weights.w2_bias() {
+        Some(bias) if context.geometry.moe_tp_rank > 0 && who == WhoAdds::ByRank => {
+            let zeros = bias.zeros_like()?;
+            let w13_bias = weights.w13_bias().cloned();
+            weights.with_biases(w13_bias, Some(zeros))
+        }
+        _ => Ok(weights),
+    }
+}
+
+/// Loads this rank's experts from a checkpoint with quantised modules. They are packed without conversion. With
+/// emulation they are converted to floats.
 fn load_quantised(
     options: &BlockOptions,
     context: &BlockContext,
@@ -152,7 +199,8 @@ fn load_quantised(
         Opened::Packed([w13, w2]) => {
             note_packing(&format!("{prefix}: gate and up"), &w13);
             note_packing(&format!("{prefix}: down"), &w2);
-            return ExpertWeights::quantised(w13, w2);
+            let [w13_bias, w2_bias] = ExpertWeights::load_biases(spec, &experts)?;
+            return ExpertWeights::quantised(w13, w2)?.with_biases(w13_bias, w2_bias);
         }
         Opened::Apart(why) => warn!("experts loaded as floats: {why}"),
         Opened::Floats => {}
@@ -160,8 +208,8 @@ fn load_quantised(
     ExpertWeights::load(spec, experts)
 }
 
-/// Whether each matrix has one scheme in all experts of all ranks: else a rank whose own experts are alike would multiply integers
-/// where another multiplies floats, and the bits of a token would depend on the number of ranks.
+/// Whether each matrix has the same scheme in all experts of all ranks. Otherwise one rank could multiply integers
+/// where another one multiplies floats, and the bits of a token would depend on the number of ranks.
 fn alike(source: &dyn QuantSource, prefix: &str, names: &MlpNames, experts: usize) -> Result<bool> {
     for name in names.matrices() {
         let first = source.scheme(&format!("{prefix}.0.{name}"))?;

@@ -1,4 +1,4 @@
-//! Where a block runs: its place among the ranks, how its tokens are cut, and how its source shows its weights.
+//! The context of a block: its place among the ranks, how its tokens are cut, and the source of its weights.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -15,39 +15,44 @@ use crate::expert_offload::ExpertOffload;
 use crate::placement::ExpertPlacements;
 use crate::shared_stream::SharedExpertsStream;
 
-/// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
+/// The largest number of tokens that a rank sends in one call of the low-latency form of `deepep`. Longer steps are
+/// cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
 
-/// Where a block runs and where its weights come from. The default is one rank, without chunks, and the usual names.
+/// The environment in which a block runs and from which it is loaded. The default is one rank, no chunks, weights
+/// packed for this machine, and the usual names.
 #[derive(Clone, Debug)]
 pub struct BlockContext {
-    /// This rank's place.
+    /// The place of this rank.
     pub geometry: Geometry,
-    /// The communicators of its groups.
+    /// The communicators of this rank's groups.
     pub groups: ParallelGroups,
     /// Whether and how tokens are cut into chunks.
     pub chunked_moe: ChunkedMoe,
-    /// Tokens of a call of the low-latency form of `deepep` that adds by slot, at most.
+    /// The largest number of tokens of a call of the low-latency form of `deepep` that adds by slot.
     pub low_latency_tokens: usize,
-    /// Who weights and adds what ranks compute; `None`: by slot on the CPU, by rank on devices.
+    /// The rank that weights and adds results of several ranks; `None` means by slot on the CPU, and by rank on
+    /// devices.
     pub who_adds: Option<WhoAdds>,
-    /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
-    /// and up, columns of down. Experts keep their global ids.
+    /// Whether the source of weights has only this rank's slices, and not whole tensors: rows of gate and up, columns
+    /// of down. Experts keep their global ids.
     pub sliced_weights: bool,
     /// Which experts each rank holds, and whether that may change.
     pub placements: ExpertPlacements,
-    /// Experts that live in host memory beside a GPU; `None`: all are on the device.
+    /// How many experts of each layer are in host memory, for a GPU; `None` means that all are on the device.
     pub offload: Option<ExpertOffload>,
     /// Where shared experts run on a GPU.
     pub shared_experts_stream: SharedExpertsStream,
-    /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
-    /// the rest.
+    /// Whether a row's bits must be independent of the other rows of its batch. The oracle uses it; the execution
+    /// context decides the rest.
     pub batch_invariant: bool,
-    /// The path of the CPU for which weights are packed when they are loaded; `None`: they stay in rows.
+    /// The instruction set of the CPU for which weights are packed when they are loaded, by default this machine's
+    /// best; `None` leaves them in rows. Results have the same bits in both cases. With few tokens, products of packed
+    /// weights are faster. Weights on a device are never packed.
     pub cpu_isa: Option<CpuIsa>,
-    /// What the checkpoint calls the matrices of MLPs and experts.
+    /// The names of the matrices of MLPs and experts in the checkpoint.
     pub names: MlpNames,
-    /// Where weights are that the checkpoint holds quantised, as this rank sees them; `None`: all are floats.
+    /// The source of quantised weights, with this rank's parts; `None` means that all weights are floats.
     pub quant: Option<Arc<dyn QuantSource>>,
 }
 
@@ -64,7 +69,7 @@ impl Default for BlockContext {
             offload: None,
             shared_experts_stream: SharedExpertsStream::default(),
             batch_invariant: false,
-            cpu_isa: None,
+            cpu_isa: Some(CpuIsa::detect()),
             names: MlpNames::USUAL,
             quant: None,
         }
@@ -72,11 +77,11 @@ impl Default for BlockContext {
 }
 
 impl BlockContext {
-    /// The ranks that cut a row-parallel product (o_proj, a dense or shared down_proj) of reduced size
-    /// `size`, which `what` names in an error; `None` where one rank holds all of it.
+    /// Returns the ranks that cut a row-parallel product (o_proj, or a dense or shared down_proj) whose reduced size is
+    /// `size`. `what` is the name of the size in errors. `None` means that one rank holds all of it.
     ///
     /// # Errors
-    /// A size that the geometry cannot cut.
+    /// A size that the geometry cannot divide.
     pub fn row_parallel(&self, what: &'static str, size: usize) -> Result<Option<RowParallel>> {
         if self.geometry.tp_size == 1 {
             return Ok(None);
@@ -84,20 +89,20 @@ impl BlockContext {
         RowParallel::new(&self.geometry.row_shard(what, size)?, self.groups.tp.clone()).map(Some)
     }
 
-    /// How a quantised weight is packed of which the ranks of a row-parallel product hold `columns` each.
+    /// Returns how a quantised weight is packed if each rank of a row-parallel product holds `columns` of its columns.
     pub fn row_parallel_use(&self, columns: usize) -> QuantUse {
         let ranks = self.geometry.tp_size.max(1);
         QuantUse::RowParallel { segments: (row_parallel_segments(columns * ranks) / ranks).max(1) }
     }
 
-    /// Whether a layer that is loaded meets the other ranks, so that all must load their layers in one order: to compare experts that
-    /// may move, or to agree on the size of chunks.
+    /// Whether ranks communicate while they load a layer, so that all of them must load their layers in the same order.
+    /// They compare experts that may move, or agree on the size of chunks.
     pub fn agrees_while_loading(&self) -> bool {
         self.placements.movable || self.chunked_moe.enable_chunked_moe && self.geometry.world_size > 1
     }
 
-    /// The smallest `size` of all ranks. Chunks are rounds of collectives, so that all ranks must cut alike, but where
-    /// experts are spread unevenly a memory budget holds fewer tokens on a rank with more of them.
+    /// Returns the smallest `size` of all ranks. Chunks are rounds of collectives, so all ranks must cut in the same
+    /// way. If experts are spread unevenly, a memory budget has room for fewer tokens on a rank with more experts.
     pub(crate) fn agreed_chunk(&self, size: NonZeroUsize, device: &Device) -> Result<NonZeroUsize> {
         let mut least = [u32::try_from(size.get()).unwrap_or(u32::MAX)];
         self.groups.world.all_reduce(
@@ -108,7 +113,7 @@ impl BlockContext {
         Ok(NonZeroUsize::new(least[0] as usize).map_or(size, |least| least.min(size)))
     }
 
-    /// The prepare/finalize backends of the geometry.
+    /// Returns the prepare/finalize backends of the geometry.
     pub(crate) fn backends(
         &self,
         layout: &ExpertLayout,

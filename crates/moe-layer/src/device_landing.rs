@@ -1,5 +1,5 @@
-//! The landing of experts on a GPU: a window over the memory of all ranks' GPUs, in which the expert of slot s arrives at byte
-//! s x stride.
+//! The memory in which moved experts arrive on a GPU: a window over the memory of all ranks' GPUs. The expert of slot s
+//! arrives at byte s x stride.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use moe_kernels::{Exec, View, checksum_of_sum, word_sum_into};
 use crate::id_tables::Table;
 use crate::landing::{Landing, Part, stride};
 
-/// The window carries parts without the hosts, beside the steps if it can, and ranks settle by words of the hosts: a rank that has waited
-/// for its copies says so in a barrier, and who has passed that reads what came. Slots are written by the stream of the steps, so a step
-/// that is on its way computes with what it began with.
+/// The window copies parts without the hosts, and if it can, while steps run. The hosts then enter a barrier, each
+/// after its own copies have ended. After the barrier every rank may read what has arrived. The slots are written in
+/// the order of the steps' stream, so a running step keeps the weights with which it began.
 pub(crate) struct DeviceLanding {
     rank: usize,
     slot_len: usize,
     window: Arc<dyn Window>,
-    /// The stream of the steps.
+    /// The stream on which steps run.
     main: Exec,
 }
 
 impl DeviceLanding {
-    /// The landing of a rank whose window is large enough.
+    /// Makes the landing of a rank whose window is large enough.
     pub fn new(
         rank: usize,
         slot_len: usize,
@@ -40,7 +40,7 @@ impl DeviceLanding {
 
 impl Landing for DeviceLanding {
     fn begin(&mut self, ep: &dyn Communicator, ex: &mut Exec) -> Result<()> {
-        // What an earlier move has written is in the slots, and its copies are out of the window.
+        // The slots contain everything that an earlier move has written, and its copies no longer use the window.
         self.window.wait_unused()?;
         ep.barrier(ex)
     }
@@ -105,7 +105,7 @@ impl Landing for DeviceLanding {
         let Some(staged) = &mut table.staged else {
             bail!("a table on a device without a copy for its next ids")
         };
-        // Waits for this small copy alone, not for the step that runs.
+        // This waits only for this small copy, not for the step that is running.
         self.window.context().copy_from_host(ids, staged.view_mut())?;
         self.main.copy(staged.view(), table.ids.view_mut())
     }

@@ -1,27 +1,31 @@
-//! How many experts live in host memory, and what that costs.
+//! How many experts are in host memory, and the cost of that.
 
-use moe_kernels::candle::{Result, bail};
+use moe_kernels::candle::Result;
+
+use crate::error::refuse;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// How many experts of each layer live in host memory.
+/// How many experts of each layer are in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertOffload {
-    /// Experts of a layer in host memory.
+    /// How many experts of a layer are in host memory.
     pub experts: usize,
-    /// All experts of a layer, and how many of them a token chooses.
+    /// The number of experts of a layer, and the number of experts that a token chooses.
     pub of: (usize, usize),
     /// Bytes of an expert.
     pub expert_bytes: usize,
-    /// Layers with experts.
+    /// The number of layers with experts.
     pub layers: usize,
 }
 
 impl ExpertOffload {
-    /// As many experts as fit into `bytes`, the same number of each layer. `experts` and `top_k` count per layer.
+    /// Returns the largest offload within `bytes`, with the same number of experts of each layer. `experts` and `top_k`
+    /// count per layer.
     ///
     /// # Errors
-    /// Less than an expert of each layer; so many that a token's experts would not fit on the device.
+    /// Too few bytes for one expert of each layer; too many bytes, which would leave a token's experts no place on the
+    /// device.
     pub fn within(
         bytes: usize,
         (experts, top_k): (usize, usize),
@@ -32,18 +36,20 @@ impl ExpertOffload {
         let most = experts.saturating_sub(top_k.max(1));
         let gib = |experts: usize| (experts * each) as f64 / GIB;
         let Some(count) = bytes.checked_div(each).filter(|_| most > 0) else {
-            bail!("--expert-offload: this model has no experts that a step could do without")
+            refuse!(Offload, "`expert_offload`: this model has no experts that a step could do without")
         };
         if count == 0 {
-            bail!(
-                "--expert-offload: expected at least {:.3} GiB, one expert of each of the {layers} layers, got {:.3}",
+            refuse!(
+                Offload,
+                "`expert_offload`: expected at least {:.3} GiB, one expert of each of the {layers} layers, got {:.3}",
                 gib(1),
                 bytes as f64 / GIB
             )
         }
         if count > most {
-            bail!(
-                "--expert-offload: expected at most {:.2} GiB, since {top_k} of {experts} experts of a layer, as many as a token \
+            refuse!(
+                Offload,
+                "`expert_offload`: expected at most {:.2} GiB, since {top_k} of {experts} experts of a layer, as many as a token \
                  chooses, must stay on the device; got {:.2}",
                 gib(most),
                 bytes as f64 / GIB
@@ -52,20 +58,20 @@ impl ExpertOffload {
         Ok(Self { experts: count, of: (experts, top_k), expert_bytes, layers })
     }
 
-    /// Bytes of host memory.
+    /// The bytes of host memory.
     pub fn bytes(&self) -> usize {
         self.experts * self.expert_bytes * self.layers
     }
 
-    /// Bytes that a step of `rows` rows is expected to bring to the device where all experts are equally likely; as many leave
-    /// it. Where some are popular it is less.
+    /// The bytes that a step of `rows` rows is expected to copy to the device if all experts are equally likely; it
+    /// copies as many from the device. If some experts are popular, there are fewer.
     pub fn uniform_step_bytes(&self, rows: usize) -> f64 {
         let (experts, top_k) = self.of;
         let missed_by_all = (1.0 - top_k as f64 / experts as f64).powf(rows as f64);
         self.bytes() as f64 * (1.0 - missed_by_all)
     }
 
-    /// What it comes to, in words, at so many bytes a second.
+    /// Describes the offload and its cost at a bus rate of `bytes_per_second`.
     pub(crate) fn describe(&self, bytes_per_second: f64) -> String {
         let step = |rows: usize| {
             let bytes = self.uniform_step_bytes(rows);
@@ -106,7 +112,7 @@ mod tests {
         let half = qwen3(27.0).unwrap();
         assert_eq!((half.experts, half.bytes()), (64, 27 << 30));
         assert_eq!(qwen3(27.4).unwrap(), half);
-        // One row needs 8 experts a layer, half of which are at home.
+        // One row needs 8 experts per layer, half of which are in host memory.
         assert!((half.uniform_step_bytes(1) - 48.0 * 4.0 * 9_437_184.0).abs() < 1.0);
         let all = half.uniform_step_bytes(1000);
         assert!((all - half.bytes() as f64).abs() < 1e6, "{all}");

@@ -1,13 +1,14 @@
-//! What computes a step of a sparse layer.
+//! The experts that compute a step of a sparse layer.
 
 use moe_kernels::plan::Fusion;
 
-/// Which experts compute a layer's step, with what of the layer around them.
+/// Which experts compute a layer's step, and which ops before and after them are computed with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MoeForm {
-    /// The place of monolithic experts among those of the layer; `None`: router, dispatch, experts and combine, one after the other.
+    /// The index of the chosen monolithic experts in the layer's list; `None`: router, dispatch, experts and combine
+    /// run one after the other.
     pub monolithic: Option<usize>,
-    /// What of the layer around the experts is computed with them.
+    /// The ops before and after the experts that are computed with them.
     pub fusion: Fusion,
 }
 

@@ -1,9 +1,11 @@
 //! A step of a sparse block, by the experts that the plan chose.
 
+use candle_nn::Module;
 use moe_dispatch::{AddNorm, Tokens};
+use moe_kernels::arguments::expect_rows;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
-use moe_kernels::{Exec, StepContext, SublayerIo, View, ViewMut, copy_rows_into, forward_rows};
+use moe_kernels::{Exec, StepContext, SublayerIo, TensorView, View, ViewMut, copy_rows_into, forward_rows};
 use moe_router::{GateInput, GateStep, RouteOutput};
 use tracing::trace_span;
 
@@ -14,8 +16,8 @@ use crate::placed::StepCopies;
 use crate::plan_step::PlanStep;
 
 impl SparseMoeBlock {
-    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Of `context`: token
-    /// ids, replay, capture and heat, as the router documents them.
+    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). It uses token ids, replay, capture and
+    /// heat of `context`, as the router documents them.
     ///
     /// # Errors
     /// Wrong dims or dtypes; ranks that disagree, or died.
@@ -33,11 +35,12 @@ impl SparseMoeBlock {
         self.forward_as(form, SublayerIo::Store { x: hidden, out }, &mut |_| Ok(()), context, ex)
     }
 
-    /// [`forward_into`](Self::forward_into) in a form that [`choose`](Self::choose) chose, with what that contains of what is around
-    /// the layer; `observe` sees the router logits [T, E] f32 of modular experts.
+    /// [`forward_into`](Self::forward_into) in a form that [`choose`](Self::choose) chose, with the ops before and
+    /// after the layer that this form contains. `observe` gets the router logits [T, E] f32 of modular experts.
     ///
     /// # Errors
-    /// As [`forward_into`](Self::forward_into); a form that was chosen for another step, or another fusion than `io` has arrays for.
+    /// The errors of [`forward_into`](Self::forward_into); a form that was chosen for another step, or for a fusion for
+    /// which `io` has no arrays.
     pub fn forward_as(
         &self,
         form: MoeForm,
@@ -67,7 +70,7 @@ impl SparseMoeBlock {
         }
     }
 
-    /// The monolithic experts of this number.
+    /// Runs the monolithic experts with this index.
     fn fused(&self, index: usize, io: SublayerIo<'_>, context: &StepContext, ex: &mut Exec) -> Result<()> {
         let _span = trace_span!("moe").entered();
         let Some(experts) = self.monolithic.get(index) else {
@@ -75,6 +78,8 @@ impl SparseMoeBlock {
         };
         let gate = self.gate.read()?;
         let gate = gate.view()?.rows("monolithic experts")?;
+        let bias = self.gate_bias()?;
+        let bias = bias.as_ref().map(TensorView::view).transpose()?;
         let form = self.copies_form(&self.path, io.rows().rows(), &ex.machine());
         let copies = self.placed.as_ref().zip(form).map(|(placed, form)| placed.copies(form));
         // With one copy of each expert the map names experts; with several the router names copies.
@@ -84,11 +89,11 @@ impl SparseMoeBlock {
         let routing = context.routing.layer(self.layer, 0)?;
         let step = GateStep { padded: context.padded, routing, log2phy };
         let _experts = ex.launched_as_one(|| experts.name());
-        self.router.with_gate(gate, None, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
+        self.router.with_gate(gate, bias, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
     }
 
-    /// Routes all tokens at once, so that what the step context counts is the step's rows, then
-    /// computes them chunk by chunk.
+    /// Routes all tokens at once, so that the step context counts the rows of the step, then computes them chunk by
+    /// chunk.
     fn modular(
         &self,
         io: SublayerIo<'_>,
@@ -105,7 +110,7 @@ impl SparseMoeBlock {
                 End::AddNorm(AddNorm { residual, norm, out: out.floats("modular experts")? })
             }
             SublayerIo::AddNorm { .. } => bail!(
-                "{}: something else is added behind the experts, or no sums return to it",
+                "{}: something else is added after the experts, or no sums return to it",
                 path.prepare.name()
             ),
             SublayerIo::Add { .. } | SublayerIo::NormAdd { .. } => {
@@ -113,6 +118,8 @@ impl SparseMoeBlock {
             }
         };
         let gate = self.gate.read()?;
+        let bias = self.gate_bias()?;
+        let bias = bias.as_ref().map(TensorView::view).transpose()?;
         let tokens = hidden.rows();
         let config = self.router.config();
         let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
@@ -129,7 +136,7 @@ impl SparseMoeBlock {
         {
             let copies = placed.map(|(placed, form)| placed.copies(form));
             let log2phy = copies.as_ref().and_then(StepCopies::log2phy);
-            let input = GateInput { log2phy, ..GateInput::new(hidden, gate.view()?, self.layer) };
+            let input = GateInput { bias, log2phy, ..GateInput::new(hidden, gate.view()?, self.layer) };
             trace_span!("router").in_scope(|| {
                 self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
             })?;
@@ -145,15 +152,22 @@ impl SparseMoeBlock {
         path.run(&routed, self.chunk, end, context.rank_tokens.as_deref(), ex)
     }
 
-    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any
-    /// layout; the result is of the same shape, dtype and device.
+    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the gate's dtype and on its device,
+    /// in any layout. The result has the same shape, dtype and device.
     ///
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let hidden_size = self.path.experts.shape().hidden_size;
+        expect_rows("sparse MoE block", "hidden", hidden, hidden_size, self.gate.dtype())?;
         forward_rows(hidden, hidden_size, hidden.dtype(), |x, out, ex| {
             self.forward_into(x, out, &mut StepContext::default(), ex)
         })
+    }
+}
+
+impl Module for SparseMoeBlock {
+    fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        SparseMoeBlock::forward(self, hidden)
     }
 }

@@ -1,4 +1,4 @@
-//! The landing of experts in host memory, by exchanges of the hosts.
+//! The memory in which moved experts arrive on the host. The hosts exchange the bytes.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use moe_kernels::{Exec, View, ViewMut, checksum};
 use crate::id_tables::Table;
 use crate::landing::{Landing, Part};
 
-/// What has arrived for the slots of a rank.
+/// The bytes that have arrived for the slots of a rank.
 pub(crate) struct HostLanding {
     rank: usize,
-    /// By slot.
+    /// The bytes by slot.
     arrived: BTreeMap<usize, Vec<u8>>,
 }
 
@@ -57,7 +57,7 @@ impl Landing for HostLanding {
         let dims = ([send.len()], [arrived.len()]);
         let to = ViewMut::new(&mut arrived, &dims.1)?;
         ep.all_to_all_v(View::new(&send, &dims.0)?, &sizes, to, &receive, ex)?;
-        // What a rank has sent comes in the order of the parts.
+        // The bytes of each rank arrive in the order of its parts.
         let mut first = 0;
         let begin = |len: &usize| {
             let at = first;

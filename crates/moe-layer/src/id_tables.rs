@@ -1,24 +1,24 @@
-//! The tables by which launches find the slots of experts.
+//! The tables in which launches look up the slots of experts.
 
 use moe_comm::ExpertMap;
 use moe_kernels::candle::{Device, Result};
 use moe_kernels::{Buffer, Exec};
 
-/// What launches read of a map.
+/// The tables of an expert map for launches.
 pub(crate) struct Tables<T> {
-    /// log2phy [E, max copies] i32 for the rows of each rank of `near`: all copies.
+    /// log2phy [E, max copies] i32 with all copies, one table for the rows of each rank in `near`.
     pub shared: Vec<T>,
-    /// log2phy [E, 1] i32: the copy that computes all rows of an expert where copies share none.
+    /// log2phy [E, 1] i32 with the copy that computes all rows of an expert, if copies do not share rows.
     pub sole: T,
-    /// \[E\] i32: that copy among this rank's slots, -1 = elsewhere.
+    /// The same copy \[E\] i32 as a slot of this rank, or -1 if it is on another rank.
     pub sole_here: T,
 }
 
-/// A table in the memory where the experts are: a captured graph reads it where it is.
+/// A table in the memory of the experts' device. A captured graph reads it at its address.
 pub(crate) struct Table {
-    /// i32.
+    /// The ids, i32.
     pub ids: Buffer,
-    /// On a device: where the ids of the next map wait for the step that runs to end.
+    /// On a device, the ids of the next map. They replace `ids` when the running step has ended.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub staged: Option<Buffer>,
 }
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn tables_name_all_copies_the_sole_one_and_its_slot_here() -> Result<()> {
-        // Expert 0 has a copy on both ranks, and that of rank 1 computes alone.
+        // Expert 0 has a copy on both ranks. The copy on rank 1 computes all of its rows.
         let map = ExpertMap::new(3, &[vec![0, 2], vec![1, 0]]).map_err(Error::wrap)?;
         let words = |buffer: &Buffer| buffer.view().cpu::<i32>().map(<[i32]>::to_vec);
         let tables = Tables::of(&map, &[3, 2, 1], &[None, Some(1)], 1)?;

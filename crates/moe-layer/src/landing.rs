@@ -1,4 +1,4 @@
-//! Where experts arrive before they come to their slots, and how they get there.
+//! The memory in which moved experts arrive before they are written to their slots, and how their bytes get there.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use moe_kernels::{Exec, View};
 
 use crate::id_tables::Table;
 
-/// A slot of a rank: `slot` is its number there.
+/// A slot of a rank. `slot` is its number on that rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub rank: usize,
     pub slot: usize,
 }
 
-/// Some bytes of an expert that goes from a slot to one of another rank.
+/// Some bytes of an expert that moves from a slot to a slot of another rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub from: Place,
@@ -24,12 +24,12 @@ pub(crate) struct Part {
     pub range: Range<usize>,
 }
 
-/// Memory beside a rank's slots for what comes to them. The slots keep what they hold until `install`.
+/// Memory in which weights for a rank's slots arrive. The slots keep their weights until `install`.
 pub(crate) trait Landing: Send {
-    /// Begins a move: nothing of an earlier one is needed any more, on any rank.
+    /// Begins a move. No rank needs the data of an earlier move any more.
     fn begin(&mut self, ep: &dyn Communicator, ex: &mut Exec) -> Result<()>;
 
-    /// Sends and receives these parts; all ranks call it with the same.
+    /// Sends and receives these parts. All ranks call it with the same parts.
     fn travel(
         &mut self,
         parts: &[Part],
@@ -38,10 +38,11 @@ pub(crate) trait Landing: Send {
         ex: &mut Exec,
     ) -> Result<()>;
 
-    /// Whether parts may still be on their way when `travel` returns. Then a step runs meanwhile.
+    /// Whether parts may still be in flight when `travel` returns. Then a step runs at the same time.
     fn is_behind(&self) -> bool;
 
-    /// Takes the experts of these slots of this rank, (from, to), and returns when everything has arrived, on all ranks.
+    /// Copies the experts that move within this rank, given as (from, to), and returns when everything has arrived on
+    /// all ranks.
     fn arrive(
         &mut self,
         local: &[(usize, usize)],
@@ -50,22 +51,22 @@ pub(crate) trait Landing: Send {
         ex: &mut Exec,
     ) -> Result<()>;
 
-    /// The checksums of what has arrived for these slots.
+    /// The checksums of the bytes that have arrived for these slots.
     fn checksums(&self, slots: &[usize]) -> Result<Vec<u64>>;
 
-    /// Puts the ids of a new map, [E, W] i32, into a table.
+    /// Writes the ids of a new map, [E, W] i32, to a table.
     fn replace_table(&self, ids: View<'_>, table: &mut Table) -> Result<()>;
 
-    /// Puts what has arrived into these slots; the last call of a move.
+    /// Writes the bytes that have arrived to these slots. It is the last call of a move.
     fn install(&self, slots: &[usize], weights: &ExpertWeights) -> Result<()>;
 }
 
-/// Bytes of a window in which the experts of so many slots arrive.
+/// The bytes of a window in which the experts of `slots` slots arrive.
 pub(crate) fn landing_bytes(slots: usize, slot_len: usize) -> usize {
     slots * stride(slot_len)
 }
 
-/// From slot to slot in a window: each begins where kernels may load vectors.
+/// The distance between slots in a window. It is such that kernels may load vectors at the beginning of each.
 pub(crate) fn stride(slot_len: usize) -> usize {
     slot_len.next_multiple_of(256)
 }

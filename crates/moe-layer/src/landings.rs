@@ -1,4 +1,4 @@
-//! Which landing experts have: over the hosts, or from GPU to GPU.
+//! Chooses the memory in which moved experts arrive: on the hosts, or on the GPUs.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use crate::device_landing::DeviceLanding;
 use crate::host_landing::HostLanding;
 use crate::landing::{Landing, landing_bytes};
 
-/// The landing of the weights of a rank.
+/// Returns the landing for the weights of a rank.
 ///
 /// # Errors
-/// Weights on a device without a window, or with one that is too small.
+/// Weights on a device without a window, or with a window that is too small.
 pub(crate) fn landing(
     rank: usize,
     slot_len: usize,

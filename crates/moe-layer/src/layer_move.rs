@@ -1,4 +1,4 @@
-//! The move of a layer's experts, while it is under way: what travels from which slot to which.
+//! The running move of a layer's experts: which bytes are sent from which slot to which.
 
 use std::time::Instant;
 
@@ -7,18 +7,18 @@ use moe_kernels::candle::{Error, Result};
 
 use crate::landing::{Landing, Part, Place};
 
-/// A move under way.
+/// A running move.
 pub(crate) struct LayerMove {
     pub target: ExpertMap,
-    /// The slot of each expert that computes alone, where copies share no rows.
+    /// The slot of each expert that computes alone, if copies share no rows.
     pub sole: Vec<u32>,
-    /// Transfers between ranks, in the order of travel.
+    /// Transfers between ranks, in the order in which they are sent.
     pub remote: Vec<SlotTransfer>,
     /// Transfers within this rank.
     pub local: Vec<SlotTransfer>,
     /// Bytes of `remote` that have been sent.
     pub travelled: usize,
-    /// Where this rank's experts arrive.
+    /// The place where this rank's experts arrive.
     pub landing: Box<dyn Landing>,
     pub started: Instant,
 }
@@ -43,13 +43,13 @@ impl LayerMove {
         Place { rank, slot: slot - self.target.slots(rank).start }
     }
 
-    /// The transfers between ranks that come to `rank`, then the transfers within it.
+    /// The transfers from other ranks to `rank`, then the transfers within it.
     pub fn incoming(&self, rank: usize) -> impl Iterator<Item = &SlotTransfer> {
         let remote = self.remote.iter().filter(move |t| self.place(t.to).rank == rank);
         remote.chain(&self.local)
     }
 
-    /// What travels in the next `bytes` bytes, more or less: no value is cut.
+    /// The parts to send next: about `bytes` bytes, because no value is cut.
     pub fn next_parts(&mut self, slot_len: usize, bytes: usize) -> Vec<Part> {
         /// Bytes of a whole number of values of any dtype.
         const WHOLE: usize = 16;

@@ -3,11 +3,13 @@
 
 mod block;
 mod check;
+mod checkpoint;
 mod chunked;
 mod compose;
 mod context;
 #[cfg(feature = "cuda")]
 mod device_landing;
+mod error;
 mod expert_offload;
 mod form;
 mod forward;
@@ -34,8 +36,10 @@ mod shared_stream;
 mod slots;
 
 pub use block::SparseMoeBlock;
+pub use checkpoint::{BlockNames, CheckpointBlock, QuantisedVars, SharedSpec, model_types, router_gate};
 pub use compose::MAX_STEP_TOKENS;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
+pub use error::BlockError;
 pub use expert_offload::ExpertOffload;
 pub use form::MoeForm;
 pub use load::{load_block, load_block_on};
@@ -53,23 +57,29 @@ pub use slots::shared_fit_slots;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{
-    Communicator, ExpertMap, Geometry, ParallelConfig, ParallelGroups, ReplicaChoice, RowParallel, Window,
+    CommError, Communicator, ExpertLayout, ExpertMap, Geometry, GeometryError, ParallelConfig,
+    ParallelGroups, ReplicaChoice, RowParallel, SelfComm, Window, run_ranks,
 };
-pub use moe_dispatch::{AddNorm, LocalExperts, NoEp, PrepareFinalize, WhoAdds};
+pub use moe_dispatch::{
+    AddNorm, DispatchError, DispatchedTensors, Dispatcher, EpRanks, LocalExperts, NoEp, OverRanks,
+    PrepareFinalize, WhoAdds,
+};
 pub use moe_experts::{
-    Backend, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
-    MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
-    Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
-    select as select_backend,
+    Backend, ExpertWeights, Experts, ExpertsError, ExpertsShape, FusedExperts, Fusion, LoadSpec, Machine,
+    MonolithicCall, MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected,
+    Reservation, Selection as BackendSelection, Stage, build as build_experts,
+    build_batched as build_batched_experts, select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
-pub use moe_kernels::names::MlpNames;
+pub use moe_kernels::names::{CorrectionBiasNames, MlpNames, PackOrder};
 pub use moe_kernels::plan::Fp8Activations;
+pub use moe_kernels::quant::{QuantPart, QuantRows, QuantSource};
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertTraffic, ExpertsSpec, Gate,
-    NO_EXPERT, PreNorm, RoutedExperts, StepContext, SublayerIo, TensorView, View, ViewMut, Workspace,
-    checksum,
+    Activation, ActivationFormat, ArgumentError, Buffer, CpuIsa, Exec, ExpertHeat, ExpertTraffic,
+    ExpertsSpec, Gate, NO_EXPERT, PreNorm, RoutedExperts, StepContext, SublayerIo, TensorView, View, ViewMut,
+    Workspace, cause, checksum, into_candle,
 };
+pub use moe_quant::{QuantConfig, QuantError};
 pub use moe_router::{
     RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Scoring,
     Selection as RouterSelection, hf,

@@ -1,4 +1,4 @@
-//! Building a block from a checkpoint: weights, and the oracle's backend.
+//! Builds a block from a checkpoint: its weights, and the backend that the oracle chooses.
 
 use candle_nn::VarBuilder;
 use moe_dispatch::PrepareFinalize;
@@ -11,18 +11,33 @@ use crate::context::BlockContext;
 use crate::offload::load_offloaded;
 use crate::options::BlockOptions;
 
-/// Loads a block whose experts all live on this rank, without shared experts: add those by
-/// [`with_shared_experts`](SparseMoeBlock::with_shared_experts) and
-/// [`SharedExperts::load`](crate::SharedExperts::load). `gate` has the
-/// prefix of the router (its `weight` [E + zero experts, H], and what the routing method needs),
-/// `experts` has the prefix of the experts (see [`ExpertWeights::load`]). Matrices have the usual names; for others, such as
-/// [`MlpNames::MIXTRAL`](crate::MlpNames::MIXTRAL), call [`load_block_on`] with [`BlockContext::names`]. The oracle's choice comes along,
-/// to be shown to the user.
+/// Loads a block whose experts are all on this rank, without shared experts:
+/// [`with_shared_experts`](SparseMoeBlock::with_shared_experts) and [`SharedExperts::load`](crate::SharedExperts::load)
+/// add these. `gate` has the prefix of the router (its `weight` [E + zero experts, H], and what the routing method
+/// needs), `experts` has the prefix of the experts (see [`ExpertWeights::load`]). Matrices have the usual names; for
+/// others, such as [`MlpNames::MIXTRAL`](crate::MlpNames::MIXTRAL), call [`load_block_on`] with
+/// [`BlockContext::names`]. The oracle's choice is returned, too, for display to the user.
+///
+/// ```
+/// use candle_nn::VarBuilder;
+/// use moe_layer::{BlockOptions, DType, Device, RouterConfig, Tensor, load_block};
+///
+/// // In a model: VarBuilder::from_mmaped_safetensors(..).pp("model.layers.0.mlp").
+/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+/// let router = RouterConfig { renormalize: true, ..RouterConfig::new(4, 2) };
+/// let options = BlockOptions::new(router, 8, 16); // hidden size 8, intermediate size 16
+/// let (block, selection) = load_block(&options, vb.pp("gate"), vb.pp("experts"))?;
+/// println!("experts on {}", selection.chosen);
+/// let out = block.forward(&Tensor::ones((3, 8), DType::F32, &Device::Cpu)?)?;
+/// assert_eq!(out.dims(), [3, 8]);
+/// # Ok::<(), moe_layer::candle::Error>(())
+/// ```
 ///
 /// # Errors
-/// Missing or wrongly shaped tensors; an invalid routing method; no backend that fits. Tensors under these prefixes that
-/// `options` do not ask for and that would change the results, by name: a bias of the gate, biases of experts,
-/// `e_score_correction_bias`, more experts than the router knows, scales of quantised weights.
+/// Tensors that are missing or have a wrong shape; an invalid routing method; no backend that supports the block. Also
+/// tensors under these prefixes that `options` do not use and that would change the results. The error names them: a
+/// bias of the gate, biases of experts, `e_score_correction_bias`, more experts than the router has, scales of
+/// quantised weights.
 pub fn load_block(
     options: &BlockOptions,
     gate: VarBuilder,
@@ -31,13 +46,14 @@ pub fn load_block(
     load_block_on(options, &BlockContext::default(), gate, experts)
 }
 
-/// Loads the part of a block that lives on this rank: whole experts with expert parallelism, else a
-/// slice of each, with the prepare/finalize backend of the geometry and the chunks of the settings. With chunks a
-/// collective: a budget may mean other sizes on other ranks, and all take the smallest.
-/// The rest is as in [`load_block`].
+/// Loads the part of a block on this rank: whole experts with expert parallelism, and otherwise a slice of each expert.
+/// The block has the prepare/finalize backend of the geometry and the chunks of the settings. With chunks this is a
+/// collective: a memory budget may allow other sizes on other ranks, and all ranks take the smallest. Everything else
+/// is as in [`load_block`].
 ///
 /// # Errors
-/// As [`load_block`]; sizes that the geometry cannot cut; a memory budget below one token.
+/// The errors of [`load_block`]; sizes that the geometry cannot divide; a memory budget that is too small for one
+/// token.
 pub fn load_block_on(
     options: &BlockOptions,
     context: &BlockContext,
@@ -47,10 +63,10 @@ pub fn load_block_on(
     if let Some(offload) = &context.offload {
         return load_offloaded(offload, options, context, gate, experts);
     }
-    let part = load_part(options, context, experts)?;
+    let part = load_part(options, context, gate, experts)?;
     let weights = part.weights.packed(context.cpu_isa)?;
     let part = Part { weights: weights.clone(), ..part };
-    let (mut block, selection) = compose(options, context, part, gate, |prepare, backend| {
+    let (mut block, selection) = compose(options, context, part, |prepare, backend| {
         choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
     })?;
     let computed = selection.computed();
@@ -60,7 +76,7 @@ pub fn load_block_on(
     Ok((block, selection))
 }
 
-/// The oracle's experts for a prepare/finalize backend.
+/// Returns the experts that the oracle chooses for a prepare/finalize backend.
 fn choose(
     options: &BlockOptions,
     context: &BlockContext,

@@ -1,11 +1,13 @@
 //! The gated MLP of dense layers and of shared experts: `down(act(gate(x)) * up(x))`.
 //!
-//! On the CPU it runs on the experts' own kernels, as one expert that every token visits, so dense and
-//! sparse layers share one arithmetic: fused gate and up products, one rounding of the
-//! activation, and a row-parallel down product. On a GPU dense products are faster than grouped products
-//! for one expert, and the activation is a launch between them.
+//! On the CPU it runs on the experts' own kernels, as one expert that computes every token. So dense and sparse layers
+//! have the same arithmetic: fused gate and up products, one rounding of the activation, and a row-parallel down
+//! product. On a GPU dense products are faster than grouped products for one expert, and the activation is a launch
+//! between them.
 
+use candle_nn::Module;
 use moe_comm::RowParallel;
+use moe_kernels::arguments::{expect_matrix, expect_rows};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::names::MlpNames;
 use moe_kernels::plan::{Form, FusedLinearForm, LinearCall, LinearForm, Machine, Stage, in_parts};
@@ -19,9 +21,10 @@ use moe_kernels::{
 use crate::context::BlockContext;
 use crate::pack::load_weight;
 
-/// Rows that a GPU computes at once: the sums of gate and up lie in memory between the launches.
+/// The number of rows that a GPU computes at a time, because the sums of gate and up are in memory between the
+/// launches.
 const ROWS_AT_ONCE: usize = 8192;
-/// What a plan calls the products and the activation on the CPU.
+/// The name in plans of the products and the activation on the CPU.
 const GROUPED: &str = "grouped products";
 
 /// A gated MLP with packed gate and up weights.
@@ -31,26 +34,29 @@ const GROUPED: &str = "grouped products";
 /// | w13 | [1, 2I, H]: gate rows, then up rows |
 /// | w2 | [H, I] |
 #[derive(Debug, Clone)]
+#[must_use = "it computes nothing until it is called"]
 pub struct GatedMlp {
     w13: Weight,
     w2: Weight,
     activation: Activation,
-    /// The ranks that cut it, if it is a part.
+    /// The ranks that cut the MLP, if this is a part of it.
     ranks: Option<RowParallel>,
 }
 
 impl GatedMlp {
-    /// From packed weights `w13` [2I, H] (gate rows, then up rows) and `w2` [H, I].
+    /// Makes an MLP from packed weights `w13` [2I, H] (gate rows, then up rows) and `w2` [H, I].
     ///
     /// # Errors
-    /// Dims that do not match each other; two dtypes.
+    /// Dims that do not match; two dtypes.
     pub fn new(w13: Tensor, w2: Tensor, activation: Activation) -> Result<Self> {
-        w13.dims2()?;
+        expect_matrix("gated MLP", "w13", &w13)?;
+        expect_matrix("gated MLP", "w2", &w2)?;
         Self::of(Weight::new(w13)?, Weight::new(w2)?, activation)
     }
 
-    /// From weights `w13` [2I, H] or [1, 2I, H] and `w2` [H, I].
+    /// Makes an MLP from weights `w13` [2I, H] or [1, 2I, H] and `w2` [H, I].
     fn of(w13: Weight, w2: Weight, activation: Activation) -> Result<Self> {
+        activation.check()?;
         let w13 = w13.with_experts()?;
         match (w13.dims(), w2.dims()) {
             (&[1, rows, hidden], &[out, i]) if rows == 2 * i && out == hidden => {}
@@ -66,24 +72,26 @@ impl GatedMlp {
     }
 
     /// Loads `gate_proj.weight`, `up_proj.weight` [I, H] and `down_proj.weight` [H, I]; gate and up
-    /// go straight into their pack.
+    /// go straight into their pack, which is then packed for this machine ([`packed`](Self::packed)).
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; biases other than zero, and scales of quantised weights, which are not read.
+    /// Tensors that are missing or have a wrong shape; biases other than zero and scales of quantised weights, because
+    /// they are not read.
     pub fn load(
         hidden_size: usize,
         intermediate_size: usize,
         activation: Activation,
         vb: candle_nn::VarBuilder,
     ) -> Result<Self> {
-        Self::load_on(hidden_size, intermediate_size, activation, vb, &BlockContext::default())
+        let context = BlockContext::default();
+        Self::load_on(hidden_size, intermediate_size, activation, vb, &context)?.packed(context.cpu_isa)
     }
 
-    /// [`load`](Self::load) on a rank, where projections may be quantised and have the names of the context:
-    /// `intermediate_size` is the size of the rank's part.
+    /// Does the same as [`load`](Self::load) on a rank, with the context's names of matrices, which may be quantised.
+    /// `intermediate_size` is the size of this rank's part.
     ///
     /// # Errors
-    /// As `load`; quantised tensors that are not what the header says.
+    /// The errors of `load`; quantised tensors that do not match the header.
     pub fn load_on(
         hidden_size: usize,
         intermediate_size: usize,
@@ -100,10 +108,11 @@ impl GatedMlp {
         Self::of(w13, load_weight(&vb, &down, intermediate_size, usage, context)?, activation)
     }
 
-    /// The same MLP with its weights in the order that a path of the CPU reads best, see [`Weight::packed`].
+    /// Returns the same MLP with its weights in the order that an instruction set of the CPU reads best, see
+    /// [`Weight::packed`].
     ///
     /// # Errors
-    /// No memory left.
+    /// No memory is left.
     pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
         let width = self.intermediate_size();
         let hidden = self.hidden_size();
@@ -116,7 +125,8 @@ impl GatedMlp {
         Self { ranks: ranks.into(), ..self }
     }
 
-    /// On CUDA, leaves the sum over the ranks that cut this MLP to the caller; whether there is one.
+    /// On CUDA, leaves the sum over the ranks that cut this MLP to the caller. Returns whether there is such a sum.
+    #[must_use = "true means that the caller must add the sum"]
     pub fn defer_sum(&mut self) -> bool {
         self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
     }
@@ -195,7 +205,8 @@ impl GatedMlp {
         }
     }
 
-    /// The first half of [`forward_into`](Self::forward_into) on CUDA: what this rank's part of the weights gives, [T, H].
+    /// The first half of [`forward_into`](Self::forward_into) on CUDA: computes the partial result of this rank's
+    /// weights, [T, H].
     ///
     /// # Errors
     /// Wrong dims or dtypes.
@@ -208,7 +219,7 @@ impl GatedMlp {
         }
     }
 
-    /// The second half: adds the ranks' parts up.
+    /// The second half: adds the ranks' parts.
     ///
     /// # Errors
     /// Ranks that disagree, or died.
@@ -259,12 +270,20 @@ impl GatedMlp {
         Ok(activated)
     }
 
-    /// [`forward_into`](Self::forward_into) on candle tensors: `x` [.., H] in the weights' dtype and on their device, in any layout.
+    /// [`forward_into`](Self::forward_into) on candle tensors: `x` [.., H] in the weights' dtype and on their device,
+    /// in any layout.
     ///
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        expect_rows("gated MLP", "x", x, self.hidden_size(), self.dtype())?;
         forward_rows(x, self.hidden_size(), x.dtype(), |x, out, ex| self.forward_into(x, out, ex))
+    }
+}
+
+impl Module for GatedMlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        GatedMlp::forward(self, x)
     }
 }
 
@@ -275,7 +294,7 @@ fn linear_call(rows: usize, n: usize, k: usize, weight: &Weight) -> LinearCall {
     LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
 }
 
-/// Fails if the checkpoint has biases of an MLP, or scales of its weights.
+/// Checks that the checkpoint has no biases of the MLP, and no scales of its weights.
 fn refuse_unread(names: &MlpNames, vb: &candle_nn::VarBuilder) -> Result<()> {
     let mut unread = Unread::under(vb);
     for name in names.matrices() {

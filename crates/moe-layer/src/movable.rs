@@ -1,29 +1,32 @@
-//! What the ranks of a layer know of all its experts, so that any of them can move: how long each is, and its checksum.
+//! The data about a layer's experts that all ranks share, so that any expert can move: the number of bytes of an expert
+//! and the checksums.
 
 use std::sync::Mutex;
 
 use moe_comm::{Communicator, ExpertMap, all_gather_bytes};
 use moe_experts::ExpertWeights;
 use moe_kernels::Exec;
-use moe_kernels::candle::{Error, Result, bail};
+use moe_kernels::candle::{Error, Result};
 
+use crate::error::refuse;
 use crate::layer_move::LayerMove;
 
-/// What moves need beside the weights.
+/// The data that moves need in addition to the weights.
 pub(crate) struct Movable {
     /// The checksum of each logical expert when it was loaded, \[E\].
     pub checksums: Vec<u64>,
     /// Bytes of a slot, on every rank.
     pub slot_len: usize,
-    /// The move under way.
+    /// The running move.
     pub current: Mutex<Option<LayerMove>>,
 }
 
 impl Movable {
-    /// A collective of `ep`.
+    /// Collects the data from all ranks. This is a collective of `ep`.
     ///
     /// # Errors
-    /// Weights that cannot move; ranks whose experts do not take each other's place, or that hold different copies of one.
+    /// Weights that cannot move; ranks whose experts have different forms; ranks that hold different copies of one
+    /// expert.
     pub fn new(
         layer: usize,
         map: &ExpertMap,
@@ -43,17 +46,17 @@ impl Movable {
     }
 }
 
-/// The experts that a rank holds.
+/// The properties of the experts on a rank.
 #[derive(Clone, Debug, PartialEq)]
 struct Held {
     slot_len: usize,
     form: String,
-    /// Of each slot.
+    /// The checksum of each slot.
     checksums: Vec<u64>,
 }
 
 impl Held {
-    /// The length, the number of checksums and these, then the form.
+    /// Writes the length, the number of checksums, the checksums, and then the form.
     fn to_bytes(&self) -> Vec<u8> {
         let words = [self.slot_len as u64, self.checksums.len() as u64];
         let words = words.iter().chain(&self.checksums).flat_map(|word| word.to_le_bytes());
@@ -72,23 +75,26 @@ impl Held {
     }
 }
 
-/// The length of a slot, if any rank has some, and the checksum of each expert, from what the ranks hold.
+/// Returns the length of a slot, if any rank has slots, and the checksum of each expert, from the properties of all
+/// ranks.
 fn agree(map: &ExpertMap, ranks: &[Held]) -> Result<(Option<usize>, Vec<u64>)> {
     let mut first: Option<(usize, &Held)> = None;
     let mut checksums = vec![None; map.num_experts()];
-    // A rank without slots has a length of nothing.
+    // The length of a rank without slots is not compared.
     for (rank, held) in ranks.iter().enumerate().filter(|(rank, _)| !map.experts(*rank).is_empty()) {
         let (other, like) = *first.get_or_insert((rank, held));
         if like.slot_len != held.slot_len {
-            bail!(
+            refuse!(
+                Placement,
                 "an expert is {} bytes on rank {other}, but {} on rank {rank}",
                 like.slot_len,
                 held.slot_len
             )
         }
         if like.form != held.form {
-            bail!(
-                "rank {other} keeps {}, but rank {rank} {}: the values of their experts ask for it; run without --enable-eplb, \
+            refuse!(
+                Placement,
+                "rank {other} keeps {}, but rank {rank} {}: the values of their experts ask for it; run without `eplb`, \
                  or requantise with scales in f16",
                 like.form,
                 held.form
@@ -96,7 +102,8 @@ fn agree(map: &ExpertMap, ranks: &[Held]) -> Result<(Option<usize>, Vec<u64>)> {
         }
         for (&expert, &sum) in map.experts(rank).iter().zip(&held.checksums) {
             match checksums[expert as usize].replace((rank, sum)) {
-                Some((other, before)) if before != sum => bail!(
+                Some((other, before)) if before != sum => refuse!(
+                    Placement,
                     "ranks {other} and {rank} hold different copies of expert {expert} (checksums {before:016x} and {sum:016x}); \
                      do both read the same checkpoint?"
                 ),

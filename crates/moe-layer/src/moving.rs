@@ -1,83 +1,87 @@
-//! Moving experts of a layer to other ranks, between two steps.
+//! Moves experts of a layer to other ranks, between two steps.
 //!
 //! ```text
-//! round, round, ..      some bytes of the new experts travel into memory of their own; the slots compute on
-//! last round            each rank compares what has come with the checksums of loading, and all tell each other
-//!   all are content     every rank writes its slots and puts the new map in force
-//!   one is not          nobody does, and what has come is dropped: the old placement was never left
+//! round, round, ..      some bytes of the new experts are sent to separate memory; the slots compute as before
+//! last round            each rank compares what has come with the checksums of loading, and tells the others
+//!   all are equal       every rank writes its slots and uses the new map from now on
+//!   one differs         no rank does, and what has come is dropped: the old placement is still in use
 //! ```
 //!
-//! How bytes travel and where they arrive is the landing's (`landing`, on GPUs `device_landing`): host memory, or a window over the
-//! memory of the GPUs, which fills while the next step runs.
+//! The landing determines how bytes are sent and where they arrive (`landing`, on GPUs `device_landing`): in host
+//! memory, or in a window over the memory of the GPUs that is filled while the next step runs.
 //!
-//! Every rank knows the old map and the new one, so all know who sends what to whom and nothing is described. A round is a
-//! collective: a rank that dies in one fails the run by name, like in any other.
+//! Every rank knows the old and the new map, so all know which rank sends which bytes to which other rank, and no
+//! description is sent. A round is a collective. If a rank dies in it, the run fails and the error names the rank, as
+//! in any other collective.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use moe_comm::{Communicator, ExpertMap, SlotTransfer, Window, all_gather_bytes};
 use moe_kernels::Exec;
-use moe_kernels::candle::{Error, Result, bail};
+use moe_kernels::candle::{Error, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::error::refuse;
 use crate::landings::landing;
 use crate::layer_move::LayerMove;
 use crate::placed::PlacedExperts;
 
-/// One round of the move of a layer's experts, as ranks tell it to each other.
+/// One round of the move of a layer's experts, in the form in which ranks send it to each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoveRound {
     /// MoE layer, from 0.
     pub layer: usize,
     /// The logical expert of each slot after the move, `[P]`.
     pub phy2log: Vec<u32>,
-    /// The slot of each expert that computes all of its rows where copies share none, `[E]`; empty: as
-    /// [`ExpertMap::sole_copies`] says without loads.
+    /// The slot of each expert that computes all of its rows if copies share none, `[E]`; empty: the slots that
+    /// [`ExpertMap::sole_copies`] chooses without loads.
     pub sole: Vec<u32>,
-    /// Bytes that travel in this round, all ranks together: about so many, at least one.
+    /// The approximate number of bytes that are sent in this round by all ranks together; at least one.
     pub bytes: usize,
-    /// The time for all rounds of the layer; a move that has taken longer is rolled back. A round itself waits no longer than
-    /// any collective.
+    /// The time limit for all rounds of the layer. A move that takes longer is rolled back. A single round has the same
+    /// time limit as any other collective.
     pub limit: Duration,
 }
 
-/// How a layer's move stands after a round: the same on all ranks.
+/// The state of a layer's move after a round, which is the same on all ranks.
+// This enum is exhaustive: a server must treat each end of a round as the other ranks do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MoveStatus {
-    /// More is to travel.
+    /// There are more bytes to send.
     Underway,
-    /// The new placement is in force.
+    /// The new placement is in use.
     Moved,
-    /// The old placement has stayed in force; what each rank found wrong.
+    /// The old placement is still in use. The texts say what each rank found wrong.
     RolledBack(Vec<String>),
 }
 
-/// The slot of one copy of each expert of a map: `asked`, unless that is empty.
+/// Returns the slot of one copy of each expert of a map. It is `asked`, unless `asked` is empty.
 fn sole_copies(map: &ExpertMap, asked: &[u32]) -> Result<Vec<u32>> {
     if asked.is_empty() {
         return map.sole_copies(&[]).map_err(Error::wrap);
     }
     if asked.len() != map.num_experts() {
-        bail!("expected a slot for each of {} experts, got {}", map.num_experts(), asked.len())
+        refuse!(Placement, "expected a slot for each of {} experts, got {}", map.num_experts(), asked.len())
     }
     for (expert, &slot) in asked.iter().enumerate() {
         let holds = map.phy2log().get(slot as usize);
         if holds != Some(&(expert as u32)) {
-            bail!("slot {slot} is to compute expert {expert}, but holds {holds:?}")
+            refuse!(Placement, "slot {slot} is to compute expert {expert}, but holds {holds:?}")
         }
     }
     Ok(asked.to_vec())
 }
 
 impl PlacedExperts {
-    /// One round of the move to `round.phy2log`: a collective over the ranks that share the experts, between two steps. The
-    /// first one begins the move; one to another placement drops what has come for the placement before. `ep` are these ranks as
-    /// their hosts talk to each other, `window` the memory of their GPUs, where the experts are on some. One layer moves at a time.
+    /// Runs one round of the move to `round.phy2log`. It is a collective of the ranks that share the experts, between
+    /// two steps. The first round begins the move. A round with another placement drops the data that has arrived for
+    /// the earlier placement. `ep` connects the hosts of these ranks; `window` is the memory of their GPUs, if the
+    /// experts are on GPUs. Only one layer can move at a time.
     ///
     /// # Errors
-    /// A placement that these slots cannot have; experts that were not loaded to be moved; a window that is missing or too small; a
-    /// rank that died.
+    /// A placement that is impossible with these slots; experts that were not loaded to be moved; a window that is
+    /// missing or too small; a rank that died.
     pub fn move_round(
         &self,
         round: &MoveRound,
@@ -121,7 +125,8 @@ impl PlacedExperts {
         LayerMove::new(&map, (target, sole), self.rank, landing)
     }
 
-    /// Everything has been sent: puts the new placement in force if every rank is content, and on none if one is not.
+    /// Ends a move whose bytes have all been sent: all ranks use the new placement if no rank found a fault, and
+    /// otherwise none does.
     fn settle(
         &self,
         mut moving: LayerMove,
@@ -148,7 +153,7 @@ impl PlacedExperts {
         Ok(MoveStatus::Moved)
     }
 
-    /// What is wrong with what has arrived here.
+    /// Returns the faults of the data that has arrived on this rank.
     fn faults(&self, moving: &LayerMove, checksums: &[u64], limit: Duration) -> Result<Vec<String>> {
         let mut faults = Vec::new();
         let slots: Vec<usize> = moving.incoming(self.rank).map(|t| moving.place(t.to).slot).collect();

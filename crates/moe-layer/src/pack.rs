@@ -1,5 +1,5 @@
-//! Loading tensors into one pack, so that the host never holds a part of a large model and its copy at once; and
-//! quantised matrices as they are, where kernels read them.
+//! Loads tensors into one pack, so that the host never holds a part of a large model together with its copy. Loads
+//! quantised matrices without conversion, if kernels can read them.
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{Result, Tensor, bail};
@@ -9,12 +9,12 @@ use tracing::{debug, warn};
 
 use crate::context::BlockContext;
 
-/// Loads the weight of a product, [rows of all modules, columns]. `modules` are names with their rows, which lie under each
-/// other. A matrix that the checkpoint holds quantised stays so; where kernels do not read the modules together, it is
-/// loaded as the floats that it means.
+/// Loads the weight of a product, [rows of all modules, columns]. `modules` are names with their numbers of rows; the
+/// rows of the modules follow each other. A matrix that is quantised in the checkpoint stays quantised. If kernels
+/// cannot read the modules together, they are converted to floats.
 ///
 /// # Errors
-/// A missing tensor, or one of another shape, by name; quantised tensors that are not what the header says.
+/// A tensor that is missing or has another shape, with its name; quantised tensors that do not match the header.
 pub fn load_weight<S: AsRef<str>>(
     vb: &VarBuilder,
     modules: &[(S, usize)],
@@ -53,19 +53,18 @@ pub fn load_weight<S: AsRef<str>>(
     }
 }
 
-/// A line of the log where a device's weight was packed by the host, which takes longer: why.
+/// Logs that the host packed a weight of the device, which takes longer, and the reason.
 pub(crate) fn note_packing(name: &str, weight: &Weight) {
     if let (false, Some(QuantPacking::Host(why))) = (weight.device().is_cpu(), weight.packing()) {
         debug!("{name}: quantised weights packed by the host: {why}");
     }
 }
 
-/// Loads tensors of shape [rows, row...] under each other into one pack. `parts` are names with their
-/// rows; `row` is `[columns]` for matrices and empty for vectors. Beside the pack, one of them at a
-/// time is in host memory.
+/// Loads tensors of shape [rows, row...] into one pack, one after the other. `parts` are names with their rows. `row`
+/// is `[columns]` for matrices and empty for vectors. Host memory holds the pack and one of the tensors at a time.
 ///
 /// # Errors
-/// A missing tensor, or one of another shape, by name.
+/// A tensor that is missing or has another shape, with its name.
 pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[usize]) -> Result<Tensor> {
     let dims = |rows: usize| [&[rows], row].concat();
     let load = |vb: &VarBuilder, (name, rows): &(S, usize)| vb.get(dims(*rows), name.as_ref());
@@ -73,11 +72,11 @@ pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[
         return Tensor::zeros(dims(0), vb.dtype(), vb.device());
     };
     if !vb.device().is_cpu() {
-        // Parts come to a device without a stop on the host, and are copied there.
+        // Parts are loaded to the device without a copy on the host, and are joined there.
         return Tensor::cat(&parts.iter().map(|part| load(vb, part)).collect::<Result<Vec<_>>>()?, 0);
     }
-    // The first part is read before the pack is allocated, so that a size that the checkpoint does
-    // not have is an error that names a tensor.
+    // The first part is read before the pack is allocated. If the checkpoint does not have this size, the error names a
+    // tensor.
     let first = load(vb, first)?.contiguous()?;
     let mut pack = Buffer::zeros(vb.dtype(), &dims(parts.iter().map(|(_, rows)| rows).sum()))?;
     let mut start = 0;

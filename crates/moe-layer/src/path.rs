@@ -13,6 +13,7 @@ use crate::load::load_block_on;
 use crate::options::BlockOptions;
 
 /// How a sparse layer runs its experts.
+// This enum is exhaustive: experts are packed or looped over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoePath {
     /// Packed weights and grouped kernels.
@@ -33,11 +34,12 @@ impl FromStr for MoePath {
     }
 }
 
-/// Loads a sparse layer on a path, as [`load_block_on`] does; without shared experts. The oracle's choice comes along
-/// on the fused path.
+/// Loads a sparse layer on a path, like [`load_block_on`], without shared experts. On the fused path it also returns
+/// the oracle's choice.
 ///
 /// # Errors
-/// The errors of [`load_block_on`]; on the legacy path an expert backend, which it has none of, and several GPUs.
+/// The errors of [`load_block_on`]; on the legacy path also an expert backend, because that path has none, and several
+/// GPUs.
 pub fn load_layer_on(
     path: MoePath,
     options: &BlockOptions,

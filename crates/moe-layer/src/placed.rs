@@ -1,36 +1,38 @@
-//! The experts of a layer in their slots: which is where, which copy computes a row, and the weights that can be exchanged.
+//! The experts of a layer in their slots: which expert is in which slot, which copy computes a row, and the weights
+//! that can be exchanged.
 //!
-//! Routing chooses logical experts. The launch that routes replaces them by slots ([`StepCopies`]), or [`PlacedExperts::physical`] does
-//! behind it, and from there on dispatch and experts know slots alone, which never change their rank. So when experts move only two
-//! things change, together and between two steps: the weights in slots, and the tables from logical to physical ids, whose size and
-//! place in memory stay the same.
+//! Routing chooses logical experts. The launch that routes replaces them by slots ([`StepCopies`]), or
+//! [`PlacedExperts::physical`] does so afterwards. Dispatch and experts use only slots, which never change their rank.
+//! So when experts move, only two things change, together and between two steps: the weights in slots, and the tables
+//! from logical to physical ids. The size and the address of the tables stay the same.
 
 use std::sync::{MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use moe_comm::{ExpertMap, ReplicaChoice, partition};
 use moe_experts::ExpertWeights;
-use moe_kernels::candle::{DType, Device, Error, Result, bail};
+use moe_kernels::candle::{DType, Device, Error, Result};
 use moe_kernels::plan::CopiesForm;
 use moe_kernels::{Exec, Log2Phy, PHYSICAL_IDS, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
+use crate::error::refuse;
 use crate::id_tables::{Table, Tables};
 use crate::landing::{Landing, landing_bytes};
 use crate::layer_move::LayerMove;
 use crate::movable::Movable;
 
-/// The placed experts of a layer, as one rank sees them.
+/// The placed experts of a layer, from the point of view of one rank.
 pub struct PlacedExperts {
     layer: usize,
     /// This rank among those that share the experts.
     pub(crate) rank: usize,
-    /// The ranks for whose rows there is a table each; `None`: one table for all.
+    /// The ranks whose rows have a table of their own; `None` is one table for all ranks.
     near: Vec<Option<usize>>,
     spread: Spread,
     state: RwLock<State>,
-    /// The weights of this rank's slots: those that its experts compute with.
+    /// The weights of this rank's slots, which its experts use.
     pub(crate) weights: ExpertWeights,
-    /// What moves need; `None`: experts stay where they are.
+    /// The data that moves need; `None` if experts never move.
     movable: Option<Movable>,
 }
 
@@ -41,8 +43,8 @@ struct State {
 }
 
 impl PlacedExperts {
-    /// The experts of a layer that were loaded by `map`. Where they may move it is a collective: the ranks tell each other
-    /// the checksums of what they hold.
+    /// Makes the experts of a layer that were loaded by `map`. If they may move, this is a collective: the ranks
+    /// exchange the checksums of their experts.
     ///
     /// # Errors
     /// Weights that cannot move; ranks that hold different copies of an expert.
@@ -58,7 +60,8 @@ impl PlacedExperts {
         if map.experts(rank).len() != weights.shape().num_local_experts {
             let expected = map.experts(rank).len();
             let got = weights.shape().num_local_experts;
-            bail!(
+            refuse!(
+                Placement,
                 "placed experts, layer {layer}: rank {rank} has {expected} slots, but weights of {got} experts"
             )
         }
@@ -83,28 +86,29 @@ impl PlacedExperts {
         Ok(Self { layer, rank, near, spread, state, weights, movable })
     }
 
-    /// Where the experts are.
+    /// The device of the experts.
     pub fn device(&self) -> &Device {
         self.weights.device()
     }
 
-    /// Number of the layer among the model's MoE layers.
+    /// The number of the layer among the model's MoE layers.
     pub fn layer(&self) -> usize {
         self.layer
     }
 
-    /// Which expert is in which slot now.
+    /// The map from slots to experts as it is now.
     pub fn map(&self) -> ExpertMap {
         self.read().map.clone()
     }
 
-    /// Logical experts E and slots P.
+    /// The numbers of logical experts E and of slots P.
     pub(crate) fn sizes(&self) -> (usize, usize) {
         let state = self.read();
         (state.map.num_experts(), state.map.num_slots())
     }
 
-    /// Bytes of a [`Window`](moe_comm::Window) in which the experts of this rank's slots can arrive; `None` if experts cannot move.
+    /// Bytes of a [`Window`](moe_comm::Window) in which the experts of this rank's slots can arrive; `None` if experts
+    /// cannot move.
     pub fn landing_bytes(&self) -> Option<usize> {
         Some(landing_bytes(self.weights.shape().num_local_experts, self.slot_len()?))
     }
@@ -114,8 +118,8 @@ impl PlacedExperts {
         self.movable.as_ref().map(|movable| movable.slot_len)
     }
 
-    /// Whether the rows of different ranks go to different copies, so that which copy computes a row is known only where rows are
-    /// cut for their ranks.
+    /// Whether rows of different ranks use different copies. Then the copy of a row is known only after the rows have
+    /// been divided among their ranks.
     pub(crate) fn is_near(&self, form: CopiesForm) -> bool {
         form == CopiesForm::Shared && self.near.len() > 1
     }
@@ -125,7 +129,8 @@ impl PlacedExperts {
         StepCopies { placed: self, state: self.read(), form }
     }
 
-    /// The physical ids [T, K] of logical ones [T, K], of the rows of one call of prepare: each copy has a share.
+    /// Converts logical ids [T, K] to physical ids [T, K], for the rows of one call of prepare. Each copy gets a share
+    /// of the rows.
     pub(crate) fn physical(&self, topk_ids: View, ex: &mut Exec) -> Result<Scratch> {
         let state = self.read();
         let tokens = topk_ids.rows();
@@ -142,18 +147,22 @@ impl PlacedExperts {
         Ok(physical)
     }
 
-    /// The checksums of all logical experts \[E\] and the move under way.
+    /// Returns the checksums of all logical experts \[E\] and the running move.
     ///
     /// # Errors
-    /// Experts that stay where they are.
+    /// Experts that cannot move.
     pub(crate) fn moves(&self) -> Result<(&[u64], MutexGuard<'_, Option<LayerMove>>)> {
         match &self.movable {
             Some(m) => Ok((&m.checksums, m.current.lock().unwrap_or_else(PoisonError::into_inner))),
-            None => bail!("layer {}: its experts were not loaded to be moved; add --enable-eplb", self.layer),
+            None => refuse!(
+                Placement,
+                "layer {}: its experts were not loaded to be moved; add `eplb`",
+                self.layer
+            ),
         }
     }
 
-    /// Puts another map in force, in the memory of the old one; `sole` is the copy of each expert that computes alone.
+    /// Replaces the map, in the memory of the old one. `sole` is the copy of each expert that computes all of its rows.
     pub(crate) fn set_map(&self, map: ExpertMap, sole: &[u32], landing: &dyn Landing) -> Result<()> {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
         let new = Tables::of(&map, sole, &self.near, self.rank)?;
@@ -179,7 +188,7 @@ impl std::fmt::Debug for PlacedExperts {
     }
 }
 
-/// The tables of a step, which nobody replaces while this lives.
+/// The tables of a step. They cannot be replaced while this value exists.
 pub(crate) struct StepCopies<'a> {
     placed: &'a PlacedExperts,
     state: RwLockReadGuard<'a, State>,
@@ -187,7 +196,7 @@ pub(crate) struct StepCopies<'a> {
 }
 
 impl StepCopies<'_> {
-    /// For a launch that routes all rows of the step; `None` where the copy of a row depends on its rank.
+    /// The table for a launch that routes all rows of the step; `None` if the copy of a row depends on the row's rank.
     pub fn log2phy(&self) -> Option<Log2Phy<'_>> {
         let tables = &self.state.tables;
         let table = match (self.form, &tables.shared[..]) {
@@ -198,7 +207,7 @@ impl StepCopies<'_> {
         Some(Log2Phy { ids: table.ids.view(), spread: self.placed.spread, first_row: 0 })
     }
 
-    /// Where each expert has one copy that computes: this rank's slots by expert, so that experts need no other ids.
+    /// If one copy computes all rows of each expert: this rank's slots by expert. The experts then need no other ids.
     pub fn expert_map(&self) -> Option<View<'_>> {
         (self.form == CopiesForm::Sole).then(|| self.state.tables.sole_here.ids.view())
     }

@@ -1,8 +1,8 @@
-//! The plan of a sparse layer: which launches compute router, experts and sum in a step, what around them is fused with
-//! them, and why nothing faster runs.
+//! The plan of a sparse layer: which launches compute router, experts and sum in a step, which ops before and after
+//! them are fused with them, and why nothing faster runs.
 //!
-//! A plan is a pure function of the layer's parts, the step and the machine. The layer executes the form that the same function
-//! chooses; that it launches what the plan lists is checked by `tests/suite/explained.rs`.
+//! A plan depends only on the layer's parts, the step and the machine. The layer executes the form that the same
+//! function chooses. `tests/suite/explained.rs` checks that the layer launches what the plan lists.
 
 use moe_dispatch::Combine;
 use moe_kernels::plan::{
@@ -17,7 +17,8 @@ use crate::form::MoeForm;
 use crate::plan_step::PlanStep;
 
 impl SparseMoeBlock {
-    /// What computes the layer in such a step, where the caller lets the launches contain what is in `fusions`.
+    /// Chooses the form that computes the layer in this step. `fusions` are the ops around the layer that its launches
+    /// may contain.
     pub fn choose(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoeForm {
         let forms = self.monolithic_forms(fusions);
         let mut fitting = forms.filter(|form| self.fits(*form, step, machine).is_ok());
@@ -30,7 +31,8 @@ impl SparseMoeBlock {
         }
     }
 
-    /// The kernels of a form that was chosen for such a step among `fusions`, and why faster ones do not run.
+    /// Returns the kernels of a form that [`choose`](Self::choose) returned for this step and `fusions`, and why faster
+    /// ones do not run.
     pub fn stages(
         &self,
         form: MoeForm,
@@ -41,7 +43,7 @@ impl SparseMoeBlock {
         let mut rejected = Vec::new();
         for (index, fusion) in self.monolithic_forms(fusions) {
             match self.fits((index, fusion), step, machine) {
-                // Nobody asks of floats why they are not quantised.
+                // That floats are not quantised is obvious and not worth a line.
                 Err(Reason::Floats) => {}
                 Err(reason) => {
                     let kernel = format!("{}{}", self.monolithic[index].name(), fusion.suffix());
@@ -77,8 +79,8 @@ impl SparseMoeBlock {
         }
     }
 
-    /// Whether the norm after the layer is better left to modular experts: where their sums return from other ranks, and nothing
-    /// else is added.
+    /// Whether modular experts should also compute the norm after the layer: if their sums return from other ranks, and
+    /// nothing else is added.
     pub(crate) fn adds_norm(&self) -> bool {
         let alone = self.router().config().num_zero_experts == 0 && self.shared.is_none();
         let returns = |path: &Path| path.prepare.combine() == Combine::ByRank;
@@ -99,7 +101,7 @@ impl SparseMoeBlock {
         fusions.iter().flat_map(move |fusion| (0..count).map(|index| (index, *fusion)))
     }
 
-    /// Whether monolithic experts compute such a step, or the first reason why not.
+    /// Whether monolithic experts compute this step, or the first reason why not.
     fn fits(
         &self,
         (index, fusion): (usize, Fusion),
@@ -136,7 +138,7 @@ impl SparseMoeBlock {
         }
     }
 
-    /// Which copies of experts compute a step of `rows` rows by a path; `None` where no map places experts.
+    /// Which copies of experts compute a step of `rows` rows on a path; `None` if no map places experts.
     pub(crate) fn copies_form(&self, path: &Path, rows: usize, machine: &Machine) -> Option<CopiesForm> {
         CopiesForm::choose(&self.copies_call(path, rows)?, machine)
     }
@@ -154,13 +156,13 @@ impl SparseMoeBlock {
         copies.is_some_and(|(placed, form)| placed.is_near(form))
     }
 
-    /// Which copies compute, where a map places experts.
+    /// The stage that chooses copies, if a map places experts.
     fn copies_stage(&self, path: &Path, rows: usize, machine: &Machine) -> Option<Stage> {
         let copies = CopiesForm::stage(&["copies of experts"], &self.copies_call(path, rows)?, machine);
         Some(Stage { note: Some(copies.kernel), kernel: PHYSICAL_IDS.to_string(), ..copies })
     }
 
-    /// The sizes of a step of `rows` rows, as many as arrive.
+    /// The sizes of a step of `rows` rows, all of which arrive on this rank.
     fn call(&self, path: &Path, rows: usize) -> ExpertsCall {
         let config = self.router().config();
         let shape = path.experts.shape();
@@ -181,7 +183,7 @@ impl SparseMoeBlock {
         }
     }
 
-    /// The kernels that route all rows of a step, and say which copies of experts compute them.
+    /// Returns the kernels that route all rows of a step and choose the copies of experts.
     fn router_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         let config = self.router().config();
         let path = self.path_of(step.only_decode);
@@ -209,7 +211,7 @@ impl SparseMoeBlock {
         vec![Stage { computes: &["router", "copies of experts"], note: copies.note, ..gate }]
     }
 
-    /// The kernels that compute a chunk of `rows` rows, once they are routed.
+    /// Returns the kernels that compute a chunk of `rows` routed rows.
     fn chunk_stages(
         &self,
         path: &Path,
@@ -242,7 +244,7 @@ impl SparseMoeBlock {
         stages
     }
 
-    /// The kernels that follow modular experts: a choice for each step where they weight and reduce by themselves.
+    /// Returns the kernels of modular experts. Experts that weight and reduce choose them for each step.
     fn experts_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
         let experts = &path.experts;
         let call = self.call(path, rows);
@@ -262,7 +264,7 @@ impl SparseMoeBlock {
         stages
     }
 
-    /// The kernels that follow experts which may leave the sum of their slots to the next launch.
+    /// Returns the kernels of experts that may leave the sum of their slots to the next launch.
     fn slot_rows_stages(&self, path: &Path, rows: usize, machine: &Machine) -> Vec<Stage> {
         let mut stages = self.experts_stages(path, rows, machine);
         let leaves = path.experts.num_slots().is_none() && self.call(path, rows).leaves_slots(machine);

@@ -1,27 +1,29 @@
-//! What a step asks of a layer: all that the choice of kernels depends on, apart from the machine.
+//! The properties of a step on which the choice of kernels depends, together with the machine.
 
 /// The shape of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanStep {
-    /// Rows T, padding included.
+    /// The number of rows T, padding included.
     pub rows: usize,
-    /// How many rows at the beginning decode: row i is the one new row of sequence i. The others are rows of prompts.
+    /// The number of rows at the beginning that decode: row i is the one new row of sequence i. The other rows are rows
+    /// of prompts.
     pub decode_rows: usize,
-    /// Whether the ranks agreed that all of them only decode.
+    /// Whether all ranks only decode, as they have agreed.
     pub only_decode: bool,
-    /// (Row, position) pairs that the decoding rows and the rows of prompts see, where a step has both; 0: not known.
+    /// If a step has rows of both kinds: the number of pairs of a row and a position to which it attends, for decoding
+    /// rows and for rows of prompts. 0 means that it is not known.
     pub attention_scores: [usize; 2],
-    /// Positions that the sequences of the prompts see, together; `None`: as many as these have rows.
+    /// The number of positions that the sequences of the prompts have together; `None` means the number of their rows.
     pub prompt_positions: Option<usize>,
-    /// Rows whose logits are wanted.
+    /// The number of rows whose logits are needed.
     pub logits: usize,
-    /// Rows that are scored.
+    /// The number of rows that are scored.
     pub scored: usize,
-    /// Whether the residual stream of all rows is asked for, so that each rank keeps all of it.
+    /// Whether the residual stream of all rows is requested, so that each rank keeps all of it.
     pub whole_residual: bool,
-    /// What an observer wants to see inside the layer, if there is one.
+    /// The values inside the layer that an observer requests, if there is one.
     pub observed: Option<&'static str>,
-    /// What the step records or forces of the routing in host memory, if anything.
+    /// The part of the routing that the step records or forces in host memory, if any.
     pub routed: Option<&'static str>,
 }
 
@@ -53,7 +55,7 @@ impl PlanStep {
         }
     }
 
-    /// What the step wants to see or to force inside the layer, if anything.
+    /// The values inside the layer that the step records or forces, if any.
     pub fn asks(&self) -> Option<&'static str> {
         self.observed.or(self.routed)
     }

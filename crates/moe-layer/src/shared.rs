@@ -1,11 +1,11 @@
-//! Shared experts: an MLP that every token visits beside its routed experts.
+//! Shared experts: an MLP that computes every token in addition to its routed experts.
 //!
 //! DeepSeek adds the MLP as it is; Qwen2-MoE and Qwen3-Next scale it per token by
 //! `sigmoid(shared_expert_gate(x))`.
 //!
-//! On a GPU the MLP may run on a second stream beside the routed experts, with the same bits. Over ranks the second stream
-//! computes this rank's part, and the collective behind it follows the routed experts' own. Where shared experts are
-//! slots of the routed ones instead (`slots.rs`), there is none of this.
+//! On a GPU the MLP may run on a second stream, at the same time as the routed experts, with the same bits. With
+//! several ranks the second stream computes this rank's part, and the collective for it runs after the collective of
+//! the routed experts. None of this applies if shared experts are slots of the routed ones (`slots.rs`).
 
 use std::ops::RangeInclusive;
 
@@ -22,17 +22,18 @@ use tracing::trace_span;
 use crate::mlp::GatedMlp;
 use crate::shared_stream::SharedExpertsStream;
 
-/// Rows with which the second stream pays: with fewer the addition behind it costs more than it hides, with more both keep
-/// the whole GPU busy by themselves (docs/kernels-labbook.md).
+/// The numbers of rows for which the second stream is faster. With fewer rows the addition after it costs more time
+/// than the stream saves. With more rows each of the two keeps the whole GPU busy by itself (docs/lessons/experts.md).
 const STREAM_ROWS: RangeInclusive<usize> = 8..=256;
 
 /// Shared experts, fused into one MLP, with an optional per-token gate.
 #[derive(Debug, Clone)]
+#[must_use = "it computes nothing until it is called"]
 pub struct SharedExperts {
     mlp: GatedMlp,
     gate: Option<Tensor>,
     stream: SharedExpertsStream,
-    /// Why they are no slots of the routed experts, where somebody has asked.
+    /// The reason why they are not slots of the routed experts, if slots were considered.
     apart: Option<Reason>,
 }
 
@@ -57,7 +58,7 @@ impl SharedExperts {
         Ok(Self { mlp, gate, stream: SharedExpertsStream::default(), apart: None })
     }
 
-    /// Runs them there; `apart` explains why they are no slots of the routed experts.
+    /// Sets where they run. `apart` is the reason why they are not slots of the routed experts.
     pub fn with_stream(self, stream: SharedExpertsStream, apart: Option<Reason>) -> Self {
         Self { stream, apart, ..self }
     }
@@ -68,7 +69,7 @@ impl SharedExperts {
     /// shared experts.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; biases other than zero, which are not read.
+    /// Tensors that are missing or have a wrong shape; biases other than zero, because they are not read.
     pub fn load(
         hidden_size: usize,
         intermediate_size: usize,
@@ -79,10 +80,10 @@ impl SharedExperts {
         Self::load_gated(GatedMlp::load(hidden_size, intermediate_size, activation, mlp)?, gate)
     }
 
-    /// Around a loaded MLP, with the `weight` [1, H] of its gate under `gate`, if given.
+    /// Makes shared experts of a loaded MLP, with the `weight` [1, H] of its gate under `gate`, if it has one.
     ///
     /// # Errors
-    /// A missing or wrongly shaped gate; a bias of the gate other than zero, which is not read.
+    /// A gate that is missing or has a wrong shape; a bias of the gate other than zero, because it is not read.
     pub fn load_gated(mlp: GatedMlp, gate: Option<VarBuilder>) -> Result<Self> {
         let gate = gate.map(|vb| load_gate(mlp.hidden_size(), &vb)).transpose()?;
         Self::new(mlp, gate)
@@ -103,11 +104,12 @@ impl SharedExperts {
         self.mlp.intermediate_size()
     }
 
-    /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: the kernels of the `routed` experts, then their own.
+    /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: first the kernels of the `routed`
+    /// experts, then the kernels of the shared experts.
     pub(crate) fn stages(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
         let beside = self.fits_beside(rows, machine);
         let mut own = match (&beside, &self.gate) {
-            // A context of the second stream keeps activations as they are.
+            // A context of the second stream does not quantise activations.
             (Ok(()), _) => {
                 let machine = Machine { fp8_activations: Fp8Activations::Off, ..*machine };
                 let mut stages = self.mlp.part_stages(rows, &machine);
@@ -160,12 +162,12 @@ impl SharedExperts {
         Stage::new(&["add"], if self.gate.is_some() { "add_scaled" } else { "add" })
     }
 
-    /// Whether they run on a second stream in a step of `rows` rows, or why not.
+    /// Whether they run on a second stream in a step of `rows` rows, or the reason why not.
     fn fits_beside(&self, rows: usize, machine: &Machine) -> std::result::Result<(), Reason> {
         use SharedExpertsStream::{Auto, Off, On};
         Target::Gpu.expect(machine.gpu.as_ref())?;
         match self.stream {
-            Off => Err(Reason::NotRequested { requested: "--shared-experts-stream off" }),
+            Off => Err(Reason::NotRequested { requested: "`shared_experts_stream` off" }),
             Auto if !STREAM_ROWS.contains(&rows) => {
                 Err(Reason::Rows { least: *STREAM_ROWS.start(), most: Some(*STREAM_ROWS.end()), got: rows })
             }
@@ -173,7 +175,7 @@ impl SharedExperts {
         }
     }
 
-    /// Fails unless the experts take the rows that a router `gate` [E, H] takes.
+    /// Checks that the experts accept the rows for which the router `gate` [E, H] is made.
     pub(crate) fn check_fits(&self, hidden: usize, dtype: DType) -> Result<()> {
         if self.hidden_size() != hidden || self.dtype() != dtype {
             bail!(
@@ -186,8 +188,8 @@ impl SharedExperts {
         Ok(())
     }
 
-    /// Runs `routed`, which writes `out` [T, H] (model dtype or f32), and adds the shared experts' output for `x` [T, H]
-    /// (model dtype) to it: after it, or computed beside it. Both give the same bits.
+    /// Runs `routed`, which writes `out` [T, H] (model dtype or f32), and adds the shared experts' output for `x` [T,
+    /// H] (model dtype). That output is computed after the routed experts or at the same time. Both give the same bits.
     ///
     /// # Errors
     /// Wrong dims or dtypes; any error of `routed`.
@@ -202,7 +204,7 @@ impl SharedExperts {
             routed(out.reborrow(), ex)?;
             return trace_span!("shared_experts").in_scope(|| self.add_into(x, out, ex));
         }
-        // Of this stream's workspace, so lent until the sum has read them.
+        // These rows belong to the workspace of this stream and are borrowed until the sum has read them.
         let mut rows = ex.scratch(DType::F32, x.dims())?;
         let mut scales = self.gate.as_ref().map(|_| ex.scratch(DType::F32, &[x.rows(), 1])).transpose()?;
         ex.beside(

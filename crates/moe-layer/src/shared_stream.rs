@@ -1,14 +1,15 @@
-//! Where shared experts run, as users say it.
+//! The setting of where shared experts run.
 
 use std::str::FromStr;
 
 /// Where shared experts run on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SharedExpertsStream {
-    /// As slots of the routed experts where kernels take them so, else on a second stream where that pays.
+    /// As slots of the routed experts if kernels support that, and otherwise on a second stream if that is faster.
     #[default]
     Auto,
-    /// On a second stream, beside the routed experts.
+    /// On a second stream, at the same time as the routed experts.
     On,
     /// After the routed experts.
     Off,

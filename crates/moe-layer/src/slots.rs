@@ -1,8 +1,9 @@
-//! Shared experts as further slots of the routed ones: packed behind them, chosen by every token.
+//! Shared experts as additional slots of the routed ones. They are at the end of the pack, and every token chooses
+//! them.
 //!
-//! They need no launch or stream of their own: the grouped kernels stream their weights with the chosen experts' weights, and
-//! the one launch of few tokens begins with them, while the router still chooses. Over ranks that cut every expert along its
-//! width they join the same sum.
+//! They need neither a launch nor a stream of their own. The grouped kernels stream their weights together with the
+//! weights of the chosen experts. The single launch for few tokens begins with them, while the router is still
+//! choosing. If ranks cut every expert along its width, shared experts are part of the same sum.
 
 use moe_kernels::candle::{DType, Device};
 use moe_kernels::gpu_of;
@@ -12,11 +13,12 @@ use crate::context::BlockContext;
 use crate::path::MoePath;
 use crate::shared_stream::SharedExpertsStream;
 
-/// How many shared experts run as slots of the routed ones: all `count` of them, each as wide as a routed one; `None`: they
-/// have another width. `backend` is asked for by name; `quantised`: some expert is stored so.
+/// Returns the number of shared experts that run as slots of the routed ones: all of them. `count` is their number, or
+/// `None` if they are not as wide as a routed one. `backend` is the name of the requested backend. `quantised` says
+/// whether any expert is stored quantised.
 ///
 /// # Errors
-/// The first reason why none does.
+/// The first reason why they cannot.
 pub fn shared_fit_slots(
     count: Option<usize>,
     path: MoePath,
@@ -29,10 +31,10 @@ pub fn shared_fit_slots(
     match context.shared_experts_stream {
         SharedExpertsStream::Auto => {}
         SharedExpertsStream::On => {
-            return Err(Reason::NotRequested { requested: "--shared-experts-stream on" });
+            return Err(Reason::NotRequested { requested: "`shared_experts_stream` on" });
         }
         SharedExpertsStream::Off => {
-            return Err(Reason::NotRequested { requested: "--shared-experts-stream off" });
+            return Err(Reason::NotRequested { requested: "`shared_experts_stream` off" });
         }
     }
     if dtype != DType::BF16 {

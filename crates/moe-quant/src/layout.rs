@@ -1,11 +1,11 @@
-//! Which tensors a quantised matrix has in a checkpoint: their names, dtypes and shapes, so that a file is verified before
-//! any weight is read.
+//! Which tensors a quantised matrix has in a checkpoint: their names, dtypes and shapes, so that a file is verified
+//! before any weight is read.
 
 use moe_kernels::QuantGroup;
 use safetensors::Dtype;
 
 use crate::error::QuantError;
-use crate::format::{Format, IntFormat, MX_BLOCK};
+use crate::format::{Format, IntFormat};
 
 /// One tensor of a matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +24,7 @@ const FLOATS: &[Dtype] = &[Dtype::F16, Dtype::BF16, Dtype::F32];
 /// Words of packed integers: the makers write I32, some tools U32.
 const WORDS: &[Dtype] = &[Dtype::I32, Dtype::U32];
 const BYTES: &[Dtype] = &[Dtype::U8];
+const FP8: &[Dtype] = &[Dtype::F8_E4M3];
 const INDICES: &[Dtype] = &[Dtype::I32, Dtype::I64];
 
 impl TensorSpec {
@@ -60,12 +61,12 @@ impl TensorSpec {
     }
 }
 
-/// The tensors of a linear layer with weights \[n, k\], biases aside. Other tensors of the module (`input_scale`) are not
-/// read.
+/// The tensors of a linear layer with weights \[n, k\], biases aside. Other tensors of the module (`input_scale`) are
+/// not read.
 ///
 /// # Errors
-/// Sizes that the format cannot hold: groups that do not divide k (but in GPTQ, where the last one may be shorter), sizes
-/// that do not fill words of 32 bits.
+/// Sizes that the format cannot hold: groups or blocks that do not divide k (but in GPTQ, where the last group may be
+/// shorter), sizes that do not fill words of 32 bits.
 pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, QuantError> {
     let name = format!("{} [{n}, {k}]", format.name());
     if n == 0 || k == 0 {
@@ -73,6 +74,11 @@ pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, Qua
     }
     if let Some(int) = format.int() {
         check_sizes(&name, format, int, n, k)?;
+    }
+    let block = format.block();
+    if !k.is_multiple_of(block) {
+        let problem = format!("blocks of {block} columns do not divide {k} columns");
+        return Err(QuantError::matrix(&name, problem));
     }
     let groups = format.scheme().groups(k);
     Ok(match format {
@@ -92,15 +98,15 @@ pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, Qua
             TensorSpec::new("scales", FLOATS, [groups, n]),
         ],
         Format::PackQuantized { int } => pack_quantized(int, n, k, groups),
-        Format::Mxfp4 if !k.is_multiple_of(MX_BLOCK) => {
-            return Err(QuantError::matrix(
-                &name,
-                format!("blocks of {MX_BLOCK} columns do not divide {k} columns"),
-            ));
-        }
-        Format::Mxfp4 => vec![
-            TensorSpec::new("weight_packed", BYTES, [n, k / 2]),
+        Format::Ggml(ggml) => vec![TensorSpec::new("weight", BYTES, [n, k / block * ggml.bytes()])],
+        Format::Mxfp4(tensors) => vec![
+            TensorSpec::new(tensors.codes(), BYTES, [n, k / 2]),
             TensorSpec::new("weight_scale", BYTES, [n, groups]),
+        ],
+        Format::Nvfp4(tensors) => vec![
+            TensorSpec::new(tensors.codes(), BYTES, [n, k / 2]),
+            TensorSpec::new("weight_scale", FP8, [n, groups]),
+            TensorSpec::new(tensors.matrix_scale(), &[Dtype::F32], [1]).or_shape([]),
         ],
         Format::Fp8 { scales, scale_inv } => {
             let suffix = if scale_inv { "weight_scale_inv" } else { "weight_scale" };
@@ -112,7 +118,7 @@ pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, Qua
                 QuantGroup::Channel => TensorSpec::new(suffix, FLOATS, [n, 1]).or_shape([n]),
                 QuantGroup::Tensor => TensorSpec::new(suffix, FLOATS, [1]).or_shape([]).or_shape([1, 1]),
             };
-            vec![TensorSpec::new("weight", &[Dtype::F8_E4M3], [n, k]), scale]
+            vec![TensorSpec::new("weight", FP8, [n, k]), scale]
         }
     })
 }

@@ -5,14 +5,18 @@
 mod config;
 mod error;
 mod format;
+mod ggml;
 mod layout;
+mod packed;
 mod read;
 pub mod write;
 
 pub use config::{QuantConfig, UNREAD_TENSORS};
 pub use error::QuantError;
-pub use format::{Format, GptqZeros, IntFormat};
+pub use format::{Format, Fp4Tensors, GptqZeros, IntFormat};
+pub use ggml::{Block as GgmlBlock, GgmlType, name_of_id, supported};
 pub use layout::{TensorSpec, layout};
+pub use packed::{ExpertPart, PackTensor, PackedExpert};
 pub use read::{Reader, dequantise, e4m3, suffixes};
 
 pub use candle_core as candle;

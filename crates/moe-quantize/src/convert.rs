@@ -1,4 +1,4 @@
-//! Quantising a checkpoint: rounding to nearest tensor by tensor, or calibration.
+//! Quantises a checkpoint, either by rounding to nearest, tensor by tensor, or with calibration.
 
 use std::path::Path;
 
@@ -11,13 +11,14 @@ use crate::report::Report;
 use crate::settings::{Method, Settings};
 use crate::source::Source;
 
-/// Reads the float checkpoint in `model` and writes it quantised to `out`, a folder that appears when it is complete.
+/// Reads the float checkpoint in `model` and writes it quantised to `out`. This folder appears when it is complete.
 ///
-/// Memory holds one tensor of the source and its integers; with calibration one layer, and the hidden states of the text.
+/// Memory holds one tensor of the source and its integers. With calibration it holds one layer and the hidden states of
+/// the text.
 ///
 /// # Errors
-/// A source that is quantised already, or not a checkpoint of a known model; settings or sizes that do not fit; `out`
-/// exists; no space; weights that are not finite.
+/// The source is already quantised or is not a checkpoint of a known model, the settings or sizes do not fit, `out`
+/// exists, there is too little space, or weights are not finite.
 pub fn quantize(model: &Path, out: &Path, settings: &Settings) -> Result<Report> {
     if settings.desc_act && matches!(settings.method, Method::Rtn) {
         bail!("--desc-act: the order of columns comes from calibration; use --method gptq")

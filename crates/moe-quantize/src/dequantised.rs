@@ -1,6 +1,6 @@
-//! A checkpoint, quantised or not, as a source of f32 weights: what its integers stand for.
+//! A checkpoint, quantised or not, as a source of f32 weights. Integers are converted to the floats that they mean.
 //!
-//! For comparisons of models that fit into memory in f32.
+//! It is used to compare models that fit into memory in f32.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use safetensors::tensor::{Metadata, TensorView};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-/// The files of a checkpoint in memory, and how they are quantised.
+/// The files of a checkpoint in memory, and the description of how they are quantised.
 pub struct Dequantised {
     files: Vec<File>,
-    /// Which file holds a tensor.
+    /// The index of the file that holds a tensor, by name.
     place: BTreeMap<String, usize>,
     config: Option<QuantConfig>,
-    /// The tensors that are there; `None`: all of the files.
+    /// The names of the visible tensors, or `None` if all tensors of the files are visible.
     names: Option<BTreeSet<String>>,
 }
 
@@ -32,10 +32,12 @@ struct File {
 }
 
 impl Dequantised {
-    /// Reads the safetensors files of a folder that are the checkpoint, which its index says; `config` is its config.json.
+    /// Reads the safetensors files of the checkpoint in a folder. If there is an index, it says which files these are.
+    /// `config` is the checkpoint's config.json.
     ///
     /// # Errors
-    /// A header that is not read; I/O; files that are not safetensors; a tensor in two files.
+    /// The quantisation header cannot be read, reading fails, a file is not in the safetensors format, or a tensor is
+    /// in two files.
     pub fn open(dir: &Path, config: &Value) -> Result<Self> {
         let config = QuantConfig::from_json(config)?;
         let mut files = Vec::new();
@@ -52,12 +54,12 @@ impl Dequantised {
         Ok(Self { files, place, config, names: None })
     }
 
-    /// These weights without tensors that the model has no place for, such as scales and biases of zeros.
+    /// Returns these weights without the tensors that the model does not use, such as scales and biases of zeros.
     pub fn only(self, expected: &[TensorSpec]) -> Self {
         Self { names: Some(expected.iter().map(|spec| spec.name.clone()).collect()), ..self }
     }
 
-    /// A [`VarBuilder`] at the root of the checkpoint, in f32.
+    /// Returns a [`VarBuilder`] at the root of the checkpoint, in f32.
     pub fn var_builder(self) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self), DType::F32, Device::Cpu)
     }
@@ -70,7 +72,7 @@ impl Dequantised {
             .ok()
     }
 
-    /// The weights that a module's integers stand for, [n, k].
+    /// Returns the weights [n, k] that a module's integers mean.
     fn integers(&self, module: &str, shape: &[usize]) -> Result<Option<Vec<f32>>> {
         let (Some(config), &[n, k]) = (&self.config, shape) else { return Ok(None) };
         let find = |suffix: &str| self.find(&format!("{module}.{suffix}"));
@@ -105,7 +107,7 @@ impl Dequantised {
     }
 }
 
-/// The files that hold a folder's tensors, each tensor once.
+/// Returns the files that hold a folder's tensors, so that each tensor is read once.
 fn weight_files(dir: &Path) -> Result<BTreeSet<PathBuf>> {
     let tensors = TensorFiles::open_dir(dir)?;
     let file_of = |name| Path::new(tensors.file_of(name)?).file_name();

@@ -1,13 +1,13 @@
-//! The header's words for modules whose format differs from most: one pattern for the same module of all layers and
-//! experts, names where layers differ.
+//! Describes, in the header, the modules whose format differs from most. A pattern describes the same module of all
+//! layers and experts. Names are used where layers differ.
 
 use std::collections::BTreeMap;
 
 use moe_quant::Format;
 use moe_quant::write::Exception;
 
-/// The exceptions among modules with their formats. A pattern stands for modules that differ in numbers alone, if all of
-/// them have the same format.
+/// Returns the exceptions among modules with their formats. Modules whose names differ only in numbers get one pattern
+/// if all of them have the same format.
 pub fn exceptions(modules: &[(String, Format)], base: Format) -> Vec<Exception> {
     let mut alike: BTreeMap<String, Vec<&(String, Format)>> = BTreeMap::new();
     for module in modules {
@@ -35,7 +35,7 @@ fn exception(pattern: String, format: Format) -> Exception {
     Exception { pattern: format!("{pattern}$"), format }
 }
 
-/// The pattern of modules that differ in whole numbers between dots.
+/// Returns a pattern for all names that differ from this one only in whole numbers between dots.
 fn without_numbers(name: &str) -> String {
     let segment = |segment: &str| match segment.bytes().all(|b| b.is_ascii_digit()) {
         true => r"\d+".to_string(),
@@ -44,7 +44,7 @@ fn without_numbers(name: &str) -> String {
     name.split('.').map(segment).collect::<Vec<_>>().join(r"\.")
 }
 
-/// Names consist of letters, digits, underscores and dots.
+/// Escapes a name, which consists of letters, digits, underscores and dots.
 fn escaped(name: &str) -> String {
     fancy_regex::escape(name).into_owned()
 }

@@ -1,15 +1,17 @@
-//! A checkpoint that is being quantised: its source, what becomes of each tensor, and the files that are written.
+//! A checkpoint that is being quantised: its source, the plan for each tensor, and the files that are written.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use moe_quant::Format;
 use moe_quant::write::{IntMatrix, pack};
+use moe_quant::{Format, Reader, dequantise};
 use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use serde_json::Value;
 
+use crate::fp4::round_fp4;
 use crate::plan::{Item, Linear, Part, Plan, plan};
 use crate::report::{self, Report};
 use crate::round::{Grid, round_to_nearest};
@@ -21,20 +23,20 @@ use crate::write::{CheckpointWriter, Files};
 pub struct Job<'a> {
     source: &'a Source,
     settings: &'a Settings,
-    /// What becomes of each tensor, with the dtype of the source's.
+    /// The plan for each tensor, with the dtype of the source tensor.
     pub items: Vec<(Item, Dtype)>,
     untied: bool,
     header: Value,
     writer: CheckpointWriter,
-    /// What was done so far.
+    /// The report of the work so far.
     pub report: Report,
 }
 
 impl<'a> Job<'a> {
-    /// Plans the checkpoint and writes the headers of its files, which are named as the source's.
+    /// Plans the checkpoint and writes the headers of its files. The files have the same names as in the source.
     ///
     /// # Errors
-    /// Settings or sizes that do not fit; a folder that cannot be made.
+    /// Settings or sizes do not fit, or the folder cannot be created.
     pub fn begin(source: &'a Source, out: &Path, settings: &'a Settings) -> Result<Self> {
         let mut files = Files::new();
         let mut report = Report { notes: source.notes.clone(), ..Report::default() };
@@ -63,61 +65,79 @@ impl<'a> Job<'a> {
         Ok(Self { source, settings, items, untied, header, writer, report })
     }
 
-    /// The tensor of the source that becomes an item.
+    /// Reads the source tensor of an item.
     ///
     /// # Errors
-    /// Any error of reading the source.
+    /// Reading the source fails.
     pub fn read(&self, item: &Item) -> Result<Tensor> {
         Ok(self.source.tensors.tensor(&item.source.name)?)
     }
 
-    /// The dtype of scales for weights of a dtype.
+    /// Returns the dtype of the scales for weights of a dtype.
     pub fn scale_dtype(&self, weights: Dtype) -> Dtype {
         self.settings.scale_dtype(weights)
     }
 
-    /// Whether columns with large inputs are rounded first.
+    /// Returns whether columns with large inputs are rounded first.
     pub fn desc_act(&self) -> bool {
         self.settings.desc_act
     }
 
-    /// Writes a tensor as it is.
+    /// Writes a tensor unchanged.
     ///
     /// # Errors
-    /// I/O.
+    /// Writing fails.
     pub fn copy(&mut self, item: &Item, dtype: Dtype, tensor: &Tensor) -> Result<()> {
         self.report.kept.extend(kept(item));
         self.writer.write(&item.source.name, &bytes(tensor, dtype)?)
     }
 
-    /// Writes a linear layer as it is; `weights` [n, k].
+    /// Writes a linear layer in floats. `weights` is [n, k].
     ///
     /// # Errors
-    /// I/O.
+    /// Writing fails.
     pub fn keep(&mut self, linear: &Linear, dtype: Dtype, weights: &Tensor) -> Result<()> {
         self.report.kept.push(linear.module.clone());
         self.writer.write(&format!("{}.weight", linear.module), &bytes(weights, dtype)?)
     }
 
-    /// Writes a linear layer rounded to nearest, or as it is; `weights` [n, k].
+    /// Writes a linear layer rounded to nearest, or in floats if its format is plain. `weights` is [n, k].
     ///
     /// # Errors
-    /// Weights that are not finite; I/O.
+    /// Weights are not finite, or writing fails.
     pub fn round(&mut self, linear: &Linear, dtype: Dtype, weights: &Tensor) -> Result<()> {
         if linear.format == Format::Plain {
             return self.keep(linear, dtype, weights);
         }
         let weights = to_f32(weights)?;
+        if linear.format.int().is_none() {
+            return self.write_fp4(linear, &weights);
+        }
         let grid = Grid::new(linear.format, self.scale_dtype(dtype))?;
         let matrix =
             round_to_nearest(&grid, &weights, linear.n, linear.k).with_context(|| linear.module.clone())?;
         self.write_linear(linear, dtype, &weights, &matrix)
     }
 
+    /// Writes a linear layer in floats of 4 bits. The report compares with what a reader finds.
+    fn write_fp4(&mut self, linear: &Linear, weights: &[f32]) -> Result<()> {
+        let tensors = round_fp4(linear, weights).with_context(|| linear.module.clone())?;
+        let find = |suffix: &str| {
+            let tensor = tensors.iter().find(|tensor| tensor.spec.suffix == suffix)?;
+            TensorView::new(tensor.spec.dtype, tensor.spec.shape.clone(), &tensor.bytes).ok()
+        };
+        let reader = Reader::new(&linear.module, linear.format, (linear.n, linear.k), find)?;
+        self.report.add(weights, &dequantise(&reader)?);
+        for tensor in &tensors {
+            self.writer.write(&format!("{}.{}", linear.module, tensor.spec.suffix), &tensor.bytes)?;
+        }
+        Ok(())
+    }
+
     /// Writes a linear layer in integers.
     ///
     /// # Errors
-    /// Integers that do not fit the format; I/O.
+    /// The integers do not fit the format, or writing fails.
     pub fn write_linear(
         &mut self,
         linear: &Linear,
@@ -133,10 +153,10 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Writes config, report and companions, and gives the folder its name.
+    /// Writes the config, the report and the other files, and gives the folder its final name.
     ///
     /// # Errors
-    /// A tensor that was not written; I/O.
+    /// A tensor was not written, or writing fails.
     pub fn finish(self) -> Result<Report> {
         let mut config = self.source.config.clone();
         if let Some(map) = config.as_object_mut() {
@@ -153,13 +173,13 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The module of a matrix that stays in floats.
+/// Returns the name of the module if its matrix stays in floats.
 fn kept(item: &Item) -> Option<String> {
     let module = item.source.name.strip_suffix(".weight")?;
     (item.source.shape.len() == 2 && module.contains("layers.")).then(|| module.to_string())
 }
 
-/// The weights [n, k] of a linear layer in the tensor that holds them.
+/// Returns the weights [n, k] of a linear layer, which are a part of a tensor.
 pub fn part(tensor: &Tensor, linear: &Linear) -> Result<Tensor> {
     Ok(match &linear.part {
         Part::Whole => tensor.clone(),
@@ -167,7 +187,7 @@ pub fn part(tensor: &Tensor, linear: &Linear) -> Result<Tensor> {
     })
 }
 
-/// The bytes of a float tensor, which is of `dtype`.
+/// Returns the bytes of a float tensor that has the dtype `dtype`.
 pub fn bytes(tensor: &Tensor, dtype: Dtype) -> Result<Vec<u8>> {
     let flat = tensor.flatten_all()?;
     Ok(match dtype {

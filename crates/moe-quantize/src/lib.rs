@@ -1,4 +1,4 @@
-//! Making quantised checkpoints from float ones.
+//! Creates quantised checkpoints from float checkpoints.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -6,6 +6,7 @@ mod calibrate;
 mod convert;
 mod dequantised;
 mod exceptions;
+mod fp4;
 mod gptq;
 mod job;
 mod loss;

@@ -1,4 +1,5 @@
-//! The loss of a checkpoint on a text, computed in f32 with the weights that its integers stand for.
+//! Computes the loss of a checkpoint on a text, in f32. The weights of a quantised checkpoint are the floats that its
+//! integers mean.
 
 use std::path::Path;
 
@@ -17,25 +18,26 @@ use crate::progress;
 use crate::settings::TextSettings;
 use crate::source::{read_config, read_model};
 
-/// Positions of a KV block.
+/// The number of positions in a KV block.
 const BLOCK: usize = 64;
 
-/// How well a model foretells a text.
+/// How well a model predicts a text.
 #[derive(Clone, Copy, Debug)]
 pub struct Loss {
-    /// Mean of -ln of the probability of each token but a window's first.
+    /// The mean of -ln of the probability of each token, except the first token of each window.
     pub nats_per_token: f64,
-    /// Mean of the Kullback-Leibler divergence of its predictions from a reference's, in nats; `None` without one.
+    /// The mean Kullback-Leibler divergence of the model's predictions from the reference's, in nats. `None` without a
+    /// reference.
     pub divergence: Option<f64>,
-    /// Tokens that were foretold.
+    /// The number of tokens that were predicted.
     pub tokens: usize,
 }
 
-/// The loss of the checkpoint in `model` on windows of a text, and how far its predictions are from those of the checkpoint in
-/// `reference`. Whole models are held in f32.
+/// Returns the loss of the checkpoint in `model` on windows of a text. With `reference` it also compares the
+/// predictions of the two checkpoints. Whole models are held in memory in f32.
 ///
 /// # Errors
-/// Any error of reading the checkpoints and the text; a reference with another vocabulary.
+/// Reading the checkpoints or the text fails, or the reference has another vocabulary.
 pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Result<Loss> {
     let (config, spec) = open(model)?;
     let decoder = spec.decoder();
@@ -84,7 +86,7 @@ fn open_reference(dir: &Path, vocab: usize) -> Result<Box<dyn CausalLm>> {
     load(dir, &config, spec.as_ref())
 }
 
-/// The logarithms of the probabilities that the model gives each id behind each token of a window.
+/// Returns the logarithms of the probabilities that the model gives each id after each token of a window.
 fn log_probabilities(model: &dyn CausalLm, window: &[u32], ex: &mut Exec) -> Result<Vec<Vec<f64>>> {
     let blocks: Vec<u32> = (0..window.len().div_ceil(BLOCK) as u32).collect();
     let mut cache = KvCache::new_on(ex.device(), &model.info().states, blocks.len(), BLOCK)?;
@@ -108,7 +110,7 @@ fn log_softmax(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|x| f64::from(*x) - largest - sum.ln()).collect()
 }
 
-/// Sum of p (ln p - ln q), from ln p and ln q.
+/// Returns the sum of p (ln p - ln q), from ln p and ln q.
 fn divergence_of(p: &[f64], q: &[f64]) -> f64 {
     p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum()
 }

@@ -73,7 +73,7 @@ struct LossArgs {
     windows: Windows,
 }
 
-/// How much of a text is looked at.
+/// Which part of a text is read.
 #[derive(clap::Args)]
 struct Windows {
     /// Windows of the text, spread evenly over it.
@@ -115,23 +115,23 @@ struct RandomArgs {
     seed: u64,
 }
 
-/// What `quantize` and `random-checkpoint` share.
+/// The options that `quantize` and `random-checkpoint` have in common.
 #[derive(clap::Args)]
 struct Scheme {
     /// Bits of an integer: 4 or 8.
     #[arg(long, default_value_t = 4)]
     bits: u8,
-    /// Columns that share a scale: 32, 64, 128, or -1 for whole rows.
-    #[arg(long, default_value = "128", allow_negative_numbers = true, value_parser = group)]
-    group_size: QuantGroup,
+    /// Columns that share a scale: 32, 64, 128, or -1 for whole rows (default: 128; MXFP4 has 32, NVFP4 16).
+    #[arg(long, allow_negative_numbers = true, value_parser = group)]
+    group_size: Option<QuantGroup>,
     /// Groups without zero points (the default).
     #[arg(long, overrides_with = "asym")]
     sym: bool,
     /// Groups with zero points of their own.
     #[arg(long)]
     asym: bool,
-    /// Quantise the vocabulary projection too. Where it is the embedding, the embedding stays in floats, and the projection becomes a
-    /// matrix of its own.
+    /// Quantise the vocabulary projection too. Where it is the embedding, the embedding stays in floats, and the
+    /// projection becomes a matrix of its own.
     #[arg(long)]
     quantise_lm_head: bool,
     /// Modules that stay in floats, such as 'model.layers.*.self_attn.*'; may be repeated.
@@ -146,6 +146,8 @@ struct Scheme {
 enum FormatArg {
     Gptq,
     CompressedTensors,
+    Mxfp4,
+    Nvfp4,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -163,11 +165,11 @@ enum MethodArg {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum IndivisibleArg {
-    /// An error that lists them.
+    /// The command fails with an error that lists the layers.
     Refuse,
-    /// They stay in floats.
+    /// The layers stay in floats.
     Keep,
-    /// One scale for each of their rows.
+    /// Each row of such a layer gets one scale.
     Channel,
 }
 
@@ -178,7 +180,7 @@ enum DTypeArg {
     Bf16,
 }
 
-/// The groups that kernels know.
+/// Parses a group size that the kernels support.
 fn group(text: &str) -> Result<QuantGroup, String> {
     match text {
         "-1" => Ok(QuantGroup::Channel),
@@ -187,7 +189,7 @@ fn group(text: &str) -> Result<QuantGroup, String> {
     }
 }
 
-/// What may be added to a diagonal so that it stays positive.
+/// Parses a damping, which must be finite and not negative.
 fn damping(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|share: &f64| share.is_finite() && *share >= 0.0);
     number.ok_or_else(|| "expected a finite number of at least 0, such as 0.01".to_string())
@@ -198,7 +200,7 @@ impl Scheme {
         Settings {
             format,
             bits: self.bits,
-            group: self.group_size,
+            group: self.group_size.unwrap_or(format.usual_group()),
             symmetric: !self.asym,
             desc_act,
             method,
@@ -219,6 +221,8 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
             let format = match args.format {
                 FormatArg::Gptq => FileFormat::Gptq,
                 FormatArg::CompressedTensors => FileFormat::CompressedTensors,
+                FormatArg::Mxfp4 => FileFormat::Mxfp4,
+                FormatArg::Nvfp4 => FileFormat::Nvfp4,
             };
             let method = match (args.method, &args.calibration) {
                 (MethodArg::Gptq, Some(text)) => Method::Gptq(Calibration {

@@ -1,17 +1,17 @@
-//! The models whose checkpoints are made: those of every family, by their config.json.
+//! The models for which checkpoints can be written. These are all families. Their sizes are read from config.json.
 
 use anyhow::Result;
 use model_runtime::Config;
 use moe_engine::ModelSpec;
 use serde_json::Value;
 
-/// Keys of config.json under which a header of quantisation may stand.
+/// The keys of config.json that may contain a quantisation header.
 pub const QUANTISATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 
-/// Reads a config.json, whether it is of a quantised checkpoint or not; `file` names it in errors.
+/// Reads the config.json of a checkpoint, quantised or not. `file` names it in errors.
 ///
 /// # Errors
-/// A model of no family; what the family's reader finds wrong.
+/// No family has this model, or the family's reader reports an error.
 pub fn model_of(config: &Value, file: &str) -> Result<Box<dyn ModelSpec>> {
     let mut plain = config.clone();
     if let Some(map) = plain.as_object_mut() {

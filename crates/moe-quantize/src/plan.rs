@@ -1,4 +1,4 @@
-//! Which tensors of a checkpoint become which: linear layers integers, all others as they are.
+//! Plans the tensors of a checkpoint. Linear layers become integers, and all other tensors stay unchanged.
 
 use std::ops::Range;
 
@@ -13,63 +13,63 @@ use serde_json::Value;
 use crate::exceptions::exceptions;
 use crate::settings::{Indivisible, Settings};
 
-/// How many modules an error lists.
+/// The number of modules that an error lists.
 const LISTED: usize = 5;
 
 /// A linear layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Linear {
-    /// Its name: its tensors' names without the last part.
+    /// Its name, which is the name of its tensors without the last part.
     pub module: String,
-    /// Where its weights lie in the source's tensor.
+    /// The part of the source tensor that holds its weights.
     pub part: Part,
-    /// Outputs.
+    /// The number of outputs.
     pub n: usize,
-    /// Inputs.
+    /// The number of inputs.
     pub k: usize,
-    /// The format that it gets.
+    /// The format in which it is written.
     pub format: Format,
 }
 
 /// A part of a stored tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Part {
-    /// All of [n, k].
+    /// The whole tensor [n, k].
     Whole,
-    /// Rows of one expert in [E, rows, k].
+    /// Some rows of one expert, in a tensor [E, rows, k].
     Expert(usize, Range<usize>),
 }
 
-/// A tensor of the source and what becomes of it.
+/// A tensor of the source, and its plan.
 #[derive(Clone, Debug)]
 pub struct Item {
     /// Name and shape in the source.
     pub source: TensorSpec,
-    /// Its linear layers; empty for a tensor that is copied.
+    /// Its linear layers. The list is empty for a tensor that is copied.
     pub linears: Vec<Linear>,
 }
 
-/// What is made of a checkpoint.
+/// The plan for a checkpoint.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The tensors, in the order of the source; one that becomes two comes again at the end.
+    /// The tensors, in the order of the source. If a tensor becomes two tensors, the second one is at the end.
     pub items: Vec<Item>,
-    /// Whether the vocabulary projection, which was the embedding, is a matrix of its own.
+    /// Whether the vocabulary projection, which was tied to the embedding, becomes a matrix of its own.
     pub untied: bool,
     /// The `quantization_config`.
     pub header: Value,
 }
 
 impl Item {
-    /// The tensors that it becomes, if the source's is of `dtype`: full name, dtype, shape.
+    /// Returns the tensors that it becomes if the source tensor has the dtype `dtype`: full name, dtype and shape.
     ///
     /// # Errors
-    /// Any error of [`stored`].
+    /// [`stored`] fails.
     pub fn outputs(&self, settings: &Settings, dtype: Dtype) -> Result<Vec<(String, StoredSpec)>> {
         let mut outputs = Vec::new();
         for linear in &self.linears {
             match linear.format {
-                // A part of a tensor that is cut up.
+                // This is one part of a tensor that is split.
                 Format::Plain => outputs.push((
                     format!("{}.weight", linear.module),
                     StoredSpec { suffix: "weight", dtype, shape: vec![linear.n, linear.k] },
@@ -88,11 +88,11 @@ impl Item {
     }
 }
 
-/// The plan for a model's tensors, which have these names; `is_tied`: its vocabulary projection is the embedding.
+/// Plans a model's tensors, whose names are `names`. `is_tied` says whether the vocabulary projection is the embedding.
 ///
 /// # Errors
-/// Settings that contradict each other; a pattern that names nothing; layers that do not divide, if that is refused;
-/// nothing to quantise.
+/// Settings contradict each other, a pattern matches nothing, layers do not divide although that is refused, or there
+/// is nothing to quantise.
 pub fn plan(
     tensors: Vec<TensorSpec>,
     names: &TensorNames,
@@ -101,7 +101,7 @@ pub fn plan(
 ) -> Result<Plan> {
     let base = settings.base()?;
     let unties = is_tied && settings.lm_head;
-    // A tied projection that is stored all the same is the embedding once more.
+    // A tied projection that is stored nevertheless is a copy of the embedding.
     let tensors = tensors.into_iter().filter(|tensor| !(unties && tensor.name == weight_of(names.lm_head)));
     let mut items: Vec<Item> = tensors.map(|source| item(source, names, base, settings.lm_head)).collect();
     if unties {
@@ -109,7 +109,7 @@ pub fn plan(
     }
     apply_patterns(&mut items, names, &settings.ignore)?;
     apply_sizes(&mut items, settings.indivisible)?;
-    // A projection that stays in floats stays the embedding.
+    // A projection that stays in floats stays tied to the embedding.
     let in_floats = |head: &mut Item| head.linears.iter().all(|linear| linear.format == Format::Plain);
     let untied = unties && items.pop_if(in_floats).is_none();
     for item in &mut items {
@@ -128,7 +128,7 @@ pub fn plan(
     Ok(Plan { items, untied, header })
 }
 
-/// The vocabulary projection of a model that has the embedding in its place.
+/// Returns the vocabulary projection of a model whose projection is the embedding.
 fn own_head(items: &[Item], names: &TensorNames, base: Format) -> Result<Item> {
     let name = weight_of(names.embedding);
     let embedding = items.iter().find(|item| item.source.name == name);
@@ -148,8 +148,8 @@ fn item(source: TensorSpec, names: &TensorNames, base: Format, lm_head: bool) ->
     Item { source, linears }
 }
 
-/// The linear layers of a tensor: matrices of decoder layers but the routers' gates, and the vocabulary projection if
-/// `lm_head` asks for it.
+/// Returns the linear layers of a tensor. These are the matrices of decoder layers except the gates of the routers, and
+/// the vocabulary projection if `lm_head` is set.
 fn linears(source: &TensorSpec, names: &TensorNames, base: Format, lm_head: bool) -> Vec<Linear> {
     let linear = |module: String, part, n, k| Linear { module, part, n, k, format: base };
     match *source.shape.as_slice() {
@@ -159,7 +159,7 @@ fn linears(source: &TensorSpec, names: &TensorNames, base: Format, lm_head: bool
             }
             _ => Vec::new(),
         },
-        // Packs of experts, as transformers 5 writes them.
+        // The experts are packed into one tensor, as transformers 5 writes them.
         [experts, n, k] => {
             let Some((prefix, last)) = source.name.rsplit_once('.') else { return Vec::new() };
             let matrices = &names.matrices;
@@ -220,7 +220,7 @@ fn apply_patterns(items: &mut [Item], names: &TensorNames, patterns: &[String]) 
     Ok(())
 }
 
-/// Sees to layers that the format cannot hold.
+/// Handles the layers whose sizes the format does not support.
 fn apply_sizes(items: &mut [Item], indivisible: Indivisible) -> Result<()> {
     let mut refused = Vec::new();
     let quantised = items.iter_mut().flat_map(|item| &mut item.linears).filter(|l| l.format != Format::Plain);
@@ -271,7 +271,7 @@ fn channel(format: Format) -> Format {
     }
 }
 
-/// The format of every linear layer, also of layers that are copied, as the header must tell it.
+/// Returns the format of every linear layer, including layers that are copied. The header must describe these formats.
 fn decisions(item: &Item, names: &TensorNames) -> Vec<(String, Format)> {
     if !item.linears.is_empty() {
         return item.linears.iter().map(|linear| (linear.module.clone(), linear.format)).collect();
@@ -281,7 +281,7 @@ fn decisions(item: &Item, names: &TensorNames) -> Vec<(String, Format)> {
     copied.map(|name| (name.to_string(), Format::Plain)).into_iter().collect()
 }
 
-/// A reader of the header comes to the same formats.
+/// Checks that a reader of the header finds the same formats.
 fn check_header(header: &Value, decided: &[(String, Format)]) -> Result<()> {
     let read = QuantConfig::from_header("quantization_config", header)?;
     for (module, format) in decided {

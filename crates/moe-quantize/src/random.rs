@@ -1,7 +1,8 @@
-//! Random checkpoints of a config's shape, plain or quantised, for measurements of models that nobody wants to download.
+//! Writes random checkpoints with the shapes of a config, plain or quantised. They are used to measure models without
+//! downloading them.
 //!
-//! Random integers are packed already: every word of 32 random bits holds 8 int4 or 4 int8 values. Scales are such that
-//! weights have the deviation 0.02, as those of most models at the start of their training.
+//! Random words are already packed integers: every word of 32 random bits holds 8 int4 or 4 int8 values. The scales are
+//! chosen such that weights have the standard deviation 0.02, as in most models at the start of their training.
 
 use std::io::Write;
 use std::path::Path;
@@ -22,31 +23,32 @@ use crate::settings::{FileFormat, Settings};
 use crate::source::read_config;
 use crate::write::{CheckpointWriter, Files};
 
-/// Standard deviation of the weights.
+/// The standard deviation of the weights.
 const STD: f64 = 0.02;
-/// Bytes of a file, about: the hub's own shards are of this size.
+/// The approximate number of bytes of a file. The shards of models on the hub have this size.
 const SHARD: usize = 4 << 30;
-/// Words that are made at once.
+/// The number of words that are generated at once.
 const PIECE: usize = 1 << 16;
 
-/// What a random checkpoint is like.
+/// The settings of a random checkpoint.
 #[derive(Clone, Debug)]
 pub struct RandomSettings {
-    /// How it is quantised; `None`: not at all.
+    /// How it is quantised, or `None` if it is not.
     pub quantised: Option<Settings>,
-    /// Dtype of what stays in floats; `None`: the config's, else BF16.
+    /// The dtype of the tensors that stay in floats. `None` is the dtype of the config, or BF16 if the config has none.
     pub dtype: Option<DType>,
-    /// Layers, in the place of the config's.
+    /// The number of layers, which replaces the config's.
     pub layers: Option<usize>,
-    /// The seed.
+    /// The seed of the random weights.
     pub seed: u64,
 }
 
-/// Writes random weights for the config.json at `config` (or in that folder, whose tokenizer is then copied) to the folder
-/// `out`, which appears when it is complete. Memory holds one float tensor at most; linear layers are made in pieces.
+/// Writes random weights for the config.json at `config` to the folder `out`. If `config` is a folder, its config.json
+/// is read and its tokenizer is copied. `out` appears when it is complete. Memory holds at most one float tensor.
+/// Linear layers are written in pieces.
 ///
 /// # Errors
-/// A config that the model refuses; sizes that do not fit the format; `out` exists; no space.
+/// The model refuses the config, sizes do not fit the format, `out` exists, or there is too little space.
 pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -> Result<()> {
     let companions = config.is_dir().then_some(config);
     let file = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
@@ -112,8 +114,8 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
     writer.finish(&config)
 }
 
-/// The config without quantisation and with so many layers. Its dtype is written under `torch_dtype`, which all versions of
-/// transformers read.
+/// Returns the config without quantisation and with this number of layers. Its dtype is written as `torch_dtype`, which
+/// all versions of transformers read.
 fn changed(mut config: Value, layers: Option<usize>, file: &Path) -> Result<Value> {
     let map = config.as_object_mut().with_context(|| format!("{}: expected an object", file.display()))?;
     QUANTISATION_KEYS.iter().for_each(|key| drop(map.remove(*key)));
@@ -137,7 +139,7 @@ fn plain(item: &Item, dtype: Dtype) -> Vec<(String, StoredSpec)> {
     vec![(item.source.name.clone(), spec)]
 }
 
-/// Cuts the tensors into files.
+/// Distributes the tensors over files.
 fn shards(outputs: &[Vec<(String, StoredSpec)>]) -> Files {
     let mut parts = vec![Vec::new()];
     let mut bytes = 0;
@@ -187,7 +189,7 @@ fn random_linear(
     Ok(())
 }
 
-/// Rows of words; those that a row does not fill end in zeros.
+/// Writes rows of words. If a row does not fill its last word, the word ends in zeros.
 fn packed_rows(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear: &Linear) -> Result<()> {
     let size = int.per_word();
     let width = linear.k.div_ceil(int.per_word());
@@ -202,9 +204,10 @@ fn packed_rows(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear:
     })
 }
 
-/// Where the zero point is the middle, words without the integer 0, the middle in its place: the mean of 1 to 15 is 8, that
-/// of 0 to 15 is half a step below. A matrix of that mean adds the same to all of its outputs, and after some layers
-/// every token has the same hidden state and the same experts.
+/// Returns a function that changes a random word. If the zero point is the middle of the range, it replaces the integer
+/// 0 by the middle. The mean of 1 to 15 is 8, but the mean of 0 to 15 is half a step lower. A matrix whose weights have
+/// a mean different from zero adds the same value to all of its outputs. After some layers every token would then have
+/// the same hidden state and the same experts.
 fn centred(int: IntFormat) -> impl Fn(u32) -> u32 {
     let bits = u32::from(int.bits);
     let ones = u32::MAX / ((1 << int.bits) - 1);
@@ -217,7 +220,8 @@ fn centred(int: IntFormat) -> impl Fn(u32) -> u32 {
     }
 }
 
-/// Zero points in the middle; in an asymmetric format half of them one below, of which no version borrows.
+/// Returns a function that replaces random words by words of zero points in the middle. In an asymmetric format half of
+/// the zero points are one lower. Subtracting one from them, as version 1 does, never borrows from a neighbour.
 fn zero_words(format: Format, int: IntFormat) -> impl Fn(u32) -> u32 {
     let ones = u32::MAX / ((1 << int.bits) - 1);
     let stored_less = u32::from(matches!(format, Format::Gptq { zeros: GptqZeros::V1, .. }));
@@ -225,7 +229,7 @@ fn zero_words(format: Format, int: IntFormat) -> impl Fn(u32) -> u32 {
     move |word| if int.zero_point { middle - (word & ones) } else { middle }
 }
 
-/// Scales around the one that gives such integers the deviation [`STD`].
+/// Writes scales around the value at which such integers have the standard deviation [`STD`].
 fn scales(out: &mut dyn Write, random: &mut Random, int: IntFormat, spec: &StoredSpec) -> Result<()> {
     let values = f64::from(1u32 << int.bits);
     let variance = if int.zero_point { values * values - 1.0 } else { (values - 1.0) * (values - 2.0) };
@@ -246,7 +250,7 @@ fn scales(out: &mut dyn Write, random: &mut Random, int: IntFormat, spec: &Store
     Ok(out.write_all(&piece)?)
 }
 
-/// The group of each column: in order, or shuffled.
+/// Writes the group of each column, either in order or shuffled.
 fn order(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear: &Linear) -> Result<()> {
     let size = linear.format.scheme().group_size(linear.k);
     let mut groups: Vec<u32> = (0..linear.k).map(|column| (column / size) as u32).collect();
@@ -256,11 +260,11 @@ fn order(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear: &Line
     Ok(out.write_all(&groups.iter().flat_map(|group| group.to_le_bytes()).collect::<Vec<_>>())?)
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014).
+/// The random number generator SplitMix64 (Steele, Lea, Flood 2014).
 struct Random(u64);
 
 impl Random {
-    /// Begins at the FNV-1a hash of the name (Fowler, Noll, Vo), with the seed in the hash's first state.
+    /// Starts from the FNV-1a hash of the name (Fowler, Noll, Vo). The seed is part of the hash's initial state.
     fn new(seed: u64, name: &str) -> Self {
         let step = |state: u64, byte: u8| (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         Self(name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, step))
@@ -277,7 +281,7 @@ impl Random {
         (self.next() >> 32) as u32
     }
 
-    /// So many bytes of words, each through `change`.
+    /// Writes `bytes` bytes of random words, each changed by `change`.
     fn fill(&mut self, out: &mut dyn Write, bytes: usize, mut change: impl FnMut(u32) -> u32) -> Result<()> {
         let mut piece = Vec::with_capacity(4 * PIECE);
         let mut left = bytes / 4;

@@ -1,35 +1,36 @@
-//! What a run did, for people and as JSON beside the weights.
+//! The report of a run, as text and as a JSON file in the checkpoint's folder.
 
 use serde_json::{Value, json};
 
 use crate::settings::{Method, Settings};
 
-/// The file in the checkpoint's folder.
+/// The name of the report in the checkpoint's folder.
 pub const FILE: &str = "quantization_report.json";
 
-/// What a run did.
+/// The results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Linear layers that are quantised.
+    /// The number of linear layers that are quantised.
     pub quantised: usize,
-    /// Linear layers that stay in floats.
+    /// The names of the linear layers that stay in floats.
     pub kept: Vec<String>,
-    /// Modules that were rounded to nearest although calibration was asked for, and why.
+    /// The modules that were rounded to nearest although calibration was requested, and the reasons.
     pub fallback: Vec<(String, String)>,
-    /// Sum of the squared errors of all quantised weights.
+    /// The sum of the squared errors of all quantised weights.
     pub squared_error: f64,
-    /// Sum of the squares of all quantised weights.
+    /// The sum of the squares of all quantised weights.
     pub squared_weights: f64,
-    /// Modules that were calibrated, and the sum of the relative squared errors of their outputs on the calibration text.
+    /// The number of modules that were calibrated, and the sum of the relative squared errors of their outputs on the
+    /// calibration text.
     pub calibrated: (usize, f64),
-    /// Bytes of the source's tensors, and of the written tensors.
+    /// The bytes of the source's tensors and of the written tensors.
     pub bytes: (u64, u64),
-    /// What is odd about the source, in sentences.
+    /// Sentences about unusual properties of the source.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// Counts a layer's weights, and as `rounded` the weights that its integers mean.
+    /// Counts the weights of a layer. `rounded` are the weights that its integers mean.
     pub fn add(&mut self, weights: &[f32], rounded: &[f32]) {
         self.quantised += 1;
         self.squared_weights += weights.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>();
@@ -41,17 +42,18 @@ impl Report {
         self.calibrated = (self.calibrated.0 + 1, self.calibrated.1 + error);
     }
 
-    /// Mean of the relative squared errors of calibrated modules' outputs; `None` without calibration.
+    /// Returns the mean of the relative squared errors of the calibrated modules' outputs, or `None` without
+    /// calibration.
     pub fn output_error(&self) -> Option<f64> {
         (self.calibrated.0 > 0).then(|| self.calibrated.1 / self.calibrated.0 as f64)
     }
 
-    /// Root of the mean squared error of weights, as a share of the weights' own.
+    /// Returns the root of the mean squared error of the weights, relative to the root of the mean squared weight.
     pub fn relative_error(&self) -> f64 {
         (self.squared_error / self.squared_weights.max(f64::MIN_POSITIVE)).sqrt()
     }
 
-    /// The report as JSON.
+    /// Returns the report as JSON.
     pub fn json(&self, settings: &Settings) -> Value {
         let fallback: Vec<_> =
             self.fallback.iter().map(|(module, why)| json!({"module": module, "reason": why})).collect();
@@ -69,7 +71,7 @@ impl Report {
         })
     }
 
-    /// A few lines for people.
+    /// Returns the report as a few lines of text.
     pub fn text(&self) -> String {
         let mut text = format!(
             "{} linear layers quantised, relative error of their weights {:.4}; {:.1} MB became {:.1} MB",

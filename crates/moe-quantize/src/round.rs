@@ -1,4 +1,4 @@
-//! Rounding to nearest: the scale and zero point of a group, and the integers of a matrix.
+//! Implements rounding to nearest: the scale and zero point of a group, and the integers of a matrix.
 
 use anyhow::{Result, bail};
 use moe_quant::write::{IntMatrix, round_scale};
@@ -6,46 +6,47 @@ use moe_quant::{Format, GptqZeros, IntFormat};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-/// The values that a group of weights may take: scale * (q - zero), q of 0 .. 2^bits - 1.
+/// The values that a group of weights may have: scale * (q - zero), where q is from 0 to 2^bits - 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
-    /// Bits, group, zero points.
+    /// The number of bits, the group size and the kind of zero points.
     pub int: IntFormat,
-    /// Dtype of the scales.
+    /// The dtype of the scales.
     pub scales: Dtype,
-    /// The lowest zero point. Version 1 of GPTQ stores zero points minus one, and readers disagree about a stored -1.
+    /// The lowest allowed zero point. Version 1 of GPTQ stores zero points minus one, and readers disagree about a
+    /// stored -1.
     pub lowest_zero: u8,
 }
 
-/// Scale and zero point of a group.
+/// The scale and zero point of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupScale {
-    /// A value of the scales' dtype.
+    /// The scale, rounded to the scales' dtype.
     pub scale: f32,
-    /// The integer that means 0.
+    /// The integer that means the weight 0.
     pub zero: u8,
 }
 
 impl Grid {
-    /// The grid of a format that has integers.
+    /// Returns the grid of an integer format.
     ///
     /// # Errors
-    /// A format without integers.
+    /// The format is not an integer format.
     pub fn new(format: Format, scales: Dtype) -> Result<Self> {
         let Some(int) = format.int() else { bail!("{} has no integers to round to", format.name()) };
         let version_1 = matches!(format, Format::Gptq { zeros: GptqZeros::V1, .. });
         Ok(Self { int, scales, lowest_zero: u8::from(version_1) })
     }
 
-    /// Columns of a group in rows of k columns.
+    /// Returns the number of columns of a group, for rows of k columns.
     pub fn group_size(&self, k: usize) -> usize {
         self.int.group.columns(k)
     }
 
-    /// Columns of a group in a matrix that the grid fits.
+    /// Checks that the grid fits a matrix, and returns the number of columns of a group.
     ///
     /// # Errors
-    /// `weights` that are not [n, k] with at least one row and column; rows that are not whole groups.
+    /// `weights` is not [n, k] with at least one row and one column, or a row does not consist of whole groups.
     pub(crate) fn check(&self, weights: &[f32], n: usize, k: usize) -> Result<usize> {
         if n == 0 || k == 0 || n.checked_mul(k) != Some(weights.len()) {
             bail!("expected weights [{n}, {k}], with at least one row and column, got {}", weights.len())
@@ -62,8 +63,8 @@ impl Grid {
         ((1u16 << self.int.bits) - 1) as u8
     }
 
-    /// The smallest scale whose values reach all weights of a group but for half a step; `None` where the scales' dtype
-    /// does not hold it, or a weight is not finite.
+    /// Returns the smallest scale with which every weight of a group is at most half a step outside the range of
+    /// values. Returns `None` if the scales' dtype cannot represent it, or if a weight is not finite.
     pub fn fit(&self, weights: impl Iterator<Item = f32> + Clone) -> Option<GroupScale> {
         if !weights.clone().all(f32::is_finite) {
             return None;
@@ -86,12 +87,12 @@ impl Grid {
         if zero >= self.lowest_zero {
             return Some(GroupScale { scale, zero });
         }
-        // Hardly any weight is negative: the values begin at -lowest_zero steps.
+        // There are hardly any negative weights, so the values begin at -lowest_zero steps.
         let scale = round_scale(high / (most - f32::from(self.lowest_zero)), self.scales)?;
         Some(GroupScale { scale, zero: self.lowest_zero })
     }
 
-    /// The nearest integer of a weight.
+    /// Returns the integer whose value is nearest to a weight.
     pub fn round(&self, weight: f32, group: GroupScale) -> u8 {
         let q = (weight / group.scale).round_ties_even() + f32::from(group.zero);
         q.clamp(0.0, f32::from(self.most())) as u8
@@ -99,17 +100,17 @@ impl Grid {
 }
 
 impl GroupScale {
-    /// The weight of an integer.
+    /// Returns the weight that an integer means.
     pub fn weight(self, q: u8) -> f32 {
         self.scale * f32::from(i16::from(q) - i16::from(self.zero))
     }
 }
 
-/// A matrix [n, k] with each weight rounded to the nearest value of its group; act-order is left out.
+/// Returns a matrix [n, k] with each weight rounded to the nearest value of its group. It ignores act-order.
 ///
 /// # Errors
-/// Sizes that do not match, or that groups do not divide; weights that are not finite, or too large for the scales' dtype, by
-/// row.
+/// Sizes do not match, a group does not divide a size, or weights are not finite or too large for the scales' dtype.
+/// The last error names the row.
 pub fn round_to_nearest(grid: &Grid, weights: &[f32], n: usize, k: usize) -> Result<IntMatrix> {
     let size = grid.check(weights, n, k)?;
     let groups = k / size;

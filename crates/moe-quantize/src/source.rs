@@ -1,4 +1,4 @@
-//! The float checkpoint that is read: its config, tensors and files.
+//! The float checkpoint that is quantised: its config, tensors and files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,28 +19,30 @@ pub struct Source {
     pub dir: PathBuf,
     /// config.json.
     pub config: Value,
-    /// What it describes.
+    /// The model that the config describes.
     pub model: Box<dyn ModelSpec>,
     /// The weights.
     pub tensors: TensorFiles,
-    /// What is odd about it, in sentences.
+    /// Sentences about unusual properties of the checkpoint.
     pub notes: Vec<String>,
-    /// Tensors that the model has no place for: nothing becomes of them.
+    /// The tensors that the model does not use. They are not written.
     left_out: BTreeSet<String>,
 }
 
 impl Source {
-    /// Opens a folder and compares its tensors with what its config describes. What the model has no place for is left out,
-    /// and told in [`notes`](Self::notes). A vocabulary projection of its own is kept also where the config ties it to the embedding.
+    /// Opens a folder and compares its tensors with the model that its config describes. Tensors that the model does
+    /// not use are left out and listed in [`notes`](Self::notes). If the file has a separate vocabulary projection, it
+    /// is kept even if the config ties it to the embedding.
     ///
     /// # Errors
-    /// A folder that is not a checkpoint of a known model; one that is quantised; missing or wrongly shaped tensors;
-    /// tensors in other dtypes than F32, F16 and BF16.
+    /// The folder is not a checkpoint of a known model, it is quantised, tensors are missing or have wrong shapes, or
+    /// tensors have another dtype than F32, F16 and BF16.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = read_config(&dir.join("config.json"))?;
         refuse_quantised(dir, &config)?;
         let tensors = TensorFiles::open_dir(dir)?;
         let (config, model, untied) = read_model(dir, config, &tensors)?;
+        refuse_expert_biases(dir, model.as_ref())?;
         let layout = model.layout(&Geometry::default(), &|name| tensors.info(name).is_some())?;
         let verified = tensors.verify(layout.tensors, model.ignored())?;
         let notes = untied.into_iter().chain(verified.warnings()).collect();
@@ -52,15 +54,15 @@ impl Source {
         Ok(source)
     }
 
-    /// The tensors that something becomes of.
+    /// Returns the tensors that are used.
     fn used(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         self.tensors.iter().filter(|tensor| !self.left_out.contains(tensor.name))
     }
 
-    /// Names, shapes and dtypes of the tensors by the file that holds them, each in the order of names.
+    /// Returns the names, shapes and dtypes of the tensors of each file, sorted by name.
     ///
     /// # Errors
-    /// A dtype that is not a float's.
+    /// A dtype is not a float dtype.
     pub fn files(&self) -> Result<BTreeMap<String, Vec<(TensorSpec, Dtype)>>> {
         let mut files: BTreeMap<String, Vec<_>> = BTreeMap::new();
         for tensor in self.used() {
@@ -79,7 +81,7 @@ impl Source {
 /// Parses a config.json.
 ///
 /// # Errors
-/// No such file; not JSON.
+/// There is no such file, or it is not JSON.
 pub fn read_config(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).with_context(|| {
         format!("cannot read {}; a checkpoint is a folder with config.json and *.safetensors", path.display())
@@ -87,11 +89,11 @@ pub fn read_config(path: &Path) -> Result<Value> {
     serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))
 }
 
-/// The model that a config.json describes, and the config: where the file has a vocabulary projection of its own it is not
-/// tied to the embedding, whatever the config says; then comes a sentence about that.
+/// Returns the model that a config.json describes, and the config. If the file has a vocabulary projection that is not
+/// a copy of the embedding, the returned config does not tie them, and the third result is a sentence about it.
 ///
 /// # Errors
-/// Any error of [`model_of`]; tensors that cannot be read.
+/// [`model_of`] fails, or tensors cannot be read.
 pub fn read_model(
     dir: &Path,
     mut config: Value,
@@ -108,6 +110,17 @@ pub fn read_model(
         "{file} ties the vocabulary projection to the embedding, but the weights have another one: it is used as it is"
     );
     Ok((config, untied, Some(note)))
+}
+
+/// Biases of experts are read with quantised matrices, but nothing here writes them.
+fn refuse_expert_biases(dir: &Path, model: &dyn ModelSpec) -> Result<()> {
+    if model.decoder().moe.as_ref().is_some_and(|moe| moe.expert_bias) {
+        bail!(
+            "{}: experts with biases (gpt-oss) are not quantised by this program; take a quantised checkpoint of another one",
+            dir.display()
+        )
+    }
+    Ok(())
 }
 
 fn refuse_quantised(dir: &Path, config: &Value) -> Result<()> {
@@ -138,10 +151,10 @@ fn stored_dtype(name: &str, dtype: Option<DType>) -> Result<Dtype> {
     }
 }
 
-/// The elements of a float tensor in f32.
+/// Returns the elements of a float tensor in f32.
 ///
 /// # Errors
-/// Memory.
+/// There is not enough memory.
 pub fn to_f32(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }

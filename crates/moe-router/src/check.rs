@@ -1,24 +1,43 @@
-//! The door of routing: dtypes, dims, and a step context that fits.
+//! Checks the arguments of routing: dtypes, dims, and whether the step context fits.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use moe_kernels::StepContext;
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
+use moe_kernels::arguments::{
+    Shaped, expect, expect_dims, expect_dtype, expect_float, expect_matrix, expect_optional,
+};
 
 use crate::io::{RouteInput, RouteOutput};
 use crate::router::Router;
 
-const OP: &str = "route";
+pub(crate) const OP: &str = "route";
+pub(crate) const GATE_OP: &str = "gate_and_route";
 
 impl Router {
-    /// Dtypes and dims; returns T.
-    pub(crate) fn check_views(&self, input: &RouteInput<'_>, out: &RouteOutput<'_>) -> Result<usize> {
-        let (tokens, _) = expect_matrix(OP, "router_logits", &input.logits)?;
-        expect_dims(OP, "router_logits", &input.logits, &[tokens, self.config.num_logits()])?;
-        expect_dtype(OP, "router_logits", &input.logits, DType::F32)?;
-        if let Some(hidden) = &input.hidden {
+    /// Checks logits [T, E + zero experts] f32 and optional hidden states [T, H], and returns T.
+    pub(crate) fn check_input<S: Shaped>(&self, logits: &S, hidden: Option<&S>) -> Result<usize> {
+        let (tokens, _) = expect_matrix(OP, "router_logits", logits)?;
+        expect(OP, "router_logits", logits, DType::F32, &[tokens, self.config.num_logits()])?;
+        if let Some(hidden) = hidden {
             let (_, size) = expect_matrix(OP, "hidden_states", hidden)?;
             expect_dims(OP, "hidden_states", hidden, &[tokens, size])?;
+            expect_float(OP, "hidden_states", hidden)?;
         }
+        Ok(tokens)
+    }
+
+    /// Checks hidden states [T, H] and a gate of the same dtype: its weight [E + zero experts, H] and its optional bias
+    /// [E + zero experts].
+    pub(crate) fn check_gate(&self, hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+        let (_, size) = expect_matrix(GATE_OP, "hidden_states", hidden)?;
+        expect_float(GATE_OP, "hidden_states", hidden)?;
+        let experts = self.config.num_logits();
+        expect(GATE_OP, "gate weight", weight, hidden.dtype(), &[experts, size])?;
+        expect_optional(GATE_OP, "gate bias", bias, hidden.dtype(), &[experts])
+    }
+
+    /// Checks dtypes and dims, and returns T.
+    pub(crate) fn check_views(&self, input: &RouteInput<'_>, out: &RouteOutput<'_>) -> Result<usize> {
+        let tokens = self.check_input(&input.logits, input.hidden.as_ref())?;
         let slots = [tokens, self.config.num_slots()];
         expect_dims(OP, "topk_ids", &out.topk_ids, &slots)?;
         expect_dtype(OP, "topk_ids", &out.topk_ids, DType::U32)?;
@@ -38,7 +57,7 @@ impl Router {
         Ok(tokens)
     }
 
-    /// What the step carries must cover these rows and this layer; returns the end of the rows.
+    /// Checks that the data of the step covers these rows and this layer, and returns the end of the rows.
     pub(crate) fn check_step(
         &self,
         input: &RouteInput<'_>,

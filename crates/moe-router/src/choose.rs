@@ -1,4 +1,4 @@
-//! The choice of a step's rows: row by row over threads, or by the caller's function.
+//! Chooses the experts of a step's rows, row by row over threads, or by the caller's function.
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::{Exec, NO_EXPERT, TensorView, ViewMut};
@@ -9,7 +9,7 @@ use crate::io::RouteInput;
 use crate::router::Router;
 use crate::row::{RowRouter, RowScratch, StepRows};
 
-/// Logits per call below which one thread does the work: splitting costs more than it saves.
+/// With fewer logits than this in a call, one thread does the work, because dividing it would cost more than it saves.
 const PARALLEL_MIN: usize = 1 << 15;
 
 impl Router {
@@ -51,7 +51,7 @@ impl Router {
         let work = work.zip(logits.par_chunks(per_thread * experts));
         let work = work.zip(ids.par_chunks_mut(per_thread * slots));
         let work = work.zip(weights.par_chunks_mut(per_thread * slots));
-        // The first fault in row order is reported, whatever the threads do.
+        // The first fault in the order of rows is reported, whichever thread finds one first.
         let fault = ex.install(|| {
             work.enumerate().find_map_first(|(chunk, ((((floats, groups), logits), ids), weights))| {
                 let mut scratch = RowScratch::new(&self.config, floats, groups);
@@ -61,7 +61,7 @@ impl Router {
         fault.map_or(Ok(()), Err)
     }
 
-    /// Fills the routed slots by the caller's function.
+    /// Fills the routed slots by calling the caller's function.
     pub(crate) fn choose_by_function(
         &self,
         function: &dyn RoutingFunction,

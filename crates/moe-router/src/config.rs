@@ -11,11 +11,12 @@ use std::str::FromStr;
 use moe_kernels::RoutingMethod;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{RouterError, refuse};
+use crate::error::RouterError;
 
 /// How logits become scores. All in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Scoring {
     /// Softmax over all experts (over the chosen ones with [`Selection::RawLogits`]).
     #[default]
@@ -45,7 +46,7 @@ impl FromStr for Scoring {
             "softmax" => Ok(Self::Softmax),
             "sigmoid" => Ok(Self::Sigmoid),
             "sqrtsoftplus" => Ok(Self::SqrtSoftplus),
-            _ => refuse!("unknown scoring_func `{name}`; expected one of softmax, sigmoid, sqrtsoftplus"),
+            _ => Err(RouterError::unknown("scoring_func", name, "softmax, sigmoid, sqrtsoftplus")),
         }
     }
 }
@@ -53,6 +54,7 @@ impl FromStr for Scoring {
 /// How experts are chosen.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Selection {
     /// The `top_k` best scores (plus bias, if the router has one).
     #[default]
@@ -125,6 +127,9 @@ pub struct RouterConfig {
     pub selection: Selection,
     /// Select on score + bias. Weights still come from the unbiased scores.
     pub correction_bias: bool,
+    /// The gate adds a bias to its logits (gpt-oss). It is held by the code that computes the logits, not by the
+    /// router.
+    pub gate_bias: bool,
     /// Divide the chosen scores by their sum.
     pub renormalize: bool,
     /// Multiplies the weights of routed experts, after renormalising.
@@ -134,8 +139,8 @@ pub struct RouterConfig {
     /// Identity experts: the router has `num_experts + num_zero_experts` logits, and a token that
     /// chooses one of the last ones adds `weight * hidden` to its output.
     pub num_zero_experts: usize,
-    /// Shared experts that are packed behind the routed ones: each token gets their ids
-    /// `num_experts..` as its last slots, with a constant weight.
+    /// The number of shared experts that are packed after the routed ones: each token gets their ids `num_experts..` as
+    /// its last slots, with a constant weight.
     pub num_fused_shared_experts: usize,
     /// The weight of the fused shared slots. Neither renormalised nor scaled.
     pub fused_shared_weight: f32,
@@ -153,6 +158,7 @@ impl RouterConfig {
             scoring: Scoring::Softmax,
             selection: Selection::TopK,
             correction_bias: false,
+            gate_bias: false,
             renormalize: false,
             routed_scaling_factor: 1.0,
             softcapping: None,
@@ -171,6 +177,17 @@ impl RouterConfig {
     /// Slots per token K: routed and fused shared. 0 if the sum overflows.
     pub fn num_slots(&self) -> usize {
         self.top_k.checked_add(self.num_fused_shared_experts).unwrap_or(0)
+    }
+
+    /// The groups of experts that limit a choice: how many there are, and how many of them a token keeps. `None` if
+    /// every expert may be chosen, which is also the case if all groups are kept (Kimi K2 and GLM-4.5 have one group).
+    pub fn limiting_groups(&self) -> Option<(usize, usize)> {
+        match self.selection {
+            Selection::Grouped { num_expert_group, topk_group } if topk_group < num_expert_group => {
+                Some((num_expert_group, topk_group))
+            }
+            _ => None,
+        }
     }
 
     /// The tag by which kernels with a built-in router know this method;

@@ -1,7 +1,7 @@
-//! Routing on a CUDA device: every method in one launch, with the choices of the CPU.
+//! Routing on a CUDA device. Every method is one launch and makes the same choices as on the CPU.
 //!
-//! What of the step context lies in host memory is copied there and back; a step whose routing lies in arrays on the
-//! device (`StepContext::routing`), or that carries none, stays there.
+//! The parts of the step context in host memory are copied to the device and back. A step whose routing is in arrays on
+//! the device (`StepContext::routing`), or that has none, needs no copy.
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{Choice, Route, RouteOut, balance_ids_into, route_into};
@@ -13,14 +13,14 @@ use crate::fused::gate_scoring;
 use crate::io::{RouteInput, RouteOutput};
 use crate::router::Router;
 
-/// Ids and weights [T, K] that were not chosen by logits.
+/// Ids and weights [T, K] that do not come from logits.
 struct Given {
     ids: Scratch,
     weights: Scratch,
 }
 
 impl Router {
-    /// [`route_into`](Self::route_into) on the device of `ex`; the door has passed.
+    /// Does the work of [`route_into`](Self::route_into) on the device of `ex`. The arguments have been checked.
     pub(crate) fn route_on_device(
         &self,
         input: &RouteInput<'_>,
@@ -80,7 +80,7 @@ impl Router {
         self.record(input, input.first_row + tokens, rows, context)
     }
 
-    /// A routing by the best scores, without bias or anything of the step.
+    /// Returns a routing by the best scores, without a bias and without data of the step.
     fn plain<'a>(&self, input: &RouteInput<'a>, context: &StepContext) -> Route<'a> {
         let config = &self.config;
         Route {
@@ -99,7 +99,7 @@ impl Router {
         }
     }
 
-    /// What host memory forces: ids [T, K], checked and on the device.
+    /// Returns the ids [T, K] that host memory forces, checked and copied to the device.
     fn forced_on_host(
         &self,
         input: &RouteInput<'_>,
@@ -128,7 +128,7 @@ impl Router {
         Ok(Some((ex.scratch_from_host(View::new(&ids, &[tokens, top_k])?)?, ForcedWeights::OfForced)))
     }
 
-    /// The token ids \[T\] of hash routing, on the device.
+    /// Returns the token ids \[T\] of hash routing, on the device.
     fn token_ids(&self, input: &RouteInput<'_>, context: &StepContext, ex: &Exec) -> Result<Option<Scratch>> {
         if !matches!(self.config.selection, Selection::Hash { .. }) {
             return Ok(None);
@@ -140,7 +140,7 @@ impl Router {
         }
     }
 
-    /// What a routing function or a simulation chooses, forced ids among it.
+    /// Returns the choices of a routing function or a simulation, including forced ids.
     fn given(
         &self,
         input: &RouteInput<'_>,
@@ -187,7 +187,8 @@ impl Router {
         Ok(Some(Given { ids, weights }))
     }
 
-    /// Holds the ids [T, K] of a routing function to what [`RoutingFunction::select`] promises, except in forced rows.
+    /// Checks that the ids [T, K] of a routing function keep the promises of [`RoutingFunction::select`], except in
+    /// forced rows.
     fn check_chosen(
         &self,
         function: &dyn RoutingFunction,

@@ -1,4 +1,4 @@
-//! The candle door: tensors in, tensors out.
+//! Routing called on candle tensors.
 
 use candle_core::{DType, Result, Tensor};
 use moe_kernels::gradient::TensorResults;
@@ -10,6 +10,7 @@ use crate::router::Router;
 
 /// Routing of T tokens as tensors.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Routed {
     /// Logical expert ids [T, K] u32; [`NO_EXPERT`](moe_kernels::NO_EXPERT) = no expert.
     pub topk_ids: Tensor,
@@ -27,13 +28,14 @@ impl TensorResults for Routed {
 }
 
 impl Router {
-    /// Routes router logits [T, E] f32, without a step context. The tensor may lie on the CPU or on a CUDA device, in
-    /// any layout; the result lies there too.
+    /// Routes router logits [T, E] f32, without a step context. The tensor may be on the CPU or on a CUDA device, in
+    /// any layout; the result is on the same device.
     ///
     /// # Errors
     ///
-    /// As [`route_into`](Self::route_into).
+    /// The errors of [`route_into`](Self::route_into).
     pub fn route(&self, router_logits: &Tensor) -> Result<Routed> {
+        self.check_input(router_logits, None)?;
         with_tensors([router_logits], [], |[logits], [], ex| {
             self.route_views(RouteInput::new(logits, 0), &mut StepContext::default(), ex)
         })
@@ -44,7 +46,7 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// As [`route_into`](Self::route_into).
+    /// The errors of [`route_into`](Self::route_into).
     pub fn route_step(
         &self,
         router_logits: &Tensor,
@@ -53,6 +55,7 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
+        self.check_input(router_logits, hidden)?;
         with_views([router_logits], [hidden], |[logits], [hidden]| {
             self.route_views(RouteInput { hidden, ..RouteInput::new(logits, layer) }, context, ex)
         })
@@ -62,7 +65,7 @@ impl Router {
         self.owned(input.logits.rows(), ex, |out, ex| self.route_into(&input, out, context, ex))
     }
 
-    /// What `route` writes for so many tokens, as tensors.
+    /// The outputs of `route` for `tokens` tokens, as tensors.
     fn owned(
         &self,
         tokens: usize,
@@ -92,7 +95,7 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// As [`gate_and_route_into`](Self::gate_and_route_into).
+    /// The errors of [`gate_and_route_into`](Self::gate_and_route_into).
     pub fn gate_and_route(
         &self,
         hidden: &Tensor,
@@ -102,6 +105,7 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
+        self.check_gate(hidden, weight, bias)?;
         with_views([hidden, weight], [bias], |[hidden, weight], [bias]| {
             let input = GateInput { bias, ..GateInput::new(hidden, weight, layer) };
             self.owned(hidden.rows(), ex, |out, ex| self.gate_and_route_into(&input, None, out, context, ex))

@@ -1,4 +1,4 @@
-//! Routing inside a launch: what kernels that contain a router need to know of the rule.
+//! Routing inside a launch: the data about the rule for kernels that contain a router.
 
 use candle_core::Result;
 use moe_kernels::plan::Reason;
@@ -6,7 +6,7 @@ use moe_kernels::plan::Reason;
 use moe_kernels::plan::{Form, RouterCall, RouterForm};
 #[cfg(feature = "cuda")]
 use moe_kernels::{Exec, StepContext, ViewMut};
-use moe_kernels::{Gate, GateScoring, LayerRouting, Log2Phy, TensorView, View};
+use moe_kernels::{Gate, GateGroups, GateScoring, LayerRouting, Log2Phy, TensorView, View};
 
 use crate::config::{Scoring, Selection};
 #[cfg(feature = "cuda")]
@@ -15,19 +15,19 @@ use crate::gate::GateInput;
 use crate::io::RouteOutput;
 use crate::router::Router;
 
-/// What a step has for a launch that contains its router.
+/// The data of a step for a launch that contains its router.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GateStep<'a> {
-    /// As [`Gate::padded`].
+    /// The same as [`Gate::padded`].
     pub padded: bool,
-    /// As [`Gate::routing`].
+    /// The same as [`Gate::routing`].
     pub routing: LayerRouting<'a>,
-    /// As [`Gate::log2phy`].
+    /// The same as [`Gate::log2phy`].
     pub log2phy: Option<Log2Phy<'a>>,
 }
 
 impl Router {
-    /// Whether one launch does all that this configuration and the step ask for.
+    /// Whether a single launch can do everything that this configuration and the step require.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_one_launch(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
         let c = &self.config;
@@ -38,7 +38,7 @@ impl Router {
         plain && RouterForm::choose(&call, &ex.machine()) == Some(RouterForm::OneLaunch)
     }
 
-    /// Gate and route in one launch; [`is_one_launch`](Self::is_one_launch) has said yes.
+    /// Computes gate and routing in one launch. [`is_one_launch`](Self::is_one_launch) must have returned true.
     #[cfg(feature = "cuda")]
     pub(crate) fn gate_route(
         &self,
@@ -63,14 +63,19 @@ impl Router {
         }
     }
 
-    /// Whether kernels that contain a router know this rule: the best K scores or logits.
+    /// Whether kernels that contain a router support this rule: the best K scores or logits, of all experts or of the
+    /// best groups.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why they do not.
     pub fn kernel_rule(&self) -> std::result::Result<(), Reason> {
         let c = &self.config;
-        if !matches!(c.selection, Selection::TopK | Selection::RawLogits) {
+        if !matches!(c.selection, Selection::TopK | Selection::RawLogits | Selection::Grouped { .. }) {
             return Err(Reason::Part { part: "another routing rule than the best K" });
+        }
+        if let Some((got, _)) = c.limiting_groups().filter(|(groups, _)| *groups > GateGroups::MOST) {
+            let dimension = "num_expert_group";
+            return Err(Reason::TooLarge { dimension, most: GateGroups::MOST, got });
         }
         if c.num_zero_experts > 0 {
             return Err(Reason::Part { part: "zero experts" });
@@ -78,8 +83,8 @@ impl Router {
         Ok(())
     }
 
-    /// Shows the gate with this rule to a kernel that contains a router; [`kernel_rule`](Self::kernel_rule) says whether it
-    /// may. Beside it goes what the step has for the kernel.
+    /// Passes the gate with this rule, and the step's routing, to a kernel that contains a router.
+    /// [`kernel_rule`](Self::kernel_rule) says whether a kernel may contain it.
     ///
     /// # Errors
     /// Any error of `launch`.
@@ -101,6 +106,7 @@ impl Router {
             shared_weight: c.fused_shared_weight,
             scoring: gate_scoring(c.scoring),
             raw_logits: c.selection == Selection::RawLogits,
+            groups: c.limiting_groups().map(|(count, kept)| GateGroups { count, kept }),
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
@@ -111,7 +117,7 @@ impl Router {
     }
 }
 
-/// The kernels' name of a scoring.
+/// Converts a scoring to the kernels' type.
 pub(crate) fn gate_scoring(scoring: Scoring) -> GateScoring {
     match scoring {
         Scoring::Softmax => GateScoring::Softmax,

@@ -1,13 +1,14 @@
-//! Gate and route in one call: the seam at which a device with a fused kernel replaces both.
+//! Gate and routing in one call. On a device one fused kernel can do both.
 //!
 //! Here it is the composition of a product with f32 logits and [`Router::route_into`]. The logits
 //! are never rounded to the model dtype: a rounded logit makes ties that the model does not have.
 
 use candle_core::{DType, Result};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
+use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix};
 use moe_kernels::plan::{Form, RouterForm};
 use moe_kernels::{Exec, Log2Phy, StepContext, View, ViewMut, WeightView, linear_into, physical_ids_into};
 
+use crate::check::GATE_OP;
 use crate::io::{RouteInput, RouteOutput};
 use crate::router::Router;
 
@@ -25,8 +26,8 @@ pub struct GateInput<'a> {
     pub layer: usize,
     /// First row, as in [`RouteInput::first_row`].
     pub first_row: usize,
-    /// What turns the chosen experts into the copies that compute them, whose ids [`RouteOutput`] then gets. What the step
-    /// records and forces are experts.
+    /// The table from chosen experts to the copies that compute them. With it, [`RouteOutput`] receives ids of copies.
+    /// The step records and forces ids of experts in any case.
     pub log2phy: Option<Log2Phy<'a>>,
 }
 
@@ -53,7 +54,7 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let op = "gate_and_route";
+        let op = GATE_OP;
         let (tokens, size) = expect_matrix(op, "hidden_states", &input.hidden)?;
         let experts = self.config.num_logits();
         expect_dims(op, "gate weight", &input.weight, &[experts, size])?;
@@ -98,7 +99,7 @@ mod tests {
 
     #[test]
     fn chosen_experts_become_their_copies() -> Result<()> {
-        // Expert e of 4 scores as column e of a row; 0 and 3 have two copies.
+        // Expert e has column e of a row as its logit. Experts 0 and 3 have two copies.
         let hidden = [3f32, 1., 2., 0., 0., 1., 2., 3.];
         let weight = [1f32, 0., 0., 0., 0., 1., 0., 0., 0., 0., 1., 0., 0., 0., 0., 1.];
         let table = [4i32, 5, 1, -1, 2, -1, 0, 3];
@@ -125,7 +126,7 @@ mod tests {
         };
         let (chosen, weights) = route(None)?;
         assert_eq!(chosen, [0, 2, 3, 2]);
-        // Row 0 is number 1: copy (1 + 0) % 2 of expert 0, and (2 + 3) % 2 of expert 3.
+        // Row 0 has the number 1, so it uses copy (1 + 0) % 2 of expert 0 and copy (2 + 3) % 2 of expert 3.
         assert_eq!(route(Some(log2phy))?, ([5, 2, 3, 2], weights));
         assert_eq!(heat.heat.map(|heat| heat.layer(0).to_vec()), Some(vec![2, 0, 4, 2]));
         Ok(())

@@ -1,4 +1,4 @@
-//! What is routed, and where the routing goes.
+//! The input and the output of routing.
 
 use moe_kernels::{View, ViewMut};
 
@@ -11,7 +11,7 @@ pub struct RouteInput<'a> {
     pub hidden: Option<View<'a>>,
     /// MoE layer counted from 0 without dense layers: the layer of capture, replay and heat.
     pub layer: usize,
-    /// Row of the step that row 0 is, where a step is routed in pieces.
+    /// The row of the step that is row 0 of this input, if a step is routed in pieces.
     pub first_row: usize,
 }
 
@@ -22,7 +22,7 @@ impl<'a> RouteInput<'a> {
     }
 }
 
-/// Where routing goes.
+/// The arrays that routing writes.
 #[derive(Debug)]
 pub struct RouteOutput<'a> {
     /// Logical expert ids [T, K] u32, or with [`GateInput::log2phy`](crate::GateInput::log2phy) physical ids of copies;

@@ -38,6 +38,6 @@ pub use simulate::{NormalRouting, RoutingStrategy, Strategies, UniformRandom};
 pub use candle_core as candle;
 pub use candle_nn::VarBuilder;
 pub use moe_kernels::{
-    Exec, ExpertHeat, NO_EXPERT, Philox4x32, RoutedExperts, RoutingMethod, StepContext, TensorView, View,
-    ViewMut, WeightView, Workspace,
+    ArgumentError, Exec, ExpertHeat, NO_EXPERT, Philox4x32, RoutedExperts, RoutingMethod, StepContext,
+    TensorView, View, ViewMut, WeightView, Workspace, cause,
 };

@@ -29,12 +29,12 @@ impl Router {
     /// context whose sizes do not fit. The outputs are then unspecified.
     ///
     /// With `isolate_faults` in the step context, logits without meaning are no error: their row gets its forced
-    /// experts or the first ones, with weights NaN, and is captured and counted with them. Other rows are as without it.
+    /// experts or the first ones, with weights NaN, and is captured and counted with them. Other rows are not affected.
     ///
-    /// On CUDA the choice is the same bit for bit, but logits and token ids are not checked: a NaN is
-    /// never chosen, and a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids,
-    /// simulation, capture and heat of the step context lie in host memory, so using one waits for
-    /// the device; `StepContext::routing` has the same for a whole step in arrays there, and waits for nothing.
+    /// On CUDA the choice is the same bit for bit, but logits and token ids are not checked: a NaN is never chosen, and
+    /// a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids, simulation, capture and heat of the
+    /// step context are in host memory, so using one waits for the device. `StepContext::routing` has the same for a
+    /// whole step in arrays on the device, and waits for nothing.
     pub fn route_into(
         &self,
         input: &RouteInput<'_>,
@@ -67,7 +67,7 @@ impl Router {
         self.finish(topk_ids, topk_weights, zero_expert_weights)
     }
 
-    /// The step's rows, for rules that run on the host.
+    /// Returns the step's rows, for rules that run on the host.
     pub(crate) fn step_rows<'a>(&self, input: &RouteInput<'_>, context: &'a StepContext) -> StepRows<'a> {
         StepRows {
             token_ids: context.token_ids.as_deref(),
@@ -80,7 +80,7 @@ impl Router {
         }
     }
 
-    /// Force-balance: each row's routed ids become the start of a random permutation.
+    /// Implements force-balance: each row's routed ids become the start of a random permutation.
     fn balance(&self, rows: StepRows<'_>, seed: u64, topk_ids: &mut [u32]) {
         for (t, ids) in topk_ids.chunks_exact_mut(self.config.num_slots()).enumerate() {
             let row = rows.first_row + t;
@@ -89,7 +89,7 @@ impl Router {
         }
     }
 
-    /// Capture and heat of the routed slots.
+    /// Records the routed slots for capture and heat.
     pub(crate) fn record<'a>(
         &self,
         input: &RouteInput<'_>,
@@ -103,14 +103,14 @@ impl Router {
                 capture.set(row, input.layer, &ids[..top_k])?;
             }
             if let Some(heat) = &mut step.heat {
-                // Ids of zero experts are above the counted range and so are no heat.
+                // Ids of zero experts are above the counted range, so they are not counted.
                 heat.record(input.layer, &ids[..top_k]);
             }
         }
         Ok(())
     }
 
-    /// Takes zero experts out of the slots, and appends the fused shared slots.
+    /// Removes zero experts from the slots, and appends the fused shared slots.
     fn finish(
         &self,
         mut topk_ids: ViewMut<'_>,
@@ -141,7 +141,7 @@ impl Router {
     }
 }
 
-/// Clears the slots of zero experts and returns the sum of their weights, k ascending.
+/// Clears the slots of zero experts and returns the sum of their weights, in the order of the slots.
 fn take_zero_experts(num_experts: usize, ids: &mut [u32], weights: &mut [f32]) -> f32 {
     let mut sum = 0.0;
     for (id, w) in ids.iter_mut().zip(weights) {

@@ -12,8 +12,8 @@ use crate::error::refuse;
 use crate::score::{ids_fault, score_row};
 use crate::simulate::{RoutingStrategy, Strategies};
 
-/// What a router needs beside its configuration. Everything that the configuration does not call
-/// for stays at its default; a superfluous parameter is an error.
+/// The parameters that a router needs in addition to its configuration. Parameters that the configuration does not use
+/// must stay at their defaults; any other value is an error.
 #[derive(Clone, Default)]
 pub struct RouterParams {
     /// `e_score_correction_bias` [num_experts + num_zero_experts] f32, with
@@ -24,11 +24,33 @@ pub struct RouterParams {
     pub hash_table: Option<Tensor>,
     /// The routing function, with [`Selection::Custom`].
     pub function: Option<Arc<dyn RoutingFunction>>,
-    /// The strategies that [`Selection::Simulated`] names one of.
+    /// The strategies for [`Selection::Simulated`], which names one of them.
     pub strategies: Strategies,
 }
 
 /// A routing method with its parameters.
+///
+/// ```
+/// use moe_router::candle::{Device, Tensor};
+/// use moe_router::{Router, RouterConfig, RouterParams, Scoring};
+///
+/// // Sigmoid scores; experts are chosen by score + bias, and weighted by the score alone.
+/// let config = RouterConfig {
+///     scoring: Scoring::Sigmoid,
+///     correction_bias: true,
+///     renormalize: true,
+///     ..RouterConfig::new(4, 2)
+/// };
+/// let bias = Tensor::new(&[0f32, 0., 0., 1.], &Device::Cpu)?;
+/// let params = RouterParams { correction_bias: Some(bias), ..RouterParams::default() };
+/// let router = Router::new(config, params)?;
+/// let logits = Tensor::new(&[[1f32, 0., -1., 0.]], &Device::Cpu)?; // [T, E]
+/// let routed = router.route(&logits)?;
+/// assert_eq!(routed.topk_ids.to_vec2::<u32>()?, [[3, 0]]);
+/// let weights = routed.topk_weights.to_vec2::<f32>()?;
+/// assert!((weights[0][0] - 0.5 / (0.5 + 0.731)).abs() < 1e-3 && weights[0][1] > weights[0][0]);
+/// # Ok::<(), moe_router::candle::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Router {
     pub(crate) config: RouterConfig,
@@ -43,8 +65,8 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// An invalid configuration, or parameters that do not fit it: a missing or superfluous one,
-    /// a bias that is not f32 or not finite, a table with bad ids, an unknown strategy.
+    /// An invalid configuration, or parameters that do not fit it: a parameter that is missing or not used, a bias that
+    /// is not f32 or not finite, a table with bad ids, an unknown strategy.
     pub fn new(config: RouterConfig, params: RouterParams) -> Result<Self> {
         config.validate()?;
         let bias = checked_bias(&config, params.correction_bias)?;
@@ -58,8 +80,7 @@ impl Router {
         Ok(Self { config, bias, table, function: params.function, strategy })
     }
 
-    /// A router with its parameters from a checkpoint; `vb` has the gate's prefix
-    /// (`model.layers.N.mlp.gate`).
+    /// Loads a router with its parameters from a checkpoint. `vb` has the gate's prefix (`model.layers.N.mlp.gate`).
     ///
     /// Reads `e_score_correction_bias` (kept in f32 whatever the dtype of `vb`) with
     /// [`RouterConfig::correction_bias`], and `tid2eid` with [`Selection::Hash`]. The gate's
@@ -67,8 +88,9 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); a missing tensor is an error that names it. So is a tensor of other routing methods: a bias
-    /// of the gate, an `e_score_correction_bias` or `tid2eid` that the configuration does not call for.
+    /// The errors of [`new`](Self::new); a missing tensor, with its name; a tensor of another routing method: a bias of
+    /// the gate, an `e_score_correction_bias` or a `tid2eid` that the configuration does not use. If the configuration
+    /// uses a bias of the gate, the block loads it like the gate's weight.
     pub fn load(config: &RouterConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         refuse_unread(config, &vb)?;
@@ -99,8 +121,8 @@ impl Router {
         &self.config
     }
 
-    /// What the experts of a row of `logits` \[E\] are chosen by where there is a correction bias, score + bias; `None` where
-    /// there is none.
+    /// The scores by which the experts of a row of `logits` \[E\] are chosen if there is a correction bias: score +
+    /// bias. `None` if there is no correction bias.
     ///
     /// # Errors
     /// Another number of logits.
@@ -125,19 +147,21 @@ impl std::fmt::Debug for Router {
 const FUNCTION: [&str; 2] = ["needs a routing function", "does not use the routing function that was given"];
 const TABLE: [&str; 2] = ["needs a hash table", "does not use the hash table that was given"];
 
-/// Fails if a parameter is missing or superfluous; `faults` says so.
+/// Checks that a parameter is given if and only if it is wanted. `faults` are the texts of the two errors.
 fn wanted(config: &RouterConfig, wanted: bool, given: bool, faults: [&'static str; 2]) -> Result<()> {
     if wanted == given {
         return Ok(());
     }
     let fault = if wanted { faults[0] } else { faults[1] };
-    refuse!("{} selection {fault}", config.selection.name())
+    refuse!(Parameters, "{} selection {fault}", config.selection.name())
 }
 
-/// Fails if the checkpoint has parameters of another routing method.
+/// Checks that the checkpoint has no parameters of another routing method.
 fn refuse_unread(config: &RouterConfig, vb: &VarBuilder) -> Result<()> {
     let mut unread = Unread::under(vb);
-    unread.bias("bias");
+    if !config.gate_bias {
+        unread.bias("bias");
+    }
     unread.scales("weight");
     if !config.correction_bias {
         unread.tensor("e_score_correction_bias");
@@ -148,7 +172,7 @@ fn refuse_unread(config: &RouterConfig, vb: &VarBuilder) -> Result<()> {
     unread.refuse(
         "router",
         "e_score_correction_bias is read with `correction_bias`, tid2eid with hash selection; a bias of the gate goes to \
-         `GateInput` by hand",
+         `GateInput`, where `gate_bias` says that there is one",
     )
 }
 
@@ -157,10 +181,16 @@ fn checked_bias(config: &RouterConfig, bias: Option<Tensor>) -> Result<Option<Te
         (true, Some(bias)) => bias,
         (false, None) => return Ok(None),
         (true, None) => {
-            refuse!("the router selects on score + bias, but no e_score_correction_bias was given")
+            refuse!(
+                Parameters,
+                "the router selects on score + bias, but no e_score_correction_bias was given"
+            )
         }
         (false, Some(_)) => {
-            refuse!("an e_score_correction_bias was given, but the router is configured without one")
+            refuse!(
+                Parameters,
+                "an e_score_correction_bias was given, but the router is configured without one"
+            )
         }
     };
     if bias.dtype() != DType::F32 {
@@ -181,13 +211,15 @@ fn checked_bias(config: &RouterConfig, bias: Option<Tensor>) -> Result<Option<Te
     Ok(Some(bias.contiguous()?))
 }
 
-/// The hash table as u32, its ids checked.
+/// Returns the hash table as u32, after checking its ids.
 fn checked_table(config: &RouterConfig, table: Option<Tensor>) -> Result<Option<Tensor>> {
     let Selection::Hash { vocab_size } = config.selection else {
         wanted(config, false, table.is_some(), TABLE)?;
         return Ok(None);
     };
-    let Some(table) = table else { refuse!("{} selection {}", config.selection.name(), TABLE[0]) };
+    let Some(table) = table else {
+        refuse!(Parameters, "{} selection {}", config.selection.name(), TABLE[0])
+    };
     if !table.dtype().is_int() {
         bail!("the hash table must hold integers, got dtype {}", table.dtype().as_str())
     }
@@ -196,9 +228,15 @@ fn checked_table(config: &RouterConfig, table: Option<Tensor>) -> Result<Option<
         bail!("expected a hash table with dims {want:?}, got {:?}", table.dims())
     }
     let ids = table.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-    // Negative ids become u32::MAX - 1: out of range, and not the mark of an absent expert.
-    let ids: Vec<u32> =
-        ids.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX).min(u32::MAX - 1)).collect();
+    if let Some(at) = ids.iter().position(|&id| !(0..config.num_experts as i64).contains(&id)) {
+        let token = at / config.top_k;
+        bail!(
+            "hash table, token {token}: expert id {} is out of range, the router chooses among {} experts",
+            ids[at],
+            config.num_experts
+        )
+    }
+    let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
     for (token, row) in ids.chunks_exact(config.top_k).enumerate() {
         if let Some(fault) = ids_fault(row, config.num_experts) {
             bail!("hash table, token {token}: {fault}")

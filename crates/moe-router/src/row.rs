@@ -1,4 +1,4 @@
-//! One token row: free or forced choice, then weights.
+//! Routes one token row: chooses its experts or takes forced ones, and then computes the weights.
 
 use candle_core::{Result, bail};
 use moe_kernels::{NO_EXPERT, RoutedExperts};
@@ -9,7 +9,7 @@ use crate::score::{ids_fault, logits_fault, score_row, weigh_row};
 use crate::select::{GroupScore, GroupScratch, grouped_top_k, top_k_row};
 use crate::simulate::RoutingStrategy;
 
-/// Where rows lie in their step, and what the step forces on them.
+/// The place of rows in their step, and the data of the step that forces their routing.
 #[derive(Clone, Copy)]
 pub(crate) struct StepRows<'a> {
     /// Token ids of the step's rows.
@@ -18,13 +18,13 @@ pub(crate) struct StepRows<'a> {
     pub replay: Option<&'a RoutedExperts>,
     /// MoE layer.
     pub layer: usize,
-    /// Row of the step that row 0 of the call is.
+    /// The row of the step that is row 0 of the call.
     pub first_row: usize,
     /// Number of the step.
     pub step: u64,
-    /// Ids at or above this do not exist.
+    /// Ids must be below this number.
     pub limit: usize,
-    /// As [`StepContext::isolate_faults`](moe_kernels::StepContext::isolate_faults).
+    /// The same as [`StepContext::isolate_faults`](moe_kernels::StepContext::isolate_faults).
     pub isolate_faults: bool,
 }
 
@@ -34,7 +34,7 @@ impl<'a> StepRows<'a> {
         format!("row {} of MoE layer {}", self.first_row + t, self.layer)
     }
 
-    /// The forced ids of row `t`; `None` if it routes freely.
+    /// Returns the forced ids of row `t`, or `None` if its routing is not forced.
     pub fn forced(&self, t: usize) -> Result<Option<&'a [u32]>> {
         let Some(replay) = self.replay else { return Ok(None) };
         let ids = replay.get(self.first_row + t, self.layer)?;
@@ -47,7 +47,7 @@ impl<'a> StepRows<'a> {
         }
     }
 
-    /// Fails if a routing function chose an expert for row `t` that does not exist, or one twice.
+    /// Checks that a routing function has chosen existing, distinct experts for row `t`.
     pub fn check_chosen(&self, t: usize, function: &str, ids: &[u32]) -> Result<()> {
         match ids_fault(ids, self.limit) {
             Some(fault) => bail!("routing function `{function}`, {}: {fault}", self.place(t)),
@@ -55,7 +55,7 @@ impl<'a> StepRows<'a> {
         }
     }
 
-    /// Ids and weights of row `t` by a strategy of simulation, the ids forced if there are any.
+    /// Computes ids and weights of row `t` by a simulation strategy. Forced ids replace the strategy's.
     pub fn simulate(
         &self,
         t: usize,
@@ -83,7 +83,7 @@ impl<'a> StepRows<'a> {
         Ok(())
     }
 
-    /// Whether a row of logits has a meaning. Where it has none, that is an error unless the step isolates faults.
+    /// Whether a row of logits can be routed. If it cannot, that is an error unless the step isolates faults.
     pub fn is_sound(&self, t: usize, logits: &[f32]) -> Result<bool> {
         match logits_fault(logits) {
             None => Ok(true),
@@ -92,8 +92,8 @@ impl<'a> StepRows<'a> {
         }
     }
 
-    /// Gives a row without meaning experts that exist, the forced ones or the first, and weights that keep what comes of
-    /// it NaN.
+    /// Gives a row that cannot be routed existing experts, the forced ones or the first ones, and the weight NaN, so
+    /// that its results are NaN.
     pub fn spoil(forced: Option<&[u32]>, topk_ids: &mut [u32], topk_weights: &mut [f32]) {
         match forced {
             Some(ids) => topk_ids.copy_from_slice(ids),
@@ -105,7 +105,7 @@ impl<'a> StepRows<'a> {
     }
 }
 
-/// Everything that a row's routing depends on beside its logits.
+/// Everything on which a row's routing depends in addition to its logits.
 pub(crate) struct RowRouter<'a> {
     pub config: &'a RouterConfig,
     pub bias: Option<&'a [f32]>,
@@ -114,7 +114,7 @@ pub(crate) struct RowRouter<'a> {
     pub rows: StepRows<'a>,
 }
 
-/// Scratch of one thread, from two flat slices.
+/// The scratch of one thread, as parts of two slices.
 pub(crate) struct RowScratch<'a> {
     scores: &'a mut [f32],
     keys: &'a mut [f32],
@@ -123,7 +123,7 @@ pub(crate) struct RowScratch<'a> {
 }
 
 impl<'a> RowScratch<'a> {
-    /// Number of f32 and u32 that a row of this configuration needs.
+    /// The numbers of f32 and u32 values that a row of this configuration needs.
     pub fn sizes(config: &RouterConfig) -> (usize, usize) {
         let groups = topk_group(config).max(1);
         (2 * config.num_logits() + config.top_k.max(groups), groups)
@@ -144,7 +144,7 @@ fn topk_group(config: &RouterConfig) -> usize {
 }
 
 impl RowRouter<'_> {
-    /// Routes consecutive rows from row `first` of the call, [`route`](Self::route) for each.
+    /// Calls [`route`](Self::route) for consecutive rows, from row `first` of the call on.
     pub fn route_rows(
         &self,
         first: usize,
@@ -215,7 +215,7 @@ impl RowRouter<'_> {
         Ok(())
     }
 
-    /// The table's ids for the row's token, in the table's order.
+    /// Fills the ids that the table has for the row's token, in the table's order.
     fn look_up(&self, t: usize, vocab_size: usize, table: &[u32], topk_ids: &mut [u32]) -> Result<()> {
         let row = self.rows.first_row + t;
         let Some(&token) = self.rows.token_ids.and_then(|ids| ids.get(row)) else {

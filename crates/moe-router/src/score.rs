@@ -5,8 +5,8 @@ use moe_kernels::NO_EXPERT;
 use crate::config::{RouterConfig, Scoring, Selection};
 use crate::math;
 
-/// Below this a sum of scores is taken as this, so that all-zero scores give zero weights. The
-/// sum of DeepSeek's formula, sum + 1e-20, is the same f32 for every sum above 1e-12.
+/// The smallest sum of scores by which weights are divided, so that scores that are all zero give zero weights.
+/// DeepSeek's formula has sum + 1e-20, which is the same f32 for every sum above 1e-12.
 const MIN_SUM: f32 = 1e-20;
 
 impl Scoring {
@@ -19,7 +19,7 @@ impl Scoring {
             Self::Softmax => {
                 let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 if max == f32::NEG_INFINITY {
-                    // Only forced ids choose nothing but -inf.
+                    // Only forced ids can choose nothing but -inf.
                     return row.fill(0.0);
                 }
                 for x in row.iter_mut() {
@@ -48,8 +48,8 @@ pub(crate) fn logits_fault(row: &[f32]) -> Option<String> {
     (largest == f32::NEG_INFINITY).then(|| "every logit is -inf".to_owned())
 }
 
-/// Fills `scores` with what experts are chosen and weighed by: the scores, or, for
-/// [`Selection::RawLogits`], the (capped) logits themselves.
+/// Fills `scores` with the values by which experts are chosen and weighed: the scores, or for [`Selection::RawLogits`]
+/// the (capped) logits.
 pub(crate) fn score_row(config: &RouterConfig, logits: &[f32], scores: &mut [f32]) {
     match config.softcapping {
         Some(cap) => {
@@ -86,8 +86,8 @@ pub(crate) fn weigh_row(config: &RouterConfig, scores: &[f32], topk_ids: &[u32],
     }
 }
 
-/// What is wrong with a row of chosen ids, if anything: an id at or above `limit`, or an id that
-/// occurs twice. [`NO_EXPERT`] may repeat.
+/// Returns the fault of a row of chosen ids, if it has one: an id at or above `limit`, or an id that occurs twice.
+/// [`NO_EXPERT`] may repeat.
 pub(crate) fn ids_fault(ids: &[u32], limit: usize) -> Option<String> {
     for (k, &id) in ids.iter().enumerate() {
         if id == NO_EXPERT {

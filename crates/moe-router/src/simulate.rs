@@ -1,17 +1,15 @@
-//! Routing simulation: strategies that ignore the logits, for performance tests of everything
-//! behind the router.
+//! Routing simulation: strategies that ignore the logits, for performance tests of everything after the router.
 //!
-//! The two built-in strategies are vLLM's. Two things differ: no token gets one expert twice (the
-//! stages behind the router may rely on it), and samples are a function of seed, step, layer and
-//! row, so that a run can be repeated.
+//! The two built-in strategies are vLLM's. Two things differ: no token gets one expert twice (the stages after the
+//! router may rely on it), and samples are a function of seed, step, layer and row, so that a run can be repeated.
 
 use std::sync::Arc;
 
-use crate::error::{RouterError, refuse};
+use crate::error::RouterError;
 use crate::math;
 use crate::philox::RowRng;
 
-/// A strategy of routing simulation. Both methods are functions of the random stream alone.
+/// A strategy of routing simulation. Both methods depend only on the random stream.
 pub trait RoutingStrategy: Send + Sync {
     /// Fills one token's `topk_ids` with distinct ids of 0..num_experts. Anything else is an
     /// error of the step.
@@ -35,9 +33,8 @@ impl RoutingStrategy for UniformRandom {
     }
 }
 
-/// `normal_routing`: floor(sigmoid(normal sample) * E), which loads the middle experts more; an
-/// id already taken moves on to the next free one. Weights are absolute normal samples divided
-/// by their sum.
+/// `normal_routing`: the id is floor(sigmoid(normal sample) * E), so the middle experts get more tokens. If the id is
+/// already taken, the next free one is used. Weights are absolute values of normal samples divided by their sum.
 #[derive(Clone, Copy, Debug)]
 pub struct NormalRouting {
     /// Mean of the samples.
@@ -59,7 +56,7 @@ impl RoutingStrategy for NormalRouting {
             let (taken, rest) = topk_ids.split_at_mut(k);
             let sample = self.mean + self.std * rng.normal();
             let mut id = ((math::sigmoid(sample) * num_experts as f32) as u32).min(last);
-            // At most k ids are taken, so a free one is at most k steps away if there is any.
+            // At most k ids are taken, so a free one is found in at most k steps, if there is any.
             for _ in 0..k {
                 if !taken.contains(&id) {
                     break;
@@ -82,7 +79,7 @@ impl RoutingStrategy for NormalRouting {
     }
 }
 
-/// Simulation strategies by name. A plain value handed to the router, not a global registry.
+/// Simulation strategies by name. This is a plain value that the router gets, and not a global registry.
 #[derive(Clone)]
 pub struct Strategies(Vec<(String, Arc<dyn RoutingStrategy>)>);
 
@@ -97,7 +94,7 @@ impl Default for Strategies {
 }
 
 impl Strategies {
-    /// Adds a strategy, or replaces the one of that name.
+    /// Adds a strategy, or replaces the one with this name.
     pub fn register(&mut self, name: &str, strategy: Arc<dyn RoutingStrategy>) {
         match self.0.iter_mut().find(|(n, _)| n == name) {
             Some(entry) => entry.1 = strategy,
@@ -110,7 +107,7 @@ impl Strategies {
         self.0.iter().map(|(name, _)| name.as_str())
     }
 
-    /// The strategy of that name.
+    /// Returns the strategy with this name.
     ///
     /// # Errors
     ///
@@ -120,7 +117,7 @@ impl Strategies {
             Some((_, strategy)) => Ok(strategy.clone()),
             None => {
                 let names = self.names().collect::<Vec<_>>().join(", ");
-                refuse!("unknown routing simulation strategy `{name}`; available: {names}")
+                Err(RouterError::unknown("routing simulation strategy", name, &names))
             }
         }
     }

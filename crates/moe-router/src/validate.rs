@@ -1,4 +1,4 @@
-//! The rules that a [`RouterConfig`] must keep, checked before anything is allocated.
+//! The rules for a [`RouterConfig`], which are checked before anything is allocated.
 
 use crate::config::{RouterConfig, Selection};
 use crate::error::{RouterError, refuse};
@@ -18,6 +18,7 @@ impl RouterConfig {
         self.validate_selection()?;
         if self.num_zero_experts > 0 && !(self.selection == Selection::TopK && self.correction_bias) {
             refuse!(
+                Contradiction,
                 "{} zero experts need plain top-k selection with a correction bias, got {} selection with \
                  correction_bias = {}",
                 self.num_zero_experts,
@@ -27,6 +28,7 @@ impl RouterConfig {
         }
         if self.apply_router_weight_on_input && self.num_slots() != 1 {
             refuse!(
+                Contradiction,
                 "apply_router_weight_on_input is only implemented for topk = 1, got {} slots per token ({} routed, {} \
                  fused shared)",
                 self.num_slots(),
@@ -44,6 +46,7 @@ impl RouterConfig {
         let total = total.and_then(|n| n.checked_add(self.num_fused_shared_experts));
         if total.is_none_or(|n| n > MAX_EXPERTS) {
             refuse!(
+                Unsupported,
                 "{} experts, {} zero experts and {} fused shared experts are more than the {MAX_EXPERTS} that expert \
                  ids can name",
                 self.num_experts,
@@ -53,6 +56,7 @@ impl RouterConfig {
         }
         if self.top_k > self.num_logits() {
             refuse!(
+                Contradiction,
                 "num_experts_per_tok = {} exceeds the {} experts of the router",
                 self.top_k,
                 self.num_logits()
@@ -65,11 +69,11 @@ impl RouterConfig {
         let scale = Some(self.routed_scaling_factor);
         for (name, value) in [("routed_scaling_factor", scale), ("softcapping", self.softcapping)] {
             if let Some(value) = value.filter(|value| !(value.is_finite() && *value > 0.0)) {
-                refuse!("{name} must be finite and above 0, got {value}")
+                return Err(range(name, "finite and above 0", value));
             }
         }
         if !self.fused_shared_weight.is_finite() {
-            refuse!("fused_shared_weight must be finite, got {}", self.fused_shared_weight)
+            return Err(range("fused_shared_weight", "finite", self.fused_shared_weight));
         }
         Ok(())
     }
@@ -82,6 +86,7 @@ impl RouterConfig {
             }
             Selection::Hash { vocab_size: 0 } => not_zero("vocab_size", 0),
             _ if self.correction_bias => refuse!(
+                Contradiction,
                 "a correction bias has no effect on {} selection; remove one of the two",
                 self.selection.name()
             ),
@@ -93,16 +98,21 @@ impl RouterConfig {
         not_zero("num_expert_group", num_expert_group)?;
         not_zero("topk_group", topk_group)?;
         if !self.num_experts.is_multiple_of(num_expert_group) {
-            refuse!("{} experts do not divide into {num_expert_group} groups", self.num_experts)
+            refuse!(
+                Contradiction,
+                "{} experts do not divide into {num_expert_group} groups",
+                self.num_experts
+            )
         }
         if topk_group > num_expert_group {
-            refuse!("topk_group = {topk_group} exceeds num_expert_group = {num_expert_group}")
+            refuse!(Contradiction, "topk_group = {topk_group} exceeds num_expert_group = {num_expert_group}")
         }
         let experts_per_group = self.num_experts / num_expert_group;
-        // Both factors are at most num_experts' own, so the product cannot overflow.
+        // The product is at most num_expert_group * experts_per_group, which is at most num_experts.
         let left = topk_group * experts_per_group;
         if self.top_k > left {
             refuse!(
+                Contradiction,
                 "num_experts_per_tok = {} exceeds the {left} experts that {topk_group} groups of {experts_per_group} \
                  leave",
                 self.top_k
@@ -110,6 +120,7 @@ impl RouterConfig {
         }
         if self.correction_bias && experts_per_group < 2 {
             refuse!(
+                Contradiction,
                 "with a correction bias a group is scored by its two best experts, so each of the {num_expert_group} \
                  groups needs at least 2 experts, got {experts_per_group}"
             )
@@ -118,9 +129,13 @@ impl RouterConfig {
     }
 }
 
-fn not_zero(name: &str, value: usize) -> Result<(), RouterError> {
+fn not_zero(name: &'static str, value: usize) -> Result<(), RouterError> {
     if value == 0 {
-        refuse!("{name} must be at least 1, got 0")
+        return Err(range(name, "at least 1", value));
     }
     Ok(())
+}
+
+fn range(setting: &'static str, expected: &'static str, got: impl ToString) -> RouterError {
+    RouterError::Range { setting, expected, got: got.to_string() }
 }

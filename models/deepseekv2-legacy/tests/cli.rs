@@ -1,5 +1,5 @@
-//! The program as a user runs it: text, conversations, files of requests, and a clear error for
-//! everything that it does not support.
+//! The program as a user runs it: text, conversations, files of requests, and a clear error for every unsupported
+//! option.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 #[path = "../../../tests/cli/program.rs"]
@@ -95,8 +95,12 @@ fn wrong_choices_are_named() {
     };
     with(&["--moe-path", "quick"], 2, &["--moe-path", "quick", "fused or legacy"]);
     with(&["--mla", "folded"], 2, &["--mla", "folded", "absorbed or naive"]);
-    with(&["--moe-backend", "cpu"], 1, &["legacy expert path has no backends", "cpu"]);
-    with(&["--moe-path", "fused", "--moe-backend", "warp"], 2, &["warp", "cpu"]);
+    with(
+        &["--moe-path", "legacy", "--moe-backend", "cpu"],
+        1,
+        &["legacy expert path has no backends", "cpu"],
+    );
+    with(&["--moe-backend", "warp"], 2, &["warp", "cpu"]);
     let qwen = fixture("text");
     fails(
         &["--model", qwen.to_str().unwrap(), "--prompt", "x"],
@@ -116,8 +120,8 @@ fn the_path_is_told() {
         run(&[&args[..], &[flag.as_str()], flags].concat());
         serde_json::from_slice(&std::fs::read(file.path()).unwrap()).unwrap()
     };
-    assert_eq!(explained(&[])["chosen"], "legacy");
-    assert_eq!(explained(&["--moe-path", "fused"])["chosen"], "cpu");
+    assert_eq!(explained(&[])["chosen"], "cpu");
+    assert_eq!(explained(&["--moe-path", "legacy"])["chosen"], "legacy");
 }
 
 #[test]
@@ -171,10 +175,10 @@ fn checkpoints_that_do_not_fit_are_listed() {
     let names =
         ["missing", "q_a_proj.weight [8, 40]", "q_a_layernorm.weight", "q_b_proj", "unexpected", "q_proj"];
     fails(&["--model", model.dir(), "--prompt", "x"], 1, &names);
-    // Shared experts that the config denies are not dropped in silence.
+    // If the config says that there are no shared experts, the ones in the file are reported.
     let model = Copied::with("deepseek-text", &[("n_shared_experts", json!(0))]);
     fails(&["--model", model.dir(), "--prompt", "x"], 1, &["shared_experts.gate_proj.weight", "[0, 40]"]);
-    // An explicit null means a dense model, so every expert is too many.
+    // An explicit null means a dense model, so every expert in the file is reported.
     let model = Copied::with("deepseek-text", &[("n_routed_experts", json!(null))]);
     fails(&["--model", model.dir(), "--prompt", "x"], 1, &["unexpected", "experts.0.gate_proj.weight"]);
 }

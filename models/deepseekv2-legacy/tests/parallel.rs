@@ -36,7 +36,7 @@ fn sizes_that_ranks_cannot_cut_are_named_before_loading() {
     for path in ["legacy", "fused"] {
         with(&["--moe-path", path], |program| {
             program.refuses(&["--tp", "3"], &["the number of query heads 4 is not divisible by tp 3"]);
-            // Two segments of 7: two ranks, or whole experts.
+            // The intermediate size has two segments of 7, so two ranks can share it, or ranks can have whole experts.
             let words = ["the experts' intermediate size 14", "tp 4", "--enable-expert-parallel"];
             program.refuses(&["--tp", "4"], &words);
         });

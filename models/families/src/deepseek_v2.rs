@@ -1,4 +1,4 @@
-//! DeepSeek-V2: the config, with the defaults of transformers 5.17; its experts run one by one or fused.
+//! DeepSeek-V2: its config, with the defaults of transformers 5.17. Its experts run one after the other or fused.
 
 use model_runtime::config::{Bounds, Config, ConfigError, limits};
 use model_runtime::{DecoderConfig, MoeConfig, TensorNames};
@@ -20,7 +20,7 @@ const SIZES: Sizes = Sizes {
     max_position_embeddings: 2048,
 };
 
-/// `first_k_dense_replace` and `moe_layer_freq`.
+/// The bounds of `first_k_dense_replace` and `moe_layer_freq`.
 const LAYERS_OR_NONE: Bounds = 0..=*limits::LAYERS.end();
 
 /// DeepSeek-V2 and V2-Lite.
@@ -31,7 +31,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-/// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
+/// Reads and validates a config. Nothing of a size in the config is allocated before the size is checked.
 ///
 /// # Errors
 /// Values of another type or out of bounds; options that are not supported.
@@ -59,16 +59,16 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; is_sparse.len()],
         moe: router.map(|router| MoeConfig {
-            router,
-            intermediate_size,
             shared_intermediate_size: shared * intermediate_size,
+            ..MoeConfig::new(router, intermediate_size)
         }),
         is_sparse,
+        ..DecoderConfig::default()
     };
     Ok(LatentSpec { ignored_by_transformers, ..LatentSpec::new(config, decoder, attention)? })
 }
 
-/// The routing; an explicit null for the number of experts means a dense model.
+/// The routing. An explicit null for the number of experts means a dense model.
 fn router(config: &Config) -> Result<Option<RouterConfig>, ConfigError> {
     if config.object().get("n_routed_experts").is_some_and(|experts| experts.is_null()) {
         return Ok(None);
@@ -86,8 +86,8 @@ fn sparse_layers(config: &Config, has_experts: bool) -> Result<Vec<bool>, Config
     Ok((0..layers).map(|layer| has_experts && layer >= first && layer.is_multiple_of(every)).collect())
 }
 
-/// Options that this config sets and that transformers 5.17 does not look at. As in vLLM,
-/// `norm_topk_prob` divides the chosen scores by their sum before `routed_scaling_factor` multiplies them.
+/// Returns options that this config sets and that transformers 5.17 ignores. As in vLLM, `norm_topk_prob` divides the
+/// chosen scores by their sum before `routed_scaling_factor` multiplies them.
 fn ignored_by_transformers(
     config: &Config,
     router: Option<&RouterConfig>,

@@ -1,5 +1,5 @@
-//! DeepSeek-V3 and the models that took over its network: latent attention, sigmoid scores with a correction bias, groups
-//! of experts, shared experts, dense first layers.
+//! DeepSeek-V3 and models with the same network: latent attention, sigmoid scores with a correction bias, groups of
+//! experts, shared experts, dense first layers.
 
 use model_runtime::config::{Config, ConfigError, limits};
 use model_runtime::{DecoderConfig, MoeConfig, TensorNames};
@@ -17,7 +17,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-/// Kimi K2: the network of DeepSeek-V3 under a `model_type` of its own, which transformers has no class for.
+/// Kimi K2: the network of DeepSeek-V3 with another `model_type`, for which transformers has no class.
 pub const KIMI_K2: ModelFamily = ModelFamily {
     model_type: "kimi_k2",
     architecture: "DeepseekV3ForCausalLM",
@@ -37,13 +37,12 @@ const SIZES: Sizes = Sizes {
 /// Reads and validates a config, with the defaults of transformers 5.17.
 ///
 /// # Errors
-/// Values of another type or out of bounds; another routing than DeepSeek-V3's; sparse layers that are not all after the
-/// dense ones.
+/// Values of another type or out of bounds; another routing than DeepSeek-V3's; dense layers after sparse ones.
 pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
     config.quantisation()?;
     check_noaux_routing(config)?;
     for key in ["rope_interleave", "norm_topk_prob"] {
-        // transformers takes null for false.
+        // transformers reads null as false.
         if config.object().get(key).is_some_and(|value| value.is_null()) {
             return Err(config.unsupported(format!("{key} null"), "; say true, or leave the key out"));
         }
@@ -69,12 +68,12 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         intermediate_size: width("intermediate_size", 18432)?,
         activation: config.activation()?,
         rms_norm_eps: config.rms_norm_eps()?,
+        zero_centred_norms: false,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; layers],
         moe: Some(MoeConfig {
-            router: config.router()?,
-            intermediate_size,
             shared_intermediate_size: shared * intermediate_size,
+            ..MoeConfig::new(config.router()?, intermediate_size)
         }),
         is_sparse: (0..layers).map(|layer| layer >= dense).collect(),
     };

@@ -1,5 +1,5 @@
-//! The checkpoint that programs contain: a small model trained on Shakespeare by tests/reference/train_tiny.py, so that a
-//! program does something real before anything is downloaded.
+//! The checkpoint that is part of the programs: a small model that tests/reference/train_tiny.py trained on
+//! Shakespeare, so that a program does something useful before anything is downloaded.
 
 use moe_engine::{Embedded, EmbeddedChat};
 
@@ -10,6 +10,6 @@ pub static EMBEDDED: Embedded = Embedded {
     generation_config: include_str!("../checkpoint/generation_config.json"),
     tokenizer: include_bytes!("../checkpoint/tokenizer.json"),
     prompt: "First Citizen:\n",
-    // It was trained on plays, in which a blank line ends what a character says.
+    // The model was trained on plays, in which a blank line ends the words of a character.
     chat: Some(EmbeddedChat { template: include_str!("../checkpoint/play.jinja"), stop: "\n\n" }),
 };

@@ -1,5 +1,5 @@
-//! ERNIE 4.5: softmax scores with a correction bias, shared experts, experts in some of the layers, neighbouring dimensions
-//! of a head rotated together.
+//! ERNIE 4.5: softmax scores with a correction bias, shared experts, experts in some of the layers, and rotary
+//! embedding that rotates neighbouring dimensions of a head together.
 
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
 use model_runtime::{
@@ -8,9 +8,10 @@ use model_runtime::{
 use moe_engine::ModelFamily;
 
 use crate::fixed_keys::{check_biased_routing, check_no_window};
-use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
+use crate::grouped_query::{Sizes, attention};
+use crate::spec::DecoderSpec;
 
-/// ERNIE 4.5 with experts, text alone.
+/// ERNIE 4.5 with experts, for text only.
 pub const FAMILY: ModelFamily = ModelFamily {
     model_type: "ernie4_5_moe",
     architecture: "Ernie4_5_MoeForCausalLM",
@@ -18,7 +19,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-const NO_MLA: &str = "--mla: ERNIE 4.5 has no multi-head latent attention; leave the flag out";
+const NO_MLA: &str = "`mla`: ERNIE 4.5 has no multi-head latent attention; leave it out";
 
 const NAMES: TensorNames = TensorNames {
     shared_experts: Some("shared_experts"),
@@ -32,17 +33,17 @@ const NAMES: TensorNames = TensorNames {
 
 const SIZES: Sizes = Sizes { hidden_size: 2560, num_heads: 20, num_kv_heads: Some(4), rms_norm_eps: 1e-5 };
 
-/// Base of the rotary frequencies where a config has none.
+/// The base of the rotary frequencies if a config has none.
 const DEFAULT_THETA: f64 = 5e5;
 
-/// `moe_norm_min`: far below any sum of the scores that a softmax gives to the chosen experts, so it changes nothing.
+/// `moe_norm_min`. It is far below every sum of scores that a softmax gives to the chosen experts, so it has no effect.
 const NORM_MIN: f64 = 1e-12;
 
 /// Reads and validates a config, with the defaults of transformers 5.17.
 ///
 /// # Errors
-/// Values of another type or out of bounds; biases; a lower bound of the weights' sum that could change it.
-pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
+/// Values of another type or out of bounds; biases; a lower bound of the sum of weights that could have an effect.
+pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     config.quantisation()?;
     if config.bool_or(&["use_bias"], false)? {
         return Err(config.unsupported("use_bias true", "; attention and MLPs without biases are supported"));
@@ -78,17 +79,17 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], true)?,
         rope: vec![rope; is_sparse.len()],
         moe: Some(MoeConfig {
-            router: config.router()?,
-            intermediate_size,
             shared_intermediate_size: shared * intermediate_size,
+            ..MoeConfig::new(config.router()?, intermediate_size)
         }),
         is_sparse,
+        ..DecoderConfig::default()
     };
-    GroupedQuerySpec::new(config, decoder, attention, NO_MLA)
+    DecoderSpec::new(config, decoder, attention, NO_MLA)
 }
 
-/// Which layers have experts: from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last layer), the last of each
-/// `moe_layer_interval`.
+/// Returns which layers have experts: from `moe_layer_start_index` to `moe_layer_end_index` (-1 is the last layer), the
+/// last of every `moe_layer_interval` layers.
 fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
     let layers = config.size_or(&["num_hidden_layers"], 28, limits::LAYERS)?;
     let index = 0..=*limits::LAYERS.end();
@@ -108,7 +109,7 @@ fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
 mod tests {
     use super::*;
 
-    fn parse(fields: &str) -> Result<GroupedQuerySpec, String> {
+    fn parse(fields: &str) -> Result<DecoderSpec, String> {
         let text = format!(r#"{{"model_type": "ernie4_5_moe"{fields}}}"#);
         read(&Config::parse(&text, "c").unwrap()).map_err(|e| e.to_string())
     }
@@ -117,7 +118,7 @@ mod tests {
     fn an_empty_config_is_ernie_4_5_21b() {
         let spec = parse("").unwrap();
         let decoder = &spec.model.decoder;
-        let attention = &spec.model.attention[27];
+        let attention = spec.model.attention(27).unwrap();
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (20, 4, 128));
         assert_eq!((attention.rotated_pairs, attention.rotary_dim), (RotatedPairs::Neighbours, 128));
         let moe = decoder.moe.as_ref().unwrap();

@@ -1,12 +1,13 @@
-//! Keys that transformers' code of a family does not read, or only in part: it computes one routing whatever they say.
+//! Keys that transformers' code of a family does not read, or reads only in part. Its routing is the same whatever they
+//! say.
 
 use model_runtime::config::{Config, ConfigError, limits};
 
-/// Refuses a config that asks for another routing than that of its family: biased, renormalised, without a scale, its scores
-/// by this `scoring_func`.
+/// Checks that a config does not require another routing than its family has: biased, renormalised, without a scale,
+/// with scores by this `scoring_func`.
 ///
 /// # Errors
-/// A key that says otherwise, or has a value of another type.
+/// A key with another meaning, or a value of another type.
 pub(crate) fn check_biased_routing(config: &Config, scoring: &str) -> Result<(), ConfigError> {
     check_fixed_strings(config, &[("topk_method", "noaux_tc"), ("scoring_func", scoring)])?;
     let switches =
@@ -21,10 +22,10 @@ pub(crate) fn check_biased_routing(config: &Config, scoring: &str) -> Result<(),
     check_unscaled(config)
 }
 
-/// Refuses a config that asks for another routing than the best of a softmax without a scale.
+/// Checks that a config does not require another routing than the best experts of a softmax without a scale.
 ///
 /// # Errors
-/// A key that says otherwise, or has a value of another type.
+/// A key with another meaning, or a value of another type.
 pub(crate) fn check_softmax_routing(config: &Config) -> Result<(), ConfigError> {
     check_fixed_strings(config, &[("topk_method", "greedy"), ("scoring_func", "softmax")])?;
     check_unscaled(config)
@@ -39,10 +40,11 @@ fn check_unscaled(config: &Config) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Refuses a window: the attention of the family has none, but the cache with which transformers generates would get it.
+/// Refuses a window. The attention of the family has none, but transformers would give one to the cache with which it
+/// generates.
 ///
 /// # Errors
-/// A `sliding_window`.
+/// The config has a `sliding_window`.
 pub(crate) fn check_no_window(config: &Config) -> Result<(), ConfigError> {
     match config.opt_size(&["sliding_window"], limits::POSITIONS)? {
         Some(window) => {
@@ -53,19 +55,19 @@ pub(crate) fn check_no_window(config: &Config) -> Result<(), ConfigError> {
     }
 }
 
-/// Refuses a config whose experts are not chosen as in DeepSeek-V3, which is all that transformers' code of such a family
-/// knows: it reads neither key.
+/// Checks that a config does not require another choice of experts than DeepSeek-V3's. transformers' code of such a
+/// family always makes this choice, and reads neither key.
 ///
 /// # Errors
-/// A `topk_method` or a `scoring_func` of another routing.
+/// A `topk_method` or a `scoring_func` for another routing.
 pub(crate) fn check_noaux_routing(config: &Config) -> Result<(), ConfigError> {
     check_fixed_strings(config, &[("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")])
 }
 
-/// Refuses other values of these keys than those that the family has.
+/// Checks that these keys have the values of the family, if they are present.
 ///
 /// # Errors
-/// Another value.
+/// A key with another value.
 pub(crate) fn check_fixed_strings(config: &Config, fixed: &[(&str, &str)]) -> Result<(), ConfigError> {
     for (key, only) in fixed {
         if let Some(other) = config.opt_string(&[key])?.filter(|value| value != only) {

@@ -28,12 +28,12 @@ const SIZES: Sizes = Sizes {
 /// Reads and validates a config, with the defaults of transformers 5.17.
 ///
 /// # Errors
-/// Values of another type or out of bounds; another routing than GLM's; layers of a type that is not known.
+/// Values of another type or out of bounds; another routing than GLM's; layers of an unknown type.
 pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
     config.quantisation()?;
     check_noaux_routing(config)?;
     check_interleaved(config)?;
-    // transformers calls these dimensions by this name, too.
+    // transformers also uses this name for these dimensions.
     let config = &match config.has("head_dim") {
         true => {
             config.with("qk_rope_head_dim", config.size(&["qk_rope_head_dim", "head_dim"], limits::HEAD_DIM)?)
@@ -57,17 +57,17 @@ pub fn read(config: &Config) -> Result<LatentSpec, ConfigError> {
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; is_sparse.len()],
         moe: Some(MoeConfig {
-            router: config.router()?,
-            intermediate_size,
             shared_intermediate_size: shared * intermediate_size,
+            ..MoeConfig::new(config.router()?, intermediate_size)
         }),
         is_sparse,
+        ..DecoderConfig::default()
     };
     LatentSpec::new(config, decoder, attention)
 }
 
-/// Which layers have experts: those that `mlp_layer_types` calls sparse, or all but the first. transformers reads no
-/// `first_k_dense_replace` here, so another number of dense layers needs the list.
+/// Returns which layers have experts: the layers that `mlp_layer_types` calls sparse, or else all but the first.
+/// transformers does not read `first_k_dense_replace` here, so another number of dense layers needs the list.
 fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
     let layers = config.size_or(&["num_hidden_layers"], 47, limits::LAYERS)?;
     if !config.has("mlp_layer_types") {

@@ -1,82 +1,12 @@
-//! What families with grouped-query attention have in common: their configs differ, and the rest is one model.
+//! The common part of families with grouped-query attention: reading the sizes of their attention.
 
-use candle_core::DType;
-use candle_nn::VarBuilder;
 use model_runtime::config::limits;
-use model_runtime::{
-    AttentionConfig, Config, ConfigError, DecoderConfig, Geometry, GeometryError, GroupedQueryModel,
-    LayerStates, MlaForm, QkNorm, RotatedPairs, TensorLayout,
-};
-use moe_engine::{AttentionSpec, DeviceChoice, LoadOptions, LoadedModel, ModelSpec};
-use moe_layer::MoePath;
+use model_runtime::{AttentionConfig, Config, ConfigError};
 
-/// Tensors of a layer without its experts, at most.
-const LAYER_TENSORS: usize = 16;
-
-/// A model of such a family.
-#[derive(Clone, Debug)]
-pub struct GroupedQuerySpec {
-    /// The decoder and its attention.
-    pub model: GroupedQueryModel,
-    /// What the family answers to `--mla`.
-    pub(crate) no_mla: &'static str,
-}
-
-impl GroupedQuerySpec {
-    /// A model whose layers all have this attention, with sizes that are not absurd together.
-    pub(crate) fn new(
-        config: &Config,
-        decoder: DecoderConfig,
-        attention: AttentionConfig,
-        no_mla: &'static str,
-    ) -> Result<Self, ConfigError> {
-        config.dtype()?;
-        let AttentionConfig { num_heads, head_dim, hidden_size, .. } = attention;
-        decoder.check_sizes(config, LAYER_TENSORS, &[num_heads, head_dim, hidden_size, 4])?;
-        Ok(Self { model: GroupedQueryModel::alike(decoder, attention), no_mla })
-    }
-}
-
-impl ModelSpec for GroupedQuerySpec {
-    fn decoder(&self) -> &DecoderConfig {
-        &self.model.decoder
-    }
-
-    fn attention(&self) -> AttentionSpec<'_> {
-        AttentionSpec::GroupedQuery(&self.model.attention)
-    }
-
-    fn refuse(&self, options: &LoadOptions, _: DeviceChoice) -> Option<&'static str> {
-        options.mla.map(|_| self.no_mla)
-    }
-
-    fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {
-        self.model.layout(geometry, has)
-    }
-
-    fn states(
-        &self,
-        geometry: &Geometry,
-        _: Option<MlaForm>,
-        dtype: DType,
-    ) -> Result<LayerStates, GeometryError> {
-        self.model.states(geometry, dtype)
-    }
-
-    fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle_core::Result<LoadedModel> {
-        if options.mla.is_some() {
-            candle_core::bail!("{}", self.no_mla)
-        }
-        let options = options.decoder(MoePath::Fused);
-        let (model, selection) = self.model.load(&options, vb)?;
-        LoadedModel::new(Box::new(model), options.path, selection)
-    }
-}
-
-/// Which layers see a window of positions alone, by `layer_types`; `None` without that list.
+/// Returns which layers attend only to a window of positions, by `layer_types`; `None` without that list.
 ///
 /// # Errors
-/// A list of another length than `layers`, or of other types.
+/// A list whose length is not `layers`, or with other types.
 pub(crate) fn sliding_layers(config: &Config, layers: usize) -> Result<Option<Vec<bool>>, ConfigError> {
     if !config.has("layer_types") {
         return Ok(None);
@@ -100,24 +30,24 @@ pub(crate) fn sliding_layers(config: &Config, layers: usize) -> Result<Option<Ve
     types.into_iter().map(is_sliding).collect::<Result<_, _>>().map(Some)
 }
 
-/// Defaults of a family's sizes.
+/// The defaults of a family's sizes.
 pub(crate) struct Sizes {
     pub hidden_size: usize,
     pub num_heads: usize,
-    /// `None`: as many as query heads.
+    /// `None` means the number of query heads.
     pub num_kv_heads: Option<usize>,
     pub rms_norm_eps: f64,
 }
 
-/// Attention of the config's sizes, without biases, norms or a window, whose heads are rotated as a whole; the size of a
-/// head is the hidden size over the number of heads where the config does not say it.
+/// Returns attention with the sizes in the config, without biases, norms or a window, with whole heads rotated. If the
+/// config has no size of a head, it is the hidden size divided by the number of heads.
 ///
 /// # Errors
 /// Sizes that do not divide; an odd size of a head.
 pub(crate) fn attention(config: &Config, defaults: &Sizes) -> Result<AttentionConfig, ConfigError> {
     let hidden_size = config.size_or(&["hidden_size"], defaults.hidden_size, limits::WIDTH)?;
     let num_heads = config.size_or(&["num_attention_heads"], defaults.num_heads, limits::HEADS)?;
-    // An explicit null means as many as query heads, too.
+    // An explicit null also means the number of query heads.
     let given = config.object().contains_key("num_key_value_heads");
     let default = defaults.num_kv_heads.filter(|_| !given).unwrap_or(num_heads);
     let num_kv_heads = config.size_or(&["num_key_value_heads"], default, limits::HEADS)?;
@@ -130,17 +60,7 @@ pub(crate) fn attention(config: &Config, defaults: &Sizes) -> Result<AttentionCo
         return Err(config.invalid("head_dim", "an even number above 0, for rotary embedding", head_dim));
     }
     Ok(AttentionConfig {
-        hidden_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rotary_dim: head_dim,
-        rotated_pairs: RotatedPairs::Halves,
-        qkv_bias: false,
-        o_bias: false,
-        qk_norm: QkNorm::None,
         rms_norm_eps: config.rms_norm_eps_or(defaults.rms_norm_eps)?,
-        sliding_window: None,
-        softmax_scale: None,
+        ..AttentionConfig::new(hidden_size, num_heads, num_kv_heads, head_dim)
     })
 }

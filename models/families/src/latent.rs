@@ -1,6 +1,5 @@
-//! What families with multi-head latent attention have in common: their configs differ, and the rest is one model.
+//! The common part of families with multi-head latent attention. Only their configs differ.
 
-use candle_core::Device;
 use candle_nn::VarBuilder;
 use model_runtime::{
     Config, ConfigError, Decoder, DecoderConfig, DecoderOptions, Geometry, GeometryError, LayerStates,
@@ -11,13 +10,13 @@ use moe_layer::candle::{self, DType};
 use moe_layer::{BackendSelection, MoePath};
 use tracing::warn;
 
-/// What errors call the reduced size of o_proj.
+/// The name in errors of the reduced size of o_proj.
 const OUTPUT: &str = "the width of all value heads";
 
-/// Tensors of a layer without its experts, at most.
+/// The largest number of tensors of a layer, without its experts.
 const LAYER_TENSORS: usize = 20;
 
-const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
+const LOOP_OVER_GPUS: &str = "`moe_path` legacy runs on one GPU, not on several; leave `tp` and `dp` out with `device` cuda, or choose fused";
 
 /// A model of such a family.
 #[derive(Clone, Debug)]
@@ -26,17 +25,18 @@ pub struct LatentSpec {
     pub decoder: DecoderConfig,
     /// Attention, in the absorbed form and with the heads of all ranks.
     pub attention: MlaConfig,
-    /// The dtype that the config names.
+    /// The dtype in the config.
     pub dtype: Option<DType>,
-    /// Options that the config sets and that transformers does not look at: a checkpoint behaves differently there.
+    /// Options that the config sets and that transformers ignores. Results differ from transformers' if a checkpoint
+    /// has them.
     pub ignored_by_transformers: Vec<String>,
 }
 
 impl LatentSpec {
-    /// A model of these parts, with sizes that are not absurd together.
+    /// Makes a model of these parts, after checking that its sizes together are plausible.
     ///
     /// # Errors
-    /// A dtype that is not known; the first product of sizes beyond its limit.
+    /// An unknown dtype; the first product of sizes that exceeds its limit.
     pub(crate) fn new(
         config: &Config,
         decoder: DecoderConfig,
@@ -48,17 +48,17 @@ impl LatentSpec {
         Ok(Self { decoder, attention, dtype: config.dtype()?, ignored_by_transformers: Vec::new() })
     }
 
-    /// Attention in a form.
+    /// The attention in a form.
     pub fn mla(&self, form: MlaForm) -> MlaConfig {
         MlaConfig { form, ..self.attention.clone() }
     }
 
-    /// Loads the model with its attention in a form, or one rank's part of it; `vb` is at the root of the
-    /// checkpoint, has the model dtype and shows the rank's slices. The oracle's choice of expert backend
-    /// comes along, unless there was none to make.
+    /// Loads the model, or one rank's part of it, with its attention in a form. `vb` is at the root of the checkpoint,
+    /// has the model dtype and provides the rank's slices. Also returns the oracle's choice of expert backend, if it
+    /// made one.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; sizes that ranks cannot cut.
+    /// Tensors that are missing or have a wrong shape; sizes that the ranks cannot divide.
     pub fn build(
         &self,
         mla: MlaForm,
@@ -71,16 +71,11 @@ impl LatentSpec {
         let ranks = context.row_parallel(OUTPUT, whole.num_heads * whole.v_head_dim)?;
         let part = whole.with_heads(heads.len());
         Decoder::load(&self.decoder, options, vb, |_, vb| {
+            let vb = vb.pp(self.decoder.names.attention);
             let attention = MlaAttention::load_on(part.clone(), self.decoder.names.latent, vb, context)?;
             Ok(Box::new(attention.with_row_parallel(ranks.clone())))
         })
     }
-}
-
-/// The path of experts that runs where none is asked for: the loop on the CPU, where it is the reference; on a GPU the loop
-/// would wait for the device in every layer.
-fn default_path(device: &Device) -> MoePath {
-    if device.is_cpu() { MoePath::Legacy } else { MoePath::Fused }
 }
 
 impl ModelSpec for LatentSpec {
@@ -98,9 +93,13 @@ impl ModelSpec for LatentSpec {
     }
 
     fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {
-        let names = &self.decoder.names.latent;
-        self.decoder
-            .layout(geometry, has, |_, prefix, list| projections(&self.attention, names, prefix, list))
+        let names = &self.decoder.names;
+        self.decoder.layout(geometry, has, |_, prefix, list| {
+            let prefix = format!("{prefix}.{}", names.attention);
+            let has = |name: &str| has(&format!("{prefix}.{name}.weight"));
+            let is_split = has(names.latent.k_b) && !has(names.latent.kv_b);
+            projections(&self.attention, &names.latent, &prefix, is_split, list)
+        })
     }
 
     fn states(
@@ -115,25 +114,27 @@ impl ModelSpec for LatentSpec {
     }
 
     fn load(&self, options: &LoadOptions, vb: VarBuilder) -> candle::Result<LoadedModel> {
-        // Once, and not by every rank.
+        // Only one rank writes these messages.
         if options.context.geometry.rank == 0 {
             for option in &self.ignored_by_transformers {
                 warn!("config.json: {option} is honoured here, but transformers 5.17 ignores it");
             }
         }
         let mla = options.mla.unwrap_or_default();
-        let options = options.decoder(default_path(vb.device()));
+        let options = options.decoder(MoePath::Fused);
         let (model, selection) = self.build(mla, &options, vb)?;
         LoadedModel::new(Box::new(model), options.path, selection)
     }
 }
 
-/// Up-projections have the rows of this rank's heads, o_proj their columns; down-projections and norms
-/// are whole, because all heads read the latents.
+/// Adds the projections. Up-projections have the rows of this rank's heads, and o_proj has their columns.
+/// Down-projections and norms are whole, because all heads read the latents. `is_split` says whether keys and values
+/// have an up-projection each.
 fn projections(
     config: &MlaConfig,
     names: &MlaNames,
     prefix: &str,
+    is_split: bool,
     list: &mut TensorLayout,
 ) -> Result<(), GeometryError> {
     let MlaConfig { hidden_size: h, num_heads, kv_lora_rank: l, v_head_dim: v, bias, .. } = *config;
@@ -163,7 +164,13 @@ fn projections(
     list.whole(weight(names.kv_a), &[latent, h]);
     biases(list, names.kv_a, latent);
     list.whole(weight(names.kv_a_norm), &[l]);
-    by_head(list, names.kv_b, up, l);
+    match is_split {
+        true => {
+            by_head(list, names.k_b, l, config.qk_nope_head_dim);
+            by_head(list, names.v_b, v, l);
+        }
+        false => by_head(list, names.kv_b, up, l),
+    }
     list.columns(weight(names.o), [h, num_heads * v], output);
     biases(list, names.o, h);
     Ok(())

@@ -1,16 +1,16 @@
-//! What the configs of families with multi-head latent attention say alike.
+//! The common part of the configs of families with multi-head latent attention.
 
 use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
 use model_runtime::{MlaConfig, MlaForm};
 
 use crate::fixed_keys::check_no_window;
 
-/// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
+/// The epsilon of the norms of latents. `rms_norm_eps` does not apply to them.
 const LATENT_NORM_EPS: f64 = 1e-6;
-/// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
+/// The largest `mscale_all_dim`. It is far above any in use, and scores stay finite with it.
 const LARGEST_MSCALE: f64 = 1e3;
 
-/// Defaults of a family's sizes; those that are not here are the same in all.
+/// The defaults of a family's sizes. Sizes that are not here have the same default in all families.
 pub(crate) struct Sizes {
     pub hidden_size: usize,
     pub num_heads: usize,
@@ -20,10 +20,10 @@ pub(crate) struct Sizes {
     pub max_position_embeddings: usize,
 }
 
-/// The rotary settings of the config, whose heads have `qk_rope_head_dim` rotated dimensions of their own.
+/// Returns the rotary settings of the config. `qk_rope_head_dim` dimensions of each head are rotated.
 ///
 /// # Errors
-/// An odd number of them; what [`RopeConfig::from_config`] refuses.
+/// An odd number of these dimensions; the errors of [`RopeConfig::from_config`].
 pub(crate) fn rope(config: &Config, defaults: &Sizes) -> Result<RopeConfig, ConfigError> {
     let positions =
         config.size_or(&["max_position_embeddings"], defaults.max_position_embeddings, limits::POSITIONS)?;
@@ -34,10 +34,10 @@ pub(crate) fn rope(config: &Config, defaults: &Sizes) -> Result<RopeConfig, Conf
     RopeConfig::from_config(config, dim, positions)
 }
 
-/// Attention of the config's sizes in the absorbed form.
+/// Returns attention with the sizes in the config, in the absorbed form.
 ///
 /// # Errors
-/// Values out of bounds; another number of key heads than of query heads; a window.
+/// Values out of bounds; numbers of key heads and query heads that differ; a window.
 pub(crate) fn attention(
     config: &Config,
     rope: &RopeConfig,
@@ -67,8 +67,7 @@ pub(crate) fn attention(
     })
 }
 
-/// A size whose absence means a default and whose explicit null means none, as in DeepSeek's own
-/// configs.
+/// Reads a size. If it is absent, it has its default; an explicit null means none, as in DeepSeek's own configs.
 ///
 /// # Errors
 /// A size out of bounds.
@@ -84,8 +83,8 @@ pub(crate) fn or_null(
     }
 }
 
-/// DeepSeek's temperature of long contexts: `mscale_all_dim` of scaled RoPE also multiplies both
-/// sides of every score.
+/// Returns DeepSeek's factor for long contexts: `mscale_all_dim` of scaled RoPE also multiplies both sides of every
+/// score.
 fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
     let factor = match &rope.scaling {
         RopeScaling::Default => return Ok(1.0),
@@ -98,14 +97,14 @@ fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
         let expected = format!("a number from 0 to {LARGEST_MSCALE}");
         return Err(section.invalid("mscale_all_dim", &expected, all_dim));
     }
-    // At 0 this is 1, as where the key is absent.
+    // If `mscale_all_dim` is 0, the factor is 1, as without the key.
     Ok(yarn_mscale(factor, all_dim))
 }
 
-/// Refuses rotary embedding whose pairs are halves of a head apart.
+/// Checks that pairs of rotated dimensions are neighbours and not half a head apart.
 ///
 /// # Errors
-/// `rope_interleave` false.
+/// The config has `rope_interleave` false.
 pub(crate) fn check_interleaved(config: &Config) -> Result<(), ConfigError> {
     match config.bool_or(&["rope_interleave"], true)? {
         true => Ok(()),

@@ -1,4 +1,4 @@
-//! The model families that this project runs, a module each: its config, its tensors, how it is loaded.
+//! The model families that this project runs. Each has a module with its config, its tensors and how it is loaded.
 #![doc = include_str!("../README.md")]
 
 pub mod deepseek_v2;
@@ -8,20 +8,25 @@ pub mod ernie4_5_moe;
 mod fixed_keys;
 pub mod glm4_moe;
 pub mod glm4_moe_lite;
-pub mod grouped_query;
+pub mod gpt_oss;
+mod grouped_query;
+mod hybrid;
 pub mod latent;
 mod latent_config;
 pub mod minimax_m2;
 pub mod mixtral;
 pub mod olmoe;
 pub mod qwen2_moe;
+pub mod qwen3_5_moe;
 pub mod qwen3_moe;
+pub mod qwen3_next;
+pub mod spec;
 
 use moe_engine::{Families, ModelFamily};
 
 pub use embedded::EMBEDDED;
 
-/// Every family, a row each. Examples of the program that runs all of them name a model of the first.
+/// Every family has a row. Examples in the program that runs all families use a model of the first row.
 pub const TABLE: &[ModelFamily] = &[
     qwen3_moe::FAMILY,
     deepseek_v2::FAMILY,
@@ -34,6 +39,10 @@ pub const TABLE: &[ModelFamily] = &[
     glm4_moe_lite::FAMILY,
     minimax_m2::FAMILY,
     ernie4_5_moe::FAMILY,
+    gpt_oss::FAMILY,
+    qwen3_next::FAMILY,
+    qwen3_5_moe::FAMILY,
+    qwen3_5_moe::TEXT,
 ];
 
 /// The families of a program that runs all of them.

@@ -1,4 +1,4 @@
-//! MiniMax-M2: norms over all heads of q and of k, heads of which half is rotated, sigmoid scores with a correction bias.
+//! MiniMax-M2: norms over all heads of q and of k; half of each head is rotated; sigmoid scores with a correction bias.
 
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
 use model_runtime::{
@@ -7,7 +7,8 @@ use model_runtime::{
 use moe_engine::ModelFamily;
 
 use crate::fixed_keys::{check_biased_routing, check_fixed_strings, check_no_window};
-use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
+use crate::grouped_query::{Sizes, attention};
+use crate::spec::DecoderSpec;
 
 /// MiniMax-M2 and M2.1.
 pub const FAMILY: ModelFamily = ModelFamily {
@@ -17,7 +18,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-const NO_MLA: &str = "--mla: MiniMax-M2 has no multi-head latent attention; leave the flag out";
+const NO_MLA: &str = "`mla`: MiniMax-M2 has no multi-head latent attention; leave it out";
 
 const NAMES: TensorNames = TensorNames {
     mlp: "block_sparse_moe",
@@ -32,18 +33,18 @@ const NAMES: TensorNames = TensorNames {
 
 const SIZES: Sizes = Sizes { hidden_size: 3072, num_heads: 48, num_kv_heads: Some(8), rms_norm_eps: 1e-6 };
 
-/// Default of `head_dim`.
+/// The default of `head_dim`.
 const HEAD_DIM: f64 = 128.0;
 
-/// Base of the rotary frequencies where a config has none.
+/// The base of the rotary frequencies if a config has none.
 const DEFAULT_THETA: f64 = 5e6;
 
 /// Reads and validates a config, with the defaults of transformers 5.24, which also reads the `rotary_dim` of published
 /// configs.
 ///
 /// # Errors
-/// Values of another type or out of bounds; options of MiniMax's own configs that transformers' code does not know.
-pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
+/// Values of another type or out of bounds; options in MiniMax's own configs that transformers' code does not support.
+pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     config.quantisation()?;
     refuse_options(config)?;
     let config = &with_defaults(config);
@@ -65,20 +66,21 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; layers],
-        moe: Some(MoeConfig { router: config.router()?, intermediate_size, shared_intermediate_size: 0 }),
+        moe: Some(MoeConfig::new(config.router()?, intermediate_size)),
         is_sparse: vec![true; layers],
+        ..DecoderConfig::default()
     };
-    GroupedQuerySpec::new(config, decoder, attention, NO_MLA)
+    DecoderSpec::new(config, decoder, attention, NO_MLA)
 }
 
-/// The config with the defaults that differ from those of other families.
+/// The config with the defaults that differ from the defaults of other families.
 fn with_defaults(config: &Config) -> Config {
     let defaults = [("head_dim", HEAD_DIM), ("rope_theta", DEFAULT_THETA)];
     let missing = defaults.into_iter().filter(|(key, _)| !config.has(key));
     missing.fold(config.clone(), |config, (key, value)| config.with(key, value))
 }
 
-/// Refuses what published configs say about parts of the network, where it is not what transformers' code always does.
+/// Refuses values in published configs that describe another network than transformers' code computes.
 fn refuse_options(config: &Config) -> Result<(), ConfigError> {
     check_biased_routing(config, "sigmoid")?;
     check_no_window(config)?;
@@ -102,7 +104,7 @@ fn refuse_options(config: &Config) -> Result<(), ConfigError> {
 mod tests {
     use super::*;
 
-    fn parse(fields: &str) -> Result<GroupedQuerySpec, String> {
+    fn parse(fields: &str) -> Result<DecoderSpec, String> {
         let text = format!(r#"{{"model_type": "minimax_m2"{fields}}}"#);
         read(&Config::parse(&text, "c").unwrap()).map_err(|e| e.to_string())
     }
@@ -111,7 +113,7 @@ mod tests {
     fn an_empty_config_has_the_defaults_of_transformers() {
         let spec = parse("").unwrap();
         let decoder = &spec.model.decoder;
-        let attention = &spec.model.attention[61];
+        let attention = spec.model.attention(61).unwrap();
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (48, 8, 128));
         assert_eq!(
             (attention.qk_norm, attention.rotary_dim, attention.qkv_bias),
@@ -126,7 +128,7 @@ mod tests {
 
     #[test]
     fn the_rotated_part_comes_from_any_of_its_keys() {
-        let rotated = |fields| parse(fields).map(|spec| spec.model.attention[0].rotary_dim);
+        let rotated = |fields| parse(fields).map(|spec| spec.model.attention(0).unwrap().rotary_dim);
         assert_eq!(rotated(r#", "rotary_dim": 64"#), Ok(64));
         assert_eq!(rotated(r#", "rotary_dim": 64, "partial_rotary_factor": 0.25"#), Ok(32));
         assert_eq!(

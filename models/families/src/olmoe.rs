@@ -1,11 +1,12 @@
-//! OLMoE: norms over all heads of q and of k, and weights of a token's experts that need not add up to 1.
+//! OLMoE: norms over all heads of q and of k. The weights of a token's experts need not add up to 1.
 
 use model_runtime::config::{RopeConfig, limits};
-use model_runtime::{AttentionConfig, Config, ConfigError, DecoderConfig, MoeConfig, QkNorm, TensorNames};
+use model_runtime::{AttentionConfig, Config, ConfigError, DecoderConfig, MoeConfig, QkNorm};
 use moe_engine::ModelFamily;
 
 use crate::fixed_keys::{check_no_window, check_softmax_routing};
-use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
+use crate::grouped_query::{Sizes, attention};
+use crate::spec::DecoderSpec;
 
 /// OLMoE.
 pub const FAMILY: ModelFamily = ModelFamily {
@@ -15,16 +16,16 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-const NO_MLA: &str = "--mla: OLMoE has no multi-head latent attention; leave the flag out";
+const NO_MLA: &str = "`mla`: OLMoE has no multi-head latent attention; leave it out";
 
 const SIZES: Sizes = Sizes { hidden_size: 2048, num_heads: 16, num_kv_heads: None, rms_norm_eps: 1e-5 };
 
 /// Reads and validates a config.json, with the defaults of transformers 5.24.
 ///
 /// # Errors
-/// Values of another type or out of bounds; clipped q, k and v; a window, which transformers does not apply; heads that do
-/// not make up the hidden size, over which the norms of q are taken.
-pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
+/// Values of another type or out of bounds; clipped q, k and v; a window, which transformers does not apply; heads
+/// whose total size is not the hidden size, because the norms of q have that size.
+pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     config.quantisation()?;
     if let Some(clip) = config.opt_float(&["clip_qkv"])? {
         return Err(
@@ -50,7 +51,6 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     let intermediate_size = config.size_or(&["intermediate_size"], 2048, limits::WIDTH)?;
     let layers = config.size_or(&["num_hidden_layers"], 16, limits::LAYERS)?;
     let decoder = DecoderConfig {
-        names: TensorNames::USUAL,
         vocab_size: config.size_or(&["vocab_size"], 50304, limits::VOCAB)?,
         hidden_size,
         intermediate_size,
@@ -58,17 +58,18 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![RopeConfig::from_config(config, head_dim, positions)?; layers],
-        moe: Some(MoeConfig { router: config.router()?, intermediate_size, shared_intermediate_size: 0 }),
+        moe: Some(MoeConfig::new(config.router()?, intermediate_size)),
         is_sparse: vec![true; layers],
+        ..DecoderConfig::default()
     };
-    GroupedQuerySpec::new(config, decoder, attention, NO_MLA)
+    DecoderSpec::new(config, decoder, attention, NO_MLA)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse(fields: &str) -> Result<GroupedQuerySpec, String> {
+    fn parse(fields: &str) -> Result<DecoderSpec, String> {
         let text = format!(r#"{{"model_type": "olmoe"{fields}}}"#);
         read(&Config::parse(&text, "c").unwrap()).map_err(|e| e.to_string())
     }
@@ -77,7 +78,7 @@ mod tests {
     fn an_empty_config_is_olmoe_1b_7b() {
         let spec = parse("").unwrap();
         let decoder = &spec.model.decoder;
-        let attention = &spec.model.attention[15];
+        let attention = spec.model.attention(15).unwrap();
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (16, 16, 128));
         assert_eq!(
             (attention.qk_norm, attention.qkv_bias, attention.rms_norm_eps),
@@ -92,8 +93,8 @@ mod tests {
     #[test]
     fn weights_are_renormalised_where_the_config_asks_for_it() {
         let spec = parse(r#", "norm_topk_prob": true, "attention_bias": true, "clip_qkv": null"#).unwrap();
-        assert!(spec.model.decoder.moe.unwrap().router.renormalize);
-        assert!(spec.model.attention.iter().all(|layer| layer.qkv_bias && layer.o_bias));
+        assert!(spec.model.decoder.moe.as_ref().unwrap().router.renormalize);
+        assert!(spec.model.attention_layers().all(|layer| layer.qkv_bias && layer.o_bias));
     }
 
     #[test]

@@ -1,12 +1,13 @@
-//! Qwen2-MoE: a shared expert whose output a gate of its own scales, and a window in some layers.
+//! Qwen2-MoE: a shared expert whose output is scaled by a gate, and a window in some layers.
 
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
-use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, TensorNames};
+use model_runtime::{AttentionConfig, DecoderConfig, MixerConfig, MoeConfig, TensorNames};
 use moe_engine::ModelFamily;
 
 use crate::fixed_keys::check_softmax_routing;
-use crate::grouped_query::{GroupedQuerySpec, Sizes, attention, sliding_layers};
+use crate::grouped_query::{Sizes, attention, sliding_layers};
 use crate::qwen3_moe::sparse_layers;
+use crate::spec::DecoderSpec;
 
 /// Qwen2-MoE.
 pub const FAMILY: ModelFamily = ModelFamily {
@@ -16,7 +17,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-const NO_MLA: &str = "--mla: Qwen2-MoE has no multi-head latent attention; leave the flag out";
+const NO_MLA: &str = "`mla`: Qwen2-MoE has no multi-head latent attention; leave it out";
 
 const NAMES: TensorNames = TensorNames {
     shared_experts: Some("shared_expert"),
@@ -26,14 +27,14 @@ const NAMES: TensorNames = TensorNames {
 
 const SIZES: Sizes = Sizes { hidden_size: 2048, num_heads: 16, num_kv_heads: Some(16), rms_norm_eps: 1e-6 };
 
-/// Default of `max_window_layers`.
+/// The default of `max_window_layers`.
 const WINDOW_LAYERS: usize = 28;
 
 /// Reads and validates a config.json, with the defaults of transformers 5.17.
 ///
 /// # Errors
-/// Values of another type or out of bounds; layers of a type that is not known, or with a window that is switched off.
-pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
+/// Values of another type or out of bounds; layers of an unknown type, or with a window although windows are off.
+pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     config.quantisation()?;
     check_softmax_routing(config)?;
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
@@ -54,21 +55,19 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; is_sparse.len()],
         moe: Some(MoeConfig {
-            router: config.router()?,
-            intermediate_size: width("moe_intermediate_size", 1408)?,
             shared_intermediate_size: width("shared_expert_intermediate_size", 5632)?,
+            ..MoeConfig::new(config.router()?, width("moe_intermediate_size", 1408)?)
         }),
         is_sparse,
+        ..DecoderConfig::default()
     };
-    let mut spec = GroupedQuerySpec::new(config, decoder, attention, NO_MLA)?;
-    for (layer, window) in spec.model.attention.iter_mut().zip(windows) {
-        layer.sliding_window = window;
-    }
-    Ok(spec)
+    let layer = |sliding_window| AttentionConfig { sliding_window, ..attention.clone() };
+    let mixers = windows.into_iter().map(|window| MixerConfig::Attention(layer(window))).collect();
+    DecoderSpec::of_layers(config, decoder, mixers, NO_MLA)
 }
 
-/// The window of each layer: with `use_sliding_window`, of those that `layer_types` names, or of every other layer below
-/// `max_window_layers`.
+/// Returns the window of each layer. With `use_sliding_window`, the layers that `layer_types` names have one, or else
+/// every other layer below `max_window_layers`.
 fn windows(config: &Config, layers: usize) -> Result<Vec<Option<usize>>, ConfigError> {
     let sliding = sliding_layers(config, layers)?;
     if !config.bool_or(&["use_sliding_window"], false)? {
@@ -88,20 +87,20 @@ fn windows(config: &Config, layers: usize) -> Result<Vec<Option<usize>>, ConfigE
 mod tests {
     use super::*;
 
-    fn parse(fields: &str) -> Result<GroupedQuerySpec, String> {
+    fn parse(fields: &str) -> Result<DecoderSpec, String> {
         let text = format!(r#"{{"model_type": "qwen2_moe"{fields}}}"#);
         read(&Config::parse(&text, "c").unwrap()).map_err(|e| e.to_string())
     }
 
     fn windows_of(fields: &str) -> Vec<Option<usize>> {
-        parse(fields).unwrap().model.attention.iter().map(|layer| layer.sliding_window).collect()
+        parse(fields).unwrap().model.attention_layers().map(|layer| layer.sliding_window).collect()
     }
 
     #[test]
     fn an_empty_config_is_qwen_1_5_moe() {
         let spec = parse("").unwrap();
         let decoder = &spec.model.decoder;
-        let attention = &spec.model.attention[23];
+        let attention = spec.model.attention(23).unwrap();
         assert_eq!((attention.num_heads, attention.num_kv_heads, attention.head_dim), (16, 16, 128));
         assert_eq!((attention.qkv_bias, attention.o_bias, attention.sliding_window), (true, false, None));
         let moe = decoder.moe.as_ref().unwrap();

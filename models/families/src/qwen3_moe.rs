@@ -1,10 +1,11 @@
-//! Qwen3-MoE: norms over each head of q and of k, and experts in all layers or in some.
+//! Qwen3-MoE: norms over each head of q and of k, and experts in all or some of the layers.
 
 use model_runtime::config::{Config, ConfigError, RopeConfig, limits};
-use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, QkNorm, TensorNames};
+use model_runtime::{AttentionConfig, DecoderConfig, MoeConfig, QkNorm};
 use moe_engine::ModelFamily;
 
-use crate::grouped_query::{GroupedQuerySpec, Sizes, attention};
+use crate::grouped_query::{Sizes, attention};
+use crate::spec::DecoderSpec;
 
 /// Qwen3-MoE.
 pub const FAMILY: ModelFamily = ModelFamily {
@@ -14,7 +15,7 @@ pub const FAMILY: ModelFamily = ModelFamily {
     parse: |config| Ok(Box::new(read(config)?)),
 };
 
-const NO_MLA: &str = "--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out";
+const NO_MLA: &str = "`mla`: Qwen3-MoE has no multi-head latent attention; leave it out";
 
 const SIZES: Sizes = Sizes { hidden_size: 2048, num_heads: 32, num_kv_heads: Some(4), rms_norm_eps: 1e-6 };
 
@@ -22,7 +23,7 @@ const SIZES: Sizes = Sizes { hidden_size: 2048, num_heads: 32, num_kv_heads: Som
 ///
 /// # Errors
 /// Values of another type or out of bounds.
-pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
+pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     config.quantisation()?;
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
     let bias = config.bool_or(&["attention_bias"], false)?;
@@ -38,7 +39,6 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
     let rope = RopeConfig::from_config(config, attention.head_dim, positions)?;
     let is_sparse = sparse_layers(config)?;
     let decoder = DecoderConfig {
-        names: TensorNames::USUAL,
         vocab_size: config.size_or(&["vocab_size"], 151936, limits::VOCAB)?,
         hidden_size: attention.hidden_size,
         intermediate_size: width("intermediate_size", 6144)?,
@@ -46,17 +46,14 @@ pub fn read(config: &Config) -> Result<GroupedQuerySpec, ConfigError> {
         rms_norm_eps: attention.rms_norm_eps,
         tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
         rope: vec![rope; is_sparse.len()],
-        moe: Some(MoeConfig {
-            router: config.router()?,
-            intermediate_size: width("moe_intermediate_size", 768)?,
-            shared_intermediate_size: 0,
-        }),
+        moe: Some(MoeConfig::new(config.router()?, width("moe_intermediate_size", 768)?)),
         is_sparse,
+        ..DecoderConfig::default()
     };
-    GroupedQuerySpec::new(config, decoder, attention, NO_MLA)
+    DecoderSpec::new(config, decoder, attention, NO_MLA)
 }
 
-/// The window, where it is used: absent means 4096, an explicit null none.
+/// Returns the window, if it is used. If the key is absent, it is 4096; an explicit null means none.
 fn sliding_window(config: &Config) -> Result<Option<usize>, ConfigError> {
     let window = match config.object().get("sliding_window") {
         None => Some(4096),

@@ -54,6 +54,20 @@ fn inspect_tells_of_each_that_it_runs() {
 }
 
 #[test]
+fn inspect_tells_what_a_head_for_multi_token_prediction_takes() {
+    let facts = |name: &str| -> Value {
+        let model = fixture(name);
+        serde_json::from_str(&PROGRAM.text(&["inspect", model.to_str().unwrap(), "--json"])).unwrap()
+    };
+    // The tensors of the head in bf16.
+    let bytes = 2 * 42688;
+    let stored = facts("qwen3_5-part");
+    assert_eq!(stored["mtp_head_bytes"], bytes, "{stored}");
+    assert!(stored["notes"].as_str().unwrap().contains("mtp.*"), "{stored}");
+    assert_eq!(facts("qwen3_5-text")["mtp_head_bytes"], Value::Null);
+}
+
+#[test]
 fn an_architecture_names_the_family_where_the_model_type_is_missing() {
     for name in texts() {
         let model = Copied::with(&name, &[("model_type", Value::Null)]);

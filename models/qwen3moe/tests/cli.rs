@@ -20,12 +20,12 @@ fn fails(args: &[&str], code: i32, words: &[&str]) {
     PROGRAM.fails(args, code, words);
 }
 
-/// Gives a model without a tokenizer one: without it, no weight is looked at.
+/// Gives a model a tokenizer. Without one, the program ends before it reads the weights.
 fn with_tokenizer(model: &Copied) {
     fs::copy(fixture("text").join("tokenizer.json"), model.path("tokenizer.json")).unwrap();
 }
 
-/// A model that cannot be run, and why.
+/// Checks that a model cannot be run, and the words of the error.
 fn unusable(model: &Copied, words: &[&str]) {
     fails(&["--model", model.dir(), "--prompt", "x"], 1, words);
 }
@@ -122,7 +122,7 @@ fn damaged_weights_are_named() {
 #[test]
 fn every_mismatch_is_in_one_message() {
     let model = Copied::new("text");
-    // Another width: many tensors have another shape, and one layer more is missing altogether.
+    // With another width, many tensors have another shape. With one more layer, all tensors of a layer are missing.
     model.config("moe_intermediate_size", json!(24));
     let layers = serde_json::from_slice::<Value>(&fs::read(model.path("config.json")).unwrap()).unwrap()
         ["num_hidden_layers"]
@@ -137,7 +137,8 @@ fn every_mismatch_is_in_one_message() {
     unusable(&model, &["unexpected", &format!("model.layers.{}.input_layernorm.weight", layers - 1)]);
 }
 
-/// A tie that the file does not keep, and a layer behind the last one: both run, and are told once, whatever the ranks.
+/// The config ties the embeddings although the file has another output matrix, and the file has a layer too many. Both
+/// models run, and each contradiction is reported once, for any number of ranks.
 #[test]
 fn contradictions_of_config_and_weights_are_told_once() {
     let plain = Copied::new("text");
@@ -244,7 +245,7 @@ fn absurd_sizes_are_errors_and_not_aborts() {
     let flags = ["--model", &path, "--prompt", "x", "--max-new-tokens", "2000000000"];
     fails(&flags, 2, &["holds", "raise --kv-cache-memory", "--max-new-tokens"]);
     fails(&[&flags[..], &["--max-model-len", "2000000000"]].concat(), 2, &["holds", "--max-model-len"]);
-    // Taken at the start, or not at all.
+    // The memory is allocated at the start, or the program ends with an error.
     let all = ["--max-model-len", "2000000000", "--kv-cache-memory", "1000000GB"];
     fails(&[&flags[..], &all].concat(), 2, &["bytes of memory are available"]);
 }
@@ -335,7 +336,7 @@ fn parity_names_the_first_tensor_that_differs() {
     let model = Copied::new("f32");
     let weights = model.path("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
-    // The sign of one weight in the last tensor of the file.
+    // This byte has the sign of one weight in the last tensor of the file.
     let end = bytes.len();
     bytes[end - 1] ^= 0x80;
     fs::write(&weights, bytes).unwrap();
@@ -367,10 +368,10 @@ fn other_formats_and_other_programs_models_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let gguf = dir.path().join("tiny-q4.gguf");
     fs::write(&gguf, b"GGUF").unwrap();
-    let words = ["tiny-q4.gguf is a GGUF file", "safetensors", "llama.cpp"];
-    fails(&[&args[..], &[gguf.to_str().unwrap()]].concat(), 2, &words);
-    let words = ["weights only as GGUF files (tiny-q4.gguf)", "llama.cpp"];
-    fails(&[&args[..], &[dir.path().to_str().unwrap()]].concat(), 1, &words);
+    for path in [gguf.as_path(), dir.path()] {
+        let words = ["tiny-q4.gguf is not a valid GGUF file", "truncated"];
+        fails(&[&args[..], &[path.to_str().unwrap()]].concat(), 1, &words);
+    }
     let weights = fixture("text").join("model.safetensors");
     fails(&[&args[..], &[weights.to_str().unwrap()]].concat(), 2, &["is a file", "name its folder"]);
 }

@@ -6,7 +6,7 @@ mod nan;
 
 use std::process::Command;
 
-/// Exit code, stdout and stderr.
+/// Returns the exit code, stdout and stderr.
 fn run(args: &[&str]) -> (Option<i32>, String, String) {
     let greedy = if args.contains(&"--temperature") { &[][..] } else { &["--temperature", "0"] };
     let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
@@ -102,7 +102,7 @@ fn a_recording_that_cannot_be_written_is_refused_before_the_run() {
     }
 }
 
-/// One prompt meets an expert that is NaN; the others' texts are shown, and the error says whose is missing.
+/// One prompt reaches an expert with NaN. The other texts are shown, and the error names the missing one.
 #[test]
 fn a_text_that_fails_leaves_the_others() {
     let dir = tempfile::tempdir().unwrap();
@@ -129,7 +129,7 @@ fn a_text_that_fails_leaves_the_others() {
     }
 }
 
-/// Files of flags are read when they are checked and when they are used; a pipe is read once.
+/// Files of flags are read when they are checked and when they are used, but a pipe can be read only once.
 #[cfg(target_os = "linux")]
 #[test]
 fn files_of_flags_may_be_pipes() {
@@ -158,7 +158,7 @@ fn heat_counts_every_token() {
     let trace = std::fs::read_to_string(&file).unwrap();
     let lines: Vec<serde_json::Value> =
         trace.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    // Four MoE layers; one step for the prompt, five for the tokens after it but the last.
+    // There are four MoE layers; one step for the prompt, and five for the tokens after it except the last.
     assert_eq!(lines.len(), 4 * 6);
     for (i, line) in lines.iter().enumerate() {
         let total: u64 = line["counts"].as_array().unwrap().iter().map(|c| c.as_u64().unwrap()).sum();

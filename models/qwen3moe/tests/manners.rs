@@ -1,4 +1,4 @@
-//! What people meet first: words that are no command, pipes, help, version, logs, JSON.
+//! The first things that users try: unknown commands, pipes, help, version, logs, JSON.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 #[path = "../../../tests/cli/program.rs"]
@@ -178,7 +178,7 @@ fn bench_fits_the_embedded_model() {
     PROGRAM.fails(&["bench", "--config", config.to_str().unwrap()], 2, &["--dummy-weights"]);
 }
 
-/// Neither weights are needed to know their size, nor a machine that has so much memory.
+/// Neither weights nor a machine with that much memory are needed to know the size.
 #[test]
 fn a_model_that_has_no_room_is_refused_before_its_weights() {
     let sizes = [("hidden_size", json!(1 << 17)), ("moe_intermediate_size", json!(1 << 20))];

@@ -68,7 +68,7 @@ fn mistakes_are_told_before_weights() {
         &["--guided-regex: the regular expression cannot be used", "unclosed group"],
     );
     fails(&["--guided-choice", ""], &["--guided-choice: the list of choices"]);
-    // Flags are looked at before the model is even looked for.
+    // Flags are checked before the model is looked up.
     fails(&["--guided-regex", "a(", "--model", "/no/such/folder"], &["unclosed group"]);
 }
 
@@ -81,7 +81,7 @@ fn the_text_is_the_same_over_ranks() {
         let flags = [&["--json-schema", SCHEMA, "--num-sequences", "3"], geometry].concat();
         assert_eq!(generate(&flags), one, "{geometry:?}");
     }
-    // In processes of their own: the request travels, and is compiled there.
+    // With processes the request is sent to the other process and compiled there.
     let processes = ["--tp", "1", "--dp", "2", "--distributed-executor-backend", "mp"];
     let flags = [&["--json-schema", SCHEMA, "--num-sequences", "3"][..], &processes].concat();
     assert_eq!(generate(&flags), one, "processes");
@@ -180,7 +180,7 @@ fn batch_bodies_have_all_the_names() {
         );
         assert!(error["message"].as_str().unwrap().starts_with(&format!("{param}: ")), "{error}");
     }
-    // A flag is what a body has that says nothing; the body's own wins.
+    // A flag applies to a body without the field; the body's own value has priority.
     let bodies =
         [("flag", completions, ask(json!({}))), ("own", completions, ask(json!({"guided_choice": ["Aye"]})))];
     let records = batch(&bodies, &["--guided-choice", "Nay", "--dp", "2"]);
@@ -188,7 +188,7 @@ fn batch_bodies_have_all_the_names() {
     assert_eq!((text("flag"), text("own")), (json!("Nay"), json!("Aye")));
 }
 
-/// Lines that take the process of the compiler down, or need it for long, cost themselves alone.
+/// Lines that crash the process of the compiler, or keep it busy for long, only fail themselves.
 #[test]
 fn hostile_grammars_cost_their_line_alone() {
     let completions = "/v1/completions";
@@ -203,7 +203,7 @@ fn hostile_grammars_cost_their_line_alone() {
     defs.insert("d1000".into(), json!({"type": "null"}));
     let chain = json!({"$ref": "#/$defs/d0", "$defs": defs});
     let rules: String = (0..40_000).map(|i| format!("r{i}: r{}\n", i + 1)).collect();
-    // Every alternative has a copy of every name: some tens of gigabytes.
+    // Every alternative contains a copy of every name, which would be some tens of gigabytes.
     let names: Vec<String> = (0..40_000).map(|i| format!("n{i}")).collect();
     let copies =
         json!({"anyOf": vec![json!({"type": "object"}); 10_000], "type": "object", "required": names});
@@ -222,14 +222,15 @@ fn hostile_grammars_cost_their_line_alone() {
     let error = &records["rules"]["error"]["error"];
     assert_eq!((&error["code"], &error["param"]), (&json!(400), &json!("guided_grammar")), "{error}");
     assert!(error["message"].as_str().unwrap().contains("rules and groups"), "{error}");
-    // Schemas have an answer, or an error of their own.
+    // These schemas have an answer or an error of their own.
     for id in ["chain", "copies"] {
         let status = &records[id]["response"]["status_code"];
         assert!([json!(200), json!(400)].contains(status), "{id}: {}", records[id]["error"]);
     }
 }
 
-/// With a parser the schema holds after the reasoning, whoever opens it; in the answer the text is alone.
+/// With a parser the schema applies after the reasoning, whether the prompt or the model opens it, and the answer
+/// contains only the text.
 #[test]
 fn schemas_hold_after_the_reasoning() {
     let dir = tempfile::tempdir().unwrap();
@@ -247,7 +248,7 @@ fn schemas_hold_after_the_reasoning() {
         let message = serde_json::from_str::<Value>(&text).unwrap()["choices"][0]["message"].clone();
         let content = message["content"].as_str().map(serde_json::from_str::<Value>);
         match (closes, content) {
-            // The model does not know the tag: its reasoning goes on to the limit.
+            // The model does not know the tag, so its reasoning continues to the limit.
             (true, content) => {
                 assert!(content.is_none() && message["reasoning"].is_string(), "{name}: {message}")
             }

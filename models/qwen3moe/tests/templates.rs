@@ -1,4 +1,4 @@
-//! Chat templates of strangers: whatever they ask for, the program goes on.
+//! Untrusted chat templates: whatever they do, the program continues.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ fn say(content: &str) -> ChatRequest {
     ChatRequest { messages: vec![json!({"role": "user", "content": content})], ..ChatRequest::default() }
 }
 
-/// What a template does with `bomb` costs that conversation and no other.
+/// If a template does something harmful with `bomb`, only that conversation fails.
 fn survives(bomb: &str, words: &str) {
     let template = isolated(&format!(
         "{{% if messages[0].content == 'bomb' %}}{bomb}{{% endif %}}<{{{{ messages[0].content }}}}>"
@@ -140,7 +140,7 @@ fn a_program_that_does_not_render_is_named() {
     }
 }
 
-/// One line of a batch may take the renderer down; the others are answered.
+/// One line of a batch may crash the renderer; the other lines are answered.
 #[test]
 fn a_batch_goes_on() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! `bench --workload`: its figures agree with the file and with each other, on one rank and on several; bad files are
-//! refused before there are weights.
+//! `bench --workload`: its figures agree with the file and with each other, on one rank and on several; invalid files
+//! are refused before weights are read.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 #[path = "../../../tests/cli/program.rs"]
@@ -27,7 +27,7 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// Runs the workload; what stdout has as JSON, and stderr.
+    /// Runs the workload; returns the JSON of stdout, and stderr.
     fn bench(&self, flags: &[&str]) -> (Value, String) {
         let file = self.path("work.json");
         let output = PROGRAM.run(&[&["bench", "--workload", file.to_str().unwrap()], flags].concat());
@@ -54,7 +54,7 @@ fn mixed() -> Value {
     json!({"requests": SIZES.into_iter().enumerate().map(request).collect::<Vec<_>>()})
 }
 
-/// What holds for any run of [`mixed`].
+/// Checks the properties of any run of [`mixed`].
 fn check(run: &Value) {
     let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{run:#}"));
     assert_eq!((&run["input_tokens"], &run["output_tokens"]), (&json!(INPUT), &json!(OUTPUT)));
@@ -67,7 +67,7 @@ fn check(run: &Value) {
         assert!(0. <= p50 && p50 <= p99 && p99 <= max && mean <= max * (1. + 1e-9), "{name}: {run:#}");
         assert!(max <= seconds * 1e3, "{name}: {run:#}");
     }
-    // All the times between tokens lie within the run, once for each of the requests that run at once.
+    // The times between tokens add up to at most the time of the run, times the number of requests that run at once.
     let between = number(&run["inter_token_latency_ms"]["mean"]) * (OUTPUT - SIZES.len()) as f64;
     assert!(between <= SIZES.len() as f64 * seconds * 1e3, "{run:#}");
 }
@@ -85,7 +85,7 @@ fn figures_agree_with_the_file_and_with_each_other() {
     );
     assert_eq!(result["workload"]["requests"], 6);
     assert_eq!((&result["max_num_seqs"], &result["workload"]["longest_sequence"]), (&json!(2), &json!(79)));
-    // A step has a new token of each of two sequences at most; what is scheduled depends on no clock.
+    // A step has at most one new token for each of two sequences, and scheduling does not depend on time.
     let steps: Vec<_> = runs.iter().map(|run| run["steps"].as_u64().unwrap()).collect();
     assert!(steps[0] as usize >= OUTPUT / 2 && steps.iter().all(|n| *n == steps[0]), "{steps:?}");
     assert!(runs.iter().all(|run| run["preemptions"] == 0));
@@ -99,7 +99,7 @@ fn figures_agree_with_the_file_and_with_each_other() {
         "{stderr}"
     );
     assert!(stderr.contains("best: run "), "{stderr}");
-    // Where a run takes seconds, its progress is told: "3 / 6 requests".
+    // If a run takes seconds, it prints its progress: "3 / 6 requests".
     let rows = || stderr.lines().filter(|line| !line.contains(" / "));
     let row = |n: &str| rows().filter(|line| line.split_whitespace().next() == Some(n)).count();
     assert_eq!(["1", "2", "3", "4"].map(row), [1, 1, 1, 0], "{stderr}");
@@ -156,7 +156,7 @@ fn what_cannot_run_is_refused_before_there_are_weights() {
         workload["requests"].as_array_mut().unwrap().push(request);
         Folder::new(&workload)
     };
-    // Weights that nobody can read: a program that reads them fails otherwise, and with another exit code.
+    // Nobody can read these weights: a program that reads them fails in a different way, with another exit code.
     let damaged = Copied::new("base");
     fs::write(damaged.path("model.safetensors"), "").unwrap();
     let model = ["--model", damaged.dir()];

@@ -1,11 +1,13 @@
-"""Both expert products of SonicMoE or vLLM as tests/cuda/experts.py --products measures ours: the same inputs, routing, bursts and repeats.
+"""Both expert products of SonicMoE or vLLM as tests/cuda/experts.py --products measures ours: the same inputs, routing,
+bursts and repeats.
 
   python expert_products.py sonic --out sonic.json [--tokens 16,64,256,..] [--skews 0,1,inf]
   python expert_products.py vllm --package FOLDER --out vllm.json
 
-Both need a Hopper GPU and torch. sonic: quack-kernels 0.3.11 with nvidia-cutlass-dsl 4.4.2 (libs-base), whose two products SonicMoE 0.1.2 calls, chosen by
-their autotuner for each number of tokens. vllm: FOLDER is vllm/model_executor/layers/fused_moe of its wheel, of which the Triton kernel of
-fused_moe.py and the configuration tuned for the card are read. Rows are sorted by expert beforehand; vLLM's SwiGLU, a launch of its own, is not timed.
+Both need a Hopper GPU and torch. sonic: quack-kernels 0.3.11 with nvidia-cutlass-dsl 4.4.2 (libs-base), whose two
+products SonicMoE 0.1.2 calls, chosen by their autotuner for each number of tokens. vllm: FOLDER is
+vllm/model_executor/layers/fused_moe of its wheel, of which the Triton kernel of fused_moe.py and the configuration
+tuned for the card are read. Rows are sorted by expert beforehand; vLLM's SwiGLU, a launch of its own, is not timed.
 """
 import argparse
 import ast
@@ -53,7 +55,7 @@ class Sonic:
         self.gemm(a.act, w2.transpose(1, 2), out=a.short_rows, cu_seqlens_m=offsets)
 
     def checked_rows(self):
-        """Of the first call, by slot."""
+        """The rows of the first call, in the order of slots."""
         self.call(0)
         rows = torch.empty_like(self.inputs.short_rows)
         rows[self.orders[0][1]] = self.inputs.short_rows
@@ -74,7 +76,8 @@ class Vllm:
         self.orders = [self.order(ids.flatten().long()) for ids, _ in inputs.routes]
 
     def order(self, experts):
-        """Slots in order of experts, each expert's filled up to whole blocks; the blocks' experts; how many places there are."""
+        """The slots in order of experts, with each expert's slots filled up to whole blocks; the expert of each block;
+        and the number of places."""
         block, slots = self.config["BLOCK_SIZE_M"], experts.numel()
         counts = torch.bincount(experts, minlength=E)
         blocks = (counts + block - 1) // block
@@ -131,7 +134,7 @@ def jit_functions(source):
 
 
 def error(rival):
-    """Of the first call's rows, against products in f32."""
+    """The relative error of the first call's rows, compared with products in f32."""
     rows, inputs, wrong, norm = rival.checked_rows(), rival.inputs, 0.0, 0.0
     (w13, w2), experts = inputs.weights[0], inputs.routes[0][0].flatten()
     for e in experts.unique().tolist():

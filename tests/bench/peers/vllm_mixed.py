@@ -1,9 +1,10 @@
 """vLLM on a workload of ../mixed_workload.py, with dummy weights: the protocol of `bench --workload`.
 
-  python vllm_mixed.py --config ../configs/qwen3-30b-a3b.json --workload mixed.json --out vllm_mixed.json [--tp 1] [--ep] [--max-num-seqs 256,512]
+  python vllm_mixed.py --config ../configs/qwen3-30b-a3b.json --workload mixed.json --out vllm_mixed.json [--tp 1]
+  [--ep] [--max-num-seqs 256,512]
 
-All requests at once, temperature 1, end-of-sequence ignored, prefix caching off; a warm-up of the first 64, then the best
-of `--repeat` runs. The seeds of the file are not used: with a seed of its own each request samples apart, which is
+All requests at once, temperature 1, end-of-sequence ignored, prefix caching off; a warm-up of the first 64, then the
+best of `--repeat` runs. The seeds of the file are not used: with a seed of its own each request samples apart, which is
 slower, and no figure here depends on which tokens come.
 
 Needs vLLM with its matching torch. Writes a JSON list with an object for each `--max-num-seqs`, after each of them.

@@ -25,6 +25,7 @@ fn options() -> BlockOptions {
         hidden_size: WIDTHS[0],
         intermediate_size: WIDTHS[1],
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     }
@@ -69,7 +70,7 @@ fn ranks_agree_on_the_size_of_a_budget() {
             let geometry = parallel.geometry(comm.rank())?;
             let groups = ParallelGroups::new(&geometry, comm.split(0, comm.rank(), ex)?, ex)?;
             let context = BlockContext { geometry, groups, ..BlockContext::default() };
-            // A budget of 48 tokens of the rank with the most experts is one of more tokens on the other.
+            // A budget for 48 tokens on the rank with the most experts is enough for more tokens on the other rank.
             let block = load(&context, ex.device())?;
             let mut budget = [block.chunk_bytes(48)? as u32];
             comm.all_reduce(ViewMut::new(&mut budget, &[1])?, ReduceOp::Max, ex)?;
@@ -88,7 +89,7 @@ fn ranks_agree_on_the_size_of_a_budget() {
             (NonZeroUsize::new(48), first.0, first.0),
             "{deepep_mode:?}"
         );
-        // The rank with fewer experts has room for as many tokens or more.
+        // The rank with fewer experts has room for at least as many tokens.
         assert!(second.0 >= first.0, "{deepep_mode:?}: {:?}", second.0);
         for (rank, got) in [first.2, second.2].iter().enumerate() {
             let want = want.view().narrow(rank * TOKENS, TOKENS).unwrap();

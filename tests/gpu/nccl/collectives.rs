@@ -1,4 +1,4 @@
-//! Every collective against in-process CPU ranks: random shapes, dtypes and counts, many in a row.
+//! Compares every collective with in-process CPU ranks: random shapes, dtypes and counts, many in a row.
 
 use candle_core::{Device, Result};
 use moe_comm::{Collectives, Communicator, run_ranks};
@@ -8,8 +8,8 @@ use super::rounds::{Round, bits};
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::Rng;
 
-/// Plays `play(communicator, where data lies, context)` on CPU ranks and on GPUs, and hands both ranks'
-/// results to `check`.
+/// Runs `play(communicator, device of the data, context)` on CPU ranks and on GPUs, and passes the results of both
+/// ranks to `check`.
 fn on_both(
     n: usize,
     place: impl Fn(&Exec) -> Device + Sync,
@@ -23,7 +23,7 @@ fn on_both(
     (expected.into_iter().map(|rank| rank.unwrap()).collect(), got)
 }
 
-/// Seeds that follow each other, so that every collective comes as often.
+/// Consecutive seeds, so that every collective occurs equally often.
 fn seeds(rng: &mut Rng, count: u64) -> Vec<u64> {
     let first = rng.bits() >> 8;
     (first..first + count).collect()
@@ -61,7 +61,7 @@ fn views_of_host_memory_take_part() {
     collectives_agree(40, |_| Device::Cpu);
 }
 
-/// Groups split from the world, their ranks in reverse order, in turn with the world and with a group
+/// Groups split from the world, with their ranks in reverse order, are used in turn with the world and with a group
 /// split from a group.
 #[test]
 fn groups_work_beside_the_world() {
@@ -93,7 +93,7 @@ fn groups_work_beside_the_world() {
     }
 }
 
-/// Nobody leaves a barrier before everybody has come to it.
+/// No rank leaves a barrier before every rank has reached it.
 #[test]
 fn a_barrier_waits_for_every_rank() {
     use std::sync::atomic::{AtomicUsize, Ordering};

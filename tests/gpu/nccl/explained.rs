@@ -1,4 +1,4 @@
-//! Explanations are what runs on several GPUs, with sums by NCCL and over peer memory.
+//! The explanations are correct on several GPUs, with sums by NCCL and over peer memory.
 
 use candle_core::{DType, Result};
 use model_families::ALL;

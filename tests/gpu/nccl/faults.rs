@@ -1,4 +1,4 @@
-//! A rank that stalls, aborts or errs: an error on every rank, in bounded time.
+//! A rank that stalls, aborts or fails causes an error on every rank in bounded time.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use moe_kernels::{Buffer, Exec};
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::assert_error;
 
-/// The limit of worlds that are made to fail, and the most that a failure may take.
+/// The time limit of worlds that are made to fail, and the longest time that a failure may take.
 const SHORT: Duration = Duration::from_secs(4);
 const BOUND: Duration = Duration::from_secs(15);
 
@@ -26,7 +26,7 @@ fn finished(comm: &dyn Communicator, ex: &mut Exec, data: &mut Buffer) -> Result
     comm.check()
 }
 
-/// `present` ranks call `f` and must fail in time with the parts in their errors; the last rank does not.
+/// All ranks except the last one call `f`. They must fail in time, with these parts in their errors.
 fn all_but_one_fail(
     n: usize,
     prepare: impl Fn(&NcclComm, &mut Exec) + Sync,
@@ -44,7 +44,7 @@ fn all_but_one_fail(
             assert!(took < BOUND, "{took:?}");
             assert_error(result, parts);
         }
-        // Also for the rank that did not call.
+        // This includes the rank that did not call.
         assert_error(comm.check(), parts);
         assert_error(comm.barrier(ex), parts);
     });
@@ -113,7 +113,7 @@ fn any_thread_may_abort() {
     }
 }
 
-/// A failure of a group fails the world, and the other way round.
+/// A failure of a group fails the world, and a failure of the world fails its groups.
 #[test]
 fn groups_fail_together() {
     for n in worlds() {
@@ -121,7 +121,8 @@ fn groups_fail_together() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
             let half = comm.split(comm.rank() % 2, 0, ex).unwrap();
             finished(&*half, ex, &mut data(ex)).unwrap();
-            // On the host: a rank could still be inside a barrier of the group when another, already through, aborts.
+            // This barrier is on the host, because a rank could still be inside a barrier of the group when another
+            // rank has passed it and aborts.
             split.wait();
             if comm.rank() == 0 {
                 half.abort("half is not enough");
@@ -142,7 +143,7 @@ fn wrong_arguments_fail_every_rank() {
             let out = if comm.rank() == 1 { wrong.view_mut() } else { out.view_mut() };
             let result = comm.all_gather(input.view(), out, ex).and_then(|()| {
                 ex.synchronize()?;
-                // The work ends when the other rank's failure aborts it, or cannot begin.
+                // Either the failure of the other rank aborts this work, or it cannot begin.
                 comm.barrier(ex)
             });
             assert_error(result, &["rank 1 of", "equal dims after the first"]);

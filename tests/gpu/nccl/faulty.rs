@@ -1,4 +1,4 @@
-//! Windows with faults: what they carry to a rank is corrupt, or their rank's process ends in a phase of a move.
+//! Windows with faults: bytes for a rank are corrupted, or the rank's process ends in a phase of a move.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,12 +7,13 @@ use candle_core::{DType, Result};
 use moe_comm::{Transfer, TransferSource, Window};
 use moe_kernels::{Buffer, Exec, View};
 
-/// What is wrong with a window.
+/// The kind of fault of a window.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
-    /// A bit of the first bytes of every move that come to this rank is flipped.
+    /// A bit in the first bytes of every move to this rank is flipped.
     Corrupt(usize),
-    /// The process ends at once when the move begins, carries bytes, checks what has come, or installs it.
+    /// The process ends at once in this phase: when the move begins, carries bytes, checks the received bytes, or
+    /// installs them.
     End(&'static str),
 }
 
@@ -21,9 +22,9 @@ pub enum Fault {
 pub struct Faulty {
     inner: Box<dyn Window>,
     fault: Fault,
-    /// Whether the next bytes for the victim are the first of a move.
+    /// Whether the next bytes for the victim are the first bytes of a move.
     first: AtomicBool,
-    /// Read by a stream of the window's, whichever it is.
+    /// A stream of the window reads these buffers, so they stay allocated.
     flipped: Mutex<Vec<Buffer>>,
 }
 
@@ -38,7 +39,7 @@ impl Faulty {
         }
     }
 
-    /// Whether the bytes of a transfer are to be corrupted now.
+    /// Whether the bytes of a transfer must be corrupted now.
     fn corrupts(&self, transfer: &Transfer) -> bool {
         self.fault == Fault::Corrupt(transfer.to) && self.first.swap(false, Ordering::SeqCst)
     }
@@ -87,7 +88,7 @@ impl Window for Faulty {
     }
 
     fn own(&self, at: usize, len: usize) -> Result<View<'_>> {
-        // First asked for when checksums are taken.
+        // This is called for the first time when checksums are computed.
         self.reaches("checks");
         self.inner.own(at, len)
     }

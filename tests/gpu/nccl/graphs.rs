@@ -11,7 +11,7 @@ use crate::common::Rng;
 
 const WIDTH: usize = 64;
 
-/// The buffers of a small step of a rank, of `n` ranks with different numbers of rows.
+/// The buffers of one rank for a small step of `n` ranks with different numbers of rows.
 struct Step {
     counts: Vec<usize>,
     rank: usize,
@@ -40,7 +40,7 @@ impl Step {
         Ok(())
     }
 
-    /// Collectives of every kind with ops in between, each on what the one before left.
+    /// Collectives of every kind with ops in between. Each uses the result of the one before.
     fn run(&mut self, comm: &dyn Communicator, ex: &mut Exec) -> Result<()> {
         let Self { counts, rank, own, all, sent, received } = self;
         let n = counts.len();
@@ -58,7 +58,7 @@ impl Step {
     }
 }
 
-/// Replays with new data give the bits of eager steps, also where both are mixed.
+/// Replays with new data give the bits of eager steps, also if both alternate.
 #[test]
 fn replays_are_eager_steps() {
     for n in worlds() {
@@ -82,7 +82,7 @@ fn replays_are_eager_steps() {
     }
 }
 
-/// What would have to wait for the device is refused while a graph is recorded, with the reason.
+/// Calls that would have to wait for the device are refused with the reason while a graph is recorded.
 #[test]
 fn waiting_collectives_cannot_be_recorded() {
     type Wait = fn(&dyn Communicator, &mut Exec) -> Result<()>;

@@ -1,5 +1,5 @@
-//! A rank whose process is killed while experts move between GPUs, in each phase of a move: the other one ends soon with an error that
-//! names it, and the same run without a kill completes.
+//! The process of a rank is killed in each phase of a move of experts between GPUs. The other rank soon ends with an
+//! error that names it, and the same run without a kill completes.
 
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -18,8 +18,8 @@ use super::faulty::{Fault, Faulty};
 use super::moves::{block, cases, model, renamed, shift, window};
 use crate::common::Rng;
 
-/// When the second rank ends: before anything travels, instead of sending, when all is there and nothing is agreed, when the other may have
-/// the new places in force already; or never.
+/// The moment at which the second rank ends: before any bytes are sent; instead of sending; when all bytes have arrived
+/// and nothing is agreed; when the other rank may already use the new placement; or never.
 const PHASES: [&str; 5] = ["begins", "carries", "checks", "installs", "lives"];
 
 #[test]
@@ -62,7 +62,7 @@ fn a_rank_of_it() {
     let mut ex = context(launch.local_rank).unwrap();
     let id = broadcast_bytes(&hosts, 0, &NcclComm::unique_id().unwrap()).unwrap();
     let gpus = Arc::new(NcclComm::with_timeout(id.try_into().unwrap(), launch.rank, 2, &ex, limit).unwrap());
-    // Exchanges by NCCL would wait for the dead.
+    // Exchanges by NCCL would wait for the dead rank.
     gpus.end_with(hosts.watcher()).unwrap();
     let case = cases()[0].clone().by_nccl(by_nccl);
     let (block, _) = block(&case, &model(&case, &mut Rng::seeded(1)), &gpus, &mut ex).unwrap();
@@ -75,14 +75,14 @@ fn a_rank_of_it() {
     let before = placed.map();
     let start = Instant::now();
     let target = renamed(&before, &mut Rng::seeded(2));
-    // What hosts say to each other lies in their own memory, as in an engine.
+    // The messages between hosts are in host memory, as in an engine.
     let moved = shift(placed, (&target, usize::MAX), &window, &hosts, &mut Exec::cpu());
     if phase == "lives" {
         assert_eq!(moved.unwrap(), MoveStatus::Moved);
         ex.synchronize().unwrap();
         return hosts.barrier(&mut Exec::cpu()).unwrap();
     }
-    // Who has agreed has the new places in force, and hears of the death next.
+    // A rank that has agreed already uses the new placement, and learns of the death in its next call.
     let error = match moved {
         Ok(status) => {
             assert_eq!((phase.as_str(), status), ("installs", MoveStatus::Moved));
@@ -96,6 +96,6 @@ fn a_rank_of_it() {
     let text = error.to_string();
     assert!(text.contains("rank 1 died"), "{text}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
-    // Ends what waits on the device, as engines do.
+    // This ends the work that waits on the device, as engines do.
     gpus.abort(&text);
 }

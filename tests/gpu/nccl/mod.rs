@@ -1,4 +1,4 @@
-//! Several GPUs over NCCL, one thread of this process each. The machine needs at least two.
+//! Several GPUs over NCCL, one thread of this process for each. The machine needs at least two GPUs.
 
 mod chunks;
 mod collectives;
@@ -31,17 +31,17 @@ use candle_core::{Device, Result};
 use moe_comm::NcclComm;
 use moe_kernels::Exec;
 
-/// Long enough for the making of connections.
+/// This is long enough for making connections.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
-/// The worlds to test: two ranks, and all GPUs of the machine.
+/// The numbers of ranks to test: two, and all GPUs of the machine.
 pub fn worlds() -> Vec<usize> {
     let devices = CudaContext::device_count().unwrap() as usize;
     assert!(devices >= 2, "the NCCL tests need at least 2 GPUs, found {devices}");
     if devices == 2 { vec![2] } else { vec![2, devices] }
 }
 
-/// A context on a GPU, with a workspace of its own.
+/// A context on a GPU, with its own workspace.
 fn context(ordinal: usize) -> Result<Exec> {
     static DEVICES: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -51,15 +51,15 @@ fn context(ordinal: usize) -> Result<Exec> {
     Exec::on(&devices[&ordinal])
 }
 
-/// What `f(communicator, context)` returns on each rank of a new world of `n`, in rank order. Rank r
-/// runs on GPU r; no call takes longer than `limit` allows.
+/// The results of `f(communicator, context)` on each rank of a new world of `n`, in rank order. Rank r runs on GPU r,
+/// and no call takes longer than `limit`.
 pub fn run_nccl_ranks<R: Send>(
     n: usize,
     limit: Duration,
     f: impl Fn(&NcclComm, &mut Exec) -> R + Sync,
 ) -> Vec<R> {
     let id = NcclComm::unique_id().unwrap();
-    // A rank that fails on purpose must not find another still joining.
+    // A rank that fails on purpose must not do so while another rank is still joining.
     let f = &f;
     let joined = &std::sync::Barrier::new(n);
     std::thread::scope(|scope| {

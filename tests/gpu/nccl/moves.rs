@@ -1,5 +1,5 @@
-//! Experts that move between GPUs under a captured graph: results stay, whatever moves, and a corrupt transfer is rolled back on
-//! all ranks.
+//! Experts move between GPUs under a captured graph. Results stay the same whatever moves, and all ranks roll back a
+//! corrupt transfer.
 
 use std::sync::Arc;
 
@@ -37,9 +37,9 @@ pub struct Case {
     tokens: usize,
     parallel: ParallelConfig,
     replicas: ReplicaChoice,
-    /// Experts travel by NCCL, not over peer memory.
+    /// Whether experts are sent by NCCL instead of over peer memory.
     by_nccl: bool,
-    /// Largest error, as a share of the largest result (of at least 1).
+    /// The largest allowed error, relative to the largest result (at least 1).
     bound: f64,
 }
 
@@ -67,18 +67,19 @@ pub fn cases() -> Vec<Case> {
     let quantised = |scheme, case: Case| Case { scheme, ..case };
     vec![
         bf16(8, gathers),
-        // Sizes of no fast kernel: slots that are no whole number of vectors.
+        // No fast kernel takes these sizes: a slot is not a whole number of vectors.
         Case { dtype: DType::F32, widths: [42, 25], bound: 1e-5, ..bf16(8, gathers) },
         bf16(8, parallel(1, EpBackend::DeepEp)),
-        // So many that copies share their rows.
+        // With this number of tokens, copies share their rows.
         bf16(200, gathers),
-        // Launches that contain the router: one for all, then lists by one copy of each expert, and by all.
+        // Launches that contain the router: one launch for the whole layer, then lists by one copy of each expert, and
+        // by all copies.
         bf16(3, replicated),
         bf16(8, replicated),
         bf16(200, replicated),
-        // Each rank of a group has the copies near it, behind the router.
+        // Each rank of a group uses the nearest copies, after the router.
         Case { replicas: ReplicaChoice::LocalFirst, ..bf16(200, replicated) },
-        // Integers, scales and zero points, by kernels of few rows, of many, and of any shape.
+        // Integers, scales and zero points, by kernels for few rows, for many rows, and for any shape.
         quantised(int(4, 128, true, false), bf16(8, gathers)),
         quantised(int(4, 128, false, false), bf16(3, replicated)),
         quantised(fp8(QuantGroup::Block { n: 128, k: 128 }), bf16(200, gathers)),
@@ -90,12 +91,12 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// This case with experts that travel by NCCL, or over peer memory.
+    /// This case with experts that are sent by NCCL, or over peer memory.
     pub fn by_nccl(self, by_nccl: bool) -> Self {
         Self { by_nccl, ..self }
     }
 
-    /// All ranks have the same rows, or each its own.
+    /// Whether all ranks have the same rows; otherwise each rank has its own.
     fn is_replicated(&self) -> bool {
         self.parallel.tp == 2
     }
@@ -106,13 +107,13 @@ impl Case {
     }
 }
 
-/// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.
+/// Other experts in the same slots: all are renumbered, so that every expert keeps a slot and no rank holds one twice.
 pub fn renamed(map: &ExpertMap, rng: &mut Rng) -> Vec<u32> {
     let names = rng.permutation(map.num_experts());
     map.phy2log().iter().map(|&expert| names[expert as usize]).collect()
 }
 
-/// Rounds until the move has ended; `hosts` are the ranks as they agree.
+/// Runs rounds until the move has ended. `hosts` connects the ranks so that they can agree.
 pub fn shift(
     placed: &PlacedExperts,
     (phy2log, bytes): (&[u32], usize),
@@ -130,7 +131,8 @@ pub fn shift(
     panic!("a move that never ends")
 }
 
-/// What a rank computes beside its window: the rows are its own, or in a tensor-parallel group the same on all ranks.
+/// A rank's block, whose window may be in use. The rows are the rank's own, or in a tensor-parallel group the same on
+/// all ranks.
 pub fn block(
     case: &Case,
     model: &Model,
@@ -153,11 +155,12 @@ pub fn block(
         hidden_size: case.widths[0],
         intermediate_size: case.widths[1],
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     };
     let (mut block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
-    // Then this test adds the ranks' sums.
+    // If so, this test adds the ranks' sums.
     assert_eq!(block.defer_sum(), case.is_replicated());
     let asked = PlanStep::decode(case.tokens);
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
@@ -182,7 +185,7 @@ pub struct Model {
 
 pub fn model(case: &Case, rng: &mut Rng) -> Model {
     let [h, i] = case.widths;
-    // Products of about the size of their inputs.
+    // The products have about the size of their inputs.
     let tensor = |name: &str, dims: &[usize], rng: &mut Rng| {
         let scale = 1.7 / (dims[dims.len() - 1] as f64).sqrt();
         let values = rng.floats(DType::F32, dims).into_tensor().unwrap().affine(scale, 0.0).unwrap();
@@ -205,7 +208,7 @@ pub fn model(case: &Case, rng: &mut Rng) -> Model {
     Model { tensors: vec![gate], quant: Some(Arc::new(source)) }
 }
 
-/// The window through which a rank's experts come.
+/// The window through which a rank receives experts.
 pub fn window(case: &Case, bytes: usize, comm: &NcclComm, ex: &mut Exec) -> Result<Box<dyn Window>> {
     if case.by_nccl {
         return Ok(Box::new(NcclWindow::new(comm.split(0, comm.rank(), ex)?, bytes, ex)?));
@@ -214,7 +217,8 @@ pub fn window(case: &Case, bytes: usize, comm: &NcclComm, ex: &mut Exec) -> Resu
     Ok(Box::new(window.unwrap_or_else(|why| panic!("no shared memory: {why}"))))
 }
 
-/// Moves under one graph; the results before and after each move, and how the moves ended. What comes to `victim` is corrupt.
+/// Moves experts under one graph. Returns the results before and after each move, and how the moves ended. The bytes
+/// for `victim` are corrupted.
 fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<MoveStatus>)> {
     let mut rng = Rng::seeded(seed);
     let model = model(case, &mut rng);
@@ -235,7 +239,7 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
             block.forward_into(x.view()?, out.view_mut(), &mut step, ex)?;
             if case.is_replicated() { comm.all_reduce(out.view_mut(), ReduceOp::Sum, ex) } else { Ok(()) }
         };
-        // Once so that every buffer exists, then as a graph.
+        // The first run creates every buffer; then a graph is recorded.
         forward(ex)?;
         let mut graph = Graph::capture(ex, forward)?;
         // The same moves on all ranks.
@@ -252,7 +256,7 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
             let before = placed.map();
             let target = renamed(&before, &mut rng);
             let bytes = [777, 5000, usize::MAX][rng.below(3)];
-            // A step that is on its way when the slots change.
+            // This step is in progress when the slots change.
             graph.launch()?;
             let status = shift(placed, (&target, bytes), &window, comm, ex)?;
             let want = if status == MoveStatus::Moved { &target[..] } else { before.phy2log() };
@@ -260,7 +264,7 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
             statuses.push(status);
         }
         comm.check()?;
-        // Ranks drop graphs and windows when nobody uses them any more.
+        // Ranks drop graphs and windows when no rank uses them any more.
         ex.synchronize()?;
         comm.barrier(ex)?;
         drop(graph);
@@ -269,7 +273,7 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
     run_nccl_ranks(2, LIMIT, on_rank).into_iter().map(Result::unwrap).collect()
 }
 
-/// One rank on the CPU.
+/// The result of one rank on the CPU.
 fn reference(case: &Case, seed: u64) -> Buffer {
     let mut rng = Rng::seeded(seed);
     let model = model(case, &mut rng);
@@ -280,6 +284,7 @@ fn reference(case: &Case, seed: u64) -> Buffer {
         hidden_size: case.widths[0],
         intermediate_size: case.widths[1],
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     };
@@ -293,7 +298,7 @@ fn reference(case: &Case, seed: u64) -> Buffer {
     out
 }
 
-/// The results of a rank's rows, against the reference.
+/// Compares the results for a rank's rows with the reference.
 fn check(case: &Case, rank: usize, want: &Buffer, results: &[Buffer]) {
     let first = if case.is_replicated() { 0 } else { rank * case.tokens };
     let want = Exec::cpu().to_host(want.view().narrow(first, case.tokens).unwrap()).unwrap();

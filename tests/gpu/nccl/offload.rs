@@ -1,5 +1,5 @@
-//! Experts that are cut over ranks, and of which each rank has some in host memory: outputs match experts that are all on the
-//! devices.
+//! Experts are cut over ranks, and each rank has some of its parts in host memory. The outputs are equal to the outputs
+//! of experts that are all on the devices.
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -18,7 +18,7 @@ const WIDTHS: [usize; 2] = [256, 256];
 /// Bytes of a rank's part of an expert.
 const PART: usize = 3 * WIDTHS[0] * WIDTHS[1] / 2 * 2;
 
-/// A layer of which so many experts are in host memory, over both ranks.
+/// A layer with this number of experts in host memory, over both ranks.
 fn block(
     tensors: &[(String, Tensor)],
     at_home: usize,
@@ -36,6 +36,7 @@ fn block(
         hidden_size: WIDTHS[0],
         intermediate_size: WIDTHS[1],
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     };
@@ -64,7 +65,7 @@ fn parts_of_experts_in_host_memory_give_the_bits_of_those_on_the_device() {
         tensor("experts.gate_up_proj", &[EXPERTS, 2 * i, h]),
         tensor("experts.down_proj", &[EXPERTS, h, i]),
     ];
-    // One pass, and passes: the fewest slots hold a token's experts.
+    // Steps of one pass and of several passes: the smallest number of slots holds the experts of one token.
     let steps = [1, 2, 1, 5, 33, 1, 0, 300, 4];
     let rows = steps.map(|tokens| tensor("rows", &[tokens, h]).1);
     for at_home in [1, 6, 9] {

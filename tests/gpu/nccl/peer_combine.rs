@@ -1,5 +1,5 @@
-//! Slots of a sparse layer that become sums of ranks, residual stream and norm in one launch: against in-process CPU ranks, with and
-//! without the slots added up before, in graphs, and by NCCL.
+//! Slots of a sparse layer are summed over ranks, added to the residual stream and normed in one launch. This is
+//! compared with in-process CPU ranks, with and without slots that were added up before, in graphs, and by NCCL.
 
 use candle_core::{DType, Result};
 use moe_comm::{AddNorm, Communicator, FusedCollective, run_ranks};
@@ -13,7 +13,7 @@ use crate::common::{Rng, assert_close, assert_error, words};
 
 const EXPERTS: usize = 12;
 
-/// What all ranks know alike; the slots of each come from `seed`.
+/// The data that all ranks share. The slots of each rank come from `seed`.
 struct Case {
     counts: Vec<usize>,
     hidden: usize,
@@ -32,14 +32,14 @@ impl Case {
         Self { counts, hidden, top_k, owners, ids, seed: rng.bits() >> 1 }
     }
 
-    /// Physical expert to local slot on a rank.
+    /// The local slot of each physical expert on a rank.
     fn map(&self, rank: usize) -> Vec<i32> {
         let mut local = 0..;
         self.owners.iter().map(|&owner| if owner == rank { local.next().unwrap_or(0) } else { -1 }).collect()
     }
 
-    /// The residual stream and its norm after two layers; `added`: slots come as sums. In a graph these layers are the second and
-    /// third time.
+    /// The residual stream and its norm after two layers. With `added`, slots come as sums. With a graph these layers
+    /// also run a second and third time.
     fn play(
         &self,
         comm: &dyn Communicator,
@@ -86,7 +86,8 @@ impl Case {
     }
 }
 
-/// Rows of the busiest rank, H and K: no row, fewer columns than a warp has, parts of a turn, several turns, several rows a block.
+/// Rows of the rank with the most rows, H and K: no row, fewer columns than a warp has, parts of a turn, several turns,
+/// several rows per block.
 const SIZES: [(usize, usize, usize); 6] =
     [(0, 64, 2), (1, 8, 1), (17, 264, 8), (128, 2048, 8), (40, 4096, 3), (200, 1024, 32)];
 
@@ -111,7 +112,7 @@ fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, 
             for (rank, want) in want.into_iter().map(Result::unwrap).enumerate() {
                 let what = format!("rank {rank} of {n}, {:?}, {form:?}", SIZES[at]);
                 let got = &got[rank][at];
-                // NCCL adds in an order of its own.
+                // NCCL adds in its own order.
                 let bound = if uses_peers { 1e-6 } else { 1e-5 };
                 assert_close(&format!("residual, {what}"), &want[0], &got[i][0], bound);
                 assert_close(&format!("norm, {what}"), &want[1], &got[i][1], 4e-3);
@@ -131,7 +132,7 @@ fn slots_end_as_those_of_cpu_ranks() {
     }
 }
 
-/// Without peer memory NCCL does the parts.
+/// Without peer memory NCCL runs the parts.
 #[test]
 fn nccl_does_the_same() {
     for n in worlds() {

@@ -1,4 +1,5 @@
-//! Gathers and reduce-scatters over peer memory: against in-process CPU ranks for any size, alignment and value, and many in a row.
+//! Gathers and reduce-scatters over peer memory, compared with in-process CPU ranks for any size, alignment and value,
+//! and many in a row.
 
 use candle_core::{DType, Result};
 use moe_comm::{Collectives, Communicator, FusedCollective, NcclComm, PeerAllReduce, ReduceOp, run_ranks};
@@ -11,21 +12,22 @@ use super::rounds::bits;
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{Rng, assert_close, words};
 
-/// A step's exchange: each rank brings rows [T, H] with ids and weights [T, K], and sums of the rows of all.
+/// The exchange of a step: each rank brings rows [T, H] with ids and weights [T, K], and sums for the rows of all
+/// ranks.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// Of rank 0; see `counts`.
+    /// Number of tokens of rank 0; see `counts`.
     tokens: usize,
-    /// Whether the ranks bring different numbers, some of them none.
+    /// Whether the ranks bring different numbers of tokens, some of them none.
     uneven: bool,
     hidden: usize,
     top_k: usize,
     dtype: DType,
-    /// Elements from an aligned address, on odd ranks only: ranks need not agree.
+    /// Distance in elements from an aligned address. It is used on odd ranks only, because ranks need not agree.
     offset: usize,
 }
 
-/// A copy on the context's device, `offset` elements behind an aligned address.
+/// A copy on the context's device, `offset` elements after an aligned address.
 struct Placed {
     data: Buffer,
     offset: usize,
@@ -46,7 +48,7 @@ impl Placed {
 }
 
 impl Case {
-    /// Tokens of each of `n` ranks.
+    /// The number of tokens of each of `n` ranks.
     fn counts(&self, n: usize) -> Vec<usize> {
         let of = |rank| match (self.uneven, rank % 3) {
             (false, _) | (true, 0) => self.tokens,
@@ -56,7 +58,7 @@ impl Case {
         (0..n).map(of).collect()
     }
 
-    /// Whether every part fills slots of 16 bytes, and of ids of 8.
+    /// Whether every part fills whole slots: of 16 bytes, and for ids of 8 bytes.
     fn is_whole(&self, n: usize) -> bool {
         let size = self.dtype.size_in_bytes();
         self.counts(n)
@@ -64,14 +66,14 @@ impl Case {
             .all(|n| (n * self.hidden * size).is_multiple_of(16) && (n * self.top_k).is_multiple_of(4))
     }
 
-    /// Ids with the patterns that the wire gives a meaning.
+    /// Ids that include the bit patterns with a special meaning in the protocol.
     fn ids(&self, tokens: usize, rng: &mut Rng) -> Buffer {
         let special = [NO_EXPERT, NO_EXPERT - 1, 0x7fff_7fff, 0xffff, 0xffff_0000];
         let id = |_| if rng.below(3) == 0 { special[rng.below(5)] } else { rng.below(128) as u32 };
         words((0..tokens * self.top_k).map(id).collect(), &[tokens, self.top_k])
     }
 
-    /// What has arrived: rows, ids and weights of all ranks, and this rank's sums.
+    /// The received data: rows, ids and weights of all ranks, and this rank's sums.
     fn play(&self, comm: &dyn Communicator, ex: &mut Exec) -> Result<[Buffer; 4]> {
         let rank = comm.rank();
         let n = comm.world_size();
@@ -107,7 +109,8 @@ impl Case {
     }
 }
 
-/// No token, parts of a slot, one slot for each thread and more, rows that fill half a buffer and more; as many on each rank, or not.
+/// The cases: no token, a part of a slot, one slot per thread and more, rows that fill half a buffer and more; equal
+/// and unequal numbers on the ranks.
 fn cases() -> Vec<Case> {
     let sizes = [
         (0, 64, 8),
@@ -169,7 +172,7 @@ fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
                     assert_eq!(bits(&nccl[i]), bits(&want[i]), "NCCL, array {i}, {what}");
                     assert_eq!(bits(&peers[i]), bits(&want[i]), "array {i}, {what}");
                 }
-                // NCCL adds in an order of its own.
+                // NCCL adds in its own order.
                 assert_close(&what, &want[3], &nccl[3], (n * n) as f64 * 1e-7);
                 if *scatters {
                     assert_eq!(bits(&peers[3]), bits(&want[3]), "sums, {what}");
@@ -179,7 +182,8 @@ fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
     }
 }
 
-/// All ones mark a word that has not arrived. Floats of that pattern are NaNs and come out as such, the same on all ranks.
+/// A word of all ones marks data that has not arrived. Floats of that pattern are NaNs, and must arrive as NaNs, the
+/// same on all ranks.
 #[test]
 fn floats_that_look_empty_arrive() {
     let empty = f32::from_bits(u32::MAX);
@@ -201,7 +205,8 @@ fn floats_that_look_empty_arrive() {
     }
 }
 
-/// Rows go to all ranks, come back summed, and pile up; in turn with sums, which use the same slots otherwise.
+/// Rows are sent to all ranks, return summed, and accumulate. Calls alternate with sums, which use the same slots in
+/// another way.
 struct Pile {
     own: [Buffer; 3],
     all: Buffer,
@@ -212,7 +217,7 @@ struct Pile {
 
 const DIMS: [usize; 2] = [3, 1024];
 
-/// What rank `rank`'s array `array` holds: small whole numbers, whose sums are exact.
+/// The contents of array `array` of rank `rank`: small whole numbers, whose sums are exact.
 fn value(rank: usize, array: usize, i: usize) -> f32 {
     ((rank + 1) * (array + 1) + i % 7) as f32
 }
@@ -232,12 +237,12 @@ impl Pile {
         }
     }
 
-    /// Puts call number `i` on the stream: what comes back is n times the rank's own rows.
+    /// Puts call number `i` on the stream. The result is n times the rank's own rows.
     fn call(&mut self, i: usize, comm: &NcclComm, peers: &PeerAllReduce, ex: &mut Exec) -> Result<()> {
         comm.all_gather(self.own[i % 3].view(), self.all.view_mut(), ex)?;
         comm.reduce_scatter(self.all.view(), self.back.view_mut(), ReduceOp::Sum, ex)?;
         if i % 4 == 1 {
-            // All ranks' arrays are summed, and not used: only the slots matter.
+            // The arrays of all ranks are summed but not used: only the use of the slots matters.
             peers.all_reduce_into(self.all.view_mut(), ex)?;
         }
         add_into(self.back.view(), self.pile.view_mut(), ex)
@@ -268,7 +273,7 @@ fn thousands_of_exchanges_without_a_wait_and_in_graphs() {
             assert!(peers.fits_scatter(DType::F32, &vec![DIMS[0] * DIMS[1]; n]));
             let mut pile = Pile::new(rank, n, ex);
             for i in 0..3000 {
-                // Each rank is late at other times.
+                // Each rank is late at different times.
                 if i % 997 == 100 * rank {
                     std::thread::sleep(std::time::Duration::from_millis(1));
                 }

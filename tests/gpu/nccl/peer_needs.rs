@@ -1,5 +1,5 @@
-//! Rows that travel only to the ranks that own one of their experts, and their sums back: against in-process CPU ranks, which move
-//! all rows, and in graphs.
+//! Rows are sent only to the ranks that own one of their experts, and their sums return. This is compared with
+//! in-process CPU ranks, which send all rows, and tested in graphs.
 
 use candle_core::{DType, Result};
 use moe_comm::{Communicator, FusedCollective, RowNeeds, run_ranks};
@@ -15,7 +15,7 @@ use crate::common::{Rng, words};
 const EXPERTS: usize = 12;
 const TOP_K: usize = 2;
 
-/// What each rank brings, and who needs it: the same on all ranks but for `rows` and `sums`.
+/// The data of each rank and which ranks need it. All ranks share it, except for `rows` and `sums`.
 struct Case {
     counts: Vec<usize>,
     hidden: usize,
@@ -39,7 +39,8 @@ impl Case {
         chosen.iter().any(|&id| self.owners.get(id as usize).is_some_and(|&owner| owner as usize == rank))
     }
 
-    /// Rows of all ranks as this one gets them, its sums, and its sums of parts in bf16; `in_graph`: replayed.
+    /// The rows of all ranks as this rank receives them, its sums, and its sums of parts in bf16. With `in_graph` the
+    /// calls are replayed.
     fn play(&self, comm: &dyn Communicator, in_graph: bool, ex: &mut Exec) -> Result<[Buffer; 3]> {
         let rank = comm.rank();
         let total = self.counts.iter().sum::<usize>();

@@ -1,4 +1,5 @@
-//! Many sums over peer memory in a row: without a wait, in graphs, in turn with NCCL, and with a rank that stays away.
+//! Many sums over peer memory in a row: without a wait, in graphs, alternating with NCCL, and with a rank that never
+//! calls.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -14,7 +15,8 @@ use crate::common::assert_error;
 
 /// One shot, one shot with many rows, two shots on 4 GPUs.
 const SHAPES: [[usize; 2]; 3] = [[1, 2048], [40, 1024], [64, 2048]];
-/// Arrays of each shape that calls use in turn, so that a call that reads what another one left is noticed.
+/// The number of arrays of each shape. Calls use them in turn, so that a call that reads the result of another call is
+/// noticed.
 const ARRAYS: usize = 5;
 
 /// Values on the context's device.
@@ -24,12 +26,12 @@ pub fn upload(ex: &Exec, values: Vec<f32>, dims: &[usize]) -> Buffer {
     data
 }
 
-/// What rank `rank`'s array `array` holds: small whole numbers, whose sums are exact.
+/// The contents of array `array` of rank `rank`: small whole numbers, whose sums are exact.
 fn value(rank: usize, array: usize, i: usize) -> usize {
     (rank + 1) * (array + 1) + i % 7
 }
 
-/// Sums that pile up in residual streams, and how often each array has been added.
+/// Sums that accumulate in residual streams, and how often each array was added.
 struct Piles {
     partials: Vec<Vec<Buffer>>,
     residuals: Vec<Buffer>,
@@ -80,7 +82,7 @@ impl Piles {
     }
 }
 
-/// Ranks drift apart and meet again, one size after the other, and nobody waits for the device.
+/// Ranks drift apart and meet again, with one size after the other, and no rank waits for the device.
 #[test]
 fn ten_thousand_calls_without_a_wait() {
     for n in worlds() {
@@ -88,7 +90,7 @@ fn ten_thousand_calls_without_a_wait() {
             let peers = peers_of(comm);
             let mut piles = Piles::new(comm.rank(), ex);
             for i in 0..10_000 {
-                // Each rank is late at other times.
+                // Each rank is late at different times.
                 if i % 997 == 100 * comm.rank() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -101,7 +103,8 @@ fn ten_thousand_calls_without_a_wait() {
     }
 }
 
-/// A recorded step of an odd number of calls uses the halves of the buffers in another order with each replay.
+/// A recorded step has an odd number of calls, so with each replay it uses the halves of the buffers in the other
+/// order.
 #[test]
 fn replays_take_turns_with_calls_and_nccl() {
     const RECORDED: usize = 7;
@@ -143,7 +146,7 @@ fn replays_take_turns_with_calls_and_nccl() {
     }
 }
 
-/// The same sums of whole numbers by both, one after the other on the same data.
+/// NCCL and peer memory give the same sums of whole numbers, one after the other on the same data.
 #[test]
 fn nccl_and_peers_agree() {
     for n in worlds() {
@@ -171,12 +174,12 @@ fn nccl_and_peers_agree() {
     }
 }
 
-/// A group of its own beside the communicator's, with a limit of its own.
+/// A separate group next to the communicator's own, with its own time limit.
 fn group(comm: &NcclComm, limit: Duration, ex: &Exec) -> PeerAllReduce {
     PeerAllReduce::new(comm, &mut ex.clone(), limit, ex).unwrap().unwrap()
 }
 
-/// Kernels that wait for a rank that never comes end, and say which; the others' groups go on.
+/// Kernels that wait for a rank that never calls end and name that rank; the other ranks' groups continue.
 #[test]
 fn a_rank_that_stays_away_ends_the_wait() {
     for n in worlds() {
@@ -192,14 +195,14 @@ fn a_rank_that_stays_away_ends_the_wait() {
                 peers.check().unwrap();
                 if comm.rank() < n - 1 {
                     let start = Instant::now();
-                    // The second and third are on the stream before the first has given up.
+                    // The second and third call are on the stream before the first has given up.
                     for _ in 0..3 {
                         peers.all_reduce_into(data.view_mut(), ex).unwrap();
                     }
                     ex.synchronize().unwrap();
                     let took = start.elapsed();
                     assert!((1..5).contains(&took.as_secs()), "{took:?}");
-                    // In two shots a rank may see first that another one, which waits itself, is late.
+                    // In two shots a rank may first see that another rank is late, which is itself waiting.
                     let one_shot = len == 2048 || n == 2;
                     let absent = if one_shot { format!("rank {}", n - 1) } else { String::new() };
                     let cause = format!("{absent} did not come to a collective over peer memory");

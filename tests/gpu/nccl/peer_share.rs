@@ -1,5 +1,5 @@
-//! Sums of thousands of rows of which each rank keeps a share of the residual stream: against in-process CPU ranks, many in a row, in
-//! graphs, and with a rank that stays away.
+//! Sums of thousands of rows where each rank keeps a share of the residual stream: compared with in-process CPU ranks,
+//! many in a row, in graphs, and with a rank that never calls.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -15,10 +15,11 @@ use super::rounds::bits;
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{Rng, assert_close, assert_error};
 
-/// Sub-layers one after the other: only if ranks keep the same rows in each is the last norm right.
+/// Consecutive sub-layers: the last norm is only right if ranks keep the same rows in each.
 const LAYERS: usize = 3;
 
-/// T, H: fewer rows than ranks, ranks without rows, parts of a warp's columns, one row for each block and more, several launches.
+/// T and H: fewer rows than ranks, ranks without rows, parts of a warp's columns, one row per block and more, several
+/// launches.
 const ROWS: [(usize, usize); 12] = [
     (0, 2048),
     (1, 2048),
@@ -40,7 +41,7 @@ fn put(host: Buffer, ex: &Exec) -> Result<Buffer> {
     Ok(data)
 }
 
-/// The residual stream at the end, and the last norm. What ranks add are bf16 values, that lose nothing on the way.
+/// The residual stream at the end, and the last norm. The ranks add bf16 values, which are sent without loss.
 fn layers(
     comm: &dyn Communicator,
     (t, h): (usize, usize),
@@ -66,7 +67,7 @@ fn layers(
     Ok([ex.to_host(residual.view())?, ex.to_host(out.view())?])
 }
 
-/// The stream as the ranks keep it together: each row as the first rank has it on which it has changed.
+/// The stream that the ranks keep together: each row from the first rank on which it has changed.
 fn kept(ranks: &[[Buffer; 2]], begin: &Buffer, (t, h): (usize, usize)) -> Vec<f32> {
     let all: Vec<Vec<f32>> = ranks.iter().map(|rank| rank[0].view().to_f32_vec().unwrap()).collect();
     let begin = begin.view().to_f32_vec().unwrap();
@@ -101,7 +102,7 @@ fn shared_sums_are_those_of_cpu_ranks() {
                 for rank in &got {
                     assert_eq!(bits(&rank[1]), bits(&got[0][1]), "ranks differ, {what}");
                 }
-                // A part rounded to bf16 is off by 2^-9 of itself at most; the norm itself is rounded to bf16.
+                // A part that is rounded to bf16 is off by at most 2^-9 of itself; the norm itself is rounded to bf16.
                 let bound = if is_exact { 1e-6 } else { 4e-3 };
                 assert_close(&format!("norm, {what}"), &expected[0][1], &got[0][1], bound);
                 if is_exact {
@@ -113,7 +114,7 @@ fn shared_sums_are_those_of_cpu_ranks() {
     }
 }
 
-/// Without peer memory NCCL does the parts.
+/// Without peer memory NCCL runs the parts.
 #[test]
 fn nccl_does_the_same() {
     let shape = (700, 1024);
@@ -131,7 +132,7 @@ fn nccl_does_the_same() {
     }
 }
 
-/// Streams that grow by whole numbers, whose sums are exact in bf16 too.
+/// Streams that grow by whole numbers, whose sums are exact even in bf16.
 struct Piles {
     weight: Buffer,
     partials: Vec<Buffer>,
@@ -198,7 +199,7 @@ fn thousands_of_calls_without_a_wait_and_in_graphs() {
             let peers = peers_of(comm);
             let mut piles = Piles::new(comm.rank(), ex);
             for i in 0..3000 {
-                // Each rank is late at other times.
+                // Each rank is late at different times.
                 if i % 997 == 100 * comm.rank() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -223,7 +224,7 @@ fn thousands_of_calls_without_a_wait_and_in_graphs() {
     }
 }
 
-/// A group of its own beside the communicator's, with a limit of its own.
+/// A separate group next to the communicator's own, with its own time limit.
 fn group(comm: &NcclComm, limit: Duration, ex: &Exec) -> PeerAllReduce {
     PeerAllReduce::new(comm, &mut ex.clone(), limit, ex).unwrap().unwrap()
 }

@@ -1,4 +1,4 @@
-//! Sums over peer memory against in-process CPU ranks: the same bits, for any size, alignment and value.
+//! Sums over peer memory have the same bits as the sums of in-process CPU ranks, for any size, alignment and value.
 
 use candle_core::{DType, Result};
 use moe_comm::{
@@ -11,24 +11,24 @@ use super::rounds::bits;
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{Rng, assert_close, assert_error};
 
-/// The peers of a communicator; these tests are about nothing else.
+/// The peers of a communicator, which these tests require.
 pub fn peers_of(comm: &NcclComm) -> &PeerAllReduce {
     comm.peers().unwrap_or_else(|why| panic!("these GPUs cannot share memory: {why}"))
 }
 
-/// A copy of host data on the device, `offset` elements behind an aligned address.
+/// A copy of host data on the device, `offset` elements after an aligned address.
 fn put(host: &Buffer, offset: usize, ex: &Exec) -> Result<Buffer> {
     let mut data = ex.zeros(host.dtype(), &[offset + host.view().elem_count()])?;
     ex.copy_from_host(host.view(), data.view_mut().narrow(offset, host.view().elem_count())?)?;
     Ok(data)
 }
 
-/// An array that every rank has another content of.
+/// An array whose contents differ on every rank.
 #[derive(Debug)]
 struct Case {
     dtype: DType,
     count: usize,
-    /// Elements from an aligned address, on odd ranks only: ranks need not agree.
+    /// Distance in elements from an aligned address. It is used on odd ranks only, because ranks need not agree.
     offset: usize,
     seed: u64,
 }
@@ -52,7 +52,7 @@ impl Case {
     }
 }
 
-/// Around units, blocks, the bound of one shot on 4 GPUs (87,381 of f32) and the capacity.
+/// The sizes are near units, blocks, the limit of one shot on 4 GPUs (87,381 of f32) and the capacity.
 fn cases(rng: &mut Rng) -> Vec<Case> {
     let mut all = Vec::new();
     for dtype in [DType::F32, DType::BF16] {
@@ -85,7 +85,7 @@ fn sums_have_the_bits_of_cpu_ranks() {
     }
 }
 
-/// All ones mark a word that has not arrived. Data of that pattern is a NaN and must come out as one.
+/// A word of all ones marks data that has not arrived. Data of that pattern is a NaN, and must arrive as one.
 #[test]
 fn words_that_look_empty_arrive() {
     let empty = f32::from_bits(u32::MAX);
@@ -118,7 +118,8 @@ fn words_that_look_empty_arrive() {
     }
 }
 
-/// T, H: nothing, one unit per thread, less, more, parts of a cluster without units, one and two shots, the capacity.
+/// Pairs of T and H: no elements; one unit per thread, fewer and more; clusters with blocks without units; sums in one
+/// shot and in two; the largest size that has room.
 const ROWS: [(usize, usize); 11] = [
     (0, 2048),
     (1, 2048),
@@ -133,7 +134,7 @@ const ROWS: [(usize, usize); 11] = [
     (256, 2048),
 ];
 
-/// A layer's end on one rank, on the CPU or a GPU: the residual stream and its norm, or the stream alone.
+/// The end of a layer on one rank, on the CPU or a GPU: the residual stream and its norm, or only the stream.
 fn add_norm(
     comm: &dyn Communicator,
     (t, h): (usize, usize),
@@ -200,7 +201,7 @@ fn wrong_arguments_are_refused() {
         let mut narrow = ex.zeros(DType::F32, &[2, 8]).unwrap();
         let result = peers.all_reduce_add_norm_into(partial.view(), narrow.view_mut(), None, ex);
         assert_error(result, &["residual", "[2, 12]", "[2, 8]"]);
-        // None of that was a call, so the ranks still agree.
+        // None of these attempts counted as a call, so the ranks still agree.
         let mut one = ex.zeros(DType::F32, &[1]).unwrap();
         peers.all_reduce_into(one.view_mut(), ex).unwrap();
         ex.synchronize().unwrap();

@@ -1,4 +1,4 @@
-//! Ranks that are processes: buffers travel as handles of the driver, over sockets.
+//! Ranks that are processes: the driver's handles of their buffers are sent over sockets.
 
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -29,7 +29,7 @@ fn a_group_of_processes() {
         for (rank, child) in ranks.into_iter().enumerate() {
             let output = child.wait_with_output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);
-            // An empty run also succeeds, so the test itself must have.
+            // A run without tests also succeeds, so the test itself must have passed.
             assert!(output.status.success() && text.contains("1 passed"), "rank {rank} of {n}: {text}");
         }
     }
@@ -45,7 +45,7 @@ fn a_rank_of_it() {
     let timeouts = SocketTimeouts { rendezvous: limit, collective: limit };
     let comm = SocketComm::connect(Join { timeouts, ..Join::new(&launch, Vec::new()) }).unwrap();
     let mut ex = context(launch.local_rank).unwrap();
-    // Two groups of the same ranks, the first of which ends before the second is used.
+    // Two groups of the same ranks; the first ends before the second is used.
     for _ in 0..2 {
         let group = PeerAllReduce::new(&comm, &mut Exec::cpu(), Duration::from_secs(10), &ex).unwrap();
         let group = group.unwrap_or_else(|why| panic!("these GPUs cannot share memory: {why}"));

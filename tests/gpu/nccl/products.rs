@@ -1,4 +1,4 @@
-//! Row-parallel products over GPUs against the whole product on the CPU.
+//! Row-parallel products over GPUs, compared with the whole product on the CPU.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use moe_kernels::{Buffer, Exec, linear_into};
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{FLOATS, Rng, assert_close, rounding, streams};
 
-/// T, N, K: nothing, what streams weights, odd, what goes to cuBLAS.
+/// T, N, K: nothing, sizes that stream weights, odd sizes, sizes that cuBLAS computes.
 const SIZES: [(usize, usize, usize); 5] =
     [(0, 64, 512), (1, 64, 512), (4, 256, 1024), (9, 33, 264), (70, 128, 512)];
 
@@ -76,7 +76,7 @@ impl Case {
 #[test]
 fn row_parallel_products_agree() {
     let cases = cases(&mut Rng::new());
-    // A rank holds whole segments of K, of which there are eight.
+    // A rank holds whole segments of K, and there are eight segments.
     for n in worlds().into_iter().filter(|n| 8 % n == 0) {
         let results = run_nccl_ranks(n, LIMIT, |comm, ex| {
             let group = comm.split(0, comm.rank(), ex).unwrap();

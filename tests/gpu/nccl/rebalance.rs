@@ -1,5 +1,5 @@
-//! Engines on two GPUs whose experts all move again and again under captured graphs: no graph is recorded anew, texts stay, and
-//! memory does not grow. SOAK_STEPS makes a soak of it (a rebalance each 50 steps, then).
+//! Engines on two GPUs whose experts all move again and again under captured graphs: no graph is recorded anew, texts
+//! stay the same, and memory does not grow. With SOAK_STEPS it becomes a soak test with a rebalance every 50 steps.
 
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -19,7 +19,7 @@ use crate::engine::CONFIG;
 const RANKS: usize = 2;
 /// The MoE layers and the vocabulary of `CONFIG`.
 const SIZES: (usize, usize) = (3, 1000);
-/// A hundred rebalances of three layers, and some.
+/// A hundred rebalances of three layers, and a few more.
 const SHORT: Soak = Soak { steps: 1000, every: 9, requests: 16, tokens: 60 };
 
 /// Runs this program once per rank, as a launcher does.
@@ -45,7 +45,7 @@ fn a_hundred_rebalances_under_captured_graphs() {
             text.lines()
                 .filter(|line| line.starts_with("Soaked"))
                 .for_each(|line| println!("{backend}: {line}"));
-            // An empty run also succeeds, so the test itself must have.
+            // A run without tests also succeeds, so the test itself must have passed.
             assert!(output.status.success() && text.contains("1 passed"), "{backend}, rank {rank}: {text}");
         }
     }
@@ -60,11 +60,11 @@ fn a_rank_of_it() {
         ParallelConfig { tp, dp, enable_expert_parallel: true, backend, ..ParallelConfig::default() };
     let config = RunConfig {
         device: DeviceChoice::Cuda(None),
-        // Sums in another order than before a move must not turn a text.
+        // The dtype is f32, because sums in another order than before a move must not change a text.
         dtype: Some(DType::F32),
         parallel,
         placements: PlacementConfig { num_redundant_experts: 4, ..PlacementConfig::default() },
-        // Experts may move, but no plan is ever made: this test moves them.
+        // Experts may move, but the engine never makes a plan: this test moves them.
         eplb: Some(EplbConfig { interval: u32::MAX as usize, ..EplbConfig::default() }),
         ..RunConfig::default()
     };
@@ -94,7 +94,7 @@ fn a_rank_of_it() {
     println!("{soaked:?} {:?}", device_calls());
     assert!(soaked.rebalances >= asked.steps / asked.every, "{soaked:?}");
     assert!(soaked.graphs[0] > 0 && soaked.graphs[0] == soaked.graphs[1], "{soaked:?}");
-    // Ranks add in another order where an expert is elsewhere: a tie may turn, as over several GPUs in general.
+    // If an expert is on another rank, ranks add in another order, and a tie may flip, as over several GPUs in general.
     assert!(soaked.texts[1] * 100 <= soaked.texts[0], "{soaked:?}");
     let [before, after] = &soaked.memory;
     assert!(after[0] <= before[0] + before[0] / 50 + (4 << 20), "host memory: {soaked:?}");

@@ -1,4 +1,4 @@
-//! Random collectives that any communicator can play, on host or device memory.
+//! Random collectives that any communicator can run, on host or device memory.
 
 use candle_core::{DType, Device, Result};
 use moe_comm::{Collectives, Communicator, ReduceOp};
@@ -33,7 +33,7 @@ const KINDS: [Kind; 8] = [
     Kind::Broadcast,
 ];
 
-/// One collective of a group, as every rank of it knows it.
+/// One collective of a group, with the data that every rank knows.
 #[derive(Debug)]
 pub struct Round {
     kind: Kind,
@@ -41,16 +41,17 @@ pub struct Round {
     op: ReduceOp,
     /// Elements per row.
     width: usize,
-    /// Rows of each rank; the first is also the equal count. Often zero, mostly uneven.
+    /// Rows of each rank. The first entry is also the count of collectives with equal counts. Counts are often zero and
+    /// mostly unequal.
     counts: Vec<usize>,
-    /// Rows from rank to rank.
+    /// Number of rows from each rank to each rank.
     matrix: Vec<Vec<usize>>,
     root: usize,
     seed: u64,
 }
 
 impl Round {
-    /// The round of a seed in a group of `n`. Every kind comes once in eight seeds that follow each other.
+    /// The round of a seed in a group of `n`. In eight consecutive seeds every kind occurs once.
     pub fn new(seed: u64, n: usize) -> Self {
         let mut rng = Rng::seeded(seed);
         let largest = [1, 4, 40, 3000][rng.below(4)];
@@ -69,7 +70,7 @@ impl Round {
         }
     }
 
-    /// What this rank ends up with, in host memory. With `device`, the data lies there.
+    /// The result of this rank, in host memory. The data is on `device`.
     pub fn play(&self, comm: &dyn Communicator, device: &Device, ex: &mut Exec) -> Result<Buffer> {
         let rank = comm.rank();
         let n = comm.world_size();
@@ -111,12 +112,12 @@ impl Round {
         ex.to_host(out.view())
     }
 
-    /// Fails unless a rank got what the definition gives: the same bits, or for sums of floats, which
-    /// NCCL adds in an order of its own with a rounding each, within the bound of any order.
+    /// Fails unless the result of a rank is the definition's. The bits must be equal, except for sums of floats: NCCL
+    /// adds these in its own order and rounds each time, so they must be within the bound of any order.
     pub fn check(&self, n: usize, expected: &Buffer, got: &Buffer) {
         let reduces = matches!(self.kind, Kind::AllReduce | Kind::ReduceScatter | Kind::ReduceScatterV);
         if reduces && self.op == ReduceOp::Sum && FLOATS.contains(&self.dtype) {
-            // n values below 1, n - 1 additions of sums below n.
+            // There are n values below 1, and n - 1 additions of sums below n.
             let bound = (n * n) as f64 * rounding(self.dtype);
             return assert_close(&format!("{self:?}"), expected, got, bound);
         }
@@ -124,7 +125,7 @@ impl Round {
         assert_eq!(bits(expected), bits(got), "{self:?}");
     }
 
-    /// Whether every rank must end with the same data.
+    /// Whether every rank must get the same data.
     pub fn is_replicated(&self) -> bool {
         matches!(self.kind, Kind::AllReduce | Kind::Broadcast | Kind::AllGather | Kind::AllGatherV)
     }

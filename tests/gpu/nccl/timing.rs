@@ -1,4 +1,4 @@
-//! How long collectives take: a table for docs/benchmarks.md, and bounds that only a broken set-up misses.
+//! Measures how long collectives take: a table for docs/benchmarks.md, and bounds that only a broken set-up exceeds.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -12,10 +12,10 @@ use super::peers::peers_of;
 use super::{LIMIT, run_nccl_ranks, worlds};
 
 const HIDDEN: usize = 2048;
-/// Collectives of one recorded graph.
+/// Number of collectives in one recorded graph.
 const RECORDED: usize = 50;
 
-/// Microseconds of one of `count` runs, after some that warm up.
+/// Microseconds of one of `count` runs, after some runs that warm up.
 fn time(
     comm: &NcclComm,
     ex: &mut Exec,
@@ -34,27 +34,28 @@ fn time(
     Ok(start.elapsed().as_secs_f64() * 1e6 / count as f64)
 }
 
-/// Microseconds of one of `RECORDED` calls of a graph.
+/// Microseconds of one of the `RECORDED` calls of a graph.
 fn replayed(comm: &NcclComm, ex: &mut Exec, mut call: impl FnMut(&mut Exec) -> Result<()>) -> Result<f64> {
     call(ex)?;
     let mut graph = Graph::capture(ex, |ex| (0..RECORDED).try_for_each(|_| call(ex)))?;
     Ok(time(comm, ex, 20, |_| graph.launch())? / RECORDED as f64)
 }
 
-/// Microseconds of an all-reduce, called and replayed.
+/// Microseconds of an all-reduce, as a direct call and replayed.
 fn all_reduce(comm: &NcclComm, data: &mut Buffer, ex: &mut Exec) -> Result<(f64, f64)> {
     let mut call = |ex: &mut Exec| comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex);
     let eager = time(comm, ex, 200, &mut call)?;
     Ok((eager, replayed(comm, ex, call)?))
 }
 
-/// Microseconds for f32 rows, over NCCL and then over peer memory: of the sum, and of `AllReduceAddNorm`; last, of `ShareAddNorm`.
+/// Microseconds for f32 rows, first over NCCL and then over peer memory: of the sum, and of `AllReduceAddNorm`. The
+/// last figure is `ShareAddNorm`.
 fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let weight = ex.zeros(DType::BF16, &[HIDDEN])?;
     let mut out = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
-    // Loaded here and not while another rank's collective waits for this one's.
+    // The kernel is loaded here, and not while the collective of another rank waits for this rank.
     add_rms_norm_into(data.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex)?;
     ex.synchronize()?;
     let norm = PreNorm { weight: weight.view(), eps: 1e-6 };
@@ -98,8 +99,8 @@ fn peer_table() {
     }
 }
 
-/// A sparse layer's exchange over NCCL and over peer memory: rows in bf16 with 8 ids and weights to all ranks, sums in f32 back; at
-/// last sums in bf16.
+/// The exchange of a sparse layer over NCCL and over peer memory: rows in bf16 with 8 ids and weights to all ranks,
+/// sums in f32 back. The last figure is with sums in bf16.
 fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let n = comm.world_size();
     let rows = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
@@ -135,8 +136,8 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5
     Ok(all)
 }
 
-/// The end of a sub-layer for thousands of rows: every rank all rows over NCCL, each its share over NCCL, each its share over peer
-/// memory.
+/// The end of a sub-layer for thousands of rows: all rows on every rank over NCCL, a share on each rank over NCCL, a
+/// share on each rank over peer memory.
 fn share_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 3]> {
     let weight = ex.zeros(DType::BF16, &[HIDDEN])?;
     let mut out = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;

@@ -1,4 +1,4 @@
-//! Windows over peer memory: what ranks put into each other's memory arrives there, and nothing else changes.
+//! Windows over peer memory: bytes that ranks put into each other's memory arrive, and nothing else changes.
 
 use candle_core::{DType, Result};
 use moe_comm::{Collectives, Communicator, NcclComm, PeerWindow, Window};
@@ -7,13 +7,13 @@ use moe_kernels::{Buffer, Exec};
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::Rng;
 
-/// A run of bytes that a rank puts: its first byte's value, where, and how many.
+/// A range of bytes that a rank puts: the value of the first byte, the place, and the length.
 type Put = (u8, usize, usize);
 
 /// Whole pages of the driver.
 const BYTES: usize = 4 << 20;
 
-/// The puts of `from` to `to`: in a stripe of the window of its own.
+/// The puts of `from` to `to`. Each rank has its own stripe of the window.
 fn puts(seed: u64, from: usize, to: usize, ranks: usize) -> Vec<Put> {
     let mut rng = Rng::seeded(seed ^ (from as u64) << 20 ^ (to as u64) << 40 | 1);
     let stripe = BYTES / ranks;
@@ -33,7 +33,7 @@ fn bytes(first: u8, len: usize) -> Vec<u8> {
 fn rank_of(comm: &NcclComm, ex: &mut Exec) -> Result<()> {
     let rank = comm.rank();
     let ranks = comm.world_size();
-    // Ranks that ask for less get as much as the one that asks for most.
+    // Ranks that ask for less get as much as the rank that asks for most.
     let window = PeerWindow::new(comm, &mut ex.clone(), BYTES - 100 * rank, ex)?;
     let window = window.unwrap_or_else(|why| panic!("these GPUs cannot share memory: {why}"));
     assert_eq!(window.bytes(), BYTES);
@@ -61,7 +61,7 @@ fn rank_of(comm: &NcclComm, ex: &mut Exec) -> Result<()> {
                 want[at..at + len].copy_from_slice(&bytes(first, len));
             }
         }
-        // Read by the stream of the steps, which the next round waits for.
+        // The stream of the steps reads the bytes, and the next round waits for that.
         let mut copy = ex.zeros(DType::U8, &[BYTES])?;
         ex.copy(window.own(0, BYTES)?, copy.view_mut())?;
         window.used_by(ex)?;

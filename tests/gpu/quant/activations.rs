@@ -1,4 +1,5 @@
-//! Products whose activations become FP8 beside FP8 weights, against their definition: `quantised_to_fp8`, then f64.
+//! Products whose activations are quantised to FP8 because their weights are FP8, compared with the definition:
+//! `quantised_to_fp8`, then f64.
 
 use candle_core::DType;
 use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
@@ -36,6 +37,7 @@ fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
         shared_weight: 1.0,
         scoring: GateScoring::Softmax,
         raw_logits: false,
+        groups: None,
         renormalize: true,
         scale: 1.0,
         softcap: None,
@@ -45,8 +47,9 @@ fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
     }
 }
 
-/// Few rows keep 16 bits, more are multiplied with the pack, many with its rows, of which the last three are a product of
-/// their own. Blocks of matrices that lie under each other may not be blocks of what they make together.
+/// Few rows stay in 16 bits, and more rows are multiplied with the pack. Of many rows, all but the last three are
+/// multiplied with the weights written out as rows, and these three are a separate product. The blocks of stacked
+/// matrices need not be blocks of the whole.
 #[test]
 fn dense_products_quantise_their_rows() {
     let mut rng = Rng::new();
@@ -119,8 +122,9 @@ fn dense_products_quantise_their_rows() {
     }
 }
 
-/// A product that adds is the product and the addition one after the other, but for the order of f32 sums: where blocks
-/// share the columns of a row, as in the rows that cuBLASLt leaves over, each adds its part to what was there.
+/// A product that adds gives the result of a product followed by an addition, up to the order of f32 sums. The rows
+/// that cuBLASLt leaves over are computed by blocks that share the columns of a row; each of these blocks adds its part
+/// to the existing value.
 #[test]
 fn products_that_add_are_product_and_addition() {
     let mut rng = Rng::new();
@@ -149,7 +153,8 @@ fn products_that_add_are_product_and_addition() {
     }
 }
 
-/// The norm behind the experts, made for a product in FP8, has the bits of the norm in bf16 that is quantised afterwards.
+/// The norm after the experts, made for a product in FP8, has the bits of the norm in bf16 that is quantised
+/// afterwards.
 #[test]
 fn norms_for_a_product_in_fp8_are_those_of_bf16() {
     let mut rng = Rng::new();

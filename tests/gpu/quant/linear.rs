@@ -1,5 +1,5 @@
-//! Dense products with quantised weights by each of their kernels, against their definition: every weight, rows of any
-//! magnitude, rows that must not depend on others.
+//! Dense products with quantised weights by each of their kernels, compared with their definition: every weight, rows
+//! of any magnitude, rows that must not depend on other rows.
 
 use candle_core::DType;
 use moe_kernels::half::bf16;
@@ -26,7 +26,7 @@ fn schemes() -> [QuantScheme; 8] {
     ]
 }
 
-/// Whether one row with such weights is multiplied as integers of 16 bits with a unit for 128 columns.
+/// Whether one row with such weights is multiplied as 16-bit integers, with one unit for 128 columns.
 fn is_digits(scheme: QuantScheme) -> bool {
     schemes().iter().enumerate().any(|(i, of)| *of == scheme && [0, 2, 3, 4].contains(&i))
 }
@@ -44,7 +44,8 @@ fn multiply(x: &Buffer, w: &Weight, p: &mut Place) -> Vec<f32> {
     out.floats(p)
 }
 
-/// Rows of the identity give the weights themselves: every code with every zero point and scale at its place.
+/// Products with rows of the identity return the weights themselves: every code with every zero point and scale at its
+/// place.
 #[test]
 fn products_read_every_weight() {
     let mut rng = Rng::new();
@@ -77,8 +78,8 @@ fn products_read_every_weight() {
     }
 }
 
-/// As digits, a value below 2^-7 of the largest of its 128 columns loses at most 2^-15 of it, others nothing; a row that has a
-/// value that is no number has none, and changes no other.
+/// As digits, a value below 2^-7 of the largest of its 128 columns loses at most 2^-15 of that value, and other values
+/// lose nothing. A row with a value that is not finite gives no numbers, and changes no other row.
 #[test]
 fn rows_of_any_magnitude_keep_their_values() {
     let mut rng = Rng::new();
@@ -137,7 +138,8 @@ fn rows_of_any_magnitude_keep_their_values() {
     }
 }
 
-/// From one row to as many as make the weights be written out: stored in f32 and bf16, added, with a bias, after a norm.
+/// The numbers of rows go from one to a number for which the weights are dequantised to memory first. Results are
+/// stored in f32 and bf16, or added, with a bias, after a norm.
 #[test]
 fn products_are_those_of_their_definition() {
     let mut rng = Rng::new();
@@ -176,7 +178,7 @@ fn products_are_those_of_their_definition() {
                 };
                 let got = run();
                 let again = run();
-                // Digits of a row alone; from 65 rows on weights are rounded to bf16.
+                // A single row is computed by digits; from 65 rows on weights are rounded to bf16.
                 let bound = if m <= 64 { 5e-5 } else { 4e-3 };
                 let bounds = [("stored", &want, bound), ("in bf16", &want, 4e-3), ("added", &added, bound)];
                 for ((part, want, bound), (got, again)) in bounds.into_iter().zip(got.iter().zip(&again)) {
@@ -190,7 +192,8 @@ fn products_are_those_of_their_definition() {
     }
 }
 
-/// Where weights stream past a few rows a row's bits do not depend on the others, but for one row beside integers.
+/// If weights are streamed past a few rows, a row's bits do not depend on the other rows, except for one row with
+/// integer weights.
 #[test]
 fn rows_that_weights_stream_past_do_not_depend_on_each_other() {
     let mut rng = Rng::new();

@@ -10,7 +10,7 @@ use moe_kernels::{Exec, QuantGroup, QuantScheme, Weight};
 
 use crate::common::Rng;
 
-/// A random matrix with weights in -1..1, as a reader hands it over.
+/// A random matrix with weights in -1..1, in the form that a reader provides.
 #[derive(Debug)]
 pub struct Matrix {
     n: usize,
@@ -21,7 +21,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// `perm_seed`: matrices of one seed share the order of their columns.
+    /// Matrices with the same `perm_seed` share the order of their columns.
     pub fn new(rng: &mut Rng, n: usize, k: usize, scheme: QuantScheme, perm_seed: u64) -> Self {
         let groups = scheme.groups(k);
         let mut q = Vec::with_capacity(n * k);
@@ -38,7 +38,7 @@ impl Matrix {
             unit = 1.0 / (f32::from(most) + 1.0);
             perm = scheme.act_order.then(|| Rng::seeded(perm_seed).permutation(k));
         } else {
-            // Below 2 in magnitude.
+            // The values are below 2 in magnitude.
             q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf));
         }
         let rows_of = |row: usize| scheme.group.scale_row(row);
@@ -47,17 +47,17 @@ impl Matrix {
             .map(|_| f16::from_f32(unit * (0.75 + 0.25 * rng.float())).to_f32())
             .collect();
         let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
-        Self { n, k, scheme, rows: LogicalRows { q, scale, zero, minimum: Vec::new() }, perm }
+        Self { n, k, scheme, rows: LogicalRows { q, scale, zero, ..LogicalRows::default() }, perm }
     }
 
-    /// With scales that bf16 holds and f16 does not.
+    /// The same matrix with scales that bf16 can represent and f16 cannot.
     pub fn with_bf16_scales(mut self) -> Self {
         self.rows.scale.iter_mut().for_each(|scale| *scale = bf16::from_f32(*scale).to_f32());
         self.rows.scale[0] = bf16::from_f32(1e-9).to_f32();
         self
     }
 
-    /// With any number of E4M3 that is finite, not only those below 2; integers are all there in any event.
+    /// The same matrix with any finite number of E4M3, not only numbers below 2. Integers always have all their values.
     pub fn with_every_code(mut self, rng: &mut Rng) -> Self {
         if !self.scheme.is_int() {
             let finite = |code: u8| if code & 0x7f == 0x7f { code & 0x80 } else { code };
@@ -116,7 +116,7 @@ impl QuantRows for Rows<'_> {
     }
 }
 
-/// Matrices by the names of their modules; a part of the inputs where a rank holds one.
+/// Matrices by the names of their modules, or the part of their inputs that a rank holds.
 #[derive(Debug, Default)]
 pub struct Source {
     pub matrices: HashMap<String, Matrix>,
@@ -166,7 +166,7 @@ pub fn fp8(scales: QuantGroup) -> QuantScheme {
     QuantScheme::fp8(scales)
 }
 
-/// Every kind of scheme that K columns can have; the last group of 128 may be shorter.
+/// Every kind of scheme that is possible for K columns. The last group of 128 may be shorter.
 pub fn schemes(k: usize) -> Vec<QuantScheme> {
     let mut all = Vec::new();
     for bits in [4, 8] {

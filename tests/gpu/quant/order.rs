@@ -1,4 +1,5 @@
-//! Act-order by the fast kernels: rows come in the order of a pack's columns, experts' activations in the order of down's columns.
+//! Act-order in the fast kernels: rows are in the order of a pack's columns, and experts' activations in the order of
+//! down's columns.
 
 use candle_core::{DType, Result};
 use moe_kernels::plan::{Form, LinearCall, LinearForm};
@@ -17,7 +18,7 @@ use crate::packs::Packs;
 pub const EXPERTS: usize = 12;
 pub const TOP_K: usize = 3;
 
-/// Schemes that the fast kernels read, and whether their scales are held as bf16.
+/// Schemes that the fast kernels read, and whether their scales are stored as bf16.
 pub fn schemes() -> [(QuantScheme, bool); 5] {
     [
         (int(4, 128, true, true), false),
@@ -33,7 +34,7 @@ fn matrix(rng: &mut Rng, (n, k): (usize, usize), scheme: (QuantScheme, bool), pe
     if scheme.1 { matrix.with_bf16_scales() } else { matrix }
 }
 
-/// Experts of which each has orders of its own.
+/// Experts, each with its own orders.
 pub struct Experts {
     source: Source,
     modules: [Vec<Vec<String>>; 2],
@@ -61,7 +62,7 @@ impl Experts {
         self.source.experts([gate_up, down], row_parallel_segments(self.dims.1), dtype, ex)
     }
 
-    /// Their packs in bf16, with what they mean.
+    /// Their packs in bf16, with the values of their weights.
     pub fn with_meaning(&self) -> Packs {
         let of = |e: usize| {
             let [gate, up, down] =
@@ -85,7 +86,8 @@ fn routings(rng: &mut Rng, tokens: usize) -> [Vec<u32>; 3] {
     [some, one.collect(), vec![NO_EXPERT; tokens * TOP_K]]
 }
 
-/// The kernels for any dtype, on experts that are ordered in the same way: against the CPU, whose are not.
+/// The kernels for any dtype, on experts that are ordered in the same way, compared with the CPU's experts, which are
+/// not ordered.
 #[test]
 fn experts_in_their_own_orders_agree_in_every_dtype() {
     let mut rng = Rng::new();

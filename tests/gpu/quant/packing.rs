@@ -1,4 +1,4 @@
-//! Packs that the device makes from the bytes of a file have the same bytes as packs that the host makes from its rows.
+//! Packs that the device makes from the bytes of a file are equal to packs that the host makes from its rows.
 
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use moe_quant::{Format, GptqZeros, IntFormat, Reader, TensorSpec, layout};
 
 use crate::common::*;
 
-/// Values of scales: which type a pack keeps them in depends on them.
+/// Values of scales. They determine in which type a pack stores them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scales {
     F16,
@@ -30,7 +30,7 @@ enum Scales {
 
 const SCALES: [Scales; 5] = [Scales::F16, Scales::Bf16, Scales::TinyBf16, Scales::NarrowF32, Scales::F32];
 
-/// A matrix of random bits as a file holds it.
+/// A matrix of random bits in the layout of a file.
 struct Filed {
     format: Format,
     shape: (usize, usize),
@@ -73,7 +73,7 @@ impl Filed {
     }
 }
 
-/// Words of zero points: any, or where the format is symmetric the middle of the range.
+/// Words of zero points: any, or the middle of the range if the format is symmetric.
 fn zeros(rng: &mut Rng, format: Format, len: usize) -> Vec<u8> {
     let int = format.int().unwrap();
     if int.zero_point {
@@ -110,7 +110,7 @@ fn scale_bytes(rng: &mut Rng, scales: Scales, count: usize) -> (Dtype, Vec<u8>) 
     }
 }
 
-/// A reader that hands over rows and nothing else.
+/// A reader that only provides rows.
 struct RowsAlone<'a>(Reader<'a>);
 
 impl QuantRows for RowsAlone<'_> {
@@ -161,7 +161,7 @@ impl QuantSource for Source<'_> {
     }
 }
 
-/// What is packed: matrices of modules under each other, and the part of each that a rank holds.
+/// A case: stacked matrices of modules, and the part of each that a rank holds.
 struct Case<'a> {
     what: String,
     matrices: Vec<Vec<Part<'a>>>,
@@ -185,7 +185,7 @@ impl Case<'_> {
         }
     }
 
-    /// Packs on both sides and compares.
+    /// Makes the packs on both sides and compares them.
     fn check(&self, staging: &Arc<Staging>) {
         let host = self.pack(true, staging).unwrap();
         let device = self.pack(false, staging).unwrap();
@@ -315,7 +315,7 @@ fn parts_of_ranks_are_packed_as_the_host_packs_them() {
             let down = modules.iter().map(|one| vec![(one, 0..n, columns.clone())]).collect();
             Case { what, matrices: down, usage: QuantUse::Linear }.check(buffers.any(&mut rng));
         }
-        // Rows cut anywhere.
+        // The rows are cut at any place.
         let first = rng.below(n - 1);
         let odd = first..first + 1 + rng.below(n - first - 1);
         let matrices = vec![vec![(&modules[0], odd.clone(), 0..k), (&modules[1], odd.clone(), 0..k)]];
@@ -343,7 +343,7 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
         let matrices = vec![vec![(&filed, 0..64, 0..128)]];
         let case = Case { what: format!("{format:?}"), matrices, usage: QuantUse::Linear };
         let staging = buffers.any(&mut rng);
-        // Without the frames that RUST_BACKTRACE=1 adds.
+        // The lines of a backtrace, which RUST_BACKTRACE=1 adds, are removed.
         let frame = |line: &&str| line.trim_start().starts_with(|c: char| c.is_ascii_digit());
         let message = |error: candle_core::Error| -> String {
             error.to_string().lines().filter(|line| !frame(line)).collect::<Vec<_>>().join("\n")
@@ -354,7 +354,7 @@ fn values_that_a_format_does_not_have_are_the_errors_of_the_host() {
     }
 }
 
-/// Columns with an order are sorted on the host, and the weight says so.
+/// Columns with an order are sorted on the host, and the weight reports that.
 #[test]
 fn act_order_is_packed_by_the_host() {
     let mut rng = Rng::new();

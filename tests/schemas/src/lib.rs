@@ -1,6 +1,7 @@
 //! The compiler of JSON schemas of moe-engine, compiled alone, and walks through its grammars.
 //!
-//! A walk takes random tokens of a small vocabulary that the mask allows, as a sampler does, until the text is complete.
+//! A walk takes random tokens of a small vocabulary that the mask allows, as a sampler does, until the text is
+//! complete.
 
 use std::sync::Arc;
 
@@ -10,9 +11,11 @@ use llguidance::{Matcher, ParserFactory};
 
 #[path = "../../../crates/moe-engine/src/structured"]
 mod structured {
-    // Of guided regular expressions, which are not tested here.
+    // This module translates guided regular expressions, which are not tested here.
     #[allow(dead_code)]
     mod perl;
+    // The parts for tool calls are not tested here either.
+    #[allow(dead_code)]
     mod schema;
 
     pub fn compile(text: &str) -> Result<llguidance::api::GrammarInit, String> {

@@ -204,8 +204,8 @@ fn schema(random: &mut Random) -> Value {
     schema
 }
 
-/// Whether grammars have this way to write a value: members stand in the order of the schema, and numbers have few digits
-/// and no exponent. An integer is no float.
+/// Whether grammars write a value in this way: members are in the order of the schema, and numbers have few digits and
+/// no exponent. An integer is not written as a float.
 fn is_written_so(value: &Value) -> bool {
     match value {
         Value::Object(_) => false,
@@ -240,7 +240,7 @@ fn texts_of_random_schemas_are_valid() {
             Err(e) => {
                 refused += 1;
                 *reasons.entry(format!("{e}").chars().take(60).collect()).or_default() += 1;
-                // What is said to allow nothing must allow none of some values.
+                // If the error says that a schema allows no text, none of some random values may be valid.
                 let no_text = format!("{e}").contains("allows no text");
                 let found =
                     (0..30).map(|_| value(&mut random, 2)).find(|value| no_text && validator.is_valid(value));

@@ -10,19 +10,19 @@ use model_families::ALL;
 use model_runtime::{Config, DummyWeights, Geometry};
 use moe_quant::safetensors::tensor::TensorView;
 use moe_quant::safetensors::{Dtype, serialize_to_file};
-use moe_quant::{Format, IntFormat, QuantConfig, QuantGroup, e4m3};
+use moe_quant::{Format, Fp4Tensors, IntFormat, QuantConfig, QuantGroup, e4m3};
 use serde_json::Value;
 
 use super::pack::{Matrix, Tensor, pack};
 
-/// A checkpoint in a folder of its own, and its twin.
+/// The folders of a checkpoint and of its twin.
 pub struct Made {
     _dir: tempfile::TempDir,
-    /// With integers or FP8.
+    /// The checkpoint with integers or FP8.
     pub quantised: &'static str,
-    /// With the floats that these mean.
+    /// The twin, with the floats that these stand for.
     pub twin: &'static str,
-    /// Quantised matrices.
+    /// The number of quantised matrices.
     pub matrices: usize,
 }
 
@@ -36,12 +36,12 @@ impl Random {
     }
 }
 
-/// Makes a checkpoint of this config with this `quantization_config`. Matrices that the header names are quantised, but
-/// for routers and embeddings, which real checkpoints keep in floats without a word in the header.
+/// Makes a checkpoint of this config with this `quantization_config`. Matrices that the header names are quantised,
+/// except for routers and embeddings, which real checkpoints keep in floats although the header does not say so.
 pub fn make(config: &str, header: &Value, seed: u64) -> Made {
     let mut raw: Value = serde_json::from_str(config).unwrap();
     let plain = ALL.parse(&Config::parse(config, "config.json").unwrap()).unwrap();
-    // Experts one by one: no name is a pack.
+    // Experts are stored one by one, so no name is the name of a pack.
     let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
     let specs = plain.layout(&Geometry::default(), &one_by_one).unwrap().tensors;
     raw["quantization_config"] = header.clone();
@@ -66,9 +66,11 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
         let k = spec.shape[1];
         let (tensors, meant) = match format {
             Format::Fp8 { scales, scale_inv } => fp8(&values, n, k, scales, scale_inv),
-            Format::Mxfp4 => mxfp4(&values, n, k),
+            Format::Mxfp4(tensors) => mxfp4(&values, n, k, tensors),
+            Format::Nvfp4(tensors) => nvfp4(&values, n, k, tensors),
             _ => {
-                // Modules of one input share an order, as one Hessian gives it; `seed` 0 gives each its own.
+                // Modules with the same input share an order, because they share a Hessian. With `seed` 0 each module
+                // has its own order.
                 let input =
                     if seed == 0 { module } else { module.rsplit_once('.').map_or(module, |(of, _)| of) };
                 let letters = input.bytes().fold(seed, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()));
@@ -85,7 +87,7 @@ pub fn make(config: &str, header: &Value, seed: u64) -> Made {
         for tensor in tensors.into_iter().filter(|tensor| is_wanted(tensor.suffix)) {
             stored.insert(format!("{module}.{}", tensor.suffix), tensor);
         }
-        // AutoGPTQ gives every layer a bias, here of both zeros.
+        // AutoGPTQ gives every layer a bias; here it contains zeros of both signs.
         if header["static_groups"].is_boolean() {
             stored.insert(format!("{module}.bias"), float(&[0.0, -0.0].repeat(n / 2), &[n]));
         }
@@ -183,29 +185,70 @@ fn fp8(values: &[f32], n: usize, k: usize, scales: QuantGroup, scale_inv: bool) 
     (vec![weight, Tensor { suffix, ..float(&factors, &shape) }], meant)
 }
 
-/// Rounds to the nearest E2M1 floats, with a power of two for 32 columns that leaves the largest value between 4 and 8.
-fn mxfp4(values: &[f32], n: usize, k: usize) -> (Vec<Tensor>, Vec<f32>) {
+/// The value of an E2M1 code.
+fn e2m1(q: u8) -> f32 {
     const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-    let value = |q: u8| if q & 8 == 0 { MAGNITUDES[q as usize] } else { -MAGNITUDES[(q & 7) as usize] };
+    let magnitude = MAGNITUDES[usize::from(q & 7)];
+    if q & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// The nearest E2M1 codes of a block with this scale, two to a byte, and what they mean.
+fn fp4_block(block: &[f32], scale: f32, codes: &mut Vec<u8>, meant: &mut Vec<f32>) {
+    let nearest = |v: f32| {
+        let distance = |q: &u8| (e2m1(*q) * scale - v).abs();
+        (0..16u8).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
+    };
+    for pair in block.chunks(2) {
+        let [low, high] = [nearest(pair[0]), nearest(pair[1])];
+        codes.push(low | high << 4);
+        meant.extend([low, high].map(|q| scale * e2m1(q)));
+    }
+}
+
+fn fp4_codes(tensors: Fp4Tensors, n: usize, k: usize, bytes: Vec<u8>) -> Tensor {
+    let suffix = if tensors == Fp4Tensors::Packed { "weight_packed" } else { "weight" };
+    Tensor { suffix, dtype: Dtype::U8, shape: vec![n, k / 2], bytes }
+}
+
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(1e-20f32, |most, v| most.max(v.abs()))
+}
+
+/// Rounds to the nearest E2M1 floats, with a power of two for 32 columns that leaves the largest value between 4 and 8.
+fn mxfp4(values: &[f32], n: usize, k: usize, tensors: Fp4Tensors) -> (Vec<Tensor>, Vec<f32>) {
     let mut codes = Vec::new();
     let mut exponents = Vec::new();
     let mut meant = Vec::new();
     for block in values.chunks(32) {
-        let largest = block.iter().fold(1e-20f32, |most, v| most.max(v.abs()));
-        let exponent = largest.log2().floor() as i32 - 2;
-        let scale = 2f32.powi(exponent);
+        let exponent = largest(block).log2().floor() as i32 - 2;
         exponents.push((exponent + 127) as u8);
-        for pair in block.chunks(2) {
-            let nearest = |v: f32| {
-                let distance = |q: &u8| (value(*q) * scale - v).abs();
-                (0..16u8).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
-            };
-            let [low, high] = [nearest(pair[0]), nearest(pair[1])];
-            codes.push(low | high << 4);
-            meant.extend([low, high].map(|q| scale * value(q)));
-        }
+        fp4_block(block, 2f32.powi(exponent), &mut codes, &mut meant);
     }
-    let tensor = |suffix, shape, bytes| Tensor { suffix, dtype: Dtype::U8, shape, bytes };
-    let packed = tensor("weight_packed", vec![n, k / 2], codes);
-    (vec![packed, tensor("weight_scale", vec![n, k / 32], exponents)], meant)
+    let scales =
+        Tensor { suffix: "weight_scale", dtype: Dtype::U8, shape: vec![n, k / 32], bytes: exponents };
+    (vec![fp4_codes(tensors, n, k, codes), scales], meant)
+}
+
+/// Rounds to the nearest E2M1 floats, with an E4M3 float for 16 columns, of which the largest is 448, and one float for
+/// the matrix.
+fn nvfp4(values: &[f32], n: usize, k: usize, tensors: Fp4Tensors) -> (Vec<Tensor>, Vec<f32>) {
+    let wanted = largest(values) / (6.0 * 448.0);
+    let is_packed = tensors == Fp4Tensors::Packed;
+    let (suffix, stored) =
+        if is_packed { ("weight_global_scale", 1.0 / wanted) } else { ("weight_scale_2", wanted) };
+    let factor = if is_packed { 1.0 / stored } else { stored };
+    let mut codes = Vec::new();
+    let mut scales = Vec::new();
+    let mut meant = Vec::new();
+    for block in values.chunks(16) {
+        let wanted = largest(block) / 6.0 / factor;
+        let distance = |q: &u8| (e4m3(*q) - wanted).abs();
+        let scale = (0..0x7f).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
+        scales.push(scale);
+        fp4_block(block, e4m3(scale) * factor, &mut codes, &mut meant);
+    }
+    let groups =
+        Tensor { suffix: "weight_scale", dtype: Dtype::F8_E4M3, shape: vec![n, k / 16], bytes: scales };
+    let of_matrix = Tensor { suffix, ..float(&[stored], if is_packed { &[1] } else { &[] }) };
+    (vec![fp4_codes(tensors, n, k, codes), groups, of_matrix], meant)
 }

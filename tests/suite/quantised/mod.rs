@@ -1,5 +1,5 @@
-//! Quantised checkpoints in whole models: every format gives the tokens and logits of the floats that it means, on one rank
-//! and on many, on both paths of experts.
+//! Quantised checkpoints in whole models: every format gives the tokens and logits of its dequantised floats, on one
+//! rank and on many, on both paths of experts.
 
 pub mod make;
 #[allow(dead_code)] // Its other users choose formats by number.
@@ -56,15 +56,39 @@ pub fn packed(
            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
 }
 
-fn mxfp4() -> Value {
-    let weights = json!({"num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": 32,
-                         "scale_dtype": "torch.uint8"});
-    json!({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["lm_head"],
+fn compressed_fp4(format: &str, strategy: &str, group: usize) -> Value {
+    let weights =
+        json!({"num_bits": 4, "type": "float", "symmetric": true, "strategy": strategy, "group_size": group});
+    json!({"quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"],
            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
 }
 
-/// Every format and option: a name, a header, and whether sums keep the order of columns, so that logits have the bits of
-/// the floats.
+fn mxfp4() -> Value {
+    compressed_fp4("mxfp4-pack-quantized", "group", 32)
+}
+
+fn modelopt() -> Value {
+    json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*mlp.gate"]})
+}
+
+/// FP8 in attention, NVFP4 in experts.
+fn modelopt_mixed() -> Value {
+    let mut layers = json!({});
+    for layer in 0..3 {
+        layers[format!("model.layers.{layer}.self_attn")] = json!({"quant_algo": "FP8"});
+        layers[format!("model.layers.{layer}.mlp.experts")] =
+            json!({"quant_algo": "NVFP4", "group_size": 16});
+    }
+    json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+}
+
+fn quark() -> Value {
+    let weight = json!({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"});
+    json!({"quant_method": "quark", "exclude": ["lm_head"], "global_quant_config": {"weight": weight}})
+}
+
+/// Every format and option: a name, a header, and whether sums keep the order of columns, so that logits have the bits
+/// of the floats.
 fn headers() -> Vec<(&'static str, Value, bool)> {
     let fp8 = |strategy: &str| {
         let mut weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy});
@@ -118,6 +142,10 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
         ("packed fp8 block", fp8("block"), true),
         ("fp8 channel", fp8("channel"), true),
         ("mxfp4", mxfp4(), true),
+        ("quark mxfp4", quark(), true),
+        ("nvfp4", compressed_fp4("nvfp4-pack-quantized", "tensor_group", 16), true),
+        ("modelopt nvfp4", modelopt(), true),
+        ("modelopt mixed", modelopt_mixed(), true),
         ("autoround", auto_round(true, "auto_round:auto_gptq"), true),
         ("autoround zeros", auto_round(false, "auto_round"), true),
         ("autoround awq", auto_round(false, "auto_round:auto_awq"), true),
@@ -127,7 +155,7 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
 
 const SCHEDULE: Schedule = Schedule { chunk: 7, block_size: 4, together: true };
 
-/// Loads a checkpoint on one rank as the engine does; whether its experts are quantised in memory comes along.
+/// Loads a checkpoint on one rank as the engine does. Also returns whether its experts are quantised in memory.
 fn load(path: &str, options: LoadOptions, dtype: DType) -> (Box<dyn CausalLm>, Value) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let model = ALL.parse(&checkpoint.config).unwrap();
@@ -146,7 +174,7 @@ pub fn logits(path: &str, options: LoadOptions, dtype: DType) -> Vec<f32> {
     all_logits(model.as_ref(), &sequences, SCHEDULE, &mut Exec::cpu()).unwrap().concat()
 }
 
-/// How far logits are from others, of these' largest.
+/// The largest distance between two arrays of logits, relative to the largest expected logit.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -174,7 +202,7 @@ fn close(config: &str, options: &[LoadOptions]) {
                 true => assert!(got == want, "{what}: other bits, {}", distance(&got, &want)),
                 false => assert!(distance(&got, &want) < 1e-4, "{what}: {}", distance(&got, &want)),
             }
-            // In bf16 as far from f32 as the floats are in bf16.
+            // In bf16 the checkpoint may be as far from f32 as the floats are.
             let floats = run(made.twin_for(options), DType::BF16);
             let got = run(made.quantised, DType::BF16);
             let noise = usual_distance(&floats, &want);
@@ -185,7 +213,7 @@ fn close(config: &str, options: &[LoadOptions]) {
 }
 
 impl Made {
-    /// The twin, or where the options ask for emulation, which it refuses, the checkpoint itself.
+    /// The twin; or the checkpoint itself, if the options ask for emulation, which the twin refuses.
     fn twin_for(&self, options: &LoadOptions) -> &'static str {
         if options.backend.is_some() { self.quantised } else { self.twin }
     }
@@ -210,14 +238,14 @@ fn every_format_has_the_logits_of_its_floats_in_deepseek() {
     close(DEEPSEEK, &[path(MoePath::Legacy), naive, emulation()]);
 }
 
-/// Integers stay integers: what the oracle says of each format.
+/// Integers stay integers: the choice of the oracle for each format.
 #[test]
 fn experts_are_read_as_they_are_stored() {
     let mut schemes = BTreeSet::new();
     for (name, header, _) in headers() {
         let made = make(QWEN, &header, 3);
         let (_, backend) = load(made.quantised, path(MoePath::Fused), DType::BF16);
-        // Experts of two schemes are loaded as floats, and it is said.
+        // Experts of two schemes are loaded as floats, and the oracle says so.
         let apart = name == "gptq dynamic";
         let is_plain = backend["spec"]["quant"] == "none";
         assert_eq!(backend["chosen"], "cpu", "{name}");
@@ -230,17 +258,22 @@ fn experts_are_read_as_they_are_stored() {
 /// A format that the kernels of a GPU do not read is refused before weights are read.
 #[test]
 fn a_format_without_kernels_on_a_gpu_is_refused_by_name() {
-    let made = make(QWEN, &mxfp4(), 1);
-    let checkpoint = Checkpoint::open(made.quantised).unwrap();
-    let model = ALL.parse(&checkpoint.config).unwrap();
-    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    let quantisation = checkpoint.quantisation.as_ref().unwrap();
-    layout.check_quantised(quantisation, false).unwrap();
-    let problem = layout.check_quantised(quantisation, true).unwrap_err().to_string();
-    assert!(problem.contains("fp4 group 32") && problem.contains("--device cpu"), "{problem}");
+    for (header, named) in [
+        (mxfp4(), "fp4 group 32 (mxfp4-pack-quantized) on a GPU"),
+        (modelopt(), "fp4 group 16 with fp8 scales (nvfp4) on a GPU"),
+    ] {
+        let made = make(QWEN, &header, 1);
+        let checkpoint = Checkpoint::open(made.quantised).unwrap();
+        let model = ALL.parse(&checkpoint.config).unwrap();
+        let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+        let quantisation = checkpoint.quantisation.as_ref().unwrap();
+        layout.check_quantised(quantisation, false).unwrap();
+        let problem = layout.check_quantised(quantisation, true).unwrap_err().to_string();
+        assert!(problem.contains(named) && problem.contains("the CPU, or a checkpoint"), "{problem}");
+    }
 }
 
-/// Biases of zeros, which makers of GPTQ checkpoints write, are nothing; others are left out and named.
+/// Biases of zeros, which programs that write GPTQ checkpoints add, are ignored. Other biases are left out and named.
 #[test]
 fn a_bias_that_the_model_does_not_have_is_told_unless_it_is_zero() {
     let mut header = gptq(4, 32, true, false, "gptq");
@@ -269,12 +302,13 @@ fn a_bias_that_the_model_does_not_have_is_told_unless_it_is_zero() {
     );
 }
 
-/// Gate and up whose columns lie in two orders are loaded as floats.
+/// Gate and up whose columns have two different orders stay two matrices.
 #[test]
-fn two_orders_of_columns_are_loaded_as_floats() {
+fn two_orders_of_columns_stay_quantised() {
     let made = make(QWEN, &gptq(4, 32, false, true, "gptq"), 0);
     let (_, backend) = load(made.quantised, path(MoePath::Fused), DType::F32);
-    assert_eq!(backend["spec"]["quant"], "none");
+    let quant = backend["spec"]["quant"].as_str().unwrap();
+    assert!(quant.starts_with("int4"), "{quant}");
     let run = |path_of| logits(path_of, path(MoePath::Fused), DType::F32);
     assert!(distance(&run(made.quantised), &run(made.twin)) < 1e-4);
 }
@@ -286,14 +320,14 @@ fn ranks(config: &str) {
         let origin = Origin::open(made.quantised);
         let mut cases = Vec::new();
         for (turn, parallel) in backends().into_iter().enumerate() {
-            // Groups of 32 columns leave 2 ranks for 64 inputs, groups of 64 one.
+            // 64 inputs can be cut over 2 ranks if groups have 32 columns, and not at all if groups have 64.
             let most = if name == "awq some" { 1 } else { 2 };
             if turn % 6 == at % 6 && parallel.tp <= most && origin.fits(&parallel) {
                 let dtype = if turn % 4 == 0 { DType::BF16 } else { DType::F32 };
                 cases.push(Case::new(made.quantised, dtype, parallel));
             }
         }
-        // Experts of two schemes, of which some ranks have one alone: all ranks load floats.
+        // The experts have two schemes, and some ranks have experts of only one of them. All ranks load floats.
         let two = |parallel: &ParallelConfig| {
             name == "gptq dynamic" && parallel.enable_expert_parallel && parallel.tp * parallel.dp == 2
         };

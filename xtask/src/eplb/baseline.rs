@@ -1,4 +1,4 @@
-//! Bench rows next to another planner's recorded figures.
+//! Compares bench rows with the recorded figures of another planner.
 
 use std::path::Path;
 
@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::table::mean;
 
-/// Prints, for every row that `file` knows, how much of the other planner's excess over perfect
-/// balance is gone, at what share of its time, and what became of the held-out window. The uniform
-/// family is left out of the mean: there is nothing to balance.
+/// Prints, for every row that `file` contains, which share of the other planner's excess over perfect balance is
+/// removed, in which share of its time, and the result on the held-out window. The uniform family is left out of the
+/// mean, because there is nothing to balance.
 pub fn compare(rows: &[Value], file: &Path) -> Result<()> {
     let known: Value = serde_json::from_slice(&std::fs::read(file)?)
         .with_context(|| format!("bad baseline {}", file.display()))?;

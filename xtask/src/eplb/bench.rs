@@ -81,8 +81,9 @@ fn bench_one(workload: &Workload, move_price: f64, options: &Options) -> Result<
     let seen = if options.forecast { forecast(&workload.profile)? } else { workload.profile.clone() };
     let (plan, timing) = timed(options.repeat, || policy.plan(&workload.topology, &seen, start))?;
     let placement = &plan.placement;
-    let aggregate = par(&workload.profile, placement, Objective::Aggregate);
-    let episode = |loads: &Loads, placement| mean(&par(loads, placement, Objective::Episode));
+    let aggregate = par(&workload.profile, placement, Objective::Aggregate)?;
+    let episode =
+        |loads: &Loads, placement| par(loads, placement, Objective::Episode).map(|pars| mean(&pars));
     let bounds: Vec<f64> = plan.certificates.iter().map(|c| c.lower_bound).collect();
     let mut row = json!({
         "workload": workload.name,
@@ -96,8 +97,8 @@ fn bench_one(workload: &Workload, move_price: f64, options: &Options) -> Result<
         "slots": workload.topology.slots(),
         "par_mean": mean(&aggregate),
         "par_p99": percentile(&aggregate, 99.0),
-        "par_episode_mean": episode(&workload.profile, placement),
-        "heldout_par_episode_mean": workload.heldout.as_ref().map(|l| episode(l, placement)),
+        "par_episode_mean": episode(&workload.profile, placement)?,
+        "heldout_par_episode_mean": workload.heldout.as_ref().map(|l| episode(l, placement)).transpose()?,
         "lower_bound_mean": mean(&bounds),
         "drift_par_episode_mean": null,
         "moved_fraction": null,
@@ -109,9 +110,9 @@ fn bench_one(workload: &Workload, move_price: f64, options: &Options) -> Result<
         let (again, resolve) =
             timed(options.repeat, || policy.plan(&workload.topology, drift, Some(placement)))?;
         let moved = again.placement.moved_from(placement)?;
-        row["drift_par_episode_mean"] = json!(episode(drift, &again.placement));
-        row["drift_par_mean"] = json!(mean(&par(drift, &again.placement, Objective::Aggregate)));
-        row["drift_stale_par_episode_mean"] = json!(episode(drift, placement));
+        row["drift_par_episode_mean"] = json!(episode(drift, &again.placement)?);
+        row["drift_par_mean"] = json!(mean(&par(drift, &again.placement, Objective::Aggregate)?));
+        row["drift_stale_par_episode_mean"] = json!(episode(drift, placement)?);
         row["moved_fraction"] = json!(moved as f64 / placement.phy2log().len() as f64);
         row["resolve_ms"] = json!(resolve.solve_ms);
     }

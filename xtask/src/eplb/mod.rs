@@ -23,17 +23,17 @@ use clap::Subcommand;
 pub enum Command {
     /// Solve workload files and judge the placements.
     Bench(bench::Options),
-    /// Heat trace in, placement and maps out.
+    /// Plan a placement from a heat trace and write it with its maps.
     Plan(plan::Options),
     /// How planning time grows with the model.
     Scale(scale::Options),
-    /// Run a model with its expert heat recorded; replay that, and draw it.
+    /// Run a model and record its expert heat, then replay and plot it.
     Record(record::Options),
-    /// What a policy would have done on a trace: balance, bytes moved, stalls.
+    /// Show what a policy would have done on a trace: balance, bytes moved, stalls.
     Replay(replay::Options),
-    /// What other numbers of devices and copies would do for a recorded run.
+    /// Show the balance of a recorded run with other numbers of devices and copies.
     WhatIf(what_if::Options),
-    /// Draw PAR over time, heat maps, before and after, moves per step, cost.
+    /// Plot PAR over time, heat maps, before and after, moves per step, cost.
     Plot(plot::Options),
 }
 

@@ -1,4 +1,4 @@
-//! `xtask eplb plan`: recorded heat in, placement and maps out.
+//! `xtask eplb plan`: plans a placement from recorded heat and writes it with its maps.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ pub struct Options {
     /// Threads.
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Placement in force, as an expert map.
+    /// The current placement, as an expert map.
     #[arg(long)]
     current: Option<PathBuf>,
     /// Write the placement here as an expert map (vllm-ascend's format).
@@ -92,7 +92,7 @@ mod tests {
         options: Options,
     }
 
-    /// A trace whose hot expert the published algorithm puts twice on a device.
+    /// The trace has an expert of which the published algorithm puts two copies on one device.
     #[test]
     fn every_policy_writes_a_map_that_can_be_loaded() {
         let dir = tempfile::tempdir().unwrap();

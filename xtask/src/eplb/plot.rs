@@ -1,4 +1,4 @@
-//! `xtask eplb plot`: pictures of a replay, of the price of moves, of cost against size (SVG).
+//! `xtask eplb plot`: plots of a replay, of the price of moves, of cost against size (SVG).
 
 use std::path::{Path, PathBuf};
 
@@ -11,15 +11,15 @@ use super::replay::{Outcome, ReplayOptions, replay};
 use crate::plot::charts::{self, Frame, Scale, Series};
 use crate::plot::heatmap::{self, Bar, Grid};
 
-/// What to draw.
+/// What to plot.
 #[derive(Args)]
 pub struct Options {
     #[command(flatten)]
     replay: ReplayOptions,
-    /// Draw balance against moves from bench rows made with several --move-price.
+    /// Plot balance against moves from bench rows made with several --move-price.
     #[arg(long)]
     pareto: Option<PathBuf>,
-    /// Draw solve time against size from bench rows.
+    /// Plot solve time against size from bench rows.
     #[arg(long)]
     scaling: Option<PathBuf>,
     /// Layer of the expert heat map.
@@ -30,7 +30,7 @@ pub struct Options {
     out: PathBuf,
 }
 
-/// Draws whatever the options name.
+/// Makes the plots that the options ask for.
 pub fn run(options: &Options) -> Result<()> {
     std::fs::create_dir_all(&options.out)?;
     if let Some(rows) = &options.pareto {
@@ -45,7 +45,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Draws a replay, with the expert heat map of `layer`.
+/// Plots a replay, with the expert heat map of `layer`.
 pub fn pictures(outcome: &Outcome, layer: usize, out: &Path) -> Result<()> {
     let layers = outcome.loads.layers();
     ensure!(layer < layers, "--layer {layer}: expected less than {layers}, the MoE layers of the trace");
@@ -79,7 +79,7 @@ fn over_time(outcome: &Outcome, path: &Path) -> Result<()> {
     )
 }
 
-/// Experts that come to another device after each step; nothing where none does.
+/// The number of experts that move to another device after each step. No file is written if none moves.
 fn moves(outcome: &Outcome, path: &Path) -> Result<()> {
     if outcome.events.is_empty() {
         return Ok(());
@@ -114,7 +114,7 @@ fn expert_heat(outcome: &Outcome, layer: usize, path: &Path) -> Result<()> {
         path,
         ("step", "expert, hottest first"),
         &[Grid { title, width: rows.len(), height: experts, cell: &cell }],
-        // Beyond four times the mean everything is simply hot.
+        // Values above four times the mean have the same colour.
         &Bar { range: (0.0, 4.0), label: &decimal },
     )
 }
@@ -160,7 +160,7 @@ fn decimal(value: &f64) -> String {
     format!("{value:.1}")
 }
 
-/// Curves by the names that `point` gives to rows; rows without a point are passed over.
+/// Curves, grouped by the names that `point` gives to rows. Rows without a point are skipped.
 fn curves(rows: &[Value], point: impl Fn(&Value) -> Option<(String, (f64, f64))>) -> Vec<Series> {
     let mut series: Vec<Series> = Vec::new();
     for (name, value) in rows.iter().filter_map(point) {

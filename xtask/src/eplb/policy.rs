@@ -43,7 +43,7 @@ impl PolicyOptions {
         self.build_at(self.move_price.first().copied().unwrap_or(0.0))
     }
 
-    /// As `build`, with another price of moves.
+    /// The same as `build`, with another price of moves.
     pub fn build_at(&self, move_price: f64) -> Result<Box<dyn Policy>> {
         let objective = self.objective.get();
         Ok(match self.policy.as_str() {

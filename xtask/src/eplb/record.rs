@@ -1,4 +1,4 @@
-//! `xtask eplb record`: the expert heat of a real run, what balancing would have made of it, and pictures of both.
+//! `xtask eplb record`: records the expert heat of a real run, replays it with balancing, and plots both.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ pub struct Options {
     run: Vec<String>,
 }
 
-/// Runs the program with its heat recorded, then replays and draws that.
+/// Runs the program and records its heat, then replays and plots it.
 pub fn run(options: &Options) -> Result<()> {
     ensure!(!options.replay.input.is_given(), "record makes its own trace: drop --trace and --workload");
     let describe = || format!("cannot make the folder {}", options.out.display());
@@ -40,7 +40,7 @@ pub fn run(options: &Options) -> Result<()> {
     judge(options, trace)
 }
 
-/// Replays and draws a recorded trace.
+/// Replays and plots a recorded trace.
 fn judge(options: &Options, trace: PathBuf) -> Result<()> {
     let mut settings = options.replay.clone();
     settings.input = settings.input.of_trace(trace);
@@ -72,7 +72,7 @@ mod tests {
     fn a_recorded_run_is_replayed_and_drawn() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name);
-        // Experts 0 and 1 are hot, and share a device at the start.
+        // Experts 0 and 1 have high loads and share a device at the start.
         let line = |step| {
             format!(r#"{{"v":1,"step":{step},"stage":"decode","layer":0,"counts":[80,80,10,30]}}"#) + "\n"
         };

@@ -1,8 +1,8 @@
-//! `xtask eplb replay`: what would a policy with these intervals have done on this trace?
+//! `xtask eplb replay`: simulates a policy with these intervals on a trace.
 //!
-//! The steps run through the same state machine that a server steps, with a planner that answers
-//! at once. Balance is judged on every step with the placement then in force, next to the placement
-//! that never changes; moves are counted by the migration plans.
+//! The steps run through the state machine that a server uses, with a planner that answers at once. The balance of
+//! every step is computed with the placement at that step and with the first placement, which never changes. Moves are
+//! counted from the migration plans.
 
 use std::path::{Path, PathBuf};
 
@@ -66,7 +66,7 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// What happened, step by step.
 pub struct Outcome {
-    /// Mean PAR over layers with the changing and with the first placement.
+    /// Mean PAR over layers: with the changing placement, and with the first placement.
     pub par: Vec<f64>,
     pub par_static: Vec<f64>,
     /// Steps at which layers were moved, with layers, transfers and the stall in milliseconds.
@@ -80,7 +80,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Prints a summary, and writes everything to a file if there is to be one.
+    /// Prints a summary, and writes the whole outcome to a file if `json` is given.
     pub fn report(&self, json: Option<&Path>) -> Result<()> {
         let outcome = self.to_json();
         println!("{}", serde_json::to_string_pretty(&outcome["summary"])?);
@@ -119,7 +119,7 @@ impl Outcome {
     }
 }
 
-/// Plans at once when asked.
+/// Makes its plan at once when it is asked.
 struct Inline<'a> {
     policy: &'a dyn Policy,
     topology: Topology,
@@ -138,8 +138,8 @@ impl Inline<'_> {
             let slots = |p: &Placement| judge(heat.layer(layer), p.layer(layer), &self.topology);
             let moved = row(&plan.placement, layer)?.moved_from(&row(current, layer)?)?;
             proposals.push(Proposal {
-                current_par: slots(current),
-                new_par: slots(&plan.placement),
+                current_par: slots(current)?,
+                new_par: slots(&plan.placement)?,
                 bytes: moved as u64 * self.expert_bytes,
             });
         }
@@ -163,7 +163,7 @@ impl Planner for Inline<'_> {
     }
 }
 
-fn judge(loads: &[f64], slots: &[u32], topology: &Topology) -> f64 {
+fn judge(loads: &[f64], slots: &[u32], topology: &Topology) -> moe_eplb::Result<f64> {
     layer_par(loads, slots, topology.experts(), topology.devices(), Objective::Episode)
 }
 
@@ -192,11 +192,8 @@ pub fn replay(options: &ReplayOptions) -> Result<Outcome> {
     let mut events = Vec::new();
     for step in 0..loads.steps() {
         let now = window(&loads, step..step + 1, 1)?;
-        let judged = |p: &Placement| -> Vec<f64> {
-            (0..now.layers()).map(|l| judge(now.layer(l), p.layer(l), &topology)).collect()
-        };
-        par.push(mean(&judged(controller.placement())));
-        par_static.push(mean(&judged(&first)));
+        par.push(mean(&moe_eplb::par(&now, controller.placement(), Objective::Episode)?));
+        par_static.push(mean(&moe_eplb::par(&now, &first, Objective::Episode)?));
         match controller.step(true) {
             Action::None => {}
             Action::Gather => {
@@ -246,7 +243,7 @@ fn transfer<P: Planner>(
         }
         controller.transferred(layer, true)?;
     }
-    // Devices receive side by side; the slowest decides.
+    // Devices receive at the same time, so the slowest decides.
     let slowest = received.into_iter().max().unwrap_or(0);
     Ok((step, layers.len(), transfers, slowest as f64 / options.link * 1e3))
 }

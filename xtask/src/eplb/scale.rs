@@ -1,4 +1,4 @@
-//! `xtask eplb scale`: how planning time grows with the model, at equal shape per device.
+//! `xtask eplb scale`: measures how planning time grows with the model, at equal shape per device.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ pub struct Options {
     /// Solve this often and report the fastest run.
     #[arg(long, default_value_t = 9)]
     repeat: usize,
-    /// Write the rows here; `plot --scaling` draws them.
+    /// Write the rows here; `plot --scaling` plots them.
     #[arg(long)]
     json: PathBuf,
 }
@@ -82,7 +82,7 @@ fn popular(layers: usize, experts: usize) -> Result<Loads> {
         for episode in 0..EPISODES {
             for (e, r) in rank.iter().enumerate() {
                 let noise = 1.0 + (random(1000) as f64 - 500.0) / 1500.0;
-                // Flat enough that no expert exceeds what its copies can carry.
+                // The curve is so flat that no expert has more load than its copies can carry.
                 values[(episode * layers + layer) * experts + e] = noise * 1e5 / (8.0 + *r as f64);
             }
         }

@@ -7,8 +7,8 @@ use moe_eplb::Plan;
 
 /// Least times of the runs that `timed` made, in milliseconds.
 pub struct Timing {
-    /// Processor time of the thread, where the system tells it, else wall time. On an idle machine
-    /// they agree; on a busy one only this says what planning costs.
+    /// Processor time of the thread if the system reports it, otherwise wall time. On an idle machine they agree; on a
+    /// busy one only processor time shows what planning costs.
     pub solve_ms: f64,
     pub wall_ms: f64,
 }
@@ -31,7 +31,7 @@ pub fn timed(repeat: usize, plan: impl Fn() -> moe_eplb::Result<Plan>) -> Result
 
 /// Processor time of this thread on Linux.
 fn thread_cpu_ms() -> Option<f64> {
-    // The kernel brings the figure up to date when the thread yields.
+    // The kernel updates the figure when the thread yields.
     std::thread::yield_now();
     let stat = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     stat.split_whitespace().next()?.parse::<f64>().ok().map(|ns| ns / 1e6)

@@ -1,7 +1,8 @@
-//! `xtask eplb what-if`: what other numbers of devices and copies would do for the balance of a recorded run.
+//! `xtask eplb what-if`: the balance of a recorded run with other numbers of devices and copies.
 //!
-//! A placement is planned from the first part of a trace and judged on the steps after it, each by its own peak, beside the usual
-//! start, which knows nothing. So the figures are those of a run that moves its experts once.
+//! A placement is planned from the first part of a trace and judged on the steps after it, each by its own peak. It is
+//! compared with the usual initial placement, which uses no loads. So the figures describe a run that moves its experts
+//! once.
 
 use std::path::PathBuf;
 
@@ -30,7 +31,7 @@ pub struct Options {
     /// Numbers of redundant experts, all devices together.
     #[arg(long, value_delimiter = ',', default_values_t = [0, 8, 16])]
     redundant: Vec<usize>,
-    /// Share of the steps that the plan is made from; the others judge it.
+    /// Share of the steps from which the plan is made; the other steps judge it.
     #[arg(long, default_value_t = 0.5)]
     share: f64,
     #[command(flatten)]
@@ -45,14 +46,14 @@ pub struct Options {
 struct Row {
     devices: usize,
     redundant: usize,
-    /// Mean over steps and layers of peak over mean device load: of the start, and of the plan.
+    /// Mean over steps and layers of peak over mean device load, with the initial placement and with the plan.
     par_start: f64,
     par_planned: f64,
-    /// Experts that come to another device.
+    /// Number of experts that move to another device.
     moved: usize,
 }
 
-/// Asks and prints.
+/// Computes the combinations and prints them.
 pub fn run(options: &Options) -> Result<()> {
     let loads = trace::read(&options.trace, &options.stage)?;
     let rows = rows(&loads, options)?;
@@ -74,7 +75,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The combinations whose slots the devices share evenly, none with an expert twice.
+/// The combinations in which the slots divide evenly over the devices and no device holds an expert twice.
 fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
     ensure!((0.0..1.0).contains(&options.share), "--share {}: expected 0 to below 1", options.share);
     let known = ((loads.steps() as f64 * options.share) as usize).max(1);
@@ -97,8 +98,8 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
             let start = Placement::initial(&topology, loads.layers());
             let plan = policy.plan(&topology, &past, Some(&start))?.placement;
             let judged = |placement: &Placement| judge(&steps, placement, &topology);
-            let par_start = judged(&start);
-            let par_planned = judged(&plan);
+            let par_start = judged(&start)?;
+            let par_planned = judged(&plan)?;
             rows.push(Row { devices, redundant, par_start, par_planned, moved: plan.moved_from(&start)? });
         }
     }
@@ -106,14 +107,14 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
 }
 
 /// Mean over steps and layers.
-fn judge(steps: &[Loads], placement: &Placement, topology: &Topology) -> f64 {
+fn judge(steps: &[Loads], placement: &Placement, topology: &Topology) -> Result<f64> {
     let par = |(step, layer): (&Loads, usize)| {
         let experts = topology.experts();
         let devices = topology.devices();
         layer_par(step.layer(layer), placement.layer(layer), experts, devices, Objective::Episode)
     };
     let all = steps.iter().flat_map(|step| (0..step.layers()).map(move |layer| (step, layer)));
-    mean(&all.map(par).collect::<Vec<_>>())
+    Ok(mean(&all.map(par).collect::<std::result::Result<Vec<_>, _>>()?))
 }
 
 #[cfg(test)]
@@ -130,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_skewed_run_is_balanced_by_places_and_by_copies() {
-        // Experts 0 and 1 are hot, and share a device at the start; 2 devices, 4 experts.
+        // Experts 0 and 1 have high loads and share a device at the start. There are 2 devices and 4 experts.
         let step = [80., 80., 10., 30.];
         let loads = Loads::episodes(6, 1, 4, &step.repeat(6)).unwrap();
         let args = ["x", "--trace", "t", "--devices", "2,3", "--redundant", "0,2"];

@@ -1,4 +1,4 @@
-//! What ptxas says about each kernel (`-Xptxas -v`), as a table.
+//! The report of ptxas about each kernel (`-Xptxas -v`), as a table.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -10,7 +10,7 @@ pub struct Usage {
     pub kernel: String,
     pub arch: String,
     pub registers: u32,
-    /// Static shared memory in bytes; what a launch asks for on top is not known to the compiler.
+    /// Static shared memory in bytes. The compiler does not know what a launch requests in addition.
     pub shared: u32,
     /// Stack frame in bytes.
     pub stack: u32,
@@ -68,7 +68,7 @@ fn filter(input: &str) -> Option<String> {
         .ok()?;
     let mut stdin = child.stdin.take()?;
     let input = input.to_string();
-    // A thread of its own: with long lists both pipes fill up.
+    // A separate thread writes, because with long lists both pipes fill up.
     let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
     let output = child.wait_with_output().ok()?;
     writer.join().ok()?.ok()?;

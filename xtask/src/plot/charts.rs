@@ -28,13 +28,13 @@ impl Series {
     }
 }
 
-/// What surrounds the curves.
+/// The text around the curves.
 pub struct Frame<'a> {
     pub title: &'a str,
     pub x: &'a str,
     pub y: &'a str,
     pub scale: Scale,
-    /// Where the curves leave room for their names.
+    /// A place where the curves leave room for their names.
     pub legend: SeriesLabelPosition,
 }
 
@@ -45,7 +45,7 @@ pub enum Scale {
     Logarithmic,
 }
 
-/// Colours that stay apart for the colour-blind.
+/// Colours that colour-blind readers can distinguish.
 const COLOURS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -57,7 +57,7 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(150, 120, 60),
 ];
 
-/// Draws `series` into an SVG file.
+/// Plots `series` into an SVG file.
 pub fn draw(path: &Path, frame: Frame, series: &[Series]) -> Result<()> {
     let points = || series.iter().flat_map(|s| &s.values);
     let range = |value: fn(&(f64, f64)) -> f64| {
@@ -70,7 +70,7 @@ pub fn draw(path: &Path, frame: Frame, series: &[Series]) -> Result<()> {
         }
     };
     if points().next().is_none() {
-        return Err(anyhow!("nothing to draw for {}", path.display()));
+        return Err(anyhow!("there is nothing to plot for {}", path.display()));
     }
     let area = SVGBackend::new(path, (960, 560)).into_drawing_area();
     area.fill(&WHITE).map_err(failed)?;
@@ -104,7 +104,7 @@ where
         .y_desc(frame.y)
         .x_label_formatter(&short)
         .y_label_formatter(&short)
-        // Few enough that the labels of a logarithmic axis do not collide.
+        // This number is small enough that the labels of a logarithmic axis do not overlap.
         .x_labels(6)
         .label_style(("sans-serif", 14))
         .axis_desc_style(("sans-serif", 16))
@@ -138,7 +138,7 @@ where
         .map_err(failed)
 }
 
-/// Drawing errors borrow the drawing area; keep their text.
+/// Plotting errors borrow the plotting area, so only their text is kept.
 pub fn failed<E: std::fmt::Display>(error: E) -> anyhow::Error {
-    anyhow!("cannot draw: {error}")
+    anyhow!("cannot make the plot: {error}")
 }

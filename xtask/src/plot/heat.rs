@@ -1,4 +1,4 @@
-//! `xtask plot heat`: how a run spread its tokens over the experts of each layer.
+//! `xtask plot heat`: plots how a run distributed its tokens over the experts of each layer.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use moe_eplb::Loads;
 use super::heatmap::{self, Bar, Grid};
 use crate::trace;
 
-/// What to draw.
+/// What to plot.
 #[derive(Args)]
 pub struct Options {
     /// Heat trace (JSON lines `{v, step, stage, layer, counts}`), as `--expert-heat` writes it.
@@ -23,10 +23,10 @@ pub struct Options {
     stage: String,
 }
 
-/// Loads beyond eight times the mean, or below an eighth of it, look alike.
+/// Loads of more than eight times the mean, or less than an eighth of it, have the same colour.
 const DOUBLINGS: f64 = 3.0;
 
-/// Draws the map.
+/// Makes the map.
 pub fn run(options: &Options) -> Result<()> {
     let loads = trace::read(&options.trace, &options.stage)?;
     let heat: Vec<Vec<f64>> = (0..loads.layers()).map(|layer| over_mean(&loads, layer)).collect();
@@ -45,8 +45,8 @@ pub fn run(options: &Options) -> Result<()> {
         .with_context(|| format!("cannot write the picture {}", options.out.display()))
 }
 
-/// The tokens of each expert of a layer over all steps, 1 being the mean expert. A layer without
-/// tokens is even.
+/// The tokens of each expert of a layer over all steps, where 1 is the mean expert. A layer without tokens counts as
+/// even.
 fn over_mean(loads: &Loads, layer: usize) -> Vec<f64> {
     let experts = loads.experts();
     let mut sum = vec![0.0; experts];
@@ -91,7 +91,8 @@ mod tests {
         let svg = draw(TRACE, "all").unwrap();
         let cells = |colour: &str| svg.matches(&format!("fill=\"{colour}\"")).count();
         assert!(svg.contains("2 steps") && svg.contains("MoE layer") && svg.contains("1/8"), "{svg}");
-        // Layer 0: 8, 0, 0, 2 of a mean of 2.5: one hot, two without a token, one at 0.8.
+        // Layer 0 has loads of 8, 0, 0 and 2 with a mean of 2.5: one expert far above the mean, two without tokens, one
+        // at 0.8.
         let coldest = cells("#213C82");
         let prefill = draw(TRACE, "prefill").unwrap();
         assert!(prefill.contains("1 prefill steps"));

@@ -17,9 +17,9 @@ pub struct Grid<'a> {
 
 /// The colour scale.
 pub struct Bar<'a> {
-    /// The coldest and the hottest value; what is beyond looks like them.
+    /// The smallest and the largest value. Values outside this range have the colour of its ends.
     pub range: (f64, f64),
-    /// How a value is written beside it.
+    /// Formats a value of the colour scale.
     pub label: &'a dyn Fn(&f64) -> String,
 }
 
@@ -42,7 +42,7 @@ fn colour(value: f64, range: (f64, f64)) -> RGBColor {
     RGBColor(channel(0), channel(1), channel(2))
 }
 
-/// Draws `grids` next to each other and a colour bar into an SVG file.
+/// Plots `grids` next to each other and a colour bar into an SVG file.
 pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], bar: &Bar) -> Result<()> {
     let range = bar.range;
     let area = SVGBackend::new(path, (960, 560)).into_drawing_area();
@@ -102,7 +102,7 @@ pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], bar: &Bar) -> Resul
     area.present().map_err(failed)
 }
 
-/// Names the middle of a cell, and nothing between two.
+/// Labels the middle of a cell, and nothing between two cells.
 fn index(value: &f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { String::new() }
 }

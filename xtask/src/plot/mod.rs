@@ -1,4 +1,4 @@
-//! `xtask plot`: pictures of what runs have recorded, and the charts that other tasks draw too.
+//! `xtask plot`: plots of what runs have recorded, and the charts that other tasks use too.
 
 pub mod charts;
 mod heat;
@@ -14,7 +14,7 @@ pub enum Command {
     Heat(heat::Options),
 }
 
-/// Draws one.
+/// Makes one plot.
 pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Heat(options) => heat::run(options),

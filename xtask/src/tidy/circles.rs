@@ -1,8 +1,8 @@
-//! No circles of modules: the files of a crate use each other in one direction only, so each can be read and changed after
-//! those that it uses. `Tree` reads the modules of a crate, `arrows` finds which file uses which names of which other file,
-//! and this file refuses files that reach each other.
+//! Checks that there are no circles of modules: the files of a crate use each other in one direction only, so each file
+//! can be read and changed after the files that it uses. `Tree` reads the modules of a crate, `arrows` finds which file
+//! uses which names of which other file, and this file reports files that reach each other.
 //!
-//! Two things are not seen: methods, as only a compiler knows whose they are, and names inside files that a build writes.
+//! The check does not see methods, because only a compiler knows their type, and names in files that a build writes.
 
 mod arrows;
 mod tree;
@@ -37,7 +37,7 @@ pub fn check(root: &Path, packages: &[Package], faults: &mut Vec<String>) -> Res
     Ok(())
 }
 
-/// Files that reach each other, each with the arrows among them.
+/// Files that reach each other, with the arrows between them.
 struct Circle {
     files: BTreeSet<String>,
     /// (user, used): the names.
@@ -67,7 +67,7 @@ fn circles(start: &str, read: &dyn Fn(&str) -> Option<String>) -> Result<Vec<Cir
     Ok(circles)
 }
 
-/// The files that a file uses, directly or through others.
+/// The files that a file uses, directly or through other files.
 fn reached(file: usize, arrows: &BTreeMap<(usize, usize), BTreeSet<String>>) -> BTreeSet<usize> {
     let mut reached = BTreeSet::new();
     let mut next = vec![file];

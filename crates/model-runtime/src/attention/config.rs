@@ -1,12 +1,13 @@
-//! What an attention layer is made of: sizes, weights.
+//! The sizes and weights of an attention layer.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::Unread;
 use moe_kernels::names::AttentionNames;
 
-/// Over what the RMS norms of q and k are taken, before rotation.
+/// The elements over which the RMS norms of q and k are computed, before rotation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum QkNorm {
     /// There are none.
     #[default]
@@ -19,6 +20,7 @@ pub enum QkNorm {
 
 /// Which two of a head's R rotated dimensions are one pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RotatedPairs {
     /// i and i + R/2 (GPT-NeoX): most models.
     #[default]
@@ -54,10 +56,41 @@ pub struct AttentionConfig {
     pub sliding_window: Option<usize>,
     /// Factor of the scores; `None` for 1 / sqrt(D).
     pub softmax_scale: Option<f64>,
+    /// Whether each head has a sink: a learned logit that takes part in the softmax of its rows and has no value.
+    pub sinks: bool,
+    /// Whether the sigmoid of a gate scales each dimension of each head before the output product (Qwen3-Next). The
+    /// query projection then has, for each head, D rows of q and D rows of the gate.
+    pub output_gate: bool,
+    /// Whether norms of q and k multiply by 1 + weight, in f32.
+    pub zero_centred_norms: bool,
 }
 
 impl AttentionConfig {
-    /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
+    /// Attention of these sizes, as in [`AttentionConfig`], without options: whole heads are rotated in halves, and a
+    /// row attends to all positions before it. An option is set by `AttentionConfig { qkv_bias: true, ..new }`.
+    pub fn new(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        Self {
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rotary_dim: head_dim,
+            rotated_pairs: RotatedPairs::Halves,
+            qkv_bias: false,
+            o_bias: false,
+            qk_norm: QkNorm::None,
+            rms_norm_eps: 1e-6,
+            sliding_window: None,
+            softmax_scale: None,
+            sinks: false,
+            output_gate: false,
+            zero_centred_norms: false,
+        }
+    }
+}
+
+impl AttentionConfig {
+    /// Fails if the checkpoint has tensors of a layer that this config does not use and that would change its results.
     pub(super) fn refuse_unread(&self, names: &AttentionNames, vb: &VarBuilder) -> Result<()> {
         let mut unread = Unread::under(vb);
         let products = [
@@ -79,24 +112,32 @@ impl AttentionConfig {
                 unread.tensor(&format!("{norm}.weight"));
             }
         }
-        unread.tensor(names.sinks);
-        unread.refuse("attention", "biases are read with `qkv_bias` and `o_bias`, norms with `qk_norm`")
+        if !self.sinks {
+            unread.tensor(names.sinks);
+        }
+        unread.refuse(
+            "attention",
+            "biases are read with `qkv_bias` and `o_bias`, norms with `qk_norm`, sinks with `sinks`",
+        )
     }
 }
 
 /// The weights of an attention layer, in the order of a checkpoint; all in the model dtype.
 #[derive(Clone, Debug)]
 pub struct AttentionWeights {
-    /// Rows of q, then k, then v: [(Hq + 2 Hkv) * D, H].
+    /// Rows of q, then k, then v: [(Hq + 2 Hkv) * D, H]. With an output gate, q also has the rows of each head's gate.
     pub qkv: Tensor,
-    /// [(Hq + 2 Hkv) * D].
+    /// As many values as `qkv` has rows.
     pub qkv_bias: Option<Tensor>,
     /// [H, Hq * D].
     pub o: Tensor,
     /// `[H]`.
     pub o_bias: Option<Tensor>,
-    /// Norm weights of q and of k, of the lengths that [`QkNorm`] says.
+    /// Norm weights of q and of k, with the lengths that [`QkNorm`] gives. Zero-centred weights are stored as the
+    /// factors of the rows, in f32.
     pub qk_norm: Option<(Tensor, Tensor)>,
+    /// Sinks of the heads, `[Hq]`.
+    pub sinks: Option<Tensor>,
 }
 
 impl AttentionConfig {

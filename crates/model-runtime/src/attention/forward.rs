@@ -5,14 +5,14 @@ use moe_comm::RowParallel;
 use moe_kernels::plan::{AttentionCall, Fusion, Machine, MixedCall, Reason, Stage};
 use moe_kernels::{
     AttentionMeta, Exec, ProductRows, QkNormRope, RowsViewMut, StepRows, ViewMut, forward_rows,
-    rope_attention_into,
+    rope_attention_into, sigmoid_gate_into,
 };
 use moe_layer::PlanStep;
 use tracing::trace_span;
 
 use super::config::{AttentionConfig, QkNorm};
 use super::layer::Attention;
-use crate::kv_cache::{KvLayer, LayerState};
+use crate::kv_cache::{KvLayer, LayerCache, LayerState};
 use crate::mixer::{Mixer, MixerIo};
 use crate::projection::{Lock, fits_products};
 use crate::rope::{Rope, RopeRows};
@@ -33,6 +33,9 @@ impl Mixer for Attention {
     }
 
     fn fits(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        if self.weights.gate.is_some() && fusion != Fusion::Nothing {
+            return Err(Reason::Part { part: "an attention with an output gate" });
+        }
         let products = [&self.weights.qkv, &self.weights.o];
         fits_products(fusion, products, self.output_ranks(), step.rows, machine)
     }
@@ -42,11 +45,11 @@ impl Mixer for Attention {
         io: MixerIo,
         step: &StepViews,
         rope: &RopeRows,
-        kv: &mut KvLayer,
+        cache: &mut LayerCache,
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
-        let attended = self.attended(&io, step, rope, kv, ex)?;
+        let attended = self.attended(&io, step, rope, cache.paged()?, ex)?;
         self.weights.o.last_into(attended.rows(), io, self.output_ranks(), ex)
     }
 
@@ -57,6 +60,10 @@ impl Mixer for Attention {
             stages.push(self.all_heads_stage());
         }
         stages.extend(self.rows_call(step).stages(machine));
+        if let Some(gate) = &self.weights.gate {
+            stages.push(gate.stage(&["output gate"], fusion, step.rows, machine));
+            stages.push(Stage::new(&["gated heads"], "sigmoid_gate"));
+        }
         stages.extend(self.weights.o.last_stages(fusion, step.rows, self.output_ranks(), machine));
         stages
     }
@@ -93,12 +100,14 @@ impl Attention {
             num_kv_heads,
             head_dim,
         };
+        let sinks = Lock::new(self.weights.sinks.as_ref())?;
         let meta = AttentionMeta {
             query_start_loc: step.query_start_loc,
             positions: step.positions,
             block_tables: step.block_tables,
             scale: self.scale,
             sliding_window: self.config.sliding_window,
+            sinks: sinks.view()?,
         };
         let (k_cache, Some(v_cache)) = kv.kv_mut() else {
             bail!("attention: expected a KV cache with value rows, got one of keys only")
@@ -108,15 +117,21 @@ impl Attention {
         rope_attention_into(&args, &meta, rows, k_cache, v_cache, attended, ex)
     }
 
-    /// Attention on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor
-    /// [T, H]. `kv` is on that device, too; the arrays of `step` may be in host memory ([`Step::views`]) and are then
-    /// copied.
+    /// Attention on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new
+    /// tensor [T, H]. `cache` is on that device, too; the arrays of `step` may be in host memory ([`Step::views`]) and
+    /// are then copied.
     ///
     /// # Errors
     /// Wrong dims, dtypes or devices.
     ///
     /// [`Step::views`]: crate::Step::views
-    pub fn forward(&self, x: &Tensor, step: &StepViews, rope: &Rope, kv: &mut KvLayer) -> Result<Tensor> {
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        step: &StepViews,
+        rope: &Rope,
+        cache: &mut LayerCache,
+    ) -> Result<Tensor> {
         forward_rows(x, self.config.hidden_size, x.dtype(), |x, out, ex| {
             let positions = ex.lend(step.positions)?;
             let rope_len = ex.lend(step.rope_len)?;
@@ -132,7 +147,7 @@ impl Attention {
                 ..*step
             };
             let rows = rope.rows(step.positions, step.rope_len, ex)?;
-            self.forward_into(MixerIo::Store { x: x.into(), out }, &step, &rows, kv, ex)
+            self.forward_into(MixerIo::Store { x: x.into(), out }, &step, &rows, cache, ex)
         })
     }
 
@@ -158,6 +173,11 @@ impl Attention {
             _ => ProductRows::of_product(t, w.o.weight.read()?.view()?, w.o.bias.is_some(), ex)?,
         };
         self.attend_into(qkv.view_mut(), step, rope, kv, attended.rows_mut(), ex)?;
+        if let Some(gate) = &w.gate {
+            let mut gates = ex.scratch(DType::F32, &[t, self.config.num_heads * self.config.head_dim])?;
+            gate.first_into(io, gates.view_mut(), ex)?;
+            sigmoid_gate_into(gates.view(), attended.rows_mut().floats("an output gate")?, ex)?;
+        }
         Ok(attended)
     }
 
@@ -176,6 +196,7 @@ impl Attention {
             head_dim,
             value_dim: head_dim,
             latent: false,
+            sinks: self.config.sinks,
             dtype: self.weights.qkv.weight.dtype(),
             block_size: None,
             aligned: true,

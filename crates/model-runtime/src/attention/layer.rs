@@ -1,4 +1,4 @@
-//! An attention layer as it is held: its config, its weights, the ranks that share its heads.
+//! A loaded attention layer: its config, its weights, the ranks that share its heads.
 
 use std::sync::Arc;
 
@@ -18,12 +18,16 @@ pub struct Attention {
     pub(super) ranks: Option<HeadRanks>,
 }
 
-/// [`AttentionWeights`](super::AttentionWeights) as a layer holds them.
+/// [`AttentionWeights`](super::AttentionWeights) in the form in which a layer holds them.
 #[derive(Clone, Debug)]
 pub(super) struct Held {
     pub qkv: Projection,
+    /// The projection whose sigmoid scales the heads' outputs, [Hq * D, H].
+    pub gate: Option<Projection>,
     pub o: Projection,
     pub qk_norm: Option<(Tensor, Tensor)>,
+    /// `[Hq]` f32, because kernels add it to denominators without rounding.
+    pub sinks: Option<Tensor>,
 }
 
 /// The ranks that share the heads of a layer.

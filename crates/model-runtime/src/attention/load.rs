@@ -1,6 +1,6 @@
-//! Loading an attention layer, and checks of what it is made of.
+//! Loading an attention layer, and checks of its config.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::names::AttentionNames;
 use moe_kernels::quant::QuantUse;
@@ -13,18 +13,17 @@ use super::layer::{Attention, Held};
 use crate::projection::Projection;
 
 impl Attention {
-    /// From weights whose shapes match the config.
+    /// Makes a layer from weights whose shapes match the config.
     pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
         config.check()?;
-        let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
-        let heads = config.query_key_heads();
+        let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm, sinks } = weights;
+        let (qkv, gate) = config.projections(qkv, qkv_bias)?;
         let weights = Held {
-            qkv: Projection {
-                weight: Weight::new(config.in_rotated_order(qkv, heads)?)?,
-                bias: qkv_bias.map(|bias| config.in_rotated_order(bias, heads)).transpose()?,
-            },
+            qkv,
+            gate,
             o: Projection { weight: Weight::new(o)?, bias: o_bias },
             qk_norm: qk_norm.map(|norms| config.norms_in_rotated_order(norms)).transpose()?,
+            sinks: sinks.map(|sinks| sinks.to_dtype(DType::F32)).transpose()?,
         };
         Self::of(config, weights)
     }
@@ -34,8 +33,9 @@ impl Attention {
         let h = config.hidden_size;
         let n = config.qkv_rows();
         let q = config.num_heads * config.head_dim;
-        let Held { qkv, o, qk_norm } = &weights;
+        let Held { qkv, gate, o, qk_norm, sinks } = &weights;
         let dtype = qkv.weight.dtype();
+        let norms = if config.zero_centred_norms { DType::F32 } else { dtype };
         let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
             if got != (dims, dtype) {
                 bail!(
@@ -50,8 +50,15 @@ impl Attention {
         let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
             check_of(name, (tensor.dims(), tensor.dtype()), dims)
         };
+        let check_norm = |name: &str, norm: &Tensor, size: usize| match norm.dtype() == norms {
+            true => check_of(name, (norm.dims(), dtype), &[size]),
+            false => check(name, norm, &[size]),
+        };
         check_of("qkv", (qkv.weight.dims(), dtype), &[n, h])?;
         check_of("o", (o.weight.dims(), o.weight.dtype()), &[h, q])?;
+        if let Some(gate) = gate {
+            check_of("the output gate", (gate.weight.dims(), gate.weight.dtype()), &[q, h])?;
+        }
         for (name, wanted, bias, rows) in
             [("qkv_bias", config.qkv_bias, &qkv.bias, n), ("o_bias", config.o_bias, &o.bias, h)]
         {
@@ -63,8 +70,8 @@ impl Attention {
         }
         match (qk_norm, config.norm_widths()) {
             (Some((q_norm, k_norm)), Some([q, k])) => {
-                check("the norm of q", q_norm, &[q])?;
-                check("the norm of k", k_norm, &[k])?;
+                check_norm("the norm of q", q_norm, q)?;
+                check_norm("the norm of k", k_norm, k)?;
             }
             (None, None) => {}
             (got, wanted) => bail!(
@@ -72,6 +79,16 @@ impl Attention {
                 wanted.is_some(),
                 got.is_some()
             ),
+        }
+        match sinks {
+            Some(sinks) if config.sinks => {
+                let heads = [config.num_heads];
+                if sinks.dims() != heads {
+                    bail!("attention: expected sinks {heads:?}, got {:?}", sinks.dims())
+                }
+            }
+            None if !config.sinks => {}
+            _ => bail!("attention: expected sinks to be present: {}, got {}", config.sinks, sinks.is_some()),
         }
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
         Ok(Self { config, weights, scale, ranks: None })
@@ -85,8 +102,8 @@ impl Attention {
     /// [`load`](Self::load) on a rank, where projections may be quantised.
     ///
     /// # Errors
-    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says; tensors that `config` does not
-    /// ask for and that would change the results, by name: biases, norms of q and k, `sinks`.
+    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says; tensors that `config` does
+    /// not ask for and that would change the results, by name: biases, norms of q and k, `sinks`.
     pub fn load_on(
         config: AttentionConfig,
         names: AttentionNames,
@@ -99,19 +116,27 @@ impl Attention {
         let d = config.head_dim;
         let q = config.num_heads * d;
         let kv = config.num_kv_heads * d;
-        let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
+        let modules = [(names.q, config.stored_query_rows()), (names.k, kv), (names.v, kv)];
         let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
-        let norm = |name: &str, width: usize| vb.get(width, &format!("{name}.weight"));
-        let heads = config.query_key_heads();
-        let in_order = |tensor: Tensor| config.in_rotated_order(tensor, heads);
-        let qkv = match config.is_in_rotated_order() {
-            false => Weight::new(in_order(load_floats(&vb, &modules, h, context)?)?)?,
-            true => load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+        let norm = |name: &str, width: usize| {
+            let name = format!("{name}.weight");
+            match config.zero_centred_norms {
+                true => vb.to_dtype(DType::F32).get(width, &name)? + 1.0,
+                false => vb.get(width, &name),
+            }
         };
-        let qkv_bias = config.qkv_bias.then(|| in_order(load_packed(&vb, &biases, &[])?)).transpose()?;
+        let qkv_bias = config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?;
+        let (qkv, gate) = match config.is_in_stored_order() {
+            false => config.projections(load_floats(&vb, &modules, h, context)?, qkv_bias)?,
+            true => {
+                let weight = load_weight(&vb, &modules, h, QuantUse::Linear, context)?;
+                (Projection { weight, bias: qkv_bias }, None)
+            }
+        };
         let output = context.row_parallel_use(q);
         let weights = Held {
-            qkv: Projection { weight: qkv, bias: qkv_bias }.packed(context.cpu_isa)?,
+            qkv: qkv.packed(context.cpu_isa)?,
+            gate: gate.map(|gate| gate.packed(context.cpu_isa)).transpose()?,
             o: Projection::load([h, q], config.o_bias, vb.pp(names.o), output, context)?,
             qk_norm: match config.norm_widths() {
                 Some([q, k]) => {
@@ -119,12 +144,46 @@ impl Attention {
                 }
                 None => None,
             },
+            sinks: match config.sinks {
+                true => Some(vb.get_with_hints_dtype(
+                    config.num_heads,
+                    names.sinks,
+                    Default::default(),
+                    DType::F32,
+                )?),
+                false => None,
+            },
         };
         Self::of(config, weights)
     }
 }
 
-/// The rows of `modules` under each other as floats: where their order changes, quantised rows are not kept as they are.
+impl AttentionConfig {
+    /// Whether kernels read the rows of q, k and v in the order in which they are stored.
+    fn is_in_stored_order(&self) -> bool {
+        self.is_in_rotated_order() && !self.output_gate
+    }
+
+    /// The products of q, k and v, in the order in which kernels rotate heads, and the product of the output gate, from
+    /// the stored rows.
+    fn projections(&self, rows: Tensor, bias: Option<Tensor>) -> Result<(Projection, Option<Projection>)> {
+        let heads = self.query_key_heads();
+        let (qkv, gate) = self.without_gate(rows)?;
+        let (qkv_bias, gate_bias) = match bias {
+            Some(bias) => {
+                let (qkv, gate) = self.without_gate(bias)?;
+                (Some(self.in_rotated_order(qkv, heads)?), gate)
+            }
+            None => (None, None),
+        };
+        let qkv = Projection { weight: Weight::new(self.in_rotated_order(qkv, heads)?)?, bias: qkv_bias };
+        let gate =
+            gate.map(|gate| Ok::<_, Error>(Projection { weight: Weight::new(gate)?, bias: gate_bias }));
+        Ok((qkv, gate.transpose()?))
+    }
+}
+
+/// The rows of `modules`, one after the other, as floats: if their order changes, quantised rows cannot be kept.
 fn load_floats(
     vb: &VarBuilder,
     modules: &[(&str, usize)],
@@ -135,9 +194,7 @@ fn load_floats(
         for (module, _) in modules {
             let name = format!("{}.{module}", vb.prefix());
             if source.scheme(&name)? != QuantScheme::NONE {
-                warn!(
-                    "{name} is loaded as floats: kernels rotate heads in another order, so its rows change their places"
-                );
+                warn!("{name} is loaded as floats: kernels take the rows of its heads in another order");
             }
         }
     }

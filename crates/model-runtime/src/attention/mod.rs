@@ -1,11 +1,12 @@
 //! Grouped-query attention over the paged KV cache.
 //!
-//! One pass: packed q, k, v product; per-head norm, rotation and KV write fused; paged attention;
-//! row-parallel output product. Prefill, chunked prefill and decode are the same code and give
-//! the same bits.
+//! A forward pass consists of a packed q, k, v product; per-head norm, rotation and KV write in one launch; paged
+//! attention; and a row-parallel output product. Prefill, chunked prefill and decode are the same code and give the
+//! same bits.
 
 mod config;
 mod forward;
+mod gate;
 mod layer;
 mod load;
 mod partial;

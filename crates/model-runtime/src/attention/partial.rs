@@ -1,10 +1,10 @@
 //! Heads of which only the first dimensions are rotated, or whose rotated pairs are neighbours.
 //!
-//! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. A model that rotates R < D dimensions pairs i with
-//! i + R/2, and some models pair 2i with 2i + 1 ([`RotatedPairs`]). The rows of q and of k are therefore put in another order
-//! when they are loaded: one in which the two dimensions of a pair are D/2 apart. A pair that is not rotated has a cosine of 1
-//! and a sine of 0 ([`Rope`](crate::Rope)), so none of its bits changes.
-//! Both sides of a score are in the same order, and values keep theirs.
+//! Kernels rotate dimension i of a head with i + D/2, for all i < D/2. A model that rotates R < D dimensions pairs i
+//! with i + R/2, and some models pair 2i with 2i + 1 ([`RotatedPairs`]). The rows of q and of k are therefore put in
+//! another order when they are loaded: one in which the two dimensions of a pair are D/2 apart. A pair that is not
+//! rotated has a cosine of 1 and a sine of 0 ([`Rope`](crate::Rope)), so none of its bits changes. Both sides of a
+//! score are in the same order, and values keep theirs.
 
 use candle_core::{Result, Tensor};
 
@@ -43,8 +43,8 @@ impl AttentionConfig {
         Ok((self.in_rotated_order(q, q_heads)?, self.in_rotated_order(k, k_heads)?))
     }
 
-    /// The dimensions of a head, first those that are rotated forwards: of each pair the first one, then what is not
-    /// rotated to half of the head; then likewise the second ones and the rest.
+    /// The order of a head's dimensions. First come the first ones of each rotated pair, then dimensions that are not
+    /// rotated, up to half of the head. Then the second ones follow in the same way, with the rest.
     fn head_order(&self) -> Vec<usize> {
         let pairs = self.rotary_dim / 2;
         let half = self.head_dim / 2;
@@ -67,20 +67,7 @@ mod tests {
     use super::*;
 
     fn config(head_dim: usize, rotary_dim: usize) -> AttentionConfig {
-        AttentionConfig {
-            hidden_size: 4,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim,
-            rotary_dim,
-            rotated_pairs: RotatedPairs::Halves,
-            qkv_bias: true,
-            o_bias: false,
-            qk_norm: QkNorm::None,
-            rms_norm_eps: 1e-6,
-            sliding_window: None,
-            softmax_scale: None,
-        }
+        AttentionConfig { rotary_dim, qkv_bias: true, ..AttentionConfig::new(4, 2, 1, head_dim) }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Grouped-query attention over ranks: which tensors its layers have, which parts of them a rank holds, what it caches.
 //!
-//! Heads are cut. A rank has the rows of its heads in q, k and v, and their columns in the output product. Where there are
-//! more ranks than key-value heads, neighbouring ranks hold the same ones.
+//! Heads are cut over ranks. A rank has the rows of its heads in q, k and v, and their columns in the output product.
+//! If there are more ranks than key-value heads, neighbouring ranks hold the same ones.
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -51,17 +51,26 @@ impl AttentionConfig {
         let heads = list.geometry.attention_heads(num_heads, num_kv_heads)?;
         let q = list.geometry.row_shard(OUTPUT, num_heads * d)?.range;
         let kv = heads.kv_heads.start * d..heads.kv_heads.end * d;
-        for (name, heads, held) in
-            [(names.q, num_heads, &q), (names.k, num_kv_heads, &kv), (names.v, num_kv_heads, &kv)]
-        {
-            list.rows(format!("{prefix}.{name}.weight"), [heads * d, h], held.clone());
+        // With an output gate, each query head has as many rows of the gate.
+        let doubled = if self.output_gate { 2 } else { 1 };
+        let q_rows = doubled * q.start..doubled * q.end;
+        for (name, rows, held) in [
+            (names.q, doubled * num_heads * d, &q_rows),
+            (names.k, num_kv_heads * d, &kv),
+            (names.v, num_kv_heads * d, &kv),
+        ] {
+            list.rows(format!("{prefix}.{name}.weight"), [rows, h], held.clone());
             if self.qkv_bias {
-                list.part(format!("{prefix}.{name}.bias"), &[heads * d], std::slice::from_ref(held));
+                list.part(format!("{prefix}.{name}.bias"), &[rows], std::slice::from_ref(held));
             }
         }
         list.columns(format!("{prefix}.{}.weight", names.o), [h, num_heads * d], q.clone());
         if self.o_bias {
             list.whole(format!("{prefix}.{}.bias", names.o), &[h]);
+        }
+        if self.sinks {
+            let held = q.start / d..q.end / d;
+            list.part(format!("{prefix}.{}", names.sinks), &[num_heads], std::slice::from_ref(&held));
         }
         for (norm, heads, held) in [(names.q_norm, num_heads, q), (names.k_norm, num_kv_heads, kv)] {
             let name = format!("{prefix}.{norm}.weight");
@@ -76,11 +85,11 @@ impl AttentionConfig {
 }
 
 impl Attention {
-    /// Loads the part of a layer that lives on this rank; `config` counts the heads of all ranks, and `vb` shows this rank's
-    /// slices ([`AttentionConfig::layout`]).
+    /// Loads this rank's part of a layer. `config` counts the heads of all ranks, and `vb` contains this rank's slices
+    /// ([`AttentionConfig::layout`]).
     ///
     /// # Errors
-    /// As [`load_on`](Self::load_on); heads that the geometry cannot cut.
+    /// The errors of [`load_on`](Self::load_on); heads that the geometry cannot cut.
     pub fn load_part(
         config: &AttentionConfig,
         names: AttentionNames,

@@ -28,17 +28,17 @@ impl Part<'_> {
     }
 }
 
-/// What one buffer holds of boxes that lie one behind the other.
+/// The part of consecutive boxes that one buffer holds.
 #[derive(Default)]
 pub(super) struct Chunk<'a>(Vec<Piece<'a>>);
 
-/// Runs of one box that one read gets.
+/// Runs of one box that are read together.
 struct Piece<'a> {
     part: &'a Part<'a>,
     runs: Vec<Range<usize>>,
 }
 
-/// The boxes in chunks of `most` elements, wherever one ends and the next begins; only the last chunk may be
+/// Divides the boxes into chunks of `most` elements; a chunk may end in the middle of a box. Only the last chunk may be
 /// shorter. No read spans more than `most` elements of a file.
 pub(super) fn chunks<'a>(parts: &'a [Part<'a>], most: usize) -> Vec<Chunk<'a>> {
     let mut chunks = Vec::new();
@@ -80,7 +80,7 @@ impl<'a> Chunk<'a> {
         self.0.iter().map(Piece::elements).sum()
     }
 
-    /// Reads the elements, as `wanted`, into `out`, which has room for just these.
+    /// Reads the elements and converts them to `wanted`. `out` has room for exactly these elements.
     pub fn read(
         &self,
         wanted: DType,
@@ -101,7 +101,7 @@ impl Piece<'_> {
         self.runs.iter().map(Range::len).sum()
     }
 
-    /// Reads the runs, one behind the other: straight into `out` where there is one and no dtype to convert, else
+    /// Reads the runs, one after the other: straight into `out` if there is only one and no dtype to convert, otherwise
     /// through `scratch`, with one read for all.
     fn read(&self, wanted: DType, scratch: &mut Vec<u8>, mut out: &mut [u8]) -> Result<(), CheckpointError> {
         let (Some(first), Some(last)) = (self.runs.first(), self.runs.last()) else { return Ok(()) };
@@ -160,7 +160,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the boxes, the chunks and the dtypes, full chunks give the bytes that slices have.
+        /// For any boxes, chunks and dtypes, full chunks have the same bytes as slices.
         #[test]
         fn chunks_hold_the_bytes_of_the_slices(
             boxes in prop::collection::vec(prop::collection::vec((0usize..7, 0usize..7), 3), 1..4),
@@ -210,7 +210,7 @@ mod tests {
             chunks(&parts, most).iter().map(pieces).collect()
         };
         assert_eq!(shape(200), [[24, 1]]);
-        // Four rows, 17 elements from the first to the last, are what a read of at most 20 spans.
+        // A read spans at most 20 elements, so it takes four rows: 17 elements from the first one to the last one.
         assert_eq!(shape(20), [vec![4, 4, 2], vec![4, 4, 2], vec![4, 1], vec![1]]);
     }
 

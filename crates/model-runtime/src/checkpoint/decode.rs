@@ -40,8 +40,8 @@ pub(super) fn tensor(bytes: &[u8], stored: Dtype, shape: &[usize], wanted: DType
     })
 }
 
-/// Fills `data`, which is zeros, and makes it a tensor. Nothing has touched its pages yet, so each is first
-/// written by the thread that decodes it.
+/// Fills `data`, which is zeros, and makes it a tensor. The pages of `data` have not been touched yet, so each page is
+/// first written by the thread that decodes it.
 fn build<T: WithDType + NoUninit + AnyBitPattern>(
     mut data: Vec<T>,
     bytes: &[u8],
@@ -61,8 +61,8 @@ pub(super) fn converts(stored: Dtype, wanted: DType) -> bool {
     from == Some(wanted) || from.is_some_and(|d| d == DType::F64 || is_float(d)) && is_float(wanted)
 }
 
-/// Converts elements, on one thread, into the machine's bytes; `out` has room for as many as `bytes` holds. Of
-/// pairs that [`converts`] refuses, nothing is written.
+/// Converts elements, on one thread, into the machine's bytes. `out` has room for the number of elements in `bytes`.
+/// For a pair that [`converts`] refuses, nothing is written.
 pub(super) fn into_bytes(bytes: &[u8], stored: Dtype, wanted: DType, out: &mut [u8]) {
     match (stored, wanted) {
         (Dtype::F32, DType::BF16 | DType::F16) => narrow_into(bytes, wanted, out, f32::from_le_bytes),

@@ -10,6 +10,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+use moe_kernels::names::DeltaNames;
 use moe_kernels::quant::QuantPart;
 use moe_kernels::{Float, QuantScheme, with_float};
 use moe_quant::QuantConfig;
@@ -26,10 +27,10 @@ use crate::hash::{GOLDEN, fnv1a, mix};
 const CHUNK: usize = 1 << 18;
 
 /// Random weights for a list of tensors: normal with mean 0 and deviation 0.02, except that
-/// rank-1 tensors whose name contains `norm` are ones.
+/// rank-1 tensors whose name contains `norm` are ones, and that the decays of linear
+/// attention have the values with which a training starts.
 ///
-/// It holds exactly the tensors that it is given, so that a loader which looks for optional
-/// tensors finds what the list says.
+/// It has only the tensors that it is given, so a loader that looks for optional tensors finds the ones in the list.
 pub struct DummyWeights {
     seed: u64,
     shapes: HashMap<String, Vec<usize>>,
@@ -51,8 +52,9 @@ impl DummyWeights {
         }
     }
 
-    /// These weights, but random integers or FP8 in the matrices that a header calls quantised. Who asks for such a
-    /// matrix in floats gets random floats.
+    /// These weights, but with random integers or FP8 in the matrices that a header calls quantised. A loader that asks
+    /// for such a matrix in floats gets random floats.
+    #[must_use]
     pub fn with_quantisation(self, quantisation: Option<QuantConfig>) -> Self {
         Self { quantisation, ..self }
     }
@@ -116,7 +118,7 @@ impl DummyWeights {
         out.into_tensor().map(Some)
     }
 
-    /// [`generate_part_on`](Self::generate_part_on) for parts that lie one after the other.
+    /// [`generate_part_on`](Self::generate_part_on) for several parts, one after the other in one tensor.
     #[cfg(feature = "cuda")]
     fn generate_parts_on(
         &self,
@@ -136,6 +138,10 @@ impl DummyWeights {
         if shape.len() == 1 && name.contains("norm") {
             return Tensor::ones(shape, dtype, &Device::Cpu);
         }
+        if let (Some(values), [heads]) = (decay_values(name), shape) {
+            return Tensor::from_iter((0..*heads).map(|head| values(head, *heads)), &Device::Cpu)?
+                .to_dtype(dtype);
+        }
         let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
         let Some(len) = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) else {
             bail!("the shape {shape:?} of dummy weight `{name}` overflows")
@@ -143,6 +149,19 @@ impl DummyWeights {
         with_float!(dtype, format!("dummy weight `{name}`"), T => {
             Tensor::from_vec(sample::<T>(len, key), shape, &Device::Cpu)
         })
+    }
+}
+
+/// The values of a tensor that determines how fast the states of linear attention decay, as a function of the head and
+/// the number of heads. They are the values with which transformers starts a training: a bias of 1, and rates from 0.01
+/// to 16, here evenly spread. Random values would make all heads alike.
+fn decay_values(name: &str) -> Option<fn(usize, usize) -> f32> {
+    match name.rsplit('.').next() {
+        Some(last) if last == DeltaNames::QWEN.a_log => {
+            Some(|head, heads| (0.01 + 15.99 * (head as f32 + 0.5) / heads as f32).ln())
+        }
+        Some(last) if last == DeltaNames::QWEN.dt_bias => Some(|_, _| 1.0),
+        _ => None,
     }
 }
 
@@ -169,7 +188,7 @@ impl SliceSource for DummyWeights {
         random_part((module, mix(self.seed ^ mix(fnv1a(module.as_bytes())))), scheme, dims, ranges).map(Some)
     }
 
-    /// On CUDA each part is made where it is wanted; elsewhere parts of one tensor in a row share its generation.
+    /// On CUDA each part is made on the device. Elsewhere, consecutive parts of one tensor share its generation.
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(made) = self.generate_parts_on(device, parts, dtype)? {

@@ -1,4 +1,5 @@
-//! Random quantised matrices, for benchmarks: integers or FP8 bytes, as a reader of a checkpoint would hand them over.
+//! Random quantised matrices, for benchmarks: integers or FP8 bytes, in the form in which the reader of a checkpoint
+//! returns them.
 //!
 //! A weight depends on (seed, module, row, column) alone, so ranks that share a matrix hold parts of the same one.
 //! Weights have the same standard deviation as random floats.
@@ -8,23 +9,28 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 use half::f16;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
-use moe_kernels::{Codes, QuantScheme};
+use moe_kernels::{Codes, Levels, QuantScheme};
+use moe_quant::e4m3;
 
 use super::slice::check_ranges;
 use crate::hash::{GOLDEN, mix};
 
 /// Standard deviation of the weights, as in `initializer_range` of most models.
 pub(super) const STD: f64 = 0.02;
-/// Root of the mean square of E4M3 bytes of all bits but NaN.
+/// Root mean square of the E4M3 values of all bytes that are not NaN.
 const FP8_DEVIATION: f64 = 107.2;
 /// Root of the mean square of E2M1 codes.
 const FP4_DEVIATION: f64 = 2.926;
+/// The E4M3 codes of 0.75 to 1.25.
+const FP8_SPREAD: std::ops::RangeInclusive<u8> = 0x34..=0x3a;
+/// Root mean square of the values of IQ4_NL.
+const IQ4_NL_DEVIATION: f64 = 67.44;
 
 /// A random matrix or a rank's part of it.
 struct RandomRows {
     key: u64,
     scheme: QuantScheme,
-    /// The rows and columns of the whole matrix that these are.
+    /// The rows of the whole matrix that this part has.
     rows: Range<usize>,
     columns: Range<usize>,
     /// Columns of the whole.
@@ -48,13 +54,13 @@ pub(super) fn random_part(
     check_ranges(module, ranges, &dims)?;
     let rows = ranges[0].clone();
     let held = ranges[1].clone();
-    // One order for all modules of a size: gate and up share it.
+    // All modules of one size have the same order, because gate and up share it.
     let perm = scheme.act_order.then(|| {
         let mut order: Vec<u32> = (0..k as u32).collect();
         order.sort_by_key(|column| mix(u64::from(*column) ^ GOLDEN));
         order
     });
-    // As a checkpoint's reader: with act-order a rank keeps all groups.
+    // This is the same as in the reader of a checkpoint: with act-order a rank keeps all groups.
     let (columns, inputs) = if perm.is_some() { (0..k, held) } else { (held.clone(), 0..held.len()) };
     let group = scheme.group_size(k);
     let cuts = |end: usize| end != k && !end.is_multiple_of(group);
@@ -69,20 +75,39 @@ impl RandomRows {
         mix(self.key ^ what.wrapping_mul(GOLDEN)).wrapping_add((i as u64).wrapping_mul(GOLDEN))
     }
 
-    /// Scale and zero point of a group of a row of the whole matrix.
-    fn group(&self, row: usize, group: usize) -> (f32, u8) {
-        let scheme = self.scheme;
+    /// Random bits of a group of a row of the whole matrix.
+    fn group(&self, row: usize, group: usize) -> u64 {
         let row = self.scheme.group.scale_row(row);
-        let bits = mix(self.hash(1, row * scheme.groups(self.k) + group));
+        mix(self.hash(1, row * self.scheme.groups(self.k) + group))
+    }
+
+    /// The usual scale.
+    fn scale(&self) -> f64 {
+        let scheme = self.scheme;
         let deviation = match scheme.codes {
             Codes::E4m3 => FP8_DEVIATION,
             Codes::E2m1 => FP4_DEVIATION,
+            Codes::Iq4Nl => IQ4_NL_DEVIATION,
             _ => f64::from(1u32 << scheme.bits()) / 12f64.sqrt(),
         };
+        STD / deviation
+    }
+
+    /// Adds the scale of a group, from its random bits.
+    fn push_scale(&self, bits: u64, out: &mut LogicalRows) {
+        if self.scheme.levels == Levels::Fp8 {
+            let spread = FP8_SPREAD.start() + (bits >> 48) as u8 % FP8_SPREAD.len() as u8;
+            out.scale_levels.factor.push(spread);
+            return out.scale.push(e4m3(spread) * self.scale() as f32);
+        }
         let spread = 0.75 + (bits >> 48) as f64 / f64::from(1 << 17);
-        let near = if scheme.has_zero_points() { (bits % 3) as u8 } else { 1 };
-        let zero = (scheme.middle() + near).saturating_sub(1);
-        (f16::from_f64(STD / deviation * spread).to_f32(), zero)
+        out.scale.push(f16::from_f64(self.scale() * spread).to_f32());
+    }
+
+    /// The zero point of a group, from its random bits.
+    fn zero(&self, bits: u64) -> u8 {
+        let near = if self.scheme.has_zero_points() { (bits % 3) as u8 } else { 1 };
+        (self.scheme.middle() + near).saturating_sub(1)
     }
 }
 
@@ -115,21 +140,25 @@ impl QuantRows for RandomRows {
             let ahead = self.columns.start - range.start * 8;
             out.q.drain(start..start + ahead);
             out.q.truncate(start + self.columns.len());
-            // Without NaN; and without the lowest integer, whose opposite there is not: their mean is to be the zero point,
-            // or all rows of a product would grow alike, and every token choose the same experts.
+            // NaN is left out, and so is the lowest integer, whose opposite does not exist. Otherwise the mean of the
+            // integers would not be the zero point. All rows of a product would then grow alike, and every token would
+            // choose the same experts.
             let codes = &mut out.q[start..];
             let middle = self.scheme.middle();
             match self.scheme.codes {
                 Codes::E4m3 => codes.iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
-                Codes::E2m1 => {}
+                Codes::E2m1 | Codes::Iq4Nl => {}
                 _ => codes.iter_mut().filter(|q| **q == 0).for_each(|q| *q = middle),
             }
             for g in 0..groups {
-                let (scale, zero) = self.group(row, first_group + g);
-                out.scale.push(scale);
+                let bits = self.group(row, first_group + g);
+                self.push_scale(bits, out);
                 if self.scheme.is_int() {
-                    out.zero.push(zero);
+                    out.zero.push(self.zero(bits));
                 }
+            }
+            if self.scheme.levels == Levels::Fp8 {
+                out.scale_levels.shared.push(self.scale() as f32);
             }
         }
         Ok(())
@@ -142,13 +171,14 @@ mod tests {
 
     use super::*;
 
-    fn schemes() -> [QuantScheme; 5] {
+    fn schemes() -> [QuantScheme; 6] {
         let int = |bits, group, zero_point| {
             QuantScheme::int(bits, QuantGroup::Size(group)).with_zero_points(zero_point)
         };
         let block = QuantScheme::fp8(QuantGroup::Block { n: 16, k: 32 });
         let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
-        [int(4, 32, false), int(8, 64, true), block, QuantScheme::fp8(QuantGroup::Tensor), fp4]
+        let nvfp4 = QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales();
+        [int(4, 32, false), int(8, 64, true), block, QuantScheme::fp8(QuantGroup::Tensor), fp4, nvfp4]
     }
 
     fn floats(part: &QuantPart<'_>) -> Result<Vec<f32>> {
@@ -171,7 +201,7 @@ mod tests {
             let all = floats(&random_part(("m", 5), scheme, [64, 256], None)?)?;
             let square = all.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / all.len() as f64;
             assert!((0.8..1.25).contains(&(square.sqrt() / STD)), "{scheme}: {}", square.sqrt());
-            // Five standard errors of the mean of 2^14 weights.
+            // The bound is five standard errors of the mean of 2^14 weights.
             let mean = all.iter().map(|x| f64::from(*x)).sum::<f64>() / all.len() as f64;
             assert!(mean.abs() < 5.0 * STD / 128.0, "{scheme}: {mean}");
         }

@@ -1,4 +1,4 @@
-//! One safetensors file: memory-mapped or embedded, its header validated before any use.
+//! One file of weights, memory-mapped or embedded. The header of a safetensors file is validated before any use.
 
 use std::fs::File;
 use std::ops::Range;
@@ -7,28 +7,29 @@ use std::path::Path;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors};
 
+use super::change::Change;
 use super::error::CheckpointError;
 
 /// Bytes of the header's length field.
 const LENGTH_FIELD: usize = 8;
 /// What Git LFS leaves in place of a file that was not downloaded.
-const LFS_POINTER: &[u8] = b"version https://git-lfs";
+pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs";
 
 enum Bytes {
     Mapped(Mmap),
     Static(&'static [u8]),
 }
 
-/// A safetensors file whose header has been validated.
+/// A file of weights.
 pub(super) struct TensorFile {
     label: String,
     bytes: Bytes,
-    /// The mapped file, to read from without mapping pages.
+    /// The mapped file, for reads that do not map pages.
     #[cfg(any(feature = "cuda", test))]
     file: Option<File>,
 }
 
-/// Where a tensor lies in its file.
+/// Where a tensor is in its file.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     /// Index of the file.
@@ -39,25 +40,36 @@ pub(super) struct Entry {
     pub shape: Vec<usize>,
     /// Byte range in the file.
     pub range: Range<usize>,
+    /// What is done with each value.
+    pub change: Change,
 }
 
 impl TensorFile {
-    /// Maps a file and reads its header. Tensors come in the order of their offsets.
+    /// Maps a safetensors file and reads its header. Tensors come in the order of their offsets.
     pub fn open(path: &Path, index: usize) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+        let file = Self::map(path)?;
+        let entries = file.validate(index)?;
+        Ok((file, entries))
+    }
+
+    /// Maps a file of any format.
+    pub fn map(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(|e| CheckpointError::io(path, e))?;
         let len = file.metadata().map_err(|e| CheckpointError::io(path, e))?.len();
         let label = path.display().to_string();
         if len == 0 {
-            return Err(corrupt(&label, "the file is empty"));
+            return Err(CheckpointError::Files(format!(
+                "{label}: the file is empty; download or copy it again"
+            )));
         }
         // SAFETY: the mapping is read-only, so nothing here changes the bytes. Another process may change
         // or truncate the file, which then gives wrong weights or a bus error here, as with every
         // memory-mapped loader; the documentation of `TensorFiles` forbids it.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| CheckpointError::io(path, e))?;
-        let (mapped, entries) = Self::validate(label, Bytes::Mapped(map), index)?;
+        let mapped = Self::of(label, Bytes::Mapped(map));
         #[cfg(any(feature = "cuda", test))]
         let mapped = Self { file: Some(file), ..mapped };
-        Ok((mapped, entries))
+        Ok(mapped)
     }
 
     /// Takes embedded bytes and reads their header.
@@ -66,23 +78,24 @@ impl TensorFile {
         label: &str,
         index: usize,
     ) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
-        Self::validate(label.to_string(), Bytes::Static(bytes), index)
+        let file = Self::of(label.to_string(), Bytes::Static(bytes));
+        let entries = file.validate(index)?;
+        Ok((file, entries))
     }
 
-    fn validate(
-        label: String,
-        bytes: Bytes,
-        index: usize,
-    ) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
-        let file = Self {
+    fn of(label: String, bytes: Bytes) -> Self {
+        Self {
             label,
             bytes,
             #[cfg(any(feature = "cuda", test))]
             file: None,
-        };
-        let data = file.bytes();
-        file.check_length(data)?;
-        let (header, metadata) = SafeTensors::read_metadata(data).map_err(|e| file.explain(data, e))?;
+        }
+    }
+
+    fn validate(&self, index: usize) -> Result<Vec<(String, Entry)>, CheckpointError> {
+        let data = self.bytes();
+        self.check_length(data)?;
+        let (header, metadata) = SafeTensors::read_metadata(data).map_err(|e| self.explain(data, e))?;
         let start = LENGTH_FIELD + header;
         let mut entries = Vec::new();
         for name in metadata.offset_keys() {
@@ -92,11 +105,15 @@ impl TensorFile {
             let range = match (start.checked_add(info.data_offsets.0), start.checked_add(info.data_offsets.1))
             {
                 (Some(from), Some(to)) if from <= to && to <= data.len() => from..to,
-                _ => return Err(file.corrupt(format!("tensor `{name}` lies outside of the file"))),
+                _ => return Err(self.corrupt(format!("tensor `{name}` is outside of the file"))),
             };
-            entries.push((name, Entry { file: index, dtype: info.dtype, shape: info.shape.clone(), range }));
+            let change = Change::None;
+            entries.push((
+                name,
+                Entry { file: index, dtype: info.dtype, shape: info.shape.clone(), range, change },
+            ));
         }
-        Ok((file, entries))
+        Ok(entries)
     }
 
     /// The file's name in messages.
@@ -112,8 +129,8 @@ impl TensorFile {
         }
     }
 
-    /// Reads a range of the file into `out`, which is as long. A mapped file is read and not touched: a
-    /// page fault for every few pages would cost more than their copy.
+    /// Reads a range of the file into `out`, which has the same length. A mapped file is read by system calls and not
+    /// through the mapping: a page fault for every few pages would cost more than their copy.
     #[cfg(any(feature = "cuda", test))]
     pub fn read_at(&self, range: &Range<usize>, out: &mut [u8]) -> Result<(), CheckpointError> {
         #[cfg(unix)]
@@ -133,8 +150,8 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Tells the kernel that a range has been copied, so that its pages do not stay resident
-    /// beside the copy. Only whole pages inside the range are released.
+    /// Tells the kernel that a range has been copied, so that its pages do not stay resident in addition to the copy.
+    /// Only whole pages inside the range are released.
     pub fn release(&self, range: &Range<usize>) {
         #[cfg(unix)]
         if let Bytes::Mapped(map) = &self.bytes {
@@ -162,7 +179,7 @@ impl TensorFile {
     }
 
     fn truncated(&self, expected: u128, got: usize) -> CheckpointError {
-        CheckpointError(format!(
+        CheckpointError::Files(format!(
             "{} is truncated: its header needs {expected} bytes, the file has {got}; download or copy it again",
             self.label
         ))
@@ -204,7 +221,7 @@ impl TensorFile {
 }
 
 fn corrupt(file: &str, reason: impl std::fmt::Display) -> CheckpointError {
-    CheckpointError(format!("{file} is not a valid safetensors file: {reason}"))
+    CheckpointError::Files(format!("{file} is not a valid safetensors file: {reason}"))
 }
 
 /// Size of a file by its own header: the end of the last tensor.

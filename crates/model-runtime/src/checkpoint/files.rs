@@ -12,6 +12,7 @@ use candle_nn::var_builder::SimpleBackend;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
+use super::change::Change;
 use super::decode;
 use super::error::{CheckpointError, abbreviate};
 use super::file::{Entry, TensorFile};
@@ -86,6 +87,15 @@ impl TensorFiles {
         Ok(Self::of(Inner::new(label.to_string(), file)?))
     }
 
+    /// Makes the set from files of another container, whose tensors are at the places in `entries`.
+    pub(super) fn of_entries(
+        origin: String,
+        files: Vec<TensorFile>,
+        entries: Vec<Vec<(String, Entry)>>,
+    ) -> Result<Self, CheckpointError> {
+        Ok(Self::of(Inner::new(origin, files.into_iter().zip(entries).map(Ok))?))
+    }
+
     fn of(inner: Inner) -> Self {
         Self {
             inner: Arc::new(inner),
@@ -139,7 +149,7 @@ impl TensorFiles {
         device: &Device,
     ) -> candle_core::Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if device.is_cuda() {
+        if device.is_cuda() && self.inner.entry(name)?.change == Change::None {
             let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
             return self.stream(&[TensorSlice::new(name, ranges)], wanted, device)?.reshape(shape);
         }
@@ -169,13 +179,14 @@ impl TensorFiles {
         self.load_slice(name, &whole, wanted, device)
     }
 
-    /// The file of a tensor, and where it lies there.
+    /// The file of a tensor, and its place there.
     pub(super) fn stored(&self, name: &str) -> candle_core::Result<(&TensorFile, &Entry)> {
         self.find(name).ok_or_else(|| self.inner.missing(name).into())
     }
 
-    /// As [`stored`](Self::stored), for tensors that may be missing: an error has a price (a backtrace, where these are on), and tens
-    /// of thousands of modules are asked for the tensors of formats that they do not have.
+    /// The same as [`stored`](Self::stored), for tensors that may be missing. It returns no error, because an error is
+    /// expensive if backtraces are on, and tens of thousands of modules are asked for tensors of formats that they do
+    /// not have.
     pub(super) fn find(&self, name: &str) -> Option<(&TensorFile, &Entry)> {
         let entry = self.inner.entries.get(name)?;
         Some((self.inner.files.get(entry.file)?, entry))
@@ -231,8 +242,10 @@ impl TensorFiles {
         wanted: DType,
     ) -> candle_core::Result<Tensor> {
         self.inner.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        decode::tensor(bytes, e.dtype, shape, wanted)
-            .unwrap_or_else(|| Err(self.wrong_dtype(name, e, wanted).into()))
+        let first = if e.change == Change::None { wanted } else { DType::F32 };
+        let decoded = decode::tensor(bytes, e.dtype, shape, first);
+        let decoded = decoded.unwrap_or_else(|| Err(self.wrong_dtype(name, e, wanted).into()))?;
+        e.change.apply(name, decoded, wanted)
     }
 
     /// The error of a tensor that does not convert.
@@ -241,7 +254,7 @@ impl TensorFiles {
             None => "; quantised checkpoints are not supported in this form",
             Some(_) => "",
         };
-        CheckpointError(format!(
+        CheckpointError::Tensors(format!(
             "tensor `{name}` of {} has dtype {}, which cannot be loaded as {}{hint}",
             self.inner.label(e.file),
             e.dtype,
@@ -279,7 +292,7 @@ impl Inner {
                     let label = |i: usize| inner.label(i).to_string();
                     let first = label(old.file);
                     let second = label(second);
-                    return Err(CheckpointError(format!(
+                    return Err(CheckpointError::Tensors(format!(
                         "tensor `{name}` is in both {first} and {second}; remove one of the files"
                     )));
                 }
@@ -302,7 +315,7 @@ impl Inner {
         if lacking.is_empty() {
             return Ok(());
         }
-        Err(CheckpointError(format!(
+        Err(CheckpointError::Tensors(format!(
             "{}: {} tensors are not in the shards that the index names: {}; download the checkpoint again",
             index.file,
             lacking.len(),
@@ -315,7 +328,7 @@ impl Inner {
     }
 
     fn missing(&self, name: &str) -> CheckpointError {
-        CheckpointError(format!("tensor `{name}` is missing from {}", self.origin))
+        CheckpointError::Tensors(format!("tensor `{name}` is missing from {}", self.origin))
     }
 }
 
@@ -327,7 +340,7 @@ pub(super) fn runs(ranges: &[Range<usize>], shape: &[usize]) -> Vec<Range<usize>
             runs.iter_mut().for_each(|run| *run = run.start * dim..run.end * dim);
             continue;
         }
-        // Rows of a run that is longer than one lie apart from here on.
+        // If a dimension is cut, each element of the dimensions before it has its own run.
         let parts = runs.into_iter().flatten();
         runs = parts.map(|at| at * dim + range.start..at * dim + range.end).collect();
     }

@@ -8,17 +8,18 @@ use moe_kernels::names::TensorNames;
 use super::{QuantTensors, TensorFiles};
 use crate::config::Config;
 
-/// The key of config.json that ties both.
+/// The key of config.json that ties the projection to the embedding.
 pub(super) const TIED: &str = "tie_word_embeddings";
 
 /// Elements that are compared at once.
 const PIECE: usize = 1 << 20;
 
-/// Whether a checkpoint has a vocabulary projection of other values than its embedding: then the projection is used, whatever
-/// config.json says of ties, as transformers does it. A quantised projection never has the embedding's values.
+/// Whether a checkpoint has a vocabulary projection with other values than its embedding. If so, the projection is
+/// used, whatever config.json says, as in transformers. A quantised projection never has the same values as the
+/// embedding.
 ///
-/// Both are read as far as they agree. If one of them is missing, or their shapes differ, the answer is what the list of
-/// tensors needs: a projection that is there counts as one of its own.
+/// Both tensors are read up to the first difference. If one of them is missing, or their shapes differ, a projection
+/// that is there counts as a separate one, because the list of tensors needs it.
 ///
 /// # Errors
 /// Values that cannot be read.
@@ -34,7 +35,7 @@ pub fn has_own_head(files: &TensorFiles, names: &TensorNames) -> Result<bool> {
     if left.dtype == right.dtype {
         return Ok(!files.same_bytes(&embedding, &head)?);
     }
-    // Of two dtypes the values count.
+    // If the dtypes differ, the values are compared.
     let rows = left.shape.first().copied().unwrap_or(0);
     let width = left.shape.iter().skip(1).product::<usize>();
     for start in (0..rows).step_by((PIECE / width.max(1)).max(1)) {
@@ -55,11 +56,11 @@ fn same_rows(files: &TensorFiles, names: [&str; 2], held: Range<usize>) -> Resul
     Ok(read(names[0])? == read(names[1])?)
 }
 
-/// Whether a config ties the projection to the embedding, or may do so by its family's default, although the checkpoint has one
-/// of its own.
+/// Whether a config ties the projection to the embedding, or may do so by its family's default, although the checkpoint
+/// has a separate projection.
 ///
 /// # Errors
-/// As [`has_own_head`].
+/// The errors of [`has_own_head`].
 pub(super) fn is_tied_in_vain(config: &Config, files: &TensorFiles, names: &TensorNames) -> Result<bool> {
     // A value of another type is an error where the model's config is read.
     let tied = config.bool_or(&[TIED], true).unwrap_or(false);

@@ -19,9 +19,9 @@ use super::{TensorSlice, TensorSpec};
 pub struct TensorLayout {
     /// All tensors, in their stored shapes.
     pub tensors: Vec<TensorSpec>,
-    /// The parts of some that this rank holds; the others it holds whole, or does not need.
+    /// The parts of stored tensors that this rank holds. It holds all other tensors whole, or does not need them.
     pub slices: Vec<TensorSlice>,
-    /// Experts in a stored pack that the geometry places on other ranks, one by one: a map may place them here.
+    /// Experts in a stored pack that the geometry places on other ranks, one by one. A map may place them on this rank.
     pub elsewhere: Vec<TensorSlice>,
     /// The parts of this rank's packs of experts, under the names `w13` and `w2`, where no stored tensor
     /// is such a pack.
@@ -41,14 +41,14 @@ pub struct HeldTensor<'a> {
     pub elements: usize,
 }
 
-/// Shared experts that may be packed behind the routed ones.
+/// Shared experts that may be packed after the routed ones.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedPacks<'a> {
     /// How many; each is as wide as a routed one.
     pub count: usize,
-    /// Prefix of their matrices, which lie under each other.
+    /// Prefix of their stored matrices, in which the rows of one expert follow the rows of another.
     pub stored: &'a str,
-    /// Prefix of the packs that hold them behind the others.
+    /// Prefix of the packs that hold them after the routed experts.
     pub packs: &'a str,
 }
 
@@ -59,7 +59,7 @@ impl TensorLayout {
         Self { tensors, slices, elsewhere, packs, absent, geometry: geometry.clone() }
     }
 
-    /// How much of each stored tensor this rank holds.
+    /// The number of elements of each stored tensor that this rank holds.
     pub fn held(&self) -> Vec<HeldTensor<'_>> {
         let mut cut: HashMap<&str, usize> = HashMap::new();
         for slice in &self.slices {
@@ -78,8 +78,8 @@ impl TensorLayout {
         self.tensors.iter().map(|stored| HeldTensor { stored, elements: held(stored) }).collect()
     }
 
-    /// What a [`RankView`](super::RankView) shows on a device. On the CPU modules fill their packs
-    /// themselves, from mapped files; for another device packs are shown as such, and go there as a whole.
+    /// The slices that a [`RankView`](super::RankView) has for a device. On the CPU modules fill their packs
+    /// themselves, from mapped files. For another device, packs are listed too, and each is copied there as a whole.
     pub fn slices_for(self, device: &Device) -> Vec<TensorSlice> {
         match device {
             Device::Cpu => [self.slices, self.elsewhere].concat(),
@@ -87,8 +87,8 @@ impl TensorLayout {
         }
     }
 
-    /// Fails where a quantised checkpoint cannot have these matrices, this rank's part of one cuts through a group, or no kernel
-    /// of the CPU, or of GPUs, reads a number format.
+    /// Fails where a quantised checkpoint cannot have these matrices, this rank's part of one cuts through a group, or
+    /// no kernel of the CPU, or of GPUs, reads a number format.
     ///
     /// # Errors
     /// The first such matrix, with the numbers of ranks that work; a number format, with what works in its place.
@@ -106,8 +106,8 @@ impl TensorLayout {
             let scheme = format.scheme();
             if format != Format::Plain && expect_codec(scheme, on_gpu).is_err() {
                 let place = if on_gpu { "a GPU" } else { "the CPU" };
-                let what = format!("weights in {scheme} on {place} (`{module}`)");
-                let works = if on_gpu { "--device cpu, or a checkpoint" } else { "a checkpoint" };
+                let what = format!("weights in {scheme} ({}) on {place} (`{module}`)", format.name());
+                let works = if on_gpu { "the CPU, or a checkpoint" } else { "a checkpoint" };
                 let works = format!("{works} in int4, int8, FP8 or floats works");
                 return Err(QuantError::Unsupported { what, works });
             }
@@ -134,6 +134,19 @@ impl TensorLayout {
         let name = name.into();
         if !dims.iter().zip(ranges).all(|(&dim, range)| *range == (0..dim)) {
             self.slices.push(TensorSlice::new(&name, ranges));
+        }
+        self.whole(name, dims);
+    }
+
+    /// A tensor of which this rank holds several runs of rows. The rank sees these rows as one matrix.
+    pub fn runs(&mut self, name: impl Into<String>, dims: &[usize], runs: &[Range<usize>]) {
+        let name = name.into();
+        let held: usize = runs.iter().map(Range::len).sum();
+        if dims.first() != Some(&held) {
+            let others = dims.iter().skip(1).map(|&dim| 0..dim);
+            let ranges =
+                |rows: &Range<usize>| [rows.clone()].into_iter().chain(others.clone()).collect::<Vec<_>>();
+            self.slices.extend(runs.iter().map(|rows| TensorSlice::new(&name, &ranges(rows))));
         }
         self.whole(name, dims);
     }
@@ -171,108 +184,7 @@ impl TensorLayout {
         Ok(())
     }
 
-    /// The tensors of E experts of [H, I], one by one, or packed as transformers 5 writes them: whole
-    /// experts of this rank, or its part of each. Packed experts are shown one by one where ranks
-    /// share them, so that a rank reads its own only; and the rank's packs are listed, if they are not
-    /// stored as such.
-    ///
-    /// With `shared` there are also packs in which shared experts lie behind the others, and whole packs are listed too.
-    pub fn experts(
-        &mut self,
-        prefix: &str,
-        names: &MlpNames,
-        packed: bool,
-        [experts, hidden, intermediate]: [usize; 3],
-        shared: Option<SharedPacks<'_>>,
-    ) -> Result<(), GeometryError> {
-        let held = self.geometry.expert_intermediate(intermediate)?.range;
-        let gate_up = format!("{prefix}.{}", names.packed_gate_up);
-        let down = format!("{prefix}.{}", names.packed_down);
-        if packed {
-            self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
-            self.whole(&down, &[experts, hidden, intermediate]);
-        } else {
-            for expert in 0..experts {
-                self.mlp(&format!("{prefix}.{expert}"), names, [hidden, intermediate], &held);
-            }
-        }
-        let first = self.packs.len();
-        let is_cut = self.geometry.ep_size > 1 || self.geometry.moe_tp_size > 1;
-        if packed && !is_cut {
-            if let Some(shared) = shared {
-                let whole = |rows, columns| [0..experts, 0..rows, 0..columns];
-                let w13 =
-                    TensorSlice::renamed(format!("{prefix}.w13"), &gate_up, &whole(2 * intermediate, hidden));
-                let w2 = TensorSlice::renamed(format!("{prefix}.w2"), &down, &whole(hidden, intermediate));
-                self.packs.extend([w13, w2]);
-                self.packs_with_shared(first, prefix, names, [hidden, intermediate], &shared, &held);
-            }
-            return Ok(());
-        }
-        let layout = self.geometry.expert_layout(experts)?;
-        for e in 0..experts {
-            let name = format!("{prefix}.{e}");
-            let here = layout.local_experts.binary_search(&(e as u32)).is_ok();
-            let up = intermediate + held.start..intermediate + held.end;
-            for (projection, pack, stored, rows, packed_rows, columns) in [
-                (names.gate, "w13", &gate_up, held.clone(), held.clone(), 0..hidden),
-                (names.up, "w13", &gate_up, held.clone(), up, 0..hidden),
-                (names.down, "w2", &down, 0..hidden, 0..hidden, held.clone()),
-            ] {
-                let single = format!("{name}.{projection}.weight");
-                let pack = format!("{prefix}.{pack}");
-                let part = match packed {
-                    true => TensorSlice::renamed(pack, stored, &[e..e + 1, packed_rows, columns]),
-                    false => TensorSlice::renamed(pack, &single, &[rows, columns]),
-                };
-                if packed {
-                    let shown = if here { &mut self.slices } else { &mut self.elsewhere };
-                    shown.push(TensorSlice::renamed(single, stored, &part.ranges));
-                } else if !here {
-                    self.absent.push(single);
-                }
-                if here {
-                    self.packs.push(part);
-                }
-            }
-        }
-        if let Some(shared) = shared.filter(|_| self.geometry.ep_size == 1) {
-            self.packs_with_shared(first, prefix, names, [hidden, intermediate], &shared, &held);
-        }
-        Ok(())
-    }
-
-    /// The packs from `first` on once more, under another prefix, with shared experts behind them: each is I rows of the
-    /// stored gate and up matrices and I columns of the down matrix, cut like the others.
-    fn packs_with_shared(
-        &mut self,
-        first: usize,
-        prefix: &str,
-        names: &MlpNames,
-        [hidden, intermediate]: [usize; 2],
-        shared: &SharedPacks<'_>,
-        held: &Range<usize>,
-    ) {
-        let own = self.packs[first..].iter().map(|part| {
-            let name = part.name.replacen(prefix, shared.packs, 1);
-            TensorSlice { name, ..part.clone() }
-        });
-        let mut parts: Vec<_> = own.collect();
-        for expert in 0..shared.count {
-            let held = expert * intermediate + held.start..expert * intermediate + held.end;
-            for (projection, pack, ranges) in [
-                (names.gate, "w13", [held.clone(), 0..hidden]),
-                (names.up, "w13", [held.clone(), 0..hidden]),
-                (names.down, "w2", [0..hidden, held.clone()]),
-            ] {
-                let stored = format!("{}.{projection}.weight", shared.stored);
-                parts.push(TensorSlice::renamed(format!("{}.{pack}", shared.packs), stored, &ranges));
-            }
-        }
-        self.packs.extend(parts);
-    }
-
-    fn mlp(
+    pub(super) fn mlp(
         &mut self,
         prefix: &str,
         names: &MlpNames,

@@ -1,8 +1,8 @@
-//! Tensors of a checkpoint that its model has no place for, told in a few words.
+//! A short description of the tensors of a checkpoint for which its model has no place.
 //!
-//! As in transformers they are left out with a warning: layers for speculation (`mtp.*`, a layer behind the last one),
-//! biases that nobody uses. A tensor that belongs to a module that runs is told apart from those, because the model would
-//! compute something else with it.
+//! As in transformers they are left out with a warning: layers for speculation (`mtp.*`, or a layer after the last one)
+//! and biases that no module uses. A tensor that belongs to a module that runs is described separately, because the
+//! model would compute something else with it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -15,14 +15,14 @@ const LISTED: usize = 12;
 pub struct LeftOut {
     origin: String,
     names: Vec<String>,
-    /// Modules that the model does not have, with their tensors' number.
+    /// Modules that the model does not have, with the number of their tensors.
     modules: BTreeMap<String, usize>,
     /// Tensors inside of modules that the model has.
     inside: BTreeMap<String, usize>,
 }
 
 impl LeftOut {
-    /// `names` of `origin`, of whose model these are the tensors.
+    /// Makes the list from the names of superfluous tensors. `expected` are the names of the model's tensors.
     pub(super) fn new<'a>(origin: &str, names: Vec<String>, expected: impl Iterator<Item = &'a str>) -> Self {
         let mut left_out = Self { origin: origin.to_string(), ..Self::default() };
         if names.is_empty() {
@@ -47,7 +47,7 @@ impl LeftOut {
         &self.names
     }
 
-    /// Whether there are none.
+    /// Whether no tensor is left out.
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }

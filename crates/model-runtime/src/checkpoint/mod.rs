@@ -1,21 +1,26 @@
-//! Checkpoints: safetensors files with their configs, on disk or embedded in the program.
+//! Checkpoints: safetensors files with their configs, on disk or embedded in the program, and GGUF files.
 //!
 //! Layout of a checkpoint: the Hugging Face hub's (`config.json`, `generation_config.json`,
 //! `model.safetensors` or `model.safetensors.index.json` with its shards).
 
+mod change;
 #[cfg(any(feature = "cuda", test))]
 mod chunks;
+mod configs;
 mod decode;
 mod dummy;
 mod dummy_quant;
 mod error;
 mod file;
 mod files;
+pub mod gguf;
 mod head;
 mod layout;
+mod layout_experts;
 mod left_out;
 mod quantised;
 mod rank_view;
+mod reorder;
 mod shards;
 mod slice;
 mod spec;
@@ -34,19 +39,22 @@ use moe_quant::QuantConfig;
 use crate::config::Config;
 use head::{TIED, is_tied_in_vain};
 
+pub use configs::Configs;
 pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
+pub use gguf::Gguf;
 pub use head::has_own_head;
 pub use layout::{HeldTensor, SharedPacks, TensorLayout};
+pub use layout_experts::{BiasStorage, StoredExperts};
 pub use left_out::LeftOut;
 pub use quantised::QuantTensors;
 pub use rank_view::RankView;
-pub use slice::{SliceSource, TensorSlice};
+pub use slice::{SliceOrder, SliceSource, TensorSlice};
 pub use spec::TensorSpec;
 pub use verify::Verified;
 
-/// What embedding and vocabulary projection are called, while nothing is known of the family.
+/// The names of the embedding and the vocabulary projection, before the family is known.
 const NAMES: TensorNames = TensorNames::USUAL;
 
 /// A model on disk or in the program: weights, `config.json` and, if present,
@@ -55,8 +63,8 @@ const NAMES: TensorNames = TensorNames::USUAL;
 pub struct Checkpoint {
     /// The weights.
     pub tensors: TensorFiles,
-    /// The model's config. Where the file has a vocabulary projection of its own, it says that the projection is not tied,
-    /// whatever the file `config.json` says ([`has_own_head`]).
+    /// The model's config. If the file has its own vocabulary projection, this config says that the projection is not
+    /// tied, whatever the file `config.json` says ([`has_own_head`]).
     pub config: Config,
     /// Defaults for generation, if the checkpoint has any.
     pub generation_config: Option<Config>,
@@ -68,20 +76,27 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint directory. Only configs and headers are read, and, where a config ties the vocabulary projection
-    /// that the file has, both tensors up to the first difference.
+    /// Opens a checkpoint directory, or a GGUF file. Only configs and headers are read, and, where a config ties the
+    /// vocabulary projection that the file has, both tensors up to the first difference.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let dir = dir.as_ref();
-        let config = Config::read(&dir.join("config.json"))?;
-        let generation = dir.join("generation_config.json");
-        let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
-        let quantisation = config.quantisation_in(dir)?;
+        if let Some(file) = Gguf::find(dir)? {
+            return Self::of_gguf(Gguf::open(&file)?);
+        }
+        let Configs { config, generation: generation_config, quantisation } = Configs::read(dir)?;
         let tensors = TensorFiles::open_dir(dir)?;
         let has_own_head = is_tied_in_vain(&config, &tensors, &NAMES).map_err(CheckpointError::of_tensors)?;
-        // Where config.json says nothing, nothing is contradicted.
+        // If config.json says nothing about it, there is no contradiction.
         let untied = has_own_head && config.has(TIED);
         let config = if has_own_head { config.with(TIED, false) } else { config };
         Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()), untied })
+    }
+
+    fn of_gguf(gguf: Gguf) -> Result<Self, CheckpointError> {
+        let gguf::Said { config, generation: generation_config, quantisation, tensors } = gguf.read()?;
+        let dir = Some(gguf.path().to_path_buf());
+        let tensors = tensors.into_files(gguf)?;
+        Ok(Self { tensors, config, generation_config, quantisation: Some(quantisation), dir, untied: false })
     }
 
     /// A checkpoint that is embedded in the program (`include_bytes!`, `include_str!`).
@@ -122,8 +137,8 @@ impl Checkpoint {
         }
     }
 
-    /// Compares the checkpoint with the tensors that a model expects, see [`TensorFiles::verify`]. What comes back is to be
-    /// told to people.
+    /// Compares the checkpoint with the tensors that a model expects, see [`TensorFiles::verify`]. The result is a
+    /// report for people.
     ///
     /// # Errors
     /// All tensors that are missing or of another shape.
@@ -150,7 +165,8 @@ impl Checkpoint {
         Ok(verified)
     }
 
-    /// The directory, for other files beside the weights; `None` if embedded.
+    /// The directory, for other files next to the weights, or the GGUF file, which contains their settings; `None` if
+    /// the checkpoint is embedded.
     pub fn dir(&self) -> Option<&Path> {
         self.dir.as_deref()
     }

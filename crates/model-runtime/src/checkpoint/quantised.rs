@@ -1,8 +1,8 @@
-//! A quantised checkpoint: layers that read its integers get them as they are, all others see floats.
+//! A quantised checkpoint: layers that read its integers get them unchanged, and all others get floats.
 //!
-//! Under the name of a weight that the file does not have in floats, `M.weight`, stands the matrix that the integers mean,
-//! computed when it is asked for. So what no kernel reads quantised (a product that is absorbed into another, modules of
-//! one product in different formats) runs on the checkpoint all the same.
+//! Some weights `M.weight` are not in the file as floats. Under their names, the matrix that the integers stand for is
+//! computed when it is asked for. So a checkpoint can be used even if no kernel reads some of its matrices quantised (a
+//! product that is absorbed into another, modules of one product in different formats).
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -19,9 +19,9 @@ use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
 use moe_kernels::quant::{StoredBytes, StoredPart, StoredTensor};
 #[cfg(feature = "cuda")]
 use moe_quant::suffixes;
-use moe_quant::{Format, QuantConfig, Reader, UNREAD_TENSORS, dequantise, layout};
+use moe_quant::{Format, PackedExpert, QuantConfig, Reader, UNREAD_TENSORS, dequantise, layout};
 use rayon::prelude::*;
-use safetensors::tensor::TensorView;
+use safetensors::tensor::{Dtype, TensorView};
 
 use super::file::TensorFile;
 use super::slice::check_ranges;
@@ -42,8 +42,8 @@ impl fmt::Debug for QuantTensors {
     }
 }
 
-/// The tensors of a module: what follows its name, and where each lies.
-type Tensors<'a> = Vec<(String, &'a TensorFile, &'a Range<usize>)>;
+/// The tensors of a module: the end of the name of each, its file and its range of bytes there.
+type Tensors<'a> = Vec<(String, &'a TensorFile, Range<usize>)>;
 
 /// The module of a weight: its name without the last part.
 fn module_of(name: &str) -> Option<&str> {
@@ -51,8 +51,8 @@ fn module_of(name: &str) -> Option<&str> {
 }
 
 impl QuantTensors {
-    /// The files as `config` describes them. `expected` are the tensors of the model in floats, in their stored shapes: its
-    /// matrices may be quantised.
+    /// The files as `config` describes them. `expected` are the tensors of the model in floats, in their stored shapes:
+    /// its matrices may be quantised.
     pub fn new<'a>(
         files: TensorFiles,
         config: QuantConfig,
@@ -66,11 +66,16 @@ impl QuantTensors {
         Self { files, config: Arc::new(config), modules: Arc::new(modules) }
     }
 
-    /// Whether the file has a tensor, or a quantised matrix in its place.
+    /// Whether the file has a tensor, or a quantised matrix in the place of one.
     pub fn has(files: &TensorFiles, name: &str) -> bool {
         let packed =
             |suffix: &&str| module_of(name).is_some_and(|m| files.info(&format!("{m}.{suffix}")).is_some());
-        files.info(name).is_some() || ["qweight", "weight_packed"].iter().any(packed)
+        let in_pack = || {
+            module_of(name)
+                .and_then(PackedExpert::of)
+                .is_some_and(|expert| files.find(&expert.codes()).is_some())
+        };
+        files.info(name).is_some() || ["qweight", "weight_packed"].iter().any(packed) || in_pack()
     }
 
     /// The format in which the file holds a module's matrix.
@@ -78,11 +83,20 @@ impl QuantTensors {
         if !self.modules.contains_key(module) {
             return Ok(Format::Plain);
         }
-        let dtype = |suffix: &str| self.files.find(&format!("{module}.{suffix}")).map(|(_, e)| e.dtype);
+        let packed = self.packed(module);
+        let dtype = |suffix: &str| match &packed {
+            Some(expert) => self.files.find(&expert.stored(suffix)?).map(|(_, e)| e.dtype),
+            None => self.files.find(&format!("{module}.{suffix}")).map(|(_, e)| e.dtype),
+        };
         Ok(self.config.format_in_file(module, dtype)?)
     }
 
-    /// A module's matrix, and where its tensors lie; `None` if the file has it in floats.
+    /// The place of a module's matrix in a pack of experts, if the file has such packs.
+    fn packed(&self, module: &str) -> Option<PackedExpert> {
+        PackedExpert::of(module).filter(|expert| self.files.find(&expert.codes()).is_some())
+    }
+
+    /// A module's matrix, and the places of its tensors; `None` if the file has it in floats.
     fn reader(&self, module: &str) -> Result<Option<(Reader<'_>, Tensors<'_>)>> {
         let (Some(&shape), format) = (self.modules.get(module), self.format(module)?) else {
             return Ok(None);
@@ -91,13 +105,37 @@ impl QuantTensors {
             return Ok(None);
         }
         let tensors = RefCell::new(Vec::new());
+        if let Some(expert) = self.packed(module) {
+            return self.packed_reader(module, &expert, format, shape).map(Some);
+        }
         let find = |suffix: &str| {
             let (file, entry) = self.files.find(&format!("{module}.{suffix}"))?;
-            tensors.borrow_mut().push((suffix.to_string(), file, &entry.range));
+            tensors.borrow_mut().push((suffix.to_string(), file, entry.range.clone()));
             TensorView::new(entry.dtype, entry.shape.clone(), &file.bytes()[entry.range.clone()]).ok()
         };
         let reader = Reader::new(module, format, shape, find)?;
         Ok(Some((reader, tensors.into_inner())))
+    }
+
+    /// The matrix [n, k] of an expert in a pack.
+    fn packed_reader(
+        &self,
+        module: &str,
+        expert: &PackedExpert,
+        format: Format,
+        (n, k): (usize, usize),
+    ) -> Result<(Reader<'_>, Tensors<'_>)> {
+        let tensors = RefCell::new(Vec::new());
+        let find = |suffix: &str| {
+            let (file, entry) = self.files.find(&expert.stored(suffix)?)?;
+            let part = expert.part(suffix, &entry.shape).filter(|_| entry.dtype == Dtype::U8)?;
+            let range = entry.range.start + part.range.start..entry.range.start + part.range.end;
+            tensors.borrow_mut().push((suffix.to_string(), file, range.clone()));
+            TensorView::new(entry.dtype, part.shape, file.bytes().get(range)?).ok()
+        };
+        let reader = Reader::new(module, format, (n * expert.matrices, k), find)?;
+        let reader = reader.turns(expert.turn, expert.matrices)?;
+        Ok((reader, tensors.into_inner()))
     }
 
     /// Gives back the mapped pages of a module's tensors.
@@ -135,12 +173,13 @@ impl QuantTensors {
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
-    /// Whether the file has a bias of zeros: makers of GPTQ checkpoints give every quantised layer one.
+    /// Whether the file has a bias that is all zeros: programs that write GPTQ checkpoints give every quantised layer
+    /// one.
     fn is_zero(&self, bias: &str) -> bool {
         let Some((file, entry)) = self.files.find(bias) else { return false };
         let size = (entry.dtype.bitsize() / 8).max(1);
         let mut values = file.bytes()[entry.range.clone()].chunks(size);
-        // A float of any dtype is zero where all bits but the sign, the last one, are.
+        // A float of any dtype is zero if all bits except the sign, the last one, are zero.
         let is_zero = values.all(|value| {
             matches!(value.split_last(), Some((0 | 0x80, rest)) if rest.iter().all(|byte| *byte == 0))
         });
@@ -148,8 +187,9 @@ impl QuantTensors {
         is_zero
     }
 
-    /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format, and scales of what is not
-    /// quantised here ([`UNREAD_TENSORS`]) and biases of zeros may lie beside them.
+    /// The same as [`TensorFiles::verify`], except that each quantised matrix has the tensors of its format. In
+    /// addition, the files may have scales of matrices that are not quantised here ([`UNREAD_TENSORS`]) and biases of
+    /// zeros.
     ///
     /// # Errors
     /// All tensors that are missing, or of another shape or dtype.
@@ -160,7 +200,8 @@ impl QuantTensors {
     ) -> std::result::Result<Verified, CheckpointError> {
         let expected: Vec<_> = expected.into_iter().collect();
         let names: HashSet<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
-        // In parallel, for there may be tens of thousands of modules; the first error is the same as on one thread.
+        // The loop is parallel, because there may be tens of thousands of modules. The first error is the same as on
+        // one thread.
         let specs: Vec<_> = expected.par_iter().map(|spec| self.specs(spec, &names)).collect();
         let specs = specs.into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
         let ignored = [ignored, UNREAD_TENSORS].concat();
@@ -179,7 +220,7 @@ impl QuantTensors {
         Ok(verified)
     }
 
-    /// Modules that the file holds quantised although the header says that they are not.
+    /// Modules that are quantised in the file although the header says that they are not.
     fn left_out_by_header<'a>(
         &self,
         expected: &'a [TensorSpec],
@@ -194,16 +235,27 @@ impl QuantTensors {
         Ok(left_out.map_err(CheckpointError::of_tensors)?.into_iter().flatten().collect())
     }
 
-    /// The tensors that the file is to have in the place of `spec`; `names` are all that the model expects.
+    /// The tensors that the file must have in the place of `spec`; `names` are the names of all tensors that the model
+    /// expects.
     fn specs(
         &self,
         spec: &TensorSpec,
         names: &HashSet<&str>,
     ) -> std::result::Result<Vec<TensorSpec>, CheckpointError> {
-        let wrong = |e: &dyn fmt::Display| CheckpointError(format!("{}: {e}", self.files.origin()));
+        let wrong =
+            |e: &dyn fmt::Display| CheckpointError::Quantised(format!("{}: {e}", self.files.origin()));
         let module = module_of(&spec.name);
         let format = module.map_or(Ok(Format::Plain), |m| self.format(m)).map_err(|e| wrong(&e))?;
         let (Some(module), false) = (module, format == Format::Plain) else { return Ok(vec![spec.clone()]) };
+        if self.config.method() == QuantConfig::PACKED_EXPERTS
+            && let Some(expert) = PackedExpert::of(module)
+        {
+            let is_there =
+                |e: &usize| expert.module(*e).is_some_and(|module| self.modules.contains_key(&module));
+            let experts = (0..).take_while(is_there).count();
+            let tensors = expert.tensors([spec.shape[0], spec.shape[1]], experts);
+            return Ok(tensors.into_iter().map(|t| TensorSpec { name: t.name, shape: t.shape }).collect());
+        }
         let mut specs = Vec::new();
         let tensors = layout(format, spec.shape[0], spec.shape[1]);
         for tensor in tensors.map_err(|e| wrong(&format!("{module}: {e}")))? {
@@ -272,7 +324,7 @@ impl SliceSource for QuantTensors {
             check_ranges(module, ranges, &[n, inputs.end])?;
             if ranges[1] != inputs {
                 let part = reader.clone().columns(ranges[1].clone())?;
-                // With act-order a rank keeps the scales of all groups, in the order of the whole matrix: its sums then
+                // With act-order a rank keeps the scales of all groups, in the order of the whole matrix. So its sums
                 // have the same bits as with the whole matrix.
                 (reader, inputs) = match reader.perm() {
                     Some(_) => (reader, ranges[1].clone()),
@@ -319,7 +371,7 @@ impl QuantRows for Stored<'_> {
     }
 }
 
-/// Read from the file without mapping its pages, as floats are.
+/// The bytes are read from the file without mapping its pages, as in the reading of floats.
 #[cfg(feature = "cuda")]
 impl StoredBytes for Stored<'_> {
     fn read_bytes(&self, tensor: StoredTensor, first: usize, out: &mut [u8]) -> Result<()> {
@@ -330,7 +382,7 @@ impl StoredBytes for Stored<'_> {
         };
         let start = range.start + first;
         if start + out.len() > range.end {
-            bail!("{name} has {} bytes; {first} and {} behind them were asked for", range.len(), out.len())
+            bail!("{name} has {} bytes; {} bytes from {first} on were asked for", range.len(), out.len())
         }
         Ok(file.read_at(&(start..start + out.len()), out)?)
     }

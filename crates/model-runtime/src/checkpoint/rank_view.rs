@@ -1,9 +1,9 @@
-//! A rank's view of a checkpoint: named parts of its tensors, read alone.
+//! A rank's view of a checkpoint: named parts of its tensors, each of which can be read alone.
 //!
-//! A family of models says which part of which tensor a rank holds, as a list of [`TensorSlice`]s. Its
-//! loaders then ask for the same names with smaller shapes, and only those bytes are read. Packed
-//! experts can be shown under the names of single ones, so that one loader serves both layouts; and
-//! single ones as a pack, which a device then gets without a stop.
+//! A family of models says which part of which tensor a rank holds, as a list of [`TensorSlice`]s. Its loaders then ask
+//! for the same names with smaller shapes, and only those bytes are read. Packed experts can be shown under the names
+//! of single ones, so that one loader serves both layouts. Single experts can be shown as a pack, which is then copied
+//! to a device in one stream.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -18,12 +18,14 @@ use moe_kernels::QuantScheme;
 #[cfg(feature = "cuda")]
 use moe_kernels::cuda::Staging;
 use moe_kernels::quant::{QuantPart, QuantSource};
+use rayon::prelude::*;
 
-use super::slice::{SliceSource, TensorSlice};
+use super::reorder::ordered;
+use super::slice::{SliceOrder, SliceSource, TensorSlice};
 use super::spec::TensorSpec;
 
-/// The tensors of a source as one rank sees them: a listed name is a slice, or a pack of several; a
-/// tensor that is only shown under other names is absent; all others are whole. Cloning shares the source.
+/// The tensors of a source as one rank sees them. A name in the list is a slice, or a pack of several slices. A tensor
+/// that is only shown under other names is absent. All other tensors are whole. Cloning shares the source.
 #[derive(Clone)]
 pub struct RankView {
     source: Arc<dyn SliceSource>,
@@ -34,7 +36,7 @@ pub struct RankView {
 }
 
 impl RankView {
-    /// `slices` of `source`. Several slices of one name are a pack: they follow each other in their order.
+    /// Makes the view of `slices` of `source`. Several slices of one name are a pack, in their order.
     pub fn new(source: impl SliceSource + 'static, slices: impl IntoIterator<Item = TensorSlice>) -> Self {
         let mut all = HashMap::<_, Vec<_>>::new();
         let mut stored = HashSet::new();
@@ -46,21 +48,30 @@ impl RankView {
     }
 
     /// This view without tensors that the model has no place for, which loaders would refuse.
+    #[must_use]
     pub fn only(self, expected: &[TensorSpec]) -> Self {
         let names = expected.iter().map(|spec| spec.name.clone()).collect();
         Self { names: Some(Arc::new(names)), ..self }
     }
 
-    /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`](super::TensorFiles::var_builder) gives one.
+    /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`](super::TensorFiles::var_builder)
+    /// gives one.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self), dtype, device.clone())
     }
 
-    /// The part of a name, or the vector of several.
+    /// Reads the part of a name. Several parts become one vector.
     fn read(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        let as_stored = |part: &TensorSlice| part.order == SliceOrder::STORED;
         match parts {
-            [one] => self.source.slice(&one.stored, &one.ranges, dtype, device),
-            parts => self.source.pack(parts, dtype, device),
+            [one] if as_stored(one) => self.source.slice(&one.stored, &one.ranges, dtype, device),
+            parts if parts.iter().all(as_stored) => self.source.pack(parts, dtype, device),
+            [one] => ordered(self.source.as_ref(), one, dtype)?.to_device(device),
+            parts => {
+                let part = |part: &TensorSlice| ordered(self.source.as_ref(), part, dtype)?.flatten_all();
+                let parts = parts.par_iter().map(part).collect::<Result<Vec<_>>>()?;
+                Tensor::cat(&parts, 0)?.to_device(device)
+            }
         }
     }
 }
@@ -99,7 +110,8 @@ fn significant(dims: &[usize]) -> Vec<usize> {
     dims.iter().copied().skip_while(|&dim| dim == 1).collect()
 }
 
-/// Whether `parts` make up `shape`: one part of that shape, or several with as many rows in all.
+/// Whether `parts` make up `shape`: one part of that shape, or several with as many elements in all, of whose rows the
+/// shape's rows are made, or which are vectors as it is one.
 fn has_shape(parts: &[TensorSlice], shape: &[usize]) -> bool {
     let row = |dims: &[usize]| dims.last().copied();
     match parts {
@@ -107,7 +119,13 @@ fn has_shape(parts: &[TensorSlice], shape: &[usize]) -> bool {
         parts => {
             let elements: usize = parts.iter().map(|part| part.dims().iter().product::<usize>()).sum();
             elements == shape.iter().product::<usize>()
-                && parts.iter().all(|part| row(&part.dims()) == row(shape))
+                && parts.iter().all(|part| match (row(&part.dims()), row(shape)) {
+                    _ if [shape.len(), part.dims().len()] == [1, 1] => true,
+                    (Some(part), Some(row)) => {
+                        part == row || part > 0 && shape.len() == 2 && row.is_multiple_of(part)
+                    }
+                    (part, row) => part == row,
+                })
         }
     }
 }

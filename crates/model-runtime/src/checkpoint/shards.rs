@@ -41,12 +41,11 @@ pub(super) fn find(dir: &Path) -> Result<Shards, CheckpointError> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("safetensors") if path.is_file() => paths.push(path),
             Some("bin" | "pt" | "pth") => hint = "; convert PyTorch files to safetensors first",
-            Some("gguf") => hint = "; GGUF files are not supported",
             _ => {}
         }
     }
     if paths.is_empty() {
-        return Err(CheckpointError(format!(
+        return Err(CheckpointError::Files(format!(
             "no weights in {}: expected model.safetensors, model.safetensors.index.json or other *.safetensors \
              files{hint}",
             dir.display()
@@ -58,7 +57,7 @@ pub(super) fn find(dir: &Path) -> Result<Shards, CheckpointError> {
 
 fn read_index(dir: &Path, path: &Path) -> Result<Shards, CheckpointError> {
     let file = path.display().to_string();
-    let fail = |reason: String| CheckpointError(format!("{file}: {reason}"));
+    let fail = |reason: String| CheckpointError::Files(format!("{file}: {reason}"));
     let text = read_file(path).map_err(|e| CheckpointError::io(path, e))?;
     let json: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
@@ -101,7 +100,7 @@ fn check_name(shard: &str) -> Result<(), &'static str> {
     let mut parts = Path::new(shard).components();
     match (parts.next(), parts.next()) {
         (Some(Component::Normal(name)), None) if name == shard && !shard.contains(['\\', '\0']) => Ok(()),
-        _ => Err("expected a plain file name beside the index"),
+        _ => Err("expected a plain file name, in the folder of the index"),
     }
 }
 

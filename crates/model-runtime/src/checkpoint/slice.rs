@@ -11,36 +11,66 @@ use moe_kernels::QuantScheme;
 use moe_kernels::cuda::Staging;
 use moe_kernels::quant::QuantPart;
 
-/// A box of a stored tensor under a name of its own.
+/// A box of a stored tensor, with its own name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSlice {
     /// The name that loaders ask for.
     pub name: String,
     /// The tensor in the checkpoint.
     pub stored: String,
-    /// One range for each of its dimensions.
+    /// One range for each dimension of the stored tensor.
     pub ranges: Vec<Range<usize>>,
+    /// Which elements of that box it has, in which order.
+    pub order: SliceOrder,
+}
+
+/// Which elements of a box a slice has, and in which order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SliceOrder {
+    /// Of the last dimension it has the first element and every `step`-th one after it.
+    pub step: usize,
+    /// Whether the last two dimensions change places.
+    pub transposed: bool,
+}
+
+impl SliceOrder {
+    /// All elements, as they are stored.
+    pub const STORED: Self = Self { step: 1, transposed: false };
 }
 
 impl TensorSlice {
     /// A part of a tensor under its own name.
     pub fn new(name: impl Into<String>, ranges: &[Range<usize>]) -> Self {
         let name = name.into();
-        Self { stored: name.clone(), name, ranges: ranges.to_vec() }
+        Self { stored: name.clone(), name, ranges: ranges.to_vec(), order: SliceOrder::STORED }
     }
 
     /// A part of `stored` under another name.
     pub fn renamed(name: impl Into<String>, stored: impl Into<String>, ranges: &[Range<usize>]) -> Self {
-        Self { name: name.into(), stored: stored.into(), ranges: ranges.to_vec() }
+        Self { name: name.into(), stored: stored.into(), ranges: ranges.to_vec(), order: SliceOrder::STORED }
+    }
+
+    /// The same box in this order.
+    #[must_use]
+    pub fn in_order(self, order: SliceOrder) -> Self {
+        Self { order, ..self }
     }
 
     /// How many elements it has.
     pub fn elements(&self) -> usize {
-        self.ranges.iter().map(|range| range.len()).product()
+        self.dims().iter().product()
     }
 
     pub(super) fn dims(&self) -> Vec<usize> {
-        self.ranges.iter().map(|r| r.len()).collect()
+        let mut dims: Vec<usize> = self.ranges.iter().map(|r| r.len()).collect();
+        if let Some(last) = dims.last_mut() {
+            *last = last.div_ceil(self.order.step);
+        }
+        let rank = dims.len();
+        if self.order.transposed && rank > 1 {
+            dims.swap(rank - 2, rank - 1);
+        }
+        dims
     }
 }
 
@@ -86,7 +116,7 @@ pub trait SliceSource: SimpleBackend {
     }
 }
 
-/// A pack out of tensors of its parts.
+/// Makes a pack from the tensors of its parts.
 pub(super) fn cat<S: SliceSource + ?Sized>(
     source: &S,
     parts: &[TensorSlice],

@@ -1,4 +1,4 @@
-//! The page-locked buffers through which what is read reaches a CUDA device.
+//! The page-locked buffers through which data from files reaches a CUDA device.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,15 +6,15 @@ use candle_core::{Device, Result};
 use moe_kernels::Exec;
 use moe_kernels::cuda::Staging;
 
-/// Bytes of a buffer: a copy of them takes far longer than its start, and reading them no longer than the copies of
+/// Bytes of a buffer. Copying it takes far longer than starting the copy, and reading it takes no longer than copying
 /// the other buffers.
 const BUFFER: usize = 4 << 20;
 
-/// The buffers of one handle of files: made when it first loads onto a device, and gone with it.
+/// The buffers of one handle of files. They are allocated when the handle first loads onto a device, and freed with it.
 #[derive(Default)]
 pub(super) struct Stages(Mutex<Option<Arc<Staging>>>);
 
-/// Another handle has its own.
+/// A clone of the handle has its own buffers.
 impl Clone for Stages {
     fn clone(&self) -> Self {
         Self::default()
@@ -22,7 +22,8 @@ impl Clone for Stages {
 }
 
 impl Stages {
-    /// Two buffers for each thread, one that it fills and one that is copied, but no more than `bytes` fill.
+    /// Returns two buffers for each thread, one that it fills and one that is copied, but not more than are needed for
+    /// `bytes`.
     pub(super) fn of(&self, device: &Device, bytes: usize) -> Result<Arc<Staging>> {
         let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(staging) = made.as_ref().filter(|staging| staging.device().same_device(device)) {

@@ -1,9 +1,9 @@
 //! Tensors from files straight to a CUDA device, through page-locked buffers.
 //!
-//! A tensor there is a list of boxes of stored tensors, one behind the other: one box, or hundreds where a
-//! pack of experts comes out of single ones. It is allocated once, and cut into chunks that fill a buffer each. All
-//! threads read chunks, converting where dtypes differ, while the copy engine takes chunks that are read. The host
-//! holds the buffers and, of chunks that are converted or gathered, one per thread.
+//! On the device a tensor is a list of boxes of stored tensors, one after the other: one box, or hundreds if a pack of
+//! experts is made of single ones. It is allocated once, and cut into chunks that fill a buffer each. All threads read
+//! chunks, and convert them if dtypes differ, while the copy engine copies chunks that have been read. The host holds
+//! the buffers and, for chunks that are converted or gathered, one more buffer per thread.
 
 use std::sync::Arc;
 
@@ -18,19 +18,19 @@ use super::files::{TensorFiles, runs};
 use super::slice::{TensorSlice, check_ranges};
 
 impl TensorFiles {
-    /// The boxes `slices`, one behind the other, as a vector on a CUDA device.
+    /// Reads the boxes `slices` to a vector on a CUDA device, one after the other.
     ///
     /// # Errors
     /// A missing tensor; ranges outside of one; a dtype that does not convert; a file that cannot be read.
     pub(super) fn stream(&self, slices: &[TensorSlice], wanted: DType, device: &Device) -> Result<Tensor> {
-        // What headers tell to be wrong is found before memory is taken.
+        // Faults that the headers show are found before memory is taken.
         let parts = slices.iter().map(|slice| self.part(slice, wanted)).collect::<Result<Vec<_>>>()?;
         let staging = self.staging(device)?;
         let elements = parts.iter().map(Part::elements).sum();
         let mut out = Buffer::unspecified_on(device, wanted, &[elements])?;
         let mut loads = Vec::new();
         let mut rest = out.view_mut();
-        // Neither what is read nor what is copied is longer than a buffer.
+        // Neither the stored elements of a chunk nor the converted ones are longer than a buffer.
         let widest = parts.iter().map(Part::size).fold(wanted.size_in_bytes(), usize::max);
         for chunk in chunks(&parts, staging.buffer_len() / widest) {
             let (here, behind) = rest.split_at(chunk.elements())?;
@@ -45,7 +45,7 @@ impl TensorFiles {
         out.into_tensor()
     }
 
-    /// The buffers through which what is read reaches a device.
+    /// The buffers through which data from the files reaches a device.
     pub(super) fn staging(&self, device: &Device) -> Result<Arc<Staging>> {
         self.stages.of(device, self.file_bytes())
     }

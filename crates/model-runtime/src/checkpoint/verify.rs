@@ -9,7 +9,7 @@ use super::files::TensorFiles;
 use super::left_out::LeftOut;
 use super::spec::TensorSpec;
 
-/// What is odd about a checkpoint that a model can be loaded from all the same.
+/// Differences between a checkpoint and its model that do not keep the model from being loaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
     /// Tensors that the model has no place for.
@@ -19,7 +19,7 @@ pub struct Verified {
 }
 
 impl Verified {
-    /// A line for each thing to tell people.
+    /// A line of text for each difference.
     pub fn warnings(&self) -> impl Iterator<Item = String> + '_ {
         let left_out = (!self.left_out.is_empty()).then(|| self.left_out.to_string());
         self.notes.iter().cloned().chain(left_out)
@@ -27,9 +27,9 @@ impl Verified {
 }
 
 impl TensorFiles {
-    /// Compares the checkpoint with the tensors that a model expects. All that are missing or of another shape come in one
-    /// error, with shapes, and what is unexpected beside them. Without an error what is unexpected is left out, as
-    /// transformers does it. `ignored` lists patterns of names that may be present without being expected, or told of; `*`
+    /// Compares the checkpoint with the tensors that a model expects. One error lists all tensors that are missing or
+    /// of another shape, with shapes, and all unexpected ones. Without an error, unexpected tensors are left out, as in
+    /// transformers. `ignored` lists patterns of names that may be present without being expected or reported; `*`
     /// stands for any run of characters (`"*.rotary_emb.inv_freq"`).
     pub fn verify(
         &self,
@@ -66,7 +66,7 @@ impl TensorFiles {
             }
         }
         let origin = self.origin();
-        Err(CheckpointError(format!(
+        Err(CheckpointError::Tensors(format!(
             "{origin} does not hold the tensors that its config.json describes{error}"
         )))
     }
@@ -80,7 +80,7 @@ impl TensorFiles {
         if others.is_empty() {
             return Ok(());
         }
-        Err(CheckpointError(format!(
+        Err(CheckpointError::Quantised(format!(
             "{}: {} tensors are stored in dtypes of quantised weights, but config.json has no quantization_config that says \
              what they mean: {}",
             self.origin(),
@@ -108,7 +108,9 @@ impl TensorFiles {
         }
         let bad = found.len();
         let lines = found.concat();
-        Err(CheckpointError(format!("{bad} of {checked} tensors hold weights that are not finite:{lines}")))
+        Err(CheckpointError::NotFinite(format!(
+            "{bad} of {checked} tensors hold weights that are not finite:{lines}"
+        )))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the configs of all families say alike about the model as a whole.
+//! Settings of the model as a whole that the configs of all families have in common.
 
 use super::error::ConfigError;
 use super::value::Config;

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Any error of reading; something else than a file.
 pub fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let metadata = path.metadata()?;
-    // To read a folder is an error of the system's, in its words.
+    // Reading a folder fails with the system's own error.
     if metadata.is_file() || metadata.is_dir() {
         return std::fs::read(path);
     }

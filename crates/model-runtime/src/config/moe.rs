@@ -1,4 +1,4 @@
-//! What the configs of all families say alike about MLPs and experts.
+//! Settings of MLPs and experts that the configs of all families have in common.
 
 use moe_layer::{Activation, RouterConfig};
 use serde_json::Value;
@@ -13,9 +13,10 @@ impl Config {
             "silu" | "swish" => Ok(Activation::SwiGlu),
             "gelu" => Ok(Activation::Gelu),
             "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
+            "relu" => Ok(Activation::Relu),
             other => Err(self.unsupported(
                 format!("hidden_act {other:?}"),
-                "; supported are silu, gelu and gelu_pytorch_tanh",
+                "; supported are silu, gelu, gelu_pytorch_tanh and relu",
             )),
         }
     }

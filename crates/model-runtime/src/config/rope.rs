@@ -1,8 +1,8 @@
 //! RoPE settings from either config style.
 //!
-//! The hub's style has `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`);
-//! transformers 5 writes both into `rope_parameters`. Precedence and defaults are as in
-//! transformers 5.17, `modeling_rope_utils.py` (`RotaryEmbeddingConfigMixin`).
+//! The hub's style has `rope_theta` next to `rope_scaling` (whose kind is `type` or `rope_type`); transformers 5 writes
+//! both into `rope_parameters`. Precedence and defaults are the same as in transformers 5.17, `modeling_rope_utils.py`
+//! (`RotaryEmbeddingConfigMixin`).
 
 use serde_json::Value;
 
@@ -32,6 +32,7 @@ pub struct RopeConfig {
 }
 
 /// Kinds of context extension.
+// This enum is exhaustive: latent attention must say how each scaling changes its scores.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// None: Su et al. 2021.
@@ -96,8 +97,8 @@ impl RopeConfig {
     /// `head_dim` dimensions, which is `factor` if the config has none.
     ///
     /// # Errors
-    /// As [`from_config`](Self::from_config); an odd number of rotated dimensions, or more than there are; a part with
-    /// scaling that changes with the prompt, or that multiplies cosines and sines.
+    /// The errors of [`from_config`](Self::from_config); an odd number of rotated dimensions, or more than there are; a
+    /// part with scaling that changes with the prompt, or that multiplies cosines and sines.
     pub fn partial_from_config(
         config: &Config,
         head_dim: usize,
@@ -125,7 +126,7 @@ impl RopeConfig {
                 format!("the share of {head_dim} dimensions of a head that is an even number of them");
             return Err(config.invalid("partial_rotary_factor", &expected, rotary));
         }
-        // A pair that is not rotated has the cosine and the sine of the angle 0, without a scale.
+        // A pair that is not rotated has the cosine and the sine of the angle 0, which must not be scaled.
         let scales = match &kind {
             RopeScaling::Dynamic { .. } => Some("dynamic RoPE"),
             RopeScaling::Yarn(yarn) if yarn.attention_factor != 1.0 => Some("YaRN with an attention factor"),

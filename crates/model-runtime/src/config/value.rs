@@ -11,10 +11,14 @@ use super::error::ConfigError;
 use super::file::read_file;
 use super::limits::Bounds;
 
+/// Files in which a folder may have the header of a quantised checkpoint, if config.json has none: of older GPTQ
+/// checkpoints and of ModelOpt's.
+const QUANTISATION_FILES: [&str; 2] = ["quantize_config.json", "hf_quant_config.json"];
+
 /// A JSON object with the name of its file, read through typed getters. Cloning is cheap.
 ///
-/// A key that is absent and a key that is `null` are the same. Every getter takes aliases: the
-/// first name that is present counts, and another present alias must say the same.
+/// A key that is absent and a key that is `null` are the same. Every getter takes aliases: the first name that is
+/// present counts, and other aliases that are present must have the same value.
 ///
 /// ```
 /// use model_runtime::config::{Config, limits};
@@ -34,10 +38,12 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads a JSON file that holds an object.
+    /// Reads a JSON file that holds an object. If the config of a model with several parts describes its text part
+    /// under `text_config` and not at the root, the keys of the text part that the root does not have are read as if
+    /// they were there.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let file = path.display().to_string();
-        let bytes = read_file(path).map_err(|e| ConfigError(format!("cannot read {file}: {e}")))?;
+        let bytes = read_file(path).map_err(|e| ConfigError::File(format!("cannot read {file}: {e}")))?;
         Self::from_json(serde_json::from_slice(&bytes), file)
     }
 
@@ -46,16 +52,22 @@ impl Config {
         Self::from_json(serde_json::from_str(text), file.to_string())
     }
 
+    /// A config that is in no JSON file; `file` names it in messages.
+    pub(crate) fn of_object(object: Map<String, Value>, file: &str) -> Self {
+        Self { file: file.into(), prefix: String::new(), object: Arc::new(object) }
+    }
+
     fn from_json(parsed: serde_json::Result<Value>, file: String) -> Result<Self, ConfigError> {
         match parsed {
             Ok(Value::Object(object)) => {
-                Ok(Self { file: file.into(), prefix: String::new(), object: Arc::new(object) })
+                let object = Arc::new(with_text_keys(object));
+                Ok(Self { file: file.into(), prefix: String::new(), object })
             }
             Ok(other) => {
                 let got = shorten(other.to_string());
-                Err(ConfigError(format!("{file}: expected a JSON object, got {got}")))
+                Err(ConfigError::File(format!("{file}: expected a JSON object, got {got}")))
             }
-            Err(e) => Err(ConfigError(format!("{file}: not valid JSON: {e}"))),
+            Err(e) => Err(ConfigError::File(format!("{file}: not valid JSON: {e}"))),
         }
     }
 
@@ -176,40 +188,48 @@ impl Config {
         QuantConfig::from_json(&Value::Object((*self.object).clone())).map_err(|e| self.error(e))
     }
 
-    /// How the checkpoint in a folder is quantised. Older ones have the header in a file of its own,
-    /// `quantize_config.json`.
+    /// How the checkpoint in a folder is quantised. Some makers write the header to a file of its own,
+    /// `quantize_config.json` or `hf_quant_config.json`.
     ///
     /// # Errors
-    /// As [`quantisation`](Self::quantisation); a file that cannot be read.
+    /// The errors of [`quantisation`](Self::quantisation); a file that cannot be read.
     pub fn quantisation_in(&self, dir: &Path) -> Result<Option<QuantConfig>, ConfigError> {
         let header = self.quantisation()?;
-        let separate = dir.join("quantize_config.json");
-        if header.is_some() || !separate.is_file() {
-            return Ok(header);
-        }
-        let file = Config::read(&separate)?;
-        let header = QuantConfig::from_header("quantize_config", &Value::Object((*file.object).clone()));
+        let separate = QUANTISATION_FILES.map(|name| (name, dir.join(name)));
+        let found = separate.iter().find(|(_, path)| path.is_file());
+        let (None, Some((name, path))) = (&header, found) else { return Ok(header) };
+        let file = Config::read(path)?;
+        let root = name.trim_end_matches(".json");
+        let header = QuantConfig::from_header(root, &Value::Object((*file.object).clone()));
         header.map(Some).map_err(|e| file.error(e))
     }
 
     /// An error about a value of this config; `expected` completes "expected ...".
     pub fn invalid(&self, key: &str, expected: &str, got: impl std::fmt::Display) -> ConfigError {
-        let got = shorten(got.to_string());
-        self.error(format!("`{}{key}`: expected {expected}, got {got}", self.prefix))
+        ConfigError::Value {
+            file: self.file.to_string(),
+            key: format!("{}{key}", self.prefix),
+            expected: expected.to_string(),
+            got: shorten(got.to_string()),
+        }
     }
 
     /// An error about a feature that the program lacks; `advice` follows the sentence.
     pub fn unsupported(&self, what: impl std::fmt::Display, advice: &str) -> ConfigError {
-        self.error(format!("{what} is not supported{advice}"))
+        ConfigError::Unsupported {
+            file: self.file.to_string(),
+            what: what.to_string(),
+            advice: advice.to_string(),
+        }
     }
 
     pub(super) fn error(&self, problem: impl std::fmt::Display) -> ConfigError {
-        ConfigError(format!("{}: {problem}", self.file))
+        ConfigError::Refused { file: self.file.to_string(), problem: problem.to_string() }
     }
 
     fn missing(&self, keys: &[&str], expected: String) -> ConfigError {
         let names: Vec<String> = keys.iter().map(|k| format!("{}{k}", self.prefix)).collect();
-        self.error(format!("`{}` is missing; expected {expected}", names.join("` or `")))
+        ConfigError::Missing { file: self.file.to_string(), keys: names.join("` or `"), expected }
     }
 
     /// The value under the first alias that is present, if `convert` takes it; `expected` says what it takes.
@@ -255,6 +275,20 @@ const MOST_IN_A_FLOAT: f64 = (1u64 << 53) as f64;
 
 fn describe(bounds: &Bounds) -> String {
     format!("an integer from {} to {}", bounds.start(), bounds.end())
+}
+
+/// The keys of a config and the keys of its text part, if the root has no layers of its own.
+fn with_text_keys(mut object: Map<String, Value>) -> Map<String, Value> {
+    let is_whole = object.get("num_hidden_layers").is_some_and(|layers| !layers.is_null());
+    if let Some(Value::Object(text)) = object.get("text_config").filter(|_| !is_whole).cloned() {
+        object.remove("text_config");
+        // The root says what kind of model the whole is.
+        for (key, value) in text.into_iter().filter(|(key, _)| key != "model_type" && key != "architectures")
+        {
+            object.entry(key).or_insert(value);
+        }
+    }
+    object
 }
 
 /// Values are quoted in messages, but a message is not a dump.

@@ -1,14 +1,30 @@
-//! What a decoder is made of beside its attention, and what its tensors are called.
+//! The sizes and options of a decoder apart from its attention, and the names of its tensors.
 
 use moe_kernels::names::TensorNames;
 use moe_layer::{Activation, RouterConfig};
 
 use crate::config::{Config, ConfigError, RopeConfig, checked_product, limits};
 
-/// Sizes and options of a decoder: what a config says beside its attention.
+/// Sizes and options of a decoder: what a config says apart from its attention. The default has no layers and no
+/// sizes, and the usual options of dense decoders: SwiGLU, norms with an epsilon of 1e-6, a vocabulary projection of
+/// its own. A family fills in the rest, so that a further option needs no change there:
+///
+/// ```
+/// use model_runtime::{DecoderConfig, MoeConfig, RouterConfig};
+/// let layers = 4;
+/// let config = DecoderConfig {
+///     vocab_size: 1000,
+///     hidden_size: 64,
+///     intermediate_size: 128,
+///     moe: Some(MoeConfig { shared_intermediate_size: 32, ..MoeConfig::new(RouterConfig::new(8, 2), 32) }),
+///     is_sparse: vec![true; layers],
+///     ..DecoderConfig::default()
+/// };
+/// assert_eq!((config.num_layers(), config.num_experts()), (4, 8));
+/// ```
 #[derive(Clone, Debug)]
 pub struct DecoderConfig {
-    /// What the tensors are called.
+    /// The names of the tensors.
     pub names: TensorNames,
     /// Tokens in the vocabulary.
     pub vocab_size: usize,
@@ -20,6 +36,8 @@ pub struct DecoderConfig {
     pub activation: Activation,
     /// Epsilon of the norms between layers.
     pub rms_norm_eps: f64,
+    /// Whether the norms between layers multiply by 1 + weight, in f32.
+    pub zero_centred_norms: bool,
     /// Whether the vocabulary projection is the embedding.
     pub tie_word_embeddings: bool,
     /// Rotary embedding of each layer, first layer first.
@@ -37,16 +55,41 @@ pub struct MoeConfig {
     pub router: RouterConfig,
     /// Width of one expert's MLP, I.
     pub intermediate_size: usize,
-    /// Width of the MLP that the shared experts are together; 0 without any.
+    /// Width of the MLP that all shared experts form together; 0 without shared experts.
     pub shared_intermediate_size: usize,
+    /// Whether the products of the routed experts have biases.
+    pub expert_bias: bool,
 }
 
 impl MoeConfig {
-    /// Shared experts, each as wide as a routed one; `None` where their width is no multiple of it.
+    /// Experts of this width, without shared experts and without biases. A family changes fields of this value.
+    pub fn new(router: RouterConfig, intermediate_size: usize) -> Self {
+        Self { router, intermediate_size, shared_intermediate_size: 0, expert_bias: false }
+    }
+
+    /// The number of shared experts, if each is as wide as a routed one; `None` if their width is no multiple of it.
     pub fn shared_experts(&self) -> Option<usize> {
         let fits = self.intermediate_size > 0
             && self.shared_intermediate_size.is_multiple_of(self.intermediate_size);
         fits.then(|| self.shared_intermediate_size / self.intermediate_size)
+    }
+}
+
+impl Default for DecoderConfig {
+    fn default() -> Self {
+        Self {
+            names: TensorNames::USUAL,
+            vocab_size: 0,
+            hidden_size: 0,
+            intermediate_size: 0,
+            activation: Activation::SwiGlu,
+            rms_norm_eps: 1e-6,
+            zero_centred_norms: false,
+            tie_word_embeddings: false,
+            rope: Vec::new(),
+            moe: None,
+            is_sparse: Vec::new(),
+        }
     }
 }
 
@@ -56,7 +99,7 @@ impl DecoderConfig {
         self.is_sparse.len()
     }
 
-    /// The longest sequence that the positions of all layers are made for.
+    /// The longest sequence for whose positions all layers have rotations.
     pub fn max_context_len(&self) -> usize {
         self.rope.iter().map(RopeConfig::max_context_len).min().unwrap_or_default()
     }
@@ -84,13 +127,13 @@ impl DecoderConfig {
         }
     }
 
-    /// Width of the MLP that the shared experts are together.
+    /// Width of the MLP that all shared experts form together.
     pub fn shared_intermediate_size(&self) -> usize {
         self.moe.as_ref().map_or(0, |moe| moe.shared_intermediate_size)
     }
 
-    /// Refuses sizes that are each valid but absurd together, by the key of `config`. A layer has at
-    /// most `layer_tensors` tensors without its experts, and `attention` multiplies to its weights.
+    /// Refuses sizes that are each valid but too large together, by the key of `config`. A layer has at most
+    /// `layer_tensors` tensors without its experts; the product of `attention` is the number of its weights.
     ///
     /// # Errors
     /// The first product beyond its limit.

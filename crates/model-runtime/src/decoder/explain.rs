@@ -1,4 +1,5 @@
-//! What a step's program launches, kernel by kernel, and why nothing faster does: for any machine, made on any other.
+//! What a step's program launches, kernel by kernel, and why nothing faster is launched. It can be computed for any
+//! machine on any other.
 
 use moe_comm::Communicator;
 use moe_kernels::plan::{Form, FusedLinearForm, Fusion, LinearForm, Machine, Reason, Rejected, Stage};
@@ -9,7 +10,7 @@ use super::program::{Part, Reader, Sums};
 use crate::model::LayerPlan;
 
 impl Decoder {
-    /// The kernels of all layers in such a step, and why faster ones do not run.
+    /// The kernels of all layers in this step, and why faster ones do not run.
     pub(super) fn layer_plans(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
         let shares = self.shares_residual(step);
         let mut step = *step;
@@ -66,8 +67,8 @@ impl DecoderLayer {
     }
 }
 
-/// The norm after a sub-layer, which also adds; `ranks`: the ranks whose sums it adds up, and whether each does so for its share of the
-/// rows.
+/// The norm after a sub-layer, with the addition before it. `ranks`: the ranks whose sums it adds, and whether each
+/// rank does this only for its share of the rows.
 fn norm_stage(reader: Reader, ranks: Option<(&dyn Communicator, &Result<(), Reason>)>) -> Stage {
     let computes: [&[&str]; 2] = match reader {
         Reader::Mlp(_) => [&["add", "norm"], &["sum over ranks", "add", "norm"]],

@@ -1,4 +1,4 @@
-//! A decoder as it is held: its layers, and what is around them.
+//! A loaded decoder: its layers, and the embedding, norm and projection around them.
 
 use std::sync::Arc;
 
@@ -14,24 +14,30 @@ use crate::mixer::Mixer;
 use crate::model::ModelInfo;
 use crate::rope::LayerRopes;
 
-/// What experts may compute of what is around them, in the order of trial.
+/// Which of the ops before and after them experts may compute, in the order of trial.
 pub(super) const EXPERT_FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
-/// What a mixer may compute of what is around it, in the order of trial.
+/// Which of the ops before and after it a mixer may compute, in the order of trial.
 const MIXER_FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::Add, Fusion::Nothing];
 
 /// A loaded decoder, or one rank's part of it.
 pub struct Decoder {
     pub(super) info: ModelInfo,
-    pub(super) embedding: Embedding,
+    pub(super) ends: Ends,
     pub(super) layers: Vec<DecoderLayer>,
     pub(super) norm: RmsNorm,
-    pub(super) lm_head: LmHead,
     pub(super) ropes: LayerRopes,
-    /// The ranks that share each token, where norms add their sums.
+    /// The ranks that share each token, if norms add their sums.
     pub(super) sums: Option<Arc<dyn Communicator>>,
-    /// Whether the last layer computes its MLP for the rows alone whose logits are wanted: on the CPU, where a row has the same bits
-    /// without the others, and where no other rank waits for them.
+    /// Whether the last layer computes its MLP only for the rows whose logits are wanted. It does so on the CPU, where
+    /// a row has the same bits without the others, if no other rank waits for the other rows.
     pub(super) ends_few: bool,
+}
+
+/// What is before the first layer and after the last norm. Clones share their weights.
+#[derive(Clone)]
+pub(super) struct Ends {
+    pub embedding: Embedding,
+    pub lm_head: LmHead,
 }
 
 pub(super) struct DecoderLayer {
@@ -49,7 +55,7 @@ pub(super) enum Mlp {
 }
 
 impl DecoderLayer {
-    /// What computes the MLP in such a step.
+    /// The form that computes the MLP in this step.
     pub fn choose_mlp(&self, step: &PlanStep, machine: &Machine) -> MoeForm {
         match &self.mlp {
             Mlp::Dense(_) => MoeForm::modular(Fusion::Nothing),
@@ -57,13 +63,13 @@ impl DecoderLayer {
         }
     }
 
-    /// What the mixer's launches contain in such a step, before an MLP that contains `mlp`.
+    /// The fusion of the mixer's launches in this step, before an MLP with the fusion `mlp`.
     pub fn choose_mixer(&self, mlp: Fusion, step: &PlanStep, machine: &Machine) -> Fusion {
         let fits = |fusion: &Fusion| self.mixer_fits(*fusion, mlp, step, machine).is_ok();
         MIXER_FUSIONS.iter().copied().find(fits).unwrap_or(Fusion::Nothing)
     }
 
-    /// Whether the mixer's launches take this, and whether it pays before an MLP that contains `mlp`.
+    /// Whether the mixer's launches support this fusion, and whether it is faster before an MLP with the fusion `mlp`.
     ///
     /// # Errors
     /// The first reason why not.
@@ -77,9 +83,9 @@ impl DecoderLayer {
         self.mixer.fits(fusion, step, machine)?;
         match (fusion, mlp) {
             (Fusion::Add, Fusion::NormAdd) => Err(Reason::NoGain("the experts' launches add")),
-            // It pays where neither the experts before it nor the experts after it leave a norm to share.
+            // This fusion is faster only if the launch of the experts, before or after it, contains the norm.
             (Fusion::NormAdd, Fusion::Nothing | Fusion::Add | Fusion::AddNorm) => {
-                Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds"))
+                Err(Reason::NoGain("the norm after it is a launch of its own, which also adds"))
             }
             _ => Ok(()),
         }
@@ -87,6 +93,7 @@ impl DecoderLayer {
 }
 
 impl Mlp {
+    #[must_use = "true means that the caller must add the sum"]
     pub fn defer_sum(&mut self) -> bool {
         match self {
             Self::Dense(mlp) => mlp.defer_sum(),
@@ -94,7 +101,7 @@ impl Mlp {
         }
     }
 
-    /// The MLP in a form that was chosen; `observe` sees the router logits of experts that show them.
+    /// The MLP in a form that was chosen; `observe` gets the router logits of experts that have them.
     pub fn forward_as(
         &self,
         form: MoeForm,

@@ -7,32 +7,48 @@
 use moe_comm::{Geometry, GeometryError};
 
 use super::config::{DecoderConfig, MoeConfig};
-use crate::checkpoint::{SharedPacks, TensorLayout};
+use crate::checkpoint::{BiasStorage, SharedPacks, StoredExperts, TensorLayout};
 
 /// What errors call the width of dense layers.
 pub(super) const DENSE: &str = "intermediate_size";
 /// What errors call the width of shared experts.
 pub(super) const SHARED: &str = "the shared experts' intermediate size";
-/// Prefix, from the MLP, of packs in which shared experts lie behind the routed ones.
+/// Prefix, below the MLP, of packs in which shared experts follow the routed ones.
 pub(super) const WITH_SHARED: &str = "experts_with_shared_experts";
 
 impl DecoderConfig {
-    /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present,
-    /// for layouts that differ in them; `attention` lists the tensors of the attention of a layer, by its number, under its
-    /// prefix.
+    /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are
+    /// present, for layouts that differ in them; `mixer` lists the tensors of the mixer of a layer, by its number, with
+    /// the layer's prefix.
     pub fn layout(
         &self,
         geometry: &Geometry,
         has: &dyn Fn(&str) -> bool,
-        attention: impl Fn(usize, &str, &mut TensorLayout) -> Result<(), GeometryError>,
+        mixer: impl Fn(usize, &str, &mut TensorLayout) -> Result<(), GeometryError>,
     ) -> Result<TensorLayout, GeometryError> {
         let h = self.hidden_size;
         let names = &self.names;
         let mut list = TensorLayout::new(geometry);
         list.vocabulary(format!("{}.weight", names.embedding), self.vocab_size, h);
+        self.layers_layout(has, mixer, &mut list)?;
+        if !self.tie_word_embeddings {
+            list.vocabulary(format!("{}.weight", names.lm_head), self.vocab_size, h);
+        }
+        Ok(list)
+    }
+
+    /// Adds the tensors of the layers and of the last norm.
+    pub(super) fn layers_layout(
+        &self,
+        has: &dyn Fn(&str) -> bool,
+        mixer: impl Fn(usize, &str, &mut TensorLayout) -> Result<(), GeometryError>,
+        list: &mut TensorLayout,
+    ) -> Result<(), GeometryError> {
+        let h = self.hidden_size;
+        let names = &self.names;
         for (layer, &sparse) in self.is_sparse.iter().enumerate() {
             let prefix = format!("{}.{layer}", names.layers);
-            attention(layer, &format!("{prefix}.{}", names.attention), &mut list)?;
+            mixer(layer, &prefix, list)?;
             for norm in [names.input_norm, names.post_attention_norm] {
                 list.whole(format!("{prefix}.{norm}.weight"), &[h]);
             }
@@ -40,7 +56,7 @@ impl DecoderConfig {
                 Some(moe) => {
                     let mlp =
                         format!("{prefix}.{}", names.sparse_mlp(|name| has(&format!("{prefix}.{name}"))));
-                    self.sparse_layout(moe, &mlp, has, &mut list)?;
+                    self.sparse_layout(moe, &mlp, has, list)?;
                 }
                 None => {
                     let mlp = format!("{prefix}.{}", names.mlp);
@@ -49,10 +65,7 @@ impl DecoderConfig {
             }
         }
         list.whole(format!("{}.weight", names.norm), &[h]);
-        if !self.tie_word_embeddings {
-            list.vocabulary(format!("{}.weight", names.lm_head), self.vocab_size, h);
-        }
-        Ok(list)
+        Ok(())
     }
 
     fn sparse_layout(
@@ -66,6 +79,9 @@ impl DecoderConfig {
         let h = self.hidden_size;
         let names = &self.names;
         list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
+        if moe.router.gate_bias {
+            list.whole(format!("{mlp}.{}.bias", names.gate), &[e]);
+        }
         if moe.router.correction_bias {
             let bias = &names.correction_bias;
             let stored = bias.stored(|name| has(&format!("{mlp}.{name}")));
@@ -88,6 +104,17 @@ impl DecoderConfig {
         let count = moe.shared_experts().filter(|count| *count > 0 && names.shared_expert_gate.is_none());
         let shared = shared.as_deref().zip(count);
         let shared = shared.map(|(stored, count)| SharedPacks { count, stored, packs: &packs });
-        list.experts(&experts, &names.matrices, packed, [e, h, moe.intermediate_size], shared)
+        let biases = match has(&format!("{experts}.{}_bias", names.matrices.packed_gate_up)) {
+            true => BiasStorage::Packed,
+            false => BiasStorage::Single,
+        };
+        let stored = StoredExperts {
+            prefix: &experts,
+            names: &names.matrices,
+            packed,
+            biases: moe.expert_bias.then_some(biases),
+            sizes: [e, h, moe.intermediate_size],
+        };
+        list.experts(&stored, shared)
     }
 }

@@ -15,7 +15,7 @@ use moe_layer::{
 
 use super::config::{DecoderConfig, MoeConfig};
 use super::gate::router_gate;
-use super::layer::{Decoder, DecoderLayer, Mlp};
+use super::layer::{Decoder, DecoderLayer, Ends, Mlp};
 use super::layout::{DENSE, SHARED, WITH_SHARED};
 use crate::config::RopeConfig;
 use crate::kv_cache::LayerStates;
@@ -34,17 +34,18 @@ pub struct DecoderOptions<'a> {
     pub backend: Option<&'a str>,
     /// The rank's place, and how MoE layers cut their tokens.
     pub context: &'a BlockContext,
-    /// Bytes of this rank's experts that live in host memory beside its GPU, all layers together; `None`: all are on the device.
+    /// Bytes of this rank's experts that are in host memory instead of its GPU's, for all layers together; `None`: all
+    /// are on the device.
     pub expert_offload: Option<usize>,
 }
 
 impl DecoderOptions<'_> {
-    /// The experts of each layer that live in host memory, where weights are of `dtype`.
+    /// How many experts of each layer are in host memory, for weights of `dtype`.
     fn offload(&self, config: &DecoderConfig, vb: &VarBuilder) -> Result<Option<ExpertOffload>> {
         let Some(bytes) = self.expert_offload else { return Ok(None) };
         if self.path == MoePath::Legacy {
             bail!(
-                "--expert-offload: experts one after the other are all on the device; drop --moe-path legacy"
+                "`expert_offload`: experts one after the other are all on the device; drop `moe_path` legacy"
             )
         }
         let moe =
@@ -70,14 +71,25 @@ impl DecoderOptions<'_> {
 }
 
 impl Decoder {
-    /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
-    /// shows this rank's slices ([`DecoderConfig::layout`]); `mixer` loads the attention of a layer, by its number. The
-    /// oracle's choice comes along, unless there was none to make.
+    /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and contains this
+    /// rank's slices ([`DecoderConfig::layout`]). `mixer` loads the mixer of a layer, by its number, from the tensors
+    /// under the layer's prefix. Also returns the oracle's choice of expert backend, if there was a choice.
     ///
     /// # Errors
-    /// No layers; rotary settings of another number of layers; missing or wrongly shaped tensors; sizes that the geometry cannot cut; any
-    /// error of the expert path.
+    /// No layers; rotary settings of another number of layers; missing or wrongly shaped tensors; sizes that the
+    /// geometry cannot cut; any error of the expert path.
     pub fn load(
+        config: &DecoderConfig,
+        options: &DecoderOptions,
+        vb: VarBuilder,
+        mixer: impl Fn(usize, VarBuilder) -> Result<Box<dyn Mixer>> + Sync,
+    ) -> Result<(Self, Option<BackendSelection>)> {
+        Self::load_between(None, config, options, vb, mixer)
+    }
+
+    /// [`load`](Self::load) with the embedding and vocabulary projection of another decoder, or its own.
+    pub(super) fn load_between(
+        ends: Option<Ends>,
         config: &DecoderConfig,
         options: &DecoderOptions,
         vb: VarBuilder,
@@ -93,8 +105,6 @@ impl Decoder {
                 config.rope.len()
             )
         }
-        let h = config.hidden_size;
-        let eps = config.rms_norm_eps;
         let names = &config.names;
         let offload = options.offload(config, &vb)?;
         let context = &BlockContext { offload, names: names.matrices, ..options.context.clone() };
@@ -102,21 +112,15 @@ impl Decoder {
         let layers = config.moe_layers().len();
         let experts = config.num_experts();
         context.placements.check(layers, experts, &context.geometry)?;
-        let tp = &context.groups.tp;
-        let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
-        let held = context.geometry.vocab_shard(config.vocab_size).len();
-        let mut embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
-        if config.tie_word_embeddings {
-            embedding = embedding.packed(context.cpu_isa)?;
-        }
+        let ends = ends.map_or_else(|| Ends::load(config, context, &vb), Ok)?;
         let mlps = MlpLoader { config, options };
-        // In the fast mode norms add what the ranks computed.
-        let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| tp.clone());
+        // On devices the results of several ranks are not added after each product. The norms that follow add them.
+        let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| context.groups.tp.clone());
         let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
-            let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
-            let mixer = mixer(index, vb.pp(names.attention))?;
-            let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
+            let input_norm = config.norm(vb.pp(names.input_norm))?;
+            let mixer = mixer(index, vb.clone())?;
+            let post_attention_norm = config.norm(vb.pp(names.post_attention_norm))?;
             let (mlp, chosen) = mlps.load(index, &vb)?;
             let deferred = [false; 2];
             let mut layer = DecoderLayer { input_norm, mixer, post_attention_norm, mlp, deferred };
@@ -125,22 +129,18 @@ impl Decoder {
             }
             Ok((layer, chosen))
         };
-        // On the CPU every layer fills memory with all threads. A layer whose experts go to host memory is on the device as a
-        // whole first, so one is loaded at a time, to need room there for only one.
+        // Layers are loaded together only onto a device. On the CPU every layer fills memory with all threads. A layer
+        // with experts in host memory is first on the device as a whole, so only one of these is loaded at a time, and
+        // the device needs room for only one.
         let together = !vb.device().is_cpu() && !context.agrees_while_loading() && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), if together { LOADING } else { 1 }, load)?;
         let (layers, chosen): (Vec<DecoderLayer>, Vec<_>) = loaded.into_iter().unzip();
-        let lm_head = match config.tie_word_embeddings {
-            true => LmHead::tied(&embedding),
-            false => LmHead::load_on(held, h, vb.pp(names.lm_head), context)?.packed(context.cpu_isa)?,
-        };
         let states = layers.iter().map(|layer| layer.mixer.state()).collect();
         let decoder = Self {
             info: config.info(vb.dtype(), states),
-            embedding: embedding.with_vocab_parallel(vocab.clone()),
+            ends,
             layers,
-            norm: RmsNorm::load(h, eps, vb.pp(names.norm))?,
-            lm_head: lm_head.with_vocab_parallel(vocab),
+            norm: config.norm(vb.pp(names.norm))?,
             ropes: LayerRopes::new(&config.rope),
             sums,
             ends_few: context.geometry.world_size == 1 && vb.device().is_cpu(),
@@ -149,11 +149,43 @@ impl Decoder {
     }
 }
 
-/// Threads that load layers onto a device: enough that some read while others look up names, take memory or wait for a layer's end.
+impl Ends {
+    /// Loads both, or this rank's part of them.
+    fn load(config: &DecoderConfig, context: &BlockContext, vb: &VarBuilder) -> Result<Self> {
+        let h = config.hidden_size;
+        let names = &config.names;
+        let tp = &context.groups.tp;
+        let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
+        let held = context.geometry.vocab_shard(config.vocab_size).len();
+        let mut embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
+        // GGUF files quantise the embedding: rows are looked up as floats, and logits are products with the matrix as
+        // it is.
+        let source = context.quant.as_ref();
+        let scheme = source.map(|source| source.scheme(names.embedding)).transpose()?;
+        let ties_floats =
+            config.tie_word_embeddings && scheme.is_none_or(|scheme| scheme == QuantScheme::NONE);
+        if ties_floats {
+            embedding = embedding.packed(context.cpu_isa)?;
+        }
+        let head = if config.tie_word_embeddings { names.embedding } else { names.lm_head };
+        let lm_head = match ties_floats {
+            true => LmHead::tied(&embedding),
+            false => LmHead::load_on(held, h, vb.pp(head), context)?.packed(context.cpu_isa)?,
+        };
+        Ok(Self {
+            embedding: embedding.with_vocab_parallel(vocab.clone()),
+            lm_head: lm_head.with_vocab_parallel(vocab),
+        })
+    }
+}
+
+/// The number of threads that load layers onto a device: while some read, others look up names, allocate memory or wait
+/// for the end of a layer.
 const LOADING: usize = 4;
 
-/// What `load` gives for each layer. Several threads load a part of them each: while one waits for memory or for its last copies, or
-/// looks up small tensors, the others feed the bus. They are threads of their own, because the first layer may meet other ranks.
+/// The results of `load` for each layer. Several threads load layers: while one waits for memory or for its last
+/// copies, or looks up small tensors, the others keep the bus busy. They are not threads of the pool, because the first
+/// layer may wait for other ranks.
 fn each_layer<T: Send>(
     count: usize,
     threads: usize,
@@ -249,13 +281,14 @@ impl MlpLoader<'_> {
         Ok(mlp.packed(context.cpu_isa)?.with_row_parallel(ranks))
     }
 
-    /// `layer` is the place among the MoE layers.
+    /// The settings of the sparse block of a layer. `layer` is its index among the MoE layers.
     fn block(&self, moe: &MoeConfig, layer: usize) -> BlockOptions {
         BlockOptions {
             router: moe.router.clone(),
             hidden_size: self.config.hidden_size,
             intermediate_size: moe.intermediate_size,
             activation: self.config.activation,
+            expert_bias: moe.expert_bias,
             layer,
             backend: self.options.backend.map(str::to_string),
         }
@@ -263,6 +296,12 @@ impl MlpLoader<'_> {
 }
 
 impl DecoderConfig {
+    /// A norm between layers.
+    pub(super) fn norm(&self, vb: VarBuilder) -> Result<RmsNorm> {
+        let load = if self.zero_centred_norms { RmsNorm::load_zero_centred } else { RmsNorm::load };
+        load(self.hidden_size, self.rms_norm_eps, vb)
+    }
+
     fn info(&self, dtype: DType, states: LayerStates) -> ModelInfo {
         let moe = |moe: &MoeConfig| MoeInfo {
             layers: self.moe_layers(),

@@ -1,8 +1,8 @@
 //! The program of a step: which launches compute the layers, in their order.
 //!
-//! It is a pure function of the layers, the step and the machine. [`CausalLm::forward`](crate::CausalLm::forward) walks it, and
-//! explanations are made out of it (`explain.rs`); what it leaves open, which kernel an op takes, the op asks of
-//! `moe_kernels::plan`, as the explanation does.
+//! It is a pure function of the layers, the step and the machine. [`CausalLm::forward`](crate::CausalLm::forward)
+//! executes it, and explanations are made from it (`explain.rs`). It does not determine which kernel an op uses: for
+//! that, both ask `moe_kernels::plan`.
 
 use moe_comm::Communicator;
 use moe_kernels::plan::{Fusion, Machine, Reason};
@@ -17,18 +17,18 @@ pub(super) struct Launch {
     pub part: Part,
 }
 
-/// What is launched.
+/// The launches of a part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
-    /// The norm of the residual stream that this one reads.
+    /// The norm of the residual stream for this reader.
     Norm(Reader),
-    /// The mixer, with what its launches contain of what is around it.
+    /// The mixer, with the ops before and after it that its launches contain.
     Mixer(Fusion),
-    /// The addition to the residual stream of what the part before left, with the norm that this one reads.
+    /// The addition of the results of the part before to the residual stream, with the norm that this reader reads.
     AddNorm(Reader, Sums),
-    /// From here on there are as many rows, those whose logits are wanted; `normed`: their norm has been taken.
+    /// From here on there are only the rows whose logits are wanted; `normed`: their norm has been computed.
     Keep { rows: usize, normed: bool },
-    /// The MLP or the experts, in a form that says what their launches contain of what is around them.
+    /// The MLP or the experts, in a form that includes the ops before and after them that their launches contain.
     Mlp(MoeForm),
 }
 
@@ -43,19 +43,20 @@ pub(super) enum Reader {
     LmHead,
 }
 
-/// Whose results an addition to the residual stream adds up.
+/// Which results are added to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sums {
-    /// This rank's: they are whole.
+    /// This rank's results, which are complete.
     Own,
-    /// The results of all ranks, to all rows.
+    /// The results of all ranks, added to all rows.
     OfRanks,
-    /// The results of all ranks; each rank adds them to its share of the rows, and keeps the residual stream of these rows alone.
+    /// The results of all ranks. Each rank adds them to its share of the rows, and keeps only these rows of the
+    /// residual stream.
     Shared,
 }
 
 impl Sums {
-    /// What plans call a norm that adds up what ranks hold.
+    /// What plans call a norm that adds the ranks' sums.
     pub fn kernel(self, ranks: &dyn Communicator) -> String {
         let medium = ranks.medium();
         match self {
@@ -69,7 +70,7 @@ impl Sums {
 struct Writer {
     launches: Vec<Launch>,
     layer: usize,
-    /// Whether the norm that comes next has been taken.
+    /// Whether the next norm has been computed.
     normed: bool,
 }
 
@@ -78,7 +79,7 @@ impl Writer {
         self.launches.push(Launch { layer: self.layer, part });
     }
 
-    /// The norm that `reader` reads, where it has not been taken.
+    /// Adds the norm that `reader` reads, unless it has been computed.
     fn norm(&mut self, reader: Reader) {
         if !self.normed {
             self.push(Part::Norm(reader));
@@ -100,7 +101,7 @@ impl Writer {
 }
 
 impl Decoder {
-    /// The launches of all layers in such a step. Where no logits are wanted it may end before the last MLP.
+    /// The launches of all layers in this step. If no logits are wanted, it may end before the last MLP.
     pub(super) fn program(&self, step: &PlanStep, machine: &Machine) -> Vec<Launch> {
         let of_ranks = match self.shares_residual(step) {
             _ if self.sums.is_none() => Sums::Own,
@@ -130,12 +131,12 @@ impl Decoder {
         writer.launches
     }
 
-    /// What reads the norm after a layer.
+    /// The reader of the norm after a layer.
     pub(super) fn after(&self, layer: usize) -> Reader {
         if layer + 1 < self.layers.len() { Reader::Mixer(layer + 1) } else { Reader::LmHead }
     }
 
-    /// Whether the rows of such a step that need no logits end with the last layer's attention, which caches them.
+    /// Whether rows that need no logits end with the last layer's attention, which caches their keys and values.
     fn drops_rows(&self, step: &PlanStep) -> bool {
         let routes_by_number = match self.layers.last().map(|layer| &layer.mlp) {
             Some(Mlp::Sparse(sparse)) => sparse.routes_by_number(),
@@ -145,10 +146,11 @@ impl Decoder {
         self.ends_few && few && step.asks().is_none() && !routes_by_number
     }
 
-    /// Whether the ranks that add up in norms keep the residual stream of some of a step's rows each, or why all keep all of it.
+    /// Whether each of the ranks whose sums the norms add keeps only some rows of the residual stream. If not, all of
+    /// them keep all rows, and the reason is returned.
     ///
     /// # Errors
-    /// The reason.
+    /// The reason why all ranks keep all rows.
     pub(super) fn shares_residual(&self, step: &PlanStep) -> Result<(), Reason> {
         let Some(ranks) = &self.sums else { return Err(Reason::NoGain("no rank shares the tokens")) };
         if step.whole_residual {

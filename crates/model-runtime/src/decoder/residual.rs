@@ -1,7 +1,8 @@
 //! The residual stream of a step, and how sub-layers read and write it.
 //!
-//! A sub-layer reads the norm of the stream and adds to it. The norm may be taken by the launch that added last, by a
-//! launch of its own, or inside the sub-layer; likewise the addition. The step's program says which.
+//! A sub-layer reads the norm of the stream and adds to it. The norm may be computed by the launch that added last, by
+//! a launch of its own, or inside the sub-layer; the same is true for the addition. The step's program determines
+//! which.
 
 use candle_core::{DType, Result};
 use moe_comm::{AddNorm, Communicator, FusedCollective};
@@ -12,7 +13,7 @@ use super::program::Sums;
 use crate::layers::RmsNorm;
 use crate::mixer::{Mixer, MixerIo};
 
-/// The residual stream [T, H] f32 with what sub-layers hand each other.
+/// The residual stream [T, H] f32, with the arrays that sub-layers pass to each other.
 pub(super) struct Residual<'a> {
     pub stream: Scratch,
     /// Output of a sub-layer that is to be added, [T, H] f32.
@@ -21,16 +22,16 @@ pub(super) struct Residual<'a> {
     x: ProductRows,
     /// The model dtype.
     dtype: DType,
-    /// The ranks that share each token, where norms add their sums.
+    /// The ranks that share each token, if norms add their sums.
     ranks: Option<&'a dyn Communicator>,
 }
 
-/// The norms around a sub-layer.
+/// The norms before and after a sub-layer.
 #[derive(Clone, Copy)]
 pub(super) struct Norms<'a> {
     pub own: &'a RmsNorm,
     pub next: &'a RmsNorm,
-    /// The mixer that reads the next norm, in the form in which it takes it; `None`: it is read in the model dtype.
+    /// The mixer that reads the next norm, which determines its form; `None`: it is read in the model dtype.
     pub reader: Option<&'a dyn Mixer>,
 }
 
@@ -43,12 +44,12 @@ impl<'a> Residual<'a> {
         Ok(Self { stream, delta, x, dtype, ranks })
     }
 
-    /// The stream's norm, [T, H] in the model dtype, once it has been taken.
+    /// The stream's norm, [T, H] in the model dtype, when it has been computed.
     pub fn normed(&self) -> Result<View<'_>> {
         self.x.rows().floats("norm")
     }
 
-    /// Makes `x` rows in the model dtype, where the last norm was written as FP8.
+    /// Converts `x` to the model dtype, if the last norm was written as FP8.
     fn make_floats(&mut self, ex: &Exec) -> Result<()> {
         if let ProductRows::Fp8(_) = self.x {
             self.x = ProductRows::Floats(ex.scratch(self.dtype, self.stream.dims())?);
@@ -56,7 +57,7 @@ impl<'a> Residual<'a> {
         Ok(())
     }
 
-    /// Keeps these rows alone; `normed`: with their norm.
+    /// Keeps only these rows; `normed`: with their norm.
     pub fn keep(&mut self, rows: View<'_>, normed: bool, ex: &mut Exec) -> Result<()> {
         let dims = [rows.elem_count(), self.stream.dims()[1]];
         let mut stream = ex.scratch(DType::F32, &dims)?;
@@ -71,13 +72,13 @@ impl<'a> Residual<'a> {
         Ok(())
     }
 
-    /// Takes a norm of the stream.
+    /// Computes a norm of the stream.
     pub fn norm(&mut self, norm: &RmsNorm, ex: &mut Exec) -> Result<()> {
         self.make_floats(ex)?;
         norm.forward_into(self.stream.view(), self.x.rows_mut().floats("norm")?, ex)
     }
 
-    /// Adds what a sub-layer left, of which ranks may hold parts, and takes the norm that comes next.
+    /// Adds the results of a sub-layer, of which ranks may hold parts, and computes the next norm.
     pub fn add_norm(&mut self, next: &RmsNorm, sums: Sums, ex: &mut Exec) -> Result<()> {
         self.make_floats(ex)?;
         let Self { stream, delta, .. } = self;
@@ -97,7 +98,7 @@ impl<'a> Residual<'a> {
         })
     }
 
-    /// Runs a sub-layer that contains `fusion` of what is around it.
+    /// Runs a sub-layer whose launches contain `fusion`.
     pub fn sublayer(
         &mut self,
         fusion: Fusion,

@@ -1,5 +1,5 @@
-//! Queries and attention of a step: over keys and values of every head, in latent space, or, for prompts on a GPU, with
-//! keys and values that are made out of the latents for the step.
+//! Queries and attention of a step: over keys and values of every head, in latent space, or, for prompts on a GPU, over
+//! keys and values that are made from the latents for this step.
 
 use candle_core::{DType, Result};
 use moe_kernels::plan::{Form, PromptForm};
@@ -16,17 +16,21 @@ use crate::rope::RopeRows;
 use crate::step::StepViews;
 
 /// Where the queries of rows come from.
+// A step holds one value at a time, on the stack: a box would be an allocation in every layer.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
     /// [T, Hq (N + R)] f32, not rotated. The rows' cache entries have been written.
     Queries(View<'a>),
-    /// [T, Hq (N + R) + L + R] f32: with the latents, whose cache entries are written with the queries.
-    Packed(Packed<'a>),
+    /// Queries with latents, whose cache entries are written with the queries.
+    WithLatents(WithLatents<'a>),
 }
 
+/// Queries and latents as [`MlaRows`] takes them.
 #[derive(Clone, Copy)]
-pub(super) struct Packed<'a> {
+pub(super) struct WithLatents<'a> {
     pub products: View<'a>,
+    pub latents: Option<View<'a>>,
     pub norm: View<'a>,
     pub slots: View<'a>,
 }
@@ -51,14 +55,16 @@ impl<'a> Rows<'a> {
         let rows = |view: View<'a>| view.narrow(start, len);
         let source = match self.source {
             Source::Queries(q) => Source::Queries(rows(q)?),
-            Source::Packed(Packed { products, norm, slots }) => {
-                Source::Packed(Packed { products: rows(products)?, norm, slots: rows(slots)? })
+            Source::WithLatents(WithLatents { products, latents, norm, slots }) => {
+                let products = rows(products)?;
+                let latents = latents.map(rows).transpose()?;
+                Source::WithLatents(WithLatents { products, latents, norm, slots: rows(slots)? })
             }
         };
         Ok(Self { source, cos: rows(self.cos)?, sin: rows(self.sin)?, ..*self })
     }
 
-    /// Rotated queries, with `w_uk` in latent space; and the rows' cache entries, where they are still to be written.
+    /// Writes rotated queries, with `w_uk` in latent space, and the rows' cache entries, unless they have been written.
     fn query_into(&self, w_uk: Option<View>, out: ViewMut, kv: &mut KvLayer, ex: &mut Exec) -> Result<()> {
         let Self { cos, sin, heads, eps, .. } = *self;
         match self.source {
@@ -67,8 +73,8 @@ impl<'a> Rows<'a> {
                 let q = q.reshape(&[t, heads, width])?;
                 mla_query_into(&MlaQuery { q, w_uk, cos, sin }, out, ex)
             }
-            Source::Packed(Packed { products, norm, slots: slot_mapping }) => {
-                let args = MlaRows { products, norm, eps, w_uk, cos, sin, slot_mapping };
+            Source::WithLatents(WithLatents { products, latents, norm, slots: slot_mapping }) => {
+                let args = MlaRows { products, latents, norm, eps, w_uk, cos, sin, slot_mapping };
                 mla_rows_into(&args, out, kv.kv_mut().0, ex)
             }
         }
@@ -101,6 +107,7 @@ impl MlaAttention {
             block_tables: step.block_tables,
             scale: self.config.softmax_scale as f32,
             sliding_window: None,
+            sinks: None,
         };
         let Up::Absorbed { w_uk, w_uv } = &self.up else {
             let mut rotated = ex.scratch(DType::F32, &[t, num_heads, width])?;

@@ -1,4 +1,4 @@
-//! What a layer of latent attention is made of, and in which form it runs.
+//! The sizes and options of a layer of latent attention, and its form.
 
 use std::str::FromStr;
 
@@ -11,6 +11,7 @@ use crate::kv_cache::KvLayout;
 
 /// What the KV cache holds, and where the up-projections happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MlaForm {
     /// Latent rows: L + R values per token and layer.
     #[default]
@@ -60,6 +61,7 @@ pub struct MlaConfig {
 
 impl MlaConfig {
     /// This config for a rank that holds `num_heads` of the heads.
+    #[must_use]
     pub fn with_heads(self, num_heads: usize) -> Self {
         Self { num_heads, ..self }
     }
@@ -98,7 +100,7 @@ impl MlaConfig {
         Ok(())
     }
 
-    /// Fails if the checkpoint has tensors of a layer that this config does not ask for and that change its results.
+    /// Fails if the checkpoint has tensors of a layer that this config does not use and that would change its results.
     pub(super) fn refuse_unread(&self, names: &MlaNames, vb: &VarBuilder) -> Result<()> {
         let mut unread = Unread::under(vb);
         let biased = [names.q_a, names.kv_a, names.o];
@@ -108,7 +110,8 @@ impl MlaConfig {
             }
             unread.scales(&format!("{name}.weight"));
         }
-        // Queries of the other kind beside the wanted ones; alone they are no layer of this config.
+        // Tensors of the other kind of queries may be present in addition; without the wanted ones they are no layer of
+        // this config.
         let (wanted, others) = match self.q_lora_rank {
             Some(_) => (names.q_a, vec![names.q]),
             None => (names.q, vec![names.q_a, names.q_a_norm, names.q_b]),

@@ -7,11 +7,11 @@ use moe_kernels::{Exec, MlaLatent, ProductRows, TensorView, View, mla_cache_into
 use moe_layer::PlanStep;
 use tracing::trace_span;
 
-use super::attend::{Packed, Source};
+use super::attend::{Source, WithLatents};
 use super::config::MlaConfig;
 use super::layer::MlaAttention;
 use super::projections::{Down, Up};
-use crate::kv_cache::{KvLayer, LayerState};
+use crate::kv_cache::{KvLayer, LayerCache, LayerState};
 use crate::mixer::{Mixer, MixerIo};
 use crate::projection::{Projection, fits_products};
 use crate::rope::RopeRows;
@@ -30,11 +30,10 @@ impl Mixer for MlaAttention {
     fn fits(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
         match (fusion, &self.down) {
             (Fusion::Nothing, _) => Ok(()),
-            (Fusion::NormAdd, Down::Packed(first)) => {
-                fits_products(fusion, [first, &self.o], self.ranks.as_ref(), step.rows, machine)
-            }
-            (Fusion::NormAdd, Down::Apart { .. }) => {
-                Err(Reason::Part { part: "queries and latents out of products of their own" })
+            (Fusion::NormAdd, Down::Packed(first)) => self.fits_norm_add(first, step, machine),
+            (Fusion::NormAdd, Down::Apart { query, kv_a }) => {
+                self.fits_norm_add(query.first(), step, machine)?;
+                self.fits_norm_add(kv_a, step, machine)
             }
             (Fusion::Add | Fusion::AddNorm, _) => {
                 Err(Reason::Part { part: "an attention whose last product does not add" })
@@ -51,34 +50,43 @@ impl Mixer for MlaAttention {
         io: MixerIo,
         step: &StepViews,
         rope: &RopeRows,
-        kv: &mut KvLayer,
+        cache: &mut LayerCache,
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
-        let attended = self.attended(&io, step, rope, kv, ex)?;
+        let attended = self.attended(&io, step, rope, cache.paged()?, ex)?;
         self.o.last_into(attended.rows(), io, self.ranks.as_ref(), ex)
     }
 }
 
 impl MlaAttention {
-    /// Writes the rows' cache entries, where the latents have a product of their own.
-    fn cache(
+    /// Whether the first product and the last one support the norm and the addition in their launches.
+    fn fits_norm_add(
         &self,
-        kv_a: &Projection,
-        x: View,
+        first: &Projection,
+        step: &PlanStep,
+        machine: &Machine,
+    ) -> std::result::Result<(), Reason> {
+        fits_products(Fusion::NormAdd, [first, &self.o], self.ranks.as_ref(), step.rows, machine)
+    }
+
+    /// Writes the rows' cache entries of the naive form: keys and values of every head, which `up` makes of the
+    /// latents.
+    fn cache_heads(
+        &self,
+        latents: View,
+        up: &Projection,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
         ex: &mut Exec,
     ) -> Result<()> {
         let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
-        let t = x.rows();
-        let dtype = x.dtype();
-        let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
-        kv_a.forward_into(x, compressed.view_mut(), ex)?;
+        let t = latents.rows();
+        let dtype = self.o.weight.dtype();
         let norm = TensorView::new(&self.kv_a_norm)?;
         let args = MlaLatent {
-            compressed: compressed.view(),
+            compressed: latents,
             norm: norm.view()?,
             eps: self.config.norm_eps as f32,
             cos: rope.cos(),
@@ -87,23 +95,15 @@ impl MlaAttention {
         let mut latent = ex.scratch(dtype, &[t, l])?;
         let mut rotated = ex.scratch(dtype, &[t, r])?;
         mla_latent_into(&args, latent.view_mut(), rotated.view_mut(), ex)?;
+        let width = self.config.qk_nope_head_dim + self.config.v_head_dim;
+        let mut heads = ex.scratch(DType::F32, &[t, num_heads * width])?;
+        up.forward_into(latent.view(), heads.view_mut(), ex)?;
+        let rows = heads.view().reshape(&[t, num_heads, width])?;
         let (k_cache, v_cache) = kv.kv_mut();
-        match &self.up {
-            Up::Absorbed { .. } => {
-                let rows = latent.view().reshape(&[t, 1, l])?;
-                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
-            }
-            Up::Naive(up) => {
-                let width = self.config.qk_nope_head_dim + self.config.v_head_dim;
-                let mut heads = ex.scratch(DType::F32, &[t, num_heads * width])?;
-                up.forward_into(latent.view(), heads.view_mut(), ex)?;
-                let rows = heads.view().reshape(&[t, num_heads, width])?;
-                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
-            }
-        }
+        mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
     }
 
-    /// What the output product reads.
+    /// The input of the output product.
     fn attended(
         &self,
         io: &MixerIo,
@@ -115,23 +115,31 @@ impl MlaAttention {
         let MlaConfig { num_heads, v_head_dim, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
         let t = step.num_tokens();
         let mut attended = ex.scratch(self.o.weight.dtype(), &[t, num_heads * v_head_dim])?;
+        let norm = TensorView::new(&self.kv_a_norm)?;
+        let with_latents = |products, latents| -> Result<Source<'_>> {
+            let slots = step.slot_mapping;
+            Ok(Source::WithLatents(WithLatents { products, latents, norm: norm.view()?, slots }))
+        };
         match &self.down {
             Down::Packed(packed) => {
                 let mut products = ex.scratch(DType::F32, &[t, self.config.query_rows() + l + r])?;
                 packed.first_into(io, products.view_mut(), ex)?;
-                let norm = TensorView::new(&self.kv_a_norm)?;
-                let slots = step.slot_mapping;
-                let packed = Packed { products: products.view(), norm: norm.view()?, slots };
-                let rows = self.rows(Source::Packed(packed), rope);
+                let rows = self.rows(with_latents(products.view(), None)?, rope);
                 self.attend_into(&rows, step, kv, attended.view_mut(), ex)?;
             }
             Down::Apart { query, kv_a } => {
-                let x = io.x("latent attention with products of their own")?.floats("latent attention")?;
-                self.cache(kv_a, x, step, rope, kv, ex)?;
+                let mut latents = ex.scratch(DType::F32, &[t, l + r])?;
+                kv_a.first_into(io, latents.view_mut(), ex)?;
+                if let Up::Naive(up) = &self.up {
+                    self.cache_heads(latents.view(), up, step, rope, kv, ex)?;
+                }
                 let mut q = ex.scratch(DType::F32, &[t, self.config.query_rows()])?;
-                query.forward_into(x, q.view_mut(), ex)?;
-                let rows = self.rows(Source::Queries(q.view()), rope);
-                self.attend_into(&rows, step, kv, attended.view_mut(), ex)?;
+                query.forward_into(io, q.view_mut(), ex)?;
+                let source = match &self.up {
+                    Up::Naive(_) => Source::Queries(q.view()),
+                    Up::Absorbed { .. } => with_latents(q.view(), Some(latents.view()))?,
+                };
+                self.attend_into(&self.rows(source, rope), step, kv, attended.view_mut(), ex)?;
             }
         }
         Ok(ProductRows::Floats(attended))

@@ -26,8 +26,8 @@ impl MlaAttention {
     /// Loads the tensors of a layer, in the model dtype.
     ///
     /// # Errors
-    /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors; tensors that `config` does not ask for and
-    /// that would change the results, by name.
+    /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors; tensors that `config` does not ask for
+    /// and that would change the results, by name.
     pub fn load(config: MlaConfig, names: MlaNames, vb: VarBuilder) -> Result<Self> {
         Self::load_on(config, names, vb, &BlockContext::default())
     }
@@ -35,7 +35,7 @@ impl MlaAttention {
     /// [`load`](Self::load) on a rank, where projections may be quantised.
     ///
     /// # Errors
-    /// As `load`; quantised tensors that are not what the header says.
+    /// The errors of `load`; quantised tensors that are not what the header says.
     pub fn load_on(
         config: MlaConfig,
         names: MlaNames,
@@ -50,7 +50,7 @@ impl MlaAttention {
         Ok(Self {
             down: Down::load(&config, &names, &vb, context)?,
             kv_a_norm: vb.pp(names.kv_a_norm).get(l, "weight")?,
-            up: Up::load(&config, vb.pp(names.kv_b), context)?,
+            up: Up::load(&config, &names, &vb, context)?,
             o: Projection::load(
                 [h, out],
                 config.bias,
@@ -63,9 +63,10 @@ impl MlaAttention {
         })
     }
 
-    /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's heads,
-    /// `q_b` (or `q`) and `kv_b` have their rows, `o` has their columns, and all else is whole. In the
+    /// Makes this a part of a layer whose heads are divided among ranks. The config counts this rank's heads, `q_b` (or
+    /// `q`) and `kv_b` have the rows of these heads, `o` has their columns, and all other tensors are whole. In the
     /// absorbed form every rank caches the same latent rows.
+    #[must_use]
     pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
         Self { ranks: ranks.into(), ..self }
     }

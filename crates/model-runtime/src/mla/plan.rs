@@ -1,4 +1,4 @@
-//! The kernels of latent attention in a step: what is explained, and what the layer asks before it runs.
+//! The kernels of latent attention in a step. The layer asks the same functions before it runs as the explanation does.
 
 use candle_core::DType;
 use moe_kernels::names::MlaNames;
@@ -15,6 +15,9 @@ use crate::projection::Projection;
 
 /// What a plan calls the product that makes queries.
 const QUERY: &str = MlaNames::DEEPSEEK.q;
+/// What a plan calls the norm of the query's latent, the product after it, and both.
+const QUERY_LATENT: [&[&str]; 3] =
+    [&["norm of the query's latent"], &["q_b"], &["norm of the query's latent", "q_b"]];
 
 impl MlaAttention {
     /// The kernels of a step, in their order.
@@ -28,18 +31,20 @@ impl MlaAttention {
                 stages.push(linear(if fusion == Fusion::NormAdd { normed } else { &normed[1..] }, packed));
             }
             Down::Apart { query, kv_a } => {
-                stages.push(linear(&["kv_a"], kv_a));
-                stages.push(Stage::new(&["latent norm", "rope of the key"], "mla_latent"));
+                let first = |computes: [&'static [&'static str]; 2], projection: &Projection| {
+                    linear(computes[usize::from(fusion == Fusion::NormAdd)], projection)
+                };
+                stages.push(first([&["kv_a"], &["norm", "kv_a"]], kv_a));
                 if let Up::Naive(up) = &self.up {
-                    stages.push(linear(&["kv_b"], up));
+                    stages.push(Stage::new(&["latent norm", "rope of the key"], "mla_latent"));
+                    stages.push(up.stage(&["kv_b"], Fusion::Nothing, rows, machine));
+                    stages.push(Stage::new(&["kv write"], "mla_cache"));
                 }
-                stages.push(Stage::new(&["kv write"], "mla_cache"));
                 match query {
-                    Query::Direct(q) => stages.push(linear(&[QUERY], q)),
+                    Query::Direct(q) => stages.push(first([&[QUERY], &["norm", QUERY]], q)),
                     Query::Low { a, b, .. } => {
-                        stages.push(linear(&["q_a"], a));
-                        stages.push(Stage::new(&["norm of the query's latent"], "rms_norm"));
-                        stages.push(linear(&["q_b"], b));
+                        stages.push(first([&["q_a"], &["norm", "q_a"]], a));
+                        stages.extend(b.normed_stages(QUERY_LATENT, rows, machine));
                     }
                 }
             }
@@ -70,7 +75,7 @@ impl MlaAttention {
         stages
     }
 
-    /// The kernels of rows in latent space; `rejected`: what was tried first.
+    /// The kernels of rows in latent space. `rejected` are the kernels that were tried first.
     fn latent_stages(
         &self,
         rows: usize,
@@ -80,12 +85,11 @@ impl MlaAttention {
     ) -> Vec<Stage> {
         let call = self.attention_call(rows, one_row_each, None);
         let mut attention = AttentionForm::stage(&["attention"], &call, machine).after(rejected);
-        // The launch before the attention may also compute the product of its queries, if they are written in the model dtype.
-        // The attention of few rows is split; the launch that merges the parts may also compute the product that follows.
+        // The launch before the attention may also compute the product of its queries, if they are written in the model
+        // dtype. The attention of few rows is split; the launch that merges the parts may also compute the product that
+        // follows.
         let dtype = self.o.weight.dtype();
-        let is_packed = matches!(self.down, Down::Packed(_));
-        let before =
-            (is_packed && self.query_dtype(rows, None, machine) == dtype).then_some(QUERY_WITH_PRODUCT);
+        let before = (self.query_dtype(rows, None, machine) == dtype).then_some(QUERY_WITH_PRODUCT);
         let splits = matches!(
             AttentionForm::choose(&call, machine),
             Some(AttentionForm::LatentDecode | AttentionForm::Latent)
@@ -116,14 +120,14 @@ impl MlaAttention {
 
     /// The launch before attention, or before the product of the queries.
     fn rows_stage(&self) -> Stage {
-        match self.down {
-            Down::Packed(_) => Stage::new(&["latent norm", "rope", "kv write"], "mla_rows"),
-            Down::Apart { .. } => Stage::new(&["rope of the queries"], "mla_query"),
+        match self.up {
+            Up::Absorbed { .. } => Stage::new(&["latent norm", "rope", "kv write"], "mla_rows"),
+            Up::Naive(_) => Stage::new(&["rope of the queries"], "mla_query"),
         }
     }
 
-    /// The dtype in which queries leave for attention. They are rounded there where they become operands of tensor cores,
-    /// so what writes them may round as well.
+    /// The dtype in which queries are written for attention. If attention rounds them for tensor cores anyway, the
+    /// launch that writes them may round them.
     pub(super) fn query_dtype(&self, rows: usize, block_size: Option<usize>, machine: &Machine) -> DType {
         let call = self.attention_call(rows, false, block_size);
         match AttentionForm::choose(&call, machine) {
@@ -159,6 +163,7 @@ impl MlaAttention {
             head_dim: plain + qk_rope_head_dim,
             value_dim,
             latent,
+            sinks: false,
             dtype: self.o.weight.dtype(),
             block_size,
             aligned: true,

@@ -4,19 +4,21 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_kernels::names::MlaNames;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, ViewMut, Weight};
 use moe_layer::{BlockContext, load_weight};
 
 use super::config::{MlaConfig, MlaForm};
 use crate::layers::RmsNorm;
+use crate::mixer::MixerIo;
 use crate::projection::Projection;
 
 /// How queries and latents come from hidden states.
 #[derive(Clone, Debug)]
 pub(super) enum Down {
-    /// One product after the other.
+    /// Two products, one after the other.
     Apart { query: Query, kv_a: Projection },
-    /// Both in one product, queries first: what is read of them next is strided, which one kernel does on a GPU.
+    /// One product for both, with the queries first. The ops after it read strided rows, which one kernel on a GPU
+    /// does.
     Packed(Projection),
 }
 
@@ -68,18 +70,23 @@ impl Query {
         })
     }
 
+    /// The product that reads hidden states.
+    pub(super) fn first(&self) -> &Projection {
+        match self {
+            Self::Direct(projection) => projection,
+            Self::Low { a, .. } => a,
+        }
+    }
+
     /// `out` [T, Hq*(N+R)] f32.
-    pub(super) fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    pub(super) fn forward_into(&self, io: &MixerIo, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (a, norm, b) = match self {
-            Self::Direct(projection) => return projection.forward_into(x, out, ex),
+            Self::Direct(projection) => return projection.first_into(io, out, ex),
             Self::Low { a, norm, b } => (a, norm, b),
         };
-        let dims = [x.rows(), norm.weight().elem_count()];
-        let mut down = ex.scratch(DType::F32, &dims)?;
-        a.forward_into(x, down.view_mut(), ex)?;
-        let mut normed = ex.scratch(x.dtype(), &dims)?;
-        norm.forward_into(down.view(), normed.view_mut(), ex)?;
-        b.forward_into(normed.view(), out, ex)
+        let mut down = ex.scratch(DType::F32, &[out.rows(), norm.weight().elem_count()])?;
+        a.first_into(io, down.view_mut(), ex)?;
+        norm.with_pre_norm(|norm| b.normed_into(down.view(), &norm, out, ex))
     }
 }
 
@@ -93,16 +100,36 @@ pub(super) enum Up {
 }
 
 impl Up {
-    pub(super) fn load(config: &MlaConfig, vb: VarBuilder, context: &BlockContext) -> Result<Self> {
+    /// Loads the projection from one matrix, or from a matrix of keys and a matrix of values if the checkpoint has two.
+    pub(super) fn load(
+        config: &MlaConfig,
+        names: &MlaNames,
+        vb: &VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
         let heads = config.num_heads;
         let l = config.kv_lora_rank;
         let n = config.qk_nope_head_dim;
         let v = config.v_head_dim;
+        let is_split = !vb.contains_tensor(&format!("{}.weight", names.kv_b))
+            && vb.contains_tensor(&format!("{}.weight", names.k_b));
+        if is_split {
+            // Queries and outputs read both matrices by heads, and in floats.
+            let w_uk = vb.pp(names.k_b).get((heads * l, n), "weight")?.reshape((heads, l, n))?;
+            let w_uv = vb.pp(names.v_b).get((heads * v, l), "weight")?.reshape((heads, v, l))?;
+            if config.form == MlaForm::Absorbed {
+                return Ok(Self::Absorbed { w_uk, w_uv });
+            }
+            let by_head = Tensor::cat(&[w_uk.transpose(1, 2)?.contiguous()?, w_uv], 1)?;
+            let weight = Weight::new(by_head.reshape((heads * (n + v), l))?)?;
+            return Ok(Self::Naive(Projection { weight, bias: None }));
+        }
+        let vb = vb.pp(names.kv_b);
         if config.form == MlaForm::Naive {
             let weight = load_weight(&vb, &[("", heads * (n + v))], l, QuantUse::Linear, context)?;
             return Ok(Self::Naive(Projection { weight, bias: None }));
         }
-        // Absorbed into queries and outputs, it is read by heads and in both directions: in floats.
+        // This matrix is read by heads and in floats, too.
         let by_head = vb.get((heads * (n + v), l), "weight")?.reshape((heads, n + v, l))?;
         let w_uk = by_head.narrow(1, 0, n)?.transpose(1, 2)?.contiguous()?;
         Ok(Self::Absorbed { w_uk, w_uv: by_head.narrow(1, n, v)?.contiguous()? })

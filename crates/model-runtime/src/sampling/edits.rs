@@ -1,4 +1,4 @@
-//! Edits of single logits as a list that does not change while a sequence runs: what a device needs to make them
+//! Edits of single logits as a list that does not change while a sequence runs. With it a device can make the edits
 //! without the host.
 
 use super::SamplingParams;
@@ -14,8 +14,8 @@ pub struct LogitEdits {
 }
 
 impl LogitEdits {
-    /// The edits of a request, and of `banned` ids that are excluded at first. `None` for a request that needs more
-    /// than such a list: only some tokens allowed.
+    /// The edits of a request, with `banned` ids that are excluded at first. `None` if a list is not enough: for a
+    /// request that allows only some tokens.
     pub fn new(params: &SamplingParams, banned: impl IntoIterator<Item = u32>) -> Option<Self> {
         if params.allowed_token_ids.is_some() {
             return None;
@@ -25,7 +25,7 @@ impl LogitEdits {
         list.sort_by_key(|(id, _)| *id);
         let bans = list.len();
         list.extend(&params.logit_bias);
-        // Stable: exclusions stay before biases, and biases in their order.
+        // The sort is stable: exclusions stay before biases, and biases stay in their order.
         list[bans..].sort_by_key(|(id, _)| *id);
         Some(Self { list, bans })
     }

@@ -2,6 +2,7 @@
 
 /// Why no token can be sampled.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum SamplingError {
     /// A parameter is out of its range.
     #[error("{name} must be {expected}, got {got}")]
@@ -53,6 +54,6 @@ pub enum SamplingError {
 
 impl From<SamplingError> for candle_core::Error {
     fn from(e: SamplingError) -> Self {
-        Self::msg(e)
+        moe_kernels::into_candle(e)
     }
 }

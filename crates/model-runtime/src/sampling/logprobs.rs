@@ -7,7 +7,7 @@ use super::sampler::argmax;
 use super::select::{self, key, top};
 use super::weights::{UNIT, Weights};
 
-/// A token and how likely the model holds it.
+/// A token and its probability under the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprob {
     /// The token.
@@ -21,7 +21,7 @@ pub struct TokenLogprob {
 /// Log-probabilities at one position.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
-    /// The token that was sampled, or that the prompt holds.
+    /// The token that was sampled, or the token of the prompt.
     pub chosen: TokenLogprob,
     /// The likeliest tokens, likeliest first. The chosen one may be among them.
     pub top: Vec<TokenLogprob>,
@@ -32,8 +32,8 @@ pub struct TokenLogprobs {
 ///
 /// For prompt log-probabilities, `logits` come from the position before the token's.
 ///
-/// A rank counts equal logits in the order of ids, so that it agrees with the list; vLLM counts
-/// every equal against a token that is not in the list.
+/// Among equal logits the rank counts the lower id first, so that it agrees with the list. vLLM counts every equal
+/// logit against a token that is not in the list.
 pub fn token_logprobs(logits: &[f32], token: u32, n: usize) -> Result<TokenLogprobs, SamplingError> {
     let (_, max) = argmax(logits)?;
     let Some(&logit) = logits.get(token as usize) else {
@@ -48,7 +48,7 @@ pub fn token_logprobs(logits: &[f32], token: u32, n: usize) -> Result<TokenLogpr
     Ok(TokenLogprobs { chosen: scale.entry(token, logit, before + 1), top: scale.list(&top(logits, n)) })
 }
 
-/// The log-probabilities of a token, from what a device found in its row of logits.
+/// The log-probabilities of a token, from the values that a device computed for its row of logits.
 #[cfg(feature = "cuda")]
 pub fn device_logprobs(
     row: moe_kernels::cuda::SampleLogprobs,
@@ -65,14 +65,14 @@ pub fn device_logprobs(
     Ok(TokenLogprobs { chosen: scale.entry(token, row.logit, row.rank), top: scale.list(&top) })
 }
 
-/// What makes a log-probability of a logit.
+/// The values that turn a logit into a log-probability.
 struct Scale {
     max: f64,
     log_total: f64,
 }
 
 impl Scale {
-    /// From the largest logit and the sum of all weights at temperature 1.
+    /// Makes the scale from the largest logit and the sum of all weights at temperature 1.
     fn new(max: f32, total: u64) -> Self {
         Self { max: max as f64, log_total: (total as f64 / UNIT).ln() }
     }

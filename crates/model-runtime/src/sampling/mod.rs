@@ -49,7 +49,7 @@ pub fn request_seed(seed: u64, name: &str) -> u64 {
 pub struct Sampled {
     /// The token.
     pub token_id: u32,
-    /// Set if the request asks for them.
+    /// The log-probabilities, if the request asks for them.
     pub logprobs: Option<TokenLogprobs>,
 }
 

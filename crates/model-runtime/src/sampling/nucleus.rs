@@ -11,9 +11,8 @@ const CHUNK: usize = 256;
 /// The smallest key ([`select::key`](super::select::key)) of the nucleus: the likeliest tokens up
 /// to `top_p` of the total weight.
 ///
-/// One pass adds up the weight of each class of distance. Classes keep the order of tokens, so
-/// the edge of the nucleus lies in the one where the running weight reaches its share, and only
-/// that class is sorted.
+/// One pass adds up the weight of each class of distance. Classes keep the order of tokens, so the edge of the nucleus
+/// is in the class in which the running weight reaches its share, and only that class is sorted.
 pub(super) fn smallest_key(logits: &[f32], top_p: f32, weights: &Weights) -> u64 {
     let mut mass = vec![0u64; BUCKETS];
     for logits in logits.chunks(CHUNK) {
@@ -45,7 +44,8 @@ pub(super) fn smallest_key(logits: &[f32], top_p: f32, weights: &Weights) -> u64
             return key;
         }
     }
-    // Rounding cannot leave the last class short of its own sum; if it did, all tokens stay.
+    // The running weight always reaches the share, because the last class is compared with its own sum. If rounding
+    // prevented it, all tokens would stay.
     0
 }
 

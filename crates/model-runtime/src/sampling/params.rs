@@ -1,4 +1,4 @@
-//! What a request may ask of sampling, and what is wrong with a request that asks for more.
+//! What a request may ask of sampling, and the errors of a request that asks for more.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -41,7 +41,7 @@ pub struct SamplingParams {
 }
 
 impl Default for SamplingParams {
-    /// Greedy.
+    /// Greedy sampling.
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -60,8 +60,8 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// The defaults that `generation_config.json` gives; greedy where it says nothing of sampling
-    /// or has `do_sample` false.
+    /// The defaults of `generation_config.json`. Sampling is greedy if the file says nothing about it or has
+    /// `do_sample` false.
     pub fn from_generation_config(config: &Config) -> Result<Self, ConfigError> {
         let float = |key: &str, default: f32| -> Result<f32, ConfigError> {
             Ok(config.float_or(&[key], default as f64)? as f32)

@@ -80,7 +80,7 @@ fn penalise(logits: &mut [f32], row: &SampleRow) {
         }
     }
     for &id in prompt.iter().chain(row.output) {
-        // Taken out, so that the next occurrence finds nothing left to do.
+        // The number is taken out, so that the token's next occurrence changes nothing.
         let uses = uses.get_mut(id as usize).map_or(0, std::mem::take);
         if uses == 0 {
             continue;
@@ -100,8 +100,9 @@ fn edit(logits: &mut [f32], id: u32, f: impl FnOnce(f32) -> f32) {
     }
 }
 
-/// The edited logit. A finite one stays finite, so that no parameter can exclude a token or look
-/// like an overflow of the model; an excluded token stays excluded, a NaN stays for the error.
+/// The logit after an edit. A finite logit stays finite, so that no parameter can exclude a token or look like an
+/// overflow of the model. An excluded token stays excluded, and NaN stays NaN, so that it is reported as an error
+/// later.
 fn saturate(before: f32, after: f32) -> f32 {
     if before.is_finite() { after.clamp(f32::MIN, f32::MAX) } else { before }
 }

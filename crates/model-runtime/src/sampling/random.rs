@@ -5,8 +5,8 @@ use moe_kernels::Philox4x32;
 /// 64 random bits for output position `position` of the request with this seed: Philox4x32-10
 /// with the seed as key and (position, 0) as counter, low words first; the result is words 1, 0.
 ///
-/// The number depends on seed and position alone, so a request samples the same tokens whatever
-/// runs beside it, and after a preemption.
+/// The number depends only on seed and position, so a request samples the same tokens with any other requests in the
+/// batch, and after a preemption.
 pub fn random_bits(seed: u64, position: u64) -> u64 {
     let counter = [position as u32, (position >> 32) as u32, 0, 0];
     let [low, high, ..] = Philox4x32::new(seed).block(counter);

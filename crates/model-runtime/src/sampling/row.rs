@@ -1,4 +1,4 @@
-//! What a token is sampled for.
+//! The context in which a token is sampled.
 
 use super::params::SamplingParams;
 
@@ -14,7 +14,7 @@ pub struct SampleRow<'a> {
     /// Token ids that are excluded here: the stop ids, as long as the output is shorter than the
     /// request's minimum of tokens.
     pub banned: &'a [u32],
-    /// Bits of the tokens that a grammar and bad words allow: token i is bit i % 32 of word i / 32, and tokens behind the last
-    /// word are excluded. `None` allows all.
+    /// Bits of the tokens that a grammar and bad words allow: token i is bit i % 32 of word i / 32, and tokens after
+    /// the last word are excluded. `None` allows all.
     pub mask: Option<&'a [u32]>,
 }

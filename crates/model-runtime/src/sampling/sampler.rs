@@ -13,9 +13,9 @@ use super::weights::Weights;
 const SMALLEST_TEMPERATURE: f32 = 1e-2;
 /// Tokens whose weights are summed together.
 const BLOCK: usize = 1024;
-/// Blocks that a thread sums at least: 20 us.
+/// The smallest number of blocks that a thread sums: 20 us of work.
 const PART: usize = 8;
-/// Running maxima that are kept side by side, so that the compiler vectorises the search.
+/// Running maxima that are computed at the same time, so that the compiler vectorises the search.
 const LANES: usize = 16;
 
 /// Temperature, min-p, top-k, top-p and the sample (steps 4 to 8 of [`sample_row`](super::sample_row)) on
@@ -89,8 +89,8 @@ fn draw_top_k(logits: &[f32], params: &SamplingParams, weights: &Weights, random
     at_share(kept, share(total, random))
 }
 
-/// The sample over the whole vocabulary with these weights: block sums lead to the block of the
-/// sampled token. On the pool's threads, because a decode step of one sequence has nothing else to do meanwhile.
+/// The sample over the whole vocabulary with these weights: block sums lead to the block of the sampled token. It uses
+/// the pool's threads, because a decode step of one sequence has nothing else for them to do.
 fn sample_weighted(logits: &[f32], weight: impl Fn(u32, f32) -> u64 + Sync, random: u64) -> Option<u32> {
     let blocks = || (0u32..).step_by(BLOCK).zip(logits.chunks(BLOCK));
     let weights =

@@ -20,8 +20,8 @@ pub(super) fn logit(key: u64) -> f32 {
 
 /// The keys of the `n` likeliest tokens, likeliest first, or of all if there are fewer.
 ///
-/// One pass with a bounded buffer: keys above the best floor known so far are collected, and when
-/// the buffer is full its lower half goes.
+/// One pass with a bounded buffer: keys above the best lower bound known so far are collected, and when the buffer is
+/// full its lower half is removed.
 pub(super) fn top(logits: &[f32], n: usize) -> Vec<u64> {
     let n = n.min(logits.len());
     if n == 0 {

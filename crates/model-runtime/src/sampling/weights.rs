@@ -4,7 +4,7 @@
 //! multiplications and one division without fusing are used, which every CPU and GPU rounds
 //! alike; and the weights are integers, whose sums do not depend on their order.
 
-/// e^-30 is below half a unit: tokens this far behind the likeliest have no weight.
+/// e^-30 is below half a unit: tokens this far below the likeliest have no weight.
 pub(super) const FARTHEST: f32 = -30.0;
 /// Weight of the likeliest token. With it, the sum over 2^24 tokens fits 63 bits.
 pub(super) const UNIT: f64 = (1u64 << 38) as f64;
@@ -23,7 +23,7 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// How far a logit is behind the largest: from -30, or further, to 0.
+    /// The distance of a logit from the largest one: from -30, or lower, to 0.
     #[inline(always)]
     pub fn distance(&self, logit: f32) -> f32 {
         let x = (logit - self.max) / self.temperature;
@@ -60,7 +60,7 @@ fn exp(x: f32) -> f32 {
         p = p * r + c;
     }
     let p = p * (r * r) + r + 1.0;
-    // 2^n: n lies in -44..=0, so the result stays a normal number.
+    // 2^n: n is in -44..=0, so the result is a normal number.
     let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127);
     p * f32::from_bits(exponent << 23)
 }
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(cut.of(2.0 - 0.5 * 1.39), 0);
     }
 
-    /// Bits that must never change: they are part of what a seed means.
+    /// These bits must never change: they are part of the meaning of a seed.
     #[test]
     fn known_weights() {
         let weights = Weights { max: 0.0, temperature: 1.0, min_p: 0.0 };

@@ -1,12 +1,13 @@
-//! Whether a step that another rank has sent is one that can be run.
+//! Checks that a step from another rank can be run.
 
 use candle_core::{Result, bail};
 
 use super::Step;
 
 impl Step {
-    /// Fails unless [`Step::new`] can have made this step for a model with this vocabulary and a KV cache of so many blocks of
-    /// `block_size` slots. Running it then reads and writes nothing outside of its arrays and of the cache.
+    /// Fails unless [`Step::new`] can have made this step for a model with this vocabulary and a KV cache of
+    /// `num_blocks` blocks of `block_size` slots. Running it then reads and writes nothing outside of its arrays and of
+    /// the cache.
     ///
     /// # Errors
     /// The first array that is wrong, with its place.
@@ -23,6 +24,7 @@ impl Step {
             ("slot_mapping", self.slot_mapping.len(), Some(rows)),
             ("rope_len", self.rope_len.len(), Some(rows)),
             ("block_tables", self.block_tables.len(), sequences.checked_mul(self.max_blocks)),
+            ("states", self.states.len(), Some(sequences)),
             ("scored_tokens", self.scored_tokens.len(), Some(self.scored_rows.len())),
         ] {
             if Some(len) != expected {
@@ -73,7 +75,7 @@ impl Step {
                 bail!("row {row} is at position {got}, expected {position}")
             }
             let Some(&block) = table.get(position as usize / block_size) else {
-                bail!("position {position} lies behind its {} KV blocks", table.len())
+                bail!("position {position} is beyond its {} KV blocks", table.len())
             };
             let expected = block as usize * block_size + position as usize % block_size;
             if slot as usize != expected || slot == u32::MAX {
@@ -98,7 +100,7 @@ impl Step {
     }
 }
 
-/// Whether these are the starts of so many runs of entries, and the end.
+/// Whether these are the starts of `runs` runs of entries, and the end.
 fn are_starts(starts: &[u32], runs: usize, end: usize) -> bool {
     match starts {
         [] => runs == 0 && end == 0,
@@ -145,11 +147,11 @@ mod tests {
         assert!(!step().begins_all() && Step::default().begins_all());
     }
 
-    /// Any array that is a word longer, shorter or other.
+    /// Every change of a word in any array, and every array with a word too many or too few, is found.
     #[test]
     fn every_altered_entry_is_found() {
         type Array = fn(&mut Step) -> &mut Vec<u32>;
-        let arrays: [Array; 10] = [
+        let arrays: [Array; 11] = [
             |s| &mut s.positions,
             |s| &mut s.slot_mapping,
             |s| &mut s.rope_len,
@@ -160,6 +162,7 @@ mod tests {
             |s| &mut s.scored_rows,
             |s| &mut s.scored_tokens,
             |s| &mut s.scored_start_loc,
+            |s| &mut s.states,
         ];
         let fails = |altered: &dyn Fn(&mut Step)| {
             let mut step = step();
@@ -171,9 +174,11 @@ mod tests {
             for at in 0..array(&mut step()).len() {
                 for value in [0, 1, 2, 3, 99, u32::MAX - 1, u32::MAX] {
                     let before = array(&mut step())[at];
-                    // Scored tokens may be any that exist, as may blocks that no row writes to. A prompt may be longer than its rows,
-                    // or end at the first row.
-                    let free = number == 8 && value < 10
+                    // These changes are valid: scored tokens may be any tokens that exist, and blocks to which no row
+                    // writes may be any blocks. A prompt may be longer than its rows, or end at the first row.
+                    // Step::check_states checks the states.
+                    let free = number == 10
+                        || number == 8 && value < 10
                         || number == 4 && [0, 1, 5, 6, 8].contains(&at) && value < 6
                         || number == 2 && (at == 0 && value >= 6 || at == 4 && value == 3);
                     if value != before && !free {

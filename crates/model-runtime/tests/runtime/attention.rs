@@ -41,6 +41,10 @@ fn layer(config: &AttentionConfig) -> Result<(Attention, HashMap<String, Vec<f32
         QkNorm::None => {}
         QkNorm::PerHead => shapes.extend([("q_norm.weight", vec![d]), ("k_norm.weight", vec![d])]),
         QkNorm::AllHeads => shapes.extend([("q_norm.weight", vec![q]), ("k_norm.weight", vec![kv])]),
+        other => panic!("no shapes of {other:?} here"),
+    }
+    if config.sinks {
+        shapes.push(("sinks", vec![config.num_heads]));
     }
     let mut tensors = HashMap::new();
     let mut values = HashMap::new();
@@ -82,6 +86,7 @@ fn head(x: &[f64], position: usize, config: &AttentionConfig) -> Vec<f64> {
             let (pair, is_first, other) = match config.rotated_pairs {
                 RotatedPairs::Halves => (i % (d / 2), i < d / 2, (i + d / 2) % d),
                 RotatedPairs::Neighbours => (i / 2, i % 2 == 0, i ^ 1),
+                other => panic!("no definition of {other:?} here"),
             };
             let angle = position as f64 / 10000f64.powf(pair as f64 * 2.0 / d as f64);
             let other = if is_first { -x[other] } else { x[other] };
@@ -117,7 +122,8 @@ fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f
             let scores: Vec<f64> = (first..=p).map(|j| dot(&keys[j][h / group])).collect();
             let max = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let sink = w.get("sinks").map_or(0.0, |sinks| (sinks[h] as f64 - max).exp());
+            let total = weights.iter().sum::<f64>() + sink;
             for i in 0..d {
                 let v = |j: usize| values[j][h / group * d + i];
                 attended.push((first..=p).zip(&weights).map(|(j, w)| w / total * v(j)).sum());
@@ -134,7 +140,7 @@ proptest! {
     #[test]
     fn equals_the_definition(
         kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, pairs in 1usize..6, hidden in 1usize..20,
-        qkv_bias: bool, o_bias: bool,
+        qkv_bias: bool, o_bias: bool, sinks: bool,
         qk_norm in prop_oneof![Just(QkNorm::None), Just(QkNorm::PerHead), Just(QkNorm::AllHeads)],
         rotated_pairs in prop_oneof![Just(RotatedPairs::Halves), Just(RotatedPairs::Neighbours)],
         window in prop_oneof![Just(None), (1usize..80).prop_map(Some)],
@@ -143,7 +149,8 @@ proptest! {
     ) {
         let config = AttentionConfig {
             hidden_size: hidden, num_heads: kv_heads * group, num_kv_heads: kv_heads, head_dim: 2 * half,
-            rotary_dim: 2 * pairs.min(half), rotated_pairs, qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
+            rotary_dim: 2 * pairs.min(half), rotated_pairs, qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale, sinks,
+            output_gate: false, zero_centred_norms: false,
         };
         let (attention, weights) = layer(&config).unwrap();
         let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), 2 * half, 4096).unwrap();
@@ -210,6 +217,7 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
         o: zeros(&[24, 32])?,
         o_bias: None,
         qk_norm: Some((zeros(&[8])?, zeros(&[8])?)),
+        sinks: None,
     };
     Attention::new(config.clone(), weights.clone())?;
     let wrong = AttentionWeights { o: zeros(&[32, 24])?, ..weights.clone() };
@@ -222,6 +230,11 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     let all_heads = AttentionConfig { qk_norm: QkNorm::AllHeads, ..config.clone() };
     let e = message(Attention::new(all_heads, weights.clone()));
     assert!(e.contains("expected the norm of q [32] of dtype f32, got [8] of f32"), "{e}");
+    let wrong = AttentionWeights { sinks: Some(zeros(&[4])?), ..weights.clone() };
+    assert!(message(Attention::new(config.clone(), wrong)).contains("expected sinks to be present: false"));
+    let with_sinks = AttentionConfig { sinks: true, ..config.clone() };
+    let wrong = AttentionWeights { sinks: Some(zeros(&[3])?), ..weights.clone() };
+    assert!(message(Attention::new(with_sinks, wrong)).contains("expected sinks [4], got [3]"));
     let wrong = AttentionWeights { qk_norm: None, ..weights };
     assert!(message(Attention::new(config, wrong)).contains("expected qk_norm to be present: true"));
     Ok(())

@@ -153,6 +153,18 @@ fn headers_of_quantised_checkpoints_are_read_or_refused_by_name() {
         .unwrap();
     let e = message(read_in());
     assert!(e.contains("quantize_config.json") && e.contains("quantize_config.bits"), "{e}");
+    std::fs::remove_file(dir.path().join("quantize_config.json")).unwrap();
+    let modelopt = |algorithm: &str| {
+        let header = format!(r#"{{"producer": {{}}, "quantization": {{"quant_algo": "{algorithm}"}}}}"#);
+        std::fs::write(dir.path().join("hf_quant_config.json"), header).unwrap();
+        read_in()
+    };
+    assert_eq!(modelopt("NVFP4").unwrap().unwrap().method(), "modelopt");
+    let e = message(modelopt("W4A8_AWQ"));
+    assert!(
+        e.contains("hf_quant_config.json") && e.contains("hf_quant_config.quantization.quant_algo"),
+        "{e}"
+    );
     let e = message(read(r#"{"quantization_config": {"quant_method": "gptq", "bits": 3}}"#));
     assert!(e.contains("quantization_config.bits") && e.contains("config.json"), "{e}");
     let e = message(read(r#"{"quantization_config": {"quant_method": "quip"}}"#));
@@ -345,4 +357,17 @@ proptest! {
         let _ = (c.string(&["k"]), c.sizes(&["k"], limits::WIDTH), c.section(&["k"]), c.token_ids(&["eos_token_id"]), c.dtype());
         let _ = SamplingParams::from_generation_config(&c);
     }
+}
+
+#[test]
+fn the_keys_of_a_text_part_are_read_at_the_root_unless_it_has_layers_itself() {
+    let text = r#""text_config": {"model_type": "part", "num_hidden_layers": 3, "hidden_size": 8}"#;
+    let config = |root: &str| Config::parse(&format!("{{{root}, {text}}}"), "c").unwrap();
+    let whole = config(r#""model_type": "whole", "hidden_size": 16"#);
+    assert_eq!(whole.opt_string(&["model_type"]).unwrap(), Some("whole"));
+    let size = |config: &Config, key: &str| config.opt_size(&[key], 1..=99).unwrap();
+    assert_eq!((size(&whole, "num_hidden_layers"), size(&whole, "hidden_size")), (Some(3), Some(16)));
+    assert_eq!(config(r#""vocab_size": 7"#).opt_string(&["model_type"]).unwrap(), None);
+    let layers = config(r#""num_hidden_layers": 2"#);
+    assert_eq!((size(&layers, "num_hidden_layers"), size(&layers, "hidden_size")), (Some(2), None));
 }

@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Attention, AttentionConfig, BlockContext, CausalLm, Decoder, DecoderConfig, DecoderOptions, DummyWeights,
-    Exec, Geometry, GroupedQueryModel, KvCache, KvLayer, LayerState, LogitsRows, Mixer, MixerIo, Observed,
-    Observer, QkNorm, RmsNorm, Rope, RopeRows, RotatedPairs, SequenceStep, Step, StepContext, StepViews,
-    TensorNames, View, host_logits, run_step,
+    Attention, AttentionConfig, BlockContext, CausalLm, Decoder, DecoderConfig, DecoderModel, DecoderOptions,
+    DummyWeights, Exec, Geometry, KvCache, LayerCache, LayerState, LogitsRows, Mixer, MixerConfig, MixerIo,
+    Observed, Observer, QkNorm, RmsNorm, Rope, RopeRows, RotatedPairs, SequenceStep, Step, StepContext,
+    StepViews, TensorNames, View, host_logits, run_step,
 };
 use moe_kernels::copy_rows_into;
 use moe_kernels::plan::{Fusion, Machine, Stage};
@@ -33,6 +33,9 @@ fn attention(heads: [usize; 3], sliding_window: Option<usize>) -> AttentionConfi
         rms_norm_eps: 1e-6,
         sliding_window,
         softmax_scale: None,
+        sinks: false,
+        output_gate: false,
+        zero_centred_norms: false,
     }
 }
 
@@ -41,7 +44,7 @@ fn rope(text: &str, head_dim: usize) -> RopeConfig {
 }
 
 /// Three layers, of which the first and the last have the same rotary embedding.
-fn model() -> GroupedQueryModel {
+fn model() -> DecoderModel {
     let layers = [([4, 2, 8], None), ([2, 1, 12], Some(3)), ([6, 6, 8], Some(5))];
     let json = Config::parse(r#"{"hidden_act": "silu"}"#, "config.json").unwrap();
     let near = rope(r#"{"rope_theta": 100.0}"#, 8);
@@ -50,21 +53,20 @@ fn model() -> GroupedQueryModel {
         12,
     );
     let decoder = DecoderConfig {
-        names: TensorNames::USUAL,
         vocab_size: VOCAB,
         hidden_size: HIDDEN,
         intermediate_size: INTERMEDIATE,
         activation: json.activation().unwrap(),
         rms_norm_eps: 1e-6,
-        tie_word_embeddings: false,
         rope: vec![near.clone(), far, near],
-        moe: None,
         is_sparse: vec![false; 3],
+        ..DecoderConfig::default()
     };
-    GroupedQueryModel { decoder, attention: layers.map(|(heads, window)| attention(heads, window)).into() }
+    let mixer = |(heads, window)| MixerConfig::Attention(attention(heads, window));
+    DecoderModel { decoder, mixers: layers.map(mixer).into() }
 }
 
-fn weights(model: &GroupedQueryModel) -> VarBuilder<'static> {
+fn weights(model: &DecoderModel) -> VarBuilder<'static> {
     let list = model.layout(&Geometry::default(), &|_| false).unwrap();
     DummyWeights::new(list.tensors, 3).var_builder(DType::F32, &Device::Cpu)
 }
@@ -104,12 +106,12 @@ fn each_layer_has_its_own_cache() -> Result<()> {
     assert_eq!(decoder.info().states, states);
     assert_eq!(states.bytes_per_token()?, 4 * 2 * (2 * 8 + 12 + 6 * 8));
     let mut kv = KvCache::new(&states, 3, BLOCK)?;
-    assert_eq!(kv.layer_mut(1)?.k().dims(), [3, 1, BLOCK, 12]);
-    assert_eq!(kv.layer_mut(2)?.v().dims(), [3, 6, BLOCK, 8]);
+    assert_eq!(kv.layer_mut(1)?.paged()?.k().dims(), [3, 1, BLOCK, 12]);
+    assert_eq!(kv.layer_mut(2)?.paged()?.v().dims(), [3, 6, BLOCK, 8]);
     Ok(())
 }
 
-fn load(model: &GroupedQueryModel, vb: VarBuilder) -> Result<impl CausalLm> {
+fn load(model: &DecoderModel, vb: VarBuilder) -> Result<impl CausalLm> {
     let context = BlockContext::default();
     let options =
         DecoderOptions { path: MoePath::Fused, backend: None, context: &context, expert_offload: None };
@@ -133,7 +135,7 @@ impl Mixer for Same {
         io: MixerIo,
         _: &StepViews,
         _: &RopeRows,
-        _: &mut KvLayer,
+        _: &mut LayerCache,
         ex: &mut Exec,
     ) -> Result<()> {
         match io {
@@ -144,17 +146,12 @@ impl Mixer for Same {
 }
 
 /// The residual stream after each layer, from the layers one by one; the mixer of layer `same` gives its rows back.
-fn by_hand(
-    model: &GroupedQueryModel,
-    vb: &VarBuilder,
-    ids: &[u32],
-    same: Option<usize>,
-) -> Result<Vec<Vec<f32>>> {
+fn by_hand(model: &DecoderModel, vb: &VarBuilder, ids: &[u32], same: Option<usize>) -> Result<Vec<Vec<f32>>> {
     let table = vb.get((VOCAB, HIDDEN), "model.embed_tokens.weight")?;
     let mut hidden = table.index_select(&Tensor::new(ids, &Device::Cpu)?, 0)?;
     let mut seen = vec![hidden.flatten_all()?.to_vec1()?];
     let step = step(ids, 0);
-    for (index, config) in model.attention.iter().enumerate() {
+    for (index, config) in model.attention_layers().enumerate() {
         let vb = vb.pp("model.layers").pp(index);
         let mut kv = KvCache::new(&config.kv_layout(DType::F32).layers(1), 8, BLOCK)?;
         let rope = Rope::new(model.decoder.rope[index].clone());
@@ -192,10 +189,13 @@ fn mixers_of_two_kinds_share_a_decoder() -> Result<()> {
     let options =
         DecoderOptions { path: MoePath::Fused, backend: None, context: &context, expert_offload: None };
     let (decoder, _) = Decoder::load(&model.decoder, &options, vb.clone(), |layer, vb| {
-        let config = &model.attention[layer];
+        let config = model.attention(layer).unwrap();
         Ok(match layer {
             1 => Box::new(Same(LayerState::Paged(config.kv_layout(DType::F32)))),
-            _ => Box::new(Attention::load(config.clone(), TensorNames::USUAL.grouped_query, vb)?),
+            _ => {
+                let vb = vb.pp(TensorNames::USUAL.attention);
+                Box::new(Attention::load(config.clone(), TensorNames::USUAL.grouped_query, vb)?)
+            }
         })
     })?;
     let ids: Vec<u32> = (0..9).map(|i| i * 5 % VOCAB as u32).collect();
@@ -235,14 +235,14 @@ fn a_decoder_computes_what_its_layers_do() -> Result<()> {
 
 #[test]
 fn settings_that_do_not_fit_the_layers_are_refused() {
-    let refused = |model: GroupedQueryModel| {
+    let refused = |model: DecoderModel| {
         let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
         load(&model, vb).err().unwrap().to_string()
     };
     let mut few = model();
-    few.attention.pop();
+    few.mixers.pop();
     let e = refused(few);
-    assert!(e.contains("expected a config for each of 3 layers, got 2"), "{e}");
+    assert!(e.contains("expected a mixer for each of 3 layers, got 2"), "{e}");
     let mut other = model();
     other.decoder.rope.swap(0, 1);
     let e = refused(other);

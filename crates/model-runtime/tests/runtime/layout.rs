@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor};
 use model_runtime::{
-    AttentionConfig, AttentionNames, Config, DecoderConfig, DummyWeights, Geometry, MoeConfig,
-    ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
+    AttentionConfig, AttentionNames, Config, DecoderConfig, DummyWeights, Geometry, MlpNames, MoeConfig,
+    PackOrder, ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
 };
 use moe_layer::RouterConfig;
 
@@ -21,14 +21,13 @@ fn config(shared: usize) -> DecoderConfig {
         intermediate_size: 12,
         activation: json.activation().unwrap(),
         rms_norm_eps: 1e-6,
-        tie_word_embeddings: false,
         rope: vec![model_runtime::RopeConfig::from_config(&json, 4, 64).unwrap(); 2],
         moe: Some(MoeConfig {
-            router: RouterConfig::new(5, 2),
-            intermediate_size: 8,
             shared_intermediate_size: shared,
+            ..MoeConfig::new(RouterConfig::new(5, 2), 8)
         }),
         is_sparse: vec![false, true],
+        ..DecoderConfig::default()
     }
 }
 
@@ -40,7 +39,7 @@ fn layout(
     let list =
         config.layout(geometry, &|name| packed && name.ends_with("gate_up_proj"), |_, prefix, list| {
             let output = list.geometry.row_shard("heads", 8)?.range;
-            list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
+            list.columns(format!("{prefix}.self_attn.o_proj.weight"), [6, 8], output);
             Ok(())
         });
     list.map_err(|e| e.to_string())
@@ -101,7 +100,8 @@ fn each_element_is_held_once_by_the_ranks_that_share_a_tensor() {
     }
 }
 
-/// What memory is counted by: the parts of all ranks are the checkpoint, and what no rank cuts is on each of them.
+/// `held` is what memory is counted by. The parts of all ranks together are the checkpoint, and a tensor that is not
+/// cut is on every rank.
 #[test]
 fn ranks_hold_their_parts() {
     let ep = ParallelConfig { enable_expert_parallel: true, ..ParallelConfig::default() };
@@ -167,8 +167,8 @@ fn packs_have_the_rows_of_all_local_experts() {
     }
 }
 
-/// Shared experts as wide as routed ones are also shown behind them, each cut like the others; spread over ranks there are
-/// no such packs.
+/// Shared experts as wide as routed ones are also offered in packs after them, each cut like the others. If experts are
+/// spread over ranks there are no such packs.
 #[test]
 fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
     let config = config(16);
@@ -235,7 +235,7 @@ fn what_cannot_be_cut_is_named() {
     let mut narrow = config(4);
     narrow.moe.as_mut().unwrap().intermediate_size = 6;
     let e = refused(narrow, tp(4));
-    assert!(e.contains("the experts' intermediate size") && e.contains("--enable-expert-parallel"), "{e}");
+    assert!(e.contains("the experts' intermediate size") && e.contains("`enable_expert_parallel`"), "{e}");
 }
 
 #[test]
@@ -259,6 +259,7 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
         num_heads: 8,
         num_kv_heads: 2,
         qk_norm: QkNorm::AllHeads,
+        sinks: true,
         ..crate::tiny::attention_config(None)
     };
     let d = attention.head_dim;
@@ -272,6 +273,7 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
                 held.iter().find(|held| held.stored.name == name).map(|held| held.elements)
             };
             assert_eq!(held("a.q_norm.weight"), Some(8 / tp * d));
+            assert_eq!(held("a.sinks"), Some(8 / tp));
             assert_eq!(held("a.k_norm.weight"), Some(kv_heads * d));
             let part = attention.part(&geometry).unwrap();
             assert_eq!((part.num_heads, part.num_kv_heads), (8 / tp, kv_heads));
@@ -279,4 +281,53 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
             assert_eq!((cached.num_kv_heads, cached.head_dim), (kv_heads, d));
         }
     }
+}
+
+/// Packs that are stored by columns, in which gate and up take turns: single experts and this rank's packs are shown in
+/// rows.
+#[test]
+fn packs_by_columns_are_shown_in_rows() -> Result<()> {
+    let matrices = MlpNames { pack_order: PackOrder::Columns { in_turns: true }, ..MlpNames::USUAL };
+    let moe = config(0).moe.map(|moe| MoeConfig { expert_bias: true, ..moe });
+    let config = DecoderConfig { names: TensorNames { matrices, ..TensorNames::USUAL }, moe, ..config(0) };
+    let has = |name: &str| ["gate_up_proj", "gate_up_proj_bias"].iter().any(|pack| name.ends_with(pack));
+    for (tp, rank) in [(1, 0), (2, 0), (2, 1)] {
+        let geometry = ParallelConfig { tp, ..ParallelConfig::default() }.geometry(rank).unwrap();
+        let list = config.layout(&geometry, &has, |_, _, _| Ok(())).unwrap();
+        let weights = || DummyWeights::new(list.tensors.clone(), 3);
+        let experts = "model.layers.1.mlp.experts";
+        let whole = weights().var_builder(DType::F32, &Device::Cpu).pp(experts);
+        let slices = [list.slices.clone(), list.packs.clone()].concat();
+        let shown = RankView::new(weights(), slices).var_builder(DType::F32, &Device::Cpu).pp(experts);
+        let held = 8 / tp;
+        let gate_up = whole.get((5, 6, 16), "gate_up_proj")?;
+        let gate_up_bias = whole.get((5, 16), "gate_up_proj_bias")?;
+        let down = whole.get((5, 8, 6), "down_proj")?;
+        let w13 = shown.get((5, 2 * held, 6), "w13")?;
+        let w13_bias = shown.get((5, 2 * held), "w13_bias")?;
+        let w2 = shown.get((5, 6, held), "w2")?;
+        for expert in 0..5 {
+            for (turn, name) in ["gate_proj", "up_proj"].into_iter().enumerate() {
+                let columns: Vec<u32> = (0..held).map(|i| (2 * (rank * held + i) + turn) as u32).collect();
+                let columns = Tensor::new(columns, &Device::Cpu)?;
+                let want = gate_up.get(expert)?.index_select(&columns, 1)?.t()?.to_vec2::<f32>()?;
+                let single = shown.get((held, 6), &format!("{expert}.{name}.weight"))?;
+                let packed = w13.get(expert)?.narrow(0, turn * held, held)?;
+                assert_eq!(single.to_vec2::<f32>()?, want, "{name} of expert {expert}, rank {rank} of {tp}");
+                assert_eq!(packed.to_vec2::<f32>()?, want);
+                let want = gate_up_bias.get(expert)?.index_select(&columns, 0)?.to_vec1::<f32>()?;
+                let single = shown.get(held, &format!("{expert}.{name}.bias"))?;
+                let packed = w13_bias.get(expert)?.narrow(0, turn * held, held)?;
+                assert_eq!(single.to_vec1::<f32>()?, want);
+                assert_eq!(packed.to_vec1::<f32>()?, want);
+            }
+            let want = down.get(expert)?.narrow(0, rank * held, held)?.t()?.to_vec2::<f32>()?;
+            let single = shown.get((6, held), &format!("{expert}.down_proj.weight"))?;
+            assert_eq!(single.to_vec2::<f32>()?, want);
+            assert_eq!(w2.get(expert)?.to_vec2::<f32>()?, want);
+            let bias = whole.get((5, 6), "down_proj_bias")?.get(expert)?.to_vec1::<f32>()?;
+            assert_eq!(shown.get(6, &format!("{expert}.down_proj.bias"))?.to_vec1::<f32>()?, bias);
+        }
+    }
+    Ok(())
 }

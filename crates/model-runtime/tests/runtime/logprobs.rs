@@ -66,7 +66,7 @@ proptest! {
     }
 }
 
-/// A vocabulary as large as Qwen3's, most of it far behind: no probability gets lost.
+/// A vocabulary as large as Qwen3's, most of which is very unlikely: no probability gets lost.
 #[test]
 fn a_large_vocabulary() {
     let logits: Vec<f32> =

@@ -5,6 +5,8 @@ mod attention;
 mod checkpoint;
 mod config;
 mod differing;
+mod gguf;
+mod gguf_families;
 mod layers;
 mod layout;
 mod logprobs;

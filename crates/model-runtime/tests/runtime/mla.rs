@@ -310,7 +310,7 @@ fn the_absorbed_cache_holds_one_latent_row() -> Result<()> {
     let layout = v2.kv_layout(DType::BF16);
     assert_eq!(layout.layers(60).bytes_per_token()?, 60 * 2 * (512 + 64));
     let mut kv = KvCache::new(&layout.layers(1), 3, 16)?;
-    let layer = kv.layer_mut(0)?;
+    let layer = kv.layer_mut(0)?.paged()?;
     assert_eq!((layer.k().dims(), layer.v().dims()), (&[3, 1, 16, 576][..], &[3, 1, 16, 576][..]));
     assert!(layer.kv_mut().1.is_none(), "values have no memory of their own");
     let naive = MlaConfig { form: MlaForm::Naive, ..v2 }.kv_layout(DType::BF16);

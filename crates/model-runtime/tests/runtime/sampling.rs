@@ -32,8 +32,8 @@ fn probabilities(logits: &[f32], params: &SamplingParams) -> Vec<f64> {
     p.iter().map(|p| p / total).collect()
 }
 
-/// Whether the definition's answer could differ by rounding: a threshold lies within `e` of a
-/// value that is compared with it.
+/// Whether the definition's answer could differ by rounding: a threshold is within `e` of a value that is compared with
+/// it.
 fn ambiguous(logits: &[f32], params: &SamplingParams, e: f64) -> bool {
     let max = logits.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)) as f64;
     let near_min_p = logits.iter().any(|&x| {

@@ -141,7 +141,7 @@ fn the_cache_is_sized_by_blocks_or_by_bytes() -> Result<()> {
     assert_eq!((states.blocks_in(192 * 16 * 5 + 191, 16)?, states.blocks_in(3071, 16)?), (5, 0));
     let mut kv = KvCache::new(&states, 5, 16)?;
     assert_eq!((kv.num_blocks(), kv.block_size()), (5, 16));
-    let layer = kv.layer_mut(2)?;
+    let layer = kv.layer_mut(2)?.paged()?;
     assert_eq!((layer.k().dims(), layer.v().dtype()), (&[5, 2, 16, 8][..], DType::BF16));
     assert!(message(kv.layer_mut(3)).contains("layer 3 is outside of a KV cache of 3 layers"));
     Ok(())

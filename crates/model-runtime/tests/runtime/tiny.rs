@@ -27,6 +27,9 @@ pub fn attention_config(window: Option<usize>) -> AttentionConfig {
         rms_norm_eps: 1e-6,
         sliding_window: window,
         softmax_scale: None,
+        sinks: false,
+        output_gate: false,
+        zero_centred_norms: false,
     }
 }
 

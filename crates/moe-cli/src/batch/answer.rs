@@ -1,4 +1,4 @@
-//! What was generated for a line, and the record that says it, in the format of vLLM's `run_batch`.
+//! The generated output of a line, and its record in the format of vLLM's `run_batch`.
 
 use std::fmt::{Display, Formatter};
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use super::entries::Key;
 use super::fields::ApiError;
 use super::logprobs::LogprobList;
 
-/// One continuation as it grows.
+/// One continuation while it grows.
 #[derive(Default)]
 pub struct Choice {
     /// Its text.
@@ -22,18 +22,18 @@ pub struct Choice {
     pub num_tokens: usize,
     /// Their ids.
     pub token_ids: Vec<u32>,
-    /// Log-probabilities of the new tokens, if they are asked for.
+    /// Log-probabilities of the new tokens, if they were requested.
     pub logprobs: LogprobList,
-    /// Log-probabilities of the prompt's tokens but the first, in the first choice of a prompt.
+    /// Log-probabilities of the prompt's tokens after the first one, in the first choice of a prompt.
     pub prompt_logprobs: Option<LogprobList>,
-    /// The experts of its tokens and its prompt's, if they are asked for.
+    /// The experts of its tokens and of its prompt's tokens, if they were requested.
     pub routed_experts: Option<RoutedExperts>,
     /// Why it ended.
     pub finish: Option<FinishReason>,
 }
 
 impl Choice {
-    /// Adds what is new; whether it was the last.
+    /// Adds new output; returns whether it was the last.
     pub fn push(&mut self, output: Output) -> bool {
         self.text += &output.text;
         self.num_tokens += usize::from(output.token_id.is_some());
@@ -47,9 +47,9 @@ impl Choice {
     }
 }
 
-/// A line of the output file, without its newline. It is made while it is written.
+/// A line of the output file, without its newline. It is created while it is written.
 pub struct Record<'a, B> {
-    /// What it is known by.
+    /// The identity of the record.
     pub key: &'a Key,
     /// The body of the answer.
     pub result: &'a Result<B, ApiError>,
@@ -74,7 +74,7 @@ impl<B: Serialize> Serialize for Record<'_, B> {
     }
 }
 
-/// The part of a record that HTTP would answer.
+/// The part of a record that is the answer of the HTTP API.
 struct Response<'a, B> {
     request_id: String,
     result: &'a Result<B, ApiError>,
@@ -101,7 +101,7 @@ fn error(e: &ApiError) -> Value {
     json!({"error": {"message": message, "type": kind, "param": e.param, "code": e.status}})
 }
 
-/// Takes the bytes of JSON. Its writer writes whole pieces of text, none of which ends inside a character.
+/// Receives the bytes of JSON. The JSON writer writes whole pieces of text, none of which ends inside a character.
 struct Adapter<'a, 'b>(&'a mut Formatter<'b>);
 
 impl Write for Adapter<'_, '_> {

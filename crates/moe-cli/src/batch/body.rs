@@ -1,7 +1,7 @@
-//! A line's request to what the engine runs, and to the form of its answer.
+//! Converts a line's request into the engine's requests and the form of its answer.
 //!
-//! A parameter is what the body says, else what a flag of the command says, else what
-//! generation_config.json says, else vLLM's default.
+//! The value of a parameter comes from the body, else from a flag of the command, else from generation_config.json,
+//! else from vLLM's defaults.
 
 use std::sync::Arc;
 
@@ -23,11 +23,11 @@ use super::tools::Tools;
 use super::unsupported;
 use crate::options;
 
-/// The most log-probabilities of one token, vLLM's limit.
+/// The largest number of log-probabilities of one token; it is vLLM's limit.
 const MAX_LOGPROBS: usize = 20;
-/// The most choices of one line, so that one line stays a small part of the memory.
+/// The largest number of choices of one line, so that one line uses only a small part of the memory.
 const MAX_CHOICES: usize = 4096;
-/// What `/v1/completions` generates where nothing says how much.
+/// The number of tokens that `/v1/completions` generates by default.
 const COMPLETION_TOKENS: usize = 16;
 
 impl Parser {
@@ -50,13 +50,28 @@ impl Parser {
         self.job(api, Fields(body), custom_id)
     }
 
+    /// Whether all answers to a line with this request are the same: no token is sampled, or the body has a seed.
+    pub fn repeats(&self, line: &Map<String, Value>) -> bool {
+        let Ok(Some(body)) = Fields(line).object("body") else { return false };
+        let body = Fields(body);
+        let mut sampling = self.defaults.sampling.clone();
+        match (body.seed("seed"), body.float("temperature")) {
+            (Ok(seed), Ok(temperature)) => {
+                sampling.temperature = temperature.unwrap_or(sampling.temperature);
+                seed.is_some() || sampling.is_greedy()
+            }
+            _ => false,
+        }
+    }
+
     fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {
         let model = self.served.check(&body)?;
         unsupported::check(&body)?;
         let mut request = self.request(&body)?;
         let tools = Tools::of(api, &body)?;
         let structured = structured::asked(&body)?;
-        let structured = tools.with_calls(structured)?;
+        let answer = self.answer_form(api, &tools);
+        let structured = tools.with_calls(structured, answer.required_calls())?;
         if let Some(asked) = &structured {
             if asked.output.is_some() {
                 self.tokenizer(asked.field)?;
@@ -79,10 +94,12 @@ impl Parser {
         request.sampling.logprobs = logprobs.filter(|_| !prompt_only);
         request.prompt_logprobs = body.size("prompt_logprobs")?.or(logprobs.filter(|_| echo));
         at_most_max("prompt_logprobs", request.prompt_logprobs)?;
+        let hidden = self.tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.hides(&answer.tags()));
+        request.skip_special_tokens &= !hidden;
         request.max_tokens = match (prompt_only, request.prompt_logprobs) {
             (false, _) => limit.tokens.or(default_limit),
             (true, Some(_)) => Some(0),
-            // Behind a prompt that is only echoed there is one token, which is dropped.
+            // After a prompt that is only echoed one token is generated, which is dropped.
             (true, None) => Some(1),
         };
         request.min_tokens = if prompt_only { 0 } else { request.min_tokens };
@@ -97,7 +114,6 @@ impl Parser {
         }
         prompts.iter().try_for_each(|prompt| self.check_length(prompt, limit))?;
         let token_ids = self.tokenizer.is_none() || body.bool("return_token_ids")?.unwrap_or(false);
-        let answer = self.answer_form(api, &tools);
         let form = Form {
             api,
             token_ids,
@@ -121,7 +137,7 @@ impl Parser {
             let max_tokens = request.max_tokens.map(|max| max.min(room));
             let reasoning = Reasoning::before(answer, prompt.begun);
             let mut request = Request { prompt: prompt.ids, max_tokens, reasoning, ..request.clone() };
-            // The choices of a line differ, also where its prompts are the same.
+            // The choices of a line differ, even if its prompts are equal.
             request.sampling.seed = own_seed.unwrap_or(derived.wrapping_add((i * form.n) as u64));
             request
         });
@@ -130,11 +146,11 @@ impl Parser {
         Ok(Job { requests, form, grammar: None })
     }
 
-    /// What is looked for in the answer to a body: tool calls as in vLLM only where there are tools, and always where they
-    /// are required.
+    /// What is looked for in the answer to a body. As in vLLM, tool calls are only looked for if there are tools, and
+    /// always if they are required.
     fn answer_form(&self, api: Api, tools: &Tools) -> AnswerForm {
         match api {
-            Api::Chat => AnswerForm { calls: tools.are_called(self.answer.calls), ..self.answer },
+            Api::Chat => AnswerForm { calls: tools.called(self.answer), ..self.answer },
             Api::Completions => AnswerForm::default(),
         }
     }
@@ -182,7 +198,7 @@ impl Parser {
         Ok(request)
     }
 
-    /// As in vLLM, a limit that the body names must fit beside the prompt; a default one is cut.
+    /// As in vLLM, a limit in the body must fit after the prompt; a default limit is cut.
     fn check_length(&self, prompt: &Prompt, limit: Limit) -> Result<(), ApiError> {
         let len = prompt.ids.len();
         let max = self.max_model_len;
@@ -197,7 +213,7 @@ impl Parser {
     }
 }
 
-/// How many tokens a body wants at most, and the name that it says it by.
+/// The largest number of tokens that a body requests, and the name of the field.
 #[derive(Clone, Copy)]
 struct Limit {
     field: &'static str,
@@ -214,7 +230,7 @@ impl Limit {
     }
 }
 
-/// How many log-probabilities a body asks for in the form of its API.
+/// The number of log-probabilities that a body requests in the form of its API.
 fn logprobs(api: Api, body: &Fields) -> Result<Option<usize>, ApiError> {
     let count = match api {
         Api::Completions => body.size("logprobs")?,
@@ -244,7 +260,8 @@ fn at_most_max(name: &str, count: Option<usize>) -> Result<(), ApiError> {
     }
 }
 
-/// Words that the text must not hold. Blanks around them do not count: a word has one in front in most texts.
+/// Words that must not occur in the text. Spaces around them are removed, because most words have one before them in a
+/// text.
 fn bad_words(words: &[String]) -> Result<Vec<String>, ApiError> {
     let words: Vec<String> = words.iter().map(|word| word.trim().to_string()).collect();
     match words.iter().any(String::is_empty) {

@@ -1,42 +1,44 @@
-//! Grammars of structured output, compiled between the reader of the input and the engine: lines that wait for one do not
-//! hold up the others, nor does the engine compile anything between its steps.
+//! Reads the input ahead of the engine: a thread parses and tokenizes, others compile grammars of structured output.
+//! Lines that wait for a grammar do not delay other lines, and the engine compiles nothing between its steps.
 //!
 //! ```text
-//! reader ─► sorter ──────────────────────────► engine
-//!             └─► lines that wait ─► compilers ──┘
+//! reader ────────────────────────────────────► engine
+//!   └─► lines that wait ─► compilers ────────────┘
 //! ```
 //!
-//! A long text waits while the compilers take short ones of later lines, so that a few megabytes of one line delay no small
-//! schema; a line further for each [`BYTES_PER_LINE`], so that its time comes. A line whose grammar cannot be used becomes an
-//! error record.
+//! A long text waits while the compilers process short texts of later lines, so that a few megabytes in one line delay
+//! no small schema. It waits one line longer for each [`BYTES_PER_LINE`], so that its turn comes. A line whose grammar
+//! cannot be used becomes an error record.
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
+use moe_engine::panic_text;
 use moe_engine::structured::{Precompiler, StructuredOutput};
 
-use super::ahead::READ_AHEAD;
 use super::entries::{Entry, Work};
 
-/// Lines that may wait for a compiler, and bytes of their grammars. Beyond that the input is read no further.
+/// Number of entries that wait for the engine to look.
+const READ_AHEAD: usize = 64;
+/// The largest number of lines that wait for a compiler, and of bytes of their grammars. Beyond that the input is not
+/// read.
 const MAX_LINES: usize = 512;
 const MAX_BYTES: usize = 256 << 20;
-/// Bytes of a grammar's text for which it lets one further line go first.
+/// For each of these bytes of its text, a grammar lets one more line go first.
 const BYTES_PER_LINE: usize = 128;
 
-/// The entries of `entries` with their grammars compiled, in an order of its own. Each compiler works on a thread.
-pub fn compile_ahead(
-    entries: Receiver<Result<Entry>>,
+/// Starts the reading thread and a thread for each compiler. The entries come with compiled grammars, in the order in
+/// which they are ready. The threads end when the receiver is gone, after an error, or with the program.
+pub fn read_ahead(
+    entries: impl Iterator<Item = Result<Entry>> + Send + 'static,
     compilers: Vec<Precompiler>,
 ) -> Result<Receiver<Result<Entry>>> {
-    if compilers.is_empty() {
-        return Ok(entries);
-    }
     let (send, receive) = sync_channel(READ_AHEAD);
-    let waiting = Arc::new(Waiting::default());
-    for compiler in compilers {
+    let waiting = (!compilers.is_empty()).then(|| Arc::new(Waiting::default()));
+    for (compiler, waiting) in compilers.into_iter().zip(waiting.iter().cycle()) {
         let waiting = waiting.clone();
         let send = send.clone();
         spawn("grammars", move || {
@@ -48,9 +50,9 @@ pub fn compile_ahead(
             }
         })?;
     }
-    spawn("structured output", move || {
-        sort(entries, &waiting, &send);
-        waiting.close();
+    spawn("input", move || {
+        read(entries, waiting.as_deref(), &send);
+        waiting.iter().for_each(|waiting| waiting.close());
     })?;
     Ok(receive)
 }
@@ -60,21 +62,44 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
-/// Passes entries on, those that need a grammar to the compilers.
-fn sort(entries: Receiver<Result<Entry>>, waiting: &Waiting, send: &SyncSender<Result<Entry>>) {
+/// Passes entries on. If reading panics, the panic is the last entry's error, because an input that ends normally has
+/// none.
+fn read(
+    entries: impl Iterator<Item = Result<Entry>>,
+    waiting: Option<&Waiting>,
+    send: &SyncSender<Result<Entry>>,
+) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| sort(entries, waiting, send))) {
+        let error = anyhow!(
+            "reading the input panicked ({}): this is a fault of the program, please report it with the message above; \
+             what is answered is kept",
+            panic_text(&*panic)
+        );
+        // A run that has ended has dropped the receiver.
+        let _ = send.send(Err(error));
+    }
+}
+
+/// Passes entries on, up to the first error, and sends entries that need a grammar to the compilers.
+fn sort(
+    entries: impl Iterator<Item = Result<Entry>>,
+    waiting: Option<&Waiting>,
+    send: &SyncSender<Result<Entry>>,
+) {
     for entry in entries {
+        let is_last = entry.is_err();
         let output = entry.as_ref().ok().and_then(structured_output);
-        let open = match (output, entry) {
-            (Some(output), Ok(entry)) => waiting.add(output, entry),
-            (_, entry) => send.send(entry).is_ok(),
+        let open = match (output, waiting, entry) {
+            (Some(output), Some(waiting), Ok(entry)) => waiting.add(output, entry),
+            (_, _, entry) => send.send(entry).is_ok(),
         };
-        if !open {
+        if is_last || !open {
             return;
         }
     }
 }
 
-/// What an entry's requests must be: the same for all of them.
+/// The structured output of an entry's requests, which is the same for all of them.
 fn structured_output(entry: &Entry) -> Option<Arc<StructuredOutput>> {
     let Work::Job(job) = &entry.work else { return None };
     job.requests.first()?.structured_output.clone()
@@ -99,7 +124,7 @@ struct Waiting {
 
 #[derive(Default)]
 struct Queue {
-    /// By the line whose turn is theirs, then by their own.
+    /// Indexed by the line whose turn they have, then by their own line.
     entries: BTreeMap<(u64, u64), (Arc<StructuredOutput>, Entry)>,
     bytes: usize,
     closed: bool,
@@ -112,7 +137,7 @@ impl Queue {
 }
 
 impl Waiting {
-    /// Adds an entry, as soon as there is room; false once there are no compilers.
+    /// Adds an entry when there is room; false if there are no compilers any more.
     fn add(&self, output: Arc<StructuredOutput>, entry: Entry) -> bool {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let full = |queue: &mut Queue| queue.is_full() && !queue.closed;
@@ -128,7 +153,7 @@ impl Waiting {
         true
     }
 
-    /// The entry whose turn it is, once there is one; `None` after the last.
+    /// The next entry when there is one; `None` after the last.
     fn next(&self) -> Option<(Arc<StructuredOutput>, Entry)> {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let nothing = |queue: &mut Queue| queue.entries.is_empty() && !queue.closed;
@@ -139,7 +164,7 @@ impl Waiting {
         Some(next)
     }
 
-    /// No more entries come, or go anywhere.
+    /// No more entries are added or taken.
     fn close(&self) {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
         self.changed.notify_all();
@@ -153,7 +178,18 @@ mod tests {
 
     fn entry(line: u64) -> Entry {
         let key = Key { id: format!("request-{line}"), custom_id: None, request: None };
-        Entry { line, key, work: Work::Done }
+        Entry { line, key, repeats: None, work: Work::Done(None) }
+    }
+
+    #[test]
+    fn a_panic_is_no_end_of_the_input() {
+        let faulty = (1..).map(|line| if line < 3 { Ok(entry(line)) } else { panic!("no such line") });
+        let got: Vec<_> = read_ahead(faulty, Vec::new()).unwrap().into_iter().collect();
+        assert_eq!(got.iter().filter(|entry| entry.is_ok()).count(), 2);
+        let error = got.into_iter().find_map(Result::err).unwrap().to_string();
+        assert!(error.contains("no such line") && error.contains("is kept"), "{error}");
+        let ends = read_ahead((1..3).map(|line| Ok(entry(line))), Vec::new()).unwrap();
+        assert!(ends.into_iter().all(|entry| entry.is_ok()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Bodies of answers: the objects `chat.completion` and `text_completion` of OpenAI's APIs with
 //! vLLM's additions.
 //!
-//! A body is written token by token: as one value in memory it would be many times larger than what it is made of.
+//! A body is written token by token, because as one value in memory it would be many times larger than its data.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,6 +20,7 @@ use super::logprobs::LogprobList;
 use crate::messages;
 use crate::output::finish_reason;
 use crate::routing;
+use crate::setting_names::as_flags;
 use crate::token_names::{CharCount, TokenNames};
 
 /// The body of a line's answer; status 500 if one of its choices failed.
@@ -34,14 +35,14 @@ pub fn body<'a>(
         _ => None,
     });
     match failure {
-        Some(message) => Err(ApiError { status: 500, param: None, message: message.clone() }),
+        Some(message) => Err(ApiError { status: 500, param: None, message: as_flags(message).into_owned() }),
         None => {
             Ok(Body { id, form, choices, names: TokenNames::new(tokenizer), has_text: tokenizer.is_some() })
         }
     }
 }
 
-/// A body that is written when it is serialized.
+/// A body that is created while it is serialized.
 pub struct Body<'a> {
     id: &'a str,
     form: &'a Form,
@@ -85,12 +86,12 @@ impl<'a> Serialize for Body<'a> {
 }
 
 impl Body<'_> {
-    /// The name of a token: its text, or where ids are asked for vLLM's name for its id.
+    /// The name of a token: its text, or vLLM's name for its id if ids were requested.
     fn name(&self, id: u32) -> String {
         if self.form.tokens_as_ids { TokenNames::of_id(id) } else { self.names.name(id) }
     }
 
-    /// Token counts. How many came from the prefix cache is left out: it depends on what else ran.
+    /// Token counts. The number of tokens from the prefix cache is left out, because it depends on the other requests.
     fn usage(&self) -> Value {
         let prompt: usize = self.form.prompts.iter().map(|prompt| prompt.len).sum();
         let generated: usize = self.choices.iter().map(|choice| choice.num_tokens).sum();
@@ -98,7 +99,8 @@ impl Body<'_> {
         json!({"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated})
     }
 
-    /// vLLM's `prompt_logprobs`, if they are asked for: null for the first token, then an object by token id for each.
+    /// vLLM's `prompt_logprobs`, if they were requested: null for the first token, then an object by token id for each
+    /// token.
     fn prompt_logprobs<'s>(&'s self, logprobs: Option<&'s LogprobList>) -> Option<impl Serialize + 's> {
         let entry = |logprobs: TokenLogprobs| {
             let mut tokens = Map::new();
@@ -125,8 +127,8 @@ impl Body<'_> {
         chosen
     }
 
-    /// The likeliest tokens by name, and the chosen one if it is not among them. A token whose name another one has, too,
-    /// goes by its id.
+    /// The top tokens by name, and the chosen one if it is not among them. If two tokens have the same name, the later
+    /// one is named by its id.
     fn top_logprobs(&self, logprobs: &TokenLogprobs) -> Value {
         let chosen = &logprobs.chosen;
         let name = self.name(chosen.token_id);
@@ -143,7 +145,7 @@ impl Body<'_> {
     }
 }
 
-/// A list that is made each time it is serialized.
+/// A list that is created each time it is serialized.
 struct List<F>(F);
 
 impl<F: Fn() -> I, I: Iterator<Item: Serialize>> Serialize for List<F> {
@@ -191,19 +193,19 @@ impl ChoiceBody<'_> {
         let form = self.body.form;
         let choice = self.choice;
         let echo = self.prompt.echo.as_deref().unwrap_or_default();
-        let mut answer = Answer::of(&choice.text, form.answer, self.prompt.begun);
+        let mut answer = Answer::of(&choice.text, form.answer, self.prompt.begun, form.tools.schemas());
         answer.text.insert_str(0, echo);
         answer.calls.truncate(form.tools.most_calls());
         let (mut finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
-        // The client is to call something; a text that was cut may still have had more calls to come. As in OpenAI's API it
-        // stays "stop" where the client has named the function.
+        // The client must call something. If the text was cut, further calls may have been missing. As in OpenAI's API
+        // the reason stays "stop" if the client has named the function.
         let stopped = matches!(choice.finish, Some(FinishReason::Stop(_)));
         if !answer.calls.is_empty() && stopped && !form.tools.is_named() {
             finish_reason = "tool_calls";
         }
         let name = |i: usize| format!("call_{}_{}_{i}", form.name, self.index);
         let mut message = messages::of_answer(&form.role, &answer, form.answer, name);
-        if form.hide_reasoning && form.answer.reasoning {
+        if form.hide_reasoning && form.answer.reasoning.is_some() {
             message["reasoning"] = Value::Null;
         }
         map.serialize_entry("message", &message)?;
@@ -228,7 +230,7 @@ impl ChoiceBody<'_> {
         map.serialize_entry("prompt_logprobs", &self.body.prompt_logprobs(self.prompt_logprobs))
     }
 
-    /// The tokens of the echoed prompt and of the text, the first one of a prompt without log-probabilities.
+    /// The tokens of the echoed prompt and of the text. The first token of a prompt has no log-probabilities.
     fn tokens(&self) -> impl Iterator<Item = (u32, Option<TokenLogprobs>)> {
         let echoed = self.prompt.echo.is_some();
         let first = echoed.then_some((self.prompt.first_token, None));
@@ -255,7 +257,7 @@ impl Serialize for ChatLogprobs<'_> {
     }
 }
 
-/// `logprobs` of `/v1/completions`: lists side by side.
+/// `logprobs` of `/v1/completions`: lists with one entry per token each.
 struct TokenLists<'a>(&'a ChoiceBody<'a>);
 
 impl Serialize for TokenLists<'_> {
@@ -277,7 +279,7 @@ impl Serialize for TokenLists<'_> {
     }
 }
 
-/// JSON has no -inf; vLLM writes this for it.
+/// JSON has no -inf; vLLM writes this number instead.
 fn finite(logprob: f32) -> Value {
     logprob.max(-9999.0).into()
 }

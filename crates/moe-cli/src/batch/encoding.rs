@@ -1,4 +1,4 @@
-//! What the bytes of an input are: text, or text that is compressed by gzip or zstd; anything else is named.
+//! Detects what the bytes of an input are: text, or text compressed by gzip or zstd. An error names anything else.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 
@@ -6,7 +6,7 @@ use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// Bytes of text that are decompressed at once.
+/// Number of bytes of text that are decompressed at a time.
 const BUFFER: usize = 1 << 16;
 
 /// How an input is packed.
@@ -20,10 +20,10 @@ pub enum Packing {
     Zstd,
 }
 
-/// How files begin that are read.
+/// The first bytes of supported compressed files.
 const PACKED: [(&[u8], Packing); 2] = [(b"\x1f\x8b", Packing::Gzip), (b"\x28\xb5\x2f\xfd", Packing::Zstd)];
 
-/// How files begin that are not read, and what to do with them. The longer of two that begin alike is first.
+/// The first bytes of unsupported files, and what to do with them. If one begins with another, the longer one is first.
 const FOREIGN: [(&[u8], &str); 9] = [
     (b"\xff\xfe\0\0", "UTF-32; convert it: iconv -f UTF-32 -t UTF-8"),
     (b"\0\0\xfe\xff", "UTF-32; convert it: iconv -f UTF-32 -t UTF-8"),
@@ -36,18 +36,18 @@ const FOREIGN: [(&[u8], &str); 9] = [
     (b"SQLite format 3\0", "a SQLite database; write its rows as JSON lines"),
 ];
 
-/// The most bytes that tell what an input is.
+/// The largest number of bytes that is needed to detect the kind of an input.
 const MAGIC: u64 = 4;
 
-/// The text of an input, decompressed as it is read, and how it is packed.
+/// The text of an input, decompressed while it is read, and the kind of compression.
 ///
 /// # Errors
-/// It is neither text nor compressed text: what it is.
+/// It is neither text nor compressed text; the error says what it is.
 pub fn text(mut input: impl BufRead + Send + 'static) -> io::Result<(Box<dyn BufRead + Send>, Packing)> {
     let beginning = input.fill_buf()?.to_vec();
     let undecided =
         PACKED.iter().any(|(magic, _)| magic.len() > beginning.len() && magic.starts_with(&beginning));
-    // A pipe may bring one byte first.
+    // A pipe may provide only one byte at first.
     let (beginning, input): (_, Box<dyn BufRead + Send>) = match undecided && !beginning.is_empty() {
         true => {
             let mut head = Vec::new();
@@ -69,13 +69,13 @@ pub fn text(mut input: impl BufRead + Send + 'static) -> io::Result<(Box<dyn Buf
     Ok((text, packing))
 }
 
-/// What an input is that is not read.
+/// The kind of an input that is not supported.
 fn foreign(beginning: &[u8]) -> Option<&'static str> {
     let known = FOREIGN.iter().find(|(magic, _)| beginning.starts_with(magic)).map(|(_, what)| *what);
     known.or_else(|| utf16_without_mark(beginning))
 }
 
-/// UTF-16 of letters that ASCII has: every other byte is 0.
+/// UTF-16 of ASCII letters: every other byte is 0.
 fn utf16_without_mark(beginning: &[u8]) -> Option<&'static str> {
     const ENOUGH: usize = 16;
     let zeros = |odd: usize| beginning.iter().skip(odd).step_by(2).filter(|byte| **byte == 0).count();
@@ -92,11 +92,11 @@ fn utf16_without_mark(beginning: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// The frames of zstd one after the other, each checked against its checksum.
+/// The frames of a zstd stream one after the other, each checked against its checksum.
 struct Zstd {
     input: Box<dyn BufRead + Send>,
     decoder: FrameDecoder,
-    /// A frame has begun.
+    /// Whether a frame has begun.
     begun: bool,
 }
 
@@ -106,7 +106,7 @@ const EMPTY: [u8; 9] = [0x28, 0xb5, 0x2f, 0xfd, 0x20, 0, 1, 0, 0];
 impl Zstd {
     fn new(input: Box<dyn BufRead + Send>) -> io::Result<Self> {
         let mut decoder = FrameDecoder::new();
-        // Only a decoder that has begun before bounds the memory that a frame may ask for (to 100 MiB).
+        // Only a decoder that has been used before limits the memory of a frame (to 100 MiB).
         decoder.init(&EMPTY[..]).map_err(cannot)?;
         Ok(Self { input, decoder, begun: false })
     }
@@ -131,7 +131,7 @@ impl Zstd {
         Ok(false)
     }
 
-    /// Bytes of the frame that has begun; none at its end.
+    /// Bytes of the current frame; none at its end.
     fn read_frame(&mut self, into: &mut [u8]) -> io::Result<usize> {
         while self.decoder.can_collect() < into.len() && !self.decoder.is_finished() {
             let lacking = into.len() - self.decoder.can_collect();
@@ -189,7 +189,7 @@ mod tests {
         compress_to_vec(text.as_bytes(), CompressionLevel::Fastest)
     }
 
-    /// Brings one byte after the other.
+    /// Provides one byte at a time.
     struct Slow(Cursor<Vec<u8>>);
 
     impl Read for Slow {

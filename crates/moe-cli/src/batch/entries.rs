@@ -1,35 +1,40 @@
-//! Lines of the input to work: what is done already, what is wrong, and what is to run.
+//! Converts lines of the input into work: what is already done, what is wrong, and what must run.
 //!
-//! This runs on a thread of its own, ahead of the engine, so that reading and tokenizing cost the
-//! model no time.
+//! This runs on a separate thread, ahead of the engine, so that reading and tokenizing do not delay the model.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use anyhow::{Context, Result};
-use moe_engine::{panic_text, usage};
+use moe_engine::panic_text;
 use serde_json::{Map, Value, json};
 
 use super::exact;
 use super::fields::{ApiError, Fields, short};
-use super::fingerprint::Fingerprint;
+use super::fingerprint::{Fingerprint, request_text};
 use super::input::{Line, Lines, MAX_LINE};
 use super::job::Job;
-use super::known::{Known, line_id, request_id};
+use super::known::{Answered, Known, line_id, name, request_id};
 use super::parser::Parser;
+use crate::error::usage;
 
-/// Names a record.
+/// Identifies a record.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Key {
     /// Its `id`.
     pub id: String,
     /// The line's `custom_id`, where it has one.
     pub custom_id: Option<String>,
-    /// What the line asks for, if its `custom_id` names it.
+    /// The fingerprint of the line's request, if the line has a `custom_id`.
     pub request: Option<Fingerprint>,
 }
 
 impl Key {
-    /// The `request_id` of its record, which tells a later run what was asked for.
+    /// The name of its line.
+    pub fn name(&self) -> String {
+        name(&self.id, self.custom_id.as_deref())
+    }
+
+    /// The `request_id` of its record, from which a later run reads the fingerprint of the request.
     pub fn request_id(&self) -> String {
         match self.request {
             Some(request) => format!("batch-{}-{request}", self.id),
@@ -42,23 +47,25 @@ impl Key {
 pub struct Entry {
     /// Its number, from 1.
     pub line: u64,
-    /// What names its record.
+    /// The identity of its record.
     pub key: Key,
-    /// What is to be done for it.
+    /// A hash of the request, if every answer to it is the same.
+    pub repeats: Option<u64>,
+    /// The work for it.
     pub work: Work,
 }
 
-/// What a line asks for.
+/// The work for a line.
 pub enum Work {
-    /// Nothing: an earlier run answered it.
-    Done,
+    /// Nothing: an earlier run answered it, with the record at this offset if the line has a request.
+    Done(Option<u64>),
     /// An error record.
     Refused(ApiError),
     /// Generation.
     Job(Box<Job>),
 }
 
-/// What a line of the input is.
+/// The kind of the lines of the input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Format {
     /// A request.
@@ -75,7 +82,7 @@ pub struct Entries {
     pub format: Format,
     /// Its lines.
     pub lines: Lines,
-    /// What is answered.
+    /// The lines that are already answered.
     pub known: Known,
     /// What turns bodies into requests.
     pub parser: Parser,
@@ -93,53 +100,54 @@ impl Iterator for Entries {
 impl Entries {
     fn entry(&mut self, line: Line) -> Result<Entry> {
         let number = line.number;
-        let (key, result) = match named(line, self.format) {
-            Ok((custom_id, object)) if self.known.meet(&custom_id) => {
-                let request = Fingerprint::of_request(&object);
-                self.check_unchanged(number, &custom_id, request)?;
-                let done = self.known.is_done(number, Some(&custom_id));
-                let result = (!done).then(|| parse(&self.parser, &object, &custom_id));
-                (Key { id: request_id(number), custom_id: Some(custom_id), request: Some(request) }, result)
-            }
+        match named(line, self.format) {
+            Ok((custom_id, object)) if self.known.meet(&custom_id) => self.asked(number, custom_id, &object),
             Ok((custom_id, _)) => {
                 let message =
                     format!("custom_id {custom_id:?} is that of an earlier line; each must be unique");
                 let error = ApiError { param: Some("custom_id".into()), ..ApiError::bad(message) };
-                (
-                    Key { id: line_id(number), custom_id: Some(custom_id), request: None },
-                    self.unless_done(number, error),
-                )
+                Ok(self.refused(number, Some(custom_id), error))
             }
-            Err(error) => {
-                (Key { id: line_id(number), custom_id: None, request: None }, self.unless_done(number, error))
-            }
-        };
-        let work = match result {
-            None => Work::Done,
-            Some(Ok(job)) => Work::Job(Box::new(job)),
-            Some(Err(error)) => Work::Refused(error),
-        };
-        Ok(Entry { line: number, key, work })
-    }
-
-    /// An answer to another request must not pass for this line's answer.
-    fn check_unchanged(&self, line: u64, custom_id: &str, request: Fingerprint) -> Result<()> {
-        match self.known.earlier_request(custom_id) {
-            Some(earlier) if earlier != request => Err(usage(format!(
-                "line {line} of the input: an earlier run answered custom_id {custom_id:?} with another url or body \
-                 (its fingerprint was {earlier} and is {request}); give the line a custom_id of its own, or answer \
-                 again all lines with --overwrite or those with errors with --retry-errors"
-            ))),
-            _ => Ok(()),
+            Err(error) => Ok(self.refused(number, None, error)),
         }
     }
 
-    fn unless_done(&self, line: u64, error: ApiError) -> Option<Result<Job, ApiError>> {
-        (!self.known.is_done(line, None)).then_some(Err(error))
+    /// The entry of a line with a `custom_id` of its own.
+    fn asked(&self, line: u64, custom_id: String, object: &Map<String, Value>) -> Result<Entry> {
+        let text = request_text(object);
+        let request = Fingerprint::of_text(&text);
+        let key = Key { id: request_id(line), custom_id: Some(custom_id.clone()), request: Some(request) };
+        let work = match self.known.answered(&key.name()) {
+            Some(Answered { request: Some(earlier), .. }) if earlier != request => {
+                // An answer to a different request must not count as this line's answer.
+                return Err(usage(format!(
+                    "line {line} of the input: an earlier run answered custom_id {custom_id:?} with another url or \
+                     body (its fingerprint was {earlier} and is {request}); give the line a custom_id of its own, or \
+                     answer again all lines with --overwrite or those with errors with --retry-errors"
+                )));
+            }
+            Some(answered) => Work::Done(Some(answered.at)),
+            None => match parse(&self.parser, object, &custom_id) {
+                Ok(job) => Work::Job(Box::new(job)),
+                Err(error) => Work::Refused(error),
+            },
+        };
+        let repeats = self.parser.repeats(object).then(|| self.known.hash_of_request(&text));
+        Ok(Entry { line, key, repeats, work })
+    }
+
+    /// The entry of a line without a `custom_id` of its own.
+    fn refused(&self, line: u64, custom_id: Option<String>, error: ApiError) -> Entry {
+        let key = Key { id: line_id(line), custom_id, request: None };
+        let work = match self.known.answered(&key.name()) {
+            Some(_) => Work::Done(None),
+            None => Work::Refused(error),
+        };
+        Entry { line, key, repeats: None, work }
     }
 }
 
-/// What a line asks for. A panic, of a library that a line's text led to a fault, costs that line alone.
+/// The job of a line. A panic in a library, caused by the text of the line, fails only this line.
 fn parse(parser: &Parser, line: &Map<String, Value>, custom_id: &str) -> Result<Job, ApiError> {
     catch_unwind(AssertUnwindSafe(|| parser.parse(line, custom_id))).unwrap_or_else(|panic| {
         let message = format!(
@@ -150,13 +158,13 @@ fn parse(parser: &Parser, line: &Map<String, Value>, custom_id: &str) -> Result<
     })
 }
 
-/// What a line alone asks for.
+/// The job of a line by itself.
 pub fn job(bytes: &[u8], parser: &Parser) -> Result<Job, ApiError> {
     let (custom_id, object) = named(Line { number: 1, bytes: Some(bytes.to_vec()) }, Format::Request)?;
     parser.parse(&object, &custom_id)
 }
 
-/// The object of a line and its `custom_id`. A line of text becomes the object that asks for the same.
+/// The object of a line and its `custom_id`. A line of text becomes the equivalent object.
 fn named(line: Line, format: Format) -> Result<(String, Map<String, Value>), ApiError> {
     let too_long = || ApiError::bad(format!("it is longer than {} MiB", MAX_LINE >> 20));
     let bytes = line.bytes.ok_or_else(too_long)?;

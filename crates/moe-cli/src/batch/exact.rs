@@ -1,20 +1,20 @@
 //! Schemas with integers of more than 64 bits.
 //!
-//! A JSON value holds such an integer as a float, so `{"const": 12345678901234567890123}` would ask for another number.
-//! These schemas stay the text that they are in the line.
+//! A JSON value stores such an integer as a float, so `{"const": 12345678901234567890123}` would request a different
+//! number. These schemas are kept as the text in the line.
 
 use serde_json::{Map, Value};
 
-/// Where bodies have a schema.
+/// The fields of a body that contain a schema.
 const PLACES: [&[&str]; 3] = [
     &["body", "guided_json"],
     &["body", "structured_outputs", "json"],
     &["body", "response_format", "json_schema", "schema"],
 ];
-/// Digits of the least integer that might not fit.
+/// Number of digits of the smallest integer that might not fit.
 const DIGITS: usize = 19;
 
-/// Puts the text of each schema that has a large integer in the place of its value. `line` is the text of `object`.
+/// Replaces the value of each schema that has a large integer by its text. `line` is the text of `object`.
 pub fn keep_large_integers(line: &str, object: &mut Map<String, Value>) {
     if !has_large_integer(line) {
         return;
@@ -36,7 +36,7 @@ fn has_large_integer(text: &str) -> bool {
         .any(|run| run.len() >= DIGITS && run[0].is_ascii_digit())
 }
 
-/// The text of a member of an object. Of a name that is there twice the last one counts. The text must be JSON.
+/// The text of a member of an object. If a name occurs twice, the last one counts. The text must be JSON.
 fn member<'t>(object: &'t str, name: &str) -> Option<&'t str> {
     let mut rest = object.trim_ascii_start().strip_prefix('{')?;
     let mut found = None;
@@ -55,7 +55,7 @@ fn member<'t>(object: &'t str, name: &str) -> Option<&'t str> {
     }
 }
 
-/// How many bytes the value has with which a text begins.
+/// The number of bytes of the value at the beginning of a text.
 fn value_length(text: &str) -> usize {
     let mut depth = 0usize;
     let mut in_string = false;

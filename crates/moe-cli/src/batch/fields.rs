@@ -1,16 +1,18 @@
-//! Fields of a request's body, each read as the type it must have.
+//! The fields of a request's body, each read with its required type.
 //!
-//! `null` counts as absent, as in the APIs. A wrong type names the field, what it takes and what it
-//! got; fields nobody asks for are ignored.
+//! `null` counts as absent, as in the APIs. An error about a wrong type names the field, the expected type and the
+//! value. Fields that are not read are ignored.
 
 use model_runtime::sampling::SamplingError;
 use moe_engine::engine::RequestError;
 use serde_json::{Map, Value};
 
+use crate::setting_names::as_flags;
+
 /// What is wrong with one line of the input: an error as the HTTP API would answer it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiError {
-    /// HTTP status: 400 for the request's fault, 404 for another model, 500 for our fault.
+    /// HTTP status: 400 for an error of the request, 404 for another model, 500 for an error of this program.
     pub status: u16,
     /// The field at fault.
     pub param: Option<String>,
@@ -19,12 +21,12 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    /// A fault of the request as a whole.
+    /// An error of the request as a whole.
     pub fn bad(message: impl Into<String>) -> Self {
         Self { status: 400, param: None, message: message.into() }
     }
 
-    /// A fault of one field.
+    /// An error of one field.
     pub fn field(name: &str, message: impl std::fmt::Display) -> Self {
         Self { status: 400, param: Some(name.to_string()), message: format!("{name}: {message}") }
     }
@@ -44,9 +46,9 @@ impl From<RequestError> for ApiError {
             | RequestError::PromptTooLong { .. }
             | RequestError::UnknownToken { .. } => Some("prompt"),
             RequestError::KvCacheTooSmall { .. } => Some("max_tokens"),
-            RequestError::Sampling(_) | RequestError::Refused(_) => None,
+            _ => None,
         };
-        Self { status: 400, param: param.map(str::to_string), message: e.to_string() }
+        Self { status: 400, param: param.map(str::to_string), message: as_flags(&e.to_string()).into_owned() }
     }
 }
 
@@ -73,7 +75,7 @@ impl<'a> Fields<'a> {
 
     /// A number.
     pub fn float(&self, name: &str) -> Result<Option<f32>, ApiError> {
-        // What f32 cannot hold would be named as infinite, which nobody wrote.
+        // A number that f32 cannot hold would be shown as infinite, which is not what the user wrote.
         let fits = |x: &f64| (*x as f32).is_finite();
         if self.value(name).and_then(Value::as_f64).is_some_and(|x| !fits(&x)) {
             return self.read(name, "a number of at most 3.4e38", |_| None);
@@ -135,7 +137,8 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The integer that a float such as 16.0 is, as many clients write it. Larger floats are not certain to be what was meant.
+/// The integer value of a float such as 16.0, which many clients write. For larger floats the intended integer is
+/// uncertain.
 fn whole(value: &Value) -> Option<i64> {
     const EXACT: f64 = (1u64 << 53) as f64;
     let number = value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() <= EXACT)?;

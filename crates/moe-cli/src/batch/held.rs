@@ -1,18 +1,18 @@
-//! What a line may hold. Its choices are in memory until all of them have ended, and a line of a few bytes may ask for
-//! thousands of them.
+//! Limits the memory of a line. Its choices are in memory until all of them have ended, and a line of a few bytes may
+//! request thousands of them.
 
 use moe_engine::engine::Request;
 
 use super::fields::ApiError;
 use super::logprobs::LogprobList;
 
-/// Bytes that the answers of a line may come to.
+/// The largest number of bytes that the answers of a line may need.
 const MAX_HELD: usize = 512 << 20;
 /// Bytes of a token: its id here and in the engine, its text, and room for both to grow.
 const TOKEN: usize = 24;
 
-/// Refuses a line whose answers may not fit. `context`: tokens of a sequence at most; `routing`: bytes of the experts of
-/// a token.
+/// Refuses a line whose answers may not fit. `context` is the largest number of tokens in a sequence, `routing` the
+/// number of bytes for the experts of a token.
 pub fn check(requests: &[Request], context: usize, routing: usize) -> Result<(), ApiError> {
     let bytes =
         requests.iter().map(|request| bytes_of(request, context, routing)).fold(0, usize::saturating_add);
@@ -39,7 +39,7 @@ fn new_tokens(request: &Request, context: usize) -> usize {
     request.max_tokens.map_or(room, |max| max.min(room))
 }
 
-/// What the choices of a prompt come to at most.
+/// The largest number of bytes that the choices of a prompt may need.
 fn bytes_of(request: &Request, context: usize, routing: usize) -> usize {
     let prompt = request.prompt.len();
     let new = new_tokens(request, context);
@@ -47,7 +47,7 @@ fn bytes_of(request: &Request, context: usize, routing: usize) -> usize {
     let listed = |n: Option<usize>| n.map_or(0, LogprobList::bytes_per_token);
     let token = TOKEN + routing + listed(request.sampling.logprobs);
     let choice = new.saturating_mul(token).saturating_add(prompt.saturating_mul(size_of::<u32>() + routing));
-    // The engine keeps those of the prompt, too, until they are complete.
+    // The engine also keeps the log-probabilities of the prompt until they are complete.
     let scored = prompt.saturating_mul(2 * listed(request.prompt_logprobs));
     choice.saturating_mul(request.n).saturating_add(scored)
 }

@@ -1,5 +1,5 @@
-//! The lines of the input, one at a time and of bounded length: a file of any size, compressed or not, passes through
-//! the memory of one line.
+//! The lines of the input, one at a time and of limited length. A file of any size, compressed or not, needs only the
+//! memory of one line.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -7,11 +7,11 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
-use moe_engine::usage;
 
 use super::encoding::{self, Packing};
+use crate::error::usage;
 
-/// The longest line that is read whole, in bytes.
+/// The longest line that is read, in bytes.
 pub const MAX_LINE: usize = 64 << 20;
 
 /// U+FEFF in UTF-8.
@@ -28,49 +28,49 @@ pub struct Line {
 /// The input as lines that are not blank.
 pub struct Lines {
     reader: Box<dyn BufRead + Send>,
-    /// What is read once somebody asks for a line.
+    /// The stream, which is opened when the first line is requested.
     stream: Option<Box<dyn BufRead + Send>>,
     max_line: usize,
     number: u64,
 }
 
-/// How many lines there are, once somebody has counted them.
+/// The number of lines, once it is known.
 #[derive(Clone, Default)]
 pub struct Total(Arc<OnceLock<u64>>);
 
 impl Total {
-    /// Counts the lines of a file that are not blank while something else runs: reading alone is much faster than
+    /// Counts the lines of a file that are not blank, in parallel with the run: reading alone is much faster than
     /// answering. Other inputs can be read only once.
     pub fn count(path: &Path) -> Self {
         let total = Self::default();
-        // To open a pipe again would wait for somebody who writes to it again.
+        // Opening a pipe again would wait for a new writer.
         let Some(file) = path.is_file().then(|| File::open(path).ok()).flatten() else { return total };
         let counted = total.clone();
         let count = move || {
-            // The code that answers the lines reports what cannot be read.
+            // The code that answers the lines reports read errors.
             if let Ok((text, _)) = encoding::text(BufReader::with_capacity(1 << 20, file)) {
                 counted.is(Lines::new(text).map_while(Result::ok).count() as u64);
             }
         };
-        // Without the thread the number is known when the input ends.
+        // If the thread cannot start, the number is known when the input ends.
         let _ = std::thread::Builder::new().name("count".into()).spawn(count);
         total
     }
 
-    /// There are so many.
+    /// Sets the number.
     pub fn is(&self, lines: u64) {
-        // The first to know says it.
+        // Only the first value is kept.
         let _ = self.0.set(lines);
     }
 
-    /// The number, if it is known by now.
+    /// The number, if it is already known.
     pub fn get(&self) -> Option<u64> {
         self.0.get().copied()
     }
 }
 
 impl Lines {
-    /// Opens a file, or stdin if it is `-`; also how many lines it seems to have, if it has a size.
+    /// Opens a file, or stdin if it is `-`. Also returns the estimated number of lines, if the file has a size.
     pub fn open(path: &Path) -> Result<(Self, Option<u64>)> {
         let cannot = || format!("--input {}: cannot read it", path.display());
         let wrong = |e: io::Error| match e.kind() {
@@ -101,7 +101,7 @@ impl Lines {
         Self { reader: Box::new(reader), stream: None, max_line: MAX_LINE, number: 0 }
     }
 
-    /// The lines of a stream, which may bring its first byte much later.
+    /// The lines of a stream. Its first byte may come much later.
     fn of_stream(stream: impl BufRead + Send + 'static) -> Self {
         Self { stream: Some(Box::new(stream)), ..Self::new(io::empty()) }
     }
@@ -122,7 +122,7 @@ impl Lines {
             self.reader.skip_until(b'\n')?;
         }
         self.number += 1;
-        // Editors on Windows begin a file with a byte-order mark.
+        // Some editors on Windows begin a file with a byte-order mark.
         let text = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| self.number == 1).unwrap_or(&bytes);
         let text = text.strip_suffix(b"\n").unwrap_or(text);
         let text = text.strip_suffix(b"\r").unwrap_or(text);
@@ -144,10 +144,10 @@ impl Iterator for Lines {
     }
 }
 
-/// Bytes of the beginning that tell how long lines are.
+/// Number of bytes at the beginning from which the length of lines is estimated.
 const SAMPLE: usize = 1 << 16;
 
-/// Lines of a file of this many bytes that begins so.
+/// The estimated number of lines in a file of `bytes` bytes with this beginning.
 fn count(beginning: &[u8], bytes: u64) -> u64 {
     let ends = beginning.iter().filter(|byte| **byte == b'\n').count();
     let lines = (bytes as u128 * ends as u128).div_ceil(beginning.len().max(1) as u128);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_counted_beside_the_work() {
+    fn lines_are_counted_during_the_work() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "a\n\n  \nb\nc").unwrap();
         let total = Total::count(file.path());

@@ -19,7 +19,7 @@ pub struct Job {
     pub grammar: Option<Precompiled>,
 }
 
-/// What an answer holds in addition to what was generated.
+/// The contents of an answer other than the generated output.
 #[derive(Debug)]
 pub struct Form {
     /// Which object.
@@ -30,25 +30,25 @@ pub struct Form {
     pub n: usize,
     /// The role of a message.
     pub role: String,
-    /// The number of likeliest tokens whose log-probabilities are wanted.
+    /// The number of top tokens whose log-probabilities are requested.
     pub logprobs: Option<usize>,
-    /// Log-probabilities of the prompt are asked for under the name `prompt_logprobs`.
+    /// Whether log-probabilities of the prompt are requested under the name `prompt_logprobs`.
     pub prompt_logprobs: bool,
-    /// The field that asks for structured output.
+    /// The field that requests structured output.
     pub structured: Option<&'static str>,
-    /// Only the prompt is wanted: `echo` with `max_tokens` 0.
+    /// Whether only the prompt is wanted: `echo` with `max_tokens` 0.
     pub prompt_only: bool,
-    /// Token ids of prompts and choices are wanted.
+    /// Whether token ids of prompts and choices are wanted.
     pub token_ids: bool,
-    /// The experts of every token are wanted.
+    /// Whether the experts of every token are wanted.
     pub routed_experts: bool,
     /// What is looked for in an answer.
     pub answer: AnswerForm,
     /// Which tools may be called.
     pub tools: Tools,
-    /// Reasoning is found and left out.
+    /// Whether reasoning is detected and left out.
     pub hide_reasoning: bool,
-    /// Log-probabilities name tokens by their ids.
+    /// Whether log-probabilities name tokens by their ids.
     pub tokens_as_ids: bool,
     /// Part of the ids of its tool calls.
     pub name: Fingerprint,
@@ -57,7 +57,12 @@ pub struct Form {
 }
 
 impl Form {
-    /// The error of a request that the engine does not take.
+    /// Tokens of the prompts.
+    pub fn prompt_tokens(&self) -> u64 {
+        self.prompts.iter().map(|prompt| prompt.len as u64).sum()
+    }
+
+    /// The error of a request that the engine refuses.
     pub fn refused(&self, error: RequestError) -> ApiError {
         match (error, self.structured) {
             (RequestError::StructuredOutput(e), Some(field)) => ApiError::field(field, e),
@@ -66,16 +71,16 @@ impl Form {
     }
 }
 
-/// A prompt as its answer needs it.
+/// The data of a prompt that its answer needs.
 #[derive(Debug)]
 pub struct PromptForm {
     /// Its tokens.
     pub len: usize,
     /// The first of them, which has no log-probability.
     pub first_token: u32,
-    /// Text in front of the answer.
+    /// Text before the answer.
     pub echo: Option<String>,
-    /// What it has begun of the answer.
+    /// The part of the answer that the prompt has begun.
     pub begun: Begun,
     /// Its token ids, if they are wanted.
     pub token_ids: Option<Vec<u32>>,

@@ -1,39 +1,39 @@
-//! The output file: what it already holds, and how records are added to it.
+//! The output file: the records that it already has, and how records are added.
 //!
-//! A record is one line and nothing but records is appended, so a kill at any moment leaves whole records
-//! and at most one torn line at the end, which the next run cuts off. The record of a line that is answered again
-//! stands behind the old one until the run ends.
+//! A record is one line, and only records are appended. So a kill at any moment leaves whole records and at most one
+//! incomplete line at the end, which the next run removes. If a line is answered again, its new record stands after the
+//! old one until the run ends.
 
+use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, BufReader, Seek};
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use moe_engine::usage;
 
 use super::entries::Key;
-use super::errors::Errors;
 use super::fingerprint::Fingerprint;
-use super::known::Known;
-use super::records::{Header, copy, scan, write_line};
-use super::replace::replace;
-use super::settings::{Settings, SettingsFile};
+use super::known::{Answered, Known};
+use super::records::{Header, copy, read_at, scan, write_line};
+use super::replace::{replace, sibling};
+use super::settings::{self, Settings};
 use super::untouched;
+use crate::error::usage;
 
-/// What becomes of the records of earlier runs.
+/// What happens to the records of earlier runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Earlier {
     /// They stay, and their lines are not answered again.
     Keep,
-    /// Error records make room for new ones, if their lines are answered again.
+    /// Error records are replaced by new ones if their lines are answered again.
     RetryErrors,
-    /// None stays.
+    /// All are removed.
     Overwrite,
 }
 
 impl Earlier {
-    /// What somebody does whose run did not end.
+    /// The flag with which a user continues an interrupted run.
     pub fn how_to_continue(self) -> &'static str {
         match self {
             Self::Keep | Self::RetryErrors => "run the same command again to continue",
@@ -42,36 +42,34 @@ impl Earlier {
     }
 }
 
-/// Where records go.
+/// The destination of records.
 pub struct Journal {
     name: String,
     /// `None`: stdout.
     file: Option<File>,
-    /// The length of a file that keeps what is written; `None` for a device or a pipe.
+    /// The length of a file that can be read again; `None` for a device or a pipe.
     len: Option<u64>,
-    /// Records in the file, earlier runs' included.
+    /// Number of records in the file, including the records of earlier runs.
     pub records: u64,
-    /// Error records of earlier runs whose lines are not answered again yet.
-    pub earlier_errors: u64,
-    /// Answers of earlier runs.
+    /// Number of answers of earlier runs.
     pub answers: u64,
-    /// The most tokens, of prompts and answers, in a record of earlier runs.
+    /// The largest number of tokens (prompts and answers) in a record of earlier runs.
     longest: usize,
-    errors: Errors,
-    /// The file behind links: what a new one replaces.
+    /// Names of the lines with an error record of an earlier run that were not answered again yet.
+    errors: HashSet<String>,
+    /// Whether a line with an error record was answered again.
+    has_superseded: bool,
+    /// The file to which links lead, which a new file replaces.
     path: PathBuf,
     earlier: Earlier,
-    /// The files that were replaced: while one is open, its lock stops a run that opened it before.
-    replaced: Vec<File>,
 }
 
 impl Journal {
-    /// Opens or creates an output file, `-` being stdout, and tells `known` which of its records stay. The others are
-    /// still there until [`Self::begin`]: a run that cannot start takes nothing away.
+    /// Opens or creates an output file (`-` is stdout), and informs `known` which of its records stay. The other
+    /// records are kept until [`Self::begin`], so that a run that cannot start removes nothing.
     ///
     /// # Errors
-    /// It is the input, another run writes to it, or it holds something else than records; it is
-    /// left as it is then.
+    /// It is the input, another run writes to it, or it contains something other than records. Then it is not changed.
     pub fn open(path: &Path, input: &Path, earlier: Earlier, known: &mut Known) -> Result<Self> {
         let name = path.display().to_string();
         if path.as_os_str() == "-" {
@@ -92,103 +90,95 @@ impl Journal {
         }
         let path = path.canonicalize().map_err(cannot)?;
         let mut journal = Self { path, earlier, ..Self::keeping_nothing(name.clone(), None) };
-        let len = scan(&file, &name, |record| journal.note(&record, known))?;
+        let len = scan(&file, &name, |record, at| journal.note(&record, at, known))?;
         file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
         let journal = Self { file: Some(file), len: Some(len), ..journal };
         journal.check_folder()?;
         Ok(journal)
     }
 
-    /// Whether this run can make the files beside the output that it needs: those of its settings and of an output that
-    /// records are taken out of.
+    /// Fails if this run cannot create the files next to the output that it needs: the settings, and the temporary file
+    /// for an output from which records are removed.
     fn check_folder(&self) -> Result<()> {
         if self.earlier == Earlier::Keep && self.records > 0 {
             return Ok(());
         }
-        SettingsFile::of(&self.path).check_writable().map_err(|(beside, e)| {
+        let file = settings::file_of(&self.path);
+        let probe = sibling(&file, ".probe");
+        let made = File::create(&probe).and_then(|_| fs::remove_file(&probe));
+        made.map_err(|e| {
             usage(format!(
-                "--output {}: the folder must be writable, too: the run keeps its settings beside the output, and cannot \
-                 make {}: {e}; name a file in another folder, or change the folder's permissions",
+                "--output {}: the folder must be writable, too: the run keeps its settings next to the output, and \
+                 cannot make {}: {e}; name a file in another folder, or change the folder's permissions",
                 self.name,
-                beside.display()
+                file.display()
             ))
         })
     }
 
-    /// A journal on what cannot be read again.
+    /// A journal on an output that cannot be read again.
     fn keeping_nothing(name: String, file: Option<File>) -> Self {
-        let path = PathBuf::new();
-        let earlier = Earlier::Keep;
-        let records = 0;
-        let earlier_errors = 0;
-        let answers = 0;
-        let longest = 0;
-        let errors = Errors::default();
-        let replaced = Vec::new();
-        let len = None;
-        Self { name, file, len, records, earlier_errors, answers, longest, errors, path, earlier, replaced }
+        Self {
+            name,
+            file,
+            len: None,
+            records: 0,
+            answers: 0,
+            longest: 0,
+            errors: HashSet::new(),
+            has_superseded: false,
+            path: PathBuf::new(),
+            earlier: Earlier::Keep,
+        }
     }
 
-    fn note(&mut self, record: &Header, known: &mut Known) {
-        let number = self.records;
-        let custom_id = record.custom_id.as_deref();
-        let is_error = record.error.is_some();
+    fn note(&mut self, record: &Header, at: u64, known: &mut Known) {
         self.records += 1;
         if self.earlier == Earlier::Overwrite {
             return;
         }
-        let replaces = self.errors.note(number, &record.id, custom_id, is_error);
-        self.earlier_errors += u64::from(is_error);
-        self.earlier_errors -= u64::from(replaces);
+        let name = record.name();
+        let is_error = record.error.is_some();
+        self.has_superseded |= self.errors.remove(&name);
         self.answers += u64::from(!is_error);
         self.longest = self.longest.max(record.total_tokens());
-        if is_error && self.earlier == Earlier::RetryErrors {
-            return;
+        if !is_error || self.earlier == Earlier::Keep {
+            let request = Fingerprint::of_request_id(&record.response.request_id);
+            known.note(&name, Answered { at, request });
         }
-        let request = Fingerprint::of_request_id(&record.response.request_id);
-        known.answered(&record.id, custom_id, request);
+        if is_error {
+            self.errors.insert(name);
+        }
     }
 
-    /// Compares the settings of the answers that stay with this run's settings, or takes out all records.
+    /// Number of error records of earlier runs whose lines were not answered again yet.
+    pub fn earlier_errors(&self) -> u64 {
+        self.errors.len() as u64
+    }
+
+    /// Compares the settings of the kept answers with this run's settings, or removes all records.
     pub fn begin(&mut self, settings: &Settings) -> Result<()> {
         if self.len.is_none() {
             return Ok(());
         }
-        let file = SettingsFile::of(&self.path);
         let stays = match self.earlier {
             Earlier::Keep => self.records > 0,
             Earlier::RetryErrors => self.answers > 0,
             Earlier::Overwrite => false,
         };
         if stays {
-            return file.check(settings, &self.name, self.longest);
+            return settings.check(&self.path, self.longest);
         }
-        // In this order a crash leaves no record beside settings that it was not made with.
-        if self.earlier == Earlier::Overwrite {
-            self.drop_records(self.records, |_, _| false)?;
+        // With this order a crash never leaves a record together with settings from which it was not made.
+        if let (Earlier::Overwrite, Some(output)) = (self.earlier, &self.file) {
+            output.set_len(0).with_context(|| format!("cannot take earlier records out of {}", self.name))?;
+            self.len = Some(0);
+            self.records = 0;
         }
-        file.write(settings)
+        settings.write(&self.path)
     }
 
-    /// Leaves the records that stay. What a crash leaves behind is the file before or after.
-    fn drop_records(&mut self, dropped: u64, stays: impl Fn(u64, &Header) -> bool) -> Result<()> {
-        let Some(file) = self.file.take_if(|_| dropped > 0) else { return Ok(()) };
-        let cannot = || format!("cannot take earlier records out of {}; it is as it was", self.name);
-        let permissions = file.metadata().with_context(cannot)?.permissions();
-        let new = replace(&self.path, |out| {
-            (&file).rewind()?;
-            copy(BufReader::with_capacity(1 << 20, &file), out, stays)
-        })
-        .with_context(cannot)?;
-        new.set_permissions(permissions).with_context(cannot)?;
-        self.len = Some(new.metadata().with_context(cannot)?.len());
-        self.file = Some(new);
-        self.replaced.push(file);
-        self.records -= dropped;
-        Ok(())
-    }
-
-    /// What somebody does whose run did not end.
+    /// The flag with which a user continues an interrupted run.
     pub fn how_to_continue(&self) -> &'static str {
         match self.len {
             Some(_) => self.earlier.how_to_continue(),
@@ -196,12 +186,14 @@ impl Journal {
         }
     }
 
-    /// Appends a record, a JSON object on one line, of a line that the key names.
+    /// Appends a record (a JSON object on one line) for the line with this key. Returns its offset, if the output can
+    /// be read again.
     ///
     /// # Errors
-    /// The record cannot be written (the disk is full); the ones before are intact.
-    pub fn append(&mut self, key: &Key, is_error: bool, record: impl Display) -> Result<()> {
+    /// The record cannot be written (the disk is full); earlier records are intact.
+    pub fn append(&mut self, key: &Key, record: impl Display) -> Result<Option<u64>> {
         self.check_untouched()?;
+        let at = self.len;
         let written = match &mut self.file {
             Some(file) => write_line(file, record),
             None => write_line(io::stdout().lock(), record),
@@ -209,7 +201,7 @@ impl Journal {
         if let (Some(file), Some(len)) = (&self.file, &mut self.len) {
             match written {
                 Ok(bytes) => *len += bytes,
-                // Half a record helps nobody; should this fail too, the next run does it.
+                // A partial record is useless. If this fails too, the next run removes it.
                 Err(_) => drop(file.set_len(*len)),
             }
         }
@@ -220,14 +212,18 @@ impl Journal {
             };
             format!("cannot write to {}; {intact}{}", self.name, self.how_to_continue())
         })?;
-        let custom_id = key.custom_id.as_deref();
-        let replaces = self.errors.note(self.records, &key.id, custom_id, is_error);
-        self.earlier_errors = self.earlier_errors.saturating_sub(u64::from(replaces));
+        self.has_superseded |= self.errors.remove(&key.name());
         self.records += 1;
-        Ok(())
+        Ok(at)
     }
 
-    /// Whether the file is where it was and holds what was written to it: nothing else.
+    /// The text of the record at this offset; `None` if it is too long to be in memory.
+    pub fn record_at(&self, at: u64) -> Result<Option<String>> {
+        let Some(file) = &self.file else { return Ok(None) };
+        read_at(file, at).with_context(|| format!("cannot read {} again", self.name))
+    }
+
+    /// Fails unless the file is still at its path and contains only what was written to it.
     fn check_untouched(&self) -> Result<()> {
         let (Some(file), Some(len)) = (&self.file, self.len) else { return Ok(()) };
         let change = untouched::change(file, &self.path, len);
@@ -241,20 +237,35 @@ impl Journal {
         }
     }
 
-    /// Takes out errors whose lines were answered again, and waits until the file is on the disk.
-    pub fn finish(mut self) -> Result<()> {
+    /// Removes errors whose lines were answered again, and waits until the file is on the disk.
+    pub fn finish(self) -> Result<()> {
         self.check_untouched()?;
-        if self.len.is_some() {
-            let errors = std::mem::take(&mut self.errors);
-            self.drop_records(errors.superseded, |number, record| {
-                let custom_id = record.custom_id.as_deref();
-                record.error.is_none() || !errors.is_superseded(number, &record.id, custom_id)
-            })?;
+        match (&self.file, self.len) {
+            (Some(file), Some(_)) if self.has_superseded => self.drop_superseded(file).with_context(|| {
+                format!("cannot take earlier records out of {}; it is as it was", self.name)
+            }),
+            (Some(file), Some(_)) => {
+                file.sync_all().with_context(|| format!("cannot write to {}", self.name))
+            }
+            _ => Ok(()),
         }
-        match self.file.filter(|_| self.len.is_some()) {
-            Some(file) => file.sync_all().with_context(|| format!("cannot write to {}", self.name)),
-            None => Ok(()),
-        }
+    }
+
+    /// Removes the error records that a later record of the same line follows. A crash leaves either the old or the new
+    /// file.
+    fn drop_superseded(&self, file: &File) -> Result<()> {
+        let mut newest = HashMap::new();
+        scan(file, &self.name, |record, at| {
+            let name = record.name();
+            if record.error.is_some() {
+                newest.insert(name, at);
+            } else if let Some(newest) = newest.get_mut(&name) {
+                *newest = at;
+            }
+        })?;
+        let stays = |record: &Header, at| record.error.is_none() || newest.get(&record.name()) == Some(&at);
+        let new = replace(&self.path, |out| copy(file, out, stays))?;
+        Ok(new.set_permissions(file.metadata()?.permissions())?)
     }
 }
 

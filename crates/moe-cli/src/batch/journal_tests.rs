@@ -1,11 +1,11 @@
-//! The output file over several runs, and what others do to it.
+//! The output file over several runs, and changes by other programs.
 
 use std::path::Path;
 
 use anyhow::Result;
 
 use super::super::entries::Key;
-use super::super::known::Known;
+use super::super::known::{Known, name};
 use super::super::settings::Settings;
 use super::{Earlier, Journal};
 
@@ -16,6 +16,10 @@ fn open(path: &Path) -> Result<(Journal, Known)> {
 fn open_for(path: &Path, earlier: Earlier) -> Result<(Journal, Known)> {
     let mut known = Known::with_lines(0);
     Ok((Journal::open(path, Path::new("in.jsonl"), earlier, &mut known)?, known))
+}
+
+fn is_done(known: &Known, custom_id: &str) -> bool {
+    known.answered(&name("request-9", Some(custom_id))).is_some()
 }
 
 fn key(custom_id: &str) -> Key {
@@ -31,31 +35,35 @@ fn errors_make_room_for_answers_and_not_before() {
     let before = format!("{good}\n{bad}\n");
     let text = || std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, &before).unwrap();
-    assert_eq!(open(&path).unwrap().0.earlier_errors, 1);
+    assert_eq!(open(&path).unwrap().0.earlier_errors(), 1);
     let (mut journal, known) = open_for(&path, Earlier::RetryErrors).unwrap();
-    assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
+    assert!(is_done(&known, "a") && !is_done(&known, "b"));
     journal.begin(&Settings::default()).unwrap();
-    assert_eq!((text(), journal.earlier_errors), (before.clone(), 1), "an error stays until there is better");
+    assert_eq!(
+        (text(), journal.earlier_errors()),
+        (before.clone(), 1),
+        "an error stays until there is better"
+    );
     let better = good.replace("\"a\"", "\"b\"");
-    journal.append(&key("b"), false, better.clone()).unwrap();
-    assert_eq!((text(), journal.earlier_errors), (format!("{before}{better}\n"), 0));
+    journal.append(&key("b"), better.clone()).unwrap();
+    assert_eq!((text(), journal.earlier_errors()), (format!("{before}{better}\n"), 0));
     drop(journal); // a crash
     let (journal, known) = open(&path).unwrap();
-    assert_eq!((known.is_done(2, Some("b")), journal.earlier_errors), (true, 0));
+    assert_eq!((is_done(&known, "b"), journal.earlier_errors()), (true, 0));
     journal.finish().unwrap();
     assert_eq!(text(), format!("{good}\n{better}\n"));
     let (mut journal, known) = open_for(&path, Earlier::Overwrite).unwrap();
-    assert!(!known.is_done(1, Some("a")));
+    assert!(!is_done(&known, "a"));
     journal.begin(&Settings::default()).unwrap();
     assert_eq!((journal.records, text().as_str()), (0, ""));
-    assert!(open(&path).is_err(), "the new file is locked as the old one was");
-    journal.append(&key("a"), true, bad.replace("\"b\"", "\"a\"")).unwrap();
+    assert!(open(&path).is_err(), "it is still locked");
+    journal.append(&key("a"), bad.replace("\"b\"", "\"a\"")).unwrap();
     journal.finish().unwrap();
     assert_eq!(text().lines().count(), 1);
     assert!(Earlier::Overwrite.how_to_continue().contains("without"), "or it would begin again");
 }
 
-/// The lines of records may leave the input, and the records stay.
+/// The lines of records may be removed from the input; the records stay.
 #[test]
 fn errors_whose_lines_are_gone_stay() {
     let dir = tempfile::tempdir().unwrap();
@@ -68,8 +76,8 @@ fn errors_whose_lines_are_gone_stay() {
     assert_eq!((journal.longest, journal.answers), (40, 1));
     journal.begin(&Settings::default()).unwrap();
     let answered = Key { id: "line-3".into(), custom_id: None, request: None };
-    journal.append(&answered, true, bad.replace("line-2", "line-3")).unwrap();
-    assert_eq!(journal.earlier_errors, 1);
+    journal.append(&answered, bad.replace("line-2", "line-3")).unwrap();
+    assert_eq!(journal.earlier_errors(), 1);
     journal.finish().unwrap();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "one error made room for its like");
 }
@@ -83,8 +91,8 @@ fn a_torn_last_line_is_cut_off() {
         std::fs::write(&path, format!("{whole}\n{torn}")).unwrap();
         let (mut journal, known) = open(&path).unwrap();
         assert_eq!(journal.records, 1);
-        assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-        journal.append(&key("b"), false, r#"{"id":"request-2","custom_id":"b"}"#).unwrap();
+        assert!(is_done(&known, "a") && !is_done(&known, "b"));
+        journal.append(&key("b"), r#"{"id":"request-2","custom_id":"b"}"#).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, format!("{whole}\n{{\"id\":\"request-2\",\"custom_id\":\"b\"}}\n"), "{torn:?}");
     }
@@ -106,7 +114,7 @@ fn a_file_of_something_else_is_left_alone() {
 fn a_folder_that_takes_no_file_is_found_before_the_run() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("out.jsonl");
-    // Root may write to every folder, but not over this one.
+    // Root may write to every folder, but not over this folder.
     std::fs::create_dir(dir.path().join("out.jsonl.run.json.probe")).unwrap();
     let error = open(&path).err().unwrap().to_string();
     assert!(error.contains("out.jsonl.run.json") && error.contains("another folder"), "{error}");
@@ -150,7 +158,7 @@ fn the_input_is_not_overwritten() {
     assert!(error.contains("is the input"), "{error}");
 }
 
-/// Records go to a file that others can reach, too.
+/// Records are written to a file that other programs can also change.
 #[cfg(unix)]
 #[test]
 fn an_output_that_others_change_is_an_error() {
@@ -176,11 +184,11 @@ fn an_output_that_others_change_is_an_error() {
         let _ = fs::remove_file(&path);
         let started = || {
             let mut journal = open(&path).unwrap().0;
-            journal.append(&key("a"), false, record).unwrap();
+            journal.append(&key("a"), record).unwrap();
             change(&path);
             journal
         };
-        let error = started().append(&key("b"), false, record).unwrap_err().to_string();
+        let error = started().append(&key("b"), record).unwrap_err().to_string();
         assert!(error.contains(words) && error.contains("out.jsonl"), "{error}");
         let _ = fs::remove_file(&path);
         let error = started().finish().unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The log-probabilities of a choice while its line is not complete: 8 bytes for each token that is listed.
+//! The log-probabilities of a choice until its line is complete: 8 bytes for each listed token.
 
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 
@@ -6,21 +6,21 @@ use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 #[derive(Clone, Debug, Default)]
 pub struct LogprobList {
     chosen: Vec<TokenLogprob>,
-    /// Tokens that are listed at each position; a vocabulary may hold fewer than were asked for.
+    /// Number of tokens listed at each position. A vocabulary may have fewer than were requested.
     listed: usize,
-    /// The likeliest tokens of all positions, likeliest first: their ranks are 1, 2, ..
+    /// The top tokens of all positions, most likely first: their ranks are 1, 2, ..
     top: Vec<(u32, f32)>,
 }
 
 impl LogprobList {
-    /// Bytes of one position with so many listed tokens.
+    /// Bytes of one position with `listed` listed tokens.
     pub const fn bytes_per_token(listed: usize) -> usize {
         size_of::<TokenLogprob>() + listed * size_of::<(u32, f32)>()
     }
 
     /// Adds a position.
     pub fn push(&mut self, logprobs: &TokenLogprobs) {
-        // All positions of a choice list as many.
+        // All positions of a choice list the same number.
         self.listed = logprobs.top.len();
         self.chosen.push(logprobs.chosen);
         self.top.extend(logprobs.top.iter().map(|token| (token.token_id, token.logprob)));

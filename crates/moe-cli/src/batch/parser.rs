@@ -1,4 +1,4 @@
-//! What is known before any line is read: the model, and what requests are by default.
+//! The data that is known before any line is read: the model, and the defaults of requests.
 
 use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::Request;
@@ -10,11 +10,11 @@ use super::served::Served;
 
 /// Turns lines into jobs.
 pub struct Parser {
-    /// The model's tokenizer; without it there are only token ids.
+    /// The model's tokenizer; without it only token ids are possible.
     pub tokenizer: Option<Tokenizer>,
     /// Its chat template, if it has one.
     pub template: Option<ChatTemplate>,
-    /// Variables for the template; a body's replace them.
+    /// Variables for the template; variables of a body replace them.
     pub template_kwargs: Map<String, Value>,
     /// What is looked for in answers of a chat.
     pub answer: AnswerForm,
@@ -22,7 +22,7 @@ pub struct Parser {
     pub defaults: Request,
     /// The run's seed.
     pub seed: u64,
-    /// The longest sequence.
+    /// The length of the longest sequence.
     pub max_model_len: usize,
     /// Bytes of the experts of a token.
     pub routing_bytes: usize,
@@ -31,7 +31,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// The tokenizer, for what a field asks for.
+    /// The tokenizer; the error names the field that needs it.
     pub fn tokenizer(&self, field: &str) -> Result<&Tokenizer, ApiError> {
         let without =
             "it needs a tokenizer, and this run has none (--skip-tokenizer-init): send token ids as prompt";

@@ -1,4 +1,4 @@
-//! How far a batch is: a bar where somebody watches, a line now and then in a log.
+//! The progress of a batch: a bar at a terminal, a line from time to time in a log.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -8,16 +8,18 @@ use console::Term;
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 use moe_engine::engine::PromptProgress;
 use moe_engine::terminal::{hint, is_quiet};
+use serde_json::{Map, Value, json};
 
 use super::input::Total;
+use super::prices::Prices;
 
-/// Time between two looks of the bar.
+/// Time between two updates of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
-/// From then on the speed says something about the rest.
+/// From this time on the speed allows an estimate of the remaining time.
 const SPEED_KNOWN: Duration = Duration::from_secs(1);
 
-/// Counts what is done and shows it on stderr.
+/// Counts the finished lines and shows the progress on stderr.
 pub struct Progress {
     bar: Option<ProgressBar>,
     /// Time between two lines of a log.
@@ -25,7 +27,7 @@ pub struct Progress {
     start: Instant,
     shown: Instant,
     total: Total,
-    /// Lines of the input that are read.
+    /// Number of lines of the input that were read.
     pub read: u64,
     /// Lines answered by this run, errors included.
     pub answered: u64,
@@ -35,38 +37,38 @@ pub struct Progress {
     pub earlier_errors: u64,
     /// Lines that an earlier run answered.
     pub skipped: u64,
+    /// Lines of this run that got the answer of another line.
+    pub repeated: u64,
+    /// Tokens of the prompts of computed answers.
+    pub prompt_tokens: u64,
     /// New tokens.
     pub tokens: u64,
+    /// Prices of tokens.
+    pub prices: Prices,
     /// Prompts in the engine.
     pub prompts: PromptProgress,
 }
 
 impl Progress {
-    /// Progress over an input whose number of lines is known sooner or later; a log gets a line every `log_every`.
+    /// Progress over an input whose number of lines becomes known at some time; a log gets a line every `log_every`.
     pub fn new(total: Total, log_every: Duration) -> Self {
-        let bar = (std::io::stderr().is_terminal() && !is_quiet()).then(bar);
         let start = Instant::now();
-        let read = 0;
-        let answered = 0;
-        let errors = 0;
-        let earlier_errors = 0;
-        let skipped = 0;
-        let tokens = 0;
-        let shown = start;
-        let prompts = PromptProgress::default();
         Self {
-            bar,
+            bar: (std::io::stderr().is_terminal() && !is_quiet()).then(bar),
             log_every,
             start,
-            shown,
+            shown: start,
             total,
-            read,
-            answered,
-            errors,
-            earlier_errors,
-            skipped,
-            tokens,
-            prompts,
+            read: 0,
+            answered: 0,
+            errors: 0,
+            earlier_errors: 0,
+            skipped: 0,
+            repeated: 0,
+            prompt_tokens: 0,
+            tokens: 0,
+            prices: Prices::default(),
+            prompts: PromptProgress::default(),
         }
     }
 
@@ -80,7 +82,7 @@ impl Progress {
         self.total.is(self.read);
     }
 
-    /// Shows it, if it is time.
+    /// Shows the progress, if it is time.
     pub fn show(&mut self) {
         let every = if self.bar.is_some() { DRAW_EVERY } else { self.log_every };
         if self.shown.elapsed() < every {
@@ -94,12 +96,12 @@ impl Progress {
                 bar.set_position(self.done());
                 bar.set_message(status);
             }
-            // Not a message of the log: a user who filters that still wants to see that the run is alive.
+            // This is not a message of the log: a user who filters the log still wants to see that the run is alive.
             None => hint(status),
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -110,11 +112,38 @@ impl Progress {
         self.answered + self.skipped
     }
 
+    /// What the computed answers cost, if there is a price.
+    pub fn cost(&self) -> Option<f64> {
+        self.prices.cost(self.prompt_tokens, self.tokens)
+    }
+
+    /// The counters as JSON.
+    pub fn counters(&self) -> Map<String, Value> {
+        let elapsed = self.start.elapsed();
+        let counters = json!({
+            "seconds": elapsed.as_secs_f64(),
+            "total": self.total.get(),
+            "read": self.read,
+            "done": self.done(),
+            "skipped": self.skipped,
+            "answered": self.answered,
+            "repeated": self.repeated,
+            "errors": self.errors,
+            "earlier_errors": self.earlier_errors,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.tokens,
+            "tokens_per_second": self.rate(elapsed),
+            "seconds_left": self.left(elapsed).map(|left| left.as_secs_f64()),
+            "cost": self.cost(),
+        });
+        counters.as_object().cloned().unwrap_or_default()
+    }
+
     fn rate(&self, elapsed: Duration) -> f64 {
         self.tokens as f64 / elapsed.as_secs_f64().max(1e-3)
     }
 
-    /// How far it is after this time.
+    /// The progress after this time.
     fn status(&self, elapsed: Duration) -> String {
         let done = self.done();
         let rate = self.rate(elapsed);
@@ -124,7 +153,7 @@ impl Progress {
         };
         let errors = if self.errors > 0 { format!(", {} with errors", self.errors) } else { String::new() };
         let left = self.left(elapsed).map(|left| format!(", {} left", HumanDuration(left)));
-        // Until the first token, long prompts are all that moves.
+        // Until the first token, only the progress of long prompts changes.
         let prompts = match self.tokens {
             0 if self.prompts.total > 0 => {
                 format!(", {} of {} prompt tokens", self.prompts.computed, self.prompts.total)
@@ -134,7 +163,7 @@ impl Progress {
         format!("{of}, {rate:.0} tok/s{prompts}{errors}{}", left.unwrap_or_default())
     }
 
-    /// The time that the rest takes at the speed of this run so far; what earlier runs answered says nothing about it.
+    /// The remaining time at the speed of this run; lines that earlier runs answered are not counted in the speed.
     fn left(&self, elapsed: Duration) -> Option<Duration> {
         // The first answers are errors, which take no time, and the shortest texts.
         let rest = self.total.get().filter(|_| elapsed >= SPEED_KNOWN)?.checked_sub(self.done())?;
@@ -146,12 +175,13 @@ impl Progress {
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} request{}", self.answered, if self.answered == 1 { "" } else { "s" })?;
-        // Nothing was computed where earlier runs have answered all.
+        // If earlier runs have answered everything, nothing was computed.
         if self.answered > 0 {
             write!(f, ", {:.0} tok/s", self.rate(self.start.elapsed()))?;
         }
         for (count, what) in [
             (self.errors, "with errors"),
+            (self.repeated, "answered as equal ones"),
             (self.skipped, "done before"),
             (self.earlier_errors, "with errors of earlier runs"),
         ] {
@@ -159,14 +189,17 @@ impl fmt::Display for Progress {
                 write!(f, ", {count} {what}")?;
             }
         }
-        Ok(())
+        if self.tokens > 0 {
+            write!(f, ", {} prompt tokens, {} new tokens", self.prompt_tokens, self.tokens)?;
+        }
+        self.cost().map_or(Ok(()), |cost| write!(f, ", cost {cost:.6}"))
     }
 }
 
-/// On a narrow terminal the numbers have the line: one that is broken could not be drawn over.
+/// On a narrow terminal the numbers take the whole line, because a line that wraps could not be overwritten.
 fn bar() -> ProgressBar {
     let columns = Term::stderr().size_checked().map_or(u16::MAX, |(_, columns)| columns);
-    // The template is a constant; should it be wrong, indicatif's own does.
+    // The template is a constant; if it were wrong, indicatif's default would be used.
     let style =
         ProgressStyle::with_template(if columns < 90 { "{wide_msg}" } else { "{wide_bar} {msg}  {elapsed}" });
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
@@ -202,5 +235,21 @@ mod tests {
             "4 / 400 requests, 100 tok/s, 2 with errors",
             "nothing tells the speed yet"
         );
+    }
+
+    #[test]
+    fn the_summary_counts_tokens_and_cost() {
+        let mut progress = Progress::new(Total::default(), Duration::from_secs(10));
+        assert_eq!(progress.to_string(), "0 requests");
+        (progress.answered, progress.repeated, progress.errors, progress.skipped) = (5, 2, 1, 4);
+        (progress.prompt_tokens, progress.tokens) = (300_000, 20_000);
+        let summary = progress.to_string();
+        let end = ", 1 with errors, 2 answered as equal ones, 4 done before, 300000 prompt tokens, 20000 new tokens";
+        assert!(summary.starts_with("5 requests, ") && summary.ends_with(end), "{summary}");
+        progress.prices = Prices { input: Some(0.5), output: Some(2.0) };
+        assert!(progress.to_string().ends_with(", cost 0.190000"), "{progress}");
+        let counters = progress.counters();
+        let some = ["done", "repeated", "new_tokens", "total"].map(|name| counters[name].clone());
+        assert_eq!(some, [json!(9), json!(2), json!(20_000), Value::Null]);
     }
 }

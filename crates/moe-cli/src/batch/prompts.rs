@@ -11,16 +11,16 @@ use crate::{error, messages};
 
 /// Tokens to continue.
 pub struct Prompt {
-    /// At least one, or the engine refuses them.
+    /// Token ids. The engine refuses a prompt without any.
     pub ids: Vec<u32>,
-    /// Text in front of the answer, if it is wanted.
+    /// Text before the answer, if it is wanted.
     pub echo: Option<String>,
-    /// What it has begun of the answer.
+    /// The part of the answer that the prompt has begun.
     pub begun: Begun,
 }
 
 impl Prompt {
-    /// What an answer needs of it, its ids only where they are asked for.
+    /// The data that an answer needs; token ids are only included if they are requested.
     pub fn form(&self, token_ids: bool) -> PromptForm {
         let first_token = self.ids.first().copied().unwrap_or_default();
         let token_ids = token_ids.then(|| self.ids.clone());
@@ -45,7 +45,7 @@ pub fn completions(parser: &Parser, body: &Fields, echo: bool) -> Result<Vec<Pro
             None => Ok(String::new()),
         };
         let echo = echo.then(text).transpose();
-        let echo = echo.map_err(|e| ApiError::field("prompt", error::describe(&e)))?;
+        let echo = echo.map_err(|e| ApiError::field("prompt", error::describe(&e.into())))?;
         Ok(Prompt { ids, echo, begun: Begun::Nothing })
     };
     let value = body.value("prompt").ok_or_else(|| ApiError::field("prompt", FORMS))?;
@@ -78,7 +78,7 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     let continues = body.bool("continue_final_message")?.unwrap_or(false);
     let mut kwargs = parser.template_kwargs.clone();
     kwargs.extend(body.object("chat_template_kwargs")?.cloned().unwrap_or_default());
-    // As in vLLM: what it means is the template's matter.
+    // As in vLLM, the template decides what this means.
     if let Some(effort) = body.text("reasoning_effort")? {
         kwargs.insert("reasoning_effort".into(), effort.into());
     }
@@ -96,8 +96,8 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     let special = body.bool("add_special_tokens")?.unwrap_or(false);
     let ids = encode_prompt(parser, "messages", &text, special)?;
     let begun = match continues {
-        true => Begun::of_continued(&text, last["content"].as_str().unwrap_or_default()),
-        false => Begun::of(&text),
+        true => Begun::of_continued(&text, last["content"].as_str().unwrap_or_default(), parser.answer),
+        false => Begun::of(&text, parser.answer),
     };
     let role = if generates { "assistant" } else { last["role"].as_str().unwrap_or_default() };
     // As in vLLM: the message that the answer continues.
@@ -106,7 +106,7 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     Ok((vec![Prompt { ids, echo, begun }], role.to_string()))
 }
 
-/// The error of a conversation that cannot be rendered, with the field at fault where it is not the messages.
+/// The error of a conversation that cannot be rendered. It names the field if the cause is not in the messages.
 fn refused(error: &ChatError) -> ApiError {
     const FIELDS: [&str; 4] = ["chat_template_kwargs", "continue_final_message", "tools", "documents"];
     let ChatError::Request(message) = error else { return ApiError::field("messages", error) };
@@ -130,5 +130,5 @@ fn encode_prompt(
 
 fn encode(tokenizer: &Tokenizer, text: &str, special_tokens: bool) -> Result<Vec<u32>, ApiError> {
     let ids = if special_tokens { tokenizer.encode(text) } else { tokenizer.encode_rendered(text) };
-    ids.map_err(|e| ApiError::field("prompt", error::describe(&e)))
+    ids.map_err(|e| ApiError::field("prompt", error::describe(&e.into())))
 }

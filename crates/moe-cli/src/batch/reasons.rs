@@ -1,14 +1,14 @@
-//! Why lines of a batch have no answer: how many for which reason, with an example of each.
+//! Why lines of a batch have no answer: the number of lines for each reason, with an example.
 
 use std::fmt;
 
 use moe_engine::terminal::shortened;
 
-/// Reasons that are told apart; those after them are counted together.
+/// Number of reasons that are counted separately; later ones are counted together.
 const KEPT: usize = 64;
-/// Reasons that are shown, the most frequent first.
+/// Number of reasons that are shown, the most frequent first.
 const SHOWN: usize = 5;
-/// Characters of a reason.
+/// The largest number of characters of a reason.
 const LONGEST: usize = 300;
 
 /// The reasons of a run.
@@ -40,7 +40,7 @@ impl Reasons {
     }
 }
 
-/// What messages of one reason have in common: all but numbers and what they quote.
+/// The common part of messages with the same reason: everything but numbers and quoted text.
 fn kind(message: &str) -> String {
     let mut kind = String::new();
     let mut quoted = false;

@@ -1,35 +1,40 @@
-//! The records of an output: how one is written, and what a later run reads of it, which is what it is known by.
+//! The records of an output: how a record is written, and which parts a later run reads.
 
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-/// How every record begins; tells a torn record from a file that is not ours.
+use super::known::name;
+
+/// The beginning of every record, which distinguishes an incomplete record from a different file.
 const BEGINNING: &[u8] = br#"{"id":""#;
 
-/// What a record of an earlier run is known by.
+/// The longest record that is read into memory as a whole, in bytes.
+const MAX_REREAD: u64 = 1 << 20;
+
+/// The identity of a record of an earlier run.
 #[derive(Deserialize)]
 pub struct Header {
     /// Its `id`.
     pub id: String,
     /// The line's `custom_id`, where it has one.
     pub custom_id: Option<String>,
-    /// What answered it.
+    /// The answer, in the form of the HTTP API.
     #[serde(default)]
     pub response: Response,
-    /// There is one: it is an error.
+    /// If present, the record is an error.
     #[serde(default)]
     pub error: Option<IgnoredAny>,
 }
 
-/// The part of a record that HTTP would answer.
+/// The part of a record that is the answer of the HTTP API.
 #[derive(Default, Deserialize)]
 pub struct Response {
-    /// Ends with the fingerprint of what was asked for.
+    /// Ends with the fingerprint of the request.
     #[serde(default)]
     pub request_id: String,
     /// The answer.
@@ -50,31 +55,42 @@ struct Usage {
 }
 
 impl Header {
+    /// The name of its line.
+    pub fn name(&self) -> String {
+        name(&self.id, self.custom_id.as_deref())
+    }
+
     /// Tokens of its prompts and answers.
     pub fn total_tokens(&self) -> usize {
         self.response.body.as_ref().map_or(0, |body| body.usage.total_tokens)
     }
 }
 
-/// Copies the lines of records that are wanted.
-pub fn copy(
-    mut from: impl BufRead,
-    to: &mut impl Write,
-    wanted: impl Fn(u64, &Header) -> bool,
-) -> io::Result<()> {
+/// Copies the records of a file that are wanted; the second argument of `wanted` is a record's offset.
+pub fn copy(mut from: &File, to: &mut impl Write, wanted: impl Fn(&Header, u64) -> bool) -> io::Result<()> {
+    from.rewind()?;
+    let mut reader = BufReader::with_capacity(1 << 20, from);
     let mut line = Vec::new();
-    let mut number = 0;
-    while from.read_until(b'\n', &mut line)? > 0 {
-        if wanted(number, &serde_json::from_slice(&line)?) {
+    let mut at = 0;
+    while reader.read_until(b'\n', &mut line)? > 0 {
+        if wanted(&serde_json::from_slice(&line)?, at) {
             to.write_all(&line)?;
         }
+        at += line.len() as u64;
         line.clear();
-        number += 1;
     }
     Ok(())
 }
 
-/// Writes a record and its newline part by part: it may be larger than the memory. The bytes that it came to.
+/// The line at this offset of a file; `None` if it is longer than [`MAX_REREAD`].
+pub fn read_at(mut file: &File, at: u64) -> io::Result<Option<String>> {
+    file.seek(SeekFrom::Start(at))?;
+    let mut line = Vec::new();
+    BufReader::new(file.take(MAX_REREAD)).read_until(b'\n', &mut line)?;
+    Ok(String::from_utf8(line).ok().filter(|line| line.ends_with('\n')))
+}
+
+/// Writes a record and its newline part by part, because it may be larger than the memory. Returns the number of bytes.
 pub fn write_line(out: impl Write, record: impl Display) -> io::Result<u64> {
     let mut out = BufWriter::with_capacity(1 << 16, Counted { out, bytes: 0 });
     writeln!(out, "{record}")?;
@@ -100,8 +116,9 @@ impl<W: Write> Write for Counted<W> {
     }
 }
 
-/// Reads the records of a file; its length without a torn last line.
-pub fn scan(file: &File, name: &str, mut note: impl FnMut(Header)) -> Result<u64> {
+/// Reads the records of a file with their offsets; returns its length without an incomplete last line.
+pub fn scan(mut file: &File, name: &str, mut note: impl FnMut(Header, u64)) -> Result<u64> {
+    file.rewind().with_context(|| format!("cannot read {name}"))?;
     let mut reader = BufReader::with_capacity(1 << 20, file);
     let mut line = Vec::new();
     let mut records = 0;
@@ -112,12 +129,12 @@ pub fn scan(file: &File, name: &str, mut note: impl FnMut(Header)) -> Result<u64
         if !line.ends_with(b"\n") {
             let torn = line.starts_with(BEGINNING)
                 || BEGINNING.starts_with(&line)
-                // What some file systems leave of a write that a power failure interrupted.
+                // Some file systems leave zeros after a write that a power failure interrupted.
                 || line.iter().all(|byte| *byte == 0);
             return if torn { Ok(len) } else { not_ours(name, records + 1, "no such record") };
         }
         match serde_json::from_slice(&line) {
-            Ok(header) => note(header),
+            Ok(header) => note(header, len),
             Err(e) => return not_ours(name, records + 1, &e.to_string()),
         }
         records += 1;

@@ -1,20 +1,20 @@
-//! A file replaced as a whole: a crash at any moment leaves the old contents or the new.
+//! Replaces a file as a whole: a crash at any moment leaves the old or the new contents.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// A path with more at the end of its name.
-pub fn beside(path: &Path, ending: &str) -> PathBuf {
+/// A path with `ending` added to its name.
+pub fn sibling(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
     name.into()
 }
 
-/// Writes a temporary file beside `path` and, once it is on the disk, renames it over `path`. The new file comes back
+/// Writes a temporary file next to `path` and, when it is on the disk, renames it to `path`. The new file is returned
 /// open for appending, and locked.
 pub fn replace(path: &Path, write: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>) -> io::Result<File> {
-    let temporary = beside(path, ".tmp");
+    let temporary = sibling(path, ".tmp");
     match fs::remove_file(&temporary) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
@@ -22,7 +22,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut BufWriter<&File>) -> io::Res
     let file = OpenOptions::new().read(true).append(true).create_new(true).open(&temporary)?;
     let filled = fill(&file, write).and_then(|()| fs::rename(&temporary, path));
     if let Err(e) = filled {
-        // It is of no use; the error that matters is the first one.
+        // The temporary file is useless, and the first error is the one that matters.
         let _ = fs::remove_file(&temporary);
         return Err(e);
     }
@@ -31,7 +31,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut BufWriter<&File>) -> io::Res
 }
 
 fn fill(file: &File, write: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>) -> io::Result<()> {
-    // Where a file system has no locks, two runs cannot be kept apart, and one runs as well as before.
+    // If a file system has no locks, two runs cannot be kept apart, but one run works as before.
     let _ = file.try_lock();
     let mut writer = BufWriter::with_capacity(1 << 20, file);
     write(&mut writer)?;
@@ -40,7 +40,7 @@ fn fill(file: &File, write: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>
     file.sync_all()
 }
 
-/// Puts the new name on the disk, where folders can be synced.
+/// Makes sure that the new name is on the disk, if folders can be synced.
 fn sync_folder(path: &Path) {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     if let Ok(folder) = File::open(folder.unwrap_or(Path::new("."))) {

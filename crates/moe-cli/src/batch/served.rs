@@ -1,4 +1,4 @@
-//! The names that a body may call the running model by.
+//! The names under which a body may refer to the running model.
 
 use std::path::{Path, PathBuf};
 
@@ -7,10 +7,10 @@ use crate::hub;
 
 /// The running model.
 pub struct Served {
-    /// What `--model` says, of an address the name in it, or `embedded`.
+    /// The value of `--model`, the name in it if it is an address, or `embedded`.
     pub name: String,
     folder: Option<PathBuf>,
-    /// Bodies may name any model.
+    /// Whether bodies may name any model.
     any: bool,
 }
 
@@ -22,13 +22,13 @@ impl Served {
         Self { name, folder, any }
     }
 
-    /// The `model` of an answer: the body's, where it has one.
+    /// The `model` of an answer: the body's, if it has one.
     ///
     /// # Errors
-    /// It is another model than the running one; status and type are vLLM's.
+    /// The body names another model than the running one; status and type are vLLM's.
     pub fn check(&self, body: &Fields) -> Result<String, ApiError> {
         match body.text("model")? {
-            // vLLM takes an empty name as none.
+            // vLLM treats an empty name as absent.
             None | Some("") => Ok(self.name.clone()),
             Some(asked) if self.any || self.is_called(asked) => Ok(asked.to_string()),
             Some(asked) => {

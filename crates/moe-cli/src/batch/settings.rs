@@ -1,5 +1,5 @@
-//! What the answers of a run depend on beside its requests, kept in a file beside the output: a rerun with other
-//! settings must not pass for a continuation.
+//! The settings on which the answers of a run depend, in a file next to the output. A rerun with other settings must
+//! not be mistaken for a continuation.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -7,30 +7,30 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use moe_engine::chat::ChatFiles;
-use moe_engine::usage;
 use serde_json::{Map, Value, json};
 use tracing::warn;
 
 use super::fields::short;
 use super::fingerprint::Fingerprint;
 use super::parser::Parser;
-use super::replace::{beside, replace};
+use super::replace::{replace, sibling};
+use crate::error::usage;
 
-/// Fields of the default request that are no settings: what each request has of its own, and the seed that is derived.
+/// Fields of the default request that are not settings: fields that each request sets itself, and the derived seed.
 const NOT_SETTINGS: [&str; 6] =
     ["prompt", "sampling", "prompt_logprobs", "timeout", "capture_routing", "replay_routing"];
 
-/// The setting that matters only to answers that the context has cut, or would cut now.
+/// The setting that matters only for answers that the context has cut, or would cut now.
 const CONTEXT: &str = "max_model_len";
 
-/// Settings by their names, in an order that does not change.
+/// Settings by name, in a fixed order.
 #[derive(Debug, Default, PartialEq)]
 pub struct Settings(Map<String, Value>);
 
 impl Settings {
-    /// The settings of a run with a model of this dtype. Of the chat templates only the fingerprint is kept.
+    /// The settings of a run with a model of this dtype. Of the chat templates only the fingerprint is stored.
     pub fn new(parser: &Parser, chat: Option<&ChatFiles>, dtype: &str) -> Result<Self> {
-        // By way of text, which keeps 0.7 from becoming 0.699999988.
+        // The conversion goes through text, which keeps 0.7 from becoming 0.699999988.
         let text =
             serde_json::to_string(&parser.defaults).context("cannot describe the sampling defaults")?;
         let mut defaults: Map<String, Value> = serde_json::from_str(&text)?;
@@ -41,8 +41,8 @@ impl Settings {
             ("dtype".to_string(), json!(dtype)),
             (CONTEXT.to_string(), json!(parser.max_model_len)),
             ("skip_tokenizer_init".to_string(), json!(parser.tokenizer.is_none())),
-            ("reasoning_parser".to_string(), json!(parser.answer.reasoning.then_some("qwen3"))),
-            ("tool_call_parser".to_string(), json!(parser.answer.calls.then_some("hermes"))),
+            ("reasoning_parser".to_string(), json!(parser.answer.reasoning.map(|parser| parser.name))),
+            ("tool_call_parser".to_string(), json!(parser.answer.calls.map(|parser| parser.name))),
             ("chat_template".to_string(), json!(chat.map(|files| Fingerprint::of(files).to_string()))),
             ("chat_template_kwargs".to_string(), json!(parser.template_kwargs)),
         ]);
@@ -52,8 +52,8 @@ impl Settings {
         Ok(Self(settings))
     }
 
-    /// What differs, with the old value and the new, for answers of at most so many tokens with their prompts. A setting
-    /// that only one of two versions of this program has is left out.
+    /// The differences, with old and new values, for answers of at most `longest` tokens including their prompts. A
+    /// setting that only one of two versions of this program has is ignored.
     fn differences(&self, old: &Self, longest: usize) -> Vec<String> {
         let both = old.0.iter().filter_map(|(name, old)| Some((name, old, self.0.get(name)?)));
         let fits = |context: &Value| context.as_u64().is_some_and(|context| (longest as u64) < context);
@@ -62,46 +62,31 @@ impl Settings {
             .map(|(name, old, new)| format!("{name} was {} and is {}", short(old), short(new)))
             .collect()
     }
-}
 
-/// The file with the settings of an output.
-pub struct SettingsFile(PathBuf);
-
-impl SettingsFile {
-    /// The settings file of an output.
-    pub fn of(output: &Path) -> Self {
-        Self(beside(output, ".run.json"))
+    /// Stores the settings of an output that has no answers yet.
+    pub fn write(&self, output: &Path) -> Result<()> {
+        let path = file_of(output);
+        let text = serde_json::to_string_pretty(&self.0)? + "\n";
+        let written = replace(&path, |file| file.write_all(text.as_bytes()));
+        written.map(drop).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Whether the file can be written, as far as that can be known before: its folder takes a new file. The error is
-    /// that of the file that it does not take.
-    pub fn check_writable(&self) -> Result<(), (PathBuf, std::io::Error)> {
-        let probe = beside(&self.0, ".probe");
-        let made = fs::OpenOptions::new().write(true).create(true).truncate(true).open(&probe);
-        made.and_then(|_| fs::remove_file(&probe)).map_err(|e| (self.0.clone(), e))
-    }
-
-    /// Keeps the settings of an output that holds no answers yet.
-    pub fn write(&self, settings: &Settings) -> Result<()> {
-        let text = serde_json::to_string_pretty(&settings.0)? + "\n";
-        let written = replace(&self.0, |file| file.write_all(text.as_bytes()));
-        written.map(drop).with_context(|| format!("cannot write {}", self.0.display()))
-    }
-
-    /// Compares with the settings of the run that began the output, whose longest answer has so many tokens with its
-    /// prompt; a file of an older version has none.
+    /// Compares with the settings of the run that began an output. `longest` is the number of tokens of its longest
+    /// answer with prompt. An output of an older version has no file of settings.
     ///
     /// # Errors
-    /// They differ: the output would mix answers of both.
-    pub fn check(&self, settings: &Settings, output: &str, longest: usize) -> Result<()> {
-        let name = self.0.display();
-        let Some(old) = self.read()? else {
+    /// They differ, so the output would mix answers of both.
+    pub fn check(&self, output: &Path, longest: usize) -> Result<()> {
+        let path = file_of(output);
+        let name = path.display();
+        let output = output.display();
+        let Some(old) = Self::read(&path)? else {
             warn!(
                 "--output {output}: there is no {name}, so nobody can tell whether its records had these settings"
             );
             return Ok(());
         };
-        let differences = settings.differences(&old, longest);
+        let differences = self.differences(&old, longest);
         if differences.is_empty() {
             return Ok(());
         }
@@ -112,20 +97,25 @@ impl SettingsFile {
         )))
     }
 
-    fn read(&self) -> Result<Option<Settings>> {
-        let name = self.0.display();
-        let bytes = match fs::read(&self.0) {
+    fn read(path: &Path) -> Result<Option<Self>> {
+        let name = path.display();
+        let bytes = match fs::read(path) {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             bytes => bytes.with_context(|| format!("cannot read {name}"))?,
         };
-        match serde_json::from_slice(&bytes) {
-            Ok(settings) => Ok(Some(Settings(settings))),
-            Err(e) => Err(usage(format!(
+        let settings = serde_json::from_slice(&bytes).map_err(|e| {
+            usage(format!(
                 "{name} does not hold the settings of a batch: {e}; delete it to go on without them, or answer all \
                  lines again with --overwrite"
-            ))),
-        }
+            ))
+        })?;
+        Ok(Some(Self(settings)))
     }
+}
+
+/// The file with the settings of an output.
+pub fn file_of(output: &Path) -> PathBuf {
+    sibling(output, ".run.json")
 }
 
 #[cfg(test)]
@@ -180,15 +170,13 @@ mod tests {
     #[test]
     fn a_file_survives_and_a_broken_one_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let file = SettingsFile::of(&dir.path().join("out.jsonl"));
-        assert!(
-            file.check(&settings(|_| {}), "out.jsonl", 0).is_ok(),
-            "without a file there is only a warning"
-        );
-        file.write(&settings(|_| {})).unwrap();
-        assert_eq!(file.read().unwrap(), Some(settings(|_| {})));
+        let output = dir.path().join("out.jsonl");
+        let ours = settings(|_| {});
+        assert!(ours.check(&output, 0).is_ok(), "without a file there is only a warning");
+        ours.write(&output).unwrap();
+        assert_eq!(Settings::read(&file_of(&output)).unwrap(), Some(settings(|_| {})));
         fs::write(dir.path().join("out.jsonl.run.json"), "{").unwrap();
-        let error = file.check(&settings(|_| {}), "out.jsonl", 0).unwrap_err().to_string();
+        let error = ours.check(&output, 0).unwrap_err().to_string();
         assert!(error.contains("out.jsonl.run.json") && error.contains("--overwrite"), "{error}");
     }
 }

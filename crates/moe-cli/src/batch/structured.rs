@@ -1,23 +1,23 @@
-//! Structured output of a body: OpenAI's `response_format`, and the names that vLLM has had for it.
+//! Structured output of a body: OpenAI's `response_format`, and the names that vLLM has used for it.
 
 use moe_engine::structured::StructuredOutput;
 use serde_json::Value;
 
 use super::fields::{ApiError, Fields, short};
 
-/// What a body asks for under one of the names.
+/// The structured output that a body requests under one of the names.
 pub struct Asked {
     /// The name.
     pub field: &'static str,
-    /// `None` where it says that the text is free.
+    /// `None` if the text is free.
     pub output: Option<StructuredOutput>,
 }
 
-/// The names beside `response_format`.
+/// The names in addition to `response_format`.
 const FIELDS: [&str; 5] =
     ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"];
 
-/// What a body asks for; `None` where it says nothing.
+/// The requested structured output; `None` if the body has none.
 pub fn asked(body: &Fields) -> Result<Option<Asked>, ApiError> {
     let mut asked = response_format(body)?;
     for field in FIELDS {
@@ -57,7 +57,7 @@ fn response_format(body: &Fields) -> Result<Option<Asked>, ApiError> {
     Ok(Some(Asked { field: FIELD, output }))
 }
 
-/// vLLM's object of all kinds, of which one is given. It is sent with null or false for what is off.
+/// vLLM's object with all kinds, of which one is given. Clients send null or false for the others.
 fn structured_outputs(body: &Fields) -> Result<StructuredOutput, ApiError> {
     const FIELD: &str = "structured_outputs";
     let given = body.object(FIELD)?.into_iter().flatten();
@@ -69,7 +69,7 @@ fn structured_outputs(body: &Fields) -> Result<StructuredOutput, ApiError> {
     one(FIELD, kind, value)
 }
 
-/// The output of a kind.
+/// The structured output of one kind.
 fn one(field: &'static str, kind: &str, value: &Value) -> Result<StructuredOutput, ApiError> {
     let wrong = |expected: &str| {
         let place = if field.ends_with(kind) { String::new() } else { format!("{kind}: ") };
@@ -92,7 +92,7 @@ fn one(field: &'static str, kind: &str, value: &Value) -> Result<StructuredOutpu
     }
 }
 
-/// A schema as it is, or as the text of one.
+/// A schema as JSON, or as the text of a schema.
 fn json(field: &'static str, value: &Value) -> Result<StructuredOutput, ApiError> {
     match value {
         Value::Object(_) | Value::Bool(_) => Ok(StructuredOutput::JsonSchema(value.to_string())),

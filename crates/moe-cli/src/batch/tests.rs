@@ -4,7 +4,7 @@ mod calls;
 mod forms;
 
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs, request_seed};
-use moe_engine::chat::{AnswerForm, ChatTemplate};
+use moe_engine::chat::{AnswerForm, CallParser, ChatTemplate, ReasoningParser};
 use moe_engine::engine::{FinishReason, Request, StopReason};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -23,6 +23,11 @@ fn bytes() -> Tokenizer {
     Tokenizer::bytes().unwrap()
 }
 
+/// Qwen3's forms.
+fn both() -> AnswerForm {
+    AnswerForm { reasoning: ReasoningParser::named("qwen3"), calls: CallParser::named("hermes") }
+}
+
 pub fn parser() -> Parser {
     let config = json!({ "chat_template": TEMPLATE }).to_string();
     let mut defaults = Request::new(Vec::new());
@@ -39,6 +44,11 @@ pub fn parser() -> Parser {
         routing_bytes: 0,
         served: Served::new(Some("tiny"), true),
     }
+}
+
+fn parse_with(parser: Parser, url: &str, body: Value) -> Result<Job, ApiError> {
+    let line = json!({"custom_id": "a", "url": url, "body": body});
+    parser.parse(line.as_object().unwrap(), "a")
 }
 
 fn parse(url: &str, body: Value) -> Result<Job, ApiError> {

@@ -1,5 +1,6 @@
 //! The tools of a body, and which of them its answer must call.
 
+use moe_engine::chat::{AnswerForm, CallParser, Schemas};
 use moe_engine::structured::{Function, StructuredOutput};
 use serde_json::{Value, json};
 
@@ -7,17 +8,17 @@ use super::api::Api;
 use super::fields::{ApiError, Fields, short};
 use super::structured::Asked;
 
-/// The name of the field that says it.
+/// The name of the field.
 const FIELD: &str = "tool_choice";
 
 /// The tools of a body.
 #[derive(Debug, Default, PartialEq)]
 pub struct Tools {
     functions: Vec<Function>,
-    /// There are some, of whatever form.
+    /// Whether there are tools, of whatever form.
     given: bool,
     choice: Choice,
-    /// At most one call is wanted.
+    /// Whether at most one call is wanted.
     single: bool,
 }
 
@@ -35,7 +36,7 @@ enum Choice {
 }
 
 impl Tools {
-    /// What a body says of its tools; a completion has none.
+    /// The tools of a body; a completion has none.
     pub fn of(api: Api, body: &Fields) -> Result<Self, ApiError> {
         if api == Api::Completions {
             return Ok(Self::default());
@@ -85,11 +86,15 @@ impl Tools {
         }
     }
 
-    /// The structured output of the answer: calls where they are required, else what is asked for.
+    /// The structured output of the answer: calls in this form if calls are required, otherwise the requested one.
     ///
     /// # Errors
-    /// Both are.
-    pub fn with_calls(&self, asked: Option<Asked>) -> Result<Option<Asked>, ApiError> {
+    /// Both are required, or no grammar describes calls of this form.
+    pub fn with_calls(
+        &self,
+        asked: Option<Asked>,
+        parser: &'static CallParser,
+    ) -> Result<Option<Asked>, ApiError> {
         let (functions, parallel) = match self.choice {
             Choice::None | Choice::Auto => return Ok(asked),
             Choice::Required => (self.functions.clone(), !self.single),
@@ -101,22 +106,28 @@ impl Tools {
                 format!("it requires calls, and {field} asks for another text: leave one of them out"),
             )),
             _ => {
-                let output = Some(StructuredOutput::ToolCalls { functions, parallel });
+                parser.check_grammar().map_err(|reason| ApiError::field(FIELD, reason))?;
+                let output = Some(StructuredOutput::ToolCalls { parser, functions, parallel });
                 Ok(Some(Asked { field: FIELD, output }))
             }
         }
     }
 
-    /// Whether calls are looked for in the answer, where `parser` says whether they are in one that is free.
-    pub fn are_called(&self, parser: bool) -> bool {
+    /// The form of the calls that are looked for in the answer; `form` is the one for free text.
+    pub fn called(&self, form: AnswerForm) -> Option<&'static CallParser> {
         match self.choice {
-            Choice::None => false,
-            Choice::Auto => parser && self.given,
-            Choice::Required | Choice::Named(_) => true,
+            Choice::None => None,
+            Choice::Auto => form.calls.filter(|_| self.given),
+            Choice::Required | Choice::Named(_) => Some(form.required_calls()),
         }
     }
 
-    /// The most calls of an answer; as in vLLM further ones are dropped.
+    /// The schemas of the functions, from which the types of arguments are read.
+    pub fn schemas(&self) -> Schemas {
+        Schemas::new(self.functions.iter().map(|function| (&function.name[..], &function.parameters[..])))
+    }
+
+    /// The largest number of calls in an answer; as in vLLM, further calls are dropped.
     pub fn most_calls(&self) -> usize {
         if self.single { 1 } else { usize::MAX }
     }
@@ -144,6 +155,15 @@ mod tests {
         Tools::of(Api::Chat, &Fields(body.as_object().unwrap())).map_err(|e| e.message)
     }
 
+    fn hermes() -> &'static CallParser {
+        CallParser::named("hermes").unwrap()
+    }
+
+    /// Whether calls are looked for, with a parser or without.
+    fn called(tools: &Tools, parser: bool) -> bool {
+        tools.called(AnswerForm { reasoning: None, calls: parser.then(hermes) }).is_some()
+    }
+
     fn body(choice: Value) -> Value {
         let function = |name: &str| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}});
         json!({"tools": [function("f"), function("g")], "tool_choice": choice})
@@ -151,21 +171,19 @@ mod tests {
 
     #[test]
     fn a_choice_says_which_calls_the_answer_has() {
-        let output = |tools: &Tools| tools.with_calls(None).unwrap().and_then(|asked| asked.output);
+        let output = |tools: &Tools| tools.with_calls(None, hermes()).unwrap().and_then(|asked| asked.output);
         for choice in [json!(null), json!("auto"), json!("none")] {
             let tools = tools(body(choice.clone())).unwrap();
             assert_eq!(output(&tools), None, "{choice}");
-            assert_eq!(
-                (tools.are_called(true), tools.are_called(false)),
-                (choice != "none", false),
-                "{choice}"
-            );
+            assert_eq!((called(&tools, true), called(&tools, false)), (choice != "none", false), "{choice}");
         }
         let required = tools(body(json!("required"))).unwrap();
-        let Some(StructuredOutput::ToolCalls { functions, parallel }) = output(&required) else { panic!() };
-        assert_eq!((functions.len(), parallel, required.are_called(false)), (2, true, true));
+        let Some(StructuredOutput::ToolCalls { functions, parallel, .. }) = output(&required) else {
+            panic!()
+        };
+        assert_eq!((functions.len(), parallel, called(&required, false)), (2, true, true));
         let named = tools(body(json!({"type": "function", "function": {"name": "g"}}))).unwrap();
-        let Some(StructuredOutput::ToolCalls { functions, parallel }) = output(&named) else { panic!() };
+        let Some(StructuredOutput::ToolCalls { functions, parallel, .. }) = output(&named) else { panic!() };
         assert_eq!((functions[0].name.as_str(), functions.len(), parallel), ("g", 1, false));
         assert!(named.is_named() && !required.is_named());
         let mut single = body(json!("required"));
@@ -184,8 +202,15 @@ mod tests {
         assert!(error(body(unknown.clone())).contains("there is no function \"h\" in tools, which has f, g"));
         assert!(error(json!({"tool_choice": unknown})).contains("which has no functions"));
         assert!(error(json!({"tool_choice": "required"})).contains("it needs tools"));
+        let mistral = CallParser::named("mistral").unwrap();
+        let special = tools(body(json!("required"))).unwrap().with_calls(None, mistral).err().unwrap();
+        assert!(
+            special.message.contains("mistral") && special.message.contains("hermes"),
+            "{}",
+            special.message
+        );
         let asked = Asked { field: "guided_regex", output: Some(StructuredOutput::JsonObject) };
-        let both = tools(body(json!("required"))).unwrap().with_calls(Some(asked)).err().unwrap();
+        let both = tools(body(json!("required"))).unwrap().with_calls(Some(asked), hermes()).err().unwrap();
         assert!(both.message.contains("guided_regex asks for another text"), "{}", both.message);
     }
 }

@@ -1,10 +1,10 @@
-//! Parameters that this engine does not have.
+//! Parameters that this engine does not support.
 
 use serde_json::{Value, json};
 
 use super::fields::{ApiError, Fields, short};
 
-/// Parameters that would change the answer and that this engine has not: refused, not ignored.
+/// Unsupported parameters that would change the answer. They are refused, not ignored.
 const UNSUPPORTED: [&str; 17] = [
     "audio",
     "best_of",
@@ -25,7 +25,7 @@ const UNSUPPORTED: [&str; 17] = [
     "vllm_xargs",
 ];
 
-/// Refuses what cannot be done, where it is asked for.
+/// Refuses a body that uses one of them.
 pub fn check(body: &Fields) -> Result<(), ApiError> {
     let off = |name: &str, value: &Value| {
         *value == false || *value == json!([]) || *value == json!({}) || (name == "best_of" && *value == 1)

@@ -1,11 +1,11 @@
-//! Whether an output is still the file that a run writes to. A record that goes to a file without a name, or to one that was
-//! cut, is lost, and the run would not know.
+//! Checks that an output is still the file to which a run writes. A record in a deleted or truncated file would be lost
+//! without notice.
 
 use std::fs::{File, Metadata};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
-/// What another program did to an open file that was at this path with this length.
+/// The change that another program made to an open file, which was at this path with this length.
 pub fn change(file: &File, path: &Path, len: u64) -> io::Result<Option<String>> {
     let there = match path.metadata() {
         Ok(there) => Some(there),
@@ -28,7 +28,7 @@ fn is_same(a: &Metadata, b: &Metadata) -> bool {
     (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// Elsewhere a file that is open cannot be deleted.
+/// On other systems an open file cannot be deleted.
 #[cfg(not(unix))]
 fn is_same(_: &Metadata, _: &Metadata) -> bool {
     true

@@ -1,10 +1,10 @@
-//! When the tokens of many requests come, and what is said about it: exact percentiles, in milliseconds.
+//! When the tokens of many requests arrive: exact percentiles, in milliseconds.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// The moments at which tokens come, each as the time since the run began.
+/// The times at which tokens arrive, each since the beginning of the run.
 pub struct Arrivals {
     /// The last token of each request; `None` before its first.
     last: Vec<Option<Duration>>,
@@ -13,12 +13,12 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// For so many requests; nothing has come yet.
+    /// For `requests` requests, before any token has arrived.
     pub fn new(requests: usize) -> Self {
         Self { last: vec![None; requests], to_first: Vec::with_capacity(requests), between: Vec::new() }
     }
 
-    /// A token of a request came at this time.
+    /// Notes that a token of a request arrived at this time.
     pub fn add(&mut self, request: usize, now: Duration) {
         match self.last[request].replace(now) {
             None => self.to_first.push(now),
@@ -31,14 +31,14 @@ impl Arrivals {
         self.to_first.len() + self.between.len()
     }
 
-    /// Times from the beginning of the run to the first token of each request; and from token to token of each.
-    /// `None` where there are none.
+    /// The distribution of the times from the beginning of the run to the first token of each request, and of the times
+    /// between tokens. `None` if there are none.
     pub fn spreads(self) -> (Option<Spread>, Option<Spread>) {
         (Spread::of(self.to_first), Spread::of(self.between))
     }
 }
 
-/// How times are spread, in milliseconds. Percentiles are by nearest rank, so each is a time that was measured.
+/// The distribution of times, in milliseconds. Percentiles are by nearest rank, so each is a measured time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Spread {
     /// Their mean.

@@ -1,4 +1,4 @@
-//! What every measurement has in common: the model, the size of a KV block, and what a result says about the run.
+//! The common part of all measurements: the model, the size of a KV block, and the description of the run in a result.
 
 use moe_engine::Session;
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ pub fn model(args: &BenchArgs) -> Model<'_> {
     }
 }
 
-/// What a result says about the program, the machine and how the model runs.
+/// The description of the program, the machine and the settings of the run, for a result.
 pub fn facts(args: &BenchArgs, session: &Session) -> Value {
     json!({
         "engine": "moe-engine",

@@ -1,4 +1,4 @@
-//! What a run of a workload came to: figures for JSON, and a row for a person.
+//! The result of a workload: figures for JSON, and a row of text.
 
 use std::time::Duration;
 
@@ -22,15 +22,15 @@ pub struct Figures {
     pub input_tokens: usize,
     /// New tokens that came.
     pub output_tokens: usize,
-    /// Forward passes; of data-parallel ranks, by the one that made most.
+    /// Number of forward passes; of data-parallel ranks, the largest number.
     pub steps: u64,
-    /// Times a sequence gave its KV blocks back, to be computed again later.
+    /// How often a sequence gave its KV blocks back, to be computed again later.
     pub preemptions: u64,
     /// From the beginning of the run, when all requests are submitted, to the first token of each.
     pub time_to_first_token_ms: Option<Spread>,
     /// From token to token of a request that runs; `None` if every request has one token.
     pub inter_token_latency_ms: Option<Spread>,
-    /// What experts in host memory cost; `None` where all are on the device.
+    /// The cost of experts in host memory; `None` if all are on the device.
     pub expert_traffic: Option<ExpertTraffic>,
 }
 
@@ -73,7 +73,7 @@ impl Figures {
     }
 }
 
-/// Above the rows of a table.
+/// The line above the rows of a table.
 pub const HEAD: &str = "                                                             to the first token, ms     between tokens of a request, ms
 run   seconds total tok/s output tok/s   steps preempted          p50       p99         mean      p50      p99      max";
 
@@ -85,7 +85,7 @@ fn cells(spread: &Option<Spread>) -> [String; 4] {
     }
 }
 
-/// The fastest of several runs: its place among them.
+/// The index of the fastest of several runs.
 pub fn best(runs: &[Figures]) -> usize {
     let by_seconds = |(_, a): &(usize, &Figures), (_, b): &(usize, &Figures)| a.seconds.total_cmp(&b.seconds);
     runs.iter().enumerate().min_by(by_seconds).map_or(0, |(i, _)| i)

@@ -1,10 +1,10 @@
-//! The file of a workload: its requests as token ids. It is read whole, and checked before any weight is.
+//! The file of a workload: its requests as token ids. It is read completely, and checked before any weight is read.
 //!
 //! ```json
 //! {"requests": [{"prompt_token_ids": [5, 17, 3], "max_tokens": 8, "seed": 1}]}
 //! ```
 //!
-//! A request may also have `prompt_logprobs`, how many of the likeliest tokens are listed at each position of its prompt.
+//! A request may also have `prompt_logprobs`: how many top tokens are listed at each position of its prompt.
 
 use std::fmt;
 use std::fs;
@@ -14,23 +14,24 @@ use std::sync::Arc;
 use anyhow::Result;
 use model_runtime::{MoeInfo, RoutedExperts, SamplingParams};
 use moe_engine::engine::Request;
-use moe_engine::usage;
 use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
 
-/// The largest file, in bytes: some hundred million tokens, so that what is too much is said before it is read.
+use crate::error::usage;
+
+/// The largest file, in bytes: some hundred million tokens. A larger file is refused before it is read.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Requests that are run together.
 #[derive(Debug)]
 pub struct Workload {
-    /// The file, for messages.
+    /// The name of the file, for messages.
     name: String,
     requests: Vec<Entry>,
-    /// The experts that are forced on each; empty: none.
+    /// The experts that are forced on each request; empty if none are forced.
     routing: Vec<Arc<RoutedExperts>>,
 }
 
-/// A request as the file has it.
+/// A request in the form of the file.
 #[derive(Debug, PartialEq, serde::Deserialize)]
 #[serde(deny_unknown_fields, expecting = "an object with prompt_token_ids, max_tokens and seed")]
 struct Entry {
@@ -45,10 +46,10 @@ struct Entry {
 }
 
 impl Workload {
-    /// Reads a file, of which the first `limit` requests count.
+    /// Reads a file and uses its first `limit` requests.
     ///
     /// # Errors
-    /// A file that cannot be read, is too large or is not of this form; the request at fault is named.
+    /// A file that cannot be read, is too large or does not have this form; the error names the request.
     pub fn read(path: &Path, limit: Option<usize>) -> Result<Self> {
         let name = format!("--workload {}", path.display());
         let wrong = |what: &dyn fmt::Display| usage(format!("{name}: {what}"));
@@ -69,10 +70,10 @@ impl Workload {
         Ok(Self { name, requests, routing: Vec::new() })
     }
 
-    /// Checks that a model of this vocabulary and context can run every request whole.
+    /// Checks that a model with this vocabulary and context can run every request completely.
     ///
     /// # Errors
-    /// The first request that it cannot run, with what was expected and what it has.
+    /// The first request that it cannot run, with the expected and the actual value.
     pub fn check(&self, vocab_size: usize, context: usize) -> Result<()> {
         for (i, entry) in self.requests.iter().enumerate() {
             let unknown = |id: &u32| *id as usize >= vocab_size;
@@ -93,7 +94,8 @@ impl Workload {
         Ok(())
     }
 
-    /// These requests with the experts of a recording: request i takes the rows from 61 i on, and goes round at the end.
+    /// These requests with the experts of a recording: request i takes the rows from 61 i on, and starts again at the
+    /// beginning after the end.
     ///
     /// # Errors
     /// An empty recording, or a recording of another model.
@@ -119,7 +121,7 @@ impl Workload {
         Ok(self)
     }
 
-    /// What a request is called in messages.
+    /// The name of a request in messages.
     pub fn name_of(&self, request: usize) -> String {
         format!("{}: requests[{request}]", self.name)
     }
@@ -144,7 +146,7 @@ impl Workload {
         self.requests.iter().map(|entry| entry.max_tokens).fold(0, usize::saturating_add)
     }
 
-    /// The requests as the engine takes them, in the order of the file: temperature 1, end-of-sequence ignored.
+    /// The requests for the engine, in the order of the file: temperature 1, end-of-sequence ignored.
     pub fn requests(&self) -> impl Iterator<Item = Request> + '_ {
         self.requests.iter().enumerate().map(|(i, entry)| Request {
             sampling: SamplingParams { temperature: 1., seed: entry.seed, ..SamplingParams::default() },
@@ -173,7 +175,7 @@ fn parse(bytes: &[u8]) -> Result<Vec<Entry>, serde_json::Error> {
     serde_json::from_slice::<File>(bytes).map(|file| file.requests)
 }
 
-/// The list of requests; an error names the one at fault.
+/// The list of requests; an error names the request that caused it.
 fn entries<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<Entry>, D::Error> {
     struct Entries;
     impl<'de> Visitor<'de> for Entries {
@@ -214,7 +216,7 @@ fn prompt_logprobs<'de, D: Deserializer<'de>>(value: D) -> Result<Option<usize>,
     field(value, "prompt_logprobs: expected an integer from 0", |_| true).map(Some)
 }
 
-/// A field that passes a test; `wanted` says which field and what it takes.
+/// A field that passes a test; `wanted` says which field it is and what it takes.
 fn field<'de, D: Deserializer<'de>, T: Deserialize<'de> + fmt::Debug>(
     value: D,
     wanted: &str,
@@ -321,7 +323,7 @@ mod tests {
             ),
         ] {
             let e = workload(text, None).unwrap_err();
-            assert!(e.is::<moe_engine::UsageError>(), "{e}");
+            assert!(crate::error::is_usage(&e), "{e}");
             for word in words {
                 assert!(e.to_string().contains(word), "{text}: expected {word:?} in {e}");
             }

@@ -1,15 +1,15 @@
-//! How many tokens the rows of a table have.
+//! The numbers of tokens in the rows of a table.
 
 use anyhow::Result;
 use moe_engine::engine::EngineConfig;
-use moe_engine::usage;
 
 use crate::cli::BenchArgs;
+use crate::error::usage;
 
 /// New tokens after the prompt of `--long-context`.
 pub const LONG_OUTPUT: usize = 128;
 
-/// Tokens of the rows: what the flags say, else the defaults, cut to the model's context.
+/// The tokens of the rows: the flags, else the defaults, cut to the model's context.
 pub struct Sizes {
     /// Prompt of the decode rows.
     pub prompt: usize,

@@ -4,7 +4,7 @@
 //! file ─► checks ─► model ─► engine ─► warm-up ─► run 1 .. n ─► a row each, JSON with all and the best
 //! ```
 //!
-//! One engine runs them all: with prefix caching off a run leaves nothing to the next one but warm buffers.
+//! One engine runs all of them. Prefix caching is off, so a run leaves only warm buffers to the next one.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, ensure};
 use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
 use moe_engine::terminal::note;
-use moe_engine::usage;
 use serde_json::json;
 
 use crate::Program;
 use crate::batch::{Progress, Total};
 use crate::cli::BenchArgs;
+use crate::error::usage;
 use crate::output::write_json;
 use crate::preflight::{Asks, Known};
 use crate::{routing, session};
@@ -28,9 +28,10 @@ use super::facts::{BLOCK_SIZE, facts, model};
 use super::report::{self, Figures};
 use super::requests::Workload;
 
-/// Requests of the warm-up, and the most new tokens of each: on a GPU, enough to record a decode graph.
+/// The number of requests of the warm-up, and the largest number of new tokens of each: on a GPU enough to record a
+/// decode graph.
 const WARM_UP: (usize, usize) = (64, 4);
-/// Time between two lines of a log that say how far a run is.
+/// Time between two log lines with the progress of a run.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
 /// Runs the workload of a file.
@@ -45,7 +46,7 @@ pub fn run(program: &Program, args: &BenchArgs, file: &Path) -> Result<()> {
     };
     let asks = Asks::within(args.gpu_memory).with(&check);
     let mut session = session::open(program, model(args), &args.run, false, &asks)?;
-    // A config may leave out what only the family knows.
+    // A config may omit values that only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;
     let workload = match &recording {
@@ -93,7 +94,7 @@ pub fn run(program: &Program, args: &BenchArgs, file: &Path) -> Result<()> {
     write_json(args.json.as_ref().and_then(|file| file.as_deref()), &result)
 }
 
-/// The flags over what the device has as default; never room for more than the workload needs.
+/// The flags over the defaults of the device, with room for at most what the workload needs.
 fn engine_config(args: &BenchArgs, workload: &Workload, default: EngineConfig) -> EngineConfig {
     EngineConfig {
         max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs).min(workload.num_requests()),
@@ -115,7 +116,7 @@ fn warm_up(engine: &mut DpEngine, workload: &Workload) -> Result<()> {
         let max_tokens = request.max_tokens.map(|max| max.min(tokens));
         engine.add(Request { max_tokens, ..request })?;
     }
-    engine.run(drop)
+    Ok(engine.run(drop)?)
 }
 
 /// Submits all requests and runs until the last one is answered.
@@ -134,7 +135,7 @@ fn measure(engine: &mut DpEngine, workload: &Workload) -> Result<Figures> {
     Ok(figures)
 }
 
-/// The clock around the engine: how long it took, and when which token came.
+/// Runs the engine with the clock: returns how long it took, and when each token arrived.
 fn answer(
     engine: &mut DpEngine,
     workload: &Workload,

@@ -1,4 +1,4 @@
-//! A turn of the conversation: the request, the answer as it comes, and how it went.
+//! A turn of the conversation: the request, the answer while it arrives, and the result.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use super::Chat;
 use super::conversation::Encoded;
 use super::turn::{Speed, Turn};
 use crate::error::report;
-use crate::messages;
+use crate::messages::{self, KnownFields};
 use crate::output::print;
 use crate::prompt_progress::PromptProgress;
 use crate::routing;
@@ -37,9 +37,9 @@ impl Chat<'_> {
         }
     }
 
-    /// Shows an answer while it comes, and keeps it.
+    /// Shows an answer while it arrives, and stores it.
     fn read_answer(&mut self, id: RequestId, begun: Begun, mut progress: PromptProgress) -> Result<Turn> {
-        // Ctrl-C before there is an answer does not concern it.
+        // A Ctrl-C before the answer has begun must not stop it.
         self.interrupt.take();
         let mut shown = Shown::new(self.form, begun, Look::of_stdout());
         let start = Instant::now();
@@ -88,7 +88,7 @@ impl Chat<'_> {
         }
     }
 
-    /// Says why an answer ended, where it did not end by itself.
+    /// Says why an answer ended, if it did not end by itself.
     fn notice(&self, finish: &FinishReason, new_tokens: usize) {
         match finish {
             FinishReason::Stop(_) => {}
@@ -99,25 +99,26 @@ impl Chat<'_> {
                     note(format_args!("\n[cut: the context of {context} tokens is full]"));
                 }
             },
-            FinishReason::Cancelled | FinishReason::TimedOut => note("\n[stopped]"),
             FinishReason::Failed(message) => {
                 note("\n");
                 note_error(message);
             }
+            // It was cancelled, its time was over, or a reason that is not known here.
+            _ => note("\n[stopped]"),
         }
     }
 
-    /// The request of the conversation, made to fit, and what its prompt has begun of the answer.
+    /// The request of the conversation, cut to fit, and the part of the answer that its prompt has begun.
     fn request(&mut self) -> Result<(Request, Begun)> {
         let max_model_len = self.engine.max_model_len();
-        // Enough for an answer that is worth reading.
+        // This leaves enough room for a useful answer.
         let room = (max_model_len / 4).max(1);
         let room = self.defaults.max_tokens.map_or(room, |max| max.min(room));
         let mut conversation = self.conversation.clone();
         let begun = std::cell::Cell::new(Begun::Nothing);
         let encode = |messages: Vec<Value>| {
             let text = self.render(&messages, true)?;
-            begun.set(Begun::of(&text));
+            begun.set(Begun::of(&text, self.form));
             self.encode(&text)
         };
         let (prompt, dropped) = conversation.fit(max_model_len, room, encode)?;
@@ -133,14 +134,15 @@ impl Chat<'_> {
         let begun = begun.get();
         let reasoning = Reasoning::before(self.form, begun);
         let mut request = Request { prompt, max_tokens, capture_routing, reasoning, ..self.defaults.clone() };
+        request.skip_special_tokens &= !self.tokenizer.hides(&self.form.tags());
         request.sampling.seed = request_seed(self.seed, &self.answers.to_string());
         self.answers += 1;
         Ok((request, begun))
     }
 
-    /// The text of messages by the template.
+    /// The text that the template makes of messages.
     pub fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String> {
-        let plain = |message: &Value| plain(message, self.knows);
+        let plain = |message: &Value| plain(message, self.knows, self.form);
         let args = &self.args.answer.chat;
         Ok(self.template.render(&ChatRequest {
             messages: messages.iter().map(plain).collect::<Result<_>>()?,
@@ -153,7 +155,7 @@ impl Chat<'_> {
     /// The tokens of a rendered text, unless they are certainly too many.
     fn encode(&self, text: &str) -> Result<Encoded> {
         match self.tokenizer.check_length(text, self.engine.max_model_len()) {
-            Ok(()) => self.tokenizer.encode_rendered(text).map(Ok),
+            Ok(()) => Ok(Ok(self.tokenizer.encode_rendered(text)?)),
             Err(too_long) => Ok(Err(too_long)),
         }
     }
@@ -181,10 +183,10 @@ impl Chat<'_> {
     }
 }
 
-/// A message as the template takes it.
-fn plain(message: &Value, knows: AnswerForm) -> Result<Value> {
+/// A message in the form that the template takes.
+fn plain(message: &Value, knows: KnownFields, form: AnswerForm) -> Result<Value> {
     let mut message = message.as_object().cloned().unwrap_or_default();
     messages::for_template(&mut message).map_err(anyhow::Error::msg)?;
-    messages::write_back(&mut message, knows);
+    messages::write_back(&mut message, knows, form);
     Ok(Value::Object(message))
 }

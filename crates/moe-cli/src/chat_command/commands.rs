@@ -1,6 +1,6 @@
-//! What a line of the user asks for: a message, or one of the commands.
+//! Parses a line of the user: a message, or one of the commands.
 
-/// The commands: name, what follows it, and what it does.
+/// The commands: name, arguments, and description.
 const COMMANDS: [(&str, &str, &str); 10] = [
     ("regenerate", "", "another answer to what was said last"),
     ("clear", "", "forget the conversation (also /reset)"),
@@ -14,17 +14,17 @@ const COMMANDS: [(&str, &str, &str); 10] = [
     ("quit", "", "leave, as Ctrl-D does"),
 ];
 
-/// Names that are understood and not listed.
+/// Names that are accepted but not listed.
 const ALIASES: [(&str, &str); 3] = [("reset", "clear"), ("exit", "quit"), ("save!", "save!")];
 
-/// What a line asks for.
+/// The meaning of a line.
 #[derive(Debug, PartialEq)]
 pub enum Input<'a> {
     /// A message.
     Say(&'a str),
-    /// A command by its name, and what follows.
+    /// A command by its name, with its arguments.
     Command(&'static str, &'a str),
-    /// A command that there is not.
+    /// An unknown command.
     Unknown(&'a str),
 }
 
@@ -57,16 +57,16 @@ pub fn help() -> String {
     )
 }
 
-/// What to say about a command that there is not.
+/// The message about an unknown command.
 pub fn unknown(name: &str) -> String {
     let names = COMMANDS.iter().map(|(known, ..)| *known).chain(ALIASES.map(|(known, _)| known));
     let nearest = nearest(name, names).map(|name| format!(" Did you mean /{name}?")).unwrap_or_default();
     format!("there is no /{name}.{nearest} /help shows the commands.")
 }
 
-/// The name that a misspelt one is most like, if it is like one at all.
+/// The name that is most similar to a misspelt one, if any is similar enough.
 pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // As clap does with flags.
+    // clap uses this limit for flags.
     const ALIKE: f64 = 0.7;
     let scored = names.map(|name| (strsim::jaro(word, name), name)).filter(|(score, _)| *score > ALIKE);
     scored.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)

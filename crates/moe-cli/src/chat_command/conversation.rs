@@ -1,28 +1,28 @@
-//! What was said so far, and how it is made to fit into the context.
+//! The messages so far, and how they are cut to fit into the context.
 
 use anyhow::{Result, bail, ensure};
 use moe_engine::tokenizer::TooLong;
 use serde_json::{Value, json};
 
-/// A conversation: an optional system message, then messages as OpenAI's API writes them. The last one may be without
-/// an answer.
+/// A conversation: an optional system message, then messages in the form of OpenAI's API. The last message may have no
+/// answer yet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
-    /// What the model is told beforehand.
+    /// The system message.
     pub system: Option<String>,
     said: Vec<Value>,
 }
 
-/// Token ids of messages; by their bytes alone they may be too many.
+/// Token ids of messages, or that their bytes alone show that they are too many.
 pub type Encoded = Result<Vec<u32>, TooLong>;
 
 impl Conversation {
-    /// A conversation in which nothing is said yet.
+    /// A conversation without messages.
     pub fn new(system: Option<String>) -> Self {
         Self { system, said: Vec::new() }
     }
 
-    /// A conversation that was led elsewhere. A system message at its beginning becomes the conversation's own.
+    /// A conversation from a file. A system message at its beginning becomes the system message.
     pub fn of_messages(mut messages: Vec<Value>) -> Self {
         let first = messages.first().filter(|first| first["role"] == "system");
         let system = first.and_then(|first| first["content"].as_str()).map(str::to_string);
@@ -30,27 +30,27 @@ impl Conversation {
         Self { system, said }
     }
 
-    /// The user says something.
+    /// Adds a message of the user.
     pub fn ask(&mut self, text: &str) {
         self.said.push(json!({"role": "user", "content": text}));
     }
 
-    /// The model has answered.
+    /// Adds an answer of the model.
     pub fn answer(&mut self, message: Value) {
         self.said.push(message);
     }
 
-    /// Takes back the last message: what the user said and cannot be answered, or an answer.
+    /// Removes the last message: a message of the user that cannot be answered, or an answer.
     pub fn take_back(&mut self) -> Option<Value> {
         self.said.pop()
     }
 
-    /// Whether the last message is an answer; `None` if nothing is said.
+    /// Whether the last message is an answer; `None` if there is no message.
     pub fn is_answered(&self) -> Option<bool> {
         self.said.last().map(|last| last["role"] == "assistant")
     }
 
-    /// Forgets everything but the system message.
+    /// Removes all messages but the system message.
     pub fn clear(&mut self) {
         self.said.clear();
     }
@@ -61,8 +61,8 @@ impl Conversation {
         system.chain(self.said.iter().cloned()).collect()
     }
 
-    /// The prompt of the conversation, and how many of the oldest turns were dropped so that `room` tokens are
-    /// left for the answer; the newest turn alone may take all but one.
+    /// The prompt of the conversation, and how many of the oldest turns were dropped so that `room` tokens are left for
+    /// the answer. The newest turn alone may use all tokens but one.
     ///
     /// # Errors
     /// The newest message is too long, or it cannot be rendered.
@@ -80,7 +80,7 @@ impl Conversation {
             {
                 return Ok((prompt.clone(), dropped));
             }
-            // A turn begins where the user says something; the first message may be anybody's.
+            // A turn begins with a message of the user; the first message may have any role.
             let next = self.said.iter().skip(1).position(|message| message["role"] == "user");
             match (next, encoded) {
                 (Some(next), _) => drop(self.said.drain(..=next)),
@@ -143,7 +143,7 @@ mod tests {
         };
         assert_eq!(fit(21, 10).unwrap(), ("Saabbccddee".into(), 0));
         assert_eq!(fit(20, 10).unwrap(), ("Sccddee".into(), 1));
-        // The newest message stays, even where it leaves less room.
+        // The newest message stays, even if it leaves less room.
         assert_eq!(fit(4, 3).unwrap(), ("See".into(), 1));
         let error = fit(3, 1).unwrap_err().to_string();
         assert_eq!(error, "the message is too long: 3 tokens, at most 2 fit the context");

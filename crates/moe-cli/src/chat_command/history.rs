@@ -1,4 +1,5 @@
-//! What was typed at the terminal, kept between runs: for the arrow keys, in a file that only its owner reads.
+//! The history of the lines typed at the terminal, for the arrow keys. It is kept between runs in a file that only its
+//! owner can read.
 //!
 //! Each line of the file is a JSON string, so that a message of several lines is one entry.
 
@@ -7,19 +8,19 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Entries that are kept when a file has grown to twice as many.
+/// Number of entries that are kept when a file has grown to twice as many.
 const KEPT: usize = 1000;
 
 /// A file of entries.
 pub struct History(File);
 
 impl History {
-    /// Opens or creates a file; also its entries, the oldest first. What is no entry is passed over.
+    /// Opens or creates a file, and returns its entries, the oldest first. Invalid entries are skipped.
     pub fn open(path: &Path) -> io::Result<(Self, Vec<String>)> {
         if let Some(folder) = path.parent() {
             make_folder(folder)?;
         }
-        // A pipe would wait for a writer.
+        // Opening a pipe would wait for a writer.
         if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
             return Err(io::Error::other("it is no ordinary file"));
         }
@@ -31,13 +32,13 @@ impl History {
             entries.drain(..entries.len() - KEPT);
             file = rewrite(path, &entries)?;
         } else if bytes.last().is_some_and(|byte| *byte != b'\n') {
-            // A write that was cut off must not spoil the next entry.
+            // A write that was cut off must not damage the next entry.
             file.write_all(b"\n")?;
         }
         Ok((Self(file), entries))
     }
 
-    /// Adds an entry, by one write: two conversations may share the file.
+    /// Adds an entry by one write, because two conversations may share the file.
     pub fn add(&mut self, entry: &str) -> io::Result<()> {
         self.0.write_all(format!("{}\n", serde_json::Value::from(entry)).as_bytes())
     }
@@ -55,7 +56,7 @@ fn rewrite(path: &Path, entries: &[String]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Opens a file, which only its owner may read if it is made now.
+/// Opens a file. If it is created now, only its owner can read it.
 fn private(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(options, 0o600);
@@ -69,7 +70,7 @@ fn make_folder(folder: &Path) -> io::Result<()> {
     builder.recursive(true).create(folder)
 }
 
-/// Where this platform keeps such a file, by the variables of the environment; `None` without a home.
+/// The place of such a file on this platform, by environment variables; `None` without a home folder.
 pub fn place(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     // The specification of XDG ignores relative paths.
     let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());

@@ -1,4 +1,4 @@
-//! What the user types: with line editing and history at a terminal, plain lines otherwise.
+//! Reads the user's lines: with line editing and history at a terminal, as plain lines otherwise.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, IsTerminal};
@@ -13,26 +13,26 @@ use super::history::{self, History};
 use super::paste::{self, Paste};
 use crate::output::print;
 
-/// Where lines come from.
+/// The source of lines.
 pub enum Lines {
-    /// A person.
+    /// A user at a terminal.
     Terminal(Box<Typist>),
     /// A file or another program.
     Plain,
 }
 
-/// What a person types at a terminal.
+/// A user who types at a terminal.
 pub struct Typist {
     editor: Editor<Paste, DefaultHistory>,
-    /// Lines may be kept for the next time.
+    /// The history, if lines are stored for the next run.
     history: Option<History>,
-    /// What was pasted and is not answered yet.
+    /// Pasted messages that are not answered yet.
     waiting: VecDeque<String>,
-    /// Ctrl-D came with a paste.
+    /// Whether Ctrl-D came with a paste.
     ended: bool,
 }
 
-/// What came.
+/// The result of reading.
 #[derive(Debug, PartialEq)]
 pub enum Typed {
     /// A message, perhaps of several lines.
@@ -44,7 +44,7 @@ pub enum Typed {
 }
 
 impl Lines {
-    /// The lines of stdin; `keep`: with the history of earlier runs.
+    /// The lines of stdin. With `keep`, they include the history of earlier runs.
     pub fn open(keep: bool) -> Result<Self> {
         if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
             return Ok(Self::Plain);
@@ -67,7 +67,7 @@ impl Lines {
         Ok(Self::Terminal(Box::new(Typist { editor, history, waiting: VecDeque::new(), ended: false })))
     }
 
-    /// Whether a person sits there.
+    /// Whether stdin is a terminal.
     pub fn is_terminal(&self) -> bool {
         matches!(self, Self::Terminal(..))
     }
@@ -79,7 +79,7 @@ impl Lines {
             let prompt = if message.is_empty() { "> " } else { "… " };
             let line = match self.line(prompt)? {
                 Typed::Message(line) => line,
-                // The file may end in a continued line.
+                // The file may end in a line that is to be continued.
                 Typed::End if !message.is_empty() => String::new(),
                 other => return Ok(other),
             };
@@ -94,7 +94,7 @@ impl Lines {
         }
     }
 
-    /// For the arrow keys. A line that cannot be remembered is no reason to stop.
+    /// Stores a line for the arrow keys. If that fails, the conversation still goes on.
     fn remember(&mut self, message: &str) {
         let Self::Terminal(typist) = self else { return };
         let new = typist.editor.add_history_entry(message).unwrap_or(false);
@@ -138,7 +138,7 @@ impl Typist {
                 Err(ReadlineError::Eof) => match self.editor.helper().and_then(Paste::take) {
                     None => return Ok(Typed::End),
                     Some(pasted) if pasted.ends_with('\n') => return Ok(self.pasted(&pasted)),
-                    // Its last line has no end yet, and may be edited.
+                    // The last line of a paste has no line end yet, and may be edited.
                     Some(pasted) => pasted,
                 },
                 Err(e) => return Err(e).context("cannot read from the terminal"),
@@ -147,7 +147,7 @@ impl Typist {
         }
     }
 
-    /// A line with those that came together with it.
+    /// A line together with the lines that arrived at the same time.
     fn with_lines_that_wait(&mut self, mut text: String) -> Result<String> {
         while !self.ended && paste::more_lines_wait() {
             match plain_line(&mut io::stdin().lock())? {
@@ -158,14 +158,14 @@ impl Typist {
         Ok(text)
     }
 
-    /// The first message of a paste; the others wait.
+    /// The first message of a paste; the other messages wait.
     fn pasted(&mut self, text: &str) -> Typed {
         self.waiting = paste::messages(text).into();
         Typed::Message(self.waiting.pop_front().unwrap_or_default())
     }
 }
 
-/// Whether the terminal is one that rustyline edits no lines on.
+/// Whether rustyline cannot edit lines on this terminal.
 fn without_editing() -> bool {
     let term = std::env::var("TERM").unwrap_or_default();
     ["dumb", "cons25", "emacs"].iter().any(|name| term.eq_ignore_ascii_case(name))

@@ -1,7 +1,7 @@
 //! `chat`: a conversation at the terminal, or line by line through a pipe.
 //!
-//! Answers go to stdout, everything else to stderr. The engine keeps the KV cache of what was said,
-//! so a turn computes only what is new.
+//! Answers go to stdout, everything else to stderr. The engine keeps the KV cache of the conversation, so a turn
+//! computes only what is new.
 
 mod answering;
 mod commands;
@@ -13,18 +13,20 @@ mod paste;
 mod set;
 mod turn;
 
+use crate::error::usage;
 use anyhow::{Context, Result, bail};
+use moe_engine::Session;
 use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{Session, usage};
 use serde_json::Value;
 
 use crate::Program;
 use crate::cli::{AnswerArgs, ChatArgs, SamplingArgs};
 use crate::error::report;
 use crate::interrupt::Interrupt;
+use crate::messages::KnownFields;
 use crate::model::Model;
 use crate::options;
 use crate::output::check_writable;
@@ -48,7 +50,7 @@ pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {
     let files = options::chat_files(&args.answer.chat, &session)?;
     let template = options::chat_template(&args.answer.chat, &session)?
         .with_context(|| preflight::no_template(args.answer.model.as_deref()))?;
-    // One conversation; the blocks of its earlier turns are part of the newest prompt.
+    // There is one conversation, and the blocks of its earlier turns are part of the newest prompt.
     let config = EngineConfig {
         max_num_seqs: 1,
         ..options::engine_config(&args.answer.engine, session.engine_defaults())
@@ -58,7 +60,7 @@ pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {
         engine,
         tokenizer,
         template,
-        form: args.answer.chat.answer_form(files.as_ref(), true),
+        form: args.answer.chat.answer_form(files.as_ref(), true)?,
         knows: fields(files.as_ref()),
         defaults: defaults(&args.answer.sampling, &session)?,
         seed: args.answer.sampling.seed,
@@ -81,13 +83,13 @@ pub fn run(program: &Program, args: &ChatArgs) -> Result<()> {
     drop(chat);
     session.finish()?;
     match failed {
-        // A person has seen it.
+        // A user at a terminal has seen it.
         1.. if !terminal => bail!("{failed} messages have no answer; the errors above say why"),
         _ => Ok(()),
     }
 }
 
-/// The request of these values. Unlike a single continuation, an answer ends by itself.
+/// The request with these values. Unlike a single continuation, an answer ends by itself.
 fn defaults(sampling: &SamplingArgs, session: &Session) -> Result<Request> {
     let defaults = options::request_defaults(sampling, session, "")?;
     let request = Request { max_tokens: sampling.max_new_tokens, ..defaults };
@@ -95,21 +97,23 @@ fn defaults(sampling: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
-/// The fields of answers that templates know; to others they go back into the text.
-fn fields(files: Option<&ChatFiles>) -> AnswerForm {
+/// The message fields that the template knows. For other templates their contents are written into the text.
+fn fields(files: Option<&ChatFiles>) -> KnownFields {
     let knows = |name: &str| {
         files.is_some_and(|files| files.templates.values().any(|template| template.contains(name)))
     };
-    AnswerForm { reasoning: knows("reasoning_content"), calls: knows("tool_calls") }
+    // `thinking` alone is often a variable.
+    let reasoning = ["reasoning_content", "message.thinking", "message['thinking']", "message[\"thinking\"]"];
+    KnownFields { reasoning: reasoning.into_iter().any(knows), calls: knows("tool_calls") }
 }
 
 struct Chat<'a> {
     engine: DpEngine<'a>,
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    /// What is looked for in answers, and which of it the template takes as fields.
+    /// The parts that are looked for in answers, and which of them the template takes as fields.
     form: AnswerForm,
-    knows: AnswerForm,
+    knows: KnownFields,
     defaults: Request,
     seed: u64,
     values: Values,
@@ -117,16 +121,16 @@ struct Chat<'a> {
     args: &'a ChatArgs,
     conversation: Conversation,
     interrupt: Interrupt,
-    /// Answers begun so far; each is sampled with a seed of its own.
+    /// Number of answers begun so far; each is sampled with its own seed.
     answers: u64,
-    /// Messages that got no answer.
+    /// Number of messages without an answer.
     failed: u64,
     /// The speed of the last answer.
     speed: Option<Speed>,
 }
 
 impl Chat<'_> {
-    /// Answers until the user leaves.
+    /// Answers messages until the user leaves.
     fn talk(&mut self, mut lines: Lines) -> Result<()> {
         if lines.is_terminal() {
             hint("/help shows the commands; Ctrl-D leaves.");
@@ -173,7 +177,7 @@ impl Chat<'_> {
         Ok(turn)
     }
 
-    /// Answers what was said last once more.
+    /// Answers the last message again.
     fn regenerate(&mut self) -> Result<Turn> {
         let old = match self.conversation.is_answered() {
             None => {
@@ -193,7 +197,7 @@ impl Chat<'_> {
         Ok(turn)
     }
 
-    /// What the other commands do.
+    /// Runs the other commands.
     fn command(&mut self, name: &str, rest: &str) -> Result<()> {
         match name {
             "clear" => self.conversation.clear(),
@@ -239,7 +243,7 @@ impl Chat<'_> {
 }
 
 impl Chat<'_> {
-    /// Checks values as the command line does.
+    /// Checks values in the same way as the command line.
     fn check(&self, sampling: &SamplingArgs) -> Result<()> {
         let answer = AnswerArgs { sampling: sampling.clone(), ..self.args.answer.clone() };
         let generation = self.session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
@@ -248,10 +252,10 @@ impl Chat<'_> {
     }
 }
 
-/// A message of `/history`.
+/// Prints a message for `/history`.
 fn show(message: &Value) {
     let text = |key: &str| message[key].as_str().unwrap_or_default().to_string();
-    let names = ["reasoning", "reasoning_content"];
+    let names = crate::messages::REASONING_NAMES;
     if let Some(name) = names.into_iter().find(|name| message[*name].is_string()) {
         note(format_args!("{} (reasoning): {}", text("role"), text(name)));
     }

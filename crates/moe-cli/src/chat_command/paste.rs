@@ -1,7 +1,8 @@
-//! Lines that are pasted at once are one message, also at a terminal that does not bracket what is pasted.
+//! Lines that are pasted together are one message, even at a terminal that does not mark pasted text (bracketed paste).
 //!
-//! No hand presses Enter within a few milliseconds of a letter. After such an Enter the editor goes on, and the terminal is
-//! asked to report an end of the input when nothing has come for a tenth of a second: the end of what was pasted.
+//! A user who types does not press Enter within a few milliseconds of a letter. After such an Enter the editor
+//! continues, and the terminal is set to report an end of the input when nothing has arrived for a tenth of a second,
+//! which is the end of the paste.
 
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 
 use super::commands::Input;
 
-/// Less than the time between two keys of a hand, more than between two letters of a paste.
+/// This is less than the time between two typed keys, and more than between two letters of a paste.
 const AT_ONCE: Duration = Duration::from_millis(3);
 
 /// Watches the keys of a line for the editor.
@@ -26,14 +27,14 @@ pub struct Paste {
 }
 
 impl Paste {
-    /// Forgets the line before.
+    /// Forgets the previous line.
     pub fn begin(&self) {
         self.last_key.set(None);
         self.pasting.set(false);
         self.line.borrow_mut().clear();
     }
 
-    /// What was pasted, if it was a paste whose end the editor has met.
+    /// The pasted text, if it was a paste and the editor has reached its end.
     pub fn take(&self) -> Option<String> {
         self.pasting.take().then(|| self.line.take())
     }
@@ -68,8 +69,8 @@ impl Hinter for Paste {
 
 impl Helper for Paste {}
 
-/// Lets the terminal report an end of the input when nothing comes for a tenth of a second, until the editor sets its modes
-/// anew; whether it does.
+/// Makes the terminal report an end of the input when nothing arrives for a tenth of a second, until the editor sets
+/// its modes again. Returns whether that worked.
 #[cfg(unix)]
 fn end_at_silence() -> bool {
     use rustix::termios::{OptionalActions, SpecialCodeIndex, tcgetattr, tcsetattr};
@@ -84,7 +85,7 @@ fn end_at_silence() -> bool {
     false
 }
 
-/// Whether a terminal without line editing holds a further line by now, as one has behind the first line of a paste.
+/// Whether a terminal without line editing already has another line, as after the first line of a paste.
 #[cfg(unix)]
 pub fn more_lines_wait() -> bool {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -100,7 +101,7 @@ pub fn more_lines_wait() -> bool {
     false
 }
 
-/// The messages in what was pasted: one, unless there is a command in it, which has a line for itself.
+/// The messages in a pasted text: one, unless it contains a command, which is a message of its own.
 pub fn messages(text: &str) -> Vec<String> {
     let is_command = |line: &str| matches!(Input::parse(line), Input::Command(..));
     let text = text.trim_end_matches(['\n', '\r']);

@@ -1,4 +1,4 @@
-//! `/set`: the sampling values of a conversation, under the names of the flags and read as they are.
+//! `/set`: the sampling values of a conversation, with the names and the syntax of the flags.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use moe_engine::engine::Request;
 use super::commands::nearest;
 use crate::cli::SamplingArgs;
 
-/// The sampling values of the command line, and what was set since.
+/// The sampling values of the command line, and the values that were set later.
 pub struct Values {
     start: SamplingArgs,
     set: BTreeMap<String, String>,
@@ -28,10 +28,10 @@ impl Values {
         Ok(args)
     }
 
-    /// The values with one more, `NAME VALUE`; `default` is the value of the command line.
+    /// The values with one more, `NAME VALUE`; the value `default` is the one of the command line.
     ///
     /// # Errors
-    /// A name or a value that there is not, with what is possible.
+    /// An unknown name or an invalid value; the error lists the possible ones.
     pub fn with(&self, text: &str) -> Result<Self> {
         let (name, value) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
         let name = find(name)?;
@@ -50,7 +50,7 @@ impl Values {
     }
 }
 
-/// The flags of sampling, each with a value and none with a default: what is not there stays as it is.
+/// The sampling flags, each with a value and without a default: a missing flag stays unset.
 fn definition() -> Command {
     let command = Command::new("set").no_binary_name(true).disable_help_flag(true);
     SamplingArgs::augment_args_for_update(command).mut_args(|arg| {
@@ -62,7 +62,7 @@ fn definition() -> Command {
     })
 }
 
-/// The flag that somebody means.
+/// The flag that a name refers to.
 fn find(name: &str) -> Result<String> {
     let definition = definition();
     let wanted = name.trim_start_matches('-').replace('_', "-");
@@ -77,7 +77,7 @@ fn find(name: &str) -> Result<String> {
     Err(anyhow!("there is no {name}{guess}; there are {}", longs().collect::<Vec<_>>().join(", ")))
 }
 
-/// Sets a flag as the command line would.
+/// Sets a flag in the same way as the command line.
 fn apply(args: &mut SamplingArgs, name: &str, value: &str) -> Result<()> {
     let read = definition().try_get_matches_from([format!("--{name}={value}")]);
     let mut matches = read.map_err(|e| anyhow!(first_words(&e.to_string())))?;
@@ -91,7 +91,7 @@ fn first_words(message: &str) -> String {
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What the values come to, one a line. `request` has generation_config.json's too.
+/// The resulting values, one per line. `request` includes the values of generation_config.json.
 pub fn list(args: &SamplingArgs, request: &Request) -> String {
     let definition = definition();
     let names = definition.get_arguments().filter_map(|arg| arg.get_long());

@@ -1,15 +1,15 @@
-//! How a turn of the conversation went, and how fast its answer was.
+//! The result of a turn of the conversation, and the speed of its answer.
 
 use std::time::Duration;
 
 /// How a turn went.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Turn {
-    /// There is an answer, perhaps not all of it.
+    /// There is an answer, which may be incomplete.
     Answered,
-    /// There is none; why has been said.
+    /// There is no answer; the reason has been printed.
     Failed,
-    /// Nobody reads the answers any more.
+    /// The reader of the answers has gone.
     Closed,
 }
 

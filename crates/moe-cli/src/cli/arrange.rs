@@ -1,18 +1,18 @@
-//! The command line in the order that clap wants: the subcommand first.
+//! Puts the command line into the order that clap needs: the subcommand first.
 //!
-//! People write `--model X chat` and leave `generate` out. clap takes either flags of the program or a subcommand, so
-//! the subcommand is moved to the front, or `generate` is put there. A value that begins with a dash is joined to its flag,
-//! which clap would else take for a flag of its own.
+//! Users write `--model X chat` and omit `generate`. clap accepts either flags of the program or a subcommand, so the
+//! subcommand is moved to the front, or `generate` is inserted there. A value that begins with a dash is joined to its
+//! flag, because clap would otherwise take it for a flag.
 
 use std::ffi::OsString;
 
 use clap::{Arg, Command};
 
-/// The subcommand that is meant where none is named.
+/// The default subcommand.
 const DEFAULT: &str = "generate";
 
-/// `args`, the program's name first, with the subcommand behind it. The first bare word is the subcommand: if it is
-/// none, clap says so and names the nearest. Several words in one argument are a prompt.
+/// `args` (the program's name first) with the subcommand as the second argument. The first bare word is the subcommand;
+/// if it is none, clap reports that and names the most similar one. Several words in one argument are a prompt.
 pub fn arrange(command: &Command, mut args: Vec<OsString>) -> Vec<OsString> {
     subcommand_first(command, &mut args);
     match args.get(1).and_then(|name| command.find_subcommand(&*name.to_string_lossy())) {
@@ -30,7 +30,8 @@ fn subcommand_first(command: &Command, args: &mut Vec<OsString>) {
     }
 }
 
-/// The arguments of a subcommand, with `--flag=- value` for `--flag '- value'`, and llama.cpp's `-hf` as a flag of two dashes.
+/// The arguments of a subcommand, with `--flag=- value` for `--flag '- value'`, and llama.cpp's `-hf` as a flag of two
+/// dashes.
 fn join_values(of: &Command, args: Vec<OsString>) -> Vec<OsString> {
     let mut joined = Vec::with_capacity(args.len());
     let mut rest = args.into_iter().peekable();
@@ -59,9 +60,9 @@ fn join_values(of: &Command, args: Vec<OsString>) -> Vec<OsString> {
     joined
 }
 
-/// Whether the argument behind a flag must be joined to it: it begins with a dash, and is no flag of the subcommand.
+/// Whether the argument after a flag must be joined to it: it begins with a dash, and is not a flag of the subcommand.
 fn is_value(of: &Command, named: &Arg, next: &str) -> bool {
-    // `--json FILE` of bench and parity, which write `--json=FILE` as the others do today.
+    // `--json FILE` of bench and parity, which today write `--json=FILE` like the other commands.
     if named.is_require_equals_set() {
         return named.get_id() == "json"
             && ["bench", "parity"].contains(&of.get_name())
@@ -86,11 +87,11 @@ fn is_value(of: &Command, named: &Arg, next: &str) -> bool {
     }
 }
 
-/// What the values are called that may be any text.
+/// Names of values that may be any text.
 const TEXTS: [&str; 4] = ["TEXT", "REGEX", "SCHEMA|FILE", "JSON"];
 
-/// Where the first argument is that is neither a flag nor a flag's value. Behind a flag that no command has, a word may be
-/// its value: then only a subcommand counts, and without one clap names the flag.
+/// The index of the first argument that is neither a flag nor a flag's value. After an unknown flag a word may be the
+/// flag's value; then only a subcommand counts, and without one clap names the flag.
 fn first_word(command: &Command, args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     let mut unknown = false;
@@ -116,7 +117,7 @@ fn flag(arg: &str) -> Option<&str> {
     arg.strip_prefix("--").or_else(|| arg.strip_prefix('-').filter(|rest| !rest.is_empty()))
 }
 
-/// Whether the argument behind a flag is its value, by what the subcommands say of flags of that name.
+/// Whether the argument after a flag is its value, according to the subcommands that have a flag of that name.
 fn takes_next(command: &Command, name: &str, next: Option<&OsString>) -> bool {
     let Some(next) = next.map(|next| next.to_string_lossy()) else { return false };
     let mut args = command.get_subcommands().flat_map(Command::get_arguments);
@@ -124,12 +125,12 @@ fn takes_next(command: &Command, name: &str, next: Option<&OsString>) -> bool {
     if !arg.get_action().takes_values() || arg.is_require_equals_set() {
         return false;
     }
-    // A value that may be left out is there unless a flag or a subcommand follows.
+    // An optional value is present unless a flag or a subcommand follows.
     let optional = arg.get_num_args().is_some_and(|n| n.min_values() == 0);
     !optional || !(next.starts_with('-') || command.find_subcommand(next.as_ref()).is_some())
 }
 
-/// Whether some subcommand has the flag, which may have its value behind it (`--model=X`, `-t4`).
+/// Whether some subcommand has the flag, which may be joined with its value (`--model=X`, `-t4`).
 fn is_known(command: &Command, arg: &str) -> bool {
     let name = match arg.strip_prefix("--") {
         Some(long) => long.split_once('=').map_or(long, |(name, _)| name),
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(arranged("--seed -1 list"), "list --seed -1");
     }
 
-    /// vLLM's and llama.cpp's flags have other names: clap then says which one is meant.
+    /// The flags of vLLM and llama.cpp have other names; clap then says which flag is meant.
     #[test]
     fn behind_an_unknown_flag_a_word_may_be_its_value() {
         assert_eq!(arranged("--top_k 4 --prompt x"), "generate --top_k 4 --prompt x");

@@ -40,7 +40,7 @@ pub struct BatchArgs {
     /// Start the output afresh: records of earlier runs are thrown away.
     #[arg(long)]
     pub overwrite: bool,
-    /// Exit with code 1 if any record of the output is an error, whichever run wrote it.
+    /// Exit with code 3 if a record of the output is an error, whichever run wrote it (1 if all are, in any case).
     #[arg(long)]
     pub fail_on_error: bool,
     /// Answer requests whose body names another model too; otherwise each is an error (404).
@@ -52,7 +52,16 @@ pub struct BatchArgs {
     /// Run without a tokenizer: requests whose prompt is token ids are answered with token ids.
     #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
     pub skip_tokenizer_init: bool,
-    /// Seconds between two lines about the progress, where stderr is no terminal.
+    /// Price of a million tokens of prompts; the summary then says what the run cost.
+    #[arg(long, value_name = "PRICE", value_parser = crate::values::parse_price)]
+    pub price_input: Option<f64>,
+    /// Price of a million new tokens.
+    #[arg(long, value_name = "PRICE", value_parser = crate::values::parse_price)]
+    pub price_output: Option<f64>,
+    /// Append a line of JSON with counters of lines, tokens and the KV cache every --progress-interval, and at the end.
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Seconds between two lines about the progress, where stderr is no terminal, and between two of --metrics.
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = crate::values::parse_seconds,
         help_heading = "Engine")]
     pub progress_interval: Duration,

@@ -40,7 +40,8 @@ pub struct BenchArgs {
     /// Memory of each GPU that may be in use in a run of a workload, such as 24GB (default: all of it).
     #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes, requires = "workload")]
     pub gpu_memory: Option<usize>,
-    /// Force the experts of a recording, as `generate --routed-experts-out` writes one, on the workload: request i begins at row 61 i, and goes round.
+    /// Force the experts of a recording, as `generate --routed-experts-out` writes one, on the workload: request i
+    /// begins at row 61 i, and goes round.
     #[arg(long, value_name = "FILE", requires = "workload")]
     pub replay_routed_experts: Option<PathBuf>,
     /// Batch sizes of the decode rows.

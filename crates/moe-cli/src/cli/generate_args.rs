@@ -71,7 +71,7 @@ pub struct GenerateArgs {
     /// Record which experts each token chose, as safetensors `routed_experts` [T, L_moe, K].
     #[arg(long, value_name = "FILE", help_heading = "Routing")]
     pub routed_experts_out: Option<PathBuf>,
-    /// Force the experts of such a recording, position by position.
+    /// Force the experts of a recording of --routed-experts-out, position by position.
     #[arg(long, value_name = "FILE", help_heading = "Routing")]
     pub replay_routed_experts: Option<PathBuf>,
     /// Device and backend.

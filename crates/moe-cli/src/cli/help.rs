@@ -1,4 +1,5 @@
-//! What `-h` and `--help` show: `-h` the flags that most people need and examples, `--help` every flag by group.
+//! The texts of `-h` and `--help`: `-h` shows the flags that most users need and examples, `--help` every flag by
+//! group.
 
 use super::version;
 use crate::Program;
@@ -28,7 +29,7 @@ const COMMON: [&str; 20] = [
     "reference",
 ];
 
-/// What is told of a program.
+/// The description of a program.
 #[derive(Clone, Copy, Debug)]
 pub struct About {
     /// A model on the hub that it runs, for examples.
@@ -38,7 +39,7 @@ pub struct About {
 }
 
 impl About {
-    /// What is told of a program.
+    /// The description of this program.
     pub fn of(program: &Program) -> Self {
         let first = program.families.run_here().next();
         let model = first.map_or(Self::default().model, |family| family.example);
@@ -87,10 +88,12 @@ const EXAMPLES: [(&str, &[&str]); 6] = [
 
 /// clap's definition of the program under a name, with examples and two lengths of help.
 pub fn definition(command: Command, name: &str, about: About) -> Command {
-    let all: Vec<&str> = EXAMPLES.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
+    let is_shown = |name: &str| command.find_subcommand(name).is_some_and(|command| !command.is_hide_set());
+    let shown = EXAMPLES.iter().filter(|(name, _)| is_shown(name));
+    let all: Vec<&str> = shown.flat_map(|(_, lines)| lines.iter().copied()).collect();
     let after = format!(
         "{}\n\n`{name} generate -h` shows the flags that most people need, \
-        `{name} COMMAND --help` all of a command.",
+        `{name} COMMAND --help` all of a command.\n\nFor developers: `{name} bench --help`, `{name} parity --help`",
         examples(name, &all, about)
     );
     command
@@ -104,7 +107,7 @@ pub fn definition(command: Command, name: &str, about: About) -> Command {
             let text = own.map(|(_, lines)| examples(name, lines, about)).unwrap_or_default();
             command.after_help(text).mut_args(|arg| {
                 let common = COMMON.contains(&arg.get_id().as_str());
-                // A negative number behind a flag is its value: the flag then says what it expects.
+                // A negative number after a flag is its value, so that the flag's error says what it expects.
                 let has_value = arg.get_action().takes_values()
                     && arg.get_num_args().is_none_or(|n| n.min_values() > 0)
                     && !arg.is_positional();
@@ -142,6 +145,10 @@ mod tests {
         assert!(flags(&long) > 40, "{long}");
         assert!(long.contains("[possible values: ") && short.contains("--temperature"), "{long}");
         assert!(help(&["--help"]).contains("chat") && help(&["-h"]).contains("Examples:"));
+        let commands = help(&["--help"]);
+        let is_listed = |name: &str| commands.lines().any(|line| line.trim_start().starts_with(name));
+        assert!(is_listed("batch ") && !is_listed("bench ") && !is_listed("parity "), "{commands}");
+        assert!(commands.contains("bench --help") && help(&["bench", "--help"]).contains("--workload"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Commands about models that run none.
+//! Flags of commands that do not run a model.
 
 use std::path::PathBuf;
 

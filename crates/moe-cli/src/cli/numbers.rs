@@ -1,11 +1,11 @@
-//! What a flag of a whole number expects, where clap shows Rust's own words.
+//! Says what a flag with a whole number expects, because clap shows Rust's own message.
 
 use std::error::Error;
 use std::num::{IntErrorKind, ParseIntError};
 
 use clap::error::{ContextKind, ErrorKind};
 
-/// Clap's error, in words that say what is expected if the value of a flag is no whole number.
+/// clap's error, reworded if the value of a flag is not a whole number.
 pub fn reworded(error: clap::Error) -> clap::Error {
     let Some(fault) = error.source().and_then(|source| source.downcast_ref::<ParseIntError>()) else {
         return error;

@@ -30,29 +30,29 @@ pub struct RunArgs {
     #[arg(long, help_heading = "MoE")]
     pub moe_backend: Option<String>,
     /// How experts run: fused (packed weights, grouped kernels) or legacy (one expert after the
-    /// other) (default: fused; DeepSeek-V2 on the CPU: legacy).
+    /// other) (default: fused).
     #[arg(long, value_name = "PATH", help_heading = "MoE")]
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention: absorbed (latent KV cache) or naive (keys and values of
     /// every head) (default: absorbed; DeepSeek-V2 only).
     #[arg(long, value_name = "FORM", help_heading = "MoE")]
     pub mla: Option<MlaForm>,
-    /// Shared experts on a GPU: on (a second stream, beside the routed experts), off (after them) or auto (as slots of the
-    /// routed experts where kernels take them so, else a second stream where it pays) (default: auto).
+    /// Shared experts on a GPU: on (a second stream, at the same time as the routed experts), off (after them) or auto
+    /// (as slots of the routed experts where kernels take them so, else a second stream where it pays) (default: auto).
     #[arg(long, value_name = "WHERE", help_heading = "MoE")]
     pub shared_experts_stream: Option<SharedExpertsStream>,
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,
-    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU always so).
+    /// Give a row the same bits whatever other rows are in its step, with slower kernels (on the CPU always so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
-    /// Whether products of many rows quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128)
-    /// (default: auto).
+    /// Whether products of many rows quantise activations if the weights are FP8 (W8A8) on a GPU: on, off or auto
+    /// (blocks of 128) (default: auto).
     #[arg(long, value_name = "WHEN", help_heading = "MoE")]
     pub fp8_activations: Option<Fp8Activations>,
-    /// Experts in page-locked host memory beside the GPU of each rank, in GiB of all layers together (or a size such as 512MiB);
-    /// they come to the GPU when a step needs them. Tokens stay the same.
+    /// Experts in page-locked host memory, for the GPU of each rank, in GiB of all layers together (or a size such as
+    /// 512MiB); they come to the GPU when a step needs them. Tokens stay the same.
     #[arg(long, value_name = "GIB", value_parser = crate::values::parse_gib, help_heading = "MoE")]
     pub expert_offload: Option<usize>,
     /// Load a model also where its weights and KV cache seem to need more memory than is free.

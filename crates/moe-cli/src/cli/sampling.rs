@@ -109,7 +109,7 @@ fn unescape(text: &str) -> String {
     out + rest
 }
 
-/// The character that the text behind a backslash names, and how many bytes name it.
+/// The character that the text after a backslash names, and the number of bytes of its name.
 fn escape(text: &str) -> Option<(char, usize)> {
     Some(match text.chars().next()? {
         'n' => ('\n', 1),

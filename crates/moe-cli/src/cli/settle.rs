@@ -1,4 +1,4 @@
-//! What flags say together: after this, each fact is in one field.
+//! Resolves flags that belong together, so that each setting is in one field afterwards.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use super::{Command, EngineArgs};
 use crate::Program;
 
 impl Command {
-    /// Puts the revision behind the model's name, and the flags of other programs into the fields that they mean.
+    /// Adds the revision to the model's name, and sets the fields for flags that have other programs' names.
     ///
     /// # Errors
     /// Flags that contradict each other.
@@ -42,7 +42,7 @@ impl Command {
         Ok(())
     }
 
-    /// Adds what a program brings: the chat template of its own checkpoint.
+    /// Adds the chat template of the program's embedded checkpoint.
     pub(crate) fn complete(&mut self, program: &Program) {
         let Self::Chat(args) = self else { return };
         let Some(chat) = program.embedded.and_then(|embedded| embedded.chat) else { return };

@@ -1,4 +1,4 @@
-//! Commands about the command line itself.
+//! Flags of commands about the command line itself.
 
 use std::path::PathBuf;
 

@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use clap::Args;
 use moe_engine::structured::StructuredOutput;
-use moe_engine::usage;
 
+use crate::error::usage;
 use crate::flag_file;
 
 /// What the text must be; one of them, or none.

@@ -1,8 +1,8 @@
-//! What `--version` says: enough for a report of a fault.
+//! The output of `--version`, which is detailed enough for a bug report.
 
 use model_runtime::CpuIsa;
 
-/// The commit that the program was built from, where its sources are a git checkout or a package.
+/// The commit from which the program was built, if its sources are a git checkout or a package.
 pub const COMMIT: Option<&str> = option_env!("MOE_COMMIT");
 
 /// One line: version and commit.

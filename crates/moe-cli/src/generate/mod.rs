@@ -1,4 +1,4 @@
-//! `generate`: continue prompts. A single text is streamed to stdout.
+//! `generate`: continues prompts. A single text is streamed to stdout.
 
 mod texts;
 
@@ -8,17 +8,18 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use model_runtime::RoutedExperts;
+use moe_engine::Session;
 use moe_engine::chat::{AnswerForm, Begun, ChatRequest};
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::structured::Reasoning;
 use moe_engine::terminal::{hint, note};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{Session, usage};
 use serde_json::json;
 use tracing::warn;
 
 use crate::Program;
 use crate::cli::{GenerateArgs, TemplateArgs};
+use crate::error::usage;
 use crate::model::Model;
 use crate::preflight::{Asks, Known};
 use crate::prompt_progress::PromptProgress;
@@ -74,7 +75,7 @@ pub fn run(program: &Program, args: &GenerateArgs) -> Result<()> {
     texts.failure().map_or(Ok(()), Err)
 }
 
-/// Refuses flags of the chat template that nothing would look at.
+/// Refuses flags of the chat template that would have no effect.
 fn check_template_flags(args: &GenerateArgs) -> Result<()> {
     let TemplateArgs { chat_template, chat_template_kwargs, .. } = &args.template;
     let given = [
@@ -89,7 +90,7 @@ fn check_template_flags(args: &GenerateArgs) -> Result<()> {
     }
 }
 
-/// The prompts, or at a terminal the one that is part of the program.
+/// The prompts, or the program's own prompt at a terminal.
 fn prompts(program: &Program, args: &GenerateArgs) -> Result<Vec<String>> {
     let embedded = args.model.is_none().then(|| program.own_model()).transpose()?;
     let prompts = prompt::read(args)?;
@@ -112,19 +113,19 @@ fn prompts(program: &Program, args: &GenerateArgs) -> Result<Vec<String>> {
     }
 }
 
-/// What is looked for in the answers to questions; in continuations nothing is.
+/// The parts that are looked for in answers to questions; for continuations there are none.
 fn answer_form(args: &GenerateArgs, session: &Session) -> Result<AnswerForm> {
     match args.chat {
-        true => Ok(args.template.answer_form(options::chat_files(&args.template, session)?.as_ref(), true)),
+        true => args.template.answer_form(options::chat_files(&args.template, session)?.as_ref(), true),
         false => Ok(AnswerForm::default()),
     }
 }
 
-/// Refuses a prompt that a model cannot take, before its weights are read: text where there is no tokenizer, ids that the
-/// vocabulary does not have, more tokens than the context holds.
+/// Refuses a prompt that a model cannot run, before its weights are read: text without a tokenizer, ids outside of the
+/// vocabulary, more tokens than the context holds.
 fn check_prompts(args: &GenerateArgs, prompts: &[String], model: &Known) -> Result<()> {
     let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(model.context);
-    let encode = encoder(args, model.dir, model.tokenizer, longest)?;
+    let encode = encoder(args, model.dir, (model.tokenizer, AnswerForm::default()), longest)?;
     for (i, prompt) in prompts.iter().enumerate() {
         let of_several = |e: anyhow::Error| match prompts.len() {
             1 => e,
@@ -140,7 +141,7 @@ fn check_prompts(args: &GenerateArgs, prompts: &[String], model: &Known) -> Resu
     Ok(())
 }
 
-/// A request for each prompt, with a seed of its own, and what the prompt has begun of an answer in this form.
+/// A request for each prompt, with its own seed, and the part of an answer in this form that the prompt has begun.
 fn requests(
     args: &GenerateArgs,
     prompts: &[String],
@@ -150,7 +151,7 @@ fn requests(
 ) -> Result<(Vec<Request>, Vec<Begun>)> {
     let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(session.model.info().max_context_len);
     let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
-    let encode = encoder(args, dir, tokenizer, longest)?;
+    let encode = encoder(args, dir, (tokenizer, form), longest)?;
     let request = |(i, prompt): (usize, &String)| {
         let (prompt, begun) = encode(prompt)?;
         let mut request = Request {
@@ -162,21 +163,22 @@ fn requests(
             ..options::request_defaults(&args.sampling, session, &i.to_string())?
         };
         request.sampling.logprobs = args.logprobs;
+        request.skip_special_tokens &= !tokenizer.is_some_and(|tokenizer| tokenizer.hides(&form.tags()));
         Ok((request, begun))
     };
     let both = prompts.iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
     Ok(both.into_iter().unzip())
 }
 
-/// Makes token ids of a prompt, and says what it has begun of the answer.
+/// Converts a prompt to token ids, and returns the part of the answer that it has begun.
 type Encode<'a> = Box<dyn Fn(&str) -> Result<(Vec<u32>, Begun)> + 'a>;
 
-/// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template. A text that is certainly
-/// longer than `longest` tokens is refused; `dir` is the model's folder.
+/// The conversion of a prompt to token ids: the tokenizer, and with `--chat` the chat template before it. A text that
+/// is certainly longer than `longest` tokens is refused. `dir` is the model's folder.
 fn encoder<'a>(
     args: &'a GenerateArgs,
     dir: Option<&Path>,
-    tokenizer: Option<&'a Tokenizer>,
+    (tokenizer, form): (Option<&'a Tokenizer>, AnswerForm),
     longest: usize,
 ) -> Result<Encode<'a>> {
     let Some(tokenizer) = tokenizer else {
@@ -202,11 +204,11 @@ fn encoder<'a>(
             ..ChatRequest::default()
         })?;
         check_length(&text)?;
-        Ok((tokenizer.encode_rendered(&text)?, Begun::of(&text)))
+        Ok((tokenizer.encode_rendered(&text)?, Begun::of(&text, form)))
     }))
 }
 
-/// The settings of the flags, with a KV cache for these requests and no more.
+/// The settings of the flags, with a KV cache that is just large enough for these requests.
 fn engine_config(
     args: &GenerateArgs,
     requests: &[Request],
@@ -218,14 +220,17 @@ fn engine_config(
         request.prompt.len().saturating_add(request.max_tokens.map_or(context, |max| max.max(1)))
     };
     let longest = requests.iter().map(length).max().unwrap_or(0);
+    let texts = args.n.max(1).saturating_mul(requests.len());
     EngineConfig {
-        max_num_seqs: config.max_num_seqs.min(args.n.max(1).saturating_mul(requests.len())),
+        max_num_seqs: config.max_num_seqs.min(texts),
+        // A single text shares its prefix with no other.
+        prefix_state_memory: if texts > 1 { config.prefix_state_memory } else { Some(0) },
         max_model_len: config.max_model_len.or((longest < context).then_some(longest)),
         ..config
     }
 }
 
-/// Says that several texts of a prompt will be the same, where nothing is left to chance.
+/// Warns that several texts of a prompt will be equal if nothing is random.
 fn warn_of_equal_texts(args: &GenerateArgs, requests: &[Request]) {
     if args.n > 1 && requests.iter().any(|request| request.sampling.is_greedy()) {
         warn!(
@@ -236,7 +241,7 @@ fn warn_of_equal_texts(args: &GenerateArgs, requests: &[Request]) {
     }
 }
 
-/// Says which texts the context will cut, where more was asked for.
+/// Warns about texts that the context will cut before their requested length.
 fn warn_of_the_context(args: &GenerateArgs, requests: &[Request], max_model_len: usize) {
     let Some(asked) = args.sampling.max_new_tokens else { return };
     let longest = requests.iter().map(|request| request.prompt.len()).max().unwrap_or(0);

@@ -1,11 +1,11 @@
-//! The texts of `generate` as they grow, and how they are shown: streamed, one after the other, or as JSON.
+//! The texts of `generate` while they grow, and how they are shown: streamed, one after the other, or as JSON.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
-use moe_engine::chat::{Answer, AnswerForm, Begun};
+use moe_engine::chat::{Answer, AnswerForm, Begun, Schemas};
 use moe_engine::engine::{FinishReason, Output, RequestId};
 use moe_engine::terminal::{hint, note, visible_json};
 use moe_engine::tokenizer::Tokenizer;
@@ -22,19 +22,19 @@ pub struct Texts<'a> {
     args: &'a GenerateArgs,
     tokenizer: Option<&'a Tokenizer>,
     form: AnswerForm,
-    /// How a single text is shown while it comes.
+    /// How a single text is shown while it arrives.
     shown: Shown,
     prompts: Vec<Prompt>,
     start: Instant,
     first_token: Option<Duration>,
-    /// The reader of stdout has seen enough.
+    /// Whether the reader of stdout has closed it.
     closed: bool,
 }
 
 struct Prompt {
     request: RequestId,
     tokens: usize,
-    /// What it has begun of the answer.
+    /// The part of the answer that the prompt has begun.
     begun: Begun,
     texts: Vec<Text>,
 }
@@ -48,8 +48,8 @@ struct Text {
 }
 
 impl<'a> Texts<'a> {
-    /// No text yet, of requests that the engine got at `start`: with prompts of so many tokens, which have begun
-    /// this of the answer.
+    /// No text yet. The engine got the requests at `start`; the arguments are the prompts' lengths and the parts of the
+    /// answers that they have begun.
     pub fn new(
         args: &'a GenerateArgs,
         tokenizer: Option<&'a Tokenizer>,
@@ -65,12 +65,12 @@ impl<'a> Texts<'a> {
         Self { args, tokenizer, form, shown, prompts, start, first_token: None, closed: false }
     }
 
-    /// Whether nobody reads any more.
+    /// Whether stdout is closed.
     pub fn closed(&self) -> bool {
         self.closed
     }
 
-    /// Adds a token, and shows it where there is one text alone.
+    /// Adds a token, and shows it if there is only one text.
     pub fn add(&mut self, output: Output) -> Result<()> {
         if output.token_id.is_some() {
             self.first_token.get_or_insert_with(|| self.start.elapsed());
@@ -102,7 +102,7 @@ impl<'a> Texts<'a> {
         Ok(())
     }
 
-    /// Why texts failed, if some did. The others are shown all the same.
+    /// The error if some texts failed. The other texts are shown anyway.
     pub fn failure(&self) -> Option<anyhow::Error> {
         let texts = || {
             self.prompts.iter().enumerate().flat_map(|(p, prompt)| prompt.texts.iter().map(move |t| (p, t)))
@@ -127,7 +127,7 @@ impl<'a> Texts<'a> {
         })
     }
 
-    /// Shows what has not been shown, and at a terminal how it went.
+    /// Shows everything that was not shown yet and, at a terminal, a summary.
     pub fn finish(&mut self, prompts: &[String]) -> Result<()> {
         if let Some(file) = &self.args.json {
             let line = |(prompt, text): (&Prompt, &String)| format!("{}\n", self.json(prompt, text));
@@ -150,7 +150,7 @@ impl<'a> Texts<'a> {
         self.args.json.is_none() && self.args.n <= 1 && self.prompts.len() == 1
     }
 
-    /// Each text below a line that says which one it is.
+    /// Each text, with a title line above it.
     fn titled(&self) -> Vec<String> {
         let prompts = self.prompts.len();
         let n = self.args.n;
@@ -181,7 +181,7 @@ impl<'a> Texts<'a> {
         let texts = || self.prompts.iter().flat_map(|prompt| &prompt.texts);
         let new: usize = texts().map(|text| text.token_ids.len()).sum();
         let first = self.first_token.unwrap_or(elapsed);
-        // The first token belongs to the prompt's time.
+        // The time of the first token belongs to the prompt.
         let rate = new.saturating_sub(texts().count()) as f64 / (elapsed - first).as_secs_f64().max(1e-9);
         let mut ends: Vec<_> = texts().map(|text| finish_reason(text.finish.as_ref()).0).collect();
         ends.sort_unstable();
@@ -205,10 +205,10 @@ impl<'a> Texts<'a> {
         line
     }
 
-    /// A prompt's texts in the words of OpenAI's completions; answers to questions also as messages of a chat.
+    /// A prompt's texts in the form of OpenAI's completions; answers to questions also in the form of chat messages.
     fn json(&self, prompt: &Prompt, text: &str) -> Value {
         let message = |index: usize, text: &str| {
-            let answer = Answer::of(text, self.form, prompt.begun);
+            let answer = Answer::of(text, self.form, prompt.begun, Schemas::default());
             messages::of_answer("assistant", &answer, self.form, |i| format!("call_{index}_{i}"))
         };
         let choice = |(index, text): (usize, &Text)| {

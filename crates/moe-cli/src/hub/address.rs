@@ -1,13 +1,13 @@
-//! Addresses of models as a browser shows them, pasted where a name is expected.
+//! Parses addresses of models that were copied from a browser and are given instead of a name.
 
-/// Where the hub is reached besides HF_ENDPOINT.
+/// The hosts of the hub, in addition to HF_ENDPOINT.
 const HOSTS: [&str; 3] = ["huggingface.co", "www.huggingface.co", "hf.co"];
 
-/// `ORG/NAME[@REVISION]` of an address of the hub, such as `https://huggingface.co/ORG/NAME/tree/REVISION`; `None`: the
-/// text is no address. `endpoint` is another place where the hub is.
+/// Returns `ORG/NAME[@REVISION]` for an address of the hub, such as `https://huggingface.co/ORG/NAME/tree/REVISION`.
+/// Returns `None` if the text is not an address. `endpoint` is the address of another hub.
 ///
 /// # Errors
-/// An address of another host, or of something that is no model.
+/// The address is of another host, or does not name a model.
 pub fn name_in(text: &str, endpoint: &str) -> Result<Option<String>, String> {
     let Some(path) = path_of(text, endpoint)? else { return Ok(None) };
     let path = path.split(['?', '#']).next().unwrap_or_default();
@@ -27,7 +27,7 @@ pub fn name_in(text: &str, endpoint: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// What follows the host.
+/// Returns the part of the address after the host.
 fn path_of<'t>(text: &'t str, endpoint: &str) -> Result<Option<&'t str>, String> {
     let behind = |start: &str| text.strip_prefix(start).filter(|rest| rest.starts_with('/'));
     if let Some(path) = behind(endpoint) {
@@ -44,8 +44,8 @@ fn path_of<'t>(text: &'t str, endpoint: &str) -> Result<Option<&'t str>, String>
     }
 }
 
-/// The revision of a view of a repository. A file of the root may be named, which stands for the repository; what is in
-/// a folder of it does not.
+/// Returns the revision in a view of a repository. An address of a file in the root stands for the repository. An
+/// address of a file in a folder does not.
 fn revision(view: &str, rest: &[&str]) -> Result<String, String> {
     if !["tree", "blob", "resolve", "raw", "commit", "commits"].contains(&view) {
         return Err(format!(
@@ -67,7 +67,7 @@ fn revision(view: &str, rest: &[&str]) -> Result<String, String> {
     }
 }
 
-/// Takes back percent-encoding.
+/// Decodes percent-encoding.
 fn decode(part: &str) -> Option<String> {
     let mut pieces = part.split('%');
     let mut bytes = pieces.next().unwrap_or_default().as_bytes().to_vec();

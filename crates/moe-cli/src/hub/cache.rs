@@ -1,4 +1,4 @@
-//! Where the cache keeps a model.
+//! The place of a model in the cache.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use super::env::Settings;
 use super::name::ModelName;
 
-/// The cache of a repository, and its folder there.
+/// Returns the cache of a repository, and its folder in the cache.
 pub fn cache_of(name: &ModelName, settings: &Settings) -> (CacheRepo, PathBuf) {
     let repo = Repo::with_revision(name.id.clone(), RepoType::Model, name.revision.clone());
     let folder = settings.cache.join(repo.folder_name());

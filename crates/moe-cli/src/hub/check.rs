@@ -1,33 +1,33 @@
-//! Whether what the cache holds of a model is whole: nothing lacks, and every file has the hash that
-//! names it.
+//! Checks that the copy of a model in the cache is complete: no file is missing, and every file has the hash that is
+//! its name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use model_runtime::checkpoint::TensorFiles;
+use model_runtime::checkpoint::{Gguf, TensorFiles};
 
 use super::cache::cache_of;
 use super::env::Settings;
-use super::files;
 use super::hash::Hasher;
 use super::name::ModelName;
+use super::{files, gguf};
 
-/// What a check found.
+/// The result of a check.
 #[derive(Debug)]
 pub struct Report {
     /// The folder with the files.
     pub dir: PathBuf,
-    /// Files that were looked at.
+    /// Number of files that were checked.
     pub files: usize,
-    /// What is wrong, a line for each file.
+    /// The faults, one line for each file.
     pub faults: Vec<String>,
 }
 
-/// Checks the copy of a model in the cache. The hub is not asked.
+/// Checks the copy of a model in the cache. It sends no request to the hub.
 ///
 /// # Errors
-/// No finished download of that name. Files that lack or are damaged are no error but in the report.
+/// No download of this name is finished. Missing or damaged files are not errors; they are in the report.
 pub(super) fn check(name: &ModelName, settings: &Settings) -> Result<Report> {
     let (repo, folder) = cache_of(name, settings);
     let commit = if name.is_pinned() {
@@ -52,14 +52,17 @@ pub(super) fn faults(dir: &Path) -> Report {
     Report { dir: dir.to_path_buf(), files: names.len(), faults }
 }
 
-/// The files of a snapshot. A link to a blob that was deleted counts: it says what was there.
+/// Returns the files that a snapshot should have. A link to a blob that was deleted counts as a file.
 fn expected(dir: &Path) -> Result<Vec<String>> {
     let what = dir.display().to_string();
     let mut there = files::in_folder(dir, |path| path.is_symlink() || path.exists());
+    if gguf::are_the_weights(&there) {
+        return Ok(there.into_iter().filter(|name| name.ends_with(".gguf")).collect());
+    }
     let mut names = files::small(&what, &there)?;
     let index = dir.join(files::INDEX);
     if there.contains(files::INDEX) && index.exists() {
-        // A shard that lacks is a fault of its own, not of the index.
+        // A missing shard is reported by itself, and not as a fault of the index.
         there.extend(files::shards(&index)?);
     }
     let mut with_index = Vec::new();
@@ -71,7 +74,7 @@ fn expected(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// What is wrong with a file of a snapshot.
+/// Returns the fault of a file of a snapshot, if it has one.
 fn fault(path: &Path) -> Option<String> {
     let blob = fs::canonicalize(path).ok().filter(|blob| blob.is_file());
     let Some(blob) = blob else { return Some("missing; run `download` again".into()) };
@@ -81,10 +84,13 @@ fn fault(path: &Path) -> Option<String> {
     found.map(|reason| format!("damaged: {reason}; run `download` again, which repairs {}", blob.display()))
 }
 
-/// Where no hash names a file, it can at least be read as what it is.
+/// Checks a file without a hash: whether it can be read in the format of its name.
 fn form_fault(path: &Path) -> Option<String> {
     if path.extension().is_some_and(|extension| extension == "safetensors") {
         return TensorFiles::open_file(path).err().map(|e| e.to_string());
+    }
+    if path.extension().is_some_and(|extension| extension == "gguf") {
+        return Gguf::open(path).err().map(|e| e.to_string());
     }
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,

@@ -1,4 +1,4 @@
-//! The hub's protocol: what a repository holds, what a file is, and its bytes from an offset on.
+//! Requests to the hub: the files of a repository, the size and hash of a file, and its bytes from an offset on.
 
 use std::io::Read;
 
@@ -14,13 +14,13 @@ use super::name::{ModelName, is_commit};
 type Response = ureq::http::Response<ureq::Body>;
 
 const MAX_REDIRECTS: usize = 10;
-/// More than the description of any repository.
+/// The largest description of a repository, in bytes. All real ones are smaller.
 const LONGEST_INFO: u64 = 64 << 20;
 
 /// A repository at a revision.
 #[derive(Debug, Deserialize)]
 pub struct RepoInfo {
-    /// The commit that the revision stands for now.
+    /// The commit to which the revision points now.
     pub sha: String,
     /// The files.
     pub siblings: Vec<Sibling>,
@@ -33,12 +33,12 @@ pub struct Sibling {
     pub rfilename: String,
 }
 
-/// What the hub says of a file.
+/// The description of a file by the hub.
 #[derive(Debug)]
 pub struct FileInfo {
-    /// The hash of its contents, which names the blob in the cache.
+    /// The hash of its contents. In the cache it is the name of the blob.
     pub etag: String,
-    /// Bytes.
+    /// The number of bytes.
     pub size: u64,
 }
 
@@ -48,14 +48,14 @@ enum Method {
     Get,
 }
 
-/// Speaks to the hub.
+/// Sends requests to the hub.
 pub struct Client<'a> {
     agent: Agent,
     settings: &'a Settings,
 }
 
 impl<'a> Client<'a> {
-    /// A client; nothing is sent yet.
+    /// Makes a client, without sending anything.
     pub fn new(settings: &'a Settings) -> Self {
         let limit = Some(settings.timeout);
         let config = Agent::config_builder()
@@ -70,15 +70,12 @@ impl<'a> Client<'a> {
         Self { agent: config.build().into(), settings }
     }
 
-    /// The commit and the files of a revision.
+    /// Returns the commit and the files of a revision.
     pub fn repo(&self, name: &ModelName) -> Result<RepoInfo, Failure> {
         let endpoint = &self.settings.endpoint;
         let revision = encode(&name.revision, false);
         let url = format!("{endpoint}/api/models/{}/revision/{revision}", name.id);
-        let response = self.ask(Method::Get, &url, None)?;
-        let mut text = Vec::new();
-        let read = response.into_body().into_reader().take(LONGEST_INFO).read_to_end(&mut text);
-        read.map_err(|e| Failure::Transient(e.to_string()))?;
+        let text = self.text(&url)?;
         let info: RepoInfo = serde_json::from_slice(&text)
             .map_err(|e| self.foreign(&format!("its description of the repository is not valid: {e}")))?;
         if !is_commit(&info.sha) {
@@ -92,12 +89,41 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Where the hub has a file of a commit.
+    /// Returns the names of models that say that they are quantised from a model. The most downloaded ones come first.
+    pub fn quantised_from(&self, id: &str, most: usize) -> Result<Vec<String>, Failure> {
+        #[derive(Deserialize)]
+        struct Listed {
+            id: String,
+        }
+        let filter = encode(&format!("base_model:quantized:{id}"), false);
+        let endpoint = &self.settings.endpoint;
+        let url = format!("{endpoint}/api/models?filter={filter}&sort=downloads&direction=-1&limit={most}");
+        let text = self.text(&url)?;
+        let models: Vec<Listed> = serde_json::from_slice(&text)
+            .map_err(|e| self.foreign(&format!("its list of models is not valid: {e}")))?;
+        Ok(models.into_iter().take(most).map(|model| model.id).collect())
+    }
+
+    /// Returns a small file of a repository at a revision.
+    pub fn small_file(&self, name: &ModelName, file: &str) -> Result<Vec<u8>, Failure> {
+        self.text(&self.url(name, &encode(&name.revision, false), file))
+    }
+
+    /// Returns the bytes of an answer, up to the largest size of a description.
+    fn text(&self, url: &str) -> Result<Vec<u8>, Failure> {
+        let response = self.ask(Method::Get, url, None)?;
+        let mut text = Vec::new();
+        let read = response.into_body().into_reader().take(LONGEST_INFO).read_to_end(&mut text);
+        read.map_err(|e| Failure::Transient(e.to_string()))?;
+        Ok(text)
+    }
+
+    /// Returns the address of a file of a commit.
     pub fn url(&self, name: &ModelName, commit: &str, file: &str) -> String {
         format!("{}/{}/resolve/{commit}/{}", self.settings.endpoint, name.id, encode(file, true))
     }
 
-    /// Hash and size of a file. Large files are described by the redirect to their storage.
+    /// Returns the hash and the size of a file. The hub sends them for a large file with the redirect to its storage.
     pub fn file(&self, url: &str) -> Result<FileInfo, Failure> {
         let response = self.ask(Method::Head, url, None)?;
         let etag = header(&response, "x-linked-etag").or(header(&response, "etag"));
@@ -112,8 +138,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// The bytes of a file from `from` on, and where the first of them stands: at 0 if the server
-    /// knows no ranges. A read fails when the server is silent for too long.
+    /// Returns the bytes of a file from `from` on, and the offset of the first of them, which is 0 if the server does
+    /// not support ranges. A read fails if the server sends nothing for too long.
     pub fn bytes(&self, url: &str, from: u64) -> Result<(u64, impl Read + use<>), Failure> {
         let range = (from > 0).then(|| format!("bytes={from}-"));
         let response = self.ask(Method::Get, url, range.as_deref())?;
@@ -126,7 +152,7 @@ impl<'a> Client<'a> {
         Ok((start, response.into_body().into_reader()))
     }
 
-    /// The first `len` bytes of a file, which is at least as long.
+    /// Returns the first `len` bytes of a file. The file must not be shorter.
     pub fn beginning(&self, url: &str, len: u64) -> Result<Vec<u8>, Failure> {
         let range = format!("bytes=0-{}", len.saturating_sub(1));
         let response = self.ask(Method::Get, url, Some(&range))?;
@@ -143,7 +169,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Where in its file an answer begins.
+    /// Returns the offset in the file at which an answer begins.
     fn start_of(&self, response: &Response) -> Result<u64, Failure> {
         match response.status().as_u16() {
             206 => range_start(response).ok_or_else(|| self.foreign("a part of a file without its range")),
@@ -151,8 +177,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Follows redirects by hand: the first answer that describes a file is the one to read, and the
-    /// token must not leave the hub.
+    /// Sends a request and follows redirects itself, for two reasons: the answer to read is the first one that
+    /// describes a file, and the token must not be sent to another host than the hub.
     fn ask(&self, method: Method, url: &str, range: Option<&str>) -> Result<Response, Failure> {
         let mut url = url.to_string();
         for _ in 0..MAX_REDIRECTS {
@@ -183,7 +209,7 @@ impl<'a> Client<'a> {
         request.call().map_err(|e| Failure::Transient(e.to_string()))
     }
 
-    /// An answer that is not the hub's protocol.
+    /// The error for an answer that does not follow the protocol of the hub.
     fn foreign(&self, what: &str) -> Failure {
         let endpoint = &self.settings.endpoint;
         Failure::Fatal(anyhow!("{endpoint} does not answer like the hub: {what}; check HF_ENDPOINT"))
@@ -211,18 +237,18 @@ fn header<'r>(response: &'r Response, name: &str) -> Option<&'r str> {
     response.headers().get(name)?.to_str().ok()
 }
 
-/// `a` of `Content-Range: bytes a-b/size`.
+/// Returns `a` of `Content-Range: bytes a-b/size`.
 fn range_start(response: &Response) -> Option<u64> {
     header(response, "content-range")?.strip_prefix("bytes ")?.split_once('-')?.0.parse().ok()
 }
 
-/// Scheme, host and port.
+/// Returns the scheme, the host and the port of an address.
 fn origin(url: &str) -> &str {
     let host = url.find("://").map_or(0, |at| at + 3);
     url[host..].find('/').map_or(url, |end| &url[..host + end])
 }
 
-/// The target of a redirect.
+/// Returns the target of a redirect.
 fn join(url: &str, location: &str) -> Option<String> {
     if location.starts_with("https://") || location.starts_with("http://") {
         return Some(location.to_string());
@@ -230,7 +256,7 @@ fn join(url: &str, location: &str) -> Option<String> {
     (location.starts_with('/') && !location.starts_with("//")).then(|| format!("{}{location}", origin(url)))
 }
 
-/// Percent-encodes a path, or with its slashes a part of one.
+/// Encodes a path with percent signs. Without `keep_slashes` its slashes are encoded, too.
 fn encode(text: &str, keep_slashes: bool) -> String {
     let plain =
         |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.') || (keep_slashes && b == b'/');

@@ -1,8 +1,9 @@
-//! One file into the cache: continued where an earlier try ended, whole or not at all.
+//! Downloads a file into the cache. It continues an earlier attempt, and the file appears there only when it is
+//! complete.
 //!
-//! All clients of the hub use this layout, so they share what is downloaded:
-//! `blobs/HASH` is a file, `blobs/HASH.incomplete` its beginning, `snapshots/COMMIT/NAME` a link to
-//! it, and `.locks/REPO/HASH.lock` keeps two processes from writing it at once.
+//! All clients of the hub use the same layout, so they share downloaded files. `blobs/HASH` is a file, and
+//! `blobs/HASH.incomplete` is its beginning. `snapshots/COMMIT/NAME` is a link to it. `.locks/REPO/HASH.lock` prevents
+//! two processes from writing it at the same time.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read};
@@ -20,28 +21,28 @@ use super::name::ModelName;
 use super::partial::Partial;
 use super::progress::{FileProgress, Progress};
 
-/// How far a download believes what the cache holds.
+/// How far a download trusts the files in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trust {
-    /// A file that is there is used.
+    /// A file that exists is used.
     Present,
-    /// It is compared with the size and the hash that the hub announces, and replaced where it differs.
+    /// A file that exists is compared with the size and the hash from the hub, and replaced if it differs.
     Verified,
     /// Every file is downloaded again.
     Nothing,
 }
 use super::retry::{RETRIES, retry};
 
-/// Bytes read at once.
+/// The number of bytes that are read at a time.
 const PIECE: usize = 256 << 10;
-/// Bytes whose hash takes a moment.
+/// From this number of bytes on, computing the hash takes so long that a message says it.
 const LARGE: u64 = 1 << 30;
 
 /// Downloads of one commit.
 pub struct Download<'a> {
-    /// Speaks to the hub.
+    /// The client for requests to the hub.
     pub client: &'a Client<'a>,
-    /// Where files are kept, and how long to wait between tries.
+    /// The folder of the cache, and the pauses between attempts.
     pub settings: &'a Settings,
     /// The repository.
     pub name: &'a ModelName,
@@ -49,11 +50,11 @@ pub struct Download<'a> {
     pub commit: &'a str,
     /// The folder of the repository in the cache.
     pub folder: &'a Path,
-    /// How far files that are there are believed.
+    /// How far existing files are trusted.
     pub trust: Trust,
 }
 
-/// A file that is not in the snapshot yet.
+/// A file that is to be downloaded.
 struct Wanted<'f> {
     file: &'f str,
     url: String,
@@ -61,13 +62,13 @@ struct Wanted<'f> {
 }
 
 impl Download<'_> {
-    /// Path of a file in the snapshot, downloaded unless it is there.
+    /// Returns the path of a file in the snapshot, after downloading it if it is missing.
     pub fn file(&self, file: &str) -> Result<PathBuf> {
         self.files(&[file])?;
         Ok(self.pointer(file))
     }
 
-    /// Downloads the files that are not in the snapshot, or not as they should be.
+    /// Downloads the files that are missing in the snapshot, or that are not as they should be.
     pub fn files(&self, files: &[impl AsRef<str>]) -> Result<()> {
         let files = files.iter().map(AsRef::as_ref);
         let asked = files.filter(|file| self.trust != Trust::Present || !self.pointer(file).exists());
@@ -91,7 +92,7 @@ impl Download<'_> {
         self.folder.join("blobs").join(&info.etag)
     }
 
-    /// What the hub says of a file.
+    /// Asks the hub for the description of a file.
     fn ask<'f>(&self, file: &'f str) -> Result<Wanted<'f>> {
         let url = self.client.url(self.name, self.commit, file);
         let bar = ProgressBar::hidden();
@@ -100,7 +101,7 @@ impl Download<'_> {
         Ok(Wanted { file, url, info })
     }
 
-    /// Whether the snapshot has a file with the bytes that the hub announces. Other bytes are deleted.
+    /// Whether the snapshot has the file with the bytes that the hub announces. A file with other bytes is deleted.
     fn is_whole(&self, Wanted { file, info, .. }: &Wanted) -> Result<bool> {
         let pointer = self.pointer(file);
         let (held, is_linked) = match fs::canonicalize(&pointer) {
@@ -141,8 +142,9 @@ impl Download<'_> {
         link(&blob, &pointer, file).with_context(|| format!("cannot create {}", pointer.display()))
     }
 
-    /// Makes a file whole, with the bytes that the hub announced: a proxy or a mirror may change them, and after a loss of
-    /// power what an earlier run left may have zeros at its end. Other bytes are downloaded once more, from the first on.
+    /// Completes a file and checks that it has the hash from the hub. A proxy or a mirror may change bytes. After a
+    /// power failure, the part from an earlier run may end in zeros. If the bytes are wrong, the whole file is
+    /// downloaded once more.
     fn fill(&self, path: &Path, wanted: &Wanted, progress: &Progress) -> Result<(), Failure> {
         let Wanted { file, info, .. } = wanted;
         let mut partial = Partial::open(path, &info.etag, info.size)?;
@@ -164,7 +166,7 @@ impl Download<'_> {
         partial.sync()
     }
 
-    /// Brings a file to its full size.
+    /// Downloads the rest of a file.
     fn complete(
         &self,
         partial: &mut Partial,
@@ -174,7 +176,7 @@ impl Download<'_> {
         while !partial.is_full() {
             let before = partial.len();
             let attempt = || match self.extend(partial, &wanted.url, progress) {
-                // A try that got further is not counted.
+                // An attempt that got some bytes is not counted.
                 Err(Failure::Transient(_)) if partial.len() > before => Ok(()),
                 result => result,
             };
@@ -183,7 +185,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Appends what one answer holds.
+    /// Sends one request and appends the bytes of the answer.
     fn extend(&self, partial: &mut Partial, url: &str, progress: &FileProgress) -> Result<(), Failure> {
         let (start, mut body) = match self.client.bytes(url, partial.len()) {
             Err(Failure::Refused(refusal)) if refusal.status == 416 => {
@@ -210,7 +212,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Keeps other processes away from a blob while the returned file is open.
+    /// Locks a blob against other processes for as long as the returned file is open.
     fn lock(&self, file: &str, etag: &str) -> Result<File> {
         let repo = self.folder.file_name().unwrap_or_default();
         let path = self.settings.cache.join(".locks").join(repo).join(format!("{etag}.lock"));
@@ -230,7 +232,7 @@ impl Download<'_> {
     }
 }
 
-/// A file that arrived whole and is not the one that the hub announced.
+/// The error for a file that is complete but has another hash than the hub announced.
 fn wrong_bytes(file: &str, fault: &str, settings: &Settings) -> Failure {
     Failure::Fatal(anyhow!(
         "{file} from {}: {fault}; what comes is not what the hub announces: is there a proxy \
@@ -246,13 +248,13 @@ fn make_parents(path: &Path) -> Result<()> {
     })
 }
 
-/// Makes `pointer`, a file of a snapshot, show the blob: by a relative link, or by moving the blob
-/// where there are no links.
+/// Makes `pointer`, a file of a snapshot, refer to the blob. It is a relative link, or, if the system has no links, the
+/// blob itself, which is moved there.
 fn link(blob: &Path, pointer: &Path, file: &str) -> io::Result<()> {
     if pointer.exists() {
         return Ok(());
     }
-    // What is left is a link to a blob that was deleted.
+    // A link to a deleted blob may still exist.
     match fs::remove_file(pointer) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}

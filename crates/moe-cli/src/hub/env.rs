@@ -1,13 +1,14 @@
-//! The environment variables that every client of the hub understands.
+//! The environment variables that all clients of the hub use.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Result;
-use moe_engine::usage;
 
-/// Where the hub is, who asks, and where files are kept.
+use crate::error::usage;
+
+/// The address of the hub, the user's token, and the folder of the cache.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// `HF_ENDPOINT` without a slash at the end.
@@ -16,11 +17,11 @@ pub struct Settings {
     pub cache: PathBuf,
     /// `HF_TOKEN`, else the contents of the token file (`HF_TOKEN_PATH`, else `token` in `HF_HOME`).
     pub token: Option<String>,
-    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`: never ask the hub.
+    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`: whether no request may be sent to the hub.
     pub offline: bool,
-    /// `HF_HUB_DOWNLOAD_TIMEOUT` (seconds): how long the hub may be silent.
+    /// `HF_HUB_DOWNLOAD_TIMEOUT` in seconds: how long the hub may send nothing.
     pub timeout: Duration,
-    /// The wait before a second try; it doubles from try to try.
+    /// The pause before the second attempt. It doubles with each attempt.
     pub backoff: Duration,
 }
 
@@ -30,7 +31,7 @@ impl Settings {
         Self::from_vars(&|name| std::env::var_os(name), std::env::home_dir())
     }
 
-    /// The settings under these variables; an empty one counts as not set.
+    /// Reads the settings from these variables. An empty variable counts as not set.
     fn from_vars(var: &dyn Fn(&str) -> Option<OsString>, home_dir: Option<PathBuf>) -> Result<Self> {
         let path = |names: &[&str]| {
             names.iter().find_map(|name| var(name).filter(|v| !v.is_empty())).map(PathBuf::from)
@@ -65,7 +66,8 @@ fn endpoint(value: Option<String>) -> Result<String> {
     Ok(value.trim_end_matches('/').to_string())
 }
 
-/// A token travels in a header, which holds no control characters; the text itself is never shown.
+/// Checks a token. It is sent in a header, which cannot contain control characters. The error does not contain the
+/// token.
 fn checked_token(token: Option<String>) -> Result<Option<String>> {
     let token = token.map(|t| t.trim().to_string()).filter(|t| !t.is_empty());
     match &token {

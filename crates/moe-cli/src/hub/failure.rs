@@ -1,4 +1,4 @@
-//! Why the hub gave no file, and what a person can do about it.
+//! The reasons why a request to the hub failed, and what a user can do about them.
 
 use crate::hub::env::Settings;
 use crate::hub::name::ModelName;
@@ -6,27 +6,27 @@ use crate::hub::name::ModelName;
 /// Why a request did not succeed.
 #[derive(Debug)]
 pub enum Failure {
-    /// No answer, half of one, or a server that is busy: worth another try.
+    /// There was no answer or an incomplete one, or the server is busy. Another attempt may succeed.
     Transient(String),
-    /// The hub said no.
+    /// The hub refused the request.
     Refused(Refusal),
-    /// What another try does not mend.
+    /// Another attempt would fail in the same way.
     Fatal(anyhow::Error),
 }
 
-/// An answer of the hub that is no success.
+/// An answer of the hub with an error status.
 #[derive(Debug)]
 pub struct Refusal {
     /// The HTTP status.
     pub status: u16,
-    /// `X-Error-Code`: which of the causes that share a status it is.
+    /// The header `X-Error-Code`, which distinguishes causes with the same status.
     pub code: Option<String>,
-    /// `X-Error-Message`.
+    /// The header `X-Error-Message`.
     pub message: Option<String>,
 }
 
 impl Failure {
-    /// The error as the user reads it; `file` is `None` when the repository itself was asked for.
+    /// Returns the error for the user. `file` is `None` if the request was about the repository itself.
     pub fn explain(self, name: &ModelName, file: Option<&str>, settings: &Settings) -> anyhow::Error {
         let endpoint = &settings.endpoint;
         match self {
@@ -42,7 +42,7 @@ impl Failure {
 
 impl Refusal {
     fn explain(&self, name: &ModelName, file: Option<&str>, settings: &Settings) -> String {
-        let ModelName { id, revision } = name;
+        let ModelName { id, revision, .. } = name;
         let endpoint = &settings.endpoint;
         let status = self.status;
         let tokens = format!("{endpoint}/settings/tokens");

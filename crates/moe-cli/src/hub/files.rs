@@ -1,5 +1,5 @@
-//! Which files of a repository make up a checkpoint. The same rule drives a download and the check
-//! that a cached snapshot is whole; a folder is read by the same rule (model-runtime, checkpoint).
+//! The files of a repository that make up a checkpoint. A download and the check of a cached snapshot use the same
+//! rule, and model-runtime reads a folder by this rule (module `checkpoint`).
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -9,13 +9,14 @@ use anyhow::{Context, Result, bail, ensure};
 /// Names of files, relative to the repository.
 pub type Names = BTreeSet<String>;
 
-/// Needed of every repository.
+/// The file that every repository must have.
 const CONFIG: &str = "config.json";
-/// Taken where a repository has them: generation defaults, the header of older
-/// quantised checkpoints, tokenizer, chat template.
-const OPTIONAL: [&str; 8] = [
+/// Files that are downloaded if a repository has them: generation defaults, the settings of quantised
+/// checkpoints, the tokenizer and the chat template.
+const OPTIONAL: [&str; 9] = [
     "generation_config.json",
     "quantize_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -23,19 +24,19 @@ const OPTIONAL: [&str; 8] = [
     "chat_template.jinja",
     "chat_template.json",
 ];
-/// The folder of further chat templates, `NAME.jinja` each, as transformers has it.
+/// The folder of further chat templates, each of which is a file `NAME.jinja`, as in transformers.
 const TEMPLATES: &str = "additional_chat_templates";
 const WEIGHTS: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// Shows `fetch` every file of the checkpoint, small ones first. `names` are the files of the repository, which errors
-/// call `what`; `fetch` returns where a file is now.
+/// Calls `fetch` for every file of the checkpoint, small ones first. `names` are the files of the repository, and
+/// `what` is its name in errors. `fetch` returns the path of the file.
 pub fn visit(what: &str, names: &Names, fetch: &mut dyn FnMut(&str) -> Result<PathBuf>) -> Result<()> {
     small(what, names)?.iter().try_for_each(|file| fetch(file).map(drop))?;
     weights(what, names, fetch)?.iter().try_for_each(|file| fetch(file).map(drop))
 }
 
-/// The files that tell whether a checkpoint can be run, without its weights.
+/// Returns the files that show whether a checkpoint can be run. Weights are not among them.
 pub fn small(what: &str, names: &Names) -> Result<Vec<String>> {
     ensure!(
         names.contains(CONFIG),
@@ -51,8 +52,8 @@ fn is_template(file: &str) -> bool {
     inner.and_then(|name| name.strip_suffix(".jinja")).is_some_and(|name| !name.contains('/'))
 }
 
-/// The files with the weights: one of the usual name, else the ones of an index, which is fetched, else every other
-/// safetensors file of the repository's root.
+/// Returns the files with the weights: the file with the usual name, or else the files that the index names, or else
+/// all other safetensors files in the repository's root. The index is fetched.
 pub fn weights(
     what: &str,
     names: &Names,
@@ -73,18 +74,18 @@ pub fn weights(
     ensure!(
         !others.is_empty(),
         "{what} has neither {WEIGHTS} nor {INDEX} nor another .safetensors file; choose a repository with safetensors \
-         weights (PyTorch .bin and GGUF files are not supported)"
+         weights (PyTorch .bin files are not supported)"
     );
     Ok(others)
 }
 
-/// Whether the names alone tell which files hold the weights. Without one of the usual names, some of several files may
-/// be missing unnoticed.
+/// Whether the names alone show that all files with weights exist. If neither usual name exists, a file may be missing
+/// without notice.
 pub fn says_what_is_whole(names: &Names) -> bool {
     names.contains(WEIGHTS) || names.contains(INDEX)
 }
 
-/// The shards that an index names.
+/// Returns the shards that an index names.
 pub(super) fn shards(index: &Path) -> Result<BTreeSet<String>> {
     let read = || -> Result<BTreeSet<String>> {
         let json: serde_json::Value = serde_json::from_slice(&std::fs::read(index)?)?;
@@ -99,13 +100,14 @@ pub(super) fn shards(index: &Path) -> Result<BTreeSet<String>> {
     read().with_context(|| format!("{} is not an index of shards", index.display()))
 }
 
-/// Whether a name stays inside the folder that it is relative to.
+/// Whether a relative name stays inside its folder.
 pub fn is_inside(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     !name.is_empty() && !name.contains('\\') && parts.all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// The files of a snapshot that count; none where there is no such folder.
+/// Returns the names of the files of a snapshot for which `counts` is true. There are none if the folder does not
+/// exist.
 pub fn in_folder(dir: &Path, counts: fn(&Path) -> bool) -> Names {
     let within = |folder: &str| {
         let entries = dir.join(folder).read_dir().into_iter().flatten().flatten();
@@ -113,14 +115,20 @@ pub fn in_folder(dir: &Path, counts: fn(&Path) -> bool) -> Names {
         files.filter_map(move |entry| entry.file_name().into_string().ok()).collect::<Vec<_>>()
     };
     let templates = within(TEMPLATES).into_iter().map(|name| format!("{TEMPLATES}/{name}"));
-    within("").into_iter().chain(templates).collect()
+    let folders = dir.read_dir().into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
+    // The parts of a split GGUF file are often in a folder of their own.
+    let parts = folders.filter_map(|entry| entry.file_name().into_string().ok()).flat_map(|folder| {
+        let files = within(&folder).into_iter().filter(|name| name.ends_with(".gguf"));
+        files.map(|name| format!("{folder}/{name}")).collect::<Vec<_>>()
+    });
+    within("").into_iter().chain(templates).chain(parts).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// What would be fetched of a repository of these files.
+    /// Returns the files that would be fetched from a repository with these files.
     fn fetched(files: &[&str], index: &str) -> Result<Vec<String>> {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(INDEX), index).unwrap();

@@ -1,4 +1,4 @@
-//! Whether bytes are the ones that the hub announced: by the hash in a file's ETag, which also names its blob.
+//! Checks bytes against the hash in a file's ETag. This hash is also the name of the blob.
 
 use std::fs::File;
 use std::io;
@@ -7,25 +7,26 @@ use std::path::Path;
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
-/// The hash of a file whose bytes come one after another.
+/// Computes the hash of a file whose bytes arrive in pieces.
 pub struct Hasher {
     announced: String,
     bytes: u64,
     state: State,
 }
 
-/// Hashes that an ETag may be.
+/// The kinds of hashes that an ETag may be.
 enum State {
-    /// Of large files.
+    /// The hash of a large file.
     Sha256(Sha256),
-    /// Of small files: git's, which begins with a header that has the size, or in stores of artifacts the plain one.
+    /// The hash of a small file. It is git's hash, which covers a header with the size, or in some artifact stores the
+    /// hash of the contents alone.
     Sha1 { git: Sha1, plain: Sha1 },
-    /// The ETag is something else, which says nothing about the bytes.
+    /// The ETag is not a hash that is known, so it says nothing about the bytes.
     Unknown,
 }
 
 impl Hasher {
-    /// Of a file of `size` bytes with this ETag.
+    /// Makes a hasher for a file of `size` bytes with this ETag.
     pub fn new(etag: &str, size: u64) -> Self {
         let is_hex = etag.bytes().all(|b| b.is_ascii_hexdigit());
         let state = match etag.len() {
@@ -38,7 +39,7 @@ impl Hasher {
         Self { announced: etag.to_ascii_lowercase(), bytes: 0, state }
     }
 
-    /// Of a file on disk: what is wrong with it, if the ETag tells.
+    /// Returns the fault of a file on disk, if the ETag shows one.
     pub fn fault_of(path: &Path, etag: &str) -> Option<String> {
         let read = || -> io::Result<Self> {
             let mut file = File::open(path)?;
@@ -57,7 +58,7 @@ impl Hasher {
         !matches!(self.state, State::Unknown)
     }
 
-    /// Adds the bytes that follow.
+    /// Adds the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.bytes += bytes.len() as u64;
         match &mut self.state {
@@ -70,7 +71,7 @@ impl Hasher {
         }
     }
 
-    /// What is wrong with the bytes that came: what was expected, and what they are.
+    /// Returns the fault of the bytes so far: the expected hash and the computed one.
     pub fn fault(&self) -> Option<String> {
         let Self { announced, bytes, state } = self;
         let (name, got) = match state {
@@ -106,7 +107,7 @@ mod tests {
         hasher.fault()
     }
 
-    /// `printf hello | git hash-object --stdin`, `sha1sum`, `sha256sum`.
+    /// The values come from `printf hello | git hash-object --stdin`, `sha1sum` and `sha256sum`.
     #[test]
     fn every_hash_of_an_etag_is_known() {
         let git = "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0";
@@ -118,7 +119,7 @@ mod tests {
             assert!(fault.contains(&format!("{}, got ", etag.to_lowercase())), "{fault}");
             assert!(fault.ends_with("of 5 bytes"), "{fault}");
         }
-        // Others say nothing: S3's of files in parts, or a number of a version.
+        // Other ETags say nothing about the bytes: S3's for files in parts, or the number of a version.
         for etag in ["d41d8cd98f00b204e9800998ecf8427e-2", "5", &"g".repeat(64)] {
             assert!(fault(etag, b"hello").is_none() && !Hasher::new(etag, 5).knows());
         }

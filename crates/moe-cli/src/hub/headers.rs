@@ -1,7 +1,8 @@
-//! The headers of weights that are still on the hub: enough to tell which tensors a checkpoint has.
+//! Downloads the headers of weights that are on the hub. They show which tensors a checkpoint has.
 //!
-//! They come into a folder of their own, with the checkpoint's small files. Each file of weights has its size there and its
-//! header, and a hole in place of its data, which takes no room on a disk. So the code that opens checkpoints opens it.
+//! The headers are stored in a separate folder together with the checkpoint's small files. Each file of weights has its
+//! full size and its header there. In place of its data it has a hole, which takes no space on the disk. So the code
+//! that opens checkpoints can open this folder.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -13,30 +14,30 @@ use indicatif::ProgressBar;
 use super::client::Client;
 use super::failure::Failure;
 use super::retry::{RETRIES, retry};
-use super::{Located, Rest, files};
+use super::{Located, Rest, files, temporary};
 
-/// Bytes that are asked for at first: most headers are shorter.
+/// The number of bytes of the first request. Most headers are shorter.
 const FIRST: u64 = 128 << 10;
-/// The longest header of the format, and its length before it.
+/// The longest header of the format, with the field of its length.
 const LONGEST: u64 = 100_000_000 + LENGTH_FIELD;
 const LENGTH_FIELD: u64 = 8;
-/// Files whose headers are asked for at once.
+/// The number of files whose headers are requested at the same time.
 const AT_ONCE: usize = 8;
 
 /// A folder in which the headers of a checkpoint's weights can be read.
 pub struct Headers {
     dir: PathBuf,
-    /// Whether the weights are on the hub and the folder is gone when this is dropped.
+    /// Whether the weights are on the hub. The folder is then deleted when this value is dropped.
     are_remote: bool,
 }
 
 impl Headers {
-    /// The folder.
+    /// The folder with the headers.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Whether the weights themselves are on the hub.
+    /// Whether the weights are on the hub and not on this machine.
     pub fn are_remote(&self) -> bool {
         self.are_remote
     }
@@ -51,21 +52,20 @@ impl Drop for Headers {
 }
 
 impl Located {
-    /// The headers of the weights. What is here is used; otherwise the hub is asked for the beginnings of the files.
+    /// Returns the headers of the weights. Files on this machine are used as they are. Otherwise the beginnings of the
+    /// files are requested from the hub.
     ///
     /// # Errors
-    /// As [`locate`](super::locate); no folder for temporary files, or one that has no room for sparse files.
+    /// The errors of [`locate`](super::locate); a folder for temporary files that cannot be created or cannot hold
+    /// sparse files.
     pub fn headers(&self) -> Result<Headers> {
         let here = || Ok(Headers { dir: self.dir.clone(), are_remote: false });
-        let Some(rest) = &self.rest else { return here() };
+        let Some(rest) = self.rest.as_ref().filter(|rest| rest.gguf.is_empty()) else { return here() };
         let weights = rest.weights()?;
         if weights.iter().all(|file| self.dir.join(file).exists()) {
             return here();
         }
-        let dir = std::env::temp_dir().join(format!("moe-headers-{}", std::process::id()));
-        // Not the folder of another process.
-        fs::create_dir(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-        let headers = Headers { dir, are_remote: true };
+        let headers = Headers { dir: temporary::folder("moe-headers")?, are_remote: true };
         for name in files::in_folder(&self.dir, Path::is_file).iter().filter(|name| !name.contains('/')) {
             let copied = fs::copy(self.dir.join(name), headers.dir.join(name));
             copied.with_context(|| format!("cannot copy {name} to {}", headers.dir.display()))?;
@@ -85,7 +85,7 @@ impl Located {
 }
 
 impl Rest {
-    /// Makes a file of weights in a folder, with nothing but its header and its size.
+    /// Makes a file of weights in a folder that has only its header and its size.
     fn header(&self, file: &str, dir: &Path) -> Result<()> {
         let Self { name, settings, commit, .. } = self;
         let client = Client::new(settings);
@@ -106,7 +106,8 @@ impl Rest {
     }
 }
 
-/// The header of a safetensors file of `size` bytes. Of what is no such file its beginning, for the reader to refuse.
+/// Returns the header of a safetensors file of `size` bytes. For any other file it returns the beginning, which the
+/// reader then refuses.
 fn header(client: &Client, url: &str, size: u64) -> Result<Vec<u8>, Failure> {
     let mut bytes = client.beginning(url, FIRST.min(size))?;
     let Some(length) = bytes.first_chunk() else { return Ok(bytes) };

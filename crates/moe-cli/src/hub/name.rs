@@ -1,4 +1,4 @@
-//! `ORG/NAME[@REVISION]`: what a model on the hub is called.
+//! `ORG/NAME[:TAG][@REVISION]`: the name of a model on the hub.
 
 /// A model on the hub at a revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -7,20 +7,26 @@ pub struct ModelName {
     pub id: String,
     /// A branch, a tag or a commit; `main` if none was given.
     pub revision: String,
+    /// The GGUF file of the repository, if it has several: how it is quantised, or its file name.
+    pub tag: Option<String>,
 }
 
-/// The hub's own limit.
+/// The limit of the hub.
 const LONGEST_ID: usize = 96;
 
 impl ModelName {
-    /// Parses a name; the error says what a name looks like.
+    /// Parses a name. The error says what a name looks like.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let (id, tag) = id.split_once(':').map_or((id, None), |(id, tag)| (id, Some(tag)));
+        if let Some(tag) = tag.filter(|tag| !is_name(tag)) {
+            return Err(format!("`{tag}` names no GGUF file; expected ORG/NAME:TAG, as in ORG/NAME:Q4_K_M"));
+        }
         let parts: Vec<&str> = id.split('/').collect();
         if parts.len() != 2 || !parts.iter().all(|part| is_name(part)) || id.len() > LONGEST_ID {
             return Err(format!(
                 "no such folder, and not a name on the hub; expected a checkpoint folder or \
-                 ORG/NAME[@REVISION], with letters, digits, `-`, `_` and `.`, at most {LONGEST_ID}"
+                 ORG/NAME[:TAG][@REVISION], with letters, digits, `-`, `_` and `.`, at most {LONGEST_ID}"
             ));
         }
         if !is_revision(revision) {
@@ -28,7 +34,7 @@ impl ModelName {
                 "`{revision}` is not a revision; expected a branch, a tag or a commit after the @"
             ));
         }
-        Ok(Self { id: id.to_string(), revision: revision.to_string() })
+        Ok(Self { id: id.to_string(), revision: revision.to_string(), tag: tag.map(str::to_string) })
     }
 
     /// Whether the revision is a commit, which never changes.
@@ -39,7 +45,10 @@ impl ModelName {
 
 impl std::fmt::Display for ModelName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}@{}", self.id, self.revision)
+        match &self.tag {
+            Some(tag) => write!(f, "{}:{tag}@{}", self.id, self.revision),
+            None => write!(f, "{}@{}", self.id, self.revision),
+        }
     }
 }
 
@@ -58,7 +67,8 @@ fn is_name(part: &str) -> bool {
         && !part.contains("..")
 }
 
-/// What git allows as the name of a branch or tag, near enough: it also names a file of the cache.
+/// Whether a text can be a branch or a tag. The rule is close to git's. The name is also the name of a file in the
+/// cache.
 fn is_revision(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'+' | b'@' | b'/');
     text.len() <= 255
@@ -77,6 +87,10 @@ mod tests {
         let name = ModelName::parse("o_1/m.2@refs/pr/3").unwrap();
         assert_eq!((name.id.as_str(), name.revision.as_str()), ("o_1/m.2", "refs/pr/3"));
         assert!(!name.is_pinned());
+        let name = ModelName::parse("o/m-GGUF:Q4_K_M@v1").unwrap();
+        assert_eq!((name.id.as_str(), name.tag.as_deref()), ("o/m-GGUF", Some("Q4_K_M")));
+        assert_eq!(name.to_string(), "o/m-GGUF:Q4_K_M@v1");
+        assert!(ModelName::parse("o/m:").unwrap_err().contains("ORG/NAME:TAG"));
         assert!(ModelName::parse(&format!("o/m@{}", "0a".repeat(20))).unwrap().is_pinned());
     }
 

@@ -10,20 +10,20 @@ use indicatif::HumanBytes;
 use super::failure::Failure;
 use super::hash::Hasher;
 
-/// The beginning of a file on disk.
+/// A file on disk that has the beginning of a download.
 pub struct Partial {
     file: File,
     path: PathBuf,
     etag: String,
     len: u64,
     size: u64,
-    /// Of the bytes that are here.
+    /// The hash of the bytes on disk.
     hasher: Hasher,
 }
 
 impl Partial {
-    /// What is on disk of a file of `size` bytes, which the hub announces under an ETag. It is read, so that the hash
-    /// covers it.
+    /// Opens the part of a file that is on disk. The file has `size` bytes and this ETag on the hub. The part is read,
+    /// because its hash is needed.
     pub fn open(path: &Path, etag: &str, size: u64) -> Result<Self, Failure> {
         let mut hasher = Hasher::new(etag, size);
         let mut open = || -> io::Result<(File, u64)> {
@@ -42,27 +42,27 @@ impl Partial {
         Ok(partial)
     }
 
-    /// Bytes that are here.
+    /// The number of bytes on disk.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Bytes of the whole file.
+    /// The number of bytes of the whole file.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Whether all bytes are here.
+    /// Whether all bytes are on disk.
     pub fn is_full(&self) -> bool {
         self.len >= self.size
     }
 
-    /// What is wrong with the bytes that are here, which are all.
+    /// Returns the fault of the file, whose bytes must all be on disk.
     pub fn fault(&self) -> Option<String> {
         self.hasher.fault()
     }
 
-    /// Drops what is here.
+    /// Deletes the bytes on disk.
     pub fn restart(&mut self) -> Result<(), Failure> {
         self.file.set_len(0).map_err(|e| self.failed(e))?;
         self.len = 0;
@@ -70,7 +70,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Appends a piece; what goes beyond the file's size is not part of it.
+    /// Appends a piece. Bytes beyond the size of the file are dropped.
     pub fn append(&mut self, piece: &[u8]) -> Result<(), Failure> {
         let room = usize::try_from(self.size - self.len).unwrap_or(usize::MAX);
         let piece = &piece[..piece.len().min(room)];

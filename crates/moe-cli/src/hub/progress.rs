@@ -1,5 +1,5 @@
-//! How far a download is: a bar for each file and one for all on stderr, if that is a terminal;
-//! otherwise lines in the log. What is done leaves a line with its size.
+//! Shows the progress of a download. If stderr is a terminal, there is a bar for each file and one for all files;
+//! otherwise there are lines in the log. Each finished file leaves a line with its size.
 
 use std::cell::Cell;
 
@@ -12,12 +12,12 @@ use tracing::info;
 pub struct Progress {
     bars: MultiProgress,
     total: ProgressBar,
-    /// Bytes of the files that are whole.
+    /// The number of bytes of finished files.
     done: Cell<u64>,
 }
 
 impl Progress {
-    /// Progress over `files` files of `bytes` bytes together. A single file is its own total.
+    /// Makes the progress of `files` files with `bytes` bytes in total. A single file gets no second bar.
     pub fn new(files: usize, bytes: u64) -> Self {
         let bars = MultiProgress::new();
         if is_quiet() {
@@ -33,9 +33,9 @@ impl Progress {
         Self { bars, total, done: Cell::new(0) }
     }
 
-    /// Begins with a file of which `here` bytes are here.
+    /// Begins a file of which `here` bytes are already on disk.
     pub fn file(&self, name: &str, size: u64, here: u64) -> FileProgress<'_> {
-        // Above the bar of all files, if that is shown.
+        // The bar is inserted above the bar of all files, if there is one.
         let bar = self.bars.insert(0, running(size, name.to_string()));
         if bar.is_hidden() {
             let rest = if here > 0 { format!(", {} of them here", HumanBytes(here)) } else { String::new() };
@@ -47,7 +47,7 @@ impl Progress {
         file
     }
 
-    /// All files are whole.
+    /// Ends the progress, when all files are complete.
     pub fn finish(&self) {
         end(&self.total);
     }
@@ -60,31 +60,31 @@ pub struct FileProgress<'p> {
 }
 
 impl FileProgress<'_> {
-    /// So many bytes are here.
+    /// Shows that `bytes` bytes have arrived.
     pub fn at(&self, bytes: u64) {
         self.bar.set_position(bytes);
         self.all.total.set_position(self.all.done.get() + bytes);
     }
 
-    /// The file is whole.
+    /// Ends the progress of the file, when it is complete.
     pub fn finish(&self, size: u64) {
         self.at(size);
         end(&self.bar);
         self.all.done.set(self.all.done.get() + size);
     }
 
-    /// The bar, which a message must not tear.
+    /// The bar of the file. Messages must not be printed across it.
     pub fn bar(&self) -> &ProgressBar {
         &self.bar
     }
 }
 
-/// Columns from which on all of a line has room.
+/// From this number of columns on, a line has room for everything.
 const WIDE: u16 = 90;
 
-/// What a line shows while a file comes, and when it is whole, on a terminal of so many columns. The column of names is as
-/// wide as names of shards are, so that bars stand below each other. A narrow terminal shows less, and cuts names: a line
-/// that is broken could not be drawn over.
+/// Returns the templates of a line while a file arrives and when it is complete, for a terminal of `columns` columns.
+/// The column of names is as wide as the names of shards, so that bars are aligned. A narrow terminal shows less and
+/// cuts names, because a line that wraps could not be overwritten.
 fn templates(columns: u16) -> (&'static str, &'static str) {
     match columns {
         WIDE.. => (
@@ -101,17 +101,17 @@ fn columns() -> u16 {
     Term::stderr().size_checked().map_or(WIDE, |(_, columns)| columns)
 }
 
-/// A bar behind its name.
+/// Makes a bar with a name before it.
 fn running(size: u64, name: String) -> ProgressBar {
     styled(ProgressBar::new(size), templates(columns()).0).with_message(visible(&name).into_owned())
 }
 
-/// Leaves name and size of what a bar showed.
+/// Replaces a bar by a line with its name and size.
 fn end(bar: &ProgressBar) {
     styled(bar.clone(), templates(columns()).1).finish();
 }
 
-/// Templates are constants; should one be wrong, indicatif's own does.
+/// Templates are constants. If one were wrong, indicatif's own template would be used.
 fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style.progress_chars("=> ")),
@@ -128,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    /// A terminal that keeps what is written.
+    /// A terminal that stores what is written to it.
     #[derive(Clone, Debug)]
     struct Paper {
         columns: u16,

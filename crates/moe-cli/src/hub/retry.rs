@@ -1,4 +1,4 @@
-//! Trying again, at growing intervals, what fails for a reason that may pass.
+//! Repeats requests that failed for a temporary reason, after pauses of increasing length.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use tracing::warn;
 
 use super::failure::Failure;
 
-/// Tries after the first one that get no further.
+/// The number of attempts after the first one that may fail without any progress.
 pub const RETRIES: u32 = 4;
 
-/// Asks up to `retries` times more while the failure may pass. `what` is asked for; `backoff` is the first pause, which
-/// doubles from try to try; warnings do not tear `bar`.
+/// Repeats a request up to `retries` times while its failure is temporary. `what` is the name in messages. `backoff` is
+/// the first pause, and each further pause is twice as long. Warnings are printed without breaking `bar`.
 pub fn retry<T>(
     what: &str,
     retries: u32,

@@ -58,20 +58,21 @@ pub struct Groups {
     pub count: usize,
     /// How many are kept.
     pub kept: usize,
-    /// A group is as good as the sum of this number of its best experts.
+    /// The score of a group is the sum of this number of its best experts.
     pub summed: usize,
 }
 
 impl Groups {
-    /// How good a group of these keys is.
+    /// The score of a group with these keys.
     fn score(self, group: &[f32]) -> f32 {
         let mut sorted = group.to_vec();
         sorted.sort_unstable_by(|a, b| b.total_cmp(a));
         sorted.iter().take(self.summed).sum()
     }
 
-    /// [`top_k_gap`] of a selection of k experts among those of the kept groups: how clearly the groups are separated, by
-    /// each of the keys in their sums, or the experts of the kept ones, whichever is closer.
+    /// [`top_k_gap`] for a selection of k experts from the kept groups: the smaller of two gaps. One is the gap between
+    /// groups, divided by the number of keys in their sums. The other is the gap between the experts of the kept
+    /// groups.
     pub fn gap(self, keys: &[f32], k: usize) -> f32 {
         let size = (keys.len() / self.count.max(1)).max(1);
         let mut by_score: Vec<&[f32]> = keys.chunks(size).collect();

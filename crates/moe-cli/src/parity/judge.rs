@@ -12,10 +12,10 @@ use super::run::Observations;
 
 /// bf16 must stay within this factor of transformers' own bf16 error.
 const NOISE_FACTOR: f64 = 1.5;
-/// The bound where a reference does not say how noisy bf16 is.
+/// The bound if a reference does not contain the noise of bf16.
 const DEFAULT_BF16_BOUND: f64 = 2e-2;
 
-/// Failures that are spelled out.
+/// The largest number of failures that are listed.
 const MAX_FAILURES: usize = 20;
 
 /// The error of one compared tensor.
@@ -30,7 +30,7 @@ pub struct LayerError {
 /// The result of a comparison; the JSON of `parity --json`.
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
-    /// Where it ran.
+    /// The device on which it ran.
     pub device: String,
     /// The dtype it ran in.
     pub dtype: String,
@@ -50,7 +50,7 @@ pub struct Report {
     pub routing_flips: usize,
     /// Every compared tensor, in the order of execution.
     pub layers: Vec<LayerError>,
-    /// Why it did not pass, the first layer that differs first.
+    /// Why it did not pass; the first layer that differs comes first.
     pub failures: Vec<String>,
     /// The verdict.
     pub passed: bool,
@@ -76,8 +76,8 @@ impl Rules {
         }
     }
 
-    /// Whether experts must agree where the reference's selection is this clear. The bf16 gap is
-    /// relative to the row's largest logit, which is what its noise scales with.
+    /// Whether experts must agree if the reference's selection has this gap. In bf16 the gap is relative to the row's
+    /// largest logit, because its noise is proportional to that.
     fn is_clear(&self, row: &[f32], gap: f32) -> bool {
         match self.exact {
             true => gap > 1e-5,
@@ -88,9 +88,9 @@ impl Rules {
 
 /// The model's selection rule, by decoder layer.
 pub trait Selection {
-    /// The expert ids that it takes from router logits [T, E]: [T, K].
+    /// The expert ids that it chooses from router logits [T, E]: [T, K].
     fn ids(&self, layer: usize, logits: &[f32]) -> Result<Vec<u32>>;
-    /// How clearly it separates the chosen experts of one row \[E\] from the others, in logits.
+    /// The gap between the chosen experts of one row \[E\] and the others, in logits.
     fn gap(&self, layer: usize, row: &[f32]) -> Result<f32>;
 }
 
@@ -139,7 +139,7 @@ fn tensors(info: &ModelInfo, reference: &Reference, ours: &Observations, rules: 
         let error = relative_error(a.unwrap_or(&empty), b);
         if judged {
             report.relative_error = report.relative_error.max(error);
-            // Written so that a NaN on either side fails.
+            // The comparison is written so that a NaN on either side fails.
             let within = error <= rules.tolerance;
             if !within && report.failures.is_empty() {
                 report.failures.push(format!(
@@ -151,7 +151,7 @@ fn tensors(info: &ModelInfo, reference: &Reference, ours: &Observations, rules: 
         report.layers.push(LayerError { name, relative_error: error });
     };
     for index in 0..=info.num_layers {
-        // Entry i of the hidden states is what decoder layer i reads and its router follows.
+        // Entry i of the hidden states is the input of decoder layer i, and its router follows.
         if let Some(expected) = reference.hidden_states.get(&index) {
             let got = ours.hidden_states.get(&index);
             compare(format!("hidden_states.{index}"), got, expected, true);
@@ -180,7 +180,7 @@ fn tokens(info: &ModelInfo, reference: &Reference, ours: &Observations, rules: &
     }
 }
 
-/// Expert sets of our own logits against the reference's.
+/// Compares the expert sets of our own logits with the reference's.
 fn routing(
     info: &ModelInfo,
     reference: &Reference,

@@ -1,9 +1,9 @@
-//! `parity`: a model against a reference recorded from Hugging Face transformers.
+//! `parity`: compares a model with a reference recorded from Hugging Face transformers.
 //!
-//! In f32 everything is free and must agree. In bf16 and f16 a token near a routing boundary may
-//! flip to another expert, which says nothing about the arithmetic; so the reference's routing is
-//! replayed (ids by our selection rule on its router logits, weights from our own), and the
-//! routing of our own logits is compared separately.
+//! In f32 nothing is replayed and everything must agree. In bf16 and f16 a token near a routing boundary may flip to
+//! another expert, which does not show an error in the arithmetic. So the reference's routing is replayed (the ids come
+//! from our selection rule on its router logits, the weights from our own logits), and the routing of our own logits is
+//! compared separately.
 
 mod compare;
 mod judge;
@@ -23,7 +23,7 @@ use compare::{Groups, top_k_gap};
 use judge::{Rules, Selection, judge};
 use reference::{Reference, Sizes};
 
-/// Checks by the header of a reference, before weights are read, whether it can be one of a model of this config.
+/// Checks the header of a reference, before weights are read: whether it can belong to a model with this config.
 pub fn check_reference(reference: &Path, config: &Config) -> Result<()> {
     Reference::check_header(reference, &Sizes::of_config(config)?)
 }
@@ -83,7 +83,7 @@ impl Selection for Routers<'_> {
         let (router, info) = self.router(layer)?;
         let shape = (logits.len() / info.num_experts, info.num_experts);
         let routed = router.route(&Tensor::from_slice(logits, shape, self.device)?)?;
-        // Shared experts follow the routed ones, where they are slots.
+        // If shared experts are slots, they follow the routed ones.
         Ok(routed.topk_ids.narrow(1, 0, info.top_k)?.flatten_all()?.to_vec1()?)
     }
 
@@ -98,7 +98,7 @@ impl Selection for Routers<'_> {
             }
             _ => top_k_gap(keys, info.top_k),
         };
-        // Scores move less than their logits: sigmoid by a quarter at most, the others by half.
+        // Scores change less than their logits: sigmoid by at most a quarter, the others by at most half.
         let steepest = match router.config().scoring {
             _ if biased.is_none() => 1.0,
             Scoring::Sigmoid => 0.25,

@@ -1,4 +1,4 @@
-//! A recorded reference: what Hugging Face transformers computed for a checkpoint.
+//! A recorded reference: the results of Hugging Face transformers for a checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,20 +31,20 @@ pub struct Reference {
     pub bf16_noise: Option<f32>,
 }
 
-/// The sizes of a model that a reference must fit. Its sequences may be longer than the context: transformers computes them,
-/// too.
+/// The sizes of a model that a reference must match. Its sequences may be longer than the context, because transformers
+/// computes these, too.
 pub struct Sizes {
     vocab_size: usize,
     hidden_size: usize,
     num_layers: usize,
-    /// `None`: only the family knows.
+    /// `None` if only the family knows it.
     num_experts: Option<usize>,
     /// Decoder layers with a router; `None`: only the family knows.
     routed_layers: Option<Vec<usize>>,
 }
 
 impl Sizes {
-    /// As a loaded model has them.
+    /// The sizes of a loaded model.
     pub fn of(info: &ModelInfo) -> Self {
         let moe = info.moe.as_ref();
         Self {
@@ -56,7 +56,7 @@ impl Sizes {
         }
     }
 
-    /// As far as a config tells them, before weights are read.
+    /// The sizes as far as a config gives them, before weights are read.
     pub fn of_config(config: &Config) -> Result<Self> {
         Ok(Self {
             vocab_size: config.size(&["vocab_size"], limits::VOCAB)?,
@@ -67,7 +67,7 @@ impl Sizes {
         })
     }
 
-    /// Values of a tensor of f32 over `rows` tokens; `None`: the tensor is another one.
+    /// The number of values of an f32 tensor over `rows` tokens; `None` for a tensor of another kind.
     fn values(&self, name: &str, rows: usize) -> Result<Option<usize>> {
         if let Some(index) = name.strip_prefix("hidden_states.") {
             let index: usize = index.parse().with_context(|| format!("{name} has no index"))?;
@@ -92,7 +92,7 @@ impl Sizes {
 }
 
 impl Reference {
-    /// Checks by the header of a reference, and its token ids, whether it can be a model's. Nothing large is read.
+    /// Checks the header of a reference, and its token ids: whether it can belong to this model. Nothing large is read.
     pub fn check_header(path: &Path, sizes: &Sizes) -> Result<()> {
         let check = || -> Result<()> {
             let file = TensorFiles::open_file(path)?;

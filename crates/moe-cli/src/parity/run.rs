@@ -35,6 +35,7 @@ impl Observer for Observations {
         match what {
             Observed::HiddenStates(index) => self.hidden_states.insert(index, values),
             Observed::RouterLogits(layer) => self.router_logits.insert(layer, values),
+            other => candle_core::bail!("parity: expected hidden states or router logits, got {other:?}"),
         };
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a command asks of a model besides its weights.
+//! The requirements of a command on a model, other than that it can be loaded.
 
 use std::path::Path;
 
@@ -6,43 +6,43 @@ use anyhow::{Context, Result};
 use model_runtime::Config;
 use moe_engine::engine::EngineConfig;
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::usage;
 
 use super::known::Known;
 use crate::cli::{AnswerArgs, BatchArgs, ChatArgs, Command, EngineArgs, GenerateArgs};
 use crate::cli::{SamplingArgs, TemplateArgs};
+use crate::error::usage;
 use crate::options;
 
-/// What a command asks of a model besides its weights; by default nothing.
+/// The requirements of a command on a model, other than that it can be loaded. By default there are none.
 #[derive(Default)]
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
     further: Option<Further<'a>>,
-    /// Bytes of each GPU that may be used, of a command that has no flags of the engine.
+    /// The bytes of each GPU that may be used, for a command without flags of the engine.
     gpu_memory: Option<u64>,
 }
 
-/// A check of a command's own.
+/// An additional check of a command.
 pub type Further<'a> = &'a dyn Fn(&Known) -> Result<()>;
 
-/// Text, and how it is made.
+/// How a command generates text.
 struct Text<'a> {
     sampling: &'a SamplingArgs,
     engine: &'a EngineArgs,
     n: usize,
-    /// Sequences that run at once, at most.
+    /// The largest number of sequences that run at the same time.
     sequences: usize,
     /// Whether the command itself limits the length.
     is_limited: bool,
     template: Option<&'a TemplateArgs>,
-    /// Whether the command is nothing without a chat template.
+    /// Whether the command needs a chat template.
     needs_template: bool,
     /// Whether it needs a tokenizer.
     tokenizes: bool,
 }
 
 impl<'a> Asks<'a> {
-    /// What a command asks.
+    /// Returns the requirements of a command.
     pub fn of(command: &'a Command) -> Self {
         match command {
             Command::Generate(args) => Self::of_generate(args),
@@ -52,12 +52,12 @@ impl<'a> Asks<'a> {
         }
     }
 
-    /// With what else the command checks against the model.
+    /// Adds a further check of the command against the model.
     pub fn with(self, further: Further<'a>) -> Self {
         Self { further: Some(further), ..self }
     }
 
-    /// What `generate` asks.
+    /// Returns the requirements of `generate`.
     pub fn of_generate(args: &'a GenerateArgs) -> Self {
         let sampling = &args.sampling;
         let engine = &args.engine;
@@ -71,29 +71,29 @@ impl<'a> Asks<'a> {
         Self { text: Some(text), ..Self::default() }
     }
 
-    /// What `chat` asks.
+    /// Returns the requirements of `chat`.
     pub fn of_chat(args: &'a ChatArgs) -> Self {
         let text = Text { sequences: 1, ..Self::of_answer(&args.answer, true, true) };
         Self { text: Some(text), ..Self::default() }
     }
 
-    /// What `bench` asks for the requests of a file: GPUs of which it may use so many bytes.
+    /// Returns the requirements of `bench` with a file of requests, which may use this number of bytes on each GPU.
     pub fn within(gpu_memory: Option<usize>) -> Self {
         Self { gpu_memory: gpu_memory.map(|bytes| bytes as u64), ..Self::default() }
     }
 
-    /// What `batch` asks: some requests need no chat template.
+    /// Returns the requirements of `batch`. A chat template is not among them, because some requests need none.
     pub fn of_batch(args: &'a BatchArgs) -> Self {
         let text = Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init);
         Self { text: Some(text), ..Self::default() }
     }
 
-    /// What conversations ask.
+    /// Returns the requirements of commands that answer conversations.
     pub fn of_answers(args: &'a AnswerArgs) -> Self {
         Self { text: Some(Self::of_answer(args, true, true)), ..Self::default() }
     }
 
-    /// Checks everything but the chat template, for a model that is loaded.
+    /// Checks everything except the chat template, for a model that is loaded.
     pub fn check(
         &self,
         tokenizer: &Tokenizer,
@@ -116,17 +116,17 @@ impl<'a> Asks<'a> {
         Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes }
     }
 
-    /// The flags of the engine, of a command that has them.
+    /// The flags of the engine, if the command has them.
     pub(super) fn engine(&self) -> Option<&EngineArgs> {
         self.text.as_ref().map(|text| text.engine)
     }
 
-    /// Whether there must be a tokenizer.
+    /// Whether a tokenizer is needed.
     pub(super) fn tokenizes(&self) -> bool {
         self.text.as_ref().is_some_and(|text| text.tokenizes)
     }
 
-    /// Checks the flags alone.
+    /// Checks the flags alone, without a model.
     pub(super) fn check_flags(&self) -> Result<()> {
         let Some(Text { sampling, tokenizes, .. }) = &self.text else { return Ok(()) };
         if !tokenizes && !sampling.stop.is_empty() {
@@ -146,19 +146,20 @@ impl<'a> Asks<'a> {
         self.check_values(None, usize::MAX, usize::MAX)
     }
 
-    /// Checks what the text must be, for a model with this tokenizer or for any.
+    /// Checks the structured output for a model with this tokenizer, or without one for any model.
     pub(super) fn check_structured_output(&self, tokenizer: Option<&Tokenizer>) -> Result<()> {
         let Some(Text { sampling: SamplingArgs { structured, .. }, .. }) = &self.text else { return Ok(()) };
         let checked = structured.output()?.map_or(Ok(()), |output| output.check(tokenizer));
         checked.map_err(|e| usage(format!("{}: {e}", structured.flag())))
     }
 
-    /// Checks what only the command knows.
+    /// Runs the additional check of the command.
     pub(super) fn check_further(&self, model: &Known) -> Result<()> {
         self.further.map_or(Ok(()), |further| further(model))
     }
 
-    /// Checks the values that flags and generation_config.json come to, for a model of this vocabulary and context.
+    /// Checks the sampling values from the flags and generation_config.json for a model with this vocabulary and
+    /// context.
     pub(super) fn check_values(
         &self,
         generation: Option<&Config>,
@@ -176,8 +177,9 @@ impl<'a> Asks<'a> {
         settings.check(context).map(drop).map_err(|e| usage(e.to_string()))
     }
 
-    /// The engine's settings over a device's defaults, as far as they are known before requests are. `generate` has a KV cache for
-    /// its texts and no more, at least for their new tokens, and `chat` for one conversation.
+    /// Returns the settings of the engine over a device's defaults, as far as they are known before the requests. The
+    /// KV cache of `generate` has room for its texts only, or at least for their new tokens, and that of `chat` for one
+    /// conversation.
     pub(super) fn engine_config(&self, default: EngineConfig, context: usize) -> EngineConfig {
         let Some(text) = &self.text else {
             return EngineConfig { gpu_memory: self.gpu_memory, ..default };
@@ -191,7 +193,8 @@ impl<'a> Asks<'a> {
         }
     }
 
-    /// Checks the chat template of the flags or of a checkpoint's folder; `model` names the checkpoint.
+    /// Checks the chat template of the flags or of a checkpoint's folder. `model` is the name of the checkpoint in
+    /// errors.
     pub(super) fn check_template(&self, dir: Option<&Path>, model: Option<&str>) -> Result<()> {
         let Some(Text { template: Some(args), needs_template, .. }) = &self.text else { return Ok(()) };
         match options::chat_template_in(args, dir)? {
@@ -202,7 +205,7 @@ impl<'a> Asks<'a> {
     }
 }
 
-/// The message for a model without a chat template where one is needed.
+/// The message for a model without a chat template, if one is needed.
 pub fn no_template(model: Option<&str>) -> String {
     let name = model.unwrap_or("the embedded checkpoint");
     format!(

@@ -1,17 +1,18 @@
-//! Flags that mean something on one kind of device alone: on the other they would be taken and change nothing.
+//! Flags that have a meaning on one kind of device only. On the other kind they would be accepted without effect.
 
 use anyhow::Result;
-use moe_engine::{DeviceChoice, usage};
+use moe_engine::DeviceChoice;
 
 use crate::cli::{EngineArgs, RunArgs};
+use crate::error::usage;
 
-/// A flag, and whether it is given.
+/// A flag, and whether the user gave it.
 pub type Given = (&'static str, bool);
 
-/// Checks the flags of a run on its device; `more` are flags for GPUs that a command has beside those.
+/// Checks the flags of a run for its device. `more` are further flags of the command that only have an effect on GPUs.
 ///
 /// # Errors
-/// The first flag that means nothing on the device ([`UsageError`](moe_engine::UsageError)).
+/// The first flag that has no effect on the device ([`UsageError`](moe_engine::UsageError)).
 pub fn check_device_flags(args: &RunArgs, engine: Option<&EngineArgs>, more: &[Given]) -> Result<()> {
     let on_gpus = [
         ("--fp8-activations", args.fp8_activations.is_some()),
@@ -37,13 +38,13 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
 
-    /// What is said about `generate` with these flags.
+    /// The error for `generate` with these flags.
     fn said(flags: &[&str]) -> Option<String> {
         let Command::Generate(args) = Cli::command_of([&["moe", "generate"], flags].concat()).unwrap() else {
             panic!("generate is generate")
         };
         check_device_flags(&args.run, Some(&args.engine), &[]).err().map(|e| {
-            assert!(e.downcast_ref::<moe_engine::UsageError>().is_some());
+            assert!(crate::error::is_usage(&e));
             e.to_string()
         })
     }

@@ -3,18 +3,21 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use model_runtime::checkpoint::Configs;
 use model_runtime::config::{RopeConfig, limits};
 use model_runtime::{Config, Geometry, QuantConfig, is_gate_up_pack};
 use moe_comm::ExpertMap;
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{DeviceChoice, Embedded, ModelSpec, Run, usage};
+use moe_engine::{DeviceChoice, Embedded, ModelSpec, Run};
 use moe_layer::hf::NUM_EXPERTS;
 
 use super::asks::Asks;
 use super::known::Known;
 use crate::cli::RunArgs;
+use crate::error::usage;
 
-/// What transformers writes into every config. A model of default sizes is not what anybody means.
+/// Values that transformers writes into every config. They are required, because a model of default sizes is never
+/// intended.
 const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
 
 /// The configs of a checkpoint.
@@ -25,22 +28,19 @@ pub struct Files {
 }
 
 impl Files {
-    /// The configs in a folder.
+    /// Reads the configs in a folder or in a GGUF file.
     pub fn read(dir: &Path) -> Result<Self> {
-        let config = Config::read(&dir.join("config.json"))?;
-        let generation = dir.join("generation_config.json");
-        let generation = generation.is_file().then(|| Config::read(&generation)).transpose()?;
-        let quantisation = config.quantisation_in(dir)?;
+        let Configs { config, generation, quantisation } = Configs::read(dir)?;
         Ok(Self { config, generation, quantisation })
     }
 
-    /// A config without weights.
+    /// Makes the configs of a model with random weights.
     pub fn random(config: Config) -> Result<Self> {
         let quantisation = config.quantisation()?;
         Ok(Self { config, generation: None, quantisation })
     }
 
-    /// The configs in the program.
+    /// Reads the configs of a checkpoint that is part of the program.
     pub fn embedded(embedded: &Embedded) -> Result<Self> {
         Ok(Self {
             config: Config::parse(embedded.config, "the embedded config.json")?,
@@ -57,12 +57,12 @@ impl Files {
         &self.config
     }
 
-    /// Checks that a model of these configs runs on the ranks and with the values that are asked for.
+    /// Checks that a model with these configs can run on the requested ranks and with the requested values.
     pub fn check(&self, model: &dyn ModelSpec, args: &RunArgs, asks: &Asks) -> Result<()> {
         check_required(&self.config)?;
         let geometry = args.config().parallel.geometry(0)?;
         self.check_redundant(args, &geometry)?;
-        // Only plain checkpoints have packs: quantised ones hold experts one by one.
+        // Only checkpoints without quantisation have packs. Quantised ones store experts one by one.
         let has = |name: &str| self.quantisation.is_none() || !is_gate_up_pack(name);
         let layout = model.layout(&geometry, &has).map_err(|e| usage(e.to_string()))?;
         if let Some(quantisation) = &self.quantisation {
@@ -72,14 +72,15 @@ impl Files {
         self.check_values(asks)
     }
 
-    /// Checks that weights and KV cache have room where the ranks of a run are.
+    /// Checks that weights and KV cache fit in the memory of the ranks.
     pub fn check_memory(&self, run: &Run, asks: &Asks) -> Result<()> {
         let context = self.context();
         let quantisation = self.quantisation.as_ref();
-        run.check_memory(&self.config, quantisation, context, |default| asks.engine_config(default, context))
+        let engine = |default| asks.engine_config(default, context);
+        Ok(run.check_memory(&self.config, quantisation, context, engine)?)
     }
 
-    /// Checks that the ranks have room for further copies of experts.
+    /// Checks that the ranks have room for additional copies of experts.
     fn check_redundant(&self, args: &RunArgs, geometry: &Geometry) -> Result<()> {
         let redundant = args.parallel.placements.num_redundant_experts;
         let experts = self.config.opt_size(&NUM_EXPERTS, limits::EXPERTS)?;
@@ -88,12 +89,12 @@ impl Files {
         map.map(drop).map_err(|e| usage(format!("--num-redundant-experts: {e}")))
     }
 
-    /// Checks what is asked for against the sizes in the config.
+    /// Checks the requested values against the sizes in the config.
     pub fn check_values(&self, asks: &Asks) -> Result<()> {
         asks.check_values(self.generation.as_ref(), self.vocab_size()?, self.context())
     }
 
-    /// What is known of the model; `dir` is its folder.
+    /// The known properties of the model; `dir` is its folder.
     pub fn known<'a>(&'a self, dir: Option<&'a Path>, tokenizer: Option<&'a Tokenizer>) -> Result<Known<'a>> {
         let vocab_size = self.vocab_size()?;
         let context = self.context();
@@ -104,9 +105,9 @@ impl Files {
         Ok(self.config.opt_size(&["vocab_size"], limits::VOCAB)?.unwrap_or(usize::MAX))
     }
 
-    /// The longest sequence; without limit where only the family knows it.
+    /// The longest sequence; unlimited if only the family knows it.
     fn context(&self) -> usize {
-        // The size of a head does not matter here.
+        // The size of a head has no effect on the context.
         const HEAD_DIM: usize = 64;
         let declared = self.config.opt_size(&["max_position_embeddings"], limits::POSITIONS).ok().flatten();
         let rope = declared.and_then(|len| RopeConfig::from_config(&self.config, HEAD_DIM, len).ok());
@@ -114,7 +115,7 @@ impl Files {
     }
 }
 
-/// Checks that a config has what every checkpoint's has.
+/// Checks that a config has the values that every checkpoint's config has.
 pub fn check_required(config: &Config) -> Result<()> {
     match REQUIRED.into_iter().find(|key| !config.has(key)) {
         Some(key) => bail!(config.invalid(key, "the number that every checkpoint has there", "nothing")),

@@ -1,11 +1,11 @@
-//! What is checked before a weight is downloaded or read.
+//! Checks that run before any weight is downloaded or read.
 //!
 //! ```text
 //! flags ─► config.json, generation_config.json, tokenizer.json, chat template ─► device ─► weights
 //! ```
 //!
-//! Weights take minutes and gigabytes. Whatever refuses a run says so before: every flag, every small
-//! file of the checkpoint, which a download brings first, and what the command adds: its prompts, its rows, its reference.
+//! Weights take minutes and gigabytes. So everything that can refuse a run is checked first: every flag, every small
+//! file of the checkpoint, which is downloaded first, and the command's own inputs: its prompts, rows or reference.
 
 mod asks;
 mod device_flags;
@@ -17,11 +17,12 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use model_runtime::{BlockContext, Config};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{Embedded, LoadOptions, ModelSpec, usage};
+use moe_engine::{Embedded, LoadOptions, ModelSpec};
 use moe_layer::Backend;
 
 use crate::Program;
 use crate::cli::RunArgs;
+use crate::error::usage;
 use crate::hub::{self, Located};
 use crate::model::Model;
 
@@ -34,29 +35,29 @@ pub use known::Known;
 
 /// A model that passed.
 pub struct Checked {
-    /// Where the weights come from.
+    /// The source of the weights.
     pub source: Source,
     /// Its configs.
     pub files: Files,
-    /// The model's tokenizer, if text is asked for.
+    /// The model's tokenizer, if the command makes text.
     pub tokenizer: Option<Tokenizer>,
 }
 
-/// Where weights come from.
+/// The source of weights.
 pub enum Source {
-    /// A checkpoint whose weights may not be here yet.
+    /// A checkpoint whose weights may not be downloaded yet.
     Checkpoint(Located),
-    /// The program.
+    /// The checkpoint in the program.
     Embedded(Embedded),
-    /// Nowhere: random ones for this config.
+    /// No file: random weights for this config.
     Random(Config),
 }
 
 /// Checks a run on a model as far as it can be checked without weights.
 ///
 /// # Errors
-/// What would refuse the run later: a flag ([`UsageError`](moe_engine::UsageError)), a file that is
-/// missing or wrong, a model or a format that this program does not run.
+/// An error that would stop the run later: a flag ([`UsageError`](moe_engine::UsageError)), a file that is missing or
+/// wrong, a model or a format that this program cannot run.
 pub fn check(program: &Program, model: Model, args: &RunArgs, asks: &Asks) -> Result<Checked> {
     check_device_flags(args, asks.engine(), &[])?;
     let options = check_run(args)?;
@@ -101,14 +102,14 @@ impl Source {
 
     fn tokenizer(&self) -> Result<Tokenizer> {
         match self {
-            Self::Checkpoint(located) => Tokenizer::from_dir(located.dir()),
-            Self::Embedded(embedded) => Tokenizer::from_bytes(embedded.tokenizer),
+            Self::Checkpoint(located) => Ok(Tokenizer::from_dir(located.dir())?),
+            Self::Embedded(embedded) => Ok(Tokenizer::from_bytes(embedded.tokenizer)?),
             Self::Random(_) => bail!("a model with random weights has no tokenizer"),
         }
     }
 }
 
-/// Checks where and how a model runs; how it will be loaded.
+/// Checks the device and settings of a run; returns the options for loading.
 fn check_run(args: &RunArgs) -> Result<LoadOptions> {
     args.config().check()?;
     match args.moe_backend.as_deref() {
@@ -122,7 +123,7 @@ fn check_run(args: &RunArgs) -> Result<LoadOptions> {
     Ok(LoadOptions { moe_path: args.moe_path, mla: args.mla, context, ..LoadOptions::default() })
 }
 
-/// Refuses what the model's family does not have.
+/// Refuses options that the model's family does not support.
 fn check_options(model: &dyn ModelSpec, options: &LoadOptions, args: &RunArgs) -> Result<()> {
     model.refuse(options, args.device).map_or(Ok(()), |reason| Err(usage(reason)))
 }

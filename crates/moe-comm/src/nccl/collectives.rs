@@ -1,4 +1,4 @@
-//! Each collective, on the stream of its context.
+//! Runs each collective on the stream of its context.
 
 use std::sync::Arc;
 
@@ -54,7 +54,8 @@ impl Communicator for NcclComm {
                 Ok(Request::Parts(vec![one(Verb::Broadcast { root }, None, data)]))
             }),
             Collective::Barrier => {
-                // A view of host memory is waited for, and one element of it comes from every rank.
+                // A reduction over host memory ends only when every rank has sent its element and this rank has waited
+                // for the device. That makes a barrier.
                 let mut met = [0u8];
                 let data = ViewMut::new(&mut met, &[1])?;
                 self.collective(name, call, None, data, ex, |_, data| {

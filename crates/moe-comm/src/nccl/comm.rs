@@ -1,4 +1,4 @@
-//! A rank of a group of GPUs.
+//! A rank in a group of GPUs that communicate by NCCL.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,44 +17,45 @@ use super::world::{Group, World};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
+use crate::error::CommError;
 use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
 use crate::socket::Watch;
 
-/// One rank of a group of GPUs that communicate by NCCL.
+/// One rank in a group of GPUs that communicate by NCCL.
 ///
-/// - **Order.** A collective is put on the stream of the context that it is given and returns; ops of
-///   that context that follow see its result. Only [`barrier`](crate::Collectives::barrier) and
-///   collectives on views of host memory wait.
-/// - **Host memory.** Views of host memory go through scratch on the device, which the call waits for:
-///   for small exchanges outside of a step. In one call all views lie at the same place.
-/// - **Graphs.** Collectives on device views can be recorded into a [`Graph`](moe_kernels::cuda::Graph);
-///   every rank records the same ones. Their buffers must live as long as the graph: take them from the
-///   workspace, which keeps them. Drop the graphs before the communicator, which else stays until the
-///   process ends. Nothing watches a replay by itself: call [`watch`](crate::Communicator::watch) after it.
-/// - **Failures.** Work that has not ended within the time limit, counted from the call and so with the
-///   work before it on the stream, fails the world, as do broken connections, wrong arguments, panics and
-///   [`abort`](crate::Communicator::abort). All communicators of the world in this process are then
-///   aborted, and a host that waits for the stream goes on; results are unspecified, so ask
-///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
-///   process learns of a failure by its own limit or connections.
-/// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
-///   bytes run on a [`PeerAllReduce`], as do gathers of parts of whole 16 bytes (of integers, 8), scattered sums of such
-///   parts in f32, and the [fused collectives](crate::FusedCollective) of device views; all on the stream
-///   that the communicator was made with. NaNs may lose their payload there.
-/// - **Sums.** The result has the same bits on every rank. Over peer memory they are added in rank order in f32. For
-///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and
-///   bf16. Whether a maximum or minimum shows a NaN is not defined.
-/// - **Agreement.** NCCL does not compare calls. Ranks that disagree about dtypes or counts may get wrong
-///   data; ranks that call different collectives stall, which the time limit ends.
+/// - **Order.** A collective puts its work on the stream of the given context and returns. Later ops of that context
+///   see its result. Only [`barrier`](crate::Collectives::barrier) and collectives on views of host memory wait for the
+///   device.
+/// - **Host memory.** Views of host memory are copied through scratch memory of the device, and the call waits. This is
+///   for small exchanges outside of a step. All views of one call must be in the same kind of memory.
+/// - **Graphs.** Collectives on device views can be recorded into a [`Graph`](moe_kernels::cuda::Graph); every rank
+///   must record the same ones. Their buffers must live as long as the graph: take them from the workspace, which keeps
+///   them. Drop the graphs before the communicator; otherwise the communicator stays until the process ends. A replay
+///   is not watched: call [`watch`](crate::Communicator::watch) after it.
+/// - **Failures.** Work that has not ended within the time limit fails the world. The limit counts from the call and so
+///   includes earlier work on the stream. Broken connections, wrong arguments, panics and
+///   [`abort`](crate::Communicator::abort) fail it as well. All communicators of the world in this process are then
+///   aborted, and a host that waits for the stream continues. Results are unspecified, so call
+///   [`check`](crate::Communicator::check) before using them. NCCL sends no reasons: a rank in another process learns
+///   of a failure by its own limit or connections.
+/// - **Peer memory.** Where the ranks can share memory, four kinds of collectives run on a [`PeerAllReduce`]: sums of
+///   f32 and bf16 of up to [`PeerAllReduce::CAPACITY`] bytes; gathers of parts of whole 16 bytes (of integers: 8);
+///   scattered sums of such parts in f32; and the [fused collectives](crate::FusedCollective) of device views. They all
+///   run on the stream that the communicator was made with. NaNs may lose their payload.
+/// - **Sums.** The result has the same bits on every rank. Sums over peer memory are added in rank order in f32. For
+///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and bf16.
+///   Whether a maximum or minimum returns a NaN is not defined.
+/// - **Agreement.** NCCL does not compare calls. Ranks that disagree about dtypes or counts may get wrong data. Ranks
+///   that call different collectives stall until the time limit.
 ///
-/// Eager calls cost a thread's start each on the host (some 10 us), because a library call that blocks
-/// cannot be aborted; recorded calls cost nothing on replay. NCCL's own variable `NCCL_COMM_BLOCKING=1`
-/// trades that for calls that can hang while connections are made.
+/// Each eager call starts a thread on the host (some 10 us), because a library call that blocks cannot be aborted.
+/// Recorded calls have no such cost on replay. NCCL's own variable `NCCL_COMM_BLOCKING=1` avoids the threads, but then
+/// calls can hang while connections are made.
 pub struct NcclComm {
     place: Place,
-    /// Before the group, which ends kernels that wait.
+    /// This field is declared before `group`, so that it is dropped first, which waits for its kernels.
     peers: std::result::Result<PeerAllReduce, String>,
     uses_peers: AtomicBool,
     group: Arc<Group>,
@@ -66,7 +67,7 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// A new identity for a group, made by one rank and carried to all others.
+    /// Makes a new identity for a group. One rank makes it and sends it to all others.
     ///
     /// # Errors
     /// NCCL is too old, or finds no network interface.
@@ -91,7 +92,7 @@ impl NcclComm {
         Self::with_timeout(id, rank, world_size, ex, DEFAULT_TIMEOUT)
     }
 
-    /// Like [`new`](Self::new), with the time that joining and each collective may take.
+    /// Like [`new`](Self::new), with a time limit for joining and for each collective.
     pub fn with_timeout(
         id: [u8; 128],
         rank: usize,
@@ -110,18 +111,19 @@ impl NcclComm {
         Self::join(place, name, limit, handle, World::join(id)?, ex)
     }
 
-    /// Leaves the world with all of its groups in this process; calls fail from now on. Dropping a
-    /// communicator is the library's farewell, in which the ranks of a host wait for each other. This is
-    /// for a process that ends, once no rank has work left.
+    /// Leaves the world with all of its groups in this process; later calls fail. Dropping a communicator instead makes
+    /// the ranks of a host wait for each other in the library. Call this in a process that is about to end, when no
+    /// rank has work left.
     pub fn leave(&self) {
         self.world.leave();
     }
 
-    /// Aborts this world as soon as the hosts' world has failed, with its cause: the hosts know who died, and kernels would wait
-    /// for the dead for ever. Says so from a thread of its own, which ends with the world of the hosts.
+    /// Aborts this world as soon as the world of the hosts has failed, and reports the cause of that failure. The hosts
+    /// know which rank died, while kernels would wait for it forever. A separate thread does this; it ends with the
+    /// world of the hosts.
     ///
     /// # Errors
-    /// No thread.
+    /// The thread cannot be started.
     pub fn end_with(self: &Arc<Self>, hosts: Watch) -> Result<()> {
         let device = Arc::downgrade(self);
         let end = move || {
@@ -133,7 +135,7 @@ impl NcclComm {
         Ok(())
     }
 
-    /// The rank of a group that its handle is joining.
+    /// Makes the rank of the group that `handle` is joining.
     fn join(
         place: Place,
         name: String,
@@ -152,8 +154,8 @@ impl NcclComm {
         if let Err(stop) = comm.settle(&comm.group.handle, "joining the group") {
             return Err(comm.failed("", stop));
         }
-        // The watching thread ends a wait within twice the limit, and knows what was called; the kernels' own limit is
-        // for a process whose threads all hang.
+        // The watching thread ends a wait within twice the limit, and knows which collective was called. The kernels'
+        // own, longer limit is for a process whose threads all hang.
         comm.peers = PeerAllReduce::new(&comm, &mut ex.clone(), limit.saturating_mul(4), ex)?;
         if let Ok(peers) = &comm.peers {
             comm.group.watch_peers(peers.status().clone());
@@ -166,8 +168,8 @@ impl NcclComm {
         self.peers.as_ref().map_err(String::as_str)
     }
 
-    /// Whether small sums go over peer memory where they can (they do unless this says otherwise), for comparisons.
-    /// All ranks say the same between the same calls.
+    /// Sets whether small sums use peer memory where they can (the default), for comparisons. All ranks must make the
+    /// same setting between the same two calls.
     pub fn use_peers(&self, on: bool) {
         self.uses_peers.store(on, Ordering::Relaxed);
     }
@@ -180,8 +182,8 @@ impl NcclComm {
         self.place
     }
 
-    /// Runs a collective whose arguments have given `call`. Without `input`, `out` is both. `request`
-    /// says what is done with the views, which lie on the device.
+    /// Runs a collective whose checked arguments gave `call`. Without `input`, `out` is both input and output.
+    /// `request` says what to do with the views, which are in device memory.
     pub(super) fn collective<'c>(
         &self,
         op: Op,
@@ -204,7 +206,7 @@ impl NcclComm {
         })
     }
 
-    /// Copies of host views on the device; without an input, the output's contents count.
+    /// Copies host views to the device. Without an input, the contents of the output are copied.
     fn staged(
         &self,
         input: Option<View<'_>>,
@@ -232,7 +234,7 @@ impl NcclComm {
         outcome.map_err(|stop| self.failed(&format!("{op} on "), stop))
     }
 
-    /// Runs a call that puts work on the stream of the context by itself.
+    /// Runs a call that puts its own work on the stream of the context.
     pub(super) fn on_stream(
         &self,
         op: Op,
@@ -260,7 +262,7 @@ impl NcclComm {
         self.mark(op, ex)
     }
 
-    /// Has the work on the stream watched, unless it is only being recorded.
+    /// Makes the watching thread watch the work on the stream, unless the stream is being recorded.
     pub(super) fn mark(&self, op: Op, ex: &Exec) -> Outcome<()> {
         if !is_recorded(ex)? {
             self.group.mark(op, ex.stream()?)?;
@@ -268,7 +270,7 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Waits until the library has done what a handle was last asked for; the device may still be at work.
+    /// Waits until the library has finished the last call on a handle; the device may still be working.
     fn settle(&self, handle: &Handle, what: &str) -> Outcome<()> {
         self.until(what, self.group.limit, || Ok(handle.progress()? == Progress::Done))
     }
@@ -279,7 +281,7 @@ impl NcclComm {
         self.until("the stream", Duration::MAX, || event.try_is_complete().w())
     }
 
-    /// Asks until the answer is yes, the world has failed, or the time is over.
+    /// Repeats a question until the answer is yes, the world has failed, or the time is over.
     fn until(&self, what: &str, limit: Duration, mut done: impl FnMut() -> Result<bool>) -> Outcome<()> {
         let start = Instant::now();
         for asked in 0u64.. {
@@ -294,7 +296,8 @@ impl NcclComm {
                     "{what} did not end within {limit:?}: another rank is missing"
                 )));
             }
-            // The library's thread needs some 10 us; a rank that is waited for longer may take its time.
+            // The library's thread needs some 10 us, so the first repetitions only yield; after that the waiting rank
+            // sleeps between them.
             match asked {
                 0..1000 => std::thread::yield_now(),
                 _ => std::thread::sleep(Duration::from_micros(50)),
@@ -303,7 +306,7 @@ impl NcclComm {
         Ok(())
     }
 
-    /// The group of the ranks of a colour.
+    /// The group of the ranks with the same colour.
     pub(super) fn part(&self, color: usize, key: usize, ex: &Exec) -> Outcome<Self> {
         if is_recorded(ex)? {
             return Err(Stop::Cause("groups cannot be split while a graph is recorded".to_string()));
@@ -326,7 +329,7 @@ impl NcclComm {
             self.fail(&format!("failed: {cause}"));
         }
         let cause = self.world.failure().unwrap_or("unknown failure");
-        Error::msg(format!("{context}{}: {cause}", self.group.name))
+        CommError(format!("{context}{}: {cause}", self.group.name)).into()
     }
 
     /// Fails the world; `what` follows this rank's name.
@@ -336,7 +339,7 @@ impl NcclComm {
 
     /// An error if the world has failed, or the library says that it has.
     pub(super) fn checked(&self) -> Result<()> {
-        // No event is asked: that would end the recording of a graph.
+        // No event is queried here, because that would end the recording of a graph.
         if let (None, Some(cause)) = (self.world.failure(), self.group.reported()) {
             self.fail(&format!("failed: {cause}"));
         }

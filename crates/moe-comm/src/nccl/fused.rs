@@ -1,4 +1,4 @@
-//! The collectives that peer memory runs in one launch with what surrounds them, and gathers of several arrays.
+//! The collectives that peer memory runs in one launch with the ops around them, and gathers of several arrays.
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::{Exec, View, ViewMut};
@@ -28,7 +28,7 @@ impl FusedCollectives for NcclComm {
     }
 
     fn rounds_sums(&self, rows: usize, hidden: usize, dtype: DType) -> bool {
-        // NCCL would round between the additions, too.
+        // NCCL's own sums would round between the additions, too.
         self.usable_peers().is_some() && self.shares_residual(rows, hidden, dtype).is_ok()
     }
 
@@ -39,7 +39,7 @@ impl FusedCollectives for NcclComm {
 
     fn takes(&self, call: &FusedCollective<'_>) -> bool {
         match call {
-            // One call of NCCL, too.
+            // This is one group of calls in NCCL, too.
             FusedCollective::Gather { arrays, .. } => arrays.iter().all(|(_, out)| out.is_cuda()),
             call => self.peers_for(call).is_some(),
         }
@@ -75,7 +75,7 @@ impl FusedCollectives for NcclComm {
 }
 
 impl NcclComm {
-    /// The peers that run a call in one launch, decided by what is the same on all ranks.
+    /// The peers that run a call in one launch. The decision depends only on what is the same on all ranks.
     fn peers_for(&self, call: &FusedCollective<'_>) -> Option<&PeerAllReduce> {
         let sums_and_norm = |partial: &ViewMut<'_>, weight: &View<'_>| {
             partial.is_cuda() && (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16)
@@ -103,7 +103,7 @@ impl NcclComm {
         })
     }
 
-    /// Gathers arrays of the device by one call.
+    /// Gathers arrays in device memory by one call.
     fn gather(
         &self,
         arrays: Vec<(View<'_>, ViewMut<'_>)>,

@@ -1,8 +1,8 @@
-//! One communicator of the library: the only place that calls it.
+//! One communicator of the NCCL library. No other file calls the library.
 //!
-//! Calls on a communicator must not overlap and must not follow its end, so each one holds the
-//! lock around the pointer, and the thread that ends the communicator takes the pointer away first. The
-//! library's calls do not block (see [`non_blocking`]), so the lock is held for moments.
+//! Calls on a communicator must not overlap and must not follow its end. So each call holds the lock around the
+//! pointer, and the thread that ends the communicator takes the pointer away first. The library's calls do not block
+//! (see [`non_blocking`]), so the lock is held only briefly.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -22,13 +22,13 @@ use super::library::{explain, non_blocking, version};
 use crate::collective::ReduceOp;
 use crate::parts::{Part, Verb};
 
-/// How long a communicator that is dropped may take to end its work and its connections.
+/// The time limit for a communicator that is dropped to end its work and its connections.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 const SUCCESS: ncclResult_t = ncclResult_t::ncclSuccess;
 const IN_PROGRESS: ncclResult_t = ncclResult_t::ncclInProgress;
 
-/// A part as the library takes it.
+/// A [`Part`] in the form that the library takes.
 struct Call {
     verb: Verb,
     input: *const c_void,
@@ -37,7 +37,7 @@ struct Call {
     dtype: ncclDataType_t,
 }
 
-/// Whether the library still works on what it was last asked for.
+/// Whether the library is still working on its last call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Progress {
     Done,
@@ -46,7 +46,7 @@ pub(super) enum Progress {
 
 /// A communicator of the library.
 pub(super) struct Handle {
-    /// None once somebody has ended it.
+    /// `None` once some thread has ended it.
     comm: Mutex<Option<Comm>>,
 }
 
@@ -55,9 +55,9 @@ struct Comm(ncclComm_t);
 // SAFETY: the library's communicators belong to no thread; overlapping calls are excluded by the lock.
 unsafe impl Send for Comm {}
 
-/// Where the library writes a communicator, now or when it is ready.
+/// Memory into which the library writes a communicator, at once or when it is ready.
 ///
-/// A late write must find the memory, so the few bytes are never freed.
+/// The library may write late, so these few bytes are never freed.
 pub(super) struct Slot(&'static AtomicPtr<ncclComm>);
 
 impl Slot {
@@ -88,8 +88,8 @@ impl Handle {
         Ok(Self { comm: Mutex::new(Some(Comm(comm))) })
     }
 
-    /// Begins to split the group; [`split_end`](Self::split_end) follows once this one is idle, which the call
-    /// itself does not tell: the library returns success while the split is under way.
+    /// Begins to split the group. Call [`split_end`](Self::split_end) once this communicator is idle. The return value
+    /// does not tell that: the library returns success while the split is under way.
     pub(super) fn split_begin(&self, color: usize, key: usize) -> Result<Slot> {
         let slot = Slot::new();
         let mut config = non_blocking();
@@ -119,8 +119,8 @@ impl Handle {
         Ok((usize::try_from(rank).map_err(Error::wrap)?, usize::try_from(size).map_err(Error::wrap)?))
     }
 
-    /// Puts the parts on the context's stream, as one group. Parts without elements are left out,
-    /// on all ranks alike.
+    /// Puts the parts on the context's stream as one group of calls. Parts without elements are left out; they are the
+    /// same parts on all ranks.
     pub(super) fn launch(&self, parts: &[Part<'_>], ex: &Exec) -> Result<Progress> {
         let calls = parts.iter().map(|part| Call::of(part, ex)).collect::<Result<Vec<_>>>()?;
         let stream = ex.stream()?;
@@ -145,7 +145,7 @@ impl Handle {
         })
     }
 
-    /// Whether the last call is done; an error if the communicator has failed by itself.
+    /// Whether the last call is done. It is an error if the communicator has failed by itself.
     pub(super) fn progress(&self) -> Result<Progress> {
         let mut state = SUCCESS;
         // SAFETY: the communicator lives while the lock is held; the call writes one number.
@@ -156,8 +156,8 @@ impl Handle {
         self.call("NCCL", call)
     }
 
-    /// Stops everything that runs on the communicator, here and on the device, and ends it. It may
-    /// wait for recorded graphs that name the communicator.
+    /// Stops everything that runs on the communicator, on the host and on the device, and ends it. It may wait until
+    /// recorded graphs that use the communicator are dropped.
     pub(super) fn abort(&self) {
         if let Some(Comm(comm)) = self.take() {
             // SAFETY: nobody else has the pointer any more. There is nobody to tell about a failure.
@@ -165,12 +165,12 @@ impl Handle {
         }
     }
 
-    /// Leaves the communicator to the end of the process.
+    /// Keeps the communicator until the process ends.
     pub(super) fn leave(&self) {
         self.take();
     }
 
-    /// Takes the communicator away from all who could call it.
+    /// Takes the communicator, so that no other thread can use it.
     fn take(&self) -> Option<Comm> {
         self.lock().take()
     }
@@ -193,8 +193,8 @@ impl Handle {
 }
 
 impl Drop for Handle {
-    /// Ends the communicator in an orderly way if that can be had in [`FAREWELL`]. It cannot be if
-    /// other ranks are gone or a recorded graph still lives; then the process ends with it.
+    /// Ends the communicator properly if that is possible within [`FAREWELL`]. It is not possible if other ranks are
+    /// gone or a recorded graph still exists; then the communicator ends with the process.
     fn drop(&mut self) {
         // SAFETY: the communicator lives while the lock is held.
         let finalize = |comm| unsafe { sys::ncclCommFinalize(comm) };
@@ -212,7 +212,7 @@ impl Drop for Handle {
 }
 
 impl Call {
-    /// Addresses and the count; an error if a view does not lie on the context's device.
+    /// The addresses and the count; an error if a view is not in memory of the context's device.
     fn of(part: &Part<'_>, ex: &Exec) -> Result<Self> {
         let out_view = part.out.as_ref().map(ViewMut::as_view);
         let input_view = part.input.or(out_view);
@@ -221,7 +221,7 @@ impl Call {
             _ => out_view,
         };
         let Some(sized) = sized else { bail!("a collective without data") };
-        // No view, no address: null.
+        // A missing view has the address null.
         let address = |name, view: Option<View>| view.map_or(Ok(0), |view| ex.address("NCCL", name, view));
         let input = address("input", input_view)?;
         let out = address("out", out_view)?;
@@ -235,8 +235,8 @@ impl Call {
     }
 
     /// # Safety
-    /// The communicator and the stream live; the addresses hold what the verb reads and writes until
-    /// the stream has passed the call.
+    /// The communicator and the stream are alive. The addresses stay valid for what the verb reads and writes until the
+    /// stream has passed the call.
     unsafe fn make(&self, comm: ncclComm_t, stream: sys::cudaStream_t) -> ncclResult_t {
         let Self { verb, input, out, count, dtype } = *self;
         // SAFETY: the caller's promise. Ranks and roots are below the world's size, which is a c_int.

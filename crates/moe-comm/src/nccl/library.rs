@@ -1,4 +1,4 @@
-//! What cudarc's bindings of NCCL leave to the caller: the version, errors as text, the configuration.
+//! Parts of NCCL that cudarc's bindings leave to the caller: the version, the text of errors, the configuration.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::mem::offset_of;
@@ -7,18 +7,18 @@ use std::sync::OnceLock;
 use candle_core::cuda_backend::cudarc::nccl::sys;
 use candle_core::{Error, Result};
 
-/// The oldest version with everything that is used here (communicators that can be split). The
-/// layout of the configuration and of the functions has been the same since.
+/// The oldest version with everything that is used here (communicators that can be split). The layout of the
+/// configuration and of the functions has not changed since.
 const OLDEST: c_int = 21800;
 
-/// Calls return at once, with `ncclInProgress` where something remains to be done: only so can a
-/// rank that waits for others inside the library be aborted. The rest is the library's choice.
+/// With this configuration calls return at once, with `ncclInProgress` if work remains. Without it a rank that waits
+/// for others inside the library could not be aborted. All other fields keep the library's defaults.
 pub(super) fn non_blocking() -> sys::ncclConfig_t {
     const MAGIC: u32 = 0xcafe_beef;
     const UNDEFINED: c_int = c_int::MIN;
     // SAFETY: numbers and a pointer, of which zero is a value.
     let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
-    // What a newer header adds lies behind this part, which is all that the library reads.
+    // Fields that a newer header adds come after this part; the library reads only this part.
     config.size = (offset_of!(sys::ncclConfig_t, splitShare) + size_of::<c_int>()).next_multiple_of(8);
     (config.magic, config.version) = (MAGIC, OLDEST as u32);
     config.blocking = 0;
@@ -30,7 +30,7 @@ pub(super) fn non_blocking() -> sys::ncclConfig_t {
 /// The library's version, such as "2.28.9".
 ///
 /// # Errors
-/// A library that is too old. The first answer stays.
+/// A library that is too old. The result of the first call is kept.
 pub(super) fn version() -> Result<&'static str> {
     static VERSION: OnceLock<std::result::Result<String, String>> = OnceLock::new();
     match VERSION.get_or_init(checked_version) {
@@ -49,7 +49,7 @@ fn checked_version() -> std::result::Result<String, String> {
     usable(version)
 }
 
-/// The text of a version that is new enough.
+/// The version as text, or an error if it is too old.
 fn usable(version: c_int) -> std::result::Result<String, String> {
     let text = format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
     if version < OLDEST {
@@ -61,7 +61,7 @@ fn usable(version: c_int) -> std::result::Result<String, String> {
     Ok(text)
 }
 
-/// What a code means, with the library's last message. `comm` is null, or lives.
+/// The meaning of an error code, with the library's last message. `comm` is null or alive.
 pub(super) fn explain(code: sys::ncclResult_t, comm: sys::ncclComm_t) -> String {
     // SAFETY: both return null or a null-terminated string that the library owns; it is copied at once.
     let (what, last) = unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(comm))) };
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(usable(22_809).as_deref(), Ok("2.28.9"));
     }
 
-    /// Needs the library, as every test of ranks does.
+    /// This test needs the NCCL library, as every test with ranks on GPUs does.
     #[test]
     fn the_linked_library_answers() {
         assert!(version().is_ok_and(|version| version.starts_with("2.")));

@@ -1,4 +1,4 @@
-//! Which collectives of a group go over peer memory.
+//! Decides which collectives of a group use peer memory.
 
 use candle_core::{DType, Result};
 use moe_kernels::{Exec, ViewMut};
@@ -7,8 +7,8 @@ use crate::collective::ReduceOp;
 use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 
-/// Runs a collective over peer memory, if it can be: gathers and scattered sums of any size, sums of small arrays. What decides is
-/// the same on all ranks.
+/// Runs a collective over peer memory if that is possible: gathers and scattered sums of any size, and sums of small
+/// arrays. The decision depends only on what is the same on all ranks.
 pub(super) fn over_peers(
     peers: Option<&PeerAllReduce>,
     request: &mut Request<'_, '_>,
@@ -37,7 +37,7 @@ pub(super) fn over_peers(
     Ok(true)
 }
 
-/// Elements of each rank's rows, which are as wide as the rows of `like`.
+/// Number of elements in each rank's rows, which have the row dims of `like`.
 fn parts(like: &ViewMut<'_>, counts: &[usize]) -> Vec<usize> {
     let width: usize = like.dims().iter().skip(1).product();
     counts.iter().map(|rows| rows * width).collect()

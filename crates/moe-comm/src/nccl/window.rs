@@ -1,4 +1,5 @@
-//! A window that a group's own collectives fill: for GPUs of several hosts, or that cannot access each other's memory.
+//! A window that is filled by collectives of its group, for GPUs on several hosts or without access to each other's
+//! memory.
 
 use std::fmt;
 use std::ops::Range;
@@ -16,13 +17,14 @@ use crate::communicator::Communicator;
 use crate::lock::lock;
 use crate::window::{Transfer, TransferSource, Window, batches};
 
-/// Bytes of a batch: what leaves a rank, and what comes to it, lies in staging memory of this size.
+/// Size of each of the two staging buffers (bytes to send, bytes received), and so of one batch.
 const STAGE: usize = 32 << 20;
 
-/// The [`Window`] of a rank of a group that exchanges by its communicator.
+/// The [`Window`] of one rank whose group exchanges bytes through its communicator.
 ///
-/// Exchanges are on the stream of the steps, in order with the collectives of layers, so that two of them never wait for each other on
-/// different GPUs; a step that follows waits for them. Only what reads the arrived bytes runs beside the steps.
+/// Exchanges run on the stream of the steps, in order with the collectives of the layers, so that two collectives never
+/// wait for each other on different GPUs. A later step waits for them. Only the ops that read the received bytes run in
+/// parallel with the steps.
 pub struct NcclWindow {
     comm: Arc<dyn Communicator>,
     bytes: usize,
@@ -33,18 +35,18 @@ pub struct NcclWindow {
     /// This rank's memory, and its address.
     _own: Buffer,
     address: u64,
-    /// What leaves, and what has come.
+    /// The staging buffers: bytes to send, and bytes received.
     staging: Mutex<[Buffer; 2]>,
-    /// The end of what used the window last.
+    /// An event at the end of the last work that used the window.
     used: Mutex<CudaEvent>,
 }
 
 impl NcclWindow {
-    /// A window of the ranks of `comm`, which exchanges device memory, on the device of `ex`. Each rank has as many bytes as the one that
-    /// asks for most. A collective of `comm`.
+    /// Makes a window for the ranks of `comm`, which exchanges device memory, on the device of `ex`. Each rank gets the
+    /// largest `bytes` that any rank asks for. All ranks of `comm` must call it.
     ///
     /// # Errors
-    /// A context on the CPU; no memory left; whatever fails a collective of `comm`.
+    /// A context on the CPU; no memory left; any error of a collective of `comm`.
     pub fn new(comm: Arc<dyn Communicator>, bytes: usize, ex: &Exec) -> Result<Self> {
         let ordinal = ex.stream()?.context().ordinal();
         let mut most = [i64::try_from(bytes).map_err(candle_core::Error::wrap)?];
@@ -62,8 +64,8 @@ impl NcclWindow {
         Ok(window)
     }
 
-    /// Exchanges a byte with every rank: NCCL connects ranks in their first exchange, for which a step would wait tens of
-    /// milliseconds.
+    /// Exchanges one byte with every rank. NCCL connects ranks in their first exchange, and otherwise a step would wait
+    /// tens of milliseconds for that.
     fn connect(&self) -> Result<()> {
         let mut staging = lock(&self.staging);
         let [leaves, comes] = &mut *staging;
@@ -74,7 +76,7 @@ impl NcclWindow {
         self.main.synchronize()
     }
 
-    /// The address of bytes of this rank.
+    /// The address of a range of bytes in this rank's window.
     fn address(&self, at: usize, len: usize) -> Result<u64> {
         match at.checked_add(len) {
             Some(end) if end <= self.bytes => Ok(self.address + at as u64),
@@ -88,11 +90,11 @@ impl NcclWindow {
 
     fn own_mut(&self, at: usize, len: usize) -> Result<ViewMut<'_>> {
         let address = self.address(at, len)?;
-        // SAFETY: the memory lives as long as `own`; who reads it waits for this rank's streams, by the contract of `Window`.
+        // SAFETY: the memory lives as long as `own`. By the contract of `Window`, readers wait for this rank's streams.
         unsafe { mapped_bytes_mut(address, len, self.ordinal) }
     }
 
-    /// Exchanges ranges of some transfers, which fit the staging memory.
+    /// Exchanges ranges of some transfers, which together fit the staging memory.
     fn exchange(
         &self,
         transfers: &[Transfer],
@@ -109,7 +111,7 @@ impl NcclWindow {
         let receive: Vec<usize> = (0..ranks).map(|from| bytes(from, rank)).collect();
         let mut staging = lock(&self.staging);
         let [leaves, comes] = &mut *staging;
-        // What goes to a rank lies together, in the order of the transfers, and so does what comes from one.
+        // The bytes to one rank are contiguous, in the order of the transfers; so are the bytes from one rank.
         let mut first = 0;
         for (number, range) in (0..ranks).flat_map(|to| between(rank, to)) {
             source(*number, range.clone(), &mut |place, bytes| {
@@ -189,7 +191,7 @@ impl fmt::Debug for NcclWindow {
 
 impl Drop for NcclWindow {
     fn drop(&mut self) {
-        // Copies of this rank use its memory. There is nobody to tell about a failure.
+        // Copies of this rank use its memory. A failure here cannot be reported to anyone.
         let _ = self.wait_unused().and_then(|()| self.main.synchronize());
     }
 }

@@ -1,13 +1,12 @@
-//! What the groups of one world share in this process: the first failure, and the thread that
-//! looks for one.
+//! State that all groups of one world share in this process: the first failure, and the thread that looks for one.
 //!
-//! NCCL's kernels wait for other ranks for ever. The watching thread asks events of the groups'
-//! streams whether the work is done, and the library whether its connections broke. If not in
-//! time, or if so, the world fails: every communicator of it in this process is aborted, by which
-//! the kernels that wait end, and with them every wait for the stream.
+//! NCCL's kernels wait for other ranks forever. So a watching thread asks two things: events on the groups' streams,
+//! whether the work is done, and the library, whether its connections broke. If work is late or a connection broke, the
+//! world fails. Every communicator of the world in this process is then aborted, which ends the waiting kernels and so
+//! every wait for the stream.
 //!
-//! Ranks that are threads of one process share their world by the identity of its group. Other
-//! processes notice a failure by their own time limits and connections.
+//! Ranks that are threads of one process find their common world by the identity of its group. Ranks in other processes
+//! notice a failure by their own time limits and connections.
 
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread;
@@ -31,12 +30,12 @@ const PERIOD: Duration = Duration::from_millis(50);
 pub(super) struct Group {
     /// "rank 1 of 4".
     pub name: String,
-    /// How long work may take, from the call on.
+    /// The time limit for work, counted from the call.
     pub limit: Duration,
     pub handle: Handle,
     context: Arc<CudaContext>,
     marks: Mutex<Marks<CudaEvent>>,
-    /// What ends the waiting of kernels over peer memory.
+    /// Ends the waiting of kernels over peer memory.
     peers: OnceLock<Arc<Status>>,
 }
 
@@ -53,24 +52,25 @@ impl Group {
         Ok(Arc::new(Self { name, limit, handle, context, marks, peers: OnceLock::new() }))
     }
 
-    /// Has all-reduces over peer memory fail with the group, and the group with them.
+    /// Makes all-reduces over peer memory fail with the group, and the group fail with them.
     pub(super) fn watch_peers(&self, status: Arc<Status>) {
-        // Said once, when the group is made.
+        // The value is set once, when the group is made.
         let _ = self.peers.set(status);
     }
 
-    /// Why the library's or the peers' part says that it has failed, if it does.
+    /// The failure that the library or the peers report, if there is one.
     pub(super) fn reported(&self) -> Option<String> {
         let library = self.handle.progress().err().map(|e| plain(&e));
         library.or_else(|| self.peers.get().and_then(|peers| peers.failure()))
     }
 
-    /// Has the work that is on the stream now watched. Not while the stream is recorded.
+    /// Makes the watching thread watch the work that is on the stream now. It must not be called while the stream is
+    /// recorded.
     pub(super) fn mark(&self, op: Op, stream: &CudaStream) -> Result<()> {
         lock(&self.marks).add(op, Instant::now(), |event| event.record(stream)).w()
     }
 
-    /// Why this part has failed, if it has.
+    /// Why this rank's part of the group has failed, if it has.
     fn fault(&self) -> Option<String> {
         let Self { name, limit, .. } = self;
         if let Some(cause) = self.reported() {
@@ -90,17 +90,17 @@ impl Group {
     }
 }
 
-/// The groups of one world that this process takes part in.
+/// The groups of one world in which this process takes part.
 pub(super) struct World {
     failure: OnceLock<String>,
     groups: Mutex<Vec<Weak<Group>>>,
 }
 
-/// The worlds of this process by the identity of their first group.
+/// The worlds of this process, by the identity of their first group.
 static WORLDS: Mutex<Vec<([u8; 128], Weak<World>)>> = Mutex::new(Vec::new());
 
 impl World {
-    /// The world of an identity, with a thread that watches it.
+    /// The world with this identity, with a thread that watches it.
     pub(super) fn join(id: [u8; 128]) -> Result<Arc<Self>> {
         let mut worlds = lock(&WORLDS);
         worlds.retain(|(_, world)| world.strong_count() > 0);
@@ -138,7 +138,7 @@ impl World {
         }
     }
 
-    /// Ends every group here without a word to the other ranks.
+    /// Ends every group in this process without informing the other ranks.
     pub(super) fn leave(&self) {
         if self.failure.set("this rank has left".to_string()).is_ok() {
             self.groups().iter().for_each(|group| group.handle.leave());
@@ -150,8 +150,8 @@ impl World {
     }
 }
 
-/// Aborts on a thread of its own: the library waits there for recorded graphs to be dropped, and
-/// who fails a world must not.
+/// Aborts the group on a separate thread. Aborting waits until recorded graphs are dropped, and the thread that fails a
+/// world must not wait for that.
 fn abort(group: Arc<Group>) {
     if let Some(peers) = group.peers.get() {
         peers.stop();
@@ -171,7 +171,7 @@ fn watch(world: Weak<World>) {
             return;
         }
         if let Some(cause) = world.groups().iter().find_map(|group| group.fault()) {
-            // A rank that fails a world by itself knows more than a connection that broke by it.
+            // A rank that fails the world itself reports a better cause than a connection that broke because of it.
             world.fail(cause);
         }
     }

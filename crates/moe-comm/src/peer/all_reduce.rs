@@ -1,4 +1,4 @@
-//! A rank of a group of GPUs that gather and add up arrays in each other's memory.
+//! One rank in a group of GPUs that gather and add up arrays in each other's memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,20 +14,22 @@ use super::memory::{Owned, Status, group};
 use crate::collective::RowNeeds;
 use crate::communicator::Communicator;
 
-/// Small all-reduces, and all-gathers and reduce-scatters of any size, by kernels that write to each other's memory, for the
-/// ranks of one host.
+/// Small all-reduces, and all-gathers and reduce-scatters of any size, for the ranks of one host. The kernels write to
+/// each other's memory.
 ///
-/// - **When.** An NCCL call takes some 15 us however little it moves; this takes what a store over NVLink and a kernel
-///   take. Sums come alone or with the addition to the residual stream and the norm that follow in a decoder layer: of few
-///   rows on every rank, of thousands each rank for its share of the rows.
-/// - **Sums** are f32 additions in rank order, rounded once: the same bits on every rank, in every run, with and
-///   without graphs. What the ranks of [`share_add_norm_into`](Self::share_add_norm_into) send each other is rounded to bf16 before.
-/// - **Order.** All ranks launch the same calls, in the same order, each on the stream of the context that the group
-///   was made with. Calls return when they are on the stream, and can be recorded into a
-///   [`Graph`](moe_kernels::cuda::Graph), which must be dropped before this.
-/// - **Failures.** A kernel that waits for a rank longer than the limit ends; its results and all later ones are
+/// - **When.** An NCCL call takes some 15 us, however little data it moves. These kernels take only the time of a
+///   launch and of a store over NVLink. A sum may include the addition to the residual stream and the norm that follow
+///   in a decoder layer. For few rows every rank computes all of them; for thousands of rows each rank computes its
+///   share.
+/// - **Sums** are f32 additions in rank order, rounded once. The bits are the same on every rank and in every run, with
+///   and without graphs. Only [`share_add_norm_into`](Self::share_add_norm_into) rounds the parts to bf16 before the
+///   ranks send them.
+/// - **Order.** All ranks launch the same calls in the same order, on the stream of the context that the group was made
+///   with. A call returns when its work is on the stream. It can be recorded into a
+///   [`Graph`](moe_kernels::cuda::Graph), which must be dropped before this object.
+/// - **Failures.** A kernel that waits longer than the limit for a rank ends. Its results and all later ones are
 ///   garbage, and [`check`](Self::check) names the rank. The group does not recover. Arguments are not compared: ranks
-///   that pass different sizes get wrong data or run into the limit.
+///   that pass different sizes get wrong data or reach the limit.
 pub struct PeerAllReduce {
     buffers: PeerBuffers,
     rank: usize,
@@ -38,19 +40,19 @@ pub struct PeerAllReduce {
 }
 
 impl PeerAllReduce {
-    /// Bytes of the largest sum that every rank has whole: 256 tokens of H = 2,048 in f32.
+    /// Bytes of the largest sum that every rank computes completely: 256 tokens of H = 2,048 in f32.
     pub const CAPACITY: usize = 2 << 20;
 
-    /// Makes the group of the ranks of `comm`, with the buffers on the device of `ex`; the inner error says why these
-    /// ranks cannot share memory, the same on all of them. A collective of `comm`, whose exchanges of host memory run
-    /// in `wire`: the CPU's context for a [`SocketComm`](crate::SocketComm), `ex` for an
+    /// Makes the group of the ranks of `comm`, with the buffers on the device of `ex`. The inner error says why these
+    /// ranks cannot share memory; it is the same on all of them. All ranks of `comm` must call it. `comm` exchanges
+    /// host memory in the context `wire`: the CPU's context for a [`SocketComm`](crate::SocketComm), `ex` for an
     /// [`NcclComm`](crate::NcclComm). `limit` is how long a kernel waits for another rank.
     ///
-    /// Ranks can share memory if there are 2 to 8 of them, on one host, each with a GPU of its own that the others
-    /// may access, and `NCCL_P2P_DISABLE` is not set. `NCCL_HOSTID` tells hosts apart as it does for NCCL.
+    /// Ranks can share memory under these conditions: there are 2 to 8 of them on one host, each has its own GPU that
+    /// the others may access, and `NCCL_P2P_DISABLE` is not set. `NCCL_HOSTID` tells hosts apart, as it does for NCCL.
     ///
     /// # Errors
-    /// A context on the CPU; whatever fails a collective of `comm`.
+    /// A context on the CPU; any error of a collective of `comm`.
     pub fn new(
         comm: &dyn Communicator,
         wire: &mut Exec,
@@ -72,17 +74,18 @@ impl PeerAllReduce {
         Ok(Ok(Self { buffers, rank, ranks, status, stream, _shared: shared }))
     }
 
-    /// Whether so many rows of H elements in f32 are few enough for every rank to add them all up.
+    /// Whether `rows` rows of H elements in f32 are few enough for every rank to add all of them.
     pub fn is_small(rows: usize, hidden: usize) -> bool {
         rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= Self::CAPACITY
     }
 
-    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements of a dtype: the same on all ranks.
+    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes `count` elements of this dtype. All ranks get the same
+    /// answer.
     pub fn fits(&self, dtype: DType, count: usize) -> bool {
         self.buffers.fits(dtype, count)
     }
 
-    /// Whether [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into) takes so many rows of H elements.
+    /// Whether [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into) takes `rows` rows of H elements.
     pub fn fits_norm(&self, rows: usize, hidden: usize) -> bool {
         self.buffers.fits_norm(rows, hidden)
     }
@@ -90,13 +93,13 @@ impl PeerAllReduce {
     /// Replaces `data` (f32 or bf16, any dims) on every rank by the sum of all ranks' `data`.
     ///
     /// # Errors
-    /// A context on another stream than the group's; what [`fits`](Self::fits) refuses; the group has failed.
+    /// A context on a stream that is not the group's; what [`fits`](Self::fits) refuses; the group has failed.
     pub fn all_reduce_into(&self, data: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         self.ready(ex)?;
         self.buffers.all_reduce_into(data, ex)
     }
 
-    /// `residual` += the sum of all ranks' `partial`; with `norm`, then its `out` = RMS norm of `residual`.
+    /// `residual` += the sum of all ranks' `partial`. If `norm` is given, its `out` = RMS norm of `residual`.
     ///
     /// | argument | shape, dtype |
     /// |---|---|
@@ -105,7 +108,7 @@ impl PeerAllReduce {
     /// | `norm` | weight \[H\] bf16 and `out` [T, H] bf16 |
     ///
     /// # Errors
-    /// Wrong dims or dtypes; views that do not begin at multiples of 16 bytes; a context on another stream than the
+    /// Wrong dims or dtypes; views whose address is not a multiple of 16 bytes; a context on a stream that is not the
     /// group's; what [`fits_norm`](Self::fits_norm) refuses; the group has failed.
     pub fn all_reduce_add_norm_into(
         &self,
@@ -118,13 +121,13 @@ impl PeerAllReduce {
         self.buffers.all_reduce_add_rms_norm_into(partial, residual, norm, ex)
     }
 
-    /// Whether [`share_add_norm_into`](Self::share_add_norm_into) takes so many rows of H elements.
+    /// Whether [`share_add_norm_into`](Self::share_add_norm_into) takes `rows` rows of H elements.
     pub fn fits_share(&self, rows: usize, hidden: usize) -> bool {
         self.buffers.fits_share(rows, hidden)
     }
 
-    /// Of the rows that this rank keeps, `residual` += the sum of all ranks' `partial`, whose parts travel in bf16; of all rows,
-    /// `out` = RMS norm of `residual`. Which rows a rank keeps follows from T, H and the number of ranks.
+    /// For the rows that this rank keeps: `residual` += the sum of all ranks' `partial`, which are sent in bf16. For
+    /// all rows: `out` = RMS norm of `residual`. T, H and the number of ranks decide which rows a rank keeps.
     ///
     /// | argument | shape, dtype |
     /// |---|---|
@@ -134,7 +137,8 @@ impl PeerAllReduce {
     /// | `out` | [T, H] bf16, the same bits on all ranks |
     ///
     /// # Errors
-    /// As [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), for what [`fits_share`](Self::fits_share) refuses.
+    /// The errors of [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), and what
+    /// [`fits_share`](Self::fits_share) refuses.
     pub fn share_add_norm_into(
         &self,
         partial: View<'_>,
@@ -147,17 +151,18 @@ impl PeerAllReduce {
         self.buffers.share_add_rms_norm_into(partial, residual, norm, out, ex)
     }
 
-    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank: the same on all
-    /// ranks.
+    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank. All
+    /// ranks get the same answer.
     pub fn fits_gather<'p>(&self, arrays: impl Iterator<Item = (DType, &'p [usize])>) -> bool {
         self.buffers.fits_gather(arrays)
     }
 
-    /// Concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..], for each pair together.
-    /// With `needs`, one array of floats, of which a rank gets the rows that it needs.
+    /// For each pair: concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out`
+    /// [sum(counts), ..]. One call gathers all pairs. With `needs` there must be one pair, of floats, and a rank gets
+    /// only the rows that it needs.
     ///
     /// # Errors
-    /// A context on another stream than the group's; other dtypes or numbers of rows in a pair; what
+    /// A context on a stream that is not the group's; different dtypes in a pair or a wrong number of rows; what
     /// [`fits_gather`](Self::fits_gather) refuses; the group has failed.
     pub fn all_gather_into(
         &self,
@@ -171,17 +176,17 @@ impl PeerAllReduce {
         self.buffers.all_gather_into(arrays, counts, needs, ex)
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank, of this dtype: the
-    /// same on all ranks.
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts with these numbers of elements of each
+    /// rank, of this dtype. All ranks get the same answer.
     pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
         self.buffers.fits_scatter(dtype, parts)
     }
 
-    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32 or bf16, added
-    /// in f32; with `needs` over the ranks that need the row.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32 or
+    /// bf16, added in f32. With `needs`, the sum is over the ranks that need the row.
     ///
     /// # Errors
-    /// A context on another stream than the group's; wrong dtypes or numbers of elements; what
+    /// A context on a stream that is not the group's; wrong dtypes or numbers of elements; what
     /// [`fits_scatter`](Self::fits_scatter) refuses; the group has failed.
     pub fn reduce_scatter_into(
         &self,
@@ -196,17 +201,19 @@ impl PeerAllReduce {
         self.buffers.reduce_scatter_into(input, counts, needs, out, ex)
     }
 
-    /// Whether [`combine_add_norm_into`](Self::combine_add_norm_into) takes K slots of H elements for so many rows of each rank: the same
-    /// on all ranks.
+    /// Whether [`combine_add_norm_into`](Self::combine_add_norm_into) takes K slots of H elements for `counts` rows of
+    /// each rank. All ranks get the same answer.
     pub fn fits_combine(&self, counts: &[usize], top_k: usize, hidden: usize) -> bool {
         self.buffers.fits_combine(counts, top_k, hidden)
     }
 
-    /// `residual` [counts\[rank\], H] f32 += the sum over the ranks of what each adds up of these rows' slots; then `out` bf16 = RMS norm
-    /// of `residual`: see [`CombineAddNorm`](crate::FusedCollective::CombineAddNorm).
+    /// Each rank adds up the slots that it computed. `residual` [counts\[rank\], H] f32 += the sum of these results
+    /// over the ranks; then `out` bf16 = RMS norm of `residual`. See
+    /// [`CombineAddNorm`](crate::FusedCollective::CombineAddNorm).
     ///
     /// # Errors
-    /// As [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), for what [`fits_combine`](Self::fits_combine) refuses.
+    /// The errors of [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), and what
+    /// [`fits_combine`](Self::fits_combine) refuses.
     pub fn combine_add_norm_into(
         &self,
         slots: &SlotRows<'_>,
@@ -220,8 +227,8 @@ impl PeerAllReduce {
         self.buffers.combine_add_rms_norm_into(slots, counts, residual, norm, out, ex)
     }
 
-    /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work
-    /// whose results are used has ended.
+    /// Returns an error if a kernel has given up waiting or [`stop`](Self::stop) was called. Call it after the work
+    /// whose results you want to use has ended.
     pub fn check(&self) -> Result<()> {
         match self.status.failure() {
             Some(cause) => bail!("{self:?}: {cause}"),
@@ -229,12 +236,12 @@ impl PeerAllReduce {
         }
     }
 
-    /// Ends the waiting of this rank's kernels within some 10 ms, now and from now on; from any thread.
+    /// Makes this rank's kernels stop waiting within some 10 ms, now and in the future. Any thread may call it.
     pub fn stop(&self) {
         self.status.stop();
     }
 
-    /// What ends the waiting, for who must not hold the group.
+    /// The object that ends the waiting, for callers that must not hold the group.
     pub(crate) fn status(&self) -> &Arc<Status> {
         &self.status
     }
@@ -256,7 +263,7 @@ impl fmt::Debug for PeerAllReduce {
 
 impl Drop for PeerAllReduce {
     fn drop(&mut self) {
-        // Kernels of this rank use every buffer. They end by themselves; there is nobody to tell about a failure.
+        // Kernels of this rank use every buffer. They end by themselves. A failure here cannot be reported to anyone.
         let _ = self.stream.synchronize();
     }
 }

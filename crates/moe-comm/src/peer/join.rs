@@ -1,4 +1,4 @@
-//! Ranks make each other's device memory accessible: all of them, or none.
+//! Makes the device memory of all ranks accessible to each other: of all ranks, or of none.
 
 use std::sync::Arc;
 
@@ -13,21 +13,21 @@ use super::offer::{Answer, Offer, host_id, process_id, refusal};
 use crate::bytes::all_gather_bytes;
 use crate::communicator::Communicator;
 
-/// All ranks' memory, as the device of one of them addresses it.
+/// All ranks' memory, with the addresses that are valid on this rank's device.
 pub(super) struct Shared {
-    /// By rank.
+    /// The address of each rank's memory, in rank order.
     pub addresses: Vec<u64>,
-    /// The other ranks' memory, closed before the own one is freed.
+    /// The mappings of the other ranks' memory. They are closed before this rank's own memory is freed.
     _mappings: Vec<Mapping>,
     _own: Arc<Owned>,
 }
 
-/// Shares what `make` allocates on the device of `ex` with the ranks of `comm`, and gives its other result back; the inner error says
-/// why these ranks cannot share memory, the same on all of them. A collective of `comm`, whose exchanges of host memory run in
-/// `wire`.
+/// Calls `make`, which allocates memory on the device of `ex`, shares that memory with the ranks of `comm`, and returns
+/// the other result of `make`. The inner error says why these ranks cannot share memory; it is the same on all of them.
+/// All ranks of `comm` must call it; `comm` exchanges host memory in the context `wire`.
 ///
 /// # Errors
-/// A context on the CPU; whatever fails a collective of `comm`.
+/// A context on the CPU; any error of a collective of `comm`.
 pub(super) fn share<T>(
     comm: &dyn Communicator,
     wire: &mut Exec,
@@ -54,7 +54,7 @@ pub(super) fn share<T>(
         own.keep();
     }
     let mapped = map(rank, &own, &offers, stream);
-    // Also the sign that all ranks have mapped this one's memory, or never will.
+    // This exchange also shows that all ranks have mapped this rank's memory, or never will.
     let mine: std::result::Result<(), String> =
         mapped.as_ref().map(|_| ()).map_err(|e| format!("rank {rank} cannot map the others': {e}"));
     if let Some(reason) = exchange(comm, &mine, wire)?.into_iter().find_map(std::result::Result::err) {
@@ -64,13 +64,13 @@ pub(super) fn share<T>(
     Ok(Ok((Shared { addresses, _mappings, _own: own }, more)))
 }
 
-/// The kernels that wait for other ranks were not built for every card.
+/// Fails if the build has no kernels for this card that wait for other ranks.
 fn expect_kernels(ex: &Exec) -> Result<()> {
     let checked = ex.machine().gpu.map_or(Ok(()), |gpu| gpu.expect_tuned(&[]));
     checked.map_err(|why| Error::msg(format!("the kernel over shared memory {why}")))
 }
 
-/// What the other ranks are told of this one's memory.
+/// The offer to the other ranks to map this rank's memory.
 fn offer(own: &Owned, stream: &CudaStream) -> Result<Offer> {
     let host = host_id(|name| std::env::var(name).ok()).map_err(Error::msg)?;
     let device = stream.context().uuid().w()?.bytes.map(|byte| byte as u8);
@@ -79,7 +79,7 @@ fn offer(own: &Owned, stream: &CudaStream) -> Result<Offer> {
     Ok(Offer { host, process: process_id(), device, address, handle })
 }
 
-/// The addresses of all ranks' memory for this rank's device, and the mappings behind them.
+/// Maps the memory of all ranks: their addresses on this rank's device, and the mappings that keep them valid.
 fn map(rank: usize, own: &Owned, offers: &[Offer], stream: &CudaStream) -> Result<(Vec<u64>, Vec<Mapping>)> {
     let mut addresses = Vec::new();
     let mut mappings = Vec::new();
@@ -95,7 +95,7 @@ fn map(rank: usize, own: &Owned, offers: &[Offer], stream: &CudaStream) -> Resul
     Ok((addresses, mappings))
 }
 
-/// Every rank's value, in rank order.
+/// Returns every rank's value, in rank order.
 pub(super) fn exchange<T: serde::Serialize + serde::de::DeserializeOwned>(
     comm: &dyn Communicator,
     mine: &T,

@@ -1,11 +1,11 @@
-//! Device memory that other ranks map, and the host word that ends their kernels' waiting.
+//! Device memory that other ranks map, and a word in host memory that makes kernels stop waiting.
 //!
-//! Within a process a buffer is shared by its address, once the device of the other rank may access it; other
-//! processes open it by a handle of the driver.
+//! Within a process a buffer is shared by its address, once the device of the other rank may access it. Other processes
+//! open it by a handle of the driver.
 //!
-//! A buffer must not be freed while another rank has it mapped. In one process it is freed with the last rank
-//! that holds it. What other processes have open is left to the end of this one, since nobody can know when
-//! they have closed it: what was allocated once for a group.
+//! A buffer must not be freed while another rank has it mapped. In one process it is freed with the last rank that
+//! holds it. A buffer that other processes have opened is kept until the end of this process, because this process
+//! cannot know when they have closed it. This is acceptable because a group allocates its buffers only once.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -20,14 +20,14 @@ use moe_kernels::cuda::PeerBuffers;
 
 use super::offer::Offer;
 
-/// Buffers of this process.
+/// Buffers of this process that its ranks share.
 static LENT: Mutex<Vec<Weak<Owned>>> = Mutex::new(Vec::new());
 
 /// A rank's own buffer.
 pub(super) struct Owned {
     context: Arc<CudaContext>,
     address: u64,
-    /// Whether another process has been told the handle.
+    /// Whether the handle was given to another process.
     exported: AtomicBool,
 }
 
@@ -42,11 +42,11 @@ impl Owned {
         Ok(owned)
     }
 
-    /// Bytes on the context's device that hold anything.
+    /// Allocates bytes on the context's device; their contents are unspecified.
     pub(super) fn unspecified(bytes: usize, ex: &Exec) -> Result<Arc<Self>> {
         let context = ex.stream()?.context().clone();
         context.bind_to_thread().w()?;
-        // SAFETY: any bits are bytes; who gives them a meaning writes them first.
+        // SAFETY: any bits are valid bytes, and they are written before they are read as values.
         let address = unsafe { result::malloc_sync(bytes) }.w()?;
         let owned = Arc::new(Self { context, address, exported: AtomicBool::new(false) });
         let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,7 +68,7 @@ impl Owned {
         Ok(handle.reserved.map(|byte| byte as u8).to_vec())
     }
 
-    /// Leaves the buffer to the end of the process.
+    /// Keeps the buffer until the process ends.
     pub(super) fn keep(&self) {
         self.exported.store(true, Ordering::Relaxed);
     }
@@ -77,8 +77,8 @@ impl Owned {
 impl Drop for Owned {
     fn drop(&mut self) {
         if !self.exported.load(Ordering::Relaxed) && self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by `new`; ranks that have mapped it hold it and wait for their kernels before they let go.
-            // There is nobody to tell about a failure.
+            // SAFETY: `new` allocated it. Ranks that have mapped it hold it, and wait for their kernels before they
+            // release it. A failure here cannot be reported to anyone.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
@@ -86,9 +86,9 @@ impl Drop for Owned {
 
 /// Another rank's buffer, mapped for this rank's device.
 pub(super) enum Mapping {
-    /// Of this process.
+    /// A buffer of this process.
     Shared(Arc<Owned>),
-    /// Of another process.
+    /// A buffer of another process.
     Opened(Opened),
 }
 
@@ -99,7 +99,7 @@ pub(super) struct Opened {
 }
 
 impl Mapping {
-    /// Maps the buffer of an offer. `process` is the identity of this one.
+    /// Maps the buffer of an offer. `process` is the identity of this process.
     pub(super) fn of(offer: &Offer, process: u64, context: &Arc<CudaContext>) -> Result<Self> {
         context.bind_to_thread().w()?;
         if offer.process == process {
@@ -128,7 +128,7 @@ impl Mapping {
     }
 }
 
-/// The buffer of another rank of this process, which the device of `context` may access from now on.
+/// The buffer of another rank of this process. After this call the device of `context` may access it.
 fn share(address: u64, context: &Arc<CudaContext>) -> Result<Arc<Owned>> {
     let lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(owned) = lent.iter().filter_map(Weak::upgrade).find(|owned| owned.address == address) else {
@@ -144,7 +144,7 @@ fn share(address: u64, context: &Arc<CudaContext>) -> Result<Arc<Owned>> {
     if can == 0 {
         bail!("CUDA device {here} cannot access the memory of device {there}")
     }
-    // SAFETY: the context lives as long as the buffer, which the mapping holds; this one is current.
+    // SAFETY: the context lives as long as the buffer, which the mapping holds; `context` is current.
     match unsafe { sys::cuCtxEnablePeerAccess(owned.context.cu_ctx(), 0) }.result() {
         Ok(()) | Err(DriverError(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)) => Ok(owned),
         Err(e) => bail!("CUDA device {here} cannot access the memory of device {there}: {e}"),
@@ -154,14 +154,15 @@ fn share(address: u64, context: &Arc<CudaContext>) -> Result<Arc<Owned>> {
 impl Drop for Opened {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: opened once; the rank waits for its kernels before it lets go. There is nobody to tell about a failure.
+            // SAFETY: it was opened once, and the rank waits for its kernels before it releases it. A failure here
+            // cannot be reported to anyone.
             let _ = unsafe { sys::cuIpcCloseMemHandle(self.address) };
         }
     }
 }
 
-/// The group as kernels take it; `buffers` are the addresses of all ranks' for this rank's device. Its owner holds what
-/// they name and waits for its kernels before it lets go, and launches them on one stream.
+/// The group in the form that kernels take. `buffers` are the addresses of all ranks' buffers on this rank's device.
+/// The caller must hold the buffers, wait for its kernels before it releases them, and launch them on one stream.
 pub(super) fn group(
     rank: usize,
     buffers: &[u64],
@@ -173,10 +174,10 @@ pub(super) fn group(
     unsafe { PeerBuffers::new(rank, buffers, capacity, status.address, limit) }
 }
 
-/// What the host writes to end the waiting; kernels write 1 + the missing rank.
+/// The value that the host writes to end the waiting; kernels write 1 + the missing rank.
 const STOP: u32 = u32::MAX;
 
-/// A word in host memory that a rank's kernels and the host write: why waiting has ended.
+/// A word in host memory, written by a rank's kernels and by the host: it says why waiting has ended.
 pub(crate) struct Status {
     context: Arc<CudaContext>,
     word: NonNull<AtomicU32>,
@@ -184,7 +185,7 @@ pub(crate) struct Status {
     address: u64,
 }
 
-// SAFETY: the word is only accessed atomically, and lives as long as this.
+// SAFETY: the word is only accessed atomically, and lives as long as this object.
 unsafe impl Send for Status {}
 // SAFETY: as above.
 unsafe impl Sync for Status {}
@@ -193,7 +194,7 @@ impl Status {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self> {
         context.bind_to_thread().w()?;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: the word is set below, before anybody reads it.
+        // SAFETY: the word is initialised below, before it is read.
         let word: *mut AtomicU32 = unsafe { result::malloc_host(size_of::<AtomicU32>(), flags) }.w()?.cast();
         let Some(word) = NonNull::new(word) else { bail!("the driver returned no host memory") };
         let mut status = Self { context: context.clone(), word, address: 0 };
@@ -210,9 +211,9 @@ impl Status {
         unsafe { self.word.as_ref() }
     }
 
-    /// Ends the waiting of this rank's kernels, now and from now on.
+    /// Makes this rank's kernels stop waiting, now and in the future.
     pub(crate) fn stop(&self) {
-        // A rank that is missing is the better reason.
+        // If a kernel has already written a missing rank, that reason is kept, because it says more.
         let _ = self.get().compare_exchange(0, STOP, Ordering::Relaxed, Ordering::Relaxed);
     }
 
@@ -229,8 +230,8 @@ impl Status {
 impl Drop for Status {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by `new`; the rank waits for its kernels before it lets go. There is nobody to tell about a
-            // failure.
+            // SAFETY: `new` allocated it, and the rank waits for its kernels before it releases it. A failure here
+            // cannot be reported to anyone.
             let _ = unsafe { result::free_host(self.word.as_ptr().cast()) };
         }
     }

@@ -1,12 +1,12 @@
-//! Memory that the GPUs of one host share, the small all-reduces over it, and a window that ranks put bytes into.
+//! Memory that the GPUs of one host share, the small all-reduces over it, and a window into which ranks put bytes.
 //!
 //! | file | what |
 //! |---|---|
-//! | `offer` | what ranks tell each other about their buffers, and whether they can share them |
-//! | `memory` | buffers, mappings of other ranks' buffers, the word that ends waiting: the driver's calls |
+//! | `offer` | the message in which a rank describes its buffer, and the rule whether ranks can share memory |
+//! | `memory` | buffers, mappings of other ranks' buffers, the word that ends waiting: the calls of the driver |
 //! | `join` | ranks make their memory accessible to each other |
-//! | `window` | memory that the other ranks copy to beside the steps |
-//! | `all_reduce` | a rank of a group that adds up over such memory |
+//! | `window` | memory into which the other ranks copy in parallel with the steps |
+//! | `all_reduce` | a rank in a group that adds up arrays over such memory |
 
 #[cfg(feature = "nccl")]
 mod all_reduce;

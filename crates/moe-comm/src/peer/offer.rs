@@ -1,4 +1,4 @@
-//! What ranks tell each other about their buffers, and whether they can share them.
+//! The message in which a rank describes its buffer, and the rule that decides whether ranks can share memory.
 //!
 //! All ranks see the same answers and apply the same rule, so either all share memory or none does.
 #![cfg_attr(not(feature = "nccl"), allow(dead_code))] // without CUDA only its tests use it
@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
-/// A rank's buffer, as other ranks find it.
+/// A description of a rank's buffer, by which other ranks find it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Offer {
     /// Identity of the host.
@@ -19,8 +19,8 @@ pub(crate) struct Offer {
     pub device: [u8; 16],
     /// Address of the buffer in its process.
     pub address: u64,
-    /// The driver's handle by which other processes open the buffer, 64 bytes; or why there is none, which ranks of
-    /// one process can do without.
+    /// The driver's handle (64 bytes) by which other processes open the buffer, or why there is none. Ranks of the same
+    /// process need no handle.
     pub handle: Result<Vec<u8>, String>,
 }
 
@@ -38,7 +38,7 @@ pub(crate) fn refusal(answers: &[Answer]) -> Option<String> {
         if let Some(other) = offers.iter().position(|other| other.host != offer.host) {
             return Some(format!("ranks {other} and {rank} are on different hosts"));
         }
-        // Two kernels that wait for each other on one GPU may never run at once.
+        // Two kernels on one GPU that wait for each other may never run at the same time.
         if let Some(other) = offers.iter().position(|other| other.device == offer.device) {
             return Some(format!("ranks {other} and {rank} use the same GPU"));
         }
@@ -47,10 +47,11 @@ pub(crate) fn refusal(answers: &[Answer]) -> Option<String> {
     None
 }
 
-/// Identity of the host: the kernel's boot, or what `NCCL_HOSTID` says, which tells GPUs of one host apart for NCCL.
+/// Identity of the host: the boot id of its operating system. `NCCL_HOSTID` replaces it, as for NCCL; it can tell GPUs
+/// of one host apart.
 ///
 /// # Errors
-/// A system that does not say; `NCCL_P2P_DISABLE`, which forbids NCCL the same.
+/// A system that gives no boot id; `NCCL_P2P_DISABLE` is set, which forbids peer memory to NCCL as well.
 pub(crate) fn host_id(lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
     if lookup("NCCL_P2P_DISABLE").is_some_and(|value| value != "0") {
         return Err("NCCL_P2P_DISABLE is set".to_string());
@@ -63,7 +64,7 @@ pub(crate) fn host_id(lookup: impl Fn(&str) -> Option<String>) -> Result<String,
     Ok(id.trim().to_string())
 }
 
-/// Identity of this process: random, since containers on one host have process numbers of their own.
+/// A random identity of this process. Process numbers are not enough, because each container on a host has its own.
 pub(crate) fn process_id() -> u64 {
     static ID: OnceLock<u64> = OnceLock::new();
     *ID.get_or_init(|| RandomState::new().hash_one("process"))

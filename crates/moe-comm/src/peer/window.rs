@@ -1,4 +1,5 @@
-//! A window over peer memory: the copy engines of the GPUs of one host carry what ranks put into each other's memory.
+//! A window over peer memory: the copy engines of GPUs of one host copy the bytes that ranks put into each other's
+//! memory.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -14,31 +15,31 @@ use super::memory::Owned;
 use crate::communicator::Communicator;
 use crate::window::Window;
 
-/// What the driver maps at least: other processes see whole ones, so nothing else is to lie there.
+/// The smallest unit that the driver maps. Other processes see whole units, so a unit must contain nothing else.
 const PAGE: usize = 2 << 20;
 
-/// The [`Window`] of a rank of a group whose GPUs are on one host and may access each other's memory.
+/// The [`Window`] of one rank whose GPUs are on one host and may access each other's memory.
 ///
-/// Copies have a stream of their own, so that they run beside steps. The memory stays until the process ends if ranks
-/// of other processes have it mapped.
+/// Copies have their own stream, so that they run in parallel with steps. If ranks of other processes have mapped the
+/// memory, it stays allocated until the process ends.
 pub struct PeerWindow {
     rank: usize,
     bytes: usize,
     /// The second stream of the rank's device.
     side: Exec,
     ordinal: usize,
-    /// The end of what used the window last.
+    /// An event at the end of the last work that used the window.
     used: Mutex<CudaEvent>,
     shared: Shared,
 }
 
 impl PeerWindow {
-    /// A window of the ranks of `comm`, on the device of `ex`; the inner error says why these ranks cannot share memory, the same
-    /// on all of them. Each rank has as many bytes as the one that asks for most, or a few more. A collective of `comm`, whose exchanges of host
-    /// memory run in `wire`.
+    /// Makes a window for the ranks of `comm` on the device of `ex`. The inner error says why these ranks cannot share
+    /// memory; it is the same on all of them. Each rank gets the largest `bytes` that any rank asks for, rounded up.
+    /// All ranks of `comm` must call it; `comm` exchanges host memory in the context `wire`.
     ///
     /// # Errors
-    /// A context on the CPU; whatever fails a collective of `comm`.
+    /// A context on the CPU; any error of a collective of `comm`.
     pub fn new(
         comm: &dyn Communicator,
         wire: &mut Exec,
@@ -66,7 +67,7 @@ impl PeerWindow {
         }))
     }
 
-    /// The address of bytes of a rank.
+    /// The address of a range of bytes in a rank's window.
     fn address(&self, rank: usize, at: usize, len: usize) -> Result<u64> {
         let end = at.checked_add(len).filter(|&end| end <= self.bytes);
         match (self.shared.addresses.get(rank), end) {
@@ -98,8 +99,8 @@ impl Window for PeerWindow {
             bail!("{self:?}: expected bytes, got {}", from.dtype().as_str())
         }
         let address = self.address(rank, at, len)?;
-        // SAFETY: the memory lives as long as `shared`, and the driver has mapped it for this device; who reads it waits for this
-        // stream, by the contract of `Window`.
+        // SAFETY: the memory lives as long as `shared`, and the driver has mapped it for this device. By the contract
+        // of `Window`, readers wait for this stream.
         let to = unsafe { mapped_bytes_mut(address, len, self.ordinal) }?;
         self.side.copy(from, to)
     }
@@ -130,7 +131,7 @@ impl fmt::Debug for PeerWindow {
 
 impl Drop for PeerWindow {
     fn drop(&mut self) {
-        // Copies of this rank use every rank's memory. There is nobody to tell about a failure.
+        // Copies of this rank use every rank's memory. A failure here cannot be reported to anyone.
         let _ = self.wait_unused();
     }
 }

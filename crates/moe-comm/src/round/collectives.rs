@@ -1,4 +1,4 @@
-//! The collectives, as reads of what one round gives.
+//! The collectives, each as reads of the data that one round provides.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::placement::partition;
 use crate::reduce::reduce;
 use crate::round::{Give, Parts, Posts, Rounds};
 
-/// From this many bytes on, an all-reduce is shared: each rank reduces one part, then all parts
-/// are gathered. Below, a second meeting costs more than reducing everything everywhere (4 ranks
-/// on 2 cores, f32: 31 against 37 us at 32 KiB, 72 against 130 us at 128 KiB; 2 ranks: equal).
-/// Both give the same bits, because an element's order of addition is the same.
+/// From this number of bytes on, an all-reduce is shared: each rank reduces one part, then all parts are gathered. For
+/// fewer bytes a second round costs more time than reducing everything on every rank (4 ranks on 2 cores, f32: 31
+/// against 37 us at 32 KiB, 72 against 130 us at 128 KiB; 2 ranks: equal). Both ways give the same bits, because an
+/// element's order of addition is the same.
 const SHARED_REDUCTION_BYTES: usize = 32 << 10;
 
-/// Reduces what all ranks gave into `out`.
+/// Reduces the data of all ranks into `out`.
 fn reduce_into(op: ReduceOp, posts: &impl Posts, size: usize, mut out: ViewMut) -> Result<()> {
     with_element!(out.dtype(), op, T => {
         let len = out.elem_count();
@@ -34,7 +34,7 @@ fn reduce_into(op: ReduceOp, posts: &impl Posts, size: usize, mut out: ViewMut) 
     })
 }
 
-/// Copies what the ranks gave to `out`, one after the other.
+/// Copies the data of all ranks to `out`, one after the other.
 fn concat(posts: &impl Posts, size: usize, mut out: ViewMut) -> Result<()> {
     let mut start = 0;
     for rank in 0..size {
@@ -45,8 +45,7 @@ fn concat(posts: &impl Posts, size: usize, mut out: ViewMut) -> Result<()> {
     Ok(())
 }
 
-/// Rows one after the other, one run for each count. Counts that overflow have been refused at
-/// the door.
+/// Consecutive ranges of rows, one for each count. The argument checks have refused counts whose sum overflows.
 fn runs(counts: &[usize]) -> Parts {
     let run = |start: &mut usize, &count: &usize| -> Option<Range<usize>> {
         let end = start.saturating_add(count);
@@ -98,7 +97,7 @@ impl<G: Rounds> Communicator for G {
                     round.read(|posts| reduce_into(op, posts, size, data))
                 }
             },
-            // Every rank needs all rows of the others.
+            // Every rank needs all rows of the other ranks.
             Collective::AllGather { input, out, .. } => {
                 let round = self.enter(name, call, Give::Rows(input, Parts::Whole), ex)?;
                 round.read(|posts| concat(posts, size, out))

@@ -1,11 +1,10 @@
-//! A collective is a round: every rank says what it calls and gives the others what they need,
-//! takes what they gave, compares all calls, and reads.
+//! Collectives as rounds. In a round every rank says which collective it calls, gives the other ranks the data that
+//! they need, takes the data that they gave, compares all calls, and reads the data.
 //!
-//! [`Rounds`] is what differs between ranks of one process and ranks of several: how that reaches
-//! the others. What the collectives are ([`collectives`]), how a rank waits ([`wait`]) and how it
-//! fails is the same for both. Once a rank has everything that a round gives it, the outcome no
-//! longer depends on what the others do: all find the same agreement or disagreement and combine
-//! the same data in the same order.
+//! [`Rounds`] is the part that differs between ranks of one process and ranks of several processes: how calls and data
+//! reach the other ranks. The collectives ([`collectives`]), the waiting ([`wait`]) and the failures are the same for
+//! both. Once a rank has received everything of a round, the outcome no longer depends on what the others do: all ranks
+//! find the same agreement or disagreement, and combine the same data in the same order.
 
 mod collectives;
 pub(crate) mod wait;
@@ -20,27 +19,27 @@ use moe_kernels::{Exec, Scratch, View};
 use crate::call::{Call, Op, disagreement};
 use crate::check::Place;
 use crate::communicator::Communicator;
-use crate::error::plain;
+use crate::error::{CommError, plain};
 use wait::{Outcome, Stop};
 
-/// A copy of host rows in scratch of the workspace, which other threads may read.
+/// Copies host rows into scratch memory of the workspace, which other threads may read.
 pub(crate) fn copied(rows: View, ex: &Exec) -> Result<Scratch> {
     let mut scratch = ex.scratch(rows.dtype(), rows.dims())?;
     scratch.view_mut().copy_from(rows)?;
     Ok(scratch)
 }
 
-/// What a rank gives to the others in one round.
+/// The data that a rank gives to the others in one round.
 pub(crate) enum Give<'a> {
-    /// Nothing.
+    /// No data.
     Nothing,
-    /// Rows, and who needs which.
+    /// Rows, and which rank needs which of them.
     Rows(View<'a>, Parts),
     /// A split's colour and key.
     Split { color: usize, key: usize },
 }
 
-/// Which of the given rows a rank needs.
+/// Which of the given rows each rank needs.
 #[derive(Clone, Debug)]
 pub(crate) enum Parts {
     /// Every rank needs all rows.
@@ -62,36 +61,36 @@ impl Parts {
     }
 }
 
-/// What a rank has from all ranks, itself included, in one round.
+/// The data of all ranks in one round, this rank included.
 pub(crate) trait Posts {
-    /// What every rank calls, in rank order.
+    /// The call of every rank, in rank order.
     fn calls(&self) -> Vec<&Call>;
     /// The rows that a rank gave this one.
     fn rows(&self, from: usize) -> Result<View<'_>>;
-    /// Colour and key of a rank in a split.
+    /// Colour and key that a rank passed to a split.
     fn split(&self, from: usize) -> Result<(usize, usize)>;
 }
 
-/// One rank of a group, as the collectives need it.
+/// One rank of a group, with the operations that the collectives need.
 pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
     type Posts: Posts;
 
     fn place(&self) -> Place;
 
-    /// Held during a call: a rank is in one collective at a time.
+    /// This lock is held during a call: a rank is in one collective at a time.
     fn turn(&self) -> &Mutex<()>;
 
-    /// Gives, and waits for what the others give.
+    /// Gives this rank's call and data, and waits for the calls and data of the other ranks.
     fn exchange(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Self::Posts>;
 
     /// Ends the round for this rank.
     fn end(&self, posts: Self::Posts);
 
-    /// This rank's communicator of a group: `members` are ranks of this group in the new order,
-    /// `own` is this rank's place among them.
+    /// Makes this rank's communicator of a new group. `members` are ranks of this group in the new order, `own` is this
+    /// rank's index among them.
     fn join(&self, posts: &Self::Posts, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>>;
 
-    /// "rank 1", "ranks 1 and 2", with world ranks where those differ.
+    /// "rank 1" or "ranks 1 and 2", with world ranks in addition if those differ.
     fn label(&self, ranks: &[usize]) -> String;
 
     /// Fails the world, unless it has failed before.
@@ -105,11 +104,12 @@ pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
         self.label(&[self.place().rank])
     }
 
-    /// The world's failure as this rank reports it.
+    /// The world's failure as an error of this rank.
     fn error(&self, context: &str) -> Error {
         let name = self.name();
         let size = self.place().size;
-        Error::msg(format!("{context}{name} of {size}: {}", self.failure().unwrap_or("unknown failure")))
+        let cause = self.failure().unwrap_or("unknown failure");
+        CommError(format!("{context}{name} of {size}: {cause}")).into()
     }
 
     /// Enters a round with `call`. Any failure fails the world.
@@ -136,7 +136,7 @@ pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
         }
     }
 
-    /// What went wrong on this rank alone.
+    /// An error that happened on this rank alone.
     fn local(&self, e: &Error) -> Stop {
         Stop::Cause(format!("{} failed: {}", self.name(), plain(e)))
     }
@@ -167,8 +167,8 @@ impl<G: Rounds> Round<'_, G> {
     }
 }
 
-/// "rank 1", "ranks 1 and 2", with world ranks where those differ; `members` are a group's ranks
-/// as ranks of the world.
+/// "rank 1" or "ranks 1 and 2", with world ranks in addition if those differ; `members` are the group's ranks, numbered
+/// as in the world.
 pub(crate) fn label(ranks: &[usize], members: &[usize]) -> String {
     let names: Vec<String> = ranks
         .iter()
@@ -184,7 +184,7 @@ pub(crate) fn label(ranks: &[usize], members: &[usize]) -> String {
     }
 }
 
-/// What another process says, fit for a terminal: without control characters, and not endless.
+/// The text of another process, made safe for a terminal: without control characters, and of limited length.
 pub(crate) fn foreign(text: &str) -> String {
     const MOST: usize = 4000;
     let shown = text.chars().take(MOST).map(|c| if c.is_control() { ' ' } else { c });

@@ -1,5 +1,5 @@
-//! Waiting for other ranks: it ends by what is waited for, by a deadline, by the world's failure,
-//! or by a rank that has left, so no rank waits forever.
+//! Waiting for other ranks. A wait ends when the data arrives, at a deadline, when the world fails, or when a rank has
+//! left. So no rank waits forever.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,22 +10,21 @@ use crate::lock::lock;
 /// How long a rank waits for the others in one collective, unless set otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a waiting rank lets a rank that has left explain itself: its error or panic reaches
-/// the world right after its communicator is dropped, and says more than its absence.
+/// How long a waiting rank waits for the reason why another rank has left. The error or panic of that rank reaches the
+/// world right after its communicator is dropped, and says more than its absence.
 const LEAVE_GRACE: Duration = Duration::from_millis(100);
 
-/// How often a waiting rank yields its core before it sleeps. Ranks mostly arrive within
-/// microseconds of each other, and waking a sleeper costs tens of them (2 ranks on 2 cores: a
-/// barrier takes 3 us with yielding, 11 to 65 us without); a yield leaves the core to the thread that
-/// computes.
+/// How often a waiting rank yields its core before it sleeps. Ranks mostly arrive within microseconds of each other,
+/// and waking a sleeping thread costs tens of microseconds (2 ranks on 2 cores: a barrier takes 3 us with yielding, 11
+/// to 65 us without). A yield leaves the core to the thread that computes.
 const YIELDS: usize = 64;
 
 /// Why a rank's call stops.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// The world has failed already.
+    /// The world has failed before.
     Failed,
-    /// This is why.
+    /// This rank fails the world for this reason.
     Cause(String),
 }
 
@@ -39,17 +38,17 @@ impl From<candle_core::Error> for Stop {
 /// The result of waiting.
 pub(crate) type Outcome<T> = std::result::Result<T, Stop>;
 
-/// Who is waited for.
+/// The ranks for which a wait is waiting.
 pub(crate) struct Absent {
     pub missing: Vec<usize>,
-    /// Missing ranks that have left.
+    /// The missing ranks that have left.
     pub gone: Vec<usize>,
 }
 
 /// A wait of one rank in one collective.
 pub(crate) struct Wait<'a> {
     pub op: Op,
-    /// What for, to be followed by the collective's name.
+    /// The reason for the wait; the collective's name follows it in messages.
     pub why: &'a str,
     pub timeout: Duration,
     pub failed: &'a dyn Fn() -> bool,
@@ -57,7 +56,7 @@ pub(crate) struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// Waits until `ready` gives a value of the state; `changed` is notified when it may.
+    /// Waits until `ready` returns a value for the state. `changed` is notified whenever that may have become possible.
     pub fn until<S, T>(
         &self,
         (state, changed): (&Mutex<S>, &Condvar),
@@ -85,7 +84,7 @@ impl Wait<'_> {
         }
     }
 
-    /// How much longer to wait; an error if that is over.
+    /// How much longer to wait; an error if the time is over.
     fn patience(
         &self,
         absent: &Absent,
@@ -112,13 +111,13 @@ impl Wait<'_> {
     }
 }
 
-/// Sleeps until notified, or for a while.
+/// Sleeps until it is notified, or for a limited time.
 pub(crate) fn sleep<'a, S>(
     changed: &Condvar,
     state: MutexGuard<'a, S>,
     at_most: Duration,
 ) -> MutexGuard<'a, S> {
-    // Bounded, because not every platform waits for any Duration; the caller looks again.
+    // The time is limited, because not every platform can wait for any `Duration`; the caller checks again.
     let at_most = at_most.min(Duration::from_secs(3600));
     changed.wait_timeout(state, at_most).unwrap_or_else(PoisonError::into_inner).0
 }

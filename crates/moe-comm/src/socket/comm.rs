@@ -1,4 +1,4 @@
-//! The communicator between processes: in a round each rank sends every other one what it needs.
+//! The communicator between processes. In each round a rank sends every other rank the data that it needs.
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -18,14 +18,14 @@ use crate::socket::messages::{Messages, Watch};
 use crate::socket::world::{Member, World};
 use crate::supervised::{Supervised, Supervisor};
 
-/// The group of all ranks.
+/// The id of the group of all ranks.
 const ALL: u64 = 0;
 
-/// One rank of a world of processes, connected by TCP; tensors are on the CPU.
+/// One rank in a world of processes that are connected by TCP. Tensors are on the CPU.
 ///
-/// Results have the bits of [`ThreadComm`](crate::ThreadComm). A rank is used from one thread at a
-/// time: a second concurrent call is an error. Dropping the communicator is leaving: ranks that
-/// still wait for this one fail. A process that ends without that fails the world at once.
+/// Results have the same bits as with [`ThreadComm`](crate::ThreadComm). Only one thread at a time may use a rank: a
+/// second concurrent call is an error. Dropping the communicator means leaving the group: ranks that still wait for
+/// this one fail. A process that ends without dropping it fails the world at once.
 #[derive(Debug)]
 pub struct SocketComm {
     member: Arc<Member>,
@@ -33,18 +33,18 @@ pub struct SocketComm {
     /// The group's ranks as ranks of the world.
     members: Vec<usize>,
     rank: usize,
-    /// Held during a call.
+    /// This lock is held during a call.
     turn: Mutex<()>,
-    /// Someone else reports this rank's panic, with its message.
+    /// Whether another component reports this rank's panic, with its message.
     supervised: bool,
 }
 
 impl SocketComm {
-    /// The ranks 0..n of a new world in this process, over the loopback interface, to be moved to a
-    /// thread each: for tests and for measuring. They wait `timeout` for each other in one collective.
+    /// Makes the ranks 0..n of a new world in this process, over the loopback interface, for tests and measurements.
+    /// Move each rank to its own thread. A rank waits at most `timeout` for the others in one collective.
     ///
     /// # Errors
-    /// The loopback interface or the system's limit of open files.
+    /// The loopback interface cannot be used, or the system's limit of open files is reached.
     pub fn loopback(n: usize, timeout: Duration) -> Result<Vec<SocketComm>> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let mut streams: Vec<Vec<Option<TcpStream>>> =
@@ -64,19 +64,19 @@ impl SocketComm {
         streams.into_iter().enumerate().map(start).collect()
     }
 
-    /// The world of a rank with a connection to each other one.
+    /// Makes the world of a rank with a connection to each other rank.
     pub(super) fn start(rank: usize, streams: Vec<Option<TcpStream>>, timeout: Duration) -> Result<Self> {
         let members = (0..streams.len()).collect();
         let member = World::start(rank, streams, timeout)?;
         Ok(Self { member, group: ALL, members, rank, turn: Mutex::new(()), supervised: false })
     }
 
-    /// Messages between this process and the others, beside the collectives.
+    /// Messages between this process and the others, which are independent of the collectives.
     pub fn messages(&self) -> Messages {
         Messages(self.member.clone())
     }
 
-    /// Tells how the world ends, to a thread that does nothing else.
+    /// An object that reports how the world ends; a separate thread waits on it.
     pub fn watcher(&self) -> Watch {
         Watch(self.world().clone())
     }
@@ -85,14 +85,14 @@ impl SocketComm {
         &self.member.0
     }
 
-    /// Ranks of the group and of the world, from the one after this one around, so that not all
-    /// ranks write to the first one first.
+    /// The other ranks, as ranks of the group and of the world. The order starts after this rank and wraps around, so
+    /// that not all ranks write to the first one first.
     fn others(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         let n = self.members.len();
         (1..n).map(move |i| (self.rank + i) % n).filter_map(|rank| Some((rank, *self.members.get(rank)?)))
     }
 
-    /// Fails where another rank counts the rows of more or fewer ranks than there are.
+    /// Fails if another rank passed counts for a different number of ranks than the group has.
     fn check_counts(&self, arrived: &[Arrived]) -> Outcome<()> {
         let size = self.members.len();
         let others = (0..size).filter(|&rank| rank != self.rank);
@@ -108,7 +108,7 @@ impl SocketComm {
         }
     }
 
-    /// Sends what each of the others needs; what this rank needs itself.
+    /// Sends each of the other ranks the data that it needs, and returns the data that this rank needs of its own.
     fn give(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Post> {
         let local = |e| self.local(&e);
         let mut head = PostHead { call, split: None, rows: None };
@@ -200,7 +200,7 @@ impl Rounds for SocketComm {
     }
 }
 
-/// What this rank has from every rank of its group.
+/// The data that this rank has from every rank of its group.
 pub(crate) struct Received(Vec<Post>);
 
 struct Post {
@@ -210,7 +210,7 @@ struct Post {
 
 enum Rows {
     Own(Scratch),
-    /// Elements, if the head has dims of rows.
+    /// The elements, in words, if the head has row dims.
     Sent(Vec<u64>),
 }
 
@@ -239,7 +239,7 @@ impl Posts for Received {
 impl Supervised for SocketComm {
     fn supervise(&mut self) -> Supervisor {
         self.supervised = true;
-        // Kept until the rank's end is explained: the connections stay open so long.
+        // The connections stay open until the end of the rank has been explained to the others.
         let name = self.name();
         let member = self.member.clone();
         Supervisor::new(name, move |cause| member.0.fail(cause))
@@ -255,7 +255,7 @@ impl Drop for SocketComm {
         if !std::thread::panicking() && world.failure().is_none() {
             let leave = Outgoing::Leave { group: self.group };
             for (_, to) in self.others() {
-                // A rank that cannot be told sees the connection close.
+                // A rank that this frame does not reach sees the connection close.
                 let _ = world.send(to, &leave, &[]);
             }
         }

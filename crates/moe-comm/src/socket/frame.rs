@@ -1,14 +1,16 @@
-//! What travels between two ranks after the handshake.
+//! The frames that two ranks exchange after the handshake.
 //!
 //! ```text
-//! bytes of the head u32 | bytes of the data u64 | checksum of the head u32 | checksum of the data u32 | checksum u32 | head | data
+//! bytes of the head u32 | bytes of the data u64
+//! checksum of the head u32 | checksum of the data u32 | checksum u32
+//! head | data
 //! ```
-//! Numbers of the prefix are little endian; heads are a [`Frame`] in postcard; data are a message, or a view's
-//! elements as they lie in memory (the handshake refuses a rank of another byte order).
+//! Numbers of the prefix are little endian. The head is a [`Frame`] in postcard. The data is a message, or the elements
+//! of a view as they are in memory (the handshake refuses a rank with another byte order).
 //!
-//! TCP's own checksum of 16 bits lets some damage pass. Checksums are CRC-32: of a frame of any size each run of up to 32 altered
-//! bits is found. The third one is over the number of the frame and the prefix before it, so that no length is believed that was
-//! altered, and a frame that is missing, or there twice, is found too.
+//! TCP's own checksum has 16 bits and misses some damage. The checksums here are CRC-32, which detects every run of up
+//! to 32 altered bits, in a frame of any size. The third checksum covers the number of the frame and the prefix before
+//! it. So a length is used only if it arrived unaltered, and a frame that is missing or repeated is detected, too.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -20,16 +22,16 @@ use crate::call::Call;
 
 /// Bytes before the head.
 const PREFIX: usize = 24;
-/// The largest head: the counts of the largest world, and an error's text, are far smaller.
+/// The largest head. The counts of the largest world, and the text of an error, are far smaller.
 const MAX_HEAD: usize = 4 << 20;
-/// The largest data of a round. What a length announces is only allocated as it arrives.
+/// The largest data of a round. Memory for the announced length is only allocated while the data arrives.
 pub(super) const MAX_DATA: u64 = 16 << 30;
 /// The longest message.
 pub(super) const MAX_MESSAGE: u64 = 1 << 30;
-/// Words that are allocated ahead of the data.
+/// Number of words that are allocated before their data has arrived.
 const PIECE: usize = 1 << 17;
 
-/// One frame. Its data are not in its head; where it is sent they stand beside it.
+/// One frame. When it is sent, its data is passed separately and is not part of the head.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Frame<H = PostHead> {
     /// A rank's part of a round.
@@ -41,33 +43,33 @@ pub(super) enum Frame<H = PostHead> {
     },
     /// The sender has dropped its communicator of a group.
     Leave { group: u64 },
-    /// A message beside the collectives.
+    /// A message that is independent of the collectives.
     Message(#[serde(skip)] Vec<u8>),
     /// The sender's world has failed.
     Abort(String),
-    /// The sender ends as it should.
+    /// The sender ends normally.
     Bye,
-    /// The sender waits for this rank and asks whether it lives.
+    /// The sender waits for this rank and asks whether it is alive.
     Ping,
-    /// It does.
+    /// The answer to a ping: the sender is alive.
     Pong,
 }
 
-/// A frame that is sent.
+/// A frame to be sent.
 pub(super) type Outgoing<'a> = Frame<&'a PostHead>;
 
-/// What a rank says in a round.
+/// A rank's part of a round, without its data.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub(super) struct PostHead {
     pub call: Call,
-    /// Colour, key, and the id of the new group if the sender leads it.
+    /// Colour, key, and, if the sender leads the new group, the id of that group.
     pub split: Option<(usize, usize, u64)>,
-    /// Dims of the data, which have the call's dtype.
+    /// Dims of the data, whose dtype is the call's.
     pub rows: Option<Vec<usize>>,
 }
 
 impl PostHead {
-    /// What is wrong with a head in front of so many bytes of data.
+    /// The error of a head that announces `bytes` bytes of data, if there is one.
     fn fault(&self, bytes: u64) -> Option<String> {
         let expected = match (&self.rows, self.call.dtype) {
             (None, _) => Some(0),
@@ -90,7 +92,7 @@ pub(super) fn bytes(view: View<'_>) -> Result<&[u8]> {
     with_element!(view.dtype(), "frame", T => Ok(bytemuck::cast_slice(view.cpu::<T>()?)))
 }
 
-/// The elements that `data` holds.
+/// A view of the elements in `data`.
 pub(super) fn view<'a>(dtype: DType, dims: &[usize], data: &'a [u64]) -> Result<View<'a>> {
     let len = Dims::new(dims)?.elem_count()?;
     with_element!(dtype, "frame", T => match bytemuck::cast_slice::<u64, T>(data).get(..len) {
@@ -105,11 +107,11 @@ impl Outgoing<'_> {
     }
 
     pub fn abort(cause: &str) -> Self {
-        // An encoded string has its length in front.
+        // The text is cut, because postcard writes its length before it and the head is limited.
         Self::Abort(cause[..cause.floor_char_boundary(MAX_HEAD / 2)].to_string())
     }
 
-    /// The bytes before the data of frame `number` of a connection.
+    /// The bytes of frame `number` of a connection that come before its data.
     pub fn start(&self, number: u64, data: &[u8]) -> io::Result<Vec<u8>> {
         let bytes = data.len() as u64;
         let most = self.most();
@@ -128,10 +130,10 @@ impl Outgoing<'_> {
         Ok(start)
     }
 
-    /// Writes frame `number` of a connection.
+    /// Writes frame `number` of the connection.
     pub fn write(&self, number: u64, data: &[u8], out: &mut impl Write) -> io::Result<()> {
         let mut start = self.start(number, data)?;
-        // Small data go with the head in one packet.
+        // Small data is sent in one packet with the head.
         let with_head = if data.len() <= 1 << 14 { data } else { &[] };
         start.extend(with_head);
         out.write_all(&start)?;
@@ -140,7 +142,7 @@ impl Outgoing<'_> {
 }
 
 impl<H> Frame<H> {
-    /// The most data that such a frame has.
+    /// The largest amount of data that a frame of this kind has.
     pub fn most(&self) -> u64 {
         match self {
             Self::Post { .. } => MAX_DATA,
@@ -150,7 +152,7 @@ impl<H> Frame<H> {
     }
 }
 
-/// The checksum of a prefix in front of frame `number`.
+/// The checksum over the number of a frame and the prefix before it.
 fn numbered(number: u64, prefix: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&number.to_le_bytes());
@@ -164,10 +166,10 @@ pub(super) struct Frames<R> {
     number: u64,
 }
 
-/// A frame whose data have not been read.
+/// A frame whose data has not been read yet.
 pub(super) struct Begun {
     pub frame: Frame,
-    /// Bytes of its data.
+    /// Number of bytes of its data.
     pub bytes: u64,
     checksum: u32,
 }
@@ -177,7 +179,7 @@ impl<R: Read> Frames<R> {
         Self { input, number: 0 }
     }
 
-    /// The next frame without its data; `None` where the stream ends between frames.
+    /// Reads the next frame without its data; `None` if the stream ends between frames.
     pub fn begin(&mut self) -> io::Result<Option<Begun>> {
         let mut prefix = [0u8; PREFIX];
         match self.input.read(&mut prefix[..1])? {
@@ -196,7 +198,7 @@ impl<R: Read> Frames<R> {
         self.compare("head", word(12), crc32fast::hash(&head))?;
         let frame: Frame = match postcard::take_from_bytes(&head) {
             Ok((frame, [])) => frame,
-            Ok((_, rest)) => return Err(garbage(format!("a head with {} bytes behind it", rest.len()))),
+            Ok((_, rest)) => return Err(garbage(format!("a head with {} extra bytes after it", rest.len()))),
             Err(e) => return Err(garbage(e.to_string())),
         };
         if bytes > frame.most() {
@@ -213,7 +215,7 @@ impl<R: Read> Frames<R> {
         Ok(Some(Begun { frame, bytes, checksum: word(16) }))
     }
 
-    /// The frame with its data.
+    /// Reads the data of the frame and returns it with the frame.
     pub fn finish(&mut self, Begun { mut frame, bytes, checksum }: Begun) -> io::Result<Frame> {
         let mut got = crc32fast::Hasher::new();
         match &mut frame {
@@ -248,7 +250,7 @@ impl<R: Read> Frames<R> {
         Ok(bytes)
     }
 
-    /// Data in words, aligned for every element type.
+    /// Reads data into words, which are aligned for every element type.
     fn words(&mut self, bytes: u64, checksum: &mut crc32fast::Hasher) -> io::Result<Vec<u64>> {
         let bytes = bytes as usize;
         let mut words = Vec::new();
@@ -269,10 +271,10 @@ fn garbage(what: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
 
-/// Reads a stream of frames as a rank reads those of another one: how many there are until it ends.
+/// Reads a stream of frames as a rank reads the stream of another rank. Returns the number of frames up to the end.
 ///
 /// # Errors
-/// What ends the connection to the rank that sends it.
+/// Any error that ends the connection to the rank that sends the stream.
 pub fn check_frames(stream: &[u8]) -> io::Result<u64> {
     let mut frames = Frames::new(stream);
     while let Some(begun) = frames.begin()? {

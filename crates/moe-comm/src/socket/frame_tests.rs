@@ -1,4 +1,4 @@
-//! Frames that come back, and frames that do not.
+//! Frames that are read as they were written, and damaged frames that are refused.
 
 use super::*;
 use crate::call::Op;
@@ -26,7 +26,7 @@ fn rows(dims: &[usize]) -> PostHead {
     PostHead { call, split: None, rows: Some(dims) }
 }
 
-/// A prefix and a head with right checksums.
+/// A prefix and a head with valid checksums.
 fn sealed(head: &[u8], bytes: u64, data: &[u8]) -> Vec<u8> {
     let mut out = (head.len() as u32).to_le_bytes().to_vec();
     out.extend(bytes.to_le_bytes());
@@ -99,7 +99,7 @@ fn lengths_that_lie_are_refused_or_end_with_the_stream() {
         assert_eq!(read(&message[..cut]).err().unwrap().kind(), ErrorKind::UnexpectedEof, "{cut}");
     }
     assert!(read(&message[..0]).unwrap().is_none());
-    // Lengths beyond what any frame has, with checksums that are right.
+    // These lengths exceed what any frame has; the checksums are valid.
     let head = postcard::to_stdvec(&Outgoing::Message(Vec::new())).unwrap();
     for wrong in [
         sealed(&vec![0; MAX_HEAD + 1], 0, b""),
@@ -110,7 +110,7 @@ fn lengths_that_lie_are_refused_or_end_with_the_stream() {
     ] {
         assert_eq!(read(&wrong).err().unwrap().kind(), ErrorKind::InvalidData);
     }
-    // A length within the limits allocates no more than arrives.
+    // A length within the limits allocates no more memory than the data that arrives.
     assert_eq!(read(&sealed(&head, MAX_MESSAGE, b"short")).err().unwrap().kind(), ErrorKind::UnexpectedEof);
 }
 

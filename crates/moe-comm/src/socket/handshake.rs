@@ -1,4 +1,4 @@
-//! What two processes say to each other before they are ranks of one world.
+//! The messages that two processes exchange before they are ranks of one world.
 //!
 //! ```text
 //! guest, which connects                 host, which listens
@@ -8,8 +8,9 @@
 //!                                ◄────  Sealed(Answer), or at any time Refused(why)
 //! ```
 //!
-//! Each message is `"moe-comm" | version u32 | byte order u32 | length u32 | postcard`. All that a guest says until its proof is
-//! checked must come within one time and one size, so that a stranger is told apart and holds up no other process.
+//! Each message is `"moe-comm" | version u32 | byte order u32 | length u32 | postcard`. Everything that a guest sends
+//! before its proof is checked must arrive within one time limit and one size limit. So a process that does not belong
+//! to the world is recognised and delays no other process.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -23,33 +24,34 @@ use crate::round::foreign;
 use crate::socket::secret::{Exchange, Key, Nonce, Sealed, Side, nonce};
 
 const MAGIC: &[u8; 8] = b"moe-comm";
-/// Changes with everything that processes say to each other.
+/// This number changes whenever the messages between processes change.
 const VERSION: u32 = 3;
-/// Elements travel as they lie in memory.
+/// Elements are sent as they are in memory, so both processes must have this byte order.
 const BYTE_ORDER: u32 = 0x0102_0304;
-/// The settings of a rank, with room.
+/// Size limit of an [`Ask`]: the settings of a rank are far smaller.
 const MAX_ASK: usize = 64 << 10;
-/// The addresses of the largest world.
+/// Size limit of an [`Answer`]: the addresses of the largest world fit.
 const MAX_ANSWER: usize = 4 << 20;
 
-/// How long a process that has connected may take to say and to prove who it is.
+/// How long a process that has connected may take to say who it is and to prove it.
 pub(super) const HELLO: Duration = Duration::from_secs(5);
 
-/// How often a process that waits asks whether that makes sense.
+/// How often a waiting process checks whether it should go on waiting.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The first word of a guest.
+/// The first message of a guest.
 #[derive(Serialize, Deserialize)]
 struct Hello {
     nonce: Nonce,
 }
 
-/// What a guest wants.
+/// The request of a guest.
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum Ask {
-    /// Of rank 0: a seat in a world that wants to form; where it listens, and its settings.
+    /// Asks rank 0 for a place in a world that is forming. It contains the address where the guest listens, and its
+    /// settings.
     Join { rank: usize, world_size: usize, listens: SocketAddr, settings: Vec<(String, String)> },
-    /// Of another rank, after the world has formed.
+    /// Asks another rank for a connection, after the world has formed.
     Link { rank: usize },
 }
 
@@ -62,7 +64,7 @@ pub(super) enum Answer {
     Linked,
 }
 
-/// What a host says.
+/// A message of a host.
 #[derive(Serialize, Deserialize)]
 enum Reply {
     Challenge(Nonce),
@@ -70,7 +72,7 @@ enum Reply {
     Refused(String),
 }
 
-/// How long to wait for the other side.
+/// How long to wait for the other process.
 pub(super) struct Patience<'a> {
     pub until: Instant,
     /// An error ends the wait at once.
@@ -78,13 +80,13 @@ pub(super) struct Patience<'a> {
 }
 
 impl Patience<'_> {
-    /// Until then, whatever happens.
+    /// Waits until this time, whatever happens.
     pub fn until(until: Instant) -> Self {
         Self { until, alive: &|| Ok(()) }
     }
 }
 
-/// Says a guest's hello, and proves that it knows the key with what it asks for.
+/// Sends the guest's hello and its request, with the proof that it knows the key.
 pub(super) fn ask(stream: &TcpStream, key: &Key, ask: &Ask, patience: &Patience) -> io::Result<Exchange> {
     let guest = nonce()?;
     say(stream, &Hello { nonce: guest })?;
@@ -98,7 +100,7 @@ pub(super) fn ask(stream: &TcpStream, key: &Key, ask: &Ask, patience: &Patience)
     Ok(exchange)
 }
 
-/// What a host answers a guest.
+/// Reads the host's answer to a guest.
 pub(super) fn hear_answer(
     stream: &TcpStream,
     exchange: &Exchange,
@@ -113,7 +115,7 @@ pub(super) fn hear_answer(
     }
 }
 
-/// What a guest asks for once it has proved that it knows the key.
+/// Reads the request of a guest that has proved that it knows the key.
 pub(super) fn hear_ask(stream: &TcpStream, key: &Key, until: Instant) -> io::Result<(Ask, Exchange)> {
     let patience = Patience::until(until);
     let Hello { nonce: guest } = hear(stream, MAX_ASK, &patience)?;
@@ -136,7 +138,7 @@ pub(super) fn answer(stream: &TcpStream, exchange: &Exchange, answer: &Answer) -
     say(stream, &Reply::Answer(exchange.seal(Side::Host, answer)?))
 }
 
-/// Tells a guest why not.
+/// Refuses a guest and tells it why.
 pub(super) fn refuse(stream: &TcpStream, why: &str) -> io::Result<()> {
     say(stream, &Reply::Refused(why.to_string()))
 }
@@ -152,7 +154,7 @@ fn say(mut stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
     stream.write_all(&bytes)
 }
 
-/// The next message of the other side, of at most `most` bytes.
+/// Reads the next message of the other process, of at most `most` bytes.
 fn hear<T: DeserializeOwned>(stream: &TcpStream, most: usize, patience: &Patience) -> io::Result<T> {
     let mut prefix = [0u8; 20];
     fill(stream, &mut prefix[..8], patience)?;
@@ -179,7 +181,7 @@ fn hear<T: DeserializeOwned>(stream: &TcpStream, most: usize, patience: &Patienc
     postcard::from_bytes(&body).map_err(|e| wrong(&format!("its words make no sense ({e})")))
 }
 
-/// Reads as many bytes as fit, all within one time.
+/// Fills `bytes` from the stream within one time limit.
 fn fill(mut stream: &TcpStream, bytes: &mut [u8], patience: &Patience) -> io::Result<()> {
     let mut done = 0;
     while done < bytes.len() {
@@ -209,7 +211,7 @@ fn wrong(what: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
 
-/// That a host has refused this process; another kind of error than one of its silence.
+/// The error of a refusal by the host; its kind differs from the kind for a host that does not answer.
 fn refused(why: &str) -> io::Error {
     io::Error::new(ErrorKind::PermissionDenied, foreign(why))
 }

@@ -1,38 +1,39 @@
-//! What has arrived from the other ranks and waits to be taken.
+//! Data from other ranks that has arrived and has not been taken yet.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::round::wait::Absent;
 use crate::socket::frame::{Frame, MAX_DATA, MAX_MESSAGE, PostHead};
 
-/// Rounds that a rank can be ahead of this one: it has posted the next, and cannot end it.
+/// The number of rounds that another rank can be ahead of this one: it may have posted the next round, but cannot end
+/// it.
 const MAX_POSTS: usize = 2;
-/// Bytes of rows of one rank that wait.
+/// Limit of the bytes of rows from one rank that wait to be taken.
 const MAX_ROWS: u64 = MAX_DATA;
-/// Bytes of messages of one rank that wait.
+/// Limit of the bytes of messages from one rank that wait to be taken.
 const MAX_MESSAGES: u64 = MAX_MESSAGE;
-/// What a message takes beside its bytes.
+/// Memory that a message takes in addition to its bytes.
 const PER_MESSAGE: u64 = 64;
-/// Groups of one rank that this one may know of. A model has four.
+/// Number of groups of one rank that this rank may know of. A model has four.
 const MAX_GROUPS: usize = 1 << 16;
 
 /// A rank's part of a round, as it arrived.
 pub(super) type Arrived = (PostHead, Vec<u64>);
 
-/// Everything from everyone.
+/// All data that has arrived, from all ranks.
 #[derive(Default)]
 pub(super) struct Inbox {
-    /// By group and world rank.
+    /// Indexed by group and world rank.
     posts: HashMap<(u64, usize), VecDeque<Arrived>>,
-    /// Groups whose communicator a rank has dropped.
+    /// Groups and world ranks whose communicator has been dropped.
     left: HashSet<(u64, usize)>,
-    /// By world rank.
+    /// Indexed by world rank.
     messages: Vec<Messages>,
-    /// By world rank: bytes of the rows of its open rounds.
+    /// Indexed by world rank: bytes of the rows in rounds that have not ended.
     rows: Vec<u64>,
     /// Ranks that have said goodbye.
     gone: Vec<bool>,
-    /// This rank is done.
+    /// Whether this rank has ended.
     pub over: bool,
 }
 
@@ -48,8 +49,8 @@ impl Inbox {
         Self { messages, rows: vec![0; size], gone: vec![false; size], ..Self::default() }
     }
 
-    /// What is wrong with a frame of a rank that has so many bytes of data, if there is no room for them. A healthy rank is never
-    /// so far ahead of this one.
+    /// The error of a frame with `bytes` bytes of data from a rank, if there is no room for them. A healthy rank is
+    /// never that far ahead of this one.
     pub fn room(&self, from: usize, frame: &Frame, bytes: u64) -> Result<(), String> {
         let (waits, most, what) = match frame {
             Frame::Post { .. } => (self.rows.get(from).copied(), MAX_ROWS, "rows"),
@@ -65,7 +66,7 @@ impl Inbox {
         }
     }
 
-    /// Keeps a post; what is wrong with it if a healthy rank cannot have sent it.
+    /// Keeps a post. Returns an error if a healthy rank cannot have sent it.
     pub fn post(&mut self, group: u64, from: usize, post: Arrived) -> Result<(), String> {
         if self.posts.len() >= MAX_GROUPS && !self.posts.contains_key(&(group, from)) {
             return Err(format!("it has rounds in more than {MAX_GROUPS} groups"));
@@ -76,7 +77,7 @@ impl Inbox {
         }
         if let Some(rows) = self.rows.get_mut(from) {
             let more = *rows + size_of_val(&post.1[..]) as u64;
-            // A row of words is up to seven bytes longer than its data.
+            // The words of a row may be up to seven bytes longer than its data.
             if more > MAX_ROWS + size_of::<u64>() as u64 {
                 return Err(format!("its rows that wait are more than {MAX_ROWS} bytes"));
             }
@@ -97,7 +98,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// Notes that a rank has left a group; what is wrong if it cannot have been in so many.
+    /// Notes that a rank has left a group. Returns an error if the rank cannot have been in that many groups.
     pub fn leave(&mut self, group: u64, from: usize) -> Result<(), String> {
         if self.left.len() >= MAX_GROUPS && !self.left.contains(&(group, from)) {
             return Err(format!("it has left more than {MAX_GROUPS} groups"));
@@ -123,14 +124,14 @@ impl Inbox {
         Some(message)
     }
 
-    /// The next posts of all members but `own`, in order, if all are there.
+    /// Takes the next posts of all members but `own`, in order, if all of them have arrived.
     pub fn take_posts(&mut self, group: u64, members: &[usize], own: usize) -> Option<Vec<Arrived>> {
         let others = || members.iter().enumerate().filter(|&(rank, _)| rank != own).map(|(_, &m)| m);
         others().all(|member| self.has_post(group, member)).then_some(())?;
         others().map(|member| self.take_post(group, member)).collect()
     }
 
-    /// The members whose posts are not there.
+    /// The members whose posts have not arrived.
     pub fn absent(&self, group: u64, members: &[usize], own: usize) -> Absent {
         let is_missing = |&rank: &usize| rank != own && !self.has_post(group, members[rank]);
         let missing: Vec<usize> = (0..members.len()).filter(is_missing).collect();
@@ -152,7 +153,7 @@ impl Inbox {
         }
     }
 
-    /// Forgets a group.
+    /// Removes everything of a group.
     pub fn forget(&mut self, group: u64) {
         let members: Vec<usize> =
             self.posts.keys().filter(|(g, _)| *g == group).map(|(_, from)| *from).collect();
@@ -191,7 +192,7 @@ mod tests {
         assert!(inbox.message(1, vec![0; half + 1]).unwrap_err().contains("bytes"));
         assert_eq!(inbox.take_message(1).map(|m| m.len()), Some(half));
         assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok());
-        // Empty messages take room, too.
+        // Empty messages also take room.
         (0..1000).for_each(|_| inbox.message(1, Vec::new()).unwrap());
         assert!(inbox.room(1, &message, MAX_MESSAGES - 1000).is_err());
         let rows = |bytes: usize| (post().0, vec![0u64; bytes / 8]);

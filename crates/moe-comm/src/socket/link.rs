@@ -1,4 +1,4 @@
-//! One connection to another rank.
+//! The connection to one other rank.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -11,48 +11,48 @@ use socket2::{SockRef, TcpKeepalive};
 use crate::lock::lock;
 use crate::socket::frame::Outgoing;
 
-/// How long a failing rank tries to tell another one why.
+/// How long a failing rank tries to send its reason to another rank.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A host that is dead or cut off is noticed after this time without an answer, in steps.
+/// A host that is dead or unreachable is noticed after this time without an answer, up to the interval of the probes.
 const SILENCE: Duration = Duration::from_secs(10);
 const PROBE: Duration = Duration::from_secs(5);
 
-/// How often a rank that is waited for is asked in vain whether it lives, before it counts as stalled.
+/// How many unanswered pings it takes before a rank counts as stalled.
 const ASKS: u32 = 3;
 
 /// The writing half.
 #[derive(Debug)]
 pub(super) struct Link {
     stream: TcpStream,
-    /// The number of the next frame; held while a frame is written.
+    /// The number of the next frame. The lock is held while a frame is written.
     writing: Mutex<u64>,
-    /// How often something has come from the other rank.
+    /// How often data has arrived from the other rank.
     heard: Arc<AtomicU64>,
     asked: Mutex<Asked>,
 }
 
-/// Since when nothing has come from a rank, as seen by those that wait for it.
+/// The time since which nothing has arrived from a rank, as its waiting ranks see it.
 #[derive(Debug)]
 struct Asked {
     at: Instant,
-    /// [`Link::heard`] then.
+    /// The value of [`Link::heard`] at that time.
     heard: u64,
     in_vain: u32,
 }
 
-/// What a rank's silence means.
+/// The conclusion from a rank's silence.
 #[derive(Debug, PartialEq)]
 pub(super) enum Silence {
-    /// Nothing yet.
+    /// It is too short to mean anything.
     Short,
-    /// It is to be asked.
+    /// It is time to ask the rank whether it is alive.
     Ask,
-    /// It does not answer.
+    /// The rank does not answer.
     Stalled,
 }
 
-/// The reading half: notes that something has come.
+/// The reading half. It counts how often data has arrived.
 pub(super) struct Hearing {
     stream: TcpStream,
     heard: Arc<AtomicU64>,
@@ -67,12 +67,12 @@ impl Read for Hearing {
 }
 
 impl Link {
-    /// `timeout` bounds the wait for a rank that takes nothing.
+    /// `timeout` limits the wait for a rank that does not read what is sent to it.
     pub fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(None)?;
-        // Not every platform takes any Duration; a day is as good as no limit.
+        // Not every platform accepts any `Duration`, and a day is as good as no limit.
         stream
             .set_write_timeout(Some(timeout.clamp(Duration::from_millis(1), Duration::from_secs(86_400))))?;
         let socket = SockRef::from(&stream);
@@ -80,7 +80,7 @@ impl Link {
         #[cfg(target_os = "linux")]
         let keepalive = keepalive.with_retries(2);
         socket.set_tcp_keepalive(&keepalive)?;
-        // The same for data that nobody acknowledges.
+        // This sets the same limit for sent data that is not acknowledged.
         #[cfg(target_os = "linux")]
         socket.set_tcp_user_timeout(Some(SILENCE + PROBE * 2))?;
         let asked = Mutex::new(Asked { at: Instant::now(), heard: 0, in_vain: 0 });
@@ -100,7 +100,8 @@ impl Link {
         Ok(())
     }
 
-    /// Writes a frame without data if that can be done at once: a rank that is being written to hears from this one anyway.
+    /// Writes a frame without data if that is possible at once. If another frame is being written to the rank, that
+    /// frame shows that this rank is alive.
     pub fn send_now(&self, frame: &Outgoing) -> io::Result<()> {
         let mut number = match self.writing.try_lock() {
             Ok(number) => number,
@@ -109,20 +110,20 @@ impl Link {
         };
         let bytes = frame.start(*number, &[])?;
         match write_now(&self.stream, &bytes) {
-            // Full buffers: what waits there will be a sign of life.
+            // The buffers are full. The data in them will show that this rank is alive.
             Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(()),
             Err(e) => return Err(e),
-            // Half a frame cannot stay.
+            // A frame that was partly written must be completed.
             Ok(written) => (&self.stream).write_all(&bytes[written..])?,
         }
         *number += 1;
         Ok(())
     }
 
-    /// What it means that a rank, which is waited for, has sent nothing since this was asked last. A rank may be silent for `limit`.
+    /// What the silence of a rank means by now. The caller waits for this rank, which may be silent for `limit`.
     ///
-    /// What counts is how often it was asked in vain and not the time alone: a process that was itself stopped for long hears
-    /// the answers before it has asked again.
+    /// The number of unanswered pings counts, and not the time alone. If this process itself was stopped for a long
+    /// time, it receives the answers before it pings again.
     pub fn silence(&self, limit: Duration) -> Silence {
         let mut asked = lock(&self.asked);
         let heard = self.heard.load(Ordering::Relaxed);
@@ -138,7 +139,7 @@ impl Link {
         if asked.in_vain > ASKS { Silence::Stalled } else { Silence::Ask }
     }
 
-    /// Writes a last frame, if that is possible soon, and closes for writing.
+    /// Writes a last frame, if that is possible soon, and closes the writing half.
     pub fn close(&self, frame: &Outgoing) {
         let start = Instant::now();
         while start.elapsed() < LAST_WORDS {
@@ -157,25 +158,25 @@ impl Link {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// A rank that is gone needs no words.
+    /// A rank that is gone needs no last frame.
     fn say_last(&self, number: u64, frame: &Outgoing) {
         let _ = self.stream.set_write_timeout(Some(LAST_WORDS));
         let _ = frame.write(number, &[], &mut &self.stream);
     }
 }
 
-/// How long a rank is silent before it is asked, and asked again.
+/// How long a rank may be silent before the next ping.
 pub(super) fn interval(limit: Duration) -> Duration {
     limit / (ASKS + 1)
 }
 
-/// Writes what fits into the buffers of the connection.
+/// Writes as much as fits into the buffers of the connection.
 #[cfg(target_os = "linux")]
 fn write_now(stream: &TcpStream, bytes: &[u8]) -> io::Result<usize> {
     SockRef::from(stream).send_with_flags(bytes, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
 }
 
-/// Elsewhere a write of a few bytes may wait, as any write.
+/// On other systems a write of a few bytes may wait, like any other write.
 #[cfg(not(target_os = "linux"))]
 fn write_now(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<usize> {
     stream.write(bytes)

@@ -1,4 +1,4 @@
-//! Messages between two processes of a world, beside its collectives.
+//! Messages between two processes of a world, which are independent of its collectives.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,18 +11,18 @@ use crate::socket::frame::Outgoing;
 use crate::socket::inbox::Inbox;
 use crate::socket::world::{Member, World};
 
-/// Messages of this process to and from others, in order for each pair. Waiting for one has no
-/// limit, so that a rank may be idle or busy for hours; it ends at once when the world fails. A rank that is waited for and sends
-/// nothing is asked whether it lives, which its process answers whatever it is doing: one that does not within the time limit of
-/// a collective has stopped, and fails the world.
+/// Messages between this process and others. They keep their order for each pair of ranks. Waiting for a message has no
+/// time limit, so that a rank may be idle or busy for hours; the wait ends at once when the world fails. A rank that
+/// sends nothing while another waits for it is asked whether it is alive. Its process answers whatever else it is
+/// doing. A process that does not answer within the time limit of a collective has stopped, which fails the world.
 #[derive(Clone, Debug)]
 pub struct Messages(pub(super) Arc<Member>);
 
 impl Messages {
-    /// Sends a message to a rank of the world. One that has left in order gets nothing.
+    /// Sends a message to a rank of the world. A rank that has left normally gets nothing.
     ///
     /// # Errors
-    /// The world has failed, or the rank takes nothing.
+    /// The world has failed, or the rank does not read its messages.
     pub fn send(&self, to: usize, message: &[u8]) -> Result<()> {
         let world = &self.0.0;
         if world.failure().is_some() {
@@ -36,8 +36,8 @@ impl Messages {
         })
     }
 
-    /// The next message of a rank of the world; `None` once it has left in order. One thread at a
-    /// time waits for a rank.
+    /// The next message of a rank of the world; `None` once the rank has left normally. One thread at a time may wait
+    /// for a rank.
     ///
     /// # Errors
     /// The world has failed.
@@ -45,8 +45,8 @@ impl Messages {
         self.recv_any(&[from]).map(|(_, message)| message)
     }
 
-    /// The next message of any of these ranks, at least one, with its sender; `None` in its place once one of them has
-    /// left in order.
+    /// The next message of any of these ranks, with its sender. `from` has at least one rank. Once one of the ranks has
+    /// left normally, its message is `None`.
     ///
     /// # Errors
     /// The world has failed.
@@ -64,8 +64,8 @@ impl Messages {
         }
     }
 
-    /// Like [`recv_any`](Self::recv_any), without waiting: `None` if nothing has come. To be called again and again while something
-    /// is expected of these ranks.
+    /// Like [`recv_any`](Self::recv_any), without waiting: it returns `None` if nothing has arrived. Call it repeatedly
+    /// while something is expected of these ranks.
     ///
     /// # Errors
     /// The world has failed.
@@ -90,7 +90,7 @@ impl Messages {
 }
 
 impl World {
-    /// What has come from these ranks: messages first, even if their rank has left or the world has failed.
+    /// The next item from these ranks. Messages come first, even if their rank has left or the world has failed.
     fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
         if let Some(news) = from.iter().find_map(|&rank| inbox.take_message(rank).map(|m| (rank, Some(m)))) {
             return Ok(Some(news));
@@ -107,7 +107,7 @@ impl World {
 pub struct Watch(pub(super) Arc<World>);
 
 impl Watch {
-    /// Blocks until the world has failed, and says why; `None` if this process left it in order.
+    /// Blocks until the world has failed, and returns the reason; `None` if this process left the world normally.
     pub fn wait(&self) -> Option<String> {
         let mut inbox = lock(&self.0.inbox);
         loop {

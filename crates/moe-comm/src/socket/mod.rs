@@ -1,16 +1,16 @@
-//! Ranks of several processes, on one host or many: a TCP connection between any two.
+//! Ranks in several processes, on one host or many, with a TCP connection between any two.
 //!
-//! [`rendezvous`] makes the connections, which begin with a [`handshake`] of two processes that know a [`secret`]. A thread per connection reads [`frame`]s into the
-//! [`inbox`], so that writing never waits for a rank that is writing itself. A collective is a
-//! round as among threads: each rank sends every other one its call and the rows that this one
-//! needs, and waits for theirs. Beside the collectives, [`Messages`] of any size travel between two
-//! ranks and may be waited for without a limit.
+//! [`rendezvous`] makes the connections. Each begins with a [`handshake`] of two processes that know a [`secret`]. One
+//! thread per connection reads [`frame`]s into the [`inbox`], so that writing never waits for a rank that is itself
+//! writing. A collective is a round, as with threads: each rank sends every other rank its call and the rows that the
+//! other rank needs, and waits for their data. [`Messages`] of any size can be sent between two ranks independently of
+//! the collectives, and a rank may wait for them without a limit.
 //!
-//! A rank that ends says goodbye. A connection that closes without it, breaks, or carries anything
-//! but frames fails the [`world`]; the first failure is told to all ranks, whatever group it is in.
+//! A rank that ends says goodbye. A connection fails the [`world`] if it closes without a goodbye, breaks, or carries
+//! anything but frames. The first failure is sent to all ranks, in whatever group it happened.
 
+mod admission;
 mod comm;
-mod door;
 mod frame;
 mod handshake;
 mod inbox;

@@ -1,4 +1,4 @@
-//! Where ranks listen, and how they reach each other.
+//! Listens on addresses, and connects to other ranks.
 
 use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
@@ -10,17 +10,17 @@ use candle_core::Result;
 
 use crate::socket::handshake::Patience;
 
-/// Between two attempts to reach a rank.
+/// Pause between two attempts to connect to a rank.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Listens at every address that `name` has on this host, and at no other.
+/// Listens at every address that `name` has on this host, and at no other address.
 ///
 /// # Errors
-/// A name without an address here, or a port that is taken; the message says what to change.
+/// A name without an address on this host, or a port that is in use; the message says what to change.
 pub(super) fn listen(name: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     let unknown = |e: io::Error| {
         let why = e.to_string();
-        // A resolver's error may have lines of advice.
+        // A resolver's error may continue with lines of advice.
         let why = why.lines().next().unwrap_or_default();
         io::Error::new(e.kind(), format!("MASTER_ADDR {name} has no address here: {why}"))
     };
@@ -51,7 +51,7 @@ pub(super) fn listen(name: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     Ok(listeners)
 }
 
-/// Every address of a name, each once.
+/// Every address of a name, without repetitions.
 pub(super) fn resolve(name: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     let mut seen = BTreeSet::new();
     let bare = name.trim_matches(['[', ']']);
@@ -62,7 +62,7 @@ pub(super) fn resolve(name: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     Ok(all.into_iter().filter(|address| seen.insert(*address)).collect())
 }
 
-/// Connects to the first address that answers, until the deadline. The outer error is `alive`'s.
+/// Connects to the first address that answers, until the deadline. The outer error comes from `alive`.
 pub(super) fn reach(
     resolve: impl Fn() -> io::Result<Vec<SocketAddr>>,
     patience: &Patience,
@@ -75,7 +75,8 @@ pub(super) fn reach(
                     let left = patience.until.saturating_duration_since(Instant::now());
                     let attempt = left.clamp(Duration::from_millis(1), Duration::from_secs(5));
                     match TcpStream::connect_timeout(&address, attempt) {
-                        // A port that nobody listens on may be given to the connection itself.
+                        // If nothing listens on the port, the system may give the port to this connection itself, which
+                        // then connects to itself.
                         Ok(stream) if stream.local_addr().ok() != stream.peer_addr().ok() => {
                             return Ok(Ok(stream));
                         }
@@ -107,7 +108,7 @@ mod tests {
         assert_eq!(ips("127.0.0.1"), ["127.0.0.1".parse::<IpAddr>().unwrap()]);
         assert!(ips("localhost").iter().all(IpAddr::is_loopback));
         assert!(ips("0.0.0.0")[0].is_unspecified(), "only where that is asked for");
-        // 192.0.2.0/24 is for documentation: no host has it.
+        // 192.0.2.0/24 is reserved for documentation, so no host has this address.
         let error = listen("192.0.2.1", 0).unwrap_err().to_string();
         assert!(
             error.contains("MASTER_ADDR 192.0.2.1") && error.contains("no address of this host"),

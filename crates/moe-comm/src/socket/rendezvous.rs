@@ -1,4 +1,4 @@
-//! How the processes of a world find each other: through the address of rank 0.
+//! How the processes of a world find each other, by the address of rank 0.
 //!
 //! ```text
 //! rank r                          rank 0
@@ -9,10 +9,11 @@
 //!          ◄── Welcome {identity of the world, addresses of all}, once all ranks are here
 //! connect to ranks 1..r; accept ranks r+1..
 //! ```
-//! The connection to rank 0 stays. Every connection begins with a [`handshake`](super::handshake) in which both sides prove that
-//! they know the world's secret. What does not is a stranger: it is refused, told why, and the world forms without it. What does and
-//! has other settings is a rank that was started wrongly, which is an error on all ranks. A world without a secret cannot tell the
-//! two apart, so there it is refused as a stranger.
+//! The connection to rank 0 stays open. Every connection begins with a [`handshake`](super::handshake) in which both
+//! processes prove that they know the world's secret. A process that does not know it is a stranger: it is refused with
+//! a reason, and the world forms without it. A process that knows the secret and has other settings is a rank that was
+//! started wrongly, which is an error on all ranks. A world without a secret cannot tell these two cases apart, so it
+//! refuses such a process as a stranger.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -23,34 +24,34 @@ use candle_core::{Result, bail};
 use crate::error::plain;
 use crate::launch::Launch;
 use crate::round::{foreign, label};
+use crate::socket::admission::{Admission, Guest};
 use crate::socket::comm::SocketComm;
-use crate::socket::door::{Door, Guest};
 use crate::socket::handshake::{Answer, Ask, Patience, answer, ask, hear_answer, refuse};
 use crate::socket::reach::{listen, reach, resolve};
 use crate::socket::secret::{Exchange, Key, WorldSecret, nonce};
 use crate::socket::timeouts::SocketTimeouts;
 
-/// Rank 0 waits for the others until its own deadline, which may be a little later than another rank's.
+/// Other ranks wait this much longer for the answer of rank 0, whose own deadline may be a little later than theirs.
 const LATER: Duration = Duration::from_secs(10);
 
 /// How a process joins its world.
 pub struct Join<'a> {
-    /// Its place, and where rank 0 is.
+    /// The place of this process, and the address of rank 0.
     pub launch: &'a Launch,
-    /// What must be equal on all ranks, by name: a difference is an error that names it.
+    /// Settings that must be equal on all ranks, by name. A difference is an error that names the setting.
     pub settings: Vec<(String, String)>,
-    /// What only the ranks of this world know. Without it any process that says the right settings gets a seat.
+    /// A text that only the ranks of this world know. Without it any process with the right settings gets a place.
     pub secret: Option<WorldSecret>,
-    /// How long to wait.
+    /// The time limits.
     pub timeouts: SocketTimeouts,
-    /// Where rank 0 listens, if it does already; else it binds the master's port.
+    /// The listener of rank 0, if there is one already; otherwise rank 0 binds the port of the master.
     pub listener: Option<TcpListener>,
-    /// Asked now and then while ranks are missing: an error ends the wait.
+    /// Called now and then while ranks are missing; its error ends the wait.
     pub alive: &'a dyn Fn() -> Result<()>,
 }
 
 impl<'a> Join<'a> {
-    /// With the default timeouts and without a secret.
+    /// Uses the default timeouts and no secret.
     pub fn new(launch: &'a Launch, settings: Vec<(String, String)>) -> Self {
         let timeouts = SocketTimeouts::default();
         Self { launch, settings, secret: None, timeouts, listener: None, alive: &|| Ok(()) }
@@ -58,12 +59,12 @@ impl<'a> Join<'a> {
 }
 
 impl SocketComm {
-    /// Forms the world of `join.launch` with the other processes, and is its rank there.
+    /// Forms the world of `join.launch` with the other processes, and returns this process's rank in it.
     ///
     /// # Errors
-    /// Ranks that do not appear in time, that have other settings or the same number; a master that
-    /// cannot be reached, or is no rank of this program; a port that is taken. All ranks that have
-    /// appeared get an error in bounded time.
+    /// Ranks that do not appear in time, that have other settings, or that have the same number; a master that cannot
+    /// be reached, or is not a rank of this program; a port that is in use. All ranks that have appeared get an error
+    /// in bounded time.
     pub fn connect(join: Join<'_>) -> Result<SocketComm> {
         let rank = join.launch.rank;
         let timeout = join.timeouts.collective;
@@ -83,16 +84,16 @@ impl SocketComm {
 
 type Streams = Vec<Option<TcpStream>>;
 
-/// A rank that has come to rank 0, and waits for the others.
+/// A rank that has connected to rank 0 and waits for the others.
 struct Seat {
     stream: TcpStream,
     exchange: Exchange,
-    /// Where it listens.
+    /// The address where it listens.
     address: SocketAddr,
 }
 
 impl Seat {
-    /// Whether its process has ended since it came.
+    /// Whether its process has ended since it connected.
     fn is_left(&self) -> bool {
         let left = self.stream.set_nonblocking(true).map(|()| match self.stream.peek(&mut [0]) {
             Ok(bytes) => bytes == 0,
@@ -103,7 +104,7 @@ impl Seat {
     }
 }
 
-/// Rank 0: lets all others in, then tells each where the others are.
+/// Rank 0: admits all other ranks, then sends each the addresses of the others.
 fn host(join: Join, deadline: Instant) -> Result<Streams> {
     let world_size = join.launch.world_size;
     let mut seats: Vec<Option<Seat>> = (0..world_size).map(|_| None).collect();
@@ -129,7 +130,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
         Some(listener) => vec![listener],
         None => listen(master_addr, *master_port)?,
     };
-    let mut door = Door::new(listeners, &key)?;
+    let mut admission = Admission::new(listeners, &key)?;
     let mut left = BTreeSet::new();
     loop {
         vacate(seats, &mut left);
@@ -138,7 +139,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
         if missing.is_empty() {
             return Ok(());
         }
-        let Some(Guest { stream, from, ask, exchange }) = door.next(deadline, join.alive)? else {
+        let Some(Guest { stream, from, ask, exchange }) = admission.next(deadline, join.alive)? else {
             let missing = label(&missing, &[]);
             let limit = join.timeouts.rendezvous;
             let ended: Vec<usize> = left.into_iter().filter(|&rank| seats[rank].is_none()).collect();
@@ -148,7 +149,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
             };
             bail!(
                 "{missing} did not appear within {limit:?} (MOE_RENDEZVOUS_TIMEOUT){}{ended}",
-                door.report()
+                admission.report()
             )
         };
         vacate(seats, &mut left);
@@ -158,11 +159,11 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
                     *seat = Some(Seat { stream, exchange, address });
                 }
             }
-            // It may be what is left of another run: only a secret tells that it is none.
-            Err(why) if !key.secret => door.turn_away(&stream, from, &foreign(&why)),
+            // The process may be left over from another run: only a secret can rule that out.
+            Err(why) if !key.secret => admission.turn_away(&stream, from, &foreign(&why)),
             Err(why) => {
                 let why = foreign(&why);
-                // It may be gone already.
+                // The other process may already be gone.
                 let _ = refuse(&stream, &why);
                 bail!("{why}")
             }
@@ -170,7 +171,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
     }
 }
 
-/// Frees the seats of processes that have ended while they waited: they may be started again.
+/// Frees the places of processes that ended while they waited, so that they can be started again.
 fn vacate(seats: &mut [Option<Seat>], left: &mut BTreeSet<usize>) {
     for (rank, seat) in seats.iter_mut().enumerate() {
         if seat.take_if(|seat| seat.is_left()).is_some() {
@@ -179,7 +180,7 @@ fn vacate(seats: &mut [Option<Seat>], left: &mut BTreeSet<usize>) {
     }
 }
 
-/// The rank and the address of a process that may join, or why it may not.
+/// The rank and the address of a process that may join, or the reason why it may not.
 fn admit(
     ask: Ask,
     expected: usize,
@@ -209,7 +210,7 @@ fn admit(
     }
 }
 
-/// The first setting that differs, with rank 0's and the other rank's value.
+/// The first setting that differs, with the value of rank 0 and of the other rank.
 fn difference(own: &[(String, String)], other: &[(String, String)]) -> Option<(String, String, String)> {
     let value = |of: &[(String, String)], name: &str| {
         of.iter().find(|(n, _)| n == name).map_or("none".to_string(), |(_, value)| value.clone())
@@ -218,7 +219,7 @@ fn difference(own: &[(String, String)], other: &[(String, String)]) -> Option<(S
     names.map(|name| (name.clone(), value(own, name), value(other, name))).find(|(_, a, b)| a != b)
 }
 
-/// Any other rank: reaches rank 0, learns where the others are, and connects to each.
+/// Any other rank: connects to rank 0, receives the addresses of the others, and connects to each.
 fn attend(join: Join, deadline: Instant) -> Result<Streams> {
     let Launch { rank, world_size, master_addr, master_port, .. } = join.launch;
     let rank = *rank;
@@ -230,7 +231,7 @@ fn attend(join: Join, deadline: Instant) -> Result<Streams> {
         Ok(stream) => stream,
         Err(e) => bail!("cannot reach {} within {:?}: {e}", master(), join.timeouts.rendezvous),
     };
-    // The address by which this process reaches rank 0 is one by which others reach this process.
+    // This process has an address at its end of the connection to rank 0; other ranks can reach it there, too.
     let listener = TcpListener::bind((stream.local_addr()?.ip(), 0))?;
     let own = listener.local_addr()?;
     let listens = SocketAddr::new(own.ip().to_canonical(), own.port());
@@ -253,7 +254,7 @@ fn attend(join: Join, deadline: Instant) -> Result<Streams> {
     Ok(links.streams)
 }
 
-/// What is wrong with a host, to follow its name.
+/// The error of a host; it follows the host's name in a message.
 fn complaint(e: &std::io::Error) -> String {
     match e.kind() {
         std::io::ErrorKind::PermissionDenied => format!("says: {e}"),
@@ -261,7 +262,7 @@ fn complaint(e: &std::io::Error) -> String {
     }
 }
 
-/// A rank's connections to the others.
+/// Makes a rank's connections to the others.
 struct Links {
     rank: usize,
     key: Key,
@@ -284,13 +285,14 @@ impl Links {
         }
     }
 
-    /// Lets the higher ranks in.
+    /// Accepts the connections of the higher ranks.
     fn accept(&mut self, listener: TcpListener, patience: &Patience) -> Result<()> {
-        let mut door = Door::new(vec![listener], &self.key)?;
+        let mut admission = Admission::new(vec![listener], &self.key)?;
         while let Some(missing) = (self.rank + 1..self.streams.len()).find(|&r| self.streams[r].is_none()) {
-            let Some(Guest { stream, from, ask, exchange }) = door.next(patience.until, patience.alive)?
+            let Some(Guest { stream, from, ask, exchange }) =
+                admission.next(patience.until, patience.alive)?
             else {
-                bail!("rank {missing} did not connect in time{}", door.report())
+                bail!("rank {missing} did not connect in time{}", admission.report())
             };
             match ask {
                 Ask::Link { rank }
@@ -299,7 +301,7 @@ impl Links {
                     answer(&stream, &exchange, &Answer::Linked)?;
                     self.streams[rank] = Some(stream);
                 }
-                _ => door.turn_away(&stream, from, "no rank of this world that is missing here"),
+                _ => admission.turn_away(&stream, from, "no rank of this world that is missing here"),
             }
         }
         Ok(())
@@ -315,13 +317,13 @@ mod tests {
         let settings = |values: &[(&str, &str)]| -> Vec<(String, String)> {
             values.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
         };
-        let own = settings(&[("--tp", "2"), ("--dtype", "f32")]);
+        let own = settings(&[("`tp`", "2"), ("`dtype`", "f32")]);
         assert_eq!(difference(&own, &own), None);
         let differs = |other: &[(&str, &str)]| difference(&own, &settings(other)).unwrap();
         let named =
             |name: &str, own: &str, other: &str| (name.to_string(), own.to_string(), other.to_string());
-        assert_eq!(differs(&[("--tp", "2"), ("--dtype", "bf16")]), named("--dtype", "f32", "bf16"));
-        assert_eq!(differs(&[("--tp", "2")]), named("--dtype", "f32", "none"));
-        assert_eq!(differs(&[("--tp", "2"), ("--dtype", "f32"), ("--dp", "3")]), named("--dp", "none", "3"));
+        assert_eq!(differs(&[("`tp`", "2"), ("`dtype`", "bf16")]), named("`dtype`", "f32", "bf16"));
+        assert_eq!(differs(&[("`tp`", "2")]), named("`dtype`", "f32", "none"));
+        assert_eq!(differs(&[("`tp`", "2"), ("`dtype`", "f32"), ("`dp`", "3")]), named("`dp`", "none", "3"));
     }
 }

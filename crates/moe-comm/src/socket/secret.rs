@@ -1,8 +1,9 @@
-//! What the processes of a world know and strangers do not, and how one proves to another that it knows it.
+//! The secret that only the processes of a world know, and the proof by which one process shows another that it knows
+//! it.
 //!
-//! The secret itself never travels. Both sides of a connection give a random number of their own, and each message of a
-//! handshake carries HMAC-SHA256 over its role, both numbers and its text. So a proof is worth nothing on another
-//! connection, in the other direction, or beside another text.
+//! The secret itself is never sent. Both sides of a connection send their own random number, and each message of a
+//! handshake carries HMAC-SHA256 over its role, both numbers and its text. So a proof is worthless on another
+//! connection, in the other direction, or with another text.
 
 use std::fmt;
 use std::io;
@@ -15,16 +16,16 @@ use sha2::Sha256;
 use crate::env::Env;
 use crate::error::{LaunchError, refuse};
 
-/// The variable that holds a world's secret.
+/// The environment variable that holds a world's secret.
 pub const WORLD_SECRET: &str = "MOE_WORLD_SECRET";
 
-/// The shortest secret: a proof can be tried against guesses, so a short secret could be found.
+/// The shortest allowed secret. A proof can be tested against guesses, so a short secret could be found.
 const MIN_LEN: usize = 16;
 
-/// A random number that one side gives, and the identity of a world.
+/// A random number of one side, or the identity of a world.
 pub(super) type Nonce = [u8; 32];
 
-/// What all processes of a world know, and nothing else does. It is never shown.
+/// The secret that all processes of a world know. It is never printed.
 #[derive(Clone)]
 pub struct WorldSecret(String);
 
@@ -35,15 +36,15 @@ impl fmt::Debug for WorldSecret {
 }
 
 impl WorldSecret {
-    /// A new one, of 256 random bits.
+    /// A new secret of 256 random bits.
     ///
     /// # Errors
-    /// The system gives no random numbers.
+    /// The system provides no random numbers.
     pub fn random() -> io::Result<Self> {
         Ok(Self(nonce()?.iter().map(|byte| format!("{byte:02x}")).collect()))
     }
 
-    /// What `MOE_WORLD_SECRET` says, if it is set. `lookup` returns a variable's value.
+    /// The value of `MOE_WORLD_SECRET`, if it is set. `lookup` returns a variable's value.
     ///
     /// # Errors
     /// A secret of fewer than 16 characters.
@@ -51,44 +52,44 @@ impl WorldSecret {
         let Some(secret) = Env(&lookup).get(WORLD_SECRET) else { return Ok(None) };
         match secret.chars().count() {
             MIN_LEN.. => Ok(Some(Self(secret))),
-            // The value is not shown, as any other variable's would be.
+            // This error does not show the value, unlike the errors of other variables.
             len => refuse!(
-                LaunchError,
+                LaunchError::Secret,
                 "the environment variable {WORLD_SECRET} has {len} characters; expected at least {MIN_LEN}, such as the output of \
                  `openssl rand -hex 32`"
             ),
         }
     }
 
-    /// The variable's value, for a process that this one starts.
+    /// The secret as text, to set the variable for a process that this one starts.
     pub fn reveal(&self) -> &str {
         &self.0
     }
 }
 
-/// What proofs are made with.
+/// The key with which proofs are made.
 #[derive(Clone)]
 pub(super) struct Key {
     bytes: [u8; 32],
-    /// Whether strangers cannot know it.
+    /// Whether the key is unknown to strangers.
     pub secret: bool,
 }
 
 impl Key {
-    /// The key of a world with this secret. Without one every process of this program knows the key: proofs then only show that a
-    /// text arrived as it was sent.
+    /// The key of a world with this secret. Without a secret every process of this program knows the key, and proofs
+    /// only show that a text arrived as it was sent.
     pub fn new(secret: Option<&WorldSecret>) -> Self {
         let text = secret.map_or("", |secret| secret.reveal());
         Self { bytes: mac(text.as_bytes(), &[b"moe-comm: world"]), secret: secret.is_some() }
     }
 
-    /// The key between the ranks of a world that has formed; only its ranks have been told its identity.
+    /// The key between the ranks of a world that has formed. Only its ranks know the identity of the world.
     pub fn of_world(&self, world: &Nonce) -> Self {
         Self { bytes: mac(&self.bytes, &[b"moe-comm: links", world]), secret: self.secret }
     }
 }
 
-/// Which side says something: a text of one is none of the other.
+/// The sender of a text. A proof for one side is invalid for the other.
 #[derive(Clone, Copy)]
 pub(super) enum Side {
     /// The process that has connected.
@@ -119,10 +120,10 @@ impl Exchange {
         Ok(Sealed { text, proof })
     }
 
-    /// The message of a text; `None` if the other side does not know the key, or the text was altered.
+    /// The message in a text; `None` if the other side does not know the key or the text was altered.
     ///
     /// # Errors
-    /// A text of the right key that is no such message.
+    /// A text with a valid proof that is not a message of this type.
     pub fn open<T: DeserializeOwned>(&self, side: Side, sealed: &Sealed) -> io::Result<Option<T>> {
         let known = keyed(&self.key.bytes, &self.parts(side, &sealed.text));
         if known.verify_slice(&sealed.proof).is_err() {
@@ -140,7 +141,7 @@ impl Exchange {
     }
 }
 
-/// 256 random bits of the system.
+/// 256 random bits from the system.
 pub(super) fn nonce() -> io::Result<Nonce> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce).map_err(io::Error::other)?;
@@ -151,7 +152,7 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
     keyed(key, parts).finalize().into_bytes().into()
 }
 
-/// HMAC-SHA256 that has been fed with all parts; only the last one may have any length.
+/// HMAC-SHA256 after all parts were added. Only the last part may have any length.
 fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
     let mut keyed = match Hmac::<Sha256>::new_from_slice(key) {
         Ok(keyed) => keyed,
@@ -173,7 +174,7 @@ mod tests {
         Exchange { key: Key::new(secret), guest: [1; 32], host: [2; 32] }
     }
 
-    /// RFC 4231, test case 2.
+    /// The expected value is test case 2 of RFC 4231.
     #[test]
     fn the_proof_is_hmac_sha256() {
         let hex: String = mac(b"Jefe", &[b"what do ya ", b"want for nothing?"])

@@ -1,28 +1,28 @@
-//! How long ranks wait for each other, and the variables that say otherwise.
+//! The time limits of ranks that wait for each other, and the variables that set them.
 
 use std::time::Duration;
 
 use crate::env::{Env, invalid};
 use crate::error::LaunchError;
 
-/// How long ranks wait for each other.
+/// The time limits of ranks that wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketTimeouts {
-    /// For all ranks to appear: hosts may start minutes apart.
+    /// The limit for all ranks to appear: hosts may start minutes apart.
     pub rendezvous: Duration,
-    /// For the others in one collective.
+    /// The limit for the other ranks in one collective.
     pub collective: Duration,
 }
 
 impl Default for SocketTimeouts {
-    /// Five minutes for both: far longer than any layer computes.
+    /// Five minutes for both, which is far longer than any layer computes.
     fn default() -> Self {
         Self { rendezvous: Duration::from_secs(300), collective: Duration::from_secs(300) }
     }
 }
 
 impl SocketTimeouts {
-    /// The defaults, or what `MOE_RENDEZVOUS_TIMEOUT` and `MOE_COLLECTIVE_TIMEOUT` say, in seconds.
+    /// The defaults, replaced by `MOE_RENDEZVOUS_TIMEOUT` and `MOE_COLLECTIVE_TIMEOUT` (in seconds) if they are set.
     /// `lookup` returns a variable's value.
     ///
     /// # Errors

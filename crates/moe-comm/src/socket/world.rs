@@ -1,4 +1,4 @@
-//! What all groups of one process share: the connections, what has arrived, the first failure.
+//! State that all groups of one process share: the connections, the data that has arrived, the first failure.
 
 use std::io::{self, BufReader, ErrorKind};
 use std::net::TcpStream;
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Error, Result};
 
+use crate::error::CommError;
 use crate::lock::lock;
 use crate::round::foreign;
 use crate::round::wait::{Outcome, Stop, sleep};
@@ -16,17 +17,17 @@ use crate::socket::frame::{Begun, Frame, Frames, Outgoing};
 use crate::socket::inbox::Inbox;
 use crate::socket::link::{Hearing, Link, Silence, interval};
 
-/// Bytes of data that are read before it is known whether there is room for them.
+/// Bytes of data that may be read before it is checked that there is room for them.
 const LITTLE: u64 = 1 << 20;
 
-/// How long a rank that cannot write waits for the reason to arrive.
+/// How long a rank that cannot write waits until the reason arrives.
 const REASON: Duration = Duration::from_secs(1);
 
-/// One process's side of the world.
+/// The world as one process sees it.
 pub(super) struct World {
     pub rank: usize,
     pub timeout: Duration,
-    /// By rank; none to itself.
+    /// Indexed by rank; there is no link from a rank to itself.
     links: Vec<Option<Link>>,
     failure: OnceLock<String>,
     pub inbox: Mutex<Inbox>,
@@ -40,7 +41,7 @@ impl std::fmt::Debug for World {
     }
 }
 
-/// Keeps the connections open; the last one to be dropped says goodbye.
+/// Keeps the connections open. When the last clone is dropped, this rank says goodbye.
 #[derive(Debug)]
 pub(super) struct Member(pub Arc<World>);
 
@@ -51,7 +52,7 @@ impl Drop for Member {
 }
 
 impl World {
-    /// The world of `rank`, with a connection to every other rank, and a reader for each.
+    /// Makes the world of `rank` with a connection to every other rank, and a reading thread for each.
     pub fn start(rank: usize, streams: Vec<Option<TcpStream>>, timeout: Duration) -> Result<Arc<Member>> {
         let links = streams.into_iter().map(|stream| stream.map(|s| Link::new(s, timeout)).transpose());
         let links = links.collect::<io::Result<Vec<_>>>()?;
@@ -80,7 +81,7 @@ impl World {
         self.links.len()
     }
 
-    /// The id of a group that this rank leads: no other rank gives the same.
+    /// A new id for a group that this rank leads. No other rank uses the same id.
     pub fn new_group(&self) -> u64 {
         (self.rank as u64) << 40 | self.groups.fetch_add(1, Ordering::Relaxed)
     }
@@ -95,14 +96,14 @@ impl World {
         self.failure.get().map(String::as_str)
     }
 
-    /// The first failure as this rank reports it.
+    /// The first failure as text for this rank's errors.
     pub fn report(&self) -> String {
         format!("rank {} of {}: {}", self.rank, self.size(), self.failure().unwrap_or("unknown failure"))
     }
 
     /// The first failure as an error of this rank.
     pub fn error(&self) -> Error {
-        Error::msg(self.report())
+        CommError(self.report()).into()
     }
 
     /// Fails every group of every rank, unless the world has failed before.
@@ -114,11 +115,12 @@ impl World {
         self.last_words(&Outgoing::abort(self.failure().unwrap_or_default()));
     }
 
-    /// Writes a frame to a rank. One that has left in order gets nothing: who waits for it learns that.
+    /// Writes a frame to a rank. A rank that has left normally gets nothing; callers that wait for the rank learn that
+    /// it has left.
     pub fn send(&self, to: usize, frame: &Outgoing, data: &[u8]) -> Outcome<()> {
         let Some(link) = self.links.get(to).and_then(Option::as_ref) else { return Ok(()) };
         let Err(e) = link.send(frame, data) else { return Ok(()) };
-        // Mostly the rank has failed, and says so in a frame that is on its way.
+        // Usually the rank has failed, and a frame with the reason is on its way.
         let start = Instant::now();
         let mut inbox = lock(&self.inbox);
         loop {
@@ -151,16 +153,16 @@ impl World {
         }
     }
 
-    /// Asks those of these ranks, which are waited for, that have been silent, whether they live.
+    /// Pings the given ranks if they have been silent. The caller waits for these ranks.
     ///
     /// # Errors
-    /// One that does not answer has stopped: nothing can be expected of it.
+    /// A rank that does not answer has stopped, so nothing can be expected of it.
     pub fn look_after(&self, ranks: &[usize]) -> Outcome<()> {
         for &rank in ranks {
             let Some(link) = self.links.get(rank).and_then(Option::as_ref) else { continue };
             match link.silence(self.timeout) {
                 Silence::Short => {}
-                // A connection that broke is told by its reader.
+                // If the connection broke, its reading thread reports that.
                 Silence::Ask => drop(link.send_now(&Outgoing::Ping)),
                 Silence::Stalled if lock(&self.inbox).is_gone(rank) => {}
                 Silence::Stalled => {
@@ -174,7 +176,7 @@ impl World {
         Ok(())
     }
 
-    /// How long to sleep between two looks after ranks.
+    /// How long to sleep between two checks of silent ranks.
     pub fn look_interval(&self) -> Duration {
         interval(self.timeout)
     }
@@ -183,13 +185,14 @@ impl World {
         self.links.iter().flatten().for_each(|link| link.close(frame));
     }
 
-    /// Makes waiting threads look again. Locking first closes the gap between their look and sleep.
+    /// Makes waiting threads check again. The lock is taken first, so that no thread can miss this between its check
+    /// and its sleep.
     fn notify(&self) {
         drop(lock(&self.inbox));
         self.changed.notify_all();
     }
 
-    /// Takes a rank's frames until it ends.
+    /// Receives a rank's frames until the rank ends.
     fn read(&self, from: usize, stream: Hearing) {
         let mut frames = Frames::new(BufReader::with_capacity(1 << 16, stream));
         let end = loop {
@@ -211,12 +214,13 @@ impl World {
         }
     }
 
-    /// Takes a frame; false if there are no more.
+    /// Receives a frame; false if there are no more.
     fn read_one(&self, from: usize, frames: &mut Frames<BufReader<Hearing>>) -> io::Result<bool> {
         let wrong = |what: String| io::Error::new(ErrorKind::InvalidData, what);
         let Some(begun) = frames.begin()? else { return Ok(false) };
         let Begun { frame, bytes, .. } = &begun;
-        // What has no place is not read; of little data that is soon enough found where they are kept.
+        // Large data is refused before it is read if there is no room for it. Little data is checked where it is
+        // stored.
         if *bytes > LITTLE {
             lock(&self.inbox).room(from, frame, *bytes).map_err(wrong)?;
         }
@@ -241,12 +245,12 @@ impl World {
                 Frame::Ping => {
                     drop(inbox);
                     if let Some(link) = self.links.get(from).and_then(Option::as_ref) {
-                        // This thread must not wait; a connection that broke is told by its end.
+                        // This thread must not wait. If the connection broke, the end of the stream reports that.
                         let _ = link.send_now(&Outgoing::Pong);
                     }
                     return Ok(());
                 }
-                // That it came is all that it says.
+                // Its arrival was noted; a pong carries nothing else.
                 Frame::Pong => return Ok(()),
             }
         }

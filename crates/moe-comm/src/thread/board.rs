@@ -1,7 +1,7 @@
-//! The meeting point of one group: a slot per rank, filled and emptied once per collective.
+//! The board of one group: a slot per rank, which is filled and emptied once per collective.
 //!
-//! A round goes `begin` (the previous round is emptied), `exchange` (post, wait for all posts),
-//! `end`; the last rank to end empties the board.
+//! A round has three calls: `begin` (waits until the previous round is emptied), `exchange` (posts, and waits for all
+//! posts) and `end`. The last rank to end empties the board.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
@@ -16,12 +16,12 @@ use crate::thread::world::{Waiting, World};
 /// Data that a rank posts.
 #[derive(Debug)]
 pub(super) enum Payload {
-    /// Nothing.
+    /// No data.
     None,
-    /// Rows for the others to read, and who reads which.
+    /// Rows for the other ranks, and which rank reads which rows.
     Rows(Scratch, Parts),
-    /// A split's colour and key, and a cell for the new group's board, used if this rank leads
-    /// the group.
+    /// A split's colour and key, and a cell for the new group's board. The cell is used if this rank leads the new
+    /// group.
     Split { color: usize, key: usize, board: OnceLock<Arc<Board>> },
 }
 
@@ -41,10 +41,10 @@ struct State {
     left: Vec<bool>,
 }
 
-/// The shared side of a group.
+/// The part of a group that its ranks share.
 #[derive(Debug)]
 pub(super) struct Board {
-    /// The group's ranks as ranks of the world.
+    /// The group's ranks, numbered as in the world.
     members: Vec<usize>,
     pub world: Arc<World>,
     state: Mutex<State>,
@@ -71,12 +71,12 @@ impl Board {
         self.members.get(rank).copied().unwrap_or(rank)
     }
 
-    /// "rank 1", "ranks 1 and 2", with world ranks where those differ.
+    /// "rank 1" or "ranks 1 and 2", with world ranks in addition if those differ.
     pub fn label(&self, ranks: &[usize]) -> String {
         label(ranks, &self.members)
     }
 
-    /// Waits until this rank's slot is free: all ranks have ended the previous round.
+    /// Waits until this rank's slot is free, which means that all ranks have ended the previous round.
     pub fn begin(&self, rank: usize, op: Op) -> Outcome<()> {
         if self.world.failure().is_some() {
             return Err(Stop::Failed);
@@ -85,7 +85,7 @@ impl Board {
         self.wait(op, "to end the collective before", free, |state, r| !state.ended[r])
     }
 
-    /// Posts, and waits for every rank's post. [`begin`](Self::begin) comes first.
+    /// Posts this rank's data, and waits for every rank's post. Call [`begin`](Self::begin) first.
     pub fn exchange(&self, rank: usize, post: Post) -> Outcome<Vec<Arc<Post>>> {
         let op = post.call.op;
         {
@@ -97,26 +97,26 @@ impl Board {
                 self.changed.notify_all();
             }
         }
-        // Complete rounds are taken even from a failed world, so that all ranks get this far or none.
+        // A complete round is returned even if the world has failed, so that either all ranks get this far or none.
         let all = |state: &State| state.posts.iter().cloned().collect::<Option<Vec<_>>>();
         self.wait(op, "for", all, |state, r| state.posts[r].is_none())
     }
 
-    /// Ends the round for this rank, which has dropped what `exchange` gave it.
+    /// Ends the round for this rank. The caller must have dropped the posts that `exchange` returned.
     pub fn end(&self, rank: usize) {
         let mut state = lock(&self.state);
         if let Some(ended) = state.ended.get_mut(rank) {
             *ended = true;
         }
         if state.ended.iter().all(|&e| e) {
-            // Under the lock, so that scratch is back in its workspace before the next round.
+            // This happens under the lock, so that scratch memory is back in its workspace before the next round.
             state.posts.fill(None);
             state.ended.fill(false);
             self.changed.notify_all();
         }
     }
 
-    /// This rank's communicator is gone.
+    /// Notes that this rank's communicator was dropped.
     pub fn leave(&self, rank: usize) {
         let mut state = lock(&self.state);
         if let Some(left) = state.left.get_mut(rank) {
@@ -125,7 +125,7 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Waits until `ready` gives a value; `absent` tells which ranks are waited for.
+    /// Waits until `ready` returns a value. `absent` tells which ranks are missing.
     fn wait<T>(
         &self,
         op: Op,
@@ -149,7 +149,7 @@ impl Board {
 
 impl Waiting for Board {
     fn wake(&self) {
-        // Locking first closes the gap between a rank's look and its sleep.
+        // The lock is taken first, so that no rank can miss this between its check and its sleep.
         let _state = lock(&self.state);
         self.changed.notify_all();
     }

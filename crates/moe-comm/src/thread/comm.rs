@@ -1,4 +1,4 @@
-//! The in-process communicator: one round at the board per collective.
+//! The communicator between threads of one process; each collective is one round at the board.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -17,31 +17,30 @@ use crate::thread::world::World;
 
 /// One rank of a world of threads in this process.
 ///
-/// A rank is used from one thread at a time: a second concurrent call is an error. Ranks wait
-/// for each other, so each needs a thread of its own; do not call collectives from inside a
-/// shared rayon pool, whose workers could then all be waiting.
+/// Only one thread at a time may use a rank: a second concurrent call is an error. Ranks wait for each other, so each
+/// needs its own thread. Do not call collectives in a shared rayon pool, whose workers could then all be waiting.
 ///
-/// Dropping the communicator is leaving: ranks that still wait for this one fail. A drop during
-/// a panic fails the world at once.
+/// Dropping the communicator means leaving the group: ranks that still wait for this one fail. A drop during a panic
+/// fails the world at once.
 #[derive(Debug)]
 pub struct ThreadComm {
     rank: usize,
     board: Arc<Board>,
-    /// Held during a call.
+    /// This lock is held during a call.
     turn: Mutex<()>,
-    /// Someone else reports this rank's panic, with its message.
+    /// Whether another component reports this rank's panic, with its message.
     supervised: bool,
 }
 
 impl ThreadComm {
-    /// The ranks 0..n of a new world, to be moved to a thread each. They wait
-    /// [`DEFAULT_TIMEOUT`] for each other.
+    /// Makes the ranks 0..n of a new world. Move each to its own thread. A rank waits at most [`DEFAULT_TIMEOUT`] for
+    /// the others.
     pub fn world(n: usize) -> Vec<ThreadComm> {
         Self::world_with_timeout(n, DEFAULT_TIMEOUT)
     }
 
-    /// Like [`world`](Self::world), with the time that a rank waits for the others in one
-    /// collective. [`Duration::MAX`] waits as long as the others live.
+    /// Like [`world`](Self::world), with a time limit for a rank that waits for the others in one collective. With
+    /// [`Duration::MAX`] it waits as long as the others are alive.
     pub fn world_with_timeout(n: usize, timeout: Duration) -> Vec<ThreadComm> {
         let board = Board::new(&World::new(timeout), (0..n).collect());
         (0..n).map(|rank| Self::new(rank, board.clone(), false)).collect()
@@ -79,8 +78,8 @@ impl Rounds for ThreadComm {
         self.board.end(self.rank);
     }
 
-    /// The leader's post carries the board, which the first rank to get there makes; all would make
-    /// the same.
+    /// The post of the leader carries the new board. The first rank that gets here makes it; every rank would make the
+    /// same one.
     fn join(&self, posts: &Shared, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>> {
         let leader = members.first().and_then(|&leader| posts.posts.get(leader));
         let Some(Payload::Split { board, .. }) = leader.map(|post| &post.payload) else {

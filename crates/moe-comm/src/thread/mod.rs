@@ -1,12 +1,11 @@
-//! In-process ranks: one thread per rank, meeting at a board in shared memory.
+//! Ranks in one process: one thread per rank, and a board in shared memory for each group.
 //!
-//! In each round at the group's [`board`] every rank posts what it says about the call and a copy
-//! of its data, and reads what it needs of the others'. Data is posted in scratch of the poster's
-//! workspace and goes back to it when the last reader is done, so a steady state allocates no
-//! payload.
+//! In each round every rank posts its call and a copy of its data on the group's [`board`], and reads the data of the
+//! others that it needs. The copy is in scratch memory of the posting rank's workspace and returns to it when the last
+//! reader is done. So after the first rounds no memory is allocated for data.
 //!
-//! Failures are the [`world`]'s: the first one is kept, wakes every waiting rank of every group,
-//! and is what each later call reports.
+//! The [`world`] handles failures: it keeps the first one, wakes every waiting rank of every group, and reports that
+//! failure to each later call.
 
 mod board;
 mod comm;

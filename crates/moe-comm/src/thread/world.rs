@@ -1,17 +1,17 @@
-//! What all groups of in-process ranks share: the first failure, and the boards to wake by it.
+//! State that all groups of in-process ranks share: the first failure, and the boards that a failure must wake.
 
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use crate::lock::lock;
 
-/// Where ranks of a group wait.
+/// A place where ranks of a group wait.
 pub(super) trait Waiting: Send + Sync {
-    /// Makes the ranks that wait look at the world's failure.
+    /// Makes the waiting ranks check for the world's failure.
     fn wake(&self);
 }
 
-/// The ranks of one process and all groups split from them.
+/// The ranks of one process, and all groups that were split from them.
 #[derive(Debug)]
 pub(super) struct World {
     failure: OnceLock<String>,
@@ -36,12 +36,12 @@ impl World {
         self.failure.get().map(String::as_str)
     }
 
-    /// Fails every group, unless one has failed before. No board may be locked by the caller.
+    /// Fails every group, unless one has failed before. The caller must not hold the lock of a board.
     pub fn fail(&self, cause: String) {
         if self.failure.set(cause).is_err() {
             return;
         }
-        // A board that is registered after this sees the failure before it first waits.
+        // A board that is registered after this sees the failure before it waits for the first time.
         let boards: Vec<Arc<dyn Waiting>> = lock(&self.boards).iter().filter_map(Weak::upgrade).collect();
         for board in boards {
             board.wake();

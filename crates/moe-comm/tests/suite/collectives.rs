@@ -1,4 +1,4 @@
-//! Every collective against its definition on one thread, for random worlds and row counts.
+//! Compares every collective with its definition on one thread, for random worlds and row counts.
 
 use std::time::Duration;
 
@@ -20,14 +20,14 @@ struct Case {
     world: usize,
     /// Elements per row.
     row: usize,
-    /// Rows of each rank; the first is also the equal count.
+    /// Rows of each rank. The first entry is also the count of the collectives with equal counts.
     counts: Vec<usize>,
-    /// Rows from rank to rank.
+    /// Number of rows from each rank to each rank.
     matrix: Vec<Vec<usize>>,
     op: ReduceOp,
     root: usize,
     seed: u64,
-    /// Ranks arrive in an order that depends on this.
+    /// Whether the ranks arrive in a random order.
     jitter: bool,
 }
 
@@ -50,7 +50,7 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// What a rank ends up with, collective by collective.
+/// The name and the result of each collective on one rank.
 type Outputs = Vec<(&'static str, Vec<u64>)>;
 
 impl Case {
@@ -153,7 +153,7 @@ impl Case {
         Ok(outputs)
     }
 
-    /// The definitions.
+    /// The results by the definitions.
     fn expected<T: Value>(&self, rank: usize) -> Outputs {
         let n = self.world;
         let row = self.row;
@@ -231,7 +231,7 @@ fn large_all_reduce<T: Value, C: World>(world: usize, len: usize, op: ReduceOp) 
     }
 }
 
-/// Large all-reduces are shared by the ranks; the bits must not show it.
+/// Large all-reduces are shared by the ranks, which must not change the bits.
 fn the_size_of_an_all_reduce_does_not_show<C: World>() {
     for world in [1, 2, 3, 5, 6] {
         for op in OPS {
@@ -268,7 +268,7 @@ fn timing_does_not_change_a_bit<C: World>() {
     }
 }
 
-/// Any dims that a view has, also none, are reduced and broadcast.
+/// Views of any dims, also of none, are reduced and broadcast.
 fn scalars_and_many_dims<C: World>() {
     let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
@@ -283,7 +283,7 @@ fn scalars_and_many_dims<C: World>() {
     }
 }
 
-/// After the first round the workspace holds all that rounds need, so a frozen one serves them.
+/// After the first round the workspace holds everything that rounds need, so later rounds work with a frozen one.
 fn rounds_reuse_the_workspace<C: World>() {
     let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
@@ -305,7 +305,7 @@ fn rounds_reuse_the_workspace<C: World>() {
     outputs.into_iter().for_each(|o| o.unwrap());
 }
 
-/// residual + the sum in rank order, and its norm by the definition.
+/// `residual` + the sum in rank order, and the norm of that, by the definition.
 fn a_sum_is_added_and_normed<C: World>() {
     let t = 3;
     let h = 40;
@@ -341,7 +341,7 @@ fn a_sum_is_added_and_normed<C: World>() {
     }
 }
 
-/// Thousands of rounds without a pause: no lost wake-up.
+/// Thousands of rounds without a pause find lost wake-ups.
 fn many_rounds_in_a_row<C: World>() {
     let outputs = run::<C, _>(4, |rank, comm| {
         let mut ex = Exec::cpu();

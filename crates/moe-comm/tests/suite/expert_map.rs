@@ -1,4 +1,4 @@
-//! Maps of experts to slots: what they say, what they refuse, and how one becomes another.
+//! Maps of experts to slots: what they contain, what they refuse, and how one is turned into another.
 
 use moe_comm::{ExpertMap, ReplicaChoice, partition};
 use proptest::prelude::*;
@@ -27,6 +27,7 @@ fn what_is_no_placement_is_refused_by_slot_rank_and_expert() {
     assert!(refused(2, &[vec![0], vec![2]]).contains("slot 1 of rank 1 holds expert 2; expected 0..2"));
     assert!(refused(2, &[vec![0, 1], vec![1, 1]]).contains("slot 3: rank 1 holds expert 1 twice"));
     assert!(refused(3, &[vec![0], vec![2]]).contains("none of the 2 slots holds expert 1"));
+    assert!(refused(usize::MAX, &[vec![0], vec![1]]).contains("none of the 2 slots holds expert 2"));
     assert!(refused(0, &[vec![]]).contains("got 0 experts on 1 ranks"));
     assert!(refused(1, &[]).contains("on 0 ranks"));
     let e = ExpertMap::initial(4, 9, 3).unwrap_err().to_string();
@@ -51,12 +52,12 @@ fn a_slot_reads_from_its_own_rank_first_and_then_from_who_has_sent_least() {
     let target = map.with_phy2log(vec![1, 0, 1, 2, 2, 0]).unwrap();
     let transfers = map.transfers(&target).unwrap();
     let list: Vec<_> = transfers.iter().map(|t| (t.expert, t.from, t.to)).collect();
-    // Expert 1 comes from rank 0; so expert 0 comes from rank 1, though rank 0 has it first.
+    // Expert 1 comes from rank 0. So expert 0 comes from rank 1, although rank 0 is the first that holds it.
     assert_eq!(list, [(1, 1, 0), (0, 0, 1), (1, 1, 2), (2, 2, 3), (2, 5, 4), (0, 3, 5)]);
     assert!(map.transfers(&map).unwrap().is_empty());
 }
 
-/// A placement from numbers: every expert somewhere, further copies where there is none yet.
+/// A placement from numbers: every expert has a slot, and further copies go to ranks that do not hold the expert yet.
 fn placed() -> impl Strategy<Value = (usize, usize, usize, Vec<usize>)> {
     (1usize..9, 1usize..5, 0usize..9, prop::collection::vec(0usize..1000, 40))
 }
@@ -66,7 +67,8 @@ proptest! {
     fn transfers_lead_to_the_target((experts, ranks, redundant, numbers) in placed()) {
         let redundant = redundant.min(experts * (ranks - 1));
         let Ok(map) = ExpertMap::initial(experts, redundant, ranks) else { return Ok(()) };
-        // Another placement of the same slots: experts and ranks renamed where sizes allow, else experts only.
+        // Another placement of the same slots: experts and ranks are renumbered if the sizes allow it, otherwise only
+        // experts.
         let shift = numbers[0] % experts;
         let renamed = map.phy2log().iter().map(|&e| ((e as usize + shift) % experts) as u32).collect();
         let target = map.with_phy2log(renamed).unwrap();
@@ -96,7 +98,8 @@ proptest! {
 
 #[test]
 fn one_copy_of_each_expert_is_chosen_evenly() {
-    // 8 experts and copies of the first 4 on the second rank: without a choice it would read 6 beside 4.
+    // The map has 8 experts, and copies of the first 4 on the second rank. With all copies in use each rank would read
+    // 6 experts; with one copy of each expert it is 4.
     let map = ExpertMap::initial(8, 4, 2).unwrap();
     let count = |sole: &[u32]| {
         sole.iter().fold([0, 0], |mut count, &slot| {
@@ -107,7 +110,8 @@ fn one_copy_of_each_expert_is_chosen_evenly() {
     let sole = map.sole_copies(&[]).unwrap();
     assert_eq!(count(&sole), [4, 4]);
     assert!(sole.iter().enumerate().all(|(expert, &slot)| map.phy2log()[slot as usize] == expert as u32));
-    // Experts 4 and 5 stay on rank 0, 6 and 7 on rank 1. Two hot ones go to different ranks, and to the ranks that have less.
+    // Experts 4 and 5 stay on rank 0, 6 and 7 on rank 1. The two experts with the highest loads go to different ranks,
+    // and the others to the rank with less load.
     let sole = map.sole_copies(&[90.0, 80.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]).unwrap();
     assert_eq!(count(&sole), [4, 4]);
     assert_ne!(map.rank_of(sole[0] as usize), map.rank_of(sole[1] as usize));
@@ -116,7 +120,7 @@ fn one_copy_of_each_expert_is_chosen_evenly() {
     let refused = |loads: &[f64]| map.sole_copies(loads).unwrap_err().to_string();
     assert!(refused(&[1.0]).contains("expected the loads of 8 experts, got 1"));
     assert!(refused(&[f64::NAN; 8]).contains("the load of expert 0 is NaN"));
-    // Nothing to choose.
+    // Without copies there is nothing to choose.
     let sole = ExpertMap::initial(5, 0, 2).unwrap().sole_copies(&[0.0; 5]).unwrap();
     assert_eq!(sole, [0, 1, 2, 3, 4]);
 }

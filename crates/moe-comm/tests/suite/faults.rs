@@ -1,5 +1,5 @@
-//! Ranks that panic, leave, stall, abort or err in each collective: every rank gets an error
-//! that names the rank and the collective, soon, and the group stays failed.
+//! Ranks that panic, leave, stall, abort or return an error in each collective. Every rank soon gets an error that
+//! names the rank and the collective, and the group stays failed.
 
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::support::{World, over_both, run, text, view, view_mut};
 
 type Collective = fn(&dyn Communicator, columns: usize) -> Result<()>;
 
-/// Each collective on two rows per rank of `columns` elements, by the name that errors give it.
+/// Each collective on two rows of `columns` elements per rank, by its name in errors.
 pub const COLLECTIVES: [(&str, Collective); 10] = [
     ("all_reduce", |c, n| {
         c.all_reduce(view_mut(&mut vec![1f32; 2 * n], 2, n), ReduceOp::Sum, &mut Exec::cpu())
@@ -62,17 +62,17 @@ pub const COLLECTIVES: [(&str, Collective); 10] = [
     ("split", |c, _| c.split(0, 0, &mut Exec::cpu()).map(|_| ())),
 ];
 
-/// Far below the default timeout, so that a fault that is only found by it fails the test.
+/// Far below the default timeout, so that the test fails if only the timeout finds the fault.
 const SOON: Duration = Duration::from_secs(5);
 
-/// Runs a world of 4 whose rank 2 does `fault` where the others call the collective. Returns
-/// the errors of the call on the other ranks, after checking that the group stays failed.
+/// Runs a world of 4 in which rank 2 calls `fault` while the others call the collective. Checks that the group stays
+/// failed, and returns the errors of the other ranks' calls.
 fn errors_of<C: World>(collective: Collective, fault: impl Fn(C) -> Result<()> + Sync) -> Vec<String> {
     let start = Instant::now();
     let world = C::world_with_timeout(4, Duration::from_secs(60));
     let healthy = Barrier::new(4);
     let results = run_ranks_with(world, |rank, comm| {
-        // A healthy round comes first; between processes a fault may overtake its last posts.
+        // A healthy round comes first. Between processes a fault may arrive before the last posts of this round.
         comm.barrier(&mut Exec::cpu())?;
         healthy.wait();
         if rank == 2 {
@@ -99,7 +99,7 @@ fn assert_all_say(errors: &[String], op: &str, cause: &str) {
     }
 }
 
-/// Both orders: the fault comes first, or the others are already waiting.
+/// Two orders: either the fault comes first, or the other ranks are already waiting.
 const DELAYS: [Duration; 2] = [Duration::ZERO, Duration::from_millis(15)];
 
 fn a_rank_that_panics<C: World>() {
@@ -140,7 +140,7 @@ fn a_rank_that_leaves<C: World>() {
             let errors = errors_of(collective, |comm: C| {
                 std::thread::sleep(delay);
                 drop(comm);
-                // It lives on, so its absence is all that the others can notice.
+                // The rank stays alive, so the others can only notice that it is absent.
                 std::thread::sleep(Duration::from_millis(150));
                 Ok(())
             });
@@ -166,13 +166,13 @@ fn a_rank_that_aborts<C: World>() {
 }
 
 fn a_rank_that_stalls<C: World>() {
-    // Long enough that a busy machine starts the healthy ranks in time.
+    // This is long enough for a busy machine to start the healthy ranks in time.
     let timeout = Duration::from_millis(300);
     for (op, collective) in COLLECTIVES {
         let start = Instant::now();
         let results = run_ranks_with(C::world_with_timeout(4, timeout), |rank, comm| {
             if rank == 2 {
-                // Until the others have given up.
+                // Waits until the others have given up.
                 while comm.check().is_ok() {
                     assert!(start.elapsed() < SOON);
                     std::thread::sleep(Duration::from_millis(5));
@@ -205,7 +205,7 @@ fn several_stalled_ranks_are_all_named<C: World>() {
     }
 }
 
-/// Without `run_ranks`, a panic is still seen: the communicator is dropped by unwinding.
+/// A panic without `run_ranks` is still noticed, because unwinding drops the communicator.
 fn an_unsupervised_rank_that_panics<C: World>() {
     let mut world = C::world(2);
     let last = world.pop().unwrap();
@@ -231,13 +231,13 @@ fn two_calls_of_one_rank_at_once<C: World>() {
         let cause = "rank 0 called all_reduce while another of its threads was in a collective";
         assert_eq!(text(second.unwrap_err()), format!("all_reduce on rank 0 of 2: {cause}"));
         assert_eq!(waiting.join().unwrap(), format!("barrier on rank 0 of 2: {cause}"));
-        // Rank 0's part of its barrier may have arrived before its failure; the next one cannot.
+        // Rank 0's part of its barrier may have arrived before its failure; its part of the next barrier cannot.
         let error = (0..2).find_map(|_| last.barrier(&mut Exec::cpu()).err());
         assert_eq!(text(error.unwrap()), format!("barrier on rank 1 of 2: {cause}"));
     });
 }
 
-/// Panics carry their text into the rank's own result, whatever its type.
+/// The text of a panic is in the rank's own result, whatever the type of the panic.
 fn panics_become_errors_of_their_rank<C: World>() {
     let results = run::<C, _>(3, |rank, _comm| match rank {
         0 => panic!("rank {rank} is out"),

@@ -1,4 +1,4 @@
-//! Bits that flip on the way between two ranks: an error that names a rank, and never another result.
+//! Bits that flip between two ranks cause an error that names a rank, and never a different result.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -10,7 +10,7 @@ use moe_comm::{Collectives, Communicator, Exec, Join, ReduceOp, SocketComm, Sock
 use crate::foreign::launch;
 use crate::support::{Stream, text, view_mut};
 
-/// Passes bytes on, and flips a bit of the byte at `flip`; how many bytes there were.
+/// Passes bytes on, flips a bit of the byte at `flip`, and returns the number of bytes.
 fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<(usize, u8)>) -> usize {
     let mut bytes = vec![0; 1 << 16];
     let mut passed = 0;
@@ -28,7 +28,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<(usize, u8)>) -> us
     passed
 }
 
-/// What a rank has after collectives of several kinds and sizes, and messages both ways.
+/// The results of a rank after collectives of several kinds and sizes, and messages in both directions.
 fn work(comm: &SocketComm) -> Result<Vec<u64>> {
     let ex = &mut Exec::cpu();
     let other = 1 - comm.rank();
@@ -48,7 +48,7 @@ fn work(comm: &SocketComm) -> Result<Vec<u64>> {
     Ok(seen)
 }
 
-/// The results of two ranks with a proxy between them, and how many bytes passed it each way.
+/// The results of two ranks with a proxy between them, and how many bytes passed the proxy in each direction.
 fn run(flips: [Option<(usize, u8)>; 2]) -> (Vec<Result<Vec<u64>>>, [usize; 2]) {
     let [proxy, master] = [0, 1].map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
     let port = |listener: &TcpListener| listener.local_addr().unwrap().port();
@@ -86,7 +86,7 @@ fn a_flipped_bit_is_an_error_that_names_a_rank_and_never_another_result() {
     for case in 0..120 {
         let way = case % 2;
         let bit = (random.next() % 8) as u8;
-        // Half of them in what comes first: the handshake and small frames.
+        // Half of the flips are in the first bytes: the handshake and small frames.
         let range = if case % 4 < 2 { 3_000 } else { passed[way] };
         let mut flips = [None, None];
         flips[way] = Some(((random.next() % range as u64) as usize, bit));

@@ -1,4 +1,4 @@
-//! The protocol between processes, written down a second time: what a stranger, or a member that breaks it, can say.
+//! A second implementation of the protocol between processes, for what a stranger or a faulty member may send.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -46,7 +46,7 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> Key {
     mac.finalize().into_bytes().into()
 }
 
-/// The key of a world with this secret; empty: without one.
+/// The key of a world with this secret; an empty secret means none.
 pub fn world_key(secret: &str) -> Key {
     mac(secret.as_bytes(), &[b"moe-comm: world"])
 }
@@ -56,7 +56,7 @@ pub fn link_key(key: &Key, world: &[u8; 32]) -> Key {
     mac(key, &[b"moe-comm: links", world])
 }
 
-/// Begins a connection to a process that may not listen yet.
+/// Connects to a process that may not listen yet.
 pub fn connect(port: u16) -> TcpStream {
     loop {
         match TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
@@ -84,7 +84,8 @@ fn hear<T: DeserializeOwned>(stream: &mut TcpStream) -> T {
     postcard::from_bytes(&body).unwrap()
 }
 
-/// Asks for something with this key, without waiting for the answer: the numbers of both sides, or why it is refused.
+/// Sends a request with this key without waiting for the answer. Returns the random numbers of both sides, or why it
+/// was refused.
 pub fn begin(stream: &mut TcpStream, key: &Key, ask: &Ask) -> Result<[[u8; 32]; 2], String> {
     let guest = [7u8; 32];
     say(stream, &Hello { nonce: guest });
@@ -99,7 +100,7 @@ pub fn begin(stream: &mut TcpStream, key: &Key, ask: &Ask) -> Result<[[u8; 32]; 
     Ok([guest, host])
 }
 
-/// The answer to what a process asks for with this key, or why it is refused.
+/// The answer to a request with this key, or why it was refused.
 pub fn ask(stream: &mut TcpStream, key: &Key, ask: &Ask) -> Result<Answer, String> {
     let [guest, host] = begin(stream, key, ask)?;
     match hear::<Reply>(stream) {
@@ -112,7 +113,7 @@ pub fn ask(stream: &mut TcpStream, key: &Key, ask: &Ask) -> Result<Answer, Strin
     }
 }
 
-/// A frame with right checksums.
+/// A frame with valid checksums.
 pub fn frame(number: u64, head: &[u8], data_len: u64, data: &[u8]) -> Vec<u8> {
     let mut out = (head.len() as u32).to_le_bytes().to_vec();
     out.extend(data_len.to_le_bytes());
@@ -122,12 +123,12 @@ pub fn frame(number: u64, head: &[u8], data_len: u64, data: &[u8]) -> Vec<u8> {
     [&out, head, data].concat()
 }
 
-/// A port that nobody listens on now.
+/// A port on which no process listens now.
 pub fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
-/// The launch of a rank of a world that meets at an address.
+/// The launch of a rank in a world that meets at this address.
 pub fn launch(rank: usize, world_size: usize, master: &str, port: u16) -> Launch {
     let value = move |name: &str| match name {
         "RANK" | "LOCAL_RANK" => Some(rank.to_string()),

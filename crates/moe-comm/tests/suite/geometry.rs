@@ -57,7 +57,7 @@ fn auto_picks_by_the_geometry() {
     }
 }
 
-/// The reference refuses deepep, dp > 1 with expert parallelism, and ep != tp; here they run.
+/// The reference refuses deepep, dp > 1 with expert parallelism, and ep != tp; this crate allows them.
 #[test]
 fn explicit_backends() {
     use EpBackend::*;
@@ -127,11 +127,11 @@ fn settings_that_are_refused() {
         ),
         (
             with_backend(2, 1, false, "deepep"),
-            "the MoE backend deepep needs expert parallelism; add --enable-expert-parallel, or choose auto or disabled",
+            "the MoE backend deepep needs expert parallelism; add `enable_expert_parallel`, or choose auto or disabled",
         ),
         (
             with_backend(2, 2, true, "off"),
-            "expert parallelism is enabled but the MoE backend is disabled; drop --enable-expert-parallel, or choose \
+            "expert parallelism is enabled but the MoE backend is disabled; drop `enable_expert_parallel`, or choose \
              auto, local_allreduce, allgather_reducescatter or deepep",
         ),
         (
@@ -176,7 +176,7 @@ fn placements() {
     let one = ExpertLayout::new(3, 1, 0, Linear).unwrap();
     assert_eq!((one.expert_map.clone(), one.num_experts(), one.num_local_experts()), (None, 3, 3));
 
-    // Only expert parallelism spreads experts.
+    // Only expert parallelism distributes experts.
     let round_robin = |ep| ParallelConfig { placement: RoundRobin, ..config(2, 2, ep) }.geometry(3).unwrap();
     assert_eq!(round_robin(true).expert_layout(6).unwrap().local_experts, [3]);
     assert_eq!(round_robin(false).expert_layout(6).unwrap().num_local_experts(), 6);
@@ -196,18 +196,18 @@ fn expert_intermediate_sizes() {
     let shard = |tp, dp, ep, rank, size| config(tp, dp, ep).geometry(rank).unwrap().expert_intermediate(size);
     let got = shard(2, 2, false, 3, 768).unwrap();
     assert_eq!((got.range, got.segments, got.local_segments, got.size), (384..768, 8, 4..8, 768));
-    // With expert parallelism an expert is never cut, so any size goes.
+    // With expert parallelism an expert is never cut, so any size is allowed.
     let got = shard(3, 2, true, 4, 99).unwrap();
     assert_eq!((got.range, got.segments, got.local_segments), (0..99, 1, 0..1));
     assert_eq!(
         shard(4, 1, false, 0, 30).unwrap_err().to_string(),
         "the experts' intermediate size 30 is not divisible by tp 4; choose a tp that divides it, or enable expert \
-         parallelism (--enable-expert-parallel)"
+         parallelism (`enable_expert_parallel`)"
     );
     assert_eq!(
         shard(3, 1, false, 0, 96).unwrap_err().to_string(),
         "the experts' intermediate size 96 is added up in 8 segments, which tp 3 does not divide; choose a tp that \
-         divides 8, or enable expert parallelism (--enable-expert-parallel)"
+         divides 8, or enable expert parallelism (`enable_expert_parallel`)"
     );
 }
 
@@ -233,7 +233,8 @@ fn dense_shards() {
 fn attention_heads() {
     let heads = |tp, rank, q, kv| config(tp, 1, false).geometry(rank).unwrap().attention_heads(q, kv);
     let table = [
-        // tp, rank, query and KV heads; the rank's query and KV heads, replicas.
+        // Columns: tp, rank, query heads, KV heads; then the rank's query heads, its KV heads, and the number of
+        // replicas.
         (1, 0, 32, 4, 0..32, 0..4, 1),
         (2, 1, 32, 4, 16..32, 2..4, 1),
         (4, 3, 32, 4, 24..32, 3..4, 1),
@@ -306,7 +307,7 @@ proptest! {
         }
     }
 
-    /// Ranks hold whole segments, together all of them, and segments of equal length.
+    /// Ranks hold whole segments of equal length, and together all of them.
     #[test]
     fn row_shards_are_whole_segments(tp in 1..17usize, k in 1..200usize) {
         let segments = row_parallel_segments(k);

@@ -1,4 +1,4 @@
-//! Groups split from a world: members, order, collectives inside, and shared failure.
+//! Groups that are split from a world: members, order, collectives inside, and common failure.
 
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ fn split_groups<C: World>(ranks: &[(usize, usize)]) {
         let group = comm.split(color, key, &mut ex)?;
         let members = members(&*group, rank, &mut ex)?;
         assert_eq!(members[group.rank()], rank as u32);
-        // The parent still works, and a group of the group as well.
+        // The parent still works, and so does a group of the group.
         comm.barrier(&mut ex)?;
         let alone = group.split(rank, 0, &mut ex)?;
         assert_eq!((alone.rank(), alone.world_size()), (0, 1));
@@ -52,7 +52,8 @@ fn split_groups<C: World>(ranks: &[(usize, usize)]) {
     }
 }
 
-/// The groups of a geometry: neighbours share the model, ranks of one place their slice of it.
+/// The groups of a geometry: a tensor-parallel group holds one copy of the model, a data-parallel group the same slice
+/// of it.
 fn groups_of_a_geometry<C: World>() {
     for (tp, dp, ep) in [(1, 1, true), (2, 1, false), (2, 2, true), (2, 3, false), (1, 4, true), (3, 2, true)]
     {
@@ -85,7 +86,7 @@ fn groups_of_a_geometry<C: World>() {
     assert!(error.to_string().contains("rank 1 of 2, but the communicator is of rank 0 of 1"), "{error}");
 }
 
-/// Groups run at the same time without meeting.
+/// Groups run at the same time without waiting for each other.
 fn groups_are_independent<C: World>() {
     let results = run::<C, _>(4, |rank, comm| {
         let mut ex = Exec::cpu();
@@ -100,7 +101,7 @@ fn groups_are_independent<C: World>() {
     results.into_iter().for_each(|r| r.unwrap());
 }
 
-/// Ranks 0 and 1 form one group, 2 and 3 another, in which rank 3 fails; everyone learns it.
+/// Ranks 0 and 1 form one group, ranks 2 and 3 another. Rank 3 fails in its group, and every rank gets the error.
 fn a_failure_in_a_group_fails_the_world<C: World>() {
     let start = Instant::now();
     let split = Barrier::new(4);
@@ -111,7 +112,7 @@ fn a_failure_in_a_group_fails_the_world<C: World>() {
         match rank {
             3 => panic!("lost"),
             2 => group.barrier(&mut ex),
-            // Waits for its own group only, and then in the parent.
+            // This rank waits for its own group only, and then in the parent.
             _ => group.barrier(&mut ex).and_then(|()| comm.barrier(&mut ex)),
         }
     });
@@ -148,7 +149,7 @@ fn a_failure_of_the_world_fails_its_groups<C: World>() {
     assert_eq!(errors[3], "rank 0 (world rank 3) of 2: rank 1 aborted: enough");
 }
 
-/// Faults inside a group speak of its ranks and of the world's.
+/// Errors inside a group name the ranks of the group and of the world.
 fn group_faults_name_world_ranks<C: World>() {
     let split = Barrier::new(3);
     let results = run::<C, _>(3, |rank, comm| {
@@ -157,7 +158,7 @@ fn group_faults_name_world_ranks<C: World>() {
         split.wait();
         if rank == 2 {
             drop(group);
-            // Stay, so that only the group is left.
+            // This rank stays alive, so that it only leaves the group.
             while comm.check().is_ok() {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -171,7 +172,7 @@ fn group_faults_name_world_ranks<C: World>() {
     assert_eq!(error, format!("barrier on rank 0 (world rank 1) of 2: {cause}"));
 }
 
-/// Dropping a group is not leaving the world.
+/// Dropping a group does not mean leaving the world.
 fn dropped_groups_leave_the_world_alone<C: World>() {
     let results = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();

@@ -1,5 +1,5 @@
-//! A rank that joins as it should and then does not: it dies, is stopped, or sends what no rank sends. The others
-//! learn it soon, also those that it never wrote to.
+//! A rank that joins correctly and then misbehaves: it dies, is stopped, or sends what no rank sends. The others notice
+//! it soon, even those to which it never wrote.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ use moe_comm::{Collectives, Communicator, Exec, Join, SocketComm, SocketTimeouts
 use crate::foreign::{Answer, Ask, ask, connect, frame, free_port, launch, link_key, world_key};
 use crate::support::text;
 
-/// Joins a world of three as its last rank; its connections to ranks 0 and 1.
+/// Joins a world of three as its last rank. Returns its connections to ranks 0 and 1.
 fn join(port: u16) -> [TcpStream; 2] {
     let mut master = connect(port);
     let key = world_key("");
@@ -26,10 +26,10 @@ fn join(port: u16) -> [TcpStream; 2] {
     [master, other]
 }
 
-/// What ranks 0 and 1 do while rank 2 does something else.
+/// The call of ranks 0 and 1 while rank 2 misbehaves.
 type Waits = fn(&SocketComm) -> Result<()>;
 
-/// The errors of ranks 0 and 1, which wait for rank 2 while it does `what`.
+/// The errors of ranks 0 and 1, which wait for rank 2 while it runs `what`.
 fn errors_of(waits: Waits, what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
     let port = free_port();
     let start = Instant::now();
@@ -52,7 +52,7 @@ fn errors_of(waits: Waits, what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> +
     errors
 }
 
-/// [`errors_of`] ranks in a collective.
+/// [`errors_of`] for ranks in a collective.
 fn errors(what: impl FnOnce([TcpStream; 2]) -> Vec<TcpStream> + Send) -> Vec<String> {
     errors_of(|comm| comm.barrier(&mut Exec::cpu()), what)
 }
@@ -67,8 +67,8 @@ fn a_rank_that_dies_is_named() {
     }
 }
 
-/// A process that is stopped keeps its connections and says nothing, as the intruder does here. Whether the others wait for its
-/// messages, or look for them between other work, they learn it after the limit of a collective.
+/// A stopped process keeps its connections and sends nothing, as rank 2 does here. The others notice it after the limit
+/// of a collective, both if they wait for its messages and if they check for them between other work.
 #[test]
 fn a_rank_that_is_stopped_is_named_by_those_that_wait_for_its_messages() {
     let waits: [Waits; 2] = [
@@ -87,7 +87,8 @@ fn a_rank_that_is_stopped_is_named_by_those_that_wait_for_its_messages() {
     }
 }
 
-/// A barrier in a group that nobody else is in: kind, group, op, what a barrier has not, no counts.
+/// A barrier in a group that has no other member. The bytes: kind, group, op, fields that a barrier does not have, no
+/// counts.
 const BARRIER: [u8; 10] = [0, 9, 5, 0, 0, 0, 0, 0, 0, 0];
 
 #[test]
@@ -101,22 +102,22 @@ fn a_rank_that_sends_garbage_is_named() {
     for bytes in [
         b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec(),
         frame(0, &[99], 0, b""),
-        // A head that is none, data that are too long, data where none belong.
+        // An invalid head, too much data, data in a frame that has none.
         frame(0, &[0xff; 3], 0, b""),
         frame(0, &[2], u64::MAX, b""),
         frame(0, &[4], 1, b"x"),
-        // More rounds than a rank can be ahead.
+        // These are more rounds than a rank can be ahead.
         barriers.collect(),
-        // A flipped bit in a length, a checksum, the head, the data.
+        // A flipped bit in a length, in a checksum, in the head, in the data.
         altered(0),
         altered(11),
         altered(20),
         altered(24),
         altered(29),
-        // A frame for the second time.
+        // The same frame twice.
         frame(0, &[2], 0, b"").repeat(2),
     ] {
-        // Only rank 1 is written to; rank 0 has it from there.
+        // The bytes go only to rank 1; rank 0 learns of the failure from rank 1.
         let send = bytes.clone();
         let errors = errors(move |[first, mut second]| {
             second.write_all(&send).unwrap();
@@ -128,7 +129,7 @@ fn a_rank_that_sends_garbage_is_named() {
     }
 }
 
-/// A frame that never ends holds nobody up: the connection's end is what counts.
+/// A frame that never ends delays no rank: the end of the connection counts.
 #[test]
 fn a_rank_that_dies_within_a_frame_is_named() {
     for error in errors(|[first, mut second]| {
@@ -140,7 +141,7 @@ fn a_rank_that_dies_within_a_frame_is_named() {
     }
 }
 
-/// What a member says on its end reaches the terminal without control characters.
+/// The last message of a member is printed without control characters.
 #[test]
 fn the_last_words_of_a_rank_are_shown_without_control_characters() {
     let words = "rank 2 aborted: \u{1b}[2J\u{7}gone\r\n";

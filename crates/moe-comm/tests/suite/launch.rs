@@ -20,7 +20,7 @@ fn launches() {
     let table = [
         (TORCHRUN.to_string(), (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29400)),
         (
-            // torchrun's store has the port.
+            // torchrun's store uses the port.
             format!("{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True"),
             (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29401),
         ),
@@ -51,7 +51,7 @@ fn launches() {
             (Launcher::Slurm, 3, 4, 1, None, "fe80::1", 65535),
         ),
         (
-            // By hand, or an old Slurm without the step's variables.
+            // Variables set by hand, or an old Slurm without the step's variables.
             "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 MASTER_ADDR=a MASTER_PORT=9".to_string(),
             (Launcher::Slurm, 0, 2, 0, None, "a", 9),
         ),
@@ -61,7 +61,7 @@ fn launches() {
                 .to_string(),
             (Launcher::Slurm, 0, 1, 0, None, "n1", 27321),
         ),
-        // Launchers nest: the innermost counts.
+        // Launchers nest, and the innermost counts.
         (format!("{TORCHRUN} {SLURM} {OMPI}"), (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29400)),
         (
             format!("{OMPI} OMPI_COMM_WORLD_LOCAL_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0"),
@@ -85,7 +85,7 @@ fn no_launcher() {
         "",
         "HOME=/root",
         "RANK= WORLD_SIZE= MASTER_ADDR=",
-        // A batch script of one task, and an allocation's shell: not started by srun.
+        // A batch script of one task, and the shell of an allocation: srun started neither.
         "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_JOB_NODELIST=n1",
         "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_LOCALID=0",
         "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_JOB_NODELIST=n1",

@@ -1,6 +1,6 @@
-//! The crate's integration tests, in one binary: candle links once.
+//! The crate's integration tests, in one binary, so that candle is linked only once.
 
-// Helpers outside of #[test] functions fail by panicking, too.
+// Helpers outside of #[test] functions also fail by panicking.
 #![allow(clippy::unwrap_used)]
 
 mod collectives;

@@ -1,4 +1,4 @@
-//! Ranks that disagree about a collective, and arguments that are wrong on their own.
+//! Ranks that disagree about a collective, and arguments that are wrong on one rank.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use moe_comm::{Collectives, Communicator, Exec, ReduceOp, SelfComm, run_ranks_wi
 use crate::faults::COLLECTIVES;
 use crate::support::{World, over_both, run, text, view, view_mut};
 
-/// The causes that the ranks of a world of 3 report; ranks 0 and 2 call `usual`, rank 1 `odd`.
+/// The causes that the ranks of a world of 3 report. Ranks 0 and 2 call `usual`, rank 1 calls `odd`.
 #[track_caller]
 fn causes<C: World>(
     usual: impl Fn(&dyn Communicator) -> Result<()> + Sync,
@@ -106,7 +106,7 @@ fn counts_that_differ<C: World>() {
     assert_eq!(cause, format!("ranks disagree about the counts in all_to_all: {counts}"));
 }
 
-/// A rank that fails at its own door fails the others too, instead of leaving them waiting.
+/// A rank that fails in its own argument checks fails the others too, instead of leaving them waiting.
 fn wrong_arguments_on_one_rank<C: World>() {
     let cause = causes::<C>(
         |c| c.all_gather(view(&[1f32; 2], 1, 2), view_mut(&mut [0f32; 6], 3, 2), &mut Exec::cpu()),
@@ -116,9 +116,9 @@ fn wrong_arguments_on_one_rank<C: World>() {
     assert_eq!(cause, expected);
 }
 
-/// What the doors say, on the smallest communicator; it survives, because nobody waits for it.
+/// The errors of the argument checks, on the smallest communicator. It stays usable, because no rank waits for it.
 #[test]
-fn door_errors() {
+fn argument_errors() {
     let comm = SelfComm::new();
     let mut ex = Exec::cpu();
     let ex = &mut ex;

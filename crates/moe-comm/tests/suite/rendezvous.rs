@@ -1,5 +1,5 @@
-//! How processes find each other: worlds that form, and everything that keeps one from forming.
-//! Each process is a thread here; nothing of it is shared but the ports.
+//! How processes find each other: worlds that form, and everything that prevents one from forming. Each process is a
+//! thread here; they share nothing but the ports.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener};
@@ -14,7 +14,7 @@ use moe_comm::{
 use crate::foreign::{free_port, launch};
 use crate::support::{text, view_mut};
 
-/// The secret of the worlds of these tests, unless they say otherwise.
+/// The secret of the worlds in these tests, unless a test sets another.
 pub const SECRET: &str = "known to these tests";
 
 pub struct Rank {
@@ -40,7 +40,7 @@ impl Rank {
     }
 }
 
-/// Joins all ranks and sums their numbers, each on a thread of its own that starts a little later.
+/// Joins all ranks, each on its own thread that starts a little later, and adds up their numbers.
 pub fn join_all(ranks: &[Rank]) -> Vec<Result<f32>> {
     std::thread::scope(|scope| {
         let start = |(i, rank): (usize, &'_ Rank)| -> Result<f32> {
@@ -71,7 +71,7 @@ fn ranks_find_each_other_in_any_order() {
     }
 }
 
-/// All interfaces, and names instead of addresses.
+/// The master may be all interfaces, or a name instead of an address.
 #[test]
 fn the_master_may_be_a_name() {
     let port = free_port();
@@ -142,13 +142,13 @@ fn a_master_that_is_something_else() {
     let error = errors(join_all(&[Rank::new(1, 2, port)])).remove(0);
     assert!(error.contains("is no rank of this program: it does not speak"), "{error}");
     drop(server.join().unwrap());
-    // A taken port is rank 0's own error.
+    // A port in use is an error of rank 0 itself.
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let error = errors(join_all(&[Rank::new(0, 2, taken.local_addr().unwrap().port())])).remove(0);
     assert!(error.contains("(MASTER_PORT)") && error.contains("choose another one"), "{error}");
 }
 
-/// The process that started the ranks knows first that one has ended.
+/// The process that started the ranks is the first to know that one has ended.
 #[test]
 fn waiting_ends_when_it_makes_no_sense() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use crate::support::{Value, bits, text};
 
-/// The product on one rank, then on `tp`, as bits.
+/// The product on one rank and the product on `tp` ranks, as bits.
 fn products<T: Value, O: Value>(
     (t, n, k): (usize, usize, usize),
     tp: usize,
@@ -90,7 +90,7 @@ fn a_wrong_shard_or_share_is_refused() {
     assert!(e.contains("expected a share for each of 2 ranks, got []"), "{e}");
 }
 
-/// Ranks that do not bring the same rows all learn it, from whichever collective notices.
+/// If ranks pass different numbers of rows, all get an error, from the collective that notices it.
 #[test]
 fn ranks_with_different_rows_all_fail() {
     let world = ThreadComm::world_with_timeout(4, std::time::Duration::from_secs(20));

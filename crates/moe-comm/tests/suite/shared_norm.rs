@@ -1,4 +1,4 @@
-//! A residual stream of which each rank keeps some rows gives the norms of one that all keep whole.
+//! A residual stream of which each rank keeps some rows gives the same norms as one that all ranks keep completely.
 
 use half::bf16;
 use moe_comm::candle::Result;
@@ -11,7 +11,7 @@ use crate::support::{Value, bits};
 
 const LAYERS: u64 = 3;
 
-/// The norm behind some sub-layers on one rank, and its stream.
+/// The norms after some sub-layers on one rank, and its residual stream.
 fn layers(
     comm: &dyn Communicator,
     (t, h): (usize, usize),
@@ -57,7 +57,7 @@ proptest! {
     }
 }
 
-/// Ranks without fused collectives: needed rows travel as all rows do.
+/// Ranks without fused collectives send all rows, not only the needed ones.
 #[test]
 fn needed_rows_and_their_sums_travel() {
     let counts = [2, 0, 1];
@@ -71,7 +71,7 @@ fn needed_rows_and_their_sums_travel() {
         let mut all = [0f32; 3];
         let arrays = vec![(View::new(&rows, &[counts[rank], 1])?, ViewMut::new(&mut all, &[3, 1])?)];
         FusedCollective::Gather { arrays, counts, needs }.run(&comm, ex)?;
-        // Rank 2 owns the expert of row 0, rank 0 that of row 1; nobody needs row 2.
+        // Rank 2 owns the expert of row 0, rank 0 owns the expert of row 1, and no rank needs row 2.
         let sums = [[0.0, 5.0, 0.0], [0.0; 3], [7.0, 0.0, 0.0]][rank];
         let mut own = vec![1f32; counts[rank]];
         let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
@@ -84,7 +84,7 @@ fn needed_rows_and_their_sums_travel() {
     assert_eq!(got.into_iter().map(|(_, own)| own).collect::<Vec<_>>(), [vec![7.0, 5.0], vec![], vec![0.0]]);
 }
 
-/// Ranks without fused collectives: rounded parts are added in f32 and the sum is rounded as they are.
+/// Ranks without fused collectives add rounded parts in f32 and round the sum to the same dtype.
 #[test]
 fn rounded_parts_are_summed() {
     let counts = [1, 2];
@@ -98,6 +98,6 @@ fn rounded_parts_are_summed() {
         Ok(own)
     });
     let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
-    // 257 lies between two numbers of bf16, and the even one is below.
+    // 257 is halfway between two bf16 numbers, and the lower one is even.
     assert_eq!(got, [vec![1.5], vec![256.0, 0.0]]);
 }

@@ -1,5 +1,5 @@
-//! What only ranks of several processes have: connections that break or carry garbage, messages, and
-//! the end of the world.
+//! Tests that concern only ranks of several processes: connections that break or carry garbage, messages, and the end
+//! of the world.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use moe_comm::{Collectives, Communicator, Exec, Messages, ReduceOp, SocketComm, 
 
 use crate::support::{World, run, text, view_mut};
 
-/// Both sides send more than any socket buffers, to everybody at once.
+/// All ranks send more than any socket buffers, to all others at once.
 #[test]
 fn large_payloads_cross_without_a_deadlock() {
     let len = 3 << 20;
@@ -30,7 +30,7 @@ fn messages_keep_their_order_and_wait_without_limit() {
         let messages = comm.messages();
         match rank {
             0 => {
-                // Longer than the limit of a collective.
+                // This is longer than the limit of a collective.
                 std::thread::sleep(Duration::from_millis(700));
                 for i in 0..100u32 {
                     messages.send(1, &i.to_le_bytes())?;
@@ -53,7 +53,7 @@ fn messages_keep_their_order_and_wait_without_limit() {
     results.into_iter().for_each(|result| result.unwrap());
 }
 
-/// Waits for a message of rank 0 as a rank of a world whose rank 0 does something else.
+/// Waits for a message of rank 0 on another rank, while rank 0 runs `rank_0`.
 fn wait_while(rank_0: impl FnOnce(SocketComm) + Send) -> Vec<Result<Option<Vec<u8>>>> {
     let mut world = SocketComm::world_with_timeout(3, Duration::from_secs(60));
     let others = world.split_off(1);
@@ -81,12 +81,12 @@ fn a_goodbye_ends_the_wait_for_messages() {
     {
         assert_eq!(result.unwrap(), None);
     }
-    // What was sent before is still there.
+    // A message that was sent before the failure is still received.
     let results = wait_while(|comm| comm.messages().send(1, b"last").unwrap());
     assert_eq!(results.into_iter().next().unwrap().unwrap().unwrap(), b"last");
 }
 
-/// A rank that has sent a message is heard although others have not; so is one that leaves.
+/// A message of one rank is received although others have sent none; the same holds for a rank that leaves.
 #[test]
 fn messages_of_any_rank_are_heard() {
     let mut world = SocketComm::world(3);
@@ -116,7 +116,7 @@ fn an_abort_ends_the_wait_for_messages() {
     }
 }
 
-/// A watch tells how it ends; a world that is left in order has not failed.
+/// A watch reports how the world ends. A world that was left normally has not failed.
 #[test]
 fn a_watch_sees_the_end() {
     let mut world = SocketComm::world(2);
@@ -135,7 +135,7 @@ fn a_watch_sees_the_end() {
     assert_eq!(watches[0].wait().unwrap(), "rank 0 of 2: rank 0 aborted: bored");
 }
 
-/// Ranks in different groups, all waiting, learn of a failure in one of them.
+/// Ranks wait in different groups, and all of them learn of a failure in one group.
 #[test]
 fn an_abort_reaches_every_group() {
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! Processes that are no ranks of the world: they get no seat, are told why, and hold up none of its members.
+//! Processes that are not ranks of the world get no place, are told why, and delay none of its members.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::foreign::{Answer, Ask, Key, ask, begin, connect, free_port, link_key, world_key};
 use crate::rendezvous::{Rank, SECRET, errors, join_all};
 
-/// A world of three whose last rank comes when `strangers` have been: all three have their sum.
+/// A world of three whose last rank joins after `strangers` has run. All three ranks get their sum.
 fn world_forms(rank: impl Fn(usize, u16) -> Rank + Sync, strangers: impl FnOnce(u16) + Send) {
     let port = free_port();
     let start = Instant::now();
@@ -36,14 +36,14 @@ fn member() -> Vec<(String, String)> {
     [("--tp", "2"), ("version", "1")].map(|(name, value)| (name.to_string(), value.to_string())).to_vec()
 }
 
-/// Why a process that asks for a seat gets none.
+/// Why a process that asks for a place gets none.
 fn refused(port: u16, key: &Key, rank: usize, world_size: usize, settings: Vec<(String, String)>) -> String {
     let mut stream = connect(port);
     let listens = stream.local_addr().unwrap();
     ask(&mut stream, key, &Ask::Join { rank, world_size, listens, settings }).unwrap_err()
 }
 
-/// What is not of this program neither joins nor keeps the others from joining.
+/// A process of another program neither joins nor keeps the others from joining.
 #[test]
 fn other_programs_are_turned_away() {
     world_forms(secret, |port| {
@@ -51,10 +51,10 @@ fn other_programs_are_turned_away() {
         let mut http = connect(port);
         http.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
         let mut answer = Vec::new();
-        // What it said was not read to the end, so its connection may be reset after the answer.
+        // The host did not read everything that this process sent, so the connection may be reset after the answer.
         let _ = http.read_to_end(&mut answer);
         assert!(String::from_utf8_lossy(&answer).contains("does not speak this program's protocol"));
-        // A newer version of ours, and a length that lies.
+        // The hello of a newer version of this program, and a hello with a wrong length.
         for (at, word) in [(8, 9u8), (19, 0x7f)] {
             let mut hello = b"moe-comm\x03\0\0\0\x04\x03\x02\x01\x08\0\0\0".to_vec();
             hello[at] = word;
@@ -69,7 +69,7 @@ fn other_programs_are_turned_away() {
     });
 }
 
-/// Copied settings are no proof, and neither is what another world knows.
+/// Copied settings prove nothing, and neither does the key of another world.
 #[test]
 fn a_process_without_the_secret_gets_no_seat() {
     world_forms(secret, |port| {
@@ -77,10 +77,10 @@ fn a_process_without_the_secret_gets_no_seat() {
             let why = refused(port, &key, 2, 3, member());
             assert!(why.contains("does not know the secret") && why.contains("MOE_WORLD_SECRET"), "{why}");
             assert!(!why.contains(SECRET));
-            // A wrong size ends nothing either.
+            // A wrong world size ends nothing either.
             refused(port, &key, 2, 99, member());
         }
-        // As a whole program would, which has another secret or none.
+        // A real program with another secret or without one behaves like this.
         for secret in [None, Some("another secret of 30 characters")] {
             let error = errors(join_all(&[Rank { secret, ..Rank::new(2, 3, port) }])).remove(0);
             assert!(error.contains("says: it does not know the secret of this world"), "{error}");
@@ -92,7 +92,8 @@ fn a_process_without_the_secret_gets_no_seat() {
     });
 }
 
-/// A world without a secret cannot tell a left-over rank of another job from a member that was started wrongly: it refuses both.
+/// A world without a secret cannot tell a rank left over from another job from a member that was started wrongly: it
+/// refuses both.
 #[test]
 fn an_open_world_refuses_what_does_not_fit_and_waits_on() {
     world_forms(open, |port| {
@@ -109,13 +110,13 @@ fn an_open_world_refuses_what_does_not_fit_and_waits_on() {
             let why = refused(port, &key, rank, world_size, settings);
             assert!(why.contains(expected), "{why}");
         }
-        // Nor is a link what rank 0 gives.
+        // Rank 0 does not answer a request for a link either.
         let why = ask(&mut connect(port), &key, &Ask::Link { rank: 2 }).unwrap_err();
         assert!(why.contains("a rank of another world"), "{why}");
     });
 }
 
-/// Rank 0 says at its deadline who was refused.
+/// At its deadline rank 0 says which processes it has refused.
 #[test]
 fn refused_processes_explain_who_is_missing() {
     let port = free_port();
@@ -147,7 +148,7 @@ fn a_rank_may_come_again_after_it_has_ended() {
     });
 }
 
-/// Says a byte on each connection now and then; one that was cut off comes again.
+/// Sends a byte on each connection now and then. A connection that was closed is opened again.
 fn dribble(mut slow: Vec<TcpStream>, port: u16, done: &AtomicBool) {
     for byte in b"moe-comm\x03\0\0\0\x04\x03\x02\x01\x20\0\0\0".iter().cycle() {
         for stream in &mut slow {
@@ -164,7 +165,7 @@ fn dribble(mut slow: Vec<TcpStream>, port: u16, done: &AtomicBool) {
     }
 }
 
-/// A byte now and then, from more connections than may say hello at once: a member passes them all.
+/// More connections than may be in their handshake send a byte now and then; a member still gets its place.
 #[test]
 fn connections_that_dribble_hold_no_member_up() {
     let port = free_port();
@@ -185,7 +186,7 @@ fn connections_that_dribble_hold_no_member_up() {
     });
 }
 
-/// One hello has one time, however its bytes are spread.
+/// One handshake has one time limit, however its bytes are spread.
 #[test]
 fn a_slow_hello_ends_in_time() {
     world_forms(secret, |port| {

@@ -1,5 +1,5 @@
-//! What the tests share: worlds of threads and of sockets, random values, their bits, the definition
-//! of a reduction, errors' texts.
+//! Helpers of the tests: worlds of threads and of sockets, random values, their bits, the definition of a reduction,
+//! the texts of errors.
 
 use std::borrow::Borrow;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use moe_comm::{
 };
 use moe_kernels::Element;
 
-/// A kind of communicator whose worlds a test can make.
+/// A kind of communicator of which a test can make worlds.
 pub trait World: Supervised + Sized {
     fn world_with_timeout(n: usize, timeout: Duration) -> Vec<Self>;
 
@@ -37,7 +37,7 @@ pub fn run<C: World, R: Send>(n: usize, f: impl Fn(usize, C) -> Result<R> + Sync
     run_ranks_with(C::world(n), f)
 }
 
-/// Makes a test of each function for every kind of communicator.
+/// Makes a test of each function for each kind of communicator.
 macro_rules! over_both {
     ($($name:ident)*) => {
         mod threads {
@@ -77,7 +77,7 @@ pub trait Value: Element {
 macro_rules! float_value {
     ($($ty:ty: $to:expr, $from:expr, $bits:expr;)*) => {$(
         impl Value for $ty {
-            /// Magnitudes far apart, so that any other order of addition gives other bits.
+            /// The magnitudes differ widely, so that another order of addition gives other bits.
             fn random(stream: &mut Stream) -> Self {
                 let bits = stream.next();
                 let mantissa = (bits >> 40) as f32 / (1u32 << 24) as f32 - 0.5;

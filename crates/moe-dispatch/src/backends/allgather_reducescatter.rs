@@ -1,4 +1,4 @@
-//! `allgather_reducescatter`: every rank gets the rows of all.
+//! `allgather_reducescatter`: every rank gets the rows of all ranks.
 
 use candle_core::Result;
 use moe_kernels::{Dispatched, Exec};
@@ -17,7 +17,7 @@ pub(super) fn build(block: &BlockRanks<'_>) -> Result<BlockBackends> {
 }
 
 impl OverRanks {
-    /// `allgather_reducescatter`: every rank gets the rows of all; counts may differ and be zero.
+    /// `allgather_reducescatter`: every rank gets the rows of all ranks. Their counts may differ and be zero.
     pub fn allgather_reducescatter(ranks: EpRanks, who_adds: WhoAdds) -> Self {
         Self::new(AllgatherReducescatter, ranks, who_adds)
     }

@@ -1,9 +1,11 @@
-//! `deepep`: each rank gets the rows that its experts need, each once, in the two forms of DeepEP's kernels.
+//! `deepep`: each rank gets only the rows that its experts need, each row once. It has the two forms of DeepEP's
+//! kernels.
 //!
-//! A transport whose messages have sizes known to the host moves a fixed block whole however few of its rows are needed. So by rank
-//! the low-latency form gathers each token once, and what it lists by expert are not rows but the numbers of their slots: nothing is
-//! copied, padded or zeroed. The high-throughput form by rank keeps the places of a gather, and leaves empty the places of rows that
-//! a rank does not need. The device decides from the ids of all tokens which rows travel: nothing is counted.
+//! If the host must know the sizes of messages, a block of fixed size is sent whole, even if few of its rows are
+//! needed. So by rank the low-latency form gathers each token once, and lists the numbers of slots by expert instead of
+//! moving rows: nothing is copied, padded or zeroed. By rank the high-throughput form uses the places of a gather, and
+//! leaves the places of rows that a rank does not need empty. The device decides from the ids of all tokens which rows
+//! are sent, so nothing is counted.
 
 use candle_core::{Error, Result};
 use moe_comm::DeepEpMode;
@@ -19,13 +21,14 @@ use crate::prepare_finalize::WhoAdds;
 use crate::ranks::EpRanks;
 use crate::transport::Transport;
 
-/// Tokens that a rank brings to the low-latency form at most where ranks add and slots are listed: as many as the largest graph has.
+/// The most tokens that a rank may bring to the low-latency form if ranks add and slots are listed: the number of
+/// tokens of the largest graph.
 const LISTED_TOKENS: usize = 1024;
 
 pub(super) fn build(block: &BlockRanks<'_>) -> Result<BlockBackends> {
     let high_throughput = || Ok::<_, Error>(OverRanks::high_throughput(block.ranks()?, block.who_adds));
     let low_latency = || {
-        // Listed rows are numbers of slots, so that there is room for the largest graph.
+        // Listed rows are only numbers of slots, so there is always room for the largest graph.
         let tokens = match block.who_adds {
             WhoAdds::BySlot => block.low_latency_tokens,
             WhoAdds::ByRank => LISTED_TOKENS,
@@ -43,16 +46,17 @@ pub(super) fn build(block: &BlockRanks<'_>) -> Result<BlockBackends> {
 }
 
 impl OverRanks {
-    /// `deepep` in its mode high_throughput: each rank receives only the rows that its experts need, each once however
-    /// many of them the token chose. By slot counts are exact and exchanged first. By rank rows have the places of a gather, and
-    /// whether one travels follows on the device from the ids that all ranks have.
+    /// `deepep` in its mode high_throughput. Each rank receives only the rows that its experts need, each row once,
+    /// however many of the rank's experts the token chose. By slot the counts are exact, and ranks exchange them first.
+    /// By rank rows have the places of a gather, and the device decides from the ids, which all ranks have, whether a
+    /// row is sent.
     pub fn high_throughput(ranks: EpRanks, who_adds: WhoAdds) -> Self {
         Self::new(HighThroughput, ranks, who_adds)
     }
 
-    /// `deepep` in its mode low_latency, for at most `max_num_tokens` tokens per rank and call: no size depends on
-    /// routing, as decoding in a captured graph wants. By slot rows arrive in the BatchedExperts format, by rank in the
-    /// Listed one.
+    /// `deepep` in its mode low_latency, for at most `max_num_tokens` tokens per rank and call. No size depends on
+    /// routing, as decoding in a captured graph requires. By slot rows arrive in the BatchedExperts format, by rank in
+    /// the Listed format.
     pub fn low_latency(ranks: EpRanks, max_num_tokens: usize, who_adds: WhoAdds) -> Self {
         Self::new(LowLatency { max_num_tokens }, ranks, who_adds)
     }

@@ -1,4 +1,4 @@
-//! `disabled`: every rank has the same tokens and a part of each expert; rows stay.
+//! `disabled`: every rank has the same tokens and a part of each expert, so no row is sent.
 
 use std::sync::Arc;
 

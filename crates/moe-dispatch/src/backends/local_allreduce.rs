@@ -1,12 +1,13 @@
-//! `local_allreduce`: every rank has the same tokens and experts of its own; rows stay.
+//! `local_allreduce`: every rank has the same tokens and its own experts, so no row is sent.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use moe_comm::shares;
 use moe_kernels::{Dispatched, Exec};
 
 use crate::back::Back;
 use crate::block_ranks::{BlockBackends, BlockRanks};
 use crate::call::Call;
+use crate::error::refuse;
 use crate::over_ranks::OverRanks;
 use crate::prepare_finalize::WhoAdds;
 use crate::ranks::EpRanks;
@@ -20,12 +21,13 @@ impl OverRanks {
     /// `local_allreduce`: every rank has the same tokens and computes the slots of its own experts.
     ///
     /// # Errors
-    /// Ranks that do not all see the same tokens.
+    /// The ranks do not all see the same tokens.
     pub fn local_allreduce(ranks: EpRanks, who_adds: WhoAdds) -> Result<Self> {
         let all = ranks.world_size();
         let same = ranks.tp.world_size();
         if all != same {
-            bail!(
+            refuse!(
+                Ranks,
                 "local_allreduce: expected one tensor-parallel group of all {all} ranks, got groups of {same}; use \
                  allgather_reducescatter or deepep"
             )

@@ -1,12 +1,17 @@
-//! The backends of expert parallelism, a file each, and the table of them.
+//! The backends of expert parallelism, one file each, and a table of them.
 //!
 //! | backend | rows to experts | by slot: slot rows back | by rank: sums back |
 //! |---|---|---|---|
 //! | `disabled` | every rank has them and a part of each expert | segments to the owners | all-reduce |
 //! | `local_allreduce` | every rank has them | to the owners | all-reduce |
 //! | `allgather_reducescatter` | all-gather | to the owners | reduce-scatter |
-//! | `deepep high_throughput` | by slot: all-to-all of the needed rows, exact counts; by rank: gather of the needed rows | to the owners | reduce-scatter of the needed rows |
-//! | `deepep low_latency` | by slot: all-to-all in blocks of the step's most tokens, batched; by rank: all-gather, listed | in blocks to the owners | reduce-scatter |
+//! | `deepep high_throughput` | the needed rows (1) | to the owners | reduce-scatter of the needed rows |
+//! | `deepep low_latency` | blocks of equal size (2) | in blocks to the owners | reduce-scatter |
+//!
+//! (1) By slot this is an all-to-all with exact counts, by rank a gather.
+//!
+//! (2) By slot this is an all-to-all with batched rows; the size of a block is the largest number of tokens of a rank
+//! in the step. By rank it is an all-gather with listed slots.
 
 mod allgather_reducescatter;
 mod deepep;
@@ -18,7 +23,8 @@ use moe_comm::EpBackend;
 
 use crate::block_ranks::{BlockBackends, BlockRanks};
 
-/// The prepare/finalize backends of a block, as its geometry asks for them: what users name in [`moe_comm::EP_BACKENDS`] is built here.
+/// Builds the prepare/finalize backends of a block, as its geometry asks for them. Every name in
+/// [`moe_comm::EP_BACKENDS`] is built here.
 ///
 /// # Errors
 /// Ranks that do not fit the backend or the layout.

@@ -1,5 +1,5 @@
-//! An all-to-all backend over channels between threads: it shows that the contract carries real communication, without a
-//! communicator.
+//! An all-to-all backend over channels between threads. It shows that the contract supports real communication without
+//! a communicator.
 
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -10,7 +10,7 @@ use moe_dispatch::{
     WeightAndReduce, weighted_sum_into,
 };
 
-/// Rows and what they are.
+/// Rows and their numbers.
 type Packet = (Vec<f32>, Vec<u32>);
 
 /// The channels of one rank to and from every rank.
@@ -20,7 +20,7 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// The meshes of all ranks.
+    /// Makes the meshes of all ranks.
     pub fn connect(ranks: usize) -> Vec<Mesh> {
         let mut meshes: Vec<_> = (0..ranks).map(|_| Mesh { to: Vec::new(), from: Vec::new() }).collect();
         for from in 0..ranks {
@@ -34,7 +34,7 @@ impl Mesh {
     }
 }
 
-/// Where every physical expert lives: (rank, local slot).
+/// The place of every physical expert: (rank, local slot).
 #[derive(Clone, Debug)]
 pub struct Placement(pub Vec<(usize, usize)>);
 
@@ -45,13 +45,13 @@ impl Placement {
         LocalExperts::from_map(&map, self.0.iter().filter(|(r, _)| *r == rank).count())
     }
 
-    /// The local slot of an id on a rank.
+    /// The local slot of an id on this rank.
     fn local(&self, rank: usize, id: u32) -> Option<usize> {
         self.0.get(id as usize).filter(|(r, _)| *r == rank).map(|&(_, slot)| slot)
     }
 }
 
-/// What the backend knows.
+/// The data that the backend needs.
 pub struct Peer {
     placement: Placement,
     experts: LocalExperts,
@@ -76,7 +76,7 @@ impl Peer {
         mesh.from.iter().map(|from| from.recv().map_err(Error::wrap)).collect()
     }
 
-    /// Slot rows come back as (row, slot number); the owner puts them in order and adds them.
+    /// Slot rows return as (row, slot number). The owner sorts them and adds them.
     fn combine(&self, d: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let slots = d.owner_topk_ids.dims();
         let hidden = out.dims()[1];
@@ -91,10 +91,10 @@ impl Peer {
     }
 }
 
-/// Standard rows, exact counts, one copy of a token per rank whatever it chose there.
+/// Standard rows with exact counts. A rank gets one copy of a token, however many of its experts the token chose.
 pub struct HighThroughput(pub Peer);
 
-/// The owner's slot numbers of each row's K slots, by source rank.
+/// For each source rank: the owner's slot numbers of each row's K slots.
 struct Origins(Vec<Vec<u32>>);
 
 impl PrepareFinalize for HighThroughput {

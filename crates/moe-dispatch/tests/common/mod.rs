@@ -1,5 +1,4 @@
-//! Random problems, a definition of the whole layer written without the crate, and experts that
-//! work in either format.
+//! Random problems, a definition of the whole layer that uses nothing of the crate, and experts that take both formats.
 #![allow(dead_code)] // Each test binary uses its own part.
 
 use std::fmt::Debug;
@@ -12,7 +11,7 @@ use moe_dispatch::{
 use moe_kernels::Float;
 use proptest::prelude::*;
 
-/// Tokens, their routing, and where the experts live.
+/// Tokens, their routing, and the places of the experts.
 #[derive(Clone, Debug)]
 pub struct Problem {
     pub tokens: usize,
@@ -21,12 +20,12 @@ pub struct Problem {
     pub rows: Vec<f32>,
     pub ids: Vec<u32>,
     pub weights: Vec<f32>,
-    /// Physical expert to local slot.
+    /// Local slot of each physical expert.
     pub map: Vec<i32>,
     pub num_local: usize,
 }
 
-/// Any routing: spread, all to one expert, none at all, with absent slots; any placement.
+/// Any routing (spread, all to one expert, none at all, with absent slots) and any placement.
 pub fn problems() -> impl Strategy<Value = Problem> {
     (0usize..24, 1usize..7, 1usize..5, 1usize..9).prop_flat_map(|(tokens, hidden, top_k, physical)| {
         let slots = tokens * top_k;
@@ -44,7 +43,7 @@ pub fn problems() -> impl Strategy<Value = Problem> {
     })
 }
 
-/// A map with holes onto shuffled local slots, of which some may stay unused.
+/// A map with gaps onto shuffled local slots, some of which may stay unused.
 fn placements(physical: usize) -> impl Strategy<Value = (Vec<i32>, usize)> {
     let holes = prop_oneof![
         Just(vec![false; physical]),
@@ -71,7 +70,7 @@ impl Problem {
         if id == NO_EXPERT { None } else { usize::try_from(self.map[id as usize]).ok() }
     }
 
-    /// Rows of the fullest local expert.
+    /// The number of rows of the local expert with the most rows.
     pub fn most_rows(&self) -> usize {
         let mut counts = vec![0; self.num_local];
         (0..self.ids.len()).filter_map(|slot| self.local(slot)).for_each(|e| counts[e] += 1);
@@ -110,7 +109,7 @@ impl Problem {
         ])
     }
 
-    /// An output [T, H] that starts as NaN.
+    /// An output [T, H] that is filled with NaN before `write`.
     pub fn output<T: Float>(&self, write: impl FnOnce(ViewMut) -> Result<()>) -> Result<Vec<T>> {
         let mut out = vec![T::narrow(f32::NAN); self.rows.len()];
         write(ViewMut::new(&mut out, &[self.tokens, self.hidden])?)?;
@@ -129,13 +128,13 @@ impl Problem {
     }
 }
 
-/// What local expert `e` does to a row.
+/// The result of local expert `e` for a row.
 pub fn expert<T: Float>(e: usize, row: &[T]) -> Vec<f32> {
     let n = row.len();
     (0..n).map(|h| row[h].widen() * (e as f32 + 0.37) + row[(h + 1) % n].widen() * 0.11 - e as f32).collect()
 }
 
-/// The unweighted rows of the experts of one rank; what nobody may read is NaN.
+/// The unweighted rows of the experts of one rank. Values that must not be read are NaN.
 pub fn run_experts<T: Float>(d: &Dispatched) -> Result<Vec<f32>> {
     run_named_experts::<T>(d, |local| local)
 }
@@ -182,7 +181,7 @@ pub fn run_named_experts<T: Float>(d: &Dispatched, name: impl Fn(usize) -> usize
     Ok(out)
 }
 
-/// Bits, so that NaN and signed zeros count.
+/// The bits, so that NaN and signed zeros are compared too.
 pub fn bits<T: Float>(values: &[T]) -> Vec<u32> {
     values.iter().map(|x| x.widen().to_bits()).collect()
 }

@@ -1,4 +1,4 @@
-//! A communicator that does something wrong in one of its collectives.
+//! A communicator that misbehaves in one of its collectives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,18 +8,18 @@ use moe_comm::Collective;
 use moe_dispatch::candle::{Result, bail};
 use moe_dispatch::{Collectives, Communicator, Exec, ViewMut};
 
-/// What goes wrong.
+/// The kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
     Panic,
     Error,
-    /// Another collective than the others'.
+    /// It calls another collective than the other ranks.
     Other,
-    /// It comes when the others have given up.
+    /// It calls the collective only after the others have given up.
     Stall,
 }
 
-/// Fails in its collective number `at`, counted over all groups split from it.
+/// Fails in its collective number `at`; all groups that are split from it count together.
 #[derive(Clone, Debug)]
 pub struct Saboteur {
     inner: Arc<dyn Communicator>,

@@ -1,4 +1,4 @@
-//! Ranks of threads with a backend each: what the tests of backends over ranks share.
+//! Ranks as threads with a backend each, which the tests of backends over ranks share.
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses its own part; helpers fail by panicking.
 
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use super::common::{Problem, run_named_experts};
 pub const BACKENDS: [&str; 4] =
     ["local_allreduce", "allgather_reducescatter", "high_throughput", "low_latency"];
 
-/// Experts cut over ranks that hold the same tokens.
+/// The backend whose ranks hold parts of all experts and the same tokens.
 pub const DISABLED: &str = "disabled";
 
 pub const BOTH: [WhoAdds; 2] = [WhoAdds::BySlot, WhoAdds::ByRank];
 
-/// A backend over the ranks of `ep`, of which `tp` hold the same tokens.
+/// A backend over the ranks of `ep`. The ranks of `tp` hold the same tokens.
 pub fn over_ranks(
     name: &str,
     who: WhoAdds,
@@ -42,12 +42,12 @@ pub fn over_ranks(
     })
 }
 
-/// dp groups of tp ranks; the tokens of each group, and where the experts are.
+/// dp groups of tp ranks, the tokens of each group, and the places of the experts.
 #[derive(Clone, Debug)]
 pub struct World {
     pub tp: usize,
     pub placement: ExpertPlacement,
-    /// One per dp group; all have the same sizes but for the tokens.
+    /// One per dp group. All have the same sizes, except for the number of tokens.
     pub problems: Vec<Problem>,
     pub on_input: bool,
 }
@@ -69,14 +69,14 @@ impl World {
         ExpertLayout::new(self.num_experts(), self.ranks(), rank, self.placement).unwrap()
     }
 
-    /// The backend of a rank whose communicator is `ep`.
+    /// The backend of a rank with the communicator `ep`.
     pub fn backend(&self, name: &str, who: WhoAdds, ep: Arc<dyn Communicator>) -> Result<OverRanks> {
         let layout = self.layout(ep.rank());
         let backend = over_ranks(name, who, &layout, (ep, self.tp), self.max_tokens())?;
         Ok(backend.with_router_weight_on_input(self.on_input))
     }
 
-    /// What rank `rank` of `disabled` gets, with two segments of made-up experts of its own.
+    /// The output of rank `rank` with `disabled`, with two segments of artificial experts on each rank.
     pub fn run_disabled(&self, rank: usize, backend: &OverRanks, ex: &mut Exec) -> Result<Vec<f32>> {
         let p = &self.problems[0];
         let [hidden, ids, weights] = p.views()?;
@@ -86,8 +86,8 @@ impl World {
         p.output(|to| backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex))
     }
 
-    /// What rank `rank` gets for its tokens; `reduces`: from experts that weight and reduce by themselves. `agreed` as in
-    /// [`PrepareFinalize::prepare`].
+    /// The output of rank `rank` for its tokens. With `reduces` the experts weight and reduce by themselves. `agreed`
+    /// is the argument of [`PrepareFinalize::prepare`].
     pub fn run(
         &self,
         backend: &OverRanks,
@@ -110,7 +110,7 @@ impl World {
         let sums = reduced(&d, &y, ex)?;
         p.output(|mut to| {
             if backend.combine().is_in_place() {
-                // As a layer does it: the experts write the output themselves.
+                // The experts write the output themselves, as in a layer.
                 to.cpu_mut::<f32>()?.copy_from_slice(&sums);
                 return backend.complete_reduced(to, ex);
             }
@@ -121,7 +121,8 @@ impl World {
 }
 
 impl World {
-    /// As [`run`](Self::run), onto the residual stream, with its norm: of backends whose sums return to the owners of tokens.
+    /// Like [`run`](Self::run), but added to the residual stream, with its norm, for backends whose sums return to the
+    /// owners of tokens.
     pub fn run_add_norm(
         &self,
         backend: &OverRanks,
@@ -145,7 +146,7 @@ impl World {
     }
 }
 
-/// What experts that reduce by themselves return for the rows that arrived, [T', H].
+/// The result of experts that reduce by themselves for the rows that arrived, [T', H].
 fn reduced(d: &Dispatched, slots: &[f32], ex: &mut Exec) -> Result<Vec<f32>> {
     let dims = d.expert_out_dims()?;
     let mut ids = ex.scratch(DType::U32, &dims[..2])?;

@@ -1,18 +1,18 @@
-//! Leaving the last message open. transformers marks the end of the message's text, renders, and
+//! Continues the last message. Like transformers, it marks the end of the message's text, renders the conversation, and
 //! cuts the prompt at the mark.
 
 use serde_json::Value;
 
 use super::error::ChatError;
 
-/// The mark, as transformers writes it; the space shows whether the template trims its text.
+/// The mark of transformers. Its last character, a space, shows whether the template trims the text.
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 fn refuse<T>(reason: impl std::fmt::Display) -> Result<T, ChatError> {
     Err(ChatError::Request(format!("continue_final_message: {reason}")))
 }
 
-/// Marks the end of the last message's text; returns the text before.
+/// Marks the end of the last message's text. Returns the text without the mark.
 pub fn mark(messages: &mut [Value]) -> Result<String, ChatError> {
     let content = match messages.last_mut().and_then(|message| message.get_mut("content")) {
         Some(Value::Array(blocks)) => blocks.iter_mut().rev().find_map(|block| block.get_mut("text")),
@@ -31,7 +31,8 @@ pub fn cut(prompt: &str, text: &str) -> Result<String, ChatError> {
     match prompt.rfind(MARK.trim_end()) {
         Some(at) if prompt.contains(text.trim()) => {
             let (head, tail) = prompt.split_at(at);
-            // Without its space the mark was trimmed, and the message's own spaces with it.
+            // If the space is missing, the template trims the text, so the spaces at the end of the message are
+            // trimmed, too.
             Ok(if tail.starts_with(MARK) { head } else { head.trim_end() }.to_string())
         }
         _ => refuse(format!(

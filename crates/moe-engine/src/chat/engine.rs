@@ -1,4 +1,4 @@
-//! minijinja, set up as transformers sets up Jinja2, with limits on what a template may take.
+//! Sets up minijinja in the way in which transformers sets up Jinja2, and limits the time and memory of a template.
 
 use std::io::{self, Write};
 
@@ -19,28 +19,28 @@ pub fn local_time() -> NaiveDateTime {
     Local::now().naive_local()
 }
 
-/// Instructions of one rendering, about a second. Most templates take a few hundred for a message;
-/// one that looks for a later message at every tool call takes ten for each pair.
+/// The largest number of instructions of one rendering, which takes about a second. Most templates take a few hundred
+/// for a message. A template that searches for a later message at every tool call takes ten for each pair of the two.
 const FUEL: u64 = 20_000_000;
 
-/// Bytes of a prompt.
+/// The largest number of bytes of a prompt.
 const MAX_OUTPUT: usize = 64 << 20;
 
-/// Bytes of a template. Known ones have a few tens of thousands.
+/// The largest number of bytes of a template. Published ones have a few tens of thousands.
 const MAX_SOURCE: usize = 128 << 10;
 
-/// Bytes of the stack that templates are compiled and rendered on: an expression of `MAX_SOURCE`
-/// bytes nests deep, and what is never touched costs nothing.
+/// Bytes of the stack on which templates are compiled and rendered. An expression of `MAX_SOURCE` bytes can nest deep.
+/// Pages of the stack that are never touched take no memory.
 const STACK: usize = 256 << 20;
 
-/// An environment without templates.
+/// Returns an environment without templates.
 pub fn environment(clock: Clock) -> Result<Environment<'static>, ChatError> {
     let mut env = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.map_err(|e| describe("", &e))?);
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_fuel(Some(FUEL));
-    // Errors then know the expression they come from.
+    // With this, errors name the expression that they come from.
     env.set_debug(true);
     python::register(&mut env);
     env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
@@ -61,7 +61,7 @@ pub fn add(env: &mut Environment<'static>, name: &str, source: &str) -> Result<(
         .map_err(|e| describe(name, &e))
 }
 
-/// Renders a template. `context` is called where there is room for deep values.
+/// Renders a template. `context` is called on the large stack, because its values may be nested deep.
 pub fn render(
     env: &Environment<'static>,
     name: &str,
@@ -75,17 +75,17 @@ pub fn render(
         _ if prompt.full => limit(format!("it makes a prompt of more than {MAX_OUTPUT} bytes")),
         Err(e) if e.kind() == ErrorKind::OutOfFuel => limit(format!("it takes more than {FUEL} steps")),
         Err(e) => Err(describe(name, &e)),
-        // What was written are whole strings.
+        // Only whole strings were written, so the bytes are UTF-8.
         Ok(()) => Ok(String::from_utf8_lossy(&prompt.bytes).into_owned()),
     }
 }
 
-/// The words of a template that called `raise_exception`.
+/// The message of a template that called `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Refusal(String);
 
-/// A prompt that is written, up to the limit.
+/// A prompt that is being written, up to the limit.
 struct Prompt {
     bytes: Vec<u8>,
     full: bool,
@@ -106,7 +106,7 @@ impl Write for Prompt {
     }
 }
 
-/// Runs the engine on a stack of its own, which also keeps its panics from the caller.
+/// Runs the engine on a thread with a large stack. A panic of the engine ends only that thread.
 fn on_own_stack<T: Send>(name: &str, run: impl FnOnce() -> T + Send) -> Result<T, ChatError> {
     let failed = |message: String| ChatError::Limit { template: name.to_string(), message };
     std::thread::scope(|scope| {
@@ -117,8 +117,8 @@ fn on_own_stack<T: Send>(name: &str, run: impl FnOnce() -> T + Send) -> Result<T
     })
 }
 
-/// What Jinja2 understands and minijinja does not: line ends other than `\n`, and the blocks that
-/// mark what the model generates, to which a scope of their own is all there is in a prompt.
+/// Rewrites parts of Jinja2 that minijinja does not understand: line ends other than `\n`, and the blocks that mark the
+/// text which the model generates. In a prompt such a block is only a scope.
 fn prepare(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut out = String::with_capacity(source.len());
@@ -150,7 +150,7 @@ fn strftime(format: &str, time: NaiveDateTime) -> Result<String, Error> {
     let mut text = String::new();
     let written =
         std::fmt::Write::write_fmt(&mut text, format_args!("{}", time.format_with_items(items.iter())));
-    // A format may ask for what a local time does not have, such as its zone.
+    // A format may ask for something that a local time does not have, such as its time zone.
     written.map_err(|_| {
         let message = format!("strftime_now: {format:?} asks for more than date and time");
         Error::new(ErrorKind::InvalidOperation, message)
@@ -158,7 +158,7 @@ fn strftime(format: &str, time: NaiveDateTime) -> Result<String, Error> {
     Ok(text)
 }
 
-/// The engine's error as ours.
+/// Converts an error of the engine to [`ChatError`].
 fn describe(name: &str, error: &Error) -> ChatError {
     let template = name.to_string();
     let mut source = std::error::Error::source(error);

@@ -1,12 +1,13 @@
-//! What can go wrong between a conversation and a prompt, said so that the reader knows whether
-//! the checkpoint, the template or the request is at fault.
+//! The errors between a conversation and a prompt. Each says whether the checkpoint, the template or the request is
+//! wrong.
 
 use std::path::PathBuf;
 
 /// Why a chat template could not be loaded or rendered.
 #[derive(Clone, Debug, thiserror::Error, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
 pub enum ChatError {
-    /// A file of the checkpoint cannot be read or does not say what it must.
+    /// A file of the checkpoint cannot be read, or its contents are not valid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -14,17 +15,17 @@ pub enum ChatError {
         /// What is wrong, and what was expected.
         reason: String,
     },
-    /// No template is called `default`, and the conversation calls for no other.
+    /// No template is called `default`, and the conversation needs it.
     #[error("the checkpoint has no chat template `default`, only {}", available.join(", "))]
     NoDefault {
         /// The names that exist.
         available: Vec<String>,
     },
-    /// The template is not valid, or fails on this conversation: an undefined variable, a wrong
-    /// type, an unknown filter.
+    /// The template is not valid, or fails on this conversation. Examples are an undefined variable, a wrong type and
+    /// an unknown filter.
     #[error("chat template `{template}`, line {line}: {message}")]
     Template {
-        /// The template's name, `default` for a single one.
+        /// The template's name; a single template is called `default`.
         template: String,
         /// Line in the template, from 1.
         line: usize,
@@ -36,10 +37,10 @@ pub enum ChatError {
     Refused {
         /// The template's name.
         template: String,
-        /// The template's own words.
+        /// The message of the template.
         message: String,
     },
-    /// The template takes more than any real one does, or more than the engine can give.
+    /// The template takes more time or memory than the limits allow, or more than the engine has.
     #[error("chat template `{template}`: {message}")]
     Limit {
         /// The template's name.
@@ -47,7 +48,9 @@ pub enum ChatError {
         /// Which limit was reached.
         message: String,
     },
-    /// The request is malformed, whatever the template.
+    /// The request itself is malformed, so no template could render it.
     #[error("{0}")]
     Request(String),
 }
+
+crate::error::parts!(ChatError);

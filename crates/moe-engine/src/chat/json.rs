@@ -1,13 +1,12 @@
-//! JSON as Python's `json.dumps` writes it, which is what `tojson` means in a chat template: a
-//! space after `,` and `:`, no HTML escapes, floats as Python prints them. Prompts depend on it to
-//! the byte.
+//! Writes JSON in exactly the form of Python's `json.dumps`: a space after `,` and `:`, no HTML escapes, and floats as
+//! Python prints them. The filter `tojson` of chat templates means this form, and prompts must match it to the byte.
 
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-/// The `tojson` filter, with transformers' parameters in its order; `sort_keys` by name only.
+/// The filter `tojson`. Its parameters have the names and the order of transformers; `sort_keys` has no position.
 pub fn tojson(
     value: &Value,
     ensure_ascii: Option<Value>,
@@ -35,7 +34,7 @@ fn fail<T>(message: impl Into<std::borrow::Cow<'static, str>>) -> Result<T, Erro
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// More spaces than this are no indentation, but a way to fill the memory.
+/// The largest indentation. A template with a larger one would only fill the memory.
 const MAX_INDENT: usize = 64;
 
 fn indentation(value: Value) -> Result<String, Error> {
@@ -54,8 +53,8 @@ fn pair(value: Value) -> Result<(String, String), Error> {
     }
 }
 
-/// A float as Python's `repr` writes it. Rust's `Debug` turns to exponents at the same numbers, but
-/// spells them `1e-5` where Python has `1e-05` and `1e20` where it has `1e+20`.
+/// Writes a float as Python's `repr` does. Rust's `Debug` uses exponents for the same numbers, but writes `1e-5` and
+/// `1e20` instead of `1e-05` and `1e+20`.
 pub fn float(x: f64) -> String {
     let text = format!("{x:?}");
     let Some((digits, exponent)) = text.split_once('e') else { return text };
@@ -66,7 +65,7 @@ pub fn float(x: f64) -> String {
     format!("{digits}e{sign}{exponent:0>2}")
 }
 
-/// The number in a value that is a float, not an integer.
+/// Returns the number in a value that is a float, and `None` for an integer.
 pub fn as_float(value: &Value) -> Option<f64> {
     let float = value.is_number() && !value.is_integer();
     float.then(|| f64::try_from(value.clone()).ok()).flatten()
@@ -76,11 +75,11 @@ struct Writer {
     out: String,
     ensure_ascii: bool,
     sort_keys: bool,
-    /// One line per item, indented by this.
+    /// The indentation of one level. If it is set, every item has a line of its own.
     indent: Option<String>,
-    /// What separates items.
+    /// The text between two items.
     item: String,
-    /// What separates a key from its value.
+    /// The text between a key and its value.
     key: String,
 }
 
@@ -167,7 +166,7 @@ impl Writer {
     }
 }
 
-/// The JSON text of a value that is neither text nor container.
+/// Returns the JSON text of a value that is neither a text nor a container.
 fn scalar(value: &Value) -> Option<String> {
     match (value.kind(), as_float(value)) {
         (ValueKind::None, _) => Some("null".to_string()),

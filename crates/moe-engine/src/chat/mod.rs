@@ -1,36 +1,55 @@
-//! Chat templates: from a conversation to the prompt that the model was trained on, as
-//! transformers' `apply_chat_template` makes it.
-//!
-//! A template is Jinja2 under Python; minijinja runs it here. `engine` sets minijinja up as
-//! transformers sets up Jinja2, `python` and `json` are what is Python in templates,
-//! `checkpoint` finds the templates and special tokens, `worker` renders in a process that a bad
-//! template may take down; `answer` takes apart what the model says. docs/chat.md lists what still differs.
+//! Chat templates: converts a conversation to the prompt on which the model was trained, as transformers'
+//! `apply_chat_template` does.
+//! A template is written in Jinja2 and expects Python; here minijinja runs it. `engine` sets minijinja up in the way in
+//! which transformers sets up Jinja2. `python` and `json` imitate Python. `checkpoint` finds the templates and special
+//! tokens. `worker` renders in a separate process, which a bad template may crash. `answer` splits the model's answer
+//! into its parts, in the forms of `parsers`. docs/chat.md lists the remaining differences.
 
 mod answer;
+#[cfg(test)]
+mod answer_tests;
+mod arguments;
 mod begun;
 mod call;
+mod call_ends;
+mod channel_tags;
+mod channels;
 mod checkpoint;
 mod continuation;
 mod engine;
 mod error;
+mod form;
 mod json;
+mod parsers;
+#[cfg(test)]
+mod parsers_tests;
+mod part;
 mod python;
 mod raw;
 mod serve;
+mod splitter;
+mod tags;
 mod template;
 #[cfg(test)]
 mod tests;
 mod worker;
+mod written;
 
 use serde_json::{Map, Value};
 
-pub use answer::{Answer, AnswerForm, Part, Splitter};
+pub use answer::{Answer, Splitter};
+pub use arguments::Schemas;
 pub use begun::Begun;
-pub(crate) use begun::{END_THINK, THINK};
 pub use call::ToolCall;
-pub(crate) use call::{CALL, END_CALL};
+pub(crate) use channel_tags::{FINAL, MESSAGE};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
+pub use form::AnswerForm;
+pub use parsers::{
+    ArgumentTags, CALL_PARSERS, CallBody, CallParser, REASONING_PARSERS, ReasoningParser, Tags,
+};
+pub(crate) use parsers::{calls_by_name, reasoning_by_name};
+pub use part::Part;
 pub use raw::with_long_integers;
 pub use serve::serve;
 pub use template::ChatTemplate;
@@ -38,22 +57,21 @@ pub use worker::RENDER_COMMAND;
 
 pub use crate::isolated::this_program;
 
-/// A conversation and how to render it: the arguments of `apply_chat_template`, under the names
+/// A conversation and how to render it. The fields are the arguments of `apply_chat_template`, under the names that
 /// they have in a request to `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 pub struct ChatRequest {
-    /// The messages, each an object; templates expect `role` and `content` at least.
+    /// The messages. Each is an object; templates expect at least `role` and `content`.
     pub messages: Vec<Value>,
-    /// Tools as JSON schemas. An empty list is not the same as none.
+    /// Tools as JSON schemas. For a template an empty list differs from `None`.
     pub tools: Option<Vec<Value>>,
-    /// Documents to answer from.
+    /// Documents that the model may use for its answer.
     pub documents: Option<Vec<Value>>,
-    /// End the prompt where the assistant's answer begins.
+    /// Ends the prompt where the assistant's answer begins.
     pub add_generation_prompt: bool,
-    /// Leave the last message open, so that the answer continues it.
+    /// Leaves the last message open, so that the answer continues it.
     pub continue_final_message: bool,
-    /// Further variables of the template, such as `enable_thinking`. They replace special tokens
-    /// of their name.
+    /// Further variables of the template, such as `enable_thinking`. They replace special tokens of the same name.
     pub chat_template_kwargs: Map<String, Value>,
 }

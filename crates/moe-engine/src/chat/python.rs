@@ -1,5 +1,4 @@
-//! What minijinja and its pycompat answer differently from Jinja2 and Python, as far as chat
-//! templates use it.
+//! Makes minijinja and its pycompat behave like Jinja2 and Python where chat templates depend on the difference.
 
 use minijinja::value::{Kwargs, Rest, StringInput, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, Output, State, filters};
@@ -7,7 +6,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::json;
 
-/// Makes an environment answer like Python.
+/// Makes an environment behave like Python.
 pub fn register(env: &mut Environment<'_>) {
     env.set_formatter(print);
     env.set_unknown_method_callback(call_method);
@@ -70,7 +69,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() { Ok(0) } else { filters::length(value) }
 }
 
-/// `default(default_value, boolean)`, which minijinja takes by position only.
+/// The filter `default(default_value, boolean)`. minijinja takes these arguments only by position.
 fn default(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
     let argument = |at: usize, name: &str| match args.get(at) {
         Some(value) => value.clone(),
@@ -86,7 +85,7 @@ fn default(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Er
     }
 }
 
-/// Jinja2 keeps the line end at the end.
+/// The filter `indent`. Jinja2 keeps a line end at the end of the text, and minijinja does not.
 fn indent(
     text: StringInput<'_>,
     width: Option<usize>,
@@ -99,12 +98,12 @@ fn indent(
     Ok(format!("{indented}{end}").into())
 }
 
-/// `none` is not iterable, though minijinja iterates over it.
+/// The test `iterable`. In Python `none` is not iterable, but minijinja iterates over it.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// What has a length and items is a sequence: texts and dicts too, and slices of lists.
+/// The test `sequence`. Everything that has a length and items is a sequence: also texts, dicts and slices of lists.
 fn is_sequence(value: &Value) -> bool {
     match value.kind() {
         ValueKind::Undefined | ValueKind::String | ValueKind::Map | ValueKind::Seq => true,

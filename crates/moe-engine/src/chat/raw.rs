@@ -1,9 +1,10 @@
-//! JSON as it is written, where a parsed value would not do: the `f64` of a long integer has other digits.
+//! Works on the text of JSON. A parsed value would change the digits of long integers, because they become `f64`.
 
 use std::iter::Peekable;
 use std::str::CharIndices;
 
-/// The text of the value of a field. `json` is an object that has been parsed; of fields of the same name the last counts.
+/// Returns the text of the value of a field. `json` must be a valid object. If it has several fields of this name, the
+/// last one counts.
 pub fn field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
     let mut found = None;
     let mut rest = json.trim_start().strip_prefix('{')?.trim_start();
@@ -19,13 +20,26 @@ pub fn field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
     found
 }
 
-/// JSON without white space between its tokens.
+/// Returns the texts of the items of a list, or `None` if the JSON is not a list.
+pub fn items(json: &str) -> Option<Vec<&str>> {
+    serde_json::from_str::<Vec<serde::de::IgnoredAny>>(json).ok()?;
+    let mut rest = json.trim().strip_prefix('[')?.trim_start();
+    let mut items = Vec::new();
+    while !rest.starts_with(']') {
+        let (item, behind) = rest.split_at(value_len(rest)?);
+        items.push(item.trim_end());
+        rest = behind.strip_prefix(',').unwrap_or(behind).trim_start();
+    }
+    Some(items)
+}
+
+/// Returns JSON without white space between its tokens.
 pub fn compact(json: &str) -> String {
     spaced(json, "")
 }
 
-/// JSON with the white space of Python's `json.dumps`, where it has an integer that no machine word holds, and which a
-/// parsed value would round; else `None`.
+/// Returns JSON with the white space of Python's `json.dumps`, if it contains an integer that does not fit a machine
+/// word. A parsed value would round such an integer. Otherwise returns `None`.
 pub fn with_long_integers(json: &str) -> Option<String> {
     has_long_integer(json).then(|| spaced(json, " "))
 }
@@ -68,14 +82,14 @@ fn has_long_integer(json: &str) -> bool {
     false
 }
 
-/// The string that begins at `at`, and goes over it.
+/// Returns the string that begins at `at`, and skips its characters.
 fn skip_string<'a>(json: &'a str, at: usize, chars: &mut Peekable<CharIndices>) -> &'a str {
     let end = at + string_len(&json[at..]).unwrap_or(json.len() - at);
     while chars.next_if(|(next, _)| *next < end).is_some() {}
     &json[at..end]
 }
 
-/// The length of the string that a text begins with.
+/// Returns the length of the string at the beginning of a text.
 fn string_len(text: &str) -> Option<usize> {
     let mut escaped = false;
     for (i, byte) in text.bytes().enumerate().skip(1) {
@@ -89,7 +103,8 @@ fn string_len(text: &str) -> Option<usize> {
     None
 }
 
-/// The length of the value that a text begins with: up to the comma or bracket that follows it.
+/// Returns the length of the value at the beginning of a text. The value ends at the next comma or bracket of its
+/// level.
 fn value_len(text: &str) -> Option<usize> {
     let mut depth = 0usize;
     let mut at = 0;
@@ -123,6 +138,14 @@ mod tests {
         assert_eq!((field(json, "ab"), field(json, "b")), (Some("\"y\""), None));
         assert_eq!(field(r#"{"a": 1, "a": 2}"#, "a"), Some("2"));
         assert_eq!((field("{}", "a"), field("[1]", "a")), (None, None));
+    }
+
+    #[test]
+    fn items_are_as_they_are_written() {
+        let items = items(r#" [ {"a": "],"} , [1, 2],1.50 ] "#);
+        assert_eq!(items.unwrap(), [r#"{"a": "],"}"#, "[1, 2]", "1.50"]);
+        assert_eq!(super::items("[]"), Some(vec![]));
+        assert_eq!((super::items("[1"), super::items("{}")), (None, None));
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! The process that renders chat templates for another one.
+//! The main loop of the process that renders chat templates for another process.
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Result};
 
 use super::error::ChatError;
 use super::template::ChatTemplate;
@@ -8,10 +8,10 @@ use super::worker::{TASK, json};
 use super::{ChatRequest, engine};
 use crate::isolated::{self, Answer};
 
-/// Reads the files of the templates, then answers questions until stdin ends.
+/// Reads the files of the templates, and then answers questions until stdin ends.
 ///
 /// # Errors
-/// The pipes break, or what comes is no question.
+/// A pipe breaks, or a question is not valid.
 pub fn serve() -> Result<()> {
     isolated::serve(TASK, |files| {
         let template = ChatTemplate::new(serde_json::from_slice(&files)?, engine::local_time)?;

@@ -28,34 +28,35 @@ enum Renderer {
 
 struct Templates {
     environment: Environment<'static>,
-    /// Every template by name, with its error if it does not compile: one bad template
-    /// of several is an error only when it is used.
+    /// Every template by name, with its error if it does not compile. The error is reported only if the template is
+    /// used.
     names: BTreeMap<String, Result<(), ChatError>>,
     special_tokens: Map<String, Value>,
 }
 
 impl ChatTemplate {
-    /// The templates of a checkpoint folder; `None` if it has none.
+    /// Reads the templates of a checkpoint folder. Returns `None` if it has none.
     pub fn from_dir(dir: &Path) -> Result<Option<Self>, ChatError> {
         Self::new(ChatFiles::from_dir(dir)?, engine::local_time)
     }
 
-    /// The templates in the contents of a `tokenizer_config.json`; `None` if it has none.
+    /// Reads the templates in the contents of a `tokenizer_config.json`. Returns `None` if it has none.
     pub fn from_tokenizer_config(json: &[u8]) -> Result<Option<Self>, ChatError> {
         Self::new(ChatFiles::from_tokenizer_config(json)?, engine::local_time)
     }
 
-    /// Templates that another process renders, so that one that takes too much costs its conversation and no more: it is
-    /// ended by a full stack, after 20 seconds, and on Linux by more than 1 GiB of memory, which elsewhere has no limit.
-    /// See [`super::serve`]. `program` is run with the argument [`super::RENDER_COMMAND`] when it is
-    /// first needed; [`super::this_program`] names a program of this library. `None` if there are no
-    /// templates. What is wrong with them is found by [`Self::check`] and [`Self::render`].
+    /// Makes templates that another process renders, so that a template that takes too much fails only its own
+    /// conversation. The process ends when its stack is full, after 20 seconds, and on Linux also when it uses more
+    /// than 1 GiB of memory; other systems do not limit the memory. See [`super::serve`]. The process runs `program`
+    /// with the argument [`super::RENDER_COMMAND`]. It starts when it is first needed. [`super::this_program`] returns
+    /// the path of a program of this library. Returns `None` if there are no templates. [`Self::check`] and
+    /// [`Self::render`] report errors of the templates.
     pub fn isolated(files: ChatFiles, program: PathBuf) -> Option<Self> {
         let some = !files.templates.is_empty();
         some.then(|| Self(Arc::new(Renderer::Elsewhere(Box::new(Worker::new(program, &files))))))
     }
 
-    /// Whether the template for conversations without tools compiles.
+    /// Checks that the template for conversations without tools compiles.
     pub fn check(&self) -> Result<(), ChatError> {
         match &*self.0 {
             Renderer::Here(templates) => templates.select(false).map(drop),
@@ -77,14 +78,13 @@ impl ChatTemplate {
         Ok(Some(Self(Arc::new(Renderer::Here(Box::new(templates))))))
     }
 
-    /// The prompt of a conversation: what `apply_chat_template(tokenize=False)` returns. It holds
-    /// its special tokens; tokenize it with [`crate::tokenizer::Tokenizer::encode_rendered`].
-    ///
-    /// With tools the template `tool_use` is taken if there is one, otherwise `default`.
+    /// Returns the prompt of a conversation, as `apply_chat_template(tokenize=False)` does. The prompt already contains
+    /// its special tokens, so tokenize it with [`crate::tokenizer::Tokenizer::encode_rendered`].
+    /// If the request has tools, the template `tool_use` is used, if it exists. Otherwise `default` is used.
     ///
     /// # Errors
-    /// A malformed request, a conversation that the template refuses, a template that is broken or
-    /// takes more than the limits.
+    /// A malformed request, a conversation that the template refuses, a template that does not compile or exceeds the
+    /// limits.
     pub fn render(&self, chat: &ChatRequest) -> Result<String, ChatError> {
         check(chat)?;
         match &*self.0 {

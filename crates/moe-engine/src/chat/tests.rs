@@ -1,5 +1,5 @@
-//! Tests of chat templates: against prompts that transformers made (recorded by
-//! tests/reference/make_chat_fixtures.py), and of what goes wrong.
+//! Tests of chat templates. The expected prompts come from transformers (recorded by
+//! tests/reference/make_chat_fixtures.py). Other tests check the errors.
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ fn fixture(name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The clock of the fixtures.
+/// The time at which the fixtures were recorded.
 fn clock() -> NaiveDateTime {
     NaiveDate::from_ymd_opt(2025, 3, 7).unwrap().and_hms_opt(9, 5, 3).unwrap()
 }
@@ -35,13 +35,13 @@ fn request(value: Value) -> ChatRequest {
     serde_json::from_value(value).unwrap()
 }
 
-/// Renders a template over one short message.
+/// Renders a template for one short message.
 fn render(source: &str) -> Result<String, ChatError> {
     template(source).render(&request(json!({"messages": [{"role": "user", "content": "Hi"}]})))
 }
 
-/// Asserts the recorded outcome: the same text, an error where transformers fails, and the words
-/// of a template that refuses.
+/// Checks the recorded outcome: the same text, or an error if transformers also failed. If the template refuses the
+/// conversation, the message must be the same, too.
 fn check(case: &Value, ours: Result<String, ChatError>) -> Result<(), String> {
     let message = case["message"].as_str().unwrap_or_default();
     match (&ours, case["expected"].as_str()) {
@@ -183,7 +183,7 @@ fn runaway_templates_are_stopped() {
         loops(""),
         loops(&"y".repeat(9999)),
         "x".repeat(200_000),
-        // Not a limit of ours but a bug of the engine, which must not take the caller along.
+        // This is not a limit but a bug of minijinja: it panics. The panic must not end the caller.
         "{{ ''[::-1] }}".to_string(),
     ] {
         let error = render(&source).unwrap_err();
@@ -196,7 +196,7 @@ fn runaway_templates_are_stopped() {
         nested("-", "", 120_000),
         nested("", "|e", 60_000),
         nested("", ".a", 60_000),
-        // The engine takes quadratic time for this one.
+        // minijinja takes quadratic time for this template.
         nested("", "~s", 5_000),
         "{% if 1 %}".repeat(20_000),
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_string(),

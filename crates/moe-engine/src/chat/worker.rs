@@ -1,5 +1,5 @@
-//! Rendering in a process of its own, which a template may take down: a text doubled forty times, a list nested a million
-//! deep.
+//! Renders in a separate process, because a template may crash it: for example by doubling a text forty times, or by
+//! nesting a list a million levels deep.
 
 use std::path::PathBuf;
 
@@ -8,23 +8,23 @@ use super::checkpoint::ChatFiles;
 use super::error::ChatError;
 use crate::isolated::{self, Task};
 
-/// The argument with which a program serves as a worker: it then does nothing but call [`serve`](super::serve).
+/// The argument that makes a program a worker. The program then only calls [`serve`](super::serve).
 pub const RENDER_COMMAND: &str = "render-chat-templates";
 
-/// 1 GiB is 64 MiB of conversation, some copies of it, and the stack.
+/// The limit of 1 GiB has room for 64 MiB of conversation, some copies of it, and the stack.
 pub(super) const TASK: Task =
     Task { command: RENDER_COMMAND, what: "chat template", memory: 1 << 30, seconds: 20 };
 
-/// Templates that a process of their own renders.
+/// Templates that a separate process renders.
 pub(super) struct Worker(isolated::Worker);
 
 impl Worker {
     pub(super) fn new(program: PathBuf, files: &ChatFiles) -> Self {
-        // Texts by name always have a JSON form.
+        // A map of texts can always be written as JSON.
         Self(isolated::Worker::new(program, TASK, json(files).unwrap_or_default()))
     }
 
-    /// The prompt of a conversation; without one, whether the default template compiles.
+    /// Returns the prompt of a conversation. Without a conversation, it checks that the default template compiles.
     pub(super) fn render(&self, chat: Option<&ChatRequest>) -> Result<String, ChatError> {
         match self.0.ask(json(&chat)?).map_err(limit)? {
             Ok(prompt) => String::from_utf8(prompt).map_err(|e| limit(e.to_string())),

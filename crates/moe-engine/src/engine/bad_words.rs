@@ -1,9 +1,9 @@
-//! Words that a text must not hold, whatever tokens it is made of.
+//! Words that must not occur in a text, whatever tokens it consists of.
 //!
-//! A word can arise in a token, or across any number of them. So the text counts, not the tokens that the word alone
-//! would have: a token is excluded if its bytes, behind those of the text so far, complete a word. That is so if it
-//! holds a word itself, which does not depend on the text, or if it begins with what is left of a word whose beginning
-//! ends the text. The tokens that begin with some bytes are a range of the sorted vocabulary.
+//! A word can arise within a token, or across any number of tokens. So the text counts, and not the tokens of the word
+//! alone: a token is excluded if its bytes, after the text so far, complete a word. There are two cases. The token
+//! contains a word itself, which does not depend on the text. Or the text ends with the beginning of a word, and the
+//! token begins with the rest of it. The tokens that begin with given bytes are a range of the sorted vocabulary.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,16 +13,16 @@ use super::request::RequestError;
 use crate::structured::Mask;
 use crate::tokenizer::{TokenBytes, Tokenizer};
 
-/// Bytes of the words of a request at most.
+/// The largest number of bytes in the words of a request.
 const MAX_BYTES: usize = 64 << 10;
-/// Lists of words that are kept; the one that was asked for least lately goes.
+/// Number of lists of words that are kept. The least recently used one is dropped.
 const KEPT: usize = 8;
 
 /// Prepares the words of requests for one tokenizer.
 pub(super) struct BadWordLists {
     tokenizer: Tokenizer,
     vocab_size: usize,
-    /// The one that was asked for last is at the end.
+    /// The most recently used list is at the end.
     kept: Mutex<Vec<Arc<BadWords>>>,
 }
 
@@ -30,24 +30,24 @@ pub(super) struct BadWordLists {
 pub(super) struct BadWords {
     tokenizer: Tokenizer,
     words: Vec<String>,
-    /// Special tokens have no text.
+    /// Whether special tokens have no text.
     skip_special_tokens: bool,
     vocab_size: usize,
-    /// Tokens that hold a word themselves.
+    /// Tokens that contain a word themselves.
     excluded: Vec<u32>,
-    /// Bytes of the end of a text that a word may have begun in.
+    /// Number of bytes at the end of the text in which a word may have begun.
     reach: usize,
 }
 
-/// Whether these words can be excluded by any tokenizer.
+/// Checks what no tokenizer can exclude.
 ///
 /// # Errors
-/// One is empty or cannot stand in a text, or they are too many.
+/// A word is empty or cannot occur in a text, or there are too many words.
 pub(super) fn check(words: &[String]) -> Result<(), RequestError> {
     if words.iter().any(String::is_empty) {
         return refuse("words that are not empty", "an empty one");
     }
-    // The text has it for bytes that are no character, and which bytes these are, later ones decide.
+    // The replacement character stands for bytes that are no character, and later bytes decide which bytes these are.
     if let Some(word) = words.iter().find(|word| word.contains(char::REPLACEMENT_CHARACTER)) {
         return refuse(
             "words without U+FFFD, which stands for bytes that are no character",
@@ -66,7 +66,7 @@ fn refuse<T>(expected: impl Into<String>, got: impl std::fmt::Display) -> Result
 }
 
 impl BadWordLists {
-    /// For a model of `vocab_size` tokens.
+    /// Prepares words for a model of `vocab_size` tokens.
     pub fn new(tokenizer: Tokenizer, vocab_size: usize) -> Self {
         Self { tokenizer, vocab_size, kept: Mutex::default() }
     }
@@ -120,11 +120,11 @@ impl BadWords {
         if self.skip_special_tokens && bytes.is_special(id) { &[] } else { bytes.get(id) }
     }
 
-    /// The tokens of `allowed`, or of the vocabulary, that complete no word behind a prompt and its output. `ends` have
-    /// no text.
+    /// The tokens of `allowed`, or of the vocabulary, that complete no word after a prompt and its output. The tokens
+    /// in `ends` have no text.
     pub fn mask(&self, prompt: &[u32], output: &[u32], ends: &[u32], allowed: Option<Mask>) -> Mask {
         let mut mask = allowed.unwrap_or_else(|| Mask::all(self.vocab_size));
-        // It was read when the words were prepared.
+        // The bytes were read when the words were prepared.
         let Ok(bytes) = self.tokenizer.token_bytes() else { return mask };
         let mut exclude = |id: u32| {
             if !ends.contains(&id) {
@@ -143,7 +143,7 @@ impl BadWords {
         mask
     }
 
-    /// The last bytes of a text, as many as a word may have begun in.
+    /// The last bytes of a text, as many as may contain the beginning of a word.
     fn end_of_text(&self, bytes: &TokenBytes, prompt: &[u32], output: &[u32]) -> Vec<u8> {
         let mut parts = Vec::new();
         let mut len = 0;
@@ -200,10 +200,10 @@ mod tests {
         ] {
             let output = before.map(id);
             assert_eq!(allowed(&words.mask(&[], &output, &[], None), id(token)), may, "{before:?} {token}");
-            // The prompt's end is a beginning, too.
+            // A word may also begin in the prompt.
             assert_eq!(allowed(&words.mask(&output, &[], &[], None), id(token)), may, "{before:?} {token}");
         }
-        // Ids of the model behind those of the tokenizer stay.
+        // Ids that the model has and the tokenizer does not have stay allowed.
         assert!(allowed(&mask, tokenizer.vocab_size() as u32 + 3));
     }
 
@@ -230,8 +230,8 @@ mod tests {
     }
 
     proptest! {
-        /// The mask is the definition: a token is excluded if and only if the text with it holds a word that the text
-        /// without it does not.
+        /// The mask follows the definition: a token is excluded if and only if the text with it contains a word that
+        /// the text without it does not contain.
         #[test]
         fn the_mask_is_the_definition(
             output in prop::collection::vec(0usize..30, 0..12),

@@ -1,31 +1,32 @@
-//! Moving experts between the ranks of an engine: by its balancer, or to a placement that a caller gives.
+//! Moves experts between the ranks of an engine: as its balancer decides, or to a placement from the caller.
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
 use moe_layer::{ExpertMap, MoveRound, MoveStatus};
 
 use super::StepLoad;
 use super::dp::DpEngine;
 use super::serve::{Question, Reply};
 use crate::eplb::{Balancer, EplbStats};
+use crate::error::{Context, Result, ensure};
 
 impl DpEngine<'_> {
-    /// What load balancing has done; `None` without it.
+    /// The counters of load balancing; `None` without load balancing.
     pub fn eplb_stats(&self) -> Option<EplbStats> {
         self.balancer.as_ref().map(Balancer::stats)
     }
 
-    /// Which expert is in which slot of MoE layer `layer`; `None` where no map places its experts.
+    /// Which expert is in which slot of MoE layer `layer`; `None` if no map places its experts.
     pub fn expert_map(&self, layer: usize) -> Option<ExpertMap> {
         self.engine.runner.model.placed_experts(layer).map(|placed| placed.map())
     }
 
-    /// Moves the experts of a layer now, between two steps, in as many rounds like this one as it takes. Tokens do not
-    /// depend on it.
+    /// Moves the experts of a layer now, between two steps. It repeats rounds like `round` until the move has ended.
+    /// Tokens do not depend on the placement.
     ///
     /// # Errors
-    /// A placement that the slots cannot have, with nothing changed; experts that were not loaded to be moved; a rank that died.
+    /// A placement that the slots cannot have, in which case nothing changes; experts that were not loaded to be moved;
+    /// a rank that died.
     pub fn move_experts(&mut self, round: &MoveRound) -> Result<MoveStatus> {
         let MoveRound { layer, phy2log, .. } = round;
         let map =
@@ -39,11 +40,12 @@ impl DpEngine<'_> {
         }
     }
 
-    /// Tells the balancer of a step, and runs the round that it asks for.
+    /// Informs the balancer about a step, and runs the round that it asks for.
     pub(super) fn balance(&mut self, loads: &[StepLoad]) -> Result<()> {
         let Some(mut balancer) = self.balancer.take() else { return Ok(()) };
         let balanced = self.balance_by(&mut balancer, loads);
-        // After an error, too: the report of a run that fails tells what balancing has done.
+        // The balancer is put back even after an error, because the report of a failed run also shows the counters of
+        // balancing.
         self.balancer = Some(balancer);
         balanced
     }
@@ -55,7 +57,7 @@ impl DpEngine<'_> {
         balancer.moved(&status, start.elapsed())
     }
 
-    /// One round on all ranks.
+    /// Runs one round on all ranks.
     fn move_round(&mut self, round: &MoveRound) -> Result<MoveStatus> {
         self.or_fail(|ranks| ranks.round_of_all(round))
     }

@@ -1,33 +1,34 @@
-//! How many rows a step may have, and how many of prompts.
+//! How many rows a step may have, and how many of them may be rows of prompts.
 
-/// What bounds the rows of prompts in a step that decodes.
+/// The limit for rows of prompts in a step that also decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MixedLimit {
-    /// Decoding rows from which on the limit holds.
+    /// The limit applies from this number of decoding rows on.
     pub decode_rows: usize,
     pub prompt_rows: usize,
 }
 
-/// Decoding rows that wait for memory for most of a step on a GPU.
+/// With this many decoding rows, most of a step on a GPU is spent on reading memory.
 const MANY: usize = 128;
-/// Rows of prompts for each sequence that may run. Sequences that live for hundreds of steps need two or three to have successors
-/// in time; beside more, experts wait for the tensor cores rather than for their weights (docs/engine.md).
+/// Rows of prompts per step for each sequence that may run. Sequences that live for hundreds of steps need two or three
+/// to have successors in time. With more, experts are limited by the tensor cores instead of by reading their weights
+/// (docs/engine.md).
 const PROMPT_ROWS: usize = 4;
 
 impl MixedLimit {
     pub const NONE: Self = Self { decode_rows: usize::MAX, prompt_rows: usize::MAX };
 
-    /// The limit of a GPU on which `max_num_seqs` sequences may run.
+    /// The limit for a GPU on which `max_num_seqs` sequences may run.
     pub fn gpu(max_num_seqs: usize) -> Self {
         let prompt_rows = max_num_seqs.saturating_mul(PROMPT_ROWS);
         Self { decode_rows: MANY.max(max_num_seqs / 2), prompt_rows }
     }
 }
 
-/// Rows that a step may still get.
+/// The number of rows that a step may still get.
 pub(super) struct Budget {
     pub rows: usize,
-    /// Rows that prompts may still get.
+    /// The number of rows that prompts may still get.
     pub prompts: usize,
 }
 

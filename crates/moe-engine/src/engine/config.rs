@@ -1,37 +1,42 @@
-//! What an engine may use.
+//! The settings and limits of an engine.
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail, ensure};
-use model_runtime::{Exec, LayerStates, ModelInfo};
+use model_runtime::{Exec, ModelInfo};
 use moe_layer::MAX_STEP_TOKENS;
 use serde::{Deserialize, Serialize};
-use tracing::warn;
 
 use super::memory;
 use crate::eplb::EplbConfig;
+use crate::error::{Result, bail, ensure};
 
 /// Settings of an engine. Names are vLLM's.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct EngineConfig {
-    /// The most sequences that run at once.
+    /// The largest number of sequences that run at the same time.
     pub max_num_seqs: usize,
-    /// The most rows of a step: longer prompts are computed in chunks, beside what is decoding.
+    /// The largest number of rows in a step. Longer prompts are computed in chunks, together with the sequences that
+    /// are decoding.
     pub max_num_batched_tokens: usize,
     /// Which waiting sequence starts next.
     pub scheduling_policy: SchedulingPolicy,
-    /// The longest sequence, prompt and output, which the KV cache must hold; `None`: the model's
-    /// context, or as much of it as the KV cache holds.
+    /// The largest length of a sequence (prompt and output), which the KV cache must hold. With `None` it is the
+    /// model's context, or as much of it as the KV cache holds.
     pub max_model_len: Option<usize>,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Bytes of the KV cache, which are taken when the engine is made; `None`: 4 GiB, but at most half
-    /// of the memory that is free then; on a GPU nine tenths of what is free there, or less where the largest step needs more. Never more than all sequences need at full length.
+    /// Bytes of the KV cache, which are allocated when the engine is made. With `None` it is 4 GiB, but at most half of
+    /// the memory that is free then. On a GPU it is nine tenths of the free memory, or less if the largest step needs
+    /// more. It is never more than all sequences need at full length.
     pub kv_cache_memory: Option<usize>,
-    /// Bytes of the GPU that may be in use, as if it had no more: weights, KV cache, buffers, and what other programs take.
+    /// Limit of the memory in use on the GPU in bytes: weights, KV cache, buffers, and the memory of other programs.
+    /// The engine behaves as if the GPU had only this much memory.
     pub gpu_memory: Option<u64>,
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,
+    /// Bytes of the KV cache in which the recurrent states at the ends of prefixes are saved, for models whose layers
+    /// keep any: without them such models share no prefixes. With `None` it is a quarter of the cache.
+    pub prefix_state_memory: Option<usize>,
     /// Schedules a step before the tokens of the one before are known.
     pub async_scheduling: bool,
     /// Launches decode steps on a CUDA device one by one, not as a captured graph.
@@ -40,44 +45,44 @@ pub struct EngineConfig {
     pub count_experts: bool,
     /// Writes the expert counts to this file, as a heat trace.
     pub expert_heat: Option<PathBuf>,
-    /// Replaces the routing by an even one, for profiling; the seed varies it.
+    /// Replaces routing by an even spread, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
     /// Moves experts between ranks as their loads change; `None`: never.
     pub eplb: Option<EplbConfig>,
     /// Ranks whose KV caches share this machine's memory.
     pub ranks: usize,
-    /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
+    /// Runs a step without rows if there is nothing to compute, because the experts of other ranks wait for it.
     pub lockstep: bool,
 }
 
-/// In which order waiting sequences start. On the CPU no token depends on it.
+/// The order in which waiting sequences start. On the CPU no token depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SchedulingPolicy {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// The shortest last: one and a half times as many as run at once are kept for the end. These start by the number
-    /// of tokens that they may make, most first, as in list scheduling by longest processing time (Graham, 1969). At
-    /// the end of a file of requests no long one is then left to run alone, and steps stay full. A short request may
-    /// wait until all others run.
+    /// The shortest start last. One and a half times as many sequences as can run at the same time are kept for the
+    /// end. These start in the order of the number of tokens that they may generate, largest first, as in list
+    /// scheduling by longest processing time (Graham, 1969). So at the end of a file of requests no long request runs
+    /// alone, and steps stay full. A short request may wait until all others run.
     LongestFirst,
 }
 
 impl EngineConfig {
-    /// The largest [`max_num_seqs`](Self::max_num_seqs): launches that sample have a row of blocks for each sequence, of
-    /// which a GPU takes so many.
+    /// The largest [`max_num_seqs`](Self::max_num_seqs). Launches that sample have one grid row of blocks for each
+    /// sequence, and this is the limit of a GPU.
     pub const MAX_NUM_SEQS: usize = 65_535;
 
     /// The largest [`max_num_batched_tokens`](Self::max_num_batched_tokens).
     pub const MAX_NUM_BATCHED_TOKENS: usize = MAX_STEP_TOKENS;
 
-    /// Whether steps are counted: a trace of the counts asks for them, and so does balancing.
+    /// Whether steps are counted. A trace of the counts needs that, and so does balancing.
     pub fn counts(&self) -> bool {
         self.count_experts || self.expert_heat.is_some() || self.eplb.is_some()
     }
 
-    /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
-    /// sequences before they wait for each other.
+    /// The defaults for a device. A GPU can compute more rows in a step, and run more sequences, before a step takes
+    /// noticeably longer.
     pub fn for_device(ex: &Exec) -> Self {
         let default = Self::default();
         if ex.is_cuda() {
@@ -87,8 +92,8 @@ impl EngineConfig {
         }
     }
 
-    /// The defaults for a device and a model. Where keys and values of every head are made out of latent rows for each
-    /// step, a chunk of a long prompt makes them again for all chunks before it, so that chunks are longer.
+    /// The defaults for a device and a model. If each step computes the keys and values of every head from latent rows,
+    /// each chunk of a long prompt computes them again for all earlier chunks. So chunks are longer for such models.
     pub fn for_model(ex: &Exec, info: &ModelInfo) -> Self {
         let default = Self::for_device(ex);
         match ex.is_cuda() && info.states.have_latent_rows() {
@@ -97,73 +102,36 @@ impl EngineConfig {
         }
     }
 
-    /// Checks the settings against a model of this context; the longest sequence as far as the model is
-    /// concerned.
+    /// Checks the settings against a model with this context. Returns the length of the longest sequence that the model
+    /// allows.
     ///
     /// # Errors
-    /// A setting that no model, or not this one, can have; its flag is named.
+    /// A setting that no model, or not this model, supports; the error names its flag.
     pub fn check(&self, max_context_len: usize) -> Result<usize> {
         for (flag, value, most) in [
-            ("--max-num-seqs", self.max_num_seqs, Self::MAX_NUM_SEQS),
-            ("--max-num-batched-tokens", self.max_num_batched_tokens, Self::MAX_NUM_BATCHED_TOKENS),
-            ("--block-size", self.block_size, MAX_BLOCK_SIZE),
+            ("`max_num_seqs`", self.max_num_seqs, Self::MAX_NUM_SEQS),
+            ("`max_num_batched_tokens`", self.max_num_batched_tokens, Self::MAX_NUM_BATCHED_TOKENS),
+            ("`block_size`", self.block_size, MAX_BLOCK_SIZE),
         ] {
             ensure!((1..=most).contains(&value), "{flag} must be from 1 to {most}, got {value}");
         }
         match self.max_model_len {
-            Some(0) => bail!("--max-model-len 0: expected at least 1"),
+            Some(0) => bail!("`max_model_len` 0: expected at least 1"),
             Some(len) if len > max_context_len => {
-                bail!("--max-model-len {len}: expected 1 to {max_context_len}, the context of the model")
+                bail!("`max_model_len` {len}: expected 1 to {max_context_len}, the context of the model")
             }
             Some(len) => Ok(len),
             None => Ok(max_context_len),
         }
     }
 
-    /// Sizes the KV cache of a model with this context where `free` bytes are left, if that is known: at most what all sequences
-    /// can use at once. `budget` is what it may take without `kv_cache_memory`.
-    pub(crate) fn capacity(
-        &self,
-        states: &LayerStates,
-        max_context_len: usize,
-        free: Option<u64>,
-        budget: usize,
-    ) -> Result<Capacity> {
-        let context_len = self.check(max_context_len)?;
-        let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
-        let budget = self.kv_cache_memory.unwrap_or(budget);
-        // Slot numbers are 32 bits wide.
-        let addressable = (u32::MAX as usize - 1) / self.block_size;
-        let num_blocks = useful.min(states.blocks_in(budget, self.block_size)?).min(addressable);
-        let block_bytes = states.bytes_per_token()? * self.block_size;
-        ensure!(
-            num_blocks > 0,
-            "a KV cache of {budget} bytes holds no block: one of {} tokens needs {block_bytes} bytes; raise \
-             --kv-cache-memory or lower --block-size",
-            self.block_size,
-        );
-        let bytes = num_blocks.saturating_mul(block_bytes);
-        ensure!(
-            free.is_none_or(|free| bytes as u64 <= free),
-            "the KV cache of --kv-cache-memory needs {bytes} bytes, but only {} bytes of memory are available; ask \
-             for less",
-            free.unwrap_or_default()
-        );
-        // The last token of a sequence is never written to the cache.
-        let held = num_blocks * self.block_size + 1;
-        if held < context_len {
-            ensure!(self.max_model_len.is_none(), "{}", cut(bytes, held, context_len));
-        }
-        Ok(Capacity { num_blocks, bytes, context_len, max_model_len: context_len.min(held) })
-    }
-
-    /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
+    /// The bytes that are free for a rank on the device of `ex`, and the default size of a KV cache in them.
     pub(super) fn free_and_budget(&self, ex: &Exec) -> Result<(Option<u64>, usize)> {
         let free = memory::available(ex, self.gpu_memory)?.map(|free| free / self.ranks.max(1) as u64);
         Ok((free, Self::budget(free, ex.is_cuda())))
     }
 
-    /// What a KV cache takes by default of the bytes that are free for a rank.
+    /// The default size of a KV cache, if `free` bytes are free for a rank.
     pub(crate) fn budget(free: Option<u64>, on_gpu: bool) -> usize {
         let share =
             |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
@@ -182,6 +150,7 @@ impl Default for EngineConfig {
             kv_cache_memory: None,
             gpu_memory: None,
             enable_prefix_caching: true,
+            prefix_state_memory: None,
             async_scheduling: false,
             enforce_eager: false,
             count_experts: false,
@@ -194,40 +163,10 @@ impl Default for EngineConfig {
     }
 }
 
-/// What an engine has room for.
-pub(crate) struct Capacity {
-    /// Blocks of the KV cache.
-    pub num_blocks: usize,
-    /// Bytes of all of them.
-    pub bytes: usize,
-    /// The longest sequence that is asked for.
-    pub context_len: usize,
-    /// The longest sequence that also fits the KV cache.
-    pub max_model_len: usize,
-}
-
-impl Capacity {
-    /// Warns where the cache cannot hold a sequence of the whole context.
-    pub fn warn_if_cut(&self) {
-        let held = self.max_model_len;
-        if held < self.context_len {
-            let sizes = cut(self.bytes, held, self.context_len);
-            warn!("{sizes}; until then no sequence gets longer than {held} tokens");
-        }
-    }
-}
-
-fn cut(bytes: usize, held: usize, context_len: usize) -> String {
-    format!(
-        "the KV cache of {bytes} bytes holds {held} tokens, and a sequence may have {context_len}: raise --kv-cache-memory, or \
-         ask for shorter ones (--max-model-len, --max-new-tokens)"
-    )
-}
-
-/// The largest KV block: a larger one only wastes memory.
+/// The largest KV block. A larger one would only waste memory.
 const MAX_BLOCK_SIZE: usize = 1 << 16;
 
-/// As vLLM has it on CPUs; taking more would make the start slow without being asked for.
+/// The default of vLLM on CPUs. A larger cache would make the start slow without a request for it.
 const DEFAULT_BUDGET: usize = 4 << 30;
 
 #[cfg(test)]
@@ -238,9 +177,9 @@ mod tests {
     fn steps_have_limits() {
         type Set = fn(&mut EngineConfig, usize);
         let limits: [(&str, usize, Set); 3] = [
-            ("--max-num-seqs", 65_535, |config, n| config.max_num_seqs = n),
-            ("--max-num-batched-tokens", 1 << 24, |config, n| config.max_num_batched_tokens = n),
-            ("--block-size", 1 << 16, |config, n| config.block_size = n),
+            ("`max_num_seqs`", 65_535, |config, n| config.max_num_seqs = n),
+            ("`max_num_batched_tokens`", 1 << 24, |config, n| config.max_num_batched_tokens = n),
+            ("`block_size`", 1 << 16, |config, n| config.block_size = n),
         ];
         for (flag, most, set) in limits {
             let check = |n: usize| {

@@ -1,11 +1,13 @@
-//! Which data-parallel rank runs which request, and when it is given to it: plain data, apart from the engines.
+//! Decides which data-parallel rank runs which request, and when it gets the request. This is plain data, separate from
+//! the engines.
 //!
-//! A request waits here until a rank has room for it, and goes to the one with the least work then. So what has not started is
-//! bound to no rank. At the end of a run ranks then differ by what runs on them and by the few requests that stand
-//! ready there; were all requests given away when they are added, they would differ by how wrong the estimates of the work
-//! were, and by how much slower one rank is than another.
+//! A request waits here until a rank has room for it, and then goes to the rank with the least work. So a request that
+//! has not started belongs to no rank. At the end of a run, ranks differ only by the requests that they run and by a
+//! few that stand ready there. If all requests were given away when they are added, ranks would differ by the errors of
+//! the estimated work, and by how much slower one rank is than another.
 //!
-//! The order is the policy's over all ranks ([`start_order`](super::start_order)), as each engine has it over its own requests.
+//! The scheduling policy decides the order over all ranks ([`start_order`](super::start_order)), as each engine does
+//! over its own requests.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -24,35 +26,36 @@ pub(super) struct Assigned {
     pub request: Box<Request>,
 }
 
-/// The requests of all ranks, until they have ended.
+/// The requests of all ranks that have not ended.
 pub(super) struct Dispatcher {
     policy: SchedulingPolicy,
-    /// The longest sequence.
+    /// The length of the longest sequence.
     max_model_len: usize,
-    /// A rank with fewer choices than this takes another request.
+    /// A rank that has fewer choices than this gets another request.
     room: usize,
     ranks: Vec<Load>,
     waiting: BTreeMap<Turn, Waiting>,
-    /// How many waiting requests are kept for the end, and at most.
+    /// How many waiting requests are kept for the end: now, and at most.
     last: [usize; 2],
-    /// When waiting requests must end.
+    /// The times at which waiting requests must end.
     deadlines: BTreeSet<(Instant, Turn)>,
     requests: HashMap<RequestId, Known>,
-    /// Choices that have not ended.
+    /// The number of choices that have not ended.
     unfinished: usize,
     next_id: u64,
 }
 
-/// What a rank has to do.
+/// The work of a rank.
 #[derive(Clone, Copy, Default)]
 struct Load {
-    /// Choices that have not ended.
+    /// The number of choices that have not ended.
     unfinished: usize,
-    /// Tokens that they can come to.
+    /// The largest number of tokens that these choices can reach.
     work: usize,
 }
 
-/// The place in the queue, the lowest first: whether it is kept for the end, by most output; then the order of arrival.
+/// The position in the queue, lowest first. The fields are: whether the request is kept for the end, then its output
+/// length (longest first), then the order of arrival.
 type Turn = (bool, Reverse<usize>, u64);
 
 struct Waiting {
@@ -71,11 +74,11 @@ struct Known {
     place: Place,
     /// Its choices that have not ended.
     unfinished: usize,
-    /// Tokens that each of them can come to.
+    /// The largest number of tokens that each of them can reach.
     work: usize,
-    /// Tokens of its prompt.
+    /// Number of tokens in its prompt.
     prompt: usize,
-    /// All of its choices, and those of them that have ended.
+    /// The number of its choices, and which of them have ended.
     choices: usize,
     ended: BTreeSet<usize>,
 }
@@ -87,8 +90,9 @@ enum Place {
 }
 
 impl Dispatcher {
-    /// Ranks of which each may run `max_num_seqs` sequences. One rank alone takes everything at once. Several get a quarter
-    /// more than they can run: it stands ready for places that become free before more can be given.
+    /// Makes a dispatcher for ranks that may each run `max_num_seqs` sequences. A single rank gets all requests at
+    /// once. Several ranks get a quarter more than they can run; the additional requests stand ready for places that
+    /// become free before the dispatcher can give others.
     pub fn new(
         policy: SchedulingPolicy,
         num_ranks: usize,
@@ -113,12 +117,12 @@ impl Dispatcher {
         }
     }
 
-    /// The longest sequence, prompt and output.
+    /// The largest length of a sequence, prompt and output.
     pub fn max_model_len(&self) -> usize {
         self.max_model_len
     }
 
-    /// Takes a request.
+    /// Adds a request.
     pub fn add(&mut self, request: Request) -> RequestId {
         let id = RequestId(self.next_id);
         self.next_id += 1;
@@ -150,7 +154,7 @@ impl Dispatcher {
         id
     }
 
-    /// Moves the longest of the requests that are kept for the end to the ones that start as they came.
+    /// Moves the longest request from the ones that are kept for the end to the ones that start in order of arrival.
     fn release_longest(&mut self) {
         let first_of_last = (true, Reverse(usize::MAX), 0);
         let Some((&turn, _)) = self.waiting.range(first_of_last..).next() else { return };
@@ -167,8 +171,8 @@ impl Dispatcher {
         self.last[0] -= 1;
     }
 
-    /// The next request that a rank is to be given, if one has room. One whose time is over goes in any case: the rank
-    /// ends it like any other.
+    /// The next request for a rank, if a rank has room. A request whose time is over is given away in any case: the
+    /// rank then ends it like any other.
     pub fn next(&mut self, now: Instant) -> Option<Assigned> {
         let late = self.deadlines.first().filter(|(deadline, _)| *deadline <= now).map(|(_, turn)| *turn);
         let has_room = || self.ranks.iter().any(|rank| rank.unfinished < self.room);
@@ -177,7 +181,7 @@ impl Dispatcher {
         self.assign(turn, now)
     }
 
-    /// Gives a request that still waits to a rank now.
+    /// Gives a waiting request to a rank now.
     pub fn hurry(&mut self, id: RequestId) -> Option<Assigned> {
         match self.requests.get(&id)?.place {
             Place::Waiting(turn) => self.assign(turn, Instant::now()),
@@ -185,7 +189,7 @@ impl Dispatcher {
         }
     }
 
-    /// The rank that runs a request; `None` if none does.
+    /// The rank that runs a request; `None` if no rank does.
     pub fn rank_of(&self, id: RequestId) -> Option<usize> {
         match self.requests.get(&id)?.place {
             Place::Waiting(_) => None,
@@ -232,7 +236,8 @@ impl Dispatcher {
         }
     }
 
-    /// The tokens of the prompt of a request that this rank runs, of which this choice has not ended; `None` if there is none.
+    /// The length of the prompt of a request that this rank runs and whose choice `choice` has not ended; `None` if
+    /// there is none.
     pub fn prompt_of(&self, rank: usize, request: RequestId, choice: usize) -> Option<usize> {
         let known = self.requests.get(&request)?;
         let runs = matches!(known.place, Place::Rank(place) if place == rank);
@@ -288,14 +293,14 @@ mod tests {
 
     #[test]
     fn a_rank_gets_more_when_it_has_room_and_the_least_work() {
-        // Four sequences and one that stands ready, on each of two ranks.
+        // Four sequences and one that stands ready, on each of the two ranks.
         let mut dispatcher = Dispatcher::new(FCFS, 2, 4, 100);
         let ids: Vec<RequestId> = [90, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
             .map(|max_tokens| dispatcher.add(request(5, max_tokens)))
             .to_vec();
         let (first, second): (Vec<_>, Vec<_>) =
             given(&mut dispatcher).into_iter().partition(|(rank, _)| *rank == 0);
-        // The second rank is full while it still has less work than the first.
+        // The second rank is full although it still has less work than the first.
         assert_eq!(second, [1, 2, 3, 4, 5].map(|id| (1, id)));
         assert_eq!(first, [0, 6, 7, 8, 9].map(|id| (0, id)));
         assert_eq!(given(&mut dispatcher), []);
@@ -319,7 +324,8 @@ mod tests {
         for (prompt, max_tokens) in [(1, Some(3)), (1, Some(9)), (40, None), (1, Some(9)), (1, Some(30))] {
             dispatcher.add(Request { max_tokens, ..request(prompt, 1) });
         }
-        // A quarter of one is one more. The long prompt leaves room for ten tokens. The two shortest are kept for the end.
+        // A quarter of one is rounded up to one. The long prompt leaves room for ten tokens. The two shortest are kept
+        // for the end.
         assert_eq!(given(&mut dispatcher), [(0, 1), (1, 2), (0, 4), (1, 3)]);
         let several = dispatcher.add(Request { n: 3, ..request(1, 45) });
         dispatcher.reported(&end(RequestId(4)));

@@ -1,12 +1,12 @@
-//! The engines of all data-parallel ranks as one: requests are spread by the work that they can
-//! come to, and what a request gives does not depend on where it runs.
+//! The engines of all data-parallel ranks as one engine. Requests are distributed by the work that they can reach, and
+//! the output of a request does not depend on its rank.
 //!
-//! Each rank has a scheduler, a prefix cache and a KV cache of its own. The first one's steps run on the caller's thread, in
-//! [`DpEngine::step`]; the others are [`Peers`], on threads or in processes.
+//! Each rank has its own scheduler, prefix cache and KV cache. The steps of the first rank run on the caller's thread,
+//! in [`DpEngine::step`]. The other ranks are [`Peers`], on threads or in processes.
 //!
 //! - With expert parallelism ranks step in lockstep: one without requests runs steps without rows until all are done.
-//! - Without it no rank waits for another. Peers run their steps by themselves as long as they have something to do, and
-//!   a call returns what has come of them beside the first rank's step.
+//! - Without it no rank waits for another. Peers run their steps by themselves as long as they have requests, and a
+//!   call returns their new outputs together with the outputs of the first rank's step.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
 use moe_layer::ExpertTraffic;
@@ -22,32 +21,31 @@ use moe_layer::ExpertTraffic;
 use super::dispatch::{Assigned, Dispatcher};
 use super::peers::Peers;
 use super::serve::{Question, Reply, Stepped};
-use super::{
-    Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts, replies,
-    step_memory,
-};
+use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts};
+use super::{replies, step_memory};
 use crate::eplb::Balancer;
+use crate::error::{Context, Result, bail, failed};
 use crate::heat::{HeatWriter, Stage};
 use crate::panic_text;
 use crate::parallel::{AbortOnPanic, Replica};
 use crate::structured::{Grammars, Precompiler};
 use crate::tokenizer::Tokenizer;
 
-/// A model, where it runs, and its place among all ranks.
+/// A model, the context in which it runs, and the communicator of all ranks.
 type First<'m> = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>);
 
 /// Runs requests on the replicas of a model.
 pub struct DpEngine<'m> {
     /// The first rank's engine.
     pub(super) engine: Engine<'m>,
-    /// What fails all ranks.
+    /// The communicator by which all ranks fail together.
     world: Arc<dyn Communicator>,
     pub(super) peers: Peers,
     lockstep: bool,
     dispatcher: Dispatcher,
-    /// What has come of each rank: the first, then the peers.
+    /// What has arrived from each rank: first the first rank, then the peers.
     arrived: Vec<Arrived>,
-    /// Why nothing runs any more.
+    /// Why the engine has stopped.
     failure: Option<String>,
     /// Steps of several ranks whose experts were counted.
     steps: u64,
@@ -56,18 +54,18 @@ pub struct DpEngine<'m> {
     pub(super) balancer: Option<Balancer>,
 }
 
-/// What has come of a rank, and was not handed on yet.
+/// The data that has arrived from a rank and was not returned yet.
 #[derive(Default)]
 struct Arrived {
     outputs: Vec<Output>,
     loads: Vec<StepLoad>,
-    /// Whether nothing else comes, unless it gets a request.
+    /// Whether nothing else will come, unless the rank gets a request.
     last: bool,
 }
 
 impl<'m> DpEngine<'m> {
-    /// An engine for a replica and one for each of the `others`, which run on threads. Without a tokenizer outputs have no text, and stop
-    /// strings and structured output are refused.
+    /// An engine for one replica and one for each of the `others`, which run on threads. Without a tokenizer outputs
+    /// have no text, and stop strings and structured output are refused.
     ///
     /// # Errors
     /// Settings that do not fit the model or the machine.
@@ -105,7 +103,7 @@ impl<'m> DpEngine<'m> {
             true if step_memory::is_tight(model, config, &ex)? => {
                 let _guard = AbortOnPanic(world.as_ref());
                 let measured = peers.measure(config, || step_memory::measure(model, config, &mut ex));
-                // The others wait for this rank in the middle of the step.
+                // If this rank fails, the others would wait for it in the middle of the step.
                 Some(measured.inspect_err(|e| world.abort(&format!("{e:#}")))?)
             }
             true => None,
@@ -113,7 +111,7 @@ impl<'m> DpEngine<'m> {
         let mut engine = Engine::with_budget(model, ex, texts, config, budget)?;
         let balancer = config.eplb.as_ref().map(|eplb| Balancer::new(model, eplb)).transpose()?;
         let max_model_len = peers.start(config, text, engine.max_model_len())?;
-        // A request is the same on every rank.
+        // A request has the same limits on every rank.
         engine.limit(max_model_len);
         let ranks = 1 + peers.len();
         let idle = || Arrived { last: true, ..Arrived::default() };
@@ -132,28 +130,28 @@ impl<'m> DpEngine<'m> {
         })
     }
 
-    /// The longest sequence, prompt and output, that every rank can run.
+    /// The largest length of a sequence (prompt and output) that every rank can run.
     pub fn max_model_len(&self) -> usize {
         self.dispatcher.max_model_len()
     }
 
-    /// What compiles grammars of structured output ahead of this engine, on a thread of the caller's, in a process of
-    /// `program` first: this library's own, as [`crate::chat::this_program`] names it, which calls
-    /// [`crate::structured::serve`]. `None` without a tokenizer.
+    /// Compiles grammars of structured output ahead of this engine, on a thread of the caller. `program` compiles them
+    /// first in a separate process: it is the program of this library, as [`crate::chat::this_program`] returns it, and
+    /// calls [`crate::structured::serve`]. `None` without a tokenizer.
     pub fn precompiler(&self, program: PathBuf) -> Option<Precompiler> {
         let (grammars, tokenizer) = self.engine.grammars.clone().zip(self.engine.tokenizer.clone())?;
         Some(Precompiler::new(grammars, tokenizer, program))
     }
 
-    /// Takes a request, or says why not; then nothing has changed. It goes to the rank with the least work as soon as one
-    /// has room.
+    /// Adds a request, or returns why it is refused; then nothing has changed. The request goes to the rank with the
+    /// least work as soon as a rank has room.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
         self.engine.check(&request)?;
         Ok(self.dispatcher.add(request))
     }
 
-    /// Ends a request with what it has; its last outputs come with a next step. An unknown or
-    /// finished one is left alone.
+    /// Ends a request with the output that it has. Its last outputs come with a later step. An unknown or finished
+    /// request is ignored.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
         self.or_fail(|ranks| {
             if let Some(assigned) = ranks.dispatcher.hurry(request) {
@@ -167,7 +165,7 @@ impl<'m> DpEngine<'m> {
         })
     }
 
-    /// Whether nothing is left to run or to report.
+    /// Whether there is nothing left to run or to report.
     pub fn is_idle(&self) -> bool {
         let told = |rank: &Arrived| rank.last && rank.outputs.is_empty() && rank.loads.is_empty();
         self.dispatcher.is_empty() && self.engine.is_idle() && self.arrived.iter().all(told)
@@ -178,19 +176,19 @@ impl<'m> DpEngine<'m> {
         self.dispatcher.num_unfinished()
     }
 
-    /// Runs a step, and returns what is new, rank by rank. In lockstep every rank runs one. Else the first rank runs
-    /// one, if it has something to do, and what the others have finished meanwhile comes along; if it has nothing to
-    /// do, the call waits until another rank has finished a step.
+    /// Runs a step, and returns the new outputs, rank by rank. In lockstep every rank runs a step. Otherwise the first
+    /// rank runs one, if it has requests, and the outputs that the other ranks have finished are returned with it. If
+    /// the first rank has nothing to do, the call waits until another rank has finished a step.
     ///
     /// # Errors
-    /// Only what ends all requests: the model cannot run, or a rank died.
+    /// Only errors that end all requests: the model cannot run, or a rank died.
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.or_fail(Self::run_step)
     }
 
     fn run_step(&mut self) -> Result<Vec<Output>> {
         if !self.lockstep {
-            // A rank that has finished something has room.
+            // A rank that has finished a request has room again.
             self.receive(false)?;
         }
         while let Some(assigned) = self.dispatcher.next(Instant::now()) {
@@ -227,7 +225,8 @@ impl<'m> DpEngine<'m> {
         self.receive(!has_work && others_run && nothing_came)
     }
 
-    /// Runs this process's part of what all ranks do. A panic ends the run by its name where others take part.
+    /// Runs this process's part of work that all ranks share. If other ranks take part, a panic ends the run, with the
+    /// name of this rank.
     pub(super) fn run_here<T>(&mut self, work: impl FnOnce(&mut Engine<'m>) -> Result<T>) -> Result<T> {
         let guarded = || {
             let _guard = AbortOnPanic(self.world.as_ref());
@@ -237,12 +236,12 @@ impl<'m> DpEngine<'m> {
             return guarded();
         }
         let panicked = |panic: Box<dyn Any + Send>| {
-            Err(anyhow!("rank {} panicked: {}", self.world.rank(), panic_text(&*panic)))
+            Err(failed!("rank {} panicked: {}", self.world.rank(), panic_text(&*panic)))
         };
         catch_unwind(AssertUnwindSafe(guarded)).unwrap_or_else(panicked)
     }
 
-    /// Does what all ranks take part in; an error ends the run on all of them, once and for all.
+    /// Runs work in which all ranks take part. An error ends the run permanently on all of them.
     pub(super) fn or_fail<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(failure) = &self.failure {
             bail!("{failure}");
@@ -266,16 +265,16 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Takes in what has come of the first rank's step.
+    /// Adds the results of the first rank's step.
     fn arrive(&mut self, stepped: Stepped) {
         stepped.outputs.iter().for_each(|output| self.dispatcher.reported(output));
         self.keep(0, stepped);
     }
 
-    /// Takes in what a peer has said.
+    /// Adds a report of a peer.
     ///
     /// # Errors
-    /// It says what cannot be.
+    /// The report is invalid.
     fn arrive_from(&mut self, peer: usize, stepped: Stepped) -> Result<()> {
         let (info, who) =
             (self.engine.info, || format!("rank {} tells what cannot be", self.peers.rank(peer)));
@@ -293,11 +292,11 @@ impl<'m> DpEngine<'m> {
         let arrived = &mut self.arrived[rank];
         arrived.outputs.extend(stepped.outputs);
         arrived.loads.extend(stepped.loads);
-        // It may not have seen its latest requests when it said so.
+        // The peer may not have seen its latest requests when it sent this.
         arrived.last = stepped.idle && !self.dispatcher.is_busy(rank);
     }
 
-    /// Takes in what peers have finished; waits for the first of it if asked to.
+    /// Adds the outputs that peers have finished. With `wait` it waits for the first one.
     fn receive(&mut self, mut wait: bool) -> Result<()> {
         while let Some((peer, reply)) = self.next(wait)? {
             let Reply::Stepped(stepped) = reply else { return Err(self.peers.unasked(peer)) };
@@ -307,8 +306,8 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// The answers of all peers, by number, to the question that they were told last; what comes of their steps meanwhile is
-    /// kept.
+    /// The answers of all peers, by number, to the last question to them. Outputs of their steps that arrive in between
+    /// are kept.
     pub(super) fn answers(&mut self) -> Result<Vec<(usize, Reply)>> {
         let mut answers = Vec::with_capacity(self.peers.len());
         while answers.len() < self.peers.len() {
@@ -320,12 +319,12 @@ impl<'m> DpEngine<'m> {
         Ok(answers)
     }
 
-    /// What a peer says next. That one has failed is told as the world tells it, by the name of the rank.
+    /// The next reply of a peer. The failure of a peer is reported as the world reports it, with the rank's number.
     fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
         self.peers.next(wait).map_err(|e| self.world.check().err().map_or(e, Into::into))
     }
 
-    /// Runs until every request has ended, and shows each output to `on_output`.
+    /// Runs until every request has ended, and passes each output to `on_output`.
     pub fn run(&mut self, mut on_output: impl FnMut(Output)) -> Result<()> {
         while !self.is_idle() {
             self.step()?.into_iter().for_each(&mut on_output);
@@ -333,8 +332,8 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Counters and times so far, of all ranks, each after the step that it runs; of the first rank alone if another
-    /// is gone, which the next step reports.
+    /// Counters and times of all ranks so far, each after the step that it is running. If a rank is gone, they are the
+    /// first rank's only, and the next step reports the error.
     pub fn stats(&mut self) -> Stats {
         let mut total = self.engine.stats();
         let answers = self.or_fail(|ranks| {
@@ -356,7 +355,7 @@ impl<'m> DpEngine<'m> {
         Ok(stats)
     }
 
-    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    /// The cost of experts in host memory so far; `None` if all experts are on the device. It waits for the device.
     ///
     /// # Errors
     /// Any error of the device.
@@ -364,13 +363,14 @@ impl<'m> DpEngine<'m> {
         Ok(self.engine.runner.model.expert_traffic()?)
     }
 
-    /// The expert counts that the last step has collected, if they are counted: in lockstep one count for all ranks
-    /// together, else a count for each step of a rank.
+    /// The expert counts of the last step, if experts are counted. In lockstep it is one count for all ranks together,
+    /// otherwise one count for each step of a rank.
     pub fn take_step_loads(&mut self) -> Vec<StepLoad> {
         std::mem::take(&mut self.step_loads)
     }
 
-    /// The expert counts that have come, once they are in the trace; in lockstep all ranks' counts are added up to one.
+    /// Writes the expert counts that have arrived to the trace and returns them. In lockstep the counts of all ranks
+    /// are added up.
     fn keep_loads(&mut self) -> Result<Vec<StepLoad>> {
         let mut loads: Vec<StepLoad> =
             self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.loads)).collect();

@@ -1,9 +1,8 @@
-//! What a new token does to its sequence, and how sequences end.
+//! The effect of a new token on its sequence, and the ends of sequences.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::Result;
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs};
 
 use super::Engine;
@@ -11,9 +10,10 @@ use super::bad_words::{self, BadWords};
 use super::plan::{Key, Part};
 use super::request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 use super::sequence::{Checked, Sequence};
+use crate::error::Result;
 use crate::structured::Grammar;
 
-/// The most choices of a request.
+/// The largest number of choices in a request.
 const MAX_CHOICES: usize = 16384;
 
 impl Engine<'_> {
@@ -28,11 +28,13 @@ impl Engine<'_> {
             return refuse("stop", "empty without a tokenizer", format!("{:?}", request.stop));
         }
         self.check_routing(request)?;
-        // What is asked for must fit the KV cache; without a wish the answer gets what is there.
+        // The requested tokens must fit the KV cache. Without a requested number the answer gets all the room that
+        // there is.
         let asked =
             request.max_tokens.map_or(0, |max| prompt.len().saturating_add(max).min(self.context_len));
         if asked > max_model_len {
-            // The last token of a sequence is never written to the cache. Another rank's may be the smallest.
+            // The last token of a sequence is never written to the cache. The cache of another rank may be the
+            // smallest.
             let block_size = self.block_size;
             let [needed, blocks] = [asked, max_model_len].map(|len| (len - 1).div_ceil(block_size));
             return Err(RequestError::KvCacheTooSmall { tokens: asked, needed, blocks, block_size });
@@ -77,7 +79,7 @@ impl Engine<'_> {
             );
         }
         if self.runner.force_balance.is_some() {
-            let expected = "left out with --force-balance, which dictates the experts too";
+            let expected = "left out with `force_balance`, which dictates the experts too";
             return refuse("routed_experts", expected, "some");
         }
         match replay.check(replay.tokens(), layers, top_k, experts) {
@@ -132,7 +134,7 @@ impl Engine<'_> {
     ) -> Result<()> {
         let Some(sequence) = self.scheduler.get_mut(part.key) else { return Ok(()) };
         match logprobs {
-            // Rows that are computed again are known already.
+            // Rows that are computed again after a preemption are already known.
             Ok(rows) => {
                 let known = sequence.prompt_logprobs.len().saturating_sub(part.start);
                 sequence.prompt_logprobs.extend(rows.into_iter().skip(known));
@@ -153,7 +155,7 @@ impl Engine<'_> {
         sampled: Result<Sampled, SamplingError>,
         outputs: &mut Vec<Output>,
     ) -> Result<()> {
-        // A sequence that has ended meanwhile ignores what was still under way.
+        // If the sequence has ended, steps that are still running are ignored.
         let Some(sequence) = self.scheduler.get_mut(key) else { return Ok(()) };
         let sampled = match sampled {
             Ok(sampled) => sampled,
@@ -217,10 +219,10 @@ impl Engine<'_> {
 }
 
 impl Request {
-    /// Checks the prompt for a model of this vocabulary, and sequences of at most `max_model_len` tokens.
+    /// Checks the prompt for a model with this vocabulary, and for sequences of at most `max_model_len` tokens.
     ///
     /// # Errors
-    /// No token, too many, or one that the vocabulary does not have.
+    /// The prompt has no token, too many tokens, or a token that is not in the vocabulary.
     pub fn check_prompt(&self, vocab_size: usize, max_model_len: usize) -> Result<(), RequestError> {
         let prompt = &self.prompt;
         if prompt.is_empty() {
@@ -237,11 +239,10 @@ impl Request {
         }
     }
 
-    /// Whether its parameters are in their ranges, whatever its prompt is: what can be known before a
-    /// model is loaded.
+    /// Checks that the parameters are in their ranges, whatever the prompt is. This needs no loaded model.
     ///
     /// # Errors
-    /// The first parameter that is not.
+    /// The first parameter that is out of its range.
     pub fn check_parameters(&self, vocab_size: usize) -> Result<(), RequestError> {
         self.sampling.validate(vocab_size)?;
         if !(1..=MAX_CHOICES).contains(&self.n) {
@@ -260,7 +261,7 @@ impl Request {
     }
 }
 
-/// The end of a choice that has computed nothing.
+/// The last output of a choice that has computed nothing.
 fn without_tokens(request: RequestId, choice: usize, finish: FinishReason) -> Output {
     Output {
         request,
@@ -283,7 +284,7 @@ fn refuse<T>(
     Err(RequestError::Parameter { name, expected: expected.into(), got: got.to_string() })
 }
 
-/// What is new of a sequence.
+/// The new output of a sequence.
 fn news(
     sequence: &mut Sequence,
     token: Option<Sampled>,

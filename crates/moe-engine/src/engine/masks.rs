@@ -1,5 +1,4 @@
-//! What texts may go on with, where a grammar or bad words say it: masks over the vocabulary, and their place on a CUDA
-//! device.
+//! Masks over the vocabulary for texts that a grammar or bad words restrict, and their memory on a CUDA device.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -19,19 +18,20 @@ use super::plan::{Key, Part, StepResult};
 use super::sequence::Sequence;
 use crate::structured::Mask;
 
-/// The tokens that may come next, all without a mask; or why none may.
+/// The tokens that may come next; `None` allows all. The error says why no token is allowed.
 pub(super) type MaskResult = std::result::Result<Option<Mask>, String>;
 
-/// A token that a step samples.
+/// A token that a step will sample.
 pub(super) struct Next<'a> {
     pub sequence: &'a Sequence,
     /// Its output position.
     pub position: usize,
-    /// What was generated before it.
+    /// The tokens that were generated before it.
     pub output: Cow<'a, [u32]>,
 }
 
-/// The tokens that the parts of a step sample, in the order of its rows of logits. `before` holds the tokens that are not collected yet.
+/// The tokens that the parts of a step will sample, in the order of its rows of logits. `before` has the tokens that
+/// are not collected yet.
 pub(super) fn next_tokens<'a>(
     parts: &[Part],
     sequences: &HashMap<Key, &'a Sequence>,
@@ -44,7 +44,7 @@ pub(super) fn next_tokens<'a>(
     sampled.map(next).collect()
 }
 
-/// The mask of each token, side by side; `None` without structured output and bad words.
+/// The mask of each token, computed in parallel; `None` without structured output and bad words.
 pub(super) fn masks(tokens: &[Next], ex: &Exec) -> Vec<MaskResult> {
     if tokens.iter().all(|next| !next.sequence.has_mask()) {
         return tokens.iter().map(|_| Ok(None)).collect();
@@ -53,7 +53,8 @@ pub(super) fn masks(tokens: &[Next], ex: &Exec) -> Vec<MaskResult> {
     ex.install(|| tokens.par_iter().map(|next| next.sequence.mask(&next.output)).collect())
 }
 
-/// Masks over a vocabulary of `vocab_size` tokens side by side, [R, ceil(V / 32)] u32. A row without one may have any token.
+/// Masks over a vocabulary of `vocab_size` tokens, one after the other, [R, ceil(V / 32)] u32. A row without a mask
+/// allows every token.
 #[cfg(feature = "cuda")]
 pub(super) fn pack(masks: &[MaskResult], vocab_size: usize, ex: &Exec) -> Vec<u32> {
     let words = vocab_size.div_ceil(u32::BITS as usize).max(1);
@@ -73,14 +74,14 @@ pub(super) struct DeviceMasks {
     bits: Buffer,
     /// Words of a mask.
     words: usize,
-    /// Two steps in turn.
+    /// Two buffers, which steps use in turn.
     pinned: [PinnedWords; 2],
     turn: usize,
 }
 
 #[cfg(feature = "cuda")]
 impl DeviceMasks {
-    /// For steps of at most `rows` sampled rows.
+    /// Makes masks for steps of at most `rows` sampled rows.
     pub fn new(rows: usize, vocab_size: usize, ex: &Exec) -> Result<Self> {
         let words = vocab_size.div_ceil(u32::BITS as usize);
         let pinned = || ex.pinned(rows * words);
@@ -89,7 +90,7 @@ impl DeviceMasks {
         Ok(Self { bits, words, pinned, turn: 0 })
     }
 
-    /// Copies the masks of a step's rows, one behind the other; returns at once.
+    /// Copies the masks of a step's rows, one after the other, and returns at once.
     pub fn upload(&mut self, masks: &[u32], ex: &Exec) -> Result<()> {
         let rows = masks.len() / self.words.max(1);
         let most = self.bits.dims()[0];

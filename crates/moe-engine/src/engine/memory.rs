@@ -1,18 +1,19 @@
-//! How much memory this process may still take: what the machine has, and what its control groups
-//! (containers, jobs) allow.
+//! How much memory this process may still use: what the machine has, and what its control groups (containers, jobs)
+//! allow.
 
 use std::fs;
 use std::path::Path;
 
-use anyhow::Result;
+use crate::error::Result;
 #[cfg(any(test, feature = "cuda"))]
-use anyhow::ensure;
+use crate::error::ensure;
 use model_runtime::Exec;
 
-/// Bytes that are free where `ex` runs; on a GPU as on one with `gpu_memory` bytes, if that is less than it has.
+/// Bytes that are free on the device of `ex`. A GPU is treated as if it had `gpu_memory` bytes, if that is less than
+/// its memory.
 ///
 /// # Errors
-/// More than `gpu_memory` is in use.
+/// More than `gpu_memory` bytes are in use.
 pub(crate) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64>> {
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
@@ -23,35 +24,35 @@ pub(crate) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64
     Ok(host())
 }
 
-/// What is free of a GPU of `total` bytes if it had `limit` bytes.
+/// The free bytes of a GPU with `total` bytes if it had only `limit` bytes.
 #[cfg(any(test, feature = "cuda"))]
 fn free_of(free: u64, total: u64, limit: Option<u64>) -> Result<u64> {
     let used = total.saturating_sub(free);
     let limit = limit.unwrap_or(total).min(total);
     ensure!(
         used < limit,
-        "--gpu-memory {limit}: {used} bytes of the GPU are in use already, by the weights and whatever else runs there; allow \
-         more, keep experts in host memory (--expert-offload), or take a smaller or a quantised model"
+        "`gpu_memory` {limit}: {used} bytes of the GPU are in use already, by the weights and whatever else runs there; allow \
+         more, keep experts in host memory (`expert_offload`), or take a smaller or a quantised model"
     );
     Ok(limit - used)
 }
 
-/// Bytes of host memory that can be used without swapping or being killed; `None` where the system does not say.
+/// Bytes of host memory that can be used without swapping or being killed; `None` if the system does not report it.
 pub fn host() -> Option<u64> {
     let machine = machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     Some(machine.min(allowed(&groups, Path::new("/sys/fs/cgroup"))))
 }
 
-/// Linux' own estimate.
+/// The estimate of Linux.
 fn machine(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
 
-/// What is left of the tightest limit of the control groups in `/proc/self/cgroup`, version 1 or 2.
-/// A container may not see its own path, only its group as the root, so all ancestors are asked.
+/// The remainder of the tightest limit among the control groups in `/proc/self/cgroup`, version 1 or 2. A container may
+/// not see its own path, only its group as the root, so all ancestors are checked.
 fn allowed(groups: &str, root: &Path) -> u64 {
     let mut least = u64::MAX;
     for group in groups.lines() {
@@ -69,7 +70,7 @@ fn allowed(groups: &str, root: &Path) -> u64 {
     least
 }
 
-/// What one group may still take. Cached files that nobody has used for a while give way.
+/// The memory that one group may still use. Cached files that were not used for a while count as free.
 fn left(group: &Path, limit: &str, usage: &str) -> Option<u64> {
     let number = |file: &str| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
     let limit = number(limit)?;
@@ -96,7 +97,7 @@ mod tests {
         assert_eq!(free_of(90, 100, Some(24)).unwrap(), 14);
         assert_eq!(free_of(90, 100, Some(200)).unwrap(), 90);
         let e = free_of(70, 100, Some(24)).unwrap_err().to_string();
-        assert!(e.starts_with("--gpu-memory 24: 30 bytes"), "{e}");
+        assert!(e.starts_with("`gpu_memory` 24: 30 bytes"), "{e}");
     }
 
     #[test]

@@ -13,6 +13,7 @@
 mod bad_words;
 mod balance;
 mod budget;
+mod capacity;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
@@ -40,6 +41,7 @@ pub(crate) mod serve;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
 mod start_order;
+mod states;
 mod stats;
 mod step_memory;
 mod text;
@@ -50,12 +52,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 use tracing::trace_span;
 
+use crate::error::{Context, Result};
 use crate::structured::{Constraint, Grammars};
 use crate::tokenizer::Tokenizer;
 
@@ -68,18 +70,18 @@ pub use memory::host as host_memory;
 pub use prompt_progress::PromptProgress;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub(crate) use serve::serve;
-pub use stats::{Histogram, Stats};
+pub use stats::{Histogram, SavedStates, Stats};
 
 use bad_words::BadWordLists;
 use budget::MixedLimit;
-use config::Capacity;
+use capacity::Capacity;
 use plan::StepResult;
 use runner::Runner;
 use scheduler::{Limits, Scheduler};
 use sequence::{Checked, Sequence};
 use text::TextOutput;
 
-/// What makes text of tokens and holds texts to a grammar.
+/// The tokenizer, which makes text of tokens, and the grammars to which texts are restricted.
 type Texts = (Option<Tokenizer>, Option<Arc<Grammars>>);
 
 /// Runs requests on a model.
@@ -90,22 +92,22 @@ pub struct Engine<'m> {
     grammars: Option<Arc<Grammars>>,
     /// Prepares the bad words of requests, for the tokenizer.
     bad_words: Option<BadWordLists>,
-    /// The longest sequence that was asked for, and the longest that the KV cache holds.
+    /// The requested length of the longest sequence, and the length of the longest that the KV cache holds.
     context_len: usize,
     max_model_len: usize,
     block_size: usize,
     scheduler: Scheduler,
     runner: Runner<'m>,
     next_id: u64,
-    /// When requests with a timeout must end.
+    /// The times at which requests with a timeout must end.
     deadlines: BTreeMap<u64, Instant>,
-    /// Ends that happened between steps.
+    /// Outputs of sequences that ended between steps.
     ended: Vec<Output>,
     start: Instant,
     stats: Stats,
-    /// Expert counts of steps that nobody has taken yet.
+    /// Expert counts of steps that were not taken yet.
     step_loads: Vec<StepLoad>,
-    /// Other ranks take part in every step.
+    /// Whether other ranks take part in every step.
     lockstep: bool,
 }
 
@@ -114,17 +116,17 @@ pub struct Engine<'m> {
 pub struct StepLoad {
     /// Number of the step, from 0.
     pub step: u64,
-    /// Rows that were the newest token of a sequence, and other rows.
+    /// Number of rows that were the newest token of a sequence.
     pub decode_rows: usize,
-    /// Rows of prompts (or of what is computed again).
+    /// Number of rows of prompts (or of tokens that are computed again).
     pub prefill_rows: usize,
     /// The counts.
     pub counts: ExpertHeat,
 }
 
 impl<'m> Engine<'m> {
-    /// An engine on a model. Without a tokenizer outputs have no text, and stop strings and structured output are refused. It writes no trace
-    /// of expert counts: [`DpEngine`] does.
+    /// An engine on a model. Without a tokenizer outputs have no text, and stop strings and structured output are
+    /// refused. It writes no trace of expert counts; [`DpEngine`] does.
     pub fn new(
         model: &'m dyn CausalLm,
         mut ex: Exec,
@@ -136,8 +138,8 @@ impl<'m> Engine<'m> {
         Self::with_budget(model, ex, (tokenizer, grammars), config, budget)
     }
 
-    /// Like [`new`](Self::new), with grammars that other engines use too, and a KV cache of `budget` bytes at most where that
-    /// was measured.
+    /// Like [`new`](Self::new), with grammars that other engines use too. If the memory was measured, the KV cache has
+    /// at most `budget` bytes.
     fn with_budget(
         model: &'m dyn CausalLm,
         ex: Exec,
@@ -152,8 +154,8 @@ impl<'m> Engine<'m> {
         let bad_words = tokenizer.clone().map(|tokenizer| BadWordLists::new(tokenizer, info.vocab_size));
         let capacity = config.capacity(&info.states, info.max_context_len, free, budget.unwrap_or(most))?;
         capacity.warn_if_cut();
-        let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
-        let mut kv = KvCache::new_on(ex.device(), &info.states, num_blocks, config.block_size)?;
+        let Capacity { sizes, context_len, max_model_len, .. } = capacity;
+        let mut kv = KvCache::with_sizes(ex.device(), &info.states, sizes)?;
         kv.commit(&ex)?;
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
@@ -164,10 +166,12 @@ impl<'m> Engine<'m> {
             },
             policy: config.scheduling_policy,
             block_size: config.block_size,
-            prefix_caching: config.enable_prefix_caching && info.states.share_prefixes(),
+            prefix_caching: config.shares_prefixes(&info.states, &sizes),
+            num_states: info.states.are_recurrent().then_some(sizes.num_states),
+            num_saved: sizes.num_saved,
             prefix_by_prompt_len: info.keys_depend_on_prompt_len,
         };
-        let scheduler = Scheduler::new(limits, num_blocks)?;
+        let scheduler = Scheduler::new(limits, sizes.num_blocks)?;
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = DeviceRunner::of(config, model, max_model_len, &ex)?;
@@ -199,18 +203,18 @@ impl<'m> Engine<'m> {
             deadlines: BTreeMap::new(),
             ended: Vec::new(),
             start: Instant::now(),
-            stats: Stats { kv_blocks: num_blocks, ..Stats::default() },
+            stats: Stats { kv_blocks: sizes.num_blocks, ..Stats::default() },
             step_loads: Vec::new(),
             lockstep: config.lockstep,
         })
     }
 
-    /// The longest sequence, prompt and output.
+    /// The largest length of a sequence, prompt and output.
     pub fn max_model_len(&self) -> usize {
         self.max_model_len
     }
 
-    /// Takes a request, or says why not; then nothing has changed.
+    /// Adds a request, or returns why it is refused; then nothing has changed.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
         let checked = self.check(&request)?;
         let id = RequestId(self.next_id);
@@ -218,7 +222,7 @@ impl<'m> Engine<'m> {
         Ok(id)
     }
 
-    /// Takes a request that can run, and that was added then.
+    /// Adds a request that was checked. `added` is the time when it was added.
     fn enter(&mut self, RequestId(id): RequestId, request: Request, checked: Checked, added: Instant) {
         let Checked { max_len, grammar, bad_words } = checked;
         self.next_id = self.next_id.max(id.saturating_add(1));
@@ -250,12 +254,13 @@ impl<'m> Engine<'m> {
                 max_len,
                 computed: 0,
                 blocks: SequenceBlocks::new(),
+                state: None,
                 chain: Vec::new(),
                 num_cached_tokens: None,
                 text: self.tokenizer.as_ref().map(|_| text()),
                 constraint: grammar
                     .clone()
-                    .map(|grammar| Mutex::new(Constraint::behind(request.reasoning, grammar))),
+                    .map(|grammar| Mutex::new(Constraint::after_reasoning(request.reasoning, grammar))),
                 bad_words: bad_words.clone(),
                 routed: None,
                 prompt_logprobs: Vec::new(),
@@ -269,13 +274,13 @@ impl<'m> Engine<'m> {
         self.stats.prompt_tokens += request.prompt.len() as u64;
     }
 
-    /// Ends a request with what it has; its last outputs come with the next step. An unknown or
-    /// finished one is left alone.
+    /// Ends a request with the output that it has. Its last outputs come with the next step. An unknown or finished
+    /// request is ignored.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
         self.end_request(request.0, &FinishReason::Cancelled)
     }
 
-    /// Whether nothing is left to run or to report.
+    /// Whether there is nothing left to run or to report.
     pub fn is_idle(&self) -> bool {
         self.scheduler.waiting.is_empty()
             && self.scheduler.running.is_empty()
@@ -288,11 +293,10 @@ impl<'m> Engine<'m> {
         self.scheduler.waiting.len() + self.scheduler.running.len()
     }
 
-    /// Runs a step; returns what is new since the last one.
+    /// Runs a step, and returns the new outputs since the last one.
     ///
     /// # Errors
-    /// Only what ends all requests: the model cannot run. What concerns one request is in its
-    /// [`Output::finish`].
+    /// Only errors that end all requests: the model cannot run. An error of one request is in its [`Output::finish`].
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.end_late_requests()?;
         let mut outputs = std::mem::take(&mut self.ended);
@@ -315,7 +319,7 @@ impl<'m> Engine<'m> {
         Ok(outputs)
     }
 
-    /// Runs until every request has ended, and shows each output to `on_output`.
+    /// Runs until every request has ended, and passes each output to `on_output`.
     pub fn run(&mut self, mut on_output: impl FnMut(Output)) -> Result<()> {
         while !self.is_idle() {
             self.step()?.into_iter().for_each(&mut on_output);
@@ -338,16 +342,17 @@ impl<'m> Engine<'m> {
             graph_steps,
             preemptions: self.scheduler.num_preemptions,
             cached_prompt_tokens: self.scheduler.num_cached_tokens,
+            saved_states: self.scheduler.saved_states(self.info.states.bytes_per_sequence().unwrap_or(0)),
             ..self.stats.clone()
         }
     }
 
-    /// Steps that replayed a captured CUDA graph.
+    /// Number of steps that replayed a captured CUDA graph.
     pub fn num_graph_steps(&self) -> u64 {
         self.runner.graphs().1
     }
 
-    /// Collects steps until only `keep` are under way.
+    /// Collects steps until only `keep` steps are running.
     fn collect(&mut self, keep: usize, outputs: &mut Vec<Output>) -> Result<()> {
         while self.runner.results.len() > keep {
             let _span = trace_span!("collect").entered();

@@ -1,5 +1,5 @@
-//! The engines of the other data-parallel ranks, as the process of the first one asks them: threads of it, or processes. Both
-//! answer the same questions in the same loop ([`answer_all`]).
+//! The engines of the other data-parallel ranks, to which the process of the first rank sends questions. They are
+//! threads of that process or other processes. Both answer the same questions in the same loop ([`answer_all`]).
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,23 +7,24 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 
-use anyhow::{Context, Result, anyhow, bail};
 use moe_comm::Messages;
 
 use super::serve::{Next, Question, Reply, answer_all};
 use super::{EngineConfig, Texts};
+use crate::error::{Context, Result, bail, failed};
 use crate::panic_text;
 use crate::parallel::Replica;
 use crate::parallel::wire::{decode, encode};
 use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 
-/// The other ranks' engines, numbered from 0. Dropping this waits for the steps that they run, and ends the engines.
+/// The other ranks' engines, numbered from 0. Dropping this waits for the steps that they are running, and ends the
+/// engines.
 pub(crate) enum Peers {
     /// On threads of this process.
     Threads {
         threads: Vec<PeerThread>,
-        /// What they say, with the number of the speaker.
+        /// Their replies, with the number of the peer.
         replies: Receiver<(usize, Result<Reply>)>,
     },
     /// In other processes: their numbers in the world.
@@ -46,7 +47,7 @@ impl Peers {
         Ok(Self::Threads { threads, replies })
     }
 
-    /// How many there are.
+    /// The number of peers.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Threads { threads, .. } => threads.len(),
@@ -66,10 +67,10 @@ impl Peers {
         }
     }
 
-    /// Asks one, without waiting for the answer.
+    /// Sends a question to a peer, without waiting for the answer.
     ///
     /// # Errors
-    /// It has ended.
+    /// The peer has ended.
     pub(super) fn tell(&self, peer: usize, question: Question) -> Result<()> {
         match self {
             Self::Threads { threads, .. } => threads[peer].tell(question),
@@ -77,11 +78,11 @@ impl Peers {
         }
     }
 
-    /// The next reply of any of them, with its number; `None` if there is none, which is only said without `wait` or
-    /// where there are no peers.
+    /// The next reply of any peer, with its number. It is `None` if there is no reply and `wait` is false, or if there
+    /// are no peers.
     ///
     /// # Errors
-    /// One has failed or ended.
+    /// A peer has failed or ended.
     pub(super) fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
         if self.is_empty() {
             return Ok(None);
@@ -114,8 +115,8 @@ impl Peers {
         }
     }
 
-    /// Makes an engine on each, one after the other, as each takes a share of the memory that is left; the longest sequence
-    /// that all of them hold, at most `max_model_len`.
+    /// Makes an engine on each peer, one after the other, because each takes a share of the remaining memory. Returns
+    /// the length of the longest sequence that all of them can hold, at most `max_model_len`.
     ///
     /// # Errors
     /// Settings that do not fit the model or a rank's machine.
@@ -133,8 +134,8 @@ impl Peers {
         Ok(shortest)
     }
 
-    /// Has each run the largest step with `own`, the first rank's, and keep what a KV cache may take then for the engine that it
-    /// makes next. What `own` says.
+    /// Makes each peer run the largest step at the same time as `own`, the first rank's. Each peer stores the size that
+    /// a KV cache may have then, for its next engine. Returns the result of `own`.
     ///
     /// # Errors
     /// The step does not fit a rank's memory.
@@ -151,16 +152,16 @@ impl Peers {
         Ok(measured)
     }
 
-    pub(super) fn unasked(&self, peer: usize) -> anyhow::Error {
-        anyhow!("rank {} answers another question", self.rank(peer))
+    pub(super) fn unasked(&self, peer: usize) -> crate::error::Error {
+        failed!("rank {} answers another question", self.rank(peer))
     }
 }
 
 impl Drop for Peers {
     fn drop(&mut self) {
         let Self::Processes { ranks, .. } = self else { return };
-        // Once they have ended nothing of this engine is on its way, and another one can start. A world that has failed has
-        // ended them.
+        // When the peers have ended, no message of this engine is on its way, and another engine can start. If the
+        // world has failed, the peers have ended.
         let told = (0..ranks.len()).try_for_each(|peer| self.tell(peer, Question::End));
         let mut left = if told.is_ok() { self.len() } else { 0 };
         while left > 0
@@ -171,7 +172,7 @@ impl Drop for Peers {
     }
 }
 
-/// The engine of a rank on a thread, until this is dropped.
+/// The engine of a rank on a thread, which ends when this object is dropped.
 pub(crate) struct PeerThread {
     rank: usize,
     questions: Option<Sender<Question>>,
@@ -190,10 +191,10 @@ impl PeerThread {
         let run = move || {
             let world = replica.world.clone();
             let serve = || serve(&replica, &texts, &asked, |reply| drop(replies.send((peer, Ok(reply)))));
-            let panicked = |panic: Box<dyn Any + Send>| Err(anyhow!("it panicked: {}", panic_text(&*panic)));
+            let panicked = |panic: Box<dyn Any + Send>| Err(failed!("it panicked: {}", panic_text(&*panic)));
             if let Err(e) = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(panicked) {
                 world.abort(&format!("{e:#}"));
-                // Nobody may be listening any more.
+                // The receiver may already be gone.
                 let _ = replies.send((peer, Err(e)));
             }
         };
@@ -214,13 +215,13 @@ impl Drop for PeerThread {
     fn drop(&mut self) {
         self.questions = None;
         if let Some(thread) = self.thread.take() {
-            // It has caught its own panics.
+            // The thread has caught its own panics.
             let _ = thread.join();
         }
     }
 }
 
-/// Answers the questions of the first rank's thread until that hangs up.
+/// Answers the questions of the first rank's thread until that thread drops its channel.
 fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: impl Fn(Reply)) -> Result<()> {
     let next = |wait: bool| {
         let question = match wait {
@@ -259,7 +260,7 @@ mod tests {
     use crate::engine::{DpEngine, Output, Request, step_memory};
     use crate::testing::small_model;
 
-    /// A model whose steps meet the other ranks'.
+    /// A model whose steps wait for the steps of the other ranks.
     struct Meeting {
         info: ModelInfo,
         world: Arc<dyn Communicator>,
@@ -288,7 +289,7 @@ mod tests {
         }
     }
 
-    /// The error of the next step of rank 0, whose only other rank answers with this.
+    /// The error of the next step of rank 0, if its only peer gives this answer.
     fn error_after(answer: impl Fn(Messages) + Send + 'static) -> String {
         let mut world = SocketComm::loopback(2, Duration::from_secs(20)).unwrap();
         let second = world.pop().unwrap();
@@ -297,10 +298,10 @@ mod tests {
             let messages = second.messages();
             messages.recv(0).unwrap();
             messages.send(0, &encode(&Reply::Started(64)).unwrap()).unwrap();
-            // The limit, and the request.
+            // These messages are the limit and the request.
             (0..2).for_each(|_| drop(messages.recv(0)));
             answer(messages.clone());
-            // Until rank 0 has noticed it.
+            // Waits until rank 0 has noticed the failure.
             let _ = messages.recv(0);
         });
         let messages = first.messages();
@@ -309,7 +310,7 @@ mod tests {
         let config = EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() };
         let first = (&model as &dyn CausalLm, Exec::cpu(), world);
         let mut engine = DpEngine::over_processes(first, (messages, vec![1]), None, &config).unwrap();
-        // Rank 0 gets the first request, and has ended it before it steps.
+        // Rank 0 gets the first request, which ends before the step.
         let ids = [1, 2].map(|token| engine.add(Request::new(vec![token])).unwrap());
         engine.cancel(ids[0]).unwrap();
         let error = (0..50).find_map(|_| engine.step().err()).unwrap();
@@ -338,7 +339,8 @@ mod tests {
             let reply = encode(&reply).unwrap();
             error_after(move |messages| messages.send(0, &reply).unwrap())
         };
-        // A request of rank 0's own, one that there is not, a token that there is not, another answer.
+        // The cases: a request of rank 0's own, a request that does not exist, a token that does not exist, an answer
+        // to another question.
         for reply in [
             stepped(output(0)),
             stepped(output(7)),

@@ -1,4 +1,5 @@
-//! A step as the engine's files hand it on, as plain data: which rows of which sequences it has, and what it found out.
+//! A step as plain data, which the engine's files pass to each other: which rows of which sequences it has, and its
+//! results.
 
 use std::collections::HashMap;
 
@@ -6,10 +7,10 @@ use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs};
 use model_runtime::{RoutedExperts, Step};
 use moe_layer::ExpertHeat;
 
-/// The id of a token that is sampled but not known to the host yet.
+/// The id of a token that was sampled but is not yet known to the host.
 pub(super) const IN_FLIGHT: u32 = u32::MAX;
 
-/// Names a sequence: request and choice. Ascending in the order of arrival.
+/// Identifies a sequence by request and choice, in ascending order of arrival.
 pub(super) type Key = (u64, usize);
 
 /// The rows of one sequence in a step.
@@ -19,7 +20,7 @@ pub(super) struct Part {
     /// Position of its first row.
     pub start: usize,
     pub rows: usize,
-    /// Whether its last row samples a token, and which output position that is.
+    /// The output position of the token that its last row samples, if it samples one.
     pub samples: Option<usize>,
 }
 
@@ -31,7 +32,7 @@ pub(super) struct Plan {
     pub in_flight: Vec<(usize, Key)>,
 }
 
-/// What a step found out.
+/// The results of a step.
 #[derive(Default)]
 pub(super) struct StepResult {
     pub parts: Vec<Part>,

@@ -1,4 +1,4 @@
-//! How far prompts are computed, for who waits for the first token of a long one.
+//! The progress of prompts, for users who wait for the first token of a long prompt.
 
 use super::scheduler::Scheduler;
 use super::{DpEngine, Engine};
@@ -6,7 +6,7 @@ use super::{DpEngine, Engine};
 /// Tokens of the prompts of all sequences that are waiting or running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PromptProgress {
-    /// Those that are computed, or come from the prefix cache.
+    /// Tokens that are computed or come from the prefix cache.
     pub computed: usize,
     /// All of them.
     pub total: usize,
@@ -23,14 +23,14 @@ impl PromptProgress {
 }
 
 impl Engine<'_> {
-    /// How far the prompts of this engine's sequences are.
+    /// The progress of this engine's prompts.
     pub fn prompt_progress(&self) -> PromptProgress {
         PromptProgress::of(&self.scheduler)
     }
 }
 
 impl DpEngine<'_> {
-    /// How far the prompts on the first rank are. Requests get there with the next step.
+    /// The progress of the prompts on the first rank. A request gets there with the next step.
     pub fn prompt_progress(&self) -> PromptProgress {
         self.engine.prompt_progress()
     }

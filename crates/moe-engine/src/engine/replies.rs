@@ -1,6 +1,5 @@
-//! Whether what another rank's engine says can be: checked before any of it is used.
+//! Checks that the reply of another rank's engine is valid before any of it is used.
 
-use anyhow::{Context, Result, bail, ensure};
 use model_runtime::ModelInfo;
 use model_runtime::sampling::TokenLogprobs;
 use moe_layer::MAX_STEP_TOKENS;
@@ -8,12 +7,13 @@ use moe_layer::MAX_STEP_TOKENS;
 use super::serve::Reply;
 use super::stats::Stats;
 use super::{Output, StepLoad};
+use crate::error::{Context, Result, bail, ensure};
 use crate::parallel::wire::decode;
 
-/// Reads what the engine of another rank says of a request whose prompt has so many tokens, up to where it would be used.
+/// Reads the reply of another rank's engine about a request with `prompt` prompt tokens, as far as it can be checked.
 ///
 /// # Errors
-/// Other bytes, or what they say that cannot be.
+/// The bytes are no reply, or the reply is invalid.
 pub(crate) fn check_reply(message: &[u8], prompt: usize, info: &ModelInfo) -> Result<()> {
     match decode(message)? {
         Reply::Stepped(stepped) => {
@@ -26,8 +26,8 @@ pub(crate) fn check_reply(message: &[u8], prompt: usize, info: &ModelInfo) -> Re
     }
 }
 
-/// Fails unless this can be news of a request that the rank runs; `prompt` is the length of its prompt, `None` if the rank runs no
-/// such choice.
+/// Fails unless this can be an output of a request that the rank runs. `prompt` is the length of its prompt; `None`
+/// means that the rank runs no such choice.
 ///
 /// # Errors
 /// The field that is wrong.
@@ -109,7 +109,7 @@ pub(super) fn check_stats(stats: &Stats, info: &ModelInfo) -> Result<()> {
     Ok(())
 }
 
-/// One reply of each kind, for tests of what becomes of altered ones.
+/// One reply of each kind, for tests with altered replies.
 #[cfg(test)]
 pub(crate) fn examples_of_replies() -> Vec<Vec<u8>> {
     use moe_layer::{ExpertHeat, MoveStatus};

@@ -1,4 +1,4 @@
-//! What goes into the engine and what comes out.
+//! The engine's inputs and outputs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::structured::{Reasoning, StructuredOutput, StructuredOutputError};
 
-/// Names a request of one engine; ascending in the order in which requests were added.
+/// Identifies a request of one engine, in ascending order of addition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub(super) u64);
 
@@ -22,11 +22,11 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Independent continuations.
     pub n: usize,
-    /// The most tokens to generate; `None`: until the context ends. 0 asks for `prompt_logprobs` alone: then the prompt
-    /// may fill the context.
+    /// The largest number of tokens to generate; `None` means until the context ends. 0 only computes
+    /// `prompt_logprobs`, and then the prompt may fill the context.
     pub max_tokens: Option<usize>,
-    /// Until so many tokens are generated, nothing but the length ends a choice: stop ids cannot be
-    /// sampled and stop strings are not looked for.
+    /// Until this number of tokens is generated, only the length ends a choice: stop ids cannot be sampled, and stop
+    /// strings are ignored.
     pub min_tokens: usize,
     /// Ids that end the text as the model's own end.
     pub eos_token_ids: Vec<u32>,
@@ -36,26 +36,26 @@ pub struct Request {
     pub stop_token_ids: Vec<u32>,
     /// Texts that end the text; needs a tokenizer.
     pub stop: Vec<String>,
-    /// Texts that the text must not hold, whatever tokens it is made of; needs a tokenizer. The end of the prompt counts
-    /// as the beginning of the text.
+    /// Texts that must not occur in the output, whatever tokens it consists of; this needs a tokenizer. The end of the
+    /// prompt counts as the beginning of the text.
     pub bad_words: Vec<String>,
     /// Keeps the stop string, or the text of the stop token, at the end.
     pub include_stop_str_in_output: bool,
-    /// What the text must be; needs a tokenizer. It ends where nothing may follow, also before `min_tokens` and with
-    /// `ignore_eos`, and the ids that end a text are left for where it may end.
+    /// The form that the text must have; this needs a tokenizer. The text ends where nothing may follow, even before
+    /// `min_tokens` and with `ignore_eos`. The ids that end a text are only allowed where the text may end.
     pub structured_output: Option<Arc<StructuredOutput>>,
-    /// Reasoning that comes before the structured output. Nothing that ends a text may be sampled in it.
+    /// Reasoning before the structured output. No token that ends a text may be sampled in it.
     pub reasoning: Option<Reasoning>,
     /// Leaves special tokens out of the text.
     pub skip_special_tokens: bool,
-    /// Log-probabilities of the prompt's tokens, each with this many of the likeliest.
+    /// Log-probabilities of the prompt's tokens, each with this number of top tokens.
     pub prompt_logprobs: Option<usize>,
     /// Ends the request after this time, with what it has.
     pub timeout: Option<Duration>,
     /// Records which experts were chosen for each token.
     pub capture_routing: bool,
-    /// Routing to force: one token per position, from the first of the prompt on. Positions after
-    /// its end route freely.
+    /// Routing to force, with one token per position, from the first position of the prompt on. Later positions route
+    /// freely.
     pub replay_routing: Option<Arc<RoutedExperts>>,
 }
 
@@ -84,7 +84,7 @@ impl Request {
         }
     }
 
-    /// Whether nothing is generated, and the prompt alone is scored.
+    /// Whether nothing is generated, and only the prompt is scored.
     pub(super) fn scores_only(&self) -> bool {
         self.max_tokens == Some(0)
     }
@@ -96,16 +96,17 @@ impl Request {
     }
 }
 
-/// Why a request was not taken.
+/// Why a request was refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RequestError {
-    /// There is no token.
+    /// The prompt has no token.
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
-    /// It leaves no room for an answer.
+    /// The prompt leaves no room for an answer.
     #[error(
         "the prompt of {len} tokens is longer than the context: at most {} fit the model length of {max_model_len} \
-         beside one new token",
+         with one new token",
         max_model_len.saturating_sub(1)
     )]
     PromptTooLong {
@@ -124,17 +125,17 @@ pub enum RequestError {
         /// Number of token ids.
         vocab_size: usize,
     },
-    /// It cannot run even alone.
+    /// The request cannot run even alone.
     #[error(
         "it can come to {tokens} tokens, which need {needed} KV blocks; the cache has {blocks} of {block_size} tokens: \
-         lower max_tokens or enlarge --kv-cache-memory"
+         lower max_tokens or enlarge `kv_cache_memory`"
     )]
     KvCacheTooSmall {
         /// Tokens of prompt and output.
         tokens: usize,
         /// Blocks that they need.
         needed: usize,
-        /// Blocks that there are.
+        /// Number of blocks in the cache.
         blocks: usize,
         /// Tokens per block.
         block_size: usize,
@@ -142,7 +143,7 @@ pub enum RequestError {
     /// A sampling parameter is out of its range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// The text cannot be constrained as it asks.
+    /// The text cannot be restricted as requested.
     #[error("structured_output: {0}")]
     StructuredOutput(#[from] StructuredOutputError),
     /// Another parameter is out of its range.
@@ -155,13 +156,16 @@ pub enum RequestError {
         /// The value.
         got: String,
     },
-    /// The rank that would run it, in another process, says why not.
+    /// The rank that would run it, in another process, refuses it for this reason.
     #[error("{0}")]
     Refused(String),
 }
 
+crate::error::parts!(RequestError);
+
 /// Why a choice ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum FinishReason {
     /// The model's own end, a stop id or a stop string.
     Stop(StopReason),
@@ -177,6 +181,7 @@ pub enum FinishReason {
 
 /// What stopped a text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum StopReason {
     /// An end-of-sequence id, or structured output that is complete.
     EndOfSequence,
@@ -186,14 +191,14 @@ pub enum StopReason {
     Text(String),
 }
 
-/// News of one choice of a request.
+/// New output of one choice of a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Output {
     /// The request.
     pub request: RequestId,
     /// Which of its `n` continuations.
     pub choice: usize,
-    /// The new token; `None` for an end without one.
+    /// The new token; `None` if the choice ends without one.
     pub token_id: Option<u32>,
     /// Text that has become final; often empty, always empty without a tokenizer.
     pub text: String,

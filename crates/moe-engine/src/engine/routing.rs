@@ -1,4 +1,5 @@
-//! The routing of steps on a CUDA device: what is forced on a step, and what is read of it with its tokens, one step late.
+//! The routing of steps on a CUDA device: choices that are forced on a step, and choices that are read back with its
+//! tokens, one step later.
 
 use candle_core::Result;
 use model_runtime::cuda::PinnedWords;
@@ -6,7 +7,7 @@ use model_runtime::device_routing::RoutingArrays;
 use model_runtime::{DeviceRouting, Exec, ForcedWeights, MoeInfo, RoutedExperts, StepContext, View};
 use moe_layer::ExpertHeat;
 
-/// What a step forces on its rows.
+/// The choices that a step forces on its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Forced {
     /// Recorded choices, which have been copied to the device.
@@ -16,7 +17,7 @@ pub(super) enum Forced {
 }
 
 impl Forced {
-    /// Which scores become weights; graphs differ by it and by nothing else that is forced.
+    /// Which scores become weights. This is the only property of forced choices by which graphs differ.
     pub fn weights(self) -> ForcedWeights {
         match self {
             Self::Replay => ForcedWeights::OfForced,
@@ -25,25 +26,27 @@ impl Forced {
     }
 }
 
-/// The arrays of a runner's steps and how they are read.
+/// The arrays of a runner's steps, and how they are read.
 pub(super) struct StepRouting {
     moe: MoeInfo,
     arrays: RoutingArrays,
     counts: Option<Counts>,
-    /// Choices of a step's rows, two steps in turn; from the first request on that asks for them.
+    /// Choices of a step's rows, in two buffers that are used in turn. They exist from the first request on that needs
+    /// them.
     records: Option<[PinnedWords; 2]>,
     rows: usize,
 }
 
-/// Counts as they are read: the device adds up without end, so what a step adds is the difference to the one before.
+/// The counts of the device never stop growing, so the counts of a step are the difference to the step before.
 struct Counts {
     read_back: [PinnedWords; 2],
     before: Vec<u32>,
 }
 
 impl StepRouting {
-    /// For steps of at most `rows` rows. `counts`: every step's choices are counted. `records`: they may be asked for, so
-    /// each step leaves them, and a graph that was captured before serves who asks later.
+    /// Makes the arrays for steps of at most `rows` rows. With `counts`, every step's choices are counted. With
+    /// `records`, they may be requested, so every step writes them, and a graph that was captured earlier also works
+    /// for later requests.
     pub fn new(moe: &MoeInfo, rows: usize, counts: bool, records: bool, ex: &Exec) -> Result<Self> {
         let words = moe.layers.len() * moe.num_experts;
         let counted = || -> Result<_> {
@@ -58,7 +61,8 @@ impl StepRouting {
         })
     }
 
-    /// Takes what a step of `rows` rows, padding included, forces out of its context, and copies it to the device.
+    /// Takes the choices that a step of `rows` rows (padding included) forces from its context, and copies them to the
+    /// device.
     pub fn force(&mut self, context: &mut StepContext, rows: usize, ex: &Exec) -> Result<Option<Forced>> {
         let replay = context.replay.take();
         let balance = context.force_balance.take();
@@ -72,8 +76,8 @@ impl StepRouting {
         Ok(Some(Forced::Replay))
     }
 
-    /// The arrays for a step's launches. If choices are spread evenly, the launch that does so is made here, before the
-    /// others. `number` \[1\] u32 is the step's.
+    /// The arrays for a step's launches. If choices are spread evenly, this function makes the launch that does it,
+    /// before the others. `number` \[1\] u32 is the number of the step.
     pub fn begin(
         &mut self,
         forced: Option<Forced>,
@@ -87,8 +91,8 @@ impl StepRouting {
         Ok(self.arrays.of_step(forced.map(Forced::weights)))
     }
 
-    /// Puts the copies to the host behind a step: its counts, and the choices of its first `rows` rows if they are asked
-    /// for. `turn`: which of the two buffers. Returns at once.
+    /// Puts the copies to the host after a step: its counts and, if requested, the choices of its first `rows` rows.
+    /// `turn` is the index of the buffer. It returns at once.
     pub fn read_back(&mut self, turn: usize, rows: Option<usize>, ex: &Exec) -> Result<()> {
         if let (Some(counts), Some(heat)) = (&mut self.counts, self.arrays.heat()) {
             ex.download(heat, &mut counts.read_back[turn])?;
@@ -103,7 +107,7 @@ impl StepRouting {
         ex.download(routed, &mut records[turn])
     }
 
-    /// What [`read_back`](Self::read_back) copied, in the order of the steps; waits for the copies.
+    /// The data that [`read_back`](Self::read_back) copied, in the order of the steps. It waits for the copies.
     pub fn collect(
         &mut self,
         turn: usize,
@@ -124,7 +128,7 @@ impl StepRouting {
     }
 }
 
-/// What counters that wrap around have grown by.
+/// The increase of counters that wrap around.
 fn added(before: &mut [u32], now: &[u32]) -> Vec<u64> {
     let grown = before.iter_mut().zip(now).map(|(before, &now)| {
         let grown = now.wrapping_sub(*before);

@@ -1,9 +1,8 @@
 //! Executing steps.
 //!
-//! A step is launched and its results are collected later. With `ahead` = 0 they are collected at
-//! once. With `ahead` = 1 the next step is launched first, and a token that it needs from the
-//! step before is filled in here, or on a CUDA device stays there; the host then always works one
-//! step behind. Results do not depend on `ahead`.
+//! A step is launched, and its results are collected later. With `ahead` = 0 they are collected at once. With `ahead` =
+//! 1 the next step is launched first. If it needs a token of the step before, that token is filled in here, or on a
+//! CUDA device it stays there; the host is then always one step late. Results do not depend on `ahead`.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -28,8 +27,8 @@ use super::sequence::Sequence;
 use super::track::StepMarks;
 use crate::structured::Mask;
 
-/// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
-/// with any token until its end is noticed.
+/// Fills in tokens that the step before has sampled. A sequence whose sampling failed continues with an arbitrary token
+/// until its end is noticed.
 fn take_tokens(plan: &mut Plan, before: &StepResult) -> Result<()> {
     for (row, key) in plan.in_flight.drain(..) {
         match before.sampled.get(&key) {
@@ -52,13 +51,13 @@ pub(super) struct Runner<'m> {
     pub model: &'m dyn CausalLm,
     pub kv: KvCache,
     pub ex: Exec,
-    /// Steps that may be under way while the next one is scheduled.
+    /// Number of steps that may be running while the next one is scheduled.
     pub ahead: usize,
-    /// As [`StepContext::most_logits`].
+    /// See [`StepContext::most_logits`].
     pub most_logits: usize,
-    /// Steps launched and not collected.
+    /// Steps that are launched and not collected.
     pub results: VecDeque<Launched>,
-    /// What samples on a CUDA device, where it can.
+    /// Samples on a CUDA device, if the device can.
     #[cfg(feature = "cuda")]
     pub device: Option<DeviceRunner>,
     pub steps: u64,
@@ -68,7 +67,7 @@ pub(super) struct Runner<'m> {
     pub force_balance: Option<u64>,
 }
 
-/// What a step forces on the router.
+/// The choices that a step forces on the router.
 struct Forcing<'a> {
     model: &'a dyn CausalLm,
     force_balance: Option<u64>,
@@ -77,7 +76,7 @@ struct Forcing<'a> {
 }
 
 impl Forcing<'_> {
-    /// The context of a step, with what it forces.
+    /// The context of a step, with the choices that it forces.
     fn context(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
         let Self { step, force_balance, most_logits, .. } = *self;
         let mut context = StepContext { step, most_logits, isolate_faults: true, ..StepContext::default() };
@@ -105,13 +104,13 @@ impl Forcing<'_> {
     }
 }
 
-/// Whether some sequence of a plan wants to know its experts.
+/// Whether some sequence of a plan needs its experts recorded.
 fn records_routing(plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
     plan.parts.iter().filter_map(|part| sequences.get(&part.key)).any(|s| s.request.capture_routing)
 }
 
 impl Runner<'_> {
-    /// CUDA graphs that were recorded, and steps that replayed one.
+    /// The number of CUDA graphs that were recorded, and of steps that replayed one.
     pub fn graphs(&self) -> (u64, u64) {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
@@ -143,7 +142,8 @@ impl Runner<'_> {
                 context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
             }
         }
-        // The step enters the thread pool once, not once to compute and once to sample: to wake its threads takes 50 us.
+        // The step enters the thread pool once, and not once for computing and once for sampling, because waking its
+        // threads takes 50 us.
         let pool = self.ex.clone();
         let mut compute = || self.compute(&plan, &sequences, before.as_ref(), &mut context);
         let (sampled, prompt_logprobs) =
@@ -181,8 +181,8 @@ impl Runner<'_> {
         Ok(())
     }
 
-    /// Samples a launched step with structured output. A mask depends on the token of the step before: the host waits for that and
-    /// computes masks while the device is busy with the layers.
+    /// Samples a launched step with structured output. A mask depends on the token of the step before. The host waits
+    /// for that token and computes masks while the device is busy with the layers.
     #[cfg(feature = "cuda")]
     fn sample_masked(&mut self, launched: &mut InFlight, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
         let before = self.results.pop_back().map(|last| self.finish(last)).transpose()?;
@@ -195,7 +195,8 @@ impl Runner<'_> {
         }
     }
 
-    /// Runs a step and samples: the token of each part that samples, and the log-probabilities of prompt tokens.
+    /// Runs a step and samples. Returns the token of each part that samples, and the log-probabilities of prompt
+    /// tokens.
     fn compute(
         &mut self,
         plan: &Plan,
@@ -216,14 +217,14 @@ impl Runner<'_> {
         let mut copied = copied.transpose()?;
         #[cfg(feature = "cuda")]
         marks.map_or(Ok(()), StepMarks::report)?;
-        // Where the host can edit them.
+        // The logits are in host memory, where they can be edited.
         let logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(plan, sequences, before, logits))?;
         Ok((sampled, scorer.finish()?))
     }
 
-    /// Runs a step without rows: this rank's part in the steps of others.
+    /// Runs a step without rows, which is this rank's part in the steps of other ranks.
     pub fn launch_empty(&mut self) -> Result<()> {
         self.steps += 1;
         let Self { steps, most_logits, .. } = *self;
@@ -232,7 +233,8 @@ impl Runner<'_> {
         let step = Step::new([], self.kv.block_size())?;
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
-            // Padded rows, where the others decode padded rows, in a graph that forces what theirs does.
+            // If the other ranks decode padded rows, this rank's step has padding rows too, in a graph that forces the
+            // same choices.
             context.force_balance = self.force_balance;
             let kv = &mut self.kv;
             let nothing = Default::default();
@@ -282,7 +284,8 @@ impl Runner<'_> {
             })
             .collect();
         let sampled = sample_rows(logits, &rows, &self.ex)?;
-        // A row whose mask could not be computed was sampled without one, so its token gives way to the mask's error.
+        // A row whose mask could not be computed was sampled without a mask, so the error of the mask replaces its
+        // token.
         let sampled = sampled.into_iter().zip(masks);
         let sampled = sampled.map(|(sampled, mask)| mask.map_err(SamplingError::Mask).and(sampled));
         Ok(tokens.iter().map(|next| next.sequence.key).zip(sampled).collect())

@@ -1,5 +1,5 @@
-//! How a CUDA device samples the tokens of a step: which requests it can sample for, the parameters of each row, and the
-//! slots of the sequences whose logits depend on more than the model.
+//! Sampling of a step's tokens on a CUDA device: the requests for which it is possible, the parameters of each row, and
+//! the slots of sequences whose logits depend on more than the model.
 
 use std::collections::HashMap;
 
@@ -15,16 +15,16 @@ use super::plan::{Key, Part, Plan, StepResult};
 use super::sequence::Sequence;
 use super::slots::{Assigned, Slots};
 
-/// Memory that is taken when a request first needs it.
+/// Memory that is allocated when a request first needs it.
 pub(super) enum Memory<T> {
     None,
     Ready(Box<T>),
-    /// The device has no room: the host samples.
+    /// The device has no room, so the host samples.
     Refused,
 }
 
 impl<T> Memory<T> {
-    /// Whether it is there; makes it the first time, and says once if it cannot be.
+    /// Whether it exists. The first call makes it, and logs once if that is not possible.
     pub fn is_there(&mut self, make: impl FnOnce() -> Result<T>, what: &str) -> bool {
         if let Self::None = self {
             *self = match make() {
@@ -38,7 +38,7 @@ impl<T> Memory<T> {
         matches!(self, Self::Ready(_))
     }
 
-    /// What is there.
+    /// The object, if it exists.
     pub fn get(&mut self) -> Option<&mut T> {
         match self {
             Self::Ready(memory) => Some(memory),
@@ -47,7 +47,7 @@ impl<T> Memory<T> {
     }
 }
 
-/// What the rows of a step ask for: each combination is a graph of its own.
+/// The options of sampling that the rows of a step need. Each combination has its own graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Asked {
     pub slots: bool,
@@ -56,7 +56,7 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// What these rows ask for.
+    /// The options that these rows need.
     pub fn of(rows: impl Iterator<Item = SampleParams>) -> Self {
         rows.fold(Self::default(), |asked, row| Self {
             slots: asked.slots || row.slot != SampleParams::PADDING.slot,
@@ -84,9 +84,10 @@ impl DeviceSampler {
         Self { memory, masks, slots, num_slots, vocab_size, max_model_len }
     }
 
-    /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
-    /// steps, so that none allocates. Unless it is alone, other `ranks` sample the same tokens and agree on graphs:
-    /// then no sequence may need slots, which they do not have, or log-probabilities, or masks that do not reach all.
+    /// Whether the device can sample every token of a plan. If slots are needed for the first time, they are made here,
+    /// between steps, so that no step allocates. If other ranks sample the same tokens and agree on graphs (`ranks`),
+    /// no sequence may need slots or log-probabilities, which those ranks do not have, or masks that do not reach all
+    /// ranks.
     pub fn takes(
         &mut self,
         plan: &Plan,
@@ -100,7 +101,7 @@ impl DeviceSampler {
         else {
             return false;
         };
-        // As many as the device lists.
+        // The device lists at most this many.
         let scored = |i: usize| {
             let listed = parts[i].0.request.prompt_logprobs.unwrap_or(0).min(self.vocab_size);
             plan.step.scored_tokens(i).is_empty() || listed <= MAX_LOGPROBS
@@ -117,7 +118,7 @@ impl DeviceSampler {
             && (!with_masks || self.has_masks(ex))
     }
 
-    /// Whether the device can sample what a sequence asks for.
+    /// Whether the device can sample with the options of a sequence.
     fn fits(&self, sequence: &Sequence, position: Option<usize>) -> bool {
         let p = &sequence.sampling;
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
@@ -135,12 +136,12 @@ impl DeviceSampler {
             info!("{bytes} bytes on the device for penalties and logit bias of {slots} sequences");
             Ok(memory)
         };
-        self.memory.is_there(make, "penalties or logit bias (a lower --max-num-seqs needs less)")
+        self.memory.is_there(make, "penalties or logit bias (a lower `max_num_seqs` needs less)")
     }
 
     fn has_masks(&mut self, ex: &Exec) -> bool {
         let make = || DeviceMasks::new(self.num_slots, self.vocab_size, ex);
-        self.masks.is_there(make, "structured output or bad words (a lower --max-num-seqs needs less)")
+        self.masks.is_there(make, "structured output or bad words (a lower `max_num_seqs` needs less)")
     }
 
     /// Copies the masks of a step, [R, ceil(V / 32)] u32, one for each token that it samples.
@@ -149,12 +150,12 @@ impl DeviceSampler {
         match self.masks.get() {
             Some(memory) => memory.upload(masks, ex),
             None => bail!(
-                "no memory for the masks of structured output or bad words; a lower --max-num-seqs needs less"
+                "no memory for the masks of structured output or bad words; a lower `max_num_seqs` needs less"
             ),
         }
     }
 
-    /// What the sampling kernel reads beside the logits of `rows` rows: slots and masks, where they are asked for.
+    /// The inputs of the sampling kernel other than the logits of `rows` rows: slots and masks, if they are needed.
     pub fn views(
         &mut self,
         asked: Asked,
@@ -168,7 +169,7 @@ impl DeviceSampler {
         Ok((slots, masks))
     }
 
-    /// How each token of a plan is sampled, and for which sequence. Slots that are stale are rebuilt from `history`.
+    /// How each token of a plan is sampled, and for which sequence. Stale slots are rebuilt from `history`.
     pub fn sample(
         &mut self,
         plan: &Plan,
@@ -226,12 +227,12 @@ impl DeviceSampler {
     }
 }
 
-/// What the tokens of a step follow.
+/// The tokens before the tokens of a step.
 #[derive(Clone, Copy)]
 pub struct History<'a> {
     /// The sequences of the step.
     pub sequences: &'a HashMap<Key, &'a Sequence>,
-    /// The result of the step before, which they do not hold yet, if the host sampled it.
+    /// The result of the step before, if the host sampled it. The sequences do not contain it yet.
     pub before: Option<&'a StepResult>,
 }
 

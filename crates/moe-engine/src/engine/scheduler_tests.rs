@@ -1,4 +1,4 @@
-//! What the scheduler starts and which rows it gives a step.
+//! Tests of the scheduler: which sequences it starts, and which rows they get in a step.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,6 +24,7 @@ fn sequence(number: u64, prompt_len: usize) -> Sequence {
         max_len: 100,
         computed: 0,
         blocks: SequenceBlocks::default(),
+        state: None,
         chain: Vec::new(),
         num_cached_tokens: None,
         text: None,
@@ -37,7 +38,7 @@ fn sequence(number: u64, prompt_len: usize) -> Sequence {
     }
 }
 
-/// Limits without anything but sequences and rows, first come first served, in blocks of four tokens.
+/// Limits of sequences and rows only. The policy is first come, first served, and blocks have four tokens.
 fn limits(max_num_seqs: usize, max_num_batched_tokens: usize) -> Limits {
     Limits {
         max_num_seqs,
@@ -46,6 +47,8 @@ fn limits(max_num_seqs: usize, max_num_batched_tokens: usize) -> Limits {
         policy: SchedulingPolicy::Fcfs,
         block_size: 4,
         prefix_caching: false,
+        num_states: None,
+        num_saved: 0,
         prefix_by_prompt_len: false,
     }
 }
@@ -77,7 +80,7 @@ fn rows_of_a_prompt_are_scored_by_the_token_behind_them() -> Result<()> {
     let prompt: Vec<u32> = (10..20).collect();
     let request = Request { prompt_logprobs: Some(0), ..Request::new(prompt.clone()) };
     scheduler.add(Sequence { tokens: prompt.clone(), request: Arc::new(request), ..sequence(0, 10) });
-    // The row of the last token has none behind it and is sampled from.
+    // The last token of the prompt has no next token to score, but a token is sampled from its row.
     for (scored, logits) in [(&prompt[1..5], 0), (&prompt[5..9], 0), (&prompt[9..], 1), (&[], 1)] {
         let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
         assert_eq!((plan.step.scored_tokens(0), plan.step.num_logits()), (scored, logits));
@@ -85,7 +88,8 @@ fn rows_of_a_prompt_are_scored_by_the_token_behind_them() -> Result<()> {
     Ok(())
 }
 
-/// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
+/// Returns the order in which sequences with these numbers of output tokens start, and the number of preemptions. Two
+/// run at a time, on four KV blocks of four tokens.
 fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
     let limits = Limits { policy, ..limits(2, 8) };
     let mut scheduler = Scheduler::new(limits, 4)?;
@@ -115,7 +119,8 @@ fn the_last_start_by_length_and_others_as_they_came() -> Result<()> {
     let output = [3, 9, 3, 1, 9, 12];
     assert_eq!(order_of_starts(SchedulingPolicy::Fcfs, &output)?.0, [0, 1, 2, 3, 4, 5]);
     let (order, preemptions) = order_of_starts(SchedulingPolicy::LongestFirst, &output)?;
-    // Two run at once, so three are kept for the end.
+    // With two sequences at a time, the three shortest ones are kept for the end, the longest of them first. The others
+    // start in the order in which they came.
     assert_eq!(order, [1, 4, 5, 0, 2, 3]);
     let order = order_of_starts(SchedulingPolicy::LongestFirst, &[3, 9])?.0;
     assert_eq!(order, [1, 0]);
@@ -136,7 +141,7 @@ fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
     assert_eq!(order, [0, 2, 3, 1, 5, 4]);
     let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
     assert_eq!(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>(), [3, 2]);
-    // Both places are taken: what follows goes in the order of the queue.
+    // Both places are taken, so later sequences start in the order of the queue.
     scheduler.remove((3, 0))?;
     let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
     assert_eq!(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>(), [2, 0]);
@@ -160,11 +165,11 @@ fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
     [(0, 20), (1, 3), (2, 2), (3, 2), (4, 7), (5, 6)]
         .into_iter()
         .for_each(|(id, n)| scheduler.add(sequence(id, n)));
-    // Nothing decodes in the first step, which takes all places.
+    // Nothing decodes in the first step, and all places are taken.
     assert_eq!(rows(&mut scheduler)?, [20, 3, 2, 2]);
     scheduler.remove((2, 0))?;
     scheduler.remove((3, 0))?;
-    // In the others every decoding row has its place.
+    // In later steps every decoding row has a place.
     for expected in [vec![1, 1, 5], vec![1, 1, 2, 3], vec![1, 1, 1, 3]] {
         assert_eq!(rows(&mut scheduler)?, expected);
     }
@@ -177,7 +182,29 @@ fn a_burst_that_fills_the_places_has_no_limit() -> Result<()> {
     [(0, 60), (1, 4), (2, 40), (3, 30)].into_iter().for_each(|(id, n)| scheduler.add(sequence(id, n)));
     assert_eq!(rows(&mut scheduler)?, [60, 4]);
     assert_eq!(rows(&mut scheduler)?, [1, 1, 40, 22]);
-    // Nobody waits any more.
+    // No sequence is waiting any more.
     assert_eq!(rows(&mut scheduler)?, [1, 1, 1, 5]);
+    Ok(())
+}
+
+#[test]
+fn a_prompt_that_others_need_is_waited_for() -> Result<()> {
+    let cached = |limits: Limits| Scheduler::new(Limits { prefix_caching: true, ..limits }, 64);
+    let mut scheduler = cached(limits(4, 64))?;
+    (0..3).for_each(|number| scheduler.add(sequence(number, 10)));
+    assert_eq!(rows(&mut scheduler)?, [10]);
+    // The other sequences find two blocks of four tokens in the cache.
+    assert_eq!(rows(&mut scheduler)?, [1, 2, 2]);
+    assert_eq!(scheduler.num_cached_tokens, 16);
+    // Less than half of the prompt is in common, so both start at once.
+    let mut scheduler = cached(limits(4, 64))?;
+    let other = [vec![1; 4], vec![2; 6]].concat();
+    scheduler.add(sequence(0, 10));
+    scheduler.add(Sequence { tokens: other, ..sequence(1, 10) });
+    assert_eq!(rows(&mut scheduler)?, [10, 10]);
+    // Without the cache nothing is shared.
+    let mut scheduler = Scheduler::new(limits(4, 64), 64)?;
+    (0..3).for_each(|number| scheduler.add(sequence(number, 10)));
+    assert_eq!(rows(&mut scheduler)?, [10, 10, 10]);
     Ok(())
 }

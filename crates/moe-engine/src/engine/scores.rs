@@ -1,4 +1,5 @@
-//! Log-probabilities of prompts. A step scores rows whose next token is known; the model shows their logits a piece at a time.
+//! Log-probabilities of prompts. A step scores the rows whose next token is known. The model passes their logits piece
+//! by piece.
 
 use std::collections::HashMap;
 
@@ -23,14 +24,14 @@ type Score = std::result::Result<TokenLogprobs, SamplingError>;
 /// The scored rows of a step.
 #[derive(Default)]
 pub(super) struct ScoredRows {
-    /// Sequences that have some, and how many.
+    /// The sequences with scored rows, and the number of rows.
     parts: Vec<(Key, usize)>,
-    /// Per row: the token behind it, and how many of the likeliest are listed.
+    /// For each row: the next token, and the number of top tokens to list.
     rows: Vec<(u32, usize)>,
 }
 
 impl ScoredRows {
-    /// Those of a plan.
+    /// The scored rows of a plan.
     pub fn of(plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Self {
         let mut scored = Self::default();
         for (s, part) in plan.parts.iter().enumerate() {
@@ -49,7 +50,7 @@ impl ScoredRows {
         self.rows.is_empty()
     }
 
-    /// Fails unless the model has shown all rows.
+    /// Fails unless the model has passed all rows.
     fn check_shown(&self, shown: usize) -> Result<()> {
         match self.rows.len() == shown {
             true => Ok(()),
@@ -57,7 +58,8 @@ impl ScoredRows {
         }
     }
 
-    /// Scores of all rows as those of each sequence; the first error of its rows, if there is one.
+    /// Distributes the scores of all rows to their sequences, with the first error of a sequence's rows if there is
+    /// one.
     fn by_part(&self, scores: Vec<Score>) -> PromptLogprobs {
         let mut scores = scores.into_iter();
         let mut own = |rows: usize| scores.by_ref().take(rows).collect::<Vec<_>>();
@@ -76,10 +78,10 @@ impl<'a> HostScorer<'a> {
         Self { rows, found: Vec::with_capacity(rows.rows.len()) }
     }
 
-    /// What was found.
+    /// The log-probabilities.
     ///
     /// # Errors
-    /// A model that has not shown all rows.
+    /// The model has not passed all rows.
     pub fn finish(self) -> Result<PromptLogprobs> {
         self.rows.check_shown(self.found.len())?;
         Ok(self.rows.by_part(self.found))
@@ -89,7 +91,7 @@ impl<'a> HostScorer<'a> {
 impl Scorer for HostScorer<'_> {
     fn score(&mut self, first: usize, logits: View, ex: &mut Exec) -> Result<()> {
         if first != self.found.len() {
-            bail!("the model shows scored row {first} behind {} rows", self.found.len())
+            bail!("the model passes scored row {first} after {} rows", self.found.len())
         }
         let copied = if logits.is_cuda() { Some(ex.to_host(logits)?) } else { None };
         let logits = copied.as_ref().map_or(logits, |copied| copied.view());
@@ -103,15 +105,15 @@ impl Scorer for HostScorer<'_> {
     }
 }
 
-/// Scores rows on a CUDA device; the host reads what it found with the step's tokens.
+/// Scores rows on a CUDA device. The host reads the results with the step's tokens.
 #[cfg(feature = "cuda")]
 pub(super) struct DeviceScorer {
-    /// Per row the token behind it, then per row how many of the likeliest are listed, plus one: [2 T] u32.
+    /// For each row the next token, then for each row one plus the number of top tokens to list: [2 T] u32.
     asked: Buffer,
-    /// Two steps in turn, like what is read back.
+    /// Two buffers, which steps use in turn, like the buffers that are read back.
     pinned: [PinnedWords; 2],
     found: Buffer,
-    /// Rows of the step that the model has shown.
+    /// Number of rows of the step that the model has passed.
     shown: usize,
     read_back: [PinnedWords; 2],
 }
@@ -130,7 +132,7 @@ impl DeviceScorer {
         })
     }
 
-    /// Copies what a step's rows ask for; returns at once. `turn`: which of two buffers.
+    /// Copies the requests of a step's rows, and returns at once. `turn` is the index of the buffer.
     pub fn begin(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
         let rows = &scored.rows;
         let most = self.found.dims()[0];
@@ -146,13 +148,14 @@ impl DeviceScorer {
         ex.upload(pinned, self.asked.view_mut())
     }
 
-    /// Puts the copy of what was found behind a step; returns at once.
+    /// Puts the copy of the results after a step, and returns at once.
     pub fn read_back(&mut self, scored: &ScoredRows, turn: usize, ex: &Exec) -> Result<()> {
         scored.check_shown(self.shown)?;
         ex.download(self.found.view().narrow(0, scored.rows.len())?, &mut self.read_back[turn])
     }
 
-    /// What [`read_back`](Self::read_back) copied; waits for the copy. `vocab`: tokens of the vocabulary.
+    /// The results that [`read_back`](Self::read_back) copied. It waits for the copy. `vocab` is the number of tokens
+    /// in the vocabulary.
     pub fn collect(&mut self, scored: &ScoredRows, turn: usize, vocab: usize) -> Result<PromptLogprobs> {
         let words = self.read_back[turn].wait()?.chunks_exact(LOGPROB_WORDS);
         let read = |(words, &(token, listed)): (&[u32], &(u32, usize))| {

@@ -1,4 +1,4 @@
-//! One choice of a request: its tokens, and how far they are computed.
+//! One choice of a request: its tokens, and how many of them are computed.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,16 +13,17 @@ use model_runtime::{
 use super::bad_words::BadWords;
 use super::plan::{IN_FLIGHT, Key, StepResult};
 use super::request::{FinishReason, Request, StopReason};
+use super::states::{FreeStates, PrefixStart, SequenceState};
 use super::text::TextOutput;
 use crate::structured::{Constraint, Grammar, Mask};
 
-/// What is known of a request that can run.
+/// The data of a request that was checked.
 pub(super) struct Checked {
     /// The length at which its sequences end.
     pub max_len: usize,
-    /// What their text follows.
+    /// The grammar of its text.
     pub grammar: Option<Arc<Grammar>>,
-    /// What their text must not hold.
+    /// The words that must not occur in its text.
     pub bad_words: Option<Arc<BadWords>>,
 }
 
@@ -37,21 +38,23 @@ pub(super) struct Sequence {
     pub in_flight: usize,
     /// The length at which it ends.
     pub max_len: usize,
-    /// Tokens whose keys and values are in the cache, or will be after the steps under way.
+    /// Number of tokens whose keys and values are in the cache, or will be after the running steps.
     pub computed: usize,
     pub blocks: SequenceBlocks,
+    /// Its recurrent state while it runs, where layers keep any.
+    pub state: Option<SequenceState>,
     /// The prefixes of its announced blocks.
     pub chain: Vec<PrefixId>,
     /// Set when it first runs.
     pub num_cached_tokens: Option<usize>,
     pub text: Option<TextOutput>,
-    /// What its text follows. Locked, for the threads that compute masks.
+    /// The constraint of its text. It is locked, because several threads compute masks.
     pub constraint: Option<Mutex<Constraint>>,
-    /// What its text must not hold.
+    /// The words that must not occur in its text.
     pub bad_words: Option<Arc<BadWords>>,
     pub routed: Option<RoutedExperts>,
     pub prompt_logprobs: Vec<TokenLogprobs>,
-    /// They are handed out once.
+    /// Whether the log-probabilities of the prompt were already returned.
     pub prompt_logprobs_given: bool,
     pub added: Instant,
     pub last_token: Option<Instant>,
@@ -61,33 +64,39 @@ impl Sequence {
     /// Tokens that wait to be computed; 0 while it only waits for a token in flight.
     pub fn remaining(&self) -> usize {
         if self.request.scores_only() {
-            // The last token has nothing behind it to score.
+            // The last token has no next token to score.
             return self.prompt_len() - 1 - self.computed;
         }
         if self.tokens.len() >= self.max_len { 0 } else { self.tokens.len() - self.computed }
+    }
+
+    /// How many of `want` rows are in the next step, so that it ends where its recurrent state is saved.
+    pub fn rows(&self, want: usize, block_size: usize) -> usize {
+        self.state.as_ref().map_or(want, |state| state.rows(self.computed, want, block_size))
     }
 
     pub fn prompt_len(&self) -> usize {
         self.request.prompt.len()
     }
 
-    /// Tokens that it can generate at most.
+    /// The largest number of tokens that it can generate.
     pub fn most_output(&self) -> usize {
         self.max_len - self.prompt_len()
     }
 
-    /// Whether it has run, though it may be waiting again.
+    /// Whether it has run; it may be waiting again.
     pub fn has_run(&self) -> bool {
         self.num_cached_tokens.is_some()
     }
 
-    /// Tokens generated, in flight or known.
+    /// Number of tokens generated, in flight or known.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len()
     }
 
-    /// What it has generated before an output position. The last token may be one that the step before has sampled
-    /// and that nobody has collected yet: it is in `before`. One that could not be sampled counts as 0, as in that step.
+    /// The tokens that it has generated before an output position. The last token may be one that the step before has
+    /// sampled and that was not collected yet; then it is in `before`. A token that could not be sampled counts as 0,
+    /// as in that step.
     pub fn output(&self, position: usize, before: Option<&StepResult>) -> Result<Cow<'_, [u32]>> {
         let prompt = self.prompt_len();
         let output = &self.tokens[prompt..prompt + position];
@@ -109,8 +118,8 @@ impl Sequence {
         self.constraint.is_some() || self.bad_words.is_some()
     }
 
-    /// The tokens that may follow `output`; `None` for all of them. Behind an output that has ended, or whose text is
-    /// complete, all may follow, because the token that is sampled there is dropped.
+    /// The tokens that may follow `output`; `None` for all of them. After an output that has ended, or whose text is
+    /// complete, all tokens may follow, because the token that is sampled there is dropped.
     pub fn mask(&self, output: &[u32]) -> std::result::Result<Option<Mask>, String> {
         let ends: Vec<u32> = self.request.stop_ids().collect();
         if output.last().is_some_and(|last| ends.contains(last)) {
@@ -129,7 +138,7 @@ impl Sequence {
         Ok(Some(words.mask(&self.request.prompt, output, shown, grammar)))
     }
 
-    /// The end after the token of an output position, if the text is then complete or went wrong.
+    /// The reason to end after the token of an output position, if the text is complete or has failed.
     pub fn end_of_grammar(&mut self, position: usize) -> Option<FinishReason> {
         let output = self.request.prompt.len()..self.request.prompt.len() + position + 1;
         let constraint = self.constraint.as_mut()?.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -139,13 +148,17 @@ impl Sequence {
         }
     }
 
-    /// Whether its tokens must come from the model, not from the prefix cache: somebody wants to see
-    /// them computed.
-    fn is_watched(&self) -> bool {
+    /// Whether its tokens may come from the prefix cache. If their computation is recorded, the model must compute
+    /// them.
+    pub fn reads_prefixes(&self) -> bool {
         let r = &self.request;
-        r.capture_routing
-            || r.replay_routing.is_some()
-            || (r.prompt_logprobs.is_some() && self.wants_prompt_logprobs())
+        let scores = r.prompt_logprobs.is_some() && self.wants_prompt_logprobs();
+        !r.capture_routing && r.replay_routing.is_none() && !scores
+    }
+
+    /// Whether others may take its blocks. If its experts are dictated, keys and values do not follow from its tokens.
+    pub fn writes_prefixes(&self) -> bool {
+        self.request.replay_routing.is_none()
     }
 
     /// Whether log-probabilities of its prompt are still to be computed.
@@ -155,7 +168,7 @@ impl Sequence {
         first && self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < prompt
     }
 
-    /// Its part in a step of `rows` more rows: at least one.
+    /// Its part of a step, with at least one new row.
     pub fn step(&self, rows: usize) -> SequenceStep<'_> {
         let end = self.computed + rows;
         let behind = self.computed + 1..(end + 1).min(self.prompt_len());
@@ -176,8 +189,8 @@ impl Sequence {
         (position < replay.tokens()).then_some((replay, position))
     }
 
-    /// Copies the experts of a part's rows, of which the first has position `start`; positions that are computed again get
-    /// the same ones.
+    /// Copies the experts of a part's rows, whose first row has position `start`. Positions that are computed again get
+    /// the same experts.
     pub fn record_routing(
         &mut self,
         start: usize,
@@ -200,19 +213,49 @@ impl Sequence {
         Ok(())
     }
 
-    /// Takes the blocks of its longest cached prefix; at least one token stays to be computed.
-    pub fn take_prefix(&mut self, root: PrefixId, block_size: usize, allocator: &mut BlockAllocator) {
-        if self.is_watched() || self.computed > 0 || !self.blocks.as_slice().is_empty() {
-            return;
+    /// Number of tokens in the full blocks that it has in common with another sequence and may take from the prefix
+    /// cache.
+    pub fn common_prefix(&self, other: &Self, block_size: usize) -> usize {
+        let usable = &self.tokens[..self.tokens.len() - 1];
+        let blocks = usable.chunks_exact(block_size).zip(other.tokens.chunks_exact(block_size));
+        block_size * blocks.take_while(|(own, others)| own == others).count()
+    }
+
+    /// Takes the blocks of its longest cached prefix; where layers keep recurrent states (`needs_state`), of the
+    /// longest one whose state is saved. At least one token remains to be computed.
+    pub fn take_prefix(
+        &mut self,
+        root: PrefixId,
+        block_size: usize,
+        needs_state: bool,
+        allocator: &mut BlockAllocator,
+    ) -> PrefixStart {
+        if !self.reads_prefixes() || self.computed > 0 || !self.blocks.as_slice().is_empty() {
+            return PrefixStart::default();
         }
-        let usable = self.tokens.len() - 1;
-        for tokens in self.tokens[..usable].chunks_exact(block_size) {
+        let blocks = self.tokens[..self.tokens.len() - 1].chunks_exact(block_size);
+        let mut parent = root;
+        let mut start = PrefixStart::default();
+        for tokens in blocks.clone() {
+            let Some(known) = allocator.known(parent, tokens) else { break };
+            start.known += block_size;
+            parent = known.id;
+            if known.saved.is_some() || !needs_state {
+                start.tokens = start.known;
+                start.saved = known.saved;
+            }
+        }
+        if let Some(place) = start.saved {
+            allocator.use_state(place);
+        }
+        for tokens in blocks.take(start.tokens / block_size) {
             let parent = self.chain.last().copied().unwrap_or(root);
             let Some((block, prefix)) = allocator.share(parent, tokens) else { break };
             self.blocks.push(block);
             self.chain.push(prefix);
             self.computed += block_size;
         }
+        start
     }
 
     /// Announces the blocks that have become full with known tokens.
@@ -229,13 +272,21 @@ impl Sequence {
             let Some(&block) = self.blocks.as_slice().get(i) else { break };
             let tokens = &self.tokens[i * block_size..(i + 1) * block_size];
             self.chain.push(allocator.announce(block, parent, tokens)?);
+            let end = self.chain.len() * block_size;
+            if let Some(place) = self.state.as_mut().and_then(|state| state.saved_place(end)) {
+                allocator.keep_state(parent, tokens, place);
+            }
         }
         Ok(())
     }
 
-    /// Gives its blocks back; what was computed must be computed again.
-    pub fn release(&mut self, allocator: &mut BlockAllocator) -> Result<()> {
+    /// Gives its blocks and its state back. Its tokens must then be computed again.
+    pub fn release(&mut self, allocator: &mut BlockAllocator, states: &mut FreeStates) -> Result<()> {
         self.blocks.release(allocator)?;
+        if let Some(mut state) = self.state.take() {
+            state.end(allocator);
+            states.put_back(state);
+        }
         self.chain.clear();
         self.computed = 0;
         Ok(())

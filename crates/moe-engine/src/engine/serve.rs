@@ -1,49 +1,50 @@
-//! What the engine of a data-parallel rank is asked by the process of the first one, and the loop that answers: on a
-//! thread of that process, or in another one.
+//! The questions that the process of the first data-parallel rank sends to another rank's engine, and the loop that
+//! answers them, on a thread of that process or in another process.
 //!
-//! A rank in lockstep runs a step when it is asked for one. Any other runs its steps as long as it has something to do, and
-//! tells what is new after each; a question then waits for the step that runs. Questions are answered in order.
-//! A rank that fails makes the world fail, so nobody waits for an answer that never comes.
+//! In lockstep a rank runs a step when it is asked. Otherwise it runs steps as long as it has requests, and reports new
+//! outputs after each; a question then waits until the running step has ended. Questions are answered in order. A rank
+//! that fails makes the world fail, so no rank waits forever for an answer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
 use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 
 use super::{Engine, EngineConfig, Output, Request, RequestId, Stats, StepLoad, Texts, step_memory};
+use crate::error::{Context, Result, bail, ensure};
 use crate::parallel::wire::{decode, encode};
 use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 
-/// What an engine is asked. `Limit`, `Add` and `Cancel` show in later steps and have no reply.
+/// A question to an engine. `Limit`, `Add` and `Cancel` affect later steps and have no reply.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Question {
-    /// The largest step, which all ranks run at once, before there is an engine: what a KV cache may take beside it.
+    /// Run the largest step, which all ranks run at the same time, before there is an engine. The result is the size
+    /// that a KV cache may have.
     Measure(Box<EngineConfig>),
-    /// A new engine in the place of the last one, with or without text.
+    /// Replace the engine by a new one, with or without text.
     Start(Box<EngineConfig>, bool),
-    /// No sequence is to get longer: another rank's KV cache holds no more.
+    /// Limit the length of sequences, because the KV cache of another rank holds no more.
     Limit(usize),
-    /// A request, and how long it has waited.
+    /// Add a request; the duration is how long it has waited.
     Add(RequestId, Duration, Box<Request>),
     Cancel(RequestId),
-    /// A step, in lockstep.
+    /// Run a step, in lockstep.
     Step,
-    /// One round of moving experts.
+    /// Run one round of moving experts.
     Move(MoveRound),
     Stats,
-    /// Nobody needs the engine any more.
+    /// The engine is no longer needed.
     End,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum Reply {
     Measured,
-    /// The longest sequence of the new engine.
+    /// The length of the longest sequence of the new engine.
     Started(usize),
     /// There is no engine with these settings.
     Refused(String),
@@ -53,28 +54,28 @@ pub(super) enum Reply {
     Ended,
 }
 
-/// What is new after a step.
+/// The new outputs after a step.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Stepped {
     pub outputs: Vec<Output>,
     /// The expert counts of the steps that were collected.
     pub loads: Vec<StepLoad>,
-    /// Whether nothing is left to run or to report.
+    /// Whether there is nothing left to run or to report.
     pub idle: bool,
 }
 
-/// What an engine is to do next.
+/// What the loop must do next.
 pub(super) enum Next {
     Answer(Question),
     /// There is no question now.
     Nothing,
-    /// There will be no question any more.
+    /// There will be no more questions.
     Stop,
 }
 
 impl Engine<'_> {
     /// # Errors
-    /// What ends all requests.
+    /// Errors that end all requests.
     pub(super) fn answer(&mut self, question: Question) -> Result<Option<Reply>> {
         Ok(match question {
             Question::Measure(..) | Question::Start(..) | Question::End => {
@@ -104,12 +105,12 @@ impl Engine<'_> {
         })
     }
 
-    /// Lets no sequence get longer.
+    /// Limits the length of sequences.
     pub(super) fn limit(&mut self, max_model_len: usize) {
         self.max_model_len = self.max_model_len.min(max_model_len);
     }
 
-    /// Takes a request that has waited. One that this engine cannot run ends with its next step.
+    /// Adds a request that has waited. If this engine cannot run it, it ends with the next step.
     pub(super) fn take(&mut self, id: RequestId, waited: Duration, request: Request) {
         let now = Instant::now();
         let added = now.checked_sub(waited).unwrap_or(now);
@@ -130,11 +131,11 @@ impl Engine<'_> {
     }
 }
 
-/// Answers the questions of `next`, which waits for one if it is told to, until there are no more, by an engine of the model with
-/// or without `texts`.
+/// Answers the questions of `next` until there are no more, with an engine of the model. `next` waits for a question if
+/// it is told to. Engines may be with or without `texts`.
 ///
 /// # Errors
-/// What ends all requests.
+/// Errors that end all requests.
 pub(super) fn answer_all(
     (model, ex): (&dyn CausalLm, &Exec),
     texts: impl Fn(bool) -> Result<Texts>,
@@ -147,13 +148,13 @@ pub(super) fn answer_all(
         let answer = match (next(wait)?, &mut engine) {
             (Next::Stop, _) => return Ok(()),
             (Next::Answer(Question::Measure(config)), engine) => {
-                // The old cache goes before what is free is looked at.
+                // The old cache is freed before the free memory is measured.
                 *engine = None;
                 budget = Some(step_memory::measure(model, &config, &mut ex.clone())?);
                 Some(Reply::Measured)
             }
             (Next::Answer(Question::Start(config, text)), engine) => {
-                // The old cache goes before the new one is allocated.
+                // The old cache is freed before the new one is allocated.
                 *engine = None;
                 let budget = match config.lockstep {
                     true => Ok(budget.take()),
@@ -177,10 +178,10 @@ pub(super) fn answer_all(
     }
 }
 
-/// What an engine with or without text makes text with.
+/// The tokenizer and grammars for an engine with or without text.
 ///
 /// # Errors
-/// An engine with text where there is no tokenizer.
+/// An engine with text, but no tokenizer.
 fn texts_of(tokenizer: &Result<Tokenizer>, text: bool) -> Result<Texts> {
     match (text, tokenizer) {
         (false, _) => Ok((None, None)),
@@ -191,11 +192,11 @@ fn texts_of(tokenizer: &Result<Tokenizer>, text: bool) -> Result<Texts> {
     }
 }
 
-/// Runs the engine of a data-parallel rank in this process for the driver, rank 0, until that says stop (an empty
-/// message). Without a `tokenizer` it refuses engines with text, and says why there is none.
+/// Runs the engine of a data-parallel rank in this process for the driver, rank 0, until the driver says stop (an empty
+/// message). Without a `tokenizer` it refuses engines with text, with the reason why there is none.
 ///
 /// # Errors
-/// What ends all requests, here or elsewhere.
+/// Errors that end all requests, on this rank or another one.
 pub(crate) fn serve(
     model: &dyn CausalLm,
     ex: &Exec,
@@ -217,15 +218,15 @@ pub(crate) fn serve(
     answer_all((model, ex), texts, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
 }
 
-/// Reads a question of rank 0, up to where an engine would act on it; that checks it against the engine.
+/// Reads a question of rank 0, up to the point where an engine would check it further and act on it.
 ///
 /// # Errors
-/// Other bytes.
+/// The bytes are no question.
 pub(crate) fn check_question(message: &[u8]) -> Result<()> {
     decode::<Question>(message).map(drop)
 }
 
-/// One question of each kind, for tests of what becomes of altered ones.
+/// One question of each kind, for tests with altered questions.
 #[cfg(test)]
 pub(crate) fn examples_of_questions() -> Vec<Vec<u8>> {
     tests::questions().iter().map(|question| encode(question).unwrap_or_default()).collect()
@@ -233,7 +234,7 @@ pub(crate) fn examples_of_questions() -> Vec<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use anyhow::anyhow;
+    use crate::error::failed;
     use model_runtime::{KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews};
 
     use super::*;
@@ -323,7 +324,7 @@ mod tests {
         let config = || Box::new(EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() });
         let mut questions = vec![Question::Start(config(), false), Question::Start(config(), true)];
         let next = |_| Ok(questions.pop().map_or(Next::Stop, Next::Answer));
-        let tokenizer = Err(anyhow!("not JSON").context("tokenizer.json"));
+        let tokenizer = Err(failed!("not JSON").context("tokenizer.json"));
         let mut replies = Vec::new();
         let keep = |reply| {
             replies.push(reply);

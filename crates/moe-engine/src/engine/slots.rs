@@ -1,16 +1,17 @@
-//! Which slot of a device holds what a sequence's tokens so far mean for its next one, and whether it is up to date.
+//! Which slot of a device stores the data that a sequence's next token depends on, and whether the slot is up to date.
 //!
-//! A slot is up to date if it has counted as many tokens as its sequence has: the device counts what it samples. It is
-//! not for a sequence that is new, that lost its slot while it was preempted, or whose tokens were sampled by the host;
-//! then it is rebuilt from the sequence's tokens. Nobody gives slots back: one whose sequence has not run for longest
-//! is taken. There are as many as sequences run at once, so a sequence that runs in every step keeps its slot.
+//! A slot is up to date if it has counted as many tokens as its sequence has; the device counts the tokens that it
+//! samples. A slot is stale if the sequence is new, if it lost its slot while it was preempted, or if the host sampled
+//! its tokens. Then it is rebuilt from the sequence's tokens. Slots are not given back: a new sequence takes the slot
+//! whose sequence has not run for longest. There are as many slots as sequences can run at the same time, so a sequence
+//! that runs in every step keeps its slot.
 
 use super::plan::Key;
 
 #[derive(Clone, Default)]
 struct Slot {
     owner: Option<Key>,
-    /// Output tokens that it will have counted after the steps launched so far.
+    /// Number of output tokens that it will have counted after the steps launched so far.
     counted: usize,
     /// The last step that used it.
     step: u64,
@@ -34,7 +35,7 @@ impl Slots {
         Self { slots: vec![Slot::default(); count], step: 0 }
     }
 
-    /// The slots of the sequences of a step that sample the tokens of these output positions; `None` if there are more
+    /// The slots of a step's sequences that sample the tokens of these output positions; `None` if there are more
     /// sequences than slots.
     pub fn assign(&mut self, wanted: &[(Key, usize)]) -> Option<Vec<Assigned>> {
         self.step += 1;
@@ -85,7 +86,7 @@ mod tests {
         let mut slots = Slots::new(2);
         assert_eq!(assign(&mut slots, &[(1, 0), (2, 0)]), [(0, true), (1, true)]);
         assert_eq!(assign(&mut slots, &[(2, 1)]), [(1, false)]);
-        // A new one comes first in the step and must not take the slot of one that follows.
+        // A new sequence comes first in the step and must not take the slot of a later one.
         assert_eq!(assign(&mut slots, &[(3, 0), (2, 2)]), [(0, true), (1, false)]);
         // Sequence 1 was preempted and resumes: its counts are gone.
         assert_eq!(assign(&mut slots, &[(1, 1), (3, 1)]), [(1, true), (0, false)]);

@@ -1,20 +1,21 @@
-//! In which order waiting sequences start with the policy `LongestFirst`.
+//! The order in which waiting sequences start with the policy `LongestFirst`.
 //!
-//! The last ones to start go by length, the longest first, as in list scheduling by longest processing time: so all end
-//! at about one time, and no step is nearly empty. All others start before, as they came. Were these to go by length as
-//! well, many would end in one step, and places would stay empty, and all others wait, while the prompts of their
-//! successors are computed together.
+//! The last sequences start in the order of length, the longest first, as in list scheduling by longest processing
+//! time. So all end at about the same time, and no step is nearly empty. All other sequences start before them, in
+//! order of arrival. If these also started in the order of length, many would end in one step. Then their places would
+//! stay empty, and all others would wait, while the prompts of their successors are computed together.
 
 use std::collections::VecDeque;
 
 use super::sequence::Sequence;
 
-/// Sequences that go by length: what runs at the end, and half as many that start while others end.
+/// Number of sequences that start in the order of length: the ones that run at the end, and half as many that start
+/// while others end.
 pub(super) fn kept_for_the_end(max_num_seqs: usize) -> usize {
     max_num_seqs.saturating_add(max_num_seqs / 2)
 }
 
-/// Puts a sequence into a queue in which sequences that gave way stand first.
+/// Inserts a sequence into a queue, in which preempted sequences stand first.
 pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_num_seqs: usize) {
     let most = kept_for_the_end(max_num_seqs);
     let queue = waiting.make_contiguous();
@@ -26,7 +27,7 @@ pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_n
     if waiting.len() - new <= most {
         return;
     }
-    // The longest of the last ones joins the sequences that start as they came.
+    // The longest of the last sequences joins the ones that start in order of arrival.
     if let Some(longest) = waiting.remove(last) {
         let before = &waiting.make_contiguous()[new..last];
         let place = new + before.partition_point(|other| other.key < longest.key);
@@ -34,8 +35,8 @@ pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_n
     }
 }
 
-/// Place of the sequence that starts next while the first ones start: of the sequences that do not go by length, the
-/// one with the shortest prompt. Nothing decodes beside these prompts yet.
+/// The position of the sequence that starts next while the first sequences start: among the sequences that do not start
+/// in the order of length, the one with the shortest prompt. No sequence is decoding at that time.
 pub(super) fn first(waiting: &VecDeque<Sequence>, max_num_seqs: usize) -> usize {
     if waiting.front().is_some_and(Sequence::has_run) {
         return 0;

@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 use moe_layer::ExpertHeat;
 use serde::{Deserialize, Serialize};
 
-/// Times in buckets that grow by a fifth, any percentile to within 10 %: how many are in each bucket.
+/// Times in buckets that grow by a fifth, so any percentile is accurate to 10 %. The values are the numbers of times in
+/// each bucket.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Histogram(Vec<u64>);
 
 impl Histogram {
-    /// The shortest time told apart, and the growth from bucket to bucket.
+    /// The shortest time (in seconds) that is distinguished, and the growth from bucket to bucket.
     const FIRST: f64 = 1e-6;
     const GROWTH: f64 = 1.2;
     const BUCKETS: usize = 128;
 
-    /// Whether times may be in such buckets.
+    /// Whether these can be buckets of times.
     pub(super) fn is_valid(&self) -> bool {
         [0, Self::BUCKETS].contains(&self.0.len())
     }
@@ -26,7 +27,8 @@ impl Histogram {
         self.0[(bucket as usize).min(Self::BUCKETS - 1)] += 1;
     }
 
-    /// Milliseconds below which `share` of the times lie: the middle of their bucket. `None` without any time.
+    /// The time in milliseconds below which `share` of the times are (the middle of its bucket). `None` without any
+    /// time.
     pub fn percentile(&self, share: f64) -> Option<f64> {
         let wanted = ((self.0.iter().sum::<u64>() as f64 * share).ceil() as u64).max(1);
         let mut seen = 0;
@@ -38,12 +40,34 @@ impl Histogram {
     }
 }
 
-/// What an engine counts while it runs.
+/// The recurrent states that are saved for the prefix cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedStates {
+    /// Times a sequence began with a saved state, also one that had to be computed again.
+    pub restored: u64,
+    /// States that were saved.
+    pub saved: u64,
+    /// States that were given up for others.
+    pub evicted: u64,
+    /// Bytes of the states that can be restored now, on one rank of each group.
+    pub bytes: u64,
+}
+
+impl SavedStates {
+    fn absorb(&mut self, other: &Self) {
+        self.restored = self.restored.saturating_add(other.restored);
+        self.saved = self.saved.saturating_add(other.saved);
+        self.evicted = self.evicted.saturating_add(other.evicted);
+        self.bytes = self.bytes.saturating_add(other.bytes);
+    }
+}
+
+/// The counters of a running engine.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Stats {
     /// Seconds since the engine was made.
     pub seconds: f64,
-    /// Requests taken.
+    /// Number of requests added.
     pub requests: u64,
     /// Choices that have ended.
     pub finished: u64,
@@ -51,21 +75,23 @@ pub struct Stats {
     pub prompt_tokens: u64,
     /// Prompt tokens found in the prefix cache.
     pub cached_prompt_tokens: u64,
+    /// Saved recurrent states, where layers keep any.
+    pub saved_states: SavedStates,
     /// New tokens.
     pub generated_tokens: u64,
-    /// Forward passes; of several ranks, by the one that ran most.
+    /// Number of forward passes; of several ranks, the largest number.
     pub steps: u64,
     /// Rows of all forward passes.
     pub rows: u64,
-    /// CUDA graphs that were recorded; of several ranks, by the one that recorded most.
+    /// Number of CUDA graphs that were recorded; of several ranks, the largest number.
     pub graphs: u64,
-    /// Steps that replayed one.
+    /// Number of steps that replayed one.
     pub graph_steps: u64,
     /// Times a sequence gave its KV blocks back.
     pub preemptions: u64,
-    /// Most KV blocks in use.
+    /// The largest number of KV blocks in use.
     pub peak_kv_blocks: usize,
-    /// KV blocks in all.
+    /// Number of KV blocks.
     pub kv_blocks: usize,
     /// From adding a request to its first token.
     pub time_to_first_token: Histogram,
@@ -76,14 +102,14 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// A step of so many rows, with so many KV blocks in use.
+    /// Adds a step with this number of rows and of KV blocks in use.
     pub(super) fn add_step(&mut self, rows: usize, used_blocks: usize) {
         self.steps += 1;
         self.rows += rows as u64;
         self.peak_kv_blocks = self.peak_kv_blocks.max(used_blocks);
     }
 
-    /// A token that came at `now`, of a sequence that was added at `added` and had its last token at `previous`.
+    /// Adds a token at the time `now`, of a sequence that was added at `added` and got its last token at `previous`.
     pub(super) fn add_token(&mut self, added: Instant, previous: Option<Instant>, now: Instant) {
         self.generated_tokens += 1;
         match previous {
@@ -100,13 +126,14 @@ impl Stats {
         }
     }
 
-    /// Adds what another rank's engine counted. Ranks step side by side, so the rank with most steps counts.
+    /// Adds the counters of another rank's engine. Ranks run steps in parallel, so the rank with the most steps counts.
     pub(super) fn absorb(&mut self, other: &Stats) {
         self.seconds = self.seconds.max(other.seconds);
         self.requests = self.requests.saturating_add(other.requests);
         self.finished = self.finished.saturating_add(other.finished);
         self.prompt_tokens = self.prompt_tokens.saturating_add(other.prompt_tokens);
         self.cached_prompt_tokens = self.cached_prompt_tokens.saturating_add(other.cached_prompt_tokens);
+        self.saved_states.absorb(&other.saved_states);
         self.generated_tokens = self.generated_tokens.saturating_add(other.generated_tokens);
         self.steps = self.steps.max(other.steps);
         self.rows = self.rows.saturating_add(other.rows);
@@ -123,8 +150,8 @@ impl Stats {
         }
     }
 
-    /// For each MoE layer the tokens of its hottest expert over the mean of all; empty unless experts are
-    /// counted.
+    /// For each MoE layer: the tokens of the expert with the most tokens over the mean of all experts; empty unless
+    /// experts are counted.
     pub fn hottest_expert_over_mean(&self) -> Vec<f64> {
         self.expert_load.iter().map(|counts| hottest_over_mean(counts)).collect()
     }
@@ -159,6 +186,14 @@ impl std::fmt::Display for Stats {
             "{} steps of {rows_per_step:.1} rows, {} preemptions, KV cache at most {} of {} blocks",
             self.steps, self.preemptions, self.peak_kv_blocks, self.kv_blocks
         )?;
+        let SavedStates { restored, saved, evicted, bytes } = self.saved_states;
+        if saved > 0 {
+            let mib = bytes as f64 / (1 << 20) as f64;
+            writeln!(
+                f,
+                "{saved} states of prefixes saved, {restored} restored, {evicted} given up for others, {mib:.1} MiB kept"
+            )?;
+        }
         if self.graphs > 0 {
             writeln!(f, "{} CUDA graphs recorded, {} steps replayed one", self.graphs, self.graph_steps)?;
         }

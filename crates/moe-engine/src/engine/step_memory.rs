@@ -1,24 +1,25 @@
-//! What the largest step takes of a GPU beside weights and KV cache, found out by running it before the cache is made, as vLLM
-//! profiles a run. Its buffers stay in the workspace, so the cache may have what is free afterwards.
+//! The GPU memory that the largest step needs in addition to weights and KV cache. It is measured by running that step
+//! before the cache is made, as in vLLM's profile run. The step's buffers stay in the workspace, so the cache may use
+//! the memory that is free afterwards.
 
-use anyhow::{Context, Result};
 use model_runtime::{
     CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_rows, run_step,
 };
 
 use super::config::EngineConfig;
+use crate::error::{Context, Result};
 
-/// Left for what is made later: recorded graphs, tables of a step.
+/// Memory that is kept free for later allocations: recorded graphs, tables of a step.
 const RESERVE: u64 = 256 << 20;
 
-/// Most rows of logits of a step: one of each sequence, padded as graphs pad them.
+/// The largest number of rows of logits in a step: one for each sequence, padded as for graphs.
 pub(super) fn most_logits(max_num_seqs: usize) -> usize {
     max_num_seqs.next_multiple_of(8)
 }
 
-/// What a KV cache may take beside the largest step, where the step must say so: it runs if the cache would take more than half
-/// of what is free. Ranks of a group compute it together, so all groups in lockstep must ask at once
-/// ([`DpEngine`](super::DpEngine)).
+/// The size that a KV cache may have so that the largest step still fits, if a measurement is needed: the step runs if
+/// the cache would take more than half of the free memory. The ranks of a group compute it together, so all groups in
+/// lockstep must call this at the same time ([`DpEngine`](super::DpEngine)).
 pub(super) fn budget(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec) -> Result<Option<usize>> {
     match is_tight(model, config, ex)? {
         true => measure(model, config, ex).map(Some),
@@ -26,12 +27,12 @@ pub(super) fn budget(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec)
     }
 }
 
-/// Whether a cache on a GPU whose size nobody gave would take more than half of what is free there.
+/// Whether a cache on a GPU, with no size given by the user, would take more than half of the free memory.
 pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -> Result<bool> {
     if !ex.is_cuda() || config.kv_cache_memory.is_some() {
         return Ok(false);
     }
-    // What an earlier engine has freed counts only once the stream is done.
+    // Memory that an earlier engine has freed only counts once the stream has finished.
     ex.synchronize()?;
     let info = model.info();
     let (free, budget) = config.free_and_budget(ex)?;
@@ -39,8 +40,8 @@ pub(super) fn is_tight(model: &dyn CausalLm, config: &EngineConfig, ex: &Exec) -
     Ok(free.is_some_and(|free| capacity.bytes as u64 > free / 2))
 }
 
-/// Runs the largest step and returns how many bytes the KV cache may take then. All positions share one block, so no cache is
-/// needed for it.
+/// Runs the largest step and returns the number of bytes that the KV cache may then have. All positions share one
+/// block, so the step needs no real cache.
 pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec) -> Result<usize> {
     let info = model.info();
     ex.synchronize()?;
@@ -53,11 +54,11 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
     run(model, &step, &mut kv, ex).with_context(|| {
         format!(
             "the largest step, of {rows} rows, which says how much memory the KV cache may take, failed; if memory ran out, lower \
-             --max-num-batched-tokens"
+             `max_num_batched_tokens`"
         )
     })?;
     drop(kv);
-    // The runner has a place of its own for what the device samples from.
+    // The runner has separate memory for the logits from which the device samples.
     let sampled = most_logits(config.max_num_seqs);
     let rows = sampled + logits_rows(model, sampled).into_iter().sum::<usize>();
     let logits = rows.saturating_mul(info.vocab_size).saturating_mul(4);
@@ -70,14 +71,14 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
 fn run(model: &dyn CausalLm, step: &Step, kv: &mut KvCache, ex: &mut Exec) -> Result<()> {
     let logits = run_step(model, step, kv, None, &mut StepContext::default(), ex)?;
     ex.synchronize()?;
-    // The stream of a failed world goes on; only this says so.
+    // The stream of a failed world continues, so this check is the only sign of the failure.
     model.ranks().map_or(Ok(()), |ranks| ranks.check())?;
     drop(logits);
     Ok(())
 }
 
-/// A step of `rows` rows, as sequences of at most `longest` tokens. Where a step makes keys and values out of latent rows of all
-/// positions that it sees (`latent`), its rows are the last ones of their sequence.
+/// A step of `rows` rows, as sequences of at most `longest` tokens. If a step computes keys and values from the latent
+/// rows of all positions to which it attends (`latent`), its rows are the last ones of their sequence.
 fn largest(rows: usize, longest: usize, vocab: usize, latent: bool, config: &EngineConfig) -> Result<Step> {
     let token_ids: Vec<u32> = (0..rows).map(|i| (i % vocab) as u32).collect();
     let blocks = vec![0; longest.div_ceil(config.block_size)];

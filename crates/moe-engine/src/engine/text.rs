@@ -1,12 +1,12 @@
-//! The text of a choice: tokens to final pieces of text, and stop strings.
+//! The text of a choice: converts tokens into final pieces of text, and handles stop strings.
 
-use anyhow::Result;
+use crate::error::Result;
 
 use crate::tokenizer::{TextStream, Tokenizer};
 
-/// Text of a choice as it grows.
+/// The text of a choice while it grows.
 ///
-/// A text that may be the beginning of a stop string is held back until it is known not to be.
+/// A text that may be the beginning of a stop string is held back until it is known that it is none.
 pub(super) struct TextOutput {
     stream: TextStream,
     stop: Vec<String>,
@@ -20,8 +20,8 @@ impl TextOutput {
         Self { stream, stop: stop.to_vec(), include_stop, held: String::new() }
     }
 
-    /// Adds a token: the text that has become final, and the stop string that ends it.
-    /// `may_stop` is false while stop strings do not count yet.
+    /// Adds a token. Returns the text that has become final, and the stop string that ends it. `may_stop` is false
+    /// while stop strings are still ignored.
     pub fn push(
         &mut self,
         tokenizer: &Tokenizer,
@@ -43,7 +43,7 @@ impl TextOutput {
         Ok(std::mem::take(&mut self.held))
     }
 
-    /// Ends the held text at the first of the stop strings, in their order, that it contains.
+    /// Cuts the held text at the first stop string, in their order, that it contains.
     fn cut_at_stop(&mut self) -> Option<String> {
         let (at, stop) = self.stop.iter().find_map(|stop| Some((self.held.find(stop.as_str())?, stop)))?;
         self.held.truncate(if self.include_stop { at + stop.len() } else { at });
@@ -51,7 +51,7 @@ impl TextOutput {
     }
 }
 
-/// Bytes at the end of `text` that begin `stop`, at most all but one of it.
+/// Number of bytes at the end of `text` that are the beginning of `stop` (less than all of it).
 fn overlap(text: &str, stop: &str) -> usize {
     let longest = stop.len().saturating_sub(1).min(text.len());
     let ends_with = |n: &usize| text.as_bytes().ends_with(&stop.as_bytes()[..*n]);

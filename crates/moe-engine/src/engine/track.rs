@@ -1,4 +1,4 @@
-//! What a CUDA device did in a step, for a profile.
+//! The work of a CUDA device in a step, for a profile.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ pub(crate) struct StepMarks {
     rows: usize,
 }
 
-/// A context that marks its stream if a profile wants to know; the CPU has no stream.
+/// A context that marks its stream if a profile needs it; the CPU has no stream.
 pub(super) fn tracked(ex: Exec) -> Result<Exec> {
     let is_tracked = ex.is_cuda() && device_events::wanted();
     let timeline = is_tracked.then(|| Timeline::new(device_events::origin(), &ex));
@@ -24,7 +24,7 @@ pub(super) fn tracked(ex: Exec) -> Result<Exec> {
 }
 
 impl StepMarks {
-    /// Ends a step of `rows` rows whose launches began at `launched`; `None` without a profile.
+    /// Ends the marks of a step of `rows` rows whose launches began at `launched`; `None` without a profile.
     pub fn end(rows: usize, launched: Instant, ex: &Exec) -> Result<Option<Self>> {
         ex.mark("end", 0)?;
         let of =
@@ -32,7 +32,7 @@ impl StepMarks {
         Ok(ex.timeline().map(of))
     }
 
-    /// Tells the profile, once the device has done the step: the whole, and each section.
+    /// Reports to the profile, once the device has finished the step: the whole step, and each section.
     pub fn report(self) -> Result<()> {
         let sections = self.timeline.sections(self.marks, self.launched)?;
         if let (Some(first), Some(last)) = (sections.first(), sections.last()) {

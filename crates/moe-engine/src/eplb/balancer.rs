@@ -1,9 +1,9 @@
-//! The one place that decides: collects counts, has plans made, and says which round of which move comes next.
+//! The only place that decides about moves: it collects counts, starts plans, and chooses the next round of the next
+//! move.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use model_runtime::CausalLm;
 use moe_eplb::control::{Action, Controller, Intervals, Planner, ThreadPlanner};
 use moe_eplb::heat::{CountKind, Heat, Stage, StageFilter};
@@ -15,21 +15,22 @@ use super::config::EplbConfig;
 use super::planner::RoundPlanner;
 use super::stats::{EplbStats, Waits};
 use crate::engine::StepLoad;
-use crate::usage;
+use crate::error::{Context, Result, bail, usage};
 
-/// Parts of the window whose peaks a plan looks at one by one: the planner's lanes.
+/// The number of parts of the window whose peaks a plan considers separately (the lanes of the planner).
 const EPISODES: usize = 16;
 
-/// Seconds of a byte that moves before any has: sockets of one host do better than 1 GB/s, GPUs of one host than 100.
+/// Assumed seconds per moved byte before any expert has moved. Sockets on one host reach more than 1 GB/s, GPUs of one
+/// host more than 100 GB/s.
 const ON_HOSTS: f64 = 1e-9;
 const ON_GPUS: f64 = 1e-11;
 
 /// The layer that is moving.
 struct Moving {
     layer: usize,
-    /// Its experts that come to another rank.
+    /// Number of its experts that move to another rank.
     experts: u64,
-    /// As [`MoveRound::sole`].
+    /// See [`MoveRound::sole`].
     sole: Vec<u32>,
 }
 
@@ -38,42 +39,38 @@ pub(crate) struct Balancer {
     bytes_per_step: usize,
     move_timeout: Duration,
     topology: Topology,
-    /// Slots of ranks, and some layer's experts in them.
+    /// The slots of the ranks, with the experts of some layer in them.
     map: ExpertMap,
     slot_len: usize,
     heat: Heat,
     planner: RoundPlanner,
     controller: Controller<Box<dyn Planner + Send>>,
-    /// Where the run began.
+    /// The placement at the beginning of the run.
     first: Placement,
-    /// Layers that the plan moves next.
+    /// The layers that the plan moves next.
     queue: VecDeque<usize>,
     moving: Option<Moving>,
-    /// When the window was looked at last, and steps since.
+    /// The time when the window was last evaluated, and the number of steps since.
     since: (Instant, u32),
     stats: EplbStats,
     waits: Waits,
 }
 
 impl Balancer {
-    /// A balancer of a model whose experts were loaded to be moved.
+    /// A balancer for a model whose experts were loaded to be moved.
     ///
     /// # Errors
-    /// Settings that cannot be; experts that do not move; slots that the ranks do not have in equal numbers.
+    /// Invalid settings; experts that cannot move; ranks with different numbers of slots.
     pub fn new(model: &dyn CausalLm, config: &EplbConfig) -> Result<Self> {
         config.check()?;
         let maps = maps(model)?;
         let (Some(map), Some(slot_len)) = (maps.first(), model.placed_experts(0).and_then(|p| p.slot_len()))
         else {
-            bail!(
-                "load balancing: the model's experts were not loaded to be moved; load it with --enable-eplb"
-            )
+            bail!("load balancing: the model's experts were not loaded to be moved; load it with `eplb`")
         };
         let topology = topology(map)?;
         if maps.iter().any(|other| !has_even_slots(other) || other.num_slots() != map.num_slots()) {
-            return Err(usage(
-                "--enable-eplb: the expert map gives ranks or layers different numbers of slots",
-            ));
+            return Err(usage("`eplb`: the expert map gives ranks or layers different numbers of slots"));
         }
         let phy2log = maps.iter().flat_map(|map| map.phy2log().iter().copied()).collect();
         let first = Placement::from_phy2log(&topology, maps.len(), phy2log)?;
@@ -85,7 +82,7 @@ impl Balancer {
         let intervals = Intervals {
             collect: config.interval as u32,
             plan: config.plan_steps as u32,
-            // One after the other: a step moves `bytes_per_step` bytes, whatever layer they are of.
+            // Layers move one after the other: `bytes_per_step` limits the bytes per step, of whatever layer.
             layers_per_step: usize::MAX,
         };
         Ok(Self {
@@ -119,7 +116,8 @@ impl Balancer {
         EplbStats { plans, dropped, median_stall, p99_stall, ..self.stats.clone() }
     }
 
-    /// Advances by one step, of which `loads` were counted; the round of a move that all ranks run before the next one.
+    /// Advances by one step, whose counts are `loads`. Returns the round of a move that all ranks must run before the
+    /// next step.
     ///
     /// # Errors
     /// Counts of another model.
@@ -161,7 +159,7 @@ impl Balancer {
         }))
     }
 
-    /// A round has been run: how the move stands, and how long the ranks took.
+    /// Notes that a round was run: the state of the move, and how long the ranks took.
     ///
     /// # Errors
     /// A round that was not asked for.
@@ -237,13 +235,13 @@ impl Balancer {
         }
         self.heat.end_step();
         self.stats.steps += 1;
-        self.stats.par_sum += self.par(&load.counts, self.controller.placement());
-        self.stats.static_par_sum += self.par(&load.counts, &self.first);
+        self.stats.par_sum += self.par(&load.counts, self.controller.placement())?;
+        self.stats.static_par_sum += self.par(&load.counts, &self.first)?;
         Ok(())
     }
 
     /// Peak over mean load of the ranks in a step, the mean of all layers.
-    fn par(&self, counts: &ExpertHeat, placement: &Placement) -> f64 {
+    fn par(&self, counts: &ExpertHeat, placement: &Placement) -> Result<f64> {
         let experts = self.topology.experts();
         let ranks = self.topology.devices();
         let layers = counts.layers();
@@ -251,7 +249,8 @@ impl Balancer {
             let loads: Vec<f64> = counts.layer(layer).iter().map(|&count| count as f64).collect();
             layer_par(&loads, placement.layer(layer), experts, ranks, Objective::Aggregate)
         };
-        (0..layers).map(of).sum::<f64>() / layers.max(1) as f64
+        let sum = (0..layers).map(of).sum::<std::result::Result<f64, _>>()?;
+        Ok(sum / layers.max(1) as f64)
     }
 }
 
@@ -260,9 +259,7 @@ pub(crate) fn maps(model: &dyn CausalLm) -> Result<Vec<ExpertMap>> {
     let Some(moe) = &model.info().moe else { bail!("load balancing: the model has no routed experts") };
     let map = |layer| {
         let placed = model.placed_experts(layer).map(|placed| placed.map());
-        placed.context(
-            "load balancing: the model's experts were not loaded to be moved; load it with --enable-eplb",
-        )
+        placed.context("load balancing: the model's experts were not loaded to be moved; load it with `eplb`")
     };
     (0..moe.layers.len()).map(map).collect()
 }
@@ -278,8 +275,8 @@ fn topology(map: &ExpertMap) -> Result<Topology> {
     if !slots.is_multiple_of(ranks) {
         let fits = slots.next_multiple_of(ranks) - experts;
         return Err(usage(format!(
-            "--enable-eplb: {experts} experts and {} redundant ones do not divide over {ranks} ranks; use \
-             --num-redundant-experts {fits}",
+            "`eplb`: {experts} experts and {} redundant ones do not divide over {ranks} ranks; use \
+             `num_redundant_experts` {fits}",
             slots - experts
         )));
     }

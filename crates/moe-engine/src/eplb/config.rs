@@ -1,34 +1,33 @@
-//! Settings of load balancing. Names are vLLM's where it has one.
+//! Settings of load balancing. They have vLLM's names where vLLM has the setting.
 
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::Result;
 use moe_eplb::policy::{Deepseek, FlashLb, Joint, Policy, Swift};
 use serde::{Deserialize, Serialize};
 
-use crate::usage;
+use crate::error::{Result, usage};
 
 /// When experts move, and how much at a time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EplbConfig {
-    /// Steps whose counts a plan is made from: the latest.
+    /// Number of latest steps from whose counts a plan is made.
     pub window: usize,
-    /// Counted steps from one plan to the next.
+    /// Number of counted steps from one plan to the next.
     pub interval: usize,
-    /// Steps after which a plan that is not ready is given up.
+    /// Number of steps after which an unfinished plan is dropped.
     pub plan_steps: usize,
     /// How placements are found.
     pub policy: EplbPolicy,
-    /// Experts that move for one plan, all layers together, at most.
+    /// The largest number of experts that move for one plan, all layers together.
     pub max_moves: Option<usize>,
-    /// Bytes that travel between two steps, all ranks together, at most (and at least one).
+    /// The largest number of bytes that are sent between two steps, all ranks together; at least one expert moves.
     pub bytes_per_step: usize,
-    /// The time that a layer's experts may take to arrive; later they stay where they were.
+    /// The time limit for a layer's experts to arrive. After that they stay where they were.
     pub move_timeout: Duration,
-    /// What a layer's new placement must gain in peak over mean load.
+    /// The gain in peak over mean load that a layer's new placement must have.
     pub min_gain: f64,
-    /// Whether a layer moves only if it saves more time until the next plan than its bytes cost.
+    /// Whether a layer moves only if the time that it saves until the next plan is more than its bytes cost.
     pub must_pay: bool,
 }
 
@@ -54,30 +53,31 @@ impl EplbConfig {
     pub fn check(&self) -> Result<()> {
         const MOST: usize = u32::MAX as usize;
         for (flag, value) in [
-            ("--eplb-window", self.window),
-            ("--eplb-interval", self.interval),
-            ("--eplb-plan-steps", self.plan_steps),
-            ("--eplb-max-moves", self.max_moves.unwrap_or(1)),
+            ("`eplb.window`", self.window),
+            ("`eplb.interval`", self.interval),
+            ("`eplb.plan_steps`", self.plan_steps),
+            ("`eplb.max_moves`", self.max_moves.unwrap_or(1)),
         ] {
             if !(1..=MOST).contains(&value) {
                 return Err(usage(format!("{flag} {value}: expected 1 to {MOST}")));
             }
         }
         if self.bytes_per_step == 0 {
-            return Err(usage("--eplb-bytes-per-step 0: expected bytes, at least 1"));
+            return Err(usage("`eplb.bytes_per_step` 0: expected bytes, at least 1"));
         }
         if self.move_timeout.is_zero() {
-            return Err(usage("--eplb-move-timeout 0: expected seconds, at least 1"));
+            return Err(usage("`eplb.move_timeout` 0: expected seconds, at least 1"));
         }
         if self.min_gain.is_nan() || self.min_gain < 0.0 {
-            return Err(usage(format!("--eplb-min-gain {}: expected a number of at least 0", self.min_gain)));
+            return Err(usage(format!("`eplb.min_gain` {}: expected a number of at least 0", self.min_gain)));
         }
         Ok(())
     }
 }
 
-/// A way to find placements; `docs/eplb.md` compares them.
+/// A way to find placements; the README of moe-eplb compares them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum EplbPolicy {
     /// Copies and places searched together, with a price on moves.
     #[default]
@@ -90,8 +90,8 @@ pub enum EplbPolicy {
     Deepseek,
 }
 
-/// What moving every slot would have to gain: with 8 ranks 15 to 19 % of the slots then move after a drift, for 0.01 of the
-/// balance (docs/eplb.md).
+/// The gain that moving every slot would need: with 8 ranks 15 to 19 % of the slots then move after a drift, at a cost
+/// of 0.01 of the balance (README of moe-eplb).
 const MOVE_PRICE: f64 = 0.07;
 
 impl EplbPolicy {
@@ -143,15 +143,15 @@ mod tests {
         assert!(EplbConfig::default().check().is_ok());
         assert!(EplbConfig { bytes_per_step: usize::MAX, ..EplbConfig::default() }.check().is_ok());
         for (config, flag) in [
-            (EplbConfig { window: 0, ..EplbConfig::default() }, "--eplb-window 0"),
-            (EplbConfig { interval: 1 << 40, ..EplbConfig::default() }, "--eplb-interval"),
-            (EplbConfig { max_moves: Some(0), ..EplbConfig::default() }, "--eplb-max-moves 0"),
+            (EplbConfig { window: 0, ..EplbConfig::default() }, "`eplb.window` 0"),
+            (EplbConfig { interval: 1 << 40, ..EplbConfig::default() }, "`eplb.interval`"),
+            (EplbConfig { max_moves: Some(0), ..EplbConfig::default() }, "`eplb.max_moves` 0"),
             (
                 EplbConfig { bytes_per_step: 0, ..EplbConfig::default() },
-                "--eplb-bytes-per-step 0: expected bytes, at least 1",
+                "`eplb.bytes_per_step` 0: expected bytes, at least 1",
             ),
-            (EplbConfig { move_timeout: Duration::ZERO, ..EplbConfig::default() }, "--eplb-move-timeout 0"),
-            (EplbConfig { min_gain: f64::NAN, ..EplbConfig::default() }, "--eplb-min-gain NaN"),
+            (EplbConfig { move_timeout: Duration::ZERO, ..EplbConfig::default() }, "`eplb.move_timeout` 0"),
+            (EplbConfig { min_gain: f64::NAN, ..EplbConfig::default() }, "`eplb.min_gain` NaN"),
         ] {
             let error = config.check().unwrap_err().to_string();
             assert!(error.contains(flag), "{error}");

@@ -1,11 +1,13 @@
-//! Load balancing of experts in a run: counts in, moves out.
+//! Load balancing of experts in a run: from expert counts to moves.
 //!
 //! ```text
-//! expert counts of every step ─► window ─► planner, on a thread of its own ─► layers worth their bytes ─► rounds of moves
+//! expert counts of every step ─► window ─► planner, on a thread of its own
+//!                                                    └─► layers worth their bytes ─► rounds of moves
 //! ```
 //!
-//! The engine of rank 0's process alone decides, so all ranks have one plan. It asks all ranks for a round of a move between two steps
-//! (`DpEngine`); the ranks exchange weights and agree (`moe_layer`). Tokens do not depend on any of it.
+//! Only the engine in the process of rank 0 decides, so all ranks have one plan. Between two steps it asks all ranks
+//! for a round of a move (`DpEngine`). The ranks exchange weights and agree (`moe_layer`). Tokens do not depend on any
+//! of this.
 
 mod balancer;
 mod config;

@@ -1,4 +1,4 @@
-//! One plan: a policy's placement, and the layers of it that are worth their moves.
+//! One plan: the placement of a policy, and the layers whose moves are worth their cost.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,24 +9,25 @@ use moe_eplb::{Loads, Objective, Placement, Result, Topology, layer_par};
 
 use super::config::EplbConfig;
 
-/// What moves and steps cost, as far as the run has shown.
+/// The costs of moves and steps, as measured in the run so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Costs {
-    /// Seconds of a step, of which experts take a part or all.
+    /// Seconds of a step. Experts take a part of it or all of it.
     pub seconds_per_step: f64,
-    /// Seconds of each byte that moves.
+    /// Seconds per moved byte.
     pub seconds_per_byte: f64,
 }
 
-/// Whether a layer's move saves more than it costs: `steps` steps, of whose time each of `layers` layers has its part, get
-/// shorter as the peak falls. A bound from above: it takes steps as if they were nothing but experts.
+/// Whether a layer's move saves more than it costs. The next `steps` steps get shorter as the peak falls, and each of
+/// `layers` layers has an equal part of a step's time. This is an upper bound of the gain, because it assumes that
+/// steps consist only of experts.
 pub(super) fn pays(proposal: &Proposal, layers: usize, steps: usize, costs: &Costs) -> bool {
     let part = costs.seconds_per_step / layers.max(1) as f64;
     let saved = part * (1.0 - proposal.new_par / proposal.current_par) * steps as f64;
     saved > proposal.bytes as f64 * costs.seconds_per_byte
 }
 
-/// Makes plans, on whatever thread asks. Cloning shares the state.
+/// Makes plans, on any thread that calls it. Clones share the state.
 #[derive(Clone)]
 pub(super) struct RoundPlanner(Arc<Mutex<State>>);
 
@@ -69,17 +70,17 @@ impl RoundPlanner {
         }))))
     }
 
-    /// What the next plan calculates with.
+    /// Changes the costs for the next plan.
     pub fn set_costs(&self, change: impl FnOnce(&mut Costs)) {
         change(&mut self.lock().costs);
     }
 
-    /// What the last plan expects of a layer.
+    /// The expectation of the last plan for a layer.
     pub fn proposal(&self, layer: usize) -> Option<Proposal> {
         self.lock().proposals.get(layer).copied()
     }
 
-    /// The layer has its new placement.
+    /// Notes that the layer has its new placement.
     pub fn moved(&self, layer: usize) {
         let mut state = self.lock();
         if let Some(proposal) = state.proposals.get(layer).copied() {
@@ -100,7 +101,7 @@ impl RoundPlanner {
 impl State {
     fn plan(&mut self, loads: &Loads, current: &Placement) -> Result<Rebalance> {
         let placement = self.policy.plan(&self.topology, loads, Some(current))?.placement;
-        // No rank could take it; the error reaches the log.
+        // No rank could use an invalid placement. The error is logged.
         placement.check()?;
         let proposals = (0..loads.layers()).map(|layer| self.propose(layer, loads, current, &placement));
         self.proposals = proposals.collect::<Result<_>>()?;
@@ -127,7 +128,7 @@ impl State {
             layer_par(loads.layer(layer), row.layer(0), experts, devices, Objective::Episode)
         };
         let bytes = after.moved_from(&before)? as u64 * self.slot_len;
-        Ok(Proposal { current_par: par(&before), new_par: par(&after), bytes })
+        Ok(Proposal { current_par: par(&before)?, new_par: par(&after)?, bytes })
     }
 }
 
@@ -164,7 +165,8 @@ mod tests {
             assert_eq!((proposal.current_par, proposal.new_par, proposal.bytes), (1.8, 1.0, 200));
             assert!(plan(&EplbConfig { max_moves: Some(1), ..config.clone() }).0.layers.is_empty());
             assert_eq!(plan(&EplbConfig { max_moves: Some(2), ..config.clone() }).0.layers, [0]);
-            // Moves that cost nothing yet gain nothing in steps of no time; of a second each they are worth two hundred bytes.
+            // In the first case moves cost nothing but steps take no time, so nothing is gained. With steps of one
+            // second each, the gain is worth two hundred bytes.
             assert!(plan(&EplbConfig { must_pay: true, ..config.clone() }).0.layers.is_empty());
             planner.set_costs(|costs| costs.seconds_per_step = 1.0);
             assert_eq!(planner.plan(&loads, &current).unwrap().layers, [0]);
@@ -172,7 +174,8 @@ mod tests {
             assert!(planner.plan(&loads, &rebalance.placement).unwrap().layers.is_empty());
         }
     }
-    /// Eight experts in twelve slots: by the published algorithm the copies of the hot one meet on a rank.
+    /// Eight experts in twelve slots: the published algorithm puts two copies of the expert with the highest load on
+    /// one rank.
     #[test]
     fn a_policy_plans_what_ranks_can_take_or_says_why_not() {
         use moe_eplb::policy::Deepseek;

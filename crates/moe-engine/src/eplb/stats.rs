@@ -1,4 +1,4 @@
-//! What load balancing has done in a run.
+//! The counters of load balancing in a run.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -10,22 +10,22 @@ use serde::Serialize;
 pub struct EplbStats {
     /// Plans that were carried out, even if they moved nothing.
     pub plans: u64,
-    /// Plans that were given up: late, failed, or with a move that was rolled back.
+    /// Plans that were dropped: late, failed, or with a move that was rolled back.
     pub dropped: u64,
-    /// Layers that have another placement.
+    /// Number of layers that got another placement.
     pub layers: u64,
-    /// Sums over the layers that moved: peak over mean load before the move, and what the plan expected after it, both of
-    /// the loads that the plan was made from.
+    /// Sums over the layers that moved: peak over mean load before the move, and the value that the plan expected after
+    /// it, both from the loads of the plan.
     pub planned_par_sums: [f64; 2],
-    /// Experts that came to another rank.
+    /// Number of experts that moved to another rank.
     pub experts: u64,
-    /// Bytes that travelled.
+    /// Number of bytes that were sent.
     pub bytes: u64,
-    /// Layers' moves that were rolled back.
+    /// Number of layers' moves that were rolled back.
     pub rolled_back: u64,
-    /// Rounds of moves: one between two steps.
+    /// Number of rounds of moves; a round is between two steps.
     pub rounds: u64,
-    /// Seconds that the host waited for rounds. What a GPU computes meanwhile is not lost.
+    /// Seconds that the host waited for rounds. A GPU may compute in that time.
     pub stall: f64,
     /// The median wait for a round, in seconds, of the last 65,536 rounds.
     pub median_stall: f64,
@@ -59,12 +59,12 @@ impl EplbStats {
     }
 }
 
-/// How long steps waited for the last rounds.
+/// How long steps waited, for the last rounds.
 #[derive(Debug, Default)]
 pub(super) struct Waits(VecDeque<f64>);
 
 impl Waits {
-    /// Rounds that are remembered.
+    /// Number of rounds that are kept.
     const MOST: usize = 1 << 16;
 
     pub fn add(&mut self, took: Duration) {
@@ -74,7 +74,7 @@ impl Waits {
         self.0.push_back(took.as_secs_f64());
     }
 
-    /// Seconds that the given shares of the rounds did not exceed; 0 before the first one.
+    /// The seconds that the given shares of the rounds did not exceed; 0 before the first round.
     pub fn quantiles<const N: usize>(&self, shares: [f64; N]) -> [f64; N] {
         let mut sorted: Vec<f64> = self.0.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);

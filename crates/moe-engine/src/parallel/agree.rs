@@ -3,12 +3,13 @@
 use candle_core::{Result, bail};
 use moe_layer::MAX_STEP_TOKENS;
 
-/// What a data-parallel rank brings to a step.
+/// The contribution of a data-parallel rank to a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Proposal {
     pub rows: usize,
     pub only_decode: bool,
-    /// Rows to which it would pad them, to run them as a graph; 0 rows fit any.
+    /// The number of rows to which it would pad its rows to run them as a graph; a rank without rows accepts any
+    /// number.
     pub bucket: Option<usize>,
     /// Whether it forces recorded routing on some row.
     pub replays: bool,
@@ -21,7 +22,7 @@ impl Proposal {
     }
 
     /// # Errors
-    /// What no rank brings.
+    /// Words that no rank sends.
     pub fn from_words(words @ &[rows, only_decode, bucket, replays]: &[u32; 4]) -> Result<Self> {
         let (rows, bucket) = (rows as usize, bucket.checked_sub(1).map(|rows| rows as usize));
         let fits =

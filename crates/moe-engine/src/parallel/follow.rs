@@ -1,31 +1,30 @@
-//! The ranks of a tensor-parallel group that run what its first one does: threads beside it, or processes, on the
-//! CPU or on GPUs. All wait for the same messages and run them in the same loop.
+//! The ranks of a tensor-parallel group that repeat the steps of its first rank: threads in the same process, or
+//! processes, on the CPU or on GPUs. All wait for the same messages and run them in the same loop.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use anyhow::Context;
 use candle_core::{Result, bail};
-use model_runtime::LayerStates;
-use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, run_step};
+use model_runtime::{CacheSizes, CausalLm, Exec, KvCache, LayerStates, ModelInfo, run_step};
 use moe_comm::Messages;
 
 use super::followers::{FollowerThread, Followers};
 use super::ranks::{LocalRanks, Rank};
-use super::step_message::{CacheSizes, GroupMessage, StepMessage};
+use super::step_message::{GroupMessage, StepCache, StepMessage};
 use super::wire::decode;
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
 use crate::engine::host_memory;
+use crate::error::Context;
 use crate::panic_text;
 
 impl LocalRanks {
-    /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on a thread of its own.
+    /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on its own thread.
     pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Result<Self> {
         let threads = followers.into_iter().map(|(rank, ex)| {
             let number = rank.geometry.rank;
             let mut follower = Follower::new(rank, ex);
-            // What fails it has failed the world, which tells the others.
+            // A failure has also failed the world, which informs the other ranks.
             FollowerThread::start(number, move |told| drop(follower.follow(|| Ok(told.recv().ok()))))
         });
         let followers = Followers::Threads(threads.collect::<Result<_>>()?);
@@ -37,10 +36,10 @@ impl LocalRanks {
 pub(crate) struct Follower {
     model: LocalRanks,
     ex: Exec,
-    /// What runs steps whose tokens are sampled on the device. Its graphs know the cache, so they go first.
+    /// Runs steps whose tokens are sampled on the device. Its graphs use the cache, so it is dropped first.
     #[cfg(feature = "cuda")]
     runner: Option<DeviceRunner>,
-    /// The KV cache, with the id of the first rank's.
+    /// The KV cache, with the id of the first rank's cache.
     cache: Option<(u64, KvCache)>,
 }
 
@@ -57,7 +56,7 @@ impl Follower {
 
     /// Runs the steps that the first rank of the group sends to this process, until the first rank leaves or says stop
     /// (an empty message).
-    pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
+    pub fn serve(&mut self, messages: &Messages) -> crate::error::Result<()> {
         let first = self.model.leader();
         let info = self.model.info().clone();
         self.follow(|| {
@@ -72,10 +71,10 @@ impl Follower {
     /// Runs steps until there are no more. An error or a panic fails the world.
     fn follow(
         &mut self,
-        mut next: impl FnMut() -> anyhow::Result<Option<Arc<GroupMessage<'static>>>>,
-    ) -> anyhow::Result<()> {
+        mut next: impl FnMut() -> crate::error::Result<Option<Arc<GroupMessage<'static>>>>,
+    ) -> crate::error::Result<()> {
         let world = self.model.world();
-        let mut run = || -> anyhow::Result<()> {
+        let mut run = || -> crate::error::Result<()> {
             while let Some(message) = next()? {
                 match &*message {
                     GroupMessage::Step(step) => self.run(step)?,
@@ -86,37 +85,33 @@ impl Follower {
             Ok(())
         };
         let ran = catch_unwind(AssertUnwindSafe(&mut run));
-        let ran = ran.unwrap_or_else(|panic| Err(anyhow::anyhow!("it panicked: {}", panic_text(&*panic))));
+        let ran =
+            ran.unwrap_or_else(|panic| Err(crate::error::failed!("it panicked: {}", panic_text(&*panic))));
         ran.inspect_err(|e| world.abort(&format!("{e:#}")))
     }
 
     fn run(&mut self, message: &StepMessage) -> Result<()> {
         let mut context = message.context();
-        let sizes = message.cache;
-        if self.cache.as_ref().is_none_or(|(id, _)| *id != sizes.id) {
-            // The old cache goes before the new one is allocated.
+        let StepCache { id, sizes } = message.cache;
+        if self.cache.as_ref().is_none_or(|(own, _)| *own != id) {
+            // The old cache is freed before the new one is allocated.
             #[cfg(feature = "cuda")]
             {
                 self.runner = None;
             }
             self.cache = None;
-            // A cache of one block is of a step that only measures; what such a step reads does not matter.
+            // A cache of one block belongs to a step that only measures memory, and what such a step reads does not
+            // matter.
             if sizes.num_blocks > 1 && !message.step.begins_all() {
-                bail!("a step goes on with sequences of which the new KV cache {} has nothing", sizes.id)
+                bail!("a step goes on with sequences of which the new KV cache {id} has nothing")
             }
             let states = &self.model.info().states;
             check_memory(states, sizes, &self.ex)?;
-            let kv = KvCache::new_on(self.ex.device(), states, sizes.num_blocks, sizes.block_size)?;
-            self.cache = Some((sizes.id, kv));
+            self.cache = Some((id, KvCache::with_sizes(self.ex.device(), states, sizes)?));
         }
         let Some((_, kv)) = &mut self.cache else { bail!("a rank lost its KV cache") };
-        if (kv.num_blocks(), kv.block_size()) != (sizes.num_blocks, sizes.block_size) {
-            bail!(
-                "the KV cache {} had {} blocks of {}, and now {sizes:?}",
-                sizes.id,
-                kv.num_blocks(),
-                kv.block_size()
-            )
+        if kv.sizes() != sizes {
+            bail!("the KV cache {id} had {:?}, and now {sizes:?}", kv.sizes())
         }
         let Some((sampling, sizes)) = &message.sampling else {
             return run_step(&self.model, &message.step, kv, None, &mut context, &mut self.ex).map(drop);
@@ -126,7 +121,7 @@ impl Follower {
             let runner = match &mut self.runner {
                 Some(runner) => runner,
                 none => {
-                    // The first rank counts and records for all of them.
+                    // The first rank counts and records for all ranks.
                     let nothing = (false, false);
                     none.insert(DeviceRunner::new(&self.model, *sizes, nothing, &self.ex)?)
                 }
@@ -137,7 +132,7 @@ impl Follower {
         bail!("{sampling:?} of {sizes:?}: the first rank samples on a GPU, but this program has no CUDA")
     }
 
-    /// Samples the step before with these masks, words as bytes.
+    /// Samples the step before with these masks, which are words as bytes.
     fn sample(&mut self, masks: &[u8]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(runner) = &mut self.runner {
@@ -148,27 +143,25 @@ impl Follower {
     }
 }
 
-/// The message of the first rank of the group, which a rank of this model can do as it says.
+/// The message of the first rank of the group, after checking that a rank of this model can carry it out.
 ///
 /// # Errors
-/// Any other bytes, and what the message says that cannot be.
-pub(super) fn read_message(message: &[u8], info: &ModelInfo) -> anyhow::Result<GroupMessage<'static>> {
+/// Bytes that are no message, and invalid messages.
+pub(super) fn read_message(message: &[u8], info: &ModelInfo) -> crate::error::Result<GroupMessage<'static>> {
     let message: GroupMessage = decode(message)?;
     message.check(info).context("it asks for what cannot be done")?;
     Ok(message)
 }
 
-/// Fails where the host has no room for a KV cache of these sizes: memory that the system refuses ends the process.
+/// Fails if the host has no room for a KV cache of these sizes. If the system refused the memory later, the process
+/// would end.
 fn check_memory(states: &LayerStates, sizes: CacheSizes, ex: &Exec) -> Result<()> {
-    let CacheSizes { num_blocks, block_size, .. } = sizes;
-    let slots = num_blocks.checked_mul(block_size);
-    let bytes = slots.and_then(|slots| states.bytes_per_token().ok()?.checked_mul(slots));
-    match (bytes, host_memory()) {
-        (Some(bytes), Some(free)) if ex.is_cuda() || bytes as u64 <= free => Ok(()),
-        (Some(_), None) => Ok(()),
-        (bytes, free) => bail!(
-            "a KV cache of {num_blocks} blocks of {block_size}: {bytes:?} bytes where {free:?} are free"
-        ),
+    let bytes = states.bytes(&sizes)?;
+    match host_memory() {
+        Some(free) if !ex.is_cuda() && bytes as u64 > free => {
+            bail!("a KV cache of {sizes:?}: {bytes} bytes where {free} are free")
+        }
+        _ => Ok(()),
     }
 }
 
@@ -185,7 +178,7 @@ mod tests {
     use super::*;
     use crate::testing::small_model;
 
-    /// What a rank does in a step: adds up the ranks' tokens and numbers of the step, or fails.
+    /// The work of a rank in a step: it adds up the ranks' tokens and numbers of the step, or fails.
     struct Adding {
         info: ModelInfo,
         group: Arc<dyn Communicator>,
@@ -285,7 +278,7 @@ mod tests {
             let start = Instant::now();
             let error = run(&ranks, &[1], 3, &mut kv).unwrap_err().to_string();
             assert!(error.contains("rank 1") && error.contains("the disk is on fire"), "{error}");
-            // It stays failed.
+            // The group stays failed.
             assert!(run(&ranks, &[1], 4, &mut kv).is_err());
             drop(ranks);
             assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());

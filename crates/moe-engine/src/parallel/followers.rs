@@ -1,4 +1,4 @@
-//! The ranks of a tensor-parallel group that do what its first one tells them, as the first one sees them.
+//! The ranks of a tensor-parallel group that follow its first rank, as the first rank sees them.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -19,12 +19,12 @@ pub(crate) enum Followers {
 }
 
 impl Followers {
-    /// No other rank.
+    /// There is no other rank.
     pub fn nobody() -> Self {
         Self::Threads(Vec::new())
     }
 
-    /// Whether this rank leads any other.
+    /// Whether this rank leads any other rank.
     pub(super) fn is_somebody(&self) -> bool {
         match self {
             Self::Threads(threads) => !threads.is_empty(),
@@ -32,7 +32,7 @@ impl Followers {
         }
     }
 
-    /// Tells all of them what to do; its collectives tell whether they do it.
+    /// Sends a message to all of them. The collectives that follow show whether they carry it out.
     pub(super) fn tell(&self, message: GroupMessage) -> Result<()> {
         match self {
             Self::Threads(threads) if !threads.is_empty() => {
@@ -48,7 +48,7 @@ impl Followers {
     }
 }
 
-/// A rank that follows on a thread, until this is dropped.
+/// A rank that follows on a thread, which ends when this object is dropped.
 pub(crate) struct FollowerThread {
     rank: usize,
     steps: Option<Sender<Arc<GroupMessage<'static>>>>,
@@ -56,7 +56,7 @@ pub(crate) struct FollowerThread {
 }
 
 impl FollowerThread {
-    /// Starts a thread that does what it is told until there is no more.
+    /// Starts a thread that carries out messages until there are no more.
     pub(super) fn start(
         rank: usize,
         follow: impl FnOnce(Receiver<Arc<GroupMessage<'static>>>) + Send + 'static,
@@ -78,7 +78,7 @@ impl Drop for FollowerThread {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // It has caught its own panics.
+            // The thread has caught its own panics.
             let _ = thread.join();
         }
     }

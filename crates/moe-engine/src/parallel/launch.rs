@@ -1,29 +1,29 @@
-//! Where the ranks of this run are: on threads, in processes that this one starts, or in a launcher's
-//! processes.
+//! Decides where the ranks of this run are placed: on threads of this process, in processes that this process starts,
+//! or in processes that a launcher started.
 
-use anyhow::Result;
 use moe_comm::{Launch, launch_from_env};
 
 use crate::device::DeviceChoice;
+use crate::error::{Result, usage};
 use crate::run_config::{ExecutorBackend, RunConfig};
-use crate::usage;
 
 /// Where the ranks are.
 #[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Placement {
-    /// All in this process.
+    /// All ranks are threads of this process.
     Threads,
-    /// This process starts the others.
+    /// This process starts the processes of the other ranks.
     Start,
-    /// A launcher started this process and the others.
+    /// A launcher started this process and the processes of the other ranks.
     Launched(Launch),
 }
 
-/// Where the settings and the environment put the ranks. A GPU belongs to a process.
+/// Returns where the settings and the environment place the ranks. Every GPU belongs to a process of its own.
 ///
 /// # Errors
-/// A launcher's environment that is incomplete, or of another number of ranks; several GPUs in one
-/// process: mistakes in the call.
+/// These are mistakes in the call: the launcher's environment is incomplete or names another number of ranks, or one
+/// process would have several GPUs.
 pub fn placement(config: &RunConfig) -> Result<Placement> {
     config.check()?;
     placement_in(config, |name| std::env::var(name).ok())
@@ -37,24 +37,23 @@ fn placement_in(config: &RunConfig, lookup: impl Fn(&str) -> Option<String>) -> 
     if backend == ExecutorBackend::Threads {
         if several_gpus {
             return Err(usage(
-                "--distributed-executor-backend threads: ranks on GPUs are a process each; use mp, a launcher, or auto",
+                "`executor` threads: ranks on GPUs are a process each; use mp, a launcher, or auto",
             ));
         }
         return Ok(Placement::Threads);
     }
-    let launch = launch_from_env(lookup).map_err(|e| {
-        usage(format!("{e}; --distributed-executor-backend threads does not look at the environment"))
-    })?;
+    let launch = launch_from_env(lookup)
+        .map_err(|e| usage(format!("{e}; `executor` threads does not look at the environment")))?;
     match (launch, backend) {
         (None, ExecutorBackend::ExternalLauncher) => Err(usage(
-            "--distributed-executor-backend external_launcher: no launcher started this process; start it with \
+            "`executor` external_launcher: no launcher started this process; start it with \
              torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
         )),
         (Some(launch), _) if launch.world_size > 1 || backend == ExecutorBackend::ExternalLauncher => {
             parallel.for_launch(&launch).map_err(|e| usage(e.to_string()))?;
             Ok(if launch.world_size == 1 { Placement::Threads } else { Placement::Launched(launch) })
         }
-        // A launcher's only process has nobody to meet: the ranks are its own.
+        // A launcher started this process alone, so all ranks are created by this process.
         (_, ExecutorBackend::Mp) if several => Ok(Placement::Start),
         _ if several_gpus => Ok(Placement::Start),
         _ => Ok(Placement::Threads),
@@ -122,7 +121,7 @@ mod tests {
         for (tp, executor, env, part) in [
             (3, Auto, &ENV[..], "3"),
             (2, ExternalLauncher, &one, "1"),
-            (2, Auto, &ENV[..2], "--distributed-executor-backend threads"),
+            (2, Auto, &ENV[..2], "`executor` threads"),
             (1, Auto, &ENV, "2"),
             (2, Auto, &ENV[..2], "LOCAL_RANK"),
             (2, ExternalLauncher, &[], "no launcher started this process"),

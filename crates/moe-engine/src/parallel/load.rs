@@ -1,9 +1,8 @@
-//! Loading a model over the ranks of a world of threads, or the part of one process.
+//! Loads a model over the ranks of a world of threads, or the part of it that belongs to one process.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::DType;
 use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, RankView, TensorSlice};
 use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm, Window};
@@ -13,44 +12,45 @@ use moe_layer::ChunkedMoe;
 use tracing::info;
 
 use super::ranks::{LocalRanks, Rank};
+use crate::error::{Context, Result, ensure, failed};
 use crate::family::{LoadOptions, ModelSpec};
 use crate::{panic_text, usage};
 
-/// How long a rank waits for another in one collective: far longer than any layer computes.
+/// The time that a rank waits for another one in one collective. It is far longer than any layer computes.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A data-parallel replica: a model with the context that it runs in.
+/// A data-parallel replica: a model together with the context in which it runs.
 #[derive(Clone)]
 pub struct Replica {
-    /// The model, over its tensor-parallel ranks.
+    /// The model, split over its tensor-parallel ranks.
     pub model: Arc<dyn CausalLm>,
-    /// Where its first rank runs.
+    /// The context in which its first rank runs.
     pub ex: Exec,
-    /// The world that its engine fails when it cannot go on.
+    /// The world of its ranks. Its engine marks the world as failed when the engine cannot continue.
     pub world: Arc<dyn Communicator>,
 }
 
-/// What all ranks load.
+/// The arguments of loading that are the same for all ranks.
 pub struct Source<'a> {
     /// The model.
     pub model: &'a dyn ModelSpec,
-    /// Which names the checkpoint has.
+    /// Returns whether the checkpoint has a tensor of this name.
     pub has: &'a (dyn Fn(&str) -> bool + Sync),
-    /// The tensors as a rank with these slices sees them.
+    /// Returns the tensors as a rank with these slices sees them.
     pub tensors: &'a (dyn Fn(Vec<TensorSlice>) -> RankView + Sync),
     /// The model dtype.
     pub dtype: DType,
-    /// The options of a rank at this place.
+    /// Returns the load options of the rank with this context.
     pub options: &'a (dyn Fn(BlockContext) -> LoadOptions + Sync),
-    /// How MoE layers cut their tokens.
+    /// How MoE layers split their tokens into chunks.
     pub chunked_moe: ChunkedMoe,
 }
 
-/// A rank's geometry and what it reads.
+/// The geometry of a rank and the slices that it reads.
 type Place = (Geometry, Vec<TensorSlice>);
 
-/// Loads every rank of `parallel`, each its own slices, and the oracle's choice of the first. `ex`
-/// gives the instruction set and the threads, which the ranks share evenly.
+/// Loads every rank of `parallel`, each with its own slices, and returns the choice that the oracle made on the first
+/// rank. `ex` gives the instruction set and the threads, which the ranks share evenly.
 pub fn load(
     source: &Source,
     parallel: &ParallelConfig,
@@ -60,10 +60,10 @@ pub fn load(
     load_over(source, parallel, world.into_iter().map(|comm| Arc::new(comm) as _).collect(), ex)
 }
 
-/// [`load`] over an existing world: `comms` are the communicators of its ranks, in order.
+/// Does the same as [`load`] over an existing world. `comms` are the communicators of its ranks, in order.
 ///
 /// # Errors
-/// A world of another size; any error of [`load`].
+/// The world has another size, or [`load`] fails.
 pub fn load_over(
     source: &Source,
     parallel: &ParallelConfig,
@@ -82,7 +82,7 @@ pub fn load_over(
             comms.into_iter().zip(places).map(|place| scope.spawn(move || load_rank(place))).collect();
         let joined = threads.into_iter().map(|thread| thread.join());
         let rank = |joined: std::thread::Result<Result<_>>| {
-            joined.map_err(|panic| anyhow!("a rank panicked while it loaded: {}", panic_text(&*panic)))?
+            joined.map_err(|panic| failed!("a rank panicked while it loaded: {}", panic_text(&*panic)))?
         };
         joined.map(rank).collect::<Result<Vec<_>>>()
     })?;
@@ -105,11 +105,11 @@ pub fn load_over(
     Ok((replicas, chosen))
 }
 
-/// A rank, where it runs, and the oracle's choice.
+/// A rank, the context in which it runs, and the oracle's choice.
 type Loaded = (Rank, Exec, serde_json::Value);
 
-/// Loads the rank that this process is, on `threads` threads and on the device of `ex`. `device` joins the
-/// GPUs of all ranks, where they run on some.
+/// Loads the rank of this process, on `threads` threads and on the device of `ex`. `device` is the communicator of the
+/// GPUs of all ranks, if they run on GPUs.
 pub(crate) fn load_rank(
     source: &Source,
     parallel: &ParallelConfig,
@@ -122,7 +122,8 @@ pub(crate) fn load_rank(
     load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, device, ex, threads)
 }
 
-/// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
+/// Returns the geometry and the slices of a rank. If the geometry cannot split a size of the model, that is a mistake
+/// in the call, which is found before anything is loaded.
 fn place(source: &Source, parallel: &ParallelConfig, rank: usize, ex: &Exec) -> Result<Place> {
     let geometry = parallel.geometry(rank)?;
     let layout = source.model.layout(&geometry, source.has).map_err(|e| usage(e.to_string()))?;
@@ -143,7 +144,7 @@ fn load_place(
     let mut ex = ex.with_batch_invariant(invariant).with_fp8_activations(fp8_activations);
     let load = || -> Result<_> {
         let groups = ParallelGroups::new(&geometry, comm.clone(), &mut Exec::cpu())?;
-        // What layers exchange goes from GPU to GPU.
+        // Layers exchange their data from GPU to GPU.
         let layers = match &device {
             Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
             None => groups.clone(),
@@ -169,12 +170,13 @@ fn load_place(
     Ok((Rank { model: loaded.model, geometry, groups, device, window }, ex, loaded.backend))
 }
 
-/// Where the experts of a layer that come to this rank's GPU arrive, made before the KV cache takes what memory is left; `None` where
-/// experts do not move between GPUs. They travel over peer memory, or by NCCL where these GPUs have none. A collective of the ranks that
-/// share the experts: of their hosts, and of their GPUs.
+/// Creates the window in which the experts that move to this rank's GPU arrive. This happens before the KV cache takes
+/// the memory that is left. Returns `None` if experts do not move between GPUs. They travel over peer memory, or over
+/// NCCL if these GPUs cannot access each other's memory. This is a collective of the ranks that share the experts, both
+/// of their hosts and of their GPUs.
 ///
 /// # Errors
-/// No memory left; whatever fails a collective.
+/// There is no memory left, or a collective fails.
 #[cfg(feature = "nccl")]
 fn landing_window(
     model: &dyn CausalLm,
@@ -193,7 +195,7 @@ fn landing_window(
     }
 }
 
-/// Experts move in host memory alone.
+/// Without GPUs, experts move in host memory only, so there is no window.
 #[cfg(not(feature = "nccl"))]
 fn landing_window(
     _: &dyn CausalLm,

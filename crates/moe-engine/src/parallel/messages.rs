@@ -1,36 +1,38 @@
-//! Messages between ranks' processes, read as the rank reads them that gets them.
+//! Messages between the processes of ranks, read in the same way as the receiving rank reads them.
 
-use anyhow::Result;
 use model_runtime::ModelInfo;
 
 use super::follow::read_message;
 use super::step_message::GroupMessage;
 use crate::engine::replies::check_reply;
 use crate::engine::serve::check_question;
+use crate::error::Result;
 
-/// Who says something to whom.
+/// The sender and the receiver of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MessageKind {
-    /// The first rank of a group to the others: a step, masks, a move of experts.
+    /// The first rank of a group sends it to the other ranks of the group: a step, masks, or a move of experts.
     Group,
-    /// Rank 0 to the first rank of another group: what its engine is to do.
+    /// Rank 0 sends it to the first rank of another group: it says what the engine there is to do.
     Question,
-    /// The answer, for a request whose prompt has so many tokens.
+    /// The answer to such a question, for a request with a prompt of `prompt` tokens.
     Reply {
-        /// Tokens of the prompt.
+        /// Number of tokens of the prompt.
         prompt: usize,
     },
 }
 
-/// Reads a message as a rank of this model does, up to where it would act on it.
+/// Reads a message as a rank of this model does, but does not act on it.
 ///
 /// # Errors
-/// What ends the run, by the name of the sender: bytes that are no such message, or what they say that cannot be.
+/// The error that would end the run. It names the sender. The bytes are not such a message, or the message has
+/// impossible contents.
 pub fn check_message(kind: MessageKind, message: &[u8], info: &ModelInfo) -> Result<()> {
     match kind {
         MessageKind::Group => {
             if let GroupMessage::Step(step) = read_message(message, info)? {
-                // What a rank without weights can do of it.
+                // A rank without weights can do only these checks of a step.
                 step.step.views()?;
                 step.context();
             }
@@ -43,12 +45,14 @@ pub fn check_message(kind: MessageKind, message: &[u8], info: &ModelInfo) -> Res
 
 #[cfg(test)]
 mod tests {
+    use std::borrow::Cow;
     use std::sync::Arc;
     use std::time::Duration;
 
+    use candle_core::Device;
     use model_runtime::{
-        DeviceSampling, KvCache, LogitsRows, MoeInfo, RoutedExperts, RunnerSizes, SequenceStep, Step,
-        StepContext,
+        CacheSizes, DeltaHeads, DeviceSampling, KvCache, LayerState, LogitsRows, MoeInfo, RoutedExperts,
+        RunnerSizes, SequenceStep, StateCopy, StateLayout, Step, StepContext,
     };
     use moe_layer::MoveRound;
 
@@ -59,8 +63,20 @@ mod tests {
     use crate::parallel::wire::encode;
     use crate::testing::small_model;
 
+    /// A model with layers of both kinds of states.
     fn info() -> ModelInfo {
-        ModelInfo { moe: Some(MoeInfo { layers: vec![0], num_experts: 4, top_k: 2 }), ..small_model(64) }
+        let small = small_model(64);
+        let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 2 };
+        let recurrent = LayerState::Recurrent(StateLayout { heads, conv_width: 2 });
+        let states = small.states.as_slice().iter().copied().chain([recurrent]).collect();
+        let moe = Some(MoeInfo { layers: vec![0], num_experts: 4, top_k: 2 });
+        ModelInfo { moe, states, ..small }
+    }
+
+    /// A cache of six blocks of four tokens with three states and two saved ones.
+    fn cache() -> KvCache {
+        let sizes = CacheSizes { num_blocks: 6, block_size: 4, num_states: 3, num_saved: 2 };
+        KvCache::with_sizes(&Device::Cpu, &info().states, sizes).unwrap()
     }
 
     fn group_messages() -> Vec<Vec<u8>> {
@@ -73,7 +89,9 @@ mod tests {
             scored: &[],
         };
         let step = Step::new([sequence(&[9], 6, &[5, 2]), sequence(&[7, 8, 9], 1, &[3])], 4).unwrap();
-        let kv = KvCache::new(&info().states, 6, 4).unwrap();
+        let copy = |state, saved| StateCopy { state, saved };
+        let step = step.with_states(vec![2, 0], vec![copy(0, 1)], vec![copy(2, 0), copy(0, 1)]).unwrap();
+        let kv = cache();
         let replay = RoutedExperts::from_ids(4, 1, 2, vec![0, 1, 2, 3, u32::MAX, 0, 1, 0]).unwrap();
         let context = StepContext { replay: Some(Arc::new(replay)), step: 9, ..StepContext::default() };
         let sampling =
@@ -97,7 +115,8 @@ mod tests {
         ]
     }
 
-    /// Every byte with every bit flipped, every length: a message is refused, or is one that a rank could have sent.
+    /// Flips every bit of every byte, and cuts the message at every length. Each result is refused, or is a message
+    /// that a rank could have sent.
     #[test]
     fn altered_messages_are_refused_or_harmless() {
         let kinds = [
@@ -130,7 +149,7 @@ mod tests {
     #[test]
     fn what_a_step_says_beside_its_rows_is_checked() {
         let step = Step::new([], 4).unwrap();
-        let kv = KvCache::new(&info().states, 6, 4).unwrap();
+        let kv = cache();
         let message = |alter: &dyn Fn(&mut StepMessage)| {
             let mut message = StepMessage::new(&step, None, &kv, &StepContext::default());
             alter(&mut message);
@@ -148,6 +167,14 @@ mod tests {
         ] {
             assert!(sampled(wrong).unwrap_err().contains("a context of 64 tokens"));
         }
+        let many = |m: &mut StepMessage| m.cache.sizes.num_saved = 7;
+        assert!(message(&many).unwrap_err().contains("6 blocks with 3 recurrent states and 7 saved ones"));
+        let saves = |m: &mut StepMessage| {
+            let saves = vec![StateCopy { state: 0, saved: 0 }];
+            let step = m.step.as_ref().clone().with_states(vec![], vec![], saves);
+            m.step = Cow::Owned(step.unwrap());
+        };
+        assert!(message(&saves).unwrap_err().contains("state 0 is saved, and no sequence has it"));
         let masks = |len: usize| GroupMessage::Masks(vec![0; len]).check(&info());
         assert!(masks(0).is_ok() && masks(32).is_ok() && masks(4).is_err());
         let layer = |layer| {

@@ -1,9 +1,9 @@
-//! Several ranks: processes, loading, and the ranks of a step.
+//! Running a model on several ranks: their processes, loading, and the part of each rank in a step.
 //!
-//! A rank has a thread pool, a slice of the model and a KV cache of its own, and is a thread of one
-//! process or a process; on GPUs it is a process with one GPU. Each data-parallel group has a scheduler; its first rank samples, the others
-//! follow. Of processes, rank 0's is the driver: it runs the command, and the others run the
-//! steps that they are sent.
+//! A rank has a thread pool, a slice of the model and a KV cache of its own. On the CPU it is a thread or a process; on
+//! GPUs it is a process with one GPU. Each data-parallel group has a scheduler. The first rank of the group samples,
+//! and the other ranks follow it. If the ranks are processes, rank 0 is the driver: it runs the command, and the others
+//! run the steps that they receive.
 
 mod agree;
 mod follow;

@@ -1,7 +1,7 @@
-//! The processes of a run, one for each rank, as each of them sees the others.
+//! The processes of a run, one for each rank, from the point of view of one of them.
 //!
-//! Rank 0 is the driver. It ends the others by telling them to stop, which is their only way to end
-//! well: a process that ends otherwise, or a driver that is dropped, fails all of them.
+//! Rank 0 is the driver. It ends the others by a message that tells them to stop, which is the only way for them to end
+//! successfully. If a process ends in another way, or if the driver is dropped, all of them fail.
 
 use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
@@ -10,7 +10,6 @@ use std::sync::OnceLock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use model_runtime::Exec;
 use moe_comm::{
     Communicator, Join, Launch, Messages, ParallelConfig, SocketComm, SocketTimeouts, WORLD_SECRET,
@@ -26,42 +25,43 @@ use super::load::{Replica, Source, load_rank};
 use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
+use crate::error::{Context, Result, bail};
 use crate::run_config::RunConfig;
 use crate::terminal::note_error;
 use crate::{end_failed, usage};
 
-/// How long a process may take to end by itself once the world has failed: it may be computing, or
-/// waiting for somebody to type.
+/// The time that a process has to end by itself after the world has failed. In that time it may be computing, or
+/// waiting for a person to type.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// What a rank says to rank 0 when it has loaded.
+/// The message by which a rank tells rank 0 that it has loaded.
 const LOADED: &[u8] = b"loaded";
 
-/// Names the process that started a rank.
+/// The environment variable that names the process which started a rank.
 const PARENT: &str = "MOE_PARENT_PID";
 
 /// The ranks of this process.
 pub(crate) enum Ranks {
     /// Data-parallel replicas, at least one.
     Replicas(Vec<Replica>),
-    /// A rank that follows one in another process.
+    /// A rank that follows the first rank of its group, which is in another process.
     Follower(Box<Follower>),
 }
 
-/// One rank's process, as part of its run.
+/// The process of one rank, as a part of the run.
 pub(crate) struct Processes {
     world: Arc<SocketComm>,
     pub messages: Messages,
-    /// How long a collective may take.
+    /// The longest time that a collective may take.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     limit: Duration,
-    /// This rank's number among the ranks of its host: its GPU.
+    /// This rank's number among the ranks of its host. It is also the number of its GPU.
     pub local_rank: usize,
-    /// Ranks on this host, where that is known.
+    /// Number of ranks on this host, if it is known.
     local_world_size: Option<usize>,
-    /// Ranks of a tensor-parallel group.
+    /// Number of ranks of a tensor-parallel group.
     tp: usize,
-    /// This rank's GPU among the others, where they run on some.
+    /// This rank's GPU among the GPUs of the other ranks, if the ranks run on GPUs.
     #[cfg(feature = "nccl")]
     devices: OnceLock<Devices>,
     children: Children,
@@ -69,11 +69,11 @@ pub(crate) struct Processes {
 }
 
 impl Processes {
-    /// Forms the world, after starting its processes if nobody else has; `None` where all ranks are
+    /// Forms the world. If no launcher has started the processes, it starts them first. Returns `None` if all ranks are
     /// in this process.
     ///
     /// # Errors
-    /// Ranks that do not appear, or were started with other settings.
+    /// Some ranks do not appear, or were started with other settings.
     pub fn start(config: &RunConfig, model: &str, ex: &Exec) -> Result<Option<Self>> {
         let env = |name: &str| std::env::var(name).ok();
         let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
@@ -92,7 +92,8 @@ impl Processes {
                 config.device.check_visible(world_size)?;
                 let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot open a port")?;
                 let port = listener.local_addr()?.port();
-                // Made anew for each run: no other process of this host can take the place of a rank.
+                // The secret is created anew for each run, so no other process of this host can take the place of a
+                // rank.
                 let secret = WorldSecret::random().context("cannot make a secret for the ranks")?;
                 let children = Children::start(world_size, port, &secret)?;
                 (local_launch(0, world_size, port)?, Some(listener), Some(secret), children)
@@ -119,12 +120,12 @@ impl Processes {
         }))
     }
 
-    /// What `begin` returns; the other ranks learn why it fails.
+    /// Returns the result of `begin`. If it fails, the other ranks receive the reason.
     pub fn explained<T>(&self, begin: impl FnOnce() -> Result<T>) -> Result<T> {
         begin().inspect_err(|e| self.world.abort(&format!("{e:#}")))
     }
 
-    /// The GPUs of all ranks, if they run on some.
+    /// Joins the GPUs of all ranks, if the ranks run on GPUs.
     fn join_devices(&self, ex: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
         #[cfg(feature = "nccl")]
         if ex.is_cuda() {
@@ -140,19 +141,19 @@ impl Processes {
         self.world.rank()
     }
 
-    /// The most ranks that share this host's memory.
+    /// The largest number of ranks that may share this host's memory.
     pub fn local_world_size(&self) -> usize {
         self.local_world_size.unwrap_or(self.world.world_size())
     }
 
-    /// Loads this process's rank, and waits until all others have theirs.
+    /// Loads the rank of this process, and waits until all other ranks have loaded theirs.
     pub fn load(
         &self,
         source: &Source,
         parallel: &ParallelConfig,
         ex: &Exec,
     ) -> Result<(Ranks, serde_json::Value)> {
-        // A launcher that does not say how many ranks share the host (srun) gives each its own cores.
+        // If a launcher such as srun does not say how many ranks share the host, it gives each rank cores of its own.
         let threads = (ex.num_threads() / self.local_world_size.unwrap_or(1)).max(1);
         let device = self.join_devices(ex)?;
         let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), device, ex, threads)?;
@@ -172,7 +173,7 @@ impl Processes {
         Ok((Ranks::Replicas(vec![Replica { model, ex, world }]), chosen))
     }
 
-    /// Loading takes as long as it takes: no collective waits for it.
+    /// Waits for messages and not for a collective, because loading has no time limit.
     fn wait_for_all(&self) -> Result<()> {
         if self.world.rank() > 0 {
             return Ok(self.messages.send(0, LOADED)?);
@@ -187,16 +188,17 @@ impl Processes {
         Ok(())
     }
 
-    /// How to reach the engines of the data-parallel ranks in other processes: the first ranks of their groups.
+    /// Returns the means to reach the engines of the data-parallel ranks in other processes: the messages, and the
+    /// first ranks of their groups.
     pub fn leaders(&self, parallel: &ParallelConfig) -> (Messages, Vec<usize>) {
         (self.messages.clone(), (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp).collect())
     }
 
-    /// This process's part is done; the driver tells all others so, the first rank of any other group its
-    /// followers.
+    /// Ends this process's part of the run. The driver tells all other ranks that the run is done. The first rank of
+    /// another group tells its followers.
     ///
     /// # Errors
-    /// A process that failed, or does not end.
+    /// A process failed, or does not end.
     pub fn finish(mut self) -> Result<()> {
         let rank = self.world.rank();
         let told = match rank {
@@ -240,12 +242,12 @@ fn local_env(rank: usize, world_size: usize, port: u16) -> [(&'static str, Strin
     ]
 }
 
-/// Whether rank 0 has started this process as another rank, so that the same terminal controls both.
+/// Returns whether rank 0 started this process as another rank. The same terminal then controls both.
 pub fn started_by_rank_0() -> bool {
     std::env::var_os(PARENT).is_some()
 }
 
-/// Says once, on rank 0, that ranks without a secret are open to all who reach their host.
+/// Warns once, on rank 0, that ranks without a secret accept every process that can reach their host.
 fn warn_of_strangers(launch: &Launch) {
     let Launch { rank, master_addr, master_port, .. } = launch;
     let local = (master_addr.trim_matches(['[', ']']), *master_port)
@@ -253,7 +255,7 @@ fn warn_of_strangers(launch: &Launch) {
         .is_ok_and(|mut addresses| addresses.all(|address| address.ip().is_loopback()));
     if *rank == 0 && !local {
         warn!(
-            "the ranks have no secret: a process that reaches {master_addr}:{master_port} and says the same settings gets a rank's              place; set {WORLD_SECRET} to the same 16 characters or more for all ranks"
+            "the ranks have no secret: a process that reaches {master_addr}:{master_port} and sends the same settings gets the place of a rank; set {WORLD_SECRET} to the same 16 characters or more for all ranks"
         );
     }
 }
@@ -275,7 +277,7 @@ impl Children {
             let mut command = Command::new(this_program()?);
             command.args(std::env::args_os().skip(1)).envs(local_env(rank, world_size, port));
             command.env(WORLD_SECRET, secret.reveal());
-            // What a driver reads and writes is not theirs.
+            // Standard input and output belong to the driver, so the started ranks do not get them.
             command.stdin(Stdio::null()).stdout(Stdio::null());
             let child =
                 command.spawn().with_context(|| format!("cannot start the process of rank {rank}"))?;
@@ -284,7 +286,7 @@ impl Children {
         Ok(children)
     }
 
-    /// An error once one has ended.
+    /// Returns an error once one of the processes has ended.
     fn check(&self) -> Result<(), String> {
         for (rank, child) in lock(&self.0).iter_mut() {
             if let Ok(Some(status)) = child.try_wait() {
@@ -294,7 +296,7 @@ impl Children {
         Ok(())
     }
 
-    /// Waits until all have ended well.
+    /// Waits until all processes have ended successfully.
     fn wait(&self) -> Result<()> {
         let deadline = Instant::now() + GRACE;
         for (rank, child) in lock(&self.0).iter_mut() {
@@ -313,7 +315,7 @@ impl Children {
 
 impl Drop for Children {
     fn drop(&mut self) {
-        // Processes that still run have a moment to say why they end.
+        // Processes that still run get a moment to print why they end.
         let deadline = Instant::now() + Duration::from_secs(2);
         for (_, child) in lock(&self.0).iter_mut() {
             while Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
@@ -329,7 +331,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Ends this process some time after the world has failed, if it has not ended by then.
+/// Ends this process some time after the world has failed, if the process has not ended by then.
 fn end_with_world(comm: &SocketComm) -> Result<()> {
     let watch = comm.watcher();
     let end = move || {
@@ -342,17 +344,17 @@ fn end_with_world(comm: &SocketComm) -> Result<()> {
     Ok(())
 }
 
-/// Whether the system ends this process with the one that started it as a rank: until this rank is
-/// connected, and can see and say for itself that rank 0 has died.
+/// Sets whether the system kills this process when the process that started it ends. This is on until this rank is
+/// connected. From then on the rank detects by itself that rank 0 has died, and reports it.
 #[cfg(target_os = "linux")]
 fn end_with_parent(connected: bool) -> Result<()> {
     let Ok(parent) = std::env::var(PARENT) else { return Ok(()) };
     let signal = if connected { 0 } else { libc::SIGKILL as libc::c_ulong };
-    // SAFETY: a setting of this process; touches no memory.
+    // SAFETY: The call changes a setting of this process and touches no memory.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) } != 0 {
         return Err(std::io::Error::last_os_error()).context("cannot ask to end with the parent process");
     }
-    // It may have ended before.
+    // The parent may have ended before the call.
     if parent != std::os::unix::process::parent_id().to_string() {
         bail!("the process that started this rank has ended");
     }

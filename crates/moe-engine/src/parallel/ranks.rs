@@ -1,8 +1,8 @@
-//! The ranks of one tensor-parallel group, as one model.
+//! The ranks of one tensor-parallel group, used as one model.
 //!
-//! A step runs on all of them at once: the first on the caller's thread and with its KV cache, the
-//! others, which are told of it, with caches of their own. A rank that fails or panics fails the whole
-//! world, so that nobody waits for it.
+//! A step runs on all ranks at once. The first rank runs on the caller's thread with the caller's KV cache. It sends
+//! the step to the other ranks, which have caches of their own. If a rank fails or panics, the whole world fails, so
+//! that no rank waits for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,24 +21,25 @@ use super::agree::{Proposal, common_bucket};
 use super::followers::Followers;
 use super::step_message::{GroupMessage, StepMessage};
 
-/// How long the reason of a failure may take to arrive.
+/// The time in which the reason of a failure should arrive.
 const REASON: Duration = Duration::from_secs(2);
 
-/// One rank: its part of the model and its place in the world.
+/// One rank: its part of the model, and its place in the world.
 pub struct Rank {
-    /// The part.
+    /// The rank's part of the model.
     pub model: Box<dyn CausalLm>,
-    /// The place.
+    /// The place of the rank.
     pub geometry: Geometry,
-    /// The groups, as the hosts talk to each other.
+    /// The communicators of its groups over the hosts.
     pub groups: ParallelGroups,
-    /// All ranks' GPUs, where the model runs on one: the layers have groups of them.
+    /// The communicator of all ranks' GPUs, if the model runs on GPUs. The layers have communicators of their groups of
+    /// GPUs.
     pub device: Option<Arc<dyn Communicator>>,
-    /// Where experts that come from other ranks' GPUs arrive.
+    /// The window in which experts from other ranks' GPUs arrive.
     pub window: Option<Arc<dyn Window>>,
 }
 
-/// The ranks that see the same tokens, as one model; its KV layout is one rank's.
+/// The ranks that see the same tokens, used as one model. Its KV layout is the layout of one rank.
 pub struct LocalRanks {
     first: Rank,
     followers: Followers,
@@ -49,17 +50,17 @@ impl LocalRanks {
         Self { first, followers }
     }
 
-    /// The first rank's communicator of the whole world: what fails everybody.
+    /// The first rank's communicator of the whole world. A failure that is reported there reaches every rank.
     pub fn world(&self) -> Arc<dyn Communicator> {
         self.first.groups.world.clone()
     }
 
-    /// This process's first rank's part of a round of moving experts.
+    /// Does the part of this process's first rank in a round of moving experts.
     pub(super) fn take_part(&self, round: &MoveRound) -> Result<MoveStatus> {
         self.first.move_experts(round)
     }
 
-    /// The number of the first rank of the group in the world.
+    /// The number of the group's first rank in the world.
     pub(super) fn leader(&self) -> usize {
         self.first.geometry.rank - self.first.geometry.tp_rank
     }
@@ -99,7 +100,7 @@ impl CausalLm for LocalRanks {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        // A follower's loop catches its own panics and says what they were.
+        // The loop of a follower catches its own panics and reports them.
         let _guard = self.followers.is_somebody().then(|| AbortOnPanic(self.first.groups.world.as_ref()));
         let ran = self.first.model.forward(step, kv, logits, observer, context, ex);
         ran.map_err(|e| self.first.failed(e))
@@ -171,9 +172,9 @@ impl StepRanks for LocalRanks {
 }
 
 impl Rank {
-    /// One exchange per step over the hosts: how many rows each data-parallel rank brings, whether all only
-    /// decode, and whether all can pad their rows to one number. Ranks of a tensor-parallel group have the same, so
-    /// the data-parallel groups suffice.
+    /// Exchanges facts about this step over the hosts, once per step: how many rows each data-parallel rank has,
+    /// whether all ranks only decode, and whether all can pad their rows to one number. The ranks of a tensor-parallel
+    /// group have the same values, so an exchange in the data-parallel groups is enough.
     fn agree(&self, step: &Step, bucket: Option<usize>, context: &mut StepContext) -> Result<Option<usize>> {
         if self.geometry.ep_size == 1 {
             return Ok(bucket);
@@ -205,7 +206,7 @@ impl Rank {
         Ok(bucket)
     }
 
-    /// Exchanges weights with the other ranks that share the experts, over the hosts or from GPU to GPU.
+    /// Exchanges weights with the other ranks that share the experts, either over the hosts or from GPU to GPU.
     fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
         let _span = trace_span!("move_experts", layer = round.layer, bytes = round.bytes).entered();
         match self.model.placed_experts(round.layer) {
@@ -216,8 +217,9 @@ impl Rank {
         }
     }
 
-    /// Fails the world by an error of this rank, and returns it; or the failure of the world behind it: NCCL's errors
-    /// carry no reasons, the sockets' name the rank.
+    /// Makes the world fail with an error of this rank, and returns the error. If the GPUs' communicator has failed, it
+    /// returns the failure of the world instead. NCCL's errors have no reasons, but the errors of the sockets name the
+    /// rank.
     fn failed(&self, e: Error) -> Error {
         let world = &self.groups.world;
         if self.device.as_ref().is_none_or(|device| device.check().is_ok()) {
@@ -236,7 +238,7 @@ impl Rank {
     }
 }
 
-/// Fails the world while a panic unwinds.
+/// Makes the world fail while a panic unwinds.
 pub(crate) struct AbortOnPanic<'a>(pub &'a dyn Communicator);
 
 impl Drop for AbortOnPanic<'_> {

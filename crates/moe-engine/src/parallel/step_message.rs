@@ -1,30 +1,33 @@
-//! A step as one rank tells it to another: the one form for threads and processes, on the CPU and on GPUs.
+//! A step as one rank sends it to another one. The form is the same for threads and processes, and for CPUs and GPUs.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
-use model_runtime::{DeviceSampling, KvCache, ModelInfo, RoutedExperts, RunnerSizes, Step, StepContext};
+use model_runtime::{
+    CacheSizes, DeviceSampling, KvCache, ModelInfo, RoutedExperts, RunnerSizes, Step, StepContext,
+};
 use moe_layer::MoveRound;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::EngineConfig;
 
-/// What the first rank of a group tells the others to do together with it.
+/// The work that the first rank of a group asks the other ranks to do together with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum GroupMessage<'a> {
     Step(Box<StepMessage<'a>>),
-    /// The masks of the step before, whose tokens are sampled then: words as bytes, which a message copies as they are.
+    /// The masks of the previous step, whose tokens are sampled after this message. They are words stored as bytes,
+    /// because a message copies bytes unchanged.
     Masks(#[serde(with = "serde_bytes")] Vec<u8>),
-    /// Between two steps: one round of moving experts.
+    /// One round of moving experts, between two steps.
     Move(MoveRound),
 }
 
 impl GroupMessage<'_> {
-    /// Fails unless a rank of this model can do what the message says.
+    /// Fails if a rank of this model cannot do what the message asks.
     ///
     /// # Errors
-    /// The first field that is wrong.
+    /// Names the first field that is wrong.
     pub fn check(&self, info: &ModelInfo) -> Result<()> {
         match self {
             Self::Step(step) => step.check(info),
@@ -42,7 +45,7 @@ impl GroupMessage<'_> {
         }
     }
 
-    /// A message that owns its data.
+    /// Returns the message with its own copy of the data.
     pub fn into_owned(self) -> GroupMessage<'static> {
         match self {
             Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
@@ -52,38 +55,51 @@ impl GroupMessage<'_> {
     }
 }
 
-/// All that a rank needs to run the step of another one.
+/// Everything that a rank needs in order to run the step of another rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StepMessage<'a> {
     pub step: Cow<'a, Step>,
-    /// How tokens are sampled on the device; `None` where the host samples, which the first rank does alone.
+    /// How tokens are sampled on the device. It is `None` if the host samples, which only the first rank does.
     pub sampling: Option<(Cow<'a, DeviceSampling>, RunnerSizes)>,
-    pub cache: CacheSizes,
+    pub cache: StepCache,
     replay: Option<Arc<RoutedExperts>>,
     force_balance: Option<u64>,
-    /// Number of the step.
+    /// The number of the step.
     number: u64,
-    /// Whether all ranks keep the whole residual stream, because the first one shows it.
+    /// Whether all ranks keep the whole residual stream, because the first rank shows it.
     whole_residual: bool,
-    /// As [`StepContext::isolate_faults`].
+    /// See [`StepContext::isolate_faults`].
     isolate_faults: bool,
-    /// As [`StepContext::most_logits`].
+    /// See [`StepContext::most_logits`].
     most_logits: usize,
 }
 
-/// The KV cache of a step, by its id on the first rank.
+/// The KV cache of a step, with the id that it has on the first rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct CacheSizes {
+pub(super) struct StepCache {
     pub id: u64,
-    pub num_blocks: usize,
-    pub block_size: usize,
+    pub sizes: CacheSizes,
+}
+
+impl StepCache {
+    pub fn of(kv: &KvCache) -> Self {
+        Self { id: kv.id(), sizes: kv.sizes() }
+    }
 }
 
 impl StepMessage<'_> {
-    /// Fails unless this is a step of this model.
+    /// Fails if this is not a step of this model.
     fn check(&self, info: &ModelInfo) -> Result<()> {
-        let CacheSizes { num_blocks, block_size, .. } = self.cache;
+        let CacheSizes { num_blocks, block_size, num_states, num_saved } = self.cache.sizes;
+        if num_states > num_blocks.max(EngineConfig::MAX_NUM_SEQS) || num_saved > num_blocks {
+            bail!(
+                "a KV cache of {num_blocks} blocks with {num_states} recurrent states and {num_saved} saved ones"
+            )
+        }
         self.step.check(info.vocab_size, num_blocks, block_size)?;
+        if info.states.are_recurrent() {
+            self.step.check_states(&self.cache.sizes)?;
+        }
         let most_logits = EngineConfig::MAX_NUM_SEQS.next_multiple_of(8);
         if self.most_logits > most_logits {
             bail!("{} rows of logits, expected at most {most_logits}", self.most_logits)
@@ -115,7 +131,7 @@ impl<'a> StepMessage<'a> {
         Self {
             step: Cow::Borrowed(step),
             sampling: sampling.map(|(sampling, sizes)| (Cow::Borrowed(sampling), sizes)),
-            cache: CacheSizes { id: kv.id(), num_blocks: kv.num_blocks(), block_size: kv.block_size() },
+            cache: StepCache::of(kv),
             replay: context.replay.clone(),
             force_balance: context.force_balance,
             number: context.step,
@@ -125,7 +141,7 @@ impl<'a> StepMessage<'a> {
         }
     }
 
-    /// A message that owns its data.
+    /// Returns the message with its own copy of the data.
     pub fn into_owned(self) -> StepMessage<'static> {
         StepMessage {
             step: Cow::Owned(self.step.into_owned()),
@@ -134,8 +150,8 @@ impl<'a> StepMessage<'a> {
         }
     }
 
-    /// The context that the step has on the other rank. The first rank alone records routing and counts experts: nothing
-    /// else about a step depends on that.
+    /// Returns the context of the step on the other rank. Only the first rank records routing and counts experts.
+    /// Nothing else in a step depends on that.
     pub fn context(&self) -> StepContext {
         StepContext {
             replay: self.replay.clone(),

@@ -1,19 +1,20 @@
-//! How requests, outputs and steps travel between processes: postcard, in which a number comes back
-//! bit for bit.
+//! Encodes requests, outputs and steps for the way between processes. The format is postcard, which restores every bit
+//! of a number.
 
-use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A message of a value.
+use crate::error::{Context, Result, bail};
+
+/// Encodes a value as a message.
 pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
     postcard::to_stdvec(value).context("cannot write a message to another rank")
 }
 
-/// The value of a message, which holds nothing else.
+/// Decodes the value of a message, which must contain nothing else.
 ///
 /// # Errors
-/// Any other bytes. Who takes the value checks what it says.
+/// The bytes are not such a value. The caller checks the contents of the value.
 pub(crate) fn decode<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
     match postcard::take_from_bytes(message).context("it sent a message that cannot be read")? {
         (value, []) => Ok(value),

@@ -1,8 +1,8 @@
-//! Compiling a grammar, away from the thread that asks: on a stack of a known size, and for a limited time.
+//! Compiles grammars on another thread than the caller's, with a stack of a known size and for a limited time.
 //!
-//! llguidance has limits of its own ([`ParserLimits`]) for what it builds and for every mask. What it does before it looks
-//! at them is bounded here, by the length of a text and its depth. The time that one compilation takes is bounded by both;
-//! whoever waits for it gives up earlier.
+//! llguidance has limits of its own ([`ParserLimits`]) for the things that it builds and for every mask. The work that
+//! it does before it checks its limits is bounded here, by the length of a text and by its depth. Both kinds of limits
+//! bound the time of one compilation. The caller stops waiting earlier.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -19,27 +19,28 @@ use super::output::StructuredOutput;
 use super::vocabulary::{token_bytes, token_environment};
 use crate::tokenizer::Tokenizer;
 
-/// Bytes of the stack. What is never touched costs nothing.
+/// Bytes of the stack. Pages that are never touched take no memory.
 const STACK: usize = 512 << 20;
-/// How long one compilation may take.
+/// The largest time of one compilation, in seconds.
 pub(super) const SECONDS: u32 = 10;
-/// Compilations at the same time. One that was given up counts until it has ended.
+/// The largest number of compilations at the same time. A compilation whose caller stopped waiting counts until it has
+/// ended.
 const AT_ONCE: usize = 4;
-/// States of a lexer, at one or two kilobytes each.
+/// The largest number of states of a lexer. A state takes one or two kilobytes.
 const MAX_LEXER_STATES: usize = 50_000;
-/// Characters of an error: llguidance's may hold the whole text.
+/// The largest number of characters of an error. An error of llguidance may contain the whole text of the grammar.
 const MAX_REASON: usize = 600;
 
-/// Compiles for one tokenizer.
+/// Compiles grammars for one tokenizer.
 pub(super) struct Compiler {
     tokenizer: Tokenizer,
-    /// Made when they are first needed: they go through the whole vocabulary.
+    /// The tools are made when they are first needed, because that reads the whole vocabulary.
     tools: OnceLock<Result<Tools, String>>,
     free: Mutex<usize>,
     freed: Condvar,
 }
 
-/// What is the same for all grammars of a vocabulary.
+/// The parts that are the same for all grammars of a vocabulary.
 pub(super) struct Tools {
     factory: ParserFactory,
     pub tags: Arc<Tags>,
@@ -47,11 +48,11 @@ pub(super) struct Tools {
 
 /// A compiled grammar.
 pub(super) struct Compiled {
-    /// A matcher at the first token.
+    /// A matcher in its state before the first token.
     pub pristine: Matcher,
-    /// The tags of the vocabulary.
+    /// The tags as tokens of the vocabulary.
     pub tags: Arc<Tags>,
-    /// Bytes of the tables of its lexer at the first token. The whole grammar takes 10 to 20 times as much memory.
+    /// Bytes of the lexer's tables before the first token. The whole grammar takes 10 to 20 times as much memory.
     pub lexer_bytes: usize,
 }
 
@@ -60,10 +61,10 @@ impl Compiler {
         Self { tokenizer, tools: OnceLock::new(), free: Mutex::new(AT_ONCE), freed: Condvar::new() }
     }
 
-    /// The compiled form.
+    /// Compiles a grammar.
     ///
     /// # Errors
-    /// The output is not well-formed, uses what is not supported, allows no text, is too large, or takes too long.
+    /// The output is not well-formed, uses an unsupported feature, allows no text, is too large, or takes too long.
     pub fn compile(self: &Arc<Self>, output: &StructuredOutput) -> Result<Compiled, String> {
         self.enter();
         let compiler = self.clone();
@@ -85,7 +86,7 @@ impl Compiler {
         self.tools.get_or_init(make).as_ref().map_err(String::clone)
     }
 
-    /// Waits until fewer than [`AT_ONCE`] compile.
+    /// Waits until fewer than [`AT_ONCE`] compilations run.
     fn enter(&self) {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
@@ -99,7 +100,7 @@ impl Compiler {
 }
 
 impl Tools {
-    /// For a vocabulary of these tokens, as [`token_bytes`] gives them.
+    /// Creates the tools for a vocabulary of these tokens, in the form that [`token_bytes`] returns.
     pub fn new(words: &[Vec<u8>]) -> Result<Self, String> {
         let make = || {
             let tokens = token_environment(words);
@@ -115,7 +116,8 @@ impl Tools {
         panic_utils::catch_unwind(AssertUnwindSafe(make)).map_err(|e| reason(&e))
     }
 
-    /// A matcher at the first token of a grammar that allows at least one. It recurses: call it [`on_stack`].
+    /// Returns a matcher before the first token of a grammar that allows at least one token. The function recurses, so
+    /// call it with [`on_stack`].
     pub fn compile(&self, output: &StructuredOutput) -> Result<Compiled, String> {
         let make = || Ok(self.compiled(output));
         panic_utils::catch_unwind(AssertUnwindSafe(make)).unwrap_or_else(|e| Err(reason(&e)))
@@ -135,24 +137,25 @@ impl Tools {
     }
 }
 
-/// Runs `work` on a thread with a stack of [`STACK`] bytes, and returns at once.
+/// Starts `work` on a thread with a stack of [`STACK`] bytes, and returns at once.
 pub(super) fn on_stack<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<Receiver<T>, String> {
     let (send, receive) = channel();
-    // Whoever asked may have given up.
+    // The caller may have stopped waiting.
     let run = move || drop(send.send(work()));
     let thread = thread::Builder::new().name("grammar".into()).stack_size(STACK);
     thread.spawn(run).map_err(|e| format!("there is no thread to compile it on: {e}"))?;
     Ok(receive)
 }
 
-/// Whether no token fits.
+/// Returns whether the error means that no token can follow.
 pub(super) fn is_dead_end(error: &anyhow::Error) -> bool {
     error.to_string().starts_with("NoExtensionBias")
 }
 
-/// What an error of llguidance says, without its notes for debuggers. A panic of it is an error, too.
+/// Returns the message of an error of llguidance, without its notes for debuggers. A panic of llguidance is an error,
+/// too.
 pub(super) fn reason(error: &anyhow::Error) -> String {
     let text = format!("{error:#}");
     let end = text.find("\n<").unwrap_or(text.len());

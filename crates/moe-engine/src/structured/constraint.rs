@@ -1,8 +1,8 @@
-//! Where one choice stands in its grammar.
+//! The position of one choice in its grammar.
 //!
-//! It follows the tokens of the choice by their number: the caller shows all of them, and new ones are taken in. So
-//! nothing has to be told when a sequence is preempted and computed again, and a token that is known one step before it
-//! is collected can be shown early.
+//! The constraint counts the tokens of the choice that it has read. The caller always passes all tokens, and the
+//! constraint reads the new ones. So nothing special happens when a sequence is preempted and computed again. A token
+//! that is known one step before it is collected can be passed early.
 
 use std::sync::Arc;
 
@@ -12,35 +12,38 @@ use llguidance::toktrie::{SimpleVob, TokTrie};
 
 use super::compiler::{is_dead_end, reason};
 use super::grammars::Grammar;
-use super::lead::Stage;
+use super::lead::{Lead, Stage};
 use super::output::Reasoning;
 
-/// The state of a choice.
+/// The state of one choice.
 pub(crate) struct Constraint {
     grammar: Arc<Grammar>,
-    /// How far reasoning in front of the text has come.
+    /// The tags of the reasoning that may come before the text.
+    lead: Lead,
+    /// The stage that the choice has reached.
     stage: Stage,
-    /// Tokens that the stage knows of.
+    /// The number of tokens that are included in the stage.
     seen: usize,
-    /// While the stage is open: what has come begins a text of the grammar, too.
+    /// Whether the tokens so far could also be the beginning of a text of the grammar. It is used while the stage is
+    /// not decided.
     fits: bool,
-    /// The text's first token.
+    /// The index of the text's first token.
     begin: usize,
-    /// Made when it is first needed: requests may wait for long.
+    /// The matcher is made when it is first needed, because requests may wait for a long time.
     matcher: Option<Matcher>,
-    /// Tokens up to here are known to the matcher, which begins at `begin`.
+    /// The matcher has read the tokens from `begin` up to this index.
     taken: usize,
-    /// The lexer is not shared.
+    /// Whether the lexer belongs to this choice only.
     alone: bool,
 }
 
 const NO_TOKEN: &str = "no token of the vocabulary continues the text as it must";
 
-/// The tokens that may come next.
+/// The set of the tokens that may come next.
 pub(crate) struct Mask(SimpleVob);
 
 impl Mask {
-    /// Every token of a vocabulary.
+    /// Returns the mask that allows every token of a vocabulary.
     pub fn all(vocab_size: usize) -> Self {
         Self(SimpleVob::alloc_ones(vocab_size))
     }
@@ -52,56 +55,58 @@ impl Mask {
         }
     }
 
-    /// Token i is bit i % 32 of word i / 32; tokens behind the end are excluded.
+    /// Returns the words of the mask. Token i is bit i % 32 of word i / 32. Tokens after the end are excluded.
     pub fn words(&self) -> &[u32] {
         self.0.as_slice()
     }
 }
 
 impl Constraint {
-    /// A constraint at the first token.
+    /// Creates a constraint before the first token.
     #[cfg(test)]
     pub fn new(grammar: Arc<Grammar>) -> Self {
-        Self::behind(None, grammar)
+        Self::after_reasoning(None, grammar)
     }
 
-    /// A constraint at the first token, of a text that `reasoning` may come before.
-    pub fn behind(reasoning: Option<Reasoning>, grammar: Arc<Grammar>) -> Self {
+    /// Creates a constraint before the first token of a text. If there is `reasoning`, it may come before the text.
+    pub fn after_reasoning(reasoning: Option<Reasoning>, grammar: Arc<Grammar>) -> Self {
         let stage = Stage::new(reasoning);
-        Self { grammar, stage, seen: 0, fits: true, begin: 0, matcher: None, taken: 0, alone: false }
+        let lead = Lead::of(reasoning);
+        Self { grammar, lead, stage, seen: 0, fits: true, begin: 0, matcher: None, taken: 0, alone: false }
     }
 
-    /// Whether the text is complete after these tokens: none can follow.
+    /// Returns whether the text is complete after these tokens, so that none can follow.
     ///
     /// # Errors
-    /// The tokens do not follow the grammar, or it is too complex.
+    /// The tokens do not follow the grammar, or the grammar is too complex.
     pub fn is_complete(&mut self, output: &[u32]) -> Result<bool, String> {
         self.read(output);
         match self.stage {
             Stage::Start(_) if !self.fits => Ok(false),
-            Stage::Reasoning(_) | Stage::Gap(_) => Ok(false),
+            Stage::Reasoning(_) | Stage::Bridge(_) | Stage::Gap(_) => Ok(false),
             Stage::Start(_) | Stage::Text(_) => self.ask(output, |matcher| Ok(matcher.is_stopped())),
         }
     }
 
-    /// The tokens that may follow `output`; `None` once the text is complete. `ends` may follow wherever the text may
-    /// end; ordinary tokens in `only_there` nowhere else.
+    /// Returns the tokens that may follow `output`, or `None` once the text is complete. The tokens in `ends` may
+    /// follow wherever the text may end. The ordinary tokens in `only_there` may follow only there.
     ///
     /// # Errors
-    /// No token can follow, the tokens do not follow the grammar, or it is too complex.
+    /// No token can follow, the tokens do not follow the grammar, or the grammar is too complex.
     pub fn mask(&mut self, output: &[u32], ends: &[u32], only_there: &[u32]) -> Result<Option<Mask>, String> {
         self.read(output);
         let tags = self.grammar.tags.clone();
         let mut mask = match &self.stage {
             Stage::Reasoning(tail) => {
                 let ends = [ends, only_there].concat();
-                return Ok(Some(Mask(tags.of_reasoning(*tail, &ends))));
+                return Ok(Some(Mask(tags.of_reasoning(self.lead, *tail, &ends))));
             }
             Stage::Start(_) if !self.fits => SimpleVob::new(),
+            Stage::Bridge(_) => SimpleVob::new(),
             Stage::Start(_) => match self.mask_of_text(output, ends, only_there) {
                 Ok(Some(mask)) => mask,
                 Ok(None) => return Ok(None),
-                // Then the model may still reason first.
+                // The text cannot begin here, but the model may still begin its reasoning.
                 Err(_) => SimpleVob::new(),
             },
             Stage::Gap(_) | Stage::Text(_) => match self.mask_of_text(output, ends, only_there)? {
@@ -110,7 +115,8 @@ impl Constraint {
             },
         };
         match &self.stage {
-            Stage::Start(seen) => tags.allow_opening(seen, &mut mask),
+            Stage::Start(seen) => tags.allow_opening(self.lead, seen, &mut mask),
+            Stage::Bridge(written) => tags.allow_bridge(self.lead, *written, &mut mask),
             Stage::Gap(lines) => tags.allow_gap(*lines, &mut mask),
             Stage::Reasoning(_) | Stage::Text(_) => {}
         }
@@ -120,7 +126,7 @@ impl Constraint {
         }
     }
 
-    /// Follows the stage through tokens that it does not know yet.
+    /// Updates the stage with the tokens that it does not include yet.
     fn read(&mut self, output: &[u32]) {
         while self.seen < output.len() && !matches!(self.stage, Stage::Text(_)) {
             let at = self.seen;
@@ -131,18 +137,18 @@ impl Constraint {
             }
             let tags = self.grammar.tags.clone();
             let stage = std::mem::replace(&mut self.stage, Stage::Text(0));
-            self.stage = stage.after(at, tags.token(token));
+            self.stage = stage.after(self.lead, at, tags.token(token));
             self.seen = at + 1;
             match self.stage {
                 Stage::Start(_) => {}
-                Stage::Reasoning(_) | Stage::Gap(_) => self.begin_at(at + 1),
+                Stage::Reasoning(_) | Stage::Bridge(_) | Stage::Gap(_) => self.begin_at(at + 1),
                 Stage::Text(0) => {}
                 Stage::Text(begin) => self.begin_at(begin),
             }
         }
     }
 
-    /// The text begins at this token.
+    /// Sets the index of the text's first token.
     fn begin_at(&mut self, begin: usize) {
         if self.begin != begin {
             (self.begin, self.taken, self.matcher) = (begin, begin, None);
@@ -173,18 +179,18 @@ impl Constraint {
         })
     }
 
-    /// Asks the matcher behind these tokens. What others did to a shared lexer must not make this one fail: then it is
-    /// asked again with a lexer of its own.
+    /// Asks the matcher that has read these tokens. Other choices may have brought a shared lexer to its limit, which
+    /// must not make this choice fail. In that case the question is repeated with a lexer of its own.
     fn ask<T>(
         &mut self,
         output: &[u32],
         question: impl Fn(&mut Matcher) -> anyhow::Result<T>,
     ) -> Result<T, String> {
-        let mut answer = self.matcher_behind(output).and_then(&question);
+        let mut answer = self.matcher_after(output).and_then(&question);
         if answer.is_err() && !self.alone {
             self.alone = true;
             (self.matcher, self.taken) = (Some(self.grammar.own_matcher()), self.begin);
-            answer = self.matcher_behind(output).and_then(&question);
+            answer = self.matcher_after(output).and_then(&question);
         }
         answer.map_err(|e| match is_dead_end(&e) {
             true => NO_TOKEN.into(),
@@ -192,8 +198,8 @@ impl Constraint {
         })
     }
 
-    /// The matcher behind these tokens; it stays where the text is complete.
-    fn matcher_behind(&mut self, output: &[u32]) -> anyhow::Result<&mut Matcher> {
+    /// Returns the matcher after it has read these tokens. It reads no further once the text is complete.
+    fn matcher_after(&mut self, output: &[u32]) -> anyhow::Result<&mut Matcher> {
         let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
         if let Some(error) = matcher.get_error() {
             bail!(error);
@@ -204,7 +210,7 @@ impl Constraint {
             }
             matcher.consume_token(token)?;
             if matcher.is_stopped() {
-                // A lexer that has reached its limit sees no way on either, and fails only at the next token.
+                // A lexer that has reached its limit also reports that it is stopped, and fails only at the next token.
                 matcher.rollback(1)?;
                 matcher.consume_token(token)?;
             }
@@ -222,7 +228,7 @@ fn allow(mask: &mut SimpleVob, ids: &[u32]) {
     ids.iter().for_each(|&id| mask.allow_token(id));
 }
 
-/// Excludes ids that are ordinary tokens. A special one is there only if the grammar names it.
+/// Excludes those ids that are ordinary tokens. A special token is allowed only if the grammar names it.
 fn exclude(mask: &mut SimpleVob, ids: &[u32], tokens: &TokTrie) {
     for &id in ids {
         if (id as usize) < mask.len() && !tokens.is_special_token(id) {

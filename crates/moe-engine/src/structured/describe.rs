@@ -1,16 +1,16 @@
-//! A structured output in llguidance's terms.
+//! Translates a structured output to the types of llguidance.
 
 use llguidance::api::{GrammarInit, TopLevelGrammar};
 
 use super::output::StructuredOutput;
 use super::{bounds, perl, schema, tool_calls};
 
-/// The longest text of a schema, expression, list or grammar.
+/// The largest number of bytes of a schema, an expression, a list or a grammar.
 const LONGEST: usize = 1 << 20;
 /// The schema of an object with any members.
 const ANY_OBJECT: &str = r#"{"type": "object"}"#;
 
-/// The output in llguidance's terms.
+/// Returns the output in the types of llguidance.
 pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String> {
     if output.text_len() > LONGEST {
         return Err(format!("it has {} bytes, and at most {LONGEST} are taken", output.text_len()));
@@ -22,15 +22,15 @@ pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String>
         StructuredOutput::Regex(text) => TopLevelGrammar::from_regex(&perl::ascii(text)),
         StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
         StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
-        StructuredOutput::ToolCalls { functions, parallel } => {
-            return tool_calls::compile(functions, *parallel);
+        StructuredOutput::ToolCalls { parser, functions, parallel } => {
+            return tool_calls::compile(parser, functions, *parallel);
         }
     };
     bounds::check(&grammar)?;
     Ok(GrammarInit::Serialized(grammar))
 }
 
-/// A regular expression for one of the texts.
+/// Returns a regular expression that matches each of the texts.
 fn alternatives(texts: &[String]) -> Result<String, String> {
     if texts.is_empty() || texts.iter().any(String::is_empty) {
         return Err("expected at least one text, and none that is empty".into());

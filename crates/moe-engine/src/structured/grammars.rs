@@ -1,4 +1,5 @@
-//! Compiled grammars of a tokenizer, kept as long as they are in use: a batch of many requests compiles its schema once.
+//! The compiled grammars of a tokenizer. They are kept while they are in use, so a batch of many requests compiles its
+//! schema once.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -13,15 +14,17 @@ use super::output::{StructuredOutput, StructuredOutputError};
 use super::room::{Room, Taken};
 use crate::tokenizer::Tokenizer;
 
-/// Grammars that are kept though they are not in use, and bytes of their lexers; the one that was asked for least lately goes.
+/// The largest number of unused grammars that are kept, and the largest number of bytes of their lexers. The least
+/// recently used grammar is dropped first.
 const KEPT: usize = 32;
 const KEPT_LEXER_BYTES: usize = 4 << 20;
-/// Bytes of the lexers of all grammars, beyond which none is compiled ahead of its use: about 100 MB in all.
+/// The largest number of bytes of the lexers of all grammars. Above it no grammar is compiled ahead of its use. The
+/// grammars then take about 100 MB in all.
 const AHEAD_LEXER_BYTES: usize = 8 << 20;
-/// Lexers of a grammar at most.
+/// The largest number of lexers of a grammar.
 const MAX_LEXERS: usize = 8;
 
-/// Compiles for one tokenizer.
+/// Compiles grammars for one tokenizer.
 pub(crate) struct Grammars {
     compiler: Arc<Compiler>,
     room: Arc<Room>,
@@ -30,9 +33,9 @@ pub(crate) struct Grammars {
 
 #[derive(Default)]
 struct State {
-    /// All that are in use or kept.
+    /// All grammars that are in use or kept.
     known: HashMap<StructuredOutput, Weak<Grammar>>,
-    /// The one that was asked for last is at the end.
+    /// The unused grammars that are kept. The most recently used one is the last.
     kept: Vec<Arc<Grammar>>,
 }
 
@@ -49,15 +52,15 @@ impl State {
 
 /// A compiled grammar.
 pub(crate) struct Grammar {
-    /// The tags of reasoning that may come before its text.
+    /// The tags of the reasoning that may come before the text.
     pub(super) tags: Arc<Tags>,
-    /// A matcher at the first token, with a lexer that is not shared.
+    /// A matcher before the first token. Its lexer is not shared.
     pristine: Mutex<Matcher>,
-    /// Matchers at the first token. The matchers made from one of them share a lexer, with what it has found out, and
-    /// a lock. So there are several, for masks that threads compute side by side.
+    /// Matchers before the first token. All matchers that are made from one of them share its lexer, with the states
+    /// that the lexer has computed, and a lock. There are several, so that threads can compute masks in parallel.
     shared: Vec<Mutex<Option<Matcher>>>,
     next: AtomicUsize,
-    /// The room of its lexer.
+    /// The room that its lexer takes.
     taken: Taken,
 }
 
@@ -67,10 +70,10 @@ impl Grammars {
         Self { compiler, room: Arc::default(), state: Mutex::default() }
     }
 
-    /// The compiled form.
+    /// Returns the compiled grammar.
     ///
     /// # Errors
-    /// It is not well-formed, uses what is not supported, allows no text, is too large, or takes too long.
+    /// The output is not well-formed, uses an unsupported feature, allows no text, is too large, or takes too long.
     pub fn compile(&self, output: &StructuredOutput) -> Result<Arc<Grammar>, StructuredOutputError> {
         if let Some(grammar) = self.known(output) {
             return Ok(grammar);
@@ -84,12 +87,13 @@ impl Grammars {
         Ok(grammar)
     }
 
-    /// Waits until the grammars that there are leave room for another one. Grammars that are in use go when their requests end.
+    /// Waits until the existing grammars leave room for another one. A grammar that is in use is dropped when its
+    /// requests end.
     pub fn wait_for_room(&self) {
         self.room.wait_below(AHEAD_LEXER_BYTES);
     }
 
-    /// The compiled form, if it is there.
+    /// Returns the compiled grammar if it exists.
     pub fn known(&self, output: &StructuredOutput) -> Option<Arc<Grammar>> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let grammar = state.known.get(output)?.upgrade()?;
@@ -97,7 +101,7 @@ impl Grammars {
         Some(grammar)
     }
 
-    /// How many grammars are kept.
+    /// Returns the number of grammars that are kept.
     #[cfg(test)]
     pub fn kept(&self) -> usize {
         self.state.lock().unwrap().kept.len()
@@ -118,24 +122,25 @@ impl Grammar {
         }
     }
 
-    /// A matcher at the first token that shares its lexer with others.
+    /// Returns a matcher before the first token that shares its lexer with others.
     pub fn matcher(&self) -> Matcher {
         let place = self.next.fetch_add(1, Relaxed) % self.shared.len();
         let mut shared = self.shared[place].lock().unwrap_or_else(PoisonError::into_inner);
         shared.get_or_insert_with(|| self.own_matcher()).clone()
     }
 
-    /// A matcher at the first token with a lexer of its own.
+    /// Returns a matcher before the first token that has a lexer of its own.
     pub fn own_matcher(&self) -> Matcher {
         self.pristine.lock().unwrap_or_else(PoisonError::into_inner).deep_clone()
     }
 }
 
 impl StructuredOutput {
-    /// Checks it as the engine will. Without a tokenizer a grammar is taken as it is: it may name special tokens.
+    /// Checks the output as the engine will. Without a tokenizer a grammar is accepted unchecked, because it may name
+    /// special tokens.
     ///
     /// # Errors
-    /// It is not well-formed, uses what is not supported, allows no text, or is too large.
+    /// The output is not well-formed, uses an unsupported feature, allows no text, or is too large.
     pub fn check(&self, tokenizer: Option<&Tokenizer>) -> Result<(), StructuredOutputError> {
         match (tokenizer, self) {
             (Some(tokenizer), _) => Grammars::new(tokenizer.clone()).compile(self).map(drop),

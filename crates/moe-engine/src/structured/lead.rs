@@ -1,37 +1,116 @@
-//! Reasoning in front of a text that follows a grammar: free up to `</think>`, and the grammar after it.
+//! The reasoning before a text that follows a grammar. The reasoning is free up to its closing tag, and the text comes
+//! after it.
 //!
-//! It is read token by token, as bytes: the tags may be tokens of their own or come in any pieces.
+//! The reasoning is read token by token as bytes. A tag may be a token of its own, or may be split over several tokens.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::toktrie::{SimpleVob, TokEnv, TokTrie};
 
 use super::output::Reasoning;
-use crate::chat::{END_THINK, THINK};
+use crate::chat::{FINAL, MESSAGE};
 
-/// Line ends after the closing tag that are no part of the text, as models write them.
+/// The largest number of line ends between the closing tag and the text, as models write them.
 const GAP: usize = 2;
-/// White space before the opening tag.
+/// The largest number of white-space characters before the opening tag.
 const BLANKS: usize = 4;
 
-/// How far a choice has come.
+/// The tags of reasoning.
+#[derive(Clone, Copy)]
+pub(super) struct Lead {
+    open: &'static str,
+    /// The tag up to which the reasoning is free.
+    close: &'static str,
+    /// The text that must stand between the closing tag and the text of the grammar.
+    bridge: &'static str,
+}
+
+impl Lead {
+    /// Returns the tags. Without reasoning there are none. With channels everything is free up to the channel of the
+    /// text. The header of this channel may name a type of content before [`MESSAGE`], unless the header is
+    /// constrained.
+    pub fn of(reasoning: Option<Reasoning>) -> Self {
+        match reasoning {
+            None => Self { open: "", close: "", bridge: "" },
+            Some(Reasoning { parser, .. }) => match parser.channels {
+                true => Self {
+                    open: parser.open,
+                    close: FINAL.strip_suffix(MESSAGE).unwrap_or(FINAL),
+                    bridge: MESSAGE,
+                },
+                false => Self { open: parser.open, close: parser.close, bridge: "" },
+            },
+        }
+    }
+
+    /// Returns the text of a token. The tags are the only special tokens that have a text.
+    fn text<'t>(&self, token: &'t [u8]) -> &'t [u8] {
+        let Some(content) = token.strip_prefix(&[TokTrie::SPECIAL_TOKEN_MARKER]) else { return token };
+        let holds = |tag: &str| tag.as_bytes().windows(content.len().max(1)).any(|part| part == content);
+        match [self.open, self.close, self.bridge].into_iter().any(holds) {
+            true => content,
+            false => &[],
+        }
+    }
+
+    /// Returns the stage after `more` of the reasoning. Before that, the reasoning ended in the first `tail` bytes of
+    /// the closing tag.
+    fn reasoning(&self, mut tail: usize, more: &[u8]) -> Stage {
+        for (i, &byte) in more.iter().enumerate() {
+            tail = self.tail_after(tail, byte);
+            if tail == self.close.len() {
+                if !self.bridge.is_empty() {
+                    return Stage::Bridge(0);
+                }
+                let lines = more[i + 1..].iter().filter(|byte| **byte == b'\n').count();
+                return Stage::Gap(lines.min(GAP));
+            }
+        }
+        Stage::Reasoning(tail)
+    }
+
+    /// Returns how many bytes of the closing tag a text ends in after one more byte. Before that byte it ended in
+    /// `tail` bytes of the tag.
+    fn tail_after(&self, tail: usize, byte: u8) -> usize {
+        let tag = self.close.as_bytes();
+        let seen = [&tag[..tail], &[byte]].concat();
+        (0..=seen.len()).rev().find(|&n| tag.starts_with(&seen[seen.len() - n..])).unwrap_or(0)
+    }
+
+    fn opening<'s>(&self, seen: &'s [u8]) -> Opening<'s> {
+        let tag = self.open.as_bytes();
+        let rest = seen.trim_ascii_start();
+        match rest.strip_prefix(tag) {
+            Some(behind) => Opening::Whole(behind),
+            None if tag.starts_with(rest) && seen.len() - rest.len() <= BLANKS => Opening::Partial,
+            None => Opening::None,
+        }
+    }
+}
+
+/// The part of the answer that a choice has reached.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Stage {
-    /// White space and the beginning of the opening tag.
+    /// The choice has white space and the beginning of the opening tag.
     Start(Vec<u8>),
-    /// Reasoning that ends in so many bytes of the closing tag.
+    /// The reasoning has begun, and ends in this number of bytes of the closing tag.
     Reasoning(usize),
-    /// Behind the closing tag and so many line ends.
+    /// The closing tag is complete, followed by this number of bytes of the text that must follow it.
+    Bridge(usize),
+    /// The closing tag is complete, followed by this number of line ends.
     Gap(usize),
-    /// The text, from this token on.
+    /// The text has begun at the token with this index.
     Text(usize),
 }
 
-/// What an opening can become.
+/// What the beginning of an answer can become.
 enum Opening<'a> {
-    /// Nothing else than reasoning or a text of the grammar.
+    /// It can become reasoning or a text of the grammar.
     Partial,
-    /// The tag is complete; this follows it.
+    /// The opening tag is complete, and these bytes follow it.
     Whole(&'a [u8]),
-    /// A text of the grammar.
+    /// It can only be a text of the grammar.
     None,
 }
 
@@ -39,25 +118,30 @@ impl Stage {
     pub fn new(reasoning: Option<Reasoning>) -> Self {
         match reasoning {
             None => Self::Text(0),
-            Some(Reasoning::Possible) => Self::Start(Vec::new()),
-            Some(Reasoning::Open) => Self::Reasoning(0),
+            Some(Reasoning { open: false, .. }) => Self::Start(Vec::new()),
+            Some(Reasoning { open: true, .. }) => Self::Reasoning(0),
         }
     }
 
-    /// The stage after one more token, the one with number `at`.
-    pub fn after(self, at: usize, token: &[u8]) -> Self {
+    /// Returns the stage after one more token, whose index is `at`.
+    #[must_use]
+    pub fn after(self, lead: Lead, at: usize, token: &[u8]) -> Self {
         match self {
-            // Special tokens open nothing.
-            Self::Start(_) if text(token).is_empty() => Self::Text(0),
+            // A special token without a text cannot begin the reasoning.
+            Self::Start(_) if lead.text(token).is_empty() => Self::Text(0),
             Self::Start(mut seen) => {
-                seen.extend(text(token));
-                match opening(&seen) {
+                seen.extend(lead.text(token));
+                match lead.opening(&seen) {
                     Opening::Partial => Self::Start(seen),
-                    Opening::Whole(rest) => reasoning(0, rest),
+                    Opening::Whole(rest) => lead.reasoning(0, rest),
                     Opening::None => Self::Text(0),
                 }
             }
-            Self::Reasoning(tail) => reasoning(tail, text(token)),
+            Self::Reasoning(tail) => lead.reasoning(tail, lead.text(token)),
+            Self::Bridge(written) => match written + lead.text(token).len() {
+                written if written < lead.bridge.len() => Self::Bridge(written),
+                _ => Self::Text(at + 1),
+            },
             Self::Gap(lines) if is_lines(token) && lines + token.len() <= GAP => {
                 Self::Gap(lines + token.len())
             }
@@ -67,50 +151,22 @@ impl Stage {
     }
 }
 
-/// The stage after more of the reasoning, which ended in `tail` bytes of the closing tag.
-fn reasoning(mut tail: usize, more: &[u8]) -> Stage {
-    let tag = END_THINK.as_bytes();
-    for (i, &byte) in more.iter().enumerate() {
-        tail = if byte == tag[tail] { tail + 1 } else { usize::from(byte == tag[0]) };
-        if tail == tag.len() {
-            let lines = more[i + 1..].iter().filter(|byte| **byte == b'\n').count();
-            return Stage::Gap(lines.min(GAP));
-        }
-    }
-    Stage::Reasoning(tail)
-}
-
-fn opening(seen: &[u8]) -> Opening<'_> {
-    let tag = THINK.as_bytes();
-    let rest = seen.trim_ascii_start();
-    match rest.strip_prefix(tag) {
-        Some(behind) => Opening::Whole(behind),
-        None if tag.starts_with(rest) && seen.len() - rest.len() <= BLANKS => Opening::Partial,
-        None => Opening::None,
-    }
-}
-
 fn is_lines(bytes: &[u8]) -> bool {
     !bytes.is_empty() && bytes.iter().all(|byte| *byte == b'\n')
 }
 
-/// The text of a token. Of special tokens only the tags are text.
-fn text(token: &[u8]) -> &[u8] {
-    match token.strip_prefix(&[TokTrie::SPECIAL_TOKEN_MARKER]) {
-        Some(content) if content == THINK.as_bytes() || content == END_THINK.as_bytes() => content,
-        Some(_) => &[],
-        None => token,
-    }
-}
+/// The tokens that end a closing tag and continue with something else than line ends. The index is the number of bytes
+/// of the tag that came before the token.
+type Beyond = Vec<Vec<u32>>;
 
-/// What the tokens of a vocabulary do to the tags.
+/// How the tokens of a vocabulary relate to the tags.
 pub(super) struct Tags {
     tokens: TokEnv,
-    /// All tokens.
+    /// The set of all tokens.
     all: SimpleVob,
-    /// Tokens that end the tag and go on with more than line ends, by how much of the tag was there before.
-    beyond: Vec<Vec<u32>>,
-    /// Tokens of nothing but line ends.
+    /// The tokens that go beyond a tag, by closing tag.
+    beyond: Mutex<HashMap<&'static str, Arc<Beyond>>>,
+    /// The tokens that consist of line ends only.
     lines: Vec<u32>,
 }
 
@@ -121,42 +177,54 @@ impl Tags {
         let mut all = trie.alloc_token_set();
         ids().for_each(|id| all.allow_token(id));
         let lines = ids().filter(|&id| is_lines(trie.token(id))).collect();
-        let tag = END_THINK.as_bytes();
-        let closes = |id: &u32| trie.token(*id).contains(&b'>');
-        let closing: Vec<u32> = ids().filter(closes).collect();
-        let goes_beyond = |tail: usize, id: u32| {
-            let written = [&tag[..tail], text(trie.token(id))].concat();
-            let end = written.windows(tag.len()).position(|window| window == tag);
-            end.is_some_and(|at| written[at + tag.len()..].iter().any(|byte| *byte != b'\n'))
-        };
-        let beyond = (0..tag.len())
-            .map(|tail| closing.iter().copied().filter(|&id| goes_beyond(tail, id)).collect())
-            .collect();
-        Self { all, beyond, lines, tokens }
+        Self { all, beyond: Mutex::default(), lines, tokens }
     }
 
-    /// The bytes of a token; special ones are marked.
+    /// Returns the bytes of a token. Special tokens are marked.
     pub fn token(&self, id: u32) -> &[u8] {
         self.tokens.tok_trie().token(id)
     }
 
-    /// The tokens that reasoning may go on with: all but `ends`, and those that would write into the text.
-    pub fn of_reasoning(&self, tail: usize, ends: &[u32]) -> SimpleVob {
+    /// Returns the tokens that go beyond the closing tag. They are computed once for each tag, because that reads all
+    /// tokens.
+    fn beyond(&self, lead: Lead) -> Arc<Beyond> {
+        let mut known = self.beyond.lock().unwrap_or_else(PoisonError::into_inner);
+        known.entry(lead.close).or_insert_with(|| Arc::new(self.find_beyond(lead))).clone()
+    }
+
+    fn find_beyond(&self, lead: Lead) -> Beyond {
+        let trie = self.tokens.tok_trie();
+        let tag = lead.close.as_bytes();
+        let closes = |id: &u32| tag.last().is_some_and(|last| trie.token(*id).contains(last));
+        let closing: Vec<u32> = (0..trie.vocab_size() as u32).filter(closes).collect();
+        let goes_beyond = |tail: usize, id: u32| {
+            let written = [&tag[..tail], lead.text(trie.token(id))].concat();
+            let end = written.windows(tag.len()).position(|window| window == tag);
+            end.is_some_and(|at| written[at + tag.len()..].iter().any(|byte| *byte != b'\n'))
+        };
+        (0..tag.len())
+            .map(|tail| closing.iter().copied().filter(|&id| goes_beyond(tail, id)).collect())
+            .collect()
+    }
+
+    /// Returns the tokens that may continue the reasoning. These are all tokens except `ends` and the tokens that would
+    /// write into the text.
+    pub fn of_reasoning(&self, lead: Lead, tail: usize, ends: &[u32]) -> SimpleVob {
         let mut mask = self.all.clone();
         let known = ends.iter().filter(|id| (**id as usize) < mask.len()).copied().collect::<Vec<_>>();
-        known.iter().chain(&self.beyond[tail]).for_each(|&id| mask.disallow_token(id));
+        known.iter().chain(&self.beyond(lead)[tail]).for_each(|&id| mask.disallow_token(id));
         mask
     }
 
-    /// Adds the tokens that go on with an opening tag.
-    pub fn allow_opening(&self, seen: &[u8], mask: &mut SimpleVob) {
+    /// Adds the tokens that continue an opening tag.
+    pub fn allow_opening(&self, lead: Lead, seen: &[u8], mask: &mut SimpleVob) {
         let opens = |id: &u32| {
-            let token = text(self.token(*id));
+            let token = lead.text(self.token(*id));
             let first = token
                 .first()
-                .is_some_and(|byte| byte.is_ascii_whitespace() || THINK.as_bytes().contains(byte));
+                .is_some_and(|byte| byte.is_ascii_whitespace() || lead.open.as_bytes().contains(byte));
             first
-                && match opening(&[seen, token].concat()) {
+                && match lead.opening(&[seen, token].concat()) {
                     Opening::Partial => true,
                     Opening::Whole(rest) => rest.iter().all(|byte| *byte == b'\n'),
                     Opening::None => false,
@@ -165,7 +233,17 @@ impl Tags {
         self.allow(mask, (0..self.all.len() as u32).filter(opens));
     }
 
-    /// Adds the line ends that may follow the closing tag and `lines` others.
+    /// Adds the tokens that continue the text which must follow the closing tag.
+    pub fn allow_bridge(&self, lead: Lead, written: usize, mask: &mut SimpleVob) {
+        let left = &lead.bridge.as_bytes()[written..];
+        let fits = |id: &u32| {
+            let token = lead.text(self.token(*id));
+            !token.is_empty() && left.starts_with(token)
+        };
+        self.allow(mask, (0..self.all.len() as u32).filter(fits));
+    }
+
+    /// Adds the tokens of line ends that may follow the closing tag and `lines` other line ends.
     pub fn allow_gap(&self, lines: usize, mask: &mut SimpleVob) {
         let fits = |id: &u32| lines + self.token(*id).len() <= GAP;
         self.allow(mask, self.lines.iter().copied().filter(fits));
@@ -176,136 +254,5 @@ impl Tags {
             mask.resize(self.all.len());
         }
         ids.for_each(|id| mask.allow_token(id));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::{Constraint, Grammars, StructuredOutput};
-    use super::*;
-    use crate::tokenizer::Tokenizer;
-
-    /// Bytes, and tokens of several with the tags in them.
-    fn tokenizer() -> Tokenizer {
-        let bytes = Tokenizer::bytes().unwrap();
-        let mut json: serde_json::Value =
-            serde_json::from_str(&bytes.library.to_string(false).unwrap()).unwrap();
-        let added = ["</think>", "<think>", "k>{", ">ab", "\n\n", "\n\n\n"];
-        json["added_tokens"] = (added.iter().zip(256..))
-            .map(|(text, id)| {
-                serde_json::json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
-                    "normalized": false, "special": false})
-            })
-            .collect();
-        Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
-    }
-
-    struct Choice {
-        tokenizer: Tokenizer,
-        constraint: Constraint,
-        tokens: Vec<u32>,
-    }
-
-    impl Choice {
-        fn new(reasoning: Reasoning, regex: &str) -> Self {
-            let tokenizer = tokenizer();
-            let grammar = Grammars::new(tokenizer.clone()).compile(&StructuredOutput::Regex(regex.into()));
-            let constraint = Constraint::behind(Some(reasoning), grammar.unwrap());
-            Self { tokenizer, constraint, tokens: Vec::new() }
-        }
-
-        fn id(&self, text: &str) -> u32 {
-            match self.tokenizer.token_to_id(text) {
-                Some(id) => id,
-                None => self.tokenizer.encode(text).unwrap()[0],
-            }
-        }
-
-        fn allows(&mut self, text: &str) -> bool {
-            let id = self.id(text);
-            let end = self.id("$");
-            let Some(mask) = self.constraint.mask(&self.tokens, &[end], &[end]).unwrap() else { return true };
-            mask.words().get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
-        }
-
-        /// Writes text byte by byte.
-        fn write(&mut self, text: &str) -> &mut Self {
-            for c in text.chars() {
-                self.token(&c.to_string());
-            }
-            self
-        }
-
-        fn token(&mut self, text: &str) -> &mut Self {
-            assert!(self.allows(text), "{text:?} after {:?}", self.tokenizer.decode(&self.tokens));
-            self.tokens.push(self.id(text));
-            self
-        }
-
-        fn is_complete(&mut self) -> bool {
-            self.constraint.is_complete(&self.tokens).unwrap()
-        }
-    }
-
-    #[test]
-    fn reasoning_is_free_up_to_its_end() {
-        for close in [&["</think>"][..], &["<", "/", "t", "h", "i", "n", "k", ">"]] {
-            let mut choice = Choice::new(Reasoning::Open, "yes|no");
-            assert!(!choice.allows("$"), "the end of the text is not free");
-            choice.write("yes, {\"a\"} </thin> <</thi");
-            assert!(!choice.is_complete());
-            for token in close {
-                choice.token(token);
-            }
-            assert!(choice.allows("\n") && choice.allows("\n\n") && !choice.allows("\n\n\n"));
-            assert!(choice.allows("y") && !choice.allows("x") && !choice.allows("$"));
-            choice.write("\n\n");
-            assert!(!choice.allows("\n"));
-            assert!(choice.write("yes").is_complete());
-        }
-    }
-
-    #[test]
-    fn a_token_that_goes_on_after_the_tag_is_excluded() {
-        let mut choice = Choice::new(Reasoning::Open, "ab|x");
-        assert!(choice.allows("k>{") && choice.allows(">ab"), "no tag has begun");
-        choice.write("</thin");
-        assert!(!choice.allows("k>{") && choice.allows("k") && choice.allows(">ab"));
-        choice.write("k");
-        assert!(!choice.allows(">ab") && choice.allows(">") && choice.allows("k>{"));
-    }
-
-    #[test]
-    fn the_model_may_open_reasoning_itself() {
-        let mut choice = Choice::new(Reasoning::Possible, "[a-z]+!|<b>");
-        assert!(choice.allows("<think>") && choice.allows("<") && choice.allows("a") && choice.allows("\n"));
-        assert!(!choice.allows("A") && !choice.allows("</think>") && !choice.allows("$"));
-        let mut text = Choice::new(Reasoning::Possible, "[a-z]+!|<b>");
-        assert!(text.write("ab").allows("!") && !text.allows("<"));
-        assert!(text.write("!").is_complete());
-        // Both begin alike.
-        let mut tag = Choice::new(Reasoning::Possible, "[a-z]+!|<b>");
-        assert!(tag.write("<").allows("t") && tag.allows("b") && !tag.allows("c"));
-        assert!(tag.write("b>").is_complete());
-        for open in [&["<think>"][..], &["\n", "<", "t", "h", "i", "n", "k", ">"]] {
-            let mut choice = Choice::new(Reasoning::Possible, "[a-z]+!|<b>");
-            for token in open {
-                choice.token(token);
-            }
-            choice.write("\nAny 5 ").token("</think>").token("\n\n");
-            assert!(choice.allows("<") && !choice.allows("A"));
-            assert!(choice.write("ok!").is_complete());
-        }
-    }
-
-    /// A sequence that is computed again shows all its tokens at once.
-    #[test]
-    fn tokens_may_come_in_any_portions() {
-        let mut one = Choice::new(Reasoning::Possible, "yes|no");
-        one.token("<think>").write("Hm").token("</think>").write("\nye");
-        let mut all = Choice::new(Reasoning::Possible, "yes|no");
-        all.tokens = one.tokens.clone();
-        assert!(all.allows("s") && !all.allows("e"));
-        assert!(all.write("s").is_complete());
     }
 }

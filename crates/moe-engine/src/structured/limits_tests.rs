@@ -1,4 +1,4 @@
-//! Grammars that nest deep or take long: each compiles or is an error, and the process goes on.
+//! Tests of grammars that nest deep or take long. Each of them compiles or returns an error, and the process survives.
 
 use std::sync::Arc;
 use std::thread;
@@ -10,7 +10,7 @@ use super::compiler::reason;
 use super::*;
 use crate::tokenizer::Tokenizer;
 
-/// A schema of definitions that each refer to the next one.
+/// Returns a schema of definitions, each of which refers to the next one.
 fn chain(len: usize, definition: impl Fn(Value) -> Value) -> StructuredOutput {
     let next = |i: usize| match i + 1 < len {
         true => json!({"$ref": format!("#/$defs/d{}", i + 1)}),
@@ -33,11 +33,12 @@ fn lark_chain(len: usize, rule: impl Fn(usize) -> String) -> StructuredOutput {
     StructuredOutput::Grammar(format!("start: r0\n{}\nr{len}: \"x\"\n", rules.join("\n")))
 }
 
-/// Compiles, and takes the first tokens on a small stack: masks must not recurse. What went wrong, if it did.
+/// Compiles a grammar and reads the first tokens on a small stack, because masks must not recurse. Returns what went
+/// wrong.
 fn run(output: &StructuredOutput) -> Result<(), String> {
     let grammar = Grammars::new(Tokenizer::bytes().unwrap()).compile(output).map_err(|e| e.reason)?;
     let steps = move || -> Result<(), String> {
-        let mut constraint = Constraint::behind(None, grammar);
+        let mut constraint = Constraint::after_reasoning(None, grammar);
         let mut tokens = Vec::new();
         for _ in 0..40 {
             if constraint.is_complete(&tokens)? {
@@ -65,10 +66,10 @@ fn what_nests_deep_compiles() {
     ];
     for (i, output) in cases.iter().enumerate() {
         let done = run(output);
-        // A schema has limits of its own.
+        // Schemas have limits of their own, so they may be refused.
         assert!(done.is_ok() || i < 4 || i == 6, "{i}: {done:?}");
     }
-    // Tokens, whose chain is one regular expression.
+    // A chain of tokens is one regular expression.
     let tokens: Vec<String> = (0..5_000).map(|i| format!("T{i}: \"a\" T{} | \"b\"", i + 1)).collect();
     let text = format!("start: T0\n{}\nT5000: \"x\"\n", tokens.join("\n"));
     let done = run(&StructuredOutput::Grammar(text));
@@ -80,7 +81,7 @@ fn what_may_nest_too_deep_is_refused() {
     assert!(run(&chain(12_000, object)).is_err());
     let error = run(&lark_chain(31_000, |i| format!("r{i}: r{}", i + 1))).unwrap_err();
     assert!(error.starts_with("it has 31002 rules and groups, and at most 30000 are taken"), "{error}");
-    // The text of one regular expression has no rules.
+    // A text of one regular expression has no rules.
     for open in ["(a", "(?:a", "[[a"] {
         let text = open.repeat(100_000);
         let error = run(&StructuredOutput::Regex(text)).unwrap_err();
@@ -93,7 +94,7 @@ fn what_may_nest_too_deep_is_refused() {
 
 #[test]
 fn the_largest_that_is_let_through_fits_the_stack() {
-    // As deep as the bound lets it be, with the densest forms.
+    // These cases are as deep as the limit allows, in the densest forms.
     let cases = [
         chain(7_000, object),
         chain(5_900, array_of_any),
@@ -124,7 +125,7 @@ fn counted_repetitions_and_alternations_are_bounded() {
         ),
     ];
     for output in &cases {
-        // That it ends is what counts.
+        // The test passes if the call returns.
         let _ = run(output);
     }
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());

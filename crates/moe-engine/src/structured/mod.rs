@@ -4,12 +4,12 @@
 //! StructuredOutput (data of a request) ─► Grammars: compiled once ─► Constraint of each choice ─► Mask of each token
 //! ```
 //!
-//! The `llguidance` crate compiles and matches grammars; JSON schemas become grammars in `schema`. A mask says which
-//! tokens may come next; the sampler sees nothing but the mask. [`Reasoning`] may come before: then the text is free up to
-//! `</think>`.
+//! The `llguidance` crate compiles and matches grammars. The module `schema` translates JSON schemas to grammars. A
+//! mask says which tokens may come next, and the sampler gets nothing but the mask. [`Reasoning`] may come before the
+//! text. The answer is then free up to the closing tag.
 //!
-//! Compiling recurses, and what a text asks for may take all time and memory: `bounds` and `compiler` limit it, and
-//! [`Precompiler`] tries it in another process first.
+//! Compiling recurses, and a hostile text could take all time and memory. The modules `bounds` and `compiler` limit
+//! this, and [`Precompiler`] first tries the compilation in another process.
 
 mod bounds;
 mod compiler;
@@ -17,6 +17,8 @@ mod constraint;
 mod describe;
 mod grammars;
 mod lead;
+#[cfg(test)]
+mod lead_tests;
 #[cfg(test)]
 mod limits_tests;
 mod output;
@@ -27,6 +29,8 @@ mod schema;
 #[cfg(test)]
 mod tests;
 mod tool_calls;
+#[cfg(test)]
+mod tool_calls_tests;
 mod vocabulary;
 
 pub(crate) use constraint::{Constraint, Mask};

@@ -1,48 +1,56 @@
-//! What the text of a request must be, and what may come before it: plain data.
+//! The form that the text of a request must have, and what may come before the text. This is plain data.
 
 use serde::{Deserialize, Serialize};
 
-use crate::chat::{AnswerForm, Begun};
+use crate::chat::{AnswerForm, Begun, CallParser, ReasoningParser, calls_by_name, reasoning_by_name};
 
-/// What the text of a request must be. Plain data: the engine compiles it when the request is added.
+/// The form that the text of a request must have. This is plain data: the engine compiles it when the request is added.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum StructuredOutput {
     /// Any JSON object.
     JsonObject,
-    /// JSON that a schema describes. The schema is JSON text: requests travel in a format that has no JSON values.
+    /// JSON that a schema describes. The schema is JSON text, because the format in which requests are sent between
+    /// processes has no JSON values.
     JsonSchema(String),
-    /// A regular expression, of the syntax of the `regex` crate, that the whole text matches. `\d`, `\w` and `\s` are
-    /// classes of ASCII characters.
+    /// A regular expression that the whole text matches. It has the syntax of the `regex` crate, but `\d`, `\w` and
+    /// `\s` are classes of ASCII characters.
     Regex(String),
     /// One of these texts.
     Choice(Vec<String>),
     /// A grammar in llguidance's dialect of Lark; its first rule is `start`.
     Grammar(String),
-    /// Calls of these functions: JSON between `<tool_call>` and `</tool_call>` (Hermes).
+    /// Calls of these functions.
     ToolCalls {
-        /// What may be called.
+        /// The form in which the model writes calls.
+        #[serde(with = "calls_by_name")]
+        parser: &'static CallParser,
+        /// The functions that the model may call.
         functions: Vec<Function>,
-        /// More than one call may be made.
+        /// Whether the model may make more than one call.
         parallel: bool,
     },
 }
 
-/// Reasoning that comes before a structured output.
+/// The reasoning that comes before a structured output. It is free up to its closing tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Reasoning {
-    /// The model may begin with `<think>`: then the text is free up to `</think>`. Otherwise it follows the output at once.
-    Possible,
-    /// The prompt has opened the reasoning: the text is free up to `</think>`.
-    Open,
+pub struct Reasoning {
+    /// The form in which the model writes its reasoning.
+    #[serde(with = "reasoning_by_name")]
+    pub parser: &'static ReasoningParser,
+    /// Whether the answer is within the reasoning from its first token. If this is false, the model begins either with
+    /// the opening tag or with the output.
+    pub open: bool,
 }
 
 impl Reasoning {
-    /// What comes before the output in an answer of this form, of which the prompt has begun this.
+    /// Returns the reasoning that comes before the output in an answer of this form. `begun` is the part that the
+    /// prompt has already begun.
     pub fn before(form: AnswerForm, begun: Begun) -> Option<Self> {
+        let parser = form.reasoning?;
         match begun {
-            _ if !form.reasoning => None,
-            Begun::Nothing => Some(Self::Possible),
-            Begun::Reasoning | Begun::MoreReasoning => Some(Self::Open),
+            Begun::Nothing => Some(Self { parser, open: parser.assumed || parser.channels }),
+            Begun::Reasoning | Begun::MoreReasoning => Some(Self { parser, open: true }),
             Begun::Text => None,
         }
     }
@@ -57,18 +65,20 @@ pub struct Function {
     pub parameters: String,
 }
 
-/// Why a [`StructuredOutput`] cannot be used.
+/// The error of a [`StructuredOutput`] that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the {what} cannot be used: {reason}")]
 pub struct StructuredOutputError {
-    /// What it describes the text with, such as "JSON schema".
+    /// The kind of the description, such as "JSON schema".
     pub what: &'static str,
-    /// What is wrong with it.
+    /// What is wrong with the description.
     pub reason: String,
 }
 
+crate::error::parts!(StructuredOutputError);
+
 impl StructuredOutput {
-    /// What it describes the text with.
+    /// Returns the kind of the description.
     pub(super) fn what(&self) -> &'static str {
         match self {
             Self::JsonObject => "JSON object",
@@ -84,7 +94,7 @@ impl StructuredOutput {
         StructuredOutputError { what: self.what(), reason: reason.into() }
     }
 
-    /// Bytes of its text.
+    /// Returns the number of bytes of the description.
     pub fn text_len(&self) -> usize {
         match self {
             Self::JsonObject => 0,

@@ -1,9 +1,9 @@
-//! `\d`, `\w` and `\s` of regular expressions as classes of ASCII characters.
+//! Writes `\d`, `\w` and `\s` of regular expressions as classes of ASCII characters.
 //!
 //! The regex crate reads them as Unicode classes, in which `\d` also holds Arabic digits. xgrammar and JSON Schema read
 //! ASCII classes, and a user who writes `\d{3}` means `[0-9]{3}`.
 
-/// The inside of the class of a letter.
+/// Returns the inside of the class that a letter stands for.
 pub(super) fn class(letter: char) -> Option<&'static str> {
     match letter.to_ascii_lowercase() {
         'd' => Some("0-9"),
@@ -13,7 +13,7 @@ pub(super) fn class(letter: char) -> Option<&'static str> {
     }
 }
 
-/// The expression with every `\d`, `\D`, `\w`, `\W`, `\s` and `\S` written as a class of ASCII characters.
+/// Returns the expression with every `\d`, `\D`, `\w`, `\W`, `\s` and `\S` written as a class of ASCII characters.
 pub(super) fn ascii(regex: &str) -> String {
     let mut out = String::with_capacity(regex.len());
     let mut chars = regex.chars();

@@ -1,10 +1,10 @@
-//! Compiling ahead of the engine, so that its steps wait for no grammar, and first in a process of its own: a grammar that
-//! takes all memory, time or stack takes that process down, and is an error.
+//! Compiles grammars ahead of the engine, so that no step waits for a grammar. It first compiles in a separate process.
+//! A grammar that takes all memory, time or stack ends only that process and becomes an error.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use anyhow::{Context, Result, anyhow};
+use crate::error::{Context, Result, failed};
 
 use super::compiler::{SECONDS, Tools, on_stack};
 use super::vocabulary::token_bytes;
@@ -12,13 +12,13 @@ use super::{Grammar, Grammars, StructuredOutput, StructuredOutputError};
 use crate::isolated::{self, Task, Worker};
 use crate::tokenizer::Tokenizer;
 
-/// The argument with which a program serves as a worker: it then does nothing but call [`serve`].
+/// The argument that makes a program a worker. The program then only calls [`serve`].
 pub const COMPILE_COMMAND: &str = "compile-grammars";
 
-/// The memory is that of the vocabulary, of the stack, and 1 GiB.
+/// The memory limit covers the vocabulary, the stack and 1 GiB more.
 const TASK: Task = Task { command: COMPILE_COMMAND, what: "grammar", memory: 7 << 28, seconds: SECONDS };
 
-/// Compiles grammars for an engine. Each has a process of its own, which starts when it is first needed.
+/// Compiles grammars for an engine. Each precompiler has a process of its own, which starts when it is first needed.
 pub struct Precompiler {
     grammars: Arc<Grammars>,
     tokenizer: Tokenizer,
@@ -26,7 +26,7 @@ pub struct Precompiler {
     worker: OnceLock<Result<Worker, String>>,
 }
 
-/// A grammar that is ready as long as this lives.
+/// A compiled grammar. It stays ready while this value lives.
 #[derive(Clone)]
 pub struct Precompiled(#[expect(dead_code, reason = "it keeps the grammar")] Arc<Grammar>);
 
@@ -35,15 +35,16 @@ impl Precompiler {
         Self { grammars, tokenizer, program, worker: OnceLock::new() }
     }
 
-    /// The grammar, if the engine has it already.
+    /// Returns the grammar if the engine already has it.
     pub fn known(&self, output: &StructuredOutput) -> Option<Precompiled> {
         self.grammars.known(output).map(Precompiled)
     }
 
-    /// Compiles for the engine, once there is room for one more grammar; waits for both.
+    /// Compiles a grammar for the engine. The call waits until there is room for one more grammar, and until the
+    /// grammar is compiled.
     ///
     /// # Errors
-    /// It is not well-formed, uses what is not supported, allows no text, or takes more than the limits.
+    /// The output is not well-formed, uses an unsupported feature, allows no text, or exceeds the limits.
     pub fn compile(&self, output: &StructuredOutput) -> Result<Precompiled, StructuredOutputError> {
         if let Some(known) = self.known(output) {
             return Ok(known);
@@ -67,14 +68,14 @@ impl Precompiler {
     }
 }
 
-/// The worker's side: reads the vocabulary, then tries grammars until stdin ends.
+/// Runs the worker. It reads the vocabulary, and then tries grammars until stdin ends.
 ///
 /// # Errors
-/// The pipes break, or what comes is no question.
+/// A pipe breaks, or the worker reads something that is not a question.
 pub fn serve() -> Result<()> {
     isolated::serve(TASK, |words| {
         let words: Vec<Vec<u8>> = postcard::from_bytes(&words).context("the vocabulary")?;
-        let tools = Arc::new(Tools::new(&words).map_err(|e| anyhow!(e))?);
+        let tools = Arc::new(Tools::new(&words).map_err(|e| failed!("{e}"))?);
         Ok(move |question: Vec<u8>| answer(&tools, &question).map_err(String::into_bytes))
     })
 }

@@ -1,15 +1,15 @@
-//! The memory that compiled grammars take, so that no more of them are compiled ahead than there is room for.
+//! Counts the memory of compiled grammars. No more grammars are compiled ahead than there is room for.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Bytes that are taken, and a signal when some are given back.
+/// The number of bytes that are taken, and a signal for when some are returned.
 #[derive(Default)]
 pub(super) struct Room {
     taken: Mutex<usize>,
     freed: Condvar,
 }
 
-/// A part of the room, which is given back when this is dropped.
+/// A part of the room. It is returned when this value is dropped.
 pub(super) struct Taken {
     room: Arc<Room>,
     bytes: usize,
@@ -23,7 +23,7 @@ impl Room {
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Takes bytes, whether there is room or not.
+    /// Takes bytes, even if there is no room.
     pub fn take(self: &Arc<Self>, bytes: usize) -> Taken {
         *self.taken.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
         Taken { room: self.clone(), bytes }
@@ -31,7 +31,7 @@ impl Room {
 }
 
 impl Taken {
-    /// How many bytes these are.
+    /// Returns the number of bytes of this part.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

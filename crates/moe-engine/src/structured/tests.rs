@@ -1,4 +1,5 @@
-//! Masks over small tokenizers: what is allowed, and that walks under them end in what was asked for.
+//! Tests of masks with small tokenizers: which tokens are allowed, and whether random walks under the masks end in a
+//! valid text.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +11,8 @@ use super::vocabulary::token_bytes;
 use super::*;
 use crate::tokenizer::Tokenizer;
 
-/// Every byte, some tokens of several bytes as a byte-pair encoding has them, and added tokens: `<think>`, an
-/// ordinary one, and `<|end|>`, a special one, whose text would fit into any string.
+/// Returns a tokenizer of every byte, of some tokens of several bytes as in a byte-pair encoding, and of two added
+/// tokens: `<think>` is an ordinary one, and `<|end|>` is a special one whose text would fit into any string.
 pub(super) fn tokenizer() -> Tokenizer {
     let bytes = Tokenizer::bytes().unwrap();
     let mut vocab: serde_json::Map<String, Value> =
@@ -45,7 +46,7 @@ fn refused(output: &StructuredOutput) -> String {
     output.check(Some(&tokenizer())).unwrap_err().to_string()
 }
 
-/// The texts of the tokens that may follow `before`, and whether the text may end there.
+/// Returns the texts of the tokens that may follow `before`, and whether the text may end there.
 fn next(t: &Tokenizer, output: &StructuredOutput, before: &str) -> (Vec<String>, bool) {
     let end = t.token_to_id("<|end|>").unwrap();
     let mut constraint = Constraint::new(Grammars::new(t.clone()).compile(output).unwrap());
@@ -70,14 +71,15 @@ fn tokens_have_the_bytes_of_their_text() {
     assert_eq!((of("Ġ\""), of("ĊĠĠ"), of("Ã©")), (b" \"".to_vec(), b"\n  ".to_vec(), "é".into()));
     assert_eq!(of("<think>"), b"<think>");
     assert_eq!(of("<|end|>")[0], TokTrie::SPECIAL_TOKEN_MARKER);
-    // All 256 bytes are there, each once.
+    // Each of the 256 bytes exists exactly once.
     let mut single: Vec<u8> = words.iter().filter(|word| word.len() == 1).map(|word| word[0]).collect();
     single.sort_unstable();
     single.dedup();
     assert_eq!(single.len(), 256);
 }
 
-/// Llama's kind: one character stands for a space, and bytes without a piece of their own are `<0x0A>`.
+/// Returns a tokenizer like Llama's: one character stands for a space, and bytes without a piece of their own are
+/// written as `<0x0A>`.
 fn pieces() -> Tokenizer {
     let texts = ["<unk>", "▁", "▁ab", "a", "{", "}", "\"", ":"].map(String::from);
     let texts = texts.into_iter().chain((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -98,7 +100,7 @@ fn tokens_of_pieces_have_bytes_too() {
     let words = token_bytes(&t).unwrap();
     let of = |token: &str| words[t.token_to_id(token).unwrap() as usize].clone();
     assert_eq!((of("▁ab"), of("<0x0A>"), of("<0xC3>")), (b" ab".to_vec(), vec![b'\n'], vec![0xC3]));
-    // é is no piece: its two bytes are.
+    // The character é is not a piece, but its two bytes are.
     let mut constraint =
         Constraint::new(Grammars::new(t.clone()).compile(&StructuredOutput::Regex("a aé".into())).unwrap());
     let id = |token: &str| t.token_to_id(token).unwrap();
@@ -138,7 +140,7 @@ fn special_tokens_are_no_text() {
     let (texts, may_end) = next(&t, &schema(json!({"type": "string"})), "\"a");
     assert!(texts.contains(&"<think>".to_string()) && texts.contains(&"er".to_string()));
     assert!(!texts.iter().any(|text| text.contains("<|")) && !may_end, "{texts:?}");
-    // A grammar may name them.
+    // A grammar may name special tokens.
     let named = StructuredOutput::Grammar("start: \"a\" <|end|>".into());
     assert_eq!(next(&t, &named, "a"), (vec![], true));
     assert!(
@@ -174,9 +176,9 @@ fn a_text_that_is_complete_has_no_mask() {
     assert!(constraint.mask(&text[..1], &[], &[]).unwrap().is_some());
     assert!(constraint.is_complete(&text).unwrap());
     assert!(constraint.mask(&text, &[], &[]).unwrap().is_none());
-    // What follows does not matter any more.
+    // The tokens after a complete text do not matter.
     assert!(constraint.is_complete(&[&text[..], &[0]].concat()).unwrap());
-    // A token that does not follow the grammar is an error, of this choice alone.
+    // A token that does not follow the grammar is an error of this choice only.
     let mut other = Constraint::new(grammars.compile(&output).unwrap());
     assert!(other.mask(&t.encode("x").unwrap(), &[], &[]).is_err());
     let mut third = Constraint::new(grammars.compile(&output).unwrap());
@@ -192,7 +194,7 @@ fn an_end_that_is_an_ordinary_token_waits_for_the_end() {
     let mut mask = |only_there: &[u32]| ids(&constraint.mask(&a, &a, only_there).unwrap().unwrap());
     assert_eq!(mask(&[]), t.encode("ab").unwrap());
     assert_eq!(mask(&a), t.encode("b").unwrap());
-    // An id outside of the tokenizer's, as models with a larger vocabulary have.
+    // The id is larger than all ids of the tokenizer, as in models with a larger vocabulary.
     let optional = StructuredOutput::Regex("a+".into());
     let mut constraint = Constraint::new(Grammars::new(t.clone()).compile(&optional).unwrap());
     assert_eq!(ids(&constraint.mask(&a, &[5000], &[5000]).unwrap().unwrap()), [a[0], 5000]);
@@ -235,7 +237,7 @@ fn what_cannot_be_used_is_refused_with_the_reason() {
     assert!(error.contains("needs a tokenizer whose tokens are bytes"), "{error}");
 }
 
-/// What would take all time or memory is an error, soon.
+/// A request that would take all time or memory becomes an error after a short time.
 #[test]
 fn hostile_requests_are_bounded() {
     let begin = Instant::now();
@@ -249,7 +251,7 @@ fn hostile_requests_are_bounded() {
     let deep = format!("start: {}\"a\"{}", "(".repeat(100_000), ")".repeat(100_000));
     assert!(refused(&StructuredOutput::Grammar(deep)).contains("rules and groups, and at most 30000"));
     assert!(refused(&StructuredOutput::Regex("a".repeat(2 << 20))).contains("at most 1048576 are taken"));
-    // As large as they may be: taken or not, none takes long.
+    // The schemas are as large as the limits allow. Each is accepted or refused after a short time.
     let names = |n: usize| (0..n).map(|i| format!("name {i}")).collect::<Vec<_>>();
     let properties: serde_json::Map<_, _> =
         names(20_000).into_iter().map(|name| (name, json!({"type": "string"}))).collect();
@@ -263,7 +265,7 @@ fn hostile_requests_are_bounded() {
         (StructuredOutput::Regex("(x+x+)+y".repeat(100_000)), Some("too big")),
         (schema(json!({"type": "object", "properties": properties})), Some("schema is too large")),
         (schema(pattern), None),
-        // llguidance panics.
+        // llguidance panics for this input.
         (
             StructuredOutput::Grammar(format!("start: {}", "\"a\"? ".repeat(150_000))),
             Some("llguidance gave up on it ("),
@@ -273,14 +275,14 @@ fn hostile_requests_are_bounded() {
         let got = output.check(Some(&tokenizer())).map_err(|e| e.reason);
         match want {
             None => assert_eq!(got, Ok(()), "{}", output.what()),
-            // On a busy machine the limit of time can come before what it would be refused for.
+            // On a busy machine the time limit may refuse the request before the other limit does.
             Some(want) => {
                 let is_refused = |e: &String| e.contains(want) || e.contains("compiling it takes more than");
                 assert!(got.as_ref().is_err_and(is_refused), "{want}: {got:?}");
             }
         }
     }
-    // Each mask has a limit, too: the choice fails where the expression becomes too complex.
+    // Each mask has a limit, too. The choice fails where the expression becomes too complex.
     let t = tokenizer();
     let repeats = "((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}";
     let grammar = Grammars::new(t.clone()).compile(&StructuredOutput::Regex(repeats.into())).unwrap();
@@ -311,7 +313,7 @@ fn a_grammar_is_compiled_once_and_few_are_kept() {
 
 type Check = fn(&Value) -> bool;
 
-/// Schemas whose texts are short, each with a check of its own.
+/// Returns schemas whose texts are short, each with a check of its own.
 fn schemas() -> Vec<(Value, Check)> {
     // `-0` is an integer of JSON that serde_json reads as a float.
     fn integer(v: &Value, low: i64, high: i64) -> bool {
@@ -362,7 +364,7 @@ fn schemas() -> Vec<(Value, Check)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Any walk ends in a text that parses and validates.
+    /// Every walk ends in a text that can be parsed and that is valid.
     #[test]
     fn walks_end_in_what_was_asked_for(which in 0usize..6, steps in prop::collection::vec(any::<u32>(), 400)) {
         let t = tokenizer();

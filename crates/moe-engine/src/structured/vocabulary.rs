@@ -1,4 +1,4 @@
-//! The vocabulary as llguidance takes it.
+//! Converts the vocabulary to the form of llguidance.
 
 use std::sync::Arc;
 
@@ -6,15 +6,15 @@ use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, T
 
 use crate::tokenizer::Tokenizer;
 
-/// Tokens, as [`token_bytes`] gives them, in the form that llguidance takes. There is no end-of-sequence token: which ids
-/// end a text is a matter of each request.
+/// Converts tokens, in the form that [`token_bytes`] returns, to the form of llguidance. There is no end-of-sequence
+/// token, because each request has its own ids that end a text.
 pub(super) fn token_environment(words: &[Vec<u8>]) -> TokEnv {
     let info = TokRxInfo::new(words.len() as u32, INVALID_TOKEN);
     Arc::new(ApproximateTokEnv::new(TokTrie::from(&info, words)))
 }
 
-/// The bytes of each token id; none for an id without a token. At least one special token follows the ids: llguidance
-/// expects that there is one. Special tokens are marked, so that no text matches them.
+/// Returns the bytes of each token id. An id without a token has no bytes. At least one special token follows the ids,
+/// because llguidance expects one. Special tokens are marked, so that no text matches them.
 ///
 /// # Errors
 /// The tokenizer's tokens are not bytes of the text, or an id is too large.

@@ -1,36 +1,39 @@
-//! How many bytes of text so many tokens can stand for at most: a text with more is too long for a context, and nobody
-//! has to tokenize megabytes to know it.
+//! Bounds the number of bytes that a number of tokens can stand for. A text with more bytes is too long for a context,
+//! so it is refused without tokenizing megabytes.
 //!
-//! That holds only where no part of the text can disappear on its way to the tokens. A tokenizer that may drop text or
-//! map any amount of it to one token (an unknown token, a normalizer that strips) has no bound here, and its prompts are
-//! tokenized whatever their length.
+//! The bound exists only if no part of a text can disappear before it becomes tokens. A tokenizer that may drop text,
+//! or that may map text of any length to one token (an unknown token, or a normalizer that strips), has no bound here.
+//! Its prompts are tokenized whatever their length.
 
 use serde_json::Value;
 use tokenizers::ModelWrapper;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-/// The most bytes that Unicode's composition makes one byte of: U+1FBE U+0308 U+0301 (7 bytes) becomes U+0390 (2).
+/// The largest number of bytes that Unicode's composition turns into one byte, rounded up: U+1FBE U+0308 U+0301 (7
+/// bytes) becomes U+0390 (2 bytes).
 const COMPOSED: usize = 4;
 
-/// A text that is certainly longer than a context.
+/// The error of a text that is certainly longer than a context.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the prompt of {bytes} bytes is too long: the context of {context} tokens takes at most {bound} bytes, because no \
      token stands for more than {longest}"
 )]
 pub struct TooLong {
-    /// Bytes of the text.
+    /// Number of bytes of the text.
     pub bytes: usize,
-    /// Tokens that there is room for.
+    /// Number of tokens of the context.
     pub context: usize,
-    /// Bytes of the text that one token stands for, at most.
+    /// The largest number of bytes of the text that one token stands for.
     pub longest: usize,
-    /// Bytes that the context takes, at most.
+    /// The largest number of bytes of a text that fits into the context.
     pub bound: usize,
 }
 
-/// Bytes that one token stands for, at most: in a text of ASCII alone, and in any other.
+crate::error::parts!(TooLong);
+
+/// The largest number of bytes that one token stands for, in a text that is only ASCII and in any other text.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Longest {
     ascii: usize,
@@ -38,7 +41,8 @@ pub(super) struct Longest {
 }
 
 impl Longest {
-    /// The bounds of a tokenizer; `None` if some text may become nothing, or any amount of it one token.
+    /// Returns the bounds of a tokenizer. Returns `None` if some text may become nothing, or if one token may stand for
+    /// text of any length.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
         if added.values().any(|token| token.lstrip || token.rstrip) {
@@ -63,7 +67,7 @@ impl Longest {
         Some(Self { ascii, other: if is("NFC", &normalizers) { ascii * COMPOSED } else { ascii } })
     }
 
-    /// Refuses a text that so many tokens cannot stand for.
+    /// Refuses a text that is too long for `context` tokens, whatever its tokens are.
     pub fn check(self, text: &str, context: usize) -> Result<(), TooLong> {
         let longest = if text.is_ascii() { self.ascii } else { self.other };
         let bytes = text.len();
@@ -75,7 +79,7 @@ impl Longest {
     }
 }
 
-/// The steps of a normalizer or a pre-tokenizer, which may be a sequence of further ones.
+/// Collects the steps of a normalizer or a pre-tokenizer, which may be a sequence of other steps.
 fn leaves(step: &Value, list: &str, found: &mut Vec<Value>) {
     match step.get(list).and_then(Value::as_array) {
         Some(steps) => steps.iter().for_each(|step| leaves(step, list, found)),
@@ -83,7 +87,7 @@ fn leaves(step: &Value, list: &str, found: &mut Vec<Value>) {
     }
 }
 
-/// Whether a step keeps all text: it may cut it, compose it or make it longer.
+/// Returns whether a step keeps all text. The step may split the text, compose letters or make the text longer.
 fn keeps(step: &Value) -> bool {
     match step["type"].as_str().unwrap_or_default() {
         "ByteLevel" | "NFC" | "Prepend" | "Metaspace" | "Digits" => true,
@@ -97,7 +101,7 @@ fn keeps(step: &Value) -> bool {
     }
 }
 
-/// Bytes of the longest token of a vocabulary that has a token for every byte.
+/// Returns the bytes of the longest token of a vocabulary that has a token for every byte.
 fn longest_token(bpe: &BPE, in_bytes: bool) -> Option<usize> {
     let vocab = bpe.get_vocab();
     let whole = match in_bytes {
@@ -105,7 +109,8 @@ fn longest_token(bpe: &BPE, in_bytes: bool) -> Option<usize> {
         false => bpe.byte_fallback && (0..=255u8).all(|byte| vocab.contains_key(&format!("<0x{byte:02X}>"))),
     };
     let plain = bpe.continuing_subword_prefix.is_none() && bpe.end_of_word_suffix.is_none();
-    // A letter of the byte alphabet stands for one byte; elsewhere a token is written in at least its bytes.
+    // A letter of the byte alphabet stands for one byte. In other vocabularies a token stands for at most the bytes in
+    // which it is written.
     let bytes = |token: &String| if in_bytes { token.chars().count() } else { token.len() };
     vocab.keys().map(bytes).max().filter(|_| whole && plain)
 }
@@ -175,7 +180,7 @@ mod tests {
     #[test]
     fn what_is_refused_would_not_have_fitted() {
         let tokenizer = with(|t| t["normalizer"] = json!({"type": "NFC"}));
-        // What composition shrinks most.
+        // This text shrinks most under composition.
         let text = "\u{1FBE}\u{308}\u{301}".repeat(100);
         let tokens = tokenizer.encode(&text).unwrap().len();
         assert_eq!((text.len(), tokens), (700, 200));

@@ -1,47 +1,49 @@
-//! Tokens that a checkpoint declares next to tokenizer.json, added as transformers 5.24 adds them.
+//! The tokens that a checkpoint declares in other files than tokenizer.json. They are added in the same way as in
+//! transformers 5.24.
 //!
-//! tokenizer_config.json holds them by id (`added_tokens_decoder`), by name (`eos_token`) or as a list
-//! (`extra_special_tokens`). Where it holds none by id, the older special_tokens_map.json and added_tokens.json count, too.
+//! tokenizer_config.json lists them by id (`added_tokens_decoder`), by name (`eos_token`) or as a list
+//! (`extra_special_tokens`). If it lists no tokens by id, the older files special_tokens_map.json and added_tokens.json
+//! are read, too.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
 use model_runtime::config::read_file;
 use serde_json::{Map, Value};
 use tokenizers::AddedToken;
 
 use super::steps::Steps;
+use crate::error::{Context, Result, bail, ensure, failed};
 
 const CONFIG: &str = "tokenizer_config.json";
 const BY_ID: &str = "added_tokens_decoder";
 const EXTRA: &str = "extra_special_tokens";
-/// The same under its old name.
+/// The older name of the same key.
 const ADDITIONAL: &str = "additional_special_tokens";
-/// Special tokens that every tokenizer has a name for.
+/// The names of the special tokens that every tokenizer may have.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// What a checkpoint folder declares.
+/// The declarations of a checkpoint folder.
 #[derive(Default)]
 pub(super) struct Declared {
-    /// Tokens that have an id, and the file that says so.
+    /// The tokens that are declared with an id, and the file that declares them.
     by_id: BTreeMap<u32, AddedToken>,
     source: &'static str,
-    /// Special tokens by their name.
+    /// The special tokens by their name.
     named: Vec<(String, AddedToken)>,
-    /// Further special tokens.
+    /// Other special tokens.
     extra: Vec<AddedToken>,
-    /// Whether a text begins with the first token, where the configuration says it.
+    /// Whether a text begins with the first token, if the configuration says so.
     pub add_bos: Option<bool>,
 }
 
 impl Declared {
-    /// What the files of a folder declare; none of them needs to exist.
+    /// Reads the declarations in the files of a folder. None of the files has to exist.
     ///
     /// # Errors
-    /// A file that cannot be read, or holds something else.
+    /// A file cannot be read, or contains something else.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         let name = || path.display().to_string();
@@ -69,14 +71,14 @@ impl Declared {
         Ok(declared)
     }
 
-    /// The tokens that have a name, and those of the list.
+    /// Collects the tokens that have a name, and the tokens of the list.
     fn name(&mut self, config: &Map<String, Value>) -> Result<()> {
         let standard = NAMES.iter().filter_map(|name| Some((*name, config.get(*name)?)));
         let own = || {
             let all = config.iter().map(|(name, value)| (name.as_str(), value));
             all.filter(|(name, _)| name.ends_with("_token") && !NAMES.contains(name))
         };
-        // A checkpoint's own names: other objects may be settings of any kind.
+        // These are names that the checkpoint defines itself. Objects of other types may be settings of any kind.
         let objects = own().filter(|(_, value)| value["__type"] == "AddedToken");
         let texts = own().filter(|(_, value)| value.is_string());
         for (name, value) in standard.chain(objects).chain(texts) {
@@ -91,7 +93,7 @@ impl Declared {
         self.add_extra(config.get(EXTRA))
     }
 
-    /// Tokens of a list.
+    /// Adds the tokens of a list.
     fn add_extra(&mut self, list: Option<&Value>) -> Result<()> {
         for value in list.and_then(Value::as_array).into_iter().flatten() {
             let token = token(value).with_context(|| format!("{EXTRA}: expected tokens, got {value}"))?;
@@ -100,7 +102,7 @@ impl Declared {
         Ok(())
     }
 
-    /// The tokens of added_tokens.json, an object of ids by text.
+    /// Adds the tokens of added_tokens.json, which is an object of ids by text.
     fn number(&mut self, ids: &Map<String, Value>) -> Result<()> {
         for (content, id) in ids {
             let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -120,7 +122,7 @@ impl Declared {
         self.named.iter().map(|(_, token)| token).chain(&self.extra)
     }
 
-    /// The text of the token with a name.
+    /// Returns the text of the token with a name.
     pub fn named(&self, name: &str) -> Option<&str> {
         self.named.iter().find(|(own, _)| own == name).map(|(_, token)| token.content.as_str())
     }
@@ -128,7 +130,7 @@ impl Declared {
     /// Adds the tokens that a tokenizer does not have.
     ///
     /// # Errors
-    /// A token has another id there, or would get another one.
+    /// A token has another id in the tokenizer, or would get another one.
     pub fn add_to(&self, tokenizer: &mut tokenizers::Tokenizer, steps: &Steps) -> Result<()> {
         let known = tokenizer.get_added_tokens_decoder();
         let is_named = |content: &str| self.named.iter().any(|(_, token)| token.content == content);
@@ -149,7 +151,7 @@ impl Declared {
         for token in tokens.iter().filter(|token| token.normalized) {
             steps.normalized(&token.content).with_context(|| format!("the token {:?}", token.content))?;
         }
-        tokenizer.add_tokens(tokens).map_err(|e| anyhow!("{e}"))?;
+        tokenizer.add_tokens(tokens).map_err(|e| failed!("{e}"))?;
         self.by_id.iter().try_for_each(|(&id, token)| self.check_id(id, token, tokenizer))
     }
 
@@ -168,7 +170,7 @@ impl Declared {
     }
 }
 
-/// Whether two tokens are found in texts in the same way.
+/// Returns whether two tokens are found in texts in the same way.
 fn same(a: &AddedToken, b: &AddedToken) -> bool {
     let flags = |t: &AddedToken| (t.single_word, t.lstrip, t.rstrip, t.normalized, t.special);
     a.content == b.content && flags(a) == flags(b)
@@ -180,7 +182,7 @@ fn is_empty(value: &Value) -> bool {
         || value.as_object().is_some_and(Map::is_empty)
 }
 
-/// The object of a file; an empty one if there is no such file.
+/// Reads the object of a file. Returns an empty object if there is no such file.
 fn object(path: &Path) -> Result<Map<String, Value>> {
     let bytes = match read_file(path) {
         Ok(bytes) => bytes,
@@ -190,7 +192,7 @@ fn object(path: &Path) -> Result<Map<String, Value>> {
     serde_json::from_slice(&bytes).with_context(|| format!("{}: expected a JSON object", path.display()))
 }
 
-/// Values of the older file replace those of the configuration; lists are joined.
+/// Merges the two files. Values of the older file replace values of the configuration, and lists are joined.
 fn merge(config: &mut Map<String, Value>, older: Map<String, Value>) {
     for (name, value) in older {
         match (config.get_mut(&name), value) {
@@ -215,7 +217,7 @@ fn tokens_by_id(value: &Value) -> Result<BTreeMap<u32, AddedToken>> {
     tokens.iter().map(token).collect()
 }
 
-/// A token: the text of a special one, or an object with its flags.
+/// Reads a token, which is the text of a special token or an object with flags.
 fn token(value: &Value) -> Option<AddedToken> {
     if let Some(content) = value.as_str() {
         return (!content.is_empty()).then(|| AddedToken::from(content, true));
@@ -238,7 +240,7 @@ mod tests {
     use super::super::Tokenizer;
     use super::*;
 
-    /// A checkpoint folder with a byte-level tokenizer, whose ids end at 256 with `<|end|>`, and these files.
+    /// Loads a checkpoint folder with these files and a byte-level tokenizer, whose ids end at 256 with `<|end|>`.
     fn load(files: &[(&str, Value)]) -> Result<Tokenizer> {
         let dir = tempfile::tempdir().unwrap();
         let tokenizer = crate::testing::byte_level(&[], &[("<|end|>", true)]);
@@ -261,7 +263,7 @@ mod tests {
         assert_eq!(tokenizer.decode(&[id]).unwrap(), if special { "" } else { text });
     }
 
-    /// The ids are those that transformers 5.24 gives.
+    /// The expected ids come from transformers 5.24.
     #[test]
     fn tokens_of_the_configuration_are_tokens() {
         let mut video = token("<video>", false);

@@ -1,4 +1,5 @@
-//! Files that are wrong by accident or by intent: none ends the process, takes its memory or takes for ever.
+//! Tests of files that are wrong by accident or by intent. None of them ends the process, takes all memory, or runs for
+//! ever.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Tokenizer;
 
-/// A tokenizer of the usual kind, with one of every part.
+/// Returns a tokenizer of the usual kind that has one of every part.
 fn whole() -> Value {
     let mut json = serde_json::to_value(&*Tokenizer::bytes().unwrap().library).unwrap();
     json["model"]["vocab"]["ab"] = json!(256);
@@ -31,7 +32,7 @@ fn whole() -> Value {
     json
 }
 
-/// Loads a file and uses it; what it says then does not matter.
+/// Loads a file and uses it. The result does not matter.
 fn load_and_use(bytes: &[u8]) -> Result<(), String> {
     let tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| format!("{e:#}"))?;
     let ids = tokenizer.encode("x Ab 12 é😀\n<think>").map_err(|e| format!("{e:#}"))?;
@@ -46,7 +47,7 @@ fn with(change: impl FnOnce(&mut Value)) -> Result<Tokenizer, String> {
     Tokenizer::from_bytes(json.to_string().as_bytes()).map_err(|e| format!("{e:#}"))
 }
 
-/// The error of a prompt for a file that can be read.
+/// Returns the error of a prompt, for a file that can be read.
 fn refused_text(text: &str, change: impl FnOnce(&mut Value)) -> String {
     let start = Instant::now();
     let error = format!("{:#}", with(change).unwrap().encode(text).unwrap_err());
@@ -113,7 +114,7 @@ fn steps_that_the_library_panics_on_are_named() {
         let error = charsmap(table).err().unwrap();
         assert!(error.contains("precompiled_charsmap") && error.contains(why), "{error}");
     }
-    // A table of one entry that leads out of it.
+    // The table has one entry, which points outside of the table.
     let error = format!(
         "{:#}",
         charsmap("BwAAAGFhYWFhYWE=").and_then(|t| t.encode("hi").map_err(|e| format!("{e:#}"))).unwrap_err()
@@ -121,7 +122,7 @@ fn steps_that_the_library_panics_on_are_named() {
     assert!(error.contains("panicked") && error.contains("check tokenizer.json"), "{error}");
 }
 
-/// Whether an error is the one of this size, or of the time that unoptimised code needs to come to it.
+/// Returns whether the error is about this size, or about the time that unoptimised code needs to reach it.
 fn is_bounded(error: &str, size: &str) -> bool {
     error.contains(size) || (cfg!(debug_assertions) && error.contains("takes more than 20 s"))
 }
@@ -141,13 +142,13 @@ fn a_text_does_not_grow_without_end() {
     let error =
         refused_text("é", |t| t["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps}));
     assert!(is_bounded(&error, "more than 33554432 bytes"), "{error}");
-    // Each piece between two special tokens gets the text in front.
+    // Each piece between two special tokens gets the text before it.
     let prepend = json!({"type": "Prepend", "prepend": "x".repeat(100_000)});
     let error = refused_text(&"a<|end|>".repeat(300), |t| t["normalizer"] = prepend);
     assert!(is_bounded(&error, "more than 16777216 bytes"), "{error}");
     let error = refused_text(&"a".repeat(17 << 20), |_| {});
     assert!(is_bounded(&error, "more than 16777216 bytes"), "{error}");
-    // Added tokens go through the normalizers while the file is read.
+    // The normalizers are applied to added tokens while the file is read.
     let rare = vec![double(json!({"String": "t"})); 40];
     let error = with(|t| t["normalizer"] = json!({"type": "Sequence", "normalizers": rare})).err();
     assert_eq!(error, None, "no token holds what is doubled twice");
@@ -183,7 +184,7 @@ fn lists_and_patterns_have_a_size() {
     assert!(replace(&"a".repeat(9000)).err().unwrap().contains("more than 8192 bytes"));
     assert!(replace("(\\p{L}{1000}){1000}").err().unwrap().contains("cannot be used"));
     assert!(replace("(").err().unwrap().contains("cannot be used"));
-    // An expression that tries every way to cut a word.
+    // This expression tries every way to split a word.
     let error = refused_text(&"a".repeat(60), |t| {
         t["pre_tokenizer"] = json!({"type": "Split", "pattern": {"Regex": "(?:(?:a|aa)(?=a|$))+b"}, "behavior": "Isolated",
             "invert": false});
@@ -196,7 +197,7 @@ fn lists_and_patterns_have_a_size() {
     assert!(error.err().unwrap().contains("max_input_chars_per_word"));
 }
 
-/// Another value in the place of one that was drawn.
+/// Replaces one value, whose number is `at`, by another one.
 fn mutate(json: &mut Value, mut at: usize, with: &Value) -> bool {
     let mut next = vec![json];
     while let Some(value) = next.pop() {
@@ -207,7 +208,7 @@ fn mutate(json: &mut Value, mut at: usize, with: &Value) -> bool {
         at -= 1;
         match value {
             Value::Array(list) => next.extend(list),
-            // The letters of the alphabet are all alike.
+            // The letters of the alphabet are all alike, so maps of them are skipped.
             Value::Object(map) if map.len() < 100 => next.extend(map.values_mut()),
             _ => {}
         }

@@ -1,28 +1,28 @@
-//! What a tokenizer.json may hold. The library reads all that is well-formed: a step that it panics on, tables whose
-//! stated size is not theirs, lists in lists without end.
+//! Limits what a tokenizer.json may contain. The library accepts everything that is well-formed: steps on which it
+//! panics, tables that state a wrong size, and lists of any depth.
 
-use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::NormalizerWrapper;
 
 use super::steps;
+use crate::error::{Context, Result, bail, ensure};
 
-/// Steps of a kind at most, and lists inside of each other.
+/// The largest number of steps of a kind, and the deepest nesting of lists.
 const MAX_STEPS: usize = 64;
 const MAX_NESTING: usize = 4;
-/// Bytes of all patterns together: those of today's models have a few hundred.
+/// The largest number of bytes of all patterns together. The patterns of today's models have a few hundred.
 const MAX_PATTERNS: usize = 8 << 10;
-/// Bytes that a table of characters puts in the place of one, at most: Unicode needs 33.
+/// The largest number of bytes by which a table of characters replaces one character. Unicode needs 33.
 const MAX_REPLACEMENT: usize = 64;
-/// Characters of a word at most that a WordPiece model looks at: BERT has 100.
+/// The largest number of characters of a word that a WordPiece model reads. BERT has 100.
 const MAX_WORD: u64 = 1000;
-/// How much larger a decoder may make a token.
+/// The largest factor by which a decoder may make a token longer.
 const MAX_DECODED: usize = 64;
-/// Bytes of the added tokens at most, as the normalizers leave them.
+/// The largest number of bytes of the added tokens after the normalizers.
 const MAX_ADDED: usize = 16 << 20;
 
-/// The parts of a tokenizer.json but its vocabulary, which may be large.
+/// The parts of a tokenizer.json, except its vocabulary, which may be large.
 #[derive(Deserialize)]
 pub(super) struct Parts {
     #[serde(default)]
@@ -52,12 +52,12 @@ struct Model {
 }
 
 impl Parts {
-    /// The parts in the contents of a file.
+    /// Reads the parts from the contents of a file.
     pub fn read(bytes: &[u8]) -> Result<Self> {
         serde_json::from_slice(bytes).map_err(Into::into)
     }
 
-    /// Refuses what the library would panic on, or take without end, while it reads the file.
+    /// Refuses parts on which the library would panic, or would run for ever, while it reads the file.
     pub fn check(&self) -> Result<()> {
         let mut patterns = 0;
         for (name, part) in [
@@ -87,7 +87,8 @@ impl Parts {
         self.check_added()
     }
 
-    /// The normalizers change added tokens while the file is read: no text may become too large there.
+    /// Checks the added tokens. The normalizers change them while the file is read, so no text may become too large
+    /// there.
     fn check_added(&self) -> Result<()> {
         if self.normalizer.is_null() {
             return Ok(());
@@ -105,7 +106,7 @@ impl Parts {
     }
 }
 
-/// The steps of a part, which may be lists of further ones.
+/// Collects the steps of a part. A step may be a list of other steps.
 fn leaves<'a>(part: &'a Value, depth: usize, found: &mut Vec<&'a Value>) -> Result<()> {
     ensure!(depth <= MAX_NESTING, "its lists are nested more than {MAX_NESTING} deep");
     let lists = ["normalizers", "pretokenizers", "processors", "decoders"];
@@ -131,11 +132,11 @@ fn check_step(step: &Value, patterns: &mut usize) -> Result<()> {
     let text = step["pattern"]["Regex"].as_str().or(step["pattern"]["String"].as_str());
     *patterns += text.unwrap_or_default().len();
     ensure!(*patterns <= MAX_PATTERNS, "its patterns are more than {MAX_PATTERNS} bytes");
-    // The library compiles it again, and has no limit there.
+    // The library compiles the pattern again, without a limit.
     steps::pattern(&step["pattern"]).map(drop)
 }
 
-/// A table of characters: the bytes of a trie with their number in front, then texts with zeros in between.
+/// Checks a table of characters. It consists of a number of bytes, a trie of this size, and texts that end in zeros.
 fn check_charsmap(base64: &str) -> Result<()> {
     let bytes = decode(base64).context("it is not base64")?;
     let Some((size, rest)) = bytes.split_first_chunk() else { bail!("it ends before its first 4 bytes") };
@@ -150,7 +151,7 @@ fn check_charsmap(base64: &str) -> Result<()> {
     Ok(())
 }
 
-/// The bytes of base64 with padding.
+/// Decodes base64 with padding.
 fn decode(text: &str) -> Option<Vec<u8>> {
     let value = |c: u8| match c {
         b'A'..=b'Z' => Some(c - b'A'),
@@ -174,14 +175,14 @@ fn decode(text: &str) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Tokens become text one by one: no step may make them much larger.
+/// Checks a decoder. Tokens become text one by one, and no step may make them much longer.
 fn check_decoder(steps: &[&Value]) -> Result<()> {
     let mut growth = 1;
     for step in steps {
         let Some(content) = step["content"].as_str().filter(|_| step["pattern"].is_object()) else {
             continue;
         };
-        // An expression may find nothing between two characters.
+        // An expression may match the empty text between two characters.
         let least = step["pattern"]["String"].as_str().map_or(1, str::len).max(1);
         let more = if step["pattern"]["Regex"].is_string() { 1 } else { 0 };
         growth *= content.len().div_ceil(least).max(1) + more;

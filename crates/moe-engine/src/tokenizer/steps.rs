@@ -1,14 +1,14 @@
-//! Text to tokens in the library's own steps, each of them bounded.
+//! Converts text to tokens with the library's own steps, and limits each step.
 //!
-//! A tokenizer.json may be anybody's. Its steps can make a text larger (a replacement that doubles it, forty times),
-//! or take for ever (a pattern that backtracks). The library runs them all in one call that cannot be stopped, so this
-//! module runs them one by one, with the same result, and looks at sizes and at the clock in between.
+//! A tokenizer.json may come from an untrusted source. Its steps can make a text larger, for example by a replacement
+//! that doubles it forty times, or can run for ever, for example by a pattern that backtracks. The library runs all
+//! steps in one call that cannot be stopped. This module runs them one by one with the same result, and checks sizes
+//! and time in between.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
 use fancy_regex::{Regex, RegexBuilder};
 use serde_json::Value;
 use tokenizers::pattern::{Invert, Pattern};
@@ -17,66 +17,72 @@ use tokenizers::{
     OffsetType, Offsets, PreTokenizedString, PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior,
 };
 
-/// Bytes of a text at most, as it is and after every normalizer: a million tokens of most languages are a quarter.
+use crate::error::{Context, Result, bail, ensure, failed};
+
+/// The largest number of bytes of a text, before and after every normalizer. A million tokens of most languages have a
+/// quarter of this.
 const MAX_TEXT: usize = 16 << 20;
-/// Pieces at most that pre-tokenizers cut a text into.
+/// The largest number of pieces into which pre-tokenizers split a text.
 const MAX_PIECES: usize = 4 << 20;
-/// The time of one text, that of a chat template, and what each of its bytes adds on a slow machine.
+/// The time limit of one text, which is the same as that of a chat template. Below is the time that each byte adds on a
+/// slow machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 const PER_BYTE: Duration = Duration::from_micros(5);
-/// How much larger one normalizer makes a text at most, apart from replacements and what is put in front.
+/// The largest factor by which one normalizer may make a text longer. It does not include replacements and prepended
+/// text.
 const MOST_GROWTH: usize = 64;
-/// Bytes at a time of a text whose growth is measured.
+/// The number of bytes that are processed at a time when the growth of a text is measured.
 const CHUNK: usize = 1 << 16;
-/// Bytes that a compiled part of a pattern takes at most.
+/// The largest number of bytes of a compiled part of a pattern.
 const MAX_PATTERN: usize = 2 << 20;
-/// Bytes of a piece times bytes of the longest token, which a Unigram model looks at.
+/// The largest product of the bytes of a piece and the bytes of the longest token. A Unigram model takes time in
+/// proportion to it.
 const MAX_LATTICE: usize = 1 << 33;
 
-/// What turns a text into tokens.
+/// The steps that turn a text into tokens.
 pub(super) struct Steps {
     normalizers: Vec<Change>,
     pre_tokenizers: Vec<Cut>,
-    /// The shortest added tokens, which may cut a text into more pieces than there is room for.
+    /// The shortest added tokens. They may split a text into more pieces than are allowed.
     short: Vec<String>,
-    /// Bytes of the longest token of a Unigram model; 0 for others.
+    /// The number of bytes of the longest token of a Unigram model, or 0 for other models.
     longest: usize,
 }
 
 /// A normalizer.
 enum Change {
-    /// Puts a text in the place of what a pattern finds.
+    /// Replaces each match of a pattern by a text.
     Replace(Regex, String),
-    /// Puts a text in front.
+    /// Puts a text before the input.
     Prepend(String),
-    /// One that makes a text larger by a known factor at most.
+    /// Another normalizer, which makes a text longer by a limited factor.
     Other(NormalizerWrapper),
 }
 
 /// A pre-tokenizer.
 enum Cut {
-    /// At a pattern, or at all else.
+    /// Splits at the matches of a pattern, or at everything else.
     Split { pattern: Regex, behavior: SplitDelimiterBehavior, invert: bool },
-    /// At what the library knows.
+    /// Splits by a rule of the library.
     Other(PreTokenizerWrapper),
 }
 
-/// What one text may still take.
+/// The time and memory that one text may still use.
 struct Budget {
     time: Duration,
     deadline: Instant,
-    /// Bytes that the normalizers have made.
+    /// The number of bytes that the normalizers have written.
     normalized: AtomicUsize,
     pieces: AtomicUsize,
-    /// Why a normalizer failed: the library forgets it.
-    failure: Mutex<Option<anyhow::Error>>,
+    /// The reason why a normalizer failed, because the library drops it.
+    failure: Mutex<Option<crate::error::Error>>,
 }
 
 impl Steps {
-    /// The steps of a tokenizer.
+    /// Returns the steps of a tokenizer.
     ///
     /// # Errors
-    /// A pattern that is too large when it is compiled.
+    /// A compiled pattern is too large.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Result<Self> {
         let mut normalizers = Vec::new();
         let mut pre_tokenizers = Vec::new();
@@ -95,20 +101,20 @@ impl Steps {
         Ok(Self { normalizers, pre_tokenizers, short, longest: longest.unwrap_or(0) })
     }
 
-    /// The normalizers alone.
+    /// Returns the steps of a normalizer alone.
     ///
     /// # Errors
-    /// A pattern that is too large when it is compiled.
+    /// A compiled pattern is too large.
     pub fn of_normalizer(normalizer: &NormalizerWrapper) -> Result<Self> {
         let mut normalizers = Vec::new();
         normalizer_steps(normalizer, &mut normalizers)?;
         Ok(Self { normalizers, pre_tokenizers: Vec::new(), short: Vec::new(), longest: 0 })
     }
 
-    /// The tokens of a text, without those that a post-processor adds.
+    /// Returns the tokens of a text, without the tokens that a post-processor adds.
     ///
     /// # Errors
-    /// The text, or what the steps make of it, is too large or takes too long.
+    /// The text, or the result of a step, is too large, or a step takes too long.
     pub fn encode(&self, tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Encoding> {
         check_size(text.len())?;
         if text.len() > MAX_PIECES {
@@ -124,7 +130,7 @@ impl Steps {
             self.pre_tokenize(step, &mut pieces, &budget)?;
         }
         self.tokenize(tokenizer.get_model(), &mut pieces, &budget)?;
-        pieces.into_encoding(None, 0, OffsetType::None).map_err(|e| anyhow!("{e}"))
+        pieces.into_encoding(None, 0, OffsetType::None).map_err(|e| failed!("{e}"))
     }
 
     fn normalize(&self, text: &mut NormalizedString, budget: &Budget) -> Result<()> {
@@ -133,7 +139,7 @@ impl Steps {
             match step {
                 Change::Replace(regex, content) => {
                     let pattern = Timed { regex, budget, grows: Some(content.len()) };
-                    text.replace(pattern, content).map_err(|e| anyhow!("{e}"))?;
+                    text.replace(pattern, content).map_err(|e| failed!("{e}"))?;
                 }
                 Change::Prepend(content) => {
                     check_size(text.get().len() + content.len())?;
@@ -141,7 +147,7 @@ impl Steps {
                 }
                 Change::Other(normalizer) => {
                     check_growth(normalizer, text.get(), budget)?;
-                    normalizer.normalize(text).map_err(|e| anyhow!("{e}"))?;
+                    normalizer.normalize(text).map_err(|e| failed!("{e}"))?;
                 }
             }
             check_size(text.get().len())?;
@@ -150,10 +156,10 @@ impl Steps {
         check_size(budget.normalized.fetch_add(size, Relaxed) + size)
     }
 
-    /// Bytes of a token as the normalizers leave it.
+    /// Returns the number of bytes of a token after the normalizers.
     ///
     /// # Errors
-    /// It is too large.
+    /// The token is too large.
     pub fn normalized(&self, token: &str) -> Result<usize> {
         let mut text = NormalizedString::from(token);
         self.normalize(&mut text, &Budget::new(token.len()))?;
@@ -176,14 +182,14 @@ impl Steps {
                 pre_tokenizer.pre_tokenize(pieces)
             }
         };
-        done.map_err(|e| anyhow!("{e}"))?;
+        done.map_err(|e| failed!("{e}"))?;
         check_pieces(splits(pieces).count())
     }
 
     fn tokenize(&self, model: &ModelWrapper, pieces: &mut PreTokenizedString, budget: &Budget) -> Result<()> {
         budget.check_time()?;
         let done = match model {
-            // It goes through all pieces at once, in time that hardly more than their length decides.
+            // BPE processes all pieces in one call. The time depends on little else than their length.
             ModelWrapper::BPE(_) => model.tokenize_in_pretokenized(pieces, None),
             _ => pieces.tokenize(|piece| {
                 budget.check_time()?;
@@ -191,7 +197,7 @@ impl Steps {
                 model.tokenize(piece.get())
             }),
         };
-        done.map_err(|e| anyhow!("{e}"))
+        done.map_err(|e| failed!("{e}"))
     }
 
     fn check_lattice(&self, piece: usize) -> Result<()> {
@@ -205,7 +211,7 @@ impl Steps {
 }
 
 impl Budget {
-    /// For a text of so many bytes.
+    /// Returns the budget of a text with this number of bytes.
     fn new(bytes: usize) -> Self {
         let time = PATIENCE + PER_BYTE * bytes as u32;
         Self {
@@ -223,7 +229,7 @@ impl Budget {
     }
 }
 
-/// The normalizers of a tokenizer, for one text.
+/// The normalizers of a tokenizer, limited for one text.
 struct Bounded<'a> {
     steps: &'a Steps,
     budget: &'a Budget,
@@ -239,11 +245,11 @@ impl Normalizer for Bounded<'_> {
     }
 }
 
-/// A pattern that looks at the clock and at what comes of it.
+/// A pattern that checks the time and the size of the result.
 struct Timed<'a> {
     regex: &'a Regex,
     budget: &'a Budget,
-    /// Bytes that are put in the place of each match; `None` where the text is cut there.
+    /// The number of bytes that replace each match, or `None` if the text is split there.
     grows: Option<usize>,
 }
 
@@ -256,7 +262,7 @@ impl Pattern for Timed<'_> {
         let mut end = 0;
         let mut size = inside.len();
         for next in self.regex.find_iter(inside) {
-            let next = next.map_err(|e| anyhow!("the pattern {:?} gives up: {e}", self.regex.as_str()))?;
+            let next = next.map_err(|e| failed!("the pattern {:?} gives up: {e}", self.regex.as_str()))?;
             self.budget.check_time()?;
             size += self.grows.unwrap_or(0);
             check_size(size)?;
@@ -305,7 +311,7 @@ fn pre_tokenizer_steps(pre_tokenizer: &PreTokenizerWrapper, steps: &mut Vec<Cut>
     Ok(())
 }
 
-/// The pattern of a step: `{"String": text}` or `{"Regex": expression}`.
+/// Reads the pattern of a step: `{"String": text}` or `{"Regex": expression}`.
 pub(super) fn pattern(json: &Value) -> Result<Regex> {
     let expression = match (json["String"].as_str(), json["Regex"].as_str()) {
         (Some(text), _) => fancy_regex::escape(text).into_owned(),
@@ -313,7 +319,7 @@ pub(super) fn pattern(json: &Value) -> Result<Regex> {
         (None, None) => bail!("expected a pattern, got {json}"),
     };
     let compiled = RegexBuilder::new(&expression).delegate_size_limit(MAX_PATTERN).build();
-    compiled.map_err(|e| anyhow!("the pattern {:?} cannot be used: {e}", shortened(&expression)))
+    compiled.map_err(|e| failed!("the pattern {:?} cannot be used: {e}", shortened(&expression)))
 }
 
 fn shortened(text: &str) -> String {
@@ -330,7 +336,7 @@ fn check_pieces(pieces: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures how large a normalizer makes a large text, part by part.
+/// Measures, part by part, how much longer a normalizer makes a large text.
 fn check_growth(normalizer: &NormalizerWrapper, text: &str, budget: &Budget) -> Result<()> {
     if text.len() * MOST_GROWTH <= MAX_TEXT {
         return Ok(());
@@ -341,7 +347,7 @@ fn check_growth(normalizer: &NormalizerWrapper, text: &str, budget: &Budget) -> 
         budget.check_time()?;
         let (chunk, others) = rest.split_at(rest.floor_char_boundary(CHUNK));
         let mut chunk = NormalizedString::from(chunk);
-        normalizer.normalize(&mut chunk).map_err(|e| anyhow!("{e}"))?;
+        normalizer.normalize(&mut chunk).map_err(|e| failed!("{e}"))?;
         size += chunk.get().len();
         check_size(size)?;
         rest = others;
@@ -349,7 +355,7 @@ fn check_growth(normalizer: &NormalizerWrapper, text: &str, budget: &Budget) -> 
     Ok(())
 }
 
-/// Refuses to write bytes as letters, or blanks as longer signs, in a text that was made larger already.
+/// Refuses to write bytes as letters, or blanks as longer characters, in a text that has already been made longer.
 fn check_size_of_pieces(pre_tokenizer: &PreTokenizerWrapper, pieces: &PreTokenizedString) -> Result<()> {
     let grows = |piece: &str| match pre_tokenizer {
         PreTokenizerWrapper::ByteLevel(_) => {

@@ -1,42 +1,43 @@
-//! Token ids to text as they come, without breaking a character.
+//! Converts token ids to text as they arrive, without splitting a character.
 
-use anyhow::Result;
+use crate::error::Result;
 
 use super::Tokenizer;
 
 /// Turns a stream of token ids into a stream of text.
 ///
-/// A token may end inside a character, so a piece of text is given out only once no later
-/// token can change it. Lossy decoding turns the bytes of an unfinished character into U+FFFD at
-/// the end of the text: one for all of them in byte-level tokenizers; with byte fallback one for
-/// each byte of the whole run that the character ends, finished characters included. So every U+FFFD
-/// at the end is held back. The pieces, with [`Self::finish`], concatenate to the decoding of all ids;
-/// not so with byte fallback where bytes fit no character.
+/// A token may end inside a character, so a piece of text is returned only when no later token can change it. Lossy
+/// decoding turns the bytes of an unfinished character at the end of the text into U+FFFD. A byte-level tokenizer
+/// writes one U+FFFD for all of these bytes. With byte fallback there is one U+FFFD for each byte of the whole run of
+/// bytes that the character ends, including the bytes of finished characters. So every U+FFFD at the end is held back.
+/// All pieces, together with [`Self::finish`], give the decoding of all ids. The exception is byte fallback with bytes
+/// that fit no character.
 #[derive(Default)]
 pub struct TextStream {
-    /// The ids whose decoding still matters: the last given-out ones, for context, and the rest.
+    /// The ids whose decoding is still needed: the last ids that were returned, for context, and all later ones.
     window: Vec<u32>,
-    /// Bytes of the window's text that are given out.
+    /// The number of bytes of the window's text that have been returned.
     emitted: usize,
     special_tokens: bool,
 }
 
 impl TextStream {
-    /// Bytes that an unfinished UTF-8 character has at most: what is held back of a window that
-    /// is too long to be anything but bytes without meaning.
+    /// The largest number of bytes of an unfinished UTF-8 character. Only this many bytes are held back if the window
+    /// is so long that its bytes cannot form a character.
     const UNFINISHED: usize = 3;
-    /// Tokens of context kept for decoders that treat the first token specially.
+    /// The number of tokens of context. It is needed for decoders that treat the first token specially.
     const CONTEXT: usize = 4;
 
-    /// Tokens after which the window is cut even if its tail has no text.
+    /// The number of tokens after which the window is shortened, even if its last tokens have no text.
     const LONGEST: usize = 64;
 
-    /// A stream with nothing in it.
+    /// Creates an empty stream.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether special tokens are part of the text; they are not by default.
+    /// Sets whether special tokens are part of the text. By default they are not.
+    #[must_use]
     pub fn with_special_tokens(mut self, on: bool) -> Self {
         self.special_tokens = on;
         self
@@ -46,7 +47,7 @@ impl TextStream {
         tokenizer.decode_with(ids, !self.special_tokens)
     }
 
-    /// Adds a token; the text that has become final, often empty.
+    /// Adds a token and returns the text that has become final, which is often empty.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.window.push(id);
         let text = self.decode(tokenizer, &self.window)?;
@@ -62,7 +63,7 @@ impl TextStream {
         Ok(piece)
     }
 
-    /// The rest of the text: an unfinished character, if there is one.
+    /// Returns the rest of the text, which is an unfinished character if there is one.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         let text = self.decode(tokenizer, &self.window)?;
         let piece = self.unseen(&text);
@@ -71,15 +72,15 @@ impl TextStream {
         Ok(piece)
     }
 
-    /// The part that is not given out. Byte fallback turns a whole run of bytes into U+FFFD once one
-    /// of them fits no character; what was given out may then end inside a U+FFFD.
+    /// Returns the part of the text that has not been returned. Byte fallback turns a whole run of bytes into U+FFFD
+    /// once one of them fits no character. The text that was returned may then end inside a U+FFFD.
     fn unseen(&self, text: &str) -> String {
         text.get(text.ceil_char_boundary(self.emitted)..).unwrap_or_default().to_string()
     }
 
-    /// Drops all but the last tokens, if their text alone is the end of `text`: not so when
-    /// the cut would fall inside a character. With at most four bytes to a character, one of the
-    /// cuts that are tried falls between two.
+    /// Drops all but the last tokens, if the text of these tokens is the end of `text`. That fails if the window would
+    /// be cut inside a character. A character has at most four bytes, so one of the cuts that are tried is between two
+    /// characters.
     fn shrink(&mut self, tokenizer: &Tokenizer, text: &str) -> Result<()> {
         if self.window.len() < 2 * Self::CONTEXT {
             return Ok(());
@@ -87,7 +88,7 @@ impl TextStream {
         for kept in Self::CONTEXT..2 * Self::CONTEXT {
             let tail = &self.window[self.window.len() - kept..];
             let tail_text = self.decode(tokenizer, tail)?;
-            // Skipped special tokens have no text; a run of them must not keep the window growing.
+            // Skipped special tokens have no text. A run of them must not make the window grow without limit.
             if text.ends_with(&tail_text) && (!tail_text.is_empty() || self.window.len() > Self::LONGEST) {
                 self.window = tail.to_vec();
                 self.emitted = tail_text.len();
@@ -127,8 +128,8 @@ mod tests {
         assert_eq!(text, "x\u{FFFD}");
     }
 
-    /// A tokenizer of Llama's kind: a few pieces where U+2581 stands for a space, bytes for all else,
-    /// and a decoder that drops the space before the first piece.
+    /// Returns a tokenizer like Llama's. It has a few pieces in which U+2581 stands for a space, and bytes for
+    /// everything else. Its decoder drops the space before the first piece.
     fn byte_fallback() -> Tokenizer {
         let pieces = ["<unk>", "\u{2581}", "a", "b", "\u{2581}a", "\u{2581}b", "ab"].map(String::from);
         let bytes = (0..=255u8).map(|b| format!("<0x{b:02X}>"));
@@ -151,7 +152,7 @@ mod tests {
         Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
     }
 
-    /// The pieces of a stream, the last one from `finish`.
+    /// Returns the pieces of a stream. The last one comes from `finish`.
     fn pieces(t: &Tokenizer, ids: &[u32]) -> Vec<String> {
         let mut stream = TextStream::new();
         let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(t, id).unwrap()).collect();
@@ -166,12 +167,12 @@ mod tests {
         let ids = t.encode("a€ bé").unwrap();
         assert_eq!(ids.len(), 1 + 3 + 1 + 2);
         assert_eq!(pieces(&t, &ids), ["a", "", "", "€", " b", "", "é", ""]);
-        // The text ends inside a character: one U+FFFD for each of its bytes.
+        // The text ends inside a character, so there is one U+FFFD for each of its bytes.
         assert_eq!(pieces(&t, &ids[..3]), ["a", "", "", "\u{FFFD}\u{FFFD}"]);
     }
 
-    /// A byte that fits no character spoils the whole run of bytes for the decoder. What is given
-    /// out stays, and the text after the run is not lost.
+    /// After a byte that fits no character, the decoder replaces the whole run of bytes. The text that has been
+    /// returned stays, and the text after the run is not lost.
     #[test]
     fn text_after_a_spoilt_run_of_bytes_is_not_lost() {
         let t = byte_fallback();

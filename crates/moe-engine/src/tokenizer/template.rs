@@ -1,13 +1,14 @@
-//! Whether the templates of special tokens in a tokenizer's post-processor can be applied. The library reads any template
-//! and panics on the first text.
+//! Checks whether the templates of special tokens in a tokenizer's post-processor can be applied. The library reads any
+//! template, and panics on the first text if the template is wrong.
 
-use anyhow::{Result, ensure};
 use serde_json::Value;
 
-/// Tokens at most that templates put around a text.
+use crate::error::{Result, ensure};
+
+/// The largest number of tokens that templates put around a text.
 const MAX_TOKENS: usize = 1024;
 
-/// Checks the templates for a text alone; those for pairs of texts are never used.
+/// Checks the templates for a single text. The templates for pairs of texts are never used.
 ///
 /// # Errors
 /// A template names a token that it does not define, or does not place the text exactly once.
@@ -18,7 +19,7 @@ pub(super) fn check(tokenizer: &tokenizers::Tokenizer) -> Result<()> {
     }
 }
 
-/// A post-processor, or a sequence of them. `added`: the tokens of all templates together.
+/// Checks a post-processor, or a sequence of them. `added` counts the tokens of all templates together.
 fn check_processor(processor: &Value, added: &mut usize) -> Result<()> {
     if let Some(processors) = processor["processors"].as_array() {
         return processors.iter().try_for_each(|processor| check_processor(processor, added));

@@ -1,35 +1,37 @@
 //! The bytes that each token stands for in a text.
 //!
-//! A vocabulary writes tokens as text: in GPT-2's alphabet of one character for each byte, or as pieces where one
-//! character stands for a space and `<0x0A>` for a byte. The decoder of the tokenizer tells which.
+//! A vocabulary writes tokens as text. It uses either GPT-2's alphabet, with one character for each byte, or pieces in
+//! which one character stands for a space and `<0x0A>` for a byte. The decoder of the tokenizer determines which of the
+//! two it is.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-/// The first id that tables of tokens have no room for.
+/// The first id that is too large for tables of tokens.
 const MAX_IDS: usize = 0xff_ffff;
 
 /// How a vocabulary writes bytes.
 enum Alphabet {
-    /// One character for each byte.
+    /// One character stands for each byte.
     Bytes,
-    /// Text where this stands for a space, and single bytes as `<0x0A>`.
+    /// The token is text in which this string stands for a space. Single bytes are written as `<0x0A>`.
     Pieces(String),
 }
 
 /// The bytes of all tokens, one after the other.
 pub struct TokenBytes {
     bytes: Vec<u8>,
-    /// Where the bytes of id i begin; they end where those of i + 1 begin. One more than there are ids.
+    /// The index where the bytes of each id begin. The bytes of id i end where the bytes of i + 1 begin, so there is
+    /// one entry more than there are ids.
     starts: Vec<u32>,
     special: BTreeSet<u32>,
-    /// The ids in the order of their bytes.
+    /// The ids, sorted by their bytes.
     sorted: Vec<u32>,
 }
 
 impl TokenBytes {
-    /// The bytes of a tokenizer's tokens.
+    /// Returns the bytes of a tokenizer's tokens.
     ///
     /// # Errors
     /// The tokenizer's tokens are not bytes of the text, or an id is too large.
@@ -79,17 +81,17 @@ impl TokenBytes {
         Ok(Self { bytes, starts, special, sorted })
     }
 
-    /// The first id that has no place in this table.
+    /// Returns the first id that is not in this table.
     pub fn len(&self) -> usize {
         self.starts.len() - 1
     }
 
-    /// Whether there is no token.
+    /// Returns whether there is no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes of a token: the text of a special one; none for an id without a token.
+    /// Returns the bytes of a token. For a special token they are its text. For an id without a token there are none.
     pub fn get(&self, id: u32) -> &[u8] {
         let at = id as usize;
         let end = id as usize + 1;
@@ -99,25 +101,25 @@ impl TokenBytes {
         }
     }
 
-    /// The ids of the tokens whose bytes begin with these.
+    /// Returns the ids of the tokens whose bytes begin with these.
     pub fn beginning_with(&self, bytes: &[u8]) -> &[u32] {
         let start = self.sorted.partition_point(|&id| self.get(id) < bytes);
         let len = self.sorted[start..].partition_point(|&id| self.get(id).starts_with(bytes));
         &self.sorted[start..start + len]
     }
 
-    /// Whether a token is a special one, which texts may leave out.
+    /// Returns whether a token is special. Texts may leave out special tokens.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains(&id)
     }
 
-    /// The bytes of all tokens in the order of their ids.
+    /// Returns the bytes of all tokens in the order of their ids.
     pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
         (0..self.len() as u32).map(|id| self.get(id))
     }
 }
 
-/// The alphabet that a decoder reads.
+/// Returns the alphabet that a decoder reads.
 fn alphabet(decoder: &Value) -> Option<Alphabet> {
     let steps: Vec<&Value> = match decoder["decoders"].as_array() {
         Some(steps) => steps.iter().collect(),
@@ -137,7 +139,8 @@ fn alphabet(decoder: &Value) -> Option<Alphabet> {
 }
 
 impl Alphabet {
-    /// The bytes of a token. A token with a character outside of GPT-2's alphabet is text, as the decoder takes it.
+    /// Returns the bytes of a token. A token with a character outside of GPT-2's alphabet is plain text, as in the
+    /// decoder.
     fn bytes(&self, token: &str) -> Vec<u8> {
         match self {
             Self::Bytes => {
@@ -152,8 +155,8 @@ impl Alphabet {
     }
 }
 
-/// The byte that a character of GPT-2's alphabet stands for. Bytes that are visible characters of Latin-1 stand for
-/// themselves; the others follow, in order, from U+0100 on.
+/// Returns the byte that a character of GPT-2's alphabet stands for. Bytes that are visible characters of Latin-1 stand
+/// for themselves. The others follow in order from U+0100.
 fn byte_of(c: char) -> Option<u8> {
     let itself = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     match u8::try_from(c) {

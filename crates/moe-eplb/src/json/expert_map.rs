@@ -45,8 +45,8 @@ pub fn read_expert_map(document: &Value, experts: usize) -> Result<(Topology, Pl
     Ok((topology, placement))
 }
 
-/// The experts of each device of each layer of an expert-map document, `[layers][devices][slots]`, whose devices may differ in
-/// slots.
+/// The experts of each device of each layer of an expert-map document, `[layers][devices][slots]`, whose devices may
+/// differ in slots.
 ///
 /// # Errors
 /// If the document has another form.

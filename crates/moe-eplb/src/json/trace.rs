@@ -121,8 +121,8 @@ pub fn trace_loads<R: BufRead>(mut reader: TraceReader<R>, filter: StageFilter) 
     // A stable sort: repeated lines stay visible below.
     records.sort_by_key(|r| (r.step, r.layer));
     let experts = records.first().ok_or(Error::Empty("recorded steps"))?.counts.len();
-    // What the lines hold, not lines times the first one's experts: a trace whose lines differ is refused below, and must not
-    // ask for more memory than it is long.
+    // The memory is sized by the entries that the lines have, not by the number of lines times the first line's
+    // experts. A trace whose lines differ is refused below, and must not ask for more memory than its own length.
     let mut values = Vec::with_capacity(records.iter().map(|r| r.counts.len()).sum());
     for (i, record) in records.iter().enumerate() {
         let first = i / layers * layers;

@@ -1,4 +1,4 @@
-//! The validator: walks through a migration and refuses whatever would break the model.
+//! The validator: simulates a migration and refuses one that would break the model.
 
 use super::{Contents, Migration};
 use crate::error::{Error, Result, expect_below};
@@ -39,7 +39,7 @@ pub fn check_migration(
         if now.slots[from] != Some(t.expert) {
             return broken(i, "the source does not hold the expert");
         }
-        // While the slot is written it holds nothing: what was there must live on elsewhere.
+        // While the slot is written it holds nothing, so its expert must have another copy.
         if let Some(lost) = now.slots[to] {
             if copies[lost as usize] == 1 {
                 return broken(i, "the last copy of an expert is overwritten");
@@ -48,7 +48,7 @@ pub fn check_migration(
         }
         now.slots[to] = Some(t.expert);
         copies[t.expert as usize] += 1;
-        // A spare whose expert has arrived elsewhere is free; only unique contents count.
+        // A spare slot whose expert also has another copy is free; only unique contents count.
         if spares_needed(&now, &copies) > max_spares {
             return broken(i, "more spare slots are in use than allowed");
         }

@@ -1,4 +1,4 @@
-//! Migration: from the experts in the slots now to those of a new placement, one copy at a time.
+//! Migration: turns the current placement into a new one, one copy at a time.
 //!
 //! Every transfer overwrites one slot with a copy of an expert that another slot holds. The planner
 //! orders them such that no expert ever loses its last complete copy, not even while a transfer is
@@ -32,14 +32,14 @@ pub struct Transfer {
     pub layer: u32,
     /// Logical expert.
     pub expert: u32,
-    /// Where it is read.
+    /// The place from which it is read.
     pub from: Place,
-    /// What it overwrites.
+    /// The place that it overwrites.
     pub to: Place,
 }
 
 impl Transfer {
-    /// Whether no link is used.
+    /// Whether the transfer uses no link.
     pub fn is_local(&self) -> bool {
         self.from.device == self.to.device
     }
@@ -122,11 +122,12 @@ impl Contents {
 /// overlap transfers that touch different slots and experts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Migration {
-    /// In order of execution.
+    /// The transfers in the order of their execution.
     pub transfers: Vec<Transfer>,
 }
 
 /// One device's part of a transfer.
+// This enum is exhaustive: a device must do each operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Copy a slot to another on this device.

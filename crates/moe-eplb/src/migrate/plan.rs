@@ -52,7 +52,7 @@ struct Planner<'a> {
     /// Target of every slot; `None` for spares.
     goal: Vec<Option<u32>>,
     now: Contents,
-    /// Complete copies of every expert, wherever they are.
+    /// The number of complete copies of every expert, in all slots.
     copies: Vec<usize>,
     /// Transfers that each device has sent to others.
     sent: Vec<usize>,
@@ -121,15 +121,15 @@ impl Planner<'_> {
         let from = self.now.place(source);
         let to = self.now.place(slot);
         self.transfers.push(Transfer { layer: self.layer, expert, from, to });
-        // A twin just parked must survive until the slot it came from is overwritten.
+        // If an expert was just parked, its other copy must survive until the slot that was parked is overwritten.
         if self.goal[slot].is_some() {
             self.empty_spares();
         }
         Ok(())
     }
 
-    /// Gives up spares whose expert also sits elsewhere: if they counted as copies, their twins
-    /// could be overwritten and the spares would stay occupied.
+    /// Empties spare slots whose expert is also in another slot. If they counted as copies, the other copies could be
+    /// overwritten, and the spares would stay occupied.
     fn empty_spares(&mut self) {
         for slot in (0..self.goal.len()).filter(|&slot| self.goal[slot].is_none()) {
             if let Some(e) = self.now.slots[slot].filter(|&e| self.copies[e as usize] > 1) {
@@ -139,9 +139,9 @@ impl Planner<'_> {
         }
     }
 
-    /// All pending slots hold last copies. Each such expert is wanted by another pending slot, so
-    /// following "who wants what I hold" ends in a circle. Parking one member's expert lets the
-    /// member be overwritten, and then each slot before it in turn.
+    /// All pending slots hold last copies. Each of these experts is wanted by another pending slot, so the path from a
+    /// slot to the slot that wants its expert ends in a circle. If the expert of one slot in the circle is parked, that
+    /// slot can be overwritten, and then each slot before it in turn.
     fn break_circle(&mut self, start: usize) -> Result<()> {
         let circle = self.circle_from(start)?;
         let first = circle[0];

@@ -1,10 +1,10 @@
 //! The published EPLB algorithm: pack groups to nodes, replicate inside nodes, pack to devices.
 //!
-//! Three greedy steps. They may put two copies of an expert on one device, where the second one is of no use and which
-//! engines refuse. So the policy takes care of that: no expert gets more copies than there are devices, and copies that
-//! meet on a device are exchanged with another one's ([`part_copies`](super::part::part_copies)). Placements that the
-//! published code gets right stay what they are. On equal loads the lower index wins, where the published code follows
-//! the order of an unstable sort.
+//! The algorithm has three greedy steps. They may put two copies of an expert on one device, where the second one is
+//! useless and which engines refuse. This policy prevents that: no expert gets more copies than there are devices, and
+//! copies on the same device are exchanged with copies of another device ([`part_copies`](super::part::part_copies)).
+//! Placements that are already valid in the published code are unchanged. On equal loads the lower index wins, where
+//! the published code follows the order of an unstable sort.
 
 use super::part::part_copies;
 use super::{Layout, Policy, Task};
@@ -18,7 +18,7 @@ use crate::topology::Topology;
 pub struct Deepseek {
     /// Treat the machine as one node in any case.
     pub global: bool,
-    /// The published algorithm to the letter, with two copies of an expert on one device where it puts them.
+    /// Follow the published algorithm exactly, even where it puts two copies of an expert on one device.
     pub allow_duplicates: bool,
 }
 
@@ -68,9 +68,9 @@ pub(crate) fn place_layer(load: &[f32], topology: &Topology) -> (Vec<u32>, Vec<u
     (slots, ranks)
 }
 
-/// The expert of every slot, none twice on a device. A node whose devices have more slots than the node has experts
-/// would repeat some; then the machine counts as one node. The caller has seen to it that a device has no more slots than
-/// there are experts.
+/// The expert of every slot, with no expert twice on a device. If the devices of a node have more slots than the node
+/// has experts, experts would be repeated; then the whole machine counts as one node. The caller must ensure that a
+/// device has no more slots than there are experts.
 fn place_apart(load: &[f32], topology: &Topology) -> Vec<u32> {
     let nodes = topology.nodes();
     let groups = topology.groups();
@@ -89,9 +89,9 @@ fn place_apart(load: &[f32], topology: &Topology) -> Vec<u32> {
     slots
 }
 
-/// What the algorithm makes of a node. Experts count from 0 in the node.
+/// The result of the algorithm for one node. Experts are numbered from 0 within the node.
 struct Node {
-    /// The node's experts, as the machine counts them.
+    /// The node's experts, numbered as in the whole machine.
     members: Vec<usize>,
     /// Expert and number of each copy, and the copies of each expert.
     expert: Vec<usize>,
@@ -134,7 +134,7 @@ pub(crate) fn experts_of_nodes(load: &[f32], nodes: usize, groups: usize) -> Vec
         .collect()
 }
 
-/// Heaviest first onto the lightest pack with room; every pack gets equally many.
+/// Puts the heaviest load that is left into the lightest pack with room; every pack gets the same number.
 fn balanced_packing(load: &[f32], packs: usize) -> Vec<Vec<usize>> {
     let room = load.len() / packs;
     if room == 1 {

@@ -118,7 +118,7 @@ impl Tree {
             let grants_later = self.grants(later, spare);
             let joint = self.grants(rest, spare);
             let guess = joint.iter().filter(|e| now.contains(e)).count();
-            // Each side must be able to take what the other leaves.
+            // Each side must be able to use the copies that the other side leaves.
             let low = spare - grants_later.len().min(spare);
             let high = grants_now.len();
             let taken = search_around(guess.clamp(low, high), low, high, width, |budget| {
@@ -137,8 +137,8 @@ impl Tree {
         copies
     }
 
-    /// Who gets the 1st, 2nd, ... extra copy among `members`: always the largest risk per copy,
-    /// up to one copy per device. Shorter than `spare` if all members reach that cap.
+    /// The experts that get the 1st, 2nd, .. extra copy among `members`: always the one with the largest risk per copy,
+    /// up to one copy per device. The list is shorter than `spare` if all members reach that limit.
     fn grants(&self, members: &[usize], spare: usize) -> Vec<usize> {
         let mut copies = vec![1usize; members.len()];
         let mut order = Vec::with_capacity(spare);
@@ -199,7 +199,7 @@ impl Tree {
         table.into_slots()
     }
 
-    /// Mean over stages of peak over mean, with a hair added so that empty stages count as 1.
+    /// Mean over stages of peak over mean. Both have a small constant added, so that empty stages count as 1.
     fn score(&self, copies: &[u16], slots: &[u16]) -> f64 {
         const HAIR: f64 = 1e-2;
         let stages = self.loads.len() / self.experts;
@@ -263,12 +263,12 @@ mod tests {
             let layout = policy.place(&task).unwrap();
             let count = |e| layout.slots.iter().filter(|&&s| s == e).count();
             assert_eq!((0..8).map(count).collect::<Vec<_>>(), copies, "depth {depth}");
-            let par = crate::score::layer_par(&loads, &layout.slots, 8, 8, Objective::Episode);
+            let par = crate::score::known_par(&loads, &layout.slots, 8, 8, Objective::Episode);
             assert!((par * 181.25 - peak).abs() < 1e-9, "depth {depth}: {}", par * 181.25);
         }
     }
 
-    /// Where the published code runs out of bounds: a very hot expert, and equal loads.
+    /// Cases in which the published code reads out of bounds: a very hot expert, and equal loads.
     #[test]
     fn copies_are_capped_at_the_devices() {
         let mut hot = [1.0; 8];

@@ -7,11 +7,11 @@ use crate::error::Result;
 use crate::exact;
 use crate::matching::keep_in_place;
 use crate::placement::moved_in_layer;
-use crate::score::{Objective, layer_par};
+use crate::score::{Objective, known_par};
 use crate::search::{self, Request, rows};
 use crate::topology::Topology;
 
-/// Joint search over copy counts and places with local repair; see `docs/eplb.md`.
+/// Joint search over copy counts and places with local repair; see the README of this crate.
 ///
 /// Greedy start, descent on a smoothed peak, kicks out of local optima, exact search of small
 /// layers, optimal matching of rows to devices. The result depends on the input and these settings
@@ -22,8 +22,8 @@ pub struct Joint {
     pub objective: Objective,
     /// Search steps per physical slot of a layer. A step looks at one candidate move.
     pub effort: u32,
-    /// What transferring every slot would have to gain in PAR. Zero plans from scratch; with a
-    /// price the search starts at the current placement and moves an expert only if that pays.
+    /// The gain in PAR for which it would pay to transfer every slot. Zero plans from scratch. With a price, the search
+    /// starts at the current placement and moves an expert only if that pays.
     pub move_price: f64,
     /// Accept shapes in which a device must hold an expert twice.
     pub allow_duplicates: bool,
@@ -52,7 +52,7 @@ impl Default for Joint {
 /// within some ten milliseconds.
 const EXACT_NODES_PER_EFFORT: u64 = 15_000;
 
-/// How much longer the search of a small layer is if exhaustion is out of reach.
+/// The factor by which the search of a small layer is longer if a complete search takes too long.
 const SMALL_LAYER_EFFORT: u32 = 32;
 
 impl Policy for Joint {
@@ -73,7 +73,7 @@ impl Policy for Joint {
         let experts = topology.experts();
         let k = topology.slots_per_device();
         if k > experts {
-            // Only reached with `allow_duplicates`: some device repeats an expert whatever we do.
+            // This is only reached with `allow_duplicates`: some device must hold an expert twice.
             let slots = place_layer(&task.summed_f32(), topology).0;
             return Ok(Layout { slots, exhaustive: false, steps: topology.slots() as u64 });
         }
@@ -129,7 +129,7 @@ impl Joint {
             return;
         }
         let total: f64 = task.loads.iter().sum();
-        let par = |slots: &[u32]| layer_par(task.loads, slots, experts, devices, Objective::Episode);
+        let par = |slots: &[u32]| known_par(task.loads, slots, experts, devices, Objective::Episode);
         let reached = |slots: &[u32]| par(slots) <= task.lower_bound * (1.0 + BOUND_SLACK);
         if total == 0.0 || reached(&layout.slots) {
             return;
@@ -156,7 +156,7 @@ impl Joint {
         let experts = task.topology.experts();
         let k = task.topology.slots_per_device();
         layout.slots = keep_in_place(current, &layout.slots, experts, k);
-        let par = |slots| layer_par(task.loads, slots, experts, task.topology.devices(), Objective::Episode);
+        let par = |slots| known_par(task.loads, slots, experts, task.topology.devices(), Objective::Episode);
         let moved = moved_in_layer(current, &layout.slots, experts, k) as f64 / current.len() as f64;
         if par(current) <= par(&layout.slots) + self.move_price * moved {
             layout.slots.copy_from_slice(current);
@@ -182,7 +182,7 @@ impl Joint {
         Ok(self.settle_in_nodes(task, layout))
     }
 
-    /// As [`Joint::settle`], but rows stay inside their node: only slots are kept.
+    /// The same as [`Joint::settle`], but rows stay inside their node: only slots are kept.
     fn settle_in_nodes(&self, task: &Task, mut layout: Layout) -> Layout {
         if let Some(current) = task.current {
             let width = task.topology.slots() / task.topology.nodes();

@@ -19,7 +19,7 @@ use crate::certificate::{BOUND_SLACK, Certificate, Proof};
 use crate::error::{Result, expect_len};
 use crate::loads::{Loads, sum_steps};
 use crate::placement::{Placement, check_layer};
-use crate::score::{Objective, layer_par};
+use crate::score::{Objective, known_par};
 use crate::topology::Topology;
 
 /// One layer to be placed.
@@ -31,7 +31,7 @@ pub struct Task<'a> {
     pub loads: &'a [f64],
     /// The expert of every slot at the moment, if there is a placement.
     pub current: Option<&'a [u32]>,
-    /// No placement without duplicates has a smaller PAR by the policy's objective.
+    /// A lower bound: no placement without duplicates has a smaller PAR by the policy's objective.
     pub lower_bound: f64,
 }
 
@@ -73,6 +73,7 @@ pub struct Layout {
 
 /// A placement with one certificate per layer.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Plan {
     /// The expert of every slot of every layer.
     pub placement: Placement,
@@ -92,6 +93,23 @@ impl Plan {
 
 /// A way of turning loads into a placement. Implementations are pure: equal input gives equal
 /// output, bit for bit, on every rank and machine.
+///
+/// ```
+/// use moe_eplb::{Joint, Loads, Placement, Policy, Topology, check_migration, migrate, plan_migration};
+///
+/// let topology = Topology::new(4, 6, 2)?; // 4 experts in 6 slots on 2 devices
+/// let loads = Loads::aggregate(1, 4, &[90., 10., 20., 40.])?; // tokens, [layers, experts]
+/// let now = Placement::initial(&topology, 1);
+/// let plan = Joint::default().plan(&topology, &loads, Some(&now))?;
+/// plan.placement.check()?; // every expert has a slot, and none has two on a device
+/// assert!(plan.certificates[0].par < 1.2); // busiest device over the mean
+/// // How to get there, with one spare slot on each device, without ever losing an expert.
+/// let start = migrate::Contents::of(&now, 0, 1);
+/// let target = plan.placement.layer(0);
+/// let migration = plan_migration(&topology, 0, &start, target)?;
+/// check_migration(&start, target, &migration, 4, 1)?;
+/// # Ok::<(), moe_eplb::Error>(())
+/// ```
 pub trait Policy: Sync {
     /// Short name, as the command line spells it.
     fn name(&self) -> &'static str;
@@ -122,7 +140,7 @@ pub trait Policy: Sync {
     /// depend on the number of threads.
     ///
     /// # Errors
-    /// As [`Policy::plan`].
+    /// The errors of [`Policy::plan`].
     fn plan_on(
         &self,
         topology: &Topology,
@@ -164,7 +182,7 @@ fn check_input(topology: &Topology, loads: &Loads, current: Option<&Placement>) 
     Ok(())
 }
 
-/// Runs `one` for every layer, handing layers to threads in turn, results in layer order.
+/// Runs `one` for every layer. The threads take layers in turn; the results are in the order of the layers.
 fn for_each_layer<T: Send>(
     layers: usize,
     threads: usize,
@@ -202,7 +220,7 @@ fn certify(task: &Task, layout: &Layout, objective: Objective) -> Certificate {
     let experts = topology.experts();
     let devices = topology.devices();
     let k = topology.slots_per_device();
-    let par = layer_par(task.loads, &layout.slots, experts, devices, objective);
+    let par = known_par(task.loads, &layout.slots, experts, devices, objective);
     let bound = match check_layer(0, &layout.slots, experts, k) {
         Ok(()) => task.lower_bound,
         // With duplicates the bound must not assume one copy per device.

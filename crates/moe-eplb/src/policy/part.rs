@@ -1,12 +1,13 @@
-//! Parting copies of an expert that a packing has put on one device.
+//! Separates copies of an expert that a packing has put on one device.
 
-/// Exchanges copies between devices until no device holds an expert twice. `slots` has the expert of every slot,
-/// `per_device` of them for each device, and `unit` is the load of one copy of an expert. Of all exchanges that part a
-/// pair, the one with the smallest peak of both devices is taken.
+/// Exchanges copies between devices until no device holds an expert twice. `slots` contains the expert of every slot,
+/// `per_device` slots for each device, and `unit` is the load of one copy of an expert. Among all exchanges that
+/// separate a pair, the one with the smallest peak of the two devices is chosen.
 ///
-/// This succeeds if a device has at most as many slots as there are experts, and an expert at most as many copies as
-/// there are devices. For then some device lacks the doubled expert. If that device holds an expert twice itself, giving
-/// one of those away parts a pair, too; else all its experts differ, and the first device cannot hold them all.
+/// This succeeds if a device has at most as many slots as there are experts, and an expert has at most as many copies
+/// as there are devices. The reason: some device does not hold the doubled expert. If that device holds another expert
+/// twice, giving away one of these separates a pair, too. Otherwise all its experts differ, and the first device cannot
+/// hold all of them.
 pub(super) fn part_copies(slots: &mut [usize], per_device: usize, unit: impl Fn(usize) -> f32) {
     while let Some((from, to)) = best_exchange(slots, per_device, &unit) {
         slots.swap(from, to);
@@ -47,7 +48,7 @@ mod tests {
 
     #[test]
     fn doubled_experts_part_and_the_copies_stay_the_same() {
-        // Rows of three slots; in the last case only an exchange of two doubled experts helps at first.
+        // Rows of three slots. In the last case only an exchange of two doubled experts helps at first.
         for start in [
             vec![0, 0, 1, 2, 3, 4],
             vec![0, 0, 1, 0, 2, 3, 1, 2, 3],
@@ -72,7 +73,8 @@ mod tests {
 
     #[test]
     fn the_exchange_keeps_the_peak_low() {
-        // Devices carry 10, 6 and 2: only with an expert of the last one does no device carry more than 6.
+        // Devices carry 10, 6 and 2. Only an exchange with an expert of the last device keeps every device at 6 or
+        // less.
         let load = [1.0, 1.0, 1.0, 5.0, 5.0];
         let mut slots = vec![4, 4, 3, 1, 0, 2];
         part_copies(&mut slots, 2, |expert| load[expert]);

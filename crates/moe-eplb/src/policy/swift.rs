@@ -1,8 +1,8 @@
-//! An incremental policy in the style of ascend's SwiftBalance: few moves from where we are.
+//! An incremental policy in the style of ascend's SwiftBalance: few moves from the current placement.
 //!
-//! Only what sits in redundant slots is chosen anew; then experts are exchanged between the hottest
-//! device and others while that gains at least one percent. Each ordered pair of devices carries at
-//! most one transfer per call. Cheap in moves, modest in balance.
+//! Only the experts in redundant slots are chosen anew. Then experts are exchanged between the most loaded device and
+//! others as long as an exchange gains at least one percent. Each ordered pair of devices carries at most one transfer
+//! per call. It needs few moves, and the balance is moderate.
 
 use super::{Layout, Policy, Task};
 use crate::error::Result;
@@ -94,8 +94,8 @@ impl Incremental {
         })
     }
 
-    /// Gives each redundant slot, hottest device first, to the expert that has the largest load per copy.
-    /// The first copy of every expert stays.
+    /// Gives each redundant slot, from the most loaded device on, to the expert that has the largest load per copy. The
+    /// first copy of every expert stays.
     fn rechoose_redundant(&mut self) {
         let mut seen = vec![false; self.load.len()];
         let mut redundant: Vec<usize> = Vec::new();
@@ -113,7 +113,7 @@ impl Incremental {
             let old = self.slots[slot];
             self.copies[old as usize] -= 1;
             self.steps += self.load.len() as u64;
-            // With a copy more, who would still carry most per copy?
+            // The load per copy that each expert would have with one more copy.
             let value = |e: u32| self.load[e as usize] / f64::from(self.copies[e as usize] + 1);
             let allowed =
                 |&e: &u32| e == old || (!self.row(device).contains(&e) && self.source(e, device).is_some());

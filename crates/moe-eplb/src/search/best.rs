@@ -1,23 +1,23 @@
-//! What a search is asked for, and the best placement that it has seen.
+//! The request to a search, and the best placement that the search has seen.
 
 use super::state::State;
 
-/// What a search is asked for.
+/// The request to a search.
 #[derive(Clone, Copy)]
 pub(crate) struct Request<'a> {
     pub(crate) devices: usize,
     pub(crate) slots: usize,
-    /// Candidate moves to look at.
+    /// Number of candidate moves to evaluate.
     pub(crate) steps: u64,
     /// Lower bound of the PAR.
     pub(crate) floor: f32,
-    /// Placement in force, if any.
+    /// The current placement, if there is one.
     pub(crate) current: Option<&'a [u32]>,
     /// PAR that transferring every slot would have to gain.
     pub(crate) move_price: f32,
 }
 
-/// Kicks stop this close to the floor, relatively: the rest cannot be measured.
+/// Kicks stop when the peak is this close to the floor, relative to the floor: a smaller difference cannot be measured.
 pub(crate) const CLOSE_ENOUGH: f32 = 1e-4;
 
 /// The best placement seen, by PAR plus the price of its moves.

@@ -48,7 +48,7 @@ pub(crate) struct Descent<const W: usize> {
     /// Devices that were overloaded at the last refresh.
     hot: Vec<u32>,
     rng: Rng,
-    /// Overload that a placement may cost more per expert it transfers.
+    /// The overload that each transferred expert must save: the price of a move.
     pub(crate) move_price: f32,
     /// Steps spent: one per candidate move looked at.
     pub(crate) steps: u64,
@@ -78,7 +78,7 @@ impl<const W: usize> Descent<W> {
         let peaks = state.peaks();
         let mut left = 0.0;
         for (theta, peak) in self.theta.iter_mut().zip(peaks) {
-            // Lanes without load stay out of it, and a peak may undercut a mean of bounds.
+            // Lanes without load are left out, and a peak may be below a mean of bounds.
             let low = if floor < peak { floor } else { peak };
             *theta = low + (peak - low) * aim;
             left += peak - *theta;
@@ -121,8 +121,8 @@ impl<const W: usize> Descent<W> {
         self.hot[self.rng.below(self.hot.len())] as usize
     }
 
-    /// A device to exchange with. With one lane the lightest of three samples has most room; with
-    /// several, light in sum says little and any device is as good.
+    /// A device to exchange with. With one lane, it is the lightest of three samples, which has most room. With several
+    /// lanes, a device that is light in sum need not be light in each lane, so any device is as good.
     fn partner(&mut self, state: &State<W>) -> usize {
         let mut b = self.rng.below(state.devices);
         if W == 1 {
@@ -146,7 +146,7 @@ impl<const W: usize> Descent<W> {
                 continue;
             }
             let sample = self.rng.next();
-            // Mostly work on an overloaded device; sometimes on any, to make room elsewhere.
+            // Usually `a` is an overloaded device. Sometimes it is any device, to make room elsewhere.
             let a = if sample & 7 != 0 { self.pick_hot() } else { self.rng.below(state.devices) };
             let pa = a * k + self.rng.below(k);
             if sample >> 22 < REPLACE_SHARE {
@@ -175,7 +175,7 @@ impl<const W: usize> Descent<W> {
             base_b[t] += unit_x[t];
         }
         let before = self.over[a] + self.over[b];
-        // Relative margin: rounding must not pass for progress.
+        // The margin is relative, so that rounding does not count as progress.
         let mut best = before * -1e-5;
         let mut best_slot = None;
         self.steps += k as u64;

@@ -1,9 +1,9 @@
-//! Kicks: changing copy counts against the gradient, then repairing.
+//! Kicks: changes of copy counts against the gradient, followed by a repair.
 //!
-//! With one lane the descent ends where no single exchange helps although the copy counts are
-//! wrong: a hot expert with one copy less would share its device with heavier neighbours, but taking
-//! the copy away first overloads all its hosts. A kick takes that step, lets the descent repair the
-//! placement, and keeps the outcome if it is no worse.
+//! With one lane the descent ends when no single exchange helps, although the copy counts may be wrong. For example, a
+//! heavily loaded expert could have one copy less if its devices had lighter neighbours, but taking the copy away first
+//! overloads all devices that hold it. A kick makes that change, lets the descent repair the placement, and keeps the
+//! outcome if it is not worse.
 
 use super::best::{Best, CLOSE_ENOUGH, Request};
 use super::descent::Descent;

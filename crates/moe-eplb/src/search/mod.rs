@@ -1,4 +1,4 @@
-//! The joint search behind the default policy.
+//! The joint search that the default policy uses.
 
 pub(crate) mod best;
 pub(crate) mod descent;
@@ -24,10 +24,10 @@ struct Schedule {
     ease: f32,
 }
 
-/// From variance to peak.
+/// The aim rises from the floor, where the overload is a variance, towards the peak.
 const FRESH: Schedule = Schedule { rounds: 16, aim: (0.0, 0.9), frugality: 1.0, ease: 1.0 };
-/// Only what stands out is worth a transfer, and what gains most per transfer comes first: the
-/// price falls tenfold over the rounds.
+/// With a price, only large overloads are worth a transfer, and the transfers that gain most come first: the price
+/// falls tenfold over the rounds.
 const PRICED: Schedule = Schedule { rounds: 48, aim: (0.5, 0.7), frugality: 10.0, ease: 0.952_184 };
 
 /// Any constant will do; it must be the same on every rank.
@@ -35,7 +35,7 @@ const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Searches one layer; returns the expert of every slot and the steps used.
 pub(crate) fn solve<const W: usize>(row: Vec<[f32; W]>, request: &Request) -> (Vec<u16>, u64) {
-    // Without a placement to start from there is nothing to be priced.
+    // Moves have a price only if there is a current placement.
     let priced = request.current.filter(|_| request.move_price > 0.0);
     let request =
         &Request { move_price: if priced.is_some() { request.move_price } else { 0.0 }, ..*request };
@@ -62,7 +62,8 @@ pub(crate) fn solve<const W: usize>(row: Vec<[f32; W]>, request: &Request) -> (V
         let (first, last) = schedule.aim;
         let aim = first + (last - first) * round as f32 / (schedule.rounds - 1) as f32;
         let left = descent.aim(&state, request.floor, aim);
-        // Lowering a peak by d lowers its overload by twice the rest above theta times d.
+        // The derivative of the overload (load - theta)^2 is 2 (load - theta). So if a peak falls by d, its overload
+        // falls by about 2 d times the part of the peak above theta.
         descent.move_price = 2.0 * left * price;
         price *= schedule.ease;
         descent.refresh(&mut state);

@@ -1,12 +1,12 @@
 //! Loading expert weights from a checkpoint straight into the packs.
 //!
-//! A large model is mostly experts, so this is where its load time and its peak memory are
-//! decided: every pack is allocated once, untouched, and filled by all threads; each holds one
-//! checkpoint tensor at a time, copies the rows of this rank and drops it.
+//! Most of a large model is experts, so this code determines its load time and its peak memory. Every pack is allocated
+//! once and not touched before all threads fill it. Each thread holds one tensor of the checkpoint at a time, copies
+//! the rows of this rank and drops the tensor.
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_kernels::names::MlpNames;
+use moe_kernels::names::{MlpNames, PackOrder};
 use moe_kernels::{Float, TensorView, gradient, with_float};
 use rayon::prelude::*;
 
@@ -18,31 +18,30 @@ pub use spec::LoadSpec;
 use crate::weights::ExpertWeights;
 
 impl ExpertWeights {
-    /// Loads the experts of this rank, in the dtype (f32, bf16 or f16) and onto the device of
-    /// `vb`. Three layouts are known: this rank's packs are taken if `w13` is present, else the packed
-    /// one if `gate_up_proj` is.
+    /// Loads the experts of this rank, in the dtype (f32, bf16 or f16) and onto the device of `vb`. Three layouts are
+    /// known: this rank's packs are used if `w13` is present, otherwise the packed layout if `gate_up_proj` is present,
+    /// otherwise one expert at a time.
     ///
     /// | layout | tensor | shape |
     /// |---|---|---|
     /// | per expert | `{id}.gate_proj.weight`, `{id}.up_proj.weight` | [I, H] |
     /// | | `{id}.down_proj.weight` | [H, I] |
     /// | | with biases: `{id}.gate_proj.bias`, `{id}.up_proj.bias`, `{id}.down_proj.bias` | `[I]`, `[I]`, `[H]` |
-    /// | packed | `gate_up_proj` | [E, 2I, H], gate rows, then up rows |
+    /// | packed | `gate_up_proj` | [E, 2I, H], gate rows, then up rows; or by columns ([`PackOrder`]) |
     /// | | `down_proj` | [E, H, I] |
     /// | | with biases: `gate_up_proj_bias`, `down_proj_bias` | [E, 2I], [E, H] |
     /// | this rank's | `w13`, `w2`; with biases: `w13_bias`, `w2_bias` | see [`ExpertWeights`] |
     ///
-    /// Other names are told by [`LoadSpec::with_names`]. Per-expert tensors are read by all
-    /// threads, one at a time each, straight into the packs; experts of other ranks are not read.
-    /// A packed tensor becomes the pack itself where this rank holds all of it; otherwise it is in
-    /// memory as a whole while this rank's part is copied, because a `VarBuilder` reads whole
-    /// tensors. A source that can read parts shows this rank's packs instead. The down bias is not split by tensor parallelism: the code that adds the ranks' partial
-    /// sums adds it once.
+    /// [`LoadSpec::with_names`] sets other names. All threads read per-expert tensors, one at a time each, straight
+    /// into the packs; experts of other ranks are not read. A packed tensor becomes the pack itself if this rank holds
+    /// all of it. Otherwise the whole tensor is in memory while this rank's part is copied, because a `VarBuilder`
+    /// reads whole tensors. A source that can read parts offers this rank's packs instead. The down bias is not split
+    /// by tensor parallelism: the code that adds the ranks' partial sums adds it once.
     ///
     /// # Errors
-    /// A `spec` that contradicts itself; a missing tensor or one of another shape, by name; another
-    /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated. So are tensors that `spec` does
-    /// not ask for ([`LoadSpec::refuse_unread`]).
+    /// A `spec` that contradicts itself; a missing tensor or one of another shape, with its name; another dtype. Before
+    /// a pack is allocated, sizes that the checkpoint does not have are refused, and so are tensors that `spec` does
+    /// not use ([`LoadSpec::refuse_unread`]).
     pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
         spec.check()?;
         spec.refuse_unread(&vb)?;
@@ -58,11 +57,10 @@ impl ExpertWeights {
         let dtype = vb.dtype();
         let loader = Loader { spec, packed: vb.contains_tensor(spec.names.packed_gate_up), vb };
         let load = |pack: Pack| -> Result<Tensor> {
-            // A whole pack on a device comes from the checkpoint (or is made) without a stop here.
+            // If a rank on a device has all experts of a packed checkpoint, the checkpoint itself provides the pack,
+            // and nothing is copied here.
             if loader.packed && spec.is_whole() && !device.is_cpu() && spec.num_local() > 0 {
-                let mut dims = pack.expert_dims(spec.hidden_size, spec.intermediate_size);
-                dims.insert(0, spec.num_experts);
-                return on_device.get(dims, &pack.name(&spec.names))?.contiguous();
+                return pack.whole(spec, &on_device);
             }
             let tensor = with_float!(dtype, "load experts", T => loader.load::<T>(pack))?;
             tensor.to_device(&device)
@@ -70,11 +68,33 @@ impl ExpertWeights {
         loader.probe()?;
         let w13 = load(Pack::W13)?;
         let w2 = load(Pack::W2)?;
-        let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
-        Self::new(w13, w2, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
+        // Experts whose matrices are shown one by one may have their biases in packs.
+        let [w13_bias, w2_bias] = Self::load_biases(spec, &on_device)?;
+        Self::new(w13, w2, w13_bias, w2_bias)
     }
 
-    /// The experts' own tensors, each to the device without a stop on the host; beside a pack its parts are there for a moment.
+    /// Loads only the biases, of gate and up and of down, for experts whose matrices are loaded in another way. Returns
+    /// `None` if there are no biases.
+    ///
+    /// # Errors
+    /// The errors of [`load`](Self::load).
+    pub fn load_biases(spec: &LoadSpec, vb: &VarBuilder) -> Result<[Option<Tensor>; 2]> {
+        if !spec.has_bias {
+            return Ok([None, None]);
+        }
+        spec.check()?;
+        let device = vb.device();
+        let packed = vb.contains_tensor(&Pack::W13Bias.name(&spec.names));
+        let loader = Loader { spec, packed, vb: vb.clone().set_device(Device::Cpu) };
+        let load = |pack: Pack| -> Result<Option<Tensor>> {
+            let bias = with_float!(vb.dtype(), "load experts", T => loader.load::<T>(pack))?;
+            bias.to_device(device).map(Some)
+        };
+        Ok([load(Pack::W13Bias)?, load(Pack::W2Bias)?])
+    }
+
+    /// Loads the experts' separate tensors, each to the device without a copy on the host. While a pack is made, its
+    /// parts are in memory, too.
     fn load_on_device(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
         let load = |pack: Pack| -> Result<Tensor> {
             let h = spec.hidden_size;
@@ -94,7 +114,7 @@ impl ExpertWeights {
         Self::new(load(Pack::W13)?, load(Pack::W2)?, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
     }
 
-    /// The packs as the source shows them.
+    /// Loads this rank's packs, which the source offers.
     fn load_local(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
         let load = |pack: Pack| {
             let mut dims = pack.expert_dims(spec.hidden_size, spec.width());
@@ -115,7 +135,7 @@ enum Pack {
 }
 
 impl Pack {
-    /// Name in the packed layout.
+    /// The name in the packed layout.
     fn name(self, names: &MlpNames) -> String {
         match self {
             Self::W13 => names.packed_gate_up.to_string(),
@@ -125,7 +145,31 @@ impl Pack {
         }
     }
 
-    /// Name where this rank's packs are shown.
+    /// Loads the pack of all experts in rows. If the checkpoint stores it by columns, it is transposed.
+    fn whole(self, spec: &LoadSpec, vb: &VarBuilder) -> Result<Tensor> {
+        let LoadSpec { num_experts: e, hidden_size: h, intermediate_size: i, .. } = *spec;
+        let name = self.name(&spec.names);
+        match (self, spec.names.pack_order) {
+            (Self::W13, PackOrder::Columns { in_turns: true }) => {
+                let turns = vb.get((e, h, 2 * i), &name)?.reshape((e, h, i, 2))?;
+                turns.permute((0, 3, 2, 1))?.contiguous()?.reshape((e, 2 * i, h))
+            }
+            (Self::W13, PackOrder::Columns { in_turns: false }) => {
+                vb.get((e, h, 2 * i), &name)?.transpose(1, 2)?.contiguous()
+            }
+            (Self::W2, PackOrder::Columns { .. }) => vb.get((e, i, h), &name)?.transpose(1, 2)?.contiguous(),
+            (Self::W13Bias, PackOrder::Columns { in_turns: true }) => {
+                let turns = vb.get((e, 2 * i), &name)?.reshape((e, i, 2))?;
+                turns.transpose(1, 2)?.contiguous()?.reshape((e, 2 * i))
+            }
+            _ => {
+                let dims = [&[e], &self.expert_dims(h, i)[..]].concat();
+                vb.get(dims, &name)?.contiguous()
+            }
+        }
+    }
+
+    /// The name under which the source offers this rank's pack.
     fn local_name(self) -> &'static str {
         match self {
             Self::W13 => "w13",
@@ -135,7 +179,7 @@ impl Pack {
         }
     }
 
-    /// Dims of one expert, for an intermediate size of `i`.
+    /// The dims of one expert, for an intermediate size of `i`.
     fn expert_dims(self, h: usize, i: usize) -> Vec<usize> {
         match self {
             Self::W13 => vec![2 * i, h],
@@ -145,7 +189,7 @@ impl Pack {
         }
     }
 
-    /// Names of an expert's own tensors, which lie one after the other in the pack.
+    /// The names of an expert's separate tensors, in the order in which they are in the pack.
     fn tensors(self, names: &MlpNames) -> Vec<String> {
         let of = |ending: &str, matrices: &[&str]| {
             matrices.iter().map(|name| format!("{name}.{ending}")).collect()
@@ -158,7 +202,8 @@ impl Pack {
         }
     }
 
-    /// Dims of each of these tensors, and the length of the rows among which ranks cut it: w2 is cut along its columns.
+    /// The dims of each of these tensors, and the length of the rows among which ranks cut it. w2 is cut along its
+    /// columns.
     fn tensor_dims(self, h: usize, i: usize) -> (Vec<usize>, usize) {
         match self {
             Self::W13 => (vec![i, h], h),
@@ -176,8 +221,8 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    /// Reads one tensor of the last local expert, so that a size that the checkpoint does not
-    /// have is an error and not an allocation.
+    /// Reads one tensor of the last local expert. If the checkpoint does not have the sizes of `spec`, this fails
+    /// before a pack is allocated.
     fn probe(&self) -> Result<()> {
         let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
         if let Some(last) = self.spec.num_local().checked_sub(1)
@@ -194,13 +239,11 @@ impl Loader<'_> {
 
     fn load_packed<T: Float>(&self, pack: Pack) -> Result<Tensor> {
         let spec = self.spec;
-        let mut dims = pack.expert_dims(spec.hidden_size, spec.intermediate_size);
-        let expert = dims.iter().product::<usize>();
-        dims.insert(0, spec.num_experts);
+        let expert = pack.expert_dims(spec.hidden_size, spec.intermediate_size).iter().product::<usize>();
         if spec.num_local() == 0 {
             return self.fill::<T>(pack, |_, _| Ok(false));
         }
-        let whole = self.vb.get(dims, &pack.name(&spec.names))?.contiguous()?;
+        let whole = pack.whole(spec, &self.vb)?;
         if spec.is_whole() {
             return Ok(whole);
         }
@@ -230,7 +273,8 @@ impl Loader<'_> {
         })
     }
 
-    /// Copies this rank's part of matrices [I, row], one after the other; what is not cut, as a whole.
+    /// Copies this rank's part of matrices [I, row], one after the other. A tensor that is not cut is copied as a
+    /// whole.
     fn copy_part<T: Float>(&self, row: usize, from: &[T], to: &mut [T]) {
         if from.len() == to.len() {
             return to.copy_from_slice(from);
@@ -243,8 +287,9 @@ impl Loader<'_> {
         }
     }
 
-    /// Allocates a pack and fills every local slot of it, in parallel. The zeros are untouched pages, so
-    /// each is first written by the thread that loads it. `fill_one` says whether a variable is behind what it copied.
+    /// Allocates a pack and fills every local slot of it in parallel. The zeros are pages that were never touched, so
+    /// each page is first written by the thread that loads it. `fill_one` returns whether its values were computed from
+    /// a variable.
     fn fill<T: Float>(
         &self,
         pack: Pack,

@@ -1,4 +1,4 @@
-//! What a checkpoint has of experts beside what is loaded.
+//! Finds tensors of experts in a checkpoint that are not loaded.
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
@@ -6,16 +6,17 @@ use moe_kernels::Unread;
 
 use super::LoadSpec;
 
-/// The packs of this rank, as a source shows them.
+/// The names of this rank's packs in a source that offers them.
 const LOCAL_PACKS: [&str; 2] = ["w13", "w2"];
 
 impl LoadSpec {
-    /// Fails if the checkpoint has tensors of its experts that are not read and would change what they compute: biases other
-    /// than zero where there should be none, scales of quantised weights, more experts than [`num_experts`](Self::num_experts),
-    /// or experts both one by one and in packs. Experts of all ranks are looked at, so that all ranks fail alike.
+    /// Checks that every tensor of the experts that would change their results is read. It refuses biases other than
+    /// zero where there should be none, scales of quantised weights, more experts than
+    /// [`num_experts`](Self::num_experts), and experts that are stored both one by one and in packs. The experts of all
+    /// ranks are checked, so that all ranks report the same error.
     ///
     /// # Errors
-    /// The tensors, by name.
+    /// The names of the tensors that are not read.
     pub fn refuse_unread(&self, vb: &VarBuilder) -> Result<()> {
         let mut unread = Unread::under(vb);
         let names = &self.names;
@@ -32,20 +33,22 @@ impl LoadSpec {
                 }
                 unread.scales(&format!("{expert}.{matrix}.weight"));
             }
-            // Behind the last expert that is there nothing follows, whatever number is asked for.
+            // Experts are numbered without gaps, so after the first missing one there are no others. `num_experts` may
+            // be any number, so the search must end there.
             if !vb.contains_tensor(&format!("{expert}.{}.weight", names.gate)) {
                 break;
             }
         }
-        // Of another number of experts the router would know nothing.
+        // If the checkpoint had more experts than this, the router would not know them.
         unread.tensor(&format!("{}.{}.weight", self.num_experts, names.gate));
         if vb.contains_tensor(names.packed_gate_up) {
             unread.tensor(&format!("0.{}.weight", names.gate));
         }
         unread.refuse(
             "experts",
-            "biases are read with `LoadSpec::with_bias`, quantised weights through a source that knows their header; a block \
-             of moe-layer has neither biases nor more experts than its router",
+            "biases are read with `LoadSpec::with_bias` or `BlockOptions::expert_bias`; quantised weights need the \
+             `quantization_config` of config.json, which moe-layer's `CheckpointBlock` reads, or a `QuantSource`; a block has no \
+             more experts than its router",
         )
     }
 }

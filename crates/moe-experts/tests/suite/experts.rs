@@ -1,4 +1,4 @@
-//! The CPU backends against the definition, against each other, and under bad input.
+//! Compares the CPU backends with the definition and with each other, and tests bad input.
 
 use candle_core::{DType, Result};
 use moe_experts::{
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::reference::{Problem, example, problems};
 
-/// Slot rows [T, K, H] of the Standard backend; the output starts as NaN.
+/// Returns the slot rows [T, K, H] of the Standard backend. The output is filled with NaN before.
 fn standard(p: &Problem, weights: ExpertWeights, ex: &mut Exec) -> Result<Vec<f32>> {
     let experts = GroupedExperts::new(weights, p.activation)?;
     let rows = p.rows()?;
@@ -25,18 +25,18 @@ fn standard(p: &Problem, weights: ExpertWeights, ex: &mut Exec) -> Result<Vec<f3
     Ok(out)
 }
 
-/// The slots of each local expert, ascending.
+/// Returns the slots of each local expert in ascending order.
 fn groups(p: &Problem) -> Vec<Vec<usize>> {
     (0..p.experts).map(|e| (0..p.ids.len()).filter(|s| p.local(*s) == Some(e)).collect()).collect()
 }
 
-/// Slot rows [T, K, H] by way of the Batched backend, with `spare` unused rows per expert.
+/// Returns the slot rows [T, K, H] of the Batched backend, with `spare` unused rows per expert.
 fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
     let experts =
         GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::BatchedExperts);
     let groups = groups(p);
     let max = groups.iter().map(Vec::len).max().unwrap_or(0) + spare;
-    // Unused rows hold NaN, which would show up anywhere they are read.
+    // Unused rows contain NaN, so results would show it if they were read.
     let mut x = vec![f64::NAN; p.experts * max * p.hidden];
     for (e, group) in groups.iter().enumerate() {
         for (r, slot) in group.iter().enumerate() {
@@ -67,7 +67,7 @@ fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
     Ok(slots)
 }
 
-/// Slot rows [T, K, H] from rows in the Listed format; the output starts as NaN.
+/// Returns the slot rows [T, K, H] from rows in the Listed format. The output is filled with NaN before.
 fn listed(p: &Problem, ex: &mut Exec) -> Result<Vec<f32>> {
     let experts = GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::Listed);
     let rows = p.rows()?;
@@ -88,7 +88,7 @@ fn listed(p: &Problem, ex: &mut Exec) -> Result<Vec<f32>> {
     Ok(out)
 }
 
-/// The instruction sets of this machine.
+/// Generates the instruction sets of this machine.
 fn isas() -> impl Strategy<Value = CpuIsa> {
     proptest::sample::select(CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()).collect::<Vec<_>>())
 }
@@ -148,7 +148,7 @@ proptest! {
         let split = split.min(p.experts);
         let map = p.map.clone().unwrap_or((0..p.experts as i32).collect());
         let mut sum = vec![0f32; want.len()];
-        // A rank may hold no expert at all.
+        // A rank may have no expert.
         for range in [0..split, split..p.experts] {
             let first = range.start;
             let len = range.len();
@@ -181,7 +181,7 @@ fn threads_do_not_show_in_the_bits() -> Result<()> {
     Ok(())
 }
 
-/// Bytes of scratch that the two products themselves take for these groups.
+/// Returns the bytes of scratch that the two products take for these groups.
 fn kernel_bytes(p: &Problem) -> Result<usize> {
     let weights = p.weights()?;
     let slots = p.ids.len();
@@ -228,7 +228,7 @@ fn the_reservation_is_what_a_call_takes_beside_its_kernels() -> Result<()> {
         assert_eq!(ex.workspace().bytes(), reservation.bytes());
         run(&p, &mut ex)?;
         assert_eq!(ex.workspace().bytes() - reservation.bytes(), kernel_bytes(&p)?, "{}", experts.name());
-        // Warmed up by the largest call, the workspace can be frozen.
+        // After the largest call, the workspace can be frozen.
         ex.workspace().freeze(true);
         run(&p, &mut ex)?;
         run(&example(DType::BF16), &mut ex).map(drop)?;
@@ -298,7 +298,7 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
         ),
         (
             refused(&cpu, Dispatched::standard(blocks, ids, w), dims),
-            "cpu: expected rows with 2 dimensions, got dims [4, 2, 24]",
+            "cpu: expected rows with 2 dimensions, got [4, 2, 24]",
         ),
         (
             refused(&batched, Dispatched::batched(blocks, counts, ids, w), dims),
@@ -322,7 +322,7 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
         ),
         (
             refused(&batched, Dispatched::batched(rows, counts, ids, w), &[5, 2, 24]),
-            "expected rows with 3 dimensions, got dims [5, 24]",
+            "expected rows with 3 dimensions, got [5, 24]",
         ),
     ] {
         assert!(got.contains(want), "{got}");

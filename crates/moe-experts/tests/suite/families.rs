@@ -1,4 +1,4 @@
-//! Builds match their specification.
+//! Experts that are built have the properties in their specification.
 
 use candle_core::{DType, Result};
 use moe_experts::{

@@ -1,4 +1,4 @@
-//! Checkpoints of both layouts give the same packs, whole or in parts.
+//! Checkpoints of both layouts give the same packs, whether they are loaded whole or in parts.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ type Tensors = HashMap<String, Tensor>;
 
 const NAMES: [&str; 4] = ["gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"];
 
-/// A checkpoint in the packed layout, in f32, under `experts.`.
+/// Returns a checkpoint in the packed layout, in f32, under `experts.`.
 fn packed(e: usize, h: usize, i: usize, seed: u64) -> Tensors {
     let dims = [vec![e, 2 * i, h], vec![e, h, i], vec![e, 2 * i], vec![e, h]];
     let tensor = |(n, dims): (usize, Vec<usize>)| {
@@ -26,7 +26,7 @@ fn packed(e: usize, h: usize, i: usize, seed: u64) -> Tensors {
     dims.into_iter().enumerate().map(tensor).collect()
 }
 
-/// The same checkpoint with one tensor per expert and projection.
+/// Returns the same checkpoint with one tensor per expert and projection.
 fn per_expert(packed: &Tensors) -> Tensors {
     let mut out = Tensors::new();
     for (n, kind) in [(0, "weight"), (2, "bias")] {
@@ -44,7 +44,7 @@ fn per_expert(packed: &Tensors) -> Tensors {
     out
 }
 
-/// Loads a checkpoint, which has biases only where `spec` asks for them.
+/// Loads a checkpoint. It has biases only if `spec` has them.
 fn load(tensors: &Tensors, spec: &LoadSpec, dtype: DType) -> Result<ExpertWeights> {
     load_all(&if spec.has_bias { tensors.clone() } else { without_biases(tensors) }, spec, dtype)
 }
@@ -57,7 +57,7 @@ fn without_biases(tensors: &Tensors) -> Tensors {
     tensors.iter().filter(|(name, _)| !name.contains("bias")).map(|(n, t)| (n.clone(), t.clone())).collect()
 }
 
-/// Packs in f64: w13, w2, and the biases if any.
+/// Returns the packs in f64: w13, w2, and the biases if there are any.
 fn packs(w: &ExpertWeights) -> Vec<Tensor> {
     let packs = [w.w13(), w.w2()].map(|w| w.to_tensor().unwrap());
     let biases = [w.w13_bias(), w.w2_bias()];
@@ -86,7 +86,7 @@ proptest! {
     ) {
         let checkpoint = packed(e, h, i, seed);
         let mut spec = LoadSpec::new(e, h, i).with_bias(bias);
-        // Any subset in any order, also with replicas, also none.
+        // These are any experts in any order, possibly with copies, possibly none.
         let ids: Vec<usize> = match &picks {
             None => (0..e).collect(),
             Some(picks) => picks.iter().map(|p| p.index(e)).collect(),
@@ -126,7 +126,7 @@ proptest! {
             let parts: Vec<Vec<Tensor>> = (0..tp)
                 .map(|rank| packs(&load(&tensors, &spec.clone().with_tp(rank, tp), dtype).unwrap()))
                 .collect();
-            // Gate rows and up rows are two concatenations, one after the other.
+            // Gate rows and up rows of the parts are concatenated separately, one after the other.
             let joined = |pack: usize, dim: usize, from: usize, len: usize| {
                 let cut: Vec<Tensor> = parts.iter().map(|p| p[pack].narrow(dim, from, len).unwrap()).collect();
                 Tensor::cat(&cut, dim).unwrap()
@@ -138,7 +138,7 @@ proptest! {
     }
 }
 
-/// Counts what is asked of a checkpoint.
+/// A source of tensors that notes which tensors are read.
 struct Counting(Tensors, Arc<Mutex<Vec<String>>>);
 
 impl SimpleBackend for Counting {
@@ -163,7 +163,7 @@ fn only_local_experts_are_read_and_each_tensor_once() -> Result<()> {
     let vb = VarBuilder::from_backend(Box::new(backend), DType::BF16, Device::Cpu).pp("experts");
     ExpertWeights::load(&LoadSpec::new(6, 3, 2).with_local_experts(vec![5, 1]), vb)?;
     let mut reads = std::mem::take(&mut *reads.lock().unwrap());
-    // One tensor is read first, to refuse wrong sizes before anything is allocated.
+    // One tensor is read first, so that wrong sizes are refused before anything is allocated.
     assert_eq!(reads.remove(0), "experts.1.gate_proj.weight");
     reads.sort();
     let want = [1, 5].map(|e| ["down", "gate", "up"].map(|p| format!("experts.{e}.{p}_proj.weight")));
@@ -240,7 +240,7 @@ fn absurd_sizes_are_refused_before_anything_is_allocated() {
     }
 }
 
-/// A source that shows this rank's packs is asked for nothing else.
+/// If a source offers this rank's packs, nothing else is read from it.
 #[test]
 fn packs_of_a_rank_are_taken_as_they_are() -> Result<()> {
     let checkpoint = packed(3, 4, 6, 9);
@@ -255,7 +255,7 @@ fn packs_of_a_rank_are_taken_as_they_are() -> Result<()> {
     Ok(())
 }
 
-/// Biases, scales and experts that the spec does not ask for would change the results.
+/// Biases, scales and experts that the spec does not have would change the results.
 #[test]
 fn what_is_not_read_is_refused_by_name() {
     let whole = packed(3, 4, 2, 0);

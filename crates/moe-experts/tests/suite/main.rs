@@ -1,4 +1,4 @@
-//! Tests of the crate's contract, through its public interface only.
+//! Tests of the crate's contract through its public interface.
 
 // Helpers here may panic like the tests that call them.
 #![allow(clippy::unwrap_used)]

@@ -1,5 +1,5 @@
-//! The definition of an expert MLP in f64, written independently of the kernels, with a bound on
-//! how far a kernel that sums in f32 and rounds the activation once may be from it.
+//! The definition of an expert MLP in f64, written independently of the kernels. It includes a bound on the error of a
+//! kernel that sums in f32 and rounds the activation once.
 
 use candle_core::{DType, Device, Result, Tensor};
 use moe_experts::{Activation, ExpertWeights, NO_EXPERT};
@@ -17,9 +17,9 @@ pub struct Problem {
     pub top_k: usize,
     /// [T, K] physical ids.
     pub ids: Vec<u32>,
-    /// [P] physical to local; identity if absent.
+    /// The map \[P\] from physical to local ids; without it both are the same.
     pub map: Option<Vec<i32>>,
-    /// Values in f64, all exact in the dtype.
+    /// Values in f64 that the dtype can represent exactly.
     pub x: Vec<f64>,
     pub w13: Vec<f64>,
     pub w2: Vec<f64>,
@@ -57,7 +57,7 @@ impl Problem {
         self.tensor(&self.x, &[self.tokens, self.hidden])
     }
 
-    /// The output row of one token in one expert, and the bound on the error of each element.
+    /// Returns the output row of one token in one expert, and the bound on the error of each element.
     pub fn expert_row(&self, token: usize, e: usize) -> Vec<(f64, f64)> {
         let h = self.hidden;
         let n = self.width;
@@ -81,7 +81,7 @@ impl Problem {
         (0..h).map(row).collect()
     }
 
-    /// The activation of a gate and an up value that are known up to an error, rounded to the dtype.
+    /// Returns the activation of a gate and an up value with the error that both have, rounded to the dtype.
     fn activated(&self, (g, dg): (f64, f64), (u, du): (f64, f64)) -> (f64, f64) {
         let value = gated(self.activation, g, u);
         let corners = [(-dg, -du), (-dg, du), (dg, -du), (dg, du)];
@@ -96,13 +96,19 @@ impl Problem {
     }
 }
 
-/// Relative error of a sum of at most 80 products in f32, in any order.
+/// The relative error of a sum of at most 80 products in f32, in any order.
 const SUM_ERROR: f64 = 80. / (1u64 << 24) as f64;
 
 fn gated(activation: Activation, g: f64, u: f64) -> f64 {
     let sigmoid = |x: f64| 1. / (1. + (-x).exp());
     match activation {
         Activation::SwiGlu => g * sigmoid(g) * u,
+        Activation::Relu => g.max(0.) * u,
+        Activation::ClampedSwiGlu { limit } => {
+            let limit = f64::from(limit);
+            let g = g.min(limit);
+            g * sigmoid(g) * u.clamp(-limit, limit)
+        }
         Activation::SwiGluOai { alpha, limit } => {
             let alpha = f64::from(alpha);
             let limit = f64::from(limit);
@@ -115,10 +121,11 @@ fn gated(activation: Activation, g: f64, u: f64) -> f64 {
             let inner = (2. / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
             g * (1. + inner.tanh()) / 2. * u
         }
+        other => panic!("no definition of {other:?} here"),
     }
 }
 
-/// The error function by Simpson's rule over [0, x].
+/// Computes the error function by Simpson's rule over [0, x].
 fn erf(x: f64) -> f64 {
     let x = x.clamp(-6., 6.);
     let n = 400;
@@ -127,7 +134,7 @@ fn erf(x: f64) -> f64 {
     2. / std::f64::consts::PI.sqrt() * (f(0) + inner + f(n)) * x / (3. * n as f64)
 }
 
-/// `n` values in (-scale, scale), exact in the dtype.
+/// Returns `n` values in (-scale, scale) that the dtype can represent exactly.
 pub fn values(n: usize, scale: f64, seed: u64, dtype: DType) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let sample = || {
@@ -146,7 +153,7 @@ pub fn values(n: usize, scale: f64, seed: u64, dtype: DType) -> Vec<f64> {
 #[derive(Clone, Copy, Debug)]
 enum Load {
     Even,
-    /// Every slot goes to one expert, so that all others are empty.
+    /// Every slot chooses the same expert, so all other experts are empty.
     One,
     Absent,
 }
@@ -159,12 +166,14 @@ fn activations() -> impl Strategy<Value = Activation> {
     prop_oneof![
         Just(Activation::SwiGlu),
         (0.5f32..2., 0.3f32..3.).prop_map(|(alpha, limit)| Activation::SwiGluOai { alpha, limit }),
+        (0.3f32..3.).prop_map(|limit| Activation::ClampedSwiGlu { limit }),
+        Just(Activation::Relu),
         Just(Activation::Gelu),
         Just(Activation::GeluTanh),
     ]
 }
 
-/// Ids [T, K] over `physical` experts, some slots without one.
+/// Generates ids [T, K] over `physical` experts. Some slots have no expert.
 fn routing(slots: usize, physical: usize) -> impl Strategy<Value = Vec<u32>> {
     let loads = prop_oneof![4 => Just(Load::Even), 1 => Just(Load::One), 1 => Just(Load::Absent)];
     let id = 0..physical as u32;
@@ -176,7 +185,7 @@ fn routing(slots: usize, physical: usize) -> impl Strategy<Value = Vec<u32>> {
     })
 }
 
-/// An expert map with holes: local experts at shuffled physical ids.
+/// Generates an expert map with holes: the local experts have shuffled physical ids.
 fn maps(experts: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
     let holes = (0usize..4).prop_flat_map(move |holes| {
         let mut map: Vec<i32> = (0..experts as i32).collect();
@@ -223,7 +232,7 @@ fn problem(
     }
 }
 
-/// A problem of fixed sizes in which token t's slot k goes to expert (t + k) mod E.
+/// Returns a problem of fixed sizes in which slot k of token t chooses expert (t + k) mod E.
 pub fn example(dtype: DType) -> Problem {
     let experts = 4;
     let tokens = 5;

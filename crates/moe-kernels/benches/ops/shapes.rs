@@ -21,7 +21,7 @@ const VOCAB: usize = 32_000;
 /// Values of a pool that weights are cut from.
 const POOL: usize = 1 << 27;
 
-fn noise(n: usize) -> Vec<bf16> {
+pub fn noise(n: usize) -> Vec<bf16> {
     let mut state = 0x9e37_79b9_u32;
     (0..n)
         .map(|_| {
@@ -34,9 +34,13 @@ fn noise(n: usize) -> Vec<bf16> {
 }
 
 /// Weights that come round after the whole pool has been read.
-struct Pool(Vec<bf16>);
+pub struct Pool(Vec<bf16>);
 
 impl Pool {
+    pub fn new() -> Self {
+        Self(noise(POOL))
+    }
+
     fn get(&self, call: usize, dims: &[usize]) -> View<'_> {
         let n: usize = dims.iter().product();
         let at = call % (self.0.len() / n) * n;
@@ -44,28 +48,27 @@ impl Pool {
     }
 }
 
-fn buffer<T: moe_kernels::Element>(data: Vec<T>, dims: &[usize]) -> Buffer {
+pub fn buffer<T: moe_kernels::Element>(data: Vec<T>, dims: &[usize]) -> Buffer {
     Buffer::from_vec(data, dims).expect("dims")
 }
 
 /// All cases.
-pub fn all(bench: &mut Bench) {
-    let pool = Pool(noise(POOL));
+pub fn all(bench: &mut Bench, pool: &Pool) {
     for tokens in [1, 8, 512] {
-        dense(bench, &pool, "qkv", tokens, H, (HQ + 2 * HKV) * D, false);
-        dense(bench, &pool, "o_proj", tokens, HQ * D, H, true);
-        experts(bench, &pool, tokens);
+        dense(bench, pool, "qkv", tokens, H, (HQ + 2 * HKV) * D, false);
+        dense(bench, pool, "o_proj", tokens, HQ * D, H, true);
+        experts(bench, pool, tokens);
         rows(bench, tokens);
     }
     for tokens in [1, 8] {
-        dense(bench, &pool, "lm_head", tokens, H, VOCAB, false);
+        dense(bench, pool, "lm_head", tokens, H, VOCAB, false);
     }
     for (rows, context) in [(1, 128), (1, 2048), (1, 8192), (512, 512), (512, 4096)] {
         attention(bench, rows, context);
     }
 }
 
-fn dense(bench: &mut Bench, pool: &Pool, name: &str, t: usize, k: usize, n: usize, row_parallel: bool) {
+pub fn dense(bench: &mut Bench, pool: &Pool, name: &str, t: usize, k: usize, n: usize, row_parallel: bool) {
     let x = buffer(noise(t * k), &[t, k]);
     let mut out = buffer(noise(t * n), &[t, n]);
     let op = if row_parallel { linear_row_parallel_into } else { linear_into };
@@ -184,6 +187,7 @@ fn attention(bench: &mut Bench, rows: usize, context: usize) {
         block_tables: View::new(&table, &[1, blocks]).expect("dims"),
         scale: 0.125,
         sliding_window: None,
+        sinks: None,
     };
     let seen = rows * context - rows * (rows - 1) / 2;
     let floor = Floor { bytes: (2 * context * HKV * D * 2) as f64, flop: (4 * seen * HQ * D) as f64 };

@@ -1,7 +1,7 @@
-// Token alignment for any number of experts, slots and tokens: topk_ids -> slots sorted by local expert, without a
-// host read in between; and what goes with it: zeros for absent slots, ids as one rank sees them.
+// Token alignment for any number of experts, slots and tokens: topk_ids -> slots sorted by local expert, without a host
+// read in between. The kernels that zero absent slots and that convert ids to the ids of one rank are here, too.
 //
-// As in experts/align.cu one block sorts stably, without an atomic, so that the order is the same on every run.
+// As in experts/align.cu, one block sorts stably and without an atomic, so that the order is the same on every run.
 #include "any/any.cuh"
 #include "experts/align.cuh"
 #include "router/copies.cuh"
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kSortWarps * 32)
   uint32_t* own = counts + static_cast<size_t>(warp) * experts;
   for (int base = begin; base < end; base += 32) rank_in_expert(base + lane < end ? ids.local(base + lane) : -1, own);
   __syncthreads();
-  // A warp's count becomes the sum of the warps before it, the expert's total goes to `offsets`.
+  // A warp's count becomes the sum of the counts of the warps before it. The expert's total goes to `offsets`.
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
     uint32_t sum = 0;
     for (int w = 0; w < kSortWarps; ++w) {
@@ -60,15 +60,15 @@ __global__ void __launch_bounds__(kSortWarps * 32)
   }
 }
 
-// So few threads that a block of the products, which loads weights meanwhile, finds room beside one of these.
+// There are so few threads that a block of the products, which loads weights meanwhile, has room on the same SM.
 constexpr int kListThreads = 256;
-constexpr int kListEach = 8;  // slots of a thread at a time
+constexpr int kListEach = 8;  // slots that a thread loads at a time
 
-constexpr int kListSegment = 1 << 14;  // slots of a block, at least
-constexpr int kListBlocks = 16;        // of an expert, at most
+constexpr int kListSegment = 1 << 14;  // least slots of a block
+constexpr int kListBlocks = 16;        // most blocks of an expert
 
-/// The sum of `mine` over the threads before this one; `total`: over the whole block. `of_warp` is free again after the
-/// next barrier.
+/// The sum of `mine` over the threads before this one. `total` is the sum over the whole block. `of_warp` may be used
+/// again after the next barrier.
 __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t mine, uint32_t* of_warp, uint32_t* total) {
   constexpr int kWarps = kListThreads / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,14 +79,14 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t mine, uint32_t*
   return __shfl_sync(0xffffffffu, before_warps, warp) + before;
 }
 
-/// Lists the slots of each local expert in ascending order: block (expert, i) lists the slots of the i-th `segment`,
-/// behind as many as it counts before.
+/// Lists the slots of each local expert in ascending order. Block (expert, i) lists the slots of the i-th `segment`;
+/// their place in the list follows from the number of slots that it counts in the segments before.
 ///
-/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of
-/// loads, a barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block
-/// of moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200. 32 experts of 128, measured: 5.1
-/// us at T K = 2,048, 12.2 at 16,384, by one block of each expert; by several 25 at 65,536 and 98 at 262,144, where 22
-/// were predicted: counting, which has 8 loads under way, waits for them.
+/// Floor: every block reads 4 T K bytes of ids from L2, and the blocks write 4 T K bytes together. Predicted: two
+/// rounds of loads, a barrier and the launch up to T K = 2,048, 2.2 us; 1 us more for each further 2,048. The one block
+/// of moe_align_tokens takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200. Measured for 32 experts of 128: with one
+/// block per expert 5.1 us at T K = 2,048 and 12.2 at 16,384; with several blocks per expert 25 at 65,536 and 98 at
+/// 262,144. 22 us were predicted there: counting has only 8 loads in flight and waits for them.
 __global__ void __launch_bounds__(kListThreads)
     list_slots(const Ids ids, int count, int segment, uint32_t* counts, uint32_t* lists) {
   __shared__ uint32_t of_warp[2][kListThreads / 32];
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kListThreads)
   if (threadIdx.x == 0 && blockIdx.y == gridDim.y - 1) counts[expert] = listed;
 }
 
-/// Zeroes the rows of slots without a local expert: a block row per slot.
+/// Zeroes the rows of slots without a local expert; a block row has one slot.
 __global__ void zero_absent(const Ids ids, float* out, int width) {
   pdl_wait();
   if (ids.local(blockIdx.x) >= 0) return;
@@ -154,12 +154,12 @@ size_t counts_bytes(int num_local) { return sizeof(uint32_t) * kSortWarps * num_
 
 using namespace moe;
 
-/// Elements (u32) of the workspace of moe_any_group_slots; 0 where it needs none.
+/// Elements (u32) of the workspace of moe_any_group_slots; 0 if it needs none.
 extern "C" int64_t moe_any_group_slots_workspace(int num_local) {
   return counts_bytes(num_local) <= 48 * 1024 ? 0 : static_cast<int64_t>(kSortWarps) * num_local;
 }
 
-/// Slots sorted by local expert.
+/// Sorts slots by local expert.
 extern "C" int moe_any_group_slots(const AnyGroupSlotsArgs* args, void* stream) {
   const AnyGroupSlotsArgs& c = *args;
   if (c.count < 0 || c.count > 0x7fff0000 || c.num_ids < 0 || c.num_local < 0 || (c.count > 0 && c.top_k <= 0))
@@ -173,7 +173,8 @@ extern "C" int moe_any_group_slots(const AnyGroupSlotsArgs* args, void* stream) 
 }
 
 /// counts [num_local] u32 = how many of the slots `topk_ids` [count] each local expert has, lists [num_local, count]
-/// u32 = which, ascending; the tail of a list is left as it was. Ids and map as for moe_any_group_slots.
+/// u32 = which slots, ascending. Places after the last slot of a list are not written. Ids and map are the same as for
+/// moe_any_group_slots.
 extern "C" int moe_any_list_slots(const void* topk_ids, const void* expert_map, int count, int num_ids, int num_local,
                                   void* counts, void* lists, void* stream) {
   if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0) return cudaErrorInvalidValue;
@@ -194,7 +195,7 @@ extern "C" int moe_any_zero_absent(const void* topk_ids, const void* expert_map,
   return launch(zero_absent, over_rows(count, width, stream), ids, static_cast<float*>(out), width);
 }
 
-/// out [count] u32 = the id where the map gives it a local expert, else 0xffffffff.
+/// out [count] u32 = the id if the map gives it a local expert, else 0xffffffff.
 extern "C" int moe_any_mask_nonlocal(const void* topk_ids, const void* expert_map, int64_t count, int num_ids,
                                      void* out, void* stream) {
   if (count < 0 || num_ids < 0) return cudaErrorInvalidValue;
@@ -204,8 +205,8 @@ extern "C" int moe_any_mask_nonlocal(const void* topk_ids, const void* expert_ma
   return launch(mask_nonlocal, over_elements(count, stream), ids, static_cast<uint32_t*>(out), count);
 }
 
-/// out [count] u32 = the physical id of one copy of each logical id; 0xffffffff for ids without one. log2phy is
-/// [num_experts, width] i32, padded with -1; the ids are those of rows first_row, first_row + 1, .. of top_k each.
+/// out [count] u32 = the physical id of one copy of each logical id; 0xffffffff for ids without a copy. log2phy is
+/// [num_experts, width] i32, padded with -1. The ids belong to rows first_row, first_row + 1, .., top_k in each.
 extern "C" int moe_any_physical_ids(const void* topk_ids, const void* log2phy, int64_t count, int top_k,
                                     int num_experts, int width, uint32_t first_row, int hashed, void* out,
                                     void* stream) {
@@ -216,7 +217,7 @@ extern "C" int moe_any_physical_ids(const void* topk_ids, const void* log2phy, i
                 static_cast<uint32_t*>(out), count);
 }
 
-/// out [count] u32 = id - first where that is below num_local, else 0xffffffff.
+/// out [count] u32 = id - first if that is below num_local, else 0xffffffff.
 extern "C" int moe_any_local_ids(const void* topk_ids, uint32_t first, uint32_t num_local, int64_t count, void* out,
                                  void* stream) {
   if (count < 0) return cudaErrorInvalidValue;

@@ -1,11 +1,11 @@
 // What the kernels for any dtype and any shape share (any/*.cu).
 //
-// They are the CUDA form of every op: f32, bf16 or f16, any sizes, element-aligned pointers, f32 arithmetic,
-// one rounding, the semantics that the Rust op documents. Where shapes allow, faster kernels take their place.
+// They are the CUDA form of every op: f32, bf16 or f16, any sizes, element-aligned pointers, f32 arithmetic, one
+// rounding, and the semantics that the Rust op documents. Where shapes allow, faster kernels replace them.
 //
-// Indices are device data, so a kernel cannot refuse them: an index
-// out of range reads nothing and writes nothing (each launcher says what its output is then). Every kernel
-// begins with pdl_wait(), so a launch may overlap the end of the one ahead.
+// Indices are device data, so a kernel cannot refuse them: an index out of range reads nothing and writes nothing (each
+// launcher documents what its output is then). Every kernel begins with pdl_wait(), so a launch may overlap the end of
+// the launch before it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -43,7 +43,7 @@ struct Type {
   using type = T;
 };
 
-/// f(Type<T>) for the type of a dtype.
+/// Calls f(Type<T>) for the type of a dtype.
 template <class F>
 cudaError_t with_dtype(Dtype dtype, F&& f) {
   switch (dtype) {
@@ -54,7 +54,7 @@ cudaError_t with_dtype(Dtype dtype, F&& f) {
   }
 }
 
-/// f(Type<T>, Type<S>) for a model dtype and a stream dtype, which is the same or f32.
+/// Calls f(Type<T>, Type<S>) for a model dtype and a stream dtype, which is the same or f32.
 template <class F>
 cudaError_t with_stream(Dtype model, Dtype stream, F&& f) {
   return with_dtype(model, [&](auto t) -> cudaError_t {
@@ -68,7 +68,7 @@ cudaError_t with_stream(Dtype model, Dtype stream, F&& f) {
 
 constexpr int kAnyThreads = 256;
 
-/// A block row per row, its threads over the columns (`column_start`, `column_step`).
+/// A launch with a block row per row, whose threads are distributed over the columns (`column_start`, `column_step`).
 inline Launch over_rows(int rows, int columns, void* stream) {
   const int blocks = columns <= 0 ? 1 : ceil_div(columns, kAnyThreads);
   return {dim3(rows, blocks < 64 ? blocks : 64), dim3(kAnyThreads), stream};
@@ -77,7 +77,7 @@ inline Launch over_rows(int rows, int columns, void* stream) {
 __device__ __forceinline__ int column_start() { return blockIdx.y * kAnyThreads + threadIdx.x; }
 __device__ __forceinline__ int column_step() { return gridDim.y * kAnyThreads; }
 
-/// Threads over `count` elements (`element_start`, `element_step`).
+/// A launch whose threads are distributed over `count` elements (`element_start`, `element_step`).
 inline Launch over_elements(int64_t count, void* stream) {
   const int64_t blocks = ceil_div(count, kAnyThreads);
   return {dim3(static_cast<unsigned>(blocks < 65536 ? blocks : 65536)), dim3(kAnyThreads), stream};
@@ -93,7 +93,7 @@ __device__ __forceinline__ int64_t element_step() { return static_cast<int64_t>(
 template <class Combine>
 __device__ __forceinline__ float block_fold(float of_warp, Combine combine) {
   __shared__ float parts[kAnyThreads / 32];
-  __syncthreads();  // the parts of an earlier call are read
+  __syncthreads();  // the parts of an earlier call have been read
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
   __syncthreads();
   float result = parts[0];

@@ -1,9 +1,10 @@
 // Causal paged attention of any dtype, head size, head grouping, window and block size, for any mix of rows.
 //
-// A block takes up to kQ (row, query head) pairs that share a KV head: the heads of a group, and, where sequences
-// have several rows, neighbouring rows. It walks the positions in chunks; each chunk's keys and values are read once
-// for all pairs. Scores by a warp per key, the chunk's softmax by a warp per pair (online, as on the CPU), values by
-// a thread per element. KV is not split over blocks, so one long sequence uses few SMs.
+// A block takes up to kQ (row, query head) pairs that share a KV head: the heads of a group, and neighbouring rows if
+// sequences have several rows. It goes through the positions in chunks, and each chunk's keys and values are read once
+// for all pairs. A warp computes the scores of a key, a warp computes the softmax of a pair in the chunk (online, as on
+// the CPU), and a thread adds the values of one element. KV is not split over blocks, so one long sequence uses few
+// SMs.
 #include "any/any.cuh"
 #include "attention/args.cuh"
 
@@ -20,7 +21,8 @@ struct Meta {
   const uint32_t* tables;     // [sequences, max_blocks]
   int rows, sequences, max_blocks;
   float scale;
-  int window;  // positions that a row sees; 0 = all
+  int window;          // positions that a row sees; 0 = all
+  const float* sinks;  // [heads], or null
 };
 
 struct Shape {
@@ -46,7 +48,7 @@ struct Smem {
   size_t* kv_row;   // [kChunk] row of the position in the cache, or kNowhere
   float* top;       // [kQ] largest score so far
   float* sum;       // [kQ]
-  float* factor;    // [kQ] for what was summed before this chunk
+  float* factor;    // [kQ] factor of what was summed before this chunk
   uint32_t* begin;  // [kQ] positions that the pair sees
   uint32_t* end;
 
@@ -70,7 +72,7 @@ struct Smem {
 
 constexpr size_t kNowhere = ~static_cast<size_t>(0);
 
-/// Each lane's value number lane % N, summed over the warp, with about N shuffles.
+/// Sums each of N values over the warp, with about N shuffles. A lane gets the sum of value number lane % N.
 template <int N>
 __device__ __forceinline__ float warp_sum_each(float (&v)[N]) {
 #pragma unroll
@@ -100,7 +102,7 @@ __device__ __forceinline__ int sequence_of(const Meta& m, uint32_t row) {
   return low;
 }
 
-/// Scores of the chunk's keys with all pairs: a warp per key.
+/// Computes the scores of the chunk's keys with all pairs: a warp per key.
 template <int kQ, class T>
 __device__ __forceinline__ void chunk_scores(const Smem<kQ>& s, const T* keys, int head_dim, uint32_t first, int count,
                                              float scale) {
@@ -124,7 +126,7 @@ __device__ __forceinline__ void chunk_scores(const Smem<kQ>& s, const T* keys, i
   }
 }
 
-/// Scores become weights under the running maximum: a warp per pair.
+/// Turns scores into weights under the running maximum: a warp per pair.
 template <int kQ>
 __device__ __forceinline__ void chunk_softmax(const Smem<kQ>& s, int count) {
   const int lane = threadIdx.x % 32;
@@ -169,12 +171,12 @@ __device__ __forceinline__ void chunk_values(const Smem<kQ>& s, const T* values,
   }
 }
 
-/// Rows `row`..`end` of one sequence, for `heads` query heads from `head` on.
+/// Computes rows `row`..`end` of one sequence, for `heads` query heads from `head` on.
 template <int kQ, class T, class S>
 __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const Shape& shape, const Arrays<T, S>& a,
                                        int sequence, int row, int end, int head, int heads, int kv_head) {
   const int pairs = (end - row) * heads, d = shape.head_dim, dv = shape.value_dim;
-  const auto place = [&](int pair) {  // of a pair's query and output, in heads
+  const auto place = [&](int pair) {  // place of a pair's query and output, in heads
     return static_cast<size_t>(row + pair / heads) * shape.heads + head + pair % heads;
   };
   if (threadIdx.x < kQ) {
@@ -195,7 +197,7 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
   uint32_t first = 0xffffffffu, last = 0;
   for (int pair = 0; pair < pairs; ++pair) first = min(first, s.begin[pair]), last = max(last, s.end[pair]);
   const uint32_t* table = m.tables + static_cast<size_t>(sequence) * m.max_blocks;
-  // Chunks begin at multiples of their size, whatever rows a block has: so a row's sums do not depend on its
+  // Chunks begin at multiples of their size, independent of the rows of a block. So a row's sums do not depend on its
   // neighbours.
   for (uint32_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int count = static_cast<int>(min(last - base, static_cast<uint32_t>(kChunk)));
@@ -216,7 +218,9 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
   }
   for (int i = threadIdx.x; i < pairs * dv; i += kThreads) {
     const int pair = i / dv;
-    a.out[place(pair) * dv + i % dv] = narrow<T>(s.sum[pair] == 0 ? 0.f : s.out[i] / s.sum[pair]);
+    const float sink = m.sinks != nullptr ? expf(m.sinks[head + pair % heads] - s.top[pair]) : 0.f;
+    const float sum = s.sum[pair] + sink;
+    a.out[place(pair) * dv + i % dv] = narrow<T>(s.sum[pair] == 0 ? 0.f : s.out[i] / sum);
   }
   __syncthreads();
 }
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 4) attention(const Meta m, const Sha
   const int stop = min(m.rows, static_cast<int>(blockIdx.x + 1) * shape.pair_rows);
   for (int row = blockIdx.x * shape.pair_rows; row < stop;) {
     const int sequence = sequence_of(m, row);
-    if (sequence < 0) {  // padding, like all rows behind it
+    if (sequence < 0) {  // padding, and so are all rows after it
       const size_t width = static_cast<size_t>(heads) * shape.value_dim;
       for (; row < stop; ++row)
         for (size_t i = threadIdx.x; i < width; i += kThreads)
@@ -251,7 +255,7 @@ template <int kQ, class T, class S>
 cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, void* stream) {
   const int group = shape.heads / shape.kv_heads;
   shape.pair_heads = group < kQ ? group : kQ;
-  // Rows of one sequence share its keys; rows of different sequences would only wait for each other.
+  // Rows of one sequence share its keys. Rows of different sequences would only wait for each other.
   shape.pair_rows = m.rows > 2 * m.sequences ? kQ / shape.pair_heads : 1;
   const int columns = shape.kv_heads * ceil_div(group, shape.pair_heads);
   const size_t smem = Smem<kQ>::bytes(shape);
@@ -266,9 +270,9 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
 }  // namespace
 }  // namespace moe
 
-/// out = softmax(scale * q * k^T) * v, causal, f32 inside, rounded once. `q_dtype` is `dtype` or f32. A position
-/// outside of its table or of the cache is not seen. Refuses a head_dim and a value_dim above about 1,600 (shared
-/// memory).
+/// out = softmax(scale * q * k^T) * v, causal, computed in f32 and rounded once; a head's sink adds to its
+/// denominators. `q_dtype` is `dtype` or f32. A position outside of its table or of the cache is not seen. It refuses a
+/// head_dim and a value_dim above about 1,600 (shared memory).
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe;
   const PagedAttentionArgs& c = *args;
@@ -277,8 +281,8 @@ extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stre
       c.num_blocks < 0 || c.block_size <= 0 || c.window < 0)
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const Meta m = {c.query_start_loc, c.positions,  c.block_tables, c.tokens,
-                  c.sequences,       c.max_blocks, c.scale,        c.window};
+  const Meta m = {c.query_start_loc, c.positions, c.block_tables, c.tokens, c.sequences,
+                  c.max_blocks,      c.scale,     c.window,       c.sinks};
   const Shape shape = {c.heads, c.kv_heads, c.head_dim, c.value_dim, c.value_row, c.num_blocks, c.block_size, 0, 0};
   return with_stream(c.dtype, c.q_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;

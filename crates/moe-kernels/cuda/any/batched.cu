@@ -1,4 +1,5 @@
-// The BatchedExperts layout: token rows into a block of rows per expert and back, and the row numbers of such blocks.
+// The BatchedExperts layout: copies token rows to blocks of rows per expert and back, and numbers the rows of such
+// blocks.
 #include "any/any.cuh"
 #include "experts/align.cuh"
 
@@ -49,7 +50,7 @@ __global__ void number_rows(const uint32_t* counts, int experts, uint32_t max_to
   }
 }
 
-/// Rows of all blocks, or -1 where a kernel cannot number them.
+/// The number of rows of all blocks, or -1 if a kernel cannot number them.
 int64_t all_rows(int experts, int max_tokens) {
   const int64_t rows = static_cast<int64_t>(experts) * max_tokens;
   return experts < 0 || max_tokens < 0 || rows > 0x7fffffff ? -1 : rows;
@@ -60,8 +61,9 @@ int64_t all_rows(int experts, int max_tokens) {
 
 using namespace moe;
 
-/// out [experts, max_tokens, width] = rows [num_slots / top_k, width] of each expert's slots. An expert's slots beyond
-/// max_tokens are dropped, rows behind its last stay as they were; counts says how many there are.
+/// out [experts, max_tokens, width] = rows [num_slots / top_k, width] of each expert's slots. Slots of an expert after
+/// the first max_tokens are dropped. Rows after an expert's last slot are not written; counts gives the number of
+/// slots.
 extern "C" int moe_any_batch_rows(const AnyBatchRowsArgs* args, void* stream) {
   const AnyBatchRowsArgs& c = *args;
   const int64_t all = all_rows(c.experts, c.max_tokens);
@@ -75,8 +77,8 @@ extern "C" int moe_any_batch_rows(const AnyBatchRowsArgs* args, void* stream) {
   });
 }
 
-/// out [num_slots, width] = rows [experts, max_tokens, width] at the slots they belong to; other rows of out are left
-/// as they were.
+/// out [num_slots, width] = rows [experts, max_tokens, width] at the slots they belong to. Other rows of out are not
+/// written.
 extern "C" int moe_any_unbatch_rows(const AnyBatchRowsArgs* args, void* stream) {
   const AnyBatchRowsArgs& c = *args;
   const int64_t all = all_rows(c.experts, c.max_tokens);
@@ -90,8 +92,8 @@ extern "C" int moe_any_unbatch_rows(const AnyBatchRowsArgs* args, void* stream) 
   });
 }
 
-/// offsets [experts + 1] u32 and numbers [experts * max_tokens] u32 (the first offsets[experts] are written) of the
-/// rows in use, from counts [experts] u32; counts above max_tokens count as max_tokens.
+/// Numbers the rows in use: offsets [experts + 1] u32 and numbers [experts * max_tokens] u32 (the first
+/// offsets[experts] are written), from counts [experts] u32. Counts above max_tokens count as max_tokens.
 extern "C" int moe_any_number_rows(const void* counts, int experts, int max_tokens, void* offsets, void* numbers,
                                    void* stream) {
   if (all_rows(experts, max_tokens) < 0) return cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-// Sums of hashed words, of which the checksum of an expert's weights is made; the CPU's moe_kernels::checksum is the
+// Sums of hashed words, from which the checksum of an expert's weights is made; moe_kernels::checksum on the CPU is the
 // specification.
 //
 // Integers wrap around, so the words may be added in any order. Floor: each byte is read once, 2.8 us for an expert
@@ -50,12 +50,12 @@ __global__ void word_sum(const uint8_t* bytes, int64_t len, unsigned long long* 
 using namespace moe;
 
 /// *sum (u64) = the sum, modulo 2^64, of the hashes of the words of 8 bytes of `bytes` [len], which begin at a multiple
-/// of 16. Does not overlap the launch before it.
+/// of 16. It does not overlap the launch before it.
 extern "C" int moe_any_word_sum(const void* bytes, int64_t len, void* sum, void* stream) {
   if (len < 0 || reinterpret_cast<uintptr_t>(bytes) % 16 != 0) return cudaErrorInvalidValue;
   const cudaError_t e = cudaMemsetAsync(sum, 0, sizeof(uint64_t), static_cast<cudaStream_t>(stream));
   if (e != cudaSuccess || len == 0) return e;
-  // Four loads of a thread at a time.
+  // A thread issues four loads at a time.
   const int64_t threads = ceil_div(len, 64);
   Launch l = over_elements(threads < 1 << 19 ? threads : 1 << 19, stream);
   l.overlap = false;

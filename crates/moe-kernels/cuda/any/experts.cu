@@ -24,7 +24,7 @@ struct StoreGated {
   }
 };
 
-/// out = act(gate, up) of rows that lie `stride` apart.
+/// out = act(gate, up) of rows that are `stride` apart.
 template <class T>
 __global__ void gated_rows(const float* gate, const float* up, T* out, int width, int64_t stride, Gated gated) {
   pdl_launch_dependents();

@@ -1,5 +1,6 @@
-// RMS norm of q and of k over all of their heads, of any dtype and head size, in two launches: the sums of squares by a
-// warp per head, then the norms by a block per row. Ranks exchange the sums between the launches.
+// RMS norm of q and of k over all of their heads, of any dtype and head size, in two launches. The first computes the
+// sums of squares with a warp per head, the second the norms with a block per row. Ranks exchange the sums between the
+// launches.
 #include "any/any.cuh"
 
 namespace moe {
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (threadIdx.x % 32 == 0) squares[static_cast<size_t>(blockIdx.x) * normed + head] = sum;
 }
 
-/// Every thread adds the sums of all ranks itself, in the order of heads.
+/// Norms the heads of a row. Every thread adds the sums of all ranks itself, in the order of heads.
 template <class T>
 __global__ void __launch_bounds__(kAnyThreads)
     heads_norm(float* qkv, const float* squares, const T* q_norm, const T* k_norm, float eps, int tokens, int heads,
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kAnyThreads)
 }  // namespace
 }  // namespace moe
 
-/// squares [tokens, normed] f32 of the first `normed` of `all` heads of qkv [tokens, all, head_dim] f32.
+/// Writes squares [tokens, normed] f32 of the first `normed` of `all` heads of qkv [tokens, all, head_dim] f32.
 extern "C" int moe_any_head_squares(const void* qkv, void* squares, int tokens, int normed, int all, int head_dim,
                                     void* stream) {
   using namespace moe;
@@ -57,8 +58,8 @@ extern "C" int moe_any_head_squares(const void* qkv, void* squares, int tokens, 
                 static_cast<float*>(squares), normed, all, head_dim);
 }
 
-/// The heads of q and k in qkv [tokens, heads + 2 kv_heads, head_dim] f32, normed. `squares` is [ranks, tokens,
-/// heads + kv_heads] f32; q_norm [heads head_dim] and k_norm [kv_heads head_dim] are of `dtype`.
+/// Norms the heads of q and k in qkv [tokens, heads + 2 kv_heads, head_dim] f32. `squares` is [ranks, tokens, heads +
+/// kv_heads] f32; q_norm [heads head_dim] and k_norm [kv_heads head_dim] are of `dtype`.
 extern "C" int moe_any_heads_norm(void* qkv, const void* squares, const void* q_norm, const void* k_norm, float eps,
                                   moe::Dtype dtype, int tokens, int heads, int kv_heads, int head_dim, int ranks,
                                   int kv_replicas, void* stream) {

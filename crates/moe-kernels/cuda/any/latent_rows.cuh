@@ -1,6 +1,6 @@
 // Rows of latent attention: interleaved rotation, and a latent's norm and cache row.
 //
-// Rotation has the bits of the CPU's: plain multiplications and additions.
+// The rotation has the same bits as on the CPU: plain multiplications and additions.
 #pragma once
 
 #include "any/any.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ float rotated(const float* x, const float* cos, const
   return at % 2 == 0 ? exact::sub(exact::mul(a, c), exact::mul(b, s)) : exact::add(exact::mul(a, s), exact::mul(b, c));
 }
 
-/// A row's latent, normed, and its rotated part, by one block. `cos` and `sin` are the row's.
+/// Computes a row's normed latent and its rotated part, with one block. `cos` and `sin` are the row's.
 template <class T>
 __device__ __forceinline__ void split_latent(const float* x, const T* weight, float eps, int latent, int rope,
                                              const float* cos, const float* sin, T* out, T* tail) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void split_latent(const float* x, const T* weight, fl
   for (int i = threadIdx.x; i < rope; i += kAnyThreads) tail[i] = narrow<T>(rotated(x + latent, cos, sin, i));
 }
 
-/// A row's latent and rotated part, `x` [latent + rope], to its slot of the cache, by one block.
+/// Stores a row's normed latent and rotated part in its slot of the cache, with one block; `x` is [latent + rope].
 template <class T>
 __device__ __forceinline__ void cache_row(const MlaRowsArgs& a, size_t row, const float* x) {
   const uint32_t slot = a.slots[row];

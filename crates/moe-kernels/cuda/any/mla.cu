@@ -1,7 +1,8 @@
-// Latent attention around its products and softmax, of any dtype and shape: norm and rotation of the down-projected
-// rows, cache writes, rotated queries, and products with a matrix per head. The semantics are those of src/ops/mla.rs.
+// Latent attention before and after its products and softmax, of any dtype and shape: norm and rotation of the
+// down-projected rows, cache writes, rotated queries, and products with a matrix per head. src/ops/mla.rs defines the
+// semantics.
 //
-// Rotation has the bits of the CPU's: plain multiplications and additions.
+// The rotation has the same bits as on the CPU: plain multiplications and additions.
 #include "any/latent_rows.cuh"
 #include "any/product.cuh"
 #include "attention/args.cuh"
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kAnyThreads) latent(const __grid_constant__ Ml
                static_cast<T*>(a.rotated_out) + row * a.rope);
 }
 
-/// Threads over the values of a row's heads.
+/// The threads are distributed over the values of a row's heads.
 template <class T, class S>
 __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ MlaCacheArgs a) {
   pdl_launch_dependents();
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ Mla
   }
 }
 
-/// Values `first`, `first` + `step`, .. of a row's queries `q` [heads, plain_dim + rope]. `a` says where they go.
+/// Writes values `first`, `first` + `step`, .. of a row's queries `q` [heads, plain_dim + rope] to the output arrays of
+/// `a`.
 template <class T, class O, class Args>
 __device__ __forceinline__ void split_queries(const Args& a, size_t row, const float* q, int first, int step) {
   const size_t angles = row * (a.rope / 2);
@@ -63,7 +65,7 @@ __device__ __forceinline__ void split_queries(const Args& a, size_t row, const f
   }
 }
 
-/// Threads over the values of a row's heads.
+/// The threads are distributed over the values of a row's heads.
 template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ MlaQueryArgs a) {
   pdl_launch_dependents();
@@ -73,19 +75,17 @@ __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ Mla
   split_queries<T, O>(a, row, q, column_start(), column_step());
 }
 
-/// A row's first block writes the cache, the others the queries.
+/// A row's first block writes the cache row, the others write the queries.
 template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) rows(const __grid_constant__ MlaRowsArgs a) {
   pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x;
-  const int queries = a.heads * (a.plain_dim + a.rope), key = a.latent + a.rope;
-  const float* x = a.products + row * (queries + key);
   if (blockIdx.y > 0) {
     const int first = (blockIdx.y - 1) * kAnyThreads + threadIdx.x, step = (gridDim.y - 1) * kAnyThreads;
-    return split_queries<T, O>(a, row, x, first, step);
+    return split_queries<T, O>(a, row, a.queries + row * a.query_row, first, step);
   }
-  cache_row<T>(a, row, x + queries);
+  cache_row<T>(a, row, a.latents + row * a.latent_row);
 }
 
 template <class T>
@@ -122,7 +122,7 @@ extern "C" int moe_any_mla_latent(const MlaLatentArgs* args, void* stream) {
   });
 }
 
-/// Keys and values of the rows' slots. `kv_dtype` is `dtype` or f32.
+/// Stores keys and values in the rows' slots. `kv_dtype` is `dtype` or f32.
 extern "C" int moe_any_mla_cache(const MlaCacheArgs* args, void* stream) {
   const MlaCacheArgs& c = *args;
   if (c.rows < 0 || c.heads <= 0 || c.rope < 0 || c.key < c.rope || c.value < 0 || c.block_size <= 0 ||
@@ -156,7 +156,8 @@ extern "C" int moe_any_mla_rows(const MlaRowsArgs* args, void* stream) {
   const int least = c.rope + (c.plain == nullptr ? c.plain_dim : 0);
   const int64_t queries = static_cast<int64_t>(c.heads) * (c.plain_dim + c.rope);
   if (c.rows < 0 || c.heads <= 0 || c.plain_dim < 0 || c.rope <= 0 || c.rope % 2 != 0 || c.latent <= 0 ||
-      c.width < least || c.num_slots < 0 || c.num_slots > kNoSlot || queries + c.latent + c.rope > 0x7fffffff)
+      c.width < least || c.num_slots < 0 || c.num_slots > kNoSlot || queries > c.query_row ||
+      c.latent + c.rope > c.latent_row)
     return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
   Launch l = over_rows(c.rows, static_cast<int>(queries), stream);
@@ -166,7 +167,7 @@ extern "C" int moe_any_mla_rows(const MlaRowsArgs* args, void* stream) {
   });
 }
 
-/// A product of every head's rows with the head's matrix. `out_dtype` is `dtype` or f32; n is at most 4,194,240.
+/// The product of every head's rows with the head's matrix. `out_dtype` is `dtype` or f32; n is at most 4,194,240.
 extern "C" int moe_any_per_head(const PerHeadArgs* args, void* stream) {
   const PerHeadArgs& c = *args;
   const int64_t rows = static_cast<int64_t>(c.rows) * c.heads;
@@ -184,7 +185,7 @@ extern "C" int moe_any_per_head(const PerHeadArgs* args, void* stream) {
   });
 }
 
-/// to [rows, width] = from, in rows that are `to_row` and `from_row` long.
+/// Copies from [rows, width] to `to`, in rows that are `from_row` and `to_row` long.
 extern "C" int moe_any_copy_columns(const void* from, void* to, moe::Dtype dtype, int rows, int width, int from_row,
                                     int to_row, void* stream) {
   if (rows < 0 || width < 0 || from_row < width || to_row < width) return cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
 // RMS norm, residual addition + RMS norm, and softmax of any dtype and width: a block per row, which it reads twice
-// (the second time out of L1 or L2).
+// (the second time from L1 or L2).
 #include "any/any.cuh"
 
 namespace moe {

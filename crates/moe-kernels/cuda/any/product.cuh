@@ -2,23 +2,25 @@
 //
 // Two kernels over tiles of grouped rows:
 // - `product_rows`: up to 8 rows and one output column per warp; it streams the weights, so few rows cost their bytes.
-// - `product_tile`: 64 rows x 64 columns per block out of shared memory, 4 x 4 outputs per thread. Per step of K a
-//   thread loads 8 floats for 16 multiply-adds, so shared memory bounds it at about half of the f32 peak.
-// An epilogue says what becomes of the sums of a row and a column.
+// - `product_tile`: 64 rows x 64 columns per block from shared memory, 4 x 4 outputs per thread. Per step of K a thread
+//   loads 8 floats for 16 multiply-adds, so shared memory bounds it at about half of the f32 peak.
+// An epilogue defines what is done with the sums of a row and a column.
 #pragma once
 
 #include "any/any.cuh"
 
 namespace moe {
 
-/// Which rows a matrix multiplies. Grouped rows are numbered 0..rows; expert e's are offsets[e]..offsets[e + 1].
+/// Which rows a matrix multiplies. Grouped rows are numbered 0..rows; expert e has the rows offsets[e]..offsets[e + 1].
 struct Groups {
   const uint32_t* offsets;  // [experts + 1], or null: one group of all rows
-  const uint32_t* in_rows;  // [rows] row of x that a grouped row reads, or null: its own number
+  const uint32_t* in_rows;  // [rows] row of x that a grouped row reads, or null: row i reads row i
   int experts, rows;
-  uint32_t x_rows;  // rows of x: an in_row from there on reads zeros
+  uint32_t x_rows;  // rows of x: an in_row from this number on reads zeros
   bool invariant;   // one kernel for any number of rows, so that a row's bits do not depend on it
-  int each = 0;     // not 0: every expert has so many rows, its i-th is row i * experts + expert of x; no arrays then
+  // Not 0: every expert has this number of rows, and its i-th is row i * experts + expert of x. There are no arrays
+  // then.
+  int each = 0;
 };
 
 template <class T>
@@ -35,7 +37,7 @@ struct Tile {
   uint32_t first, count;
 };
 
-/// Tile number `index`; every warp of a block finds the same.
+/// Tile number `index`; every warp of a block finds the same tile.
 template <int kRows>
 __device__ __forceinline__ Tile find_tile(const Groups& g, uint32_t index) {
   const uint32_t rows = g.rows;
@@ -68,19 +70,19 @@ __device__ __forceinline__ Tile find_tile(const Groups& g, uint32_t index) {
   return {0, 0, 0};
 }
 
-/// Tiles that the groups can make at most.
+/// The largest number of tiles that the groups can make.
 inline int64_t max_tiles(const Groups& g, int tile_rows) {
   if (g.each > 0) return static_cast<int64_t>(g.experts) * ceil_div(g.each, tile_rows);
   if (g.offsets == nullptr) return ceil_div(g.rows, tile_rows);
   return static_cast<int64_t>(g.rows < g.experts ? g.rows : g.experts) + g.rows / tile_rows;
 }
 
-/// The place of a grouped row among rows whose experts alternate (`Groups::each`).
+/// The index of a grouped row among rows whose experts alternate (`Groups::each`).
 __device__ __forceinline__ uint32_t alternating_row(uint32_t row, uint32_t each, uint32_t experts) {
   return row % each * experts + row / each;
 }
 
-/// The row of x of a grouped row; null where there is none.
+/// The row of x that a grouped row reads; null if there is none.
 template <class T>
 __device__ __forceinline__ const T* input_row(const Product<T>& p, uint32_t row) {
   const Groups& g = p.groups;
@@ -100,7 +102,7 @@ __device__ __forceinline__ const T* weight_row(const Product<T>& p, int matrix, 
 constexpr int kStreamWarps = 8;
 constexpr int kStreamRows = 8;
 
-/// kVector consecutive elements, in one 16-byte load where that is more than one.
+/// Loads kVector consecutive elements, with one 16-byte load if that is more than one.
 template <int kVector, class T>
 __device__ __forceinline__ void load_elements(const T* from, float (&x)[kVector]) {
   if constexpr (kVector == 1) {
@@ -160,7 +162,7 @@ constexpr int kTileShare = kTile / (kTileThreads / 32);  // rows that a warp loa
 
 template <int kMatrices, class T, class Epilogue>
 __global__ void __launch_bounds__(kTileThreads) product_tile(const Product<T> p, const Epilogue epilogue) {
-  // Rows and columns, K-major, so that a thread's four neighbours are one load.
+  // Rows and columns are K-major, so that a thread's four neighbours are one load.
   __shared__ __align__(16) float xs[kTileStep][kTilePitch], ws[kMatrices][kTileStep][kTilePitch];
   pdl_wait();
   const Tile tile = find_tile<kTile>(p.groups, blockIdx.x);
@@ -218,8 +220,8 @@ __global__ void __launch_bounds__(kTileThreads) product_tile(const Product<T> p,
 
 // ---- launch
 
-/// Rows per expert up to which weights are streamed once per 8 rows rather than computed in tiles. The two add in
-/// other orders.
+/// The largest number of rows per expert for which weights are streamed once per 8 rows; more rows are computed in
+/// tiles. The two kernels add in different orders.
 constexpr int kStreamMost = 32;
 constexpr int kMaxGridY = 65535;
 
@@ -249,10 +251,10 @@ cudaError_t launch_product(const Product<T>& p, const Epilogue& epilogue, void* 
 template <class T, class O>
 struct StoreRow {
   const T* bias;             // [experts, n] or null
-  const uint32_t* out_rows;  // or null: the grouped row's own number
+  const uint32_t* out_rows;  // or null: grouped row i writes row i
   O* out;                    // [num_out, n]
   int n;
-  uint32_t num_out;  // an out_row from there on is not written
+  uint32_t num_out;  // an out_row from this number on is not written
 
   __device__ __forceinline__ void operator()(int expert, uint32_t row, int column, const float (&sum)[1]) const {
     const uint32_t to = out_rows == nullptr ? row : out_rows[row];

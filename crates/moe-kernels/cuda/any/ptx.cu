@@ -1,4 +1,4 @@
-// Whether only kernels that are built as PTX run: the choice of kernels on the host asks for it.
+// Tells the choice of kernels on the host whether only kernels that are built as PTX may run.
 #include "ptx/common.cuh"
 
 /// 1 or 0.

@@ -1,6 +1,6 @@
 // Per-head RMS norm of q and k, rotary embedding and KV cache write, of any dtype and even head size: a warp per head.
 //
-// Rows of one launch must name different slots (the CPU lets the later row win; a step never repeats one).
+// Rows of one launch must name different slots (on the CPU the later row wins; a step never repeats a slot).
 #include "any/any.cuh"
 #include "attention/args.cuh"
 
@@ -17,7 +17,7 @@ struct RopeArgs {
   const T* k_norm;
   const float* cos;  // [angle_rows, head_dim / 2]
   const float* sin;
-  const uint32_t* angle_index;  // [tokens] row of cos and sin, or null: the token's own
+  const uint32_t* angle_index;  // [tokens] row of cos and sin, or null: token i has row i
   const uint32_t* slots;        // [tokens]
   Q* q_out;                     // [tokens, heads, head_dim]
   T* k_cache;                   // [.., kv_heads, block_size, head_dim]
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope(const RopeArgs<T, S,
 }  // namespace
 }  // namespace moe
 
-/// q_out and the cache's slots from qkv. `stream_dtype` and `q_dtype` are `dtype` or f32.
+/// Computes q_out and writes k and v to the cache's slots, from qkv. `stream_dtype` and `q_dtype` are `dtype` or f32.
 extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream) {
   using namespace moe;
   const QkNormRopeArgs& c = *args;

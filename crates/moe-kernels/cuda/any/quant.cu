@@ -1,10 +1,9 @@
-// Products with quantised weights of any scheme, dtype of activations and shape: dense, and grouped by expert; and the
-// floats that a pack means.
+// Products with quantised weights of any scheme, dtype of activations and shape: dense, and grouped by expert. Another
+// kernel writes the floats that a pack stands for.
 //
-// A block multiplies up to 8 grouped rows with a tile of 16 weight rows. Its warps take tiles along K in turn: each
-// lane reads 16 bytes, makes f32 of them and multiplies the rows of x, which lie in shared memory as f32. So weights
-// are read once for 8 rows of x, whole sectors at a time. A row's sums are added in one order, whatever rows are beside
-// it.
+// A block multiplies up to 8 grouped rows by a tile of 16 weight rows. Its warps take tiles along K in turn: each lane
+// reads 16 bytes, converts them to f32 and multiplies the rows of x, which are in shared memory as f32. So weights are
+// read once for 8 rows of x, whole sectors at a time. A row's sums are added in the same order for all numbers of rows.
 #include "any/gated.cuh"
 #include "any/product.cuh"
 #include "quant/pack.cuh"
@@ -38,15 +37,15 @@ __device__ __forceinline__ void narrow_at(void* values, Dtype dtype, int64_t i, 
   }
 }
 
-/// out[out_rows[row]] = round(sum + bias[expert]); of a pack with gate and up all gates, then all ups.
+/// out[out_rows[row]] = round(sum + bias[expert]). With a gate and up pack, all gates come first, then all ups.
 struct Store {
   static constexpr bool kGateUp = false;
   const void* bias;          // [experts, n] of `dtype` or null
-  const uint32_t* out_rows;  // or null: the grouped row's own number
+  const uint32_t* out_rows;  // or null: grouped row i writes row i
   void* out;                 // [num_out, n] of `out_dtype`
   Dtype dtype, out_dtype;
   int64_t n;
-  uint32_t num_out;  // an out_row from there on is not written
+  uint32_t num_out;  // an out_row from this number on is not written
 
   __device__ __forceinline__ void operator()(int expert, uint32_t row, int64_t column, float sum, float) const {
     const uint32_t to = out_rows == nullptr ? row : out_rows[row];
@@ -73,7 +72,7 @@ struct StoreGated {
   }
 };
 
-/// Columns from `first` on of the tile's rows of x, in packed order; zeros where there are none.
+/// Loads the columns from `first` on of the tile's rows of x, in packed order; zeros for columns that x does not have.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void load_rows(const QuantProduct& p, const Tile& tile, int64_t first,
                                           float (&xs)[kRows][kColumns]) {
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) quant_product(const QuantProduct p, 
   const uint4* tiles = reinterpret_cast<const uint4*>(w.q + tile_row * (w.k_packed / kColumns) * kQuantTileBytes);
   float sum[kRows][2] = {};
   for (int64_t first = 0; first < w.k_packed; first += kWarps * kColumns) {
-    __syncthreads();  // the rows before are read
+    __syncthreads();  // the rows of the step before have been read
     load_rows(p, tile, first, xs);
     __syncthreads();
     const int64_t column = first + warp * kColumns;
@@ -175,7 +174,7 @@ cudaError_t launch_quant(const QuantProduct& p, const Epilogue& epilogue, void* 
   });
 }
 
-/// The floats of a tile of 16 rows, all its columns.
+/// Writes the floats of a tile of 16 rows, with all its columns.
 template <QuantFormat kFormat>
 __global__ void __launch_bounds__(kThreads) dequantise(const QuantPack w, void* out, Dtype dtype) {
   constexpr int kColumns = quant_tile_columns(kFormat), kSteps = kColumns / kQuantStep, kWords = 4 / kSteps;
@@ -240,7 +239,7 @@ extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* strea
   return launch_quant(QuantProduct{c.x, c.dtype, c.w2, groups}, store, stream);
 }
 
-/// The matrices [experts, n, k] that a pack means, rounded to `dtype`.
+/// Writes the matrices [experts, n, k] that a pack stands for, rounded to `dtype`.
 extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream) {
   using namespace moe;
   if (!is_pack(*w) || !is_code(dtype, Dtype::kF16) || w->experts * w->n_tiles >= (int64_t{1} << 31))

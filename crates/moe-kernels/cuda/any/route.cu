@@ -1,7 +1,7 @@
-// Routing of any method, number of experts and top-k, from f32 logits: a warp per token.
+// Routing with any method, number of experts and top-k, from f32 logits: a warp per token.
 //
-// A token's scores and keys are in shared memory, and each of its K choices walks all keys: K E / 32 steps of a warp.
-// gate_route (router/gate_route.cu) keeps them in registers, for the methods and sizes that it knows.
+// A token's scores and keys are in shared memory, and each of its K choices goes through all keys: K E / 32 steps of a
+// warp. gate_route (router/gate_route.cu) keeps them in registers, for the methods and sizes that it supports.
 #include "any/route.cuh"
 
 namespace moe {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void route_row(const AnyRouteArgs& a, const RouteScra
   weigh(a, s);
 }
 
-/// What is left for who watches the step, zero experts and shared slots of row t, then its outputs.
+/// Writes what observers of the step read, zero experts and shared slots of row t, and then its outputs.
 __device__ __forceinline__ void finish_row(const AnyRouteArgs& a, const RouteScratch& s, int t, bool padding) {
   const int lane = threadIdx.x % 32, slots = a.top_k + a.shared_slots;
   const auto experts = static_cast<uint32_t>(a.experts);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32) route_any(const __grid_constant__ AnyRoute
   finish_row(a, s, t, padding);
 }
 
-/// Whether the sizes and pointers of a method fit together.
+/// Whether the sizes and pointers are consistent with each other for the method.
 bool is_valid(const AnyRouteArgs& a) {
   const auto selection = static_cast<Selection>(a.selection);
   const bool grouped = selection == Selection::kGroupedMax || selection == Selection::kGroupedTopTwo;
@@ -97,9 +97,9 @@ bool is_valid(const AnyRouteArgs& a) {
 }  // namespace
 }  // namespace moe
 
-/// Routes rows. A NaN logit is never chosen, and makes all scores of a softmax NaN: a slot without a choice gets
-/// u32::MAX and weight 0, as does every slot of a padding row. Forced and given ids must be below L or absent, and
-/// distinct. Refuses more experts than shared memory holds scores of (about 28,000).
+/// Routes rows. A NaN logit is never chosen, and makes all scores of a softmax NaN. A slot without a choice gets
+/// u32::MAX and weight 0, and so does every slot of a padding row. Forced and given ids must be below L or absent, and
+/// distinct. It refuses more experts than shared memory has room for (about 28,000).
 extern "C" int moe_any_route(const moe::AnyRouteArgs* args, void* stream) {
   using namespace moe;
   if (args == nullptr || !is_valid(*args)) return cudaErrorInvalidValue;

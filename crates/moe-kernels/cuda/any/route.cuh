@@ -1,5 +1,5 @@
-// One token's routing by one warp, any method of moe-router, bit for bit the CPU's: the same functions, sums in the
-// same order, descending key with ties to the lower id.
+// One token's routing by one warp, with any method of moe-router. The result has the bits of the CPU's: the same
+// functions, sums in the same order, descending key with ties to the lower id.
 #pragma once
 
 #include "any/any.cuh"
@@ -10,10 +10,10 @@ namespace moe {
 
 enum class Selection : int { kTopK = 0, kGroupedMax = 1, kGroupedTopTwo = 2, kRawLogits = 3, kHash = 4, kGiven = 5 };
 
-/// What a warp keeps of its token.
+/// What a warp stores of its token.
 struct RouteScratch {
   float* scores;     // [L]
-  uint32_t* keys;    // [L] order of the candidates; 0 = out of the running
+  uint32_t* keys;    // [L] order of the candidates; 0 = can no longer be chosen
   uint32_t* groups;  // [groups]
   uint32_t* ids;     // [K]
   float* weights;    // [K]
@@ -32,7 +32,7 @@ struct RouteScratch {
   }
 };
 
-/// Logits to scores, in place.
+/// Turns logits into scores, in place.
 __device__ __forceinline__ void apply_scoring(Scoring scoring, float* v, int n) {
   const int lane = threadIdx.x % 32;
   if (scoring != Scoring::kSoftmax) {
@@ -54,7 +54,8 @@ __device__ __forceinline__ void apply_scoring(Scoring scoring, float* v, int n) 
 
 constexpr uint32_t kTakenGroup = 0xffffffffu;
 
-/// The index of the largest key, ties to the lower; kNoExpert if all are 0 or taken. The whole warp gets it.
+/// The index of the largest key, ties to the lower index; kNoExpert if all are 0 or taken. All lanes of the warp get
+/// it.
 __device__ __forceinline__ uint32_t best_key(const uint32_t* keys, int n) {
   uint32_t best = 0, at = kNoExpert;
   for (int i = threadIdx.x % 32; i < n; i += 32)
@@ -63,7 +64,7 @@ __device__ __forceinline__ uint32_t best_key(const uint32_t* keys, int n) {
   return __reduce_min_sync(0xffffffffu, top != 0 && best == top ? at : kNoExpert);
 }
 
-/// Takes the experts of all but the best groups out of the running.
+/// Excludes the experts of all but the best groups.
 __device__ __forceinline__ void keep_best_groups(const AnyRouteArgs& a, const RouteScratch& s) {
   const int lane = threadIdx.x % 32, size = a.experts / a.groups;
   const bool two = static_cast<Selection>(a.selection) == Selection::kGroupedTopTwo;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void choose(const AnyRouteArgs& a, const RouteScratch
   }
 }
 
-/// Copies the ids of a row of `from`, K of them; whether any is an expert.
+/// Copies the K ids of a row of `from`. Returns whether any of them is an expert.
 __device__ __forceinline__ bool copy_ids(const uint32_t* from, const AnyRouteArgs& a, const RouteScratch& s) {
   bool some = false;
   for (int k = threadIdx.x % 32; k < a.top_k; k += 32) {

@@ -6,7 +6,7 @@
 namespace moe {
 namespace {
 
-/// out[r] = table[ids[r]]; zeros where the id is not below `table_rows`.
+/// out[r] = table[ids[r]]; zeros if the id is not below `table_rows`.
 template <class T, class S>
 __global__ void gather(const T* table, const uint32_t* ids, S* out, int width, uint32_t table_rows) {
   pdl_wait();
@@ -81,8 +81,8 @@ __global__ void sigmoid(float* x, int64_t count) {
 
 using namespace moe;
 
-/// out [rows, width] (`out_dtype`: that of the table, or f32) = rows `ids` [rows] u32 of `table`
-/// [table_rows, width]: the embedding, and the gathering of wanted rows. An id not below `table_rows` gives zeros.
+/// out [rows, width] (`out_dtype`: the dtype of the table, or f32) = rows `ids` [rows] u32 of `table` [table_rows,
+/// width]. It is the embedding, and gathers wanted rows. An id not below `table_rows` gives zeros.
 extern "C" int moe_any_gather(const void* table, const void* ids, void* out, moe::Dtype dtype, moe::Dtype out_dtype,
                               int rows, int width, int table_rows, void* stream) {
   if (rows < 0 || width < 0 || table_rows < 0) return cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-// Arguments of attention and of what precedes it; `any/` takes the same.
+// Arguments of attention and of the ops before it; the kernels of `any/` take the same arguments.
 #pragma once
 
 #include "codes.cuh"
@@ -10,7 +10,7 @@ namespace moe {
 struct QkNormRopeArgs {
   const void* qkv;              // [tokens, (heads + 2 kv_heads) head_dim] of `stream_dtype`
   const void* q_norm;           // [head_dim] of `dtype`, or null: no norm
-  const void* k_norm;           // as q_norm
+  const void* k_norm;           // the same as q_norm
   float eps;                    // of the norms
   const float* cos;             // [.., head_dim / 2]
   const float* sin;             // [.., head_dim / 2]
@@ -18,10 +18,10 @@ struct QkNormRopeArgs {
   const uint32_t* slots;        // [tokens] distinct; u32::MAX writes nothing to the cache
   void* q_out;                  // [tokens, heads, head_dim] of `q_dtype`
   void* k_cache;                // [num_slots / block_size, kv_heads, block_size, head_dim] of `dtype`
-  void* v_cache;                // as k_cache
+  void* v_cache;                // the same as k_cache
   Dtype dtype, stream_dtype, q_dtype;
   int tokens, heads, kv_heads, head_dim, block_size;
-  int64_t num_slots;  // a slot from there on writes nothing to the cache
+  int64_t num_slots;  // slots from this one on write nothing to the cache
 };
 
 /// Causal attention of any rows over the paged KV cache, which holds their own keys and values already.
@@ -29,26 +29,30 @@ struct PagedAttentionArgs {
   const void* q;        // [tokens, heads, head_dim] of `q_dtype`
   const void* k_cache;  // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
   const void* v_cache;  // [num_blocks, kv_heads, block_size, value_row] of `dtype`: values first in their rows
-  const uint32_t* query_start_loc;  // [sequences + 1] ascending; rows before the first are left alone, rows behind the
-                                    // last become zeros
-  const uint32_t* positions;        // [tokens] ascending within a sequence
-  const uint32_t* block_tables;     // [sequences, max_blocks]
-  void* out;                        // [tokens, heads * value_dim] of `dtype`
+  // [sequences + 1] ascending. Rows before the first are not written; rows after the last become zeros.
+  const uint32_t* query_start_loc;
+  const uint32_t* positions;     // [tokens] ascending within a sequence
+  const uint32_t* block_tables;  // [sequences, max_blocks]
+  void* out;                     // [tokens, heads * value_dim] of `dtype`
   Dtype dtype, q_dtype;
   int tokens, sequences, max_blocks, heads, kv_heads, head_dim, value_dim, value_row, num_blocks, block_size;
-  float scale;         // of the scores
-  int window;          // positions that a row sees, itself included; 0 = all
-  int invariant;       // whether a row's bits must not depend on `tokens` and `sequences`
-  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent;
-                       // launches that share it must not overlap
-  float* partials;  // of moe_attention_latent with several splits, and of moe_attention_latent_decode: [tokens * heads,
-                    // splits, value_dim] values, then [tokens * heads, splits, 2] maxima and sums
-  int splits;       // parts of the positions, as moe_attention_latent_splits and moe_attention_latent_decode_splits
-                    // give them; 1 elsewhere
+  float scale;    // of the scores
+  int window;     // positions that a row sees, including its own; 0 = all
+  int invariant;  // whether a row's bits must not depend on `tokens` and `sequences`
+  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent. Launches that share it must
+  // not overlap.
+  uint32_t* counters;
+  // Scratch of moe_attention_latent with several splits, and of moe_attention_latent_decode: [tokens * heads, splits,
+  // value_dim] values, then [tokens * heads, splits, 2] maxima and sums.
+  float* partials;
+  // Parts of the positions, from moe_attention_latent_splits and moe_attention_latent_decode_splits; 1 in other calls.
+  int splits;
+  // [heads] a logit of each head that has no value, or null. Used by moe_attention_prefill* and `any/`.
+  const float* sinks;
 };
 
-/// One new token per sequence, from qkv to attention. A row with slot u32::MAX, or another that the cache does not
-/// have, is padding: zeros out, nothing written.
+/// One new token per sequence, from qkv to attention. A row whose slot is u32::MAX, or a slot that the cache does not
+/// have, is padding: its output is zeros and nothing is written to the cache.
 struct AttentionDecodeArgs {
   const float* qkv;  // [rows, (heads + 2 kv_heads) head_dim]
   const void* q_norm;
@@ -57,22 +61,23 @@ struct AttentionDecodeArgs {
   const float* cos;
   const float* sin;
   const uint32_t* angle_index;
-  const uint32_t* slots;         // [rows]; these seven as in QkNormRopeArgs, bf16
+  const uint32_t* slots;         // [rows]; these seven are the same as in QkNormRopeArgs, bf16
   const uint32_t* positions;     // [rows] of the new tokens
   const uint32_t* block_tables;  // [rows, max_blocks]
   int max_blocks;
   void* k_cache;    // [.., kv_heads, block_size, head_dim] bf16
-  void* v_cache;    // as k_cache
+  void* v_cache;    // the same as k_cache
   void* out;        // [rows, heads * head_dim] bf16
   void* workspace;  // moe_attention_decode_workspace bytes, zero before the first use
   int rows, heads, kv_heads, head_dim, block_size;
   float scale;
   int window;
-  int splits;         // as moe_attention_decode_splits gives them
-  int64_t num_slots;  // of the cache
+  int splits;          // from moe_attention_decode_splits
+  int64_t num_slots;   // of the cache
+  const float* sinks;  // [heads] a logit of each head that takes part in the softmax and has no value; null: none
 };
 
-/// The rows of latent attention after the down-projection: latent normed, the other part rotated.
+/// The rows of latent attention after the down-projection: the latent is normed, and the other part is rotated.
 struct MlaLatentArgs {
   const float* compressed;  // [rows, latent + rope]
   const void* norm;         // [latent] of `dtype`
@@ -85,7 +90,7 @@ struct MlaLatentArgs {
   int rows, latent, rope;
 };
 
-/// Keys, and values that have a cache of their own, to the rows' slots.
+/// Stores keys, and values that have a cache of their own, in the rows' slots.
 struct MlaCacheArgs {
   const void* kv;         // [rows, heads, key - rope + value] of `kv_dtype`
   const void* rotated;    // [rows, rope] of `dtype`
@@ -97,7 +102,8 @@ struct MlaCacheArgs {
   int64_t num_slots;
 };
 
-/// Queries: their last values rotated to the end of out, the others to `plain`, or to the beginning of out.
+/// Queries: their last values are rotated and stored at the end of `out`, the others in `plain` or at the beginning of
+/// `out`.
 struct MlaQueryArgs {
   const float* q;    // [rows, heads, plain_dim + rope]
   const float* cos;  // [rows, rope / 2]
@@ -108,11 +114,12 @@ struct MlaQueryArgs {
   int rows, heads, plain_dim, rope, width;
 };
 
-/// Products of queries and latents of a layer that projects both at once: queries as of MlaQueryArgs, and the cache
-/// rows of the latents, normed, with their rotated parts.
+/// The products of queries and of latents, from one matrix that projects both or from two. Queries are handled as in
+/// MlaQueryArgs. The latents are normed and stored in cache rows with their rotated parts.
 struct MlaRowsArgs {
-  const float* products;  // [rows, heads (plain_dim + rope) + latent + rope]
-  const void* norm;       // [latent] of `dtype`
+  const float* queries;  // [rows, heads (plain_dim + rope)]; one row is `query_row` values after the other
+  const float* latents;  // [rows, latent + rope]; one row is `latent_row` values after the other
+  const void* norm;      // [latent] of `dtype`
   float eps;
   const float* cos;  // [rows, rope / 2]
   const float* sin;
@@ -121,12 +128,12 @@ struct MlaRowsArgs {
   void* out;              // [rows, heads, width] of `out_dtype`
   void* k_cache;          // [num_slots, latent + rope] of `dtype`
   Dtype dtype, out_dtype;
-  int rows, heads, plain_dim, rope, width, latent;
+  int rows, heads, plain_dim, rope, width, latent, query_row, latent_row;
   int64_t num_slots;
 };
 
-/// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and
-/// 64 columns.
+/// Copies the latent rows of the positions that some sequences see out of the cache, one sequence after the other.
+/// bf16: 512 and 64 columns.
 struct MlaExpandArgs {
   const void* cache;                // [num_blocks, 1, block_size, 576]
   const uint32_t* query_start_loc;  // [sequences + 1]
@@ -136,14 +143,14 @@ struct MlaExpandArgs {
   void* keys;                       // out [heads, all, 192]: the last 64 columns
   uint32_t* bases;                  // out [sequences]: the row of each sequence's first position
   int sequences, max_blocks, block_size, heads;
-  int all;  // positions of all of them
+  int all;  // the positions of all sequences together
 };
 
 /// out[r, h] = w[h] x[r, h].
 struct PerHeadArgs {
   const void* x;  // [rows, heads, k] of `dtype`
   const void* w;  // [heads, n, k] of `dtype`
-  void* out;      // [rows, heads, stride] of `out_dtype`: the first n of each are written
+  void* out;      // [rows, heads, stride] of `out_dtype`; the first n of each stride are written
   Dtype dtype, out_dtype;
   int rows, heads, n, k, stride;
   int invariant;  // whether a row's bits must not depend on `rows`

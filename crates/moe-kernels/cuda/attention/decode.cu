@@ -6,17 +6,17 @@
 // is nothing and latency is all: everything that does not depend on this token (block tables, the first keys and
 // values) is fetched before pdl_wait().
 //
-// A block takes one sequence, up to 8 query heads of one KV head, and a range of positions (a split). A warp walks
-// tiles of 16 positions that come to places of its own (attention/ring.cuh), so that warps never wait for each other in
-// the loop. Both products put the KV side on the 16 rows of mma.sync and the 8 heads on its 8 columns: S^T = K q^T and
-// O^T = V^T P^T, so no half of the tensor core idles as it would with 8 heads on 16 rows, and P^T is S^T transposed
-// 8 x 8 in registers. Softmax is online per warp; q and P are rounded to bf16, sums are f32.
+// A block takes one sequence, up to 8 query heads of one KV head, and a range of positions (a split). Each warp goes
+// through its own tiles of 16 positions, which are copied to its own part of shared memory (attention/ring.cuh), so
+// that warps never wait for each other in the loop. Both products put the KV side on the 16 rows of mma.sync and the 8
+// heads on its 8 columns: S^T = K q^T and O^T = V^T P^T. With 8 heads on 16 rows half of the tensor core would idle.
+// P^T is S^T transposed 8 x 8 in registers. Softmax is online per warp; q and P are rounded to bf16, sums are f32.
 //
-// Merging: warps through shared memory; splits within a cluster of up to 8 blocks through distributed shared
-// memory, every block sending each head's part to the block that merges it; clusters of one sequence through global
-// memory, the last of them merging what the others publish. Every order is fixed, so results repeat bit for bit. The
-// new token is a part of its own in the merge of split 0: its key and value come from registers, and the cache write
-// needs no ordering at all.
+// Merging: warps merge through shared memory. Splits within a cluster of up to 8 blocks merge through distributed
+// shared memory: every block sends each head's part to the block that merges it. Clusters of one sequence merge through
+// global memory: the last of them merges what the others publish. Every order is fixed, so results repeat bit for bit.
+// The new token is a part of its own in the merge of split 0: its key and value come from registers, and the cache
+// write needs no ordering at all.
 //
 // Splits begin at multiples of 64 positions from 0. Their length follows from the sequence's length, on the device:
 // a captured launch serves any context.
@@ -25,7 +25,7 @@
 namespace moe {
 namespace {
 
-/// Zeros for a row of padding.
+/// Writes zeros for a row of padding.
 template <int D, bool kFp8>
 __device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
   for (int i = threadIdx.x; i < p.heads * D; i += kThreads) {
@@ -43,8 +43,8 @@ template <int D, class Ring, bool kFp8>
 __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, const Shared<D>& s) {
   const Place p = place(a);
   const Range range = split_range(a, p);
-  // A cluster without work leaves as one. The first split of every row waits for the kernels ahead, so the end of
-  // this kernel still implies theirs.
+  // All blocks of a cluster without work end here together. The first split of every row waits for the kernels before
+  // this one, so the end of this kernel still implies their end.
   if (p.cluster_first >= range.active || (range.padding && p.split > 0)) return;
   const bool merges = a.splits > 1 && !range.padding;
   if (merges) cluster_arrive();  // this block runs, so the others may write to its shared memory
@@ -54,8 +54,9 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, 
   Ring ring(s.ring(warp), s.full(warp), maps, span);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
-  // Beside the kernel ahead there is nothing to wait for: its blocks let this one begin behind their own wait, so what
-  // came before both has ended, and what it wrote, qkv, is read out of L2.
+  // If this kernel runs at the same time as the kernel before it (`beside`), there is nothing to wait for. That kernel
+  // lets this one begin after its own wait, so everything before both has ended, and what it wrote (qkv) is read from
+  // L2.
   if (!a.beside) pdl_wait();
   if (range.padding) {
     zero_out<D, kFp8>(a, p);
@@ -77,7 +78,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, 
   ring.end();
   part.store(s.values(warp), s.stats(warp));
   __syncthreads();
-  const BlockPartial<D> block(s, p.split == 0, token);
+  const BlockPartial<D> block(a, p, s, token);
   if (!merges) {
     const ThreadSlice<D> mine;
     float out[ThreadSlice<D>::kPer];
@@ -98,13 +99,13 @@ __device__ __forceinline__ void decode(const DecodeArgs& a, const KvMaps& maps) 
   extern __shared__ __align__(1024) uint8_t smem[];
   pdl_launch_dependents();
   attend<D, Ring, kFp8>(a, maps, Shared<D>(smem));
-  // Beside the kernel ahead, one block waits for it at last, so that the end of this kernel still implies its end.
+  // With `beside`, one block waits for the kernel before at last, so that the end of this kernel still implies its end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
   if (a.beside && last) pdl_wait();
 }
 
-/// kTiles: whether the copy engine brings tiles. Four blocks have room for their registers, and one beside a block of
-/// the products ahead.
+/// kTiles: whether the copy engine copies tiles. There are registers for four blocks on an SM, or for one next to a
+/// block of the products before.
 template <int D, bool kTiles, bool kFp8>
 __global__ void __launch_bounds__(kThreads, 4) decode_kernel(DecodeArgs a, const __grid_constant__ KvMaps maps) {
   if constexpr (!kTiles) {
@@ -159,7 +160,8 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
                         static_cast<uint32_t>(c.window),
                         c.splits,
                         beside != 0,
-                        fp8};
+                        fp8,
+                        c.sinks};
   if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, limits.major, stream);
   if (c.head_dim == 128) return run<128, false>(a, c.rows, limits.major, stream);
   if (c.head_dim == 64) return run<64, false>(a, c.rows, limits.major, stream);
@@ -169,7 +171,8 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
 }  // namespace
 }  // namespace moe
 
-/// Splits that give every SM a block (on Hopper or later; 1 before) with `rows` sequences: 1, 2, 4 or a multiple of 8.
+/// The number of splits that gives every SM a block with `rows` sequences: 1, 2, 4 or a multiple of 8 (on Hopper or
+/// later; 1 on older cards).
 extern "C" int moe_attention_decode_splits(int rows, int heads, int kv_heads, int sms) {
   const int blocks = rows * moe::ceil_div(heads / kv_heads, moe::kHeads) * kv_heads;
   int splits = 1;
@@ -177,7 +180,7 @@ extern "C" int moe_attention_decode_splits(int rows, int heads, int kv_heads, in
   return splits;
 }
 
-/// Bytes of `workspace`, which must be zero before its first use and is left ready for the next.
+/// Bytes of `workspace`. It must be zero before its first use; a launch leaves it ready for the next one.
 extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_heads, int head_dim, int splits) {
   const size_t clusters = moe::ceil_div(splits, moe::kMaxCluster);
   const size_t groups = static_cast<size_t>(rows) * moe::ceil_div(heads / kv_heads, moe::kHeads) * kv_heads;
@@ -185,20 +188,21 @@ extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_hea
   return groups * moe::kHeads * clusters * (head_dim + 2) * sizeof(uint32_t);
 }
 
-/// out = attention of one new token per sequence, whose key and value go to the cache and take part. Positions, slots,
-/// tables and the cache of earlier positions must have been written before this step began. head_dim is 64 or 128.
+/// out = attention of one new token per sequence. The token's key and value are stored in the cache and take part.
+/// Positions, slots, tables and the cache of earlier positions must have been written before this step began. head_dim
+/// is 64 or 128.
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream) {
   return moe_attention_decode_beside(args, 0, stream);
 }
 
-/// moe_attention_decode, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one
-/// reads, and that lets this one begin when what came before both is there.
+/// The same as moe_attention_decode. With `beside`, it may run at the same time as the kernel before it on the stream.
+/// That kernel writes nothing that this one reads, and lets this one begin when everything before both is there.
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
   return moe::run_decode(*args, beside, {}, stream);
 }
 
-/// moe_attention_decode_beside in FP8, the bits of moe_fp8_quantise behind it: `out` [rows, heads 128] bytes, by quads
-/// or not, scales [heads, lines]. Hopper, heads of 128.
+/// The same as moe_attention_decode_beside, followed by moe_fp8_quantise, bit for bit: `out` is [rows, heads 128]
+/// bytes, by quads or not, and scales are [heads, lines]. Hopper, heads of 128.
 extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
                                         int quads, void* stream) {
   using namespace moe;

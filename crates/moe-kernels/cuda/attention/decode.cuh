@@ -22,7 +22,7 @@ struct DecodeArgs {
   float eps;
   Angles angles;
   const uint32_t* slots;
-  uint32_t num_slots;  // one from there on is none
+  uint32_t num_slots;  // slots from this one on are not in the cache
   const uint32_t* positions;
   const uint32_t* block_tables;
   int max_blocks;
@@ -30,11 +30,12 @@ struct DecodeArgs {
   bf16* out;
   uint32_t* partials;  // [rows][groups][kHeads][clusters][D + 2]: values, maximum, sum; zero between launches
   int heads;
-  float scale;  // times log2 e
+  float scale;  // the scale times log2 e
   uint32_t window;
   int splits;
-  bool beside;       // what this kernel reads was there before the kernel ahead began
-  fp8::RowsOut fp8;  // in the place of `out`, if it has scales: heads of 128
+  bool beside;         // whether everything that this kernel reads was written before the previous kernel began
+  fp8::RowsOut fp8;    // used instead of `out` if it has scales: heads of 128
+  const float* sinks;  // [heads], or null
 };
 
 /// What a block works on.
@@ -67,12 +68,12 @@ struct Range {
   uint32_t slot, position;
   int active;         // splits of this sequence that hold positions, at least 1
   int begin, end;     // of this split
-  int visible_begin;  // positions before it are outside of the window
+  int visible_begin;  // positions before this one are outside of the window
 };
 
 __device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p) {
   Range r;
-  // Both at once: behind the launch ahead, which streams weights, each load takes a microsecond.
+  // Both loads are issued together: after the launch ahead, which streams weights, each load takes a microsecond.
   const uint32_t position = a.positions[p.row];
   r.slot = a.slots[p.row];
   r.padding = r.slot >= a.num_slots;
@@ -87,7 +88,7 @@ __device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p
   return r;
 }
 
-/// Floats of a head's values in shared memory, against bank conflicts.
+/// The number of floats that a head's values take in shared memory, padded against bank conflicts.
 template <int D>
 constexpr int kValuePitch = D + 4;
 
@@ -124,7 +125,7 @@ __device__ __forceinline__ size_t out_at(const DecodeArgs& a, const Place& p, in
   return (static_cast<size_t>(p.row) * a.heads + p.head + head) * D;
 }
 
-/// What the prologue needs and no kernel of this step writes: fetched before pdl_wait().
+/// What the prologue needs and no kernel of this step writes; it is loaded before pdl_wait().
 template <int D>
 struct Constants {
   Head<D> q_norm_weight, k_norm_weight, angle;
@@ -134,7 +135,7 @@ struct Constants {
         angle(a.angles.load<D>(row)) {}
 };
 
-/// Where a thread stands in merges and stores: one head, kPer consecutive dimensions.
+/// Which part of the merges and stores a thread does: one head, kPer consecutive dimensions.
 template <int D>
 struct ThreadSlice {
   static constexpr int kPer = kHeads * D / kThreads;
@@ -142,7 +143,7 @@ struct ThreadSlice {
   __device__ ThreadSlice() : head(threadIdx.x * kPer / D), d(threadIdx.x * kPer % D) {}
 };
 
-/// The new token's value in split 0, this thread's dimensions.
+/// This thread's dimensions of the new token's value, in split 0.
 template <int D>
 struct NewToken {
   float value[ThreadSlice<D>::kPer] = {};
@@ -156,8 +157,8 @@ __device__ __forceinline__ void store_bf16(bf16* to, const float (&x)[kPer]) {
     *reinterpret_cast<uint2*>(to + i) = {pack_bf16(x[i], x[i + 1]), pack_bf16(x[i + 2], x[i + 3])};
 }
 
-/// q of the block's heads to shared memory, rounded; split 0: the new key and value to the cache and the scores
-/// with the new key to shared memory.
+/// Stores the rounded q of the block's heads in shared memory. Split 0 also stores the new key and value in the cache,
+/// and the scores of the new key in shared memory.
 template <int D, class Shared>
 __device__ __forceinline__ NewToken<D> prologue(const DecodeArgs& a, const Place& p, uint32_t slot,
                                                 const Constants<D>& c, const Shared& s) {
@@ -286,7 +287,7 @@ __device__ __forceinline__ void update_softmax(Partial<D>& part, float (&weight)
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     top = fmaxf(part.max[h], top);
-    // All masked so far: subtract 0, so that weights are 0 and not NaN.
+    // All positions so far are masked: 0 is subtracted instead of -inf, so that weights are 0 and not NaN.
     const float base = top == -INFINITY ? 0.f : top, old = exp2f(part.max[h] - base);
     part.max[h] = top;
     weight[h] = exp2f(weight[h] - base);

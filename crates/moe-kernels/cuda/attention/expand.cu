@@ -1,9 +1,11 @@
-// Prompts over latent rows with keys and values of every head: 320 multiply-adds per head and position in place of the
-// 1,088 in latent space, for which the latents of all positions that the prompts see are multiplied out once.
+// Attention of prompts over latent rows with keys and values of every head. This takes 320 multiply-adds per head and
+// position instead of the 1,088 in latent space. In exchange, the latents of all positions that the prompts see are
+// multiplied once by the up-projections.
 //
-// Two launches with products between them: `moe_mla_expand` copies the sequences' latents out of the cache, one behind
-// the other, and the rotated part to the keys of all heads; the caller multiplies; `moe_attention_expanded` attends
-// (prefill_wgmma.cu). Floor of the first: it reads 1,152 bytes a position and writes 1,024 + 128 a head.
+// There are two launches with products between them. `moe_mla_expand` copies the sequences' latents out of the cache,
+// one sequence after the other, and copies the rotated part to the keys of all heads. The caller multiplies.
+// `moe_attention_expanded` attends (prefill_wgmma.cu). Floor of the first launch: it reads 1,152 bytes a position and
+// writes 1,024 + 128 a head.
 #include "attention/prefill.cuh"
 
 namespace moe {
@@ -18,8 +20,8 @@ __device__ __forceinline__ uint32_t positions_of(const MlaExpandArgs& a, int s) 
   return end > begin ? a.positions[end - 1] + 1 : 0;
 }
 
-/// A warp per row of the result: it walks the sequences for its own, 32 at a time. The first block writes where each
-/// begins.
+/// One warp copies one row of the result: it searches the sequences for the row's own, 32 at a time. The first block
+/// writes where each sequence begins.
 __global__ void __launch_bounds__(kWarps * 32) expand_rows(const __grid_constant__ MlaExpandArgs a) {
   pdl_launch_dependents();
   pdl_wait();
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32) expand_rows(const __grid_constant
     const int column = (i * 32 + lane) * 8;
     *reinterpret_cast<uint4*>(to + column) = *reinterpret_cast<const uint4*>(from + column);
   }
-  // Eight lanes hold the rotated part; four heads at a time.
+  // Eight lanes hold the rotated part, so the warp writes it for four heads at a time.
   const uint4 tail = *reinterpret_cast<const uint4*>(from + kLatent + lane % 8 * 8);
   bf16* key = static_cast<bf16*>(a.keys) + static_cast<size_t>(row) * kKey + kKey - kRope + lane % 8 * 8;
   for (int head = lane / 8; head < a.heads; head += 4)
@@ -71,8 +73,8 @@ extern "C" int moe_mla_expand(const moe::MlaExpandArgs* args, void* stream) {
   return launch(expand_rows, {dim3(ceil_div(c.all, kWarps)), dim3(kWarps * 32), stream}, c);
 }
 
-/// out = attention of q over keys [heads, all, 192] and values [heads, all, 128], bf16, where `moe_mla_expand` has put
-/// the sequences. Hopper.
+/// out = attention of q over keys [heads, all, 192] and values [heads, all, 128], bf16, in the rows where
+/// `moe_mla_expand` has put the sequences. Hopper.
 extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const uint32_t* bases, int all,
                                       void* stream) {
   using namespace moe;

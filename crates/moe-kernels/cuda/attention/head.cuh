@@ -31,7 +31,7 @@ __device__ __forceinline__ void warp_sums(float (&v)[kCount]) {
   }
 }
 
-/// Pairs from two places of D / 2 floats.
+/// Loads pairs from two places of D / 2 floats.
 template <int D>
 __device__ __forceinline__ Head<D> load_pairs(const float* low, const float* high) {
   const int at = threadIdx.x % 32 * Head<D>::kPairs;
@@ -51,7 +51,7 @@ __device__ __forceinline__ Head<D> load_head(const float* x) {
   return load_pairs<D>(x, x + D / 2);
 }
 
-/// A norm's weight; 1 where there is none.
+/// The weight of a norm; 1 if there is no norm.
 template <int D>
 __device__ __forceinline__ Head<D> load_norm_weight(const bf16* weight) {
   const int lane = threadIdx.x % 32;
@@ -64,7 +64,7 @@ __device__ __forceinline__ Head<D> load_norm_weight(const bf16* weight) {
   return h;
 }
 
-/// low^2 + high^2 and a rotation of the two, in roundings that every kernel shares.
+/// low^2 + high^2 and a rotation of the two, with roundings that are the same in every kernel.
 __device__ __forceinline__ float pair_square(float low, float high) {
   return __fmaf_rn(high, high, __fmul_rn(low, low));
 }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_head(const Head<D>& h, bf16* to) {
   }
 }
 
-/// 16-byte chunk `c` of row `r`, placed so that eight rows of one column hit every bank.
+/// The offset of the 16-byte chunk `c` of row `r`: eight rows of one column are in different banks.
 template <int D>
 __device__ __forceinline__ uint32_t swizzle(uint32_t r, uint32_t c) {
   return r * D * 2 + ((c ^ (r & 7)) << 4);

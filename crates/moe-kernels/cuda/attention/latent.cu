@@ -1,15 +1,16 @@
 // Causal attention over latent rows (DeepSeek's absorbed form): one row of 576 values per position is the key of every
 // head, and its first 512 values are the value. Decoding and prompts alike, on Hopper's warpgroup products.
 //
-// Floors: a decoded token reads 1,152 bytes per position, 4.0 TB/s; a prompt computes 2 (576 + 512) FLOP per query head
-// and visible position, 790 TFLOP/s.
+// Floors: a decoded token reads 1,152 bytes per position at 4.0 TB/s; a prompt computes 2 (576 + 512) FLOP per query
+// head and visible position at 790 TFLOP/s.
 //
 // Design: a tile of 64 positions is copied to shared memory once (TMA, 128-byte swizzle, page by page) and is both
-// operands, K and V, for 64 (token, head) rows. One warpgroup computes scores and softmax and the first 128 columns of
-// the result, the other the 384 columns behind them, from weights that it gets through shared memory: so the scores of
-// the next tile run beside the second's products. With 16 heads a decoded token fills a quarter of the 64 rows, which
-// costs no time: the products of a tile (1.3 us) take less than its share of the memory's bandwidth (2.4 us). Few
-// sequences are split over their positions, and a second launch merges (latent_merge.cu).
+// operands, K and V, for 64 (token, head) rows. The first warpgroup computes scores, softmax and the first 128 columns
+// of the result. It passes the weights through shared memory to the second, which computes the remaining 384 columns.
+// So the scores of the next tile are computed while the products of the second warpgroup run. With 16 heads a decoded
+// token fills a quarter of the 64 rows. That costs no time: the products of a tile (1.3 us) take less than its share of
+// the memory's bandwidth (2.4 us). Few sequences are split over their positions, and a second launch merges the splits
+// (latent_merge.cu).
 #include "attention/latent.cuh"
 
 #include <cmath>
@@ -21,21 +22,21 @@ namespace {
 #if MOE_HAS_WGMMA
 
 // Named barriers; 0 is the block's own.
-constexpr int kOwn = 1;    // of the warpgroup of the scores
-constexpr int kReady = 2;  // weights and factors are there
-constexpr int kTaken = 3;  // and have been read
+constexpr int kOwn = 1;    // of the warpgroup that computes scores
+constexpr int kReady = 2;  // weights and factors have been stored
+constexpr int kTaken = 3;  // weights and factors have been read
 
 constexpr int kLeft = 128;                    // columns of the first warpgroup
-constexpr int kRight = (kValue - kLeft) / 2;  // of each of the two products of the second
+constexpr int kRight = (kValue - kLeft) / 2;  // columns of each of the two products of the second warpgroup
 
 /// A thread's two rows of the 64: g and g + 8 of its warp's 16.
 struct Softmax {
   float max[2] = {-INFINITY, -INFINITY};  // of the scores, before the scale
   float sum[2] = {};
-  float factor[2];  // what the last tile's maximum did to the sums
+  float factor[2];  // the factor by which the last tile's maximum scales the sums
   int position[2];
 
-  /// Scores to weights, not yet divided by their sum.
+  /// Turns scores into weights, which are not yet divided by their sum.
   template <bool kMasked>
   __device__ __forceinline__ void add(float (&s)[kTile / 2], int begin, float scale, int window) {
     const int t = threadIdx.x % 4;
@@ -67,7 +68,7 @@ struct Softmax {
     }
   }
 
-  /// The sums over the threads of a row.
+  /// Adds the sums over the threads of a row.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (float& x : sum) {
@@ -104,8 +105,8 @@ __device__ __forceinline__ void rescale(float (&values)[N], const float (&factor
   for (int i = 0; i < N; ++i) values[i] *= factor[i / 2 % 2];
 }
 
-/// Zeros the values of positions that nobody sees, which weights of zero would not hide if they are no numbers. By the
-/// warpgroup of the scores.
+/// Zeros the values of positions that no row sees: a weight of zero does not hide a value that is NaN or infinite. The
+/// warpgroup of the scores does it.
 __device__ __forceinline__ void zero_unseen(uint8_t* tile, int begin, const Work& w) {
   for (int i = threadIdx.x; i < kTile * (kValue / 8); i += 128) {
     const int part = i / (kTile * 8), row = i / 8 % kTile, chunk = i % 8;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void zero_unseen(uint8_t* tile, int begin, const Work
   named_barrier(kOwn, 128);
 }
 
-/// Where a thread's results go: rounded to `out`, or as they are to its split.
+/// Where a thread's results are stored: rounded in `out`, or in f32 in the part of its split.
 struct Store {
   const Args& a;
   const Splits& splits;
@@ -156,7 +157,7 @@ struct Store {
   }
 };
 
-/// Scores, softmax and the first columns of a work tile; `queries`: parity of their barrier.
+/// Computes scores, softmax and the first columns of a work tile. `queries` is the parity of their barrier.
 __device__ __forceinline__ void compute_left(const Block& b, const Args& a, const Splits& splits, const Work& w,
                                              Cursor& at, uint32_t& queries) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void compute_left(const Block& b, const Args& a, cons
     issue_scores(s, b.query(), tile);
     wgmma_wait<0>();
     wgmma_hold(s);
-    // One lane's arrival is enough: products alone read the queries, and they have ended.
+    // One lane's arrival is enough: only products read the queries, and the products have ended.
     if (i + 1 == w.tiles && lane == 0) mbarrier_arrive(b.query_empty());
     const bool masked = begin + kTile - 1 > w.lowest || (a.window > 0 && begin < w.end - a.window);
     if (masked) rows.template add<true>(s, begin, a.scale, a.window);
@@ -198,7 +199,8 @@ __device__ __forceinline__ void compute_left(const Block& b, const Args& a, cons
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_hold(values);
-    // One lane's, as products alone read the tile; behind its zeros, lanes have fenced and met (zero_unseen).
+    // One lane's arrival is enough, because only products read the tile. If the lanes have written zeros, they have
+    // fenced and met since (zero_unseen).
     if (lane == 0) mbarrier_arrive(b.empty(at.stage));
   }
   rows.finish();
@@ -212,7 +214,7 @@ __device__ __forceinline__ void compute_left(const Block& b, const Args& a, cons
   store.softmax(rows.max, rows.sum, a.scale);
 }
 
-/// The other columns.
+/// Computes the other columns.
 __device__ __forceinline__ void compute_right(const Block& b, const Args& a, const Splits& splits, const Work& w,
                                               Cursor& at) {
   if (w.tiles == 0) return;
@@ -243,7 +245,7 @@ __device__ __forceinline__ void compute_right(const Block& b, const Args& a, con
     wgmma_wait<0>();
     wgmma_hold(middle);
     wgmma_hold(right);
-    // One lane's, as products alone read the tile.
+    // One lane's arrival is enough, because only products read the tile.
     if (lane == 0) mbarrier_arrive(b.empty(at.stage));
   }
   named_barrier(kReady, kWarps * 32);
@@ -252,7 +254,7 @@ __device__ __forceinline__ void compute_right(const Block& b, const Args& a, con
   store.columns<kRight>(right, kLeft + kRight);
 }
 
-/// Zeros in the padding rows, by the warps that compute.
+/// Writes zeros to the padding rows, by the warps that compute.
 __device__ __forceinline__ void zero_padding(const Args& a) {
   const int width = a.heads * kValue / 8;
   for (int token = a.query_start_loc[a.sequences] + blockIdx.x; token < a.tokens; token += gridDim.x) {
@@ -274,7 +276,7 @@ __device__ __forceinline__ void consume(const Block& b, const Args& a, const Spl
     if (is_left) compute_left(b, a, splits, w, at, queries);
     else compute_right(b, a, splits, w, at);
   }
-  if (is_left) named_barrier(kTaken, kWarps * 32);  // every arrival has been waited for
+  if (is_left) named_barrier(kTaken, kWarps * 32);  // so that every arrival is waited for
 }
 
 #endif  // MOE_HAS_WGMMA
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<240>();
     pdl_wait();
     consume(b, a, splits);
-    // At the end, when nothing waits for it.
+    // Padding comes last, when nothing waits for it.
     zero_padding(a);
   }
 #endif
@@ -320,7 +322,7 @@ bool valid(const PagedAttentionArgs& c) {
   return is_latent(c) && pages && c.counters != nullptr && (c.splits == 1 || c.partials != nullptr);
 }
 
-/// `w_uv` is null where latents are wanted.
+/// `w_uv` is null if the results are latents.
 cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, void* stream) {
   if (!valid(c)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
@@ -345,8 +347,9 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
 }  // namespace
 }  // namespace moe::attention_latent
 
-/// Parts of the positions that fill the SMs where every sequence has one row: 1, or a power of two up to 64. More are
-/// faster for one sequence of 32,768 positions (24.3 against 29.4 us), but slower for 8,192 (14.9 against 14.2).
+/// The number of parts of the positions that fill the SMs when every sequence has one row: 1, or a power of two up to
+/// 64. More parts are faster for one sequence of 32,768 positions (24.3 against 29.4 us), but slower for 8,192 (14.9
+/// against 14.2).
 extern "C" int moe_attention_latent_splits(int tokens, int sequences, int heads, int sms) {
   using namespace moe::attention_latent;
   if (tokens <= 0 || heads <= 0 || sms <= 0 || tokens > sequences) return 1;
@@ -359,14 +362,15 @@ extern "C" int moe_attention_latent_splits(int tokens, int sequences, int heads,
   return kMost;
 }
 
-/// out = attention of q over latent rows, bf16: one KV head, head_dim 576, value_dim 512, values in the rows of their
-/// keys; block_size is 8, 16, 32 or a multiple of 64. Hopper.
+/// out = attention of q over latent rows, bf16. There is one KV head, head_dim is 576, value_dim is 512, and values are
+/// in the rows of their keys; block_size is 8, 16, 32 or a multiple of 64. Hopper.
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream) {
   return moe::attention_latent::run(*args, nullptr, nullptr, stream);
 }
 
-/// moe_attention_latent with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the
-/// latents. `out` gets the latents of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
+/// The same as moe_attention_latent followed by a product: values [tokens, heads, 128] = w_uv [heads, 128, 512] times
+/// the latents. Only the latents of padding rows are written to `out`. It needs several splits. w_uv begins at a
+/// multiple of 16 bytes.
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
                                            void* stream) {
   if (args->splits <= 1 || w_uv == nullptr) return cudaErrorInvalidValue;

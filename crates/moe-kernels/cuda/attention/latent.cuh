@@ -10,17 +10,17 @@ namespace moe::attention_latent {
 
 using attention_prefill::Args;
 
-constexpr int kKey = 576;                        // of a latent row: all of it is key,
-constexpr int kValue = 512;                      // and its beginning is value
+constexpr int kKey = 576;                        // columns of a latent row, all of which are the key
+constexpr int kValue = 512;                      // the first columns of a latent row, which are the value
 constexpr int kRows = 64;                        // (token, head) rows of a block
 constexpr int kTile = 64;                        // positions
 constexpr int kStages = 2;                       // tiles in shared memory
-constexpr int kParts = kKey / kTileColumns;      // 64 columns of rows lie together
-constexpr int kPartBytes = kTile * 128;          // of a tile, and of the queries
-constexpr int kTileBytes = kParts * kPartBytes;  // likewise
-constexpr int kQueryBox = 16;                    // rows of a copy of queries
+constexpr int kParts = kKey / kTileColumns;      // parts of 64 columns of all rows of a tile
+constexpr int kPartBytes = kTile * 128;          // bytes of a part of a tile, and of the queries
+constexpr int kTileBytes = kParts * kPartBytes;  // bytes of a tile, and of the queries
+constexpr int kQueryBox = 16;                    // rows of one copy of queries
 constexpr int kWarps = 8;                        // two warpgroups that compute
-constexpr int kThreads = 3 * 128;                // the third loads, with one warp
+constexpr int kThreads = 3 * 128;                // the third warpgroup loads, with one warp
 constexpr int kWeightBytes = kRows * kTile * 2;  // weights, from one warpgroup to the other
 constexpr int kHeader = 2048;                    // barriers, work tiles, factors
 constexpr int kSmem = kHeader + (1 + kStages) * kTileBytes + kWeightBytes;
@@ -28,17 +28,17 @@ static_assert(kSmem == 231424, "the plan has this size, too: src/plan/attention.
 constexpr int kWorkSlots = 2;  // work tiles announced ahead
 constexpr int kMaxSplits = 160;
 
-/// What the launch takes beside what all prompt kernels take.
+/// Arguments of these launches that other prompt kernels do not have.
 struct Splits {
-  int count;        // parts of the positions; with one, results are final
+  int count;        // parts of the positions; with one part, results are final
   float* values;    // [tokens * heads, count, kValue]
   float2* softmax;  // [tokens * heads, count] maximum of the scaled scores (powers of two), and sum of the weights
-  bool by_row;      // whether each row's own positions are split (decode::range_of); a split without positions has then
-                    // written nothing
+  // Whether each row's own positions are split (decode::range_of). A split without positions has then written nothing.
+  bool by_row;
 };
 
-/// Rows of one sequence and the positions of one split that they see; `tiles` is 0 where it has none. A sequence of -1:
-/// the end.
+/// Rows of one sequence and the positions of one split that they see. `tiles` is 0 if the split has no positions. A
+/// sequence of -1 is the end of the work.
 struct Work {
   int sequence;
   int first_token;   // of the sequence
@@ -48,7 +48,7 @@ struct Work {
   int begin, tiles;  // tiles of kTile positions, from `begin` on
   int split;
 
-  /// Position where the i-th tile begins: the last tile comes first, so that tiles with a mask do.
+  /// The position at which the i-th tile begins. Tiles are in reverse order, so that tiles with a mask come first.
   __device__ __forceinline__ int tile_at(int i) const { return begin + (tiles - 1 - i) * kTile; }
 };
 
@@ -82,7 +82,7 @@ struct Cursor {
   }
 };
 
-/// What the launches take of a caller's arguments.
+/// Converts a caller's arguments to the arguments of the launches.
 inline Args args_of(const PagedAttentionArgs& c) {
   Args a = {};
   a.q = static_cast<const bf16*>(c.q);
@@ -111,7 +111,7 @@ inline bool is_latent(const PagedAttentionArgs& c) {
          static_cast<int64_t>(c.tokens) * c.heads <= INT32_MAX;
 }
 
-/// Where splits lie in the caller's `partials`.
+/// The parts of the caller's `partials`.
 inline Splits splits_of(const PagedAttentionArgs& c, bool by_row) {
   const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
   return {c.splits, c.partials, reinterpret_cast<float2*>(c.partials + c.splits * rows * kValue), by_row};
@@ -120,12 +120,12 @@ inline Splits splits_of(const PagedAttentionArgs& c, bool by_row) {
 /// out = the weighted mean of the splits (latent_merge.cu).
 cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream);
 
-/// values [tokens, heads, 128] = w_uv [heads, 128, kValue] times that.
+/// values [tokens, heads, 128] = w_uv [heads, 128, kValue] times the weighted mean of the splits.
 cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream);
 
 #if MOE_HAS_WGMMA
 
-/// The warp that takes work by ticket, announces it and loads its queries and latent rows: a lane brings 64 columns of
+/// The warp that takes work by ticket, announces it and loads its queries and latent rows. A lane loads 64 columns of
 /// one page's rows, or of 16 queries.
 struct Loader {
   const Block& b;
@@ -134,7 +134,7 @@ struct Loader {
   const CUtensorMap *query, *rows;
   int page_rows;
 
-  /// The ticket's work: the tiles with the most positions first, a tile's splits beside each other.
+  /// The ticket's work. Tiles with the most positions come first, and the splits of a tile have consecutive tickets.
   __device__ __forceinline__ Work work_of(int ticket, int tiles) const {
     Work w = {};
     w.sequence = -1;
@@ -165,7 +165,7 @@ struct Loader {
     __syncwarp();
   }
 
-  /// The queries of a work tile; what lies behind its rows is left as it was.
+  /// Loads the queries of a work tile. Shared memory after its last row is not written.
   __device__ __forceinline__ void load_queries(const Work& w, uint32_t parity) const {
     const int lane = threadIdx.x % 32, boxes = ceil_div(w.last - w.first + 1, kQueryBox);
     const int row = w.first_token * a.heads + w.first;
@@ -199,11 +199,11 @@ struct Loader {
     }
   }
 
-  /// All work of the block. What a step reads was written before it, and so were rows before a sequence's first new
-  /// one: the rows of the first work tile are asked for while the kernel ahead still makes the queries.
+  /// Does all work of the block. The rows before a sequence's first new one were written before this step, so the rows
+  /// of the first work tile are loaded while the kernel before still computes the queries.
   __device__ __forceinline__ void run() const {
     const int tiles = attention_prefill::count_tiles<kRows>(a, a.heads);
-    const bool more = tiles * splits.count > static_cast<int>(gridDim.x);  // else every block has its one ticket
+    const bool more = tiles * splits.count > static_cast<int>(gridDim.x);  // else every block has one ticket
     Cursor at;
     uint32_t queries = 0;  // parity
     Work w = work_of(blockIdx.x, tiles);

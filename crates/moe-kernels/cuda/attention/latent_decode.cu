@@ -1,12 +1,15 @@
-// Attention of one new row of each of a few sequences over latent rows, up to 16 heads (latent.cu takes all else).
+// Attention of one new row of each of a few sequences over latent rows, with up to 16 heads (latent.cu computes
+// everything else).
 //
-// Floor: 1,152 bytes a position at 4.0 TB/s, 2.4 us for one sequence of 8,192. So what counts is latency: a block has a
-// tile of 64 positions, all of which it asks for at once and, but for the rows that this step writes, before the launch
-// ahead has made the queries. More positions go through two stages. There are no clusters, which would wait for room on
-// several SMs: splits meet in the launch that follows (latent_merge.cu), which has a product to compute anyway.
+// Floor: 1,152 bytes a position at 4.0 TB/s, 2.4 us for one sequence of 8,192. So latency is what counts. A block has a
+// tile of 64 positions and issues all its loads at once; all but the loads of rows that this step writes are issued
+// before the launch ahead has computed the queries. More positions go through two stages. There are no clusters,
+// because a cluster waits for room on several SMs: splits are merged in the launch that follows (latent_merge.cu),
+// which has a product to compute anyway.
 //
-// Positions lie along M of the warpgroup products and the heads along N. One copy brings eight rows of all columns: an
-// instruction for every 64 columns of 16 rows, 36 a tile, takes longer to issue than the memory to answer.
+// The positions are the rows (M) of the warpgroup products and the heads are the columns (N). One copy loads eight rows
+// of all columns. With one instruction for every 64 columns of 16 rows, the 36 instructions of a tile would take longer
+// to issue than the memory takes to answer.
 #include "attention/latent_decode.cuh"
 
 #include <cmath>
@@ -16,7 +19,7 @@ namespace {
 
 #if MOE_HAS_WGMMA
 
-/// A warpgroup's part of the products of a tile's keys and the queries, to shared memory.
+/// Stores a warpgroup's part of the products of a tile's keys and the queries in shared memory.
 __device__ __forceinline__ void score(const Block& b, int stage) {
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const uint64_t k = tile_descriptor(b.tile(stage), kGroupBytes) + group * kSteps * 2;
@@ -43,7 +46,8 @@ __device__ __forceinline__ void score(const Block& b, int stage) {
 struct Softmax {
   float max[kEach] = {-INFINITY, -INFINITY}, sum[kEach] = {};
 
-  /// Scores of rows [from, end) of a tile to weights in shared memory, not yet divided by their sum; a lane has two.
+  /// Turns the scores of rows [from, end) of a tile into weights in shared memory, which are not yet divided by their
+  /// sum. A lane has two rows.
   __device__ __forceinline__ void add(const Block& b, int from, int end, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = 2 * lane;
     float2 x[kEach];
@@ -57,7 +61,7 @@ struct Softmax {
       top[i] = fmaxf(max[i], fmaxf(x[i].x, x[i].y));
     }
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {  // heads beside each other: half the latency
+    for (int step = 16; step > 0; step /= 2) {  // both heads in one loop: half the latency
 #pragma unroll
       for (float& v : top) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
     }
@@ -90,7 +94,7 @@ struct Values {
     }
   }
 
-  /// += a tile's values times their weights.
+  /// Adds a tile's values times their weights.
   __device__ __forceinline__ void add(const Block& b, int stage) {
     const int group = threadIdx.x / 128;
     const uint64_t p = tile_descriptor(b.weights());
@@ -114,32 +118,32 @@ struct Values {
   }
 };
 
-/// A tile that is asked for: a lane's row in the cache, how many groups of rows there are, and how many of them are on
-/// their way.
+/// A tile whose loads have been issued: a lane's row in the cache, the number of groups of rows, and how many of them
+/// are in flight.
 struct Asked {
   int row, groups, early;
 };
 
-/// A split's rows: of one sequence, which is one row, and in general any number.
+/// Computes a split of rows. Each sequence usually has one row, but any number is allowed.
 struct Worker {
   Block b;
   const Args& a;
   const Splits& splits;
   const CUtensorMap *query, *rows;
   int sequence, split;
-  uint32_t tiles = 0, queries = 0;  // that have been waited for
+  uint32_t tiles = 0, queries = 0;  // how many have been waited for
 
   __device__ __forceinline__ int stage_of(int ahead) const { return (tiles + ahead) % kStages; }
 
-  /// Asks for a lane's group of rows of a tile if it is one of [first, last).
+  /// Loads a lane's group of rows of a tile if it is one of [first, last).
   __device__ __forceinline__ void load_rows(int stage, int row, int first, int last) const {
     const int group = threadIdx.x;
     if (group < first || group >= last) return;
     load_box(b.tile(stage) + group * kGroupBytes, rows, row, b.tile_full(stage));
   }
 
-  /// Asks for the rows before `old` of tile `i` of a range, which comes `ahead` tiles behind the last one that has been
-  /// waited for. By the first warp.
+  /// Loads the rows before `old` of tile `i` of a range. The tile comes `ahead` tiles after the last one that has been
+  /// waited for. The first warp does it.
   __device__ __forceinline__ Asked ask(const Range& r, int i, int ahead, int old) const {
     const int begin = r.begin + i * kTile, position = begin + threadIdx.x * kGroup, block_size = a.cache.block_size;
     Asked t;
@@ -164,8 +168,8 @@ struct Worker {
       load_box(b.query() + group * kGroupBytes, query, token * a.heads + group * kGroup, b.query_full());
   }
 
-  /// A row's first tiles, and its queries; rows before `old` are there already, the others and the queries when the
-  /// launch ahead has ended.
+  /// Loads a row's first tiles and its queries. Rows before `old` are there already; the others and the queries are
+  /// there when the launch ahead has ended.
   __device__ __forceinline__ void start(const Range& r, int token, int old, bool wait) const {
     Asked asked[kStages];
     if (threadIdx.x < 32) {
@@ -181,8 +185,8 @@ struct Worker {
       if (i < r.tiles) load_rows(stage_of(i), asked[i].row, asked[i].early, asked[i].groups);
   }
 
-  /// Zeros the values of rows of the tile outside [from, end), which the row does not see: weights of zero would not
-  /// hide them if they are no numbers.
+  /// Zeros the values of rows of the tile outside of [from, end), which the row does not see: a weight of zero does not
+  /// hide a value that is NaN or infinite.
   __device__ __forceinline__ void zero_unseen(int stage, int from, int end) const {
     for (int i = threadIdx.x; i < kTile * (kValue / 8); i += kThreads) {
       const int row = i / (kValue / 8), chunk = i % (kValue / 8);
@@ -251,7 +255,7 @@ struct Worker {
       __syncthreads();
     }
     if (split != 0) return;
-    // The end of this launch says that the launches before it have ended, whatever it had to do.
+    // The end of this launch must imply that the launches before it have ended, even if it had no work.
     if (waits) pdl_wait();
     const int width = a.heads * kValue / 8;
     for (int token = a.query_start_loc[a.sequences] + sequence; token < a.tokens; token += a.sequences) {
@@ -263,7 +267,7 @@ struct Worker {
 
 #endif  // MOE_HAS_WGMMA
 
-// Half of the registers, so that blocks of the launches around it find some.
+// The launch uses half of the registers, so that blocks of the launches before and after it have some.
 __global__ void __launch_bounds__(kThreads, 2)
     latent_decode(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                   const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap rows) {
@@ -293,7 +297,7 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
   cudaError_t e = make_rows_map(&query, a.q, a.tokens * a.heads, kKey, 8);
   if (e == cudaSuccess) e = make_rows_map(&latent, a.cache.k, c.num_blocks * c.block_size, kKey, 8);
   if (e != cudaSuccess) return e;
-  // Sequences beside each other: the blocks that have work come first.
+  // The sequence is the first dimension of the grid, so that the blocks that have work come first.
   const dim3 grid(static_cast<unsigned>(c.sequences), static_cast<unsigned>(c.splits));
   e = launch(latent_decode, {grid, dim3(kThreads), stream, Block::kBytes}, a, splits, query, latent);
   if (e != cudaSuccess) return e;
@@ -303,7 +307,7 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
 }  // namespace
 }  // namespace moe::attention_latent::decode
 
-/// Parts of the positions: a block for every SM.
+/// The number of parts of the positions that gives every SM a block.
 extern "C" int moe_attention_latent_decode_splits(int sequences, int sms) {
   using namespace moe::attention_latent;
   if (sequences <= 0 || sms <= 0) return 1;
@@ -311,8 +315,9 @@ extern "C" int moe_attention_latent_decode_splits(int sequences, int sms) {
   return splits < 1 ? 1 : splits < kMaxSplits ? splits : kMaxSplits;
 }
 
-/// As moe_attention_latent, and as moe_attention_latent_values where `w_uv` is not null, for up to 16 heads: meant
-/// for one new row of each of a few sequences, right for any number. block_size is a multiple of 8. Hopper.
+/// The same as moe_attention_latent, or as moe_attention_latent_values if `w_uv` is not null, for up to 16 heads. It is
+/// meant for one new row of each of a few sequences, and its results are right for any number. block_size is a multiple
+/// of 8. Hopper.
 extern "C" int moe_attention_latent_decode(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
                                            void* stream) {
   return moe::attention_latent::decode::run(*args, static_cast<const moe::bf16*>(w_uv), static_cast<moe::bf16*>(values),

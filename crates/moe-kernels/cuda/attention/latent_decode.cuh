@@ -8,17 +8,18 @@ namespace moe::attention_latent::decode {
 
 constexpr int kStages = 2;                          // tiles in shared memory
 constexpr int kHeads = 16;                          // of a row: columns of the products
-constexpr int kGroup = 8;                           // rows that one copy brings
-constexpr int kGroupBytes = kParts * kGroup * 128;  // 64 columns of them lie together
-constexpr int kGroups = kTile / kGroup;             // of a tile
+constexpr int kGroup = 8;                           // rows of one copy
+constexpr int kGroupBytes = kParts * kGroup * 128;  // bytes of 64 columns of a group's rows
+constexpr int kGroups = kTile / kGroup;             // groups of a tile
 constexpr int kThreads = 256;                       // two warpgroups
 constexpr int kWarps = kThreads / 32;
-constexpr int kSteps = 2;               // k-steps of every 64 columns that a warpgroup takes for its scores
+constexpr int kSteps = 2;               // k-steps of each 64 columns whose scores a warpgroup computes
 constexpr int kColumns = kValue / 2;    // of a warpgroup's values
 constexpr int kEach = kHeads / kWarps;  // heads of a warp's softmax
-constexpr int kPitch = kTile + 4;       // floats between the scores of two heads, without conflicts of banks
+constexpr int kPitch = kTile + 4;       // floats between the scores of two heads, without bank conflicts
 
-/// Shared memory of a block: more than half of an SM's, so that two do not share one while others stand idle.
+/// Shared memory of a block. It is more than half of an SM's, so that two blocks do not share an SM while others are
+/// idle.
 struct Block {
   static constexpr int kHeader = 1024;
   static constexpr int kQuery = kHeader + kStages * kTileBytes;
@@ -32,7 +33,7 @@ struct Block {
 
   __device__ __forceinline__ uint64_t* tile_full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
   __device__ __forceinline__ uint64_t* query_full() const { return tile_full(kStages); }
-  /// [kHeads] what a new maximum does to the sums.
+  /// [kHeads] factors by which a new maximum scales the sums.
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(smem + 64); }
   __device__ __forceinline__ uint8_t* tile(int s) const { return smem + kHeader + s * kTileBytes; }
   __device__ __forceinline__ uint8_t* query() const { return smem + kQuery; }
@@ -45,10 +46,11 @@ struct Block {
 /// A split's positions of one row: `tiles` from `begin` on, of which the row sees [from, end).
 struct Range {
   int begin, tiles, from, end;
-  int used;  // splits that have any
+  int used;  // splits that have positions
 };
 
-/// Every split has the same number of tiles, the first ones what there is: a captured launch serves any length.
+/// Every split has the same number of tiles; if there are fewer positions, the first splits have them. A captured
+/// launch serves any length.
 __device__ __forceinline__ Range range_of(int position, int window, int split, int splits) {
   Range r;
   r.end = position + 1;

@@ -1,5 +1,5 @@
-// Merges the splits of latent attention (latent.cu, latent_decode.cu): teams of a warp, or of half a warp, merge every
-// 8th or 16th split, four columns a lane, each under a maximum of its own, so that one barrier is enough. For a few
+// Merges the splits of latent attention (latent.cu, latent_decode.cu). Teams of a warp or of half a warp merge every
+// 8th or 16th split, four columns a lane. Each team has its own maximum, so that one barrier is enough. For a few
 // tokens the product with W_UV follows in the same launch.
 #include "attention/latent_decode.cuh"
 #include "ptx/cluster.cuh"
@@ -10,14 +10,14 @@ namespace moe::attention_latent {
 namespace {
 
 constexpr int kMergeWarps = 8;
-constexpr int kBatch = 8;  // splits of a team that are asked for together
+constexpr int kBatch = 8;  // splits of a team that are loaded together
 
 /// A block that merges 64 or 128 columns, four a lane, and its shared memory: what each team of lanes has merged.
 template <int kColumns>
 struct Merge {
-  static constexpr int kLanes = kColumns / 4;               // of a team, which takes a split
-  static constexpr int kTeams = kMergeWarps * 32 / kLanes;  // so many splits at once
-  static constexpr int kBlocks = kValue / kColumns;         // of a row
+  static constexpr int kLanes = kColumns / 4;               // lanes of a team, which merges one split at a time
+  static constexpr int kTeams = kMergeWarps * 32 / kLanes;  // splits that are merged at the same time
+  static constexpr int kBlocks = kValue / kColumns;         // blocks of a row
   float2 softmax[kTeams];
   float4 values[kTeams][kLanes];
 };
@@ -27,7 +27,7 @@ struct Merged {
   float4 values = {0.f, 0.f, 0.f, 0.f};
   float max = -INFINITY, sum = 0.f;
 
-  /// += N parts. One without positions has written no values.
+  /// Adds N parts. A part without positions has written no values.
   template <int N>
   __device__ __forceinline__ void add(const float2 (&softmax)[N], const float4 (&x)[N]) {
     const float before = max;
@@ -46,15 +46,15 @@ struct Merged {
   }
 };
 
-/// A row's splits that have written something, from the first on; 0 of padding. Known before the launch ahead has
-/// ended.
+/// The number of a row's splits that have written something, counted from the first; 0 for padding. It is known before
+/// the launch ahead has ended.
 __device__ __forceinline__ int used_splits(const Args& a, const Splits& splits, uint32_t token) {
   if (token < a.query_start_loc[0] || token >= a.query_start_loc[a.sequences]) return 0;
   if (!splits.by_row) return splits.count;
   return decode::range_of(a.positions[token], a.window, 0, splits.count).used;
 }
 
-/// Four columns of a row from `column` on, merged, in the first team; zeros of padding. All threads.
+/// Four merged columns of a row from `column` on, in the first team; zeros for padding. All threads call it.
 template <int kColumns>
 __device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row, int column, int used,
                                                 Merge<kColumns>& m) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row
   const float* values = splits.values + row * splits.count * kValue + column;
   Merged own;
   for (int from = 0; from < used; from += kBatch * kTeams) {
-    // All loads are on their way before anything is asked of them.
+    // All loads are issued before their results are used.
     float2 s[kBatch];
     float4 x[kBatch];
 #pragma unroll
@@ -109,15 +109,15 @@ constexpr int kValueDim = 128;  // of a head
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-/// merge_kernel with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row:
-/// each block merges kColumns columns for all, and has its rows of W_UV, 16 or 32 KB, in registers before there is
-/// anything to merge.
+/// The same as merge_kernel with the product that follows: values = W_UV of the row's head times the merged row. A row
+/// has a cluster: each block merges kColumns columns for all blocks, and loads its rows of W_UV, 16 or 32 KB, into
+/// registers before there is anything to merge.
 template <int kColumns>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_values_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                         const bf16* __restrict__ w_uv, bf16* values) {
   constexpr int kCluster = Merge<kColumns>::kBlocks, kLanes = Merge<kColumns>::kLanes;
-  constexpr int kOutputs = kValueDim / kCluster, kEach = kOutputs / kMergeWarps;  // of a block, of a warp
+  constexpr int kOutputs = kValueDim / kCluster, kEach = kOutputs / kMergeWarps;  // outputs of a block, of a warp
   __shared__ Merge<kColumns> merge;
   __shared__ __align__(16) float latent[kValue];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = cluster_rank();
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane < kEach) values[row * kValueDim + first + lane] = __float2bfloat16_rn(own);
 }
 
-/// Whether a block takes 64 columns: where few rows would leave SMs idle. With more rows it costs blocks.
+/// Whether a block takes 64 columns: with few rows more blocks use SMs that would be idle. With more rows the
+/// additional blocks cost time.
 bool is_narrow(const Args& a) { return a.tokens * a.heads <= 16; }
 
 }  // namespace

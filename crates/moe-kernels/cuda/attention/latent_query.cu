@@ -1,8 +1,9 @@
-// A few tokens' queries to latent space, with what else precedes their attention: rotation, the latents' norm, and the
-// cache rows (moe_any_mla_rows and a product with W_UK of every head, in one launch).
+// Projects a few tokens' queries to latent space, and does everything else before their attention: rotation, the
+// latents' norm, and the cache rows. It does in one launch what moe_any_mla_rows and a product with W_UK of every head
+// do.
 //
-// Floor: W_UK of all heads (DeepSeek-V2-Lite: 2.1 MB, 0.5 us). All else is latency, so a block has its part of W_UK, 32
-// KB, in registers before the products that it reads exist: it covers 128 latent columns of a head for all tokens.
+// Floor: W_UK of all heads (DeepSeek-V2-Lite: 2.1 MB, 0.5 us). Everything else is latency. So a block has its part of
+// W_UK, 32 KB, in registers before the products that it reads exist: 128 latent columns of a head, for all tokens.
 #include "any/latent_rows.cuh"
 #include "attention/args.cuh"
 #include "ptx/ptx.cuh"
@@ -19,13 +20,13 @@ static_assert(kWarps * 32 == kAnyThreads && kEach <= kLanes);  // a lane stores 
 
 __global__ void __launch_bounds__(kWarps * 32)
     latent_query(const __grid_constant__ MlaRowsArgs a, const bf16* __restrict__ w_uk) {
-  const int parts = a.latent / kColumns, key = a.latent + a.rope, width = a.heads * (kPlain + a.rope) + key;
+  const int parts = a.latent / kColumns;
   const int head = blockIdx.x / parts;
   if (head >= a.heads) {  // the last blocks write a cache row each
     const int row = blockIdx.x - a.heads * parts;
     pdl_launch_dependents();
     pdl_wait();
-    return cache_row<bf16>(a, row, a.products + static_cast<size_t>(row + 1) * width - key);
+    return cache_row<bf16>(a, row, a.latents + static_cast<size_t>(row) * a.latent_row);
   }
   const int warp = threadIdx.x / 32, k = threadIdx.x % kLanes * 8;
   const int first = blockIdx.x % parts * kColumns + warp * (kColumns / kWarps) + threadIdx.x % 32 / kLanes * kEach;
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   pdl_launch_dependents();
   pdl_wait();
   for (int row = 0; row < a.rows; ++row) {
-    const float* q = a.products + static_cast<size_t>(row) * width + head * (kPlain + a.rope);
+    const float* q = a.queries + static_cast<size_t>(row) * a.query_row + head * (kPlain + a.rope);
     bf16* out = static_cast<bf16*>(a.out) + (static_cast<size_t>(row) * a.heads + head) * a.width;
     float x[8];
 #pragma unroll
@@ -66,14 +67,15 @@ __global__ void __launch_bounds__(kWarps * 32)
 }  // namespace
 }  // namespace moe
 
-/// Queries in latent space, [rows, heads, latent + rope] bf16, and cache rows. Takes bf16 alone, plain_dim 128, a
-/// latent of a multiple of 128, rope up to 256; products and w_uk begin at multiples of 16 bytes.
+/// Queries in latent space, [rows, heads, latent + rope] bf16, and cache rows. It takes only bf16, plain_dim 128, a
+/// latent of a multiple of 128, and rope up to 256; products and w_uk begin at multiples of 16 bytes.
 extern "C" int moe_attention_latent_query(const moe::MlaRowsArgs* args, const void* w_uk, void* stream) {
   using namespace moe;
   const MlaRowsArgs& c = *args;
   if (c.rows < 0 || c.heads <= 0 || c.plain_dim != kPlain || c.rope <= 0 || c.rope % 2 != 0 || c.rope > kAnyThreads ||
       c.latent <= 0 || c.latent % kColumns != 0 || c.width != c.latent + c.rope || c.dtype != Dtype::kBf16 ||
-      c.out_dtype != Dtype::kBf16 || c.num_slots < 0 || c.num_slots > kNoSlot || w_uk == nullptr)
+      c.query_row < c.heads * (kPlain + c.rope) || c.latent_row < c.latent + c.rope || c.out_dtype != Dtype::kBf16 ||
+      c.num_slots < 0 || c.num_slots > kNoSlot || w_uk == nullptr)
     return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
   const Launch l = {dim3(c.heads * (c.latent / kColumns) + c.rows), dim3(kWarps * 32), stream};

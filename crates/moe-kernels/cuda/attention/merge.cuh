@@ -12,7 +12,7 @@ __device__ __forceinline__ float partial_weight(float max, float top) {
   return max == -INFINITY ? 0.f : exp2f(max - top);
 }
 
-/// The parts of lanes 0 .. n - 1 together; the other lanes bring (-inf, 0).
+/// Combines the parts of lanes 0 .. n - 1; the other lanes pass (-inf, 0).
 struct Combined {
   float weight, top, sum;  // weight: of this lane's part
 };
@@ -25,17 +25,21 @@ __device__ __forceinline__ Combined combine(float max, float sum) {
   return c;
 }
 
-/// The block's part: warps in order, then the new token (split 0). Values of this thread's head and dimensions.
+/// The block's part: warps in order, then the new token and the head's sink (in split 0). It holds the values of this
+/// thread's head and dimensions.
 template <int D>
 struct BlockPartial {
   float top, sum;
   float value[ThreadSlice<D>::kPer];
 
   template <class Shared>
-  __device__ BlockPartial(const Shared& s, bool own, const NewToken<D>& token) {
+  __device__ BlockPartial(const DecodeArgs& a, const Place& p, const Shared& s, const NewToken<D>& token) {
     const ThreadSlice<D> mine;
+    const bool own = p.split == 0;
     const float score = own ? s.scores()[mine.head] : -INFINITY;
-    top = score;
+    const bool sinks = own && a.sinks != nullptr && mine.head < p.heads;
+    const float sink = sinks ? a.sinks[p.head + mine.head] * kLog2E : -INFINITY;
+    top = fmaxf(score, sink);
     float max[kWarps], sums[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -44,7 +48,7 @@ struct BlockPartial {
       top = fmaxf(top, max[w]);
     }
     const float token_weight = partial_weight(score, top);
-    sum = token_weight;
+    sum = token_weight + partial_weight(sink, top);
 #pragma unroll
     for (int i = 0; i < ThreadSlice<D>::kPer; ++i) value[i] = token_weight * token.value[i];
 #pragma unroll
@@ -77,8 +81,8 @@ struct BlockPartial {
   }
 };
 
-/// Stores 8 dimensions of one of the block's heads, rounded and in FP8; 16 lanes have a whole head. Whole warps call
-/// it.
+/// Stores 8 dimensions of one of the block's heads in FP8, after rounding to bf16; 16 lanes have a whole head. All
+/// lanes of a warp call it.
 __device__ __forceinline__ void store_fp8(const DecodeArgs& a, const Place& p, int head, const float (&x)[8]) {
   const uint4 columns = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
   uint8_t* q = a.fp8.q + out_at<fp8::kGroup>(a, p, head);
@@ -99,13 +103,14 @@ __device__ __forceinline__ void store_merged(const DecodeArgs& a, const Place& p
   store_fp8(a, p, local < share ? first + local : p.heads, x);
 }
 
-/// A float as a word that is there when it is not zero; 0 goes as -0.
+/// Stores a float as a word that is not zero, which tells the reader that it is there; 0 is stored as -0.
 __device__ __forceinline__ void publish(uint32_t* to, float v) {
   const uint32_t word = __float_as_uint(v);
   store_relaxed(to, word == 0 ? 0x80000000u : word);
 }
 
-/// Waits until words of these `from` are there, all of a warp's together: each look takes a way to L2 and back.
+/// Waits until the words at `from` are there; a warp looks at all of its words together, because each look costs a
+/// round trip to L2.
 template <int kCount>
 __device__ __forceinline__ void await_words(uint32_t (&word)[kCount], const uint32_t* const (&from)[kCount],
                                             const bool (&wanted)[kCount]) {
@@ -121,9 +126,9 @@ __device__ __forceinline__ void await_words(uint32_t (&word)[kCount], const uint
 }
 
 /// Merges the parts of one head of a sequence's clusters in their order: `own` {value, maximum, sum} of the last
-/// cluster, which merges, with the parts that the others publish. The others' blocks are ahead of this one, so it may
-/// wait for them. A word says by itself that it is there: between a cluster that publishes and this one are a store and
-/// a load. What was read becomes zero again. By D threads.
+/// cluster, which merges, and the parts that the others publish. The blocks of the other clusters come earlier in the
+/// grid, so this block may wait for them. A word is not zero when it is there, so there is only a store and a load
+/// between a cluster that publishes and this one. What was read is set to zero again. D threads call it.
 template <int D>
 __device__ __forceinline__ float merge_clusters(uint32_t* parts, int others, float3 own) {
   constexpr int kAtOnce = 3, kPart = D + 2;
@@ -163,8 +168,8 @@ __device__ __forceinline__ float merge_clusters(uint32_t* parts, int others, flo
   return value / c.sum;
 }
 
-/// Merges this block's share of the heads over the cluster; if the sequence has several clusters (of 8 blocks, so one
-/// head per block), leaves the rest to the last of them.
+/// Merges this block's share of the heads over the cluster. If the sequence has several clusters (of 8 blocks, so one
+/// head per block), the last of them does the rest.
 template <int D, bool kFp8, class Shared>
 __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& p, const Range& range,
                                               const Shared& s) {

@@ -1,8 +1,8 @@
 // Causal attention over the paged KV cache for any mix of prompt, chunk and decode rows; grouped heads.
 //
-// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. This kernel is for few rows of a sequence, for
+// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. This kernel is for sequences with few rows, for
 // cards before Hopper and for odd block sizes: mma.sync on tiles of 64 rows x 64 positions (FlashAttention-2's loop),
-// two cp.async stages. It rereads KV out of L2 once per 64 rows.
+// with two cp.async stages. It reads KV from L2 again for each 64 rows.
 #include <cmath>
 
 #include "attention/prefill.cuh"
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kTile = 64;  // rows, and positions
+constexpr int kTile = 64;  // rows of a tile, and its positions
 constexpr int kStages = 2;
 
-/// Loads 64 positions of K and V to shared memory; positions not below `end` become zeros.
+/// Loads 64 positions of K and V to shared memory; positions from `end` on become zeros.
 template <int D>
 __device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, int kv_head, int begin, int from,
                                           int end, uint8_t* k) {
@@ -160,6 +160,10 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int i = warp * 16 + g + 8 * h;
+    if (a.sinks != nullptr) {
+      const int head = kv_head * group + min(first + i, last) % group;
+      sum += exp2f(a.sinks[head] * kLog2E - mine.max[h]);
+    }
     if constexpr (D == fp8::kGroup) {
       if (a.fp8.scales != nullptr) {
         uint32_t word[D / 8];
@@ -221,10 +225,11 @@ Args args_of(const PagedAttentionArgs& c) {
           c.counters,
           false,
           0,
-          {}};
+          {},
+          c.sinks};
 }
 
-/// `c` on Hopper, sequences with few rows by the kernel for these.
+/// Runs `c` on Hopper; sequences with few rows use the kernel for few rows.
 int run_wgmma(const PagedAttentionArgs& c, int blocks, const fp8::RowsOut& fp8, void* stream) {
   const bool pages = c.block_size % 128 == 0 || (c.block_size >= 8 && 128 % c.block_size == 0);
   if (!valid(c) || !pages || c.counters == nullptr ||
@@ -234,7 +239,8 @@ int run_wgmma(const PagedAttentionArgs& c, int blocks, const fp8::RowsOut& fp8, 
   Args a = args_of(c);
   a.blocks = blocks;
   a.fp8 = fp8;
-  // Keys and values of the step, if it has no other, in half of L2: then all KV heads may be there at once.
+  // If the keys and values of this step fit into half of L2 (assuming that there are no others), all KV heads may use
+  // it at once.
   a.heads_together = static_cast<int64_t>(c.tokens) * c.kv_heads * c.head_dim * 4 <= 24 << 20;
   const int group = c.heads / c.kv_heads;
   if (c.invariant || c.sequences <= 1) return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
@@ -257,21 +263,21 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
   return launch_mma(args_of(*args), args->head_dim, stream);
 }
 
-/// moe_attention_prefill on Hopper. block_size is 8, 16, 32, 64 or a multiple of 128, and the cache has less than 2^31
-/// rows. Sequences with few rows take the kernel of moe_attention_prefill, unless a row's bits must not depend on how
-/// many they are.
+/// The same as moe_attention_prefill, on Hopper. block_size is 8, 16, 32, 64 or a multiple of 128, and the cache has
+/// less than 2^31 rows. Sequences with few rows use the kernel of moe_attention_prefill, unless a row's bits must not
+/// depend on the number of rows.
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream) {
   return moe_attention_prefill_wgmma_beside(args, 0, stream);
 }
 
-/// moe_attention_prefill_wgmma with `blocks` blocks beside which the next kernel on the stream may begin: one that
-/// reads nothing of this one, when what came before this one is there.
+/// The same as moe_attention_prefill_wgmma with `blocks` blocks. The next kernel on the stream may run at the same
+/// time: it must read nothing of this one, and it may begin when everything before this one is there.
 extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
   return moe::attention_prefill::run_wgmma(*args, blocks, {}, stream);
 }
 
-/// moe_attention_prefill_wgmma_beside in FP8, the bits of moe_fp8_quantise behind it: `out` [tokens, heads 128] bytes,
-/// by quads or not, scales [heads, lines]. Heads of 128.
+/// The same as moe_attention_prefill_wgmma_beside, followed by moe_fp8_quantise, bit for bit: `out` is [tokens, heads
+/// 128] bytes, by quads or not, and scales are [heads, lines]. Heads of 128.
 extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
                                                int lines, int quads, void* stream) {
   const moe::fp8::RowsOut fp8 = {static_cast<uint8_t*>(args->out), scales, lines, quads != 0};

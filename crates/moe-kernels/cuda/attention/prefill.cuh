@@ -19,21 +19,25 @@ struct Args {
   int max_blocks;
   bf16* out;
   int tokens, sequences, heads;
-  float scale;  // times log2 e
+  float scale;  // the scale times log2 e
   int window;
-  int least, most;      // (token, head) rows of the sequences that this launch takes; the others are another launch's
-  uint32_t* counters;   // [2] zero before and after a launch
-  bool heads_together;  // whether blocks that run together share rows rather than a KV head
-  int blocks;           // at most, which let the next kernel run beside them; 0: all SMs
-  fp8::RowsOut fp8;     // in the place of `out`, if it has scales: heads of 128
+  // The numbers of (token, head) rows of the sequences that this launch takes; another launch takes the other
+  // sequences.
+  int least, most;
+  uint32_t* counters;            // [2] zero before and after a launch
+  bool heads_together;           // whether blocks that run together share rows instead of a KV head
+  int blocks;                    // most blocks of the launch, to leave SMs for the next kernel; 0: all SMs
+  fp8::RowsOut fp8;              // used instead of `out` if it has scales: heads of 128
+  const float* sinks = nullptr;  // [heads]: a term of each row's denominator, or none
 };
 
-/// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.
+/// What a block works on. For blocks after the last tile, `sequence` is -1 and `tile` is the number of the block among
+/// them.
 struct Tile {
-  int sequence, tile, extra;  // extra: how many such blocks there are
+  int sequence, tile, extra;  // extra: the number of blocks after the last tile
 };
 
-/// Tile `wanted` of kRows rows. By one warp: walks the sequences, 32 at a time.
+/// Finds tile `wanted` of kRows rows. One warp goes through the sequences, 32 at a time.
 template <int kRows>
 __device__ __forceinline__ Tile find_tile(const Args& a, int group, int wanted) {
   const int lane = threadIdx.x % 32;
@@ -57,7 +61,7 @@ __device__ __forceinline__ Tile find_tile(const Args& a, int group, int wanted) 
   return {-1, wanted - before, static_cast<int>(gridDim.x) - before};
 }
 
-/// Tiles of kRows rows. By one warp.
+/// The number of tiles of kRows rows. One warp counts them.
 template <int kRows>
 __device__ __forceinline__ int count_tiles(const Args& a, int group) {
   int tiles = 0;
@@ -84,7 +88,8 @@ __device__ __forceinline__ void zero_padding(const Args& a, int first, int step,
   }
 }
 
-/// Most tiles of kRows rows: at most one of a sequence is not full; one block more for padding rows.
+/// The largest number of tiles of kRows rows: one tile of each sequence may not be full. One more block is for padding
+/// rows.
 inline int64_t max_tiles(const Args& a, int rows) {
   return static_cast<int64_t>(a.tokens) * (a.heads / a.cache.heads) / rows + a.sequences + 1;
 }

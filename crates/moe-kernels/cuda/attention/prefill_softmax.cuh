@@ -1,13 +1,13 @@
 // The softmax of prompt attention on warpgroup products (prefill_wgmma.cu): what a thread keeps of its rows.
 //
-// A row's weights are 2^(score - base), and the results are divided by their sum, so any base is right that lets
-// nothing overflow. A row's base is the maximum of the first tile of which it sees a position, and it stays: sums and
-// weights are floating-point numbers, which are as precise above one as below. So a tile takes no maximum, and what was
-// added up before it is not scaled. Only where weights pass kLimit the warp takes the tile's scores once more and
-// raises the base of those rows. FlashAttention-4 (https://www.together.ai/blog/flashattention-4) scales as rarely, but
-// takes every maximum.
+// A row's weights are 2^(score - base), and the results are divided by their sum. So any base gives the same result, as
+// long as nothing overflows. A row's base is the maximum of the first tile of which it sees a position, and it stays:
+// sums and weights are floating-point numbers, which are as precise above 1 as below. So tiles need no maximum, and
+// what was added before a tile is not scaled again. Only if a weight exceeds kLimit does the warp compute the tile's
+// scores once more and raise the base of the rows concerned. FlashAttention-4
+// (https://www.together.ai/blog/flashattention-4) scales as rarely, but computes every maximum.
 //
-// Bases and weights depend on the row's own scores alone, so its bits do not depend on the rows beside it.
+// Bases and weights depend only on the row's own scores, so its bits do not depend on the other rows.
 #pragma once
 
 #include "attention/prefill_wgmma.cuh"
@@ -19,7 +19,8 @@ namespace moe::attention_prefill {
 #if MOE_HAS_WGMMA
 
 constexpr float kLimit = 4294967296.f;  // 2^32: values of 2^80 and 2^15 positions still fit f32
-constexpr float kUnset = -3e38f;        // below every score, and no infinity: a score of -infinity weighs nothing
+// Below every score, and not -infinity, so that a score of -infinity has weight zero.
+constexpr float kUnset = -3e38f;
 
 /// A thread's part of a warpgroup's 64 rows: rows g and g + 8 of its warp's 16. Of every 8 positions of a tile it has
 /// two of each row, scores[4 j + 2 h + e] for position 8 j + 2 t + e.
@@ -27,12 +28,12 @@ template <int kValue>
 struct Rows {
   float base[2] = {kUnset, kUnset};  // log2
   float sum[2] = {};
-  float factor[2];  // what the new base of a row does to its sums
+  float factor[2];  // the factor by which a row's new base scales its sums
   int position[2];
   float values[kValue / 2] = {};
 
-  /// What row h sees of the 128 positions from `begin` on: those behind `lower` up to `upper`, counted from the
-  /// thread's first.
+  /// The positions among the 128 from `begin` on that row h sees: the positions after `lower` up to `upper`, counted
+  /// from the thread's first position.
   struct Seen {
     int lower, upper;
     __device__ __forceinline__ bool operator()(int column) const { return column > lower && column <= upper; }
@@ -42,7 +43,8 @@ struct Rows {
     return {window > 0 ? upper - window : -kTile, upper};
   }
 
-  /// Scores to weights; `part`: their sums. `kMasked`: some row may not see some position, or have no base yet.
+  /// Turns scores into weights, and stores their sums in `part`. `kMasked`: some row may not see some position, or have
+  /// no base yet.
   template <bool kMasked>
   __device__ __forceinline__ void weigh(float (&s)[kTile / 2], float (&part)[2], int begin, float scale, int window) {
     if (kMasked) {
@@ -69,8 +71,9 @@ struct Rows {
     part[0] = sums[0] + sums[1], part[1] = sums[2] + sums[3];
   }
 
-  /// Bases of this tile and new weights for the rows whose weights passed the limit. The scores come from the warp's
-  /// own products: the warpgroup's were overwritten, and its other warps need not be here.
+  /// Computes the bases of this tile and new weights for the rows whose weights exceeded the limit. The scores come
+  /// from products of this warp alone: the scores of the warpgroup were overwritten, and its other warps may be
+  /// elsewhere.
   template <int D>
   __device__ __forceinline__ void raise(float (&s)[kTile / 2], float (&part)[2], const uint32_t (&q)[D / 16][4],
                                         const uint8_t* k, int begin, float scale, int window) {
@@ -101,7 +104,7 @@ struct Rows {
         scores[4 * j + e] = x;
       }
     }
-    fence_async_shared();  // the copy that takes the keys' place comes after
+    fence_async_shared();  // the copy that overwrites these keys must come after the reads
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -125,20 +128,20 @@ struct Rows {
     for (int i = 0; i < kValue / 2; ++i) values[i] *= factor[i / 2 % 2];
   }
 
-  /// Values to results.
-  __device__ __forceinline__ void divide() {
+  /// Turns values into results. `sinks`: the rows' sinks, log2; -infinity for none.
+  __device__ __forceinline__ void divide(const float (&sinks)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float all = sum[h];
       all += __shfl_xor_sync(0xffffffffu, all, 1);
       all += __shfl_xor_sync(0xffffffffu, all, 2);
-      factor[h] = 1.f / all;
+      factor[h] = 1.f / (all + exp2_approx(sinks[h] - base[h]));
     }
     rescale();
   }
 
  private:
-  /// Over the four lanes that share a row.
+  /// The maximum over the four lanes that share a row.
   static __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

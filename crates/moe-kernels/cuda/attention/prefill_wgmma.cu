@@ -1,16 +1,16 @@
 // Causal attention of prompts over the paged KV cache on Hopper's warpgroup products (FlashAttention-3, arXiv
 // 2407.08608).
 //
-// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s; a tile of 128 rows rereads KV out of L2, 64 KB
-// for 8.4 MFLOP: 4.7 TB/s at 600 TFLOP/s for a block alone, half of that for a pair of blocks.
+// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. A tile of 128 rows reads KV again from L2, 64
+// KB for 8.4 MFLOP: at 600 TFLOP/s that is 4.7 TB/s for a block alone, and half of that for a pair of blocks.
 //
-// Design: two warpgroups with 64 rows each and one warp that loads tiles of 128 positions page by page (TMA, 128-byte
-// swizzle), three stages of K and of V, which the two blocks of a pair share (prefill_wgmma.cuh). A warpgroup issues
-// the scores of a tile, then the values of the tile before it, and takes the softmax of the first while the second
-// runs; the warpgroups take turns, so that one's softmax runs beside the other's products. The tiles go from the last
-// position to the first, so that those with a mask come first. Tiles begin at multiples of 128 and a row's sums do not
-// depend on its neighbours, so its bits do not depend on how a prompt is divided. Measured on an H200:
-// docs/kernels-labbook.md.
+// Design: two warpgroups have 64 rows each, and one warp loads tiles of 128 positions page by page (TMA, 128-byte
+// swizzle). There are three stages of K and of V, which the two blocks of a pair share (prefill_wgmma.cuh). A warpgroup
+// issues the scores of a tile, then the values of the tile before it, and computes the softmax of the first while the
+// second runs. The warpgroups take turns, so that the softmax of one runs at the same time as the products of the
+// other. The tiles go from the last position to the first, so that tiles with a mask come first. Tiles begin at
+// multiples of 128 and a row's sums do not depend on its neighbours, so its bits do not depend on how a prompt is
+// divided. Measured on an H200: docs/lessons/attention.md.
 #include "attention/prefill_softmax.cuh"
 
 namespace moe::attention_prefill {
@@ -19,8 +19,8 @@ namespace {
 #if MOE_HAS_WGMMA
 
 // Named barriers; 0 is the block's own.
-constexpr int kOwn = 1;   // and 2: of one warpgroup
-constexpr int kTurn = 3;  // and 4: this warpgroup may issue products
+constexpr int kOwn = 1;   // 1 and 2: all warps of the first and of the second warpgroup
+constexpr int kTurn = 3;  // 3 and 4: the first and the second warpgroup may issue products
 
 /// The weights as the A operand of the second product: of every 16 positions four words.
 __device__ __forceinline__ void round_weights(uint32_t (&p)[kTile / 4], const float (&s)[kTile / 2]) {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void issue_values(float (&values)[D / 2], const uint3
   wgmma_commit();
 }
 
-/// Zeros the values of positions that nobody sees, which weights of zero would not hide if they are no numbers. By one
-/// warpgroup; both may write the same zeros.
+/// Zeros the values of positions that no row sees: a weight of zero does not hide a value that is NaN or infinite. One
+/// warpgroup calls it; both may write the same zeros.
 template <int D>
 __device__ __forceinline__ void zero_unseen(uint8_t* v, int at, const Work& w) {
   const int thread = threadIdx.x % 128;
@@ -64,13 +64,13 @@ __device__ __forceinline__ void zero_unseen(uint8_t* v, int at, const Work& w) {
   named_barrier(kOwn + threadIdx.x / 128, 128);
 }
 
-/// Row r and 16-byte column c of a warp's rows of q in shared memory.
+/// The address of row r and 16-byte column c of a warp's rows of q in shared memory.
 template <int D>
 __device__ __forceinline__ uint32_t q_at(int r, int c) {
   return r * D * 2 + ((c ^ (r & 7)) << 4);
 }
 
-/// The rows of a warp: where they lie, in heads.
+/// The rows of a warp and their offset in the output, in heads.
 struct WarpRows {
   const Args& a;
   const Work& w;
@@ -98,10 +98,10 @@ __device__ __forceinline__ void load_q(uint32_t (&words)[D / 16][4], uint8_t* sm
   for (int step = 0; step < D / 16; ++step) ldmatrix_x4(words[step], smem + q_at<D>(lane % 16, 2 * step + lane / 16));
 }
 
-/// A warp's 16 rows of results through shared memory, so that they leave 16 bytes at a time.
+/// Stores a warp's 16 rows of results through shared memory, 16 bytes at a time.
 template <int D>
 __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t* smem, const WarpRows& rows) {
-  constexpr int kChunks = D / 8, kEach = 32 / kChunks;  // rows of a store
+  constexpr int kChunks = D / 8, kEach = 32 / kChunks;  // rows that a warp stores at once
   static_assert(32 % kChunks == 0, "a warp stores whole rows");
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -135,8 +135,9 @@ __device__ __forceinline__ void store_fp8_rows(const float (&values)[fp8::kGroup
   }
 }
 
-/// Tells all who load into this block's stage that the warp has read it. One arrival is enough: products alone read a
-/// stage, and they have ended; where lanes touch it, `raise` and `zero_unseen` fence and meet behind that.
+/// Tells all blocks that load into this block's stage that the warp has read it. One arrival is enough: only products
+/// read a stage, and they have ended. If lanes touch it, `raise` and `zero_unseen` fence, and the lanes meet
+/// afterwards.
 template <class D>
 __device__ __forceinline__ void leave(uint64_t* empty) {
   const int lane = threadIdx.x % 32;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void leave(uint64_t* empty) {
   }
 }
 
-/// A work tile; `at`: the place in the rings.
+/// Computes a work tile; `at` is the place in the rings.
 template <class D>
 __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor<D>& at) {
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x % 32;
@@ -158,7 +159,8 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.position[h] = a.positions[mine.token(lane / 4 + 8 * h)];
 
-  // Weights of the i-th tile, whose keys are left; whether the bases of some rows changed.
+  // Computes the weights of the i-th tile and gives the stage of its keys back. Returns whether the bases of some rows
+  // changed.
   const auto softmax = [&](float (&s)[kTile / 2], int i) {
     const int begin = w.tile_at(i);
     const bool masked = begin + kTile > w.lowest || (a.window > 0 && begin < w.end - a.window);
@@ -210,7 +212,12 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   wgmma_hold(rows.values);
   leave<D>(b.empty_v(at.stage));
   at.advance();
-  rows.divide();
+  float sinks[2] = {-INFINITY, -INFINITY};
+  if (a.sinks != nullptr) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sinks[h] = a.sinks[mine.head(lane / 4 + 8 * h)] * kLog2E;
+  }
+  rows.divide(sinks);
   if constexpr (D::kKey == fp8::kGroup) {
     if (a.fp8.scales != nullptr) return store_fp8_rows(rows.values, mine);
   }
@@ -219,7 +226,8 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
 
 template <class D>
 __device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
-  if (threadIdx.x / 128 == 1) named_barrier_arrive(kTurn, kConsumers * 32);  // the first turn is the other's
+  // The first turn belongs to the other warpgroup.
+  if (threadIdx.x / 128 == 1) named_barrier_arrive(kTurn, kConsumers * 32);
   Cursor<D> at;
   for (int i = 0;; ++i) {
     mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
@@ -260,7 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   else __syncthreads();
   if (a.blocks == 0) pdl_launch_dependents();
   pdl_wait();
-  if (a.blocks > 0) pdl_launch_dependents();  // what it reads beside this kernel is there
+  // The inputs of the kernel that runs at the same time are there.
+  if (a.blocks > 0) pdl_launch_dependents();
   zero_padding(a, blockIdx.x, gridDim.x, 0, a.heads * D::kValue, a.heads * D::kValue);
   if (threadIdx.x >= kConsumers * 32) {
     give_registers<24>();
@@ -291,7 +300,8 @@ cudaError_t run(const Args& a, const Source& source, int rows, void* stream) {
   return launch(prefill_wgmma<D, Source>, l, a, k, v, source);
 }
 
-/// Pairs where most of the sequences' tiles are full: a pair of tiles is computed whole. A row's bits are the same.
+/// Whether blocks work in pairs: if most tiles of the sequences are full, because both tiles of a pair are computed
+/// even if one has no rows. A row's bits are the same.
 template <int D>
 cudaError_t run_paged(const Args& a, int num_blocks, void* stream) {
   const Paged pages = {a.cache.block_size < kTile ? a.cache.block_size : kTile};

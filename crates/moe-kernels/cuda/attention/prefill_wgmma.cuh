@@ -1,9 +1,9 @@
 // Prompt attention on warpgroup products: what a block works on, and the warp that chooses it and loads keys and values
 // (prefill_wgmma.cu).
 //
-// Blocks come in pairs, clusters of two, where sequences are long enough: the rows of the second follow those of the
-// first, so both see nearly the same positions, and each loads one half of every tile for both. That halves what is
-// read out of L2, which a block alone waits for.
+// Blocks work in pairs (clusters of two) if sequences are long enough. The rows of the second block follow the rows of
+// the first, so both see nearly the same positions, and each loads one half of every tile for both. That halves the
+// reads from L2, for which a single block would wait.
 #pragma once
 
 #include "attention/prefill.cuh"
@@ -14,7 +14,7 @@
 namespace moe::attention_prefill {
 
 constexpr int kGroupRows = 64;              // rows of a warpgroup
-constexpr int kRows = 2 * kGroupRows;       // of a block
+constexpr int kRows = 2 * kGroupRows;       // rows of a block
 constexpr int kTile = 128;                  // positions
 constexpr int kConsumers = 8;               // warps, two warpgroups
 constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with one warp
@@ -23,8 +23,8 @@ constexpr int kHeader = 1024;               // barriers and work tiles
 constexpr int kWorkSlots = 2;               // work tiles announced ahead
 constexpr int kPairRows = 32 * kRows;       // (token, head) rows of a mean sequence from which on blocks come in pairs
 
-/// Sizes of a key and of a value, the stages of the rings that fit beside 128 queries, and the blocks of a cluster, 1
-/// or 2.
+/// Sizes of a key and of a value, the number of stages for which there is room next to 128 queries, and the number of
+/// blocks of a cluster, 1 or 2.
 template <int kKeyDim, int kValueDim, int kClusterBlocks>
 struct Dims {
   static constexpr int kKey = kKeyDim, kValue = kValueDim, kStages = kKeyDim > 128 ? 2 : 3;
@@ -37,8 +37,8 @@ static_assert(Dims<64, 64, 1>::kSmem == 115712 && Dims<128, 128, 1>::kSmem == 23
                   Dims<192, 128, 1>::kSmem == 214016,
               "the plan has these sizes, too: src/plan/attention.rs, src/plan/prompt.rs");
 
-/// Rows of one sequence and KV head, and the positions that they see. No tiles: the end. The second block of a pair may
-/// have no rows; it then computes the last row, for nobody, and loads its half.
+/// Rows of one sequence and KV head, and the positions that they see. No tiles: the end of the work. The second block
+/// of a pair may have no rows; it then computes the last row, whose result is not stored, and loads its half.
 struct Work {
   int sequence, kv_head;
   int first_token;   // of the sequence
@@ -47,7 +47,7 @@ struct Work {
   int from, end;     // positions that some row of the cluster sees
   int begin, tiles;  // tiles of kTile positions, from `begin` on
 
-  /// Position where the i-th tile begins: the last tile comes first.
+  /// The position at which the i-th tile begins: tiles are in reverse order.
   __device__ __forceinline__ int tile_at(int i) const { return begin + (tiles - 1 - i) * kTile; }
 };
 
@@ -68,7 +68,7 @@ struct Block {
   /// Tickets that the first block of a pair sends to the second.
   __device__ __forceinline__ uint32_t* mail(int i) const { return reinterpret_cast<uint32_t*>(smem + 496) + i % 2; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
-  /// 16 rows of q of a warp, later of its results.
+  /// Room for 16 rows of q of a warp, and later for its results.
   __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D::kKey * 2; }
   __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes; }
   __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages) + s * D::kValueBytes; }
@@ -86,7 +86,7 @@ struct Cursor {
   }
 };
 
-/// Where the rows of a sequence's positions are: pages of the cache.
+/// The rows of a sequence's positions in pages of the cache.
 struct Paged {
   int rows;  // of a page, at most a tile
 
@@ -98,11 +98,11 @@ struct Paged {
   }
 };
 
-/// Where the rows of a sequence's positions are in keys and values [kv_heads, all, D]: one after the other.
+/// The rows of a sequence's positions in keys and values [kv_heads, all, D], one after the other.
 struct Contiguous {
   int rows;               // a tile
   int all;                // positions of all sequences
-  const uint32_t* bases;  // [sequences] first row of each
+  const uint32_t* bases;  // [sequences] the first row of each sequence
 
   __device__ __forceinline__ int row(const Args&, const Work& w, int position) const {
     return w.kv_head * all + static_cast<int>(bases[w.sequence]) + position;
@@ -111,8 +111,8 @@ struct Contiguous {
 
 #if MOE_HAS_WGMMA
 
-/// The warp that takes work tiles by ticket, announces them and loads their keys and values: a lane brings 64 columns
-/// of one page's rows.
+/// The warp that takes work tiles by ticket, announces them and loads their keys and values. A lane loads 64 columns of
+/// one page's rows.
 template <class D, class Source>
 struct Loader {
   const Block<D>& b;
@@ -122,8 +122,8 @@ struct Loader {
 
   static __device__ __forceinline__ uint32_t rank() { return D::kBlocks > 1 ? cluster_rank() : 0; }
 
-  /// The ticket's rows: the KV heads of a tile beside each other if they share the cache's part of L2, or one KV head
-  /// after the other; the tiles with the most positions first.
+  /// The ticket's rows. Tiles with the most positions come first. The KV heads of a tile have consecutive tickets if
+  /// they share the cache's part of L2; otherwise one KV head follows the other.
   __device__ __forceinline__ Work work_of(int ticket, int tiles, int group) const {
     Work w = {};
     if (ticket >= tiles * a.cache.heads) return w;
@@ -154,10 +154,10 @@ struct Loader {
     __syncwarp();
   }
 
-  /// What a lane brings of a tile: 64 columns of the rows of a page.
+  /// What a lane loads of a tile: 64 columns of the rows of a page.
   struct Piece {
     bool needed;
-    int row;  // where the page lies
+    int row;  // first row of the page
   };
 
   template <int kDims>
@@ -194,7 +194,7 @@ struct Loader {
     }
   }
 
-  /// The first lane's i-th ticket, which the first block of a pair took, also in the second block.
+  /// The first lane's i-th ticket. The first block of a pair takes it and sends it to the second.
   __device__ __forceinline__ uint32_t shared_ticket(int i, uint32_t ticket) const {
     const bool speaks = threadIdx.x % 32 == 0;
     if (rank() == 0) {
@@ -212,7 +212,7 @@ struct Loader {
     return ticket;
   }
 
-  /// All work tiles of the block.
+  /// Loads all work tiles of the block.
   __device__ __forceinline__ void run() const {
     const int group = a.heads / a.cache.heads, tiles = count_tiles<D::kBlocks * kRows>(a, group);
     const uint32_t clusters = gridDim.x / D::kBlocks;
@@ -222,8 +222,8 @@ struct Loader {
     for (int i = 0;; ++i) {
       announce(i, w);
       if (w.tiles == 0) break;
-      // The ticket comes while this work tile's keys are asked for, the next one is looked up while they are on their
-      // way.
+      // The ticket arrives while the keys of this work tile are requested. The next work tile is looked up while the
+      // keys are in flight.
       uint32_t ticket = takes ? atomicAdd(a.counters, 1) : 0;
       load(w, at);
       if (D::kBlocks > 1) ticket = shared_ticket(i, ticket);

@@ -4,18 +4,18 @@
 // hundred tokens, memory above (8,192 tokens: 55 us at 4.59 TB/s, 63 measured); arithmetic is nothing. Half a warp per
 // head, so that lanes move 16 bytes at a time and a token's 40 heads spread over SMs.
 //
-// q is rounded to bf16 here, its only use being a tensor-core operand; k and v are rounded as they enter the
-// cache. One-token rows need no launch of this kernel: attention_decode does the same work in its prologue.
+// q is rounded to bf16 here, because it is only used as a tensor-core operand; k and v are rounded as they are stored
+// in the cache. Rows with one token need no launch of this kernel: attention_decode does the same work in its prologue.
 //
-// Rows of one launch must name different slots (the CPU lets the later row win; a step never repeats one).
+// Rows of one launch must name different slots (on the CPU the later row wins; a step never repeats a slot).
 #include "attention/head.cuh"
 
 namespace moe {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kLanes = 16;        // of a head
-constexpr int kManyTokens = 512;  // from here on bytes count more than latency
+constexpr int kLanes = 16;        // lanes of a head
+constexpr int kManyTokens = 512;  // from this number on, bytes count more than latency
 
 struct Args {
   const float* qkv;
@@ -24,14 +24,14 @@ struct Args {
   float eps;
   Angles angles;
   const uint32_t* slots;
-  uint32_t num_slots;  // a slot from there on is none
+  uint32_t num_slots;  // slots from this one on are not in the cache
   bf16* q_out;
   KvCache cache;
   int heads;
 };
 
-/// What a lane holds of a head, a norm's weight or cosines and sines: elements lane * kPer + i of its lower half, and
-/// of its upper half, the elements of two lanes of a `Head`.
+/// What a lane holds of a head, of a norm's weight, or of cosines and sines: elements lane * kPer + i of the lower half
+/// and of the upper half. These are the elements of two lanes of a `Head`.
 template <int D>
 struct Part {
   static constexpr int kPer = D / 2 / kLanes;
@@ -50,7 +50,7 @@ __device__ __forceinline__ Floats<kPer> load_shared(const float* half) {
   return reinterpret_cast<const Floats<kPer>*>(half)[threadIdx.x % kLanes];
 }
 
-/// This lane's floats of a half of a head in global memory, past L1, which may hold what was there before.
+/// This lane's floats of a half of a head in global memory. The load bypasses L1, which may hold older values.
 template <int kPer>
 __device__ __forceinline__ Floats<kPer> load_global(const float* half) {
   Floats<kPer> v;
@@ -110,7 +110,8 @@ __device__ __forceinline__ void store_part(const Part<D>& p, bf16* to) {
   *reinterpret_cast<Words<kPer>*>(to + D / 2) = high;
 }
 
-/// 1 / rms(x), in the order of sums of norm_heads, which has 32 lanes: a lane here stands for two neighbours there.
+/// 1 / rms(x), added in the same order as in norm_heads, which has 32 lanes: a lane here stands for two neighbours
+/// there.
 template <int D>
 __device__ __forceinline__ float inverse_rms(const Part<D>& p, float eps) {
   constexpr int kPairs = Part<D>::kPer / 2;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void finish_head(const Args& a, int token, int head, 
                                             const Part<D>& q_weight, const Part<D>& k_weight, const Part<D>& angle) {
   const int kv = head - a.heads;
   const bool is_q = kv < 0, is_k = !is_q && kv < a.cache.heads;
-  const float inverse = inverse_rms<D>(p, a.eps);  // by all lanes: it has shuffles
+  const float inverse = inverse_rms<D>(p, a.eps);  // all lanes call it, because it shuffles
   const float scale = (is_q ? a.q_norm : a.k_norm) != nullptr ? inverse : 1.f;
   if (is_q || is_k) {
 #pragma unroll
@@ -151,8 +152,8 @@ __device__ __forceinline__ void finish_head(const Args& a, int token, int head, 
   }
 }
 
-/// Two heads per warp. kMany: four, and they come through shared memory, which lets more of them be under way than L1
-/// does where most of it is shared memory (8,192 tokens: 63 us instead of 72).
+/// A warp computes two heads. With kMany it computes four, which come through shared memory. More of them can then be
+/// in flight than with L1, which is small if most of it is shared memory (8,192 tokens: 63 us instead of 72).
 template <int D, bool kMany>
 __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(const __grid_constant__ Args a) {
   constexpr int kPer = Part<D>::kPer, kPairs = kMany ? 2 : 1;
@@ -203,7 +204,7 @@ cudaError_t run(const Args& a, int tokens, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// q_out and the cache's slots from qkv. head_dim is 64 or 128.
+/// Writes q_out and the cache's slots from qkv. head_dim is 64 or 128.
 extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream) {
   using namespace moe;
   const QkNormRopeArgs& c = *args;

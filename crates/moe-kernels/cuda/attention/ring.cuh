@@ -1,9 +1,9 @@
-// Cached keys and values on their way to a warp of the decode kernel, tiles of 16 positions, which none of the other
-// warps wait for. A place is filled again as soon as it has been read: a tile's values are in flight while its keys are
-// multiplied, and the next tile's keys while its values are.
+// Copies cached keys and values for a warp of the decode kernel, in tiles of 16 positions; no other warp waits for
+// them. A place is filled again as soon as it has been read: a tile's values are in flight while its keys are
+// multiplied, and the next tile's keys while its values are multiplied.
 //
-// A tile lies in shared memory as the copy engine's 128-byte swizzle puts it: 64 dimensions of its 16 rows, then the
-// others.
+// A tile is in shared memory in the order of the copy engine's 128-byte swizzle: 64 dimensions of its 16 rows, then the
+// other dimensions.
 #pragma once
 
 #include "attention/head.cuh"
@@ -13,9 +13,9 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kKvTile = 16;              // positions of a warp's turn: its rows
+constexpr int kKvTile = 16;              // positions of a warp's turn, the rows of a tile
 constexpr int kTurn = kKvTile * kWarps;  // positions from one tile of a warp to its next one
-constexpr int kMapRows = 0x7fffffff;     // rows come out of block tables, so a map needs no end
+constexpr int kMapRows = 0x7fffffff;     // rows are numbers from block tables, so a map needs no end
 
 template <int D>
 constexpr int kTileBytes = kKvTile * D * 2;
@@ -30,9 +30,9 @@ struct Span {
   const KvCache& cache;
   const uint32_t* table;
   int kv_head, begin, end;
-  int visible;  // positions before it are outside of the window
+  int visible;  // positions before this one are outside of the window
 
-  /// Row of a position of the cache.
+  /// The row of a position in the cache.
   __device__ __forceinline__ uint32_t row(int position) const {
     return static_cast<uint32_t>(cache.row(table, position, kv_head));
   }
@@ -42,13 +42,13 @@ struct KvMaps {
   CUtensorMap k, v;
 };
 
-/// A ring filled by cp.async: blocks of the cache of any size, every card.
+/// A ring that cp.async fills: for blocks of the cache of any size, on every card.
 template <int D>
 struct CopyRing {
   uint8_t* places;
   const Span& span;
-  int tile;      // whose keys are fetched next
-  uint32_t row;  // cache row of its position lane % 16
+  int tile;      // the tile whose keys are fetched next
+  uint32_t row;  // the cache row of its position lane % 16
 
   __device__ CopyRing(uint8_t* smem, uint64_t*, const KvMaps&, const Span& s)
       : places(smem), span(s), tile(first()), row(0) {}
@@ -56,12 +56,13 @@ struct CopyRing {
   __device__ __forceinline__ int first() const { return span.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile; }
 
   __device__ __forceinline__ void find_row() {
-    // Outside of what is visible, a block table may hold anything.
+    // For positions that are not visible, a block table may hold anything.
     const int position = max(span.visible, min(tile + static_cast<int>(threadIdx.x) % kKvTile, span.end - 1));
     if (tile < span.end) row = span.row(position);
   }
 
-  /// One group per call, also where there is nothing to fetch, so that counting groups counts copies.
+  /// Each call commits one group, even if there is nothing to fetch, so that the number of groups is the number of
+  /// copies.
   __device__ __forceinline__ void load(uint8_t* to, const bf16* from) {
     constexpr int kChunks = D / 8;  // 16-byte chunks of a row
     const int lane = threadIdx.x % 32;
@@ -82,7 +83,7 @@ struct CopyRing {
     next_values();
   }
 
-  /// Keys of the oldest tile, and its values, once they are there.
+  /// The keys and the values of the oldest tile, when they are there.
   __device__ __forceinline__ const uint8_t* keys() const {
     cp_async_wait<1>();
     __syncwarp();
@@ -94,7 +95,7 @@ struct CopyRing {
     return places + kTileBytes<D>;
   }
 
-  /// Keys have been read: fetches the next ones in their place.
+  /// The keys have been read: fetches the next ones to their place.
   __device__ __forceinline__ void next_keys() {
     __syncwarp();
     load(places, span.cache.k);
@@ -106,27 +107,27 @@ struct CopyRing {
     find_row();
   }
 
-  /// Nothing more comes.
+  /// Waits for the last copies.
   __device__ __forceinline__ void end() const { cp_async_wait<0>(); }
 };
 
 #if MOE_HAS_TMA
-/// A ring filled by the copy engine: blocks of the cache of whole tiles. One instruction of one lane brings a tile,
-/// where cp.async takes eight of each lane and as many addresses.
+/// A ring that the copy engine fills: for blocks of the cache that hold whole tiles. One instruction of one lane loads
+/// a tile, where cp.async takes eight instructions and eight addresses in each lane.
 template <int D>
 struct TileRing {
   uint8_t* places;  // keys, values
   uint64_t* full;   // keys, values
   const KvMaps& maps;
   const Span& span;
-  int tile;      // whose keys are fetched next
-  uint32_t row;  // cache row of its first position
+  int tile;      // the tile whose keys are fetched next
+  uint32_t row;  // the cache row of its first position
   uint32_t parity = 0;
 
   __device__ TileRing(uint8_t* smem, uint64_t* barriers, const KvMaps& m, const Span& s)
       : places(smem), full(barriers), maps(m), span(s), tile(first()), row(0) {}
 
-  /// Tiles of which nothing is visible are not looked up: their entries of a table may hold anything.
+  /// Tiles with no visible position are not looked up: their entries of a table may hold anything.
   __device__ __forceinline__ int first() const {
     const int own = span.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile;
     return own + kKvTile <= span.visible ? own + kTurn : own;
@@ -150,13 +151,12 @@ struct TileRing {
     next_values(), parity = 0;
   }
 
-  /// Keys of the oldest tile, once they are there.
+  /// The keys of the oldest tile, when they are there.
   __device__ __forceinline__ const uint8_t* keys() const {
     mbarrier_wait(full, parity);
     return places;
   }
-  /// Rows of the tile at `at` that are not to be seen may hold what is no number, which no weight would hide: they
-  /// become zero.
+  /// Rows of the tile at `at` that are not visible may hold NaN, which no weight would hide: they are set to zero.
   __device__ __forceinline__ const uint8_t* values(int at) const {
     uint8_t* v = places + kTileBytes<D>;
     mbarrier_wait(full + 1, parity);
@@ -170,7 +170,7 @@ struct TileRing {
     return v;
   }
 
-  /// Keys have been read: fetches the next ones in their place.
+  /// The keys have been read: fetches the next ones to their place.
   __device__ __forceinline__ void next_keys() {
     __syncwarp();
     load(0, maps.k);

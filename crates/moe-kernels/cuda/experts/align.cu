@@ -1,7 +1,8 @@
 // Token alignment in one launch: topk_ids [T, K] -> slots sorted by local expert, a range per expert,
 // and the list of tiles (an expert's next up to `tile_rows` slots) that a grouped product works through.
 //
-// Floor: 4 T K bytes read, 4 T K written: nothing beside the launch, so what counts is that it is one launch.
+// Floor: 4 T K bytes read, 4 T K written. That is nothing compared with the launch, so what counts is that there is
+// only one launch.
 // Design: one block, because a stable order across blocks would need a second launch. Slots are counted by atomics,
 // whose order does not matter. Ranks come from a bit per (expert, slot): a slot's rank is the number of bits before
 // it, so the order is a stable sort's and the same on every run. A chunk of up to 2,048 slots has a bitmap at a time.
@@ -21,15 +22,16 @@ struct Args {
   const uint32_t* topk_ids;
   const int32_t* expert_map;
   int slots, num_ids, num_local, tile_rows;
-  int words, stride;  // of a chunk, and from one expert's to the next: odd, against bank conflicts
+  // Words of a chunk, and words from one expert to the next: an odd number, against bank conflicts.
+  int words, stride;
   uint32_t* offsets;  // [E + 1]
   uint32_t* sorted;   // [T K]
   uint32_t* tiles;    // [max_tiles, 2]: expert, first sorted slot
   uint32_t* num_tiles;
 };
 
-/// Shared memory: counts, which become starting places [E + 1]; first tiles [E + 1]; a bitmap [E, words] and the bits
-/// before each of its words.
+/// Shared memory: counts, which become the first places [E + 1]; first tiles [E + 1]; a bitmap [E, words]; and the
+/// number of bits before each of its words.
 struct AlignMemory {
   uint32_t *offsets, *tile_base, *bits;
   uint16_t* before;
@@ -46,7 +48,7 @@ size_t align_smem(int num_local, int words) {
          (sizeof(uint32_t) + sizeof(uint16_t)) * static_cast<size_t>(num_local) * (words | 1);
 }
 
-/// Sets the bits of a chunk's slots; local[i] is the expert of this thread's i-th, or -1.
+/// Sets the bits of a chunk's slots. local[i] is the expert of this thread's i-th slot, or -1.
 __device__ __forceinline__ void mark(const AlignMemory& m, int stride, const int (&local)[kEach]) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -55,7 +57,7 @@ __device__ __forceinline__ void mark(const AlignMemory& m, int stride, const int
   }
 }
 
-/// Bits before each word; every warp takes some experts.
+/// Counts the bits before each word; every warp takes some experts.
 __device__ __forceinline__ void count_before(const AlignMemory& m, int words, int stride, int num_local) {
   const int lane = threadIdx.x % 32;
   for (int e = threadIdx.x / 32; e < num_local; e += kAlignWarps) {
@@ -128,7 +130,7 @@ __global__ __launch_bounds__(kAlignThreads) void align_tokens(const __grid_const
     begin += chunk;
     if (begin >= a.slots) return;
     __syncthreads();
-    // The next chunk's slots follow this one's.
+    // The slots of the next chunk follow the slots of this one.
     for (int e = threadIdx.x; e < a.num_local; e += kAlignThreads) {
       const int last = e * stride + words - 1;
       m.offsets[e] += m.before[last] + __popc(m.bits[last]);
@@ -149,13 +151,13 @@ __global__ __launch_bounds__(kAlignThreads) void align_tokens(const __grid_const
 }  // namespace
 }  // namespace moe
 
-/// Tiles that `slots` slots on `num_local` experts can make at most: the length of `tiles`.
+/// The largest number of tiles that `slots` slots on `num_local` experts can make: the length of `tiles`.
 extern "C" int moe_max_tiles(int slots, int num_local, int tile_rows) {
   if (slots <= 0 || num_local <= 0 || tile_rows <= 0) return 0;
   return (slots < num_local ? slots : num_local) + slots / tile_rows;
 }
 
-/// Slots sorted by local expert, and cut into tiles.
+/// Sorts slots by local expert and cuts them into tiles.
 extern "C" int moe_align_tokens(const moe::AlignTokensArgs* args, void* stream) {
   using namespace moe;
   const AlignTokensArgs& c = *args;

@@ -1,7 +1,7 @@
 // Token alignment within one block: which slots each local expert computes, in which order.
 //
-// A slot is one (token, k) pair, numbered t * K + k. The order is that of a stable sort by local
-// expert, so every block that aligns the same ids gets the same answer and may act on it alone.
+// A slot is one (token, k) pair, numbered t * K + k. The order is the order of a stable sort by local expert, so every
+// block that aligns the same ids gets the same result and needs no other block.
 #pragma once
 
 #include "experts/args.cuh"
@@ -11,16 +11,16 @@
 
 namespace moe {
 
-/// The local expert of an id, or -1: absent, on another rank, or out of range. A kernel cannot report a
-/// bad id, so one that no expert answers to costs nothing and writes nothing.
+/// The local expert of an id, or -1 if there is none, it is on another rank, or the id is out of range. A kernel cannot
+/// report a bad id, so an id without a local expert costs nothing and writes nothing.
 __device__ __forceinline__ int local_expert(uint32_t id, const int32_t* expert_map, int num_ids, int num_local) {
   if (id >= static_cast<uint32_t>(num_ids)) return -1;
   const int local = expert_map == nullptr ? static_cast<int>(id) : expert_map[id];
   return local >= 0 && local < num_local ? local : -1;
 }
 
-/// The stable rank of each lane's slot among the slots of its expert that this warp has seen so far,
-/// `seen[e]` before the call; `seen` grows by this warp's 32 slots. `local` is -1 for no slot.
+/// The stable rank of each lane's slot among the slots of its expert that this warp has seen so far. There were
+/// `seen[e]` of them before the call; `seen` grows by this warp's 32 slots. `local` is -1 for no slot.
 template <class Count>
 __device__ __forceinline__ uint32_t rank_in_expert(int local, Count* seen) {
   const uint32_t lane = threadIdx.x % 32;
@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t rank_in_expert(int local, Count* seen) {
   return base + before;
 }
 
-/// Replaces counts[0..n) by the sums before each, with the total in counts[n]. One whole warp.
+/// Replaces counts[0..n) by the sums before each, and stores the total in counts[n]. All lanes of one warp call it.
 template <class Count>
 __device__ __forceinline__ void warp_offsets(Count* counts, int n) {
   const int lane = threadIdx.x % 32;

@@ -1,17 +1,18 @@
-// The end of a sparse layer: the weighted sum of each token's expert rows, alone or with the addition to the residual
-// stream and the next layer's RMS norm.
+// The end of a sparse layer: the weighted sum of each token's expert rows. It is computed alone, or together with the
+// addition to the residual stream and the next layer's RMS norm.
 //
-// Floor: 4 T K H bytes of f32 rows out of L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us), half of it
-// for bf16 rows, which come from memory; the fused form moves 10 T H more (T = 8,192: 436 MB, 95 us at 4.59 TB/s, 107
-// measured). At small T the time is latency: so the fused form takes the place of two launches. Where ranks own
-// experts, the sum alone reads the rows of its own slots: of 4 x 8,192 tokens 268 MB instead of 1.07 GB.
+// Floor: 4 T K H bytes of f32 rows from L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us), and half of
+// that for bf16 rows, which come from memory. The fused form moves 10 T H more (T = 8,192: 436 MB, 95 us at 4.59 TB/s,
+// 107 measured). With few tokens the time is latency, so the fused form replaces two launches by one. Where ranks own
+// experts, the sum alone reads only the rows of its own slots: of 4 x 8,192 tokens 268 MB instead of 1.07 GB.
 #include "experts/combine.cuh"
 #include "rows/norm.cuh"
 
 namespace moe {
 namespace {
 
-constexpr int kFewTokens = 64;  // with so few, other ranks' slots are read, too: 4 MB of f32 rows, out of L2
+// With at most this many tokens, the slots of other ranks are read, too: 4 MB of f32 rows, from L2.
+constexpr int kFewTokens = 64;
 
 template <bool kPresent, class Row>
 __global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine<Row> a) {
@@ -20,7 +21,7 @@ __global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine<R
   combine_share<kPresent>(a);
 }
 
-/// A token's slot rows for norm_rows, kSlots of them in a part.
+/// A token's slot rows for norm_rows; a part holds kSlots of them.
 template <class Row>
 struct SlotRows {
   Combine<Row> a;
@@ -43,7 +44,7 @@ struct SlotRows {
     }
   }
 
-  /// Slots in order. Rows of absent slots are read and not used.
+  /// Adds slots in their order. Rows of absent slots are read and not used.
   __device__ __forceinline__ void add(const uint8_t* from, int part, float (&sum)[kVector]) const {
     const int lane = threadIdx.x % 32;
     bool own = false;
@@ -75,7 +76,7 @@ bool valid(const CombineArgs& c) {
          is_code(c.rows, Dtype::kBf16);
 }
 
-/// What the kernels read; `out` and `out_f32` say where the sum goes.
+/// The inputs of the kernels; `out` or `out_f32` receives the sum.
 template <class Row>
 Combine<Row> combine_of(const CombineArgs& c, bf16* out, float* out_f32) {
   return {static_cast<const Row*>(c.slot_rows),
@@ -108,7 +109,7 @@ cudaError_t run_add_norm(const CombineArgs& c, const NormRows& rows, void* strea
   return launch_norm<kStages, 1>(source, rows, stream);
 }
 
-/// The sum, added to the residual stream, and its norm to `c.out` or to FP8.
+/// Adds the sum to the residual stream, and writes its norm to `c.out` or in FP8.
 int add_norm(const CombineArgs& c, float* residual, const bf16* weight, float eps, const fp8::RowsOut& fp8,
              void* stream) {
   if (!valid(c) || c.hidden % kVector != 0 || c.output != Output::kBf16) return cudaErrorInvalidValue;
@@ -120,8 +121,8 @@ int add_norm(const CombineArgs& c, float* residual, const bf16* weight, float ep
 }  // namespace
 }  // namespace moe
 
-/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; H a multiple of 4, of 8 for bf16
-/// rows.
+/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32. H is a multiple of 4, or of 8 if the
+/// rows are bf16.
 extern "C" int moe_combine(const moe::CombineArgs* args, void* stream) {
   using namespace moe;
   const CombineArgs& c = *args;
@@ -131,15 +132,15 @@ extern "C" int moe_combine(const moe::CombineArgs* args, void* stream) {
   return c.rows == Dtype::kF32 ? run<float>(c, stream) : run<bf16>(c, stream);
 }
 
-/// residual [T, H] f32 += what moe_combine computes, then out = residual / rms(residual) * weight [H], bit for bit as
-/// moe_combine and moe_add_rms_norm one after the other; `output` is kBf16, H a multiple of 8.
+/// residual [T, H] f32 += what moe_combine computes, then out = residual / rms(residual) * weight [H]. The bits are the
+/// same as those from moe_combine followed by moe_add_rms_norm. `output` is kBf16, H a multiple of 8.
 extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
                                         float eps, void* stream) {
   return moe::add_norm(*args, residual, weight, eps, {}, stream);
 }
 
-/// moe_combine_add_rms_norm in FP8, the bits of moe_fp8_quantise behind it: `out` [T, H] bytes, by quads or not, scales
-/// [H / 128, lines]. Hopper, H a multiple of 128.
+/// The same as moe_combine_add_rms_norm followed by moe_fp8_quantise, bit for bit: `out` is [T, H] bytes, by quads or
+/// not, and scales are [H / 128, lines]. Hopper, H a multiple of 128.
 extern "C" int moe_combine_add_rms_norm_fp8(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
                                             float eps, float* scales, int lines, int quads, void* stream) {
   using namespace moe;

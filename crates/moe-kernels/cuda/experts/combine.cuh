@@ -1,5 +1,5 @@
-// The weighted sum of a token's expert rows, k ascending in f32 with one rounding at the end, if any, so that
-// the result does not depend on which block or kernel adds it.
+// The weighted sum of a token's expert rows, k ascending in f32 with at most one rounding, at the end. So the result
+// does not depend on which block or kernel adds it.
 #pragma once
 
 #include "experts/align.cuh"
@@ -17,10 +17,10 @@ struct Combine {
   float* out_f32;
   int tokens, top_k, num_ids, num_local, hidden;
 
-  static constexpr int kColumns = 16 / sizeof(Row);  // that a thread loads at once
+  static constexpr int kColumns = 16 / sizeof(Row);  // columns that a thread loads at once
 
-  /// The `kColumns` columns from `column` on of a slot. Bypasses L1: other blocks of the same launch may have written
-  /// the row.
+  /// Loads `kColumns` columns of a slot from `column` on. It bypasses L1, because other blocks of the same launch may
+  /// have written the row.
   __device__ __forceinline__ uint4 load(int slot, int column) const {
     return __ldcg(reinterpret_cast<const uint4*>(slot_rows + static_cast<size_t>(slot) * hidden + column));
   }
@@ -45,8 +45,9 @@ __device__ __forceinline__ void add_weighted(float weight, const uint4& row, flo
   }
 }
 
-/// The i-th kColumns columns of one token. Rows of slots without a local expert are read at once with ids and weights
-/// and not used, or, if kPresent, not read: where most are other ranks', the bytes saved are worth the wait for ids.
+/// Adds the i-th kColumns columns of one token. Without kPresent, all rows are loaded at the same time as ids and
+/// weights, and the rows of slots without a local expert are not used. With kPresent, these rows are not loaded. The
+/// loads then wait for the ids, which is worth it where most slots belong to other ranks.
 template <bool kPresent, class Row>
 __device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token, int i) {
   constexpr int kBatch = 8, kColumns = Combine<Row>::kColumns;  // independent loads in flight
@@ -87,7 +88,7 @@ template <bool kPresent = false, class Row>
 __device__ __forceinline__ void combine_share(const Combine<Row>& a) {
   const int columns = a.hidden / Combine<Row>::kColumns;
   const int64_t total = static_cast<int64_t>(a.tokens) * columns;
-  // Neighbouring groups of 32 go to different blocks: with one token all blocks still take part.
+  // Neighbouring groups of 32 belong to different blocks, so that all blocks take part even with one token.
   const int64_t lane_group = static_cast<int64_t>(threadIdx.x / 32) * gridDim.x + blockIdx.x;
   const int64_t step = static_cast<int64_t>(blockDim.x) * gridDim.x;
   for (int64_t at = lane_group * 32 + threadIdx.x % 32; at < total; at += step)

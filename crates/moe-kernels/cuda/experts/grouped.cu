@@ -1,16 +1,16 @@
-// Experts for many rows per expert before Hopper: gate and up products with SwiGLU, down product; one launch
-// each, over the tiles that moe_align_tokens made (tile_rows = 128).
+// Experts for many rows per expert before Hopper: one launch computes gate and up products with SwiGLU, a second one
+// the down product. Both go through the tiles that moe_align_tokens made (tile_rows = 128).
 //
 // Floor: touched experts * 6 H I bytes, and 6 T K H I FLOPs (Qwen3-30B-A3B, T = 1024: 1.2 GB = 263 us at 4.59 TB/s, 77
-// GFLOP = 98 us at 790 TFLOP/s). Still the weights: so each is read once, by the one tile of 128 weight rows x all rows
-// of its expert, up to 128.
+// GFLOP = 98 us at 790 TFLOP/s). The weights are still the bound, so each is read once: by the one tile of 128 weight
+// rows x all rows of its expert, up to 128.
 //
-// Design: weights are the mma's rows, slots its columns, in 16-column steps of which only the filled ones are
-// multiplied: an expert with 20 rows costs 32, not 128. Two warps share a set of 32 weight rows and take every other
-// step, so a half-filled tile keeps both busy. 8 gate and 8 up rows interleave in each mma, which puts a
-// gate and its up value into one lane. Three cp.async stages of 64 along K, two blocks per SM: one
-// block's epilogue hides behind the other's loads. Results leave through shared memory in whole rows.
-// The sum over K is one ascending chain per element: a row's bits depend on that row only.
+// Design: weights are the mma's rows, and slots its columns, in steps of 16 columns. Only the filled steps are
+// multiplied: an expert with 20 rows costs 32 columns, not 128. Two warps share a set of 32 weight rows and take every
+// other step, so both have work in a half-filled tile. 8 gate and 8 up rows alternate in each mma, so a gate and its up
+// value are in the same lane. There are three cp.async stages of 64 along K and two blocks per SM: the epilogue of one
+// block runs while the other loads. Results are stored through shared memory in whole rows. The sum over K is one
+// ascending chain per element, so a row's bits depend on that row only.
 #include "experts/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
@@ -42,7 +42,7 @@ struct GroupedArgs {
 /// Byte offset of 16-byte column c of a row of a stage; the swizzle spreads ldmatrix over all banks.
 __device__ __forceinline__ uint32_t swizzled(int row, int c) { return row * 128 + ((c ^ (row & 7)) << 4); }
 
-/// The rows that this thread copies each stage: every 32nd, one 16-byte column of each.
+/// The rows that this thread copies in each stage: every 32nd row, and one 16-byte column of each.
 template <bool kDown>
 struct Sources {
   static constexpr int kEach = kRows * 8 / kThreads;
@@ -55,7 +55,7 @@ struct Sources {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int r = threadIdx.x / 8 + i * (kThreads / 8);
-      // gate_up: 8 gate rows, then the 8 up rows of the same columns. Rows beyond the last repeat it.
+      // gate_up: 8 gate rows, then the 8 up rows of the same columns. Rows after the last one repeat it.
       const int row = kDown ? min(static_cast<int>(blockIdx.x) * kRows + r, a.width - 1)
                             : blockIdx.x * (kRows / 2) + r / 16 * 8 + r % 8 + (r % 16 < 8 ? 0 : a.width);
       weight[i] = base + static_cast<size_t>(row) * a.depth;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply(const uint8_t* stage, int filled, float
   }
 }
 
-/// Results as whole rows of slots in shared memory: [kCols][kRows / 2 + 8] bf16, or [kCols][kRows + 4] f32.
+/// Stores results as whole rows of slots in shared memory: [kCols][kRows / 2 + 8] bf16, or [kCols][kRows + 4] f32.
 template <bool kDown>
 __device__ __forceinline__ void gather(uint8_t* smem, int filled, const float (&acc)[2][8][4]) {
   const int lane = threadIdx.x % 32, row0 = threadIdx.x / 64 * 32, step0 = threadIdx.x / 32 % 2;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store(const GroupedArgs& a, const uint8_t* smem,
 template <bool kDown>
 __global__ __launch_bounds__(kThreads, 2) void experts_grouped(const __grid_constant__ GroupedArgs a) {
   extern __shared__ __align__(128) uint8_t smem[];
-  // The kernel ahead of the down product lets it start only after its own wait, so the tiles are there.
+  // The kernel before the down product lets it start only after its own wait, so the tiles are there.
   if (!kDown) pdl_wait();
   if (blockIdx.y >= *a.num_tiles) return;
   const int expert = a.tiles[2 * blockIdx.y], first = a.tiles[2 * blockIdx.y + 1];
@@ -198,7 +198,7 @@ cudaError_t run(const GroupedArgs& a, int slots, int num_local, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// act[slot] = silu(gate) * up of each slot that has a local expert; slot_rows is not used.
+/// act[slot] = silu(gate) * up for each slot that has a local expert. slot_rows is not used.
 extern "C" int moe_experts_grouped_gate_up(const moe::ExpertsGroupedArgs* args, void* stream) {
   using namespace moe;
   const ExpertsGroupedArgs& c = *args;
@@ -207,8 +207,8 @@ extern "C" int moe_experts_grouped_gate_up(const moe::ExpertsGroupedArgs* args, 
   return run<false>(a, c.slots, c.num_local, stream);
 }
 
-/// slot_rows[slot] = w2 act[slot] in f32 of each slot that has a local expert; x is not used. Must directly follow
-/// moe_experts_grouped_gate_up on the stream: it reads the tiles before that has ended.
+/// slot_rows[slot] = w2 act[slot] in f32 for each slot that has a local expert. x is not used. It must directly follow
+/// moe_experts_grouped_gate_up on the stream, because it reads the tiles before that launch has ended.
 extern "C" int moe_experts_grouped_down(const moe::ExpertsGroupedArgs* args, void* stream) {
   using namespace moe;
   const ExpertsGroupedArgs& c = *args;

@@ -1,14 +1,15 @@
-// Experts more than the device has slots for: which are to be in the slots for a pass of a step, and the exchange of
-// weights between slots and host memory. Both launches stand between the router and the products of a layer, so that a
-// captured graph needs no host. The rule is that of src/residency.rs, integer for integer.
+// For layers with more experts than the device has slots. One launch chooses which experts are in the slots for a pass
+// of a step; another exchanges weights between slots and host memory. Both launches are between the router and the
+// products of a layer, so a captured graph needs no host. The rule is the rule of src/residency.rs, integer for
+// integer.
 //
-// Every expert is in exactly one place, a slot or a home. One that is fetched takes the slot of one that the pass does
-// not need, and that one moves into the home that becomes free: the same threads read both and write both. The bus
-// carries both directions at once.
+// Every expert is in exactly one place, a slot or a home. An expert that is fetched takes the slot of an expert that
+// the pass does not need, and that expert moves to the home that becomes free. The same threads read both and write
+// both, so the bus carries both directions at once.
 //
-// Floor: of an exchange the bytes of an expert over the bus, 9.4 MB at 51 GB/s: 185 us each. With both directions at
-// once an H200 carries 41.6 each way by these threads, and 48.8 by its copy engines. Few blocks do best: 32 of them
-// keep half a MB on its way, and 528 take 6 % more time (docs/kernels-labbook.md).
+// Floor: an exchange moves the bytes of an expert over the bus, 9.4 MB at 51 GB/s: 185 us each. With both directions at
+// once an H200 carries 41.6 GB/s each way by these threads, and 48.8 by its copy engines. Few blocks are best: 32 of
+// them keep half a MB in flight, and 528 take 6 % more time (docs/lessons/ranks.md).
 #include "experts/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
@@ -17,18 +18,19 @@ namespace moe {
 namespace {
 
 constexpr int kMaxExperts = 2048;
-constexpr int kThreads = 512;      // of the choice
-constexpr int kCopyThreads = 256;  // of a block of the exchange
-constexpr int kEach = 4;           // vectors of a thread at a time
+constexpr int kThreads = 512;      // threads of the launch that chooses
+constexpr int kCopyThreads = 256;  // threads of a block of the exchange
+constexpr int kEach = 4;           // vectors that a thread copies at a time
 constexpr int kCopyBlocks = 32;
 constexpr uint32_t kUse = 1u << 16;  // what a step that needs an expert adds to its heat
-constexpr int kAgeShift = 6;         // a step takes a 64th of it
+constexpr int kAgeShift = 6;         // each step takes a 64th of the heat
 
 struct Shared {
   int32_t place[kMaxExperts], held[kMaxExperts];
   uint32_t heat[kMaxExperts];
   uint8_t pending[kMaxExperts];
-  int16_t missing[kMaxExperts], leaving[kMaxExperts];  // experts to fetch, slots to leave, both in their order
+  // Experts to fetch, and slots to use for them, both in their order.
+  int16_t missing[kMaxExperts], leaving[kMaxExperts];
   int num_missing, num_active;
 };
 
@@ -47,7 +49,7 @@ __device__ void begin_step(const ExpertResidencyArgs& a, Shared& s) {
   }
 }
 
-/// Lists the pending experts that are in no slot, ascending, and counts the others. One warp.
+/// Lists the pending experts that are in no slot, ascending, and counts the others. One warp does it.
 __device__ void list_missing(const ExpertResidencyArgs& a, Shared& s) {
   const int lane = threadIdx.x % 32;
   int missing = 0, active = 0;
@@ -63,7 +65,8 @@ __device__ void list_missing(const ExpertResidencyArgs& a, Shared& s) {
   if (lane == 0) s.num_missing = missing, s.num_active = active;
 }
 
-/// Ranks the slots whose expert the pass does not need, the coldest first, as far as experts are missing.
+/// Ranks the slots whose expert the pass does not need, the coldest first. It ends when there is one for each missing
+/// expert.
 __device__ void list_leaving(const ExpertResidencyArgs& a, Shared& s) {
   for (int slot = threadIdx.x; slot < a.num_slots; slot += kThreads) {
     const int own = s.held[slot];
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) expert_residency(const __grid_consta
   }
 }
 
-/// 16 bytes of the host: what a kernel before has written there is read anew.
+/// Loads 16 bytes from the host. The load is not cached, because an earlier kernel may have written them.
 __device__ __forceinline__ uint4 load_host(const uint4* p) { return __ldcv(p); }
 
 __global__ void __launch_bounds__(kCopyThreads) expert_exchange(const __grid_constant__ ExpertExchangeArgs a) {
@@ -144,8 +147,9 @@ __global__ void __launch_bounds__(kCopyThreads) expert_exchange(const __grid_con
       if (at < own) __stcs(there + at, left[j]), here[at] = fetched[j];
     }
   }
-  // The products' first weights are asked for, by the copy engine, before their launch waits for those ahead: at the
-  // earliest when all blocks of this one have ended, since none lets the next launch start before.
+  // The first weights of the products are loaded by the copy engine before their launch waits for the launches before
+  // it. The earliest time is when all blocks of this launch have ended, since none of them lets the next launch start
+  // earlier.
   __threadfence();
   fence_async_proxy();
 }
@@ -153,9 +157,9 @@ __global__ void __launch_bounds__(kCopyThreads) expert_exchange(const __grid_con
 }  // namespace
 }  // namespace moe
 
-/// Decides which experts this pass of a step computes and what must change places for that: as many of the pending
-/// ones as there are slots, those that are there and then the lowest. Launches of one layer must not overlap. Refuses
-/// more than 2,048 experts, and more slots than experts.
+/// Decides which experts this pass of a step computes, and which must change places for that. The pass computes as many
+/// of the pending experts as there are slots: first the ones in slots, then the ones with the lowest numbers. Launches
+/// of one layer must not overlap. It refuses more than 2,048 experts, and more slots than experts.
 extern "C" int moe_expert_residency(const moe::ExpertResidencyArgs* args, void* stream) {
   using namespace moe;
   const ExpertResidencyArgs& c = *args;
@@ -164,7 +168,7 @@ extern "C" int moe_expert_residency(const moe::ExpertResidencyArgs* args, void* 
   return launch(expert_residency, {dim3(1), dim3(kThreads), stream, sizeof(Shared)}, c);
 }
 
-/// Carries out what moe_expert_residency decided, which must be the launch ahead.
+/// Carries out what moe_expert_residency decided, which must be the launch directly before.
 extern "C" int moe_expert_exchange(const moe::ExpertExchangeArgs* args, void* stream) {
   using namespace moe;
   const ExpertExchangeArgs& c = *args;

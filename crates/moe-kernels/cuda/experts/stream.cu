@@ -1,22 +1,21 @@
-// Experts for few rows per expert: gate and up products with SwiGLU, down product and weighted sum over k,
-// from topk_ids to token rows in one launch that streams every touched weight once.
+// Experts for few rows per expert: gate and up products with SwiGLU, down product and weighted sum over k. One launch
+// computes token rows from topk_ids and streams every touched weight once.
 //
-// Floor: touched experts * 6 H I bytes; 6 T K H I FLOPs are far below it (T = 256 on 128 experts, top 8:
-// 16 rows per expert, 16 FLOP per byte). So only bytes in flight count.
+// Floor: touched experts * 6 H I bytes. 6 T K H I FLOPs take far less (T = 256 on 128 experts, top 8: 16 rows per
+// expert, 16 FLOP per byte). So only the number of bytes in flight counts.
 //
-// Design: one persistent block per SM takes consecutive 16-row weight tiles of both products
-// (stream_block.cuh says which). Two warps do nothing but copy weights into a ring that fills shared
-// memory, through both products without a pause: while the down product waits for the activations of other
-// blocks, its weights are already on the way. The weights are the mma's 16 rows, the slots its 8 columns; so
-// one token costs no more than eight, and the eight consumer warps split K, which keeps the tile small
-// enough to spread 8 experts over 132 SMs. Their partial sums are added in warp order: a slot's
-// bits depend on its own row and on the length of a stage, not on the batch beside it.
+// Design: one persistent block per SM takes consecutive 16-row weight tiles of both products (stream_block.cuh says
+// which). Two warps only copy weights into a ring that fills shared memory, through both products without a pause:
+// while the down product waits for the activations of other blocks, its weights are already in flight. The weights are
+// the mma's 16 rows and the slots its 8 columns, so one token costs as much as eight. The eight consumer warps split K,
+// which keeps the tile small enough to spread 8 experts over 132 SMs. Their partial sums are added in warp order: a
+// slot's bits depend on its own row and on the length of a stage, not on the rest of the batch.
 //
 // Measured, one H200 (141 GB), Qwen3-30B-A3B: 2.58 TB/s at T = 1, 3.85 at 8, 4.10 at 32, 3.83 at 128; docs/kernels.md
 // has the rest.
 //
-// Blocks wait for each other (flags per group), so the launch is cooperative. The flags come in two sets: a
-// launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.
+// Blocks wait for each other (flags per group), so the launch is cooperative. There are two sets of flags: a launch
+// uses one and clears the other. So clearing costs no time, and one buffer that was zeroed once serves all launches.
 #include "experts/stream_kernel.cuh"
 
 namespace moe::stream {
@@ -37,8 +36,8 @@ struct Rows {
     return half > whole ? half : whole;
   }
 
-  /// This warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory where K fits: 8
-  /// gate rows, then 8 up rows; or 16 rows of w2.
+  /// Loads this warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory if K fits: 8 gate
+  /// rows, then 8 up rows; or 16 rows of w2.
   __device__ __forceinline__ void load_tile(const Block<Rows>& b, int product, int expert, int tile, Cursor& at) const {
     const int depth = b.a.depth(product), chunk = b.a.chunk[product];
     const int loader = threadIdx.x / 32 - kConsumers;
@@ -61,16 +60,16 @@ struct Rows {
     }
   }
 
-  /// One 16-row tile times the rows at `rows`: this warp's steps along K, from ring to registers.
+  /// Multiplies one 16-row tile by the rows at `rows`: this warp's steps along K, from the ring to registers.
   template <int kPass>
   __device__ __forceinline__ void multiply(const Block<Rows>& b, int product, int, int, const uint8_t* rows, Cursor& at,
                                            float (&acc)[kPass / 8][4]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int depth = b.a.depth(product), chunk = b.a.chunk[product];
-    // Gate and up rows lie in two stages, rows of w2 in one.
+    // Gate and up rows are in two stages, rows of w2 are in one.
     const bool upper = product == 0 && lane % 16 >= 8;
     const uint32_t weight_at = (lane % 16 - (upper ? 8 : 0)) * padded(chunk) + lane / 16 * 16;
-    // Matrices for ldmatrix: (columns 0-7, K 0-7), (0-7, 8-15), then the same of columns 8-15.
+    // The matrices for ldmatrix: (columns 0-7, K 0-7), (0-7, 8-15), then the same of columns 8-15.
     const uint32_t stride = padded(depth);
     const uint8_t* row = rows + (lane % 8 + (kPass > 8 ? lane / 16 * 8 : 0)) * stride + lane / 8 % 2 * 16;
     // Two chains of sums, for every other step: an mma that waits for the one before takes twice as long.
@@ -119,7 +118,8 @@ struct Rows {
   }
 };
 
-/// Columns per pass: few enough that the ring stays deep, enough that most experts need one pass.
+/// The number of columns per pass: small enough that the ring stays deep, and large enough that most experts need one
+/// pass.
 int choose_pass(const Args& a) {
   const int mean = a.slots() / a.num_local;
   return mean <= 2 ? 8 : mean <= 8 ? 16 : 32;
@@ -145,14 +145,14 @@ cudaError_t run(Weighted<Rows> a, int pass, int chunk_limit, void* stream) {
 }  // namespace
 }  // namespace moe::stream
 
-/// Words of the zeroed `flags` buffer that launches with up to `slots` slots may share.
+/// The number of words of the zeroed `flags` buffer that launches with up to `slots` slots may share.
 extern "C" int moe_experts_stream_flags(int slots, int num_local) {
   using namespace moe::stream;
   return kFlagHeader + 2 * (kSetHeader + max_groups(slots, num_local, 8));
 }
 
-/// As `moe_experts_stream`, with the choices that it makes itself: columns per pass (8, 16, 32; 0 = choose),
-/// elements along K of a stage of 16 rows. For tests and for tuning.
+/// The same as `moe_experts_stream`, with two choices that it makes itself otherwise: columns per pass (8, 16, 32; 0 =
+/// choose), and elements along K of a stage of 16 rows. It is for tests and for tuning.
 extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream) {
   using namespace moe;
   const ExpertsStreamArgs& c = *args;

@@ -1,5 +1,5 @@
-// Geometry of the weight-streaming expert kernels: what is multiplied in which order, and where it lies in
-// shared memory. Host and device compute it from the same code.
+// Geometry of the weight-streaming expert kernels: what is multiplied in which order, and where it is in shared memory.
+// Host and device compute it from the same code.
 #pragma once
 
 #include "experts/align.cuh"
@@ -11,14 +11,14 @@ constexpr int kConsumers = 8;
 constexpr int kLoaders = 2;                                 // warps that load weights, half a tile each
 constexpr int kThreads = (kConsumers + kLoaders + 1) * 32;  // the last warp loads token rows and activations
 constexpr int kTileRows = 16;                               // weight rows of a tile: one mma
-constexpr int kMaxSlots = 2048;                             // T K; more belongs to the grouped kernel
+constexpr int kMaxSlots = 2048;                             // T K; the grouped kernel computes more
 constexpr int kMaxStages = 16;
 constexpr int kMinStages = 4;
 constexpr int kFlagHeader = 32;  // words of the flag buffer before its two sets
 constexpr int kSetHeader = 4;    // words of a set before the groups' flags: grid barrier, tickets
 constexpr int kTicketTiles = 4;  // tiles of a ticket; divides every tile count
 
-/// All but the weights.
+/// All arguments except the weights.
 struct Args {
   const bf16* x;
   const uint32_t* topk_ids;
@@ -37,13 +37,14 @@ struct Args {
   __host__ __device__ int slots() const { return tokens * top_k; }
   /// Length of the sums of a product: gate and up (0), down (1).
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
-  /// Tiles of 16 weight rows per expert: 8 gate and 8 up rows, or 16 rows of w2.
+  /// The number of tiles of 16 weight rows per expert: 8 gate and 8 up rows, or 16 rows of w2.
   __host__ __device__ int tiles(int product) const {
     return product == 0 ? inter / (kTileRows / 2) : hidden / kTileRows;
   }
 };
 
-/// With weights of some kind (Rows, quant::Tiles): how they lie in stages, come there and are multiplied.
+/// All arguments. `Weights` is Rows or quant::Tiles: the layout of the weights in stages, how they are loaded and how
+/// they are multiplied.
 template <class Weights>
 struct Weighted : Args {
   Weights w;
@@ -72,14 +73,14 @@ __host__ __device__ inline Layout layout(const Args& a, int pass) {
   l.sorted = round_up(l.groups + max_groups(a.slots(), a.num_local, pass) * static_cast<uint32_t>(sizeof(Group)), 16);
   l.partial = round_up(l.sorted + a.slots() * 2u, 16);
   l.rows = l.partial + 2 * kConsumers * kTileRows * (pass + 4) * 4;
-  // The down product keeps the rows of two runs, so that the next run's are there in time.
+  // The down product has room for the rows of two runs, so that the rows of the next run are there in time.
   const uint32_t twice = 2 * pass * padded(a.inter);
   l.stage = round_up(l.rows + (twice > pass * padded(a.hidden) ? twice : pass * padded(a.hidden)), 128);
   l.total = l.stage + a.stages * a.stage_bytes;
   return l;
 }
 
-/// Bytes that alignment needs; they lie where the stages will be.
+/// Bytes that alignment needs. It uses the memory where the stages will be.
 __host__ __device__ inline uint32_t align_bytes(const Args& a) { return a.slots() * 4u + (2 * a.num_local + 2) * 4u; }
 
 /// A consecutive share of `total` items.
@@ -88,7 +89,7 @@ struct Range {
 };
 
 __device__ __forceinline__ Range share(int total) {
-  const uint32_t n = total;  // at most about 10^5 tiles: times a block number it fits in 32 bits
+  const uint32_t n = total;  // at most about 10^5 tiles: times a block number they fit in 32 bits
   return {static_cast<int>(n * blockIdx.x / gridDim.x), static_cast<int>(n * (blockIdx.x + 1) / gridDim.x)};
 }
 
@@ -105,7 +106,7 @@ struct Cursor {
   }
 };
 
-/// Where `build_groups` leaves what every role reads.
+/// What `build_groups` computes for all roles.
 struct Routing {
   Group* groups;
   uint16_t* sorted;  // place -> slot
@@ -117,7 +118,8 @@ struct Routing {
         num_groups(reinterpret_cast<uint32_t*>(smem + l.groups - 16)) {}
 };
 
-/// One warp, one lane per slot: no pass over the experts, so one token's routing costs a few shuffles.
+/// One warp does it with one lane per slot. There is no pass over the experts, so one token's routing costs a few
+/// shuffles.
 template <int kPass>
 __device__ __forceinline__ void build_few(const Args& a, const Routing& to) {
   const int lane = threadIdx.x;
@@ -175,7 +177,7 @@ __device__ __forceinline__ void build_many(const Args& a, const Routing& to, uin
   fence_async_proxy();  // the copy engine fills this memory next
 }
 
-/// Sorts the slots by expert and cuts them into groups; every block finds the same ones. Returns their number.
+/// Sorts the slots by expert and cuts them into groups; every block computes the same ones. Returns their number.
 template <int kPass>
 __device__ __forceinline__ int build_groups(const Args& a, uint8_t* smem, const Layout& l) {
   const Routing to(smem, l);

@@ -1,8 +1,8 @@
 // What the roles of a block of the weight-streaming expert kernels share: its tiles, flags and shared memory.
 //
-// SMs get unequal shares of a saturated memory (equal work was seen to take 193 to 258 us), so a
-// block is assigned all its tiles of the first product and half of its tiles of the second, in consecutive
-// runs, and takes the rest by ticket. Which block computes a tile changes no bit of it.
+// SMs get unequal shares of a saturated memory (equal work took 193 to 258 us). So a block is assigned all its tiles of
+// the first product and half of its tiles of the second, in consecutive runs, and takes the rest by ticket. Which block
+// computes a tile does not change its bits.
 #pragma once
 
 #include "experts/stream.cuh"
@@ -31,8 +31,8 @@ struct Flags {
   uint32_t* set;    // grid barrier, tickets, one flag per group
   uint32_t* other;  // the set of the launches before and after
 
-  /// `left` is the first word pair of the buffer: how many blocks have left, over all launches. It grows by
-  /// gridDim.x with each launch and cannot reach the next multiple while a block is here.
+  /// `left` is the first word pair of the buffer: how many blocks have ended, over all launches. It grows by gridDim.x
+  /// with each launch, and cannot reach the next multiple before this block has ended.
   __device__ Flags(const Args& a, uint64_t left) {
     const bool odd = left / gridDim.x % 2 != 0;
     uint32_t* sets = a.flags + kFlagHeader;
@@ -64,11 +64,11 @@ struct Block {
   __device__ Group group(int u) const { return Routing(smem, l).groups[u]; }
   __device__ int slot(int place) const { return Routing(smem, l).sorted[place]; }
 
-  /// Rows of the i-th run of a product: one place for token rows, two in turn for activations.
+  /// The rows of the i-th run of a product. There is one place for token rows, and two in turn for activations.
   __device__ uint8_t* rows(int product, int i, int pass) const {
     return smem + l.rows + (product == 1 && i % 2 != 0 ? pass * padded(a.inter) : 0);
   }
-  /// Tiles of the down product that are assigned beforehand.
+  /// The number of tiles of the down product that are assigned beforehand.
   __device__ int assigned() const { return groups * a.tiles(1) / 2 / kTicketTiles * kTicketTiles; }
 
   /// Waits for the i-th run by ticket.
@@ -78,7 +78,7 @@ struct Block {
   }
 };
 
-/// Calls f(product, run, i) for all runs of this block, i counting within the product.
+/// Calls f(product, run, i) for all runs of this block; i counts within the product.
 template <class Weights, class F>
 __device__ __forceinline__ void for_each_run_and_ticket(const Block<Weights>& b, F f) {
   int i = 0;

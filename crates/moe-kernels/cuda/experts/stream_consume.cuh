@@ -1,12 +1,12 @@
-// The warps of the weight-streaming expert kernels that multiply, and what becomes of their results.
+// The warps of the weight-streaming expert kernels that multiply, and what they do with their results.
 #pragma once
 
 #include "experts/stream_load.cuh"
 
 namespace moe::stream {
 
-/// Leaves this warp's part of a tile in shared memory and waits for the others'. Returns the sum of all
-/// parts, in warp order, of one weight row and column.
+/// Stores this warp's part of a tile in shared memory and waits for the parts of the other warps. Returns the sum of
+/// all parts, in warp order, of one weight row and column.
 template <int kPass, class Weights>
 __device__ __forceinline__ auto reduce(const Block<Weights>& b, int buffer, const float (&acc)[kPass / 8][4]) {
   constexpr int kStride = kPass + 4, kTile = kTileRows * kStride;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void for_each_result(int rows, int columns, F f) {
   for (int i = threadIdx.x; i < rows * columns; i += kConsumers * 32) f(i % rows, i / rows);
 }
 
-/// The consuming warps: all runs of this block.
+/// The consuming warps go through all runs of this block.
 template <int kPass, class Weights>
 __device__ void consume(const Block<Weights>& b) {
   Cursor at;

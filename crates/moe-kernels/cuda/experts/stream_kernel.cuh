@@ -1,8 +1,9 @@
-// The weight-streaming expert kernel, of weights of any kind (experts/stream.cu: bf16 and the design;
+// The weight-streaming expert kernel, for weights of any kind (bf16 and the design: experts/stream.cu; quantised:
 // quant/experts_stream.cu).
 //
-// A kind of weights says how much of them a stage holds (set_chunks, on the host), fills the stages of a tile
-// (load_tile, by each of the loading warps) and multiplies them (multiply, by each of the consuming ones).
+// A kind of weights determines how much of them a stage holds (set_chunks, on the host), fills the stages of a tile
+// (load_tile, called by each of the loading warps) and multiplies them (multiply, called by each of the consuming
+// warps).
 #pragma once
 
 #include "experts/combine.cuh"
@@ -10,7 +11,7 @@
 
 namespace moe::stream {
 
-/// All blocks of the launch meet here, once; what they wrote before is visible to all after.
+/// All blocks of the launch meet here once. What a block wrote before is visible to all blocks after.
 __device__ inline void grid_barrier(uint32_t* arrived) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -39,7 +40,7 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
     mbarrier_fence_init();
   }
   pdl_wait();
-  b.left = *reinterpret_cast<const volatile uint64_t*>(a.flags);  // used later: in flight meanwhile
+  b.left = *reinterpret_cast<const volatile uint64_t*>(a.flags);  // used later: the load is in flight meanwhile
   b.groups = build_groups<kPass>(a, smem, b.l);
   const int warp = threadIdx.x / 32;
   if (warp < kConsumers) {
@@ -64,7 +65,7 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
 /// Elements per stage: `depth` in equal parts of at most `limit`, each a multiple of 64.
 inline int even_chunk(int depth, int limit) { return round_up(ceil_div(depth, ceil_div(depth, limit)), 64); }
 
-/// Stages that fit beside everything else.
+/// The number of stages for which there is room next to everything else.
 inline int stages_that_fit(Args a, int pass, int block_smem) {
   a.stages = 0;
   const Layout l = layout(a, pass);
@@ -72,17 +73,17 @@ inline int stages_that_fit(Args a, int pass, int block_smem) {
   return stages < kMaxStages ? stages : kMaxStages;
 }
 
-/// Fills in chunks and stages for this many columns and this chunk limit; false if the ring would be too short.
+/// Fills in chunks and stages for this number of columns and this chunk limit; false if the ring would be too short.
 template <class Weights>
 bool plan(Weighted<Weights>* a, int pass, int chunk_limit, int block_smem) {
-  a->chunk[0] = even_chunk(a->hidden, 2 * chunk_limit);  // its stages are half as high
+  a->chunk[0] = even_chunk(a->hidden, 2 * chunk_limit);  // its stages have half as many rows
   a->chunk[1] = even_chunk(a->inter, chunk_limit);
   a->stage_bytes = a->w.set_chunks(*a);
   a->stages = stages_that_fit(*a, pass, block_smem);
   return a->stages >= kMinStages && align_bytes(*a) <= static_cast<uint32_t>(a->stages * a->stage_bytes);
 }
 
-/// Most columns first, because a second read of weights costs most; then the longest stages. 0 = nothing fits.
+/// Tries most columns first, because a second read of weights costs most, then the longest stages. 0 = nothing fits.
 template <class Weights>
 int choose_plan(Weighted<Weights>* a, int first_pass, int chunk_limit, int block_smem) {
   for (int pass = first_pass; pass >= 8; pass /= 2)
@@ -91,7 +92,7 @@ int choose_plan(Weighted<Weights>* a, int first_pass, int chunk_limit, int block
   return 0;
 }
 
-/// The launch of a kernel for `pass` columns, for which `a` has been planned.
+/// Launches a kernel for `pass` columns, for which `a` has been planned.
 template <class Weights>
 Launch launch_of(const Weighted<Weights>& a, int pass, const DeviceLimits& limits, void* stream) {
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a, pass).total};
@@ -112,7 +113,7 @@ Args common_args(const Launcher& c) {
   return a;
 }
 
-/// Whether a launcher takes them.
+/// Whether a launcher accepts these arguments.
 inline bool launchable(const Args& a, Output output) {
   return a.tokens >= 0 && a.top_k > 0 && a.num_ids > 0 && a.num_local > 0 && a.num_local <= INT16_MAX && a.hidden > 0 &&
          a.inter > 0 && a.hidden % 64 == 0 && a.inter % 64 == 0 && a.tokens <= kMaxSlots / a.top_k &&

@@ -1,4 +1,4 @@
-// The warps of the weight-streaming expert kernels that bring weights and rows to shared memory.
+// The warps of the weight-streaming expert kernels that load weights and rows to shared memory.
 #pragma once
 
 #include "experts/stream_block.cuh"
@@ -14,14 +14,14 @@ __device__ void load_weights(const Block<Weights>& b) {
   });
 }
 
-/// Loads the rows of each run, takes the tickets, and tells other blocks which activations are written: the
-/// consumers, who release a run's rows after their last write, need not wait for that.
+/// Loads the rows of each run, takes the tickets, and tells other blocks which activations are written. The consumers
+/// release a run's rows after their last write, so they need not wait for that.
 template <int kPass, class Weights>
 __device__ void load_rows(const Block<Weights>& b) {
   const Args& a = b.a;
   const bool leader = threadIdx.x % 32 == 0;
   const Flags flags(a, b.left);
-  Run written = {0, 0, 0};  // not announced yet
+  Run written = {0, 0, 0};  // the run whose activations have not been announced yet
   uint32_t parity = 1;
   const auto announce = [&] {
     if (written.first == written.end || !leader) return;
@@ -40,8 +40,8 @@ __device__ void load_rows(const Block<Weights>& b) {
   mbarrier_wait(b.rows_empty(0), parity);
   announce();
 
-  // The second product has barriers of both places from their first phase on, but the ones of place 0 have
-  // been used: `phase` continues them.
+  // The barriers of both places are in their first phase for the second product, except that the barriers of place 0
+  // have been used: `phase` continues them.
   const uint32_t phase0 = parity ^ 1;
   const auto load = [&](const Run& run, int i) {
     const uint32_t phase = i % 2 == 0 ? phase0 + i / 2 : i / 2;
@@ -54,7 +54,7 @@ __device__ void load_rows(const Block<Weights>& b) {
   };
   const int total = b.groups * a.tiles(1);
   const auto take_ticket = [&] { return leader ? atomicAdd(flags.tickets(), 1) : 0; };
-  uint32_t taken = take_ticket();  // the next ticket is on its way while this one's rows are loaded
+  uint32_t taken = take_ticket();  // the next ticket is in flight while the rows of this one are loaded
   int i = 0;
   for_each_run(b.assigned(), a.tiles(1), [&](const Run& run) { load(run, i++); });
   for (int ticket = 0;; ++ticket) {

@@ -1,21 +1,21 @@
 // Experts for 4 to a few hundred rows per expert on Hopper's warpgroup products: gate and up with SwiGLU, then the down
 // product, one launch for both, over the slots that the router or moe_any_list_slots has listed by expert.
 //
-// Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are
-// below it to about T = 2,000. So each weight is to be read once and the memory must never wait.
+// Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s). 6 T K H I FLOPs take
+// less up to about T = 2,000. So each weight must be read once, and the memory must never wait.
 //
 // Design: a persistent block per SM takes work tiles of 128 weight rows by ticket, all of gate and up before all of
-// down: a work tile of the down product finds its expert's activations finished long ago, so nothing waits between the
-// products and no block idles while another has work. Weights are the wgmma's 64-row operand, an expert's rows its
-// columns, in the next larger of 8, 16, 32, 64, 128: few rows cost no more than their bytes. One producer thread fills
-// a ring of 16 KB TMA tiles; before pdl_wait() it fills it with the weights of the block's first work tile, while the
-// router still runs. Three warps gather token rows beside them. A slot's sums are one ascending chain over K, so they
-// depend on its row only.
+// down. When a work tile of the down product begins, its expert's activations were finished long ago, so nothing waits
+// between the products and no block idles while another has work. Weights are the wgmma's 64-row operand and an
+// expert's rows its columns, in the next larger of 8, 16, 32, 64, 128: few rows cost no more than their bytes. One
+// producer thread fills a ring of 16 KB TMA tiles. Before pdl_wait() it fills it with the weights of the block's first
+// work tile, while the router still runs. Three warps gather token rows at the same time. A slot's sums are one
+// ascending chain over K, so they depend on its row only.
 #include "experts/tensor_kernel.cuh"
 
 namespace moe::experts_tensor {
 
-/// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
+/// Rows of bf16, loaded by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights, CopiedRows {
   static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes;
   template <int kCapacity>
@@ -29,7 +29,7 @@ struct Bf16Weights : PlainWeights, CopiedRows {
     load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
 
-  /// acc += 64 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
+  /// acc += 64 weight rows x kRows token rows over the work tile's steps. `at` is then past these steps.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
                                                   const Work& work, Cursor& at, float (&acc)[kRows / 2]) {
@@ -37,13 +37,13 @@ struct Bf16Weights : PlainWeights, CopiedRows {
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
       mbarrier_wait(b.full(at.stage), at.parity);
-      fence_async_shared();  // rows of x came by ordinary copies
+      fence_async_shared();  // ordinary stores wrote the rows of x
       const uint64_t w = tile_descriptor(b.weights(at.stage) + group * 64 * 128), x = tile_descriptor(b.rows(at.stage));
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTileColumns / 16; ++k) wgmma<kRows>(acc, w + 2 * k, x + 2 * k);
       wgmma_commit();
-      wgmma_wait<1>();  // one stage's products run while the next stage's are issued
+      wgmma_wait<1>();  // one stage's products run while the next ones are issued
       if (previous >= 0 && lane == 0) mbarrier_arrive(b.empty(previous));
       previous = at.stage;
       at.advance(b.stages);
@@ -56,14 +56,15 @@ struct Bf16Weights : PlainWeights, CopiedRows {
 
 }  // namespace moe::experts_tensor
 
-/// Words of `counters`, in an order that depends on num_local: calls with another number need their own.
+/// The number of words of `counters`. Their order depends on num_local: calls with another num_local need other
+/// counters.
 extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tiles::Counters::all_words(num_local); }
 
-/// Where in `counters` the router may count, which the launch leaves zero.
+/// The index in `counters` where the router may count. The launch leaves these words zero.
 extern "C" int moe_experts_tensor_counts() { return moe::experts_tiles::Counters::kHead; }
 
-/// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local
-/// expert e. Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
+/// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], for each slot that has a
+/// local expert e. It must follow the routing on the stream. Hopper only; H and I are multiples of 64.
 extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;

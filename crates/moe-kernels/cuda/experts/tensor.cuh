@@ -1,18 +1,19 @@
-// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory
-// (tensor_kernel.cuh).
+// Geometry of the experts on warpgroup products, and the warps that load operands to shared memory (tensor_kernel.cuh).
 //
-// `W` is how weights lie in memory and are multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu)
-// or the ones for few rows (quant/experts_few.cuh, quant/experts_digits.cuh). It has
+// `W` describes how weights are stored and multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu),
+// or the variants for few rows (quant/experts_few.cuh, quant/experts_digits.cuh). It has
 //   kColumns      columns of a stage, a multiple of 64
-//   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
-//   load          brings a stage's weights, by one thread
-//   kReleases     lanes of a consuming warp that give a stage back
-//   multiply      adds a work tile's products to accumulators, of the token rows that result_row tells
-//   gather        what the gathering warps do, and how often one arrives at a stage (kRowArrivals); with CopiedRows
-//   also side: a gathering lane's part of copying what lies beside weights
-//   kFewBlocks<capacity>          blocks of an SM where up to 32 token rows fit
-//   kMostStages<capacity>         of a block's ring
-//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
+//   kBytes        bytes of a stage's weights
+//   kSideBytes    bytes of a stage's scales and zero points, which are copied from the Source of each product
+//   load          loads a stage's weights, by one thread
+//   kReleases     lanes of a consuming warp that arrive when a stage may be filled again
+//   multiply      adds a work tile's products to accumulators, which belong to the token rows that result_row gives
+//   gather        loads token rows, in the gathering warps; kRowArrivals: their arrivals for each stage
+//   side          with CopiedRows: a gathering lane's part of copying scales and zero points
+//   kFewBlocks<capacity>          blocks of an SM if a stage holds up to 32 token rows
+//   kMostStages<capacity>         largest number of stages of a block's ring
+//   kConsumerRegisters<capacity>  registers of a consuming thread, if not what the launch gives
+//   kConsumerRegisters<capacity>  registers of a consuming thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -23,50 +24,52 @@ using namespace experts_tiles;
 
 constexpr int kMaxStages = 16;
 constexpr int kHeader = 1024;  // barriers and work tiles
-constexpr int kPaceNs = 800;   // between the first stages
+constexpr int kPaceNs = 800;   // nanoseconds between the first stages
 constexpr int kActRows = 8;    // rows of one load of activations: an atom of the swizzle
 
 template <class W>
 struct Args {
   const bf16* x;           // [T, H]
   const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
-  const uint32_t* counts;  // of the buckets [E]
+  const uint32_t* counts;  // the number of slots in each bucket [E]
   bf16* act;               // [T K, I], in order of experts
   float* slot_rows;        // [T K, H], by slot
   Counters counters;       // progress in activation rows times work tiles
   int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
-  bool guess;  // nearly every expert is touched: load weights before it is known which
+  bool guess;  // whether nearly every expert is touched: weights are then loaded before the touched experts are known
   typename W::Source source[2];
 
-  /// Work tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
+  /// The number of work tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int tiles(int product) const {
     return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
   }
-  /// Stages of one work tile.
+  /// The number of stages of one work tile.
   __host__ __device__ int steps(int product) const { return ceil_div(product == 0 ? hidden : inter, W::kColumns); }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
-  /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
+  /// Where the ring begins in shared memory: after the barriers and the table of touched experts.
   __host__ __device__ int ring() const { return round_up(kHeader + (max_touched() + 1) * 8, 1024); }
 };
 
-/// 128 weight rows of an expert times up to `capacity` of its rows. No rows: stages that nobody needs.
+/// 128 weight rows of an expert times up to `capacity` of its rows. If there are no rows, its stages are not
+/// multiplied.
 struct Work {
-  int product, expert, tile;  // product -1: the end
+  int product, expert, tile;  // product -1: the end of the work
   int first, rows;            // places of its activations
-  const uint32_t* slots;      // of its rows
+  const uint32_t* slots;      // slots of its rows
   int total;                  // rows of the expert
   int steps;
 };
 
-/// Bytes of a stage with `capacity` token rows in the ring, where it is aligned to the swizzle.
+/// Bytes of a stage with `capacity` token rows, rounded up so that each stage is aligned to the swizzle.
 template <class W>
 __host__ __device__ constexpr int stage_bytes(int capacity) {
   return W::kBytes + capacity * W::kColumns * 2;
 }
 
-/// Shared memory of a block: barriers, work tiles, table of experts, ring, and what lies beside each stage's weights.
+/// Shared memory of a block: barriers, work tiles, table of experts, ring, and the scales and zero points of each
+/// stage.
 template <class W>
 struct Block {
   static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
@@ -84,7 +87,7 @@ struct Block {
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
   __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
-  /// Token rows: 64 columns of all rows after the other.
+  /// Token rows: 64 columns of all rows, then the next 64.
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + W::kBytes; }
   __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * bytes + s * W::kSideBytes; }
 
@@ -93,11 +96,11 @@ struct Block {
 
 #if MOE_HAS_WGMMA
 
-/// Keeps a value in a register: where registers are short the compiler would compute it anew for each stage.
+/// Keeps a value in a register. Where registers are short, the compiler would compute it again for each stage.
 __device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
-/// The table of touched experts from the counts of their buckets, and the set of counters. One warp; all its loads
-/// first.
+/// Makes the table of touched experts from the counts of their buckets, and chooses the set of counters. One warp does
+/// it; it issues all its loads first.
 template <class W>
 __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 8;
@@ -123,27 +126,28 @@ __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a)
   if (lane == 0) b.table()[a.max_touched()] = {touched, rows}, b.keep(set);
 }
 
-/// What the routing chose, to shared memory, so that no work tile begins with a chain of loads. All threads.
+/// Copies what the routing chose to shared memory, so that no work tile begins with a chain of loads. All threads call
+/// it.
 template <class W>
 __device__ __forceinline__ void fill_table(const Block<W>& b, const Args<W>& a) {
   if (threadIdx.x < 32) scan_counts(b, a);
   __syncthreads();
 }
 
-/// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
+/// The thread that loads weights: it takes the block's work tiles and announces them to the other warps.
 template <class W>
 struct Producer {
   const Block<W>& b;
   const Args<W>& a;
   const CUtensorMap *w13, *w2;
-  // Weights leave L2 before rows, activations, results (T = 128: 5 us of 301), but not where an expert reads them
-  // again.
+  // Weights are evicted from L2 before rows, activations and results (T = 128: this saves 5 us of 301), except if an
+  // expert reads them again.
   const uint64_t once = read_once(), again = read_again();
   uint64_t policy = once;
   Cursor at = {};
   int announced = 0;
 
-  /// Weights of a work tile's step to a stage: gate and up rows in turn, or 128 rows of w2.
+  /// Loads the weights of a work tile's step to a stage: alternating gate and up rows, or 128 rows of w2.
   __device__ __forceinline__ void load(int product, int expert, int tile, int step, int stage) const {
     arrive_expecting(b.full(stage), W::kBytes);
     W::load(b.weights(stage), product == 0 ? w13 : w2, a, product, expert, tile, step, b.full(stage), policy);
@@ -151,10 +155,10 @@ struct Producer {
 
   __device__ __forceinline__ void announce(const Work& work) { announce_work(b, work, &announced); }
 
-  /// The block's first work tile has its own number: if all experts before it are touched, its weights are known. Loads
-  /// as many stages of them as there are, and returns how many. One after the other: all at once they would slow down
-  /// the short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us at once, 343 like
-  /// this).
+  /// The block's first work tile has the number of the block: if all experts before it are touched, its weights are
+  /// known. Loads as many of its stages as the ring has, and returns their number. The loads are issued one after the
+  /// other: all at once, they would slow down the short kernels before this one, which wait for one load after another
+  /// (a layer at T = 128: 349 us at once, 343 this way).
   __device__ __forceinline__ int guess() const {
     const int expert = blockIdx.x / a.tiles(0);
     const int ahead = a.guess && expert < a.num_local ? min(b.stages, a.steps(0)) : 0;
@@ -165,7 +169,7 @@ struct Producer {
     return ahead;
   }
 
-  /// All work tiles of the block; `ready` stages were loaded by `guess`.
+  /// Loads all work tiles of the block; `guess` has loaded the first `ready` stages.
   template <int kCapacity>
   __device__ __forceinline__ void run(int ready) {
     const uint2* table = b.table();
@@ -189,7 +193,8 @@ struct Producer {
         announce(
             {product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
         for (int i = 0; i < steps; ++i) {
-          // As late as hides its latency: the block that is ahead takes the next work tile.
+          // The ticket is taken as late as its latency allows: the block that is furthest ahead takes the next work
+          // tile.
           if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(tickets, 1);
           if (i >= ready) {
             mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
@@ -205,7 +210,7 @@ struct Producer {
   }
 };
 
-/// Waits until an expert's activations are there, all of them for good if `all` are.
+/// Waits until an expert's activations are there. `all` becomes true when the activations of all experts are there.
 template <class W>
 __device__ __forceinline__ void await_activations(const Block<W>& b, const Args<W>& a, const Work& work,
                                                   uint32_t all_rows, bool* all) {
@@ -233,7 +238,7 @@ struct Rows {
     }
   }
 
-  /// Copies this part of the next step. `left`: columns from there on; behind them x is zero.
+  /// Copies this part of the next step. `left`: the number of columns that are left; after them x is zero.
   __device__ __forceinline__ void copy(uint8_t* to, int left) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -249,8 +254,8 @@ struct Rows {
   }
 };
 
-/// This warp's share of the loads of activations, every third box of 8 rows, which lie in order. One thread; counts
-/// their bytes.
+/// Loads this warp's share of the activations: every third box of 8 rows, which are in order of experts. One thread
+/// calls it; it adds the bytes to what the barrier expects.
 template <int kCapacity, class W>
 __device__ __forceinline__ void load_activations(const Block<W>& b, const CUtensorMap* act, const Work& work, int stage,
                                                  int step, int warp) {
@@ -266,7 +271,7 @@ __device__ __forceinline__ void load_activations(const Block<W>& b, const CUtens
   }
 }
 
-/// The warps that bring token rows, and what lies beside the weights.
+/// The warps that load token rows, scales and zero points.
 template <int kCapacity, class W>
 __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, const CUtensorMap* act) {
   const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32;
@@ -305,9 +310,9 @@ __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, cons
 
 #endif  // MOE_HAS_WGMMA
 
-/// Token rows as they are, in the swizzle of warpgroup products.
+/// Token rows without conversion, in the swizzle of warpgroup products.
 struct CopiedRows {
-  static constexpr int kFewestRows = 8;  // of a product
+  static constexpr int kFewestRows = 8;  // least rows of a product
   static constexpr int kRowArrivals = kGatherLanes;
   template <int kCapacity>
   static constexpr int kMostStages = experts_tensor::kMaxStages;
@@ -325,7 +330,7 @@ struct CopiedRows {
 #endif
 };
 
-/// Sums of a lane for kRows token rows.
+/// The number of sums of a lane for kRows token rows.
 template <int kRows>
 constexpr int kSums = kRows < 8 ? 4 : kRows / 2;
 

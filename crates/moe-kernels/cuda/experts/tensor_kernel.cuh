@@ -1,5 +1,5 @@
-// The kernel of the experts on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and quantised
-// ones (quant/experts_tensor.cu). `W` is explained in tensor.cuh.
+// The kernel of the experts on warpgroup products, for bf16 weights (tensor.cu, which explains the design) and
+// quantised ones (quant/experts_tensor.cu). `W` is explained in tensor.cuh.
 #pragma once
 
 #include "experts/tensor.cuh"
@@ -7,19 +7,21 @@
 
 namespace moe::experts_tensor {
 
-/// Blocks of an SM: several, each with its part of the shared memory, where the consumers' registers allow it.
+/// The number of blocks of an SM: several, each with its part of the shared memory, where the consumers' registers
+/// allow it.
 template <class W, int kCapacity>
 constexpr int kBlocks = kCapacity > 32 ? 1 : (W::template kFewBlocks<kCapacity>);
 
 #if MOE_HAS_WGMMA
 
-/// A work tile with up to kColumns rows. Of every 4 columns a lane holds one, of weight rows g and g + 8 of its warp.
+/// Computes a work tile with up to kColumns rows. Of every 4 columns a lane holds one, for weight rows g and g + 8 of
+/// its warp.
 template <int kCapacity, int kColumns, class W>
 __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, const Work& work, Cursor& at) {
   constexpr int kResults = kColumns / 4;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const auto row = [](int i) { return W::result_row(i); };
-  uint32_t place[kResults];  // of each result
+  uint32_t place[kResults];  // place of each result
   const auto fetch_places = [&] {
 #pragma unroll
     for (int i = 0; i < kResults; ++i)
@@ -46,7 +48,7 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
   }
 }
 
-/// With the next larger number of columns that hold the rows.
+/// Computes a work tile with the next larger number of columns that hold its rows.
 template <int kCapacity, int kColumns, class W>
 __device__ __forceinline__ void compute_rows(const Block<W>& b, const Args<W>& a, const Work& work, Cursor& at) {
   if constexpr (kColumns < kCapacity) {
@@ -55,7 +57,7 @@ __device__ __forceinline__ void compute_rows(const Block<W>& b, const Args<W>& a
   compute<kCapacity, kColumns>(b, a, work, at);
 }
 
-/// Leaves stages behind that hold what nobody needs.
+/// Skips stages whose contents are not needed.
 template <class W>
 __device__ __forceinline__ void skip(const Block<W>& b, int steps, Cursor& at) {
   for (int i = 0; i < steps; ++i, at.advance(b.stages)) {
@@ -72,8 +74,8 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
     if (W::kFewestRows == 4 && work.rows <= 4) compute<kCapacity, W::kFewestRows>(b, a, work, at);
     else compute_rows<kCapacity, 8>(b, a, work, at);
     if (work.product == 1) return;
-    // The copy engine of another block reads them. This fence waits for nothing; that for the other blocks is one
-    // thread's.
+    // The copy engine of another block reads them. This fence does not wait; the fence towards the other blocks waits,
+    // and only one thread issues it.
     fence_async_global();
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
@@ -87,7 +89,7 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
 
 #endif  // MOE_HAS_WGMMA
 
-/// Registers of a thread as the launch gives them.
+/// The number of registers that the launch gives to each thread.
 template <class W, int kCapacity>
 constexpr int kRegisters = 65536 / (kBlocks<W, kCapacity> * kThreads) / 8 * 8;
 
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     experts_tensor(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
                    const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
 #if MOE_HAS_WGMMA
-  // What consumers take the loaders give: there are half as many.
+  // The loaders give up registers for the consumers: there are half as many loaders.
   constexpr int kEach = kRegisters<W, kCapacity>, kTaken = W::template kConsumerRegisters<kCapacity>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block<W> b = {smem, smem + a.ring(), a.stages, stage_bytes<W>(kCapacity)};
@@ -145,7 +147,8 @@ cudaError_t run(Args<W> a, const CUtensorMap& w13, const CUtensorMap& w2, const 
   const cudaError_t e = make_tensor_map(&act, a.act, a.num_slots(), a.inter, kActRows);
   if (e != cudaSuccess) return e;
   constexpr int kEach = kBlocks<W, kCapacity>, kStage = stage_bytes<W>(kCapacity) + W::kSideBytes;
-  constexpr int kRing = 200 * 1024 / kEach;  // leaves room for the blocks of the kernels ahead; the plan has it, too
+  // Leaves room for the blocks of the kernels before; the plan uses the same number.
+  constexpr int kRing = 200 * 1024 / kEach;
   constexpr int kMost = W::template kMostStages<kCapacity>;
   static_assert(kRing / kStage <= kMaxStages);
   a.stages = kRing / kStage < kMost ? kRing / kStage : kMost;
@@ -155,8 +158,8 @@ cudaError_t run(Args<W> a, const CUtensorMap& w13, const CUtensorMap& w2, const 
   return launch(experts_tensor<kCapacity, W>, l, w13, w2, act, a);
 }
 
-/// With room for about twice the mean of an expert's rows. Room for more shortens the ring; an expert with more rows
-/// reads its weights again.
+/// The launch with room for about twice the mean number of an expert's rows. Room for more rows shortens the ring; with
+/// less room, an expert with more rows reads its weights again.
 template <class W>
 cudaError_t run(const Args<W>& a, int num_ids, const CUtensorMap& w13, const CUtensorMap& w2,
                 const DeviceLimits& limits, void* stream) {

@@ -1,5 +1,5 @@
 // What the persistent kernels of both expert products on warpgroup products share (tensor_kernel.cuh, wide_kernel.cuh):
-// tiles of 128 weight rows, the counters that blocks share, and how a block's warps learn of its work.
+// tiles of 128 weight rows, the counters that blocks share, and how a block's warps get its work.
 #pragma once
 
 #include "experts/args.cuh"
@@ -11,27 +11,30 @@ namespace moe::experts_tiles {
 
 constexpr int kTileRows = 128;  // weight rows of a work tile: 64 for each consuming warpgroup
 constexpr int kConsumers = 8;   // warps, two warpgroups
-constexpr int kGatherers = 3;   // warps that bring token rows
+constexpr int kGatherers = 3;   // warps that load token rows
 constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
 constexpr int kGatherLanes = kGatherers * 32;
-constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
+constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // bytes of a stage
 
-/// In global memory, for one launch after the other; zero before the first one. A launch counts in one of two sets and
-/// leaves it as it is: the next one counts in the other and clears it meanwhile. So no block looks at its end whether
-/// it is the last one, which would be a way to memory and back that nothing hides.
+/// Counters in global memory that all launches share, one launch at a time; zero before the first one. A launch counts
+/// in one of two sets and does not clear it: the next launch counts in the other set and clears the first one
+/// meanwhile. Otherwise each block would have to find out at its end whether it is the last one, a round trip to memory
+/// that nothing hides.
 struct Counters {
-  static constexpr int kHead = 4;     // which set is next, blocks that need it no longer
+  static constexpr int kHead = 4;     // which set is next, number of blocks that no longer need it
   static constexpr int kSetHead = 2;  // tickets, finished
-  uint32_t* words;                    // head, slots of each expert as the router counts them [E], two sets
+  uint32_t* words;                    // head, slots of each expert as counted by the router [E], two sets
   int num_local;
 
   struct Set {
     uint32_t* words;
     __device__ uint32_t* tickets() const { return words; }
-    __device__ uint32_t* finished() const { return words + 1; }  // of the first product, of all experts
+    // Work of the first product that is finished, of all experts.
+    __device__ uint32_t* finished() const { return words + 1; }
     __device__ uint32_t* progress(int expert) const { return words + kSetHead + expert; }
 
-    // Kept in 8 bytes of shared memory. By plain loads, consumers would hold more registers than they have.
+    // The pointer is kept in 8 bytes of shared memory. With plain loads the consumers would need more registers than
+    // they have.
     __device__ __forceinline__ void keep(void* at) const {
       asm volatile("st.shared.u64 [%0], %1;" ::"r"(smem_addr(at)), "l"(words) : "memory");
     }
@@ -49,8 +52,8 @@ struct Counters {
   __device__ Set set(uint32_t which) const { return {words + kHead + num_local + which * set_words(num_local)}; }
 };
 
-/// Called by a block that takes no more tickets. The last block to call it zeroes the counts of slots and the other
-/// set, and makes the other set the next one. One whole warp.
+/// A block calls it when it takes no more tickets. The last block to call it zeroes the counts of slots and the other
+/// set, and makes the other set the next one. All lanes of one warp call it.
 __device__ __forceinline__ void leave_counters(const Counters& c) {
   const int lane = threadIdx.x % 32;
   const bool last = lane == 0 && add_acq_rel(c.done(), 1) == gridDim.x - 1;
@@ -73,8 +76,8 @@ struct Cursor {
   }
 };
 
-/// Calls f(work) for each work tile of the block, as the loader of weights announces them in `kWorkSlots` places; a
-/// negative product is the end. One whole warp.
+/// Calls f(work) for each work tile of the block. The loader of weights announces them in `kWorkSlots` places; a
+/// negative product is the end. All lanes of one warp call it.
 template <class Block, class F>
 __device__ __forceinline__ void for_each_work(const Block& b, F f) {
   for (int i = 0;; ++i) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void for_each_work(const Block& b, F f) {
   }
 }
 
-/// The other side of it, by one thread, which counts what it has announced.
+/// Announces work tiles to for_each_work. One thread calls it and counts what it has announced.
 template <class Block, class Work>
 __device__ __forceinline__ void announce_work(const Block& b, const Work& work, int* announced) {
   mbarrier_wait(b.work_empty(*announced), *announced / Block::kWorkSlots & 1 ^ 1);
@@ -96,8 +99,8 @@ __device__ __forceinline__ void announce_work(const Block& b, const Work& work, 
 
 #if MOE_HAS_TMA
 
-/// 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so that a
-/// lane's accumulators hold both. One thread.
+/// Loads 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so
+/// that a lane's accumulators hold both. One thread calls it.
 __device__ __forceinline__ void load_gate_up(void* to, const CUtensorMap* w13, int expert, int tile, int column,
                                              uint64_t* bar, uint64_t policy) {
   asm volatile(
@@ -107,8 +110,8 @@ __device__ __forceinline__ void load_gate_up(void* to, const CUtensorMap* w13, i
       : "memory");
 }
 
-/// 64 columns, the step-th, of a tile of bf16 weights: gate and up rows in turn, or 128 rows of w2 [E, H, I]. One
-/// thread.
+/// Loads 64 columns, the step-th, of a tile of bf16 weights: alternating gate and up rows, or 128 rows of w2 [E, H, I].
+/// One thread calls it.
 __device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int product, int expert, int tile,
                                              int hidden, int step, uint64_t* bar, uint64_t policy) {
   if (product == 0) {
@@ -120,7 +123,7 @@ __device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, i
 
 #endif
 
-/// Weights beside which nothing lies.
+/// Weights without scales or zero points.
 struct PlainWeights {
   struct Source {};
   struct Side {};
@@ -133,14 +136,15 @@ struct PlainWeights {
   }
 };
 
-/// Whether sizes and counts can be launched.
+/// Whether these sizes and counts can be launched.
 inline bool sizes_fit(int tokens, int top_k, int num_ids, int64_t num_local, int64_t hidden, int64_t inter,
                       int bucket) {
   return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
          inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
 }
 
-/// w13 [E, 2 I, H] so that a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate rows, ..
+/// The tensor map of w13 [E, 2 I, H] in which a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate
+/// rows, ..
 inline cudaError_t map_gate_up(CUtensorMap* map, const bf16* w13, int num_local, int inter, int hidden) {
   const cuuint64_t row = static_cast<cuuint64_t>(hidden) * sizeof(bf16);
   const cuuint64_t dims[5] = {static_cast<cuuint64_t>(hidden), 8, 2, static_cast<cuuint64_t>(inter / 8),

@@ -1,19 +1,19 @@
-// Experts for prompts, 32 rows per expert and more, at the rate of Hopper's tensor cores: gate and up with SwiGLU, then
-// the down product, one launch for both, over the slots that the router or moe_any_list_slots has listed by expert.
+// Experts for prompts, with 32 rows per expert and more, at the rate of Hopper's tensor cores. One launch computes gate
+// and up with SwiGLU, then the down product, over the slots that the router or moe_any_list_slots has listed by expert.
 //
 // Floor: 6 T K H I FLOPs (Qwen3-30B-A3B, T = 8,192: 618 GFLOP; 1,104 us at 560 TFLOP/s, 936 at 660) and, below about
 // 3,000 tokens, the weights' 1.2 GB.
 //
-// Design: as in tensor.cu a persistent block per SM takes work tiles by ticket, all of gate and up before all of down,
-// and weights are the wgmma's rows, so that an expert's last rows cost columns of 16. But a tile has 128 weight rows x
-// up to 256 token rows, two warpgroups of 128 sums a thread: of shared memory, which feeds the tensor cores, and of L2,
-// which feeds shared memory, it asks least. Where experts have up to 128 rows it is 256 weight rows: then rows come out
-// of L2 half as often beside the weights, which are what takes time. An expert's rows are spread evenly over as few
-// such tiles as hold them. Each warpgroup rounds and stores its own results (wide_store.cuh), and the ring lets them
-// drift apart, so that one's stores run beside the other's products; an order held by force was slower. That
-// activations are there it tells the other blocks when the next work tile's products are running, which hide the wait
-// for memory. What was tried and where the clocks go: docs/kernels-labbook.md. A slot's sums are one ascending chain
-// over K, so they depend on its row only.
+// Design: as in tensor.cu a persistent block per SM takes work tiles by ticket, all of gate and up before all of down.
+// Weights are the wgmma's rows, so that an expert's last rows cost columns of 16. But a tile has 128 weight rows x up
+// to 256 token rows, in two warpgroups with 128 sums a thread. This shape reads least from shared memory, which feeds
+// the tensor cores, and from L2, which feeds shared memory. Where experts have up to 128 rows, a tile is 256 weight
+// rows: the weights are the bound then, and rows are read from L2 half as often. An expert's rows are spread evenly
+// over the smallest number of such tiles that holds them. Each warpgroup rounds and stores its own results
+// (wide_store.cuh). The ring lets the warpgroups drift apart, so that one stores while the other multiplies; an
+// enforced order was slower. A warpgroup tells the other blocks that activations are there when the products of its
+// next work tile are running, which hide the wait for memory. docs/lessons/experts.md lists what was tried and where
+// the clocks go. A slot's sums are one ascending chain over K, so they depend on its row only.
 #include "experts/wide_kernel.cuh"
 
 namespace moe::experts_wide {
@@ -23,7 +23,7 @@ struct Bf16Weights;
 template <>
 constexpr bool kPublishesInside<Bf16Weights> = true;
 
-/// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
+/// Rows of bf16, loaded by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
   static constexpr int kBytes = kWeightBytes, kConsumerRegisters = 208;
 
@@ -33,8 +33,8 @@ struct Bf16Weights : PlainWeights {
     load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
 
-  /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
-  /// behind them. `publish` is called when products are running.
+  /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps. `at` is then past
+  /// these steps. `publish` is called when products are running.
   template <int kWidth, int kColumns, class Publish>
   static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
                                                   const Work& work, Cursor& at, float (&sums)[kSums], Publish publish) {
@@ -42,7 +42,7 @@ struct Bf16Weights : PlainWeights {
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
       mbarrier_wait(b.full(at.stage), at.parity);
-      if (work.product == 0) fence_async_shared();  // rows of x came by ordinary copies
+      if (work.product == 0) fence_async_shared();  // ordinary stores wrote the rows of x
       uint64_t w[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
@@ -57,7 +57,7 @@ struct Bf16Weights : PlainWeights {
       }
       wgmma_commit();
       if (step == 1) publish();  // waits for memory while two stages' products run
-      wgmma_wait<1>();           // one stage's products run while the next stage's are issued
+      wgmma_wait<1>();           // one stage's products run while the next ones are issued
       if (previous >= 0 && lane == 0) mbarrier_arrive(b.empty(previous));
       previous = at.stage;
       at.advance(b.stages);
@@ -71,8 +71,8 @@ struct Bf16Weights : PlainWeights {
 }  // namespace moe::experts_wide
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up), summed in f32 and rounded to bf16, gate and up from w13[e] x[slot / K],
-/// of each slot that has a local expert e. Must follow the routing on the stream. `counters` as for moe_experts_tensor.
-/// Hopper only; H and I are multiples of 64.
+/// for each slot that has a local expert e. It must follow the routing on the stream. `counters` are the same as for
+/// moe_experts_tensor. Hopper only; H and I are multiples of 64.
 extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_wide;

@@ -1,6 +1,6 @@
-// Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide_kernel.cuh).
-// `W` is how weights lie in memory, as in tensor.cuh; its stages have 64 columns, its kBytes are of one weight tile.
-// kConsumerRegisters: registers of a consuming thread.
+// Geometry of the experts' products for prompts, and the warps that load operands to shared memory (wide_kernel.cuh).
+// `W` describes how weights are stored, as in tensor.cuh; its stages have 64 columns, and its kBytes are the bytes of
+// one weight tile. kConsumerRegisters: registers of a consuming thread.
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -10,15 +10,15 @@ namespace moe::experts_wide {
 using namespace experts_tiles;
 
 constexpr int kMostRows = 256;  // token rows of a work tile: the columns of one wgmma
-constexpr int kPairRows = 128;  // token rows of a work tile of two weight tiles, which has as many sums
-constexpr int kGranule = 16;    // by which its columns grow
-constexpr int kGroup = 16;      // work tiles that meet all rows of an expert before the next ones do
+constexpr int kPairRows = 128;  // token rows of a work tile of two weight tiles: a thread has as many sums as with one
+constexpr int kGranule = 16;    // the step by which its columns grow
+constexpr int kGroup = 16;      // work tiles that all rows of an expert multiply before the next kGroup work tiles
 constexpr int kActRows = 32;    // rows of one load of activations
 constexpr int kMaxStages = 8;
 constexpr int kRing = 192 * 1024;
 constexpr int kHeader = 1024;                  // barriers and work tiles
-constexpr int kPieceBytes = 4096;              // of results on their way out
-constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
+constexpr int kPieceBytes = 4096;              // results on their way to memory
+constexpr int kStaging = 2 * 2 * kPieceBytes;  // two pieces for each consuming warpgroup
 constexpr int kTableEntry = 16;
 constexpr int64_t kKept = 16 << 20;  // bytes of activations up to which L2 is to keep them for the second product
 
@@ -35,11 +35,12 @@ struct Args {
   int capacity;  // most token rows of a work tile, a multiple of kActRows
   typename W::Source source[2];
 
-  /// An expert's weights in each product, in work tiles. A weight tile is 64 gate and 64 up rows, or 128 rows of w2.
+  /// The number of work tiles of an expert's weights in each product. A weight tile is 64 gate and 64 up rows, or 128
+  /// rows of w2.
   __host__ __device__ int tiles(int product) const {
     return (product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows)) / width;
   }
-  /// Stages of one work tile.
+  /// The number of stages of one work tile.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __device__ bool keeps_activations() const { return static_cast<int64_t>(num_slots()) * inter * 2 <= kKept; }
@@ -49,22 +50,22 @@ struct Args {
     const int fit = kRing / (stage_bytes() + width * W::kSideBytes);
     return fit < kMaxStages ? fit : kMaxStages;
   }
-  /// Work tiles over which an expert's rows are spread evenly.
+  /// The number of work tiles over which an expert's rows are spread evenly.
   __device__ int row_tiles(int rows) const { return ceil_div(round_up(rows, kGranule), capacity); }
-  /// What the first product of so many row tiles leaves behind.
+  /// The number of parts in which the first product leaves the activations of `row_tiles` row tiles.
   __device__ uint32_t parts(int row_tiles) const { return 2u * row_tiles * tiles(0); }
-  /// Where results and ring begin in shared memory: behind the barriers and the table of touched experts.
+  /// Where results and ring begin in shared memory: after the barriers and the table of touched experts.
   __host__ __device__ int staging() const { return round_up(kHeader + (max_touched() + 1) * kTableEntry, 1024); }
   __host__ __device__ int smem() const { return staging() + kStaging + kRing; }
 };
 
 /// `width` weight tiles of an expert times up to `capacity` of its rows.
 struct Work {
-  int product, expert, tile;  // product -1: the end; the first weight tile
+  int product, expert, tile;  // product: -1 at the end of the work; tile: the first weight tile
   int first, rows;            // places of its activations
   int steps;
-  uint32_t parts;         // of the expert's activations, which the second product waits for
-  const uint32_t* slots;  // of its rows
+  uint32_t parts;         // parts of the expert's activations for which the second product waits
+  const uint32_t* slots;  // slots of its rows
 };
 
 /// Shared memory of a block.
@@ -86,7 +87,7 @@ struct Block {
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + width * W::kBytes; }
-  /// What lies beside the weights, of one weight tile after the other.
+  /// The scales and zero points of a stage, one weight tile after the other.
   __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * bytes + s * width * W::kSideBytes; }
 
   static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
@@ -97,8 +98,8 @@ static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActR
 
 #if MOE_HAS_WGMMA
 
-/// The table of touched experts from the counts of their buckets, and the set of counters. One warp; several loads at a
-/// time.
+/// Makes the table of touched experts from the counts of their buckets, and chooses the set of counters. One warp does
+/// it, with several loads at a time.
 template <class W>
 __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 4;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a)
   if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0}, b.keep(set);
 }
 
-/// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
+/// The thread that loads weights: it takes the block's work tiles and announces them to the other warps.
 template <class W>
 struct Producer {
   const Block<W>& b;
@@ -144,7 +145,7 @@ struct Producer {
               work.tile + i, step, full, policy);
   }
 
-  /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then the next rows; then the next
+  /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then come the next rows; then the next
   /// weights. So blocks that run at the same time find each other's operands in L2.
   __device__ __forceinline__ Work work_at(int product, const uint4& entry, int n) const {
     const int tiles = a.tiles(product), rows = entry.w, row_tiles = a.row_tiles(rows);
@@ -162,14 +163,14 @@ struct Producer {
             a.slots + static_cast<size_t>(expert) * a.bucket + from};
   }
 
-  /// All work tiles of the block.
+  /// Loads all work tiles of the block.
   __device__ __forceinline__ void run() {
     const uint4* table = b.table();
     const uint4 end = table[a.max_touched()];
     uint32_t* tickets = b.counters().tickets();
     const int gate_up = end.z * a.tiles(0), total = gate_up + end.z * a.tiles(1);
     const uint64_t once = read_once(), again = read_again();
-    int product = 0, touched = 0;  // they only grow: a block's tickets do
+    int product = 0, touched = 0;  // both only grow, because a block's tickets do
     for (int ticket = blockIdx.x; ticket < total;) {
       if (product == 0 && ticket >= gate_up) product = 1, touched = 0;
       const int n = ticket - product * gate_up, tiles = a.tiles(product);
@@ -180,7 +181,7 @@ struct Producer {
       const uint64_t policy = static_cast<int>(entry.w) <= a.capacity ? once : again;
       uint32_t taken = 0;
       for (int i = 0; i < work.steps; ++i, at.advance(b.stages)) {
-        // As late as hides its latency: the block that is ahead takes the next work tile.
+        // The ticket is taken as late as its latency allows: the block that is furthest ahead takes the next work tile.
         if (i == max(work.steps - 3, 0)) taken = atomicAdd(tickets, 1);
         mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
         load(work, i, policy);
@@ -191,24 +192,25 @@ struct Producer {
   }
 };
 
-/// The warps that bring token rows. Each of their lanes arrives at a stage's barrier, or is arrived for.
+/// The warps that load token rows. Each of their lanes arrives at a stage's barrier, or another lane arrives for it.
 template <class W>
 struct Gatherer {
   const Block<W>& b;
   const Args<W>& a;
   const CUtensorMap* act;
   Cursor at = {};
-  bool all = false;  // activations are there
+  bool all = false;  // whether all activations are there
 
-  /// x by 16 bytes, each lane one column of every twelfth row.
+  /// Loads x in pieces of 16 bytes: each lane loads one column of every twelfth row.
   __device__ __forceinline__ void gather(const Work& work) {
     constexpr int kApart = kGatherLanes / 8, kEach = ceil_div(kMostRows, kApart);
-    static_assert(kApart % 8 == 4);  // so the swizzle of every other row of a lane is the same
+    static_assert(kApart % 8 == 4);  // so that the swizzle of every other row of a lane is the same
     const int index = threadIdx.x - (kConsumers + 1) * 32, first = index / 8, column = index % 8;
     const int even = first * 128 + ((column ^ (first & 7)) << 4), odd = even ^ 4 << 4;
     const uint4* x = reinterpret_cast<const uint4*>(a.x);
     const int rows = work.rows - first;
-    uint32_t from[kEach];  // in 16 bytes; all slots first, of the last row where there is none
+    // Offsets in units of 16 bytes. All slots are loaded first; a missing row is replaced by the last one.
+    uint32_t from[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) from[i] = __ldcg(work.slots + min(first + i * kApart, work.rows - 1));
 #pragma unroll
@@ -225,7 +227,7 @@ struct Gatherer {
     }
   }
 
-  /// This lane's part of copying what lies beside the weights of a work tile's one or two weight tiles.
+  /// This lane's part of copying the scales and zero points of a work tile's one or two weight tiles.
   struct Sides {
     typename W::Side first, second;
   };
@@ -253,8 +255,8 @@ struct Gatherer {
     fence_async_proxy();
   }
 
-  /// Activations of a step, which lie in order. One thread. Rows beyond the work tile's are loaded to the end of the
-  /// last box and give columns that nobody reads.
+  /// Loads the activations of a step, which are in order of experts. One thread calls it. Rows after the last row of
+  /// the work tile are loaded to the end of the last box, and their results are not used.
   __device__ __forceinline__ void load(const Work& work, int step) {
     const int boxes = ceil_div(work.rows, kActRows);
     uint64_t* full = b.full(at.stage);
@@ -263,7 +265,7 @@ struct Gatherer {
       load_tile(b.rows(at.stage) + i * kActRows * 128, act, work.first + i * kActRows, step * kTileColumns, full);
   }
 
-  /// All steps of the second product, by one thread for all lanes of these warps.
+  /// All steps of the second product; one thread does it for all lanes of these warps.
   __device__ __forceinline__ void load_all(const Work& work) {
     await(work);
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
@@ -273,7 +275,7 @@ struct Gatherer {
     }
   }
 
-  /// load_all where all lanes have to bring what lies beside the weights.
+  /// The same as load_all, if all lanes have to load scales and zero points.
   __device__ __forceinline__ void load_with_side(const Work& work, bool loads) {
     if (loads) await(work);
     __syncwarp();

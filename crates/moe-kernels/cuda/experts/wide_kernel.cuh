@@ -1,4 +1,4 @@
-// The kernel of the experts' products for prompts, for bf16 weights (wide.cu, which tells the design) and quantised
+// The kernel of the experts' products for prompts, for bf16 weights (wide.cu, which explains the design) and quantised
 // ones (quant/experts_wide.cu). `W` is explained in tensor.cuh.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace moe::experts_wide {
 
-/// Whether `multiply` takes what tells the other blocks of the activations stored last, and calls it while products
-/// run.
+/// Whether `multiply` takes a function that tells the other blocks of the activations that were stored last, and calls
+/// it while products run.
 template <class W>
 constexpr bool kPublishesInside = false;
 
 #if MOE_HAS_WGMMA
 
-// Registers of a launch of three warpgroups: loaders get what consumers leave.
+// Registers of a launch of three warpgroups: loaders get the registers that the consumers do not take.
 constexpr int kAllRegisters = 3 * 168;
 
 /// kWidth: weight tiles of a work tile.
@@ -25,7 +25,7 @@ struct Consumer {
   Store<W> store = {b, a};
   Cursor at = {};
 
-  /// With as few columns as hold the rows.
+  /// Computes a work tile with the smallest number of columns that holds its rows.
   template <int kColumns = kGranule>
   __device__ __forceinline__ void multiply_rows(const Work& work, float (&sums)[kSums]) {
     if constexpr (kColumns < kRows) {
@@ -40,7 +40,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    float sums[kSums] = {};  // one array for all work, which overwrites it: two would not fit
+    float sums[kSums] = {};  // one array for all work tiles: two would not fit
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
       if (work.product == 0) {
         multiply_rows(work, sums);
@@ -49,7 +49,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) store.template activations<kRows>(work, work.tile + i, sums + i * kPairSums);
       } else {
-        store.publish();  // before waiting for others
+        store.publish();  // before waiting for other blocks
         typename Store<W>::template Slots<kRows> slots;
         store.template fetch_slots<kRows>(work, slots);
         multiply_rows(work, sums);
@@ -109,10 +109,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-/// Fewer rows per expert leave more of the ring to the weights, which are then what takes time.
+/// With fewer rows per expert, more of the ring is left to the weights, which are the bound then.
 inline int capacity_for(int mean_rows) { return mean_rows <= 40 ? 64 : mean_rows <= 96 ? kPairRows : kMostRows; }
 
-/// Weight tiles of a work tile: two where rows are few and the products have an even number of them.
+/// The number of weight tiles of a work tile: two if rows are few and the products have an even number of weight tiles.
 inline int width_for(int capacity, int hidden, int inter) {
   return capacity <= kPairRows && inter % kTileRows == 0 && hidden % (2 * kTileRows) == 0 ? 2 : 1;
 }

@@ -1,10 +1,10 @@
-// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide_kernel.cuh): through shared
-// memory, so that whole lines leave, and with barriers of its own four warps alone, so that the other warpgroup
-// multiplies meanwhile.
+// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide_kernel.cuh). It stores them
+// through shared memory, so that whole lines are written. Its barriers are for its own four warps, so that the other
+// warpgroup can multiply meanwhile.
 //
 // A piece of 4 KB in shared memory is 64 rows of activations (32 columns) or 32 slot rows (64 columns). There are two
-// in turn: the barrier between writing and reading one also ends the reading of the other. A piece's rows leave while
-// the next piece is written, so that nobody waits for what it has just read.
+// pieces in turn: the barrier between writing and reading one also ends the reading of the other. A piece's rows are
+// stored while the next piece is written, so that no thread waits for what it has just read.
 #pragma once
 
 #include "experts/wide.cuh"
@@ -14,8 +14,8 @@ namespace moe::experts_wide {
 
 #if MOE_HAS_WGMMA
 
-constexpr int kSums = kMostRows / 2;      // of a thread; of each 8 token rows 4, as wgmma.cuh says
-constexpr int kPairSums = kPairRows / 2;  // of one of two weight tiles
+constexpr int kSums = kMostRows / 2;      // sums of a thread; wgmma.cuh says which 4 of each 8 token rows
+constexpr int kPairSums = kPairRows / 2;  // sums of a thread for one of two weight tiles
 
 template <class W>
 struct Store {
@@ -23,7 +23,7 @@ struct Store {
   const Args<W>& a;
   int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   int turn = 0;
-  int owed = -1;  // expert of whose activations the other blocks have not been told
+  int owed = -1;  // the expert whose activations have not been announced to the other blocks yet
 
   __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
   __device__ __forceinline__ uint8_t* piece() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
@@ -32,9 +32,9 @@ struct Store {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
   }
 
-  /// Tells the other blocks that the activations stored last are there: later than at once, when they have long been
-  /// written and nobody waits for it. The fence of the proxies costs a clock or two in each thread; that for the other
-  /// blocks, about 800 clocks, is one thread's.
+  /// Tells the other blocks that the activations stored last are there. It is called late, when they have been written
+  /// long ago and no thread waits for that. The proxy fence costs a clock or two in each thread; the fence towards the
+  /// other blocks costs about 800 clocks, and only one thread issues it.
   __device__ __forceinline__ void publish() {
     if (owed < 0) return;
     fence_async_global();  // the copy engine of another block reads them
@@ -48,11 +48,11 @@ struct Store {
     owed = -1;
   }
 
-  /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows on, their up rows.
+  /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows further, their up rows.
   template <int kRows>
   __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums) {
     const uint64_t policy = a.keeps_activations() ? read_late() : read_again();
-    uint4 held[2];  // of the piece before, which leave while this one is written
+    uint4 held[2];  // the piece before, which is stored while this one is written
     const auto leave = [&](int first) __attribute__((always_inline)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -89,11 +89,11 @@ struct Store {
     owed = work.expert;
   }
 
-  /// Slots of the rows of 8 lanes, every 16th of the tile: lane j of the 8 holds the slots of the j-th and j + 8th row.
+  /// The slots of the rows of 8 lanes, every 16th row of the tile: lane j of the 8 holds the slots of rows j and j + 8.
   template <int kRows>
   using Slots = uint32_t[ceil_div(kRows, 128)];
 
-  /// Slots of the rows that these lanes store: fetched before the products, which hide the latency.
+  /// Loads the slots of the rows that these lanes store. It is called before the products, which hide the latency.
   template <int kRows>
   __device__ __forceinline__ void fetch_slots(const Work& work, Slots<kRows>& slots) const {
 #pragma unroll
@@ -103,7 +103,8 @@ struct Store {
     }
   }
 
-  /// The second product's sums, rounded, to the rows of the slots. The last tile may end with its first warpgroup.
+  /// Stores the second product's sums, rounded, in the rows of the slots. In the last tile the second warpgroup may
+  /// have no columns.
   template <int kRows>
   __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums, const Slots<kRows>& slots) {
     const int columns = tile * kTileRows + group * 64;

@@ -1,23 +1,24 @@
 // A sub-layer of a decode step for 1 to 4 tokens in one launch: RMSNorm, router, experts and their weighted sum, from
 // the residual stream back to it.
 //
-// Floor: 6 H I bytes for each expert chosen (75.5 MB for one token of Qwen3-30B-A3B: 16.4 us at 4.59 TB/s). Everything
+// Floor: 6 H I bytes for each chosen expert (75.5 MB for one token of Qwen3-30B-A3B: 16.4 us at 4.59 TB/s). Everything
 // else is latency: norm, logits, choice, two products and a sum depend on each other across all SMs. Here there is no
-// launch in between and no barrier. Logits and activations travel as words that carry the launch's number: a reader
-// polls the word itself, one way there, one way back, no fence.
-//   - Router: every block computes an expert's logit, reads all of them, and makes the same choice. Meanwhile memory
-//     already brings the block a tile of the experts that were chosen first, or of shared ones, which need no choice.
-//   - Gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other. Half of the tiles are assigned
-//     to blocks in turn, the rest by ticket, because SMs get unequal shares of a saturated memory. The consumer warps
-//     leave their sums to a warp that adds and activates them, and go on.
-//   - Down: a block owns columns of the output for all experts, so that the weighted sum stays in its registers. It
-//     begins with the first expert, whose activations came while the last one's were still computed: it waits for
-//     memory only.
+// launch in between and no barrier. Logits and activations are words that carry the launch's number: a reader polls the
+// word itself, which takes one way there and one way back, and no fence.
+// - Router: every block computes an expert's logit, reads all logits, and makes the same choice. Meanwhile memory
+//   already loads the block's first tile: of the experts that were chosen first, or of shared experts, which need no
+//   choice.
+// - Gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other. Half of the tiles are assigned to
+//   blocks in turn, the rest by ticket, because SMs get unequal shares of a saturated memory. The consumer warps leave
+//   their sums to a warp that adds and activates them, and go on.
+// - Down: a block owns columns of the output for all experts, so that the weighted sum stays in its registers. It
+//   begins with the first expert, whose activations came while the last one's were still being computed, so it waits
+//   only for memory.
 //
-// Copies are long (24 to 32 KB: whole rows, unpadded), because one producer thread issues them. Only two are on their
-// way at a time, because words that blocks wait for queue behind them. Weights are the 16 rows of mma.sync, and a lane
-// uses each 16 bytes for two products. Warps split K and are added in warp order, active experts in ascending order: a
-// token's bits do not depend on the tokens beside it.
+// Copies are long (24 to 32 KB: whole rows, unpadded), because one producer thread issues them. Only two are in flight
+// at a time, because words for which blocks wait queue after them. Weights are the 16 rows of mma.sync, and a lane uses
+// each 16 bytes for two products. Warps split K and are added in warp order, active experts in ascending order, so a
+// token's bits do not depend on the other tokens.
 //
 // Measured, one H200, one token: 23.6 us, 21.0 with given ids (docs/kernels.md). Blocks wait for each other, so the
 // launch is cooperative.
@@ -39,7 +40,7 @@ struct Rows {
 
 #if MOE_HAS_TMA
 
-  /// `rows` rows of a stage; whole rows are one consecutive piece.
+  /// Copies `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
                                                    uint64_t* bar) {
     const uint64_t policy = read_once();
@@ -52,7 +53,7 @@ struct Rows {
     }
   }
 
-  /// A tile of the first product; its rows are whole.
+  /// Loads a tile of the first product; its rows are whole.
   __device__ __forceinline__ void load_head(const Args& a, uint8_t* to, uint32_t expert, int row, uint64_t* bar) const {
     const bf16* gate = w13 + (static_cast<size_t>(expert) * 2 * a.inter + row) * a.hidden;
     const int bytes = kPairs * a.hidden * 2;
@@ -62,7 +63,7 @@ struct Rows {
     bulk_copy(to + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, bar, policy);
   }
 
-  /// Columns from k on of a tile of the first product.
+  /// Loads the columns from k on of a tile of the first product.
   __device__ __forceinline__ void load_gate_up(const Args& a, uint8_t* to, uint32_t expert, int row, int k,
                                                uint64_t* bar) const {
     const bf16* gate = w13 + (static_cast<size_t>(expert) * 2 * a.inter + row) * a.hidden;
@@ -79,12 +80,12 @@ struct Rows {
     copy_tile(to, w, a.inter, a.chunk[1], rows, k, bar);
   }
 
-  /// The steps of a stage that are this warp's. Rows g of `low` (and 8 + g of `high`) are a lane's weights, `x` is its
-  /// token's row.
+  /// Multiplies the steps of a stage that belong to this warp. Rows g of `low` (and 8 + g of `high`) are a lane's
+  /// weights, `x` is its token's row.
   ///
-  /// In memory rows lie a multiple of 128 bytes apart, so two rows in the same 64 bytes of 128 would meet in the banks.
-  /// Therefore odd rows take the two halves of a step in the other order, and so do odd columns: token t is in columns
-  /// 2t and 2t + 1, and row g's sum for it in the column of g's parity.
+  /// In memory the distance between rows is a multiple of 128 bytes, so reads of two rows in the same 64 bytes of 128
+  /// would conflict in the banks. Therefore odd rows take the two halves of a step in the other order, and so do odd
+  /// columns: token t is in columns 2t and 2t + 1, and row g's sum for it is in the column with the parity of g.
   static __device__ __forceinline__ void multiply(const uint8_t* low, const uint8_t* high, const uint8_t* x, int warp,
                                                   int elements, float (&acc)[4][4]) {
     const uint32_t lane = threadIdx.x % 32, first = lane / 4 % 2 * 64 + lane % 4 * 16, second = first ^ 64;
@@ -128,25 +129,29 @@ struct Rows {
 #endif  // MOE_HAS_TMA
 };
 
-template <int kPerLane, bool kPlain>
+template <int kPerLane, Rule kRule>
 cudaError_t run(const Launch& l, const Weighted<Rows>& a) {
   switch (a.output) {
-    case Output::kF32: return launch(layer_kernel<kPerLane, kPlain, Output::kF32, Rows>, l, a);
-    case Output::kBf16: return launch(layer_kernel<kPerLane, kPlain, Output::kBf16, Rows>, l, a);
-    default: return launch(layer_kernel<kPerLane, kPlain, Output::kAddF32, Rows>, l, a);
+    case Output::kF32: return launch(layer_kernel<kPerLane, kRule, Output::kF32, Rows>, l, a);
+    case Output::kBf16: return launch(layer_kernel<kPerLane, kRule, Output::kBf16, Rows>, l, a);
+    default: return launch(layer_kernel<kPerLane, kRule, Output::kAddF32, Rows>, l, a);
   }
 }
 
 template <int kPerLane>
 cudaError_t run_routed(const Launch& l, const Weighted<Rows>& a) {
-  return is_plain(a.route, a.routing) ? run<kPerLane, true>(l, a) : run<kPerLane, false>(l, a);
+  switch (rule_of(a.route, a.routing)) {
+    case Rule::kPlain: return run<kPerLane, Rule::kPlain>(l, a);
+    case Rule::kGroups: return run<16, Rule::kGroups>(l, a);
+    default: return run<kPerLane, Rule::kAny>(l, a);
+  }
 }
 
 cudaError_t run(Weighted<Rows> a, void* stream) {
   Launch l;
   const cudaError_t e = prepare(&a, &l, stream);
   if (e != cudaSuccess) return e;
-  if (a.gate == nullptr) return run<0, false>(l, a);
+  if (a.gate == nullptr) return run<0, Rule::kAny>(l, a);
   return a.route.experts <= 128 ? run_routed<4>(l, a) : run_routed<16>(l, a);
 }
 
@@ -160,8 +165,9 @@ extern "C" size_t moe_layer_stream_state(int experts, int inter) {
          sizeof(uint64_t) * (static_cast<size_t>(kMaxTokens) * experts + static_cast<size_t>(kMaxSlots) * inter / 2);
 }
 
-/// Whether moe_layer_stream takes these sizes where a block may ask for `block_smem` bytes of shared memory: 1 or 0. A
-/// pure function: the host makes the same choice from the same rule (plan/experts.rs), and a test compares the two.
+/// Whether moe_layer_stream supports these sizes when a block may request `block_smem` bytes of shared memory: 1 or 0.
+/// This is a pure function: the host makes the same choice with the same rule (plan/experts.rs), and a test compares
+/// the two.
 extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_ids, int num_local, int top_k,
                                      int block_smem) {
   using namespace moe;
@@ -175,8 +181,8 @@ extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_
 /// out[t] (+)= sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] y[t], e =
 /// topk_ids[t, k], y = x or its RMSNorm, ids and weights from the router logits y gate^T or given.
 ///
-/// Refuses what moe_layer_stream_fits denies: T > 4, T K > 32, E > 512, H or I that are no multiple of 64 or too large
-/// for shared memory.
+/// Refuses everything for which moe_layer_stream_fits is 0: T > 4, T K > 32, E > 512, and H or I that are not a
+/// multiple of 64 or too large for shared memory.
 extern "C" int moe_layer_stream(const moe::LayerStreamArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::layer;

@@ -10,40 +10,40 @@ namespace moe::layer {
 
 constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
-constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
-constexpr int kDownRows = 16;  // rows of w2 of a tile: an mma's
+constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows of an mma
+constexpr int kDownRows = 16;  // rows of w2 in a tile, the rows of an mma
 constexpr int kStep = 64;      // elements along K that a warp takes at a time
 constexpr int kMaxChunk[2] = {2048, 1536};  // elements along K of a stage
 constexpr int kMaxTokens = 4;               // each takes two of an mma's 8 columns
 constexpr int kParts = 4;                   // tiles whose sums wait to be activated
-constexpr int kPollNs = 64;                 // between two looks at an activation
+constexpr int kPollNs = 64;                 // nanoseconds between two looks at an activation
 constexpr int kPieces = 6;                  // 16 bytes of activations that a lane fetches at once
-constexpr int kMaxSlots = 32;               // a lane each
+constexpr int kMaxSlots = 32;               // one for each lane
 constexpr int kMaxStages = 16;              // of each product
 constexpr int kMinStages = 2;
-constexpr int kMinChunk = 256;  // elements along K of a stage, where less room is left
+constexpr int kMinChunk = 256;  // elements along K of a stage, if there is little room
 constexpr int kFetchers = 2;    // warps that fetch activations
-constexpr int kByTicket = 2;    // one tile of the first product in so many is assigned by ticket
-constexpr int kFlying = 2;      // stages on their way to a block: more only stand in each other's way
+constexpr int kByTicket = 2;    // one of this many tiles of the first product is assigned by ticket
+constexpr int kFlying = 2;      // stages in flight to a block: more would only delay each other
 constexpr uint32_t kNoSlot = 0xffffffffu;
 
-/// What launches leave behind for each other, zero before the first.
+/// State that launches pass to the next one; zero before the first.
 struct State {
-  uint64_t blocks;      // that know the launch's number: 65,536 of each launch
-  uint32_t tickets[2];  // taken in this launch; of the next one
+  uint64_t blocks;      // blocks that have read the launch's number: 65,536 for each launch
+  uint32_t tickets[2];  // tickets taken in this launch; in the next one
   uint64_t unused[6];
   uint64_t words[1];  // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
 };
 
-/// All but the weights. What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us
-/// away.
+/// All arguments except the weights. What every block reads first comes first: each further 64 bytes of a launch's
+/// arguments take 0.1 us.
 struct Args {
   int tokens, num_local, hidden, inter;
   int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
-  int row_bytes;                  // from a token's row in shared memory to the next
+  int row_bytes;                  // bytes from one token's row in shared memory to the next
   int share, longer;              // units of columns of a block; the first `longer` blocks have one more
   float eps;
-  const void* x;     // [T, H] bf16, or f32 where `norm` is given
+  const void* x;     // [T, H] bf16, with `norm` f32
   const bf16* norm;  // [H] or null
   const bf16* gate;  // [E, H], or null: ids and weights are given
   State* state;
@@ -73,19 +73,21 @@ Args common_args(const Launcher& c) {
       c.correction_bias, c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring, c.raw_logits,
       c.renormalize,     c.scale,    c.softcap};
   a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
+  a.route.groups = c.groups, a.route.kept_groups = c.kept_groups;
   a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
   a.routing = c.routing;
   return a;
 }
 
-/// With weights of some kind (Rows, quant::Tiles): how they lie in stages, come there and are multiplied.
+/// All arguments. `Weights` is Rows or quant::Tiles: the layout of the weights in stages, how they are loaded and how
+/// they are multiplied.
 template <class Weights>
 struct Weighted : Args {
   Weights w;
 };
 
-/// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
-/// activations.
+/// The number of warps that choose a token's experts. After the choice, the first of them loads weights, the last one
+/// activates, and the others fetch activations.
 constexpr int kRouters = 2 + kFetchers;
 constexpr int kThreads = kConsumerThreads + kRouters * 32;
 
@@ -109,14 +111,15 @@ __host__ __device__ inline Layout layout(const Args& a) {
   return l;
 }
 
-/// What a stage of the first product holds; no pairs: the product is over, and the second one's first stage is `row`.
+/// What a stage of the first product holds. If it has no pairs, the product is over and `row` is the first stage of the
+/// second product.
 struct Tile {
   uint16_t active, pairs;
   int32_t row;
 };
 
-/// A block's shared memory. An active expert is an expert that some token chose; active experts are in the order of
-/// local experts, so that a token's sum has an order of its own.
+/// A block's shared memory. An active expert is an expert that some token chose. Active experts are in the order of
+/// local experts, so that the order in which a token's sum is added does not depend on the other tokens.
 struct Shared {
   uint8_t* base;
   Layout l;
@@ -161,8 +164,8 @@ struct Shared {
   __device__ uint8_t* stage(int product, int i) const { return base + l.ring + i * stage_bytes[product]; }
 };
 
-/// A place in a ring and the parity of its barriers. `turn` counts from where it began: barriers change parity when all
-/// stages have been used.
+/// A place in a ring and the parity of its barriers. `turn` counts from where the ring began: barriers change parity
+/// when all stages have been used.
 struct Cursor {
   int stage = 0, turn = 0;
   uint32_t parity = 0;

@@ -1,4 +1,5 @@
-// Activations of the layer kernels: from sums to words in L2, from there to the shared memory of all blocks.
+// Activations of the layer kernels: they are made from sums, written as words to L2, and read into the shared memory of
+// all blocks.
 #pragma once
 
 #include "layer/stream.cuh"
@@ -7,7 +8,7 @@ namespace moe::layer {
 
 #if MOE_HAS_TMA
 
-/// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
+/// One warp writes the activations of this block's tiles to L2: a lane for each pair and token, two pairs in a word.
 __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
   const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
   for (int i = 0;; ++i) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
   }
 }
 
-/// Activations of active experts to shared memory, by one of kFetchers warps: they lie in L2 as words that say whether
-/// they are of this launch. A lane that waits looks for the last one of its own, so that it reads little.
+/// One of kFetchers warps copies the activations of active experts to shared memory. In L2 they are words that show
+/// whether they belong to this launch. A waiting lane polls only the last one of its words, so that it reads little.
 __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
   const int lane = threadIdx.x % 32, pieces = a.inter / 4, num_active = *s.num_active();
   const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };

@@ -1,6 +1,6 @@
-// The layer kernel (layer/stream.cu: the design and how weights lie in memory).
+// The layer kernel (layer/stream.cu explains the design and the order of the weights in memory).
 //
-// A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
+// A kind of weights determines how much of them a stage holds, starts the copies that fill it, and multiplies it:
 //   stage_bytes(args, product): bytes of a stage
 //   load_head, load_gate_up, load_down: copies of a stage, by one thread
 //   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
@@ -14,8 +14,8 @@ namespace moe::layer {
 
 #if MOE_HAS_TMA
 
-/// The multiplying warps' side of the ring. Token t is in columns 2t and 2t + 1 of mma.sync: lane 4g + t ends with its
-/// sums of rows g and 8 + g.
+/// The side of the ring of the warps that multiply. Token t is in columns 2t and 2t + 1 of mma.sync; at the end, lane
+/// 4g + t has its sums of rows g and 8 + g.
 template <class Weights>
 struct Consumer {
   const Weighted<Weights>& a;
@@ -28,7 +28,7 @@ struct Consumer {
     release_to_copies(s.empty(product, at.stage));
   }
 
-  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
+  /// Computes sums of tiles for the warp that activates them. Returns the first stage of the second product.
   __device__ __forceinline__ int gate_up() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
@@ -84,7 +84,8 @@ struct Consumer {
         typename Weights::Sums acc = {};
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           wait(1, at);
-          // 12 steps are 8 and 4: with other experts the other warps take the 4.
+          // The warps change halves from one expert to the next. If a stage has 12 steps, 8 warps take one step each
+          // and 4 of them take a second one; which 4 alternates.
           a.w.multiply_down(a, s.stage(1, at.stage), expert, top, rows, k, act, warp ^ expert % 2 * 4, acc);
           if (refills-- > 0) release(1, at);
           at.advance(a.stages[1]);
@@ -108,7 +109,7 @@ struct Consumer {
   }
 };
 
-/// Initialises the barriers, by one lane of each warp: one after the other they take a microsecond.
+/// Initialises the barriers. One lane of each warp does it: one lane would take a microsecond for all of them.
 template <class Weights>
 __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
   if (!elect_one()) return;
@@ -132,8 +133,8 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 
 #endif  // MOE_HAS_TMA
 
-/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
-template <int kPerLane, bool kPlain, Output kOutput, class Weights>
+/// kPerLane: the number of a token's logits that a lane holds; 0: ids and weights are given. kRule: see rule_of.
+template <int kPerLane, Rule kRule, Output kOutput, class Weights>
 __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
 #if MOE_HAS_TMA
   extern __shared__ __align__(128) uint8_t smem[];
@@ -148,8 +149,8 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
   }
   Choice choice = {kNoExpert, 0.0f};
   if (!kRoutes) {
-    // At once: a cooperative launch begins when the kernel ahead has left all SMs, and barriers can be made while
-    // the ids are on their way.
+    // This comes at once: a cooperative launch begins when the kernel before it has left all SMs, and barriers can be
+    // initialised while the ids are in flight.
     pdl_wait();
     if (warp == kConsumers) choice = given_choice(a);
   }
@@ -161,8 +162,8 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
   if (kRoutes) pdl_wait();
   const Turn turn(a);
   if (warp < kConsumers) {
-    // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of
-    // them.
+    // If `out` is `x`, another block may add to rows before a block without a tile has read them. Such a block does not
+    // use them.
     stage_rows(a, s, norm_weight);
     if constexpr (kRoutes) publish_logits(a, s, gate, turn);
     const Consumer<Weights> c = {a, s};
@@ -175,7 +176,7 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
   int heads = 0;
   if constexpr (kRoutes) {
     const Head head(a);
-    if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
+    if (router < a.tokens) route<kPerLane, kRule>(a, s, router, turn, head);
     named_barrier(2, kRouters * 32);
     if (router == 0) {
       choice = chosen(s);
@@ -195,12 +196,12 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     Loader<Weights> l = {a, s, static_cast<int>(*s.num_active())};
     l.load_gate_up(a.state->tickets + turn.parity(), heads);
     l.load_down(first, last);
-    pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
+    pdl_launch_dependents();  // earlier, blocks that have no room yet cost 2 us
   }
 #endif
 }
 
-/// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
+/// Divides the shared memory that the rows leave into stages of each product. Stages hold whole rows if there is room.
 template <class Weights>
 bool divide_ring(Weighted<Weights>* a, int block_smem) {
   a->row_bytes = a->hidden * 2;
@@ -227,7 +228,7 @@ inline bool valid(const Args& a) {
          a.num_local <= 1024 && a.route.experts > 0;
 }
 
-/// The launch of checked arguments, but for the kernel and its weights' own.
+/// Launches with checked arguments; the caller gives the kernel and the arguments of its weights.
 template <class Weights>
 cudaError_t prepare(Weighted<Weights>* a, Launch* l, void* stream) {
   DeviceLimits limits;
@@ -241,10 +242,11 @@ cudaError_t prepare(Weighted<Weights>* a, Launch* l, void* stream) {
   return cudaSuccess;
 }
 
-/// Whether a launcher takes them.
+/// Whether a launcher accepts these arguments.
 inline bool launchable(const Args& a) {
   const RouteArgs& r = a.route;
-  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus) &&
+                      are_groups(r.groups, r.kept_groups, r.experts);
   const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
   return valid(a) && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
 }

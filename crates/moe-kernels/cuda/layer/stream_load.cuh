@@ -1,4 +1,4 @@
-// The thread of the layer kernels that brings weights to shared memory, whatever kind they are of.
+// The thread of the layer kernels that loads weights to shared memory, for every kind of weights.
 #pragma once
 
 #include "layer/stream.cuh"
@@ -7,11 +7,11 @@ namespace moe::layer {
 
 #if MOE_HAS_TMA
 
-/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's shared experts,
-/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still
-/// being chosen.
+/// The tile that a block begins with if the experts are chosen in this launch. The tiles of the first token's experts
+/// are assigned to the blocks in order: shared experts first, then the chosen ones, the likeliest first. So memory has
+/// work while the other experts are still being chosen.
 struct Head {
-  int rank, place;  // of the expert, -1: there is no head; of the tile among the expert's
+  int rank, place;  // rank of the expert, -1: there is no head; place of the tile among the expert's tiles
 
   __device__ __forceinline__ explicit Head(const Args& a) : rank(0), place(blockIdx.x) {
     const int per_expert = a.inter / kPairs;
@@ -19,19 +19,19 @@ struct Head {
     if (a.expert_map != nullptr || a.num_local < a.num_ids() || a.chunk[0] < a.hidden) rank = -1;
   }
 
-  /// The rank of a token's slot: shared experts lie behind the chosen ones and are known before them.
+  /// The rank of a token's slot: shared experts come after the chosen ones in the slots, and are known before them.
   static __device__ __forceinline__ int rank_of(const Args& a, int slot) {
     return slot < a.route.top_k ? slot + a.route.shared : slot - a.route.top_k;
   }
 
-  /// Loads the tile to the first stage. One lane.
+  /// Loads the tile to the first stage. One lane calls it.
   template <class Weights>
   __device__ __forceinline__ void load(const Weighted<Weights>& a, const Shared& s, uint32_t expert) const {
     a.w.load_head(a, s.stage(0, 0), expert, place * kPairs, s.full(0, 0));
   }
 
-  /// Called by the first token's warp, with `active` and whether there is an expert in each lane's slot. Tells the
-  /// consumers what the stage holds. Returns how many of the experts' tiles are heads.
+  /// The first token's warp calls it, with `active` and `has` (whether there is an expert) for each lane's slot. It
+  /// tells the consumers what the stage holds. Returns how many of the expert's tiles are heads.
   __device__ __forceinline__ int declare(const Args& a, const Shared& s, int active, bool has) const {
     const int lane = threadIdx.x % 32;
     const bool counts = has && lane < a.route.slots();
@@ -42,7 +42,7 @@ struct Head {
   }
 };
 
-/// Brings stages to shared memory, in the order in which `Consumer` takes them. One thread.
+/// Loads stages to shared memory, in the order in which `Consumer` takes them. One thread.
 template <class Weights>
 struct Loader {
   const Weighted<Weights>& a;
@@ -51,8 +51,8 @@ struct Loader {
   Cursor at = {}, landed = {};  // of the first product
   int flying = 0;
 
-  /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
-  /// in front of the words on which all blocks wait.
+  /// Waits until the oldest stage has come if too many are in flight: requests for which memory has no capacity yet
+  /// delay the words for which all blocks wait.
   __device__ __forceinline__ void bound(int product, Cursor& oldest) {
     if (++flying <= kFlying) return;
     mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
@@ -71,13 +71,14 @@ struct Loader {
     }
   }
 
-  /// Loads the tiles that are no heads: every gridDim-th of the first half, so that the active experts are finished one
-  /// after the other, then tickets, each taken while the tiles before it come.
+  /// Loads the tiles that are not heads. Of the first half, every gridDim-th tile is this block's, so that the active
+  /// experts are finished one after the other. Then tiles are taken by ticket, and each ticket is requested while the
+  /// tiles before it are loaded.
   __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
     const int per_expert = a.inter / kPairs, total = num_active * per_expert - heads,
               assigned = total - total / kByTicket;
     if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
-    // Place of a tile among its expert's: a division would stand before the first load.
+    // The place of a tile among its expert's tiles. It is counted, because a division would delay the first load.
     int active = 0, place = heads_of(0, heads), before = 0;
     for (int tile = blockIdx.x;; tile += gridDim.x) {
       if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
@@ -88,15 +89,15 @@ struct Loader {
     }
   }
 
-  /// How many of a active expert's tiles are heads: its first ones.
+  /// The number of an active expert's tiles that are heads. They are its first tiles.
   __device__ __forceinline__ int heads_of(int active, int heads) const {
-    const uint32_t slot = s.active_slot(active)[0];  // of the first token, whose slots are in the order of its choice
+    const uint32_t slot = s.active_slot(active)[0];  // slots of the first token are in the order of its choice
     const int per_expert = a.inter / kPairs;
     return slot == kNoSlot ? 0 : max(0, min(heads - Head::rank_of(a, slot) * per_expert, per_expert));
   }
 
-  /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free
-  /// first. Stages of the first are freed from the one after `at` on.
+  /// Tells the consumers that the first product is over, and in which stage the second one begins. It is the stage that
+  /// becomes free first: stages of the first product become free in order, beginning with the stage after `at`.
   __device__ __forceinline__ int change_over() {
     mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
     const int oldest = (at.stage + 1) % a.stages[0];
@@ -107,7 +108,7 @@ struct Loader {
     return first;
   }
 
-  /// Waits until the first product needs nothing of a stage of the second any more.
+  /// Waits until the first product no longer needs a stage of the second product.
   __device__ __forceinline__ void wait_for_first(int stage) const {
     const int begin = stage * s.stage_bytes[1] / s.stage_bytes[0];
     const int end = ((stage + 1) * s.stage_bytes[1] - 1) / s.stage_bytes[0];
@@ -115,7 +116,7 @@ struct Loader {
       mbarrier_wait(s.empty(0, i), i >= at.stage ? at.parity ^ 1 : at.parity);
   }
 
-  /// Rows [first, last) of every active expert's w2.
+  /// Loads rows [first, last) of every active expert's w2.
   __device__ __forceinline__ void load_down(int first, int last) {
     Cursor to = {change_over()}, oldest = to;
     flying = 0;

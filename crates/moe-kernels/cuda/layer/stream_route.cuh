@@ -1,5 +1,5 @@
-// From rows to active experts in the layer kernels: norm, logits, the choice of experts, and which tokens each of them
-// serves.
+// The layer kernels from rows to active experts: norm, logits, the choice of experts, and which tokens each active
+// expert serves.
 #pragma once
 
 #include "layer/stream_load.cuh"
@@ -9,7 +9,7 @@ namespace moe::layer {
 
 #if MOE_HAS_TMA
 
-/// Eight elements of a row and norm weight as bf16, and the sum of the squares before the weight.
+/// Eight elements of a row times the norm's weight as bf16. The sum of the squares is taken before the weight.
 __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const Vec16& norm_weight, float* squares) {
   const float x[8] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
   Vec16 out;
@@ -22,8 +22,8 @@ __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const V
   return out;
 }
 
-/// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later (`scale`).
-/// `norm_weight` holds the weight of this thread's first eight columns.
+/// Stores token rows in shared memory as bf16. With a norm, rows are f32 and are multiplied by the norm's weight here;
+/// 1 / rms multiplies sums later (`scale`). `norm_weight` holds the weight of this thread's first eight columns.
 __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 norm_weight) {
   float squares[kMaxTokens] = {};
   for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ float dot(const Vec16& p, const Vec16& q) {
   return sum;
 }
 
-/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a
-/// launch are 65,536, so that all blocks read the same number in whatever order.
+/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and the parts of a
+/// launch add up to 65,536. So all blocks read the same number of launches, in whatever order they run.
 struct Turn {
   uint64_t blocks;
 
@@ -79,11 +79,11 @@ struct Turn {
     asm volatile("" : "+l"(loaded));  // keeps the compiler from waiting for it before the branches between load and use
     return static_cast<uint32_t>(loaded >> 16);
   }
-  /// The launch's number in its words: never 0, and the same again 2^31 launches later.
+  /// The number of the launch in its words: it is never 0, and repeats 2^31 launches later.
   __device__ __forceinline__ uint32_t number() const { return launches() | 1u << 31; }
-  /// Which tickets are this launch's.
+  /// The index of this launch's tickets.
   __device__ __forceinline__ uint32_t parity() const { return launches() % 2; }
-  /// Adds this block's part. One thread, when this block knows its turn.
+  /// Adds this block's part. One thread calls it, when this block knows its turn.
   __device__ __forceinline__ void end(const Args& a) const {
     if (blockIdx.x == 0) a.state->tickets[parity() ^ 1] = 0;
     const uint64_t part = blockIdx.x == 0 ? 65537 - gridDim.x : 1;
@@ -91,8 +91,8 @@ struct Turn {
   }
 };
 
-/// Logits of this block's experts, each with the number of the launch, by which readers know that it is this launch's.
-/// `first` holds eight elements of the block's first gate row.
+/// Sends the logits of this block's experts. Each carries the number of the launch, by which readers know that it
+/// belongs to this launch. `first` holds eight elements of the block's first gate row.
 __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, Vec16 first, const Turn& turn) {
   float* parts = s.partial() + kMaxTokens * kConsumers;
   for (int e = blockIdx.x; e < a.route.experts; e += gridDim.x) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
   }
 }
 
-/// One token's logits from all blocks.
+/// Waits for one token's logits from all blocks.
 template <int N>
 __device__ __forceinline__ void await_logits(const Args& a, int token, uint32_t number, float (&score)[N]) {
   const int lane = threadIdx.x % 32;
@@ -151,7 +151,7 @@ struct Slot {
   }
 };
 
-/// No active expert serves any token yet. One warp.
+/// Marks that no active expert serves any token yet. One warp.
 __device__ __forceinline__ void clear_active(const Args& a, const Shared& s) {
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < s.slots * a.tokens; i += 32) {
@@ -160,22 +160,22 @@ __device__ __forceinline__ void clear_active(const Args& a, const Shared& s) {
   }
 }
 
-/// A lane's slot of the given experts.
+/// The choice of a lane's slot, if experts are given.
 __device__ __forceinline__ Choice given_choice(const Args& a) {
   const int lane = threadIdx.x % 32;
   if (lane >= a.slots()) return {kNoExpert, 0.0f};
   return {__ldcg(a.route.topk_ids + lane), __ldcg(a.route.topk_weights + lane)};
 }
 
-/// A lane's slot of the experts that the routing warps chose.
+/// The choice of a lane's slot that the routing warps made.
 __device__ __forceinline__ Choice chosen(const Shared& s) {
   const int lane = threadIdx.x % 32;
   return lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
 }
 
-/// The active experts and which tokens they serve, by one warp, `own` a lane's slot. Returns the slot's active expert.
-/// kRepeats: an expert that a token may name more than once counts with the sum of its weights, in the first of its
-/// slots.
+/// Lists the active experts and which tokens they serve, by one warp; `own` is a lane's slot. Returns the slot's active
+/// expert. kRepeats: a token may name an expert more than once; the expert then counts once, in the first of these
+/// slots, with the sum of their weights.
 template <bool kRepeats>
 __device__ __forceinline__ int build_active(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
   const int lane = threadIdx.x % 32;
@@ -208,9 +208,9 @@ __device__ __forceinline__ int build_active(const Args& a, const Shared& s, cons
   return active;
 }
 
-/// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for
-/// the head.
-template <int kPerLane, bool kPlain, class Weights>
+/// Chooses a token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp
+/// loads the head.
+template <int kPerLane, Rule kRule, class Weights>
 __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& s, int token, const Turn& turn,
                                       const Head& head) {
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& 
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
     Choice* slots = s.chosen() + token * a.route.slots();
-    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
+    c = choose<kRule>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
       if (rank == awaited && mine) head.load(a, s, id);
     });
   }

@@ -25,8 +25,8 @@ struct LinearTensorArgs {
   void* out;                  // [m, n]
   Output output;
   int m, n, k;
-  // Parts of k, 1 .. 8; 0: what was measured to be best; -1: what is best for few rows, so that a row's bits do not
-  // depend on m.
+  // Number of parts of k, 1 .. 8. 0: the number that measurements showed to be best. -1: the number that is best for
+  // few rows, so that a row's bits do not depend on m.
   int splits;
 };
 

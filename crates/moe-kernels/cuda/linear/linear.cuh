@@ -1,4 +1,4 @@
-// What the two dense products share: where results go.
+// Code that the two dense products share: how results are written.
 #pragma once
 
 #include "linear/args.cuh"
@@ -8,7 +8,7 @@
 
 namespace moe {
 
-/// What the result is added to, fetched before the product so that its latency is hidden.
+/// The value to which the result is added. It is loaded before the product, so that its latency is hidden.
 template <Output kOutput>
 __device__ __forceinline__ float before(const void* out, size_t at) {
   return kOutput == Output::kAddF32 ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store(void* out, size_t at, float value) {
   }
 }
 
-/// `before` and `store` for an output that is known at run time only, or by a constant argument.
+/// `before` and `store` for an output that is only known at run time, or by a constant argument.
 __device__ __forceinline__ float before(Output output, const void* out, size_t at) {
   return output == Output::kAddF32 ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
 }

@@ -1,25 +1,25 @@
-// out [M, N] = x [M, K] w[N, K]^T for few rows: a weight stream with M <= 8 tokens riding on it.
+// out [M, N] = x [M, K] w[N, K]^T for few rows: weights are streamed, and each is multiplied with M <= 8 tokens.
 //
 // Floor: 2 N K bytes of weights (21.0 MB for qkv, 16.8 MB for o_proj, 622 MB for the vocabulary projection of
-// Qwen3-30B-A3B) over the read bandwidth; 2 M N K FLOP are nothing beside it.
+// Qwen3-30B-A3B) over the read bandwidth. The time of 2 M N K FLOP is negligible.
 //
-// One block per SM owns N / blocks consecutive weight rows. Its producer warp brings them to shared memory in stages of
-// 8 rows x 2,048 columns, one bulk copy of 4 KB per row, 133 KB ahead: at qkv and o_proj sizes most or all of a block's
-// share (159 and 127 KB). It starts before pdl_wait(), so weights are on their way while the kernels ahead still
-// run; once x is there, a block has only shared memory left to read.
+// One block per SM owns N / blocks consecutive weight rows. Its producer warp copies them to shared memory in stages of
+// 8 rows x 2,048 columns, one bulk copy of 4 KB per row, up to 133 KB ahead. For qkv and o_proj that is most or all of
+// a block's share (159 and 127 KB). The copies start before pdl_wait(), so weights are copied while the earlier kernels
+// still run. Once x is there, a block only reads shared memory.
 //
-// Eight consumer warps multiply with mma.sync, weights as the row operand (8 of its 16 rows, so that shares of N come
-// out even) and the tokens as the 8 columns, each warp over its own columns of K; their parts are added in warp
-// order, so an output's bits depend on its rows of x and w and on K alone, not on M. Up to K = 4,096 a warp keeps
-// its columns of x in registers.
+// Eight consumer warps multiply with mma.sync. Weights are the row operand (8 of its 16 rows are used, so that shares
+// of N are equal) and the tokens are the 8 columns. Each warp processes its own columns of K, and their partial sums
+// are added in warp order. So an output's bits depend on its rows of x and w and on K, but not on M. Up to K = 4,096 a
+// warp keeps its columns of x in registers.
 //
-// mma.sync contracts over k in any order that both operands share, so a lane loads 8 consecutive elements with
-// one 16-byte access, the operands of two products: no ldmatrix, no shuffles. Rows are padded by 64 bytes so
+// mma.sync contracts over k in any order that both operands share. So a lane loads 8 consecutive elements, the operands
+// of two products, with one 16-byte access, and needs neither ldmatrix nor shuffles. Rows are padded by 64 bytes so
 // that such loads hit every bank once.
 //
-// Prologue: x is bf16, or the f32 residual that is RMS-normed on the way: x * weight is rounded to bf16 and the
-// factor 1 / rms multiplies the sum, which costs no extra pass and rounds as often as norming first. Epilogue:
-// f32 or bf16 store, or addition to the f32 residual. Together they save two launches per sub-layer.
+// Prologue: x is bf16, or the f32 residual, which is RMS-normed while it is loaded: x * weight is rounded to bf16, and
+// the factor 1 / rms multiplies the sum. This needs no additional pass, and rounds as often as norming first. Epilogue:
+// the result is stored as f32 or bf16, or added to the f32 residual. Together they save two launches per sub-layer.
 #include "linear/stream.cuh"
 
 namespace moe {
@@ -47,7 +47,7 @@ struct Args : StreamInput {
 static_assert(kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) == 8064 && kPad == 64 && kStageBytes == 33280,
               "the plan has these sizes, too: src/plan/linear.rs");
 
-/// Shared memory but for the stages: barriers, sums, parts of the norms, rows of x.
+/// Shared memory without the stages: barriers, sums, parts of the norms, rows of x.
 size_t fixed_bytes(int m, int k) {
   return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);
 }
@@ -57,7 +57,7 @@ size_t fixed_bytes(int m, int k) {
 struct Columns {
   uint4 step[kSteps];
 
-  /// Lanes without a token repeat the last one: their results are not stored.
+  /// Lanes without a token repeat the last one; their results are not stored.
   __device__ __forceinline__ void load(const uint8_t* x, int pitch, int m, int steps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint8_t* from = x + static_cast<size_t>(min(lane / 4, m - 1)) * pitch + lane % 4 * 16;
@@ -69,7 +69,7 @@ struct Columns {
   }
 };
 
-/// Adds a warp's share of a stage; four chains, so that products do not wait for each other.
+/// Adds a warp's share of a stage. There are four chains of sums, so that products do not wait for each other.
 __device__ __forceinline__ void multiply(const uint8_t* stage, const Columns& x, int steps, float (&acc)[4][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint8_t* w = stage + lane / 4 * kRowBytes + lane % 4 * 16;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply(const uint8_t* stage, const Columns& x,
   }
 }
 
-/// kHeld: chunks of x that stay in registers, 0 for none.
+/// kHeld: number of chunks of x that stay in registers, 0 for none.
 template <int kHeld, bool kNormed, Output kOutput>
 __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
   extern __shared__ __align__(128) uint8_t smem[];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
   const int first = static_cast<int>(static_cast<int64_t>(a.n) * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(static_cast<int64_t>(a.n) * (blockIdx.x + 1) / gridDim.x);
   const int chunks = ceil_div(a.k, kChunk);
-  // Ahead of the weights: a load behind them waits until they have come.
+  // This is loaded before the weights: a later load would wait until the weights have arrived.
   Vec16 norm_weight = {};
   if (kNormed && threadIdx.x * 8 < a.k && warp < kWarps) norm_weight = load_const(a.norm + threadIdx.x * 8);
   if (threadIdx.x == 0) {
@@ -210,7 +210,8 @@ int run(Args a, void* stream) {
   const int blocks = a.n < limits.sms ? a.n : limits.sms;
   const size_t fixed = fixed_bytes(a.m, a.k);
   if (fixed + kStageBytes > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  // No more stages than a block's share fills: what is left lets the kernels around it share the SM.
+  // There are no more stages than a block's share fills; the remaining shared memory lets the neighbouring kernels use
+  // the SM.
   const int needed = ceil_div(ceil_div(a.n, blocks), kRows) * ceil_div(a.k, kChunk);
   const int fit = static_cast<int>((limits.block_smem - fixed) / kStageBytes);
   a.stages = needed < fit ? needed : fit;

@@ -1,11 +1,11 @@
-// Rows of x of the streaming products for few rows, whatever their weights are: the norm in the prologue.
+// Loads rows of x for the streaming products with few rows, for any kind of weights, with the norm in the prologue.
 #pragma once
 
 #include "linear/linear.cuh"
 
 namespace moe {
 
-constexpr int kWarps = 8;  // that multiply, the first of a block
+constexpr int kWarps = 8;  // the first warps of a block, which multiply
 constexpr int kConsumers = kWarps * 32;
 constexpr int kTokens = 8;
 
@@ -16,9 +16,9 @@ struct StreamInput {
   int m, k;
 };
 
-/// Rows of x, f32, times the norm's weight to shared memory as bf16, `pitch` bytes apart; each warp leaves its part of
-/// every row's sum of squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use.
-/// `norm_weight` holds the weight of this thread's first columns.
+/// Writes rows of x (f32), times the norm's weight, to shared memory as bf16, `pitch` bytes apart. Each warp writes its
+/// part of every row's sum of squares to `squares[row][warp]`. Four rows are processed at a time, with all their loads
+/// before the first use. `norm_weight` contains the weight of this thread's first columns.
 __device__ __forceinline__ void stage_normed(const StreamInput& a, Vec16 norm_weight, uint8_t* to, int pitch,
                                              float* squares) {
   float sum[kTokens] = {};
@@ -63,7 +63,7 @@ __device__ __forceinline__ void stage_normed(const StreamInput& a, Vec16 norm_we
   }
 }
 
-/// What multiplies sums of a row that `stage_normed` left.
+/// The factor for the sums of a row that `stage_normed` wrote.
 __device__ __forceinline__ float norm_factor(const StreamInput& a, const float* squares, int row) {
   float sum = 0.f;
   for (int i = 0; i < kWarps; ++i) sum += squares[row * kWarps + i];

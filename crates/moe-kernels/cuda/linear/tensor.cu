@@ -1,19 +1,20 @@
-// out [M, N] = x [M, K] w[N, K]^T for any M, on Hopper's warpgroup products; for M up to 8 see linear/stream.cu.
+// out [M, N] = x [M, K] w[N, K]^T for any M, with Hopper's warpgroup products; for M up to 8 see linear/stream.cu.
 //
-// Floor: 2 N K bytes of weights over the read bandwidth or 2 M N K FLOP over 790 TFLOP/s, whichever is longer; they
-// meet near M = 170. Between them lies the path from L2 to the SMs: each block reads its tokens' x again.
+// Floor: 2 N K bytes of weights over the read bandwidth, or 2 M N K FLOP over 790 TFLOP/s, whichever takes longer; they
+// are equal near M = 170. Between these two the path from L2 to the SMs is the limit, because each block reads its
+// tokens' x again.
 //
-// Weights are the 64-row operand and tokens the columns, as many as there are (16 .. 256 in one tile): a batch of 32
-// then costs 32 columns and not 64 rows. A block takes 64 or 128 weight rows, a warpgroup for each 64; one producer
-// warp fills a ring of TMA tiles of 64 columns. Tiles of N are too few for the SMs (80 of 64 rows for qkv, 32 for
-// o_proj of Qwen3-30B-A3B), so K is cut over the blocks of a cluster, which add their sums in rank order through
-// distributed shared memory: no atomics, no second launch, bits that repeat. Weights of the first stages are on their
-// way before pdl_wait(); x follows after it.
+// Weights are the 64-row operand, and tokens are the columns, as many as there are (16 .. 256 in one tile). So a batch
+// of 32 costs 32 columns and not 64 rows. A block computes 64 or 128 weight rows, with a warpgroup for each 64. One
+// producer warp fills a ring of TMA tiles of 64 columns. There are too few tiles of N for all SMs (80 of 64 rows for
+// qkv, 32 for o_proj of Qwen3-30B-A3B). So K is divided over the blocks of a cluster, which add their sums in rank
+// order through distributed shared memory: no atomics, no second launch, reproducible bits. The copies of the first
+// stages' weights start before pdl_wait(); x is copied after it.
 #include "linear/tensor_kernel.cuh"
 
 namespace moe::linear_tensor {
 
-/// Rows of bf16, by a tensor map, which writes the swizzle that wgmma reads.
+/// Rows of bf16, copied by a tensor map, which writes the swizzle that wgmma reads.
 struct Bf16Weights {
   struct Source {};
   static constexpr int kLoaders = 1;
@@ -39,7 +40,7 @@ struct Bf16Weights {
       load_tile(to, w, row, step * kTileColumns, bar, policy);
     }
 
-    /// Adds the block's share of K to `acc`; a warpgroup takes 64 weight rows and all tokens.
+    /// Adds the block's share of K to `acc`. A warpgroup computes 64 weight rows and all tokens.
     template <class B>
     static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t*, const Source&, uint64_t* full,
                                                    uint64_t* empty, int stages, int count,
@@ -56,12 +57,12 @@ struct Bf16Weights {
         for (int k = 0; k < kTileColumns / 16; ++k) {
 #pragma unroll
           for (int c = 0; c < B::kProducts; ++c) {
-            // 128 tokens are 16 KB further, 1,024 in units of the descriptor.
+            // The next 128 tokens are 16 KB further, which is 1,024 in units of the descriptor.
             wgmma<B::kColumns>(acc[c], a + 2 * k, b + 2 * k + 1024 * c);
           }
         }
         wgmma_commit();
-        // One stage's products run while the next stage's are issued.
+        // The products of one stage run while the products of the next stage are issued.
         wgmma_wait<1>();
         if (previous >= 0 && lane == 0) mbarrier_arrive(empty + previous);
         previous = stage;

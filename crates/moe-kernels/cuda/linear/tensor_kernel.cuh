@@ -1,15 +1,16 @@
-// The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and
-// quantised ones (quant/linear_tensor.cu, with rows of x in FP8 quant/fp8_linear.cu).
+// The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which explains the design) and for
+// quantised weights (quant/linear_tensor.cu; with rows of x in FP8 quant/fp8_linear.cu).
 //
-// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go,
-// kLoaders, warps beside those that multiply, one of which loads (with four, a warpgroup, they leave their registers to
-// the others), and for 64 kGroups rows the most tokens of a tile and a Stage:
+// `W` describes the layout of weights in memory. It has a Source for the tensor map, `column`, where a row's results
+// go, and kLoaders, the number of warps in addition to the warps that multiply. One of these loads; if there are four
+// (a warpgroup), they give most of their registers to the others. For 64 kGroups rows, `W` also has the largest number
+// of tokens in a tile and a Stage:
 //   kColumns    of a stage, a multiple of 64
 //   kBytes      of its weights, kSideBytes of what else it needs (scales)
 //   kRowBytes   of its columns of a row of x, a multiple of 128; kRowScales whether a row has an f32 scale for them
 //   load        brings its weights, by one thread
-//   Side        a lane's part of copying what lies beside them, by a warp
-//   load_scales brings the scales of rows of x behind what lies beside the weights, by one thread, where there are any
+//   Side        a lane's part of copying the scales and zero points, by a warp
+//   load_scales loads the scales of rows of x, if there are any, after the scales of weights, by one thread
 //   consume     adds the block's share of K to accumulators; kReleases lanes of a warp give a stage back
 #pragma once
 
@@ -42,28 +43,28 @@ struct Block {
   using Stage = typename W::template Stage<kGroups>;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 32 * W::kLoaders;
-  static constexpr bool kTrades = W::kLoaders == 4;      // registers, between warps
-  static constexpr int kParts = Stage::kRowBytes / 128;  // of a stage's token rows, one after the other
+  static constexpr bool kTrades = W::kLoaders == 4;      // whether loaders give registers to consumers
+  static constexpr int kParts = Stage::kRowBytes / 128;  // parts of a stage's token rows, one after the other
   static constexpr int kPartBytes = kTokens * 128;
   static constexpr int kWeightBytes = Stage::kBytes;
   static constexpr int kStageBytes = kWeightBytes + kParts * kPartBytes;
   static constexpr int kSideBytes = Stage::kSideBytes + (Stage::kRowScales ? kTokens * 4 : 0);
 #if MOE_HAS_WGMMA
-  static constexpr int kColumns = kTokens < 128 ? kTokens : 128;  // of one wgmma: beyond 128 there are several
+  static constexpr int kColumns = kTokens < 128 ? kTokens : 128;  // columns of one wgmma; more tokens take several
   static constexpr int kProducts = kTokens / kColumns;
 #endif
   static constexpr int kSumPitch = kRows + 4;  // floats of a token's sums, against bank conflicts
 };
 
 #if MOE_HAS_WGMMA
-/// The producer: fills the ring with this block's share of K. One thread; where something lies beside the weights, one
-/// warp.
+/// The producer: fills the ring with this block's share of K. It is one thread, or one warp if there is data in
+/// addition to the weights.
 template <class B>
 __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap* x, const typename B::Source& source,
                                         uint8_t* ring, uint8_t* side, uint64_t* full, uint64_t* empty, int stages,
                                         int row, int token, int begin, int end) {
   const bool leads = threadIdx.x % 32 == 0;
-  // With one tile of tokens nobody else reads these weights.
+  // With one tile of tokens no other block reads these weights.
   const uint64_t policy = gridDim.y == 1 ? read_once() : read_again();
   [[maybe_unused]] const typename B::Stage::Side beside(source, row / 16, threadIdx.x % 32);
   const auto weights = [&](int i, int stage) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
   };
   const auto tokens = [&](int i, int stage) {
     if (!leads) return;
-    // First: until the rows have come the barrier waits, so it may be told of more bytes.
+    // This comes first: the barrier waits until the rows have arrived, so the number of expected bytes may still grow.
     if constexpr (B::Stage::kRowScales) {
       uint8_t* scales = side + stage * B::kSideBytes + B::Stage::kSideBytes;
       B::Stage::template load_scales<B>(scales, source, token, i, full + stage);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
   }
 }
 
-/// Adds the cluster's sums for this block's share of the tokens and writes them; a thread takes four rows.
+/// Adds the cluster's sums for this block's share of the tokens, and writes them. A thread processes four rows.
 template <class W, int kTokens, int kGroups, Output kOutput>
 __device__ __forceinline__ void finish(const Args<W>& a, const float* sums, int row, int token, int rank, int splits) {
   using B = Block<W, kTokens, kGroups>;
@@ -200,13 +201,13 @@ struct Shape {
   size_t ring;  // bytes
 };
 
-/// Tile, splits of K and depth of the ring, as measured (docs/kernels-labbook.md). Few rows: 64 weight rows per block
-/// and as many blocks as keep every SM loading, two to an SM so that one's start hides behind the other's end. Many
-/// rows: larger tiles, because each block reads its tokens' x again.
+/// Tile, splits of K and depth of the ring, as measured (docs/lessons/steps.md). For few rows a block has 64 weight
+/// rows, and there are as many blocks as keep every SM loading: two per SM, so that one block starts while the other
+/// ends. For many rows tiles are larger, because each block reads its tokens' x again.
 inline Shape shape(int m, int n, const DeviceLimits& limits) {
   const int tokens = m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
   Shape s = {tokens, m <= 128 ? 1 : 2, 1, static_cast<size_t>(limits.block_smem) - kHeader};
-  if (n >= 128 * limits.sms) {  // enough blocks whatever the tile
+  if (n >= 128 * limits.sms) {  // enough blocks with any tile
     s.groups = 2;
     if (m > 128) s.tokens = 256;
     return s;
@@ -228,7 +229,8 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, Args<W> a, const Shape& s, 
   const int least = static_cast<int>(ceil_div(kSums, B::kStageBytes));
   if (a.stages < least) a.stages = least;
   CUtensorMap xm;
-  // The map takes rows of x, whatever they hold, as so many bf16; the last stage may be a part of one.
+  // The map treats rows of x as rows of bf16 with the same number of bytes, whatever they contain. The last stage may
+  // be a part of a stage.
   const int64_t columns = int64_t{a.k} * (B::Stage::kRowBytes / 2) / B::Stage::kColumns;
   const cudaError_t e = make_tensor_map(&xm, x, a.m, static_cast<int>(columns), kTokens);
   if (e != cudaSuccess) return e;
@@ -247,7 +249,7 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, const Args<W>& a, Output ou
   }
 }
 
-/// With the map of w in boxes of 64 kGroups rows.
+/// The same, with the map of w in boxes of 64 kGroups rows.
 template <class W, int kGroups>
 cudaError_t run(const CUtensorMap& w, const bf16* x, const Args<W>& a, Output output, const Shape& s, void* stream) {
   switch (s.tokens) {
@@ -263,7 +265,7 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, const Args<W>& a, Output ou
   }
 }
 
-/// Tile and splits for a call; `asked` as LinearTensorArgs::splits.
+/// Tile and splits for a call; `asked` is LinearTensorArgs::splits.
 inline Shape shape_for(int m, int n, int steps, int asked, const DeviceLimits& limits) {
   Shape s = shape(m, n, limits);
   if (asked != 0) s.splits = asked > 0 ? asked : shape(1, n, limits).splits;

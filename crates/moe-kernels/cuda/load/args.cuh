@@ -1,11 +1,12 @@
-// Arguments of the kernels that bring a file's bytes into the order of others.
+// Arguments of the kernels that reorder the bytes of a file.
 #pragma once
 
 #include "codes.cuh"
 
 namespace moe {
 
-/// Integers in words: of row r and column c, number places[r % rows + c % columns], counted from the lowest bits.
+/// The coding of integers in words: row r and column c are number places[r % rows + c % columns] of a word, counted
+/// from the lowest bits.
 struct StoredCoding {
   int row_bits, column_bits;  // 2^bits rows and columns share a word
   int bits;                   // 4 or 8; 0: there is no such tensor
@@ -13,18 +14,18 @@ struct StoredCoding {
   uint32_t plus;              // added to a word before its integers are taken
 };
 
-/// Tile rows of a quantised pack out of a file's bytes.
+/// Arguments for making tile rows of a quantised pack from a file's bytes.
 struct QuantPackStoredArgs {
-  const void* stored;            // a batch: StoredRows [matrices, entries], then what they say lies there
+  const void* stored;            // a batch: StoredRows [matrices, entries], then the bytes at the places that they name
   uint8_t* q;                    // out, from the first tile row of the pack on
-  float* scales;                 // out [E, n_tiles, groups, 16], likewise
-  uint8_t* zeros;                // out, the same; null: all are the same
-  uint32_t* found;               // or-ed with what was found
-  int64_t first, count;          // tile rows of the batch, in all of the pack
+  float* scales;                 // out [E, n_tiles, groups, 16], from the first tile row of the pack on
+  uint8_t* zeros;                // out, like `scales`; null: all zero points are the same
+  uint32_t* found;               // out: the bits of what was found are set
+  int64_t first, count;          // the batch's tile rows first .. first + count - 1 of the pack
   int64_t n, k;                  // of a matrix
   int64_t n_tiles, k_packed;     // as in QuantPack
   int64_t group, groups;         // likewise
-  int64_t column, stored_group;  // stored column and group of column 0
+  int64_t column, stored_group;  // the stored column, and the stored group, of column 0
   int64_t rows_to_scale;         // rows that share a scale
   StoredCoding code, zero;
   Dtype scale_dtype;  // of the file

@@ -1,15 +1,17 @@
-// A pack in fragment order out of the bytes of a quantised checkpoint's file, as they were copied to the device.
+// Makes a pack in fragment order from the bytes of a quantised checkpoint's file, which were copied to the device
+// unchanged.
 //
-// quant/args.cuh has the order. The host's packing (src/quant/tiles.rs) is the specification: the same bytes. How a
-// format stores a matrix are numbers (StoredRows, StoredCoding), so one kernel takes all of them.
+// quant/args.cuh explains the order. The host's packing (src/quant/tiles.rs) is the specification, and the bytes must
+// be equal. Numbers describe how a format stores a matrix (StoredRows, StoredCoding), so one kernel handles all
+// formats.
 //
-// Floor: a batch's bytes are read once and written once, 8 MB for one of 4 MiB: 2 us at the memory's rate, less where
-// they are still in L2. Its copy over the bus takes 84 us, which is what a load waits for.
+// Floor: a batch's bytes are read once and written once, 8 MB for a batch of 4 MiB: 2 us at the memory's rate, less if
+// they are still in L2. The copy of a batch over the bus takes 84 us, which determines the time of a load.
 //
-// Design: a thread makes words of the pack, each of 8 integers or 4 bytes of two rows, and finds every one of them by
-// itself: 8 loads of a word, of which a warp's fall into the same few sectors, and some 150 instructions for 4 bytes.
-// An H200 starts some 0.9 T instructions of warps a second, so 4 MiB take 5 to 10 us: behind the copy of the next
-// batch, nobody waits for that.
+// Design: a thread makes words of the pack, each of 8 integers or 4 bytes of two rows, and finds each integer by
+// itself. That is 8 loads of a word, where the loads of a warp fall into the same few sectors, and some 150
+// instructions for 4 bytes. An H200 issues some 0.9 T warp instructions per second, so 4 MiB take 5 to 10 us. This runs
+// during the copy of the next batch, so it costs no time.
 #include "any/any.cuh"
 #include "load/args.cuh"
 
@@ -21,35 +23,36 @@ constexpr int kTileRows = 16;
 constexpr int kTileWords = 128;  // of 4 bytes
 constexpr int kEight = 8;        // gate rows, and up rows, of a tile
 
-/// What a pack's values turned out to be. Rust has the same in src/cuda/quant/stored.rs.
+/// Properties of a pack's values, found by the kernels. Rust defines the same constants in src/cuda/quant/stored.rs.
 enum Found : uint32_t {
-  kBadZero = 1,        // a zero point of its own where all are to be the same
+  kBadZero = 1,        // a zero point that differs from the one that all must have
   kNan = 2,            // an FP8 NaN
   kNotF16 = 4,         // a scale that f16 does not hold
-  kNotBf16 = 8,        // one that bf16 does not hold
-  kHalvesDiffer = 16,  // rows 0 .. 7 or 8 .. 15 of a tile with several scales in a group
-  kRowsDiffer = 32,    // rows of a tile likewise
-  kTilesDiffer = 64,   // tile rows 8 i .. 8 i + 7 likewise
+  kNotBf16 = 8,        // a scale that bf16 does not hold
+  kHalvesDiffer = 16,  // the scales of rows 0 .. 7, or of rows 8 .. 15, of a tile differ in a group
+  kRowsDiffer = 32,    // the scales of the 16 rows of a tile differ in a group
+  kTilesDiffer = 64,   // the scales of tile rows 8 i .. 8 i + 7 differ
 };
 
-/// Rows of a matrix in a batch, and where their tensors lie in it. What belongs to stored row r and stored column c
-/// (group g) is the element, counted from the batch's first byte, at codes + r / rows * codes_row + c / columns *
-/// codes_column, with the rows and columns that share one; likewise the others. Rust writes it in src/quant/batches.rs.
+/// Rows of a matrix in a batch, and the places of their tensors in it. The element of stored row r and stored column c
+/// (group g) is at codes + r / rows * codes_row + c / columns * codes_column, counted from the batch's first byte,
+/// where `rows` and `columns` share a word; the other tensors follow the same rule. Rust writes this struct in
+/// src/quant/batches.rs.
 struct StoredRows {
-  int64_t begin, end;                         // rows of the matrix; none: the others are not read
+  int64_t begin, end;                         // rows of the matrix; if none, the other fields are not read
   int64_t shift;                              // the stored row of row r is r + shift
   int64_t codes, codes_row, codes_column;     // words of 4 bytes
   int64_t zeros, zeros_row, zeros_column;     // likewise
   int64_t scales, scales_row, scales_column;  // scales
 };
 
-/// A matrix' row in the batch.
+/// A row of a matrix in the batch.
 struct Row {
   const StoredRows* at;  // null: there is no such row
   int64_t stored;
 };
 
-/// A tensor's line of integers of one row.
+/// The integers of one row in a tensor.
 struct Line {
   const uint32_t* words;
   int stride;
@@ -69,7 +72,7 @@ __device__ __forceinline__ Line line_of(const void* stored, const StoredCoding& 
   return {words, static_cast<int>(column_stride), static_cast<int>(row & ((1 << coding.row_bits) - 1))};
 }
 
-/// The integer of a stored column, or group, of a line.
+/// The integer of a stored column, or group, in a line.
 __device__ __forceinline__ uint32_t integer(const StoredCoding& coding, const Line& line, int column) {
   const uint32_t word = line.words[(column >> coding.column_bits) * line.stride] + coding.plus;
   const int among = line.sub + (column & ((1 << coding.column_bits) - 1));
@@ -82,7 +85,7 @@ __device__ __forceinline__ Line code_line(const QuantPackStoredArgs& a, const Ro
   return line_of(a.stored, a.code, at.codes, at.codes_row, at.codes_column, row.stored);
 }
 
-/// The zero point of a row's group; `middle` where no tensor has them.
+/// The zero point of a row's group; `middle` if there is no tensor of zero points.
 __device__ __forceinline__ uint32_t zero_point(const QuantPackStoredArgs& a, const Row& row, int group,
                                                uint32_t middle) {
   if (a.zero.bits == 0) return middle;
@@ -91,7 +94,7 @@ __device__ __forceinline__ uint32_t zero_point(const QuantPackStoredArgs& a, con
   return integer(a.zero, line, static_cast<int>(a.stored_group) + group);
 }
 
-/// The row of a matrix that is row `r` of its tile row `tile`, and how many the tile's run of rows has.
+/// The row of a matrix that is row `r` of its tile row `tile`, and the number of rows in the tile's range.
 __device__ __forceinline__ int64_t matrix_row(const QuantPackStoredArgs& a, int64_t tile, int r, int64_t* count) {
   if (a.gate_up == 0) {
     *count = a.n - tile * kTileRows;
@@ -101,7 +104,7 @@ __device__ __forceinline__ int64_t matrix_row(const QuantPackStoredArgs& a, int6
   return tile * kEight + r % kEight + (r < kEight ? 0 : a.n / 2);
 }
 
-/// The row of a matrix in the batch, or none where the tile ends behind the matrix.
+/// The row of a matrix in the batch, or none if the tile extends beyond the end of the matrix.
 __device__ __forceinline__ Row tile_row(const QuantPackStoredArgs& a, const StoredRows* table, int64_t tile, int r) {
   int64_t count;
   const int64_t row = matrix_row(a, tile, r, &count);
@@ -121,7 +124,7 @@ struct Codes {
     if (row.at != nullptr) line = code_line(a, row);
   }
 
-  /// The integer of a column. One that is not there holds its group's zero point: a weight of zero.
+  /// The integer of a column. A column that does not exist has its group's zero point, which means a weight of zero.
   __device__ __forceinline__ uint32_t at(const QuantPackStoredArgs& a, int column) const {
     if (row.at == nullptr) return kMiddle;
     if (column < a.k) return integer(a.code, line, static_cast<int>(a.column) + column);
@@ -131,8 +134,8 @@ struct Codes {
   }
 };
 
-/// What a thread adds to its words of a tile, from one of the tile's rows: quant/args.cuh says where. `first`: the
-/// first of its columns.
+/// The part that one of the tile's rows adds to a thread's words of the tile; quant/args.cuh explains the positions.
+/// `first` is the first of the thread's columns.
 template <QuantFormat kFormat>
 __device__ __forceinline__ uint32_t half_word(const QuantPackStoredArgs& a, const Codes<kFormat>& codes, int first) {
   uint32_t word = 0;
@@ -147,7 +150,7 @@ __device__ __forceinline__ uint32_t half_word(const QuantPackStoredArgs& a, cons
 /// Whether a byte of a word is an FP8 NaN.
 __device__ __forceinline__ bool has_nan(uint32_t word) { return __vcmpeq4(word & 0x7f7f7f7f, 0x7f7f7f7f) != 0; }
 
-/// Words of a tile row. A thread has the same place in every tile that it makes, and so the same two rows.
+/// Makes words of a tile row. A thread has the same position in every tile that it makes, and so the same two rows.
 template <QuantFormat kFormat>
 __device__ __forceinline__ bool pack_codes(const QuantPackStoredArgs& a, const StoredRows* table, int64_t row,
                                            int64_t tile) {
@@ -168,7 +171,7 @@ __device__ __forceinline__ bool pack_codes(const QuantPackStoredArgs& a, const S
   return nan;
 }
 
-/// Scales and zero points of a tile row. Rows that are not there have the scales of the last one that is.
+/// Makes scales and zero points of a tile row. Rows that do not exist get the scales of the last existing row.
 template <QuantFormat kFormat, class Scale>
 __device__ __forceinline__ uint32_t pack_groups(const QuantPackStoredArgs& a, const StoredRows* table, int64_t row,
                                                 int64_t tile) {
@@ -193,7 +196,7 @@ __device__ __forceinline__ uint32_t pack_groups(const QuantPackStoredArgs& a, co
   return found;
 }
 
-/// A block's threads make words of one tile row. Grid: tile rows x parts of their words.
+/// The threads of a block make words of one tile row. The grid is tile rows x parts of their words.
 template <QuantFormat kFormat, class Scale>
 __global__ void __launch_bounds__(kPackThreads, 4) pack_stored(const QuantPackStoredArgs a) {
   const int64_t row = a.first + blockIdx.x, matrix = row / a.n_tiles, tile = row - matrix * a.n_tiles;
@@ -203,7 +206,7 @@ __global__ void __launch_bounds__(kPackThreads, 4) pack_stored(const QuantPackSt
   if (found != 0) atomicOr(a.found, found);
 }
 
-/// Which scales are equal, and which types hold them.
+/// Finds out which scales are equal, and which types can represent them.
 __global__ void __launch_bounds__(kAnyThreads)
     look_at_scales(const float* scales, int64_t count, int64_t of_tile, uint32_t* found) {
   uint32_t own = 0;
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(kAnyThreads) narrow_scales(const float* scales
 template <QuantFormat kFormat>
 cudaError_t pack(const QuantPackStoredArgs& a, void* stream) {
   const int64_t words = a.k_packed / (kFormat == QuantFormat::kInt4 ? 64 : 32) * kTileWords;
-  // Four words a thread.
+  // Each thread makes four words.
   const int64_t parts = ceil_div(words, kPackThreads * 4);
   const dim3 grid(static_cast<unsigned>(a.count), static_cast<unsigned>(parts < 64 ? parts : 64));
   Launch l = {grid, dim3(kPackThreads), stream};
@@ -259,7 +262,8 @@ bool is_pack(const QuantPackStoredArgs& a) {
 
 using namespace moe;
 
-/// Tile rows first .. first + count - 1 of a pack: see QuantPackStoredArgs. `found` keeps what it holds.
+/// Makes tile rows first .. first + count - 1 of a pack, see QuantPackStoredArgs. Bits that are set in `found` stay
+/// set.
 extern "C" int moe_quant_pack_stored(const moe::QuantPackStoredArgs* args, void* stream) {
   if (!is_pack(*args)) return cudaErrorInvalidValue;
   if (args->count <= 0) return cudaSuccess;
@@ -270,7 +274,7 @@ extern "C" int moe_quant_pack_stored(const moe::QuantPackStoredArgs* args, void*
   }
 }
 
-/// Or-s `found` with what is so of scales [tile_rows, groups, 16].
+/// Sets the bits in `found` for the properties of scales [tile_rows, groups, 16].
 extern "C" int moe_quant_look_at_scales(const float* scales, int64_t tile_rows, int64_t groups, uint32_t* found,
                                         void* stream) {
   const int64_t of_tile = groups * kTileRows, count = tile_rows * of_tile;
@@ -280,7 +284,7 @@ extern "C" int moe_quant_look_at_scales(const float* scales, int64_t tile_rows, 
   return launch(look_at_scales, l, scales, count, of_tile, found);
 }
 
-/// `out`, `count` scales of `dtype`, each the first of 16 / `rows` of `scales`.
+/// `out` gets `count` scales of `dtype`, each the first of 16 / `rows` scales in `scales`.
 extern "C" int moe_quant_narrow_scales(const float* scales, int64_t count, void* out, moe::Dtype dtype, int rows,
                                        void* stream) {
   if (rows < 1 || rows > kTileRows || kTileRows % rows != 0) return cudaErrorInvalidValue;

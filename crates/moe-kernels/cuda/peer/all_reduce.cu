@@ -1,24 +1,25 @@
-// All-reduce of small arrays over peer memory, alone or with what follows it in a decoder layer: residual += sum and
-// out = norm(residual). What an NCCL call and an add + norm kernel do in two launches and through their own buffers.
+// All-reduce of small arrays over peer memory, alone or with the ops that follow it in a decoder layer: residual += sum
+// and out = norm(residual). An NCCL call and an add + norm kernel need two launches and their own buffers for this.
 //
 // Sums are f32 additions of the ranks' values in rank order, rounded once: the same bits on every rank and in every
-// run. Slots, waiting, and why no barrier is needed: peer.cuh.
+// run. peer.cuh explains slots, waiting, and why no barrier is needed.
 //
-// One shot (small): each rank stores its values in all peers' slots and adds up all that it receives: one hop. Two
-// shots: rank r adds up vectors r * chunk .. and stores the sums in all ranks' slots (its own too): two hops, fewer
-// bytes. The bound between them is where the bytes saved take as long as the second hop.
+// One shot (small arrays): each rank stores its values in the slots of all peers, and adds up all that it receives;
+// this takes one hop. Two shots: rank r adds up vectors r * chunk .. and stores the sums in the slots of all ranks, its
+// own included; this takes two hops and sends fewer bytes. The limit between the two is the size at which the saved
+// bytes take as long as the second hop.
 //
 // Floor for one token of H = 2,048 on 4 GPUs: a grid boundary (0.65 us, measured between the kernels of a layer), one
-// store over NVLink until a poll sees it (about 1 us), reading and writing L2 (0.3 us): 2 us; bytes are nothing (24 KB
-// out, 0.05 us at 450 GB/s). Predicted, not yet measured: 2.7 us plain and 3.1 us with the norm, whose sum of squares
-// costs a cluster barrier, in a graph of calls one after the other; 32 tokens (256 KB, one shot, 0.79 MB out at 350
-// GB/s) 5.2 us, 128 tokens (1 MB, two shots, 1.6 MB) 8.5 us, 256 tokens 13 us. add_rms_norm alone takes 1.5 us, NCCL
-// alone 15 us.
+// store over NVLink until a poll sees it (about 1 us), and reading and writing L2 (0.3 us), together 2 us. The time for
+// the bytes is negligible (24 KB out, 0.05 us at 450 GB/s). Predicted, not yet measured: 2.7 us for the sum and 3.1 us
+// with the norm, whose sum of squares needs a cluster barrier, in a graph of consecutive calls; 32 tokens (256 KB, one
+// shot, 0.79 MB out at 350 GB/s) 5.2 us, 128 tokens (1 MB, two shots, 1.6 MB) 8.5 us, 256 tokens 13 us. add_rms_norm
+// alone takes 1.5 us, NCCL alone 15 us.
 //
-// Every block waits for what peers' blocks send, so all blocks of a launch must be resident at once: at most two blocks
-// of 128 threads per SM, next to whatever the kernel ahead and the kernel behind keep there. Vectors are spread over
-// all threads; a row's norm is computed by a cluster of up to 8 blocks, so that even one row is sent from and polled by
-// several SMs.
+// Every block waits for data from the peers' blocks, so all blocks of a launch must be resident at the same time. There
+// are at most two blocks of 128 threads per SM, in addition to blocks of the kernels before and after. Vectors are
+// distributed over all threads. A cluster of up to 8 blocks computes a row's norm, so that several SMs send and poll
+// even for one row.
 #include "codes.cuh"
 #include "peer/peer.cuh"
 #include "ptx/cluster.cuh"
@@ -68,8 +69,8 @@ __device__ __forceinline__ Vec16 narrow(const Floats<T>& x) {
   return v;
 }
 
-/// An array as vectors of 16 bytes, the last one padded with zeros. What peers wait for depends on the count alone, so
-/// arrays that are not aligned are read and written in the same vectors, element by element.
+/// An array as vectors of 16 bytes, the last one padded with zeros. Only the count determines how much data peers
+/// expect. So unaligned arrays are read and written in the same vectors, element by element.
 template <class T>
 struct Vectors {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -83,7 +84,7 @@ struct Vectors {
     return aligned && (static_cast<size_t>(u) + 1) * kCount <= count;
   }
 
-  /// Vector u; zeros beyond the end.
+  /// Vector u; beyond the end it is filled with zeros.
   __device__ __forceinline__ Vec16 load(uint32_t u) const {
     const size_t at = static_cast<size_t>(u) * kCount;
     Vec16 v = {};
@@ -110,7 +111,8 @@ struct Vectors {
   }
 };
 
-/// Adds up a vector: this rank's, and those in the slots base + r * stride of the other ranks r, of up to kRanks.
+/// Adds up a vector: this rank's, and the vectors in the slots base + r * stride of the other ranks r, for up to kRanks
+/// ranks.
 template <class T, int kRanks>
 __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const Vec16& own, uint32_t base,
                                             uint32_t stride) {
@@ -130,12 +132,13 @@ __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const
   return sum;
 }
 
-/// Sends what other ranks need of this one. `mine` is the thread's first vector, loaded while the turn began.
+/// Sends the data that other ranks need from this rank. `mine` is the thread's first vector, which was loaded while the
+/// turn began.
 template <class T, int kRanks, bool kOneShot>
 __device__ __forceinline__ void contribute(const Exchange& x, Turn& turn, const Vectors<T>& data, Vec16 mine) {
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
-  // Each rank begins with another peer.
+  // Each rank begins with a different peer.
   const auto peer = [=](int i) { return rank + i < ranks ? rank + i : rank + i - ranks; };
 #pragma unroll 1
   for (uint32_t u = first; u < x.vectors; u += step, mine = data.load(u)) {
@@ -179,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     data.store(u, narrow<T>(sum_of<T, kRanks, kOneShot>(x, turn, data, u)));
 }
 
-/// Sum over a cluster, in a fixed order; every thread gets it. `parts` [32] is free again after the next call with
-/// another.
+/// Sum over a cluster, in a fixed order; every thread gets the result. `parts` [32] may be reused after the next call
+/// with a different array.
 __device__ __forceinline__ float cluster_total(float v, float* parts) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size();
   v = warp_sum(v);
@@ -198,7 +201,8 @@ struct Norm {
   int hidden;
 };
 
-/// residual += the sum of all ranks' data, out = norm(residual); a cluster per row, each block a run of its vectors.
+/// residual += the sum of all ranks' data, out = norm(residual). A cluster processes a row, and each block of it a
+/// range of the row's vectors.
 template <int kRanks, bool kOneShot>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Vectors<float> data, const Norm n) {
@@ -208,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const uint32_t begin = min(cluster_rank() * run, row_vectors), vectors = min(run, row_vectors - begin);
   float4* row = reinterpret_cast<float4*>(smem);
   uint2* norm_weight = reinterpret_cast<uint2*>(row + run);
-  // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
+  // Each thread only reads what it has written itself, so no barrier is needed around the row.
   if (n.out != nullptr) {
     cluster_arrive();
 #pragma unroll 1
@@ -220,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Vec16 mine = data.load(blockIdx.x * kThreads + threadIdx.x);
   Turn turn = begin_turn(x);
   contribute<float, kRanks, kOneShot>(x, turn, data, mine);
-  // The cluster's blocks have all begun, so their shared memory may be written.
+  // All blocks of the cluster have begun, so their shared memory may be written.
   if (n.out != nullptr) cluster_wait();
   uint32_t odd = 0;
 #pragma unroll 1
@@ -251,7 +255,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-/// `use` of the ranks that a kernel is compiled for, and of whether it is one shot: what two ranks always are.
+/// Calls `use` with the number of ranks for which a kernel is compiled, and whether it is one shot, which two ranks
+/// always use.
 template <class Use>
 cudaError_t for_form(int ranks, bool once, Use use) {
   return for_ranks(ranks, [&](auto most) {
@@ -279,7 +284,8 @@ int all_reduce(const Peers& peers, const void* in, void* out, size_t count, void
                   [&](auto most, auto once) { return launch(sum_kernel<T, most(), once()>, l, x, data); });
 }
 
-/// Blocks per row: as many as have a vector for each thread and are resident at once with the blocks of all rows.
+/// Blocks per row: the largest number such that each thread has a vector and the blocks of all rows are resident at the
+/// same time.
 int cluster_blocks(const DeviceLimits& limits, int rows, int row_vectors) {
   int blocks = 1;
   while (limits.major >= 9 && blocks < kMaxCluster && blocks * kThreads < row_vectors &&
@@ -291,15 +297,15 @@ int cluster_blocks(const DeviceLimits& limits, int rows, int row_vectors) {
 }  // namespace
 }  // namespace moe
 
-/// Bytes of each rank's buffer for calls of up to `capacity` bytes; 0 for a number of ranks or a capacity that cannot
-/// be.
+/// Bytes of each rank's buffer for calls of up to `capacity` bytes; 0 for an invalid number of ranks or capacity.
 extern "C" size_t moe_peer_buffer_bytes(int ranks, size_t capacity) {
   if (ranks < 2 || ranks > moe::kMaxRanks || capacity > (size_t{1} << 30)) return 0;
   return moe::kControlBytes + 2 * moe::half_bytes(ranks, capacity);
 }
 
-/// Makes a new buffer ready. All ranks' must be before any is used. Loads the kernels too: a load that happens at the
-/// first launch may wait for kernels that run, and those may wait for a rank of this process that is about to launch.
+/// Initialises a new buffer. All ranks' buffers must be initialised before any is used. It also loads the kernels: if a
+/// kernel were loaded at its first launch, the load could wait for running kernels, and these may wait for a rank of
+/// this process that is about to launch.
 extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   using namespace moe;
   cudaError_t e = cudaSuccess;
@@ -321,7 +327,7 @@ extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
 }
 
 /// out [count] = the sum of all ranks' `in` [count], which may be `out`; f32, or bf16 added in f32 and rounded once.
-/// Neither needs to be aligned.
+/// Neither array needs to be aligned.
 extern "C" int moe_peer_all_reduce(const moe::Peers* peers, const void* in, void* out, moe::Dtype dtype, size_t count,
                                    void* stream) {
   if (dtype == moe::Dtype::kF32) return moe::all_reduce<float>(*peers, in, out, count, stream);
@@ -330,7 +336,8 @@ extern "C" int moe_peer_all_reduce(const moe::Peers* peers, const void* in, void
 }
 
 /// residual [rows, hidden] += the sum of all ranks' `partial`, both f32; then out = residual / rms(residual) * weight,
-/// rounded once to bf16. A null `out` leaves it at the addition, and `weight` is not read. `hidden` is a multiple of 8.
+/// rounded once to bf16. With a null `out` there is only the addition, and `weight` is not read. `hidden` is a multiple
+/// of 8.
 extern "C" int moe_peer_all_reduce_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
                                                 const moe::bf16* weight, float eps, moe::bf16* out, int rows,
                                                 int hidden, void* stream) {

@@ -1,16 +1,17 @@
-// The end of a sparse layer whose tokens came from other ranks, over peer memory: each rank weights and adds the slot
-// rows that its experts left for a token, the token's owner adds the ranks' sums in rank order and then that to its
-// residual stream, and takes the norm of the next sub-layer. Three launches (experts/combine.cu, peer/scatter.cu,
-// rows/norm.cuh) in one, bit for bit: sums go from the slots to the other rank without a stop in memory, and one grid
-// boundary is left of three.
+// The end of a sparse layer whose tokens came from other ranks, over peer memory. Each rank weights and adds the slot
+// rows that its experts computed for a token. The token's owner adds the ranks' sums in rank order, adds the result to
+// its residual stream, and computes the norm of the next sub-layer. This is three launches (experts/combine.cu,
+// peer/scatter.cu, rows/norm.cuh) in one, bit for bit: sums go from the slots to the other rank without being stored in
+// between, and one grid boundary remains of three.
 //
-// A block takes a row at a time: first the rows of other ranks, whose sums it sends, then own rows, whose sums it waits
-// for. Who sends waits for nobody, and all blocks are resident at once, so nothing can be stuck. Of a decode step's
-// rows every one has a block of its own. Slots, waiting, and why no barrier is needed: peer.cuh.
+// A block processes one row at a time: first rows of other ranks, whose sums it sends, then its own rows, for whose
+// sums it waits. Sending blocks wait for nothing, and all blocks are resident at the same time, so there can be no
+// deadlock. In a decode step every row has its own block. peer.cuh explains slots, waiting, and why no barrier is
+// needed.
 //
-// Floor on 4 GPUs, 64 tokens a rank, 8 slots of which 2 are here, H = 2,048: 1.6 MB out, 3.5 us at 450 GB/s, a hop of
-// 1 us, a grid boundary of 0.65 us, ids and then rows out of L2, 1.2 us: 6.5 us. Predicted 9 us, measured 11.9
-// in place of 16.4 for three launches (docs/kernels-labbook.md).
+// Floor on 4 GPUs, for 64 tokens per rank, 8 slots of which 2 are on this rank, and H = 2,048: 1.6 MB out, 3.5 us at
+// 450 GB/s, a hop of 1 us, a grid boundary of 0.65 us, and reading ids and then rows from L2, 1.2 us, together 6.5 us.
+// Predicted 9 us, measured 11.9 instead of 16.4 for three launches (docs/lessons/ranks.md).
 #include "experts/combine.cuh"
 #include "peer/peer.cuh"
 #include "rows/norm.cuh"
@@ -18,22 +19,23 @@
 namespace moe {
 namespace {
 
-/// Blocks of an SM, of up to kRanks ranks.
+/// Blocks per SM, for up to kRanks ranks.
 template <int kRanks>
 constexpr int kBlocksPerSm = kRanks > 4 ? 1 : 2;
-constexpr int kBatch = 4;  // slot rows that a thread has under way
+constexpr int kBatch = 4;  // slot rows that a thread has in flight
 constexpr int kWords = 4;  // columns of a slot of 16 bytes
 
 /// The rows of all ranks, in rank order.
 struct Owned {
   uint32_t counts[kMaxRanks], begins[kMaxRanks];
 
-  /// Rows of a rank that blocks go through: one that nobody stores stands for none, so that every rank hears of every
-  /// other one.
+  /// Number of rows of a rank that blocks process. If there is none, one empty row counts, so that every rank sends
+  /// something to every other one.
   __device__ __forceinline__ uint32_t tasks(int rank) const { return max(counts[rank], 1u); }
 };
 
-/// A token's slots that are here: the same in all lanes but for `weight`, which lane k has for slot k.
+/// The slots of a token on this rank. It is the same in all lanes, except for `weight`: lane k has the weight of slot
+/// k.
 struct Present {
   uint32_t slots;  // a bit for each
   float weight;
@@ -47,8 +49,8 @@ __device__ __forceinline__ Present present(const Combine<float>& a, int token) {
   return {__ballot_sync(0xffffffffu, here), here ? __ldcg(a.topk_weights + slot) : 0.f};
 }
 
-/// The sum of a token's slots that are here, k ascending, of the four columns from each of at[2] on. Whole warps; lanes
-/// behind the last column have no `valid`.
+/// The sum of a token's slots on this rank in ascending k, for the four columns from each of at[2] on. Whole warps call
+/// it. Lanes after the last column are not `valid`.
 __device__ __forceinline__ void weigh(const Combine<float>& a, int token, const Present& p, const int (&at)[2],
                                       const bool (&valid)[2], float (&sum)[2 * kWords]) {
 #pragma unroll
@@ -60,7 +62,7 @@ __device__ __forceinline__ void weigh(const Combine<float>& a, int token, const 
     for (int b = 0; b < kBatch; ++b) {
       const bool more = left != 0;
       const int k = more ? __ffs(left) - 1 : 0;
-      left &= left - 1;  // of none it stays none
+      left &= left - 1;  // without a slot left, it stays 0
       weight[b] = __shfl_sync(0xffffffffu, p.weight, k);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -76,8 +78,9 @@ __device__ __forceinline__ void weigh(const Combine<float>& a, int token, const 
   }
 }
 
-/// Columns of a lane in a turn. To send: four and, 128 further, four, so that a warp's stores are runs of 512 bytes. To
-/// keep: eight in a row, as norm.cuh adds up squares.
+/// The columns of a lane in a turn. For sending, they are four columns and another four that are 128 columns further,
+/// so that a warp stores ranges of 512 bytes. For adding to the residual stream, they are eight consecutive columns, in
+/// the order in which norm.cuh adds up squares.
 template <bool kSends>
 __device__ __forceinline__ void columns_of(int turn, int hidden, int (&at)[2], bool (&valid)[2]) {
   const int warp = turn * kTurnColumns + static_cast<int>(threadIdx.x) / 32 * kWarpColumns, lane = threadIdx.x % 32;
@@ -114,7 +117,7 @@ __device__ __forceinline__ void send_row(const Exchange& x, const Turn& turn, co
   }
 }
 
-/// Adds the other ranks' sums of eight columns to this rank's, in rank order; of up to kRanks ranks.
+/// Adds the other ranks' sums of eight columns to this rank's, in rank order, for up to kRanks ranks.
 template <int kRanks>
 __device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_t vector, float (&sum)[kVector]) {
   constexpr int kAtOnce = kRanks > 4 ? 1 : 2;  // vectors, as registers allow
@@ -140,7 +143,7 @@ __device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_
   }
 }
 
-/// residual += the ranks' sums of this rank's row `row`, out = norm(residual).
+/// residual += the ranks' sums of this rank's row `row`, then out = norm(residual).
 template <int kRanks>
 __device__ __forceinline__ void take_row(const Exchange& x, Turn& turn, const Combine<float>& a, const Owned& owned,
                                          const NormRows& n, uint32_t row, float* kept, float* parts) {
@@ -225,17 +228,18 @@ cudaError_t load_combine_kernel() {
 
 }  // namespace moe
 
-/// Rows of a rank in a call of moe_peer_combine_add_rms_norm, at most.
+/// The largest number of rows of a rank in a call of moe_peer_combine_add_rms_norm.
 extern "C" int64_t moe_peer_combine_rows(int ranks, size_t capacity, int hidden) {
   using namespace moe;
   if (ranks < 2 || ranks > kMaxRanks || hidden <= 0 || hidden % kVector != 0) return 0;
   return static_cast<int64_t>(half_bytes(ranks, capacity) / 16 / ranks) / (hidden / kWords);
 }
 
-/// residual [counts[rank], H] f32 += the sum over the ranks, in rank order, of each rank's sum of these rows' slots, as
-/// moe_combine adds them; then out bf16 = residual / rms(residual) * weight, as moe_add_rms_norm does. `slots` holds
-/// all ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which every
-/// rank has. Its `out` and `output` are not read. H is a multiple of 8; what is read in vectors is aligned to 16 bytes.
+/// residual [counts[rank], H] f32 += the sum over the ranks, in rank order, of each rank's sum of these rows' slots,
+/// added as in moe_combine; then out bf16 = residual / rms(residual) * weight, as in moe_add_rms_norm. `slots` has all
+/// ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which every rank
+/// has. Its `out` and `output` are not read. H is a multiple of 8; arrays that are read in vectors are aligned to 16
+/// bytes.
 extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe::CombineArgs* slots,
                                              const uint32_t* counts, float* residual, const moe::bf16* weight,
                                              float eps, moe::bf16* out, void* stream) {

@@ -1,17 +1,17 @@
-// All-gather over peer memory: how rows reach every rank's experts. For a decode step's few rows an NCCL call takes
-// some 10 us however little it moves; for the thousands of a step with prompts it costs the host a thread's start, and
-// more where ranks bring different numbers.
+// All-gather over peer memory: brings rows to every rank's experts. For the few rows of a decode step an NCCL call
+// takes some 10 us, however little data it moves. For the thousands of rows in a step with prompts, NCCL starts a
+// thread on the host, and does more if the ranks bring different numbers of rows.
 //
-// One hop: a rank stores what another one needs in its slots, and that one puts it in place. Slots, waiting, and why no
-// barrier is needed: peer.cuh. Each rank sends to every other one in every call, so each receives a word of each: a
-// rank without a part sends a slot that nobody stores.
+// One hop: a rank stores the data for another rank in that rank's slots, and the other rank copies it to its place.
+// peer.cuh explains slots, waiting, and why no barrier is needed. Each rank sends to every other one in every call, so
+// each receives a word from each: a rank without a part sends one empty slot.
 //
-// A word of all ones is an empty slot. In floats it is a NaN and travels as another one; integers, of which every bit
-// must arrive, travel as two words of 16 bits each.
+// A word of all ones is an empty slot. As a float it is a NaN, which is sent as a different NaN. Integers, of which
+// every bit must arrive, are sent as two words of 16 bits each.
 //
-// Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: as for a sum (all_reduce.cu), 2 us: 12 KB
-// out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us. Two GPUs, 1,024 tokens a rank: 4.3 MB out, 12
-// us and 3 for the launch.
+// Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: 2 us, as for a sum (all_reduce.cu), with
+// 12 KB out. Predicted: 2.7 us; for 64 tokens per rank (805 KB out at 350 GB/s) 5 us. On two GPUs with 1,024 tokens per
+// rank: 4.3 MB out, 12 us and 3 us for the launch.
 #include "peer/ranges.cuh"
 #include "peer/words.cuh"
 
@@ -25,10 +25,10 @@ struct Array {
   const uint8_t* in;           // this rank's
   uint8_t* out;                // all, in rank order
   uint32_t begins[kMaxRanks];  // where each rank's part begins in `out`, in slots
-  bool exact;                  // integers: 8 bytes to a slot
+  bool exact;                  // whether the elements are integers, of which a slot carries 8 bytes
   bool aligned;
 
-  /// What belongs into a slot, as it is. Nothing looks at it here: so a load may be under way while the turn begins.
+  /// The contents for a slot, unchanged. The value is not used here, so the load may run while the turn begins.
   template <bool kAligned>
   __device__ __forceinline__ Vec16 load(uint32_t u) const {
     Vec16 v = {};
@@ -43,7 +43,7 @@ struct Array {
   }
 };
 
-/// The loaded words as a slot carries them; never a word that looks empty.
+/// The loaded words in the form in which a slot carries them, which is never the empty word.
 __device__ __forceinline__ Vec16 carried(const Vec16& v, bool exact) {
   if (exact) return {{v.word[0] & 0xffffu, v.word[0] >> 16, v.word[1] & 0xffffu, v.word[1] >> 16}};
   Vec16 to;
@@ -52,7 +52,7 @@ __device__ __forceinline__ Vec16 carried(const Vec16& v, bool exact) {
   return to;
 }
 
-/// Where a slot goes that has arrived.
+/// Writes a slot that has arrived to its place.
 template <bool kAligned>
 struct Place {
   uint8_t* to;
@@ -72,7 +72,7 @@ struct Arrays {
   Array at[kMaxArrays];
   uint32_t ends[kMaxRanks][kMaxArrays];  // of each array among the slots of a rank
 
-  /// The array that slot u of a rank's parts belongs to; u becomes its place there.
+  /// The array to which slot u of a rank's parts belongs; u becomes its index there.
   __device__ __forceinline__ const Array& of(int rank, uint32_t& u) const {
     const uint32_t* end = ends[rank];
     int array = 0;
@@ -91,7 +91,7 @@ struct Arrays {
   }
 };
 
-/// The other ranks, of up to kRanks, that send slot u to this one.
+/// The other ranks, out of up to kRanks, that send slot u to this rank.
 template <int kRanks, bool kPlain>
 __device__ __forceinline__ uint32_t senders(const Exchange& x, const Arrays& arrays, const Range& range,
                                             const Needs& needs, uint32_t u) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t senders(const Exchange& x, const Arrays& arr
   return all;
 }
 
-/// Gathers from up to kRanks ranks. kPlain: arrays are aligned and each thread sends, then receives.
+/// Gathers from up to kRanks ranks. kPlain: arrays are aligned, and each thread first sends and then receives.
 template <int kRanks, bool kPlain>
 __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     gather_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Arrays arrays,
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
       mine[b] = u < range.counts[rank] ? part.load<kPlain>(at) : Vec16{};
       to[b] = u == 0 ? 0xffffffffu : needs.of<kPlain>(arrays.at[0].begins[rank] + range.first + u);
     }
-    if (first == roles.first) turn = begin_turn(x);  // under way with the first
+    if (first == roles.first) turn = begin_turn(x);  // this load is in flight together with the first data
 #pragma unroll
     for (int b = 0; b < kBatch<kPlain>; ++b) {
       const uint32_t u = first + b * roles.step;
@@ -174,16 +174,16 @@ cudaError_t load_gather_kernels() { return load_call<Gather>(); }
 
 using namespace moe;
 
-/// An array of which each rank has a part: known to moe-kernels' `cuda::PeerBuffers`.
+/// An array of which each rank has a part. moe-kernels' `cuda::PeerBuffers` uses the same layout.
 struct PeerArray {
   const void* in;             // this rank's
   void* out;                  // all ranks', in rank order
-  uint32_t slots[kMaxRanks];  // of each rank's part: of 16 bytes, or, of integers, of 8
+  uint32_t slots[kMaxRanks];  // slots of each rank's part: a slot has 16 bytes, or 8 bytes of integers
   uint32_t exact;             // integers
 };
 
-/// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes. With `needs`,
-/// gathers one array of floats, and each rank gets the rows that it needs.
+/// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes. With `needs`
+/// it gathers one array of floats, and each rank gets the rows that it needs.
 extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, int count, const Needs* needs,
                                    void* stream) {
   if (count < 0 || count > kMaxArrays || !is_group(*peers)) return cudaErrorInvalidValue;
@@ -194,7 +194,7 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, 
   for (int i = 0; i < count; ++i) {
     const PeerArray& a = arrays[i];
     Array& to = all.at[i];
-    // A part's size is a multiple of a slot's, so all parts begin as the first does.
+    // A part's size is a multiple of a slot's, so all parts have the alignment of the first one.
     to = {static_cast<const uint8_t*>(a.in),
           static_cast<uint8_t*>(a.out),
           {},

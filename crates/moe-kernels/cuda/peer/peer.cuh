@@ -1,13 +1,12 @@
-// Words that travel between the GPUs of a host: each rank has a buffer that all ranks write to over NVLink.
+// Words that are sent between the GPUs of a host: each rank has a buffer into which all ranks write over NVLink.
 //
-// A slot holds 16 bytes, and each of its 32-bit words is its own flag: EMPTY (all ones) until a rank has stored data
-// there. So a word arrives with one store and one load, without a fence behind the data, without a flag that needs
-// another round trip, and at the link's full rate (packets of data and flag carry half as much). This is the idea of
-// Lamport's one-place buffers. All ones is a NaN in f32 and in both halves of two bf16; a sender replaces it by another
-// NaN, so no sum changes. Stores and loads are relaxed at system scope: what is received is the word itself, nothing is
-// published behind it.
+// A slot has 16 bytes, and each of its 32-bit words is its own flag: EMPTY (all ones) until a rank has stored data
+// there. So a word needs one store and one load, no fence after the data, no flag with another round trip, and uses the
+// full rate of the link (packets of data and flag carry half as much). This is the idea of Lamport's one-place buffers.
+// All ones is a NaN in f32 and in both halves of two bf16; a sender replaces it by a different NaN, so no sum changes.
+// Stores and loads are relaxed at system scope: the received word itself is the data, and no other data depends on it.
 //
-// A buffer has two halves, which calls use in turn. Who receives a word empties its slot. Why this needs no barrier:
+// A buffer has two halves, which calls use in turn. The receiver of a word empties its slot. Why this needs no barrier:
 //   1. A call ends on rank r only after a word from each peer p that p sent in that call, or that a third rank sent in
 //      that call after it had received one from p in that call.
 //   2. p sends in call e + 1 only after its call e has ended (pdl_wait), so after it has received and emptied all that
@@ -15,11 +14,11 @@
 //   3. r sends into the half of call e again in call e + 2, after its own call e + 1 has ended. By 1 and 2, p has
 //      emptied its half by then. One half would not do: r may be done with call e while p has not yet received r's
 //      words of it.
-// The half is chosen by a count on the device, so replays of a graph take turns too. All ranks make the same calls in
-// the same order, each on one stream; a call without elements launches nothing, on all ranks alike.
+// A counter on the device selects the half, so replays of a graph alternate too. All ranks make the same calls in the
+// same order, each on one stream. A call without elements launches nothing, on all ranks.
 //
-// Waiting is bounded: after `limit` ns, or when the host has written to the status word, a thread stops waiting, the
-// status word tells the host which rank is missing, and later calls wait for nobody. Results are then garbage.
+// Waiting is limited. After `limit` ns, or when the host has written to the status word, a thread stops waiting, the
+// status word tells the host which rank is missing, and later calls wait for no rank. The results are then garbage.
 #pragma once
 
 #include <type_traits>
@@ -35,19 +34,20 @@ constexpr uint32_t kOtherNan = 0x7fff7fffu;   // also a NaN in f32 and in both h
 constexpr size_t kControlBytes = 256;         // before the halves
 constexpr uint32_t kPollsPerLook = 1u << 14;  // about 10 ms between looks at the clock and at the host's word
 constexpr size_t kHopBytes = 512 * 1024;      // what a link carries in the time of another hop: 350 GB/s x 1.5 us
-constexpr size_t kLongHalf = 16 << 20;        // of calls of thousands of rows: both halves stay in L2
+constexpr size_t kLongHalf = 16 << 20;        // half a buffer for calls of thousands of rows: both halves stay in L2
 
-/// The ranks of a group as this rank addresses them. The layout is known to moe-kernels' `cuda::PeerBuffers`.
+/// The ranks of a group with the addresses that are valid on this rank. moe-kernels' `cuda::PeerBuffers` uses the same
+/// layout.
 struct Peers {
-  uint8_t* buffer[kMaxRanks];  // each rank's, of moe_peer_buffer_bytes
+  uint8_t* buffer[kMaxRanks];  // each rank's buffer of moe_peer_buffer_bytes
   uint32_t* status;   // in host memory: 0, 1 + the rank that did not come, or what the host wrote to end the waiting
   uint64_t limit;     // ns
-  uint64_t capacity;  // bytes of a call, at most
+  uint64_t capacity;  // largest number of bytes of a call
   int32_t rank;
   int32_t ranks;
 };
 
-/// The head of a rank's own buffer, read at once.
+/// The head of a rank's own buffer, which is read by one load.
 struct alignas(8) PeerControl {
   uint32_t turns;   // high half: calls so far; low half: blocks of the current call that have begun
   uint32_t failed;  // whether a call has given up
@@ -61,8 +61,8 @@ struct Exchange {
   uint32_t chunk;    // vectors that each rank adds up for all; 0: every rank adds up all
 };
 
-/// Whether every rank sends everything to each (one shot): that is (n - 1) B bytes out of and into each GPU, where
-/// adding up shares and sending the sums round (two shots) is 2 (n - 1) / n B and one more hop.
+/// Whether every rank sends everything to each other rank (one shot): (n - 1) B bytes out of and into each GPU. Adding
+/// up shares and sending the sums to all (two shots) is 2 (n - 1) / n B bytes and one more hop.
 inline bool one_shot(size_t bytes, size_t n) { return bytes * (n - 1) * (n - 2) <= kHopBytes * n; }
 
 inline size_t half_bytes(size_t n, size_t capacity) {
@@ -87,7 +87,8 @@ inline cudaError_t exchange(const Peers& peers, size_t bytes, Exchange* x) {
   return cudaSuccess;
 }
 
-/// A call in which each rank sends `slots` slots to each other one: rank r's are r * slots .. of the receiver's half.
+/// A call in which each rank sends `slots` slots to each other one. Rank r's slots are r * slots .. of the receiver's
+/// half.
 inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x) {
   if (!is_group(peers)) return cudaErrorInvalidValue;
   const size_t half = half_bytes(peers.ranks, peers.capacity);
@@ -96,9 +97,9 @@ inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x)
   return cudaSuccess;
 }
 
-/// `use` of the ranks that a kernel for `ranks` is compiled for. What is not needed must not be in a kernel: it is
-/// launched hundreds of times in a step, each time its instructions come from L2 anew, and jumps over code that does
-/// not run are fetched one after the other.
+/// Calls `use` with the number of ranks for which a kernel is compiled, for `ranks` ranks. A kernel must not contain
+/// code that it does not need: it is launched hundreds of times in a step, each time its instructions come from L2
+/// again, and jumps over unused code are fetched one after the other.
 template <class Use>
 cudaError_t for_ranks(int ranks, Use use) {
   if (ranks <= 2) return use(std::integral_constant<int, 2>());
@@ -106,7 +107,7 @@ cudaError_t for_ranks(int ranks, Use use) {
   return use(std::integral_constant<int, kMaxRanks>());
 }
 
-/// Loads kernels ahead of their first launch.
+/// Loads kernels before their first launch.
 template <class... Kernels>
 cudaError_t load_kernels(Kernels... kernels) {
   cudaError_t e = cudaSuccess;
@@ -116,7 +117,8 @@ cudaError_t load_kernels(Kernels... kernels) {
   return e;
 }
 
-/// Load the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init loads its own file's.
+/// Loads the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init loads the kernels of
+/// its own file.
 cudaError_t load_gather_kernels();
 cudaError_t load_scatter_kernels();
 cudaError_t load_share_kernel();
@@ -158,17 +160,17 @@ __device__ __forceinline__ uint64_t global_timer() {
 /// A thread's part of a call.
 struct Turn {
   uint32_t half;
-  uint32_t polls;  // in vain, so far
-  uint64_t since;  // when that first took long; 0: it has not
-  bool over;       // nobody is waited for any more
+  uint32_t polls;  // unsuccessful polls so far
+  uint64_t since;  // the time when polls began to take long; 0: they have not
+  bool over;       // whether this thread no longer waits for any rank
 };
 
 __device__ __forceinline__ PeerControl* peer_control(const Peers& peers) {
   return reinterpret_cast<PeerControl*>(peers.buffer[peers.rank]);
 }
 
-/// Which half this call uses, after pdl_wait(). Every thread reads it by itself, so that it is there as soon as the
-/// first loads of data are, and then calls `count_turn` once.
+/// Finds the half that this call uses, after pdl_wait(). Every thread reads the counter itself, so that the value is
+/// there as soon as the first loads of data, and then calls `count_turn` once.
 __device__ __forceinline__ Turn begin_turn(const Exchange& x) {
   const PeerControl* control = peer_control(x.peers);
   uint32_t turns, failed;
@@ -176,10 +178,10 @@ __device__ __forceinline__ Turn begin_turn(const Exchange& x) {
   return {turns >> 16 & 1u, 0, 0, failed != 0};
 }
 
-/// Counts this block; the last one of a launch moves the count of calls on, when all have read it. Called once by all
-/// threads of every block, behind its first sends: they are what other ranks wait for.
+/// Counts this block. The last block of a launch advances the count of calls, when all blocks have read it. All threads
+/// of every block call it once, after their first sends, because other ranks wait for these.
 __device__ __forceinline__ void count_turn(const Exchange& x, Turn& turn) {
-  turn.over = __syncthreads_or(turn.over);  // nobody comes here who has not read
+  turn.over = __syncthreads_or(turn.over);  // all threads have read the counter after this
   if (threadIdx.x != 0) return;
   uint32_t* turns = &peer_control(x.peers)->turns;
   if ((atomicAdd(turns, 1u) & 0xffffu) == gridDim.x - 1) atomicAdd(turns, 0x10000u - gridDim.x);
@@ -197,7 +199,7 @@ __device__ __forceinline__ void send(uint8_t* slot, Vec16 v) {
   store_system(slot, v);
 }
 
-/// Counts a poll in vain, for a word of `sender`; true if nobody is to be waited for any more.
+/// Counts an unsuccessful poll for a word of `sender`; returns true if the thread must stop waiting.
 __device__ __forceinline__ bool gives_up(const Exchange& x, Turn& turn, int sender) {
   if (turn.over || ++turn.polls % kPollsPerLook != 0) return turn.over;
   const uint64_t now = global_timer();
@@ -215,8 +217,8 @@ __device__ __forceinline__ bool is_full(const Vec16& v) {
   return v.word[0] != kEmpty && v.word[1] != kEmpty && v.word[2] != kEmpty && v.word[3] != kEmpty;
 }
 
-/// Waits for a slot that `sender` fills, and empties it. For long calls: a poll in vain is followed by a pause, so that
-/// thousands of waiting threads leave L2 to those that work.
+/// Waits for a slot that `sender` fills, and empties it. For long calls: after an unsuccessful poll there is a pause,
+/// so that thousands of waiting threads leave L2 to the working threads.
 __device__ __forceinline__ Vec16 take(const Exchange& x, Turn& turn, uint32_t index, int sender) {
   uint8_t* from = slot(x, turn, x.peers.rank, index);
   Vec16 v = load_system(from);
@@ -229,7 +231,7 @@ __device__ __forceinline__ Vec16 take(const Exchange& x, Turn& turn, uint32_t in
 }
 
 /// Waits for the slots index(i) of the i in `wanted`, which rank `sender` + i % kRanks fills, and empties them; with
-/// `pauses` as `take` does.
+/// `pauses` it pauses like `take`.
 template <int kRanks, int kCount, class Index>
 __device__ __forceinline__ void receive_at(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted,
                                            int sender, Index index, bool pauses = false) {
@@ -239,7 +241,7 @@ __device__ __forceinline__ void receive_at(const Exchange& x, Turn& turn, Vec16 
   do {
     if (again && pauses) __nanosleep(200);
     again = true;
-    // All loads are under way before the first is looked at.
+    // All loads are started before the first value is used.
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       if (missing >> i & 1u) v[i] = load_system(slot(x, turn, own, index(i)));

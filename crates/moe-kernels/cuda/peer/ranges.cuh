@@ -1,29 +1,29 @@
-// What all-gather (gather.cu) and reduce-scatter (scatter.cu) over peer memory share: which slots of each rank travel
-// in a launch, to whom, who of a block sends them, and which of a kernel's forms is launched.
+// Code that all-gather (gather.cu) and reduce-scatter (scatter.cu) over peer memory share: which slots of each rank are
+// sent in a launch and to which ranks, which threads of a block send them, and which form of a kernel is launched.
 //
 // In short calls each thread sends and then receives. In long ones some warps send while others receive, a sender has
-// several slots under way, and what half a buffer does not hold is left to further launches.
+// several slots in progress, and slots that half a buffer does not hold are left to further launches.
 //
-// A row whose experts are known may travel only to the ranks that own an expert of its token, and only their sums
-// travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing moves to
-// another place. The first slot of a launch always travels.
+// If the experts of a row are known, it may be sent only to the ranks that own an expert of its token, and only their
+// sums return. The ids, which every rank has, decide whether a slot is sent, so nothing is counted and nothing moves to
+// another place. The first slot of a launch is always sent.
 //
-// The calls of a decode step have a form of their own, with nothing in it for other calls (`kPlain`): one kernel for
-// all was 93 KiB of instructions and took three times as long (docs/kernels-labbook.md).
+// The calls of a decode step have their own form without code for other calls (`kPlain`). One kernel for all calls had
+// 93 KiB of instructions and took three times as long (docs/lessons/ranks.md).
 #pragma once
 
 #include "peer/peer.cuh"
 
 namespace moe {
 
-/// Which ranks need a row: those that own an expert of its token. Known to moe-kernels' `cuda::PeerBuffers`.
+/// Which ranks need a row: the owners of its token's experts. moe-kernels' `cuda::PeerBuffers` uses the same layout.
 struct Needs {
   const uint32_t* ids;     // [rows of all ranks, top_k]; null: all ranks need all rows
   const uint32_t* owners;  // [experts]
   uint32_t top_k, experts;
   uint32_t row_slots;
 
-  /// A bit for each rank that needs what lies in this slot of all ranks' rows; kAll: all do.
+  /// A bit for each rank that needs data in this slot of all ranks' rows; with kAll all ranks do.
   template <bool kAll>
   __device__ __forceinline__ uint32_t of(uint32_t slot) const {
     if (kAll || ids == nullptr) return 0xffffffffu;
@@ -38,24 +38,24 @@ struct Needs {
   }
 };
 
-constexpr int kThreads = 128;         // that send, and that receive: the same, or others
+constexpr int kThreads = 128;         // threads that send, and threads that receive; in short calls they are the same
 constexpr int kBlocksPerSm = 2;       // all blocks of a launch must be resident at once
 constexpr uint32_t kLong = 1u << 17;  // slots of a rank from which on some warps send while others receive: 2 MiB
 
-/// Slots that a sender has under way. A thread of a short call has one as a rule.
+/// The number of slots that a sender has in progress. A thread of a short call usually has one.
 template <bool kPlain>
 constexpr int kBatch = kPlain ? 1 : 4;
 
-/// What of each rank a launch moves: `counts` slots from the `first`-th of its part on.
+/// The slots that a launch sends of each rank's part: `counts` slots from slot `first` on.
 struct Range {
   uint32_t first;
   uint32_t counts[kMaxRanks];
 
-  /// Slots that travel from a rank.
+  /// Number of slots that are sent from a rank.
   __host__ __device__ __forceinline__ uint32_t sent(int rank) const { return counts[rank] > 0 ? counts[rank] : 1; }
 };
 
-/// What is left of `slots` of each rank from `range.first` on, at most `most` of each; whether anything is.
+/// The rest of `slots` of each rank from `range.first` on, at most `most` of each. Returns whether there is any.
 inline bool fill(const size_t* slots, int ranks, uint32_t most, Range& range) {
   bool any = false;
   for (int r = 0; r < ranks; ++r) {
@@ -66,7 +66,7 @@ inline bool fill(const size_t* slots, int ranks, uint32_t most, Range& range) {
   return any;
 }
 
-/// Who of a block sends and who receives.
+/// Which threads of a block send, and which receive.
 template <bool kPlain>
 struct Roles {
   uint32_t first, step;
@@ -81,7 +81,7 @@ struct Roles {
   }
 };
 
-/// The i-th peer after this rank: each rank begins with another one.
+/// The i-th peer after this rank, so that each rank begins with a different peer.
 __device__ __forceinline__ int peer_after(const Exchange& x, int i) {
   const int next = x.peers.rank + i;
   return next < x.peers.ranks ? next : next - x.peers.ranks;
@@ -89,7 +89,7 @@ __device__ __forceinline__ int peer_after(const Exchange& x, int i) {
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-/// A call: `Args` and, as kernel<kRanks, kPlain>(), the kernels for up to kRanks ranks; kPlain: of few, aligned slots
+/// A call: `Args` and, as kernel<kRanks, kPlain>(), the kernels for up to kRanks ranks. kPlain: for few, aligned slots
 /// that all ranks need.
 template <class Call>
 cudaError_t load_call() {

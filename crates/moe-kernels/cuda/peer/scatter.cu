@@ -1,21 +1,23 @@
-// Reduce-scatter over peer memory: how the ranks' sums of the rows that came from all of them go back to the rows'
-// owners (gather.cu is the way there).
+// Reduce-scatter over peer memory: returns the ranks' sums, of rows that came from all ranks, to the owners of the rows
+// (gather.cu sends the rows).
 //
-// One hop: a rank stores what another one owns in its slots, and that one adds what all have sent in rank order, so
-// that sums have the same bits in every run. Slots, waiting, and why no barrier is needed: peer.cuh.
+// One hop: a rank stores the data of another rank's rows in that rank's slots. The other rank adds what all ranks have
+// sent in rank order, so that sums have the same bits in every run. peer.cuh explains slots, waiting, and why no
+// barrier is needed.
 //
-// Sums of thousands of rows of a model in bf16 may travel in bf16, half of the bytes: each rank's part is rounded once,
-// where the model rounds the sum, and they are added in f32 (share.cu says why that is no loss).
+// The sums of thousands of rows of a bf16 model may be sent in bf16, which is half of the bytes. Each rank's part is
+// rounded once, where the model rounds the sum, and the parts are added in f32 (share.cu explains why that loses
+// nothing).
 //
-// Predicted for four GPUs: one token of H = 2,048, f32, 2.8 us, 64 tokens a rank 7 us. Two GPUs, 1,024 tokens a
-// rank: 8.4 MB out, 24 us and 3 for the launch.
+// Predicted for four GPUs: one token of H = 2,048, f32, 2.8 us; 64 tokens per rank 7 us. Two GPUs, 1,024 tokens per
+// rank: 8.4 MB out, 24 us and 3 us for the launch.
 #include "peer/ranges.cuh"
 #include "peer/words.cuh"
 
 namespace moe {
 namespace {
 
-/// All ranks' parts of sums, of slots of 4 elements of f32 or 8 of bf16.
+/// All ranks' parts of sums, in slots of 4 elements of f32 or 8 of bf16.
 struct Sums {
   const uint8_t* in;           // of this rank
   uint8_t* out;                // its part
@@ -23,7 +25,7 @@ struct Sums {
   bool aligned;
 };
 
-/// Adds what a slot carries to `sum`, or, as the first that is added, puts it there.
+/// Adds the contents of a slot to `sum`; the first ones are stored there.
 template <bool kNarrow>
 __device__ __forceinline__ void add_slot(float (&sum)[kNarrow ? 8 : 4], const Vec16& v, bool first) {
 #pragma unroll
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
                  v.word);
     return v;
   };
-  // What goes to all peers at once: who receives adds up a slot of all ranks at once.
+  // Data for all peers is sent at the same time, because a receiver adds up a slot of all ranks at once.
   constexpr int kOthers = kRanks - 1, kPlaces = kPlain ? 1 : ceil_div(kBatch<kPlain>, kOthers);
   const uint32_t end = roles.sends ? x.vectors : 0;
   Turn turn;
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
                        (u == 0 || needs.of<kPlain>(sums.begins[p] + range.first + u) >> rank & 1u);
         if (needed[b][i]) mine[b][i] = part(p, u);
       }
-    if (first == roles.first) turn = begin_turn(x);  // under way with the first
+    if (first == roles.first) turn = begin_turn(x);  // this load is in flight together with the first data
 #pragma unroll
     for (int b = 0; b < kPlaces; ++b)
 #pragma unroll
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   if (!roles.receives) return;
   const uint32_t peers = ((1u << ranks) - 1) & ~(1u << rank);
   for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
-    // Under way while the others' are waited for.
+    // This load runs while the thread waits for the other ranks' slots.
     const Vec16 own = part(rank, u);
     Vec16 v[kRanks] = {};
     const uint32_t added = u < range.counts[rank] ? needs.of<kPlain>(sums.begins[rank] + range.first + u) : 0;
@@ -130,9 +132,9 @@ cudaError_t load_scatter_kernels() {
 
 using namespace moe;
 
-/// out f32 = this rank's part of the sum over the ranks of `in`, f32 or, if `narrow`, bf16, which holds `slots`[r]
-/// slots of 16 bytes for each rank r, in rank order; added in f32 in rank order. Addresses are multiples of 4 bytes, of
-/// bf16 of 2. With `needs`, of each row the sum over the ranks that need it.
+/// out f32 = this rank's part of the sum over the ranks of `in`, f32 or, if `narrow`, bf16, which has `slots`[r] slots
+/// of 16 bytes for each rank r, in rank order. Additions are in f32 in rank order. Addresses are multiples of 4 bytes,
+/// for bf16 of 2. With `needs`, each row is the sum over the ranks that need it.
 extern "C" int moe_peer_reduce_scatter(const Peers* peers, const void* in, int narrow, float* out,
                                        const uint32_t* slots, const Needs* needs, void* stream) {
   if (!is_group(*peers) || (needs != nullptr && needs->row_slots == 0)) return cudaErrorInvalidValue;

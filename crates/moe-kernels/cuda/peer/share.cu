@@ -1,26 +1,27 @@
-// The end of a sub-layer for thousands of rows over peer memory: each rank keeps the residual stream of a share of the
-// rows, adds to it what all ranks computed for them, and sends the norms of its rows to all. In one launch:
+// The end of a sub-layer for thousands of rows over peer memory, in one launch: each rank keeps the residual stream of
+// a share of the rows, adds to it what all ranks computed for them, and sends the norms of its rows to all ranks.
 //
 //   rank r   its sums of rank p's rows, in bf16 ─► slots of p        rank p   + its own, in f32, in rank order
 //            all rows' norms            ◄─ slots of r, bf16 ◄─────            residual += ..; norm
 //
-// That is a reduce-scatter, an addition with a norm and an all-gather: Megatron's sequence parallelism. A sum that all
-// ranks need whole moves 4 bytes of f32 per element and direction on two GPUs, this 2 x 2 / 2; and each addition and
-// norm is made once.
+// That is a reduce-scatter, an addition with a norm, and an all-gather: Megatron's sequence parallelism. A sum that all
+// ranks need completely moves 4 bytes of f32 per element and direction on two GPUs; this moves 2 x 2 / 2 bytes. Also,
+// each addition and norm is computed only once.
 //
-// Why bf16 on the way: what is added there is one rank's part of a product that a model in bf16 rounds whole. A part is
-// no larger than the product but where parts cancel, so the rounding adds at most what transformers' own rounding of
-// the product adds, and the residual stream stays f32, which transformers rounds too. A rank's own part is not rounded.
+// Why the parts may be sent in bf16: a part is one rank's share of a product that a model in bf16 rounds as a whole. A
+// part is not larger than the product, except where parts cancel. So the rounding adds at most as much as transformers'
+// own rounding of the product, and the residual stream stays f32, while transformers rounds it too. A rank's own part
+// is not rounded.
 //
-// Three kinds of warps work beside each other, so that links carry rows in both directions all the time: some send
-// sums, some add and norm (a block takes every gridDim.x-th row of the share), some take in the norms of the other
-// ranks. Those that send wait for nobody; all blocks are resident at once. Slots, waiting, and why no barrier is
-// needed: peer.cuh.
+// Three kinds of warps work at the same time, so that links carry rows in both directions all the time: some send sums,
+// some add and norm (a block processes every gridDim.x-th row of the share), and some receive the norms of the other
+// ranks. The sending warps wait for nothing, and all blocks are resident at the same time. peer.cuh explains slots,
+// waiting, and why no barrier is needed.
 //
-// Floor, two H200 at 450 GB/s each way, 8,192 rows of H = 2,048: 33.6 MB out and in, 75 us; local memory moves 50 MB of
-// sums, 67 of the stream, 50 of norms and twice the slots' 33.6 in L2: 40 us beside it. Predicted 100 us (360 GB/s and
-// 4 us for each of two launches), measured 116, where NCCL's sum and the norm behind it take 321: beyond some 5 us it
-// moves 308 GB/s.
+// Floor, for two H200 at 450 GB/s each way, 8,192 rows of H = 2,048: 33.6 MB out and in, 75 us. In the same time local
+// memory moves 50 MB of sums, 67 MB of the stream, 50 MB of norms, and twice the slots' 33.6 MB in L2: 40 us. Predicted
+// 100 us (360 GB/s and 4 us for each of two launches), measured 116 us, compared with 321 us for NCCL's sum and the
+// norm after it. Apart from some 5 us it moves 308 GB/s.
 #include "peer/peer.cuh"
 #include "ptx/ptx.cuh"
 
@@ -31,7 +32,7 @@ constexpr int kSenders = 128, kAdders = 256, kTakers = 128;  // threads
 constexpr int kThreads = kSenders + kAdders + kTakers;
 constexpr int kAdderWarps = kAdders / 32;
 constexpr int kBlocksPerSm = 2;
-constexpr int kBatch = 4;         // vectors that a sender has under way
+constexpr int kBatch = 4;         // vectors that a sender has in flight
 constexpr int kBarrier = 1;       // of the adders
 constexpr uint32_t kGroup = 256;  // columns that a warp moves at once
 
@@ -42,7 +43,7 @@ struct Rows {
   bf16* out;             // [rows, hidden]
   float eps;
   uint32_t rows, hidden;
-  uint32_t share;  // rows of each rank, one after the other; of the last ones fewer or none
+  uint32_t share;  // rows of each rank, one after the other; the last ranks may have fewer rows or none
 
   /// Vectors of 8 elements in a row.
   __device__ __forceinline__ uint32_t vectors() const { return hidden / 8; }
@@ -50,7 +51,8 @@ struct Rows {
   __device__ __forceinline__ uint32_t count(int rank) const { return min(share, rows - begin(rank)); }
 };
 
-/// The columns of a vector: four at `low` and four at `high`, so that the lanes of a warp read runs of f32.
+/// The columns of a vector: four at `low` and four at `high`, so that the lanes of a warp read contiguous ranges of
+/// f32.
 struct Columns {
   uint32_t low, high;
 
@@ -90,18 +92,19 @@ __device__ __forceinline__ void store_norm(bf16* row, const Columns& c, const Ve
   *reinterpret_cast<uint2*>(row + c.high) = {v.word[2], v.word[3]};
 }
 
-/// The place of `rank` among the ranks without `without`.
+/// The index of `rank` among the ranks other than `without`.
 __device__ __forceinline__ uint32_t place(int rank, int without) { return rank < without ? rank : rank - 1; }
 
-/// The slot of vector `v` of a receiver's: of the sums (0) or norms (1) from `sender`, for the share's row `row`.
+/// The slot of vector `v` in a receiver's buffer: of the sums (0) or norms (1) from `sender`, for the share's row
+/// `row`.
 __device__ __forceinline__ uint32_t slot_of(const Exchange& x, const Rows& a, int kind, int sender, int receiver,
                                             uint32_t row, uint32_t v) {
   const uint32_t others = x.peers.ranks - 1;
   return ((kind * others + place(sender, receiver)) * a.share + row) * a.vectors() + v;
 }
 
-/// What thread `u` of all that send, or take in, has to do: a vector of a row of another rank. First the first rows of
-/// all ranks, each rank beginning with another one, then the second ones.
+/// The work of thread `u` among all threads that send, or that receive: a vector of a row of another rank. The first
+/// rows of all ranks come first, then the second rows, and so on. Each rank begins with a different rank's row.
 struct Foreign {
   int rank;
   uint32_t row, vector;
@@ -142,7 +145,8 @@ __device__ __forceinline__ void send_sums(const Exchange& x, const Turn& turn, c
   }
 }
 
-/// Sum over the adders, in a fixed order; every thread gets it. `parts` is free again after the next call with another.
+/// Sum over the adding threads, in a fixed order; every thread gets it. `parts` may be reused after the next call with
+/// a different array.
 __device__ __forceinline__ float adders_sum(float v, float* parts, uint32_t thread) {
   v = warp_sum(v);
   if (thread % 32 == 0) parts[thread / 32] = v;
@@ -153,7 +157,7 @@ __device__ __forceinline__ float adders_sum(float v, float* parts, uint32_t thre
   return sum;
 }
 
-/// Adds up this rank's rows, norms them and sends the norms to all.
+/// Adds up this rank's rows, norms them, and sends the norms to all ranks.
 __device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, const Rows& a, float4* kept,
                                              uint32_t thread) {
   __shared__ float parts[2][kAdderWarps];
@@ -173,7 +177,7 @@ __device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, cons
       add(stream, sum);
       *reinterpret_cast<float4*>(a.residual + at + c.low) = stream.low;
       *reinterpret_cast<float4*>(a.residual + at + c.high) = stream.high;
-      // A thread reads back only what it wrote itself.
+      // A thread only reads back what it has written itself.
       kept[v] = stream.low, kept[vectors + v] = stream.high;
       squares += stream.low.x * stream.low.x + stream.low.y * stream.low.y + stream.low.z * stream.low.z +
                  stream.low.w * stream.low.w;
@@ -199,7 +203,7 @@ __device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, cons
   }
 }
 
-/// Takes in the norms of the other ranks' rows.
+/// Receives the norms of the other ranks' rows.
 __device__ __forceinline__ void take_norms(const Exchange& x, Turn& turn, const Rows& a, uint32_t thread) {
   const uint32_t step = gridDim.x * kTakers, all = foreign_vectors(x, a);
   for (uint32_t u = blockIdx.x * kTakers + thread; u < all; u += step) {
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   pdl_launch_dependents();
   pdl_wait();
   Turn turn = begin_turn(x);
-  count_turn(x, turn);  // those who take wait for words of thousands of rows, not for these threads' first ones
+  count_turn(x, turn);  // not after the first sends: receivers wait for thousands of rows, not for the first words
   if (threadIdx.x < kSenders) {
     send_sums(x, turn, a, threadIdx.x);
   } else if (threadIdx.x < kSenders + kAdders) {
@@ -226,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-/// Rows of each rank that the slots of a call hold.
+/// Number of rows of each rank that fit in the slots of a call.
 uint32_t most_rows(size_t half, int ranks, int hidden) {
   return static_cast<uint32_t>(half / 16 / (2 * (ranks - 1) * static_cast<size_t>(hidden / 8)));
 }
@@ -240,10 +244,10 @@ cudaError_t load_share_kernel() {
 
 }  // namespace moe
 
-/// For the rows of [rows, hidden] that this rank keeps (which ones follows from the numbers of rows and ranks alone):
-/// residual += the sum of all ranks' `partial`, both f32, the other ranks' rounded to bf16. For all rows: out =
-/// residual / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384; all calls of a group with the
-/// same sizes keep the same rows.
+/// For the rows of [rows, hidden] that this rank keeps (the numbers of rows and ranks decide which ones): residual +=
+/// the sum of all ranks' `partial`, both f32, with the other ranks' parts rounded to bf16. For all rows: out = residual
+/// / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384. All calls of a group with the same
+/// sizes keep the same rows.
 extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
                                            const moe::bf16* weight, float eps, moe::bf16* out, int rows, int hidden,
                                            void* stream) {
@@ -261,7 +265,7 @@ extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float*
     const size_t at = static_cast<size_t>(begin) * hidden;
     const Rows a = {partial + at, residual + at, weight, out + at, eps, count, static_cast<uint32_t>(hidden), share};
     const Exchange x = {*peers, half, 0, 0};
-    // Most of what a rank does for a row of its share is to send and take in the other ranks' rows.
+    // Most of a rank's work for a row of its share is sending and receiving the other ranks' rows.
     const uint32_t wanted = ranks > 2 ? 2 * share : share;
     const unsigned blocks = min(static_cast<uint32_t>(kBlocksPerSm * limits.sms), wanted);
     const Launch l = {dim3(blocks), dim3(kThreads), stream, hidden * sizeof(float)};

@@ -1,11 +1,11 @@
-// A slot's words, or half of them, from and to an array that may begin at any multiple of 2 bytes.
+// Copies a slot's words, or half of them, from and to an array whose address is any multiple of 2 bytes.
 #pragma once
 
 #include "ptx/common.cuh"
 
 namespace moe {
 
-/// kWords words that begin at a multiple of 2 bytes, or, with `aligned`, of their size.
+/// kWords words at a multiple of 2 bytes or, with `aligned`, at a multiple of their size.
 template <int kWords>
 __device__ __forceinline__ void load_words(const uint8_t* p, bool aligned, uint32_t (&w)[kWords]) {
   static_assert(kWords == 2 || kWords == 4, "half a slot or a slot");

@@ -1,6 +1,6 @@
 // Thread block clusters: blocks of one launch that read and write each other's shared memory. A sum over the blocks of
-// a cluster costs a cluster barrier (about 0.3 us), where a sum through global memory costs a fence, an atomic and a
-// reload (over 1 us), and its order is fixed. Before Hopper every block is a cluster of its own.
+// a cluster costs a cluster barrier (about 0.3 us), and its order is fixed. A sum through global memory costs a fence,
+// an atomic and a reload (over 1 us). Before Hopper every block is a cluster by itself.
 #pragma once
 
 #include "ptx/ptx.cuh"
@@ -116,12 +116,13 @@ __device__ __forceinline__ void cluster_store4(float* p, [[maybe_unused]] uint32
 }
 
 #if MOE_HAS_CLUSTERS
-/// An arrival at a barrier of another block, without waiting for this thread's own stores: for what it has read.
+/// Arrives at a barrier of another block, without waiting for this thread's own stores: for data that the thread has
+/// read.
 __device__ __forceinline__ void cluster_arrive_at(uint64_t* bar, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_addr(bar, rank)) : "memory");
 }
 
-/// A word to another block's shared memory; there the barrier's current phase has these 4 bytes to expect.
+/// Writes a word to another block's shared memory, where the barrier's current phase must expect these 4 bytes.
 __device__ __forceinline__ void cluster_send(uint32_t* p, uint32_t v, uint64_t* bar, uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_addr(p, rank)),
                "r"(v), "r"(cluster_addr(bar, rank))

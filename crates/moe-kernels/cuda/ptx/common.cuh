@@ -1,4 +1,4 @@
-// What every kernel file shares: the launch, device limits, vector loads and warp reductions.
+// Code that every kernel file shares: the launch, device limits, vector loads and warp reductions.
 //
 // Rules of a launcher `extern "C" int moe_xxx(args.., void* stream)`: it returns a cudaError_t (0 =
 // launched), refuses sizes it cannot do with cudaErrorInvalidValue, allocates nothing and never
@@ -32,16 +32,16 @@ __host__ __device__ constexpr A round_up(A a, B b) {
 
 // ---- host: which code runs, limits and launch
 
-/// Whether this file is compiled to PTX, too, which a driver translates for cards that there is no machine code for.
+/// Whether this file is also compiled to PTX, which a driver translates for cards without machine code in this build.
 #ifdef MOE_PTX
 constexpr bool kBuiltAsPtx = true;
 #else
 constexpr bool kBuiltAsPtx = false;
 #endif
 
-/// Whether only kernels that are built as PTX may run. Tests ask for it on cards that have machine code: by
-/// MOE_PTX_ONLY=1, which launches the machine code of these kernels, or by the driver's CUDA_FORCE_PTX_JIT=1, with
-/// which it ignores all machine code and translates their PTX.
+/// Whether only kernels that are built as PTX may run. Tests use it on cards with machine code. MOE_PTX_ONLY=1 launches
+/// the machine code of these kernels. With the driver's CUDA_FORCE_PTX_JIT=1 the driver ignores all machine code and
+/// translates their PTX.
 inline bool ptx_only() {
   static const bool asked = [] {
     for (const char* name : {"MOE_PTX_ONLY", "CUDA_FORCE_PTX_JIT"}) {
@@ -53,8 +53,8 @@ inline bool ptx_only() {
   return asked;
 }
 
-/// Major version of the architecture whose code runs on a card of this major version: the same where there is machine
-/// code for it, else that of the earliest architecture, whose PTX the driver translates.
+/// Major version of the architecture whose code runs on a card of this major version: the same one if there is machine
+/// code for it, otherwise the earliest architecture, whose PTX the driver translates.
 inline int code_major(int card) {
   constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
   for (const int architecture : kArchitectures)
@@ -86,13 +86,13 @@ struct Launch {
   void* stream;
   size_t smem = 0;           // dynamic shared memory, bytes
   bool overlap = true;       // start before the kernel ahead ends; the kernel then calls pdl_wait()
-  bool cooperative = false;  // all blocks resident at once, so that they may wait for each other: two such launches
+  bool cooperative = false;  // all blocks are resident at once, so they may wait for each other. Two such launches
                              // that shared the device, each with a part of its blocks, would wait for ever
   unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
 
-/// Launches `kernel`. The result is the error of this launch, never one of an earlier call. kPtx keeps the two kinds
-/// of files apart, which may launch kernels of the same parameters.
+/// Launches `kernel`. The result is the error of this launch, never of an earlier call. kPtx separates the two kinds of
+/// files, which may launch kernels with the same parameters.
 template <bool kPtx = kBuiltAsPtx, class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (!kPtx && ptx_only()) return cudaErrorNoKernelImageForDevice;
@@ -101,8 +101,8 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (e == cudaSuccess && l.smem > 48 * 1024)
     e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(l.smem));
-  // All of L1 that can be shared memory: with a carve-out that fits this kernel alone, the next one's blocks would
-  // not start beside it.
+  // Asks for the largest shared memory that L1 allows. With a carve-out that just fits this kernel, blocks of the next
+  // kernel could not start on the same SM.
   if (e == cudaSuccess)
     e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared);
@@ -110,7 +110,7 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attributes[4];
   unsigned count = 0;
-  // Code for earlier cards has no pdl_wait, without which an early start would be a race.
+  // Code for earlier cards has no pdl_wait, and without it an early start would be a race.
   if (l.overlap && code_major(major) >= 9) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
@@ -124,7 +124,7 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
     attributes[count].val.clusterDim.x = l.cluster;
     attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
     ++count;
-    // Blocks of a cluster packed on one SM keep the next kernel's block out of it.
+    // If blocks of a cluster are packed on one SM, they keep the next kernel's block out of it.
     attributes[count].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
     attributes[count++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   }
@@ -145,13 +145,13 @@ struct alignas(16) Vec16 {
   uint32_t word[4];
 };
 
-/// Loads 16 bytes that no kernel writes meanwhile, through the read-only path.
+/// Loads 16 bytes that no kernel writes at the same time, through the read-only path.
 __device__ __forceinline__ Vec16 load_const(const void* p) {
   const uint4 v = __ldg(static_cast<const uint4*>(p));
   return {{v.x, v.y, v.z, v.w}};
 }
 
-/// As `load_const`, for data read once: it does not stay in L1.
+/// Like `load_const`, for data that is read once: it does not stay in L1.
 __device__ __forceinline__ Vec16 load_stream(const void* p) {
   Vec16 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,26 +1,26 @@
-// How long L2 is to keep what a copy brings.
+// How long L2 should keep copied data.
 #pragma once
 
 #include "ptx/ptx.cuh"
 
 namespace moe {
 
-/// For what is read once: it leaves L2 before everything else, so that what all blocks read in each launch stays, code
-/// among it.
+/// For data that is read once: it leaves L2 before all other data. So data that all blocks read in each launch stays in
+/// L2, including code.
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-/// For what other blocks read at about the same time.
+/// For data that other blocks read at about the same time.
 __device__ __forceinline__ uint64_t read_again() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-/// For what blocks read much later: it leaves L2 after everything else.
+/// For data that blocks read much later: it leaves L2 after all other data.
 __device__ __forceinline__ uint64_t read_late() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t b
 }
 #endif
 
-/// As `copy_rows`, for kRows rows of weights that lie `src_stride` bytes apart and that the launch reads once.
+/// Like `copy_rows`, for kRows rows of weights that are `src_stride` bytes apart and that the launch reads once.
 template <int kRows>
 __device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, const void* src, size_t src_stride,
                                              uint32_t bytes, uint64_t* bar) {

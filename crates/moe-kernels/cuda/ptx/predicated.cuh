@@ -1,4 +1,5 @@
-// What lanes do for which a predicate holds, without a branch: behind one the others of the warp would wait.
+// Operations of the lanes for which a predicate holds, without a branch: after a branch the other lanes of the warp
+// would wait.
 #pragma once
 
 #include "ptx/ptx.cuh"

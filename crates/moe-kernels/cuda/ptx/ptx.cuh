@@ -1,8 +1,8 @@
-// Thin wrappers of the PTX that the kernels use. Nothing here knows what it is used for.
+// Thin wrappers of the PTX instructions that the kernels use. They do not depend on the kernels.
 //
-// Two transports bring rows to shared memory behind one interface (`copy_rows`): Hopper's bulk
-// copies, which need one instruction per row and complete by bytes, and Ampere's cp.async, 16 bytes
-// per lane. So a pipelined kernel is written once for sm_80 and sm_90a.
+// Two kinds of copies bring rows to shared memory under one interface (`copy_rows`): Hopper's bulk copies, which need
+// one instruction per row and complete by counting bytes, and Ampere's cp.async, with 16 bytes per lane. So a pipelined
+// kernel is written once for sm_80 and sm_90a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 namespace moe {
 
-// What the architecture that is compiled for has beyond sm_80. Host code sees none of it.
+// Features of the compiled architecture beyond sm_80. Host code sees none of them.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define MOE_HAS_PDL 1            // griddepcontrol: a launch that begins before the one ahead ends
 #define MOE_HAS_TMA 1            // bulk copies, tensor maps and barriers that count their bytes
@@ -42,15 +42,15 @@ __device__ __forceinline__ uint32_t smem_addr(const void* p) {
 
 // ---- programmatic dependent launch; before Hopper kernels simply run one after the other
 
-/// Waits until the kernels before this one have finished and their writes are visible. Everything
-/// that does not depend on them (barriers, weight prefetch) belongs above this call.
+/// Waits until the kernels before this one have finished and their writes are visible. Everything that does not depend
+/// on them (barriers, weight prefetch) belongs before this call.
 __device__ __forceinline__ void pdl_wait() {
 #if MOE_HAS_PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the next kernel's blocks start where there is room for them. It orders nothing.
+/// Lets the next kernel's blocks start if there is room for them. It does not order anything.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if MOE_HAS_PDL
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -74,12 +74,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(smem_addr(bar)) : "memory");
 }
 
-/// Arrivals of a warp at a barrier for what its lanes have read or written: each arrives for itself, so that its own
-/// accesses are ordered, and all at once, so that the warp stays together (without that 10 us more in a launch of 73).
+/// Number of arrivals of a warp at a barrier for data that its lanes have read or written. Each lane arrives itself, so
+/// that its own accesses are ordered, and all arrive at the same time, so that the warp stays together (otherwise a
+/// launch of 73 us takes 10 us more).
 constexpr uint32_t kWarpArrivals = 32;
 
-/// Arrivals of a warp for what wgmma alone has read: wgmma_wait ends these reads for the warp as a whole, so one lane
-/// arrives for it (with all of them a decode step in bf16 takes 0.2 % longer).
+/// Number of arrivals of a warp for data that only wgmma has read. wgmma_wait ends these reads for the whole warp, so
+/// one lane arrives for it (if all lanes arrived, a decode step in bf16 would take 0.2 % longer).
 constexpr uint32_t kProductArrivals = 1;
 
 template <uint32_t kArrivals = kWarpArrivals>
@@ -109,30 +110,30 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
   while (!mbarrier_test(bar, parity)) {}
 }
 
-/// Orders this thread's ordinary accesses with copies of the bulk engine.
+/// Orders this thread's ordinary accesses with copies by the bulk engine.
 __device__ __forceinline__ void fence_async_proxy() {
 #if MOE_HAS_TMA
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
-/// fence_async_proxy for shared memory alone.
+/// fence_async_proxy for shared memory only.
 __device__ __forceinline__ void fence_async_shared() {
 #if MOE_HAS_TMA
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-/// fence_async_proxy for global memory alone. But it waits for no earlier store, so it is to be followed by what makes
-/// the stores visible.
+/// fence_async_proxy for global memory only. It does not wait for earlier stores, so it must be followed by an
+/// operation that makes the stores visible.
 __device__ __forceinline__ void fence_async_global() {
 #if MOE_HAS_TMA
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-/// As `warp_arrive`, after reads of shared memory that a copy will fill next: the fence orders them before what the
-/// copy engine writes, which takes another way.
+/// Like `warp_arrive`, after reads of shared memory that a copy will fill next. The fence orders the reads before the
+/// writes of the copy engine, which uses a different path.
 __device__ __forceinline__ void release_to_copies(uint64_t* bar) {
   fence_async_shared();
   warp_arrive(bar);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void cp_async8(void* dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
 }
 
-/// As `cp_async16`, but writes zeros and reads nothing where `valid` is false.
+/// Like `cp_async16`, but if `valid` is false it writes zeros and reads nothing.
 __device__ __forceinline__ void cp_async16_or_zero(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src), "r"(valid ? 16 : 0)
                : "memory");
@@ -160,7 +161,7 @@ __device__ __forceinline__ void cp_async16_or_zero(void* dst, const void* src, b
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until at most N groups of this thread are in flight.
+/// Waits until at most N groups of this thread are in progress.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -170,14 +171,14 @@ __device__ __forceinline__ void cp_async_wait() {
 /// (ptx/policy.cuh).
 __device__ __forceinline__ uint32_t copy_arrivals() { return MOE_HAS_TMA ? 1 : 32; }
 
-/// One arrival of this thread at a barrier, when all its cp.async before have landed.
+/// One arrival of this thread at a barrier, when all its earlier cp.async copies are complete.
 __device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
 
 #if MOE_HAS_TMA
-/// True in one lane of the warp; unlike a test of the lane number it tells the compiler so, which then
-/// issues bulk copies back to back (a loop over lanes costs about 75 cycles per copy).
+/// True in one lane of the warp. Unlike a test of the lane number it tells the compiler that, which then issues bulk
+/// copies back to back (a loop over lanes costs about 75 cycles per copy).
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
@@ -195,7 +196,7 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t b
       : "memory");
 }
 
-/// More bytes that the current phase waits for, without an arrival.
+/// Increases the number of bytes for which the current phase waits, without an arrival.
 __device__ __forceinline__ void expect_bytes(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
@@ -239,8 +240,8 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote
-/// before. For several counters: `add_release` would wait for memory once for each.
+/// A thread that acquires a counter which this thread raises by `add_relaxed` after this fence sees the earlier writes
+/// of this thread. It is for several counters: `add_release` would wait for memory once for each.
 __device__ __forceinline__ void fence_release() {
 #if MOE_HAS_RELEASE_FENCE
   asm volatile("fence.release.gpu;" ::: "memory");  // acq_rel would empty L1, too
@@ -253,8 +254,8 @@ __device__ __forceinline__ void add_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/// Adds to a counter and returns what it was: this thread's earlier writes are visible to a thread that acquires the
-/// sum, and this thread sees what others released before.
+/// Adds to a counter and returns its old value. This thread's earlier writes are visible to a thread that acquires the
+/// sum, and this thread sees the writes that others released before.
 __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
   uint32_t old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
@@ -271,7 +272,7 @@ __device__ __forceinline__ void add_release(uint64_t* p, uint64_t v) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-/// A word that says by itself whether it is there: no other access is ordered by these.
+/// A word whose value shows whether it has been written. These accesses order no other access.
 __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -329,7 +330,7 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
                : "memory");
 }
 
-/// As `ldmatrix_x4`, each matrix transposed: lane 4g + t gets elements [2t][g] and [2t + 1][g].
+/// The same as `ldmatrix_x4`, each matrix transposed: lane 4g + t gets elements [2t][g] and [2t + 1][g].
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -362,7 +363,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&v)
 #endif
 
 #if MOE_HAS_WGMMA
-/// Registers of each thread of a warpgroup from here on; all its warps. Taking more waits until others have given some.
+/// Sets the registers of each thread of a warpgroup; all its warps call it. Taking more waits until others give some.
 template <int N>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));

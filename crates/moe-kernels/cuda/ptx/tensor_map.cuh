@@ -11,9 +11,9 @@ namespace moe {
 /// Columns of a tile: 128 bytes, the widest swizzle.
 constexpr int kTileColumns = 64;
 
-/// A map of `data` with `rank` dims, innermost first, `strides` in bytes of all but the first; what lies outside reads
-/// as zero. Without promotion in L2: with 256 bytes the experts' products read 3 % slower (T = 64: 284 us against 275).
-/// The encoder comes from the driver that is loaded, so nothing links to libcuda.
+/// Makes a map of `data` with `rank` dims, innermost first; `strides` has the strides in bytes of all dims but the
+/// first. Elements outside read as zero. There is no promotion in L2: with 256 bytes the experts' products read 3 %
+/// slower (T = 64: 284 us against 275). The encoder comes from the driver that is loaded, so nothing links to libcuda.
 inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
                                      const void* data, int rank, const cuuint64_t* dims, const cuuint64_t* strides,
                                      const cuuint32_t* box) {
@@ -46,8 +46,8 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rows,
   return make_tensor_map(map, data, 2, dims, strides, box);
 }
 
-/// A swizzled map in boxes of `box_rows` rows of all columns, a multiple of 64: 64 columns of the rows lie together, so
-/// that one instruction brings what would be a tile for every 64 columns (`load_box`).
+/// A swizzled map in boxes of `box_rows` rows of all columns, a multiple of 64. 64 columns of all rows are stored
+/// together, so one instruction (`load_box`) loads what would otherwise take a tile for every 64 columns.
 inline cudaError_t make_rows_map(CUtensorMap* map, const bf16* data, int rows, int columns, int box_rows) {
   const cuuint64_t dims[3] = {kTileColumns, static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(columns / kTileColumns)};
@@ -57,7 +57,7 @@ inline cudaError_t make_rows_map(CUtensorMap* map, const bf16* data, int rows, i
   return make_tensor_map(map, data, 3, dims, strides, box);
 }
 
-/// A map of `rows` rows of `row_words` 8-byte words each, in tiles that lie in shared memory as in the rows.
+/// A map of `rows` rows of `row_words` 8-byte words each. In shared memory, tiles have the same order as in the rows.
 inline cudaError_t make_word_map(CUtensorMap* map, const void* data, int64_t rows, int64_t row_words, int tile_rows,
                                  int tile_words) {
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(row_words), static_cast<cuuint64_t>(rows)};
@@ -72,7 +72,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// The tile at (row, column) to shared memory (1,024-byte aligned); by one thread.
+/// Loads the tile at (row, column) to shared memory (1,024-byte aligned). One thread calls it.
 __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int row, int column, uint64_t* bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
       : "memory");
 }
 
-/// The rows from `row` on, of all columns, by a map of `make_rows_map`.
+/// Loads the rows from `row` on, with all columns, by a map of `make_rows_map`.
 __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, int row, uint64_t* bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
@@ -101,7 +101,8 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
       : "memory");
 }
 
-/// The tile at (row, column) to the same place of both blocks of a cluster, and its bytes to the same barrier of each.
+/// Loads the tile at (row, column) to the same place of both blocks of a cluster, and counts its bytes at the same
+/// barrier of each.
 __device__ __forceinline__ void load_tile_to_both(void* to, const CUtensorMap* map, int row, int column,
                                                   uint64_t* bar) {
   asm volatile(

@@ -1,8 +1,8 @@
 // Hopper's warpgroup products: 64 x N += 64 x 16 times (N x 16)^T, both operands bf16 in shared memory, K-major, in
 // tiles of 64 columns with the 128-byte swizzle (what a tensor map writes). sm_90a only.
 //
-// Of the 4 warps, warp w holds rows 16 w ..; lane 4g + t holds, of every 8 columns j, d[4j] at (g, 8j + 2t), d[4j + 1]
-// one column on, d[4j + 2] and d[4j + 3] the same in row g + 8.
+// Of the 4 warps, warp w holds rows 16 w ..; of every 8 columns j, lane 4g + t holds d[4j] at (g, 8j + 2t), d[4j + 1]
+// in the next column, and d[4j + 2] and d[4j + 3] in the same columns of row g + 8.
 #pragma once
 
 #include "ptx/ptx.cuh"
@@ -11,15 +11,15 @@ namespace moe {
 
 #if MOE_HAS_WGMMA
 
-/// Descriptor of a swizzled tile at a 1,024-byte aligned address: every 8 rows are `eight_rows` bytes behind those
-/// before. 16 columns further is 32 bytes, 2 in units of the descriptor.
+/// The descriptor of a swizzled tile at a 1,024-byte aligned address. Each group of 8 rows begins `eight_rows` bytes
+/// after the group before. 16 columns further is 32 bytes, 2 in units of the descriptor.
 __device__ __forceinline__ uint64_t tile_descriptor(const void* tile, uint32_t eight_rows = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kUnused = uint64_t{1} << 16;
   return kSwizzle128 | uint64_t{eight_rows >> 4} << 32 | kUnused | ((smem_addr(tile) & 0x3ffff) >> 4);
 }
 
-/// Descriptor of a transposed operand, whose columns of the product lie next to each other: its tiles of 64 columns are
-/// `tile_bytes` apart, rows are 128 bytes. 16 rows of K further is twice `eight_rows`.
+/// The descriptor of a transposed operand, in which the columns of the product are next to each other. Its tiles of 64
+/// columns are `tile_bytes` apart, and rows have 128 bytes. 16 rows of K further is twice `eight_rows`.
 __device__ __forceinline__ uint64_t transposed_descriptor(const void* tile, uint32_t tile_bytes,
                                                           uint32_t eight_rows = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Accumulators as operands of an instruction, O(n) for the first n, and their numbers in its text, T(n).
+// Accumulators as operands of an instruction (O(n) for the first n), and their numbers in its text (T(n)).
 #define MOE_O(i)                                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -73,11 +73,11 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MOE_T120 MOE_T112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define MOE_T128 MOE_T120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-/// d += a b^T for 16 columns of K, or d = a b^T without `add`; d are N / 2 accumulators.
+/// d += a b^T for 16 columns of K, or d = a b^T without `add`; d has N / 2 accumulators.
 template <int N>
 __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, int add = 1);
 
-/// `half` is N / 2; the three numbers behind the accumulators are the operand numbers of a, b and `add`.
+/// `half` is N / 2; the three numbers after the accumulators are the operand numbers of a, b and `add`.
 #define MOE_WGMMA(n, half, a_at, b_at, add_at)                                                          \
   template <>                                                                                           \
   __device__ __forceinline__ void wgmma<n>(float* d, uint64_t a, uint64_t b, int add) {                 \
@@ -112,12 +112,12 @@ MOE_WGMMA(224, 112, 112, 113, 114)
 MOE_WGMMA(240, 120, 120, 121, 122)
 MOE_WGMMA(256, 128, 128, 129, 130)
 
-/// As `wgmma` with a in registers: lane 4g + t holds (g, 2t), (g + 8, 2t), (g, 2t + 8) and (g + 8, 2t + 8), two columns
-/// a word. `kTransposed`: b is [16, N] (`transposed_descriptor`).
+/// The same as `wgmma` with a in registers: lane 4g + t holds (g, 2t), (g + 8, 2t), (g, 2t + 8) and (g + 8, 2t + 8),
+/// two columns in a word. `kTransposed`: b is [16, N] (`transposed_descriptor`).
 template <int N, bool kTransposed>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b, int add = 1);
 
-/// The numbers behind the accumulators: of a's four words, b, `add` and whether b is transposed.
+/// The operand numbers after the accumulators: a's four words, b, `add` and whether b is transposed.
 #define MOE_WGMMA_REGISTERS(n, half, a0, a1, a2, a3, b_at, add_at, transposed_at)                                  \
   template <>                                                                                                      \
   __device__ __forceinline__ void wgmma<n, transposed_at>(float* d, const uint32_t (&a)[4], uint64_t b, int add) { \
@@ -157,7 +157,8 @@ MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 1)
 MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 1)
 
-/// d += a b^T of 16 columns with a's rows next to each other: a is [16, 64] (`transposed_descriptor`), b as there.
+/// d += a b^T over 16 columns, where a's rows are next to each other: a is [16, 64] (`transposed_descriptor`), and so
+/// is b.
 __device__ __forceinline__ void wgmma_transposed(float (&d)[8], uint64_t a, uint64_t b) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" MOE_T8
                "}, %8, %9, p, 1, 1, 1, 0; }"
@@ -169,15 +170,15 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[8], uint64_t a, uint
 #undef MOE_WGMMA_REGISTERS
 #undef MOE_O
 
-/// Keeps what reads or writes accumulators behind this place: the compiler does not know that products run on.
+/// Keeps reads and writes of accumulators after this place: the compiler does not know that products are still running.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/// Keeps what computes an operand in registers before the wgmma_fence that follows; behind it ptxas would have each
-/// product wait for the one before.
+/// Keeps the computation of an operand in registers before the wgmma_fence that follows. If it came after the fence,
+/// ptxas would make each product wait for the one before.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N]) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // Hopper's warpgroup products of FP8 (E4M3): 64 x 128 times (128 x 128)^T, both operands in shared memory, K-major, in
-// tiles of 128 columns with the 128-byte swizzle: `tile_descriptor` of wgmma.cuh, where 32 columns further is 2, too.
-// Accumulators lie as there. sm_90a only.
+// tiles of 128 columns with the 128-byte swizzle. `tile_descriptor` of wgmma.cuh describes them; 32 columns further is
+// 2 in its units, too. Accumulators are in the same lanes as in wgmma.cuh. sm_90a only.
 //
-// The tensor cores add with fewer bits than f32 has, so sums of more than 128 columns are for f32 registers to make.
+// The tensor cores add with fewer bits than f32 has, so sums over more than 128 columns are added in f32 registers.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -11,7 +11,7 @@ namespace moe {
 
 #if MOE_HAS_WGMMA
 
-// Accumulators are outputs alone: until the products begin their registers serve others.
+// Accumulators are only outputs: until the products begin, their registers can be used for other values.
 #define MOE_O(i)                                                                                                     \
   "=&f"(d[i]), "=&f"(d[i + 1]), "=&f"(d[i + 2]), "=&f"(d[i + 3]), "=&f"(d[i + 4]), "=&f"(d[i + 5]), "=&f"(d[i + 6]), \
       "=&f"(d[i + 7])
@@ -28,8 +28,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t 
 
 #undef MOE_STEP
 
-/// wgmma_e4m3 with a in registers, four words for each 32 columns: lane 4g + t holds of them (g, 4t), (g + 8, 4t), (g,
-/// 4t + 16) and (g + 8, 4t + 16), four columns a word. b has N rows.
+/// The same as wgmma_e4m3 with a in registers, four words for each 32 columns: lane 4g + t holds (g, 4t), (g + 8, 4t),
+/// (g, 4t + 16) and (g + 8, 4t + 16), four columns in a word. b has N rows.
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4][4], uint64_t b);
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a
   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" MOE_T##half "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 \
                                                                            "}, %" #b ", " add ", 1, 1;"
 #define MOE_A(i) "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3])
-/// The numbers behind the accumulators: of a's words, of b's four places and of a zero.
+/// The operand numbers after the accumulators: a's words, the four addresses of b, and a zero.
 #define MOE_WGMMA_E4M3(n, half, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, ac, ad, ae, af, b0, b1, b2, b3, zero) \
   template <>                                                                                                         \
   __device__ __forceinline__ void wgmma_e4m3<n>(float (&d)[half], const uint32_t (&a)[4][4], uint64_t b) {            \

@@ -1,9 +1,10 @@
 // A pack of quantised matrices in fragment order, and the arguments of the kernels that read one.
 //
-// The order is that of the A operand of mma.sync m16n8k16, and of wgmma's m64 with A in registers. A tile is 16 rows x
-// KT columns, KT = 64 of 4 bits or 32 of 8, in 512 bytes: 16 bytes for each lane, its fragments of the tile's k-steps
-// of 16 columns one after the other. Lane 4 g + c holds of a k-step w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1)
-// (g, 2c+8) (g, 2c+9) (g+8, 2c+8) (g+8, 2c+9), the registers a0 = (w0, w1) .. a3 = (w6, w7):
+// The order is the order of the A operand of mma.sync m16n8k16, and of wgmma's m64 with A in registers. A tile is 16
+// rows x KT columns in 512 bytes, where KT is 64 for weights of 4 bits and 32 for weights of 8 bits. Each lane has 16
+// bytes of the tile: its fragments of the tile's k-steps of 16 columns, one after the other. Of a k-step, lane 4 g + c
+// holds the weights w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1) (g, 2c+8) (g, 2c+9) (g+8, 2c+8) (g+8, 2c+9),
+// which are the registers a0 = (w0, w1) .. a3 = (w6, w7):
 // - 4 bits, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
 #pragma once
@@ -20,8 +21,8 @@ struct QuantPack {
   const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (4 bits), 128 (8 bits), none (FP8)
   const uint32_t* perm;   // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
   int64_t experts, n, k;  // rows of a matrix (gate and up together) and columns of x
-  int64_t n_tiles, k_packed;  // rows and columns that are not there are zero weights
-  int64_t group, groups;      // packed column i is of group min(i / group, groups - 1)
+  int64_t n_tiles, k_packed;  // rows and columns that a matrix does not have are zero weights
+  int64_t group, groups;      // packed column i belongs to group min(i / group, groups - 1)
   QuantFormat format;         // w = scale * (q - zero), or scale * e4m3(q)
   Dtype scale_dtype;
   int scale_rows;  // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
@@ -37,7 +38,7 @@ struct AnyQuantLinearArgs {
   int rows;
 };
 
-/// As AnyGateUpArgs.
+/// The arguments are the same as in AnyGateUpArgs.
 struct AnyQuantGateUpArgs {
   const void* x;
   const uint32_t* offsets;
@@ -51,7 +52,7 @@ struct AnyQuantGateUpArgs {
   int x_rows, rows;
 };
 
-/// As AnyDownArgs.
+/// The arguments are the same as in AnyDownArgs.
 struct AnyQuantDownArgs {
   const void* x;
   const uint32_t* offsets;
@@ -63,7 +64,7 @@ struct AnyQuantDownArgs {
   int rows, num_out;
 };
 
-/// As ExpertsTensorArgs; E, H and I are those of the packs.
+/// The arguments are the same as in ExpertsTensorArgs; E, H and I are the sizes of the packs.
 struct QuantExpertsTensorArgs {
   const __nv_bfloat16* x;  // [T, H]
   QuantPack w13;           // gate_up
@@ -76,13 +77,13 @@ struct QuantExpertsTensorArgs {
   uint32_t* counters;
   int tokens, top_k;
   int num_ids;
-  int invariant;  // not 0: a row's bits do not depend on how many rows there are; for experts_wide 0
+  int invariant;  // not 0: a row's bits do not depend on the number of rows; 0 for experts_wide
 };
 
-/// As LinearTensorArgs.
+/// The arguments are the same as in LinearTensorArgs.
 struct QuantLinearTensorArgs {
   const __nv_bfloat16* x;     // [m, k]
-  QuantPack w;                // one matrix; results of one with gate and up are all gates, then all ups
+  QuantPack w;                // one matrix; of a gate and up pack the results are all gates, then all ups
   const __nv_bfloat16* bias;  // [n] or null
   void* out;                  // [m, n]
   Output output;
@@ -90,7 +91,7 @@ struct QuantLinearTensorArgs {
   int splits;
 };
 
-/// As LinearStreamArgs.
+/// The arguments are the same as in LinearStreamArgs.
 struct QuantLinearStreamArgs {
   const void* x;
   const __nv_bfloat16* norm;
@@ -102,7 +103,7 @@ struct QuantLinearStreamArgs {
   int m;
 };
 
-/// As LayerStreamArgs; w13 and w2 say how many experts are here and how large they are.
+/// The arguments are the same as in LayerStreamArgs; w13 and w2 give the number and the sizes of this rank's experts.
 struct QuantLayerStreamArgs {
   const void* x;
   const __nv_bfloat16* norm;
@@ -124,10 +125,11 @@ struct QuantLayerStreamArgs {
   float scale, softcap;
   int shared;
   float shared_weight;
+  int groups, kept_groups;
   StepRoutingArgs routing;
 };
 
-/// As ExpertsStreamArgs.
+/// The arguments are the same as in ExpertsStreamArgs.
 struct QuantExpertsStreamArgs {
   const __nv_bfloat16* x;
   QuantPack w13, w2;
@@ -142,35 +144,36 @@ struct QuantExpertsStreamArgs {
   Output output;
 };
 
-/// Rows in the order of a pack's columns.
+/// Puts the columns of rows into the order of a pack's columns.
 struct OrderRowsArgs {
   const __nv_bfloat16* x;  // [tokens, columns]
   const uint32_t* perm;    // [experts, columns] column of x
-  const uint32_t* slots;   // null: every row by the one order, and `experts` and `top_k` are 1
-  const uint32_t* counts;  // null if `slots` is
+  const uint32_t* slots;   // null: all rows have the same order, and `experts` and `top_k` are 1
+  const uint32_t* counts;  // null if `slots` is null
   int bucket;              // these three as in ExpertsTensorArgs
   __nv_bfloat16* out;      // [tokens top_k, columns]
   int tokens, top_k, columns, experts;
 };
 
-/// Activations to FP8.
+/// Quantises activations to FP8.
 struct Fp8QuantiseArgs {
   const __nv_bfloat16* x;  // [rows, columns]
   uint8_t* q;              // out [rows, columns]
   float* scales;           // out [columns / 128, rows rounded up to 4]
   int rows, columns;
-  // Order of each 128 columns: 0: as fp8_product.cuh reads them; else by quads, as moe_fp8_linear does.
+  // The order of the columns within each 128. 0: the order that fp8_product.cuh reads; else by quads, as moe_fp8_linear
+  // reads them.
   int quads;
 };
 
-/// Rows in FP8 to the places of their slots, in order of experts.
+/// Copies rows in FP8 to the places of their slots, which are in order of experts.
 struct Fp8PlacesArgs {
   const uint8_t* x;       // [tokens, columns]
   const float* x_scales;  // [columns / 128, tokens rounded up to 4]
   const uint32_t* slots;
   const uint32_t* counts;
   int bucket;     // these three as in ExpertsTensorArgs
-  uint8_t* q;     // out [tokens top_k, columns]: places behind the last slot with an expert here are left alone
+  uint8_t* q;     // out [tokens top_k, columns]; places after the last slot with an expert here are not written
   float* scales;  // out [columns / 128, tokens top_k rounded up to 4]
   int tokens, top_k, columns, experts;
 };

@@ -1,5 +1,5 @@
-// The bf16 matrices that a pack in the fast kernels' form means, for products of so many rows that cuBLAS, which reads
-// rows, is worth writing them out.
+// Writes the matrices of a pack (in the order of the fast kernels) as bf16 in rows. cuBLAS reads rows, and with many
+// rows of x its product is so much faster that writing the matrix out is worth it.
 //
 // Floor: bytes, packed in and bf16 out. Qwen3-30B-A3B's qkv [5120, 2048] in int4: 5.4 + 21 MB, 6.1 us at 4.3 TB/s (FP8
 // 7.3); o_proj [2048, 4096] 4.9 us (FP8 5.9); the experts of a layer 302 + 1,208 MB, 351 us (FP8 421).
@@ -16,10 +16,10 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kUnit = 64;      // columns that a warp turns at a time
-constexpr int kUnitsEach = 2;  // whose loads a warp has under way
+constexpr int kUnitsEach = 2;  // units whose loads a warp has in flight
 constexpr int kSteps = kUnit / 16;
 
-/// Scales of a lane's rows g and g + 8 in a group, and zero points as `unpack` subtracts them.
+/// The scales of a lane's rows g and g + 8 in a group, and their zero points in the form that `unpack` subtracts.
 struct RowScales {
   float scale[2];
   uint32_t zero[2];
@@ -33,7 +33,7 @@ __device__ __forceinline__ RowScales row_scales(const Matrix& w, size_t row, int
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if constexpr (kFormat == QuantFormat::kFp8) {
-      const bool halves = w.scale_bytes == 8;  // one for 8 rows
+      const bool halves = w.scale_bytes == 8;  // a scale for each 8 rows
       s.scale[half] = __ldg(reinterpret_cast<const float*>(from) + (halves ? half : g + 8 * half));
       s.zero[half] = 0;
     } else {
@@ -46,7 +46,7 @@ __device__ __forceinline__ RowScales row_scales(const Matrix& w, size_t row, int
   return s;
 }
 
-/// The tiles of a unit, a lane's words k-step by k-step.
+/// The tiles of a unit; each lane has its words in the order of k-steps.
 template <QuantFormat kFormat>
 struct Unit {
   static constexpr int kWords = step_words(kFormat);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarps * 32) dequantise_rows(const Matrix w, i
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (step == kSteps / 2 && !w.wide()) s = row_scales<kFormat>(w, row, column + kUnit / 2);
-      uint32_t pairs[4];  // rows g and g + 8, columns 2c, then the same 8 columns on
+      uint32_t pairs[4];  // rows g and g + 8 of columns 2c, then of the columns 8 further
       unpack<kFormat>(unit[i].word + step * kWords, s.zero, pairs);
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kWarps * 32) dequantise_rows(const Matrix w, i
 #pragma unroll
     for (int part = 0; part < kTileRows / 4; ++part) {
       const int r = part * 4 + lane / 8, chunk = lane % 8;
-      // A tile of gate and up rows holds 8 of each.
+      // A tile of a gate and up pack holds 8 rows of gate and 8 rows of up.
       const int matrix_row = gate_up == 0 ? tile * kTileRows + r : tile * 8 + r % 8 + (r < 8 ? 0 : n / 2);
       if (matrix_row >= (gate_up != 0 && r < 8 ? n / 2 : n)) continue;
       const uint4 v = *reinterpret_cast<const uint4*>(to + r * 128 + ((chunk ^ (r & 7)) << 4));

@@ -1,5 +1,5 @@
-// Rows of bf16 as fixed-point numbers of two digits of 8 bits, which integer products take beside weights of 4 or 8
-// bits as they are.
+// Rows of bf16 as fixed-point numbers of two digits of 8 bits each. Integer products multiply them by weights of 4 or 8
+// bits, which need no unpacking to bf16 then.
 //
 // Unpacking integers to bf16 bounds products of few rows: 135 instructions for 64 weights of a lane, most of them on
 // the integer pipe, which runs at half of the issue rate. As bytes, weights of 4 bits cost one mask for four. So 128
@@ -8,11 +8,12 @@
 // Sums are exact until they are scaled.
 //
 // A value that is at least 2^-7 of the largest of its 128 columns is exact. A smaller one has an error of at most 2^-15
-// of the largest, which had one of up to 2^-9 when it became bf16. The CPU does the same.
+// of the largest. Rounding to bf16 gave the largest value itself an error of up to 2^-9. The CPU does the same.
 //
-// Digits lie as lanes read them: for each half of the columns the 4 rows x 2 digits x 4 pairs of a k-step (of columns
-// 2t, 2t + 8, 2t + 1, 2t + 9, as a pack's words have them), 4 k-steps in 16 bytes. These are permuted so that neither
-// lanes that write (a k-step of a row in a lane) nor lanes that read have bank conflicts.
+// The digits are stored in the order in which lanes read them. For each half of the columns, a k-step holds 4 rows x 2
+// digits x 4 pairs (of columns 2t, 2t + 8, 2t + 1, 2t + 9, as in a pack's words), and the 4 k-steps follow each other
+// in 16 bytes. The 16-byte chunks are permuted so that there are no bank conflicts, neither when lanes write (a lane
+// has one k-step of a row) nor when they read.
 #pragma once
 
 #include "ptx/common.cuh"
@@ -21,11 +22,12 @@
 
 namespace moe::quant::digits {
 
-constexpr int kColumns = 128;      // of a stage
+constexpr int kColumns = 128;      // columns of a stage
 constexpr int kGroup = 4;          // rows of a product
-constexpr int kGroupBytes = 1024;  // of their digits
+constexpr int kGroupBytes = 1024;  // bytes of a group's digits
 
-/// What lies beside a row's digits in a stage: its unit, and the sums of the integers over the columns of one scale.
+/// What a stage holds for each row in addition to its digits: its unit, and the sums of its integers over the columns
+/// of each scale.
 template <int kShares>
 struct Side {
   float unit;
@@ -44,18 +46,20 @@ __device__ __forceinline__ uint32_t integer(uint32_t upper, float factor) {
   return __float_as_uint(fmaf(__uint_as_float(upper), factor, 12582912.f + 128.f));
 }
 
-/// What turns a row's values to integers: from the largest magnitudes in both halves of a word, bf16 bits.
+/// What turns a row's values into integers, from the largest magnitudes (bf16 bits) of both halves of a word.
 struct Scale {
   uint32_t largest, exponent;
   float factor;
 
   __device__ __forceinline__ explicit Scale(uint32_t top) {
     largest = max(top & 0xffffu, top >> 16);
-    // A largest value of all ones would be 32,640, which is above what two digits hold: its unit is twice as large.
+    // A largest value with all bits set would become 32,640, which is above what two digits hold. So its unit is twice
+    // as large.
     exponent = max((largest + 1) >> 7, 15u);
     factor = __uint_as_float((268u - exponent) << 23);
   }
-  /// The value of the integer 1; NaN where the largest value is infinite or NaN, and then so is every sum of the row.
+  /// The value of the integer 1. It is NaN where the largest value is infinite or NaN, and then every sum of the row is
+  /// NaN.
   __device__ __forceinline__ float unit() const {
     return __uint_as_float(largest >= 0x7f80u ? 0x7fffffffu : (exponent - 14) << 23);
   }
@@ -81,14 +85,14 @@ template <int kShares>
 __device__ __forceinline__ void store(const uint4& first, const uint4& second, uint8_t* to, Side<kShares>* sides) {
   const uint32_t lane = threadIdx.x % 32, step = lane % 8, row = lane / 8;
   const uint32_t x[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
-  uint32_t top = 0;  // largest magnitudes of both halves of the words
+  uint32_t top = 0;  // the largest magnitudes in both halves of the words
 #pragma unroll
   for (int i = 0; i < 8; ++i) top = __vmaxu2(top, x[i / 4][i % 4] & 0x7fff7fffu);
 #pragma unroll
   for (int apart = 4; apart > 0; apart /= 2) top = __vmaxu2(top, __shfl_xor_sync(0xffffffffu, top, apart));
   const Scale scale(top);
   int high_sum = 0, low_sum = 0;
-  // Where the first chunk of 16 bytes would be; others differ in bits 4 to 6 alone.
+  // The address of the first chunk of 16 bytes; the addresses of the others differ only in bits 4 to 6.
   const uint32_t at = smem_addr(to) + step / 4 * 512 + row * 128 + ((row | step & 4) << 4) + step % 4 * 4;
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
@@ -98,7 +102,7 @@ __device__ __forceinline__ void store(const uint4& first, const uint4& second, u
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at ^ (t | 4) << 4), "r"(w.low) : "memory");
   }
   int sum = high_sum * 256 + low_sum;
-  constexpr int kLanes = 8 / kShares;  // of the columns of one scale
+  constexpr int kLanes = 8 / kShares;  // lanes that share the columns of one scale
 #pragma unroll
   for (int apart = kLanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
   Side<kShares>& side = sides[row];
@@ -114,8 +118,8 @@ __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Rows g + 8 of a block of 16 keep the upper four bits of bytes, which are not moved: their numbers are so many times
-/// as large.
+/// For 4-bit weights, the numbers of rows g + 8 are 16 times as large as the weights: they are the upper four bits of
+/// each byte, which are masked but not shifted.
 template <QuantFormat kFormat>
 constexpr int kUpper = kFormat == QuantFormat::kInt4 ? 16 : 1;
 
@@ -133,13 +137,14 @@ __device__ __forceinline__ void bytes(const uint32_t* words, uint32_t (&a)[4]) {
   }
 }
 
-/// Scales and zero points of a lane's two rows, as its sums need them.
+/// The scales and zero points of a lane's two rows, in the form in which its sums need them.
 template <QuantFormat kFormat>
 struct Factors {
   float scale[2];
   int zero[2];
 
-  /// From scales of 16 bits and, if there are any, zero points: the first row's here, the second row's 8 further.
+  /// Loads the scales of 16 bits and, if there are any, the zero points. The pointers are to the first row's; the
+  /// second row's are 8 elements further.
   __device__ __forceinline__ void load(const uint16_t* scales, bool f16, const uint8_t* zeros, bool has_zeros) {
     scale[0] = exact_scale(scales[0], f16), scale[1] = exact_scale(scales[8], f16) * (1.0f / kUpper<kFormat>);
     constexpr int kMiddle = kFormat == QuantFormat::kInt4 ? 8 : 128;
@@ -147,8 +152,8 @@ struct Factors {
     if (has_zeros) zero[0] = zeros[0], zero[1] = zeros[8] * kUpper<kFormat>;
   }
 
-  /// total += what a lane's sums of both digits of row i mean. `row`: of a token's row, the sum of its integers and
-  /// unit.
+  /// Adds to `total` what a lane's sums of both digits of row i stand for. `row_sum` and `unit` are the sum of the
+  /// integers of the token's row and its unit.
   __device__ __forceinline__ void add(int i, int high, int low, int row_sum, float unit, float& total) const {
     total = fmaf(static_cast<float>(high * 256 + low - zero[i] * row_sum), scale[i] * unit, total);
   }

@@ -1,13 +1,14 @@
-// Quantised experts with few rows each whose weights are integers: the products of experts_tensor.cu by integer mma, of
-// weights as they are and token rows as digits (digits.cuh).
+// Quantised experts with few rows each whose weights are integers. These are the products of experts_tensor.cu with
+// integer mma: the weights are multiplied without unpacking, and the token rows are digits (digits.cuh).
 //
-// With at most 8 tokens no expert has more rows, and a stage has room for no more.
+// With at most 8 tokens no expert has more than 8 rows, so a stage has room for 8.
 //
-// A consuming warp has 16 weight rows and spends 73 instructions on 64 weights of a lane and up to 4 rows where bf16
-// takes 135 for 8 rows. Two of the gathering warps make digits of rows, a stage each in turn, in registers: a row's
-// digits depend on its 128 columns alone. Rows of the second product come as ordinary loads, too.
+// A consuming warp has 16 weight rows. It spends 73 instructions on 64 weights of a lane and up to 4 rows, where bf16
+// takes 135 for 8 rows. Two of the gathering warps make the digits of rows in registers and take the stages in turn:
+// the digits of a row in a stage depend only on its 128 columns there. Rows of the second product are loaded by
+// ordinary loads, too.
 //
-// Sums have an order of their own, so batch-invariant calls do not take it.
+// The order of these sums differs from the order in the other kernels, so batch-invariant calls do not use this kernel.
 #pragma once
 
 #include "experts/tensor_kernel.cuh"
@@ -16,7 +17,7 @@
 
 namespace moe::experts_tensor {
 
-/// As QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
+/// The same as QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
 template <QuantFormat kFormat, int kShare>
 struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShare> {
   using Base = quant::ExpertStage<kFormat, quant::digits::kColumns, kShare>;
@@ -26,12 +27,13 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
   using RowSide = quant::digits::Side<Stage::kShares>;
   static constexpr int kGroup = quant::digits::kGroup;
   static constexpr int kFewestRows = kGroup;
-  static constexpr int kRowArrivals = 64;  // of the lanes that bring scales and of those that bring rows
+  static constexpr int kRowArrivals = 64;  // arrivals of the lanes that load scales, and of the lanes that load rows
   static constexpr int kRowSides = Base::kSideBytes, kMostRows = 32;
   static constexpr int kSideBytes = round_up(kRowSides + kMostRows * static_cast<int>(sizeof(RowSide)), 16);
   template <int kCapacity>
   static constexpr int kFewBlocks = kCapacity == 16 ? 3 : 2;
-  /// What a lane of the other warps asks for waits behind the weights that its SM has asked for.
+  /// More stages would not help: the loads of the other warps wait until the weights that their SM has requested have
+  /// come.
   template <int>
   static constexpr int kMostStages = 4;
   template <int kCapacity>
@@ -40,15 +42,15 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
 #if MOE_HAS_WGMMA
   static __device__ __forceinline__ int result_row(int i) { return i * kGroup + static_cast<int>(threadIdx.x) % 4; }
 
-  /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
+  /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps. `at` is then past these steps.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&acc)[kSums<kRows>]) {
     constexpr int kGroups = kRows / kGroup;
     const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Source s = a.source[work.product];
-    // Bytes from the beginning of a stage to this lane's weights and digits, in both halves of the columns; from what
-    // lies beside them to its first scale and to what it needs of rows.
+    // Byte offsets from the beginning of a stage to this lane's weights and to its digits in both halves of the
+    // columns. Then byte offsets from the stage's scales to this lane's first scale, and to the `RowSide` of its rows.
     uint32_t weights_at = block * Stage::kBlockBytes + lane * 16;
     uint32_t x_at[2] = {Self::kBytes + quant::digits::lane_offset(0), Self::kBytes + quant::digits::lane_offset(1)};
     uint32_t side_at = Stage::first_scale(s, block), row_at = kRowSides + lane % 4 * sizeof(RowSide);
@@ -59,7 +61,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
       const RowSide* rows = reinterpret_cast<const RowSide*>(side + row_at);
       typename Stage::Words words;
       Stage::read(stage + weights_at, words);
-      constexpr int kPairs = 2;  // of k-steps in half of a stage
+      constexpr int kPairs = 2;  // of k-steps in half a stage
       quant::digits::Factors<kFormat> f[Stage::kShares == 1 ? 1 : kPairs];
       const auto load = [&](int share) {
         const uint32_t first = side_at + share * 16;
@@ -98,7 +100,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
     }
   }
 
-  /// A lane's part of a work tile's rows: 16 columns of a row of each group in a step.
+  /// A lane's part of the rows of a work tile: in each step, 16 columns of one row of each group.
   template <int kCapacity>
   struct Rows {
     static constexpr int kGroups = kCapacity / kGroup;
@@ -116,7 +118,8 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
       }
     }
 
-    /// Loads this lane's columns of a step. Other blocks have written the second product's rows in this launch.
+    /// Loads this lane's columns of a step. Rows of the second product are read from L2, because other blocks have
+    /// written them in this launch.
     __device__ __forceinline__ void load(int group, int step, uint4 (&x)[2]) const {
       const int at = step * quant::digits::kColumns + column;
       x[0] = x[1] = make_uint4(0, 0, 0, 0);
@@ -126,7 +129,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
     }
   };
 
-  /// The first gathering warp brings what lies beside the weights, the others make digits of rows, a stage each in
+  /// The first gathering warp loads the scales and zero points. The others make digits of rows and take the stages in
   /// turn.
   template <int kCapacity>
   static __device__ __forceinline__ void gather(const Block<Self>& b, const Args<Self>& a, const CUtensorMap*) {
@@ -150,7 +153,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
     });
   }
 
-  /// `turn`: stages until this warp's next.
+  /// `turn` is the number of stages until this warp's next one.
   template <int kCapacity>
   static __device__ __forceinline__ void bring_rows(const Block<Self>& b, const Args<Self>& a, int turn) {
     const uint32_t all_rows = b.table()[a.max_touched()].y;

@@ -1,14 +1,15 @@
-// Quantised experts with few rows each: the products of experts_tensor.cu by mma.sync instead of warpgroup products.
+// Quantised experts with few rows each: the products of experts_tensor.cu with mma.sync instead of warpgroup products.
 //
-// Instructions and waiting bound int4, and warpgroup products cost many around each stage: fences, descriptors, waits
-// that the compiler places right behind the products where registers are short. With few rows the tensor cores have
-// little to do, so mma.sync, whose operands and results lie in a warp as a warpgroup's do, is fast enough: 135
-// instructions for 64 weights of a lane and 8 rows instead of 178, and warps that wait for nobody but the ring.
-// A stage is read into registers, so nothing but the arrival orders the reads before what fills it next.
+// The bound of int4 is instructions and waiting, and warpgroup products cost many instructions in each stage: fences,
+// descriptors, and waits that the compiler puts right after the products where registers are short. With few rows the
+// tensor cores have little to do, so mma.sync is fast enough. Its operands and results are in the same lanes as a
+// warpgroup's. It takes 135 instructions for 64 weights of a lane and 8 rows instead of 178, and a warp waits only for
+// the ring. A stage is read into registers, so the arrival at its barrier is enough to order these reads before the
+// copy that fills it next.
 //
-// Integers with fewer rows still are multiplied as they are (experts_digits.cuh).
+// With even fewer rows, integers are multiplied without unpacking (experts_digits.cuh).
 //
-// Sums have an order of their own, so batch-invariant calls do not take it.
+// The order of these sums differs from the order in the other kernels, so batch-invariant calls do not use this kernel.
 #pragma once
 
 #include "experts/tensor_kernel.cuh"
@@ -16,30 +17,31 @@
 
 namespace moe::experts_tensor {
 
-/// As QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
+/// The same as QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
 template <QuantFormat kFormat, int kColumns, int kShare>
 struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = FewWeights;
   template <int kCapacity>
   static constexpr int kFewBlocks = kCapacity == 16 ? 3 : 2;
-  /// What a lane of the gathering warps asks for waits behind the weights that its SM has asked for.
+  /// More stages would not help: the loads of the gathering warps wait until the weights that their SM has requested
+  /// have come.
   template <int>
   static constexpr int kMostStages = kFormat == QuantFormat::kInt4 ? 4 : kMaxStages;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 
 #if MOE_HAS_WGMMA
-  /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
+  /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps. `at` is then past these steps.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&acc)[kRows / 2]) {
-    constexpr int kGroups = kRows / 8;  // of 8 token rows, the columns of an mma
+    constexpr int kGroups = kRows / 8;  // groups of 8 token rows, the columns of an mma
     const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
     const quant::Source s = a.source[work.product];
-    // Bytes from the beginning of a stage to this lane's weights, and to the 16 bytes of a row that it names to
-    // ldmatrix; in the swizzle of 64 columns, the last 32 are 64 bytes away. Then which of the scales and zero points
-    // beside the weights is its first.
+    // Byte offsets from the beginning of a stage to this lane's weights, and to the 16 bytes of a row whose address it
+    // gives to ldmatrix (in the swizzle of 64 columns, the last 32 are 64 bytes away). Then the index of this lane's
+    // first scale and zero point.
     uint32_t weights_at = block * Stage::kBlockBytes + lane * 16;
     uint32_t x_at = Self::kBytes + lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);
     uint32_t side_at = Stage::first_scale(s, block);
@@ -50,7 +52,7 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
       typename Stage::Words words;
       Stage::read(stage + weights_at, words);
       typename Stage::Operands o;
-      float sums[kGroups][4];  // of the columns of one scale
+      float sums[kGroups][4];  // sums over the columns of one scale
 #pragma unroll
       for (int k = 0; k < Stage::kSteps; k += 2) {
         if (k % Stage::kShareSteps == 0 && (k == 0 || !s.uniform))

@@ -1,10 +1,11 @@
 // moe_experts_stream for quantised experts: from topk_ids to token rows in one launch, for few rows per expert.
 //
 // Floor: 3 H I weights for each touched expert (46 of Qwen3-30B-A3B's 128 at 7 tokens: 112 MB at 4 bits with scales, 26
-// us at 4.4 TB/s). A row of tiles is a fourth of bf16's bytes, so a block gets one in 0.5 us of memory time: what each
-// costs besides, the barrier and the sum over warps, is what this kernel can lose to.
+// us at 4.4 TB/s). A row of tiles has a quarter of the bytes that it has in bf16, so it arrives in 0.5 us. In that time
+// a block must also pass the barrier and add the sums of its warps. This kernel is slower than the floor by the part of
+// that work that takes longer.
 //
-// Only mma.sync's 8 columns at a time: an expert with more slots has its weights read again.
+// mma.sync has 8 columns: the weights of an expert with more than 8 slots are read again for each further 8.
 #include "experts/stream_kernel.cuh"
 #include "quant/product.cuh"
 
@@ -12,9 +13,10 @@ namespace moe::stream {
 namespace {
 
 constexpr int kPass = 8;
-constexpr int kChunk = 1024;  // elements along K of a stage of w2; of w13 twice as many
+constexpr int kChunk = 1024;  // elements along K of a stage of w2; a stage of w13 has twice that number
 
-/// Quantised weights: a stage holds columns of a row of tiles, in the first product of 8 gate and 8 up rows.
+/// Quantised weights: a stage holds columns of a row of tiles. In the first product a row of tiles is 8 gate and 8 up
+/// rows.
 template <class Kind>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
@@ -28,7 +30,7 @@ struct Tiles {
   }
   __device__ const quant::Matrix& matrix(int product) const { return product == 0 ? w13 : w2; }
 
-  /// This warp's half of the stages of a row of tiles.
+  /// Loads this warp's half of the stages of a row of tiles.
   __device__ __forceinline__ void load_tile(const Block<Tiles>& b, int product, int expert, int tile,
                                             Cursor& at) const {
     static_assert(kLoaders == 2);
@@ -49,7 +51,7 @@ struct Tiles {
     }
   }
 
-  /// A row of tiles times the rows at `rows`: this warp's steps along K.
+  /// Multiplies a row of tiles by the rows at `rows`, over this warp's steps along K.
   template <int kColumns>
   __device__ __forceinline__ void multiply(const Block<Tiles>& b, int product, int expert, int tile,
                                            const uint8_t* rows, Cursor& at, float (&acc)[kColumns / 8][4]) const {
@@ -57,7 +59,8 @@ struct Tiles {
     const quant::Matrix& w = matrix(product);
     const int depth = b.a.depth(product), chunk = b.a.chunk[product];
     const uint8_t* row = rows + threadIdx.x % 32 / 4 * padded(depth);
-    // Steps that do not come out even are other warps' in the next row of tiles.
+    // Warps exchange their halves of the steps in every other row of tiles. So if the steps do not divide evenly, the
+    // additional steps go to other warps there.
     const int first = threadIdx.x / 32 ^ tile % 2 * (kConsumers / 2);
 #pragma unroll
     for (int c = 0; c < 4; ++c) acc[0][c] = 0;
@@ -91,7 +94,7 @@ cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matri
 }  // namespace
 }  // namespace moe::stream
 
-/// As moe_experts_stream (and moe_experts_stream_flags), with what make_matrix takes.
+/// The same as moe_experts_stream (and moe_experts_stream_flags), with packs that make_matrix accepts.
 extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantExpertsStreamArgs& c = *args;

@@ -3,29 +3,29 @@
 // Floor: the bytes of the touched experts (Qwen3-30B-A3B, all 128: int4 in groups of 128 with f16 scales 312 MB = 71 us
 // at 4.4 TB/s, in groups of 32 with zero points 359 MB = 82 us, int8 613 MB = 139 us, FP8 604 MB = 137 us).
 //
-// Design: weights come as they lie in memory, 128 rows x 128 columns a stage, by one instruction of the copy engine;
-// the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 32
-// or 64 columns to the A operand in registers while the products of those before run, so weights never return to
-// shared memory. Two or three blocks share an SM where experts have few rows: their warps hide each other's latency.
-// Up to a mean of kMostFew rows the products are mma.sync's (experts_few.cuh), of integers below kMostDigits of the
-// integers as they are (experts_digits.cuh).
+// Design: one instruction of the copy engine loads a stage, 128 rows x 128 columns of weights in the order of the pack.
+// The gathering warps load scales, zero points and token rows. A consumer warp has 16 rows: it unpacks 32 or 64 columns
+// to the A operand in registers while the products of the columns before run, so unpacked weights never go through
+// shared memory. Two or three blocks share an SM where experts have few rows, and their warps hide each other's
+// latency. Up to a mean of kMostFew rows the products are made by mma.sync (experts_few.cuh). Below kMostDigits rows,
+// integer weights are multiplied without unpacking (experts_digits.cuh).
 #include "quant/experts_digits.cuh"
 #include "quant/experts_few.cuh"
 
 namespace moe::experts_tensor {
 
-constexpr int kColumns = 128;   // of a stage: half as many would double the work around a stage
-constexpr int kMostFew = 9;     // rows of an expert, on average, for which mma.sync is faster
-constexpr int kMostDigits = 4;  // below which integers take digits: of more rows, making digits takes too long
+constexpr int kColumns = 128;   // columns of a stage; half as many would double the work for each stage
+constexpr int kMostFew = 9;     // mean rows of an expert up to which mma.sync is faster
+constexpr int kMostDigits = 4;  // mean rows below which integers use digits: of more rows, making digits takes too long
 
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = QuantWeights;
-  /// Warps hide each other's waiting.
+  /// The number of blocks that share an SM: their warps hide each other's latency.
   template <int kCapacity>
   static constexpr int kFewBlocks = 2;
-  /// The next stage is read as soon as this one's words have been used, where registers allow it.
+  /// Where registers allow it, the next stage is read as soon as the words of this one have been used.
   static constexpr int kReadEarly = kFormat == QuantFormat::kInt4 ? 1 : 0;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 128  ? 208
@@ -33,7 +33,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
                                                               : 0;
 
 #if MOE_HAS_WGMMA
-  /// acc += 64 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
+  /// acc += 64 weight rows x kRows token rows over the work tile's steps. `at` is then past these steps.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&acc)[kRows / 2]) {
@@ -42,10 +42,11 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
     typename Stage::Words words;
     const auto read = [&](const Cursor& from) {
       mbarrier_wait(b.full(from.stage), from.parity);
-      if (work.product == 0) fence_async_shared();  // rows of x came by ordinary copies
+      if (work.product == 0) fence_async_shared();  // ordinary stores wrote the rows of x
       Stage::read(b.weights(from.stage), block, words);
     };
-    // k-steps that are unpacked together, while those before are multiplied: few where sums take many registers.
+    // The number of k-steps that are unpacked together, while the products of the k-steps before run. It is small where
+    // sums take many registers.
     constexpr int kUnit = Stage::kShareSteps < 4 || kRows > 16 ? 2 : 4, kUnits = Stage::kSteps / kUnit;
     uint32_t fragments[2][kUnit][4];
     typename Stage::Operands o;
@@ -57,7 +58,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
     };
     read(at);
     unpack(at, 0);
-    float sums[kRows / 2];  // of the columns of one scale
+    float sums[kRows / 2];  // sums over the columns of one scale
     for (int step = 0; step < work.steps; ++step) {
       const uint64_t x = tile_descriptor(b.rows(at.stage));
       const bool more = step + 1 < work.steps;
@@ -88,7 +89,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
 #endif
 };
 
-/// What a launch with weights of kind W needs.
+/// The kernel, its limits and its launch for weights of type W.
 template <class W>
 struct Prepared {
   CUtensorMap w13, w2;
@@ -115,7 +116,7 @@ cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, Prepared<W>* p) 
   return quant::make_pack_maps(&p->w13, &p->w2, c, W::kBlockBytes);
 }
 
-/// With few rows: two blocks an SM where few experts are touched, else three.
+/// The launch for few rows: two blocks per SM where few experts are touched, else three.
 template <class W>
 cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, const DeviceLimits& limits, void* stream) {
   Prepared<W> p;
@@ -141,7 +142,8 @@ cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, 
 
 }  // namespace moe::experts_tensor
 
-/// As moe_experts_tensor, with packs: w13 with gate and up rows in turn, w2 plain, of one format.
+/// The same as moe_experts_tensor with packs: in w13 gate and up rows alternate by 8, w2 is plain, and both have the
+/// same format.
 extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;

@@ -5,13 +5,14 @@
 // Design: each warpgroup unpacks its own 64 weight rows to the A operand in registers, a k-step of 16 columns while the
 // k-step before is multiplied. With 256 token rows a k-step of a warpgroup keeps the tensor cores busy for 128 clocks,
 // and both warpgroups share them: unpacking takes a warp 26 (int4) to 45 (FP8) instructions of its 256 clocks. Shared
-// memory gives the tensor cores token rows only, and stages are smaller, so there are more of them than with bf16.
+// memory gives the tensor cores token rows only, and stages are smaller than with bf16, so there are more of them.
 #include "experts/wide_kernel.cuh"
 #include "quant/experts.cuh"
 
 namespace moe::experts_wide {
 
-/// One scale for 32 columns whatever the groups are, but of FP8: instructions are not what takes time here.
+/// The products use one scale for each 32 columns for all group sizes, except for FP8: instructions are not the bound
+/// here.
 constexpr int share_of(QuantFormat format) { return format == QuantFormat::kFp8 ? kTileColumns : 32; }
 
 template <QuantFormat kFormat>
@@ -21,8 +22,8 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
   static constexpr int kConsumerRegisters = 216;
 
 #if MOE_HAS_WGMMA
-  /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
-  /// behind them.
+  /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps. `at` is then past
+  /// them.
   template <int kWidth, int kColumns>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&sums)[kSums]) {
@@ -32,11 +33,12 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
     typename Stage::Operands o[kWidth];
     const auto read = [&](const Cursor& from) {
       mbarrier_wait(b.full(from.stage), from.parity);
-      fence_async_shared();  // rows of x came by ordinary copies
+      fence_async_shared();  // ordinary stores wrote the rows of x
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) Stage::read(b.weights(from.stage) + i * Stage::kBytes, block, words[i]);
     };
-    // With one weight tile two k-steps go together, with two one: as many registers.
+    // Two k-steps are unpacked together with one weight tile, and one with two tiles, so that both take as many
+    // registers.
     constexpr int kTogether = 2 / kWidth, kParts = Stage::kSteps / kTogether;
     uint32_t fragments[2][kTogether][kWidth][4];
     const auto unpack = [&](const Cursor& from, int part) {
@@ -66,8 +68,8 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
                                    part + k > 0 || step > 0);
         }
         wgmma_commit();
-        // What comes next is unpacked while these products run; the next stage is read as soon as this one's words have
-        // been used.
+        // The next part is unpacked while these products run. The next stage is read as soon as the words of this one
+        // have been used.
         if (part + 1 < kParts) unpack(at, part + 1);
         if (part + 2 == kParts && more) read(next);
         if (part + 1 == kParts && more) unpack(next, 0);
@@ -109,7 +111,7 @@ cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, 
 
 }  // namespace moe::experts_wide
 
-/// As moe_experts_wide, with packs as moe_quant_experts_tensor takes them.
+/// The same as moe_experts_wide, with the packs that moe_quant_experts_tensor accepts.
 extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   const QuantExpertsTensorArgs& c = *args;

@@ -1,9 +1,10 @@
-// The experts' products of FP8 weights with FP8 activations, a launch each, over lists of slots as moe_experts_wide has
-// them and rows of activations in order of experts. The first one leaves activations in FP8 for the second.
+// The experts' products of FP8 weights with FP8 activations, in one launch each. They use lists of slots as
+// moe_experts_wide does, and rows of activations in order of experts. The first product writes its activations in FP8
+// for the second.
 //
 // Floor: 6 T K H I FLOPs at twice the rate of bf16: 618 GFLOP for 8,192 tokens of Qwen3-30B-A3B, 312 us at 1,980
-// TFLOP/s; the weights' 604 MB are 140 us. Measured, one H100: 538 and 303 us; before activations left in FP8 510 and
-// 295, and 55 for a launch that quantised them.
+// TFLOP/s; the weights' 604 MB are 140 us. Measured, one H100: 538 and 303 us. When activations were stored in bf16:
+// 510 and 295 us, and 55 us for the launch that quantised them.
 #include "quant/fp8_product_kernel.cuh"
 
 namespace moe::fp8 {
@@ -12,15 +13,15 @@ namespace moe::fp8 {
 __device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 #endif
 
-/// act = silu(gate) up in E4M3, in order of experts, with the bits that moe_fp8_quantise makes of act in bf16. Of the
-/// weight tile's 16s of rows 8 are gate's and 8 up's, so a tile makes 64 columns, and a pair of blocks the 128 that
-/// share a scale: each tells the other the largest magnitude of its half of each row.
+/// act = silu(gate) up in E4M3, in order of experts, with the bits that moe_fp8_quantise makes of act in bf16. Of each
+/// 16 rows of the weight tile 8 are gate's and 8 up's, so a tile makes 64 columns, and a pair of blocks makes the 128
+/// that share a scale. Each block tells the other the largest magnitude of its half of each row.
 struct StoreActivations {
   static constexpr bool kSlots = false;
   static constexpr int kCluster = kPair;
 
 #if MOE_HAS_WGMMA
-  /// A lane's pairs of each 8 columns in bf16, of a part's rows g and g + 8.
+  /// A lane's pairs of each 8 columns in bf16, for rows g and g + 8 of a part.
   struct Rows {
     uint32_t word[2][8];
 
@@ -78,7 +79,7 @@ struct StoreActivations {
 #endif
 };
 
-/// Rows in bf16 to the places of their slots.
+/// Stores rows in bf16 at the places of their slots.
 struct StoreSlotRows {
   static constexpr bool kSlots = true;
   static constexpr int kCluster = 1;

@@ -1,25 +1,25 @@
 // Dense products of FP8 weights with rows of x in FP8 (E4M3, a scale for each row and 128 columns), on the loop of
 // linear/tensor_kernel.cuh.
 //
-// Floor: bytes of a few rows, as for linear_tensor.cu; of many what every block reads again of x and weights out of L2:
-// 256 rows of Qwen3-30B-A3B's qkv are 42 MB in tiles of 128 x 128, 8 us at 5.5 TB/s; bf16 rows of x make it 63 MB.
-// Measured: 13.1 us, o_proj 12.8.
+// Floor: with few rows the bytes, as for linear_tensor.cu; with many rows what each block reads again of x and of the
+// weights from L2. 256 rows of Qwen3-30B-A3B's qkv are 42 MB in tiles of 128 x 128, 8 us at 5.5 TB/s; with x in bf16
+// they are 63 MB. Measured: 13.1 us, o_proj 12.8.
 //
-// Design: weights are the operand in registers, as the pack has them: of a word two bytes are a row's, so a permutation
-// of bytes makes four columns of an operand. The columns of x lie in the order that this gives (fp8_quantise.cu, by
-// quads). The tensor cores' sums of 128 columns are multiplied with both scales and added in f32, those of one half of
-// the rows of x while the other half's products run.
+// Design: the weights are the operand in registers. Two bytes of a pack's word belong to one row, so a permutation of
+// bytes makes four columns of an operand; the columns of x are stored in the order that this gives (fp8_quantise.cu, by
+// quads). The tensor cores' sums over 128 columns are multiplied by both scales and added in f32. This is done for one
+// half of the rows of x while the products of the other half run.
 #include "linear/tensor_kernel.cuh"
 #include "ptx/wgmma_fp8.cuh"
 #include "quant/stage.cuh"
 
 namespace moe::linear_tensor {
 
-constexpr int kFp8Columns = 128;  // of a stage, and of a scale
-constexpr int kFixedTime = 1024;  // what a tile takes beside its stages, in stages of one row of x
+constexpr int kFp8Columns = 128;  // columns of a stage, which share a scale
+constexpr int kFixedTime = 1024;  // fixed time of a tile, in stages of one row of x
 
 struct Fp8Source : quant::Source {
-  const float* of_rows;  // scales of x [k / 128, lines]
+  const float* of_rows;  // scales of the rows of x [k / 128, lines]
   int lines;             // m rounded up to 4
 };
 
@@ -54,7 +54,8 @@ struct Fp8Weights {
       bulk_copy(to, s.of_rows + static_cast<size_t>(step) * s.lines + token, bytes, bar);
     }
 
-    /// Four k-steps of 32 columns: bytes 0 and 2 of a word are row g's, 1 and 3 row g + 8's.
+    /// Makes the fragments of four k-steps of 32 columns. Bytes 0 and 2 of a word belong to row g, bytes 1 and 3 to row
+    /// g + 8.
     static __device__ __forceinline__ void fragments(const typename Base::Words& words, uint32_t (&a)[4][4]) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -65,7 +66,7 @@ struct Fp8Weights {
       }
     }
 
-    /// total += sums times the scales of a lane's two rows of weights and of its rows of x, two of each 8.
+    /// total += sums times the scales of a lane's two weight rows and of its rows of x, which are two of each 8.
     template <int kSums>
     static __device__ __forceinline__ void add(const float2 (&rows)[kSums / 4], float low, float high,
                                                float (&sums)[kSums], float* total) {
@@ -89,7 +90,8 @@ struct Fp8Weights {
     static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t* side, const Source& source,
                                                    uint64_t* full, uint64_t* empty, int stages, int count,
                                                    float (&acc)[B::kProducts][B::kColumns / 2]) {
-      constexpr int kHalf = B::kColumns / 2;  // rows of x that are multiplied together: the other half's sums are added
+      // These rows of x are multiplied together, while the sums of the other half are added.
+      constexpr int kHalf = B::kColumns / 2;
       const int block = threadIdx.x / 32, scale_at = Base::first_scale(source, block);
       const int other = source.scale_rows == 2 ? 1 : 8;
       int stage = 0, phase = 0;
@@ -104,7 +106,7 @@ struct Fp8Weights {
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
         uint32_t a[4][4];
         fragments(words, a);
-        float first[kHalf / 2], second[kHalf / 2];  // sums of the columns of one scale
+        float first[kHalf / 2], second[kHalf / 2];  // sums over the columns of one scale
         wgmma_fence();
         wgmma_e4m3<kHalf>(first, a, x);
         wgmma_commit();
@@ -130,8 +132,8 @@ struct Fp8Weights {
   };
 };
 
-/// Tiles of 128 weight rows x 64, 96 or 128 rows of x, and K in parts, so that all blocks have an SM at once, fewer
-/// where they are clusters, and stages and rows of x together are fewest.
+/// Chooses tiles of 128 weight rows x 64, 96 or 128 rows of x, and the number of parts of K: all blocks must have an SM
+/// at once (there are fewer where they are clusters), and the sum of stages and rows of x must be smallest.
 inline Shape fp8_shape(int m, int n, int steps, int asked, const DeviceLimits& limits) {
   Shape best = {};
   int least = INT32_MAX;

@@ -1,9 +1,9 @@
-// Products of FP8 (E4M3) weights with FP8 activations for prompts (fp8_product_kernel.cuh): geometry, and the warps
-// that bring operands to shared memory.
+// Products of FP8 (E4M3) weights with FP8 activations for prompts (fp8_product_kernel.cuh): their geometry, and the
+// warps that load operands to shared memory.
 //
-// Rows of activations lie in order of experts, quantised per row and 128 columns (fp8_quantise.cu). A work tile is up
-// to 256 of them, of one expert, times a weight tile of 128 rows, as the pack has it; a stage of the ring holds 128
-// columns of both, with the scales of the rows and of the weights.
+// Rows of activations are in order of experts and are quantised per row and 128 columns (fp8_quantise.cu). A work tile
+// is up to 256 of these rows, all of one expert, times a weight tile of 128 rows in the order of the pack. A stage of
+// the ring holds 128 columns of both, with the scales of the rows and of the weights.
 //
 // Blocks may come in pairs, clusters of two: they multiply the same rows by neighbouring weight tiles, and each loads
 // one half of the rows for both.
@@ -18,34 +18,35 @@ namespace moe::fp8 {
 
 using namespace experts_tiles;
 
-constexpr int kColumns = 128;            // of a stage, and of a scale of a row
-constexpr int kBlocks = kTileRows / 16;  // of 16 weight rows in a weight tile
+constexpr int kColumns = 128;            // columns of a stage, which share a scale of a row
+constexpr int kBlocks = kTileRows / 16;  // blocks of 16 weight rows in a weight tile
 using Stage = quant::QuantStage<QuantFormat::kFp8, kColumns, kColumns, kBlocks>;
 
 constexpr int kPart = 64;                // rows of one product
-constexpr int kRows = 256;               // of a work tile: two parts for each consuming warpgroup
-constexpr int kGroupTiles = 16;          // weight tiles that meet all rows of an expert before the next ones do
+constexpr int kRows = 256;               // rows of a work tile: two parts for each consuming warpgroup
+constexpr int kGroupTiles = 16;          // weight tiles that all rows of an expert multiply before the next kGroupTiles
 constexpr int kConverters = kGatherers;  // warps that turn weights into an operand
 constexpr int kMaxStages = 6;
-// Of results on their way out, 16 rows of 128 bytes for each warp, or of the magnitudes that a pair exchanges.
+// Room for results before they are stored (16 rows of 128 bytes for each warp), or for magnitudes that a pair
+// exchanges.
 constexpr int kStaging = kConsumers * 2048;
 constexpr int kPair = 2;  // blocks of a cluster
 constexpr int kTableEntry = 16;
 constexpr int kHeader = 1024;  // barriers and work tiles
 constexpr int kRowBytes = kRows * kColumns, kPartBytes = kPart * kColumns;
-constexpr int kScaleBytes = (kRows + 4) * 4;  // of rows: copies are of 16 bytes
+constexpr int kScaleBytes = (kRows + 4) * 4;  // scales of the rows; 4 more because copies are of 16 bytes
 constexpr int kStageBytes = Stage::kBytes + kRowBytes, kSideBytes = Stage::kSideBytes + kScaleBytes;
 
 struct Args {
-  const float* scales;     // of rows [k / 128, scale_rows]
-  const uint32_t* slots;   // of each expert [E, bucket]
-  const uint32_t* counts;  // of them [E]
+  const float* scales;     // scales of the rows [k / 128, scale_rows]
+  const uint32_t* slots;   // the slots of each expert [E, bucket]
+  const uint32_t* counts;  // the number of slots of each expert [E]
   bf16* out;               // results in bf16, or
-  RowsOut act;             // in FP8
+  RowsOut act;             // results in FP8
   quant::Source source;
-  int bucket, experts, rows;  // rows: slots of all experts
+  int bucket, experts, rows;  // rows: the slots of all experts
   int scale_rows, n, k;
-  int stages;  // of the ring
+  int stages;  // stages of the ring
 
   __host__ __device__ int tiles() const { return n / kTileRows; }
   __host__ __device__ int steps() const { return k / kColumns; }
@@ -67,27 +68,28 @@ struct Block {
   int stages;
 
   __device__ __forceinline__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(smem) + i; }
-  /// Weights as the pack has them have come.
+  /// The barrier for weights that have come in the order of the pack.
   __device__ __forceinline__ uint64_t* packed(int s) const { return barrier(s); }
-  /// They are an operand, and all else is there.
+  /// The barrier for a whole stage: the weights have been turned into an operand, and everything else has come.
   __device__ __forceinline__ uint64_t* full(int s) const { return barrier(kMaxStages + s); }
   __device__ __forceinline__ uint64_t* empty(int s) const { return barrier(2 * kMaxStages + s); }
   __device__ __forceinline__ uint64_t* work_full(int i) const { return barrier(3 * kMaxStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
-  /// What the other block of a pair sends a warp at its i-th work tile: the largest magnitudes of a part's 16 rows.
+  /// The barrier for what the other block of a pair sends to a warp at its i-th work tile: the largest magnitudes of
+  /// the 16 rows of a part.
   __device__ __forceinline__ uint64_t* most_full(int warp, int i) const {
     return work_full(0) + 2 * kWorkSlots + warp * 2 + i % 2;
   }
   __device__ __forceinline__ uint32_t* most(int warp, int i, int part) const {
     return reinterpret_cast<uint32_t*>(staging) + ((warp * 2 + i % 2) * 2 + part) * 16;
   }
-  /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
+  /// For each touched expert (expert, first place, first row tile, rows), then (touched experts, places, row tiles).
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * kStageBytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + Stage::kBytes; }
   __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * kStageBytes + s * kSideBytes; }
-  /// Scales of the rows, from the first row's place rounded down to a multiple of 4 on.
+  /// The scales of the rows. They begin with the first row's place rounded down to a multiple of 4.
   __device__ __forceinline__ float* row_scales(int s) const {
     return reinterpret_cast<float*>(side(s) + Stage::kSideBytes);
   }
@@ -98,7 +100,7 @@ static_assert(sizeof(uint4) == kTableEntry && kSideBytes % 16 == 0);
 
 #if MOE_HAS_WGMMA
 
-/// The table of touched experts. One warp.
+/// Makes the table of touched experts. One warp calls it.
 __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
   const int lane = threadIdx.x % 32;
   uint32_t touched = 0, rows = 0, tiles = 0;
@@ -117,14 +119,14 @@ __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
   if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0};
 }
 
-/// The warp that chooses the block's work tiles, announces them to the other warps and loads their operands.
-/// `kCluster`: blocks of a cluster, which multiply the same rows by a weight tile each.
+/// The warp that chooses the block's work tiles, announces them to the other warps and loads their operands. `kCluster`
+/// is the number of blocks of a cluster, which multiply the same rows by one weight tile each.
 template <int kCluster>
 struct Producer {
   const Block& b;
   const Args& a;
   const CUtensorMap *w, *rows;
-  bool leads;  // whether this is the thread that asks the copy engine
+  bool leads;  // whether this thread instructs the copy engine
   int lane = threadIdx.x % 32;
   uint64_t policy = read_again();
   int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -132,9 +134,11 @@ struct Producer {
 
   using Side = Stage::SideCopies<32>;
   static constexpr int kGroup = fp8::kGroupTiles / kCluster;
-  static constexpr int kShareRows = kPart / kCluster, kShareBytes = kPartBytes / kCluster;  // of a part
+  // This block's share of a part.
+  static constexpr int kShareRows = kPart / kCluster, kShareBytes = kPartBytes / kCluster;
 
-  /// The cluster's n-th work of an expert: up to kGroup in turn have the same rows, then come the next rows.
+  /// The cluster's n-th work tile of an expert. Up to kGroup weight tiles in turn have the same rows; then the next
+  /// rows follow.
   __device__ __forceinline__ Work work_at(const uint4& entry, int n) const {
     const int tiles = a.tiles() / kCluster, rows = entry.w, expert = entry.x, row_tiles = a.row_tiles(rows);
     const int group = n / (row_tiles * kGroup), within = n - group * row_tiles * kGroup;
@@ -149,7 +153,8 @@ struct Producer {
             a.slots + static_cast<size_t>(expert) * a.bucket + from};
   }
 
-  /// Rows beyond the work tile's come to the end of the last part and give results that nobody stores.
+  /// Loads a step. Rows after the last row of the work tile are loaded to the end of the last part, and their results
+  /// are not stored.
   __device__ __forceinline__ void load(const Work& work, int block, int step) const {
     uint64_t *packed = b.packed(at.stage), *full = b.full(at.stage);
     arrive_expecting(packed, Stage::kBytes);
@@ -191,17 +196,17 @@ struct Producer {
   }
 };
 
-/// The warps that turn weights of a pack into the operand of warpgroup products, where they lie. A pack has the order
-/// of the 16-bit operand: the bytes of two rows alternate, and a lane has columns 2c, 2c + 1, 2c + 8 and 2c + 9 of each
-/// 16. These stay together, in the order in which rows are quantised, too (fp8_quantise.cu): of each 64 columns h a
-/// row's 16 bytes number 2c + h hold them, of all four 16s.
+/// The warps that turn weights of a pack into the operand of warpgroup products, in place. A pack has the order of the
+/// 16-bit operand: the bytes of two rows alternate, and a lane has columns 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+/// The conversion keeps these four together, and rows are quantised in the same order (fp8_quantise.cu): of each 64
+/// columns h, the 16 bytes number 2c + h of a row hold the lane's columns of all four 16s.
 struct Converter {
   const Block& b;
   const Args& a;
   int warp = threadIdx.x / 32 - kConsumers - 1, lane = threadIdx.x % 32;
   Cursor at = {};
 
-  /// 16 rows x 128 columns.
+  /// Converts 16 rows x 128 columns.
   __device__ __forceinline__ void convert(uint8_t* block) const {
     const int g = lane / 4, c = lane % 4;
     Stage::Words words;

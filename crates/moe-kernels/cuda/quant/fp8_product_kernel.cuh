@@ -1,12 +1,12 @@
-// The kernel of FP8 products for prompts: fp8_experts.cu says what becomes of the sums.
+// The kernel of FP8 products for prompts. fp8_experts.cu defines what is done with the sums.
 //
-// Design: rows of activations are the first operand, weights the second, so that a lane's sums of a product are of two
-// rows and need two scales of rows, and the scales of the weights are the same for all lanes. Both operands lie in
-// shared memory. Weights come there as the pack has them, in the order of the 16-bit operand, and three warps turn them
-// into the operand in place, once for up to 256 rows: so decode and prompts read one pack.
+// Design: rows of activations are the first operand and weights the second. A lane's sums of a product then belong to
+// two rows and need two scales of rows, and the scales of the weights are the same for all lanes. Both operands are in
+// shared memory. Weights arrive in the order of the pack, which is the order of the 16-bit operand, and three warps
+// turn them into the operand in place, once for up to 256 rows. So decode and prompts read the same pack.
 //
-// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers, of 64 rows at a
-// time, while the other warpgroup's products run.
+// The tensor cores' sums over 128 columns are multiplied by both scales and added in f32 registers, for 64 rows at a
+// time, while the products of the other warpgroup run.
 #pragma once
 
 #include "ptx/wgmma_fp8.cuh"
@@ -16,23 +16,23 @@ namespace moe::fp8 {
 
 #if MOE_HAS_WGMMA
 
-constexpr int kPartSums = kTileRows / 2;  // of a thread, of 64 rows x 128 weight rows
-// Registers of a launch of three warpgroups: loaders get what consumers leave.
+constexpr int kPartSums = kTileRows / 2;  // sums of a thread, for 64 rows x 128 weight rows
+// Registers of a launch of three warpgroups. Loaders get the registers that the consumers do not take.
 constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
 
-/// Where results wait in shared memory until whole lines of them leave: this warp's 16 rows of 128 bytes.
+/// The shared memory in which results wait until whole lines of them are stored: this warp's 16 rows of 128 bytes.
 struct Piece {
   uint8_t* at;
   int lane = threadIdx.x % 32;
 
-  /// Two neighbouring 16-byte columns of all rows, the i-th two: of the first one rows 0 .. 7 and 8 .. 15, then the
-  /// same of the second, as products leave them.
+  /// Stores two neighbouring 16-byte columns, the i-th pair, of all rows, in the order in which products leave them:
+  /// rows 0 .. 7 and 8 .. 15 of the first column, then of the second.
   __device__ __forceinline__ void put(int i, const uint32_t (&v)[4]) const {
     const int row = lane % 16, column = 2 * i + lane / 16;
     stmatrix_x4(at + row * 128 + ((column ^ (row & 7)) << 4), v);
   }
 
-  /// f(row, column of 16 bytes, bytes): each lane has four rows' bytes, eight lanes a row.
+  /// Calls f(row, column of 16 bytes, bytes): each lane has the bytes of four rows, and eight lanes have a row.
   template <class F>
   __device__ __forceinline__ void each(F f) const {
     __syncwarp();
@@ -45,7 +45,7 @@ struct Piece {
   }
 };
 
-/// Scales of the weights of a stage: of each 8 weight rows, or, `kByRow`, of this lane's two of each 8.
+/// Scales of the weights of a stage: one for each 8 weight rows, or, with `kByRow`, for this lane's two of each 8.
 template <bool kByRow>
 struct WeightScales {
   const float* at;
@@ -59,7 +59,7 @@ struct WeightScales {
     }
   }
 
-  /// Scales of the i-th 8 weight rows.
+  /// The scales of the i-th 8 weight rows.
   __device__ __forceinline__ float2 operator[](int i) const {
     if constexpr (kByRow) return *reinterpret_cast<const float2*>(at + i * 8);
     const float scale = i % 2 == 0 ? of[i / 2].x : of[i / 2].y;
@@ -75,7 +75,7 @@ struct Consumer {
   Cursor at = {};
   int stored = 0;  // work tiles
 
-  /// First row of this warp's 16 of a part; a work tile's parts belong to the two warpgroups in turn.
+  /// The first row of this warp's 16 in a part. The parts of a work tile belong to the two warpgroups in turn.
   __device__ __forceinline__ int first_row(int part) const { return (2 * part + group) * kPart + warp % 4 * 16; }
 
   /// Gives the stage back to all blocks that fill it.
@@ -98,7 +98,7 @@ struct Consumer {
     }
   }
 
-  /// total += kParts parts' rows times the weight tile, and leaves the ring behind them.
+  /// total += the rows of kParts parts times the weight tile. The ring is then past the stages of this work tile.
   template <int kParts>
   __device__ __forceinline__ void multiply(const Work& work, float (&total)[2 * kPartSums]) {
     const int scale_at = work.first % 4 + first_row(0) + lane / 4;
@@ -118,7 +118,7 @@ struct Consumer {
           const float row = row_scales[part * 2 * kPart], row_8 = row_scales[part * 2 * kPart + 8];
           wgmma_wait<0>();
           wgmma_hold(sums);
-          // Scales are in registers, or what lies beside the weights is still needed.
+          // The scales are in registers by now. `kByRow` still needs the scales in shared memory.
           if (!kByRow && part + 1 == kParts) give_back();
           add(scales, row, row_8, sums, total + part * kPartSums);
           if (kByRow && part + 1 == kParts) give_back();
@@ -131,7 +131,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
-      // A slot of each lane, of the first part's 16 rows and the second's.
+      // Each lane holds a slot of one of the 16 rows of the first part and of the second part.
       uint32_t slot = 0;
       const int mine = first_row(lane / 16) + lane % 16;
       if (Kind::kSlots && mine < work.rows) slot = __ldcg(work.slots + mine);
@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&rows);
     for (int i = 0; i < b.stages; ++i) {
       mbarrier_init(b.packed(i), 1);
-      mbarrier_init(b.full(i), 1 + 32 + kConverters);  // what is loaded, the producer's lanes for scales of weights
+      // Arrivals: the loads, the producer's lanes that load scales of weights, and the converters.
+      mbarrier_init(b.full(i), 1 + 32 + kConverters);
       mbarrier_init(b.empty(i), kConsumers * (Kind::kCluster == 1 ? Stage::kReleases : Kind::kCluster));
     }
     for (int i = 0; i < Block::kWorkSlots; ++i) {
@@ -195,15 +196,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- host
 
-/// Whether a pack and its numbers of rows and columns fit.
+/// Whether this product supports a pack and its numbers of rows and columns.
 inline bool fits(const QuantPack& w) {
   return w.format == QuantFormat::kFp8 && quant::fits(w) && w.k % kColumns == 0 && w.n % kTileRows == 0;
 }
 
-/// Columns of scales of so many rows: their lines are copied in pieces of 16 bytes.
+/// The number of columns of the scales of this many rows: their lines are copied in pieces of 16 bytes.
 inline int scale_rows(int rows) { return round_up(rows, 4); }
 
-/// `a` without source, sizes and stages. `q`: rows of activations.
+/// Launches the kernel. Source, sizes and stages of `a` are filled in here. `q`: rows of activations.
 template <class Kind>
 cudaError_t run(Args a, const uint8_t* q, const QuantPack& w, void* stream) {
   if (a.rows == 0 || a.experts == 0) return cudaSuccess;

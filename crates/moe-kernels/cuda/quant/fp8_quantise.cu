@@ -1,15 +1,15 @@
-// Activations to FP8 (E4M3), one scale for each row and 128 columns: scale = max |x| / 448, q = x / scale, rounded to
-// nearest. Columns of each 128 lie in the order of fp8_product.cuh: of each 64 columns h byte 16 (2 c + h) + 4 j + i is
-// column 16 j + 2 c + i % 2 + 8 (i / 2); by quads, for fp8_linear.cu, byte 4 c + i of each 16 is column 2 c + i % 2 + 8
-// (i / 2). A launch of its own copies rows to the places of their slots in order of experts.
+// Activations to FP8 (E4M3), with one scale for each row and 128 columns: scale = max |x| / 448, q = x / scale, rounded
+// to nearest. The columns of each 128 are stored in the order that fp8_product.cuh reads: of each 64 columns h, byte 16
+// (2 c + h) + 4 j + i is column 16 j + 2 c + i % 2 + 8 (i / 2). By quads, for fp8_linear.cu, byte 4 c + i of each 16 is
+// column 2 c + i % 2 + 8 (i / 2). Another launch copies rows to the places of their slots in order of experts.
 //
 // Floor: bytes. 8,192 rows of 2,048: 34 MB in, 17 MB out, 12 us at 4.3 TB/s; to the places of eight slots each 134 MB
 // out, 31 us (the 17 MB come out of L2).
 //
 // Design: eight lanes have a row's 128 columns, 16 each, in two loads of 16 bytes, and exchange words so that each
-// stores 16 bytes; a block has 32 rows of the same columns, so that its scales are one line. Rows are copied by place
-// and not by row, so that what a block writes is consecutive (58 us; scattered, a row to eight places, 70; by the copy
-// engine both ways 79).
+// stores 16 bytes; a block has 32 rows of the same columns, so that its scales are one line. The copy goes through the
+// places and not through the rows, so that a block writes consecutive bytes: 58 us. Writing each row to its eight
+// places takes 70 us, and 79 us if the copy engine reads and writes.
 #include "ptx/ptx.cuh"
 #include "quant/args.cuh"
 #include "quant/fp8_row.cuh"
@@ -18,10 +18,12 @@ namespace moe::fp8 {
 namespace {
 
 constexpr int kBlockRows = 32, kLanes = 8;
-constexpr int kPlaces = 32, kCopyThreads = 256, kCopyWarps = kCopyThreads / 32;  // of a block that copies rows
-constexpr int kMaxExperts = 1024;                                                // whose counts it adds up
+// Sizes of a block that copies rows.
+constexpr int kPlaces = 32, kCopyThreads = 256, kCopyWarps = kCopyThreads / 32;
+// The largest number of experts whose counts are added up.
+constexpr int kMaxExperts = 1024;
 
-/// Word c of lane j becomes word j of lane c, among four neighbouring lanes.
+/// Transposes words among four neighbouring lanes: word c of lane j becomes word j of lane c.
 __device__ __forceinline__ void transpose_words(uint32_t (&v)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kBlockRows* kLanes)
   if (lane == 0) a.scales[static_cast<size_t>(blockIdx.x) * lines + row] = scale.scale;
 }
 
-/// The first place of each expert, and behind the last one the number of places.
+/// The first place of each expert, and after the last one the number of places.
 __device__ __forceinline__ void first_places(const uint32_t* counts, int experts, uint32_t* first) {
   constexpr int kEach = kMaxExperts / kCopyThreads;
   __shared__ uint32_t warps[kCopyWarps];
@@ -110,7 +112,7 @@ __device__ __forceinline__ int expert_of(const uint32_t* first, int experts, uin
   return low;
 }
 
-/// Rows to kPlaces places in order of experts.
+/// Copies rows to kPlaces places in order of experts.
 __global__ void __launch_bounds__(kCopyThreads)
     copy_to_places(const __grid_constant__ Fp8PlacesArgs a, int from_lines, int lines) {
   __shared__ uint32_t first[kMaxExperts + 1];
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kCopyThreads)
       a.scales[static_cast<size_t>(group) * lines + begin + lane] =
           __ldcg(a.x_scales + static_cast<size_t>(group) * from_lines + rows[lane]);
   }
-  constexpr int kEach = kPlaces / kCopyWarps, kWide = 32 * 16;  // rows of a warp, bytes that it copies at once
+  constexpr int kEach = kPlaces / kCopyWarps, kWide = 32 * 16;  // rows of a warp; bytes that it copies at once
   for (int column = lane * 16; column < a.columns; column += kWide) {
     uint4 v[kEach];
 #pragma unroll

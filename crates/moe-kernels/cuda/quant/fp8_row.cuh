@@ -1,7 +1,8 @@
-// Rows in FP8 (E4M3), one scale for each row and 128 columns, as fp8_quantise.cu defines them, and how launches that
-// make rows leave them so. The numbers are rounded to bf16 first, so that the bits are those of rows in bf16 that are
-// quantised afterwards. A row's 128 columns lie in sixteen lanes, 8 consecutive ones each (`store_group`), in four
-// lanes as tensor cores leave them (`store_fragments`), or in four lanes of each of two blocks (fp8_experts.cu).
+// Rows in FP8 (E4M3) with one scale for each row and 128 columns, as fp8_quantise.cu defines them, and how launches
+// that make rows write them in this form. The numbers are rounded to bf16 first, so that the bits are the same as when
+// rows in bf16 are quantised afterwards. The 128 columns of a row are in sixteen lanes, 8 consecutive ones each
+// (`store_group`), in four lanes in the order in which tensor cores leave them (`store_fragments`), or in four lanes of
+// each of two blocks (fp8_experts.cu).
 #pragma once
 
 #include "ptx/common.cuh"
@@ -10,22 +11,22 @@
 namespace moe::fp8 {
 
 constexpr int kGroup = 128;          // columns that share a scale
-constexpr int kGroupLanes = 16;      // that have them, 8 each
+constexpr int kGroupLanes = 16;      // lanes that have these columns, 8 each
 constexpr float kMost = 448.f;       // the largest E4M3
-constexpr float kLeast = 0x1p-126f;  // the least scale: below it nothing is left of a row
+constexpr float kLeast = 0x1p-126f;  // the smallest scale: all numbers of a row with a smaller one become zero
 
-/// Where rows [rows, columns] go.
+/// Where rows [rows, columns] are written.
 struct RowsOut {
   uint8_t* q;
   float* scales;  // [columns / 128, lines]; null: rows stay bf16
-  int lines;      // a multiple of 4, at least the rows
-  bool quads;     // the order of columns (fp8_quantise.cu)
+  int lines;      // a multiple of 4, and at least the number of rows
+  bool quads;     // whether columns are ordered by quads (fp8_quantise.cu)
 
   __device__ __forceinline__ float* scale(int row, int group) const {
     return scales + static_cast<size_t>(group) * lines + row;
   }
 
-  /// Whether they are there for so many rows.
+  /// Whether there is room for this many rows.
   bool holds(int rows, int columns) const {
     return scales != nullptr && lines >= rows && lines % 4 == 0 && columns % kGroup == 0;
   }
@@ -44,13 +45,13 @@ __device__ __forceinline__ uint32_t pack_e4m3([[maybe_unused]] float a, [[maybe_
 #endif
 }
 
-/// The scale of columns whose largest magnitude is `most`, and what they are multiplied with.
+/// The scale of columns whose largest magnitude is `most`, and the factor that they are multiplied by.
 struct Scale {
   float scale, inverse;
 };
 
 __device__ __forceinline__ Scale scale_of(float most) {
-  // A quotient and one correction are most / 448, rounded once, if it is a normal number.
+  // The quotient with one correction is most / 448 rounded once, if it is a normal number.
   constexpr float kPart = 1.f / kMost;
   const float near = most * kPart, scale = fmaf(fmaf(-kMost, near, most), kPart, near);
   if (scale >= 2 * kLeast) return {scale, __frcp_rn(scale)};
@@ -58,14 +59,14 @@ __device__ __forceinline__ Scale scale_of(float most) {
   return {exact, exact >= kLeast ? __fdiv_rn(1.f, exact) : 0.f};
 }
 
-/// The larger magnitudes of two words of bf16.
+/// The larger magnitude of each half of two words of bf16.
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
   uint32_t most;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
   return most;
 }
 
-/// The larger one of a word's two.
+/// The larger half of a word.
 __device__ __forceinline__ float larger_half(uint32_t word) {
   const float2 pair = unpack_bf16(word);
   return fmaxf(pair.x, pair.y);
@@ -77,8 +78,8 @@ __device__ __forceinline__ uint32_t scaled(uint32_t low, uint32_t high, float in
   return pack_e4m3(a.x * inverse, a.y * inverse, b.x * inverse, b.y * inverse);
 }
 
-/// Stores a row's 128 columns at `q` in FP8, and their scale; a lane has 8 columns in bf16. Whole warps call it; lanes
-/// without a row say so.
+/// Stores a row's 128 columns at `q` in FP8, and their scale. Each lane has 8 columns in bf16. All lanes of a warp call
+/// it; `present` is false in lanes without a row.
 __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const uint4& columns, bool present,
                                             bool quads) {
   const uint32_t word[4] = {columns.x, columns.y, columns.z, columns.w};
@@ -88,8 +89,9 @@ __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const u
   const Scale scale = scale_of(larger_half(most));
   // Columns 0 to 3 and 4 to 7: four pairs.
   const uint32_t own[2] = {scaled(word[0], word[1], scale.inverse), scaled(word[2], word[3], scale.inverse)};
-  // Lane 8 h + 2 j + u has columns 8 u and on of the j-th 16 of the 64 columns h. A word of either order is a pair c of
-  // u = 0 and the same pair of u = 1: neighbours exchange two pairs, so that u = 0 has the words of pairs 0 and 1.
+  // Lane 8 h + 2 j + u has the 8 columns from 8 u on of the j-th 16 of the 64 columns h. In either order a word holds
+  // pair c of u = 0 and the same pair of u = 1. So neighbours exchange two pairs, and u = 0 has the words of pairs 0
+  // and 1.
   const int lane = threadIdx.x % kGroupLanes;
   const bool odd = lane & 1;
   const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[1], 1);
@@ -97,7 +99,7 @@ __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const u
   uint32_t words[2] = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
   int at = lane * 8;
   if (!quads) {
-    // Chunk c takes the words of pair c of all four j: the words of two neighbouring j go together.
+    // Chunk c holds the words of pair c of all four j: the words of two neighbouring j are next to each other.
     const bool upper = lane & 2;
     const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[1], 2);
     (upper ? words[0] : words[1]) = other;
@@ -109,8 +111,8 @@ __device__ __forceinline__ void store_group(uint8_t* q, float* scale_at, const u
   if (lane == 0) *scale_at = scale.scale;
 }
 
-/// store_group for results of tensor cores: four lanes have a row's 128 columns, a pair of each 8. Two words of
-/// neighbouring 8 columns make a word of either order.
+/// The same as store_group for results of tensor cores: four lanes have a row's 128 columns, each a pair of every 8. In
+/// either order, two words of neighbouring 8 columns make a word.
 __device__ __forceinline__ void store_fragments(uint8_t* q, float* scale_at, const uint32_t (&word)[16], bool present,
                                                 bool quads) {
   uint32_t most = 0;

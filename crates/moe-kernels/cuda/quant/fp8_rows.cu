@@ -1,12 +1,12 @@
-// The rows of E4M3 that an FP8 pack holds, and their scales, for products of so many rows of activations in FP8 that
-// cuBLASLt, which reads rows, is worth writing them out. Columns lie in the order of fp8_quantise.cu, so that
-// activations are quantised the same way for all products.
+// Writes the rows of E4M3 that an FP8 pack holds, and their scales. cuBLASLt reads rows, and with many rows of
+// activations in FP8 its product is so much faster that writing the matrix out is worth it. The columns are in the
+// order of fp8_quantise.cu, so that activations are quantised in the same way for all products.
 //
 // Floor: bytes, packed in and as many out: 21 MB for Qwen3-30B-A3B's qkv [5120, 2048], 4.9 us at 4.3 TB/s, 17 MB for
 // o_proj [2048, 4096], 3.9 us.
 //
-// Design: a warp turns 16 rows x 128 columns at a time. A lane's 64 bytes, of four tiles, are 32 bytes of two rows as
-// they are to lie, so nothing crosses the warp but the halves of a sector that two lanes have.
+// Design: a warp turns 16 rows x 128 columns at a time. A lane's 64 bytes, of four tiles, are 32 consecutive bytes of
+// two rows of the result, so lanes exchange only the halves of a sector that two of them share.
 #include "quant/matrix.cuh"
 
 namespace moe::fp8 {
@@ -17,18 +17,19 @@ using quant::Matrix;
 
 constexpr int kWarps = 8;
 constexpr int kUnit = 128;     // columns that a warp turns at a time
-constexpr int kUnitsEach = 2;  // whose loads a warp has under way
+constexpr int kUnitsEach = 2;  // units whose loads a warp has in flight
 constexpr int kBlock = 128;    // rows and columns that share a scale
 constexpr int kBlockTiles = kBlock / kTileRows;
 
-/// Bytes of one row: of the words of a k-step, bytes 0 and 2 are the tile's row g, 1 and 3 its row g + 8.
+/// The bytes of one row. Of the words of a k-step, bytes 0 and 2 belong to row g of the tile, bytes 1 and 3 to row g +
+/// 8.
 __device__ __forceinline__ uint4 row_of(const Vec16 (&tiles)[2], uint32_t bytes) {
   return {
       __byte_perm(tiles[0].word[0], tiles[0].word[1], bytes), __byte_perm(tiles[0].word[2], tiles[0].word[3], bytes),
       __byte_perm(tiles[1].word[0], tiles[1].word[1], bytes), __byte_perm(tiles[1].word[2], tiles[1].word[3], bytes)};
 }
 
-/// The even lane's second 16 bytes and the odd lane's first ones change places, so that two lanes store whole sectors.
+/// Exchanges the even lane's second 16 bytes and the odd lane's first ones, so that two lanes store whole sectors.
 __device__ __forceinline__ void exchange(uint4& first, uint4& second) {
   const bool odd = threadIdx.x & 1;
   uint4& give = odd ? first : second;
@@ -60,13 +61,13 @@ __global__ void __launch_bounds__(kWarps * 32)
       const uint32_t bytes = half == 0 ? 0x6420 : 0x7531;
       uint4 low = row_of(packed[i][0], bytes), high = row_of(packed[i][1], bytes);
       exchange(low, high);
-      // Chunks 2 c and 2 c + 1 of lane c, after the exchange: the even lane's pair, then the odd one's, a chunk each.
+      // After the exchange, lane c has chunks 2 c and 2 c + 1: first the even lane's pair, then the odd one's.
       uint8_t* row = rows + static_cast<size_t>(tile * kTileRows + g + 8 * half) * w.k + unit * kUnit;
       uint4* to = reinterpret_cast<uint4*>(row) + c / 2 * 4 + c % 2;
       to[0] = low, to[2] = high;
     }
   }
-  // One line of scales for each 128 rows.
+  // The scales of 128 rows are one line.
   if (tile % kBlockTiles != 0 || blockIdx.y != 0) return;
   for (int i = threadIdx.x; i < scale_columns; i += kWarps * 32) {
     const int group = min(w.group(i * kBlock), w.groups - 1);

@@ -1,6 +1,6 @@
-// A warp's own stream of weights in the quantised layer kernel: its steps of 128 columns, one after the other through
-// all its tiles of both products, come to a ring that no other warp uses. So no barrier stands between a copy and a
-// product, and each warp asks for its own.
+// A warp's own stream of weights in the quantised layer kernel. The warp goes through all its tiles of both products in
+// steps of 128 columns, and copies them to a ring that no other warp uses. So there is no barrier between a copy and a
+// product, and each warp starts its own copies.
 #pragma once
 
 #include "quant/layer_shared.cuh"
@@ -14,13 +14,13 @@ struct Tile {
   int active, row;
 };
 
-/// The tiles of a warp, in passes: first the tiles of gate and up, where teams take the block's in turn and a warp has
-/// its share of the columns; then, for each row of tiles of the output that the block owns, halves of the active
-/// experts' tiles.
+/// The tiles of a warp, in passes. First come the tiles of gate and up: teams take the block's tiles in turn, and a
+/// warp has its share of their columns. Then, for each row of tiles of the output that the block owns, come halves of
+/// the active experts' tiles.
 template <class Form>
 struct Tiles {
   const Args& a;
-  Tile start;  // of gate and up
+  Tile start;  // the first tile of gate and up
   int num_active;
   int first, last;  // rows of tiles of the output
 
@@ -34,7 +34,7 @@ struct Tiles {
     return down(pass) ? Tile{static_cast<int>(threadIdx.x / 64), pass} : start;
   }
   __device__ __forceinline__ bool has(Tile t) const { return t.active < num_active; }
-  /// The team's next tile of gate and up.
+  /// The team's next tile of gate and up after `t`.
   __device__ __forceinline__ Tile behind(Tile t) const {
     t.active += a.next_experts, t.row += a.next_row;
     if (t.row >= a.per_expert) t.row -= a.per_expert, ++t.active;
@@ -43,14 +43,14 @@ struct Tiles {
   __device__ __forceinline__ Tile next(Tile t, bool down) const {
     return down ? Tile{t.active + kWarps / 2, t.row} : behind(t);
   }
-  /// A tile's columns that are this warp's.
+  /// The columns of a tile that belong to this warp.
   __device__ __forceinline__ int2 columns(bool down) const {
     const int warp = threadIdx.x / 32;
     return down ? share_of<2>(a.inter, warp % 2) : share_of<Form::kTeam>(a.hidden, warp % Form::kTeam);
   }
 };
 
-/// Asks for a warp's steps, one after the other through its tiles.
+/// Starts the copies of a warp's steps, in the order of its tiles.
 template <class Kind, class Form>
 struct Loader {
   static constexpr int kDepth = depth(Kind::kFormat);
@@ -61,8 +61,8 @@ struct Loader {
   quant::WarpRing<Kind, kDepth> ring;
   int pass;
   Tile tile;             // the next one
-  int k = 0, end = 0;    // of the tile that is being asked for
-  quant::TileRows rows;  // of the product of this pass
+  int k = 0, end = 0;    // of the tile whose columns are being requested
+  quant::TileRows rows;  // the rows of tiles of this pass's product
   quant::TileRow row;
 
   __device__ __forceinline__ Loader(const Args& a, const Shared& s, const Tiles<Form>& tiles)
@@ -74,7 +74,7 @@ struct Loader {
         tile(tiles.begin(pass)),
         rows(a.w13, Kind::kFormat) {}
 
-  /// The next tile of which this warp has a part, if there is one.
+  /// Moves to the next tile of which this warp has a part, if there is one.
   __device__ __forceinline__ void open() {
     while (pass < tiles.last) {
       if (!tiles.has(tile)) {
@@ -97,7 +97,7 @@ struct Loader {
     }
   }
 
-  /// Asks for the next step, if there is one.
+  /// Starts the copy of the next step, if there is one.
   __device__ __forceinline__ void ask() {
     if (k == end) open();
     if (k == end) return ring.skip();

@@ -1,4 +1,4 @@
-// The two products of the quantised layer kernel, by warps that each have a stream of their own.
+// The two products of the quantised layer kernel. Each warp that multiplies has its own stream of weights.
 #pragma once
 
 #include "quant/layer_load.cuh"
@@ -9,16 +9,17 @@ namespace moe::quant_layer {
 
 __device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
 
-/// Two activations of a row of tiles of gate and up to all blocks, as a word that carries the launch's number.
+/// Sends two activations of a row of tiles of gate and up to all blocks, as a word that carries the launch's number.
 __device__ __forceinline__ void store_pair(const Args& a, uint32_t slot, int row, int pair, uint32_t two,
                                            uint32_t number) {
   const size_t word = (static_cast<size_t>(slot) * a.inter + row / 8 * kStep) / 2 + pair * 8 + row % 8;
   store_relaxed(a.act() + word, static_cast<uint64_t>(number) << 32 | two);
 }
 
-constexpr int kPartsThere = 2, kPartsRead = 3, kNoResult = 1 << 20;  // barriers; a thread that has none
+// Two named barriers; and the value for a thread without a result.
+constexpr int kPartsThere = 2, kPartsRead = 3, kNoResult = 1 << 20;
 
-/// A thread's output of a row of tiles.
+/// A thread's output in a row of tiles.
 struct Result {
   int row, token;
   size_t to;
@@ -58,8 +59,8 @@ struct Worker {
   __device__ __forceinline__ Worker(const Args& a, const Shared& s, const Tiles<Form>& tiles)
       : a(a), s(s), tiles(tiles), loader(a, s, tiles) {}
 
-  /// A pair's halves of a tile of gate and up, added and activated by the first warp. Lane 4 g + c has output g of its
-  /// tokens; two outputs are a word.
+  /// Adds the two halves of a pair's tile of gate and up and activates the sums; the pair's first warp does it. Lane 4
+  /// g + c has output g of its tokens. Two outputs make a word.
   __device__ __forceinline__ void activate(Tile tile, float (&sum)[4], uint32_t number) const {
     const int lane = threadIdx.x % 32, pair = threadIdx.x / 64, g = lane / 4;
     const bool second = threadIdx.x / 32 % 2 != 0;
@@ -79,7 +80,7 @@ struct Worker {
     }
   }
 
-  /// Hands this warp's share of a tile of gate and up to the warp that adds the team's shares.
+  /// Gives this warp's share of a tile of gate and up to the warp that adds the team's shares.
   __device__ __forceinline__ void hand_over(const float (&sum)[4]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, round = turn / Teams::kBuffers;
     const int buffer = warp / Teams::kTeam * Teams::kBuffers + turn % Teams::kBuffers;
@@ -94,15 +95,15 @@ struct Worker {
     warp_arrive(s.shares_full(buffer));
   }
 
-  /// Fetches some columns of the activations of the tokens in `mask`, whose slots are `slots`, from all blocks to this
-  /// warp's shared memory, a row each.
+  /// Fetches columns of activations, written by all blocks, to this warp's shared memory: one row for each token in
+  /// `mask`. `slots` are the tokens' slots.
   __device__ __forceinline__ void fetch(const uint32_t* slots, uint32_t mask, int k, int columns, int pitch,
                                         uint32_t number) const {
     constexpr int kPieces = 3;  // 16 bytes that a lane asks for at once
     const int own = Rows::own_piece(), pieces = columns / 4, end = Rows::kDigits ? round_up(pieces, 32) : pieces;
     const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
     uint8_t* row = s.template act<Kind>(threadIdx.x / 32);
-    __syncwarp();  // the columns before have been read
+    __syncwarp();  // the columns of the call before have been read
     for (; mask != 0; mask &= mask - 1, row += pitch) {
       const uint64_t* from = a.act() + (static_cast<size_t>(slots[__ffs(mask) - 1]) * a.inter + k) / 2;
 #pragma unroll 1
@@ -110,7 +111,7 @@ struct Worker {
         uint4 v[kPieces] = {};
         for (;;) {
           bool there = true;
-          // Missing pieces together: each look takes a way to L2 and back.
+          // All missing pieces are requested together: each look costs a round trip to L2.
 #pragma unroll
           for (int i = 0; i < kPieces; ++i)
             if (first + i * 32 < pieces && !is_there(v[i])) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
@@ -127,12 +128,12 @@ struct Worker {
     __syncwarp();
   }
 
-  /// Which of the rows of the tokens in `mask` is a token's; of one that is not there the first.
+  /// The index of a token's row among the rows of the tokens in `mask`; the first row for a token that is not in it.
   static __device__ __forceinline__ int row_among(uint32_t mask, int token) {
     return (mask >> token & 1) != 0 ? __popc(mask & ((1u << token) - 1)) : 0;
   }
 
-  /// Rows of tiles of one pass.
+  /// Multiplies the rows of tiles of one pass.
   __device__ __forceinline__ void run(int pass, uint32_t number) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool down = tiles.down(pass);
@@ -150,16 +151,16 @@ struct Worker {
       if (down) {
         mask = __ballot_sync(0xffffffffu, lane < a.tokens && slots[min(lane, a.tokens - 1)] != kNone);
         const int count = __popc(mask);
-        // As many wide steps of the rows as fit.
+        // The number of wide steps for which the shared memory has room, for this number of rows.
         most = count == 1 ? 12 : count == 2 ? 6 : 3;
         pitch = quant::row_pitch(most * quant::kWideStep, Rows::kDigits);
         token = row_among(mask, token), result = row_among(mask, result);
       }
       const uint8_t* x = (down ? own_act : s.rows() + columns.x / quant::kWideStep * Rows::kBytes) + token * pitch;
-      int held = down ? columns.x : columns.y;  // columns of x before this one are here
-      float sum[4] = {}, done[4] = {};          // of a share; of the shares before
+      int held = down ? columns.x : columns.y;  // columns of x before this one are in shared memory
+      float sum[4] = {}, done[4] = {};          // sums of the current share; sums of the shares before it
       int k = columns.x;
-      constexpr int kOwn = kShares<Kind> / Form::kTeam;  // shares of gate and up
+      constexpr int kOwn = kShares<Kind> / Form::kTeam;  // shares of gate and up of this warp
 #pragma unroll 1
       for (int share = down ? kOwn - 1 : 0; share < kOwn; ++share) {
         const int end = down ? columns.y : shares_end<kShares<Kind>>(a.hidden, warp % Form::kTeam * kOwn + share + 1);
@@ -188,7 +189,8 @@ struct Worker {
     }
   }
 
-  /// A half of the columns of a row of tiles of the output, of one expert, to be added.
+  /// Stores one expert's sums over half of the columns, for a row of tiles of the output. They are added to the other
+  /// experts' sums later.
   __device__ __forceinline__ void leave(const uint32_t* slots, const float (&sum)[4]) const {
     const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2;
 #pragma unroll
@@ -200,7 +202,7 @@ struct Worker {
     }
   }
 
-  /// Both products; the block's rows of the output, but for what others do.
+  /// Computes both products and, unless other warps do it, stores the block's rows of the output.
   __device__ __forceinline__ void run_all() {
     uint32_t number = 0;
 #pragma unroll 1
@@ -210,11 +212,11 @@ struct Worker {
       const bool down = tiles.down(pass), last = pass + 1 == tiles.last;
       const Result result(a, pass, down && Form::kOthers == 0 ? static_cast<int>(threadIdx.x) : kNoResult);
       if (number == 0 && tiles.num_active > 0) {
-        // It comes with the experts.
+        // The launch's number arrives with the experts.
         mbarrier_wait(a.early() ? s.expert_full(0) : s.active_full(), 0);
         number = *s.number();
       }
-      // No block of the kernel behind finds room before this one has ended; announced earlier it is slower.
+      // Blocks of the next kernel have no room before this block ends, and announcing them earlier is slower.
       if (last) pdl_launch_dependents();
       run(pass, number);
       if (!down) continue;

@@ -1,5 +1,5 @@
-// From rows to active experts in the quantised layer kernel: norm, logits, the choice of experts, and which tokens each
-// of them serves.
+// The quantised layer kernel from rows to active experts: norm, logits, the choice of experts, and which tokens each
+// active expert serves.
 #pragma once
 
 #include "quant/layer_shared.cuh"
@@ -13,7 +13,7 @@ constexpr int kWidth = kWorkers * 4;  // columns that the block's threads take a
 
 __device__ __forceinline__ uint2 load4_const(const bf16* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
 
-/// p q of two words of two bf16 each, added to `sum`.
+/// Adds the products of two words of two bf16 each to `sum`.
 __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
   const float2 a = unpack_bf16(p.x), b = unpack_bf16(q.x), c = unpack_bf16(p.y), d = unpack_bf16(q.y);
   return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(c.x, d.x, fmaf(c.y, d.y, sum))));
@@ -23,18 +23,18 @@ __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
 template <int kTokens>
 struct FirstColumns {
   uint2 norm = {}, gate = {};
-  float4 x[kTokens];   // where there is a norm, ..
-  uint2 row[kTokens];  // .. and where there is none
+  float4 x[kTokens];   // with a norm
+  uint2 row[kTokens];  // without a norm
 
-  /// Ahead of the wait.
+  /// Called before pdl_wait: no launch writes these.
   __device__ __forceinline__ void load_weights(const Args& a, bool routes) {
     const int column = threadIdx.x * 4;
     if (column >= a.hidden) return;
     if (a.norm != nullptr) norm = load4_const(a.norm + column);
     if (routes) gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + column);
   }
-  /// At once behind it. The launch ahead leaves no room beside it, so what a block does first is hidden behind nothing
-  /// but this.
+  /// Called right after pdl_wait. The launch before leaves no room for blocks of this one, so nothing but these loads
+  /// hides the latency of what a block does first.
   __device__ __forceinline__ void load_rows(const Args& a) {
     const int column = threadIdx.x * 4;
 #pragma unroll
@@ -52,8 +52,9 @@ struct FirstColumns {
   }
 };
 
-/// Rows of up to kTokens tokens to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums
-/// later. Leaves each warp's sums of squares and of the products with the block's first gate row.
+/// Stores rows of up to kTokens tokens in shared memory as bf16. With a norm, rows are f32 and are multiplied by the
+/// norm's weight here; 1 / rms multiplies sums later. Each warp leaves its sums of squares and of the products with the
+/// block's first gate row.
 template <class Kind, int kTokens, int kMost>
 __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const FirstColumns<kMost>& columns,
                                            bool routes) {
@@ -99,8 +100,8 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, const
   }
 }
 
-/// Turns the rows that `stage_rows` left into what products take, each warp the columns it brought: while logits, for
-/// which all blocks wait, are on their way.
+/// Turns the rows that `stage_rows` left into the form that products take. Each warp converts the columns that it
+/// stored, while all blocks wait for logits.
 template <class Kind>
 __device__ __forceinline__ void finish_rows(const Args& a, const Shared& s) {
   using Rows = RowSteps<Kind>;
@@ -119,8 +120,8 @@ __device__ __forceinline__ void finish_rows(const Args& a, const Shared& s) {
   }
 }
 
-/// A token's 1 / rms, to all lanes of a warp, and the logit of expert e, if that is one, to all blocks, with the
-/// launch's number by which they know that it is this launch's.
+/// Gives a token's 1 / rms to all lanes of a warp. Sends the logit of expert e, if there is that expert, to all blocks;
+/// it carries the launch's number, by which they know that it belongs to this launch.
 __device__ __forceinline__ float publish_logit(const Args& a, const Shared& s, int token, int e,
                                                const layer::Turn& turn) {
   const int lane = threadIdx.x % 32;
@@ -137,7 +138,7 @@ __device__ __forceinline__ float publish_logit(const Args& a, const Shared& s, i
   return scale;
 }
 
-/// Logits of expert e, another one than the block's first, by all warps.
+/// Computes the logits of expert e, which is not the block's first one. All warps take part.
 template <class Kind>
 __device__ __forceinline__ void sum_logits(const Args& a, const Shared& s, int e) {
   for (int t = 0; t < a.tokens; ++t) {
@@ -151,14 +152,15 @@ __device__ __forceinline__ void sum_logits(const Args& a, const Shared& s, int e
   }
 }
 
-/// The slot of an active expert where each is used as soon as it is chosen: experts that every token has come first.
+/// The slot of an active expert when each expert is used as soon as it is chosen. The shared experts, which every token
+/// has, come first.
 __device__ __forceinline__ int early_slot(const Args& a, int active) {
   return active < a.route.shared ? a.route.top_k + active : active - a.route.shared;
 }
 
-/// Barriers and flags, ahead of the first block barrier. Lanes of one warp initialise barriers one behind the other, 50
-/// cycles each, and the block waits for that warp: so one lane of each warp does. What is beside the experts arrives at
-/// the first one's, too.
+/// Initialises barriers and flags before the first barrier of the block. Lanes of one warp would initialise barriers
+/// one after the other, 50 cycles each, and the block would wait for that warp; so one lane of each warp initialises
+/// some. The barrier of the first expert also counts the arrival of the launch's number and the scale.
 template <class Form>
 __device__ __forceinline__ void prepare(const Args& a, const Shared& s, bool early) {
   constexpr int kAll = Form::kThreads / 32;
@@ -175,20 +177,20 @@ __device__ __forceinline__ void prepare(const Args& a, const Shared& s, bool ear
   for (int i = warp; early && i < a.slots(); i += kAll) mbarrier_init(s.expert_full(i), i == 0 ? 2 : 1);
 }
 
-/// One expert of the only token, by lanes that have one.
+/// Announces one expert of the only token; lanes that have an expert call it with `mine`.
 __device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id, bool mine) {
   const int local = local_expert(id, nullptr, a.num_ids(), a.num_local);
   store_shared_if(mine, s.expert() + active, static_cast<uint32_t>(local));
   mbarrier_arrive_if(mine, s.expert_full(active));
 }
 
-/// A token's experts, by one warp. Every block makes the same choice.
-template <int kPerLane, bool kPlain>
+/// Chooses a token's experts with one warp. Every block makes the same choice.
+template <int kPerLane, Rule kRule>
 __device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number, float scale) {
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   const bool early = a.early();
   Choice c = {kNoExpert, 0.0f};
-  if (early && lane == 0) {  // what warps need beside the experts comes with the first one
+  if (early && lane == 0) {  // the launch's number and the scale arrive with the first expert
     *s.number() = number, *s.scale() = scale;
     mbarrier_arrive(s.expert_full(0));
   }
@@ -197,11 +199,11 @@ __device__ __forceinline__ void route(const Args& a, const Shared& s, int token,
     float score[kPerLane];
     layer::await_logits(a, token, number, score);
     Choice* slots = s.chosen() + token * a.route.slots();
-    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
+    c = choose<kRule>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id, bool mine) {
       announce(a, s, a.route.shared + rank, id, early && mine);
     });
     __syncwarp();
-    const int active = a.route.shared + lane;  // of ranks that nothing was left for
+    const int active = a.route.shared + lane;  // place of the lane's choice, empty if no expert was left to choose
     const bool left = early && lane < a.route.top_k && s.expert()[min(active, a.route.slots() - 1)] == kUnknown;
     announce(a, s, active, kNoExpert, left);
   } else {
@@ -215,7 +217,7 @@ __device__ __forceinline__ void route(const Args& a, const Shared& s, int token,
   if (lane < a.route.top_k) leave(a.routing, a.route.experts, token, lane, c.id);
 }
 
-/// A lane's slot of the given experts, or of those that the routing warps chose.
+/// The choice of a lane's slot: from the given experts, or from the ones that the routing warps chose.
 __device__ __forceinline__ Choice own_choice(const Args& a, const Shared& s) {
   const int lane = threadIdx.x % 32;
   if (lane >= a.slots()) return {kNoExpert, 0.0f};
@@ -223,8 +225,8 @@ __device__ __forceinline__ Choice own_choice(const Args& a, const Shared& s) {
   return s.chosen()[lane];
 }
 
-/// The active experts, in the order of their first slots, and which tokens they serve, by one warp. An expert that a
-/// token names more than once has one part, that of the first of these slots.
+/// Lists the active experts in the order of their first slots, and which tokens they serve. One warp does it. If a
+/// token names an expert more than once, all these slots share the part of the first one.
 __device__ __forceinline__ void build_active(const Args& a, const Shared& s) {
   const int lane = threadIdx.x % 32, local = local_expert(own_choice(a, s).id, a.expert_map, a.num_ids(), a.num_local);
   const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);

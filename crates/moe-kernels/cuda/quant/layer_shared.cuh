@@ -1,4 +1,4 @@
-// Geometry and shared memory of the quantised layer kernel (quant/layer_stream.cu, which tells the design).
+// Geometry and shared memory of the quantised layer kernel (quant/layer_stream.cu explains the design).
 #pragma once
 
 #include "layer/stream_route.cuh"
@@ -6,48 +6,49 @@
 
 namespace moe::quant_layer {
 
-constexpr int kWarps = 16;  // that multiply
+constexpr int kWarps = 16;  // warps that multiply
 constexpr int kWorkers = kWarps * 32;
-constexpr int kMaxTokens = 4;  // of an mma's 8 columns
-constexpr int kMaxSlots = 32;  // a lane each
+constexpr int kMaxTokens = 4;  // of the 8 columns of an mma
+constexpr int kMaxSlots = 32;  // one for each lane
 constexpr int kTileRows = quant::kTileRows;
-constexpr int kOutputs = 8;  // of a tile of the first product: gate and up of each are two of its rows
+constexpr int kOutputs = 8;  // outputs of a tile of the first product: each has two of its rows, gate and up
 constexpr int kStep = quant::kStep;
-constexpr int kPollNs = 64;  // between two looks at an activation
+constexpr int kPollNs = 64;  // nanoseconds between two looks at an activation
 constexpr uint8_t kNoPart = 0xff;
 constexpr uint32_t kNone = 0xffffffffu, kUnknown = 0xfffffffeu;
 
-/// How warps share the tiles of gate and up. Two of them have halves of a tile's columns, add and activate; the first
-/// warps also choose experts.
+/// How warps share the tiles of gate and up. In `Pairs`, two warps have one half of a tile's columns each, and add and
+/// activate their sums. The first warps also choose experts.
 struct Pairs {
   static constexpr int kTeam = 2, kTeams = kWarps / kTeam, kOthers = 0, kMost = kMaxTokens, kThreads = kWorkers;
-  static constexpr int kTurn = kTeams - kMost / 2;  // of the first team among the teams
-  static constexpr int kBuffers = 2;                // of a team's shares of a tile
+  static constexpr int kTurn = kTeams - kMost / 2;  // turn of the first team among the teams
+  static constexpr int kBuffers = 2;                // buffers for a team's shares of a tile
   static constexpr int kBarriers = 0, kShareBytes = 16 * 32;
 };
 
-/// Eight warps have an eighth each, so that all multiply until the end. Others choose the experts, one for each token,
-/// then each adds and activates what a team has multiplied.
+/// In `Teams`, eight warps have one eighth of the columns each, so that all of them multiply until the end. Other warps
+/// choose the experts (one warp for each token), and then each of these adds and activates what one team has
+/// multiplied.
 struct Teams {
   static constexpr int kTeam = 8, kTeams = kWarps / kTeam, kOthers = 2, kMost = 2, kThreads = kWorkers + kOthers * 32;
   static constexpr int kTurn = 0;
   static constexpr int kBuffers = 4, kBarriers = 2 * kBuffers * kTeams;
-  static constexpr int kPitch = kTeam + 4;  // floats from a row to the next
+  static constexpr int kPitch = kTeam + 4;  // floats from one row to the next
   static constexpr int kShareBytes = 4 * kPitch * kTileRows * kMost;
 };
 
-/// In how many shares of the columns gate and up are summed, by pairs and by teams: bits depend on it.
+/// The number of shares of the columns in which gate and up are summed, by pairs and by teams. The bits depend on it.
 template <class Kind>
 constexpr int kShares = Kind::kFormat == QuantFormat::kFp8 ? Teams::kTeam : Pairs::kTeam;
 
-/// Steps of a warp on their way or waiting.
+/// The number of a warp's steps that are in flight or waiting.
 __host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 6 : 3; }
 
-/// Rows of x: digits for integer weights, but not for groups of 32, where they cost more than they save (lab book).
+/// The form of rows of x: digits for integer weights, except for groups of 32, where digits cost more than they save.
 template <class Kind>
 using RowSteps = quant::RowSteps<quant::kTakesDigits<Kind>>;
 
-/// Bytes of a warp's activations: 12 wide steps of a token, 3 of four.
+/// Bytes of a warp's activations: 12 wide steps of one token, or 3 of four tokens.
 __host__ __device__ constexpr int act_bytes(QuantFormat format) {
   return round_up(kMaxTokens * quant::row_pitch(3 * quant::kWideStep, quant::has_digits(format)), 128);
 }
@@ -57,18 +58,19 @@ struct Layout {
   uint32_t flags, chosen, expert, part_of, slot_of, sums, shares, parts, act, rows, ring, total;
 };
 
-/// All but how weights are coded. What every block reads first comes first.
+/// All arguments, except the format of the weights, which is a template argument. What every block reads first comes
+/// first.
 struct Args : layer::Args {
   Layout at;
-  float mean;                  // what a sum of a row's squares is multiplied by for their mean
+  float mean;                  // what a row's sum of squares is multiplied by to get its mean
   int per_expert;              // tiles of gate and up
-  int next_experts, next_row;  // from a team's tile to its next one
+  int next_experts, next_row;  // what is added to a team's tile to get its next one
   quant::Matrix w13, w2;
 
   __host__ __device__ int pitch(QuantFormat format) const {
     return quant::row_pitch(hidden, quant::has_digits(format));
   }
-  /// Whether experts are used as soon as each of them is chosen: one token, all of whose experts are here.
+  /// Whether experts are used as soon as each of them is chosen: with one token whose experts are all on this rank.
   __host__ __device__ bool early() const {
     return tokens == 1 && gate != nullptr && expert_map == nullptr && num_local >= num_ids();
   }
@@ -100,28 +102,28 @@ struct Shared {
 
   __device__ uint64_t* expert_full(int active) const { return reinterpret_cast<uint64_t*>(base) + active; }
   __device__ uint64_t* active_full() const { return expert_full(kMaxTopK); }
-  /// Barriers of a team's buffer of shares: the shares are there; it may be filled again.
+  /// Barriers of a team's buffer of shares: one for shares that are there, one for a buffer that may be filled again.
   __device__ uint64_t* shares_full(int buffer) const { return active_full() + 1 + buffer; }
   __device__ uint64_t* shares_free(int buffer) const { return shares_full(Teams::kBarriers / 2) + buffer; }
   __device__ uint32_t* number() const { return reinterpret_cast<uint32_t*>(base + l.flags); }
   __device__ uint32_t* num_active() const { return number() + 1; }
   __device__ float* scale() const { return reinterpret_cast<float*>(number() + 2); }
   __device__ Choice* chosen() const { return reinterpret_cast<Choice*>(base + l.chosen); }
-  /// Local expert of an active one; kNone: none is left.
+  /// The local number of an active expert; kNone: there are no more active experts.
   __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(base + l.expert); }
-  /// For each slot, the slot whose part it uses, or kNoPart.
+  /// For each slot, the slot whose part it uses; kNoPart if there is none.
   __device__ uint8_t* part_of() const { return base + l.part_of; }
   /// The slots of an active expert by tokens, kNone where there is none.
   __device__ uint32_t* slot_of(int active) const {
     return reinterpret_cast<uint32_t*>(base + l.slot_of) + active * kMaxTokens;
   }
-  /// Sums of squares of the tokens, then sums of their logits, one of each warp.
+  /// Sums of squares of the tokens, then sums of their logits; each warp has one.
   __device__ float* sums(int which) const { return reinterpret_cast<float*>(base + l.sums) + which * kWarps; }
-  /// The second half's sums of a pair of warps.
+  /// The sums of the second warp of a pair.
   __device__ float4* half(int buffer) const {
     return reinterpret_cast<float4*>(base + l.shares + Pairs::kShareBytes * buffer);
   }
-  /// A team's shares of a tile's sums for a token: of each of its rows a float of each warp.
+  /// A team's shares of a tile's sums for a token: for each row of the tile, a float of each warp.
   __device__ float* shares(int buffer, int token) const {
     return reinterpret_cast<float*>(base + l.shares + Teams::kShareBytes * buffer) + token * kTileRows * Teams::kPitch;
   }
@@ -135,7 +137,8 @@ struct Shared {
   __device__ uint8_t* rows() const { return base + l.rows; }
 };
 
-/// Where the first so many of equal shares of columns end, which are of whole wide steps but for the last one.
+/// The end of the first `count` of kShares equal shares of the columns. All shares consist of whole wide steps; only
+/// the last one may end in part of a step.
 template <int kShares>
 __device__ __forceinline__ int shares_end(int columns, int count) {
   const int steps = ceil_div(columns, quant::kWideStep);

@@ -1,25 +1,27 @@
 // moe_layer_stream for quantised experts: a sub-layer of a decode step for 1 to 4 tokens in one launch.
 //
-// Floor: 3 H I weights for each expert chosen, 19.5 MB at 4 bits with scales for a token of Qwen3-30B-A3B: 4.4 us
-// at 4.4 TB/s. That is less than the latencies around it, so nothing of the design of bf16 (layer/stream.cu), which
-// feeds all warps from one ring, is left but the exchange between blocks: logits and activations are words that carry
-// the launch's number.
+// Floor: 3 H I weights for each chosen expert, 19.5 MB at 4 bits with scales for a token of Qwen3-30B-A3B: 4.4 us at
+// 4.4 TB/s. The latencies around it are longer than that. So this kernel does not feed all warps from one ring, as the
+// kernel for bf16 does (layer/stream.cu). It only takes the exchange between blocks from there: logits and activations
+// are words that carry the launch's number.
 //
-// - A warp is on its own. Its steps of 128 columns come to a ring of its own by its own copies (layer_load.cuh), and
-//   between a copy and a product there is no barrier. 16 warps hide what a step waits for.
-// - A tile of gate and up, 8 rows of each, is two warps' work, half of the columns each; gate and up of an output are
-//   in the same lane, so SwiGLU follows in registers. With one or two tokens of FP8 it is the work of a team of eight,
-//   so that no warp is without one while others have theirs, and two more warps do all that is not multiplying
-//   (layer_teams.cuh): a step of FP8 takes long enough to pay for what surrounds a tile every two steps.
-// - In the down product a warp takes half of the columns of an expert and fetches the activations that it needs itself.
-// - One token's warps wait for their own expert only, in the order of choice: while the last ones are being chosen the
-//   first ones' weights are on their way.
-// - Tokens are columns of mma.sync, so weights are unpacked once for all of them. Integers are multiplied as they are,
-//   by tokens' digits (digits.cuh), which a warp makes of the columns that it has brought while logits are on their
-//   way.
+// - Each warp works alone. It copies its steps of 128 columns to its own ring (layer_load.cuh), and between a copy and
+//   a product there is no barrier. 16 warps hide what a step waits for.
+// - A tile of gate and up, 8 rows of each, is computed by two warps, half of the columns each. Gate and up of an output
+//   are in the same lane, so SwiGLU follows in registers. With one or two tokens of FP8, a team of eight warps computes
+//   a tile, so that no warp is idle while others still have tiles, and two more warps do everything except multiplying
+//   (layer_teams.cuh): a step of FP8 takes long enough to pay for the overhead of a tile every two steps.
+// - In the down product a warp takes half of the columns of an expert, and itself fetches the activations that it
+//   needs.
+// - With one token, a warp waits only for its own expert, in the order of choice: while the last experts are being
+//   chosen, the weights of the first ones are already in flight.
+// - Tokens are the columns of mma.sync, so weights are unpacked once for all of them. Integer weights are not unpacked:
+//   they are multiplied by the digits of tokens (digits.cuh). A warp makes the digits of the columns that it has stored
+//   while it waits for logits.
 //
-// Sums over columns are of halves, in FP8's gate and up of eighths, in both forms; a token's sum over experts is
-// in the order of its slots. So bits do not depend on the tokens beside it.
+// Sums over columns are sums of two halves; in FP8's gate and up they are sums of eight eighths, both with pairs and
+// with teams. A token's sum over experts is in the order of its slots. So a token's bits do not depend on the other
+// tokens.
 //
 // A block owns whole rows of tiles of w2, so of 2,048 columns 128 blocks own 16 each and four none.
 #include "quant/layer_route.cuh"
@@ -28,13 +30,13 @@
 namespace moe::quant_layer {
 namespace {
 
-/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
-template <class Kind, class Form, int kPerLane, bool kPlain>
+/// kPerLane: the number of a token's logits that a lane holds; 0: ids and weights are given. kRule: see rule_of.
+template <class Kind, class Form, int kPerLane, Rule kRule>
 __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
 #if MOE_HAS_TMA
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
-  // Each token's experts are chosen by a warp: by the first warps, or by the warps that do not multiply.
+  // One warp chooses the experts of a token: one of the first warps, or one of the warps that do not multiply.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = Form::kOthers == 0 ? warp : warp - kWarps;
   const bool works = Form::kOthers == 0 || warp < kWarps, chooses = own >= 0 && own < a.tokens;
   constexpr bool kRoutes = kPerLane > 0;
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __
   if (chooses) scale = publish_logit(a, s, own, blockIdx.x, turn);
   if constexpr (kRoutes) {
     for (int e = blockIdx.x + gridDim.x; e < a.route.experts; e += gridDim.x) {
-      __syncthreads();  // the sums before have been read
+      __syncthreads();  // the sums of the expert before have been read
       if (works) sum_logits<Kind>(a, s, e);
       __syncthreads();
       if (chooses) publish_logit(a, s, own, e, turn);
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __
   if (chooses) {
     if (!early && lane == 0) s.scale()[own] = scale;
     if (!early && own == 0 && lane == 0) *s.number() = turn.number();
-    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, own, turn.number(), scale);
+    if constexpr (kRoutes) route<kPerLane, kRule>(a, s, own, turn.number(), scale);
     if (!early) {
       named_barrier(1, 32 * a.tokens);
       if (own == 0) build_active(a, s);
@@ -94,14 +96,16 @@ cudaError_t run(Args a, const DeviceLimits& limits, void* stream) {
   a.next_experts = limits.sms * Form::kTeams / a.per_expert, a.next_row = limits.sms * Form::kTeams % a.per_expert;
   Launch l = {dim3(limits.sms), dim3(Form::kThreads), stream, a.at.total};
   l.cooperative = true;
-  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, Form, 0, false>, l, a);
-  if (a.route.experts <= 128 && is_plain(a.route, a.routing))
-    return launch(quant_layer_kernel<Kind, Form, 4, true>, l, a);
-  return launch(quant_layer_kernel<Kind, Form, 16, false>, l, a);
+  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, Form, 0, Rule::kAny>, l, a);
+  const Rule rule = rule_of(a.route, a.routing);
+  if (rule == Rule::kGroups) return launch(quant_layer_kernel<Kind, Form, 16, Rule::kGroups>, l, a);
+  if (a.route.experts <= 128 && rule == Rule::kPlain)
+    return launch(quant_layer_kernel<Kind, Form, 4, Rule::kPlain>, l, a);
+  return launch(quant_layer_kernel<Kind, Form, 16, Rule::kAny>, l, a);
 }
 
-/// One or two tokens of FP8 by teams, where there is room for what they share; all else by pairs, which the lab book
-/// has faster.
+/// FP8 with one or two tokens uses teams, if shared memory has room for their shares. Everything else uses pairs, which
+/// are faster there (docs/lessons/quantised.md).
 template <class Kind>
 cudaError_t run(const Args& a, void* stream) {
   DeviceLimits limits;
@@ -115,13 +119,14 @@ cudaError_t run(const Args& a, void* stream) {
   return run<Kind, Pairs>(a, limits, stream);
 }
 
-/// Whether the launcher takes what an op gives it, but for the room in shared memory.
+/// Whether the launcher accepts these arguments, apart from the room in shared memory.
 bool launchable(const Args& a) {
   const RouteArgs& r = a.route;
   const bool sizes = a.tokens >= 0 && a.tokens <= kMaxTokens && r.slots() > 0 && r.slots() <= kMaxTopK &&
                      a.slots() <= kMaxSlots && a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 &&
                      a.inter % kStep == 0 && a.num_local > 0 && a.num_local <= 1024 && r.experts > 0;
-  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus) &&
+                      are_groups(r.groups, r.kept_groups, r.experts);
   const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
   return sizes && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
 }
@@ -129,7 +134,7 @@ bool launchable(const Args& a) {
 }  // namespace
 }  // namespace moe::quant_layer
 
-/// As moe_layer_stream_fits.
+/// The same as moe_layer_stream_fits.
 extern "C" int moe_quant_layer_stream_fits(moe::QuantFormat format, int tokens, int hidden, int inter, int num_ids,
                                            int num_local, int top_k, int block_smem) {
   using namespace moe;
@@ -140,7 +145,7 @@ extern "C" int moe_quant_layer_stream_fits(moe::QuantFormat format, int tokens, 
   return sizes && quant_layer::layout<quant_layer::Pairs>(a, format).total <= static_cast<uint32_t>(block_smem);
 }
 
-/// As moe_layer_stream: the sizes that moe_quant_layer_stream_fits allows, and what make_matrix takes.
+/// The same as moe_layer_stream, for sizes that moe_quant_layer_stream_fits allows and packs that make_matrix accepts.
 extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantLayerStreamArgs& c = *args;

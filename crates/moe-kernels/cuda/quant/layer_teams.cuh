@@ -1,5 +1,5 @@
-// What the warps of teams do that do not multiply, when experts are chosen: they add what the others leave, of gate and
-// up and of the output.
+// The work of the warps of teams that do not multiply, after the experts are chosen: they add the shares of gate and up
+// and of the output that the other warps leave.
 #pragma once
 
 #include "quant/layer_products.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ void activate_all(const Args& a, const Shared& s, con
   }
 }
 
-/// The block's rows of the output.
+/// Stores the block's rows of the output.
 __device__ __forceinline__ void store_all(const Args& a, const Shared& s, const Tiles<Teams>& tiles) {
 #pragma unroll 1
   for (int pass = tiles.first; pass < tiles.last; ++pass) {

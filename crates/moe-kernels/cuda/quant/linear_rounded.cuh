@@ -1,9 +1,11 @@
-// Quantised weights of dense products with more than 64 rows of x: linear_tensor.cu with scales on the weights.
+// Quantised weights of dense products with more than 64 rows of x: linear_tensor.cu with scales that multiply the
+// weights instead of the sums.
 //
-// With so many rows the bound is x, which every block reads again from L2: at 256 rows of Qwen3-30B-A3B's qkv 84 MB
+// With this many rows the bound is x, which every block reads again from L2: at 256 rows of Qwen3-30B-A3B's qkv 84 MB
 // with tiles of 64 weight rows, 42 MB with 128. But a tile of 128 x 128 leaves registers for one sum of each result,
-// not for one of each scale beside it. So weights are bf16(scale (q - zero)), rounded once, as where they are turned
-// into rows for cuBLAS (dequantise.cu). The scale is the sum of two bf16, which holds f16 and, to 16 bits, f32.
+// and not for a second one over the columns of a scale. So weights are bf16(scale (q - zero)), rounded once, as when
+// they are turned into rows for cuBLAS (dequantise.cu). The scale is the sum of two bf16, which holds f16 exactly and
+// f32 to 16 bits.
 #pragma once
 
 #include "linear/tensor_kernel.cuh"
@@ -12,10 +14,10 @@
 namespace moe::linear_tensor {
 
 struct QuantSource : quant::Source {
-  int gates;  // rows of gate, in a pack that has them with the up rows; else 0
+  int gates;  // rows of gate in a gate and up pack; else 0
 };
 
-/// Where the results of a pack's row go. Tiles of gate and up: 8 gate rows, then their up rows.
+/// The column of the result that belongs to a pack's row. Tiles of gate and up have 8 gate rows, then their up rows.
 __device__ __forceinline__ int column_of(const QuantSource& s, int row) {
   return s.gates == 0 ? row : row / 16 * 8 + row % 8 + (row / 8 % 2) * s.gates;
 }
@@ -24,7 +26,7 @@ template <QuantFormat kFormat, int kColumns, int kShare>
 struct RoundedWeights {
   using Source = QuantSource;
   static constexpr int kLoaders = 1;
-  static constexpr bool kOnly128 = true;  // tokens of a tile
+  static constexpr bool kOnly128 = true;  // only tiles of 128 tokens
 
   static __device__ __forceinline__ int column(const Args<RoundedWeights>& a, int row) {
     return column_of(a.source, row);
@@ -53,7 +55,7 @@ struct RoundedWeights {
       int stage = 0, phase = 0;
       typename Base::Words words;
       typename Base::Operands o;
-      uint2 scale[2];  // of a lane's two rows
+      uint2 scale[2];  // scales of a lane's two rows
       uint32_t fragments[2][kUnit][4];
       const auto read = [&] {
         mbarrier_wait(full + stage, phase);
@@ -89,7 +91,7 @@ struct RoundedWeights {
             wgmma<B::kColumns, false>(acc[0], fragments[u % 2][i], x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2, 1);
           }
           wgmma_commit();
-          // What comes next is unpacked while these products run.
+          // The next unit is unpacked while these products run.
           if (u + 1 < kUnits) unpack(used, u + 1);
           if (u + 2 == kUnits && more) read();
           if (u + 1 == kUnits && more) unpack(stage, 0);

@@ -1,16 +1,18 @@
 // out [M, N] = x [M, K] w[N, K]^T for 1 to 8 rows and quantised weights.
 //
-// Floor: K / 2 bytes a row at 4 bits (5.2 MB for qkv of Qwen3-30B-A3B, 4.2 MB for o_proj: 1.2 and 1.0 us), so latency
-// is what there is, and a block exchanges nothing before its end: each of 16 warps owns every 16th step of 128 columns,
-// of all the block's rows of tiles. It brings its weights to a ring of its own (warp_ring.cuh), at most sizes all of
-// them before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So
-// there is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
+// Floor: K / 2 bytes a row at 4 bits (5.2 MB for qkv of Qwen3-30B-A3B, 4.2 MB for o_proj: 1.2 and 1.0 us). So latency
+// is the bound, and the warps of a block exchange nothing before its end. Each of 16 warps owns every 16th step of 128
+// columns, in all the block's rows of tiles. It copies its weights to its own ring (warp_ring.cuh), for most sizes all
+// of them before x is there. It stores its columns of x, multiplied by the norm's weight, in shared memory that no
+// other warp reads. So there is one barrier, before the warps' sums are added; the norm's factor multiplies the sums
+// then.
 //
-// One row beside integers in groups of 128 and more is multiplied as digits (digits.cuh). Of more rows, making them
-// takes longer than they save.
+// With integer weights in groups of 128 and more, a single row of x is multiplied as digits (digits.cuh). With more
+// rows, making digits takes longer than they save.
 //
-// Warps are added in their order: an output's bits depend on its rows of x and w and on K, and on M only in that.
-// The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.
+// The sums of warps are added in the order of the warps. The bits of an output depend on its rows of x and w and on K,
+// and on M only in whether M is 1. The norm in the prologue and the addition in the epilogue are the same as in
+// linear/stream.cu.
 #include "linear/linear.cuh"
 #include "quant/warp_ring.cuh"
 
@@ -21,16 +23,16 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTokens = 8;                 // the columns of an mma
 constexpr int kBatch = 3;                  // rows of tiles whose sums are added together
-constexpr int kHeld = 2;                   // own steps whose weights of the norm a lane asks for ahead of x
-constexpr size_t kSoleBlock = 116 * 1024;  // of shared memory: two blocks of a launch do not share an SM
+constexpr int kHeld = 2;                   // own steps for which a lane loads the norm's weights before x
+constexpr size_t kSoleBlock = 116 * 1024;  // shared memory that keeps two blocks of a launch from sharing an SM
 
 struct Args {
-  const void* x;     // [m, k] bf16; f32 where `norm` is given
+  const void* x;     // [m, k]: f32 with `norm`, else bf16
   const bf16* norm;  // [k] weight of the RMS norm of x, or null
   float eps;
-  float mean;          // what a sum of a row's squares is multiplied by for their mean
+  float mean;          // what a row's sum of squares is multiplied by to get its mean
   int each, one_more;  // rows of tiles of a block, and how many blocks have one more
-  int per_token;       // 2^16 / m, rounded up: what divides a number of threads by m
+  int per_token;       // 2^16 / m, rounded up: multiplying by it divides a number of threads by m
   int m, k;
   Matrix w;
   const bf16* bias;
@@ -39,7 +41,7 @@ struct Args {
   int n;
 };
 
-/// Steps of a row of tiles that a warp owns, at most.
+/// The largest number of steps that a warp owns in a row of tiles.
 __host__ __device__ int own_steps(int k) { return ceil_div(ceil_div(k, kWideStep), kWarps); }
 
 __host__ __device__ constexpr bool takes_digits(int m, QuantFormat format) { return m == 1 && has_digits(format); }
@@ -49,7 +51,7 @@ __host__ __device__ int pitch(int k, bool digits) { return row_pitch(own_steps(k
 
 __host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 4 : 3; }
 
-/// Shared memory: rings, rows of x, sums of the warps, parts of the norms.
+/// Shared memory: rings, rows of x, sums of the warps, partial sums of squares.
 struct Layout {
   int x, sums, squares, total;
 };
@@ -62,7 +64,7 @@ __host__ __device__ Layout layout(int m, int k, QuantFormat format) {
   return l;
 }
 
-/// Four columns of a row of x, f32 where there is a norm, else bf16.
+/// Four columns of a row of x: f32 with a norm, else bf16.
 template <bool kNormed>
 struct Quad {
   float4 value;
@@ -72,7 +74,7 @@ struct Quad {
     if constexpr (kNormed) value = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(x) + at));
     else word = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(x) + at));
   }
-  /// Times the norm's weight, as bf16. Returns the sum of the squares before it.
+  /// Multiplies by the norm's weight and rounds to bf16. Returns the sum of the squares before that.
   __device__ __forceinline__ float round(uint2 weight) {
     if constexpr (!kNormed) return 0.f;
     const float2 g = unpack_bf16(weight.x), h = unpack_bf16(weight.y);
@@ -81,14 +83,17 @@ struct Quad {
   }
 };
 
-/// A warp's own columns of x to shared memory, kRows rows and kSteps steps at a time. `gain` holds this lane's part of
-/// the norm's weight for the first kHeld own steps. `meanwhile` is called once, when the first loads are on their way.
+/// Stores a warp's own columns of x in shared memory, kRows rows and kSteps steps at a time. `gain` holds this lane's
+/// part of the norm's weight for the first kHeld own steps. `meanwhile` is called once, when the first loads are in
+/// flight.
 template <class Rows, bool kNormed, int kRows, int kSteps, class Meanwhile>
 __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)[kHeld], uint8_t* to, float* squares,
                                               Meanwhile meanwhile) {
   static_assert(kSteps == kHeld || (kSteps == 1 && kHeld == 2), "the steps that are held are those of one turn or two");
   const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * kWideStep + 4 * lane, turn = kWarps * kWideStep;
-  const int making = Rows::kDigits ? begin - 4 * lane : begin;  // what a lane stores: whole steps are digits
+  // The column whose existence decides whether this lane stores a step. Digits are made by whole warps, so for digits
+  // it is the first column of the step.
+  const int making = Rows::kDigits ? begin - 4 * lane : begin;
 #pragma unroll 1
   for (int first = 0; first < a.m; first += kRows) {
     float sum[kRows] = {};
@@ -131,7 +136,7 @@ __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)
   __syncwarp();
 }
 
-/// What multiplies sums of a row that `stage_columns` left.
+/// The factor for sums of a row that `stage_columns` stored.
 __device__ __forceinline__ float norm_factor(const Args& a, const float* squares, int row) {
   float sum = 0.f;
 #pragma unroll
@@ -150,16 +155,16 @@ struct Tiles {
   }
 };
 
-/// Asks for a warp's own steps of the block's rows of tiles, one row after the other.
+/// Starts the copies of a warp's own steps, one row of tiles of the block after the other.
 template <class Ring>
 struct Loader {
   const Args& a;
   Ring& ring;
   TileRows rows = {};
-  int tile = 0, last = 0, k = threadIdx.x / 32 * kWideStep;  // that come next
+  int tile = 0, last = 0, k = threadIdx.x / 32 * kWideStep;  // the next ones to copy
   TileRow row = {};
 
-  /// Finds the first rows of tiles, before anything is asked for.
+  /// Finds the first rows of tiles, before anything is copied.
   __device__ __forceinline__ void begin() {
     const Tiles tiles(a);
     rows = TileRows(a.w, Ring::kFormat);
@@ -189,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   float* squares = reinterpret_cast<float*>(smem + at.squares);
   uint8_t* x = smem + at.x + warp * a.m * pitch(a.k, kDigits);
   pdl_launch_dependents();
-  // Ahead of the weights: a load behind them waits until they have come.
+  // These loads come before the copies of weights: a load after them would wait until they have come.
   uint2 gain[kHeld] = {};
   if constexpr (kNormed) {
 #pragma unroll
@@ -200,10 +205,11 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   }
   Ring ring(smem + warp * Ring::kBytes);
   Loader<Ring> loader = {a, ring};
-  // Which weights a warp asks for is found while the launch ahead ends.
+  // The addresses of a warp's weights are computed while the launch before ends.
   loader.begin();
-  // Rows to be normed come from a launch that leaves no room beside it, so no weights can be on their way before it has
-  // ended: the rows are asked for first, and weights while they come. Weights of other products do not wait for rows.
+  // With a norm, the launch before leaves no room for this one on an SM, so no weights can be in flight before it has
+  // ended. Therefore the rows are requested first, and the weights while the rows come. Weights of other products do
+  // not wait for rows.
   const auto ask_all = [&] {
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) loader.ask();
@@ -215,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   };
   if (kDigits || a.m == 1) stage_columns<Rows, kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
   else if constexpr (!kDigits) stage_columns<Rows, kNormed, 4, 1>(a, gain, x, squares, meanwhile);
-  if (kNormed && own >= a.k) ask_all();  // without columns of its own
+  if (kNormed && own >= a.k) ask_all();  // a warp without columns of its own
   // Lanes without a token repeat the last one: their results are not stored.
   const LaneScales scales(a.w, Kind::kFormat);
   const uint8_t* own_x = x + min(Rows::operand_token(), a.m - 1) * pitch(a.k, kDigits);
@@ -282,12 +288,13 @@ int run(const Args& a, void* stream) {
 }  // namespace
 }  // namespace moe::quant
 
-/// Whether moe_quant_linear_stream has room for m rows of k columns, as moe_layer_stream_fits.
+/// Whether moe_quant_linear_stream has room for m rows of k columns, as in moe_layer_stream_fits.
 extern "C" int moe_quant_linear_stream_fits(moe::QuantFormat format, int m, int k, int block_smem) {
   return m >= 0 && m <= moe::quant::kTokens && moe::quant::layout(m, k, format).total <= block_smem;
 }
 
-/// out = x w^T (+ bias), m <= 8; rows of x must fit into shared memory beside the rings: moe_quant_linear_stream_fits.
+/// out = x w^T (+ bias), m <= 8. Shared memory must have room for the rows of x and the rings:
+/// moe_quant_linear_stream_fits.
 extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantLinearStreamArgs& c = *args;

@@ -3,10 +3,10 @@
 // Floor: a quarter or half of bf16's bytes (Qwen3-30B-A3B's qkv: int4 5.4 MB = 1.2 us, int8 and FP8 10.6 MB = 2.4 us at
 // 4.4 TB/s); as with bf16, latency is most of the time.
 //
-// Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in
-// registers while the products of the 64 columns before run. Up to 128 rows tiles are bf16's, but where these leave K
-// whole from 65 rows on; beyond, what every block reads again of x is the bound: tiles of 128 weight rows x 64 tokens,
-// or x 128 tokens with rounded weights (linear_rounded.cuh).
+// Design: the same as with bf16, with stages of 128 columns. A warp unpacks 64 columns of its 16 rows to the A operand
+// in registers while the products of the 64 columns before run. Up to 64 rows of x the tiles are the same as bf16's,
+// and up to 128 rows too if bf16's tiles split K. Otherwise the bound is the rows of x that every block reads again:
+// tiles are then 128 weight rows x 64 tokens, or x 128 tokens with rounded weights (linear_rounded.cuh).
 #include "quant/linear_rounded.cuh"
 
 namespace moe::linear_tensor {
@@ -44,8 +44,8 @@ struct QuantWeights {
                                                    uint64_t* full, uint64_t* empty, int stages, int count,
                                                    float (&acc)[B::kProducts][B::kColumns / 2]) {
       const int block = threadIdx.x / 32;
-      // Reads have ended in registers, so a stage needs no fence before it is given back; small tiles are 0.2 us faster
-      // with one, others up to 0.7 us slower (docs/kernels-labbook.md).
+      // The reads of a stage have ended, because their results are in registers, so it needs no fence before it is
+      // given back. Small tiles are 0.2 us faster with a fence, others up to 0.7 us slower (docs/lessons/quantised.md).
       constexpr bool kFence = kGroups == 1 && B::kColumns <= 64;
       int stage = 0, phase = 0;
       typename Base::Words words;
@@ -53,7 +53,7 @@ struct QuantWeights {
         mbarrier_wait(full + stage, phase);
         Base::read(ring + stage * B::kStageBytes, block, words);
       };
-      // k-steps that are unpacked together: few where sums take many registers.
+      // The number of k-steps that are unpacked together: it is small where sums take many registers.
       constexpr int kUnit = Base::kShareSteps < 4 || B::kColumns > 64 ? 2 : 4, kUnits = Base::kSteps / kUnit;
       uint32_t fragments[2][kUnit][4];
       typename Base::Operands o;
@@ -65,7 +65,7 @@ struct QuantWeights {
       };
       read();
       unpack(stage, 0);
-      float sums[B::kColumns / 2];  // of the columns of one scale
+      float sums[B::kColumns / 2];  // sums over the columns of one scale
       for (int step = 0; step < count; ++step) {
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
         const bool more = step + 1 < count;
@@ -81,7 +81,7 @@ struct QuantWeights {
                                       k % Base::kShareSteps > 0);
           }
           wgmma_commit();
-          // What comes next is unpacked while these products run; the next stage is read as soon as this one's words
+          // The next unit is unpacked while these products run. The next stage is read as soon as the words of this one
           // have been used.
           const typename Base::Operands multiplied = o;
           if (u + 1 < kUnits) unpack(used, u + 1);
@@ -105,24 +105,24 @@ Args<W> arguments(const QuantLinearTensorArgs& c) {
   return {c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kStageColumns, share), c.w.gate_up != 0 ? n / 2 : 0}};
 }
 
-/// Tiles of 128 weight rows and so many tokens, an SM each, K cut into halves where that gives no SM two of them.
-/// `weight` is what a tile takes; returns what all of them do.
+/// Tiles of 128 weight rows and `tokens` tokens, one on each SM. K is cut into halves if no SM gets two tiles then.
+/// `weight` is the time of one tile; returns the time of all of them.
 inline int tiles_for(int m, int n, int tokens, int weight, const DeviceLimits& limits, Shape* s) {
   const int tiles = ceil_div(n, 128) * ceil_div(m, tokens);
   *s = {tokens, 2, 2 * tiles <= limits.sms ? 2 : 1, static_cast<size_t>(limits.block_smem) - kHeader};
   return 2 * weight * ceil_div(tiles * s->splits, limits.sms) / s->splits;
 }
 
-/// As measured (docs/kernels-labbook.md): to 64 rows as with bf16; to 128 too where it cuts K, else with K in halves
-/// and rounded weights.
+/// Returns whether K is cut into halves and weights are rounded, as measured (docs/lessons/quantised.md). Up to 64 rows
+/// of x, and where bf16's tiles split K, the tiles stay the same as bf16's.
 inline bool halves_of_rounded(int m, int n, const DeviceLimits& limits, Shape* s) {
   if (m <= 64 || s->splits > 1 || 4 * ceil_div(n, 128) <= limits.sms || 2 * ceil_div(n, 128) > limits.sms) return false;
   *s = {128, 2, 2, static_cast<size_t>(limits.block_smem) - kHeader};
   return true;
 }
 
-/// Beyond 128 rows tiles of 64 tokens, or of 128 with rounded weights, which take a third longer, whichever ends first.
-/// Returns whether weights are rounded.
+/// With more than 128 rows, tiles have 64 tokens, or 128 with rounded weights, which take a third longer: the choice is
+/// whichever ends first. Returns whether weights are rounded.
 inline bool shape_of_many(int m, int n, const DeviceLimits& limits, Shape* s) {
   Shape rounded;
   const int exact_time = tiles_for(m, n, 64, 3, limits, s);

@@ -9,27 +9,27 @@ namespace moe::quant {
 
 constexpr int kTileRows = 16;
 
-/// A checked pack: all columns are x's, and a group's columns are a power of two.
+/// A checked pack: its columns are the columns of x, and the number of columns of a group is a power of two.
 struct Matrix {
   const uint8_t* q;
   const uint8_t* scales;
   const uint8_t* zeros;  // or null
   int n_tiles, k, groups;
-  int shift;        // log2 of a group's columns, 31 where there is one group
-  int scale_bytes;  // of a group of a row of tiles
+  int shift;        // log2 of the number of a group's columns; 31 if there is one group
+  int scale_bytes;  // bytes of the scales of a group in a row of tiles
   int f16;          // whether 16-bit scales are f16; else they are bf16
 
-  /// The row of tiles of an expert.
+  /// The number of the row of tiles of an expert, over all experts.
   __host__ __device__ size_t tile_row(int expert, int tile) const {
     return static_cast<size_t>(expert) * n_tiles + tile;
   }
   __host__ __device__ bool wide() const { return shift > 5; }
   __device__ int group(int column) const { return column >> shift; }
-  /// Where the scales of a group of a row of tiles begin.
+  /// The byte offset of the scales of a group in a row of tiles.
   __device__ size_t scales_at(size_t row, int group) const { return (row * groups + group) * scale_bytes; }
 };
 
-/// Whether `gate_up` and the sizes are as an op needs them is for its launcher to check.
+/// Makes the matrix of a pack. The caller checks whether `gate_up` and the sizes are right for its op.
 inline bool make_matrix(const QuantPack& pack, Matrix* out) {
   const bool fp8 = pack.format == QuantFormat::kFp8;
   int shift = 31;
@@ -40,7 +40,7 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
   const bool scales =
       fp8 ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
           : pack.scale_rows == 16 && (pack.scale_dtype == Dtype::kF16 || pack.scale_dtype == Dtype::kBf16);
-  // Copies are of 16 bytes: with 8 for a group the last one must not reach beyond the end.
+  // Copies are of 16 bytes. With 8 bytes for a group, the last copy must not reach beyond the end.
   const bool whole = pack.scale_rows != 2 || pack.experts * pack.n_tiles * pack.groups % 2 == 0;
   const int64_t rows = pack.gate_up != 0 ? pack.n / 2 * 2 : pack.n;
   if (!is_code(pack.format, QuantFormat::kFp8) || pack.perm != nullptr || pack.k != pack.k_packed || pack.k <= 0 ||
@@ -66,14 +66,14 @@ inline bool make_experts(const QuantPack& w13, const QuantPack& w2, Matrix* firs
          w2.gate_up == 0 && w13.experts == w2.experts && w13.n == 2 * w2.k && w2.n == w13.k;
 }
 
-/// What kernels are compiled for: a format, and how many columns share a scale for certain.
+/// The properties for which kernels are compiled: a format, and a number of columns that always share a scale.
 template <QuantFormat kFormat_, int kShare_>
 struct Kind {
   static constexpr QuantFormat kFormat = kFormat_;
   static constexpr int kShare = kShare_;
 };
 
-/// f(Kind) of matrices of this format, whose groups are all of 64 columns at least or not.
+/// Calls f(Kind) for matrices of this format; the kind says whether all groups have at least 64 columns.
 template <class F>
 auto with_kind(QuantFormat format, bool wide, F f) {
   switch (format) {
@@ -83,7 +83,7 @@ auto with_kind(QuantFormat format, bool wide, F f) {
   }
 }
 
-/// Bytes of so many columns of a row of tiles.
+/// Bytes of `columns` columns of a row of tiles.
 __host__ __device__ constexpr int tile_bytes(QuantFormat format, int columns) {
   return columns * (format == QuantFormat::kInt4 ? kTileRows / 2 : kTileRows);
 }

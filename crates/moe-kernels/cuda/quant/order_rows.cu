@@ -1,13 +1,13 @@
-// Rows of x in the order of a pack's columns (act-order): out[s][i] = x[s / top_k][perm[i]], for every row by one
-// order, or for each slot of a list by its expert's order. The products behind it then read the pack as any other.
+// Rows of x with their columns in the order of a pack (act-order): out[s][i] = x[s / top_k][perm[i]]. All rows have one
+// order, or each slot of a list has its expert's order. The products that follow then read the pack like any other.
 //
 // Floor: bytes. Qwen3-30B-A3B's experts at 8,192 tokens: 65,536 rows of 4 KB out, 268 MB, 62 us at 4.3 TB/s (the 34 MB
 // of x come out of L2).
 //
-// Design: a block takes the rows of one order two at a time, side by side in shared memory, so that a word holds the
-// same column of both and one read finds two values: columns are in any order, so a warp's reads meet about 3.5 times
-// in a bank. Of long lists it takes four. A thread has 8 columns of the result, whose numbers it keeps from rows to
-// rows. It reads these ahead of pdl_wait, for no launch writes them.
+// Design: a block takes two rows of the same order at a time, and four of long lists. It stores them interleaved in
+// shared memory, so that a word holds the same column of both rows and one read finds two values: columns are in any
+// order, so about 3.5 reads of a warp are in the same bank. A thread has 8 columns of the result and keeps their
+// numbers for all rows. It reads the numbers before pdl_wait, because no launch writes them.
 #include <type_traits>
 
 #include "ptx/common.cuh"
@@ -20,9 +20,9 @@ namespace {
 constexpr int kEach = 8;  // columns of a thread, 16 bytes of a row
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxParts = 64;  // blocks that share a list
-constexpr int kLong = 128;     // rows of a list, on average, from which on four at a time are faster than two
+constexpr int kLong = 128;     // mean rows of a list from which on four rows at a time are faster than two
 
-/// The columns of x that stand at 8 columns of the result.
+/// The columns of x for 8 columns of the result.
 struct Columns {
   uint32_t x[kEach];
 };
@@ -32,11 +32,11 @@ __device__ __forceinline__ Columns columns_at(const uint32_t* perm, int chunk) {
   return {{low.word[0], low.word[1], low.word[2], low.word[3], high.word[0], high.word[1], high.word[2], high.word[3]}};
 }
 
-/// The low halves of two words as one, and the high halves.
+/// The low halves of two words as one word, and the high halves.
 __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-/// 8 columns of two rows to 8 words. Threads whose stores would meet in a bank begin with the other half.
+/// Stores 8 columns of two rows as 8 words. Threads whose stores would conflict in a bank begin with the other half.
 __device__ __forceinline__ void store_pair(uint32_t* to, const uint4& v, const uint4& w) {
   const uint4 half[2] = {{low_halves(v.x, w.x), high_halves(v.x, w.x), low_halves(v.y, w.y), high_halves(v.y, w.y)},
                          {low_halves(v.z, w.z), high_halves(v.z, w.z), low_halves(v.w, w.w), high_halves(v.w, w.w)}};
@@ -45,14 +45,14 @@ __device__ __forceinline__ void store_pair(uint32_t* to, const uint4& v, const u
   reinterpret_cast<uint4*>(to)[!second] = second ? half[0] : half[1];
 }
 
-/// 8 columns of a row.
+/// Stores 8 columns of a row.
 template <class T>
 __device__ __forceinline__ auto* columns_of(T* rows, int row, int columns, int chunk) {
   using Words = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
   return reinterpret_cast<Words*>(rows + static_cast<size_t>(row) * columns + chunk * kEach);
 }
 
-/// kPairs: of rows that a block has at a time.
+/// kPairs: pairs of rows that a block has at a time.
 template <int kPairs>
 __global__ void __launch_bounds__(kMaxThreads) order_rows(const __grid_constant__ OrderRowsArgs a) {
   constexpr int kRows = 2 * kPairs;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads) order_rows(const __grid_constant_
     int slot[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // The last row stands for missing rows behind it.
+      // Rows after the end of the list are replaced by its last row.
       const int at = min(first + i, count - 1);
       slot[i] = slots == nullptr ? at : static_cast<int>(slots[at]);
     }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kMaxThreads) order_rows(const __grid_constant_
         if (first + 2 * p + 1 < count) *columns_of(a.out, slot[2 * p + 1], a.columns, chunk) = high;
       }
     }
-    __syncthreads();  // the rows are read
+    __syncthreads();  // the rows have been read
   }
 }
 
@@ -116,8 +116,8 @@ cudaError_t run(const OrderRowsArgs& a, const DeviceLimits& limits, void* stream
 }  // namespace
 }  // namespace moe::quant
 
-/// Columns are a multiple of 8; 8 bytes of shared memory for each. A column beyond x is zero. Rows of slots that stand
-/// in no list are left alone.
+/// The number of columns is a multiple of 8, and each takes 8 bytes of shared memory. A column that x does not have is
+/// zero. Rows of slots that are in no list are not written.
 extern "C" int moe_order_rows(const moe::OrderRowsArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::quant;

@@ -15,7 +15,7 @@ __host__ __device__ constexpr int quant_tile_columns(QuantFormat format) {
   return format == QuantFormat::kInt4 ? 64 : 32;
 }
 
-/// f(Format<kFormat>) for the format of a pack.
+/// Calls f(Format<kFormat>) for the format of a pack.
 template <QuantFormat kFormat>
 struct Format {
   static constexpr QuantFormat value = kFormat;
@@ -30,7 +30,7 @@ cudaError_t with_format(QuantFormat format, F&& f) {
   }
 }
 
-/// Whether a pack is one that kernels can read.
+/// Whether kernels can read a pack.
 inline bool is_pack(const QuantPack& w) {
   const int columns = quant_tile_columns(w.format);
   const int64_t rows = w.n_tiles * kQuantTileRows;
@@ -40,14 +40,14 @@ inline bool is_pack(const QuantPack& w) {
          (w.gate_up == 0 || w.n % 2 == 0);
 }
 
-/// A row of a tile as the number of a row of its matrix; from `n` on there is none.
+/// The row of the matrix that a row of a tile holds; there is none from `n` on.
 __device__ __forceinline__ int64_t quant_row(const QuantPack& w, int64_t n_tile, int row) {
   if (w.gate_up == 0) return n_tile * kQuantTileRows + row;
   const int64_t column = n_tile * 8 + row % 8, width = w.n / 2;
   return column < width ? column + (row < 8 ? 0 : width) : w.n;
 }
 
-/// The column of x of a packed column; x has none from `k` on.
+/// The column of x that a packed column is multiplied by; there is none from `k` on.
 __device__ __forceinline__ int64_t quant_column(const QuantPack& w, int64_t expert, int64_t column) {
   if (w.perm == nullptr) return column;
   return w.perm[expert * w.k_packed + column];
@@ -77,7 +77,8 @@ __device__ __forceinline__ int64_t quant_group(const QuantPack& w, uint32_t colu
   return min(static_cast<int64_t>(column / static_cast<uint32_t>(w.group)), w.groups - 1);
 }
 
-/// A lane's weight number i of a k-step as it is coded: words[0] of 4 bits, words[0 .. 1] of 8.
+/// The i-th weight of a lane in a k-step, without scale and zero point. With 4 bits its words are words[0], with 8 bits
+/// words[0 .. 1].
 template <QuantFormat kFormat>
 __device__ __forceinline__ float coded_weight(const uint32_t* words, int i) {
   if constexpr (kFormat == QuantFormat::kInt4) {
@@ -85,13 +86,13 @@ __device__ __forceinline__ float coded_weight(const uint32_t* words, int i) {
   } else {
     const uint32_t q = words[i / 4] >> (8 * (i % 4 / 2) + 16 * (i % 2)) & 0xff;
     if constexpr (kFormat == QuantFormat::kInt8) return static_cast<float>(q);
-    // E4M3 as the bits of an f32, whose exponent is then 120 too small.
+    // The bits of E4M3 moved into an f32: its exponent is then 120 too small.
     return __uint_as_float((q & 0x80) << 24 | (q & 0x7f) << 20) * 0x1p120f;
   }
 }
 
 /// A lane's eight weights of the k-step that begins at packed column `column` of tile row `tile` (expert * n_tiles +
-/// n_tile), in f32 as the scheme defines them.
+/// n_tile), in f32 and with the rounding that the scheme defines.
 template <QuantFormat kFormat>
 __device__ __forceinline__ void dequantised(const QuantPack& w, int64_t tile, uint32_t column, int lane,
                                             const uint32_t* words, float (&out)[8]) {

@@ -1,4 +1,5 @@
-// Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, scales on their sums.
+// Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, and scales multiply the
+// sums.
 #pragma once
 
 #include "quant/matrix.cuh"
@@ -7,7 +8,7 @@ namespace moe::quant {
 
 constexpr int kStep = 64;  // columns that a warp takes at a time
 
-/// 64 columns of a row of x as column operands of four products; lane 4g + t has its own of token g.
+/// 64 columns of a row of x as column operands of four products; lane 4g + t has its part of the row of token g.
 struct Columns {
   uint32_t word[8];
 
@@ -18,7 +19,7 @@ struct Columns {
     for (int i = 0; i < 8; ++i) word[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
   }
 
-  /// load where a lane's words lie one after the other: `word_at` (quant/row_steps.cuh).
+  /// The same as load, for rows in which a lane's words are next to each other: `word_at` (quant/row_steps.cuh).
   __device__ __forceinline__ void load_ordered(const uint8_t* x) {
     const uint4* from = reinterpret_cast<const uint4*>(x + threadIdx.x % 4 * 32);
     const uint4 p = from[0], q = from[1];
@@ -27,7 +28,7 @@ struct Columns {
   }
 };
 
-/// Scales of a lane's two rows in a group, and their zero points as operands.
+/// The scales of a lane's two rows in a group, and their zero points as operands.
 struct Factors {
   float low, high;
   uint32_t zero[2];
@@ -58,17 +59,17 @@ struct Operands {
   }
 };
 
-/// A stage, as its readers see it.
+/// Reads a stage.
 template <class Kind>
 struct Stage {
   static constexpr QuantFormat kFormat = Kind::kFormat;
   static constexpr int kWords = step_words(kFormat);
 
   const uint8_t *tiles, *scales, *zeros;
-  uint32_t low, high;  // bytes from a group's first scale to this lane's
+  uint32_t low, high;  // bytes from a group's first scale to this lane's scales
   int shift, first_group, scale_bytes, f16;
 
-  /// `row` and `k`: where the stage begins in the matrix.
+  /// `row` and `k`: the row and the column of the matrix at which the stage begins.
   __device__ __forceinline__ Stage(const Matrix& w, const StageLayout& l, const uint8_t* stage, size_t row, int k)
       : tiles(stage + threadIdx.x % 32 * 16),
         scales(stage + l.scales),

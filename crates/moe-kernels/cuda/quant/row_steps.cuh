@@ -1,5 +1,5 @@
-// How rows of x lie in shared memory for the products of warp_ring.cuh, a step of 128 columns at a time: as bf16, or,
-// beside integers in groups of 128 and more, as digits (digits.cuh) with their unit and sum.
+// How rows of x are stored in shared memory for the products of warp_ring.cuh, in steps of 128 columns: as bf16, or,
+// with integer weights in groups of 128 and more, as digits (digits.cuh) with their unit and sum.
 #pragma once
 
 #include <type_traits>
@@ -9,16 +9,16 @@
 
 namespace moe::quant {
 
-/// The sum of four squares, with the same roundings wherever it stands: left to the compiler, a token alone and one of
-/// four had different ones.
+/// The sum of four squares, with the same roundings in every caller. Left to the compiler, the roundings for a single
+/// token differed from the roundings for one of four tokens.
 __device__ __forceinline__ float sum_of_squares(float4 v) {
   return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, v.x * v.x)));
 }
 
 constexpr int kWideStep = 2 * kStep;  // columns
 
-/// Where a row of bf16 has the word of columns `column` and `column + 1`: what a lane needs of 64 columns lies in 32
-/// bytes.
+/// The index of the word with columns `column` and `column + 1` in a row of bf16. In this order, the words that a lane
+/// needs of 64 columns are 32 consecutive bytes.
 __device__ __forceinline__ int word_at(int column) {
   return column / kStep * (2 * kStep) + column % 8 / 2 * 32 + column % kStep / 8 * 4;
 }
@@ -26,20 +26,20 @@ __device__ __forceinline__ int word_at(int column) {
 /// bf16: the 8 columns of a product are 8 tokens.
 struct FloatSteps {
   static constexpr bool kDigits = false;
-  static constexpr int kBytes = 2 * kWideStep;  // of a step
+  static constexpr int kBytes = 2 * kWideStep;  // bytes of a step
   static constexpr int kEach = 2;               // tokens whose results a lane has
 
   /// The token of a lane's operand, and the token of its i-th result of a row.
   static __device__ __forceinline__ int operand_token() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int result_token(int i) { return threadIdx.x % 4 * 2 + i; }
 
-  /// Four columns from `column` on.
+  /// Stores four columns from `column` on.
   static __device__ __forceinline__ void store(uint8_t* row, int column, uint2 words) {
     uint8_t* to = row + word_at(column);
     *reinterpret_cast<uint32_t*>(to) = words.x;
     *reinterpret_cast<uint32_t*>(to + 32) = words.y;
   }
-  /// Keeps four columns as bf16 until the same lanes store them: here both do the same.
+  /// Keeps four columns as bf16 until the same lanes store them. Here `keep` and `store` do the same.
   static __device__ __forceinline__ void keep(uint8_t* row, int column, uint2 words) { store(row, column, words); }
   static __device__ __forceinline__ uint2 kept(const uint8_t* row, int column) {
     const uint8_t* from = row + word_at(column);
@@ -53,9 +53,9 @@ struct FloatSteps {
   }
 };
 
-/// Digits: the 8 columns of a product are both digits of 4 tokens. A step's two halves have the high digits of 64
-/// columns, then the low ones, the four k-steps of a pair one after the other. Steps are made by whole warps, columns
-/// beyond the last one zero.
+/// Digits: the 8 columns of a product are the two digits of 4 tokens. Each half of a step has the high digits of 64
+/// columns and then the low ones; the four k-steps of a pair are next to each other. Whole warps make a step; columns
+/// after the last one are zero.
 struct DigitSteps {
   using Side = digits::Side<1>;
   static constexpr bool kDigits = true;
@@ -66,15 +66,15 @@ struct DigitSteps {
   static __device__ __forceinline__ int operand_token() { return threadIdx.x % 32 / 8; }
   static __device__ __forceinline__ int result_token(int) { return threadIdx.x % 4; }
 
-  /// As FloatSteps; lane i has columns 4 i to 4 i + 3 of a step. A lane's digits are of two pairs 8 columns apart, so
-  /// neighbours exchange one.
+  /// The same as in FloatSteps; lane i has columns 4 i to 4 i + 3 of a step. The digits that a lane stores belong to
+  /// two pairs that are 8 columns apart, so neighbours exchange one pair.
   static __device__ __forceinline__ void store(uint8_t* row, int column, uint2 words) {
     const bool upper = threadIdx.x & 2;
     const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? words.x : words.y, 2);
     store_pairs(row + column / kWideStep * kBytes, upper ? other : words.x, upper ? words.y : other);
   }
 
-  /// Keeps four columns as bf16 until the same lanes store them.
+  /// Keeps four columns as bf16 until the same lanes store them as digits.
   static __device__ __forceinline__ void keep(uint8_t* row, int column, uint2 words) {
     *reinterpret_cast<uint2*>(row + column / kWideStep * kBytes + column % kWideStep * 2) = words;
   }
@@ -82,7 +82,7 @@ struct DigitSteps {
     return *reinterpret_cast<const uint2*>(row + column / kWideStep * kBytes + column % kWideStep * 2);
   }
 
-  /// Two words are two pairs 8 columns apart.
+  /// The piece of a row that is this lane's. Its two words are two pairs of columns that are 8 columns apart.
   static __device__ __forceinline__ int own_piece() {
     const int lane = threadIdx.x % 32;
     return lane / 16 * 16 + own_pair() * 4 + lane / 4 % 4;
@@ -92,7 +92,7 @@ struct DigitSteps {
   }
 
  private:
-  /// The t of this lane, which has columns 2t, 2t + 1, 2t + 8, 2t + 9 of k-step lane / 4 of each step.
+  /// The number t of this lane, which has columns 2t, 2t + 1, 2t + 8, 2t + 9 of k-step lane / 4 of each step.
   static __device__ __forceinline__ int own_pair() { return threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
 
   static __device__ __forceinline__ void store_pairs(uint8_t* step, uint32_t first, uint32_t second) {
@@ -109,17 +109,17 @@ struct DigitSteps {
   }
 };
 
-/// Whether rows beside weights of this format may be digits.
+/// Whether rows may be digits with weights of this format.
 __host__ __device__ constexpr bool has_digits(QuantFormat format) { return format != QuantFormat::kFp8; }
 
-/// Whether they are: a scale for each 32 columns costs more than digits save.
+/// Whether rows are digits: with a scale for each 32 columns they cost more than they save.
 template <class Kind>
 constexpr bool kTakesDigits = has_digits(Kind::kFormat) && Kind::kShare == kWideStep;
 
 template <bool kDigits>
 using RowSteps = std::conditional_t<kDigits, DigitSteps, FloatSteps>;
 
-/// Bytes from a row of so many columns to the next, padded against bank conflicts.
+/// Bytes from one row of `columns` columns to the next, padded against bank conflicts.
 __host__ __device__ constexpr int row_pitch(int columns, bool digits) {
   constexpr int kPad = 16;
   return (digits ? ceil_div(columns, kWideStep) * DigitSteps::kBytes : 2 * columns) + kPad;

@@ -1,15 +1,16 @@
-// A stage of quantised weights in shared memory for warpgroup products: some blocks of 16 rows x 64 or 128 columns as
-// the pack has them (quant/args.cuh), beside them the scales and zero points of its columns, and how a warp makes A
-// fragments of bf16 of them.
+// A stage of quantised weights in shared memory for warpgroup products, and how a warp makes A fragments of bf16 of it.
+// A stage holds blocks of 16 rows x 64 or 128 columns in the order of the pack (quant/args.cuh), then the scales and
+// zero points of its columns.
 //
-// Products for few token rows are of exact integers (or e4m3), and their sums over the columns of one scale are scaled
-// in f32: no weight is rounded. Products for prompts, whose sums fill the registers, scale fragments: bf16(bf16(scale)
-// (q - zero)), as a checkpoint that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a
-// scale of FP8, which is f32, is taken as the sum of two bf16.
+// Products for few token rows multiply exact integers (or e4m3), and scales multiply their sums over the columns of one
+// scale in f32: no weight is rounded. The sums of products for prompts fill the registers, so scales multiply fragments
+// there: bf16(bf16(scale) (q - zero)), the same weights as in a checkpoint that is dequantised to bf16, except that a
+// scale of f16 is rounded to bf16 first. A scale of FP8, which is f32, is the sum of two bf16.
 //
-// Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, with scales 1 and, of
-// FP8, 2 more. Four schedulers issue 128 lanes' a clock, and an SM's share of the memory brings 38 weights of 4 bits or
-// 19 of 8 in one: 41 % of the issue for int4 and int8, before all that is done around a stage.
+// Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5; multiplying by scales
+// takes 1 more, with FP8 2 more. Four schedulers issue the instructions of 128 lanes in a clock, and an SM's share of
+// the memory bandwidth brings 38 weights of 4 bits or 19 of 8 bits in a clock. So unpacking takes 41 % of the issue
+// slots for int4 and int8, before all other work of a stage.
 #pragma once
 
 #include "ptx/tensor_map.cuh"
@@ -19,19 +20,21 @@
 
 namespace moe::quant {
 
-/// What a product's weights need beside the tensor map of their tiles.
+/// What a product needs of its weights in addition to the tensor map of their tiles.
 struct Source {
   const uint8_t* scales;
-  const uint8_t* zeros;    // null: the middle
-  int blocks, all_blocks;  // of 16 rows: of a matrix, of all
+  const uint8_t* zeros;    // null: the middle of the range of the codes
+  int blocks, all_blocks;  // blocks of 16 rows: of a matrix, of all matrices
   int groups;
-  uint32_t inverse;  // of a group's shares (QuantStage), times 2^32, above: the loop of a stage divides by them; 0: one
+  // 2^32 / shares of a group (QuantStage), rounded up, because the loop over stages divides by that number; 0 for one
+  // share.
+  uint32_t inverse;
   int scale_rows, f16_scales;
-  int uniform;  // a stage's columns have one scale
+  int uniform;  // whether the columns of a stage share a scale
 };
 
-/// kColumns_: of a stage, 64 or 128. kShare: of them have the same scale, kColumns_ or 32. kRowBlocks: blocks of 16
-/// rows.
+/// kColumns_: columns of a stage, 64 or 128. kShare: columns that have the same scale, kColumns_ or 32. kRowBlocks:
+/// blocks of 16 rows.
 template <QuantFormat kFormat, int kColumns_, int kShare, int kRowBlocks>
 struct QuantStage {
   static constexpr int kColumns = kColumns_, kSteps = kColumns / 16;
@@ -42,23 +45,23 @@ struct QuantStage {
   static constexpr int kScaleBytes = kRowBlocks * kShares * (kIntegers ? 32 : 64);
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
   static constexpr int kSideBytes = kScaleBytes + kZeroBytes;
-  static constexpr int kWords = step_words(kFormat);  // of a lane in a k-step
+  static constexpr int kWords = step_words(kFormat);  // words of a lane in a k-step
   static constexpr uint32_t kReleases = kWarpArrivals;
   static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
 
 #if MOE_HAS_WGMMA
-  /// The weights of `step`, kBytes that the barrier must expect. One thread.
+  /// Loads the weights of `step`; one thread calls it. The barrier must expect kBytes.
   static __device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int row_block, int step,
                                                       uint64_t* bar, uint64_t policy) {
     load_tile(to, map, row_block, step * (kBlockBytes / 8), bar, policy);
   }
 
-  /// What lies beside them, 16 bytes or less each: scales of the blocks, then zero points.
+  /// The number of pieces of at most 16 bytes in a stage's scales, which come first, and zero points.
   static constexpr int kScaleItems = kRowBlocks * kShares * (kIntegers ? 2 : 4);
   static constexpr int kItems = kScaleItems + (kIntegers ? kRowBlocks * kShares : 0);
 
-  /// A lane's part of copying them for all stages of a work tile, lane `index` of kLanes: where each of its items is in
-  /// memory for the first group, and how far the next group is.
+  /// Copies a lane's part of the scales and zero points for all stages of a work tile; `index` is the lane's number
+  /// among kLanes. It knows the address of each of its pieces for the first group, and the distance to the next group.
   template <int kLanes>
   class SideCopies {
     static constexpr int kEach = ceil_div(kItems, kLanes), kBlockItems = kIntegers ? 2 : 4;
@@ -68,7 +71,7 @@ struct QuantStage {
     uint32_t inverse;
 
     static __device__ __forceinline__ bool is_zero(int item) { return item >= kScaleItems; }
-    /// Block and share of it.
+    /// The block of a piece, and its share.
     static __device__ __forceinline__ int place(int item) {
       return is_zero(item) ? item - kScaleItems : item / kBlockItems;
     }
@@ -76,7 +79,7 @@ struct QuantStage {
    public:
     __device__ __forceinline__ SideCopies(const Source& s, int row_block, int index)
         : index(index), last_group(s.groups - 1), inverse(s.inverse) {
-      const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // of a block and group
+      const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // bytes of the scales of a block in a group
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int item = index + i * kLanes, within = is_zero(item) ? 0 : item % kBlockItems * 16;
@@ -87,7 +90,7 @@ struct QuantStage {
       }
     }
 
-    /// Copies this lane's items of `step` by cp.async.
+    /// Copies this lane's pieces of `step` by cp.async.
     __device__ __forceinline__ void copy(uint8_t* side, int step) const {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -107,8 +110,8 @@ struct QuantStage {
   /// Zero points and scales of a lane's two rows, g and g + 8 of a block.
   struct Operands {
     uint32_t zero[2];
-    uint32_t scale[2], rest[2];  // as bf16, where fragments are scaled
-    float exact[2];              // where sums are
+    uint32_t scale[2], rest[2];  // as bf16, for products whose fragments are scaled
+    float exact[2];              // for products whose sums are scaled
   };
 
   /// The operands, from pointers to this lane's first scale and zero point.
@@ -131,18 +134,18 @@ struct QuantStage {
     return o;
   }
 
-  /// This lane's first scale of a block, as a number of scales from the first.
+  /// The index of this lane's first scale of a block, counted from the stage's first scale.
   static __device__ __forceinline__ int first_scale(const Source& s, int block) {
     return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);
   }
 
-  /// The operands of a share of a stage's columns. `at`: first_scale of its block.
+  /// The operands of a share of a stage's columns. `at` is first_scale of the block.
   static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int at, int share) {
     at += share * 16;
     return operands(side + at * (kIntegers ? 2 : 4), side + kScaleBytes + at, s);
   }
 
-  /// Fetches the operands of a k-step where it begins a share of columns with a scale of its own.
+  /// Loads new operands if the columns with one scale begin at this k-step.
   static __device__ __forceinline__ void fetch(const uint8_t* side, const Source& s, int block, int k, Operands* o) {
     if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, first_scale(s, block), k / kShareSteps);
   }
@@ -154,7 +157,7 @@ struct QuantStage {
     read(weights + block * kBlockBytes + threadIdx.x % 32 * 16, words);
   }
 
-  /// Reads a lane's words from the first of them on.
+  /// Reads a lane's words; `from` is the first of them.
   static __device__ __forceinline__ void read(const uint8_t* from, Words& words) {
 #pragma unroll
     for (int i = 0; i < kSteps * kWords; i += 4) {
@@ -163,7 +166,7 @@ struct QuantStage {
     }
   }
 
-  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled.
+  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights.
   template <bool kScaled>
   static __device__ __forceinline__ void fragment(const Words& words, const Operands& o, int k, uint32_t (&a)[4]) {
     unpack<kFormat>(words + k * kWords, o.zero, a);
@@ -183,8 +186,8 @@ struct QuantStage {
     for (int i = 0; i < kSums; ++i) total[i] = fmaf(sums[i], o.exact[i / 2 % 2], total[i]);
   }
 
-  /// Gives a stage back that this warp has read. The fence orders reads before what the copy engine writes; a lane that
-  /// has had one since its last read needs none.
+  /// Gives back a stage that this warp has read. The fence orders the reads before the next copy into the stage. A lane
+  /// that has passed another fence since its last read needs none.
   static __device__ __forceinline__ void give_back(uint64_t* empty, bool fence) {
     if (fence) fence_async_shared();
     warp_arrive(empty);
@@ -194,7 +197,8 @@ struct QuantStage {
 
 // ---- host
 
-/// Whether the tensor forms take a pack: columns in the order of x, all rows there, one scale for 32 columns.
+/// Whether the tensor-core kernels accept a pack: its columns are in the order of x, no row is missing, and 32 columns
+/// share a scale.
 inline bool fits(const QuantPack& w) {
   const bool one = w.groups == 1;
   if (w.perm != nullptr || w.q == nullptr || w.scales == nullptr || w.experts <= 0 || w.k <= 0 || w.k % 64 != 0 ||
@@ -207,7 +211,7 @@ inline bool fits(const QuantPack& w) {
          w.scale_rows == 16 && (one || w.group % 32 == 0);
 }
 
-/// How many of a stage's `columns` surely have one scale.
+/// The number of columns of a stage that are sure to have the same scale.
 inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {
@@ -223,7 +227,7 @@ inline Source source(const QuantPack& w, int columns, int share) {
           w.groups == 1 || w.group % columns == 0};
 }
 
-/// The map of a pack's tiles in boxes of a stage.
+/// Makes the tensor map of a pack's tiles, in boxes of one stage.
 inline cudaError_t make_pack_map(CUtensorMap* map, const QuantPack& w, int row_blocks, int block_bytes) {
   const int64_t words = w.k_packed / tile_columns(w.format) * 64;
   return make_word_map(map, w.q, w.experts * w.n_tiles, words, row_blocks, block_bytes / 8);

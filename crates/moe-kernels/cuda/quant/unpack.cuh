@@ -1,10 +1,10 @@
 // Quantised weights to A fragments of bf16 in registers, a k-step of 16 columns at a time. quant/args.cuh says how a
 // lane's words hold them.
 //
-// Integers: the bits of q or-ed to those of 128 are the bf16 number 128 + q (7 bits of mantissa), so q - zero costs a
-// masking and a subtraction for two weights, without rounding. int8 has a bit more than the mantissa, which is added by
-// itself. e4m3: its exponent and mantissa moved to their places are the number times 2^-120; 0x7f and 0xff, which are
-// NaN, become 480.
+// Integers: the bits of q combined by `or` with the bits of 128.0 are the bf16 number 128 + q (7 bits of mantissa), so
+// q - zero costs a mask and a subtraction for two weights, without rounding. int8 has one bit more than the mantissa,
+// which is added separately. e4m3: its exponent and mantissa, moved to their places in bf16, are the number times
+// 2^-120. 0x7f and 0xff, which are NaN, become 480.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -29,10 +29,10 @@ __device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) { return as_wor
 __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   return as_word(__hfma2(as_pair(a), as_pair(b), as_pair(c)));
 }
-/// The lower half in both.
+/// The lower half in both halves.
 __device__ __forceinline__ uint32_t both(uint32_t low) { return __byte_perm(low, 0, 0x1010); }
 
-/// (v & mask) | bits, which the compiler would do in two instructions where both are constants.
+/// (v & mask) | bits in one instruction; with two constants the compiler would use two.
 __device__ __forceinline__ uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) {
   uint32_t r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
@@ -41,9 +41,9 @@ __device__ __forceinline__ uint32_t and_or(uint32_t v, uint32_t mask, uint32_t b
 
 constexpr uint32_t kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 = 0x7b807b80u;
 
-// ---- what a row's zero point and scale are as operands, twice in a word
+// ---- a row's zero point and scale as operands, which are in both halves of a word
 
-/// The zero point as `unpack` subtracts it: 128 + zero for int4, zero for int8.
+/// The zero point in the form that `unpack` subtracts: 128 + zero for int4, zero for int8.
 template <QuantFormat kFormat>
 __device__ __forceinline__ uint32_t zero_operand(uint32_t zero) {
   if constexpr (kFormat == QuantFormat::kInt4) return zero * 0x00010001u + kPair128;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
       const uint32_t low = and_or(q, 0x007f007fu, kPair128), top = and_or(q, 0x00800080u, kPair128);
       a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
     } else {
-      // Both shifts from the word: a shift of what was shifted would be one more mask.
+      // Both shifts start from the word: shifting an already shifted value would need one more mask.
       const uint32_t q = v[i / 2], rest = row == 0 ? q << 4 : q >> 4, sign = row == 0 ? q << 8 : q;
       a[i] = mul2(and_or(rest, 0x07f007f0u, sign & 0x80008000u), kPair2To120);
     }

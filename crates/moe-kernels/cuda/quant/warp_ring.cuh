@@ -1,9 +1,9 @@
-// A ring of weights that one warp fills and empties: what it multiplies comes by its own copies, so no barrier stands
+// A ring of weights that one warp fills and empties. A warp copies what it multiplies itself, so there is no barrier
 // between a copy and a product, and warps never wait for each other.
 //
-// A place of the ring holds a step: up to 128 columns of a row of tiles, then the scales of their groups, then zero
-// points. Where groups have 128 columns or more, a step's sums are scaled once. What surrounds the products of a step
-// costs instructions, and with 64 columns as much of them as the products: 190 instead of 140 for 128.
+// A place of the ring holds a step: up to 128 columns of a row of tiles, then the scales of their groups, then the zero
+// points. Where groups have 128 columns or more, a step's sums are scaled once. The overhead of a step also costs
+// instructions; with 64 columns it would cost as many as the products: 190 instead of 140 for 128 columns.
 #pragma once
 
 #include "ptx/policy.cuh"
@@ -11,7 +11,8 @@
 
 namespace moe::quant {
 
-/// f(Kind) of matrices of this format, for `WarpRing`: whether all groups have kWideStep columns at least, or 32.
+/// Calls f(Kind) of matrices of this format for `WarpRing`; the kind says that all groups have at least kWideStep
+/// columns, or 32.
 template <class F>
 int with_step_kind(QuantFormat format, bool wide, F f) {
   switch (format) {
@@ -22,8 +23,8 @@ int with_step_kind(QuantFormat format, bool wide, F f) {
 }
 inline bool has_wide_groups(const Matrix& w) { return w.shift >= 7; }
 
-constexpr int kStepZeros = 128, kStepSide = 192;  // bytes from a step's scales to its zero points; of both
-/// Bytes of a place.
+constexpr int kStepZeros = 128, kStepSide = 192;  // bytes from a step's scales to its zero points; bytes of both
+/// The bytes of a place.
 __host__ __device__ constexpr int step_bytes(QuantFormat format) { return tile_bytes(format, kWideStep) + kStepSide; }
 
 /// A lane's part of a row of tiles.
@@ -32,13 +33,14 @@ struct TileRow {
   const uint8_t* side = nullptr;
 };
 
-/// A lane's part of all rows of tiles of a matrix, found once, since asking for a step otherwise takes more
-/// instructions than multiplying it.
+/// A lane's part of all rows of tiles of a matrix. It is computed once: otherwise, starting the copy of a step would
+/// take more instructions than multiplying it.
 struct TileRows {
-  const uint8_t* q = nullptr;     // of the first row
-  const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
+  const uint8_t* q = nullptr;  // this lane's weights in the first row of tiles
+  // The first lanes copy the scales of a step, the next ones its zero points, 8 bytes each.
+  const uint8_t* side = nullptr;
   uint32_t row_bytes = 0, side_row = 0, side_each = 0;
-  uint32_t groups = 0;  // from a step's first one on that there must be
+  uint32_t groups = 0;  // this lane copies only if at least this many groups follow from the step's first one on
   int side_to = 0, shift = 0;
 
   TileRows() = default;
@@ -46,7 +48,8 @@ struct TileRows {
       : q(w.q + threadIdx.x % 32 * 16), row_bytes(tile_bytes(format, w.k)), shift(w.shift) {
     const int lane = threadIdx.x % 32;
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
-    const int of_lane = lane >> (31 - __clz(each));  // the group: `each` is 1, 4 or 8, and a division would take longer
+    // The group of this lane: `each` is 1, 4 or 8, and a division would take longer.
+    const int of_lane = lane >> (31 - __clz(each));
     if (lane < scales) {
       side = w.scales + lane * 8, side_to = lane * 8;
       side_each = w.scale_bytes, side_row = w.groups * side_each, groups = max(0, w.groups - of_lane);
@@ -62,7 +65,7 @@ struct TileRows {
   }
 };
 
-/// What a lane knows of a matrix.
+/// What a lane needs to know of a matrix to find its scales.
 struct LaneScales {
   uint32_t low, high;  // bytes from a group's first scale to the scales of this lane's rows
   int scale_bytes, shift;
@@ -83,7 +86,7 @@ struct LaneScales {
   }
 };
 
-/// kDepth: steps on their way or waiting.
+/// kDepth: the number of steps that are in flight or waiting.
 template <class Kind, int kDepth>
 struct WarpRing {
   static constexpr QuantFormat kFormat = Kind::kFormat;
@@ -92,7 +95,7 @@ struct WarpRing {
 
   uint8_t* base;
   uint64_t policy = read_once();
-  int filled = 0, taken = 0;  // bytes from the base to the places that are next
+  int filled = 0, taken = 0;  // byte offsets of the next places
 
   __device__ __forceinline__ explicit WarpRing(uint8_t* base) : base(base) {}
 
@@ -114,10 +117,10 @@ struct WarpRing {
     cp_async_commit();
   }
 
-  /// Counts as the copy of a step.
+  /// Counts as the copy of a step, but copies nothing.
   __device__ __forceinline__ void skip() { cp_async_commit(); }
 
-  /// The oldest step, when it is there. kDepth copies must have been started that are not taken.
+  /// Waits for the oldest step. There must be kDepth started copies that have not been taken.
   __device__ __forceinline__ const uint8_t* take() {
     cp_async_wait<kDepth - 1>();
     __syncwarp();
@@ -135,8 +138,9 @@ struct WarpRing {
     }
   }
 
-  /// sum += the oldest step times up to 128 columns of x. `x`: of the token of this lane's operand; the token of its
-  /// results is `to_result` bytes further. sum[0] and sum[1] are of row g, sum[2] and sum[3] of row g + 8.
+  /// sum += the oldest step times up to 128 columns of x. `x` points to the row of the token of this lane's operand;
+  /// the row of the token of its results is `to_result` bytes further. sum[0] and sum[1] belong to row g, sum[2] and
+  /// sum[3] to row g + 8.
   template <class RowSteps>
   __device__ __forceinline__ void multiply(const LaneScales& w, int columns, const uint8_t* x, int to_result,
                                            float (&sum)[4]) {
@@ -152,8 +156,8 @@ struct WarpRing {
     const auto& of = *reinterpret_cast<const digits::Side<1>*>(row_side);
     digits::Factors<kFormat> f;
     f.load(reinterpret_cast<const uint16_t*>(side + w.low), w.f16, side + kStepZeros + threadIdx.x % 32 / 4, w.zeros);
-    // Two chains: a product that waits for the one before takes twice as long. Weights of a half that is not there,
-    // whatever they are, meet zeros.
+    // Two chains: a product that waits for the one before takes twice as long. If there is no second half, its weights
+    // may be anything, because they are multiplied by zeros.
     int acc[2][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -169,7 +173,7 @@ struct WarpRing {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       f.add(i, acc[0][2 * i] + acc[1][2 * i], acc[0][2 * i + 1] + acc[1][2 * i + 1], of.sums[0], of.unit, sum[2 * i]);
-    __syncwarp();  // read by all lanes: the place may be filled again
+    __syncwarp();  // all lanes have read it: the place may be filled again
   }
 
   __device__ __forceinline__ void multiply_floats(const LaneScales& w, int columns, const uint8_t* x, float (&sum)[4]) {
@@ -217,7 +221,7 @@ struct WarpRing {
       }
     }
     if constexpr (kShares == 1) end();
-    __syncwarp();  // read by all lanes: the place may be filled again
+    __syncwarp();  // all lanes have read it: the place may be filled again
   }
 };
 

@@ -1,6 +1,6 @@
-// Force-balance: the experts of every row and layer of a step are the start of a random permutation, a function of
-// seed, step, layer and row alone. One launch at the beginning of a step, so that the launches that route need only
-// read.
+// Force-balance: the experts of every row and layer of a step are the start of a random permutation, which depends only
+// on seed, step, layer and row. One launch at the beginning of a step computes them, so that the launches that route
+// only need to read.
 //
 // Floor: 4 K bytes written per row and layer. A thread samples a row's K ids one after the other, as the CPU does: of
 // Qwen3's 48 layers and 256 rows 12,288 threads, predicted 4 us of a step of 10 ms.
@@ -13,9 +13,10 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr uint32_t kStream = 2u << 28;  // of moe-router's random numbers
+constexpr uint32_t kStream = 2u << 28;  // number of this stream among moe-router's random numbers
 
-/// The rank-th number that is not among the first `count` ids: climbs until the count of smaller ones holds.
+/// The number with this rank among the numbers that are not among the first `count` ids. It grows until the count of
+/// smaller ids is right.
 __device__ __forceinline__ uint32_t absent(const uint32_t* ids, int count, uint32_t rank) {
   uint32_t x = rank;
   for (;;) {
@@ -46,7 +47,8 @@ __global__ void balance_ids(const __grid_constant__ BalanceIdsArgs a) {
 }  // namespace
 }  // namespace moe
 
-/// Fills ids [rows, layers, K]. Refuses K > E. Does not overlap the launch before it, which may still read them.
+/// Fills ids [rows, layers, K]. It refuses K > E. It does not overlap the launch before it, which may still read the
+/// ids.
 extern "C" int moe_balance_ids(const moe::BalanceIdsArgs* args, void* stream) {
   using namespace moe;
   const BalanceIdsArgs& c = *args;

@@ -1,14 +1,14 @@
-// The choice of a token's experts by one warp, and where it goes.
+// The choice of a token's experts by one warp, and its outputs.
 #pragma once
 
 #include "ptx/predicated.cuh"
 #include "router/copies.cuh"
-#include "router/route.cuh"
+#include "router/groups.cuh"
 
 namespace moe {
 
-/// A lane's part of a token's experts, e = 32 j + lane, the best one first: up to four are sorted; with more, the best
-/// is looked for each time.
+/// A lane's part of a token's experts, e = 32 j + lane, the best one first. Up to four experts are sorted. With more,
+/// the lane searches for its best one each time.
 template <int N>
 struct LaneKeys {
   static constexpr bool kSorted = N <= 4;
@@ -18,7 +18,7 @@ struct LaneKeys {
   __device__ __forceinline__ LaneKeys(const uint32_t (&keys)[N], const float (&scores)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) key[j] = keys[j], id[j] = j * 32 + threadIdx.x % 32, score[j] = scores[j];
-    // Neighbours change places where the later one is larger: equal keys keep their order.
+    // Neighbours are exchanged if the later one is larger: equal keys keep their order.
 #pragma unroll
     for (int end = kSorted ? N - 1 : 0; end > 0; --end) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct LaneKeys {
     return top;
   }
 
-  /// The best one, whose key is `top`, if `takes`: it is out then.
+  /// Removes and returns the best one, whose key is `top`, if `takes`.
   __device__ __forceinline__ Choice take(uint32_t top, bool takes) {
     Choice c = {id[0], score[0]};
     if constexpr (kSorted) {
@@ -67,23 +67,25 @@ struct LaneKeys {
   }
 };
 
-/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts
-/// behind the chosen ones; a NaN is never chosen by itself. All lanes call `on_choice(k, id, mine)` at once, where
-/// `mine` holds for the lane that has the choice; the others have any id. `routing` may force experts on the token, row
-/// `row` of the step: absent ones then move behind the others.
+/// Chooses among the E <= 32 N logits of a token; this lane passes e = 32 j + lane as `score[j]` (-inf from E on). All
+/// lanes of one warp call it; `chosen` is shared memory of this warp for K slots. Returns this lane's slot; shared
+/// experts come after the chosen ones. A NaN is never chosen unless it is forced. All lanes call `on_choice(k, id,
+/// mine)` together, where `mine` is true for the lane that has the choice; the id of the others is undefined. `routing`
+/// may force experts on the token, row `row` of the step; absent ones then move after the others.
 ///
-/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a reduction
-/// over the lanes' best keys, whether several have it, and the next one of the lane that had it. A choice is told while
-/// the next reduction is under way. Where keys of two lanes tie, which is rare, and where there are none left, a branch
-/// sees to it: the lower id is found by a second reduction.
-template <bool kPlain, int N, class OnChoice>
+/// Each round is a chain of dependent instructions whose latency nothing hides, so it contains only what it must: a
+/// reduction over the lanes' best keys, the test whether several lanes have the best key, and the next key of the lane
+/// that had it. A choice is announced while the next reduction runs. A branch handles two rare cases: keys of two lanes
+/// tie (a second reduction then finds the lower id), or no keys are left.
+template <Rule kRule, int N, class OnChoice>
 __device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutingArgs& routing, int row,
                                          float (&score)[N], Choice* chosen, OnChoice on_choice) {
-  const RouteArgs a = with_rule<kPlain>(args);
+  constexpr bool kPlain = kRule == Rule::kPlain;
+  const RouteArgs a = with_rule<kRule>(args);
   const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
   uint32_t key[N];
   score_logits(a, score, key);
+  if constexpr (kRule == Rule::kGroups) keep_best_groups(a, key);
   if constexpr (!kPlain) force_keys(routing, a.top_k, row, key);
   LaneKeys<N> keys(key, score);
   uint32_t found = 0;
@@ -121,21 +123,21 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutin
   return {replaced ? balanced(routing, row, lane, own.id) : own.id, weight};
 }
 
-/// The slot of a row's expert, of `experts`. Not inline, as `score_alone`: most models have no copies.
+/// The slot of a row's expert, of `experts`. It is not inline, like `score_alone`: most models have no copies.
 static __device__ __noinline__ uint32_t chosen_slot(const int32_t* log2phy, int experts, int width, uint32_t row,
                                                     uint32_t id, bool hashed) {
   return slot_of_row(log2phy, experts, width, row, id, hashed);
 }
 
-/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
-template <bool kPlain, int N>
+/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen` is the same as in `choose`.
+template <Rule kRule, int N>
 __device__ __forceinline__ void route_row(const RouteArgs& a, const StepRoutingArgs& routing, const CopiesArgs& copies,
                                           const float* logits, Choice* chosen, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
-  Choice c = choose<kPlain>(a, routing, token, score, chosen, [](uint32_t, uint32_t, bool) {});
+  Choice c = choose<kRule>(a, routing, token, score, chosen, [](uint32_t, uint32_t, bool) {});
   if (lane < a.top_k) leave(routing, a.experts, token, lane, c.id);
   if (copies.log2phy != nullptr)
     c.id = chosen_slot(copies.log2phy, a.experts + a.shared, copies.width, copies.first_row + token, c.id,

@@ -5,7 +5,7 @@
 
 namespace moe {
 
-/// The number of the copy, of `copies`, that computes a row: what Spread::copy of the CPU says.
+/// The number of the copy, of `copies`, that computes a row. The rule is Spread::copy of the CPU.
 __device__ __forceinline__ uint32_t copy_of_row(uint32_t row, uint32_t expert, uint32_t copies, bool hashed) {
   uint32_t number = row + expert;
   if (hashed) {
@@ -15,8 +15,8 @@ __device__ __forceinline__ uint32_t copy_of_row(uint32_t row, uint32_t expert, u
   return number % copies;
 }
 
-/// The slot that computes expert `id` of a row; kNoExpert for ids without one. log2phy is [experts, width], padded with
-/// -1.
+/// The slot that computes expert `id` of a row; kNoExpert for ids without a slot. log2phy is [experts, width], padded
+/// with -1.
 __device__ __forceinline__ uint32_t slot_of_row(const int32_t* log2phy, int experts, int width, uint32_t row,
                                                 uint32_t id, bool hashed) {
   if (id >= static_cast<uint32_t>(experts)) return kNoExpert;

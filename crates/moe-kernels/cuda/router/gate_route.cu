@@ -1,18 +1,18 @@
 // Router in one launch: gate product, scoring and top-k.
 //
-// Floor: 2 E H + 2 T H bytes (Qwen3-30B-A3B: 0.5 MB, 0.1 us), 2 T E H FLOPs. At decode sizes all of it is latency, so
-// the design spends none: operands go from memory straight to mma registers with every load in flight at once, the
-// gate's before pdl_wait(); and the blocks of a cluster, which share 8 tokens, leave their logits in the shared memory
-// of the block that routes the token: a cluster barrier instead of a fence, a ticket and a reload. Predicted at T = 64:
-// x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one H200: 4.4 us, 7.2 at
-// 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice). A block computes 16 experts x 8 tokens; its
-// 8 warps split H. An mma does not care which k is which as long as both operands agree, so a lane reads 16 consecutive
-// bytes of a row, the operands of two mma. Products of bf16 are exact in f32 and sums are f32: the logits are never
-// rounded.
+// Floor: 2 E H + 2 T H bytes (Qwen3-30B-A3B: 0.5 MB, 0.1 us), 2 T E H FLOPs. At decode sizes all of the time is
+// latency, so the design avoids it. Operands are loaded from memory straight to mma registers with all loads in flight
+// at once, the gate's before pdl_wait(). The blocks of a cluster share 8 tokens, and store their logits in the shared
+// memory of the block that routes the token: this needs a cluster barrier instead of a fence, a ticket and a reload.
+// Predicted at T = 64: x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one
+// H200: 4.4 us, 7.2 at 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice). A block computes 16
+// experts x 8 tokens; its 8 warps split H. An mma adds over k in any order that both operands share, so a lane reads 16
+// consecutive bytes of a row, the operands of two mma. Products of bf16 are exact in f32 and sums are f32: the logits
+// are never rounded.
 //
-// With hundreds of tokens that is slow, because each cluster reads the gate for a few tokens: 26.2 us at 1,024 is 210
-// at 8,192, whose x takes 8 us to read. From kApart tokens on Hopper the logits are a dense product of their own, and a
-// warp chooses for each token: predicted 15 + 6 us at 8,192.
+// With hundreds of tokens that is slow, because each cluster reads the gate for a few tokens: 26.2 us at 1,024 becomes
+// 210 at 8,192, whose x takes 8 us to read. From kApart tokens on, on Hopper, a dense product computes the logits, and
+// another launch chooses with a warp for each token: predicted 15 + 6 us at 8,192.
 #include "linear/args.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
@@ -29,13 +29,13 @@ constexpr int kCluster = 8;    // blocks of a cluster on Hopper
 constexpr int kBlockK = 32;    // elements of H that a warp takes per step
 constexpr int kSteps = 8;      // steps whose loads are in flight together
 constexpr int kBatch = kSteps * kWarps * kBlockK;
-constexpr int kApart = 512;  // tokens from which on product and choice are a launch each
+constexpr int kApart = 512;  // tokens from which on product and choice are separate launches
 
 struct GateArgs {
   const bf16* x;               // [T, H]
   const bf16* gate;            // [E, H]
   const bf16* gate_bias;       // [E] or null
-  const uint32_t* valid;       // [1] rows that are no padding, or null
+  const uint32_t* valid;       // [1] number of rows that are not padding, or null
   float* logits;               // [T, E]
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
   RouteArgs route;
@@ -58,7 +58,7 @@ struct Operand {
   }
 };
 
-/// Rows of the gate for two halves of an mma. Rows beyond the last read the last: their results are not stored.
+/// Rows of the gate for two halves of an mma. Rows after the last one read the last one; their results are not stored.
 struct GateRows {
   Operand low, high;
 
@@ -81,8 +81,8 @@ __device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x,
   }
 }
 
-// Logits on their way to the block that routes their token: words that its barrier counts. A cluster barrier behind
-// ordinary stores would wait for all that the block has stored to memory, too.
+// Logits are sent to the block that routes their token as words that its barrier counts. A cluster barrier after
+// ordinary stores would also wait for everything else that the block has stored to memory.
 
 __device__ __forceinline__ void expect_logits([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] int count) {
 #if MOE_HAS_CLUSTERS
@@ -102,25 +102,25 @@ __device__ __forceinline__ void send_logit(float* to, [[maybe_unused]] uint32_t 
 #endif
 }
 
-/// Behind the block's own last product, whose barrier orders it where the block is a cluster of its own.
+/// Called after the block's own last product, whose barrier orders the logits if the block is a cluster of its own.
 __device__ __forceinline__ void await_logits([[maybe_unused]] uint64_t* arrived) {
 #if MOE_HAS_CLUSTERS
   mbarrier_wait(arrived, 0);
 #endif
 }
 
-template <int kPerLane, bool kPlain>
+template <int kPerLane, Rule kRule>
 __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
   __shared__ float partial[kWarps][kExperts][kTokens + 1];
-  __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
+  __shared__ float logits[kTokens][kPerLane * 32];  // logits of the tokens that this block routes
   __shared__ Choice chosen[kTokens][kMaxTopK];
-  __shared__ uint64_t arrived;  // logits of these tokens
+  __shared__ uint64_t arrived;  // barrier for the logits of these tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = cluster_rank(), blocks = cluster_size();
   const int begin = blockIdx.y * kTokens * a.groups, end = min(begin + kTokens * a.groups, a.tokens);
   expect_logits(&arrived, ceil_div(max(end - begin - rank, 0), blocks) * a.route.experts);
   GateRows gate;
-  int held = rank * kExperts, held_first = 0;  // which part of the gate
+  int held = rank * kExperts, held_first = 0;  // the part of the gate that is in registers
   gate.load(a, held, held_first);
   cluster_arrive();
   pdl_launch_dependents();
@@ -130,7 +130,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   };
   Operand x;
   load_rows(x, begin, 0);
-  cluster_wait();  // every block of the cluster runs: its logits may be written to
+  cluster_wait();  // every block of the cluster runs: its shared memory may be written
 
   const auto store = [&](int expert0, int token0) {
     const int r = threadIdx.x % kExperts, e = expert0 + r, t = token0 + threadIdx.x / kExperts, own = t - begin;
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
         if (held != expert0 || held_first != first) gate.load(a, held = expert0, held_first = first);
         multiply(gate, x, first, a.hidden, acc);
       }
-      // The next product's rows are on their way while the sums of this one are exchanged.
+      // The rows of the next product are in flight while the sums of this one are exchanged.
       const bool more_tokens = token0 + kTokens < end, more_experts = expert0 + blocks * kExperts < a.route.experts;
       if (more_tokens || more_experts) load_rows(x, more_tokens ? token0 + kTokens : begin, 0);
 #pragma unroll
@@ -163,21 +163,29 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   if (t >= end) return;
   await_logits(&arrived);
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, a.routing, a.copies, logits[warp], chosen[warp], t);
+    route_row<kRule, kPerLane>(a.route, a.routing, a.copies, logits[warp], chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
+/// The logits of a lane if experts are in groups. Models with groups have 160 experts and more, so there are fewer
+/// kernels.
+template <int kPerLane>
+constexpr int kGrouped = kPerLane < 8 ? 8 : kPerLane;
+
 template <int kPerLane>
 cudaError_t run(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a)
-                                      : launch(gate_route<kPerLane, false>, l, a);
+  switch (rule_of(a.route, a.routing)) {
+    case Rule::kPlain: return launch(gate_route<kPerLane, Rule::kPlain>, l, a);
+    case Rule::kGroups: return launch(gate_route<kGrouped<kPerLane>, Rule::kGroups>, l, a);
+    default: return launch(gate_route<kPerLane, Rule::kAny>, l, a);
+  }
 }
 
 cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
   static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32,
                 "without clusters a warp routes one token");
-  // One product per cluster while all clusters run at once, which some groups of SMs have no room for; with
-  // more tokens a cluster keeps its gate.
+  // One product per cluster as long as all clusters can run at once; some groups of SMs have no room for a cluster.
+  // With more tokens a cluster keeps its gate.
   const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
   if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
   Launch l = {dim3(1, ceil_div(groups, a.groups)), dim3(kWarps * 32), stream};
@@ -188,8 +196,8 @@ cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
   return run<32>(l, a);
 }
 
-/// A warp for each token, whose logits another launch has written.
-template <int kPerLane, bool kPlain>
+/// One warp for each token, whose logits another launch has written.
+template <int kPerLane, Rule kRule>
 __global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constant__ GateArgs a) {
   __shared__ Choice chosen[kWarps][kMaxTopK];
   const int warp = threadIdx.x / 32, t = blockIdx.x * kWarps + warp;
@@ -197,15 +205,18 @@ __global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constan
   pdl_wait();
   if (t >= a.tokens) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, a.routing, a.copies, a.logits + static_cast<size_t>(t) * a.route.experts,
-                                chosen[warp], t);
+    route_row<kRule, kPerLane>(a.route, a.routing, a.copies, a.logits + static_cast<size_t>(t) * a.route.experts,
+                               chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
 template <int kPerLane>
 cudaError_t run_logits(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(route_logits<kPerLane, true>, l, a)
-                                      : launch(route_logits<kPerLane, false>, l, a);
+  switch (rule_of(a.route, a.routing)) {
+    case Rule::kPlain: return launch(route_logits<kPerLane, Rule::kPlain>, l, a);
+    case Rule::kGroups: return launch(route_logits<kGrouped<kPerLane>, Rule::kGroups>, l, a);
+    default: return launch(route_logits<kPerLane, Rule::kAny>, l, a);
+  }
 }
 
 cudaError_t launch_apart(const GateArgs& a, void* stream) {
@@ -223,7 +234,8 @@ cudaError_t launch_apart(const GateArgs& a, void* stream) {
 bool valid(const GateRouteArgs& c) {
   return c.tokens >= 0 && c.tokens <= 65535 * kTokens && c.hidden > 0 && c.hidden % 64 == 0 && c.experts > 0 &&
          c.experts <= 1024 && c.top_k > 0 && c.shared >= 0 && c.top_k + c.shared <= kMaxTopK && c.top_k <= c.experts &&
-         (c.copies.log2phy == nullptr || c.copies.width >= 1) && is_code(c.scoring, Scoring::kSqrtSoftplus);
+         (c.copies.log2phy == nullptr || c.copies.width >= 1) && is_code(c.scoring, Scoring::kSqrtSoftplus) &&
+         are_groups(c.groups, c.kept_groups, c.experts);
 }
 
 GateArgs gate_args(const GateRouteArgs& c) {
@@ -236,7 +248,8 @@ GateArgs gate_args(const GateRouteArgs& c) {
           c.hidden,
           1,
           {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
-           c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
+           c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight,
+           static_cast<int16_t>(c.groups), static_cast<int16_t>(c.kept_groups)},
           c.routing,
           c.copies};
 }
@@ -244,9 +257,9 @@ GateArgs gate_args(const GateRouteArgs& c) {
 }  // namespace
 }  // namespace moe
 
-/// logits = x gate^T (+ gate_bias), and the top K of their scores, as experts or as slots of their copies. Refuses H
-/// that is no multiple of 64, E > 1024, K + S > 32, K > E, copies without a column, and more tokens than a grid holds
-/// (524,280).
+/// logits = x gate^T (+ gate_bias), and the top K of their scores, as experts or as slots of their copies. It refuses H
+/// that is not a multiple of 64, E > 1024, K + S > 32, K > E, groups that do not divide E or are more than 32, copies
+/// without a column, and more tokens than a grid holds (524,280).
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   using namespace moe;
   const GateRouteArgs& c = *args;

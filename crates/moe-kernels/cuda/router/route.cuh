@@ -1,4 +1,4 @@
-// One token's routing by one warp: logits -> scores -> top-k ids and weights, all in f32; the choice itself is in
+// One token's routing by one warp: logits -> scores -> top-k ids and weights, all in f32. The choice itself is in
 // router/choose.cuh.
 //
 // The rules are moe-router's: descending key (score + correction bias), ties to the lower id; weights come
@@ -16,7 +16,7 @@ struct RouteArgs {
   float* topk_weights;           // [T, K + shared]
   int experts, top_k;
   Scoring scoring;
-  int raw_logits;  // choose by logits and score the chosen only
+  int raw_logits;  // choose by logits, and compute scores of the chosen ones only
   int renormalize;
   float scale;
   float softcap;  // 0 = none
@@ -28,34 +28,47 @@ struct RouteArgs {
   int tokens = 0;
   int shared = 0;              // experts E, E + 1, .. that every token gets in its last slots
   float shared_weight = 1.0f;  // their weight, neither renormalised nor scaled
+  // `groups` equal groups of consecutive experts, of which the best `kept_groups` may be chosen from (groups.cuh); 0:
+  // there are no groups. With 16 bits each they are in the padding at the end of the struct, so that no other field
+  // moves.
+  int16_t groups = 0, kept_groups = 0;
 
-  /// Slots of a token.
+  /// The number of slots of a token.
   __host__ __device__ int slots() const { return top_k + shared; }
 };
 
-/// The rule of most models, softmax over all experts and weights that add to `scale`, and nobody forces a choice.
-__host__ __device__ inline bool is_plain(const RouteArgs& a, const StepRoutingArgs& routing) {
-  return routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize &&
-         a.correction_bias == nullptr && !(a.softcap > 0);
+/// What is known of a kernel's rule at compile time. Instructions of other rules would be fetched before they are
+/// skipped, in a chain that nothing hides: 1.3 us of a layer's 42.
+enum class Rule : int {
+  kPlain,   // most models: softmax over all experts, weights that add up to `scale`, no forced choice
+  kAny,     // every other rule without groups
+  kGroups,  // every rule with groups
+};
+
+/// A launch's rule.
+__host__ __device__ inline Rule rule_of(const RouteArgs& a, const StepRoutingArgs& routing) {
+  if (a.groups > 0) return Rule::kGroups;
+  const bool plain = routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize &&
+                     a.correction_bias == nullptr && !(a.softcap > 0);
+  return plain ? Rule::kPlain : Rule::kAny;
 }
 
-/// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are
-/// skipped, in a chain that nothing hides: 1.3 us of a layer's 42.
-template <bool kPlain>
+/// `a`, in which the fields that the plain rule fixes are constants at compile time.
+template <Rule kRule>
 __device__ __forceinline__ RouteArgs with_rule(RouteArgs a) {
-  if constexpr (kPlain) {
+  if constexpr (kRule == Rule::kPlain) {
     a.scoring = Scoring::kSoftmax, a.raw_logits = 0, a.renormalize = 1, a.correction_bias = nullptr, a.softcap = 0;
   }
   return a;
 }
 
-/// Most slots per token: a lane holds one.
+/// The largest number of slots per token: a lane holds one.
 constexpr int kMaxTopK = 32;
-/// Sums of scores below this count as this, so that all-zero scores give zero weights.
+/// Smaller sums of scores are replaced by this, so that scores that are all zero give zero weights.
 constexpr float kMinScoreSum = 1e-20f;
 
-/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. Not inline, as `soft_cap`: instructions that
-/// others have to skip are brought from memory first.
+/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. It is not inline, and neither is `soft_cap`:
+/// instructions that other rules skip would be fetched from memory first.
 static __device__ __noinline__ float score_alone(Scoring scoring, float x) {
   const float e = expf(-fabsf(x));
   if (scoring == Scoring::kSigmoid) return (x >= 0 ? 1.0f : e) / (1.0f + e);
@@ -64,7 +77,7 @@ static __device__ __noinline__ float score_alone(Scoring scoring, float x) {
 
 static __device__ __noinline__ float soft_cap(float x, float cap) { return cap * tanhf(x / cap); }
 
-/// An integer in the order of the floats, above 0; 0 for NaN. Both zeros are equal.
+/// An integer above 0 with the order of the floats; 0 for NaN. Both zeros are equal.
 __device__ __forceinline__ uint32_t sort_key(float x) {
   if (x != x) return 0;
   const uint32_t bits = __float_as_uint(x + 0.0f);
@@ -77,7 +90,7 @@ __device__ __forceinline__ float from_sort_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-/// Softmax over a warp's values, N per lane; -inf scores 0, also where there is nothing else.
+/// Softmax over a warp's values, N per lane; -inf has score 0, even if there is nothing else.
 template <int N>
 __device__ __forceinline__ void warp_softmax(float (&v)[N]) {
   float top = -INFINITY;
@@ -110,15 +123,15 @@ struct alignas(8) Choice {
   float weight;
 };
 
-/// Whether the order of the scores is that of the logits: then only the chosen need scores. (Where two logits of a
-/// softmax round to the same score, the rule has the lower id first, this the larger logit.)
+/// Whether scores have the same order as logits: then only the chosen ones need scores. (If two logits of a softmax
+/// round to the same score, the rule chooses the lower id first, and this chooses the larger logit.)
 __device__ __forceinline__ bool chosen_by_logit(const RouteArgs& a) {
   return a.raw_logits || (a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr);
 }
 
-/// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores (where
-/// chosen_by_logit, they stay logits) and to keys in the order of choice. One whole warp. A NaN has the key 0, and so
-/// has everything where a softmax would be NaN.
+/// Turns logits of a token into scores (with chosen_by_logit they stay logits) and into keys in the order of choice.
+/// This lane passes e = 32 j + lane as `score[j]` (-inf from E on). All lanes of one warp call it. A NaN has the key 0,
+/// and so has everything if a softmax would be NaN.
 template <int N>
 __device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[N], uint32_t (&key)[N]) {
   const int lane = threadIdx.x % 32;
@@ -150,7 +163,7 @@ __device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[
   }
 }
 
-/// Sum over a token's slots, of which lane k < K has the k-th. Only these lanes get it.
+/// The sum over a token's slots; lane k < K has the k-th. Only these lanes get it.
 __device__ __forceinline__ float sum_of_slots(const RouteArgs& a, float v) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2)
@@ -158,7 +171,8 @@ __device__ __forceinline__ float sum_of_slots(const RouteArgs& a, float v) {
   return v;
 }
 
-/// The weight of this lane's slot from its expert's score; `has`: it has one. `score`: of all experts. One whole warp.
+/// The weight of this lane's slot from its expert's score. `has`: whether the slot has an expert. `score`: the scores
+/// of all experts. All lanes of one warp call it.
 template <int N>
 __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, const float (&score)[N]) {
   if (chosen_by_logit(a) && a.scoring == Scoring::kSoftmax) {
@@ -180,19 +194,20 @@ __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, 
   return own * a.scale;
 }
 
-/// Leaves a choice, slot `slot` of a row, for who watches the step. Of E experts; what is none is not counted.
+/// Records a choice, slot `slot` of a row, for observers of the step. There are E experts; an id that is no expert is
+/// not counted.
 __device__ __forceinline__ void leave(const StepRoutingArgs& r, int experts, int row, int slot, uint32_t id) {
   if (r.routed != nullptr) r.routed[static_cast<size_t>(row) * r.stride + slot] = id;
   if (r.heat != nullptr && id < static_cast<uint32_t>(experts)) atomicAdd(r.heat + id, 1u);
 }
 
-/// What is forced on a row, where it is.
+/// The choices that are forced on a row, or null.
 __device__ __forceinline__ const uint32_t* forced_row(const StepRoutingArgs& r, int row) {
   return r.forced + static_cast<size_t>(row) * r.stride;
 }
 
-/// Where experts are forced on a row, gives them the keys of the best choices in the order of their slots, and all
-/// others none. One whole warp.
+/// If experts are forced on a row, gives them the best keys in the order of their slots, and gives all others no key.
+/// All lanes of one warp call it.
 template <int N>
 __device__ __forceinline__ void force_keys(const StepRoutingArgs& r, int top_k, int row, uint32_t (&key)[N]) {
   if (r.forced == nullptr || r.keep_weights) return;
@@ -209,7 +224,7 @@ __device__ __forceinline__ void force_keys(const StepRoutingArgs& r, int top_k, 
   }
 }
 
-/// The choice that takes the place of `id`, a row's own choice in a slot.
+/// The choice that replaces `id`, a row's own choice in a slot.
 __device__ __forceinline__ uint32_t balanced(const StepRoutingArgs& r, int row, int slot, uint32_t id) {
   return r.forced != nullptr && r.keep_weights ? forced_row(r, row)[slot] : id;
 }

@@ -1,11 +1,11 @@
-// Arguments of the kernels around a step.
+// Arguments of the kernels before and after the layers of a step.
 #pragma once
 
 #include <cstdint>
 
 namespace moe {
 
-/// Cosines and sines of rotary embedding, of dynamic NTK where a row's `rope_len` exceeds `max_len`.
+/// Cosines and sines of the rotary embedding. Rows whose `rope_len` exceeds `max_len` use dynamic NTK.
 struct RopeRowsArgs {
   const uint32_t* positions;     // [rows]
   const uint32_t* rope_len;      // [rows]

@@ -5,15 +5,15 @@
 // rms_norm: reads 4 H, writes 2 H bytes per row; add_rms_norm: reads 8 H, writes 6 H. At H = 2,048 and 256 rows
 // that is 7 MB out of L2 (4.0 us measured), at 8,192 rows 235 MB, 51 us at 4.59 TB/s (66.4 measured).
 //
-// The embedding, which comes first in a step, lets the next kernel begin when the ones ahead of it have ended. So
-// whatever was written before a step (KV cache, block tables, positions) may be read by every kernel of the step before
-// its pdl_wait.
+// The embedding is the first kernel of a step. It lets the next kernel begin only when the kernels before the embedding
+// have ended. So every kernel of the step may read data that was written before the step (KV cache, block tables,
+// positions) before its pdl_wait.
 #include "rows/norm.cuh"
 
 namespace moe {
 namespace {
 
-/// out[t] = table[ids[t]], zeros where the id is no token (padding rows).
+/// out[t] = table[ids[t]]; zeros if the id is no token (padding rows).
 __global__ void __launch_bounds__(kThreads)
     embedding_kernel(const bf16* table, const uint32_t* ids, float* out, int hidden, uint32_t vocab) {
   pdl_wait();
@@ -43,7 +43,7 @@ struct Delta {
   }
 };
 
-/// Leaves the rows as they are.
+/// Adds nothing to the rows.
 struct Nothing {
   static constexpr uint32_t kBytes = 0;
 
@@ -64,7 +64,7 @@ int norm(const Source& source, const NormRows& a, void* stream) {
 
 using moe::bf16;
 
-/// out [tokens, hidden] f32 = rows of `table` [vocab, hidden]; zeros where an id is not below `vocab`.
+/// out [tokens, hidden] f32 = rows of `table` [vocab, hidden]; zeros if an id is not below `vocab`.
 extern "C" int moe_embedding(const bf16* table, const uint32_t* ids, float* out, int tokens, int hidden, int vocab,
                              void* stream) {
   if (tokens < 0 || hidden <= 0 || hidden % moe::kVector != 0) return cudaErrorInvalidValue;

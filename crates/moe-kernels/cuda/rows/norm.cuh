@@ -1,9 +1,10 @@
-// RMS norm of whole rows, of the residual stream after an addition or of a row alone.
+// RMS norm of whole rows: of the residual stream after an addition, or of a row alone.
 //
-// A block takes every gridDim.x-th row, a thread 8 consecutive elements of every 2,048. Each warp copies its columns of
-// what comes next to a ring in shared memory while it works: that needs no registers, no barrier and no block to start,
-// so that bytes stay under way. (A block per row and nothing under way while it starts, reduces and ends took 1.4 times
-// as long for 8,192 rows.) The only barrier is that of a row's sum, whose order is the same for any number of rows.
+// A block processes every gridDim.x-th row, and a thread 8 consecutive elements of every 2,048. While it works, each
+// warp copies its columns of the next data to a ring in shared memory. This needs no registers, no barrier and no start
+// of a block, so that memory is always being read. (With one block per row, nothing is read while the block starts,
+// reduces and ends; that took 1.4 times as long for 8,192 rows.) The only barrier is the one for a row's sum, whose
+// order is the same for any number of rows.
 #pragma once
 
 #include "ptx/common.cuh"
@@ -27,17 +28,17 @@ __device__ __forceinline__ void widen(const Vec16& v, float (&x)[kVector]) {
   }
 }
 
-/// What a norm of rows reads and writes besides what is added.
+/// The arrays of a norm of rows, other than the data that is added.
 struct NormRows {
   float* residual;  // written only if something is added
   const bf16* weight;
   float eps;
   bf16* out;
   int rows, hidden;
-  fp8::RowsOut fp8;  // in the place of `out`, if it has scales; `hidden` is then a multiple of 128
+  fp8::RowsOut fp8;  // used instead of `out` if it has scales; `hidden` is then a multiple of 128
 };
 
-/// A step of a block's work: the `part`-th part of what is added to the `turn`-th columns of a row.
+/// A unit of a block's work: part `part` of the data that is added to the columns of turn `turn` in a row.
 struct Unit {
   int row, turn, part;
 
@@ -54,7 +55,7 @@ struct Unit {
   }
 };
 
-/// Starts the copies of a warp's columns, of which the row still has `left`.
+/// Starts the copies of a warp's columns; the row has `left` columns left.
 template <class T>
 __device__ __forceinline__ void copy_columns(uint8_t* to, const T* from, int left) {
   constexpr int kPer = 16 / sizeof(T);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void fetch_unit(const Source& source, const NormRows&
   cp_async_commit();
 }
 
-/// x to the row in shared memory and, so that a warp writes whole lines, from there to the residual stream.
+/// Writes x to the row in shared memory and, so that a warp writes whole lines, from there to the residual stream.
 template <bool kWrites>
 __device__ __forceinline__ void keep_columns(const float (&x)[kVector], float* kept, float* residual, int left) {
   const int lane = threadIdx.x % 32;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void keep_columns(const float (&x)[kVector], float* k
     if (4 * at < left) reinterpret_cast<float4*>(residual)[at] = all[at];
 }
 
-/// Sum over the block, in a fixed order; every thread gets it.
+/// Sum over the block, in a fixed order; every thread gets the result.
 __device__ __forceinline__ float block_sum(float v, float* parts) {
   v = warp_sum(v);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
@@ -111,14 +112,14 @@ __device__ __forceinline__ float block_sum(float v, float* parts) {
   return sum;
 }
 
-/// squares += the squares of a thread's columns, in an order that is part of the bits.
+/// squares += the squares of a thread's columns. The order determines the bits.
 __device__ __forceinline__ void add_squares(const float (&x)[kVector], float& squares) {
 #pragma unroll
   for (int i = 0; i < kVector; i += 4)
     squares += x[i] * x[i] + x[i + 1] * x[i + 1] + x[i + 2] * x[i + 2] + x[i + 3] * x[i + 3];
 }
 
-/// What a row is multiplied with, from the sum of its squares.
+/// The factor of a row, from the sum of its squares.
 __device__ __forceinline__ float norm_scale(float squares, int hidden, float eps) {
   return 1.f / sqrtf(squares / hidden + eps);
 }
@@ -132,7 +133,7 @@ __device__ __forceinline__ uint4 normed(const float* row, float scale, const uin
       pack_bf16(row[4] * scale * w[4], row[5] * scale * w[5]), pack_bf16(row[6] * scale * w[6], row[7] * scale * w[7])};
 }
 
-/// out = row * scale * norm_weight; a thread reads what it wrote itself.
+/// out = row * scale * norm_weight. A thread only reads what it has written itself.
 __device__ __forceinline__ void write_row(const float* row, const uint4* norm_weight, float scale, bf16* out,
                                           int hidden) {
   for (int at = threadIdx.x * kVector; at < hidden; at += kTurnColumns)
@@ -151,9 +152,9 @@ __device__ __forceinline__ void write_fp8_row(const float* row, const uint4* nor
   }
 }
 
-/// residual += what `source` adds, out = norm(residual). A Source has `parts()` of what it adds to a row, copies one
-/// for a warp's columns to kBytes by `fetch(to, unit, left)` and adds up the lane's columns by `add(from, part, sum)`;
-/// whole warps call both.
+/// residual += the sum of `source`, out = norm(residual). A Source has `parts()` parts that it adds to a row.
+/// `fetch(to, unit, left)` copies one part for a warp's columns to kBytes, and `add(from, part, sum)` adds the lane's
+/// columns. Whole warps call both.
 template <class Source, int kStages>
 __global__ void __launch_bounds__(kThreads, 2)
     norm_rows(const __grid_constant__ Source source, const __grid_constant__ NormRows a) {
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-/// With kBlocks per SM of kStages, or of half of them and so on where they do not fit.
+/// Launches with kBlocks blocks per SM and kStages stages, or with half as many stages, and so on, if they do not fit.
 template <int kStages, int kBlocks, class Source>
 cudaError_t launch_norm(const Source& source, const NormRows& a, void* stream) {
   DeviceLimits limits;

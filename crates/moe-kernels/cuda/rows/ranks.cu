@@ -1,12 +1,13 @@
-// What ranks that share a model need beside its layers: a part of a vocabulary, and parts of random weights.
+// Kernels, other than layers, for ranks that share a model: lookups in a part of a vocabulary, and parts of random
+// weights.
 #include "any/any.cuh"
 #include "sampling/sampling.cuh"
 
 namespace moe {
 namespace {
 
-/// out[r] = table[ids[r] - first]; zeros where the rank of another run of rows has the id. Reads and writes each
-/// element once.
+/// out[r] = table[ids[r] - first]; zeros if the rank with another range of rows has the id. Each element is read and
+/// written once.
 template <class T, class S>
 __global__ void embed_part(const T* table, const uint32_t* ids, S* out, int width, uint32_t first, uint32_t count) {
   const uint32_t row = ids[blockIdx.x] - first;  // wraps around below `first`, beyond any count
@@ -15,7 +16,7 @@ __global__ void embed_part(const T* table, const uint32_t* ids, S* out, int widt
   for (int i = column_start(); i < width; i += column_step()) to[i] = narrow<S>(row < count ? widen(from[i]) : 0.f);
 }
 
-/// out[r, c] for row r = blockIdx.x; the blocks of the ranks lie behind each other, the first `width % ranks` of them
+/// out[r, c] for row r = blockIdx.x. The blocks of the ranks follow each other; the first `width % ranks` of them are
 /// one column wider. Floor: 8 bytes per element.
 __global__ void join_columns(const float* parts, float* out, int rows, int width, int ranks) {
   pdl_wait();
@@ -29,7 +30,8 @@ __global__ void join_columns(const float* parts, float* out, int rows, int width
   }
 }
 
-/// The elements of a box of the numbers that fill_random gives a whole tensor: four share a hash, which each computes.
+/// The elements of a box of the numbers that fill_random gives a whole tensor. Four elements share a hash, and each
+/// thread computes it.
 __global__ void fill_random_box(bf16* out, int64_t count, int64_t columns, int64_t rows, uint64_t start,
                                 uint64_t row_stride, uint64_t matrix_stride, uint64_t seed, float bound) {
   for (int64_t i = element_start(); i < count; i += element_step()) {
@@ -46,7 +48,8 @@ __global__ void fill_random_box(bf16* out, int64_t count, int64_t columns, int64
 using namespace moe;
 
 /// out [rows, width] (`out_dtype`: that of the table, or f32) = rows ids [rows] u32 of a whole table, of which `table`
-/// [count, width] is the run from row `first` on; zeros for ids outside of it. Does not overlap the launch before it.
+/// [count, width] contains the rows from `first` on; zeros for ids outside of it. Does not overlap the launch before
+/// it.
 extern "C" int moe_embed_part(const void* table, const uint32_t* ids, void* out, moe::Dtype dtype, moe::Dtype out_dtype,
                               int rows, int width, int first, int count, void* stream) {
   if (rows < 0 || width < 0 || first < 0 || count < 0) return cudaErrorInvalidValue;
@@ -61,16 +64,16 @@ extern "C" int moe_embed_part(const void* table, const uint32_t* ids, void* out,
   });
 }
 
-/// out [rows, width] f32 from `parts`: for each of `ranks` ranks [rows, its columns] f32, one behind the other. An even
-/// share of the columns each, the first width % ranks one more.
+/// out [rows, width] f32 from `parts`: for each of `ranks` ranks [rows, its columns] f32, one after the other. The
+/// ranks have equal shares of the columns, and the first width % ranks ranks one column more.
 extern "C" int moe_join_columns(const float* parts, float* out, int rows, int width, int ranks, void* stream) {
   if (rows < 0 || width < 0 || ranks <= 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   return launch(join_columns, over_rows(rows, width, stream), parts, out, rows, width, ranks);
 }
 
-/// out [matrices, rows, columns] bf16: elements start + m * matrix_stride + r * row_stride + c of what moe_fill_random
-/// with stream_id 0 gives.
+/// out [matrices, rows, columns] bf16: elements start + m * matrix_stride + r * row_stride + c of the numbers that
+/// moe_fill_random generates with stream_id 0.
 extern "C" int moe_fill_random_box(moe::bf16* out, int64_t matrices, int64_t rows, int64_t columns, uint64_t start,
                                    uint64_t matrix_stride, uint64_t row_stride, uint64_t seed, float bound,
                                    void* stream) {

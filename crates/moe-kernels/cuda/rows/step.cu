@@ -1,9 +1,9 @@
-// What a step needs besides its layers: its arrays and results on their way from and to the host, tokens that the step
+// Kernels of a step other than its layers: copies of its arrays and results from and to the host, tokens that the step
 // before sampled, rotary angles, random weights.
 //
-// Between two steps the device waits for these copies. One by the copy engine costs 5 to 8 us there, most of them
-// handing over from the kernels' engine and back; a kernel that reads or writes page-locked memory by itself costs its
-// launch and a round trip over the bus.
+// Between two steps the device waits for these copies. A copy by the copy engine takes 5 to 8 us there, mostly for
+// switching from the kernels' engine and back. A kernel that reads or writes page-locked memory directly takes a launch
+// and a round trip over the bus.
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 #include "rows/args.cuh"
@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxHalf = 256;
 
-/// Rotary frequencies, by value: a step's launch needs no other memory.
+/// Rotary frequencies, passed by value, so that the launch needs no other memory.
 struct Frequencies {
   float inv_freq[kMaxHalf];
   float attention_factor;
@@ -23,7 +23,7 @@ struct Frequencies {
   float theta, factor, max_len;  // dynamic NTK; factor 0 = none
 };
 
-/// x^y with one rounding to f32.
+/// x^y, computed in f64 and rounded once to f32.
 __device__ __forceinline__ float pow_once(float x, float y) {
   return static_cast<float>(pow(static_cast<double>(x), static_cast<double>(y)));
 }
@@ -36,8 +36,8 @@ __device__ __forceinline__ float dynamic_inv_freq(const Frequencies& f, float le
   return __fdiv_rn(1.f, pow_once(base, __fdiv_rn(static_cast<float>(2 * i), static_cast<float>(dim))));
 }
 
-/// Floor: 8 D / 2 bytes per row. The angle is an f32 product as in torch, its functions are f64 rounded once as on
-/// the CPU, so that both agree.
+/// Floor: 8 D / 2 bytes per row. The angle is an f32 product as in torch. Its functions are computed in f64 and rounded
+/// once, as on the CPU, so that both agree.
 __global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, const __grid_constant__ Frequencies f,
                           float* cos, float* sin, int rows) {
   const int at = blockIdx.x * kThreads + threadIdx.x;
@@ -53,18 +53,18 @@ __global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, c
   sin[at] = __fmul_rn(static_cast<float>(sine), f.attention_factor);
 }
 
-/// Reads host memory, which no cache may have kept.
+/// Reads host memory, bypassing caches that may have an old value.
 __device__ __forceinline__ uint32_t load_host(const uint32_t* p) { return __ldcv(p); }
 
-/// One side may be page-locked host memory. Floor: a round trip over the bus, 4 bytes a word at its rate.
+/// One of the two may be page-locked host memory. Floor: a round trip over the bus, and 4 bytes per word at its rate.
 __global__ void copy_words(const uint32_t* from, uint32_t* to, size_t words) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
   for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < words; i += step)
     to[i] = load_host(from + i);
 }
 
-/// copy_words for a step's arrays, whose rows may take their token from `sampled`; and the other way, what the step
-/// before has left there.
+/// copy_words for a step's arrays, whose rows may take their token from `sampled`. It also copies the results of the
+/// step before in the other direction.
 __global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
                             size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
@@ -81,7 +81,7 @@ __global__ void upload_step(const uint32_t* from, uint32_t* to, size_t words, co
   }
 }
 
-/// A launch that copies words, behind everything before it.
+/// A launch that copies words after all earlier work.
 Launch copy_launch(size_t words, void* stream) {
   constexpr size_t kMostBlocks = 256;
   const size_t blocks = ceil_div(words, kThreads);
@@ -90,7 +90,8 @@ Launch copy_launch(size_t words, void* stream) {
   return l;
 }
 
-/// Uniform in [-bound, bound): 16 of the 64 bits that Philox gives per four values. Floor: 2 bytes written per value.
+/// Uniform in [-bound, bound): each value uses 16 of the 64 bits that Philox gives for four values. Floor: 2 bytes
+/// written per value.
 __global__ void fill_random(bf16* out, size_t count, uint64_t seed, uint64_t stream_id, float bound) {
   const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
   for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; 4 * i < count; i += step) {
@@ -119,17 +120,17 @@ extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream) {
   return launch(rope_rows, l, c.positions, c.rope_len, f, c.cos, c.sin, c.rows);
 }
 
-/// to [words] = from [words], of which one may be page-locked host memory. Does not overlap the launch before it.
+/// to [words] = from [words]; one of them may be page-locked host memory. Does not overlap the launch before it.
 extern "C" int moe_copy_words(const uint32_t* from, uint32_t* to, size_t words, void* stream) {
   using namespace moe;
   if (words == 0) return cudaSuccess;
   return launch(copy_words, copy_launch(words, stream), from, to, words);
 }
 
-/// The first launch of a step: to [words] = from [words], which is page-locked host memory, but that word ids + row is
-/// sampled[from[source + row]] for those of `rows` rows where from[source + row] is not u32::MAX; kept_valid [1] =
-/// from[0]. And read_back [results] = sampled [results], page-locked host memory too. Does not overlap the launch
-/// before it.
+/// The first launch of a step: to [words] = from [words], which is page-locked host memory, with one exception. For
+/// each of `rows` rows where from[source + row] is not u32::MAX, word ids + row is sampled[from[source + row]].
+/// kept_valid [1] = from[0]. It also copies read_back [results] = sampled [results]; read_back is page-locked host
+/// memory too. It does not overlap the launch before it.
 extern "C" int moe_upload_step(const uint32_t* from, uint32_t* to, size_t words, const uint32_t* sampled, size_t ids,
                                size_t source, size_t rows, uint32_t* kept_valid, uint32_t* read_back, size_t results,
                                void* stream) {
@@ -141,7 +142,7 @@ extern "C" int moe_upload_step(const uint32_t* from, uint32_t* to, size_t words,
                 read_back, results);
 }
 
-/// out [count] bf16 uniform in [-bound, bound): a function of seed and stream_id (below 2^24) alone.
+/// out [count] bf16 uniform in [-bound, bound), which depends only on seed and stream_id (below 2^24).
 extern "C" int moe_fill_random(moe::bf16* out, size_t count, uint64_t seed, uint64_t stream_id, float bound,
                                void* stream) {
   using namespace moe;

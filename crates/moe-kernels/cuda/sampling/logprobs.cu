@@ -1,7 +1,8 @@
-// What the host needs to say how likely tokens were, sampled ones or a prompt's, from the logits as the model gave
-// them: sums and keys with the CPU's bits (model-runtime, `sampling::logprobs`); it takes the logarithms.
+// Computes values from the model's logits from which the host computes how likely tokens were (sampled tokens or tokens
+// of a prompt): sums and keys with the CPU's bits (model-runtime, `sampling::logprobs`). The host computes the
+// logarithms.
 //
-// Floor: the logits once, 4 V bytes per row that asks; the others' blocks leave at once.
+// Floor: the logits are read once, 4 V bytes per row that needs them; the blocks of other rows return at once.
 #include "sampling/row.cuh"
 #include "sampling/search.cuh"
 
@@ -14,7 +15,7 @@ constexpr int kRowWords = kHeader + 2 * kMaxTop;
 
 enum Status : uint32_t { kOk = 0, kNotFinite = 1, kEmpty = 2 };
 
-/// Number of keys above `own`, and the sum of all weights, of the block.
+/// The number of keys above `own`, and the sum of all weights, for this block.
 __device__ __forceinline__ void weigh(const Row& row, const Weights& weights, uint64_t own, uint64_t* sum,
                                       uint64_t* above) {
   for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
@@ -24,8 +25,8 @@ __device__ __forceinline__ void weigh(const Row& row, const Weights& weights, ui
   }
 }
 
-/// The keys that the edge keeps, in any order; all blocks. They go through `all`: the other blocks may still read
-/// `own`, which the search left there.
+/// Writes the keys that the edge keeps, in any order; all blocks call it. The keys go through `all`, because the other
+/// blocks may still read `own`, which the search has written.
 __device__ __forceinline__ void write_top(Row& row, Edge edge, uint32_t* out) {
   __syncthreads();
   if (threadIdx.x == 0) row.s.gathered = 0;
@@ -96,10 +97,10 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }  // namespace moe
 
 /// out [rows, 72] u32 for rows of logits [rows, vocab] f32 whose last word of `params` [rows, stride] u32 is n + 1,
-/// with n at most 32, and a token of each, tokens [rows]: status (0; 1 = a logit is NaN or +inf, with the first such
-/// id; 2 = every logit is -inf), rank of the token, bits of the largest and of its logit, sum of the weights at
-/// temperature 1 (2 words), 2 unused, then the keys of the min(n, vocab) likeliest (2 words each, low first) in any
-/// order.
+/// with n at most 32, and for one token of each row, tokens [rows]. The words: status (0; 1 = a logit is NaN or +inf,
+/// with the first such id; 2 = every logit is -inf), rank of the token, bits of the largest logit and of the token's,
+/// sum of the weights at temperature 1 (2 words), 2 unused, then the keys of the top min(n, vocab) tokens (2 words
+/// each, low word first) in any order.
 extern "C" int moe_logprobs(const float* logits, const uint32_t* params, int stride, const uint32_t* tokens, int rows,
                             int vocab, uint32_t* out, void* stream) {
   using namespace moe;

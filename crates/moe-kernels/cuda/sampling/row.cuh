@@ -1,7 +1,7 @@
-// A row of logits over the shared memory of a cluster's blocks: loading, reductions, exchange.
+// A row of logits in the shared memory of a cluster's blocks: loading, reductions, exchange.
 //
-// Each block holds a slice of ids. Values go from block to block by pushes: every block writes its own into every
-// other's box, so that one cluster barrier is one exchange and none is needed before a block may leave.
+// Each block has a slice of ids. Blocks exchange values by writing: every block writes its values into the box of every
+// other block. So one cluster barrier makes one exchange, and no barrier is needed before a block may return.
 #pragma once
 
 #include "ptx/cluster.cuh"
@@ -13,12 +13,12 @@ namespace moe {
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
 constexpr int kRowCluster = 8;
 constexpr int kBins = 256;
-constexpr int kGather = 256;  // tokens among which a search ends by comparing all with all
+constexpr int kGather = 256;  // number of tokens from which on down a search compares all with all
 
 struct RowShared {
-  uint64_t box[2][2][kRowCluster];  // what the blocks told this one, by turns
+  uint64_t box[2][2][kRowCluster];  // values that other blocks sent to this one, for two turns
   uint64_t warps[kRowWarps];        // parts of block sums
-  uint32_t bins[3 * kBins];         // of this block: numbers of tokens, or three parts of their weights
+  uint32_t bins[3 * kBins];         // of this block, for each bin: its number of tokens, or its weight in three parts
   uint64_t totals[kBins];           // of the row
   uint64_t found[2];
   uint64_t own[kGather], all[kGather], mass[kGather];  // gathered keys of this block, of the row; their weights
@@ -49,15 +49,15 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t v) {
   return v;
 }
 
-/// One block's part of a row. Every method is called by all threads of the block, those that say so by all blocks of
-/// the cluster.
+/// One block's part of a row. All threads of the block call every method; methods that say so must be called by all
+/// blocks of the cluster.
 struct Row {
   RowShared& s;
   float* logits;  // of the slice, filled up with -inf to a multiple of 4
   int first, count;
   uint32_t turn;
 
-  /// The slice of this block; the other blocks may write here once they have waited too.
+  /// The slice of this block. The other blocks may write here once they have waited too.
   __device__ __forceinline__ Row(RowShared& shared, float* buffer, int vocab) : s(shared), logits(buffer), turn(0) {
     cluster_arrive();
     const int share = round_up(ceil_div(vocab, kRowCluster), 4);
@@ -68,14 +68,15 @@ struct Row {
   __device__ __forceinline__ int groups() const { return ceil_div(count, 4); }
   __device__ __forceinline__ float4 group(int g) const { return reinterpret_cast<const float4*>(logits)[g]; }
 
-  /// Loads the slice to shared memory. Returns the largest of this thread's groups g = thread, thread + kRowThreads, ..
-  /// (NaN if one is NaN). A block barrier must follow.
+  /// Loads the slice to shared memory. Returns the largest value in this thread's groups g = thread, thread +
+  /// kRowThreads, .. (NaN if one is NaN). A block barrier must follow.
   __device__ __forceinline__ float load(const float* row) {
     const float* from = row + first;
     float top = -INFINITY;
     const bool whole = reinterpret_cast<uintptr_t>(from) % 16 == 0 && count % 4 == 0;
     if (whole) {
-      // All of it at once, which registers could not hold. A thread copies what it reads: nobody waits for another.
+      // The whole slice is copied at once, which registers could not hold. A thread copies what it reads, so no thread
+      // waits for another.
       for (int g = threadIdx.x; g < groups(); g += kRowThreads) cp_async16(logits + 4 * g, from + 4 * g);
       cp_async_commit();
       cp_async_wait<0>();
@@ -90,7 +91,7 @@ struct Row {
     return top;
   }
 
-  /// As the result of `load`, after a change of the slice and a block barrier.
+  /// The result of `load` after the slice was changed and a block barrier has passed.
   __device__ __forceinline__ float largest() const {
     float top = -INFINITY;
     for (int g = threadIdx.x; g < groups(); g += kRowThreads) {
@@ -100,8 +101,8 @@ struct Row {
     return top;
   }
 
-  /// The lowest id of the block's slice whose logit `is` something, u32::MAX if there is none; only threads that
-  /// `look` do.
+  /// The lowest id of the block's slice for whose logit `is` is true, u32::MAX if there is none. Only threads for which
+  /// `look` is true take part.
   template <class Is>
   __device__ __forceinline__ uint32_t first_id(bool look, Is is) {
     uint32_t id = ~0u;
@@ -140,7 +141,7 @@ struct Row {
     return v;
   }
 
-  /// Two values of every block of the cluster; all blocks.
+  /// Exchanges two values of every block of the cluster; all blocks call it.
   __device__ __forceinline__ void exchange(uint64_t a, uint64_t b, uint64_t (&all)[2][kRowCluster]) {
     const uint32_t rank = cluster_rank(), parity = turn++ & 1;
     if (turn == 1) cluster_wait();  // for the barrier that the constructor began: every block runs
@@ -153,7 +154,7 @@ struct Row {
     for (int r = 0; r < kRowCluster; ++r) all[0][r] = s.box[parity][0][r], all[1][r] = s.box[parity][1][r];
   }
 
-  /// What the whole row's largest logit is, and where; all blocks.
+  /// The largest logit of the whole row, and its position; all blocks call it.
   struct Top {
     uint64_t key;  // of the largest logit; its id counts only if `exact` was asked for
     uint64_t bad;  // ~id of the first NaN or +inf; 0 if there is none

@@ -1,13 +1,13 @@
 // One token per row of logits, on the device, with the CPU's definition and its bits (model-runtime, `sampling`).
 //
-// Floor: the logits once, 4 V bytes per row (608 KB of Qwen3-30B-A3B; 156 MB for 256 rows, which the vocabulary
-// projection has just left partly in L2), and as much of counts for a row with penalties. A cluster of 8 blocks takes a
-// row and keeps it in shared memory, so the logits are read once whatever the parameters ask for, and stay as they
-// were in global memory; sums over the row go through distributed shared memory.
+// Floor: the logits are read once, 4 V bytes per row (608 KB for Qwen3-30B-A3B; 156 MB for 256 rows, a part of which is
+// still in L2 after the vocabulary projection). A row with penalties reads the same number of bytes of counts. A
+// cluster of 8 blocks processes a row and keeps it in shared memory. So the logits are read once for any parameters,
+// and are not changed in global memory. Sums over the row go through distributed shared memory.
 //
-// Weights are integers, so sums need no order; sampling finds the warp, then the four ids that hold the random share.
-// Sequences whose tokens so far matter have a slot: how often each token occurred, and edits of single logits
-// (exclusions, biases). The sampled token enters the counts here, so the host is not needed between two steps.
+// Weights are integers, so sums need no order. Sampling finds the warp, and then the four ids that contain the random
+// share. Sequences whose earlier tokens matter have a slot: how often each token occurred, and edits of single logits
+// (exclusions, biases). The sampled token is added to the counts here, so the host is not needed between two steps.
 #include "sampling/row.cuh"
 #include "sampling/search.cuh"
 
@@ -25,14 +25,14 @@ struct SampleRow {
   uint64_t seed;
   uint64_t position;                      // output position; u64::MAX = padding row, no token
   float repetition, frequency, presence;  // 1, 0, 0 = none
-  uint32_t slot;                          // one that there is not, as u32::MAX: no penalties, no edits
-  uint32_t bans, edits;                   // of the slot's edits the first `bans` (if they apply: 0 if not) ..
-  uint32_t edits_from;                    // .. and `edits` from here on
-  uint32_t logprobs;                      // not for sampling
+  uint32_t slot;                          // a number without a slot, such as u32::MAX: no penalties, no edits
+  uint32_t bans, edits;                   // the slot's first `bans` edits apply (0 if they do not), ..
+  uint32_t edits_from;                    // .. and `edits` more from this one on
+  uint32_t logprobs;                      // not used by sampling
 };
 static_assert(sizeof(SampleRow) == 64, "shared with the host");
 
-/// What slots hold. Rows and resets name them from device memory, so only here can it be seen whether one exists.
+/// The contents of slots. Rows and resets name slots in device memory, so only the kernel can check whether one exists.
 struct Slots {
   uint32_t* uses;      // [count, vocab]
   const uint2* edits;  // [count, kMaxEdits]: id, bits of a bias; -inf excludes
@@ -49,8 +49,8 @@ __device__ __forceinline__ float saturate(float before, float after) {
   return fabsf(before) < INFINITY ? fminf(fmaxf(after, -kLargest), kLargest) : before;
 }
 
-/// Excludes the tokens whose bit of `mask` is not set. Comes after `Row::load`: each thread changes the groups that it
-/// loaded, so no barrier is needed between them. Returns what `load` returns.
+/// Excludes the tokens whose bit of `mask` is not set. It follows `Row::load`: each thread changes the groups that it
+/// loaded, so no barrier is needed in between. Returns what `load` returns.
 __device__ __forceinline__ float keep_masked(Row& row, const uint32_t* mask) {
   for (int g = threadIdx.x; g < row.groups(); g += kRowThreads) {
     const int id = row.first + 4 * g;  // a multiple of 4: its four bits are in one word
@@ -62,7 +62,7 @@ __device__ __forceinline__ float keep_masked(Row& row, const uint32_t* mask) {
   return row.largest();
 }
 
-/// Edits in the order of ids. Those of one token follow each other and one thread makes them.
+/// Edits are in the order of ids. The edits of one token follow each other, and one thread applies them.
 __device__ __forceinline__ void apply_edits(Row& row, const uint2* edits, int count) {
   for (int i = threadIdx.x; i < count; i += kRowThreads) {
     const uint32_t id = edits[i].x;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void apply_edits(Row& row, const uint2* edits, int co
   __syncthreads();
 }
 
-/// The three penalties of a token that was used.
+/// Applies the three penalties to a token that was used.
 __device__ __forceinline__ float penalised(float x, uint32_t uses, const SampleRow& p) {
   const uint32_t count = uses & ~kPrompt;
   float y = x > 0.f ? __fdiv_rn(x, p.repetition) : __fmul_rn(x, p.repetition);
@@ -86,7 +86,7 @@ __device__ __forceinline__ float penalised(float x, uint32_t uses, const SampleR
   return saturate(x, __fsub_rn(y, count > 0 ? p.presence : 0.f));
 }
 
-/// What the row's slot does to its logits, in the order of the CPU. Returns as `Row::load`.
+/// Applies the row's slot to its logits, in the order of the CPU. Returns what `Row::load` returns.
 __device__ __forceinline__ float edit(Row& row, const SampleRow& p, const Slots& slots, int vocab) {
   const uint2* edits = slots.edits + static_cast<size_t>(p.slot) * kMaxEdits;
   const uint32_t from = min(p.edits_from, kMaxEdits);
@@ -114,7 +114,7 @@ __device__ __forceinline__ float edit(Row& row, const SampleRow& p, const Slots&
   return row.largest();
 }
 
-/// Weights of four ids. kAll: at temperature 1 without min-p, and every token stays.
+/// Weights of four ids. kAll: at temperature 1 without min-p, and all tokens are kept.
 template <bool kAll>
 struct KeptWeights {
   const Row& row;
@@ -135,8 +135,8 @@ struct KeptWeights {
   }
 };
 
-/// The first id at which the running weight exceeds its share of the total; in one thread of the cluster, u32::MAX in
-/// the others. All blocks.
+/// The first id at which the running weight exceeds its share of the total. One thread of the cluster gets it, the
+/// others get u32::MAX. All blocks call it.
 template <bool kAll>
 __device__ __forceinline__ uint32_t sample_id(Row& row, const Weights& weights, Edge edge, uint64_t random) {
   const KeptWeights<kAll> kept = {row, weights, edge};
@@ -152,7 +152,7 @@ __device__ __forceinline__ uint32_t sample_id(Row& row, const Weights& weights, 
     total += all[0][r];
     before += r < static_cast<int>(cluster_rank()) ? all[0][r] : 0;
   }
-  // The part of the total that the random bits stand for.
+  // The part of the total that corresponds to the random bits.
   const uint64_t share = __umul64hi(random, total);
   if (share < before || share - before >= block) return ~0u;
   int holder = 0;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
                   uint32_t* tokens, uint32_t* status) {
   extern __shared__ __align__(16) float buffer[];
   __shared__ RowShared s;
-  // Read where it is used: its registers are wanted for the loads.
+  // It is read where it is used, because the loads need its registers.
   const SampleRow& p = rows[blockIdx.y];
   const bool writes = cluster_rank() == 0 && threadIdx.x == 0;
   pdl_launch_dependents();
@@ -217,19 +217,19 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   if (slots.has(p.slot) && code == kOk) ++slots.uses[static_cast<size_t>(p.slot) * vocab + token];
 }
 
-/// One slot to rebuild, as the host lays it out; offsets into the words that hold this too.
+/// One slot to rebuild, in the layout of the host; offsets are into the array of words that also contains this entry.
 struct SlotReset {
   uint32_t slot, tokens, prompt, history;  // `history` ids from `tokens` on, of which the first `prompt` are the prompt
   uint32_t edits_at, edits;                // pairs of words
   uint32_t unused[2];
 };
 
-/// Whether `n` words from `first` on are among `words`.
+/// Whether the `n` words from `first` on are within `words`.
 __device__ __forceinline__ bool inside(uint32_t first, uint32_t n, uint32_t words) {
   return n <= words && first <= words - n;
 }
 
-/// Floor: the slot's counts written, the history read.
+/// Floor: writing the slot's counts, and reading the history.
 __global__ void __launch_bounds__(kRowThreads)
     reset_kernel(const uint32_t* words, uint32_t len, Slots slots, uint2* edits, int vocab) {
   const SlotReset r = reinterpret_cast<const SlotReset*>(words)[blockIdx.x];
@@ -251,12 +251,12 @@ __global__ void __launch_bounds__(kRowThreads)
 }  // namespace
 }  // namespace moe
 
-/// tokens [rows] u32 sampled from logits [rows, vocab] f32 with `params` [rows] (SampleRow). status [rows] u32:
-/// 0 = sampled (u32::MAX for a padding row), 1 = a logit is NaN or +inf (the token is the first such), 2 = every
-/// logit is -inf. Rows that name one of the slots read, and count their token in, uses [slots, vocab] u32; edits
-/// [slots, 1024, 2] u32; a slot has one row. masks [rows, ceil(vocab / 32)] u32 or null: a token whose bit is not set
-/// is excluded before anything else (token i is bit i % 32 of word i / 32). vocab at most 8 x what shared memory holds
-/// (about 420,000).
+/// tokens [rows] u32 sampled from logits [rows, vocab] f32 with `params` [rows] (SampleRow). status [rows] u32: 0 =
+/// sampled (u32::MAX for a padding row), 1 = a logit is NaN or +inf (the token is the first such id), 2 = every logit
+/// is -inf. Rows that name one of the slots read uses [slots, vocab] u32 and count their token there; edits are [slots,
+/// 1024, 2] u32; a slot has at most one row. masks [rows, ceil(vocab / 32)] u32 or null: a token whose bit is not set
+/// is excluded before anything else (token i is bit i % 32 of word i / 32). vocab is at most 8 x what shared memory
+/// holds (about 420,000).
 extern "C" int moe_sample(const float* logits, const void* params, uint32_t* uses, const void* edits, int slots,
                           const uint32_t* masks, int rows, int vocab, uint32_t* tokens, uint32_t* status,
                           void* stream) {
@@ -272,8 +272,8 @@ extern "C" int moe_sample(const float* logits, const void* params, uint32_t* use
   return launch(sample_kernel, l, logits, static_cast<const SampleRow*>(params), all, masks, vocab, tokens, status);
 }
 
-/// Rebuilds `count` different slots of `slots` from `words` [len]: count entries (SlotReset), then the ids and edits
-/// that they name. An entry whose slot does not exist, or whose words or edits are too many, is left out. Does not
+/// Rebuilds `count` different slots of `slots` from `words` [len]: count entries (SlotReset), then the ids and edits to
+/// which they point. An entry whose slot does not exist, or that has too many words or edits, is skipped. Does not
 /// overlap the launch before it.
 extern "C" int moe_reset_slots(const uint32_t* words, int len, int count, uint32_t* uses, void* edits, int slots,
                                int vocab, void* stream) {

@@ -1,4 +1,4 @@
-// The arithmetic of sampling, bit for bit that of the CPU (model-runtime, `sampling`): order of tokens, fixed-point
+// The arithmetic of sampling, equal to the CPU's bit for bit (model-runtime, `sampling`): order of tokens, fixed-point
 // weights, Philox4x32-10. Intrinsics with `_rn` keep the compiler from fusing multiply and add.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace moe {
 
-/// A token as an integer that orders as (logit, lower id first); -0 and 0 are the same logit.
+/// A token as an integer whose order is (logit, then lower id first); -0 and 0 are the same logit.
 __device__ __forceinline__ uint64_t token_key(float logit, uint32_t id) {
   const uint32_t bits = __float_as_uint(__fadd_rn(logit, 0.f));
   const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -23,7 +23,7 @@ __device__ __forceinline__ float key_logit(uint64_t key) {
   return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
 }
 
-/// The last token that stays, in the order of keys.
+/// The last token that is kept, in the order of keys.
 struct Edge {
   float logit;
   uint32_t id;
@@ -34,10 +34,11 @@ struct Edge {
 };
 constexpr Edge kKeepAll = {-__builtin_huge_valf(), ~0u};
 
-/// 2^38 e^x for -30 <= x <= 0: Cephes' expf, 2^38 times the bits of the CPU's in fewer instructions. Where the product
-/// is exact (n ln2_high) a fused operation rounds alike. Fusing the product with log2(e) and the polynomial's first
-/// step too changes the result for no f32 in the range (all 1.1e9 were compared); fusing any further step does for
-/// some. The factor 2^38 enters with the rounding constant, whose low bits then are the exponent to add.
+/// 2^38 e^x for -30 <= x <= 0: Cephes' expf, equal to 2^38 times the CPU's result bit for bit, in fewer instructions.
+/// Where the product is exact (n ln2_high), a fused operation rounds in the same way. Fusing the product with log2(e)
+/// and the polynomial's first step changes the result for no f32 in the range (all 1.1e9 were compared); fusing any
+/// further step changes some. The factor 2^38 enters with the rounding constant, so that its low bits are the exponent
+/// to add.
 __device__ __forceinline__ float exp_scaled(float x) {
   constexpr float kRound = 12582912.f + 38.f, kLn2High = 0.6933594f, kLn2Low = -2.1219444e-4f;
   constexpr float kLog2e = 1.44269504088896340736f;
@@ -52,8 +53,8 @@ __device__ __forceinline__ float exp_scaled(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
 }
 
-/// Token weights of one row after temperature and min-p: 2^38 e^((logit - max) / temperature) to the nearest integer,
-/// 0 by min-p or far behind the maximum.
+/// Token weights of one row after temperature and min-p: 2^38 e^((logit - max) / temperature) rounded to the nearest
+/// integer; 0 by min-p or far below the maximum.
 class Weights {
  public:
   __device__ __forceinline__ Weights(float max, float temperature, float min_p)
@@ -64,7 +65,7 @@ class Weights {
         farthest_(-kFarthest * temperature),
         plain(temperature == 1.f && min_p == 0.f) {}
 
-  /// Whether this logit, and every lower one, weighs 0: 2^38 e^-28 rounds to it.
+  /// Whether this logit, and every lower one, has weight 0: 2^38 e^-28 rounds to 0.
   __device__ __forceinline__ bool none(float logit) const { return __fsub_rn(logit, max_) < farthest_; }
 
   /// The weight at temperature 1 without min-p.
@@ -82,9 +83,9 @@ class Weights {
   static constexpr float kUnit = 274877906944.f, kFarthest = 28.f, kFast = 1e4f;
   float max_, temperature_, inverse_, least_, farthest_;
 
-  /// d / temperature, rounded once: two corrections of the product with the rounded inverse, as the compiler's own
-  /// division does where no exponent is extreme. Where d is, the result is NaN or far below -30 (`of` makes both of
-  /// them -30), or so small that its exponential is 1.
+  /// d / temperature, rounded once: two corrections of the product with the rounded inverse, as in the compiler's own
+  /// division if no exponent is extreme. If the exponent of d is extreme, the result is NaN or far below -30 (`of`
+  /// makes both of them -30), or so small that its exponential is 1.
   __device__ __forceinline__ float divide(float d) const {
     if (temperature_ > kFast) return __fdiv_rn(d, temperature_);
     float q = __fmul_rn(d, inverse_);

@@ -1,16 +1,16 @@
 // The edge of top-k and of top-p without sorting: the first token, from the likeliest down, at which a running count or
-// a running weight reaches its share. Sums are of integers, so it is exactly the CPU's.
+// a running weight reaches its share. Sums are sums of integers, so the edge is exactly the CPU's.
 //
-// Histograms narrow the tokens down. The first two passes go by distance from the largest logit, because the leading
-// bits of logits hardly differ: 256 classes, then 256 within one of them. Few tokens are left then, as a rule; they are
-// gathered and compared all with all. What is left of many equal logits is narrowed further by digits of the key.
+// Histograms narrow the tokens down. The first two passes use the distance from the largest logit, because the leading
+// bits of logits hardly differ: 256 classes, then 256 within one of them. Usually few tokens remain then; they are
+// gathered, and each is compared with all others. If many equal logits remain, further passes use digits of the key.
 #pragma once
 
 #include "sampling/row.cuh"
 
 namespace moe {
 
-/// Which tokens the passes so far leave.
+/// The tokens that remain after the passes so far.
 struct Narrowed {
   Edge keep;  // only these count at all
   float top, per_unit;
@@ -18,7 +18,7 @@ struct Narrowed {
   uint32_t coarse_bin, fine_bin;  // of the passes by distance
   uint64_t prefix;                // of the keys, after those
 
-  /// 255 for the likeliest tokens, 0 for all that are far behind. Both do not rise as x falls.
+  /// 255 for the likeliest tokens, 0 for all tokens far below. Neither function rises as x falls.
   __device__ __forceinline__ uint32_t coarse(float x) const {
     return kBins - 1 - min(kBins - 1u, __float2uint_rz(behind(x)));
   }
@@ -34,7 +34,7 @@ struct Narrowed {
     return passes <= 2 || token_key(x, id) >> (64 - 8 * (passes - 2)) == prefix;
   }
 
-  /// The bin of a token that is left, in the next pass.
+  /// The bin of a remaining token in the next pass.
   __device__ __forceinline__ uint32_t next(float x, uint32_t id) const {
     if (passes == 0) return coarse(x);
     if (passes == 1) return fine(x);
@@ -52,9 +52,9 @@ struct Narrowed {
   __device__ __forceinline__ float behind(float x) const { return __fmul_rn(__fsub_rn(top, x), per_unit); }
 };
 
-/// Counts or weighs tokens by bin and adds up the blocks' bins; all blocks. Shared memory adds words of 32 bits in
-/// hardware but not of 64, so a weight goes in three parts that cannot overflow. The lowest bin of the first pass is
-/// left out: a search that reaches it knows by elimination.
+/// Counts or weighs tokens by bin, and adds up the blocks' bins; all blocks call it. Shared memory adds 32-bit words in
+/// hardware but not 64-bit words, so a weight is added in three parts that cannot overflow. The lowest bin of the first
+/// pass is left out: a search that reaches it knows that by elimination.
 template <bool kWeighted>
 __device__ __forceinline__ void fill_bins(Row& row, const Narrowed& left, const Weights& weights) {
   RowShared& s = row.s;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void fill_bins(Row& row, const Narrowed& left, const 
   cluster_sync();
 }
 
-/// From the top bin down, the first at which `reached(before + its total)`; its number and the sum before it to
-/// `s.found`. The lowest bin if there is none. One warp.
+/// The first bin, from the top bin down, for which `reached(before + its total)` is true. Writes its number and the sum
+/// before it to `s.found`. If there is none, it is the lowest bin. One warp calls it.
 template <class Reached>
 __device__ __forceinline__ void find_bin(RowShared& s, uint64_t before, Reached reached) {
   constexpr int kPerLane = kBins / 32;
@@ -110,8 +110,8 @@ __device__ __forceinline__ void find_bin(RowShared& s, uint64_t before, Reached 
   s.found[1] = before;
 }
 
-/// Gathers the tokens that are left and finds the edge among them; all blocks. False if there are too many;
-/// `s.found[0]` is the edge's key, 0 if the sum does not get there.
+/// Gathers the remaining tokens and finds the edge among them; all blocks call it. Returns false if there are too many.
+/// `s.found[0]` is the edge's key, or 0 if the sum does not reach its share.
 template <bool kWeighted, class Reached>
 __device__ __forceinline__ bool gather_edge(Row& row, const Narrowed& left, const Weights& weights, uint64_t before,
                                             Reached reached) {
@@ -150,8 +150,8 @@ __device__ __forceinline__ bool gather_edge(Row& row, const Narrowed& left, cons
   return true;
 }
 
-/// The last token that stays of those that `keep` keeps, where a running count of `wanted` tokens is the share; all
-/// blocks.
+/// The last kept token among the tokens that `keep` keeps, if the share is a running count of `wanted` tokens; all
+/// blocks call it.
 template <bool kWeighted>
 __device__ __forceinline__ Edge search_edge(Row& row, Edge keep, float top, float per_unit, const Weights& weights,
                                             float top_p, uint64_t top_k) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ Edge search_edge(Row& row, Edge keep, float top, floa
   double share = 0;
   uint64_t before = 0;
   const auto reached = [&](uint64_t sum) { return kWeighted ? __ull2double_rn(sum) >= share : sum >= top_k; };
-  // The last pass fixes a whole key, so one gathering succeeds.
+  // The last pass determines a whole key, so gathering succeeds at the latest then.
   for (;;) {
     fill_bins<kWeighted>(row, left, weights);
     if (kWeighted && left.passes == 0) {
@@ -180,13 +180,14 @@ __device__ __forceinline__ Edge search_edge(Row& row, Edge keep, float top, floa
   return key == 0 ? keep : Edge{key_logit(key), key_token(key)};
 }
 
-/// The last of the `top_k` likeliest tokens; all blocks.
+/// The last of the top `top_k` tokens; all blocks call it.
 __device__ __forceinline__ Edge top_k_edge(Row& row, float top, uint64_t top_k, const Weights& weights) {
-  constexpr float kPerUnit = 16.f;  // the likeliest tokens lie within 16 of the first
+  constexpr float kPerUnit = 16.f;  // the likeliest tokens are within 16 of the first
   return search_edge<false>(row, kKeepAll, top, kPerUnit, weights, 0.f, top_k);
 }
 
-/// The last token that stays, of those that `keep` keeps, at a running weight of `top_p` of theirs; all blocks.
+/// The last kept token, among the tokens that `keep` keeps, if the share is `top_p` of their total weight; all blocks
+/// call it.
 __device__ __forceinline__ Edge top_p_edge(Row& row, Edge keep, float top, float temperature, const Weights& weights,
                                            float top_p) {
   return search_edge<true>(row, keep, top, kBins / (30.f * temperature), weights, top_p, 0);

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use crate::door::{expect, expect_dims, expect_dtype};
+use crate::arguments::{expect, expect_dims, expect_dtype};
 use crate::view::View;
 
 /// Which slots the rows of a batched buffer belong to: the outputs of

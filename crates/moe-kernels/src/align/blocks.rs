@@ -1,15 +1,14 @@
-//! Block alignment: each expert's slots padded to whole blocks, one expert per block.
+//! Block alignment: each expert's slots are padded to whole blocks, with one expert per block.
 //!
-//! This is vLLM's `moe_align_block_size`. A block-tiled grouped GEMM launches one tile row per
-//! block, reads the block's expert once and needs no search. Output sizes are bounded by the
-//! number of slots, so buffers are made for the maximum before a graph is captured, and the
-//! kernel stops at the device-side count. These ops run on the CPU; the CUDA kernels that work by blocks
-//! align by themselves.
+//! This is vLLM's `moe_align_block_size`. A block-tiled grouped GEMM launches one tile row per block, reads the block's
+//! expert once and needs no search. The number of slots bounds the sizes of the outputs, so buffers are made for the
+//! maximum before a graph is captured, and the kernel stops at the count on the device. These ops run on the CPU; CUDA
+//! kernels that work by blocks do their own alignment.
 
 use candle_core::{DType, Result, bail};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::expect;
+use crate::arguments::expect;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -19,7 +18,7 @@ pub const MAX_ALIGN_BLOCK: usize = 256;
 /// The block expert id that means: nothing to compute.
 const SKIP: i32 = -1;
 
-/// Element counts that the outputs of an alignment never exceed.
+/// Upper bounds for the element counts of the outputs of an alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AlignedSizes {
     /// Elements of `sorted_token_ids`, a multiple of 4 (whole 16-byte stores).
@@ -28,10 +27,10 @@ pub struct AlignedSizes {
     pub expert_ids: usize,
 }
 
-/// The outputs of an alignment. Buffers may be larger than the maximum; all of them is written.
+/// The outputs of an alignment. Buffers may be larger than the maximum, and all of each buffer is written.
 #[derive(Debug)]
 pub struct AlignedTokens<'a> {
-    /// [>= max] u32: slot numbers grouped by expert; the sentinel (the number of slots) pads.
+    /// [>= max] u32: slot numbers grouped by expert. The sentinel (the number of slots) is padding.
     pub sorted_token_ids: ViewMut<'a>,
     /// [>= max] i32: the local expert of each block; -1 = skip the block.
     pub expert_ids: ViewMut<'a>,
@@ -41,8 +40,8 @@ pub struct AlignedTokens<'a> {
 
 /// The largest outputs of [`align_tokens_into`] for `num_slots` = T*K slots.
 ///
-/// With fewer slots than the E_local + 1 groups each slot may open a block of its own; otherwise
-/// each group wastes at most `block_size - 1` entries.
+/// If there are fewer slots than the E_local + 1 groups, each slot may need its own block. Otherwise each group wastes
+/// at most `block_size - 1` entries.
 ///
 /// # Errors
 /// A block size outside of 1..=256; sizes that do not fit in u32, experts that do not fit in i32.
@@ -77,19 +76,19 @@ fn sizes(op: &str, padded: Option<usize>, block_size: usize) -> Result<AlignedSi
     }
 }
 
-/// Sorts slots by local expert and pads each expert's to a multiple of `block_size`.
+/// Sorts slots by local expert, and pads the slots of each expert to a multiple of `block_size`.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, physical expert ids, `u32::MAX` = no expert |
-/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity |
+/// | `expert_map` | \[P\] i32, local slot of each physical expert, -1 if it is on another rank; `None` = identity |
 /// | `num_local` | E_local |
 /// | `out` | see [`AlignedTokens`]; at least [`max_aligned_sizes`] elements |
 ///
-/// Experts come in local order, slots ascending inside an expert. Slots without a local expert
-/// follow in one last group whose blocks have id -1, so that a kernel can give their outputs a
-/// defined value. (vLLM sorts by global id instead and so pads every foreign expert; without an
-/// `expert_map` the results are equal.) Unused blocks have id -1 too.
+/// Experts come in local order, with ascending slots inside an expert. Slots without a local expert follow in one last
+/// group whose blocks have id -1, so that a kernel can give their outputs a defined value. (vLLM sorts by global id
+/// instead, and so pads every expert of other ranks; without an `expert_map` the results are equal.) Unused blocks have
+/// id -1 too.
 ///
 /// # Errors
 /// Wrong dtypes or dims; a block size outside of 1..=256; buffers below the maximum; an id
@@ -130,7 +129,7 @@ pub fn align_tokens_into(
     Ok(())
 }
 
-/// The outputs as slices, filled with padding, of which `used` entries belong to opened groups.
+/// The outputs as slices, filled with padding. The first `used` entries belong to opened groups.
 struct OpenBlocks<'a> {
     sorted: &'a mut [u32],
     blocks: &'a mut [i32],
@@ -153,8 +152,8 @@ impl AlignedTokens<'_> {
 }
 
 impl OpenBlocks<'_> {
-    /// Appends the blocks of a group of `count` entries and returns where its entries begin. The
-    /// groups' total is within the maximum that the buffers were checked for.
+    /// Appends the blocks of a group of `count` entries, and returns the index of its first entry. The total of all
+    /// groups is within the maximum for which the buffers were checked.
     fn open_group(&mut self, count: usize, block_size: usize, id: i32) -> usize {
         let start = *self.used as usize;
         let blocks = count.div_ceil(block_size);

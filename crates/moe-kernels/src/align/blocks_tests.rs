@@ -1,4 +1,4 @@
-//! Block alignment against brute force, and against the behaviours that vLLM's own tests state.
+//! Compares block alignment with brute force, and with the behaviour that vLLM's own tests state.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ struct Aligned {
     used: usize,
 }
 
-/// Runs an alignment into buffers of the maximum plus `extra` elements, full of junk.
+/// Runs an alignment with buffers of the maximum plus `extra` elements, which are full of garbage.
 fn run(
     max: AlignedSizes,
     extra: usize,
@@ -127,11 +127,11 @@ fn behaviours_that_vllm_tests() {
 
 #[test]
 fn the_maximum_is_reached() {
-    // Fewer slots than groups: every slot opens a block.
+    // With fewer slots than groups, every slot opens a block.
     let a = align(&[0, 2, 4], 1, None, 5, 16).unwrap();
     assert_eq!(a.used, 3 * 16);
     assert_eq!(max_aligned_sizes(3, 5, 16).unwrap(), AlignedSizes { sorted_token_ids: 48, expert_ids: 3 });
-    // Every group wastes block - 1 entries, the group of absent experts too.
+    // Every group wastes block - 1 entries, including the group of absent experts.
     let a = align(&[0, 1, NO_EXPERT], 3, None, 2, 7).unwrap();
     assert_eq!((a.used, max_aligned_sizes(3, 2, 7).unwrap().sorted_token_ids), (21, 24));
     assert_eq!(&a.blocks[..3], &[0, 1, -1]);

@@ -1,10 +1,10 @@
-//! Grouping: the slots of each local expert, and the rows that no expert computes.
+//! Grouping: the slots of each local expert, and the rows that no local expert computes.
 
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::{expect, expect_matrix, expect_rank3};
+use crate::arguments::{expect, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -13,17 +13,17 @@ use crate::view::{View, ViewMut};
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, physical expert ids, [`NO_EXPERT`](crate::NO_EXPERT) = no expert |
-/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity |
+/// | `expert_map` | \[P\] i32, local slot of each physical expert, -1 if it is on another rank; `None` = identity |
 /// | `offsets` | out: [E_local + 1] u32; group of expert e is `slots[offsets[e]..offsets[e + 1]]` |
 /// | `slots` | out: \[T*K\] u32 slot numbers t*K + k, ascending inside a group |
 ///
-/// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and of experts that live elsewhere are in no group; entries of `slots`
-/// after `offsets[E_local]` are left as they were. Output sizes depend on T, K and E_local only,
-/// so the op can be captured into a graph.
+/// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and of experts on other ranks are in no group. Entries of `slots` after
+/// `offsets[E_local]` are not written. Output sizes depend only on T, K and E_local, so the op can be captured into a
+/// graph.
 ///
 /// # Errors
-/// Wrong dtypes or dims; on the CPU also an id outside of `expert_map` (without a map: outside of
-/// 0..E_local) and a map entry outside of -1..E_local, which on CUDA are no expert.
+/// Wrong dtypes or dims. On the CPU also an id outside of `expert_map` (without a map: outside of 0..E_local), and a
+/// map entry outside of -1..E_local; on CUDA these count as no expert.
 pub fn group_slots_into(
     topk_ids: View,
     expert_map: Option<View>,
@@ -34,11 +34,11 @@ pub fn group_slots_into(
     group("group_slots", topk_ids, expert_map, offsets, slots, None, ex)
 }
 
-/// [`group_slots_into`] that also writes the token of each grouped slot, `token_rows` \[T*K\] u32:
-/// the row that the slot reads.
+/// [`group_slots_into`], which also writes the token of each grouped slot to `token_rows` \[T*K\] u32: the row that the
+/// slot reads.
 ///
 /// # Errors
-/// As [`group_slots_into`].
+/// The errors of [`group_slots_into`].
 pub fn group_token_slots_into(
     topk_ids: View,
     expert_map: Option<View>,
@@ -94,7 +94,7 @@ fn sort(ids: &[u32], map: &ExpertMap, offsets: &mut [u32], slots: &mut [u32]) ->
             offsets[e + 1] += 1;
         }
     }
-    // offsets[e + 1] becomes the start of group e; filling the group moves it to the group's end.
+    // offsets[e + 1] becomes the start of group e; filling the group then moves it to the group's end.
     let mut start = 0;
     for count in &mut offsets[1..] {
         start += std::mem::replace(count, start);
@@ -108,11 +108,11 @@ fn sort(ids: &[u32], map: &ExpertMap, offsets: &mut [u32], slots: &mut [u32]) ->
     Ok(start as usize)
 }
 
-/// Zeroes the rows of slots without a local expert: `out` is [T, K, H] f32, the other arguments as
-/// for [`group_slots_into`] with `num_local` experts.
+/// Zeroes the rows of slots without a local expert. `out` is [T, K, H] f32; the other arguments are the arguments of
+/// [`group_slots_into`] with `num_local` experts.
 ///
 /// # Errors
-/// As [`group_slots_into`].
+/// The errors of [`group_slots_into`].
 pub fn zero_absent_into(
     topk_ids: View,
     expert_map: Option<View>,
@@ -143,18 +143,18 @@ pub fn zero_absent_into(
     })
 }
 
-/// Numbers the rows in use of a batched buffer [E_local, max_tokens, ..]: those of expert e are
-/// e * max_tokens + r for r below `expert_num_tokens[e]`.
+/// Numbers the used rows of a batched buffer [E_local, max_tokens, ..]. The numbers of expert e are e * max_tokens + r
+/// for r below `expert_num_tokens[e]`.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `expert_num_tokens` | \[E_local\] u32 |
 /// | `offsets` | out: [E_local + 1] u32; expert e's numbers are `numbers[offsets[e]..offsets[e + 1]]` |
-/// | `numbers` | out: [E_local * max_tokens] u32; entries after `offsets[E_local]` are left as they were |
+/// | `numbers` | out: [E_local * max_tokens] u32; entries after `offsets[E_local]` are not written |
 ///
 /// # Errors
-/// Wrong dtypes or dims; row numbers that do not fit in u32; on the CPU also a count above
-/// `max_tokens`, which on CUDA is taken as `max_tokens`.
+/// Wrong dtypes or dims; row numbers that do not fit in u32. On the CPU also a count above `max_tokens`; CUDA uses
+/// `max_tokens` instead.
 pub fn number_rows_into(
     expert_num_tokens: View,
     max_tokens: usize,

@@ -1,20 +1,20 @@
-//! Expert ids as one rank sees them: everything that it does not compute becomes
-//! [`NO_EXPERT`], so that combine never reads a row that nobody wrote.
+//! Expert ids as one rank sees them. Ids of experts that it does not compute become [`NO_EXPERT`], so that combine
+//! never reads a row that was not written.
 
 use candle_core::{DType, Result, bail};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::expect;
+use crate::arguments::expect;
 use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
-/// Replaces the ids of experts that live elsewhere by [`NO_EXPERT`].
+/// Replaces the ids of experts on other ranks by [`NO_EXPERT`].
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, physical expert ids |
-/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere |
+/// | `expert_map` | \[P\] i32, local slot of each physical expert, -1 if it is on another rank |
 /// | `out` | [T, K] u32: the id where the expert is local, else `NO_EXPERT` |
 ///
 /// # Errors
@@ -43,7 +43,7 @@ pub fn mask_nonlocal_into(topk_ids: View, expert_map: View, mut out: ViewMut, ex
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, physical expert ids |
-/// | `out` | [T, K] u32: the local slot where the expert lives on `rank`, else `NO_EXPERT` |
+/// | `out` | [T, K] u32: the local slot if the expert is on `rank`, else `NO_EXPERT` |
 ///
 /// # Errors
 /// Wrong dtypes or dims; a rank whose first expert does not fit in u32.
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(run(2, 2)?, [N, N, 0, 1, N, N]);
         assert_eq!(run(0, 4)?, [0, 3, N, N, N, N]);
         assert_eq!(run(7, 0)?, [N; 6]);
-        // Not even the last id is an expert.
+        // Even the largest id is not an expert here.
         assert_eq!(run(0, u32::MAX as usize + 1)?[5], N);
         let e = run(usize::MAX, 2).unwrap_err().to_string();
         assert!(e.contains("rank 18446744073709551615 with 2 local experts"), "{e}");

@@ -1,25 +1,25 @@
-//! Lists: the BatchedExperts layout of slot numbers instead of rows.
+//! Lists: the BatchedExperts layout, with slot numbers instead of rows.
 
 use candle_core::{DType, Result};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::expect;
+use crate::arguments::expect;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// Lists the slots of each local expert in a block of its own.
+/// Lists the slots of each local expert in a separate block.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids`, `expert_map` | as for [`group_slots_into`](super::group_slots_into) |
 /// | `expert_num_tokens` | out: \[E_local\] u32 slots of each local expert |
-/// | `expert_slots` | out: [E_local, T*K] u32 slot numbers t*K + k, ascending; entries behind an expert's last are left as they were |
+/// | `expert_slots` | out: [E_local, T*K] u32 slot numbers t*K + k, ascending; see below |
 ///
-/// A block has room for every slot, so none is left out whatever the ids; the sizes depend on T, K and E_local only, so the
-/// op can be captured into a graph.
+/// A block has room for every slot, so no slot is left out, whatever the ids are. Entries after an expert's last slot
+/// are not written. The sizes depend only on T, K and E_local, so the op can be captured into a graph.
 ///
 /// # Errors
-/// As [`group_slots_into`](super::group_slots_into).
+/// The errors of [`group_slots_into`](super::group_slots_into).
 pub fn list_slots_into(
     topk_ids: View,
     expert_map: Option<View>,
@@ -70,7 +70,7 @@ mod tests {
     }
 
     proptest! {
-        /// Tokens that name an expert several times among them.
+        /// Some tokens name an expert several times.
         #[test]
         fn lists_match_the_definition((ids, k, map, local) in routing()) {
             let (counts, lists) = list(&ids, k, map.as_deref(), local).unwrap();

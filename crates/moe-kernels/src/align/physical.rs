@@ -1,16 +1,16 @@
-//! Logical expert ids to physical ones: which copy of an expert computes a row.
+//! Converts logical expert ids to physical ones: the choice of the copy of an expert that computes a row.
 
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
 use super::check_ids;
 use super::log2phy::Log2Phy;
-use crate::door::expect;
+use crate::arguments::expect;
 use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
-/// What a plan calls the launch of [`physical_ids_into`].
+/// The name of the launch of [`physical_ids_into`] in plans.
 pub const PHYSICAL_IDS: &str = "physical_ids";
 
 /// Replaces logical expert ids by physical ones.
@@ -18,12 +18,12 @@ pub const PHYSICAL_IDS: &str = "physical_ids";
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, logical expert ids, [`NO_EXPERT`] = no expert |
-/// | `log2phy` | of E experts |
-/// | `out` | [T, K] u32: the id of one copy; `NO_EXPERT` where there is no expert |
+/// | `log2phy` | the copies of E experts |
+/// | `out` | [T, K] u32: the id of one copy; `NO_EXPERT` if there is no expert |
 ///
 /// # Errors
-/// Wrong dtypes or dims; on the CPU also an id outside of `log2phy` and an expert without a copy, which on CUDA are no
-/// expert.
+/// Wrong dtypes or dims. On the CPU also an id outside of `log2phy` and an expert without a copy; on CUDA these count
+/// as no expert.
 pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     check_ids(PHYSICAL_IDS, topk_ids)?;
     let (experts, width) = log2phy.check(PHYSICAL_IDS)?;
@@ -99,7 +99,7 @@ mod tests {
     }
 
     proptest! {
-        /// Each copy gets about its share, and a part of the rows has what it has in the whole.
+        /// Each copy gets about its share, and a part of the rows gets the same copies as in the whole.
         #[test]
         fn rows_are_spread_evenly(expert in 0u32..3, copies in 1u32..6, hashed in any::<bool>(), cut in 0usize..2000) {
             let spread = if hashed { Spread::Hashed } else { Spread::InTurns };

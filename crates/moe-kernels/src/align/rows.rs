@@ -1,32 +1,31 @@
-//! Rows to experts and back: the BatchedExperts layout, and what the owner does to rows.
+//! Rows to experts and back: the BatchedExperts layout, and the ops of the tokens' owner.
 //!
-//! A batched buffer gives every local expert `max_tokens` rows; row r of expert e holds the r-th
-//! of the expert's slots in ascending slot order. That order is part of the format: it makes the
-//! way back a pure function of the ids.
+//! A batched buffer gives every local expert `max_tokens` rows. Row r of expert e belongs to the r-th of the expert's
+//! slots in ascending slot order. That order is part of the format, so the ids alone determine how rows return.
 
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use super::batches::RowBatches;
-use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::element::Float;
 use crate::exec::Exec;
 use crate::storage::Element;
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
-/// Copies token rows into the BatchedExperts layout; `rows` stays as it is.
+/// Copies token rows into the BatchedExperts layout. `rows` stays unchanged.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `rows` | [T, H] f32, bf16 or f16 |
 /// | `batches` | offsets [E_local + 1], slots \[T*K\] |
-/// | `out` | [E_local, max_tokens, H] of the same dtype; unused rows are left as they were |
+/// | `out` | [E_local, max_tokens, H] of the same dtype; unused rows are not written |
 /// | `expert_num_tokens` | out: \[E_local\] u32 rows per local expert |
 ///
 /// # Errors
-/// Wrong dtypes or dims; on the CPU also an expert with more than `max_tokens` rows and slots out of
-/// range, which on CUDA are left out.
+/// Wrong dtypes or dims. On the CPU also an expert with more than `max_tokens` rows, and slots out of range; CUDA
+/// leaves these out.
 pub fn batch_rows_into(
     rows: View,
     batches: &RowBatches,
@@ -71,11 +70,11 @@ pub fn batch_rows_into(
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `rows` | [E_local, max_tokens, H] f32, bf16 or f16 |
-/// | `batches` | as given to [`batch_rows_into`] |
-/// | `out` | [T, K, H] of the same dtype; rows of slots in no group are left untouched |
+/// | `batches` | the same as for [`batch_rows_into`] |
+/// | `out` | [T, K, H] of the same dtype; rows of slots in no group are not written |
 ///
 /// # Errors
-/// As [`batch_rows_into`].
+/// The errors of [`batch_rows_into`].
 pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "unbatch_rows";
     let (num_local, max_tokens, hidden) = expect_rank3(OP, "rows", &rows)?;
@@ -90,7 +89,7 @@ pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex:
     if out.elem_count() == 0 {
         return Ok(());
     }
-    // Row of each slot, so that the copy runs over disjoint output rows; 0 = none, else row + 1.
+    // The row of each slot, so that the copy runs over disjoint output rows: 0 = none, else row + 1.
     let mut row_of_slot = ex.scratch(DType::I64, &[tokens * batches.top_k])?;
     let mut row_of_slot = row_of_slot.view_mut();
     let row_of_slot = row_of_slot.cpu_mut::<i64>()?;
@@ -182,7 +181,7 @@ pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()>
     })
 }
 
-/// Sets every element to `value`: the weights of rows that already carry theirs.
+/// Sets every element to `value`. It makes the weights for rows that were already multiplied by theirs.
 ///
 /// # Errors
 /// An `out` that is not f32.

@@ -1,4 +1,4 @@
-//! Batched rows against brute force; scaling and masking; their errors.
+//! Batched rows compared with brute force; scaling and masking; the errors of these ops.
 
 use half::bf16;
 use proptest::prelude::*;

@@ -27,15 +27,36 @@ impl<T: Lanes> Kernel for Gated<'_, T> {
     }
 }
 
+/// x = sigmoid(gate) * x, rounded once.
+pub(crate) struct SigmoidGate<'a, T> {
+    pub gate: &'a [f32],
+    pub x: &'a mut [T],
+}
+
+impl<T: Lanes> Kernel for SigmoidGate<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (gate, x) in self.gate.chunks(LANES).zip(self.x.chunks_mut(LANES)) {
+            let scale = sigmoid(s, f32::load_some(s, gate));
+            T::store_some(s, s.mul(T::load_some(s, x), scale), x);
+        }
+    }
+}
+
 /// The activation of gate and up values.
 #[inline(always)]
 pub(crate) fn gated<S: Simd>(s: S, activation: Activation, gate: S::V, up: S::V) -> S::V {
     match activation {
         Activation::SwiGlu => s.mul(s.mul(gate, sigmoid(s, gate)), up),
+        Activation::Relu => s.mul(s.max(s.splat(0.0), gate), up),
+        Activation::ClampedSwiGlu { limit } => {
+            let (gate, up) = clamped(s, limit, gate, up);
+            s.mul(s.mul(gate, sigmoid(s, gate)), up)
+        }
         Activation::SwiGluOai { alpha, limit } => {
-            let limit = s.splat(limit);
-            let gate = s.min(limit, gate);
-            let up = s.max(s.sub(s.splat(0.0), limit), s.min(limit, up));
+            let (gate, up) = clamped(s, limit, gate, up);
             let gate = s.mul(gate, sigmoid(s, s.mul(s.splat(alpha), gate)));
             s.mul(gate, s.add(up, s.splat(1.0)))
         }
@@ -51,6 +72,13 @@ pub(crate) fn gated<S: Simd>(s: S, activation: Activation, gate: S::V, up: S::V)
             half_gate(s, gate, tanh(s, inner), up)
         }
     }
+}
+
+/// min(gate, limit) and clamp(up, -limit, limit). NaN stays NaN.
+#[inline(always)]
+fn clamped<S: Simd>(s: S, limit: f32, gate: S::V, up: S::V) -> (S::V, S::V) {
+    let limit = s.splat(limit);
+    (s.min(limit, gate), s.max(s.sub(s.splat(0.0), limit), s.min(limit, up)))
 }
 
 /// gate / 2 * (1 + t) * up.

@@ -1,7 +1,7 @@
 //! Units of a product on the matrix registers of AMX, for bf16.
 //!
-//! A tile instruction multiplies 16 rows of w with 16 columns of x over 32 values of k. Rows of w
-//! are loaded as they lie in the checkpoint; only x is packed, pairs of k by columns.
+//! A tile instruction multiplies 16 rows of w with 16 columns of x over 32 values of k. Rows of w are loaded in the
+//! order of the checkpoint; only x is packed, pairs of k by columns.
 
 mod tiles;
 
@@ -20,12 +20,12 @@ use super::tile::{UNIT, UnitSums};
 use super::units::{Method, UnitWeights, Work, even_parts};
 use super::{Kernel, avx512};
 
-/// Steps between the line in use and the line asked for while weights stream. The processor
-/// fetches ahead by itself; this keeps the loads of a tile from waiting.
+/// Steps between the cache line in use and the line that is prefetched while weights stream. The processor prefetches
+/// by itself, too; this additional lead keeps the loads of a tile from waiting.
 const STREAM_LEAD: usize = 2;
 
-/// The matrix registers. Used on the path `CpuIsa::AmxBf16` alone, whose [`is_supported`] every
-/// `SAFETY` line below relies on, and for T = bf16.
+/// The matrix registers. They are used only on the path `CpuIsa::AmxBf16` and for T = bf16. That path is chosen only
+/// where [`is_supported`] is true; every `SAFETY` line below relies on that.
 pub(crate) struct Amx;
 
 /// Buffers of a unit. Tiles start at cache lines: rows across two are stored at half the speed.
@@ -39,7 +39,7 @@ struct Local {
 }
 
 thread_local! {
-    /// Kept per thread so that units neither allocate nor clear them.
+    /// The buffers are kept per thread, so that units neither allocate nor clear them.
     static LOCAL: RefCell<Local> =
         const { RefCell::new(Local { total: [EMPTY; 4], partial: [EMPTY; 4], sums: Vec::new() }) };
 }
@@ -53,7 +53,7 @@ impl<T: Lanes> Method<T> for Amx {
     /// The packed rows stay in the second-level cache.
     const PIECE_ROWS: usize = 256;
 
-    /// As many full tiles as can be: only their rows are whole cache lines.
+    /// All tiles but the last are full, because only their rows are whole cache lines.
     fn tiles(&self, m: usize) -> impl Iterator<Item = (usize, usize)> {
         (0..m).step_by(LANES).map(move |start| (start, LANES.min(m - start)))
     }
@@ -100,7 +100,7 @@ impl<T: Lanes> Method<T> for Amx {
 
 /// What a block fetches while it computes.
 enum Ahead {
-    /// The lines of w that it needs soon; past the end of the rows, those of the next unit.
+    /// The lines of w that the block needs soon; after the end of its rows, the lines of the next unit.
     Stream,
     /// The block's share of the next unit: these rows, one line of each per step.
     Next(Range<usize>),
@@ -163,9 +163,9 @@ fn x_words(x: &[u32], (first, m): (usize, usize), steps: usize, step: usize) -> 
 /// The rows of a unit, step by step.
 struct Rows<'a, T> {
     rows: &'a [&'a [T]; UNIT],
-    /// Whether the rows of a vector follow each other in memory; those that repeat the last do not.
+    /// Whether the rows of a vector are a constant distance apart in memory. Rows that repeat the last one are not.
     strided: [bool; 2],
-    /// Where steps are put together that do not lie so: at the end of a segment or of the matrix.
+    /// A copy of the rows' steps at the end of a segment or of the matrix, where they are not whole in memory.
     staged: Option<[[T; STEP]; UNIT]>,
 }
 
@@ -178,7 +178,7 @@ impl<'a, T: Lanes> Rows<'a, T> {
         Self { rows, strided, staged: None }
     }
 
-    /// For both vectors, where the 16 rows of a step begin and the bytes from row to row.
+    /// For both vectors: the address at which the 16 rows of a step begin, and the bytes from row to row.
     #[inline(always)]
     fn step(&mut self, segment: usize, step: usize, segments: usize) -> [(*const T, usize); 2] {
         let k = self.rows[0].len();

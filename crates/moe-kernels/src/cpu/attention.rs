@@ -1,18 +1,19 @@
 //! Attention over a paged KV cache.
 //!
-//! Positions are walked in numeric blocks of [`ATTENTION_BLOCK`] that are aligned at position 0
-//! and have nothing to do with the cache's block size. For each row and each block that it sees,
-//! a partial is computed from nothing: scores (products of length D in the order of
-//! [`super::product`], then times scale), their maximum over the visible positions, weights
-//! exp(score - maximum), the sum of the weights (lane = offset % 16, ascending, then folded), and
-//! the weighted values, one chain per output over the visible positions in ascending order.
-//! Partials are merged in ascending order of blocks. So a row's bits depend on its query and its
-//! visible keys and values alone.
+//! Positions are walked in numeric blocks of [`ATTENTION_BLOCK`] that are aligned at position 0 and have nothing to do
+//! with the cache's block size. Each row has a partial result for each block that it sees. A partial depends on no
+//! other block: it consists of the scores (products of length D in the order of [`super::product`], then times scale),
+//! their maximum over the visible positions, weights exp(score - maximum), the sum of the weights (lane = offset % 16,
+//! ascending, then folded), and the weighted values, one chain per output over the visible positions in ascending
+//! order. Partials are merged in ascending order of blocks. So a row's bits depend on its query and its visible keys
+//! and values alone.
 //!
-//! The query heads that share a KV head, and neighbouring query rows, are the rows of one
-//! product, so that keys and values are read once for all of them. Where there are fewer such
-//! tasks than threads, the blocks are cut among tasks as well: each stores its partials and the
-//! merge follows, in the same order.
+//! The query heads that share a KV head, and neighbouring query rows, are the rows of one product, so that keys and
+//! values are read once for all of them. If there are fewer such tasks than threads, the blocks are distributed over
+//! tasks as well: each task stores its partials, and a merge in the same order follows.
+//!
+//! A head may have a sink, a logit that belongs to no position. It is merged last, as a partial of weight 1 whose
+//! values are zero: a term of the denominator alone.
 
 mod block;
 mod kernels;
@@ -23,7 +24,7 @@ use std::ops::Range;
 use candle_core::{DType, Result};
 
 pub use self::kernels::ATTENTION_BLOCK;
-use self::kernels::{BlockWeights, Divide, Merge, MergeRows, Partial};
+use self::kernels::{BlockWeights, Divide, Merge, MergeRows, MergeSink, Partial};
 use super::dispatch;
 use super::pack::Pack;
 use super::parallel::for_each;
@@ -33,8 +34,8 @@ use super::simd::{LANES, Lanes};
 use super::tile::{Shape, UnitSums};
 use crate::exec::Exec;
 
-/// The most query rows times heads of one task: sixteen tiles that share each packed block of keys,
-/// fewer where that leaves too few tasks.
+/// The largest number of query rows times heads of one task: sixteen tiles that share each packed block of keys. Tasks
+/// are smaller if there would be too few of them.
 const MAX_TASK_ROWS: usize = 192;
 
 /// Fewest blocks that are worth a task of their own.
@@ -69,6 +70,8 @@ pub(crate) struct Attention<'a, T, Q> {
     pub positions: &'a [u32],
     pub scale: f32,
     pub window: Option<usize>,
+    /// A logit for each head, \[Hq\], that takes part in the softmax of its rows.
+    pub sinks: Option<&'a [f32]>,
 }
 
 /// Computes attention for the rows of all sequences.
@@ -94,19 +97,20 @@ struct Local {
     keys: Vec<u32>,
     scores: Vec<UnitSums>,
     weights: Vec<BlockWeights>,
-    /// Offsets that each row sees of this block.
+    /// The offsets in this block that each row sees.
     visible: Vec<Range<usize>>,
     /// Maximum and sum of each row's partial of this block.
     stats: Vec<(f32, f32)>,
     values: Vec<f32>,
-    /// Whether a row has seen a block yet; then its maximum and sum, and its values, over the blocks so far.
+    /// Whether a row has seen a block yet. If so, the next two fields have its maximum and sum, and its values, over
+    /// the blocks so far.
     seen: Vec<bool>,
     merged_stats: Vec<(f32, f32)>,
     merged_values: Vec<f32>,
 }
 
 thread_local! {
-    /// Kept per thread so that steps do not allocate.
+    /// The buffers are kept per thread, so that steps do not allocate.
     static LOCAL: RefCell<Local> = RefCell::new(Local::default());
 }
 
@@ -204,15 +208,22 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
             dispatch(self.ex.isa(), merge);
         }
         for i in 0..rows {
-            let values = &local.merged_values[i * width..(i + 1) * width];
-            self.finish(task, i, local.merged_stats[i].1, values, out);
+            let values = &mut local.merged_values[i * width..(i + 1) * width];
+            let stats = &mut local.merged_stats[i];
+            self.finish(task, i, Partial { stats, values }, out);
         }
     }
 
-    /// Divides and writes row i of a task.
-    fn finish(&self, task: &Task, i: usize, sum: f32, values: &[f32], out: &Shared<T>) {
+    /// Adds the sink to row i of a task, divides and writes it.
+    fn finish(&self, task: &Task, i: usize, row_of: Partial, out: &Shared<T>) {
         let (row, head) = self.place(task, i);
         let d = self.a.value_dim;
+        let Partial { stats, values } = row_of;
+        if let Some(sinks) = self.a.sinks {
+            let into = Partial { stats: &mut *stats, values: &mut *values };
+            dispatch(self.ex.isa(), MergeSink { into, logit: sinks[head] });
+        }
+        let sum = stats.1;
         // SAFETY: each (row, head) belongs to one task, and within it to one i.
         let out = unsafe { out.range((row * self.a.num_heads + head) * d, d) };
         dispatch(self.ex.isa(), Divide { values, sum, out });
@@ -293,7 +304,9 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                 dispatch(self.ex.isa(), merge);
                 (rest[0], rest[1]) = stats;
             }
-            self.finish(task, i, into[width + 1], &into[..width], out);
+            let (values, rest) = into.split_at_mut(width);
+            let mut stats = (rest[0], rest[1]);
+            self.finish(task, i, Partial { stats: &mut stats, values }, out);
         }
     }
 

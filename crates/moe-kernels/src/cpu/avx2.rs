@@ -1,5 +1,5 @@
-//! The AVX2 paths: two registers per vector of 16 lanes, with FMA and F16C; one of them with the dot product of integers of
-//! AVX-VNNI.
+//! The AVX2 paths: two registers per vector of 16 lanes, with FMA and F16C; one of them with the dot product of
+//! integers of AVX-VNNI.
 
 use std::arch::x86_64::*;
 
@@ -8,8 +8,8 @@ use half::{bf16, f16};
 use super::Kernel;
 use super::simd::{LANES, Simd, intrinsics};
 
-/// AVX2 with FMA and F16C, and with AVX-VNNI or without. A value exists only inside [`run`] and [`run_vnni`], whose callers
-/// have checked the processor.
+/// AVX2 with FMA and F16C, and with AVX-VNNI or without. A value exists only inside [`run`] and [`run_vnni`], whose
+/// callers have checked the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const VNNI: bool>(());
 
@@ -198,6 +198,26 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         fn widen_bytes(a: &[u8; LANES]) -> Raw {
             each!(p in halves(a) => _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())))
         }
+        fn widen_signed(a: &[u8; LANES]) -> Raw {
+            each!(p in halves(a) => _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))
+        }
+        fn widen_halves(a: &[u8; 2 * LANES]) -> Raw {
+            each!(p in [a.as_ptr(), a[LANES..].as_ptr()] => _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))
+        }
+        fn shift_left(v: Raw, bits: u32) -> Raw {
+            each!(v in v => _mm256_sll_epi32(v, _mm_cvtsi32_si128(bits as i32)))
+        }
+        fn shift_right(v: Raw, bits: u32) -> Raw {
+            each!(v in v => _mm256_srl_epi32(v, _mm_cvtsi32_si128(bits as i32)))
+        }
+        fn or_words(a: Raw, b: Raw) -> Raw { both!(_mm256_or_si256(a, b)) }
+        fn mask_words(v: Raw, mask: u32) -> Raw {
+            each!(v in v => _mm256_and_si256(v, _mm256_set1_epi32(mask as i32)))
+        }
+        fn look_up_bytes(table: &[u8; 16], v: Raw) -> Raw {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            each!(v in v => _mm256_shuffle_epi8(table, v))
+        }
         fn mul_words(a: Raw, b: Raw) -> Raw { both!(_mm256_mullo_epi32(a, b)) }
         fn sub_i16(a: Raw, b: Raw) -> Raw { both!(_mm256_sub_epi16(a, b)) }
         fn dot_i16(acc: Raw, x: u32, w: Raw) -> Raw {
@@ -293,7 +313,8 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
 
     #[inline(always)]
     fn dot_bytes(self, acc: Raw, a: Raw, b: Raw) -> Raw {
-        // SAFETY: `self` proves AVX2, and AVX-VNNI where it is used; sums of two products that fit 16 bits do not saturate.
+        // SAFETY: `self` proves AVX2, and AVX-VNNI where it is used; sums of two products that fit 16 bits do not
+        // saturate.
         unsafe {
             if VNNI {
                 return [

@@ -1,4 +1,5 @@
-//! The AVX-512 path: one register per vector of 16 lanes, and the dot product of integers (VNNI) where the processor has it.
+//! The AVX-512 path: one register per vector of 16 lanes, and the dot product of integers (VNNI) where the processor
+//! has it.
 
 use std::arch::x86_64::*;
 
@@ -8,8 +9,8 @@ use super::Kernel;
 use super::avx2::{add8, max8};
 use super::simd::{LANES, Simd, intrinsics};
 
-/// AVX-512 F, BW, DQ, VL with FMA and F16C, and with VNNI or without. A value exists only inside [`run`] and [`run_vnni`],
-/// whose callers have checked the processor.
+/// AVX-512 F, BW, DQ, VL with FMA and F16C, and with VNNI or without. A value exists only inside [`run`] and
+/// [`run_vnni`], whose callers have checked the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const VNNI: bool>(());
 
@@ -142,6 +143,24 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         fn load_bytes(a: &[u8; 4 * LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
         fn splat_word(x: u32) -> __m512i { _mm512_set1_epi32(x as i32) }
         fn widen_bytes(a: &[u8; LANES]) -> __m512i { _mm512_cvtepu8_epi32(_mm_loadu_si128(a.as_ptr().cast())) }
+        fn widen_signed(a: &[u8; LANES]) -> __m512i { _mm512_cvtepi8_epi32(_mm_loadu_si128(a.as_ptr().cast())) }
+        fn widen_halves(a: &[u8; 2 * LANES]) -> __m512i {
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256(a.as_ptr().cast()))
+        }
+        fn shift_left(v: __m512i, bits: u32) -> __m512i {
+            _mm512_sll_epi32(v, _mm_cvtsi32_si128(bits as i32))
+        }
+        fn shift_right(v: __m512i, bits: u32) -> __m512i {
+            _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits as i32))
+        }
+        fn or_words(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
+        fn mask_words(v: __m512i, mask: u32) -> __m512i {
+            _mm512_and_si512(v, _mm512_set1_epi32(mask as i32))
+        }
+        fn look_up_bytes(table: &[u8; 16], v: __m512i) -> __m512i {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, v)
+        }
         fn mul_words(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
         fn sub_i16(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi16(a, b) }
         fn nibbles(v: __m512i) -> [__m512i; 4] {

@@ -30,10 +30,12 @@ impl<T: Lanes, O: Lanes> Epilogue for Store<'_, T, O> {
     }
 }
 
-/// Rows of out that are asked for before they are written: they lie far apart, and a product has pushed them out of the cache.
+/// Number of rows of out that are prefetched before they are written: they are far apart, and a product has evicted
+/// them from the cache.
 const AHEAD: usize = 8;
 
-/// The sums of consecutive rows with one unit: one call for all, since calls of a path's functions are not inlined.
+/// Stores the sums of consecutive rows with one unit: one call for all, since calls of a path's functions are not
+/// inlined.
 struct StoreRows<'a, T, O> {
     to: &'a Store<'a, T, O>,
     row: usize,
@@ -48,7 +50,8 @@ impl<T: Lanes, O: Lanes> Kernel for StoreRows<'_, T, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        // Whole units, nearly all there are, apart: their width is a constant, and so are their loops.
+        // Nearly all units are whole. They have their own code, in which the width, and so the length of the loops, is
+        // a constant.
         match self.width {
             UNIT => self.store::<S, true>(s),
             _ => self.store::<S, false>(s),

@@ -1,9 +1,9 @@
 //! The driver of all products: dense and grouped by expert, for one row or thousands.
 //!
-//! Work is cut into units of 32 rows of w for one piece of the rows of x. Rows of x are packed
-//! before, in waves of bounded size, so that scratch does not grow with the number of tokens. How
-//! they are packed and a unit is computed is a [`Method`]: on vector registers
-//! ([`super::vectors`], [`super::pairs`]) or on matrix registers ([`super::amx`]).
+//! Work is divided into units of 32 rows of w for one piece of the rows of x. Rows of x are packed before, in waves of
+//! bounded size, so that scratch does not grow with the number of tokens. A [`Method`] says how they are packed and how
+//! a unit is computed: on vector registers ([`super::vectors`], [`super::pairs`]) or on matrix registers
+//! ([`super::amx`]).
 
 use candle_core::{DType, Result, bail};
 
@@ -31,7 +31,8 @@ pub(crate) struct Products<'a, T> {
     pub index: Option<&'a [u32]>,
     /// One matrix per group, [matrix_rows, stride] each.
     pub w: &'a [T],
-    /// How each matrix lies there. In panels, rows of units come in sixteens, and columns in pairs.
+    /// The order of the values of each matrix. In panels, the number of rows of units is a multiple of 16, and the
+    /// number of columns is even.
     pub order: WeightOrder,
     /// Rows of a matrix.
     pub matrix_rows: usize,
@@ -109,11 +110,11 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
     /// Packs the rows of the pieces and computes all their units.
     fn wave(&self, pieces: &[Piece], rows: usize) -> Result<()> {
         let words = self.method.row_words(self.p.k, self.p.segments);
-        // The size of the largest wave that there can be: waves of many sizes share one buffer.
+        // The buffer has the size of the largest possible wave, so that waves of all sizes share one buffer.
         let most = self.num_rows().min((WAVE_PIECES + 1) * M::PIECE_ROWS);
         let mut scratch = self.ex.scratch(DType::U32, &[most * words + LANES])?;
         let mut view = scratch.view_mut();
-        // From a cache line on, so that 16 words do not lie across two.
+        // It begins at a cache line, so that 16 words are never in two lines.
         let packed = view.cpu_mut::<u32>()?;
         let first = packed.as_ptr().align_offset(CACHE_LINE).min(LANES);
         let packed = &mut packed[first..];

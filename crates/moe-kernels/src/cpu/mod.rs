@@ -4,7 +4,7 @@
 //! once, generic over an instruction set ([`simd::Simd`]); [`dispatch`] runs it on the path that
 //! the execution context names.
 
-// Loops over indices keep arrays of vectors in registers, where iterators by value move them.
+// Loops over indices keep arrays of vectors in registers. Iterators by value would move them to memory.
 #![allow(clippy::needless_range_loop)]
 
 pub(crate) mod activation;
@@ -16,6 +16,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod combine;
+pub(crate) mod delta;
 pub(crate) mod epilogue;
 pub(crate) mod gemm;
 pub(crate) mod math;
@@ -41,9 +42,9 @@ mod vectors;
 use crate::exec::CpuIsa;
 pub(crate) use simd::Kernel;
 
-/// Runs a kernel on one instruction-set path. `isa` comes from an [`Exec`](crate::Exec), which
-/// only holds a path that this machine supports. Inlined, so that a kernel's fields are written where the path's function
-/// reads them, and not copied in between.
+/// Runs a kernel on one instruction-set path. `isa` comes from an [`Exec`](crate::Exec), which only holds a path that
+/// this machine supports. It is inlined, so that a kernel's fields are written where the path's function reads them,
+/// and are not copied in between.
 #[inline(always)]
 pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {
@@ -60,13 +61,14 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     }
 }
 
-/// Out of line, as the functions of the other paths are.
+/// It is not inlined, like the functions of the other paths.
 #[inline(never)]
 fn run_scalar<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(scalar::Scalar)
 }
 
-/// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], the one operation for which AVX-VNNI is used beside AVX2.
+/// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], the only operation for which AVX-VNNI is used in addition to
+/// AVX2.
 #[inline(always)]
 pub(crate) fn dispatch_ints<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {

@@ -43,14 +43,14 @@ impl Kernel for SquareSums<'_> {
 }
 
 /// out = x / rms(x) * weight, by rows of the weight's length.
-pub(crate) struct RmsNorm<'a, T, X> {
+pub(crate) struct RmsNorm<'a, T, X, W> {
     pub x: &'a [X],
-    pub weight: &'a [T],
+    pub weight: &'a [W],
     pub eps: f32,
     pub out: &'a mut [T],
 }
 
-impl<T: Lanes, X: Lanes> Kernel for RmsNorm<'_, T, X> {
+impl<T: Lanes, X: Lanes, W: Lanes> Kernel for RmsNorm<'_, T, X, W> {
     type Output = ();
 
     #[inline(always)]
@@ -63,12 +63,12 @@ impl<T: Lanes, X: Lanes> Kernel for RmsNorm<'_, T, X> {
 }
 
 #[inline(always)]
-fn norm_row<S: Simd, T: Lanes, X: Lanes>(s: S, x: &[X], weight: &[T], eps: f32, out: &mut [T]) {
+fn norm_row<S: Simd, T: Lanes, X: Lanes, W: Lanes>(s: S, x: &[X], weight: &[W], eps: f32, out: &mut [T]) {
     let scale = s.splat(inverse_rms(s, x, eps));
     let rows = x.chunks(LANES).zip(weight.chunks(LANES)).zip(out.chunks_mut(LANES));
     for ((x, weight), out) in rows {
         let normed = s.mul(X::load_some(s, x), scale);
-        T::store_some(s, s.mul(normed, T::load_some(s, weight)), out);
+        T::store_some(s, s.mul(normed, W::load_some(s, weight)), out);
     }
 }
 
@@ -96,15 +96,15 @@ fn add_row<S: Simd, T: Lanes, A: Lanes>(s: S, x: &[T], acc: &mut [A]) {
 }
 
 /// residual = round(residual + delta); out = norm(residual).
-pub(crate) struct AddRmsNorm<'a, T, X> {
+pub(crate) struct AddRmsNorm<'a, T, X, W> {
     pub delta: &'a [X],
-    pub weight: &'a [T],
+    pub weight: &'a [W],
     pub eps: f32,
     pub residual: &'a mut [X],
     pub out: &'a mut [T],
 }
 
-impl<T: Lanes, X: Lanes> Kernel for AddRmsNorm<'_, T, X> {
+impl<T: Lanes, X: Lanes, W: Lanes> Kernel for AddRmsNorm<'_, T, X, W> {
     type Output = ();
 
     #[inline(always)]

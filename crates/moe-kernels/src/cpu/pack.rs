@@ -86,8 +86,8 @@ fn put<S: Simd>(s: S, words: S::Raw, out: &mut [u32]) {
 }
 
 /// Packs one chain of up to 16 rows: word i of row j goes to `out[i * stride + j]`. With a stride
-/// below 16 the surplus lanes of a word land where the next words go, and those overwrite them. A word holds DEPTH values, as
-/// [`transpose_group`] makes them.
+/// below 16 the surplus lanes of a word land where the next words go, and those overwrite them. A word holds DEPTH
+/// values, as [`transpose_group`] makes them.
 pub(crate) struct Pack<'a, T, const DEPTH: usize> {
     /// The rows; missing rows repeat another.
     pub rows: &'a [&'a [T]; LANES],

@@ -1,8 +1,8 @@
-//! Products of bf16 by the BF16 dot product of AVX-512, which multiplies twice as much as a multiply-add, where the processor
-//! starts it often enough ([`crate::exec::CpuIsa::detect`]).
+//! Products of bf16 by the BF16 dot product of AVX-512, which multiplies twice as much as a multiply-add, where the
+//! processor starts it often enough ([`crate::exec::CpuIsa::detect`]).
 //!
-//! A word is a pair of bf16, of x and of w alike. Panels hold pairs already, so a tile reads them as they lie, whatever the
-//! number of rows; weights in rows become panels chain by chain. The order of sums is in [`super::product`].
+//! A word is a pair of bf16, both of x and of w. Panels already hold pairs, so a tile reads them without conversion,
+//! for any number of rows. Weights in rows become panels chain by chain. The order of sums is in [`super::product`].
 
 mod row;
 
@@ -28,7 +28,8 @@ const PREFETCH: usize = 4096;
 pub(crate) struct Pairs;
 
 thread_local! {
-    /// A chain of packed weights, and the sums of the unit that this thread works on; kept so that steps do not allocate.
+    /// A chain of packed weights, and the sums of the unit that this thread works on; kept so that steps do not
+    /// allocate.
     static LOCAL: RefCell<([Vec<u32>; 2], Vec<UnitSums>)> = const { RefCell::new(([Vec::new(), Vec::new()], Vec::new())) };
 }
 
@@ -89,8 +90,8 @@ impl<T: Lanes> Method<T> for Pairs {
     }
 }
 
-/// The panels of a unit to be multiplied one after the other: with one row of x, where they follow each other. Memory gives
-/// one stream 7 to 15 % more than two side by side.
+/// The panels of a unit, if they are to be multiplied one after the other: with one row of x, where the second panel
+/// follows the first one in memory. Memory delivers 7 to 15 % more to one stream than to two streams at once.
 fn one_stream<'a, T: Copy>(work: &Work<'a, T>) -> Option<[Row<'a>; 2]> {
     let UnitWeights::Panels(panels) = work.weights else { return None };
     let [first, second] = panels.map(bytes);
@@ -177,14 +178,14 @@ fn bytes<T: Copy>(values: &[T]) -> &[u8] {
 /// How weights are prefetched: [`PREFETCH`] bytes ahead, near the end of a panel from the next unit's panel.
 #[derive(Clone, Copy)]
 struct Ask {
-    /// Lines whose successors at that distance lie in the same panel.
+    /// Number of lines for which the line to prefetch is in the same panel.
     within: usize,
     /// Bytes between the panel's end and the next unit's panel.
     jump: usize,
 }
 
 impl Ask {
-    /// For a chain from whose start so many values follow in the panel.
+    /// The settings for a chain. `left` is the number of values from its start to the end of the panel.
     fn new(left: usize, jump: usize) -> Self {
         Self { within: (left * size_of::<u16>()).saturating_sub(PREFETCH) / CACHE_LINE, jump }
     }

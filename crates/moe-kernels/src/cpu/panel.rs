@@ -1,10 +1,10 @@
 //! Weights in panels of 16 rows, and products with few rows of x.
 //!
-//! A panel holds 16 rows of a matrix as [K / D][16][D], where D = [`Lanes::PANEL_DEPTH`] values of k of a
-//! row lie side by side. A vector load gives the same k of 16 rows, so nothing is transposed while weights
-//! stream from memory, and a panel is one stream that begins where the one before it ends. A matrix
-//! keeps its size: only the values of 16 rows change places. The chains are those of
-//! [`super::product`], so a row's bits are the same as with weights in rows.
+//! A panel holds 16 rows of a matrix as [K / D][16][D], where D = [`Lanes::PANEL_DEPTH`] values of k of a row are next
+//! to each other. A vector load gives the same k of 16 rows, so nothing is transposed while weights stream from memory,
+//! and a panel is one stream that begins where the one before it ends. A matrix keeps its size: only the values of 16
+//! rows are permuted. The chains are the chains of [`super::product`], so a row's bits are the same as with weights in
+//! rows.
 
 use std::ops::Range;
 
@@ -72,13 +72,13 @@ impl<T: Lanes> Kernel for Expand<'_, T> {
 pub(crate) struct PanelUnit<'a, T> {
     /// The panels' columns that are multiplied.
     pub panels: [&'a [T]; 2],
-    /// Values from a panel to its counterpart in the unit that this thread is likely to take next.
+    /// The distance, in values, from a panel to the same panel of the unit that this thread is likely to take next.
     pub next: usize,
     /// Packed rows of x, tile by tile.
     pub x: &'a [u32],
     /// Rows of x.
     pub m: usize,
-    /// Tiles of x, as even as can be.
+    /// The number of tiles of x. Their sizes differ by one at most.
     pub tiles: usize,
     /// Segments of K.
     pub segments: usize,
@@ -126,13 +126,14 @@ impl<T: Lanes> Kernel for PanelUnit<'_, T> {
     }
 }
 
-/// Where the panels of one or two vectors go on from a column; one panel comes twice.
+/// The addresses of a column in the panels of one or two vectors. For one vector, its panel comes twice.
 #[inline(always)]
 pub(crate) fn panels_from<T>(panels: &[&[T]; 2], vectors: Range<usize>, column: usize) -> [*const T; 2] {
     [vectors.start, vectors.end - 1].map(|i| panels[i].as_ptr().wrapping_add(column * LANES))
 }
 
-/// What comes behind the panels of one or two vectors: the unit's other panel, or those of the next unit.
+/// The addresses that are read after the panels of one or two vectors: the unit's other panel, or the panels of the
+/// next unit.
 #[inline(always)]
 pub(crate) fn behind<T>(panels: &[&[T]; 2], next: usize, vectors: Range<usize>) -> [*const T; 2] {
     match vectors.end {
@@ -147,7 +148,7 @@ struct ChainTile<'a, T> {
     x: &'a [u32],
     /// The chain's part of each panel; one panel comes twice.
     w: [&'a [T]; 2],
-    /// Where the chains begin that are to be fetched meanwhile.
+    /// The addresses of the chains that are prefetched meanwhile.
     ahead: Option<[*const T; 2]>,
     /// First vector of the unit.
     vector: usize,
@@ -184,8 +185,8 @@ fn chain_tile<S: Simd, T: Lanes, const M: usize, const N: usize>(s: S, t: ChainT
     debug_assert!(M <= MAX_ROWS);
 }
 
-/// Advances M x N chains by one group of N panels, 16 * [`Lanes::PANEL_DEPTH`] values each, and the words of x that belong
-/// to them, [words]\[M\].
+/// Advances M x N chains by one group of N panels, 16 * [`Lanes::PANEL_DEPTH`] values each, and the words of x that
+/// belong to them, [words]\[M\].
 #[inline(always)]
 fn advance<S: Simd, T: Lanes, const M: usize, const N: usize>(
     s: S,

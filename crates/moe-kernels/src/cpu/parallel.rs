@@ -35,7 +35,8 @@ pub(crate) fn for_each(ex: &Exec, tasks: usize, work: usize, f: impl Fn(usize) +
     ex.install(|| on_all(threads, &take_all));
 }
 
-/// Tasks that are left of a thread's share: first << 32 | end. On cache lines of its own, two of which processors fetch together.
+/// The remaining tasks of a thread's share: first << 32 | end. Each share has its own pair of cache lines, because
+/// processors fetch two lines together.
 #[repr(align(128))]
 struct Share(AtomicU64);
 
@@ -69,7 +70,7 @@ impl Share {
     }
 }
 
-/// Calls `f` so many times, on as many threads of the pool as are free.
+/// Calls `f` `threads` times, on as many threads of the pool as are free.
 fn on_all(threads: usize, f: &(impl Fn() + Sync)) {
     match threads {
         0 | 1 => f(),
@@ -101,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    /// Whatever the number of tasks and threads.
+    /// Each task runs once for any number of tasks and threads.
     #[test]
     fn each_task_runs_once() {
         for threads in [1, 2, 3, 8] {

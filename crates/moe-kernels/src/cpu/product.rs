@@ -15,12 +15,12 @@
 //! rows, on tiles or on threads. Blocks bound the error: |got - exact| <= (K_BLOCK + K / K_BLOCK)
 //! · 2^-24 · Σ|x w| to first order, twice that where multiply and add round separately.
 //!
-//! bf16 is widened, but on the path with the BF16 dot product of AVX-512. There its chains advance by pairs,
-//! chain = x\[k\] * w\[k\] + (x[k + 1] * w[k + 1] + chain), and subnormals are flushed.
+//! bf16 is widened, except on the path with the BF16 dot product of AVX-512. There its chains advance by pairs, chain =
+//! x\[k\] * w\[k\] + (x[k + 1] * w[k + 1] + chain), and subnormals are flushed.
 //!
-//! On the path with AMX, a bf16 segment is one chain of blocks of 32, the last one padded with
-//! zeros; within a block, even and odd k are chains of their own, and subnormals are flushed:
-//! chain = chain + (even + odd). Its roundings are no more than K / 32 + 18.
+//! On the path with AMX, a bf16 segment is one chain of blocks of 32, the last one padded with zeros. Within a block,
+//! even and odd k have separate chains, and subnormals are flushed: chain = chain + (even + odd). A segment is rounded
+//! at most K / 32 + 18 times.
 
 /// Length of the longest chain.
 pub(crate) const K_BLOCK: usize = 256;
@@ -34,11 +34,11 @@ pub(crate) struct Chain {
     pub start: usize,
     /// Number of k.
     pub len: usize,
-    /// The sum goes to the segment's sum; else, to the total.
+    /// Whether the sum goes to the segment's sum; otherwise it goes to the total.
     pub to_segment: bool,
-    /// The sum is added there; else, it replaces what is there.
+    /// Whether the sum is added there; otherwise it replaces what is there.
     pub add: bool,
-    /// The segment's sum is then added to the total (`Some(true)`) or becomes it.
+    /// If the chain ends its segment: whether the segment's sum is then added to the total (`true`) or becomes it.
     pub flush: Option<bool>,
 }
 

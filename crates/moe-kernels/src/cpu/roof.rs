@@ -3,11 +3,11 @@
 use super::Kernel;
 use super::simd::{LANES, Simd};
 
-/// Chains of a round. More advance side by side than latency times throughput, and no more than
-/// the registers of a path hold.
+/// Chains of a round: more than latency times throughput of a multiply-add, so that the units are always busy, and no
+/// more than the registers of a path hold.
 const CHAINS: usize = 12;
 
-/// Parts of the values that are read side by side.
+/// Parts of the values that are read at the same time.
 const STREAMS: usize = 4;
 
 /// Sums values; returns the sum so that they are read.

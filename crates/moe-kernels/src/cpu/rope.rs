@@ -11,17 +11,17 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 /// out = rope(norm(x)) for consecutive heads of one row: RMS norm with `weight` (if given), then
 /// rotate-half RoPE.
-pub(crate) struct NormRope<'a, T, X, O> {
+pub(crate) struct NormRope<'a, W, X, O> {
     /// Heads of `2 * cos.len()` values.
     pub x: &'a [X],
-    pub weight: Option<&'a [T]>,
+    pub weight: Option<&'a [W]>,
     pub eps: f32,
     pub cos: &'a [f32],
     pub sin: &'a [f32],
     pub out: &'a mut [O],
 }
 
-impl<T: Lanes, X: Lanes, O: Lanes> Kernel for NormRope<'_, T, X, O> {
+impl<W: Lanes, X: Lanes, O: Lanes> Kernel for NormRope<'_, W, X, O> {
     type Output = ();
 
     #[inline(always)]
@@ -49,23 +49,23 @@ impl<T: Lanes, X: Lanes, O: Lanes> Kernel for NormRope<'_, T, X, O> {
 
 /// Part of a head, scaled and weighted if there is a weight.
 #[inline(always)]
-fn normed<S: Simd, T: Lanes, X: Lanes>(
+fn normed<S: Simd, W: Lanes, X: Lanes>(
     s: S,
     x: &[X],
-    weight: Option<&[T]>,
+    weight: Option<&[W]>,
     scale: f32,
     range: std::ops::Range<usize>,
 ) -> S::V {
     let x = X::load_some(s, &x[range.clone()]);
     match weight {
-        Some(weight) => s.mul(s.mul(x, s.splat(scale)), T::load_some(s, &weight[range])),
+        Some(weight) => s.mul(s.mul(x, s.splat(scale)), W::load_some(s, &weight[range])),
         None => x,
     }
 }
 
 /// Queries, keys and values of all rows on their way to `q_out` and the cache; T is the model
-/// dtype, X that of the stream.
-pub(crate) struct RopeCache<'a, T, X> {
+/// dtype, X that of the stream, W that of the norms' weights.
+pub(crate) struct RopeCache<'a, T, X, W> {
     pub isa: CpuIsa,
     /// Query heads, KV heads, head size.
     pub heads: (usize, usize, usize),
@@ -73,7 +73,7 @@ pub(crate) struct RopeCache<'a, T, X> {
     /// [T, (Hq + 2 Hkv) D].
     pub qkv: &'a [X],
     /// Weights of the norms of q and k.
-    pub norms: (Option<&'a [T]>, Option<&'a [T]>),
+    pub norms: (Option<&'a [W]>, Option<&'a [W]>),
     pub eps: f32,
     /// Cosines and sines, [T, D/2].
     pub angles: (&'a [f32], &'a [f32]),
@@ -84,7 +84,7 @@ pub(crate) struct RopeCache<'a, T, X> {
     pub v_cache: Shared<'a, T>,
 }
 
-impl<T: Lanes, X: Lanes> RopeCache<'_, T, X> {
+impl<T: Lanes, X: Lanes, W: Lanes> RopeCache<'_, T, X, W> {
     /// All rows of one head: query heads first, then KV heads. Each head's part of the outputs is
     /// its own, and rows go in order, so of two rows that name one slot the later wins.
     pub(crate) fn head(&self, head: usize) {
@@ -104,7 +104,7 @@ impl<T: Lanes, X: Lanes> RopeCache<'_, T, X> {
         &self.qkv[(row * (hq + 2 * hkv) + place) * d..][..d]
     }
 
-    fn rope<O: Lanes>(&self, row: usize, x: &[X], weight: Option<&[T]>, out: &mut [O]) {
+    fn rope<O: Lanes>(&self, row: usize, x: &[X], weight: Option<&[W]>, out: &mut [O]) {
         let half = self.heads.2 / 2;
         let [cos, sin] = [self.angles.0, self.angles.1].map(|a| &a[row * half..(row + 1) * half]);
         dispatch(self.isa, NormRope { x, weight, eps: self.eps, cos, sin, out });

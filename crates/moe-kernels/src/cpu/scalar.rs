@@ -67,6 +67,17 @@ impl Simd for Scalar {
         }
         fn splat_word(x: u32) -> Self::Raw { [x; LANES] }
         fn widen_bytes(a: &[u8; LANES]) -> Self::Raw { a.map(u32::from) }
+        fn widen_signed(a: &[u8; LANES]) -> Self::Raw { a.map(|x| i32::from(x.cast_signed()) as u32) }
+        fn widen_halves(a: &[u8; 2 * LANES]) -> Self::Raw {
+            std::array::from_fn(|i| u32::from(u16::from_le_bytes([a[2 * i], a[2 * i + 1]])))
+        }
+        fn shift_left(v: Self::Raw, bits: u32) -> Self::Raw { v.map(|w| w << bits) }
+        fn shift_right(v: Self::Raw, bits: u32) -> Self::Raw { v.map(|w| w >> bits) }
+        fn or_words(a: Self::Raw, b: Self::Raw) -> Self::Raw { std::array::from_fn(|i| a[i] | b[i]) }
+        fn mask_words(v: Self::Raw, mask: u32) -> Self::Raw { v.map(|w| w & mask) }
+        fn look_up_bytes(table: &[u8; 16], v: Self::Raw) -> Self::Raw {
+            v.map(|w| u32::from_le_bytes(w.to_le_bytes().map(|byte| table[usize::from(byte & 0xf)])))
+        }
         fn mul_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
             std::array::from_fn(|i| a[i].wrapping_mul(b[i]))
         }

@@ -20,7 +20,7 @@ impl<'a, T> Shared<'a, T> {
         Self { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
-    /// Where value `at` lies, to ask for it; it need not be there.
+    /// The address of value `at`, for a prefetch. The value need not exist.
     pub(crate) fn address(&self, at: usize) -> *const T {
         self.start.wrapping_add(at)
     }
@@ -32,7 +32,7 @@ impl<'a, T> Shared<'a, T> {
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn range(&self, at: usize, len: usize) -> &mut [T] {
         assert!(at <= self.len && len <= self.len - at, "range {at}..{at}+{len} of {}", self.len);
-        // SAFETY: the range lies inside the slice, which is borrowed mutably for 'a; the caller
+        // SAFETY: the range is inside the slice, which is borrowed mutably for 'a; the caller
         // promises that nothing else refers to it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }

@@ -23,18 +23,18 @@ pub(crate) trait Simd: Copy {
     type V: Copy;
     /// Sixteen 32-bit words.
     type Raw: Copy;
-    /// Vectors of a product tile side by side: 2 where there are 32 wide registers, else 1.
+    /// Vectors of w that a product tile covers: 2 where there are 32 wide registers, else 1.
     const TILE_VECTORS: usize;
     /// Rows of x of a product tile, at most [`super::tile::MAX_ROWS`].
     const TILE_ROWS: usize;
     /// Rows of x of a tile that multiplies panels without expanding them, at most TILE_ROWS: the
     /// widened weights need registers, too.
     const PANEL_ROWS: usize = Self::TILE_ROWS;
-    /// Rows of x, at most, that take both panels of a unit at a time where tiles have one: the chains of so few rows advance at
-    /// the latency of a multiply-add, not at its rate.
+    /// Up to this number of rows of x, both panels of a unit are multiplied at once, even where TILE_VECTORS is 1: few
+    /// chains advance at the latency of a multiply-add and not at its rate, so there is time for twice as many.
     const PAIRED_ROWS: usize = 0;
-    /// Rows of x of a tile that unpacks quantised weights in registers, at most TILE_ROWS: for more it is better to
-    /// unpack them once, into cache.
+    /// Rows of x of a tile that unpacks quantised weights in registers, at most TILE_ROWS. For more rows it is better
+    /// to unpack the weights once, into cache.
     const DIRECT_ROWS: usize = 1;
     /// Whether [`Simd::dot_bytes`] is one instruction.
     const HAS_BYTE_DOTS: bool = false;
@@ -89,7 +89,7 @@ pub(crate) trait Simd: Copy {
     fn load_words(self, a: &[u32; LANES]) -> Self::Raw;
     fn store_words(self, v: Self::Raw, a: &mut [u32; LANES]);
 
-    /// Asks for the cache line at `p`, which need not be valid.
+    /// Prefetches the cache line at `p`, which need not be valid.
     fn prefetch<T>(self, p: *const T);
 
     /// Words from their bytes, the lowest first.
@@ -98,6 +98,21 @@ pub(crate) trait Simd: Copy {
     fn splat_word(self, x: u32) -> Self::Raw;
     /// Bytes as words.
     fn widen_bytes(self, a: &[u8; LANES]) -> Self::Raw;
+    /// Bytes with a sign as signed words.
+    fn widen_signed(self, a: &[u8; LANES]) -> Self::Raw;
+    /// Integers of 16 bits as words, each from its two bytes, the lower first.
+    fn widen_halves(self, a: &[u8; 2 * LANES]) -> Self::Raw;
+    /// Words shifted to the left by less than 32 bits, with zeros shifted in. A constant number becomes part of the
+    /// instruction.
+    fn shift_left(self, v: Self::Raw, bits: u32) -> Self::Raw;
+    /// Words shifted to the right, like [`shift_left`](Self::shift_left).
+    fn shift_right(self, v: Self::Raw, bits: u32) -> Self::Raw;
+    /// The bits of both.
+    fn or_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// The bits that each word shares with `mask`.
+    fn mask_words(self, v: Self::Raw, mask: u32) -> Self::Raw;
+    /// The values of a table at each byte, which is below 16.
+    fn look_up_bytes(self, table: &[u8; 16], v: Self::Raw) -> Self::Raw;
     /// Low 32 bits of the product of words.
     fn mul_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// Differences of the 16-bit halves of words.
@@ -114,8 +129,8 @@ pub(crate) trait Simd: Copy {
     fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
     /// [`nibbles`](Self::nibbles) without the shifts of pairs 1 and 2, which are left 16 and 256 times as large.
     fn nibbles_in_place(self, v: Self::Raw) -> [Self::Raw; 4];
-    /// acc + the sum of the four products of unsigned bytes of `a` and signed bytes of `b` in each word. The sum of two must fit
-    /// 16 bits.
+    /// acc + the sum of the four products of unsigned bytes of `a` and signed bytes of `b` in each word. The sum of two
+    /// must fit 16 bits.
     fn dot_bytes(self, acc: Self::Raw, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// The low and the high nibble of each byte, as bytes.
     fn nibble_bytes(self, v: Self::Raw) -> [Self::Raw; 2];
@@ -131,7 +146,7 @@ pub(crate) trait Simd: Copy {
     fn store_i16(self, v: Self::Raw, a: &mut [u16; LANES]);
     /// f32 without their signs, as words.
     fn magnitude(self, v: Self::V) -> Self::Raw;
-    /// Signed words over 16, rounded down.
+    /// Signed words divided by 16, rounded down.
     fn sixteenth(self, v: Self::Raw) -> Self::Raw;
     /// The four bytes of each word, by pairs: bytes 0 and 2, bytes 1 and 3.
     fn bytes(self, v: Self::Raw) -> [Self::Raw; 2];
@@ -141,6 +156,11 @@ pub(crate) trait Simd: Copy {
     fn ints(self, v: Self::Raw) -> Self::V;
     /// The E4M3 floats in the low byte of each word, 2^120 times too small.
     fn e4m3_small(self, v: Self::Raw) -> Self::V;
+    /// The E4M3 floats in the low byte of each word, none of them NaN.
+    #[inline(always)]
+    fn e4m3(self, v: Self::Raw) -> Self::V {
+        self.mul(self.e4m3_small(v), self.splat((1u128 << 120) as f32))
+    }
     /// The values of a table at the low 4 bits of each word.
     fn look_up(self, table: &[f32; LANES], v: Self::Raw) -> Self::V;
 }
@@ -170,8 +190,8 @@ pub(crate) use {inlined, intrinsics};
 pub(crate) trait Lanes: Float {
     /// Values per 32-bit word.
     const PER_WORD: usize;
-    /// Values of k of one row that lie side by side in a panel: pairs for bf16, whose halves of a word
-    /// widen by a shift and a mask; else one.
+    /// Values of k of one row that are next to each other in a panel: two for bf16, whose halves of a word are widened
+    /// by a shift and a mask; else one.
     const PANEL_DEPTH: usize;
     fn load<S: Simd>(s: S, a: &[Self; LANES]) -> S::V;
     fn store<S: Simd>(s: S, v: S::V, a: &mut [Self; LANES]);

@@ -1,9 +1,8 @@
 //! Products of a few rows of x: weights stream from memory once, straight into registers.
 //!
-//! A decode step reads each weight once, so memory is the bound and nothing may stand in its way:
-//! the kernel transposes 16 words of 32 rows at a time in registers and multiplies at once, while
-//! the lines a few groups ahead are already on their way. The chains are those of
-//! [`super::tile`], so a row's bits are the same.
+//! A decode step reads each weight once, so memory is the bound and the kernel must not delay it: it transposes 16
+//! words of 32 rows at a time in registers and multiplies at once, while the lines a few groups ahead are already being
+//! loaded. The chains are the chains of [`super::tile`], so a row's bits are the same.
 
 use super::Kernel;
 use super::pack::{GROUP_OUT, GROUP_WORDS, transpose_group};
@@ -11,15 +10,15 @@ use super::product::chains;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{Ahead, MAX_ROWS, UNIT, UnitSums, advance, store_sums, with_rows};
 
-/// Groups between the line in use and the line asked for: 8 groups of 32 lines are 16 KiB, which
-/// covers the latency of memory at several tens of GB/s per core.
+/// Groups between the line in use and the line that is prefetched: 8 groups of 32 lines are 16 KiB, which covers the
+/// latency of memory at several tens of GB/s per core.
 const PREFETCH_GROUPS: usize = 8;
 
 /// What a stream fetches while it computes.
 #[derive(Clone, Copy)]
 pub(crate) enum Next<'a> {
-    /// The rows in use, further on; past their end, the rows this many values after them: the unit that this thread is
-    /// likely to take next.
+    /// The rows in use, further on. After their end, the rows that begin this number of values later: the unit that
+    /// this thread is likely to take next.
     Unit(usize),
     /// Other rows.
     Rows(Ahead<'a>),

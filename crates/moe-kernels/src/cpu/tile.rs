@@ -38,11 +38,12 @@ macro_rules! with_rows {
 }
 pub(crate) use with_rows;
 
-/// Cache lines to ask for while a tile computes: part of the weights that are packed next. Tiles
-/// are bound by arithmetic and packing by memory, so this is where the two overlap.
+/// Cache lines to prefetch while a tile computes: part of the weights that are packed next. Tiles are bound by
+/// arithmetic and packing by memory, so this is where the two overlap.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<'a> {
-    /// Where the next chain of each row starts; a power of two of them, or none. Never followed.
+    /// The addresses at which the next chain of each row starts: a power of two of them, or none. They are only
+    /// prefetched, never read.
     pub rows: &'a [*const u8],
     /// First line: line i is line i / rows of row i % rows.
     pub first: usize,
@@ -60,7 +61,7 @@ impl Ahead<'_> {
         if i < self.count {
             let line = self.first + i;
             if let Some(row) = self.rows.get(line & self.rows.len().wrapping_sub(1)) {
-                // A shift, because a division takes longer than what the line is fetched for.
+                // This is a shift, because a division would take longer than the prefetch saves.
                 s.prefetch(row.wrapping_add((line >> self.rows.len().trailing_zeros()) * CACHE_LINE));
             }
         }

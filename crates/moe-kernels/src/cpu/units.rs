@@ -22,7 +22,7 @@ impl Units {
         }
     }
 
-    /// The matrix row of place j of a unit; places past the end repeat the last row.
+    /// The matrix row of place j of a unit. Places after the last row repeat it.
     #[inline]
     pub(super) fn row(self, unit: usize, j: usize) -> usize {
         match self {
@@ -60,7 +60,8 @@ pub(crate) enum UnitWeights<'a, T> {
 /// One unit of a matrix and the rows of x that it is multiplied with.
 pub(crate) struct Work<'a, T> {
     pub weights: UnitWeights<'a, T>,
-    /// Values from a row (or panel) to its counterpart in the unit that this thread is likely to take next.
+    /// The distance, in values, from a row (or panel) to the same one of the unit that this thread is likely to take
+    /// next.
     pub next: usize,
     /// Packed rows of x, tile by tile.
     pub x: &'a [u32],
@@ -88,7 +89,7 @@ pub(crate) trait Method<T>: Sync {
 /// Start and length of `parts` parts of `total`, which differ by one at most.
 #[inline]
 pub(crate) fn even_parts(total: usize, parts: usize) -> impl Iterator<Item = (usize, usize)> {
-    // Divided once: loops over tiles are short.
+    // The division is done once, because the loops over tiles are short.
     let least = total.checked_div(parts).unwrap_or(0);
     let longer = total - least * parts;
     (0..parts).scan(0, move |start, i| {

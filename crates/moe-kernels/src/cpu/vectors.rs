@@ -19,11 +19,11 @@ use crate::exec::CpuIsa;
 /// The vector registers of a path.
 pub(crate) struct Vectors {
     pub isa: CpuIsa,
-    /// Whether weights lie in panels.
+    /// Whether weights are in panels.
     pub panels: bool,
 }
 
-/// The most tiles of x that share panels which are not expanded: each widens the weights anew.
+/// The largest number of tiles of x for which panels are not expanded: each of them widens the weights again.
 const DIRECT_TILES: usize = 2;
 
 thread_local! {
@@ -36,7 +36,7 @@ impl<T: Lanes> Method<T> for Vectors {
     /// the second-level cache.
     const PIECE_ROWS: usize = 240;
 
-    /// As even as can be: a small tile does not hide the latency of its chains.
+    /// The tiles are of nearly equal size, because a small tile does not hide the latency of its chains.
     fn tiles(&self, m: usize) -> impl Iterator<Item = (usize, usize)> {
         even_parts(m, m.div_ceil(self.tile_rows(m)))
     }
@@ -186,7 +186,8 @@ impl<T: Lanes> Work<'_, T> {
         }
     }
 
-    /// Where the rows or panels of some vectors go on after column `end`; their number.
+    /// Writes the addresses of column `end` in the rows or panels of some vectors to `starts`, or their addresses in
+    /// the next unit if the matrix ends there. Returns their number.
     fn ahead(&self, vectors: Range<usize>, end: usize, starts: &mut [*const u8; UNIT]) -> usize {
         let is_last = end == self.k();
         match self.weights {

@@ -1,6 +1,6 @@
-//! Arguments of the launchers that take many: the structs of `cuda/*/args.cuh`, documented there, and the codes of
-//! `cuda/codes.cuh`. The test below holds both sides to the same names and types in the same order, and so to the same
-//! sizes and offsets: C and `#[repr(C)]` lay them out alike.
+//! The argument structs of launchers with many arguments, and the codes of `cuda/codes.cuh`. The headers
+//! `cuda/*/args.cuh` define and document the structs. The test below checks that both sides have the same names and
+//! types in the same order, and therefore the same sizes and offsets: C and `#[repr(C)]` use the same layout.
 
 use std::ffi::c_void;
 
@@ -9,9 +9,9 @@ use candle_core::{DType, Result, bail};
 use crate::scheme::{Codes, QuantScheme};
 use crate::tags::GateScoring;
 
-/// A device pointer to what a launcher reads; 16-byte aligned for the bf16 kernels, null where the header says so.
+/// A device pointer that a launcher reads; 16-byte aligned for the bf16 kernels, null where the header allows it.
 pub(crate) type In = *const c_void;
-/// A device pointer to what a launcher writes.
+/// A device pointer that a launcher writes.
 pub(crate) type Out = *mut c_void;
 
 /// Type of an array's elements.
@@ -34,7 +34,7 @@ impl Dtype {
     }
 }
 
-/// What becomes of a result, which every kernel has in f32.
+/// How a kernel's f32 result is written to the output.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
@@ -42,23 +42,23 @@ pub(crate) enum Output {
     F32 = 0,
     /// Rounded and stored.
     Bf16 = 1,
-    /// Added to the f32 that is there: the residual stream.
+    /// Added to the existing f32 values: the residual stream.
     AddF32 = 2,
 }
 
 impl Output {
-    /// Results go to a new array of this dtype, f32 or bf16.
+    /// Results are written to a new array of this dtype, f32 or bf16.
     pub(crate) fn stored_as(dtype: DType) -> Self {
         if dtype == DType::BF16 { Self::Bf16 } else { Self::F32 }
     }
 
-    /// Factor of what the output holds already: 0 or 1.
+    /// The factor of the existing output values: 0 or 1.
     pub(crate) fn kept(self) -> f32 {
         if self == Self::AddF32 { 1. } else { 0. }
     }
 }
 
-/// How the weights of a quantised pack are coded.
+/// The coding of the weights in a quantised pack.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QuantFormat {
@@ -68,7 +68,7 @@ pub(crate) enum QuantFormat {
 }
 
 impl QuantFormat {
-    /// The codec of the device for a number format.
+    /// The device's codec for a number format.
     ///
     /// # Errors
     /// A format that no kernel of the device reads.
@@ -82,7 +82,7 @@ impl QuantFormat {
     }
 }
 
-/// Declares the structs, fields of a type together as in the headers, and what the test wants to know of them.
+/// Declares the structs (fields of one type together, as in the headers) and the table that the test needs.
 macro_rules! arguments {
     ($($name:ident { $($($field:ident)+ : $ty:ident,)* })*) => {
         $(
@@ -112,7 +112,7 @@ arguments! {
     PagedAttentionArgs {
         q k_cache v_cache query_start_loc positions block_tables: In, out: Out, dtype q_dtype: Dtype,
         tokens sequences max_blocks heads kv_heads head_dim value_dim value_row num_blocks block_size: i32,
-        scale: f32, window invariant: i32, counters partials: Out, splits: i32,
+        scale: f32, window invariant: i32, counters partials: Out, splits: i32, sinks: In,
     }
     MlaLatentArgs {
         compressed norm: In, eps: f32, cos sin: In, latent_out rotated_out: Out, dtype: Dtype,
@@ -126,8 +126,8 @@ arguments! {
         q cos sin: In, plain out: Out, dtype out_dtype: Dtype, rows heads plain_dim rope width: i32,
     }
     MlaRowsArgs {
-        products norm: In, eps: f32, cos sin slots: In, plain out k_cache: Out, dtype out_dtype: Dtype,
-        rows heads plain_dim rope width latent: i32, num_slots: i64,
+        queries latents norm: In, eps: f32, cos sin slots: In, plain out k_cache: Out, dtype out_dtype: Dtype,
+        rows heads plain_dim rope width latent query_row latent_row: i32, num_slots: i64,
     }
     MlaExpandArgs {
         cache query_start_loc positions block_tables: In, latents keys bases: Out,
@@ -139,7 +139,7 @@ arguments! {
     AttentionDecodeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots positions block_tables: In,
         max_blocks: i32, k_cache v_cache out workspace: Out, rows heads kv_heads head_dim block_size: i32,
-        scale: f32, window splits: i32, num_slots: i64,
+        scale: f32, window splits: i32, num_slots: i64, sinks: In,
     }
     StepRoutingArgs {
         heat routed: Out, forced: In, stride keep_weights: i32,
@@ -151,7 +151,7 @@ arguments! {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
         scale softcap: f32, counts buckets: Out, expert_map: In, invariant shared: i32, shared_weight: f32,
-        routing: StepRoutingArgs, copies: CopiesArgs,
+        groups kept_groups: i32, routing: StepRoutingArgs, copies: CopiesArgs,
     }
     BalanceIdsArgs {
         step: In, ids: Out, seed: u64, rows layers top_k experts: i32, first_row first_layer: u32,
@@ -188,7 +188,7 @@ arguments! {
         w13 w2 expert_map: In, out: Out, output: Output, state: Out,
         tokens hidden inter num_ids num_local top_k: i32, scoring: GateScoring,
         raw_logits renormalize: i32, scale softcap: f32, shared: i32, shared_weight: f32,
-        routing: StepRoutingArgs,
+        groups kept_groups: i32, routing: StepRoutingArgs,
     }
     RopeRowsArgs {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
@@ -229,7 +229,7 @@ arguments! {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
         scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
-        shared_weight: f32, routing: StepRoutingArgs,
+        shared_weight: f32, groups kept_groups: i32, routing: StepRoutingArgs,
     }
     StoredCoding {
         row_bits column_bits bits: i32, places plus: u32,
@@ -288,7 +288,7 @@ mod tests {
 
     use super::STRUCTS;
 
-    /// The Rust type of a field that C declares so.
+    /// The Rust type for a C type.
     fn rust_type(c: &str) -> &str {
         match c {
             _ if c.ends_with('*') && c.starts_with("const ") => "In",

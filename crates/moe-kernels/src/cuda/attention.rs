@@ -59,7 +59,7 @@ pub(crate) fn qk_norm_rope_cache(
         num_slots: any::count(op, blocks * block_size)?,
     };
     let launch = if fast { ffi::moe_qk_norm_rope_cache } else { ffi::moe_any_qk_norm_rope_cache };
-    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; neither writes to slots
+    // SAFETY: the op has checked dims and dtypes, `fast` the conditions of the fast launcher; neither writes to slots
     // beyond the cache.
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
@@ -75,6 +75,7 @@ fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> 
         head_dim,
         value_dim: head_dim,
         latent: false,
+        sinks: false,
         dtype,
         block_size,
         aligned,
@@ -95,8 +96,8 @@ fn decode_call(args: &QkNormRope, rows: usize, k_cache: View) -> AttentionCall {
     AttentionCall { rows, ..call(args, true, k_cache, aligned) }
 }
 
-/// Attention of a step whose first rows decode, one of each sequence: these in one launch, the rows of prompts behind them
-/// in theirs.
+/// Attention of a step whose first rows decode, one row per sequence. One launch computes these rows, and other
+/// launches the rows of prompts after them.
 pub(crate) fn decode_then_prompts(
     args: &QkNormRope,
     meta: &AttentionMeta,
@@ -167,8 +168,8 @@ pub(crate) fn decode_then_prompts(
     Ok(())
 }
 
-/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch, in [`MixedForm::Beside`] beside
-/// the launch ahead, which computes the prompts of `mixed`.
+/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch. With
+/// [`MixedForm::Beside`] it runs at the same time as the launch before it, which computes the prompts of `mixed`.
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
@@ -186,7 +187,7 @@ fn decode_attention(
     let kv_heads = small(op, args.num_kv_heads)?;
     let head_dim = small(op, args.head_dim)?;
     let sms = small(op, cuda.gpu.sms)?;
-    // The blocks of a cluster put splits together.
+    // The blocks of a cluster merge splits, so only cards with clusters can have several.
     let splits = match cuda.gpu.has(Feature::Clusters) {
         true => {
             // SAFETY: a pure function of numbers.
@@ -226,11 +227,12 @@ fn decode_attention(
         window: meta.window_i32(),
         splits,
         num_slots: any::count(op, blocks * block_size)?,
+        sinks: cuda.read_or_null(op, "sinks", meta.sinks)?,
     };
     let beside = i32::from(form == MixedForm::Beside);
-    // SAFETY: the door has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers' conditions.
-    // Slots beyond the cache are not written; what is read is the contract of `AttentionMeta`. Beside the launch ahead: that
-    // one writes rows of prompts alone.
+    // SAFETY: the op has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers'
+    // conditions. Slots beyond the cache are not written; what is read is the contract of `AttentionMeta`. The launch
+    // that may run at the same time writes only rows of prompts.
     cuda.check(op, unsafe {
         match fp8 {
             None => ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?),

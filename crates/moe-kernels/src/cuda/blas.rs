@@ -1,4 +1,4 @@
-//! Large dense products by cuBLAS, which beats our kernels above 64 rows (docs/kernels-labbook.md).
+//! Large dense products by cuBLAS, which is faster than this crate's kernels above 64 rows (docs/lessons/steps.md).
 
 use std::ffi::c_void;
 
@@ -11,12 +11,12 @@ use super::args::Output;
 use super::{CudaExec, small};
 use crate::view::{View, ViewMut};
 
-/// Scratch that cuBLAS may use; what its documentation recommends for Hopper. It is given once, so
+/// Scratch memory that cuBLAS may use, of the size that its documentation recommends for Hopper. It is set once, so
 /// that products inside a captured graph allocate nothing.
 pub(super) const WORKSPACE_WORDS: usize = (32 << 20) / 4;
 
-/// out [M, N] = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32; stored (bf16 or f32) or, if `output` says so, added to the f32
-/// that is there. The door has checked dims and dtypes.
+/// out [M, N] = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32. The result is stored (bf16 or f32) or, depending on
+/// `output`, added to the existing f32 values. The op has checked dims and dtypes.
 pub(crate) fn product(
     cuda: &CudaExec,
     op: &str,
@@ -54,7 +54,8 @@ pub(crate) fn product(
 
 /// Products of every head's rows with the head's matrix, bf16.
 pub(crate) struct PerHead<'a> {
-    /// Rows of k elements; elements from a row to the next one, and from a head's first row to the next head's.
+    /// Rows of k elements; the distance in elements from a row to the next one, and from a head's first row to the next
+    /// head's.
     pub(crate) x: (View<'a>, [usize; 2]),
     /// [heads, n, k], or `by_columns` [heads, k, n].
     pub(crate) w: View<'a>,
@@ -63,11 +64,11 @@ pub(crate) struct PerHead<'a> {
     pub(crate) heads: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
-    /// Elements from a result's row to the next one, of at least n, and from a head's to the next head's.
+    /// The distance in elements from a row of the result to the next one (at least n), and from a head to the next one.
     pub(crate) out: [usize; 2],
 }
 
-/// out (bf16 or f32) = w\[h\] · x of every head, summed in f32. The door has checked dims and dtypes.
+/// out (bf16 or f32) = w\[h\] · x for every head, summed in f32. The op has checked dims and dtypes.
 pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut) -> Result<()> {
     let rows = small(op, p.rows)?;
     let heads = small(op, p.heads)?;
@@ -95,7 +96,8 @@ pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut)
     let x_head = x_head as i64;
     let out_head = p.out[1] as i64;
     // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ.
-    // SAFETY: the addresses cover heads matrices and the rows of all heads on the handle's device, as the caller states.
+    // SAFETY: the addresses cover the heads' matrices and the rows of all heads on the handle's device, as the caller
+    // states.
     unsafe {
         gemm_strided_batched_ex(
             handle, w_as, plain, n, rows, k, one, w, bf16, w_row, matrix, x, bf16, x_row, x_head, zero, out,
@@ -113,7 +115,7 @@ fn element_type(dtype: DType) -> sys::cudaDataType {
     }
 }
 
-/// candle's handle of this device, with our workspace.
+/// candle's handle of this device, with this crate's workspace.
 pub(super) fn handle(cuda: &CudaExec) -> Result<sys::cublasHandle_t> {
     let handle = *cuda.blas.handle();
     cuda.raw()?; // makes the device current

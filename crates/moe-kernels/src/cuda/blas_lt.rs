@@ -1,4 +1,4 @@
-//! Products of FP8 rows by cuBLASLt, with a scale for each row and 128 columns of x and for each 128 x 128 of w.
+//! Products of FP8 rows by cuBLASLt. x has a scale for each row and 128 columns, w for each block of 128 x 128.
 
 use std::ffi::c_void;
 
@@ -22,8 +22,8 @@ pub(super) struct Fp8Operand {
     pub rows: usize,
 }
 
-/// out [M, N] = x [M, K] · w [N, K]ᵀ, summed in f32; stored (bf16 or f32) or, if `output` says so, added to the f32 that is
-/// there; M a multiple of [`BLAS_FP8_ROWS`], N and K of 128.
+/// out [M, N] = x [M, K] · w [N, K]ᵀ, summed in f32. The result is stored (bf16 or f32) or, depending on `output`,
+/// added to the existing f32 values. M is a multiple of [`BLAS_FP8_ROWS`], N and K are multiples of 128.
 ///
 /// [`BLAS_FP8_ROWS`]: crate::plan::BLAS_FP8_ROWS
 pub(super) fn fp8_product(
@@ -34,7 +34,7 @@ pub(super) fn fp8_product(
     k: usize,
     (mut out, output): (ViewMut, Output),
 ) -> Result<()> {
-    // Any cuBLAS handle is one of cuBLASLt.
+    // A cuBLAS handle can be used as a cuBLASLt handle.
     let handle: sys::cublasLtHandle_t = blas::handle(cuda)?.cast();
     let workspace = cuda.counters("cublas", blas::WORKSPACE_WORDS)?;
     let m = small(op, x.rows)? as u64;
@@ -54,8 +54,9 @@ pub(super) fn fp8_product(
     let preference = Preference::new(blas::WORKSPACE_WORDS * 4)?;
     let one = 1f32;
     let kept = output.kept();
-    // SAFETY: the descriptors live until the end of this function, the addresses cover [N, K], [M, K] and [M, N] elements and
-    // the scales that the descriptor names, on the handle's device; the workspace is used on its stream alone.
+    // SAFETY: the descriptors live until the end of this function, the addresses cover [N, K], [M, K] and [M, N]
+    // elements and the scales that the descriptor names, on the handle's device; the workspace is used on its stream
+    // alone.
     unsafe {
         let found = done(result::get_matmul_algo_heuristic(
             handle,
@@ -87,7 +88,7 @@ pub(super) fn fp8_product(
     }
 }
 
-/// What cuBLASLt gives, its status as an error.
+/// Converts a status of cuBLASLt into an error.
 fn done<T>(given: std::result::Result<T, result::CublasError>) -> Result<T> {
     match given {
         Ok(given) => Ok(given),
@@ -111,7 +112,7 @@ impl Drop for Layout {
     }
 }
 
-/// What is multiplied, and where its scales are.
+/// The description of a product, with the addresses of its scales.
 struct Product(sys::cublasLtMatmulDesc_t);
 
 impl Product {
@@ -148,7 +149,7 @@ impl Drop for Product {
     }
 }
 
-/// Which algorithms are looked at: those with room for their workspace.
+/// The algorithms that are considered: those with enough workspace.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {

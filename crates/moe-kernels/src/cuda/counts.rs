@@ -1,5 +1,5 @@
-//! How often this process allocated device or page-locked memory and waited for a device, so that a test
-//! can show that a step does neither. Everything in this crate that does so comes by here.
+//! Counts how often this process allocated device or page-locked memory and waited for a device, so that a test can
+//! show that a step does neither. All code in this crate that does so calls this module.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -14,7 +14,7 @@ pub struct DeviceCalls {
     pub allocations: u64,
     /// Waits until all work of a stream has ended.
     pub synchronizations: u64,
-    /// Waits for a copy from or to page-locked memory that had not ended yet.
+    /// Waits for a copy from or to page-locked memory that had not yet ended.
     pub waits: u64,
 }
 

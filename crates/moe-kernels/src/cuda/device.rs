@@ -1,4 +1,4 @@
-//! CUDA devices: which there are, what they are, and how one is opened.
+//! CUDA devices: their number, their properties, and how one is opened.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -8,11 +8,11 @@ use candle_core::{Device, Error, Result};
 use super::ffi;
 use crate::plan::Gpu;
 
-/// A CUDA device with a stream of its own, on which everything runs: candle's default stream is another
-/// one in each thread, and its events, which order several streams, cannot be captured into a graph.
+/// A CUDA device with its own stream, on which everything runs. candle's default device uses a different stream in each
+/// thread, and its events, which order several streams, cannot be captured into a graph.
 ///
 /// # Errors
-/// A device that does not exist or cannot be opened; one that this build has no kernels for
+/// A device that does not exist or cannot be opened; a device for which this build has no kernels
 /// ([`check_kernel_image`](crate::check_kernel_image)).
 pub fn device(ordinal: usize) -> Result<Device> {
     let context = CudaContext::new(ordinal).w()?;
@@ -33,7 +33,8 @@ pub fn device_count() -> Result<usize> {
     Ok(CudaContext::device_count().w()?.max(0) as usize)
 }
 
-/// What the choice of kernels depends on of a device; fails on one that this build has no kernels for.
+/// The properties of a device that determine the choice of kernels; fails on a device for which this build has no
+/// kernels.
 pub(super) fn describe(context: &CudaContext) -> Result<Gpu> {
     use CUdevice_attribute_enum::{
         CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
@@ -52,16 +53,16 @@ pub(super) fn describe(context: &CudaContext) -> Result<Gpu> {
     gpu.map_err(|why| Error::msg(format!("{name} cannot run this program: {why}")))
 }
 
-/// What a device is, without opening it for computing.
+/// The properties of a device, without opening it for computing.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// The vendor's name.
     pub name: String,
     /// Major and minor.
     pub compute_capability: (u32, u32),
-    /// Bytes that are free.
+    /// Number of free bytes.
     pub free: usize,
-    /// Bytes in all.
+    /// Number of bytes in total.
     pub total: usize,
 }
 

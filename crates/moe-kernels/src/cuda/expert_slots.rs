@@ -1,9 +1,9 @@
 //! A layer's experts on a device with fewer slots than experts: tables, homes in host memory, and the launches that
 //! bring a step's experts into the slots.
 //!
-//! The host decides nothing while a model runs: which experts are needed is known on the device alone, so the launches between
-//! router and products choose, exchange and leave a map from experts to slots ([`Residency`] is their rule). Homes are
-//! page-locked memory that the device reads and writes by itself.
+//! The host decides nothing while a model runs: which experts are needed is known on the device alone, so the launches
+//! between router and products choose, exchange and leave a map from experts to slots ([`Residency`] is their rule).
+//! Homes are page-locked memory that the device reads and writes by itself.
 
 use std::ffi::c_void;
 use std::time::Instant;
@@ -23,17 +23,18 @@ use crate::weight::{Weight, WeightView};
 
 const OP: &str = "expert_slots";
 
-/// Experts that a measurement of the bus exchanges, and how often there and back.
+/// The number of experts that a measurement of the bus exchanges; it moves them there and back `MEASUREMENTS` times.
 const MEASURED: usize = 8;
 const MEASUREMENTS: usize = 3;
 
-/// Where the experts of a layer are, and the weights of those that are in no slot.
+/// Where the experts of a layer are, and the weights of the experts that are in no slot.
 pub struct ExpertSlots {
     num_experts: usize,
     num_slots: usize,
-    /// Bytes of an expert's w13 and w2: of floats one pair, of quantised weights one of integers, of scales and of zero points.
+    /// Bytes of an expert's w13 and w2 in each pair of arrays: one pair for floats; for quantised weights one pair of
+    /// integers, one of scales and one of zero points.
     lens: Vec<[usize; 2]>,
-    /// As `ExpertResidencyArgs` has them: [E], [E], [S], [E], [E], [1 + 2 S], \[2\].
+    /// The arrays of `ExpertResidencyArgs`: [E], [E], [S], [E], [E], [1 + 2 S], \[2\].
     place: Buffer,
     heat: Buffer,
     held: Buffer,
@@ -47,13 +48,13 @@ pub struct ExpertSlots {
 }
 
 impl ExpertSlots {
-    /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows or quantised on a device: the first `num_slots` experts stay
-    /// there, in packs of their own that come along, the others go home. The caller drops the packs that were given, if the
-    /// memory is to be free.
+    /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows or quantised on a device. The first
+    /// `num_slots` experts are copied to packs of their own on the device, which are returned too. The other experts
+    /// are copied to their homes. The caller drops the packs that were given, if the memory is to be free.
     ///
     /// # Errors
-    /// Quantised packs with act-order, or in different formats; no slot, or one for every expert; experts whose arrays are no
-    /// multiples of 16 bytes; memory that the device or the host refuses.
+    /// Quantised packs with act-order, or in different formats; no slot, or one for every expert; experts whose arrays
+    /// are no multiples of 16 bytes; memory that the device or the host refuses.
     pub fn split(packs: [&Weight; 2], num_slots: usize, ex: &Exec) -> Result<(Self, [Weight; 2])> {
         let num_experts = packs[0].dims()[0];
         if num_slots == num_experts {
@@ -89,7 +90,7 @@ impl ExpertSlots {
             .collect()
         };
         let kept = keep(&w13, 0).and_then(|kept| Ok([kept, keep(&w2, 1)?]));
-        // Also after a failure: packs and homes may be freed next, so no copy may still be under way.
+        // This waits even after a failure: the packs and homes may be freed next, so no copy may still be running.
         ex.synchronize()?;
         let [w13, w2] = kept?;
         let slots = [packs[0].of_arrays(w13, num_slots)?, packs[1].of_arrays(w2, num_slots)?];
@@ -129,7 +130,7 @@ impl ExpertSlots {
         self.num_slots
     }
 
-    /// Passes that a step of so many choices (rows times K) may need.
+    /// The largest number of passes of a step with `choices` choices (rows times K).
     pub fn passes(&self, choices: usize) -> usize {
         max_passes(self.num_experts, self.num_slots, choices)
     }
@@ -159,7 +160,8 @@ impl ExpertSlots {
             num_slots: small(OP, self.num_slots)?,
             first: i32::from(first),
         };
-        // SAFETY: the tables have the sizes that the launcher asks for, and are written by launches of this stream alone.
+        // SAFETY: the tables have the sizes that the launcher asks for, and are written by launches of this stream
+        // alone.
         cuda.check("expert_residency", unsafe { ffi::moe_expert_residency(&args, cuda.raw()?) })?;
         self.exchange(packs)
     }
@@ -195,8 +197,8 @@ impl ExpertSlots {
                 w13_bytes: i64::try_from(lens[0]).map_err(candle_core::Error::wrap)?,
                 w2_bytes: i64::try_from(lens[1]).map_err(candle_core::Error::wrap)?,
             };
-            // SAFETY: slots and homes have the sizes checked here and by `split`, the list names some of each, and only launches
-            // of this stream read or write them.
+            // SAFETY: slots and homes have the sizes checked here and by `split`, the list names some of each, and only
+            // launches of this stream read or write them.
             cuda.check("expert_exchange", unsafe { ffi::moe_expert_exchange(&args, cuda.raw()?) })?;
             homes += ((self.num_experts - self.num_slots) * (lens[0] + lens[1])) as u64;
         }
@@ -224,7 +226,8 @@ impl ExpertSlots {
         })
     }
 
-    /// Bytes a second that an exchange brings to the device, while as many leave it: some experts change places and back.
+    /// Bytes a second that an exchange brings to the device while the same number leaves it. It measures some experts
+    /// that change places and back.
     ///
     /// # Errors
     /// The device fails; packs of another size.

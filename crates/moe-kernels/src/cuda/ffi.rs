@@ -1,7 +1,7 @@
 //! The launchers of the kernels in `cuda/`, documented there. Each returns a cudaError_t.
 //!
-//! Pointers are device pointers, 16-byte aligned unless the launcher says otherwise, null where it says so; `stream` is a
-//! cudaStream_t of the current device.
+//! Pointers are device pointers, 16-byte aligned unless the launcher says otherwise, and null only where it allows
+//! that. `stream` is a cudaStream_t of the current device.
 
 use std::ffi::{c_char, c_void};
 
@@ -190,7 +190,7 @@ launchers! {
     moe_any_route(args: *const AnyRouteArgs);
 }
 
-// The text of an error, and what launches need to know of sizes.
+// The text of an error, and functions that tell launch code about sizes.
 unsafe extern "C" {
     pub(crate) fn cudaGetErrorString(code: i32) -> *const c_char;
     pub(crate) fn moe_ptx_only() -> i32;

@@ -12,7 +12,7 @@ use crate::plan::BLAS_FP8_ROWS;
 use crate::rows_view::{Fp8Rows, RowsViewMut};
 use crate::view::{View, ViewMut};
 
-/// Scales of a pack's rows are read in pieces of so many.
+/// Number of scales of a pack's rows that are read at a time.
 const SCALE_PIECE: usize = 4;
 
 /// Where a launch leaves rows in FP8: the arguments that all of them take.
@@ -168,8 +168,8 @@ pub(super) fn linear(
         m: small(op, m)?,
         splits: 0,
     };
-    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form; rows were quantised by a launch
-    // before.
+    // SAFETY: the op has checked dims and dtypes, and the form the launcher's conditions; rows were quantised by a
+    // launch before.
     cuda.check("fp8_linear", unsafe { ffi::moe_fp8_linear(&args, cuda.raw()?) })
 }
 
@@ -190,8 +190,8 @@ pub(super) fn linear_by_rows(
     let pack = w.args(op, cuda)?;
     let q_at = cuda.write(op, "rows of weights", &mut q.view_mut())?;
     let scales_at = cuda.write(op, "scales", &mut scales.view_mut())?;
-    // SAFETY: the pack lies in the order that the launcher reads and has scales in blocks, the scratch has the sizes that it
-    // writes.
+    // SAFETY: the pack is in the order that the launcher reads and has scales in blocks, the scratch has the sizes that
+    // it writes.
     cuda.check("fp8_rows", unsafe { ffi::moe_fp8_rows(&pack, q_at, scales_at, cuda.raw()?) })?;
     let [x, x_scales] = rows.at(op, cuda)?;
     let [m, _] = rows.dims();

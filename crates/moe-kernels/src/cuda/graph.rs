@@ -7,16 +7,16 @@ use candle_core::{Result, bail};
 
 use crate::exec::Exec;
 
-/// Recorded launches. They name the buffers that they were recorded with, so these must live as
-/// long as the graph; what is in them may change between replays.
+/// Recorded launches. They contain the addresses of the buffers with which they were recorded, so the buffers must live
+/// as long as the graph. The contents of the buffers may change between replays.
 pub struct Graph(CudaGraph);
 
 // SAFETY: a graph may be used from any thread, one at a time; `launch` takes it exclusively.
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Records what `body` launches on the context's stream, and beside it, without running it. The workspaces are
-    /// frozen meanwhile, so run `body` once before.
+    /// Records the launches of `body` on the context's stream and on its second stream, without running them. The
+    /// workspaces are frozen during the recording, so run `body` once before.
     ///
     /// # Errors
     /// A context on the CPU; an error of `body`; an operation that cannot be recorded, such as an

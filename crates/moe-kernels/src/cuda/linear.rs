@@ -46,13 +46,13 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// The name of the kernel that multiplies rows of `x` and has the norm or the addition inside.
+    /// The name of the kernel that multiplies rows of `x` and contains the norm or the addition.
     fn fused_kernel(self, x: View) -> String {
         FusedLinearForm::Stream.kernel(&self.call(x.rows(), DType::BF16, false, &[]))
     }
 }
 
-/// out = x · wᵀ + bias; the door has checked dims and dtypes.
+/// out = x · wᵀ + bias. The op has checked dims and dtypes.
 pub(crate) fn linear(
     op: &str,
     x: View,
@@ -109,14 +109,14 @@ fn multiply(
     }
 }
 
-/// Whether the product of so many rows adds to the residual stream.
+/// Whether the product of this number of rows adds to the residual stream.
 pub(crate) fn adds(rows: usize, w: WeightView, bias: bool, views: &[View], ex: &Exec) -> bool {
     let Ok(matrix) = Matrix::of("a product that adds", w) else { return false };
     let call = matrix.call(rows, w.dtype(), bias, views);
     LinearForm::choose(&call, &ex.machine()).is_some_and(|form| form.adds(rows).is_ok())
 }
 
-/// residual += x · wᵀ + bias; [`adds`] has said yes.
+/// residual += x · wᵀ + bias. The caller must have asked [`adds`].
 pub(crate) fn add_product(
     op: &str,
     x: RowsView,
@@ -130,13 +130,14 @@ pub(crate) fn add_product(
     }
 }
 
-/// The order in which the product of `rows` rows with `w` reads rows in FP8; `None`: it takes bf16.
+/// The order of FP8 rows that the product of `rows` rows with `w` reads; `None` if it reads bf16.
 pub(crate) fn fp8_order(rows: usize, w: WeightView, bias: bool, ex: &Exec) -> Result<Option<Fp8Order>> {
     let call = Matrix::of("a product's rows", w)?.call(rows, w.dtype(), bias, &[]);
     Ok(LinearForm::choose(&call, &ex.machine()).and_then(|form| form.fp8_order(rows)))
 }
 
-/// out = rows · wᵀ + bias, stored or added, for rows that were made for this product; the door has checked dims and dtypes.
+/// out = rows · wᵀ + bias, stored or added, for rows that were made for this product. The op has checked dims and
+/// dtypes.
 fn linear_of_fp8(
     op: &str,
     rows: &Fp8Rows,
@@ -177,14 +178,14 @@ pub(crate) fn linear_of_rows(
     linear_of_fp8(op, rows, (w, bias), (out, output), ex)
 }
 
-/// Whether [`norm_linear`] and [`linear_add`] compute a product of so many rows over these views.
+/// Whether [`norm_linear`] and [`linear_add`] compute a product of this number of rows over these views.
 pub(crate) fn fuses(rows: usize, w: WeightView, bias: bool, views: &[View], ex: &Exec) -> bool {
     let Ok(matrix) = Matrix::of("a fused product", w) else { return false };
     let call = matrix.call(rows, w.dtype(), bias, views);
     ex.is_cuda() && FusedLinearForm::choose(&call, &ex.machine()) == Some(FusedLinearForm::Stream)
 }
 
-/// See [`crate::norm_linear_into`]; [`fuses`] has said yes.
+/// See [`crate::norm_linear_into`]. The caller must have asked [`fuses`].
 pub(crate) fn norm_linear(
     op: &str,
     residual: View,
@@ -199,7 +200,7 @@ pub(crate) fn norm_linear(
     stream(op, residual, Some(norm), (matrix, bias), (&mut out, Output::F32), ex)
 }
 
-/// See [`crate::linear_add_into`]; [`fuses`] has said yes.
+/// See [`crate::linear_add_into`]. The caller must have asked [`fuses`].
 pub(crate) fn linear_add(
     op: &str,
     x: View,
@@ -213,7 +214,7 @@ pub(crate) fn linear_add(
     stream(op, x, None, (matrix, bias), (&mut residual, Output::AddF32), ex)
 }
 
-/// The launch of warpgroup products, of rows in the order of the columns of `w`.
+/// The launch of warpgroup products. The rows are in the order of the columns of `w`.
 fn tensor(
     op: &str,
     x: View,
@@ -227,7 +228,7 @@ fn tensor(
     let out = cuda.write(op, "out", out)?;
     let m = small(op, x.rows())?;
     let splits = if ex.batch_invariant() { -1 } else { 0 };
-    // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
+    // SAFETY: the op has checked dims and dtypes, and the form has checked the launchers' conditions.
     unsafe {
         match w {
             Matrix::Rows(w) => {
@@ -246,7 +247,7 @@ fn tensor(
     }
 }
 
-/// The launch in which weights stream past a few rows, which come in the order of the columns of `w`.
+/// The launch in which weights are streamed past a few rows. The rows are in the order of the columns of `w`.
 fn stream(
     op: &str,
     x: View,
@@ -262,7 +263,7 @@ fn stream(
     let eps = norm.map_or(0., |norm| norm.eps);
     let out = cuda.write(op, "out", out)?;
     let m = small(op, x.rows())?;
-    // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
+    // SAFETY: the op has checked dims and dtypes, and the form has checked the launchers' conditions.
     unsafe {
         match w {
             Matrix::Rows(w) => {

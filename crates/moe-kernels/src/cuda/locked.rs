@@ -1,9 +1,9 @@
 //! Page-locked host memory for large transfers.
 //!
-//! Where the driver allocates such memory itself, it takes and clears page after page on one thread, and other
-//! threads' calls wait for it. So the pages come from the system, a few threads touch them, and the driver only locks
-//! what is there. Large pages are not asked for: beside a page cache that fills memory, the system would first move
-//! pages to make room for one (96 MiB took 315 ms once, where small pages took 65).
+//! If the driver allocates such memory itself, it takes and clears page after page on one thread, and calls of other
+//! threads wait for it. So the system allocates the pages here, a few threads touch them, and the driver only locks
+//! existing pages. Large pages are not requested: if the page cache fills memory, the system would first move pages to
+//! make room for one (in one case 96 MiB took 315 ms, compared with 65 ms for small pages).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -16,10 +16,11 @@ use memmap2::MmapMut;
 
 use super::counts;
 
-/// Threads that touch pages: enough for what the system clears at once.
+/// Number of threads that touch pages: as many as the system can clear at the same time.
 const TOUCHING: usize = 8;
 
-/// Bytes of host memory that devices copy from and to by themselves. Who frees them has waited for the copies.
+/// Bytes of host memory that devices copy from and to directly. The owner must wait for the copies before it frees
+/// them.
 pub(super) struct LockedMemory {
     bytes: MmapMut,
     context: Arc<CudaContext>,
@@ -52,10 +53,10 @@ impl LockedMemory {
 }
 
 impl LockedMemory {
-    /// Where kernels find it.
+    /// The address at which kernels find it.
     ///
     /// # Errors
-    /// A device that cannot read host memory by itself.
+    /// The device cannot read host memory directly.
     pub(super) fn device_address(&self) -> Result<u64> {
         self.context.bind_to_thread().w()?;
         let mut address = 0;
@@ -91,13 +92,13 @@ impl Drop for LockedMemory {
     }
 }
 
-/// Writes to every page. These are not rayon's threads: one that waits for those may be given work that waits for
-/// this very memory.
+/// Writes to every page. It does not use rayon's threads: a thread that waits for those may be given work that waits
+/// for this very memory.
 fn touch(bytes: &mut [u8]) {
     let part = bytes.len().div_ceil(TOUCHING).max(1);
     thread::scope(|scope| {
         for part in bytes.chunks_mut(part) {
-            // Pages that no thread touches, because none can be started, the driver does.
+            // If a thread cannot be started, its pages are not touched here, and the driver touches them.
             let _ = thread::Builder::new().spawn_scoped(scope, move || part.fill(0));
         }
     });

@@ -13,11 +13,11 @@ use crate::view::{View, ViewMut};
 /// Memory of a device that the caller allocated or mapped, as a view [len] u8.
 ///
 /// # Safety
-/// For as long as the view is used, `address` points to `len` bytes that device `ordinal` may access. Who writes them
-/// is put in order with who reads them by the caller.
+/// As long as the view is used, `address` points to `len` bytes that device `ordinal` may access. The caller orders the
+/// writes and reads of these bytes.
 ///
 /// # Errors
-/// None for a view of one dimension.
+/// A view of one dimension gives none.
 pub unsafe fn mapped_bytes<'a>(address: u64, len: usize, ordinal: usize) -> Result<View<'a>> {
     View::from_data(Data::Device(DeviceSlice::new(address, DType::U8, len, ordinal)), &[len])
 }
@@ -28,12 +28,12 @@ pub unsafe fn mapped_bytes<'a>(address: u64, len: usize, ordinal: usize) -> Resu
 /// The promises of [`mapped_bytes`].
 ///
 /// # Errors
-/// None for a view of one dimension.
+/// A view of one dimension gives none.
 pub unsafe fn mapped_bytes_mut<'a>(address: u64, len: usize, ordinal: usize) -> Result<ViewMut<'a>> {
     ViewMut::from_data(DataMut::Device(DeviceSlice::new(address, DType::U8, len, ordinal)), &[len])
 }
 
-/// Page-locked host memory for u32 words, that a device copies from and to by itself.
+/// Page-locked host memory for u32 words. A device copies from and to it directly.
 ///
 /// Copies are ordered on a stream and return at once ([`Exec::upload`](crate::Exec::upload),
 /// [`Exec::download`](crate::Exec::download)); [`wait`](Self::wait) blocks until the last one has ended.
@@ -45,7 +45,7 @@ pub struct PinnedWords {
 impl PinnedWords {
     pub(super) fn new(stream: &Arc<CudaStream>, len: usize) -> Result<Self> {
         counts::allocation();
-        // SAFETY: any bits are a u32, and the words are set before anybody sees them.
+        // SAFETY: any bits are valid u32 values, and the words are initialised before they are read.
         let mut words = unsafe { stream.context().alloc_pinned_with_flags::<u32>(len.max(1), 0) }.w()?;
         words.as_mut_slice().w()?.fill(0);
         Ok(Self { words, copied: stream.record_event(None).w()? })
@@ -60,8 +60,8 @@ impl PinnedWords {
         self.words.as_mut_slice().w()
     }
 
-    /// The first `len` words and the mark of their last copy, for a copy that is now put on a stream. The caller has waited for
-    /// the one before.
+    /// The first `len` words and the event of their last copy, for a copy that is now put on a stream. The caller has
+    /// waited for the copy before.
     pub(super) fn first(&mut self, op: &str, len: usize) -> Result<FirstWords<'_>> {
         let words = self.words.as_mut_slice().w()?;
         let available = words.len();
@@ -75,6 +75,6 @@ impl PinnedWords {
 /// Page-locked words of a copy.
 pub(super) struct FirstWords<'a> {
     pub words: &'a mut [u32],
-    /// The event to record behind the copy.
+    /// The event to record after the copy.
     pub copied: &'a CudaEvent,
 }

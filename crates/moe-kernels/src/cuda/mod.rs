@@ -4,12 +4,12 @@
 //! launcher (`ffi`). Launchers allocate nothing and never synchronise, so that any sequence of
 //! ops on one [`Exec`](crate::Exec) can be captured into a [`Graph`].
 //!
-//! An op takes the kernel for its dtype and sizes where there is one, and else the one for any (`any`).
+//! An op uses the kernel for its dtype and sizes if there is one, and otherwise the kernel for any dtype and size
+//! (`any`).
 //!
-//! What could only be checked by reading device memory on the host is a contract of the caller:
-//! indices (block tables, positions, rows) are in range. On the CPU they are checked. Kernels hold
-//! those to their range where that costs nothing, above all those that they write by: slots of the
-//! cache and of samplers.
+//! Some conditions could only be checked by reading device memory on the host: that indices (block tables, positions,
+//! rows) are in range. On the CPU they are checked; on CUDA the caller must make sure of them. Kernels check the range
+//! themselves where that costs nothing, above all for indices by which they write: slots of the cache and of samplers.
 
 pub(crate) mod any;
 mod args;

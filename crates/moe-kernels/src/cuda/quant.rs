@@ -29,7 +29,7 @@ use crate::view::{View, ViewMut};
 
 /// Bytes of a staging buffer where the checkpoint brings no buffers.
 const STAGE_BYTES: usize = 4 << 20;
-/// Why the host packs what the device has begun to.
+/// Why the host packs a matrix that the device had begun to pack.
 const WRONG_VALUES: &str = "the device found values that the format does not have";
 
 /// Matrices [E, N, K] of one scheme in fragment order on a device: about as many bytes as in the checkpoint.
@@ -48,11 +48,11 @@ pub(crate) struct DevicePack {
 }
 
 impl DevicePack {
-    /// Packs matrices of one shape and scheme, whose products take `inputs` of x: on the device, from the bytes of the
-    /// file, where [`StoredBatches::choose`] says so, else on the host.
+    /// Packs matrices of one shape and scheme, whose products take `inputs` of x. If [`StoredBatches::choose`] allows
+    /// it, the device packs them from the bytes of the file, otherwise the host does.
     ///
     /// # Errors
-    /// As [`QuantMatrix::pack_inputs`](crate::quant::QuantMatrix::pack_inputs); no device memory left.
+    /// The errors of [`QuantMatrix::pack_inputs`](crate::quant::QuantMatrix::pack_inputs); no device memory left.
     pub(crate) fn pack(
         matrices: &[&dyn QuantRows],
         inputs: &Range<usize>,
@@ -74,7 +74,7 @@ impl DevicePack {
         let (arrays, packing) = match StoredBatches::choose(matrices, &tiles, staging.buffer_len()) {
             Ok(batches) => match stored::pack(&tiles, &batches, &staging, ex)? {
                 Some(arrays) => (arrays, QuantPacking::Device),
-                // The host reads them again, and says where they are.
+                // The host reads the rows again. Its error says where the wrong values are.
                 None => (
                     rows::pack(&tiles, matrices, &staging, ex)?,
                     QuantPacking::Host(WRONG_VALUES.to_string()),
@@ -103,7 +103,7 @@ impl DevicePack {
         self.tiles.scheme
     }
 
-    /// What the choice of kernels sees of it.
+    /// The properties of the pack on which the choice of kernels depends.
     pub(crate) fn weights(&self) -> QuantWeights {
         let Tiles { scheme, gate_up, .. } = self.tiles;
         let in_blocks = self.in_blocks;
@@ -111,12 +111,12 @@ impl DevicePack {
         QuantWeights { scheme, scales: self.scales.dtype(), gate_up, in_blocks, order }
     }
 
-    /// What they are packed for.
+    /// The use for which the matrices are packed.
     pub(crate) fn usage(&self) -> QuantUse {
         self.usage
     }
 
-    /// Where they lie.
+    /// The device on which the matrices are.
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }
@@ -132,7 +132,7 @@ impl DevicePack {
     /// Bytes of one matrix: its integers, scales and zero points.
     ///
     /// # Errors
-    /// Matrices each with an order of columns of its own (act-order): they do not take each other's place.
+    /// Matrices with act-order: each has its own order of columns, so none can take another one's place.
     pub(crate) fn expert_len(&self) -> Result<usize> {
         if self.perm.is_some() {
             bail!("an expert's weights: {ACT_ORDER}")
@@ -157,10 +157,10 @@ impl DevicePack {
         all.into_iter().flatten().map(Buffer::view).collect()
     }
 
-    /// Another number of matrices in the order of these, from such arrays.
+    /// A pack of `experts` matrices in the order of this pack, from arrays as [`arrays`](Self::arrays) returns them.
     ///
     /// # Errors
-    /// Other arrays; matrices each with an order of columns of its own.
+    /// Arrays of other dtypes or sizes; matrices with act-order.
     pub(crate) fn of_arrays(&self, arrays: Vec<Buffer>, experts: usize) -> Result<Self> {
         self.expert_len()?;
         let mut tiles = self.tiles.clone();
@@ -190,7 +190,7 @@ impl DevicePack {
         })
     }
 
-    /// How the scales are kept: two packs may differ in that if their values do.
+    /// The form in which the scales are stored. Two packs may have different forms if their values differ.
     pub(crate) fn scale_form(&self) -> String {
         format!("scales of {} for {} of {TILE_ROWS} rows", self.scales.dtype().as_str(), self.scale_rows)
     }
@@ -222,7 +222,8 @@ impl DevicePack {
         })
     }
 
-    /// [`args`](Self::args) for rows of x in the order of the pack's columns: kernels then see a pack without an order.
+    /// [`args`](Self::args) for rows of x that are already in the order of the pack's columns, so that kernels reorder
+    /// nothing.
     pub(crate) fn args_as_it_lies(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
         Ok(QuantPack { perm: std::ptr::null(), ..self.args(op, cuda)? })
     }
@@ -242,7 +243,7 @@ impl DevicePack {
         self.write_floats(op, (self.args(op, ex.cuda(op)?)?, self.weights()), out, ex)
     }
 
-    /// [`dequantise_into`](Self::dequantise_into) with the columns as they lie in the pack.
+    /// [`dequantise_into`](Self::dequantise_into) with the columns in the order of the pack.
     pub(crate) fn dequantise_as_it_lies(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
         let pack = self.args_as_it_lies(op, ex.cuda(op)?)?;
         self.write_floats(op, (pack, self.weights().as_it_lies()), out, ex)
@@ -267,8 +268,8 @@ impl DevicePack {
         let call = DequantiseCall { n, k, quant, dtype, aligned };
         let form = DequantiseForm::choose(&call, &ex.machine());
         let to = cuda.write(op, "out", &mut out)?;
-        // SAFETY: the pack lies in the order that the launchers read, `out` has as many places; the form has checked
-        // what the fast one asks for.
+        // SAFETY: the pack has the order that the launchers read, and `out` has room for all floats; the form has
+        // checked the conditions of the fast launcher.
         cuda.check(op, unsafe {
             match form {
                 Some(DequantiseForm::Fast) => ffi::moe_quant_dequantise(&pack, to, cuda.raw()?),
@@ -295,13 +296,13 @@ pub(crate) fn ordered(op: &str, x: View, w: &DevicePack, ex: &Exec) -> Result<Sc
         columns: small(op, k)?,
         experts: 1,
     };
-    // SAFETY: the pack's order names a column of x for each of its own, `out` has as many rows, and the form has checked
-    // dtype and alignment.
+    // SAFETY: the pack's order names a column of x for each column of the pack, `out` has room for all rows, and the
+    // form has checked dtype and alignment.
     cuda.check("order_rows", unsafe { ffi::moe_order_rows(&args, cuda.raw()?) })?;
     Ok(out)
 }
 
-/// out = x · wᵀ + bias; the door has checked dims and dtypes.
+/// out = x · wᵀ + bias; the op has checked dims and dtypes.
 pub(crate) fn linear(
     op: &str,
     x: View,
@@ -320,11 +321,11 @@ pub(crate) fn linear(
         rows: small(op, x.rows())?,
         out: cuda.write(op, "out", &mut out)?,
     };
-    // SAFETY: dims and dtypes are checked at the door, the pack is in the launcher's order.
+    // SAFETY: dims and dtypes are checked by the op, the pack is in the launcher's order.
     cuda.check(op, unsafe { ffi::moe_any_quant_linear(&args, cuda.raw()?) })
 }
 
-/// See [`crate::grouped_gate_up_into`]; the door has checked dims and dtypes.
+/// See [`crate::grouped_gate_up_into`]; the op has checked dims and dtypes.
 pub(crate) fn gate_up(
     op: &str,
     x: View,
@@ -335,7 +336,7 @@ pub(crate) fn gate_up(
     ex: &Exec,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (activation, alpha, limit) = activation_code(activation);
+    let (activation, alpha, limit) = activation_code(op, activation)?;
     let args = AnyQuantGateUpArgs {
         x: cuda.read(op, "x", x)?,
         offsets: cuda.read(op, "offsets", groups.offsets)?,
@@ -354,7 +355,7 @@ pub(crate) fn gate_up(
     cuda.check(op, unsafe { ffi::moe_any_quant_gate_up(&args, cuda.raw()?) })
 }
 
-/// See [`crate::grouped_down_into`]; the door has checked dims and dtypes.
+/// See [`crate::grouped_down_into`]; the op has checked dims and dtypes.
 pub(crate) fn down(
     op: &str,
     x: View,

@@ -1,5 +1,5 @@
-//! What ranks that share a model need on CUDA beside its layers: a part of a vocabulary, and parts of
-//! random weights.
+//! CUDA ops, other than layers, for ranks that share a model: lookups in a part of a vocabulary, and parts of random
+//! weights.
 
 use std::ops::Range;
 
@@ -7,12 +7,12 @@ use candle_core::{DType, Result, bail};
 
 use super::args::Dtype;
 use super::{ffi, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_stream};
+use crate::arguments::{expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// out\[t\] = the row `ids`\[t\] of a whole table, of which `table` [V_local, H] is the run from row
-/// `first` on; zeros for ids outside of it, so that the parts of all ranks add up to the whole lookup.
+/// out\[t\] = row `ids`\[t\] of a whole table, of which `table` [V_local, H] contains the rows from `first` on. Ids
+/// outside of it give zeros, so the sum over all ranks is the whole lookup.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -45,8 +45,9 @@ pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, e
     })
 }
 
-/// out [R, N] from the columns of `ranks` ranks, which lie behind each other in `parts` [R * N]: for each
-/// rank [R, its columns]. Each has an even share of the columns, the first N mod `ranks` one more. f32.
+/// out [R, N] from the columns of `ranks` ranks, which follow each other in `parts` [R * N]: for each rank [R, its
+/// columns]. The ranks have equal shares of the columns, and the first N mod `ranks` ranks one column more. All values
+/// are f32.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; no rank.
@@ -68,8 +69,8 @@ pub fn join_columns_into(parts: View, ranks: usize, mut out: ViewMut, ex: &Exec)
     cuda.check(op, unsafe { ffi::moe_join_columns(parts, out, rows, width, ranks, cuda.raw()?) })
 }
 
-/// Fills `out` (bf16) with the box `ranges` of what [`fill_random_into`](super::fill_random_into) gives
-/// a tensor of these `dims` with this seed and stream 0. At most three dimensions.
+/// Fills `out` (bf16) with the box `ranges` of the values that [`fill_random_into`](super::fill_random_into) gives a
+/// tensor of these `dims` with this seed and stream 0. There may be at most three dimensions.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype; a box that is not inside of the tensor, or has another size than `out`.
@@ -110,7 +111,7 @@ pub fn fill_random_box_into(
     cuda.check(op, code)
 }
 
-/// The values, with `missing` in the place of leading dimensions that are not there.
+/// The values, with `missing` in place of leading dimensions that do not exist.
 fn last_three(values: impl Iterator<Item = usize>, missing: usize) -> [usize; 3] {
     let values: Vec<usize> = values.collect();
     let at = |i: usize| (i + values.len()).checked_sub(3).and_then(|i| values.get(i).copied());

@@ -7,15 +7,15 @@ use candle_core::{DType, Result, bail};
 use super::args::{CopiesArgs, GateRouteArgs, StepRoutingArgs};
 use super::{CudaExec, ffi, small};
 use crate::align::{Log2Phy, Spread};
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::Gate;
 use crate::plan::{Form, RouterCall, RouterForm};
 use crate::view::{View, ViewMut};
 
-/// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
-/// score, ties to the lower id, and topk_weights [T, K] f32; where every token gets shared experts, they are its last slots. With
-/// `gate.log2phy` the ids are those of the experts' copies.
+/// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending score, ties
+/// to the lower id, and topk_weights [T, K] f32. If every token gets shared experts, they are its last slots. With
+/// `gate.log2phy` the ids name the experts' copies.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; sizes that [`RouterForm::OneLaunch`] refuses.
@@ -38,7 +38,7 @@ pub(super) struct Buckets {
     pub counts: *mut c_void,
     /// [local experts, T] u32.
     pub slots: *mut c_void,
-    /// i32 by the ids that are left, or null.
+    /// i32, indexed by the ids that the launch writes, or null.
     pub expert_map: *const c_void,
 }
 
@@ -52,7 +52,7 @@ impl CopiesArgs {
             log2phy: cuda.read(op, "log2phy", ids)?,
             width: small(op, ids.dims()[1])?,
             hashed: i32::from(spread == Spread::Hashed),
-            // As the CPU counts rows.
+            // The CPU's row numbers have 32 bits, too.
             first_row: first_row as u32,
         })
     }
@@ -121,6 +121,8 @@ fn checked(
         scale: gate.scale,
         softcap: gate.softcap.unwrap_or(0.),
         shared_weight: gate.shared_weight,
+        groups: small(op, gate.groups.map_or(0, |groups| groups.count))?,
+        kept_groups: small(op, gate.groups.map_or(0, |groups| groups.kept))?,
         counts: buckets.counts,
         buckets: buckets.slots,
         expert_map: buckets.expert_map,

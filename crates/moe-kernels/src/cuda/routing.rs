@@ -1,4 +1,4 @@
-//! The routing of a step for launches: where they leave choices and read forced ones, and choices that spread evenly.
+//! The routing of a step for launches: where they record choices and read forced ones, and choices that spread evenly.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -7,13 +7,13 @@ use candle_core::{DType, Result, bail};
 
 use super::args::{BalanceIdsArgs, StepRoutingArgs};
 use super::{CudaExec, ffi, small};
-use crate::door::{expect, expect_dtype, expect_optional, expect_rank3};
+use crate::arguments::{expect, expect_dtype, expect_optional, expect_rank3};
 use crate::exec::Exec;
 use crate::step_routing::{ForcedWeights, LayerRouting};
 use crate::view::{View, ViewMut};
 
 impl StepRoutingArgs {
-    /// Nothing is left or forced.
+    /// Nothing is recorded or forced.
     pub(super) const NONE: Self =
         Self { heat: null_mut(), routed: null_mut(), forced: null(), stride: 0, keep_weights: 0 };
 
@@ -57,8 +57,8 @@ impl LayerRouting<'_> {
     }
 }
 
-/// Choices that spread evenly, as `StepContext::force_balance` has them: ids [T, L, K] u32 of `experts`, for rows and MoE
-/// layers from `place` on. `step` \[1\] u32 is the number of the step.
+/// Choices that spread evenly, as `StepContext::force_balance` has them: ids [T, L, K] u32 of `experts`, for rows and
+/// MoE layers from `place` on. `step` \[1\] u32 is the number of the step.
 ///
 /// # Errors
 /// A CPU context; wrong dims or dtypes; more choices than experts.

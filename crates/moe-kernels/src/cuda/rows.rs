@@ -1,5 +1,5 @@
-//! Row-wise ops on CUDA: bf16 weights beside an f32 residual stream by kernels of their own, everything
-//! else by those for any dtype.
+//! Row-wise ops on CUDA. bf16 weights with an f32 residual stream have their own kernels; everything else uses the
+//! kernels for any dtype.
 
 use candle_core::{DType, Result};
 
@@ -7,12 +7,12 @@ use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// Values that a thread of the row-wise kernels takes at once.
+/// Number of values that a thread of the row-wise kernels processes at a time.
 const VECTOR: usize = 8;
-/// Longest rows that they keep in shared memory.
+/// The longest rows that they keep in shared memory.
 const MAX_HIDDEN: usize = 16 * 1024;
 
-/// Whether the kernels for bf16 weights beside an f32 residual stream fit.
+/// Whether the kernels for bf16 weights with an f32 residual stream can be used.
 fn fits(weights: DType, stream: DType, hidden: usize) -> bool {
     // The norms keep a row in shared memory.
     hidden <= MAX_HIDDEN
@@ -34,7 +34,7 @@ pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> 
     let ids_at = cuda.read(op, "ids", ids)?;
     let out = cuda.write(op, "out", &mut out)?;
     let tokens = small(op, ids.elem_count())?;
-    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    // SAFETY: the op has checked dims and dtypes, and `fits` the launcher's conditions.
     cuda.check(op, unsafe {
         ffi::moe_embedding(table, ids_at, out, tokens, small(op, h)?, small(op, v)?, cuda.raw()?)
     })
@@ -51,7 +51,7 @@ pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &E
     let x = cuda.read(op, "x", x)?;
     let weight = cuda.read(op, "weight", weight)?;
     let out = cuda.write(op, "out", &mut out)?;
-    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    // SAFETY: the op has checked dims and dtypes, and `fits` the launcher's conditions.
     cuda.check(op, unsafe {
         ffi::moe_rms_norm(x, weight, eps, out, small(op, rows)?, small(op, h)?, cuda.raw()?)
     })
@@ -80,6 +80,6 @@ pub(crate) fn add_rms_norm(
     let out = cuda.write(op, "out", &mut out)?;
     let rows = small(op, rows)?;
     let h = small(op, h)?;
-    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    // SAFETY: the op has checked dims and dtypes, and `fits` the launcher's conditions.
     cuda.check(op, unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) })
 }

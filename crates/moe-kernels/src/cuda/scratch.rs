@@ -1,7 +1,8 @@
-//! Memory of a device where data from files stops until a kernel has written it, in another order, to its place.
+//! Device memory that holds data from files until a kernel has written it, in another order, to its place.
 //!
-//! Copies are put on a stream of their own, so that they follow each other while kernels run. A few pieces of memory are used in
-//! turn: a copy waits for the kernel that reads what was in its piece before, and a kernel for its copy. The host never waits.
+//! Copies run on a separate stream, so that they follow each other while kernels run. A few pieces of memory are used
+//! in turn: a copy waits for the kernel that read the previous contents of its piece, and a kernel waits for its copy.
+//! The host never waits.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,10 +13,10 @@ use candle_core::{DType, Device, Result};
 use super::CudaExec;
 use crate::buffer::Buffer;
 
-/// Pieces: one is copied, one is read, and two stand between.
+/// Number of pieces: one is being copied, one is being read, and two are in between.
 const PIECES: usize = 4;
 
-/// The memory, taken when it is first used.
+/// The memory, which is allocated when it is first used.
 pub(super) struct Scratch {
     device: Device,
     /// Bytes of a piece.
@@ -27,11 +28,11 @@ struct Ring {
     copies: Arc<CudaStream>,
     pieces: Vec<Piece>,
     next: usize,
-    /// What the pieces are parts of.
+    /// The memory that contains the pieces.
     _memory: Buffer,
 }
 
-/// The address of some memory, and the mark of its last kernel.
+/// The address of a piece, and the event of its last kernel.
 struct Piece {
     address: u64,
     read: CudaEvent,
@@ -43,15 +44,15 @@ impl Scratch {
         Self { device: device.clone(), len: len.next_multiple_of(16), ring: Mutex::new(None) }
     }
 
-    /// Lets `copy` start a copy to a piece on the stream of copies and mark its end, and `launch` start what reads it
-    /// on the stream of `cuda`.
+    /// Calls `copy`, which starts a copy to a piece on the stream of copies and records its end. Then calls `launch`,
+    /// which starts the kernel that reads the piece on the stream of `cuda`.
     pub fn pass<'a>(
         &self,
         cuda: &CudaExec,
         copy: impl FnOnce(u64, &CudaStream) -> Result<&'a CudaEvent>,
         launch: impl FnOnce(u64, &CudaExec) -> Result<()>,
     ) -> Result<()> {
-        // A panic elsewhere leaves at worst a piece whose last kernel is not marked, and the panic ends the load.
+        // After a panic elsewhere at most one piece has a last kernel without an event, and the panic ends the load.
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match ring.as_mut() {
             Some(ring) => ring,
@@ -78,7 +79,7 @@ impl Ring {
         let context = cuda.stream.context();
         let piece = |i: usize| -> Result<Piece> {
             let read = context.new_event(None).w()?;
-            // What the memory was used for before ends first.
+            // The previous use of the memory ends first.
             read.record(&cuda.stream).w()?;
             Ok(Piece { address: first + (i * len) as u64, read })
         };

@@ -1,7 +1,7 @@
-//! A second stream of a device, for work beside that of the first.
+//! A second stream of a device, for work that runs at the same time as work on the first stream.
 //!
-//! It belongs to a candle device of its own on the same GPU. So it has counters, a cuBLAS handle and allocations of its own:
-//! launches of both streams share nothing but what the caller gives both.
+//! It belongs to a separate candle device on the same GPU, and so has its own counters, cuBLAS handle and allocations.
+//! Launches on the two streams share only the data that the caller passes to both.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use candle_core::{Device, Result};
 
 use super::device::device;
 
-/// The second stream, and the marks by which both wait for each other.
+/// The second stream, and the events by which the two streams wait for each other.
 pub(crate) struct Side {
     pub(crate) device: Device,
     stream: Arc<CudaStream>,
@@ -28,14 +28,14 @@ impl Side {
         Ok(Self { device, stream, forked: event()?, joined: event()? })
     }
 
-    /// Lets the second stream begin when everything that is on `main` so far has ended. In a capture of `main` the second
-    /// stream is recorded too, until it is joined.
+    /// Makes later work on the second stream wait for all earlier work on `main`. While `main` is being captured, the
+    /// second stream is recorded too, until it is joined.
     pub(crate) fn fork(&self, main: &CudaStream) -> Result<()> {
         self.forked.record(main).w()?;
         self.stream.wait(&self.forked).w()
     }
 
-    /// Lets `main` go on when everything that is on the second stream so far has ended.
+    /// Makes later work on `main` wait for all earlier work on the second stream.
     pub(crate) fn join(&self, main: &CudaStream) -> Result<()> {
         self.joined.record(&self.stream).w()?;
         main.wait(&self.joined).w()

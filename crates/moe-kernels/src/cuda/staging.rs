@@ -1,8 +1,8 @@
 //! Page-locked buffers through which data from files reaches a device.
 //!
-//! Threads take a buffer each, fill it, and put its copy on the device's stream; nobody waits for a
-//! copy but the next user of the same buffer. So the copy engine empties some buffers while others
-//! are filled, and host memory holds no more than the buffers.
+//! Each thread takes a buffer, fills it, and puts its copy on the device's stream. Only the next user of the same
+//! buffer waits for a copy. So the copy engine empties some buffers while others are filled, and host memory holds no
+//! more than the buffers.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,8 @@ use super::scratch::Scratch;
 use crate::exec::Exec;
 use crate::view::ViewMut;
 
-/// A few page-locked buffers in turn: one allocation, since locking and unlocking have a price of their own.
+/// A few page-locked buffers that are used in turn. They are one allocation, because locking and unlocking memory is
+/// expensive.
 ///
 /// It may be used from many threads at once.
 pub struct Staging {
@@ -27,36 +28,36 @@ pub struct Staging {
     cuda: CudaExec,
     /// Bytes of a buffer.
     len: usize,
-    /// The buffers that nobody fills, in the order of their copies.
+    /// The buffers that no thread is filling, in the order of their copies.
     idle: Mutex<VecDeque<Stage>>,
     returned: Condvar,
-    /// Where on the device data stops on its way through a kernel.
+    /// The device memory for data that goes through a kernel.
     scratch: Scratch,
-    /// Threads that only read. The threads of rayon's own pool stay free to prepare what is read next.
+    /// Threads that only read. The threads of rayon's own pool stay free to prepare the next reads.
     readers: ThreadPool,
-    /// What the buffers are parts of. Fields are dropped in their order: it goes after them.
+    /// The memory that contains the buffers. Fields are dropped in order, so it is dropped after them.
     _memory: LockedMemory,
 }
 
-/// A buffer and the mark of its last copy.
+/// A buffer and the event of its last copy.
 struct Stage {
     bytes: &'static mut [u8],
     copied: CudaEvent,
 }
 
 impl Stage {
-    /// Fills the buffer after its last copy.
+    /// Fills the buffer after its last copy has ended.
     fn fill(&mut self, len: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         self.copied.synchronize().w()?;
         fill(&mut self.bytes[..len])
     }
 
-    /// Starts the copy of `len` bytes, and marks its end.
+    /// Starts the copy of `len` bytes, and records its end.
     ///
     /// # Safety
     /// `address` points to `len` bytes of the stream's device, which is current on this thread.
     unsafe fn copy(&mut self, len: usize, address: u64, stream: &CudaStream) -> Result<&CudaEvent> {
-        // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
+        // SAFETY: both sides have `len` bytes. The host's bytes are neither written nor freed before `copied`.
         unsafe { result::memcpy_htod_async(address, &self.bytes[..len], stream.cu_stream()) }.w()?;
         self.copied.record(stream).w()?;
         Ok(&self.copied)
@@ -64,8 +65,9 @@ impl Stage {
 }
 
 impl Staging {
-    /// Most threads that read at once. More take from the copies what memory gives, and hold up each other's calls of the driver (one
-    /// H200, 32 cores: 5 GB of a quantised checkpoint in 0.38 s by 32 threads, in 0.31 by 12 or 16).
+    /// The largest number of threads that read at the same time. More threads take memory bandwidth from the copies and
+    /// delay each other's driver calls (one H200, 32 cores: 5 GB of a quantised checkpoint in 0.38 s by 32 threads, in
+    /// 0.31 s by 12 or 16).
     pub const MAX_READERS: usize = 16;
 
     /// `count` buffers of `len` bytes, at least one of each, for the device of `ex`.
@@ -78,15 +80,15 @@ impl Staging {
         let cuda = ex.cuda("staging")?.clone();
         let context = cuda.stream.context();
         let mut memory = LockedMemory::new(context, count.saturating_mul(len))?;
-        // SAFETY: the memory does not move, lives as long as the buffers do (`Staging`), and is used through them alone.
+        // SAFETY: the memory does not move, lives as long as the buffers (`Staging`), and is only used through them.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr(), memory.len()) };
         let stage = |bytes| {
-            // A thread that waits leaves its core to others.
+            // A thread that waits leaves its core to other threads.
             let copied = context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
             Ok(Stage { bytes, copied })
         };
         let idle = bytes.chunks_exact_mut(len).map(stage).collect::<Result<_>>()?;
-        // As many buffers are filled as are copied.
+        // Half of the buffers are filled while the other half is copied.
         let readers = count.div_ceil(2).min(Self::MAX_READERS);
         let readers = ThreadPoolBuilder::new().num_threads(readers).build().map_err(Error::wrap)?;
         Ok(Self {
@@ -101,12 +103,12 @@ impl Staging {
         })
     }
 
-    /// Runs `work` on the threads that read: its parallel loops use no others.
+    /// Runs `work` on the reading threads. Its parallel loops use only these threads.
     pub fn read<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         self.readers.install(work)
     }
 
-    /// The device that it feeds.
+    /// The device to which data is copied.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -116,8 +118,8 @@ impl Staging {
         self.len
     }
 
-    /// Lets `fill` write the bytes of `to` into a buffer, at most [`buffer_len`](Self::buffer_len) of them, and
-    /// starts their copy, in stream order. Waits only for a free buffer.
+    /// Calls `fill` to write the bytes of `to` into a buffer, at most [`buffer_len`](Self::buffer_len) of them, and
+    /// starts their copy, in stream order. It waits only for a free buffer.
     ///
     /// # Errors
     /// The errors of `fill`; more bytes than a buffer has; a view of another device.
@@ -138,9 +140,9 @@ impl Staging {
         })
     }
 
-    /// Lets `fill` write `len` bytes into a buffer, copies them to memory of the device that begins at a multiple of 16, and
-    /// lets `launch` put on the stream what reads them there: nothing overwrites them before that has ended. Waits only for
-    /// a free buffer.
+    /// Calls `fill` to write `len` bytes into a buffer, copies them to device memory whose address is a multiple of 16,
+    /// and calls `launch` to put the kernel that reads them on the stream. The bytes are not overwritten before that
+    /// kernel has ended. It waits only for a free buffer.
     ///
     /// # Errors
     /// The errors of `fill` and `launch`; more bytes than a buffer has; no device memory left.
@@ -191,7 +193,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // Memory that the copy engine reads must not be freed; an error shows at the next use of the device.
+        // Memory that the copy engine reads must not be freed. An error shows at the next use of the device.
         self.lock().drain(..).for_each(|stage| _ = stage.copied.synchronize());
     }
 }

@@ -1,12 +1,12 @@
-//! What a step needs on CUDA besides its layers and sampling: its arrays, tokens of the step before, rotary angles; and random
-//! weights.
+//! The CUDA ops of a step other than layers and sampling: uploading its arrays, tokens of the step before, rotary
+//! angles; also random weights.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Result, bail};
 
 use super::args::RopeRowsArgs;
 use super::{PinnedWords, ffi, small};
-use crate::door::{expect, expect_dtype};
+use crate::arguments::{expect, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -17,12 +17,12 @@ pub struct RopeFrequencies<'a> {
     pub inv_freq: &'a [f32],
     /// Factor of cosines and sines.
     pub attention_factor: f32,
-    /// Dynamic NTK beyond a length: base, scaling factor, and that length.
+    /// Dynamic NTK: base, scaling factor, and the length beyond which it applies.
     pub dynamic: Option<(f32, f32, f32)>,
 }
 
-/// cos, sin [T, D/2] f32 of positions \[T\] u32; `rope_len` \[T\] u32 is the length that a row's dynamic
-/// frequencies are for.
+/// cos, sin [T, D/2] f32 of positions \[T\] u32. `rope_len` \[T\] u32 is the length that determines a row's dynamic
+/// frequencies.
 pub fn rope_rows_into(
     positions: View,
     rope_len: View,
@@ -59,33 +59,33 @@ pub fn rope_rows_into(
     cuda.check(op, unsafe { ffi::moe_rope_rows(&args, cuda.raw()?) })
 }
 
-/// Where the values of its rows' tokens are in a step's arrays, which lie one behind the other.
+/// The places of the rows' token values in a step's arrays, which follow each other in one buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct StepTokens {
     /// First word of the ids.
     pub ids: usize,
-    /// First word of where they come from: a token of the step before, or u32::MAX for the id that is there.
+    /// First word of the sources: the index of a token of the step before, or u32::MAX to keep the id.
     pub source: usize,
     /// Rows T.
     pub rows: usize,
 }
 
-/// What the step before has left on the device.
+/// The results of the step before on the device.
 pub struct LastStep<'a> {
-    /// u32 words, of which sampled ids are the first.
+    /// u32 words; the first ones are the sampled ids.
     pub sampled: View<'a>,
-    /// Where its first words go, and how many, if the host has not asked for them yet.
+    /// The destination of its first words, and how many, if the host has not read them yet.
     pub read_back: Option<(&'a mut PinnedWords, usize)>,
 }
 
-/// The first launch of a step: its arrays `from` page-locked memory to `to`, u32 words, of which the first is the number of
-/// valid rows of a padded step. A row whose source is not u32::MAX takes the id sampled\[source\], which the step before has
-/// left; sources are below the length of `sampled`. The same launch reads back what that step has left: between two steps
-/// the device waits for each launch. Returns at once.
+/// The first launch of a step. It copies the step's arrays `from` page-locked memory to `to`, u32 words, the first of
+/// which is the number of valid rows of a padded step. A row whose source is not u32::MAX gets the id sampled\[source\]
+/// of the step before; sources are below the length of `sampled`. The same launch also reads back the results of that
+/// step, because each launch between two steps costs time on the device. It returns at once.
 ///
 /// # Errors
-/// A context on the CPU; other dtypes; fewer words in `from` than in `to`; tokens that lie beyond them; less room for what is
-/// read back than its words, or more words than there are.
+/// A context on the CPU; other dtypes; fewer words in `from` than in `to`; tokens outside of the arrays; too little
+/// room for the words that are read back, or more words than exist.
 pub fn upload_step_into(
     from: &mut PinnedWords,
     last: LastStep,
@@ -106,7 +106,7 @@ pub fn upload_step_into(
     let words = to.elem_count();
     let StepTokens { ids, source, rows } = tokens;
     if ids.max(source).saturating_add(rows) > words {
-        bail!("{op}: {tokens:?} do not lie in {words} words")
+        bail!("{op}: {tokens:?} are not within {words} words")
     }
     let sampled = cuda.read(op, "sampled", sampled)?;
     let to = cuda.write(op, "to", &mut to)?;
@@ -115,8 +115,8 @@ pub fn upload_step_into(
     let stream = cuda.raw()?;
     let mut back = read_back.map(|(host, words)| host.first(op, words)).transpose()?;
     let back_to = back.as_mut().map_or(std::ptr::null_mut(), |host| host.words.as_mut_ptr());
-    // SAFETY: both sides of each copy hold its words, the host's live on (dropping them waits for the stream), and devices
-    // reach page-locked memory by its own address; the sources are the caller's promise.
+    // SAFETY: both sides of each copy have its words. The host's words stay alive (dropping them waits for the stream),
+    // and devices can access page-locked memory by its own address. The caller promises that the sources are valid.
     cuda.check(op, unsafe {
         let from = from.words.as_ptr();
         ffi::moe_upload_step(from, to, words, sampled, ids, source, rows, kept, back_to, results, stream)
@@ -127,8 +127,7 @@ pub fn upload_step_into(
     from.copied.record(&cuda.stream).w()
 }
 
-/// Fills `out` (bf16) with numbers uniform in [-bound, bound), a function of seed and stream_id
-/// (below 2^24) alone.
+/// Fills `out` (bf16) with uniform numbers in [-bound, bound), which depend only on seed and stream_id (below 2^24).
 pub fn fill_random_into(mut out: ViewMut, seed: u64, stream_id: u32, bound: f32, ex: &Exec) -> Result<()> {
     let op = "fill_random";
     let cuda = ex.cuda("fill_random")?;

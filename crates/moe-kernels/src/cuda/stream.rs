@@ -18,32 +18,32 @@ use crate::plan::Gpu;
 use crate::storage::Data;
 use crate::view::{View, ViewMut};
 
-/// A device, its stream, and what launches need to know of both.
+/// A device, its stream, and the data that launches need about both.
 #[derive(Clone)]
 pub(crate) struct CudaExec {
     pub(crate) stream: Arc<CudaStream>,
     /// Ordinal of the device.
     pub(crate) ordinal: usize,
-    /// What the choice of kernels depends on.
+    /// The properties that determine the choice of kernels.
     pub(crate) gpu: Gpu,
     /// candle's handle for dense products, and whether it has its workspace.
     pub(super) blas: Arc<CudaBlas>,
     pub(super) blas_ready: Arc<OnceLock<()>>,
     device: Device,
     counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
-    /// When the last call on tensors ended, where each thread has a stream of its own.
+    /// The end of the last call on tensors, if each thread has its own stream.
     turns: Arc<ReentrantMutex<CudaEvent>>,
     side: Arc<OnceLock<Side>>,
 }
 
-/// The stream of candle's default device: a name for the one of the calling thread (`cudaStreamPerThread`).
+/// The stream of candle's default device: this constant means the stream of the calling thread (`cudaStreamPerThread`).
 const PER_THREAD: sys::CUstream = 2 as _;
 
-/// Most words of a copy to or from page-locked memory that a kernel makes.
+/// The largest number of words of a copy from or to page-locked memory for which a kernel is used.
 const WORDS_BY_KERNEL: usize = 1 << 16;
 
-/// What was made for each candle device: counters and workspaces outlive every context, because candle's
-/// cuBLAS handle and captured graphs know them.
+/// The objects that were made for each candle device. Counters and workspaces outlive every context, because candle's
+/// cuBLAS handle and captured graphs use them.
 static KNOWN: Mutex<Vec<(DeviceId, CudaExec)>> = Mutex::new(Vec::new());
 
 impl CudaExec {
@@ -77,7 +77,7 @@ impl CudaExec {
         })
     }
 
-    /// The second stream, made when it is first asked for.
+    /// The second stream, which is made when it is first needed.
     pub(crate) fn side(&self) -> Result<&Side> {
         if let Some(side) = self.side.get() {
             return Ok(side);
@@ -86,14 +86,14 @@ impl CudaExec {
         Ok(self.side.get_or_init(|| made))
     }
 
-    /// The stream as launchers take it; makes the device current on this thread.
+    /// The stream in the form that launchers take; makes the device current on this thread.
     pub(crate) fn raw(&self) -> Result<*mut c_void> {
         self.stream.context().bind_to_thread().w()?;
         Ok(self.stream.cu_stream().cast())
     }
 
-    /// Puts work on the stream after that of earlier calls, which other threads may have put on streams of their own:
-    /// all calls share counters, workspaces and cuBLAS's memory. A call within a call is part of it.
+    /// Puts work on the stream after the work of earlier calls, which other threads may have put on their own streams:
+    /// all calls share counters, workspaces and cuBLAS's memory. A call within a call counts as part of it.
     pub(crate) fn in_turn<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         if self.stream.cu_stream() != PER_THREAD {
             return work();
@@ -105,7 +105,7 @@ impl CudaExec {
         result
     }
 
-    /// Address of a view's data; an error if it does not lie on this device.
+    /// The address of a view's data; an error if it is not on this device.
     pub(crate) fn read<T>(&self, op: &str, name: &str, view: View<'_>) -> Result<*const T> {
         match view.data() {
             Data::Device(s) if view.data().device() == Some(self.ordinal) => Ok(s.address() as *const T),
@@ -142,13 +142,13 @@ impl CudaExec {
         Ok(self.counters("valid_rows", 1)?.cast())
     }
 
-    /// At least `words` u32 words that were zeroed once and that launches of `name`, one after the
-    /// other, leave ready for the next one. Earlier, shorter ones stay alive: graphs know them.
+    /// At least `words` u32 words that were zeroed once. Launches of `name` run one after the other, and each leaves
+    /// them ready for the next. Earlier, shorter arrays stay allocated, because graphs use them.
     pub(crate) fn counters(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
         self.counters_where(name, words, |have| have >= words)
     }
 
-    /// [`counters`](Self::counters) of exactly `words` words: where their order depends on the number.
+    /// [`counters`](Self::counters) of exactly `words` words, for launches where the number determines their order.
     pub(crate) fn counters_of_size(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
         self.counters_where(name, words, |have| have == words)
     }
@@ -184,7 +184,7 @@ impl CudaExec {
         self.stream.context().mem_get_info().w()
     }
 
-    /// A copy in host memory, after all work before it.
+    /// A copy in host memory, after all earlier work.
     pub(crate) fn to_host(&self, view: View<'_>) -> Result<Buffer> {
         let address = self.read::<u8>("to_host", "view", view)? as u64;
         let mut host = Buffer::zeros(view.dtype(), view.dims())?;
@@ -192,7 +192,8 @@ impl CudaExec {
         let stream = self.stream.cu_stream();
         crate::with_element!(view.dtype(), "to_host", T => {
             let mut to = host.view_mut();
-            // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
+            // SAFETY: both sides have the same number of elements, and the wait below keeps the host side alive until
+            // the copy has ended.
             unsafe { result::memcpy_dtoh_async(to.cpu_mut::<T>()?, address, stream) }.w()
         })?;
         self.synchronize()?;
@@ -205,7 +206,8 @@ impl CudaExec {
         self.raw()?;
         let stream = self.stream.cu_stream();
         crate::with_element!(from.dtype(), "copy_from_host", T => {
-            // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
+            // SAFETY: both sides have the same number of elements, and the wait below keeps the host side alive until
+            // the copy has ended.
             unsafe { result::memcpy_htod_async(address, from.cpu::<T>()?, stream) }.w()
         })?;
         self.synchronize()
@@ -232,12 +234,12 @@ impl CudaExec {
     /// Copies the first words of `from` to `to`, in stream order; returns at once.
     pub(crate) fn upload(&self, from: &mut PinnedWords, mut to: ViewMut<'_>) -> Result<()> {
         let op = "upload";
-        crate::door::expect_dtype(op, "to", &to, DType::U32)?;
+        crate::arguments::expect_dtype(op, "to", &to, DType::U32)?;
         let len = to.elem_count();
         let to = self.write::<u32>(op, "to", &mut to)?;
         let from = from.first(op, len)?;
         self.copy_words(op, from.words.as_ptr(), to, len, |stream| {
-            // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+            // SAFETY: both sides have `len` words, and the host's stay alive: dropping them waits for the stream.
             unsafe { result::memcpy_htod_async(to as u64, from.words, stream) }.w()
         })?;
         from.copied.record(&self.stream).w()
@@ -246,19 +248,19 @@ impl CudaExec {
     /// Copies `from` to the first words of `to`, in stream order; returns at once.
     pub(crate) fn download(&self, from: View<'_>, to: &mut PinnedWords) -> Result<()> {
         let op = "download";
-        crate::door::expect_dtype(op, "from", &from, DType::U32)?;
+        crate::arguments::expect_dtype(op, "from", &from, DType::U32)?;
         let len = from.elem_count();
         let from = self.read::<u32>(op, "from", from)?;
         let to = to.first(op, len)?;
         self.copy_words(op, from, to.words.as_mut_ptr(), len, |stream| {
-            // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+            // SAFETY: both sides have `len` words, and the host's stay alive: dropping them waits for the stream.
             unsafe { result::memcpy_dtoh_async(to.words, from as u64, stream) }.w()
         })?;
         to.copied.record(&self.stream).w()
     }
 
-    /// Copies words of which one side is page-locked: few by a kernel, which begins and ends sooner than the copy engine, and
-    /// more by `engine`.
+    /// Copies words, where one side is page-locked. A kernel copies few words, because it starts and ends sooner than
+    /// the copy engine; `engine` copies more.
     fn copy_words(
         &self,
         op: &str,
@@ -271,8 +273,8 @@ impl CudaExec {
         if len > WORDS_BY_KERNEL {
             return engine(self.stream.cu_stream());
         }
-        // SAFETY: the caller's two sides hold `len` words for as long as the stream uses them; devices reach page-locked memory
-        // by its own address.
+        // SAFETY: the caller's two sides have `len` words for as long as the stream uses them. Devices can access
+        // page-locked memory by its own address.
         self.check(op, unsafe { ffi::moe_copy_words(from, to, len, stream) })
     }
 

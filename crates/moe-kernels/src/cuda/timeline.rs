@@ -1,8 +1,8 @@
-//! When a device did what, on the host's clock.
+//! Measures when a device did its work, on the host's clock.
 //!
-//! [`Exec::mark`](crate::Exec::mark) puts an event on the stream and costs about a microsecond; nothing waits.
-//! What the marks say is read when they are known to have been reached, long after. A mark names what begins
-//! there, so marks that follow each other are sections.
+//! [`Exec::mark`](crate::Exec::mark) puts an event on the stream and costs about a microsecond; nothing waits. The
+//! times of marks are read much later, when they are known to have been reached. A mark names the work that follows it,
+//! so consecutive marks delimit sections.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -16,9 +16,9 @@ use super::CudaExec;
 
 /// A point on the device's stream.
 pub struct Mark {
-    /// What begins here.
+    /// The work that begins here.
     pub what: &'static str,
-    /// Which one of several.
+    /// Its number among several of the same name.
     pub index: usize,
     event: CudaEvent,
 }
@@ -43,11 +43,11 @@ pub struct Timeline(Arc<Mutex<State>>);
 struct State {
     cuda: CudaExec,
     origin: Instant,
-    /// An event that was reached, and when that was: times are measured from one to the next, because
-    /// the driver tells them in single precision.
+    /// An event that was reached, and its time. Times are measured from one such event to the next, because the driver
+    /// returns them in single precision.
     anchor: (CudaEvent, f64),
     marks: Vec<Mark>,
-    /// Events to use again.
+    /// Events for reuse.
     free: Vec<CudaEvent>,
 }
 
@@ -83,9 +83,9 @@ impl Timeline {
         std::mem::take(&mut self.lock().marks)
     }
 
-    /// The sections of marks that [`take`](Self::take) gave, in the order in which they were given; the last mark only
-    /// ends one. They were put on the stream after `launched`, and have been reached now: a clock of the device that has
-    /// drifted beyond either is set right.
+    /// The sections between marks from [`take`](Self::take), in their order; the last mark only ends a section. The
+    /// marks were put on the stream after `launched`, and have been reached now. If the device's clock has drifted
+    /// beyond one of these limits, it is corrected.
     ///
     /// # Errors
     /// The device fails.
@@ -119,7 +119,7 @@ impl Timeline {
     }
 }
 
-/// An event that knows its time.
+/// An event that records its time.
 fn event(cuda: &CudaExec) -> Result<CudaEvent> {
     cuda.stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()
 }

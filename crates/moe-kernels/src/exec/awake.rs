@@ -1,20 +1,20 @@
 //! A pool whose threads stay awake while a caller runs one op after the other.
 //!
-//! A decode step on a CPU is a hundred parallel ops of 10 to 100 us with a little serial work between them. A thread
-//! of rayon that finds nothing to do goes to sleep within that time, and to wake it takes about as long as the op. So
-//! each of the other threads gets a job that looks for work until the caller is done or nothing has come for a while.
+//! A decode step on a CPU is a hundred parallel ops of 10 to 100 us with a little serial work between them. A rayon
+//! thread that finds no work goes to sleep within that time, and waking it takes about as long as the op. So each of
+//! the other threads gets a job that looks for work until the caller has finished or no work has come for a while.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Exec;
 
-/// After how long without work a thread sleeps all the same. The serial work between two ops of a step is shorter.
+/// After this time without work a thread sleeps anyway. The serial work between two ops of a step is shorter.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 impl Exec {
-    /// [`install`](Self::install) for a call that runs many short ops: the pool's other threads do not sleep meanwhile,
-    /// but give their processor to any other thread that wants it.
+    /// [`install`](Self::install) for a call that runs many short ops. The pool's other threads do not sleep during the
+    /// call, but yield their processor to any other thread that needs it.
     pub fn install_awake<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         if self.num_threads() == 1 {
             return self.install(f);
@@ -23,7 +23,7 @@ impl Exec {
             let is_done = &AtomicBool::new(false);
             let caller = rayon::current_thread_index();
             rayon::scope(|scope| {
-                // Set on unwinding, too: the scope waits for its jobs.
+                // This is also set on unwinding, because the scope waits for its jobs.
                 let _done = SetOnDrop(is_done);
                 scope.spawn_broadcast(move |_, context| {
                     if Some(context.index()) != caller {
@@ -36,13 +36,13 @@ impl Exec {
     }
 }
 
-/// How often a thread looks for work before it offers its processor to others, which takes as long as a short op.
+/// How often a thread looks for work before it yields its processor to others, which takes as long as a short op.
 const LOOKS: u32 = 64;
 
 /// Runs the pool's jobs as they come.
 ///
-/// A thread may take this job up while it waits inside a part of an op that it has stolen. The call cannot end before that
-/// part has, so the job must end by itself when nothing comes.
+/// A thread may start this job while it waits inside a part of an op that it has stolen. The call cannot end before
+/// that part has ended, so the job must end by itself when no work comes.
 fn stay_awake(is_done: &AtomicBool) {
     let mut last_work = Instant::now();
     let mut looks = 0;
@@ -87,7 +87,7 @@ mod tests {
         Ok(())
     }
 
-    /// The case where the call waits for work that this thread has begun before.
+    /// In this case the call waits for work that this thread has begun before.
     #[test]
     fn a_thread_does_not_wait_for_the_end_of_the_call() -> Result<()> {
         let ex = Exec::cpu().with_threads(2)?;
@@ -106,7 +106,7 @@ mod tests {
         Ok(())
     }
 
-    /// Steps of several callers on one pool, one within the other: each ends.
+    /// Several callers run steps on one pool, one inside the other, and each call ends.
     #[test]
     fn callers_may_share_a_pool() -> Result<()> {
         let ex = Exec::cpu().with_threads(2)?;

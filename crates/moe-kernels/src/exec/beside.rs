@@ -1,13 +1,13 @@
-//! Work beside other work: a second stream on a CUDA device.
+//! Runs two pieces of work at the same time, the first of them on a second stream of a CUDA device.
 
 use candle_core::Result;
 
 use super::Exec;
 
 impl Exec {
-    /// Runs `beside` and `main`, which do not depend on each other; what follows waits for both. On a CUDA device `beside`
-    /// runs on a second stream, in a context without marks and padding; else one runs after the other. What is handed to
-    /// `beside` stays lent until this returns.
+    /// Runs `beside` and `main`, which do not depend on each other. Later work waits for both. On a CUDA device
+    /// `beside` runs on a second stream, in a context without marks and padding; otherwise one runs after the other.
+    /// The data that `beside` uses stays borrowed until this function returns.
     ///
     /// # Errors
     /// The errors of `beside` and `main`.
@@ -27,7 +27,7 @@ impl Exec {
             };
             side.fork(&cuda.stream)?;
             let ends = [beside(&mut second), main(self)];
-            // Also after an error: a capture that has forked ends joined.
+            // The streams are joined even after an error, because a capture with a fork must end joined.
             side.join(&cuda.stream)?;
             return ends.into_iter().collect();
         }

@@ -1,4 +1,4 @@
-//! What a context on a CUDA device has besides: its stream, page-locked words, a timeline.
+//! The additional functions of a context on a CUDA device: its stream, page-locked words, a timeline.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,6 +25,7 @@ impl Exec {
     }
 
     /// Collects [marks](Self::mark) in a timeline.
+    #[must_use]
     pub fn with_timeline(self, timeline: Option<Timeline>) -> Self {
         Self { timeline, ..self }
     }
@@ -34,7 +35,7 @@ impl Exec {
         self.timeline.as_ref()
     }
 
-    /// The stream that all ops of this context run on, for libraries that launch by themselves.
+    /// The stream on which all ops of this context run, for libraries that launch their own work.
     ///
     /// # Errors
     /// A context on the CPU.
@@ -42,9 +43,9 @@ impl Exec {
         Ok(&self.cuda("stream")?.stream)
     }
 
-    /// Address of a view's data on this context's device, for libraries that launch by themselves on
-    /// [`stream`](Self::stream): memory is freed and lent again in the order of that stream. `op` and
-    /// `name` say in errors who asks for what.
+    /// The address of a view's data on this context's device, for libraries that launch their own work on
+    /// [`stream`](Self::stream): memory is freed and lent again in the order of that stream. In errors `op` and `name`
+    /// say which call needs which view.
     ///
     /// # Errors
     /// A context on the CPU; a view of host memory or of another device.

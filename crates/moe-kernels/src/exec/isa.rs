@@ -1,24 +1,26 @@
-//! The instruction-set paths of the CPU kernels: names, and what this machine supports.
+//! The instruction sets of the CPU kernels: their names, and which of them this machine supports.
 
 use candle_core::{Result, bail};
 
 /// The instruction-set path of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum CpuIsa {
     /// Portable Rust: the readable specification.
     Scalar,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX2 with AVX-VNNI, which laptops and desktops without AVX-512 have had since 2021, for integer weights; all bits are
-    /// those of [`CpuIsa::Avx2`].
+    /// AVX2 with AVX-VNNI for integer weights. Laptops and desktops without AVX-512 have had it since 2021. All bits
+    /// are the same as with [`CpuIsa::Avx2`].
     Avx2Vnni,
     /// AVX-512 F, BW, DQ, VL: the same arithmetic as AVX2, so the same bits, at twice the width.
     Avx512,
-    /// AVX-512 with VNNI for integer weights, on processors that have BF16, too; all bits are those of [`CpuIsa::Avx512`].
+    /// AVX-512 with VNNI for integer weights, on processors that also have BF16. All bits are the same as with
+    /// [`CpuIsa::Avx512`].
     Avx512Bf16,
     /// [`CpuIsa::Avx512Bf16`] with the BF16 dot product for products of bf16.
     Avx512Dot,
-    /// AMX matrix registers for products of bf16; the rest as [`CpuIsa::Avx512Bf16`].
+    /// AMX matrix registers for products of bf16; everything else is as in [`CpuIsa::Avx512Bf16`].
     AmxBf16,
 }
 
@@ -104,8 +106,9 @@ impl CpuIsa {
     }
 }
 
-/// Whether the BF16 dot product multiplies more than multiply-adds with widened weights do. AMD's processors start it as often as
-/// a multiply-add (Zen 5, measured) or half as often (Zen 4, by published tables), Intel's a quarter as often.
+/// Whether the BF16 dot product has a higher rate than multiply-adds with widened weights. AMD's processors issue it as
+/// often as a multiply-add (Zen 5, measured) or half as often (Zen 4, by published tables); Intel's issue it a quarter
+/// as often.
 fn has_fast_dot() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,10 +1,10 @@
 //! A log of the kernels that a context launches, by the names that plans give them.
 //!
-//! A test compares it with the plan of the same step. Without a log a context notes nothing.
+//! A test compares it with the plan of the same step. Without a log, contexts record nothing.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Collects what contexts launch. Clones share one list.
+/// Collects the launches of contexts. Clones share one list.
 #[derive(Clone, Debug, Default)]
 pub struct LaunchLog(Arc<Mutex<Log>>);
 
@@ -12,7 +12,7 @@ pub struct LaunchLog(Arc<Mutex<Log>>);
 struct Log {
     launched: Vec<Launched>,
     mark: Option<(&'static str, usize)>,
-    /// How many launches that count as one contain the next.
+    /// The number of launches that count as one and contain the next launch.
     within: usize,
 }
 
@@ -25,12 +25,12 @@ pub struct Launched {
     pub kernel: String,
 }
 
-/// While this lives, launches belong to the one that was noted with it.
+/// While this value exists, launches count as part of the launch that was recorded with it.
 #[derive(Debug)]
 pub struct LaunchedAsOne(LaunchLog);
 
 impl LaunchLog {
-    /// What was launched since the last call.
+    /// The launches since the last call.
     pub fn take(&self) -> Vec<Launched> {
         std::mem::take(&mut self.log().launched)
     }

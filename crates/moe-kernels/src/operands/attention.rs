@@ -5,17 +5,18 @@ use candle_core::Result;
 
 use crate::view::View;
 
-/// Which sequence and which keys each row belongs to.
+/// The sequence of each row, and the keys to which each row attends.
 ///
 /// # On CUDA
-/// Kernels follow these arrays as they lie on the device, which no host can check without waiting for it. So whoever makes
-/// them there promises what the CPU checks:
+/// Kernels use these arrays in device memory, and the host cannot check them without waiting. So the caller must make
+/// sure of what the CPU checks:
 /// - `query_start_loc` ascends from 0 to at most T;
-/// - positions ascend within a sequence, and its block table holds the last;
-/// - blocks that hold positions which some row sees are below `num_blocks`. Other entries may be anything.
+/// - positions ascend within a sequence, and its block table contains an entry for the last one;
+/// - blocks with positions to which some row attends are below `num_blocks`. Other entries may have any value.
 ///
-/// Otherwise the fast kernels read outside of tables and cache, and row ranges beyond T let them write behind `out`. Slots
-/// ([`QkNormRope::slot_mapping`](crate::QkNormRope::slot_mapping)) need no promise: none beyond the cache is written.
+/// Otherwise the fast kernels read outside of tables and cache, and with row ranges beyond T they write after the end
+/// of `out`. Slots ([`QkNormRope::slot_mapping`](crate::QkNormRope::slot_mapping)) need no such care: a slot beyond the
+/// cache is never written.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMeta<'a> {
     /// [S + 1] u32, ascending from 0 to at most T: the rows of each sequence.
@@ -26,14 +27,17 @@ pub struct AttentionMeta<'a> {
     pub block_tables: View<'a>,
     /// Factor of the scores, usually 1 / sqrt(D).
     pub scale: f32,
-    /// Number of positions that a row sees, itself included; `None` = all.
+    /// Number of positions to which a row attends, its own included; `None` = all.
     pub sliding_window: Option<usize>,
+    /// \[Hq\] f32: a logit of each head that takes part in the softmax of its rows and has no value (attention sinks,
+    /// Xiao et al. 2023, learned as in gpt-oss); not scaled.
+    pub sinks: Option<View<'a>>,
 }
 
 #[cfg(any(feature = "cuda", test))]
 impl AttentionMeta<'_> {
-    /// The window as launchers take it, 0 where a row sees everything: also for a window of more positions than their
-    /// numbers count.
+    /// The window in the form that launchers take. It is 0 if a row attends to all positions, which includes windows of
+    /// more positions than an i32 can count.
     pub(crate) fn window_i32(&self) -> i32 {
         self.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0)
     }
@@ -44,9 +48,9 @@ impl AttentionMeta<'_> {
 pub struct QkNormRope<'a> {
     /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads.
     pub qkv: View<'a>,
-    /// \[D\] model dtype: RMS norm weight of every q head.
+    /// \[D\] model dtype, on the CPU also f32: RMS norm weight of every q head.
     pub q_norm: Option<View<'a>>,
-    /// \[D\] model dtype: RMS norm weight of every k head.
+    /// \[D\] of the same dtype: RMS norm weight of every k head.
     pub k_norm: Option<View<'a>>,
     /// Epsilon of both norms.
     pub eps: f32,
@@ -54,8 +58,8 @@ pub struct QkNormRope<'a> {
     pub cos: View<'a>,
     /// [T, D/2] f32: sines of the rows' angles.
     pub sin: View<'a>,
-    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing. One beyond the cache is an
-    /// error on the CPU and writes nothing on CUDA, where a decoding row without a slot is padding.
+    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing. A slot beyond the
+    /// cache is an error on the CPU. On CUDA it writes nothing, and a decoding row without a slot is padding.
     pub slot_mapping: View<'a>,
     /// Query heads Hq.
     pub num_heads: usize,
@@ -65,20 +69,20 @@ pub struct QkNormRope<'a> {
     pub head_dim: usize,
 }
 
-/// Which rows of a step decode, and how much attention there is, by which the launches are chosen.
+/// Which rows of a step decode, and the amount of attention, which determines the choice of launches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepRows {
-    /// How many rows at the beginning are the one new row of their sequence: row i of sequence i.
+    /// The number of rows at the beginning that are the only new row of their sequence: row i belongs to sequence i.
     pub decode: usize,
-    /// (Row, position) pairs that the decoding rows see; 0: not known.
+    /// Number of (row, position) pairs to which the decoding rows attend; 0 if it is not known.
     pub decode_scores: usize,
-    /// (Row, position) pairs that the rows behind the decoding ones see; 0: not known.
+    /// Number of (row, position) pairs to which the rows after the decoding ones attend; 0 if it is not known.
     pub prompt_scores: usize,
 }
 
 #[cfg(feature = "cuda")]
 impl<'a> QkNormRope<'a> {
-    /// Some rows of it.
+    /// The arguments for some of the rows.
     pub(crate) fn narrow(&self, start: usize, rows: usize) -> Result<QkNormRope<'a>> {
         let narrow = |view: View<'a>| view.narrow(start, rows);
         let qkv = narrow(self.qkv)?;

@@ -4,7 +4,7 @@ use crate::view::View;
 
 /// Which rows each local expert computes.
 ///
-/// Grouped slots are numbered 0..P; those of expert e are `offsets[e]..offsets[e + 1]`.
+/// Grouped slots are numbered 0..P; expert e has the slots `offsets[e]..offsets[e + 1]`.
 ///
 /// The CPU checks every index. On CUDA a row number beyond its array reads zeros or writes nothing.
 #[derive(Clone, Copy, Debug)]

@@ -27,7 +27,8 @@ impl QkvHeads {
 /// Arguments of [`heads_norm_into`](crate::heads_norm_into).
 #[derive(Clone, Copy, Debug)]
 pub struct HeadsNorm<'a> {
-    /// [R, T, Hq + Hkv] f32: the sums of squares of R ranks' heads, from [`head_squares_into`](crate::head_squares_into).
+    /// [R, T, Hq + Hkv] f32: the sums of squares of R ranks' heads, from
+    /// [`head_squares_into`](crate::head_squares_into).
     pub squares: View<'a>,
     /// How many ranks in succession hold the same k heads; a divisor of R.
     pub kv_replicas: usize,

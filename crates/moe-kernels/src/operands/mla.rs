@@ -34,19 +34,22 @@ pub struct MlaQuery<'a> {
 /// Arguments of [`mla_rows_into`](crate::mla_rows_into).
 #[derive(Clone, Copy, Debug)]
 pub struct MlaRows<'a> {
-    /// [T, Hq · (N + R) + L + R] f32: queries of all heads, the down-projected latent, the key part that is rotated.
+    /// [T, Hq · (N + R)] f32: queries of all heads. Without `latents` [T, Hq · (N + R) + L + R]: these follow.
     pub products: View<'a>,
+    /// [T, L + R] f32: the down-projected latent, then the key part that is rotated, if they come from a product of
+    /// their own.
+    pub latents: Option<View<'a>>,
     /// \[L\] model dtype: RMS norm weight of the latent.
     pub norm: View<'a>,
     /// Epsilon of that norm.
     pub eps: f32,
-    /// [Hq, L, N] model dtype: W_UKᵀ of every head; `None`: queries stay outside of latent space.
+    /// [Hq, L, N] model dtype: W_UKᵀ of every head; with `None` queries stay outside of latent space.
     pub w_uk: Option<View<'a>>,
     /// [T, R/2] f32: cosines of the rows' angles.
     pub cos: View<'a>,
     /// [T, R/2] f32: sines of the rows' angles.
     pub sin: View<'a>,
-    /// \[T\] u32: slot of each row in the cache; `u32::MAX` writes nothing. On CUDA no two rows name one slot.
+    /// \[T\] u32: slot of each row in the cache; `u32::MAX` writes nothing. On CUDA no two rows may name the same slot.
     pub slot_mapping: View<'a>,
 }
 

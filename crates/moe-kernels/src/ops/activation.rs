@@ -1,12 +1,12 @@
-//! The gated activation by itself, for gate and up products that were computed apart.
+//! The gated activation alone, for gate and up products that were computed separately.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
-use crate::cpu::activation::Gated;
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix};
+use crate::cpu::activation::{Gated, SigmoidGate};
 use crate::cpu::dispatch;
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
-use crate::door::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::tags::Activation;
 use crate::view::{View, ViewMut};
@@ -40,7 +40,8 @@ pub fn gated_activation_into(
     with_float!(out.dtype(), op, T => run::<T>(gate, up, activation, out, ex))
 }
 
-/// out = act(gate, up) of rows that hold the gate values, then the up values; the rest is as in [`gated_activation_into`].
+/// out = act(gate, up) of rows that hold the gate values, then the up values; the rest is as in
+/// [`gated_activation_into`].
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -59,6 +60,34 @@ pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mu
         return crate::cuda::any::gated_rows(ex, op, rows, activation, out);
     }
     with_float!(out.dtype(), op, T => run_rows::<T>(rows, activation, out, ex))
+}
+
+/// x = sigmoid(gate) · x, element by element, in f32 with one rounding.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `gate` | any dims, f32 |
+/// | `x` | same dims, model dtype (f32, bf16, f16), updated |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; a context on a GPU.
+pub fn sigmoid_gate_into(gate: View, x: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "sigmoid_gate";
+    if ex.is_cuda() {
+        bail!("{op}: output gates have no GPU kernels yet; use the CPU")
+    }
+    expect(op, "gate", &gate, DType::F32, x.dims())?;
+    ex.launched(|| op);
+    with_float!(x.dtype(), op, T => scale::<T>(gate, x, ex))
+}
+
+fn scale<T: Lanes>(gate: View, mut x: ViewMut, ex: &Exec) -> Result<()> {
+    let gate = gate.cpu::<f32>()?;
+    let x = x.cpu_mut::<T>()?;
+    let Some(chunk) = rows_per_task(ex, gate.len(), LANES) else { return Ok(()) };
+    let tasks = gate.chunks(chunk).zip(x.chunks_mut(chunk)).collect();
+    for_each_item(ex, tasks, gate.len(), |(gate, x)| dispatch(ex.isa(), SigmoidGate { gate, x }));
+    Ok(())
 }
 
 fn run_rows<T: Lanes>(rows: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {

@@ -2,37 +2,37 @@
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect, expect_cache, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::cpu::attention::{Attention, Sequence, attend};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_cache, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
 use crate::operands::AttentionMeta;
 use crate::plan::{AttentionForm, Form};
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
-/// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once.
+/// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once; with sinks a head's softmax is also over its sink,
+/// whose weight is dropped.
 ///
-/// A row at position p sees positions `max(0, p + 1 - window)..=p` of its sequence, whose keys
-/// and values must already be in the cache. KV is walked in blocks of
-/// [`ATTENTION_BLOCK`](crate::ATTENTION_BLOCK) positions aligned at position 0, each block's
-/// partial has its own maximum, and partials are merged in ascending order (the online softmax
-/// of Milakov and Gimelshein, 2018, as in FlashAttention). So a row's bits depend neither on the
-/// cache's block size, nor on the other rows, nor on how the prompt was chunked. Rows that belong
-/// to no sequence (padding) are zeroed.
+/// A row at position p attends to positions `max(0, p + 1 - window)..=p` of its sequence, whose keys and values must
+/// already be in the cache. KV is processed in blocks of [`ATTENTION_BLOCK`](crate::ATTENTION_BLOCK) positions, aligned
+/// at position 0. Each block's partial result uses its own maximum, and partial results are merged in ascending order
+/// (the online softmax of Milakov and Gimelshein, 2018, as in FlashAttention). So a row's bits do not depend on the
+/// cache's block size, on the other rows, or on how the prompt was chunked. Rows that belong to no sequence (padding)
+/// are zeroed. The latent cache of MLA can serve as both caches.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `q` | [T, Hq, D] model dtype or f32 |
 /// | `k_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16); Hkv divides Hq |
-/// | `v_cache` | [num_blocks, Hkv, block_size, at least Dv] same dtype: a value is the first Dv of its row, so the latent cache of MLA is both |
+/// | `v_cache` | [num_blocks, Hkv, block_size, at least Dv] same dtype; a value is the first Dv elements of its row |
 /// | `meta` | see [`AttentionMeta`] |
 /// | `out` | [T, Hq · Dv] model dtype |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; heads that do not divide; row ranges that do not ascend; a
-/// position beyond its block table; a block beyond the cache, anywhere between the first and the
-/// last position that the rows of a sequence see; a window of 0.
+/// A wrong dtype or wrong dims; heads that do not divide; row ranges that do not ascend; a position beyond its block
+/// table; a block beyond the cache, anywhere between the first and the last position to which the rows of a sequence
+/// attend; a window of 0.
 pub fn paged_attention_into(
     q: View,
     k_cache: View,
@@ -55,7 +55,7 @@ pub fn paged_attention_into(
     })
 }
 
-/// Checks dims and dtypes; the number of rows.
+/// Checks dims and dtypes, and returns the number of rows.
 pub(super) fn check_attention(
     op: &str,
     q: &View,
@@ -75,10 +75,11 @@ pub(super) fn check_attention(
     let value_dim = expect_values(op, k_cache, v_cache, out, hq)?;
     expect(op, "out", out, k_cache.dtype(), &[t, hq * value_dim])?;
     check_meta(op, meta, t)?;
+    check_sinks(op, meta, hq)?;
     Ok(t)
 }
 
-/// The size of a value, which `out` names and a row of `v_cache` must hold.
+/// Returns the size of a value, which follows from `out`. A row of `v_cache` must have at least this size.
 fn expect_values(op: &str, k_cache: &View, v_cache: &View, out: &ViewMut, hq: usize) -> Result<usize> {
     let value_dim = out.dims().last().map_or(0, |width| width / hq.max(1));
     match (k_cache.dims(), v_cache.dims()) {
@@ -109,7 +110,15 @@ pub(super) fn check_meta(op: &str, meta: &AttentionMeta, t: usize) -> Result<()>
     Ok(())
 }
 
-/// Checks every index that the kernel will follow; [`check_meta`] has passed.
+/// Checks dims and dtype of the sinks of `hq` heads.
+pub(super) fn check_sinks(op: &str, meta: &AttentionMeta, hq: usize) -> Result<()> {
+    match &meta.sinks {
+        Some(sinks) => expect(op, "sinks", sinks, DType::F32, &[hq]),
+        None => Ok(()),
+    }
+}
+
+/// Checks every index that the kernel will use. The caller has called [`check_meta`] before.
 fn check_sequences<'a>(
     op: &str,
     meta: &AttentionMeta<'a>,
@@ -184,6 +193,7 @@ fn run<T: Lanes, Q: Lanes>(
         positions: meta.positions.cpu()?,
         scale: meta.scale,
         window: meta.sliding_window,
+        sinks: meta.sinks.map(|sinks| sinks.cpu()).transpose()?,
     };
     attend(&attention, out, ex)
 }
@@ -200,7 +210,14 @@ mod tests {
             let block_tables = View::new::<u32>(&[], &[0, 1])?;
             let query_start_loc = starts;
             let positions = none;
-            let meta = AttentionMeta { query_start_loc, positions, block_tables, scale: 1., sliding_window };
+            let meta = AttentionMeta {
+                query_start_loc,
+                positions,
+                block_tables,
+                scale: 1.,
+                sliding_window,
+                sinks: None,
+            };
             Ok(meta.window_i32())
         };
         let most = i32::MAX as usize;

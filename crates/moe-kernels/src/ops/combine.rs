@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Result};
 
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_rank3};
 use crate::cpu::combine::WeightedSum;
 use crate::cpu::dispatch;
 use crate::cpu::parallel::for_each_item;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_dims, expect_dtype, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::cpu::dispatch;
 use crate::cpu::norm::{Add, AddRmsNorm, RmsNorm, Softmax};
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
-use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::weight::{WeightOrder, WeightView, panel_row};
@@ -80,7 +80,7 @@ fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `weight` | \[D\] model dtype (f32, bf16, f16) |
+/// | `weight` | \[D\] model dtype (f32, bf16, f16); on the CPU also f32 |
 /// | `x` | [R, D] model dtype or f32 |
 /// | `out` | [R, D] model dtype |
 ///
@@ -89,23 +89,41 @@ fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -
 pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "rms_norm";
     let (r, d) = expect_matrix(op, "x", &x)?;
-    expect_dims(op, "weight", &weight, &[d])?;
-    expect_stream(op, "x", &x, weight.dtype())?;
-    expect(op, "out", &out, weight.dtype(), &[r, d])?;
+    expect_norm_weight(op, &weight, &out, d)?;
+    expect_stream(op, "x", &x, out.dtype())?;
+    expect_dims(op, "out", &out, &[r, d])?;
     ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::rms_norm(x, weight, eps, out, ex);
     }
-    with_float!(weight.dtype(), op, T => match x.dtype() {
-        DType::F32 => norm::<T, f32>(x, weight, eps, out, ex),
-        _ => norm::<T, T>(x, weight, eps, out, ex),
+    with_float!(out.dtype(), op, T => match (x.dtype(), weight.dtype()) {
+        (DType::F32, DType::F32) => norm::<T, f32, f32>(x, weight, eps, out, ex),
+        (DType::F32, _) => norm::<T, f32, T>(x, weight, eps, out, ex),
+        (_, DType::F32) => norm::<T, T, f32>(x, weight, eps, out, ex),
+        _ => norm::<T, T, T>(x, weight, eps, out, ex),
     })
 }
 
-fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+/// Fails unless a norm's weight has `size` values in the dtype of the result, or on the CPU in f32. Some models
+/// multiply by one plus the stored weight, which has more digits than a model dtype.
+fn expect_norm_weight(op: &str, weight: &View, out: &ViewMut, size: usize) -> Result<()> {
+    expect_dims(op, "weight", weight, &[size])?;
+    match out.is_cuda() {
+        true => expect_dtype(op, "weight", weight, out.dtype()),
+        false => expect_stream(op, "weight", weight, out.dtype()),
+    }
+}
+
+fn norm<T: Lanes, S: Lanes, W: Lanes>(
+    x: View,
+    weight: View,
+    eps: f32,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
     let x = x.cpu::<S>()?;
-    let weight = weight.cpu::<T>()?;
+    let weight = weight.cpu::<W>()?;
     let out = out.cpu_mut::<T>()?;
     let Some(chunk) = rows_per_task(ex, x.len(), weight.len()) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
@@ -142,12 +160,12 @@ fn add<T: Lanes, S: Lanes>(x: View, mut acc: ViewMut, ex: &mut Exec) -> Result<(
     Ok(())
 }
 
-/// residual = round(residual + delta), then out = rms_norm(residual): the step between two
-/// sub-layers of a pre-norm transformer, in one pass.
+/// residual = round(residual + delta), then out = rms_norm(residual), in one pass: the ops between two sub-layers of a
+/// pre-norm transformer.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `weight` | \[H\] model dtype (f32, bf16, f16) |
+/// | `weight` | \[H\] model dtype (f32, bf16, f16); on the CPU also f32 |
 /// | `delta` | [T, H] model dtype or f32 |
 /// | `residual` | [T, H] dtype of `delta`, updated |
 /// | `out` | [T, H] model dtype |
@@ -164,22 +182,24 @@ pub fn add_rms_norm_into(
 ) -> Result<()> {
     let op = "add_rms_norm";
     let (t, h) = expect_matrix(op, "delta", &delta)?;
-    expect_dims(op, "weight", &weight, &[h])?;
-    expect_stream(op, "delta", &delta, weight.dtype())?;
+    expect_norm_weight(op, &weight, &out, h)?;
+    expect_stream(op, "delta", &delta, out.dtype())?;
     expect(op, "residual", &residual, delta.dtype(), &[t, h])?;
-    expect(op, "out", &out, weight.dtype(), &[t, h])?;
+    expect_dims(op, "out", &out, &[t, h])?;
     ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::add_rms_norm(delta, weight, eps, residual, out, ex);
     }
-    with_float!(weight.dtype(), op, T => match delta.dtype() {
-        DType::F32 => add_norm::<T, f32>(delta, weight, eps, residual, out, ex),
-        _ => add_norm::<T, T>(delta, weight, eps, residual, out, ex),
+    with_float!(out.dtype(), op, T => match (delta.dtype(), weight.dtype()) {
+        (DType::F32, DType::F32) => add_norm::<T, f32, f32>(delta, weight, eps, residual, out, ex),
+        (DType::F32, _) => add_norm::<T, f32, T>(delta, weight, eps, residual, out, ex),
+        (_, DType::F32) => add_norm::<T, T, f32>(delta, weight, eps, residual, out, ex),
+        _ => add_norm::<T, T, T>(delta, weight, eps, residual, out, ex),
     })
 }
 
-fn add_norm<T: Lanes, S: Lanes>(
+fn add_norm<T: Lanes, S: Lanes, W: Lanes>(
     delta: View,
     weight: View,
     eps: f32,
@@ -188,7 +208,7 @@ fn add_norm<T: Lanes, S: Lanes>(
     ex: &mut Exec,
 ) -> Result<()> {
     let delta = delta.cpu::<S>()?;
-    let weight = weight.cpu::<T>()?;
+    let weight = weight.cpu::<W>()?;
     let residual = residual.cpu_mut::<S>()?;
     let out = out.cpu_mut::<T>()?;
     let Some(chunk) = rows_per_task(ex, delta.len(), weight.len()) else { return Ok(()) };

@@ -3,13 +3,13 @@
 use candle_core::{DType, Result, bail};
 
 use super::linear::{Rows, row_parallel_segments, run};
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::cpu::epilogue::GateUp;
 use crate::cpu::gemm::{Products, products};
 use crate::cpu::quant::{self, QuantProducts};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::{LANES, Lanes};
 use crate::cpu::units::Units;
-use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::exec::Exec;
 use crate::operands::ExpertGroups;
 use crate::tags::Activation;
@@ -17,7 +17,7 @@ use crate::view::{View, ViewMut};
 use crate::weight::{WeightOrder, WeightView};
 use crate::with_float;
 
-/// [`ExpertGroups`] after the door: every index is in range.
+/// [`ExpertGroups`] after its checks: every index is in range.
 pub(super) struct Checked<'a> {
     pub offsets: &'a [u32],
     pub in_rows: &'a [u32],
@@ -53,7 +53,8 @@ impl<'a> ExpertGroups<'a> {
         self.check_views(op, e)
     }
 
-    /// The indices, once [`check_views`](Self::check_views) has passed; fails unless offsets ascend.
+    /// Returns the indices. The caller has called [`check_views`](Self::check_views) before. Fails unless offsets
+    /// ascend.
     pub(super) fn check(&self, op: &str) -> Result<Checked<'a>> {
         let p = self.len();
         let offsets = self.offsets.cpu::<u32>()?;
@@ -64,7 +65,7 @@ impl<'a> ExpertGroups<'a> {
         Ok(Checked { offsets, in_rows: self.in_rows.cpu()?, out_rows: self.out_rows.cpu()? })
     }
 
-    /// As [`check`](Self::check), for groups that write to `rows` rows, each at most once.
+    /// Like [`check`](Self::check), for groups that write to `rows` rows, each at most once.
     pub(super) fn check_out(&self, op: &str, rows: usize) -> Result<Checked<'a>> {
         let groups = self.check(op)?;
         groups.expect_below(op, "out_rows", groups.out_rows, rows)?;
@@ -97,9 +98,9 @@ impl Checked<'_> {
     }
 }
 
-/// out\[i\] = act(x[in_rows\[i\]] · w13\[e\]ᵀ + w13_bias\[e\]) for every grouped slot i of expert e: the
-/// gate and up products and the gated activation in one pass. Sums and activation are f32, one
-/// rounding. Rows of out after `offsets[E_local]` are left untouched.
+/// out\[i\] = act(x[in_rows\[i\]] · w13\[e\]ᵀ + w13_bias\[e\]) for every grouped slot i of expert e. The gate and up
+/// products and the gated activation are one pass. Sums and activation are in f32, with one rounding. Rows of `out`
+/// after `offsets[E_local]` are not written.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -124,8 +125,8 @@ pub fn grouped_gate_up_into<'w>(
     gate_up_into(x, groups, w13.into(), w13_bias, activation, out, ex)
 }
 
-// The ops are generic only to take any view of a weight; what they do is compiled here, not in each crate that calls
-// them.
+// The public ops are generic only to accept any view of a weight. Their code is in this function, so that it is
+// compiled here and not again in each crate that calls them.
 fn gate_up_into(
     x: View,
     groups: &ExpertGroups,
@@ -206,7 +207,7 @@ fn gate_up<T: Lanes>(
 
 /// out[out_rows\[i\]] = x\[i\] · w2\[e\]ᵀ + w2_bias\[e\] for every grouped slot i of expert e, in f32.
 /// K is cut into segments as in [`linear_row_parallel_into`](crate::linear_row_parallel_into).
-/// Rows of out that no slot names are left untouched.
+/// Rows of `out` that no slot names are not written.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -242,7 +243,7 @@ fn down_into(
     groups.check_down(op, &x, &w2, &out)?;
     expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
     let k = x.dims()[1];
-    // A rank's part of a quantised weight is packed in the segments of the whole that it holds.
+    // A rank's part of a quantised weight is packed in the segments of the whole K that the rank holds.
     let of = match w2 {
         WeightView::Quantised(w2) => w2.segments(op)?,
         _ => row_parallel_segments(k),

@@ -1,11 +1,11 @@
-//! Products together with the norm before them, or with the addition to the residual stream behind them: one launch
-//! where a kernel does both, else one after the other.
+//! A product together with the norm before it, or with the addition to the residual stream after it: one launch if a
+//! kernel does both, otherwise two.
 
 use candle_core::{DType, Result};
 
 use super::linear::expect_weight;
 use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::rows_view::RowsView;

@@ -1,15 +1,16 @@
-//! RMS norm of q and of k over all of their heads, which tensor-parallel ranks may share.
+//! RMS norm of q and of k over all of their heads. Tensor-parallel ranks may share the heads.
 //!
-//! It has two steps, so that ranks can exchange what is between them: the sum of squares of each head, and the norms from
-//! the sums of all heads. These are added in the order of heads, so that a row's bits do not depend on the number of ranks.
+//! It has two steps, so that ranks can exchange data between them: the sum of squares of each head, and the norms from
+//! the sums of all heads. The sums are added in the order of heads, so that a row's bits do not depend on the number of
+//! ranks.
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect, expect_rank3};
 use crate::cpu::dispatch;
 use crate::cpu::norm::SquareSums;
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_rank3};
 use crate::exec::Exec;
 use crate::operands::{HeadsNorm, QkvHeads};
 use crate::view::{View, ViewMut};
@@ -46,13 +47,13 @@ pub fn head_squares_into(qkv: View, heads: QkvHeads, mut out: ViewMut, ex: &mut 
     Ok(())
 }
 
-/// q = q / sqrt(mean(q²) + eps) · weight, likewise k, where the means are over all heads of all ranks (OLMoE, Muennighoff et
-/// al., 2024). Arithmetic is f32.
+/// q = q / sqrt(mean(q²) + eps) · weight, and the same for k. The means are over all heads of all ranks (OLMoE,
+/// Muennighoff et al., 2024). Arithmetic is in f32.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `args` | see [`HeadsNorm`] |
-/// | `qkv` | [T, (Hq + 2 Hkv) · D] f32; v stays as it is |
+/// | `qkv` | [T, (Hq + 2 Hkv) · D] f32; v stays unchanged |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; a number of replicas that does not divide the ranks.
@@ -100,7 +101,7 @@ fn scale<T: Lanes>(x: &mut [f32], scale: f32, weight: &[T]) {
     }
 }
 
-/// What rows are multiplied by.
+/// The factors of each row.
 struct Scales<'a> {
     squares: &'a [f32],
     heads: QkvHeads,

@@ -1,20 +1,21 @@
 //! Dense products: `x · wᵀ + bias`.
 //!
-//! On the CPU, with f32 activations and with codes that stand for floats, a product with a quantised weight has the bits of the dequantised
-//! f32 matrix, its columns in packed order. With bf16 or f16 activations and integer weights, a row of x is summed as 16-bit
-//! fixed point in blocks of up to 128 columns: an error of at most 2^-15 of the largest value of a block.
+//! On the CPU a product with a quantised weight has the bits of a product with the dequantised f32 matrix, whose
+//! columns are in packed order. This holds for f32 activations, and for codes that stand for floats. With bf16 or f16
+//! activations and integer weights, a row of x is summed as 16-bit fixed point in blocks of up to 128 columns. The
+//! error is at most 2^-15 of the largest value of a block.
 
 use std::ops::Range;
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::cpu::epilogue::Store;
 use crate::cpu::gemm::{Products, products};
 use crate::cpu::quant::{self, QuantProducts};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
 use crate::cpu::units::Units;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::plan::{Form, LinearForm};
 use crate::rows_view::RowsView;
@@ -22,9 +23,8 @@ use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 use crate::with_float;
 
-/// Number of segments S into which a row-parallel product cuts its K: the largest of 8, 4, 2, 1
-/// that divides `k`. A tensor-parallel size that divides S splits such a product over ranks
-/// without changing a bit.
+/// Number of segments S into which a row-parallel product cuts its K: the largest of 8, 4, 2, 1 that divides `k`. If a
+/// tensor-parallel size divides S, such a product can be split over the ranks without changing a bit.
 pub fn row_parallel_segments(k: usize) -> usize {
     [8, 4, 2].into_iter().find(|s| k.is_multiple_of(*s)).unwrap_or(1)
 }
@@ -33,12 +33,12 @@ pub fn row_parallel_segments(k: usize) -> usize {
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `x` | [T, K] model dtype (f32, bf16, f16); or in FP8, made for this product ([`ProductRows`](crate::ProductRows)) |
+/// | `x` | [T, K] model dtype (f32, bf16, f16); or FP8 from [`ProductRows`](crate::ProductRows) |
 /// | `w` | [N, K] same dtype, in rows or panels; or quantised, packed for this product |
 /// | `bias` | \[N\] same dtype |
 /// | `out` | [T, N] same dtype or f32 |
 ///
-/// An output depends on its row of x, its row of w and K only, never on T, N or threads.
+/// An output depends only on its row of x, its row of w and K, never on T, N or the number of threads.
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
@@ -52,9 +52,9 @@ pub fn linear_into<'x, 'w>(
     product("linear", false, x.into(), w.into(), bias, out, ex)
 }
 
-/// [`linear_into`] with K cut into [`row_parallel_segments`] equal segments: each segment's f32
-/// sum is computed like a product of its own, the sums are added in ascending order, then the
-/// bias, then one rounding. Tensor-parallel ranks that hold whole segments reproduce its bits.
+/// [`linear_into`] with K cut into [`row_parallel_segments`] equal segments. Each segment's f32 sum is computed like a
+/// separate product, then the sums are added in ascending order, then the bias, and the result is rounded once.
+/// Tensor-parallel ranks that hold whole segments reproduce its bits.
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
@@ -109,7 +109,7 @@ fn product(
     })
 }
 
-/// Fails for a quantised weight that is packed in another number of segments; floats may be cut into any.
+/// Fails for a quantised weight that is packed in a different number of segments. Floats may be cut into any number.
 pub(super) fn expect_segments(op: &str, w: &WeightView, of: usize) -> Result<()> {
     let WeightView::Quantised(w) = w else { return Ok(()) };
     match w.segments(op)? {
@@ -118,7 +118,7 @@ pub(super) fn expect_segments(op: &str, w: &WeightView, of: usize) -> Result<()>
     }
 }
 
-/// Checks what rows in FP8 are multiplied with, and where the result goes.
+/// Checks the weight by which rows in FP8 are multiplied, and the output.
 #[cfg(feature = "cuda")]
 pub(super) fn expect_fp8(
     op: &str,
@@ -136,7 +136,7 @@ pub(super) fn expect_fp8(
     }
 }
 
-/// Checks a weight [N, K] and its bias; N.
+/// Checks a weight [N, K] and its bias, and returns N.
 pub(super) fn expect_weight(op: &str, w: &WeightView, bias: Option<View>, k: usize) -> Result<usize> {
     let (n, _) = expect_matrix(op, "w", w)?;
     expect_dims(op, "w", w, &[n, k])?;
@@ -144,7 +144,7 @@ pub(super) fn expect_weight(op: &str, w: &WeightView, bias: Option<View>, k: usi
     Ok(n)
 }
 
-/// A number of rows as offsets count them.
+/// A number of rows as u32, the type of offsets.
 pub(super) fn expect_u32(op: &str, rows: usize) -> Result<u32> {
     match u32::try_from(rows) {
         Ok(rows) => Ok(rows),
@@ -152,19 +152,19 @@ pub(super) fn expect_u32(op: &str, rows: usize) -> Result<u32> {
     }
 }
 
-/// Which rows are multiplied with which matrices, and over which columns.
+/// Which rows are multiplied by which matrices, and over which columns.
 pub(super) struct Rows<'a> {
-    /// Segments of equal length that K has, each summed like a product of its own.
+    /// The number of equal segments of K. Each is summed like a separate product.
     pub of: usize,
     /// The segments that are multiplied.
     pub segments: Range<usize>,
     /// The rows of x of each matrix.
     pub offsets: &'a [u32],
-    /// The row of out that row i of x writes; `None`: row i.
+    /// The row of `out` that row i of x writes; `None` means row i.
     pub out_rows: Option<&'a [u32]>,
 }
 
-/// Products of rows of x with matrices [.., N, K], on the CPU; the op has checked everything.
+/// Products of rows of x with matrices [.., N, K], on the CPU. The op has checked all arguments.
 pub(super) fn run<X: Lanes, O: Lanes>(
     x: View,
     w: WeightView,

@@ -1,37 +1,37 @@
-//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) around its products and softmax.
+//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the ops around its products and softmax.
 //!
-//! Keys and values of all heads come from one latent row c of L values per token, and one rotated
-//! key part of R values that all heads share. Two forms compute the same:
+//! The keys and values of all heads come from one latent row c of L values per token, and from one rotated key part of
+//! R values that all heads share. There are two equivalent forms:
 //!
 //! - naive: k = [W_UK c | rotated part] and v = W_UV c of every head are expanded and cached;
-//! - absorbed: the cache row is [c | rotated part]; W_UK moves to the query
-//!   (q · W_UK c = W_UKᵀ q · c) and W_UV behind the weighted sum, so a token costs L + R values.
+//! - absorbed: the cache row is [c | rotated part]. W_UK is applied to the query
+//!   (q · W_UK c = W_UKᵀ q · c) and W_UV after the weighted sum, so a token costs L + R values.
 //!
-//! Rotation is that of the interleaved (GPT-J) layout.
+//! The rotation uses the interleaved (GPT-J) layout.
 
 use candle_core::{DType, Result, bail};
 
 #[cfg(feature = "cuda")]
 use super::attention::check_attention;
 use super::attention::paged_attention_into;
+use crate::arguments::{
+    expect, expect_cache, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3,
+    expect_stream,
+};
 use crate::cpu::dispatch;
 use crate::cpu::mla::{PerHead, rotate_pairs, round_row};
 use crate::cpu::norm::RmsNorm;
 use crate::cpu::parallel::for_each_item;
 use crate::cpu::rope::NO_SLOT;
 use crate::cpu::simd::Lanes;
-use crate::door::{
-    expect, expect_cache, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3,
-    expect_stream,
-};
 use crate::exec::Exec;
 use crate::operands::{AttentionMeta, MlaLatent, MlaQuery};
 use crate::plan::{Form, PerHeadForm};
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
-/// Splits the down-projected rows: the latent is normalised, the key part rotated, both in f32
-/// with one rounding.
+/// Processes the down-projected rows: the latent is normalised, and the key part is rotated, both in f32 with one
+/// rounding.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -82,10 +82,9 @@ fn split_latent<T: Lanes>(
     Ok(())
 }
 
-/// Writes the keys of all heads, and values if they have a cache of their own, to the rows' slots.
-/// The key of a head is its first N values in `kv` and then the rotated part, its value the V
-/// values after those N. The latent row of the absorbed form is a head with V = 0. If two rows
-/// name one slot, the later row wins; on CUDA they must not.
+/// Writes the keys of all heads, and values if they have their own cache, to the rows' slots. The key of a head is its
+/// first N values in `kv`, followed by the rotated part; its value is the V values after those N. The latent row of the
+/// absorbed form is a head with V = 0. If two rows name the same slot, the later row wins; on CUDA this is not allowed.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -168,8 +167,8 @@ fn write_cache<T: Lanes, X: Lanes>(
     Ok(())
 }
 
-/// The queries as attention takes them: the last R values of each head are rotated, the others
-/// stay (naive) or are rounded to the model dtype and multiplied with W_UKᵀ (absorbed).
+/// The queries in the form that attention takes. The last R values of each head are rotated. The other values stay
+/// unchanged (naive form), or are rounded to the model dtype and multiplied with W_UKᵀ (absorbed form).
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -236,7 +235,7 @@ fn absorb_query<T: Lanes, O: Lanes>(
     PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<O>()?, stride: l + r }.run(ex)
 }
 
-/// Rotates the tails of all heads into `out`; their heads go to `nope`, rounded, or to `out`.
+/// Rotates the last values of all heads into `out`. Their other values go to `nope`, rounded, or to `out`.
 fn split_query<T: Lanes, O: Lanes>(
     args: &MlaQuery,
     r: usize,
@@ -266,7 +265,7 @@ fn split_query<T: Lanes, O: Lanes>(
     Ok(())
 }
 
-/// out[t, h] = W_UV\[h\] · x[t, h]: values out of the latent space, after attention.
+/// out[t, h] = W_UV\[h\] · x[t, h]: transforms the result of attention from latent space to values.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -299,13 +298,12 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
     })
 }
 
-/// out\[t, h\] = W_UV\[h\] times attention over latent rows: [`paged_attention_into`], then
-/// [`mla_value_into`].
+/// out\[t, h\] = W_UV\[h\] times the attention over latent rows: [`paged_attention_into`], then [`mla_value_into`].
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `q` | [T, Hq, L + R] f32 or model dtype, in latent space |
-/// | `cache` | [num_blocks, 1, block_size, L + R] model dtype, of which the first L of a row are its value |
+/// | `cache` | [num_blocks, 1, block_size, L + R] model dtype; the first L elements of a row are its value |
 /// | `w_uv` | [Hq, V, L] model dtype |
 /// | `out` | [T, Hq · V] model dtype |
 ///
@@ -373,7 +371,7 @@ pub(super) fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize
     Ok(())
 }
 
-/// Rows of heads are counted by a u32.
+/// Fails if the number of heads of all rows does not fit in a u32.
 pub(super) fn expect_rows(op: &str, t: usize, heads: usize) -> Result<()> {
     match t.checked_mul(heads).map(u32::try_from) {
         Some(Ok(_)) => Ok(()),

@@ -1,20 +1,21 @@
-//! Attention of prompts over latent rows from queries that are not in latent space.
+//! Attention of prompts over latent rows, with queries that are not in latent space.
 
 use candle_core::{Result, bail};
 
 use super::attention::check_meta;
 use super::{mla_value_into, paged_attention_into};
+use crate::arguments::{expect, expect_cache, expect_dtype, expect_rank3};
 use crate::cpu::mla::{PerHead, round_row};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_cache, expect_dtype, expect_rank3};
 use crate::exec::Exec;
 use crate::operands::MlaPrompt;
 use crate::view::ViewMut;
 use crate::with_float;
 
-/// out = W_UV softmax(scale · q · k) c of every head, causal, where a key is [W_UK c | rotated part] and c the latent of a
-/// position: as [`mla_query_into`](crate::mla_query_into), [`paged_attention_into`] and [`mla_value_into`] in latent
-/// space, or with keys and values of every head ([`PromptForm`](crate::plan::PromptForm)).
+/// out = W_UV softmax(scale · q · k) c of every head, causal, where a key is [W_UK c | rotated part] and c is the
+/// latent of a position. It is computed in latent space, like [`mla_query_into`](crate::mla_query_into),
+/// [`paged_attention_into`] and [`mla_value_into`], or with keys and values of every head
+/// ([`PromptForm`](crate::plan::PromptForm)).
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -22,7 +23,7 @@ use crate::with_float;
 /// | `out` | [T, Hq · V] model dtype |
 ///
 /// # Errors
-/// Wrong dtypes or dims; the errors of [`paged_attention_into`].
+/// Wrong dtypes or dims; sinks; the errors of [`paged_attention_into`].
 pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "mla_prompt";
     let dtype = args.q.dtype();
@@ -41,6 +42,9 @@ pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<
     expect_cache(op, "cache", &args.cache, 1, l + r)?;
     expect_dtype(op, "cache", &args.cache, dtype)?;
     check_meta(op, &args.meta, t)?;
+    if args.meta.sinks.is_some() {
+        bail!("{op}: expected heads without sinks, which prompts of latent attention do not have")
+    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() && crate::cuda::any::expands(args, &out, ex) {
         return crate::cuda::any::mla_expanded(op, args, out, ex);

@@ -1,16 +1,18 @@
-//! Queries and cache rows of latent attention out of one product that projects both.
+//! Queries and cache rows of latent attention, from one product that projects both or from two.
 
 use candle_core::{DType, Result, bail};
 
 use super::mla::{expect_angles, expect_rows, mla_cache_into, mla_latent_into, mla_query_into};
-use crate::door::{expect, expect_cache, expect_dims, expect_matrix, expect_rank3, expect_stream};
+use crate::arguments::{
+    expect, expect_cache, expect_dims, expect_matrix, expect_optional, expect_rank3, expect_stream,
+};
 use crate::exec::Exec;
 use crate::operands::{MlaLatent, MlaQuery, MlaRows};
 use crate::plan::{Form, PerHeadForm};
-use crate::view::ViewMut;
+use crate::view::{View, ViewMut};
 
-/// [`mla_latent_into`] and [`mla_cache_into`] with the latents, and [`mla_query_into`] with the queries of `products`, whose
-/// columns they are.
+/// The latents go through [`mla_latent_into`] and [`mla_cache_into`], the queries of `products` through
+/// [`mla_query_into`].
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -20,7 +22,7 @@ use crate::view::ViewMut;
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; an odd R; a slot beyond the cache, which on CUDA is not written.
-pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mut Exec) -> Result<()> {
+pub fn mla_rows_into(args: &MlaRows, out: ViewMut, k_cache: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "mla_rows";
     let dtype = k_cache.dtype();
     let (t, width) = expect_matrix(op, "products", &args.products)?;
@@ -34,11 +36,15 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
     expect(op, "slot_mapping", &args.slot_mapping, DType::U32, &[t])?;
     expect_stream(op, "out", &out, dtype)?;
     expect_rows(op, t, heads)?;
-    let each =
-        width.checked_sub(l + r).filter(|all| all.is_multiple_of(heads.max(1))).map(|all| all / heads.max(1));
+    expect_optional(op, "latents", args.latents.as_ref(), DType::F32, &[t, l + r])?;
+    let behind = if args.latents.is_some() { 0 } else { l + r };
+    let each = width
+        .checked_sub(behind)
+        .filter(|all| all.is_multiple_of(heads.max(1)))
+        .map(|all| all / heads.max(1));
     let Some(n) = each.and_then(|each| each.checked_sub(r)) else {
         bail!(
-            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, {l} and {r} more"
+            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, and {behind} more"
         )
     };
     if l == 0 || r == 0 {
@@ -58,28 +64,58 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
         return crate::cuda::any::mla_rows(ex, op, args, out, k_cache);
     }
     let rows = ex.launched_as_one(|| op);
-    let mut q = ex.scratch(DType::F32, &[t, heads, n + r])?;
-    let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
-    let mut to_q = q.view_mut();
-    let mut to_latent = compressed.view_mut();
-    let parts = to_q.cpu_mut::<f32>()?.chunks_exact_mut(width - l - r);
-    let parts = parts.zip(to_latent.cpu_mut::<f32>()?.chunks_exact_mut(l + r));
-    for (row, (q, compressed)) in args.products.cpu::<f32>()?.chunks_exact(width).zip(parts) {
-        let (queries, latent) = row.split_at(width - l - r);
-        q.copy_from_slice(queries);
-        compressed.copy_from_slice(latent);
+    match args.latents {
+        Some(latents) => {
+            let q = args.products.reshape(&[t, heads, n + r])?;
+            split_rows(args, q, latents, out, k_cache, ex)?;
+        }
+        None => {
+            let mut q = ex.scratch(DType::F32, &[t, heads, n + r])?;
+            let mut latents = ex.scratch(DType::F32, &[t, l + r])?;
+            split_columns(args.products, q.view_mut(), latents.view_mut())?;
+            split_rows(args, q.view(), latents.view(), out, k_cache, ex)?;
+        }
     }
-    let MlaRows { norm, eps, cos, sin, .. } = *args;
-    let mut latent = ex.scratch(dtype, &[t, l])?;
-    let mut rotated = ex.scratch(dtype, &[t, r])?;
-    let parts = MlaLatent { compressed: compressed.view(), norm, eps, cos, sin };
-    mla_latent_into(&parts, latent.view_mut(), rotated.view_mut(), ex)?;
-    let latent = latent.view().reshape(&[t, 1, l])?;
-    mla_cache_into(latent, rotated.view(), args.slot_mapping, k_cache, None, ex)?;
-    mla_query_into(&MlaQuery { q: q.view(), w_uk: args.w_uk, cos, sin }, out.reborrow(), ex)?;
     drop(rows);
     if args.w_uk.is_some() {
         ex.launched(|| PerHeadForm::Cpu.name());
     }
     Ok(())
+}
+
+/// The first columns of each row of products to `queries`, the last ones to `latents`. On the CPU.
+fn split_columns(products: View, mut queries: ViewMut, mut latents: ViewMut) -> Result<()> {
+    let key = latents.dims()[1];
+    let width = products.dims()[1];
+    let rows = products.cpu::<f32>()?.chunks_exact(width);
+    let queries = queries.cpu_mut::<f32>()?.chunks_exact_mut(width - key);
+    let latents = latents.cpu_mut::<f32>()?.chunks_exact_mut(key);
+    for (row, (query, latent)) in rows.zip(queries.zip(latents)) {
+        let (first, last) = row.split_at(width - key);
+        query.copy_from_slice(first);
+        latent.copy_from_slice(last);
+    }
+    Ok(())
+}
+
+/// [`mla_rows_into`] on the CPU, of queries `q` [T, Hq, N + R] and `latents` [T, L + R], one part after the other.
+fn split_rows(
+    args: &MlaRows,
+    q: View,
+    latents: View,
+    out: ViewMut,
+    k_cache: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let MlaRows { norm, eps, cos, sin, .. } = *args;
+    let dtype = k_cache.dtype();
+    let t = latents.rows();
+    let l = norm.elem_count();
+    let mut latent = ex.scratch(dtype, &[t, l])?;
+    let mut rotated = ex.scratch(dtype, &[t, latents.dims()[1] - l])?;
+    let parts = MlaLatent { compressed: latents, norm, eps, cos, sin };
+    mla_latent_into(&parts, latent.view_mut(), rotated.view_mut(), ex)?;
+    let latent = latent.view().reshape(&[t, 1, l])?;
+    mla_cache_into(latent, rotated.view(), args.slot_mapping, k_cache, None, ex)?;
+    mla_query_into(&MlaQuery { q, w_uk: args.w_uk, cos, sin }, out, ex)
 }

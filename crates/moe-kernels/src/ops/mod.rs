@@ -1,4 +1,4 @@
-//! The ops: door checks, then the kernel of the device.
+//! The ops. Each checks its arguments, then runs the kernel of the device.
 //!
 //! Each op is an `_into` function over views and an [`Exec`](crate::Exec). It checks dtypes and
 //! dims once and then dispatches on the device.
@@ -6,6 +6,7 @@
 mod activation;
 mod attention;
 mod combine;
+mod delta;
 mod elementwise;
 mod experts;
 mod fused_linear;
@@ -17,11 +18,13 @@ mod mla_rows;
 mod qk_norm_rope;
 mod scaled;
 mod segments;
+mod state_rows;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
-pub use activation::{gated_activation_into, gated_rows_into};
+pub use activation::{gated_activation_into, gated_rows_into, sigmoid_gate_into};
 pub use attention::paged_attention_into;
 pub use combine::weighted_sum_into;
+pub use delta::{causal_conv_into, gated_delta_into, gated_rms_norm_into};
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
 pub use experts::{grouped_down_into, grouped_gate_up_into};
 pub use fused_linear::{linear_add_into, norm_linear_into};

@@ -2,14 +2,14 @@
 
 use candle_core::{DType, Result, bail};
 
-#[cfg(feature = "cuda")]
-use super::attention::check_meta;
 use super::attention::paged_attention_into;
+#[cfg(feature = "cuda")]
+use super::attention::{check_meta, check_sinks};
+use crate::arguments::{expect, expect_cache, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::cpu::parallel::for_each;
 use crate::cpu::rope::{NO_SLOT, RopeCache};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect, expect_cache, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::exec::Exec;
 use crate::operands::{AttentionMeta, QkNormRope, StepRows};
 #[cfg(feature = "cuda")]
@@ -51,9 +51,12 @@ pub fn qk_norm_rope_cache_into(
     if let Some((i, slot)) = slots.iter().enumerate().find(|(_, slot)| bad(**slot)) {
         bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {num_slots} slots")
     }
-    with_float!(k_cache.dtype(), op, T => match args.qkv.dtype() {
-        DType::F32 => run::<T, f32>(args, slots, q_out, k_cache, v_cache, ex),
-        _ => run::<T, T>(args, slots, q_out, k_cache, v_cache, ex),
+    let norms = args.q_norm.or(args.k_norm).map_or(k_cache.dtype(), |norm| norm.dtype());
+    with_float!(k_cache.dtype(), op, T => match (args.qkv.dtype(), norms) {
+        (DType::F32, DType::F32) => run::<T, f32, f32>(args, slots, q_out, k_cache, v_cache, ex),
+        (DType::F32, _) => run::<T, f32, T>(args, slots, q_out, k_cache, v_cache, ex),
+        (_, DType::F32) => run::<T, T, f32>(args, slots, q_out, k_cache, v_cache, ex),
+        _ => run::<T, T, T>(args, slots, q_out, k_cache, v_cache, ex),
     })
 }
 
@@ -71,8 +74,11 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     let width = hkv.checked_mul(2).and_then(|n| n.checked_add(hq)).and_then(|n| n.checked_mul(d));
     let Some(width) = width else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
     expect_dims(op, "qkv", &args.qkv, &[t, width])?;
+    // The CPU also takes both in f32.
+    let in_f32 = !k_cache.is_cuda() && args.q_norm.is_some_and(|norm| norm.dtype() == DType::F32);
+    let norms = if in_f32 { DType::F32 } else { dtype };
     for (name, weight) in [("q_norm", &args.q_norm), ("k_norm", &args.k_norm)] {
-        expect_optional(op, name, weight.as_ref(), dtype, &[d])?;
+        expect_optional(op, name, weight.as_ref(), norms, &[d])?;
     }
     for (name, table) in [("cos", &args.cos), ("sin", &args.sin)] {
         expect(op, name, table, DType::F32, &[t, d / 2])?;
@@ -83,14 +89,14 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     Ok(num_slots)
 }
 
-/// [`qk_norm_rope_cache_into`], then [`paged_attention_into`]: the
-/// attention of a layer between its two products. The first rows of the step may be the one new row of their sequence
-/// (`rows`). On CUDA a launch of their own does everything for them, where there is one
-/// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others, beside it where
-/// that pays ([`MixedForm`](crate::plan::MixedForm)).
+/// [`qk_norm_rope_cache_into`], then [`paged_attention_into`]: the attention of a layer between its two products. In
+/// the first `rows` rows of the step each row may be the only new row of its sequence. On CUDA a separate launch does
+/// everything for these rows, if there is one ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)). Prompts
+/// in the same step use the other launches, at the same time if that is faster ([`MixedForm`](crate::plan::MixedForm)).
 ///
-/// `out` is [T, Hq · D] in the model dtype, or quantised for the product behind it: by the same launches where a head
-/// is 128 columns with one scale, else by a launch of its own. The other arguments are those of the two ops.
+/// `out` is [T, Hq · D] in the model dtype, or quantised for the product that follows. The same launches quantise it if
+/// a head has 128 columns with one scale; otherwise a separate launch does. The other arguments are the arguments of
+/// the two ops.
 ///
 /// # Errors
 /// The errors of the two ops.
@@ -112,7 +118,7 @@ pub fn rope_attention_into<'o>(
     }
 }
 
-/// [`rope_attention`] to rows in FP8.
+/// [`rope_attention`] with an output in FP8.
 #[cfg(feature = "cuda")]
 fn rope_attention_fp8(
     args: &QkNormRope,
@@ -131,6 +137,7 @@ fn rope_attention_fp8(
     if crate::cuda::attention::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, dims[0])?;
+        check_sinks(op, meta, args.num_heads)?;
         return crate::cuda::attention::decode_then_prompts(
             args,
             meta,
@@ -164,6 +171,7 @@ fn rope_attention(
         let sequences = meta.block_tables.rows();
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
+        check_sinks(op, meta, heads)?;
         if rows.decode > t.min(sequences) {
             let got = rows.decode;
             bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {got}")
@@ -180,14 +188,14 @@ fn rope_attention(
         );
     }
     let _ = rows;
-    // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.
+    // The CPU never rounds q. CUDA rounds it when it becomes an operand of the tensor cores.
     let q_dtype = if ex.is_cuda() { model } else { args.qkv.dtype() };
     let mut q = ex.scratch(q_dtype, &[t, heads, d])?;
     qk_norm_rope_cache_into(args, q.view_mut(), k_cache.reborrow(), v_cache.reborrow(), ex)?;
     paged_attention_into(q.view(), k_cache.as_view(), v_cache.as_view(), meta, out, ex)
 }
 
-fn run<'a, T: Lanes, S: Lanes>(
+fn run<'a, T: Lanes, S: Lanes, W: Lanes>(
     args: &QkNormRope<'a>,
     slots: &[u32],
     mut q_out: ViewMut,
@@ -195,7 +203,7 @@ fn run<'a, T: Lanes, S: Lanes>(
     mut v_cache: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let weight = |view: Option<View<'a>>| view.map(|w| w.cpu::<T>()).transpose();
+    let weight = |view: Option<View<'a>>| view.map(|w| w.cpu::<W>()).transpose();
     let rope = RopeCache {
         isa: ex.isa(),
         heads: (args.num_heads, args.num_kv_heads, args.head_dim),

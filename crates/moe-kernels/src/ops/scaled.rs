@@ -1,10 +1,9 @@
-//! Adding scaled rows, and the gate that scales them: what zero experts and gated shared experts
-//! contribute.
+//! Adds scaled rows, and computes the gate that scales them. Zero experts and gated shared experts use these ops.
 
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{expect, expect_dtype};
+use crate::arguments::{expect, expect_dtype};
 use crate::element::Float;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -83,11 +82,11 @@ pub fn sigmoid_into(mut x: ViewMut, ex: &mut Exec) -> Result<()> {
     Ok(())
 }
 
-/// The groups of a dense product, one expert for all N rows: `offsets` \[2\] u32 = 0, N and `rows`
+/// Writes the groups of a dense product, which is one expert for all N rows: `offsets` \[2\] u32 = 0, N and `rows`
 /// \[N\] u32 = 0, 1, .. N - 1.
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; rows that a u32 does not number.
+/// A wrong dtype or wrong dims; more rows than a u32 can number.
 pub fn one_group_into(mut offsets: ViewMut, mut rows: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "one_group";
     let count = rows.elem_count();

@@ -1,15 +1,14 @@
-//! One segment of a row-parallel product: what a tensor-parallel rank computes of it.
+//! One segment of a row-parallel product: the part that a tensor-parallel rank computes.
 //!
-//! A row-parallel product adds the sums of S segments of K
-//! ([`row_parallel_segments`](crate::row_parallel_segments)) in ascending order. A rank that holds
-//! some of the segments computes the sum of each here, with the very bits that it has inside the
-//! whole product; the caller that gathers all S of them adds them up.
+//! A row-parallel product adds the sums of S segments of K ([`row_parallel_segments`](crate::row_parallel_segments)) in
+//! ascending order. A rank that holds some of the segments computes the sum of each with these ops, with exactly the
+//! bits that it has within the whole product. The caller gathers all S sums and adds them.
 
 use candle_core::{DType, Result, bail};
 
 use super::experts::Checked;
 use super::linear::{Rows, expect_segments, expect_u32, expect_weight, run};
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::operands::ExpertGroups;
 use crate::view::{View, ViewMut};
@@ -19,14 +18,14 @@ use crate::with_float;
 /// Which part of a rank's K a segment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The segment's place, from 0.
+    /// The index of the segment, from 0.
     pub index: usize,
-    /// Segments of equal length that this rank's K has.
+    /// The number of equal segments in this rank's K.
     pub of: usize,
 }
 
 impl Segment {
-    /// Fails unless K has it, and a quantised weight is packed in such segments.
+    /// Fails unless K has this segment, and a quantised weight is packed in such segments.
     fn expect_of(self, op: &str, w: &WeightView, k: usize) -> Result<()> {
         if self.of == 0 || self.index >= self.of || !k.is_multiple_of(self.of) {
             bail!("{op}: {self:?} is no segment of K = {k}")
@@ -72,7 +71,7 @@ fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &
 }
 
 /// out[out_rows\[i\]] = x\[i, segment\] · w2\[e\]\[:, segment\]ᵀ for every grouped slot i of expert e, in
-/// f32. Rows of out that no slot names are left untouched.
+/// f32. Rows of `out` that no slot names are not written.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -82,7 +81,7 @@ fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &
 /// | `out` | [S, H] f32 |
 ///
 /// # Errors
-/// As [`grouped_down_into`](crate::grouped_down_into); a segment that I does not have.
+/// The errors of [`grouped_down_into`](crate::grouped_down_into); a segment that I does not have.
 pub fn grouped_down_segment_into<'w>(
     x: View,
     groups: &ExpertGroups,

@@ -5,16 +5,17 @@ use candle_core::DType;
 use super::checks::{expect_at_most, expect_bf16};
 use super::{Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
 
-/// Most rows of a grid.
+/// The largest number of rows of a grid.
 pub(crate) const MAX_ROWS: usize = 65_535;
 /// Positions of a tile of the kernel on warpgroup products.
 const TILE: usize = 128;
 /// Head sizes of the fast kernels.
 const HEAD_DIMS: &[usize] = &[64, 128];
-/// Sizes of a latent row and of the value in it that a kernel is compiled for: DeepSeek's.
+/// The sizes of a latent row for which kernels are compiled; the value is the beginning of the row. They are
+/// DeepSeek's.
 const LATENT_KEYS: &[usize] = &[576];
 const LATENT_VALUES: &[usize] = &[512];
-/// Most rows and heads of the kernel for one new row of each of a few sequences over latent rows.
+/// The largest number of rows, and of heads, of the kernel for one new row of each of a few sequences over latent rows.
 const LATENT_DECODE_ROWS: usize = 8;
 const LATENT_DECODE_HEADS: usize = 16;
 /// Shared memory of the kernels, bytes; the kernels assert the same. On warpgroup products: with heads of 64, of 128.
@@ -39,9 +40,11 @@ pub struct AttentionCall {
     pub value_dim: usize,
     /// Whether all heads share one key, and a value is the beginning of its key (latent rows).
     pub latent: bool,
+    /// Whether heads have sinks.
+    pub sinks: bool,
     /// Dtype of the cache.
     pub dtype: DType,
-    /// Slots of a block of the cache; `None` where there is no cache yet, for a plan.
+    /// Slots of a block of the cache; `None` in a plan, where there is no cache yet.
     pub block_size: Option<usize>,
     /// Whether all views begin at multiples of 16 bytes.
     pub aligned: bool,
@@ -49,15 +52,16 @@ pub struct AttentionCall {
 
 /// The kernels of [`rope_attention_into`](crate::rope_attention_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AttentionForm {
-    /// Everything in one launch, for one new row of each sequence (`attention_decode`), also where rows of prompts follow
-    /// in the same step. Its bits are not those of the same rows in a prompt.
+    /// Everything in one launch (`attention_decode`), for one new row of each sequence. Rows of prompts may follow in
+    /// the same step. A row's bits are not the same as in a prompt.
     Decode,
-    /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products; sequences with a
-    /// few rows take `attention_prefill` (`attention_prefill_wgmma`).
+    /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products
+    /// (`attention_prefill_wgmma`). Sequences with a few rows use `attention_prefill`.
     Wgmma,
-    /// Latent rows, for one new row of each of a few sequences, whose positions all SMs share, and a launch that merges
-    /// (`attention_latent_decode`).
+    /// Latent rows, for one new row of each of a few sequences. All SMs share the positions of a row, and another
+    /// launch merges (`attention_latent_decode`).
     LatentDecode,
     /// Latent rows on Hopper's warpgroup products, of any mix of rows, whose keys are in the cache
     /// (`attention_latent`).
@@ -133,7 +137,7 @@ impl Form for AttentionForm {
 }
 
 impl AttentionCall {
-    /// A tile of 128 positions is whole blocks of at least the 8 rows of a swizzle, or a part of one block.
+    /// The positions of a tile must be in whole blocks of at least the 8 rows of a swizzle, or in a part of one block.
     fn expect_pages(&self) -> Result<(), Reason> {
         match self.block_size {
             Some(got) if got < 8 || !(TILE.is_multiple_of(got) || got.is_multiple_of(TILE)) => {
@@ -158,6 +162,9 @@ impl AttentionCall {
     fn expect_latent(&self) -> Result<(), Reason> {
         if !self.latent || self.num_heads == 0 {
             return Err(Reason::Part { part: "keys of several heads" });
+        }
+        if self.sinks {
+            return Err(Reason::Part { part: "attention sinks over latent rows" });
         }
         expect_bf16(self.dtype)?;
         expect_one_of("head_dim", LATENT_KEYS, self.head_dim)?;
@@ -195,6 +202,7 @@ mod tests {
                 head_dim,
                 value_dim: head_dim,
                 latent: false,
+                sinks: false,
                 dtype: DType::BF16,
                 block_size,
                 aligned: true,
@@ -224,6 +232,7 @@ mod tests {
             head_dim: 576,
             value_dim: 512,
             latent: true,
+            sinks: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,
@@ -251,6 +260,7 @@ mod tests {
             AttentionCall { value_dim: 256, ..call },
             AttentionCall { block_size: Some(7), ..call },
             AttentionCall { aligned: false, ..call },
+            AttentionCall { sinks: true, ..call },
             AttentionCall { latent: false, ..call },
             AttentionCall { latent: false, head_dim: 128, value_dim: 64, ..call },
         ] {

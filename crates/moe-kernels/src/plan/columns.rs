@@ -2,17 +2,18 @@
 
 use std::fmt;
 
-/// In which order the columns of a quantised matrix lie.
+/// The order of the columns of a quantised matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ColumnOrder {
     /// In the order of x.
     #[default]
     Input,
-    /// Sorted by group, each with as many columns as the scheme says (act-order): kernels that take rows of x in this
-    /// order read it as any other.
+    /// Sorted by group, each with the scheme's number of columns (act-order). Kernels that get rows of x in this order
+    /// read the matrix like any other.
     Sorted,
-    /// Sorted by group, where a rank has only some columns of each, or the last one has fewer: columns of weight zero
-    /// fill them up.
+    /// Sorted by group, if a rank has only some columns of each group, or the last group has fewer: columns of weight
+    /// zero fill the groups up.
     Filled,
 }
 

@@ -1,18 +1,18 @@
 //! Which copies of an expert compute its rows in a step.
 //!
-//! A step of few rows waits for the experts' weights: a second copy reads them once more, and what it takes off the first one
-//! costs nothing there. So each expert's rows are then computed by one of its copies. A step of many rows waits for products,
-//! and copies share them.
+//! A step of few rows waits for the experts' weights. A second copy reads the weights once more, and the rows that it
+//! takes from the first copy save nothing there. So each expert's rows are computed by one of its copies. A step of
+//! many rows waits for products, and copies share them.
 
 use super::checks::expect_rows;
 use super::{Form, Machine, QuantWeights, Rates, Reason};
 
-/// Bits of a weight for which [`shared_rows`] is.
+/// The bits of a weight for which [`shared_rows`] holds.
 const SHARED_BITS: usize = 16;
 
-/// Rows per expert, on average, from which on the products of bf16 weights count. A weight of 2 bytes arrives while each row
-/// takes 2 FLOPs of it, so both take as long at as many rows as the FLOPs for a byte (130 on an H200); imbalance, which
-/// copies are for, makes products count at half of it.
+/// The number of rows per expert, on average, from which on the products of bf16 weights count. A weight of 2 bytes is
+/// loaded while each row takes 2 FLOPs for it. So both take the same time if the number of rows is the number of FLOPs
+/// for a byte (130 on an H200). Copies are for imbalanced experts, so half of that is used.
 fn shared_rows(rates: &Rates) -> usize {
     (rates.flops / rates.read / 2).max(1) as usize
 }
@@ -30,12 +30,13 @@ pub struct CopiesCall {
     pub quant: Option<[QuantWeights; 2]>,
 }
 
-/// Who computes the rows of an expert.
+/// Which copies compute the rows of an expert.
+// This enum is exhaustive: a layer must say which tables a new form reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopiesForm {
-    /// One of its copies.
+    /// One of the copies.
     Sole,
-    /// All of its copies, a share each.
+    /// All copies, each with a share of the rows.
     Shared,
 }
 
@@ -55,7 +56,7 @@ impl Form for CopiesForm {
         if self == Self::Shared {
             return Ok(());
         }
-        // Nothing was measured for ranks on CPUs, which share their memory and reach the products' bound sooner.
+        // Ranks on CPUs were not measured: they share their memory and reach the bound of products earlier.
         let gpu = machine.expect_gpu()?;
         let bits = call.quant.map_or(SHARED_BITS, |[w13, _]| w13.scheme.bits());
         let rows = (shared_rows(&gpu.rates) * bits).div_ceil(SHARED_BITS);

@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::checks::expect_bf16;
 use super::{Form, Machine, QuantWeights, Reason};
 
-/// Packed matrices [.., n, k] and the floats that they become.
+/// Packed matrices [.., n, k], and the floats into which they are converted.
 #[derive(Clone, Copy, Debug)]
 pub struct DequantiseCall {
     /// Rows of a matrix.
@@ -22,6 +22,7 @@ pub struct DequantiseCall {
 
 /// The kernels that turn a pack into floats; all give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DequantiseForm {
     /// Packs that the fast kernels read, to bf16, at the rate of memory (`quant_dequantise`).
     Fast,
@@ -30,7 +31,7 @@ pub enum DequantiseForm {
 }
 
 impl DequantiseForm {
-    /// The form for bf16 rows in scratch, which begins where every kernel can write.
+    /// The form for bf16 rows in scratch memory, which is aligned for every kernel.
     pub(super) fn for_blas(n: usize, k: usize, quant: QuantWeights) -> Self {
         let call = DequantiseCall { n, k, quant, dtype: DType::BF16, aligned: true };
         if call.expect_fast().is_ok() { Self::Fast } else { Self::Any }
@@ -113,7 +114,7 @@ mod tests {
         let sorted = int(32, true);
         for (got, want) in [
             (explained(block, f32, ColumnOrder::Input, true), blas("quant_dequantise + cublas", false)),
-            // Rows come in the order of the columns, where a launch can bring them into it.
+            // Rows of x are first put into the order of the columns, if a launch can do that.
             (
                 explained(sorted, f16, ColumnOrder::Sorted, true),
                 blas("order_rows + quant_dequantise + cublas", true),

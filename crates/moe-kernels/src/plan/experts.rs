@@ -8,11 +8,11 @@ use super::{BULK_COPIES, ColumnOrder, ExpertsCall, Form, Machine, Reason, TENSOR
 
 /// The launches that bring experts from host memory.
 pub const EXPERTS_FROM_HOST: &str = "expert_residency, expert_exchange";
-/// From this many tokens on warpgroup products beat the streaming kernel (docs/kernels.md).
+/// From this many tokens on, warpgroup products are faster than the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
 /// [`TENSOR_TOKENS`] for quantised weights.
 const QUANT_TENSOR_TOKENS: usize = 5;
-/// Most experts of the warpgroup products, whose table lies in shared memory.
+/// Most experts of the warpgroup products, whose table of experts is in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
 /// From this many rows per expert on, on average, warpgroup products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
@@ -20,14 +20,15 @@ const WIDE_ROWS: usize = 32;
 const QUANT_WIDE_ROWS: usize = 64;
 /// [`WIDE_ROWS`] for FP8 weights whose activations may become FP8.
 const FP8_ROWS: usize = 32;
-/// Most experts of the products in tiles of up to 256 rows, whose table lies beside a longer ring.
+/// Most experts of the products in tiles of up to 256 rows, whose table is next to a longer ring.
 const WIDE_EXPERTS: usize = 1024;
-/// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
+/// Below this many tokens, the streaming kernel is faster than the grouped kernels of other cards.
 const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
 const STREAM_SLOTS: usize = 2048;
-/// Bytes of shared memory that the kernels ask for: `.._RING` for the ring of weight stages and all that does not depend on
-/// the number of experts, `.._ENTRY` for each expert in the table. The kernels assert or name the same numbers.
+/// Bytes of shared memory that the kernels use: `.._RING` for the ring of weight stages and everything else that does
+/// not depend on the number of experts, `.._ENTRY` for each expert in the table. The kernels assert or name the same
+/// numbers.
 const TENSOR_RING: usize = 200 << 10;
 const TENSOR_ENTRY: usize = 8;
 const WIDE_RING: usize = 212_992;
@@ -70,7 +71,7 @@ impl ExpertsCall {
         if !machine.batch_invariant && self.passes == 1 {
             let least = match self.quant {
                 None => TENSOR_TOKENS,
-                // Nothing faster takes rows in an order of each expert's own.
+                // No faster kernel takes rows in an order that differs between experts.
                 Some([QuantWeights { order: ColumnOrder::Sorted, .. }, _]) => 1,
                 Some(_) => QUANT_TENSOR_TOKENS,
             };
@@ -85,7 +86,7 @@ impl ExpertsCall {
     }
 
     /// Whether the warpgroup products for prompts compute these sizes. Their slot rows are rounded to bf16, so a row's
-    /// bits are others than those of the products for fewer rows.
+    /// bits are not the same as with the products for fewer rows.
     ///
     /// # Errors
     /// The first reason why not.
@@ -102,8 +103,8 @@ impl ExpertsCall {
         gpu.expect_shared_memory(self.header_bytes(WIDE_ENTRY) + WIDE_RING)
     }
 
-    /// Bytes of barriers and of the table of experts that a step touches, `entry` bytes each, in the products over lists of
-    /// slots.
+    /// Bytes of the barriers and of the table of experts that a step touches, with `entry` bytes each, in the products
+    /// over lists of slots.
     fn header_bytes(&self, entry: usize) -> usize {
         (1024 + (self.slots().min(self.num_local) + 1) * entry).next_multiple_of(1024)
     }
@@ -127,17 +128,18 @@ impl ExpertsCall {
         let Some([w13, w2]) = self.quant else { return Ok(()) };
         w13.expect_fast(2 * self.inter, self.hidden)?;
         w2.expect_fast(self.hidden, self.inter)?;
-        // Activations come in the order of w13's rows, which is that of w2's columns where these are sorted at load.
+        // The columns of activations are in the order of w13's rows. If w2's columns are sorted, w13's rows are sorted
+        // in the same way when they are loaded.
         w2.expect_order_of_x()?;
         if w13.scheme.codes == w2.scheme.codes { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
-    /// Fails where experts have orders of their own: rows come to the kernel once for all of them.
+    /// Fails if each expert has its own order of columns: the kernel reads each row once for all experts.
     fn expect_order_of_x(&self) -> Result<(), Reason> {
         self.quant.map_or(Ok(()), |[w13, _]| w13.expect_order_of_x())
     }
 
-    /// Whether the kernels of such a step can leave its slots' rows, [T, K, H] f32, to a caller that adds them up.
+    /// Whether the kernels of this step can leave its slots' rows, [T, K, H] f32, to a caller that adds them.
     pub fn leaves_slots(&self, machine: &Machine) -> bool {
         self.passes == 1 && ExpertsForm::choose(self, machine) == Some(ExpertsForm::Tensor)
     }
@@ -151,8 +153,9 @@ impl ExpertsCall {
     }
 }
 
-/// The kernels of the fused experts (`cuda_fused`) for ids that are given.
+/// The kernels of the fused experts (`cuda_fused`) for given ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExpertsForm {
     /// Both products and the sum in one launch for a few tokens (`layer_stream`).
     OneLaunch,
@@ -162,7 +165,7 @@ pub enum ExpertsForm {
     Wide,
     /// [`Wide`](Self::Wide) in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
     Tensor,
-    /// Weights stream past the slots of each expert, with the sum (`experts_stream`).
+    /// Weights are streamed once for the slots of each expert, and the sum is in the same launch (`experts_stream`).
     Stream,
     /// Tiles of sorted slots on the tensor cores of any card, then the sum (`experts_grouped`).
     Grouped,
@@ -217,7 +220,7 @@ impl Form for ExpertsForm {
                 expect_floats(call.quant.map(|[w13, _]| w13))
             }
             Self::QuantAny => {
-                // The kernels around the products, which sort slots and add, are tuned ones.
+                // The kernels before and after the products, which sort slots and add, are tuned ones.
                 machine.expect_tuned(&[])?;
                 call.expect_one_pass()?;
                 expect_quantised(call.quant.map(|[w13, _]| w13)).map(drop)

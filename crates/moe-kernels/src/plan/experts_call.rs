@@ -19,6 +19,7 @@ pub struct ExpertsCall {
     pub inter: usize,
     /// How w13 and w2 are quantised; `None`: they are bf16.
     pub quant: Option<[QuantWeights; 2]>,
-    /// Passes in which the experts of a step come to the device ([`max_passes`](crate::max_passes)); 1 where they all fit.
+    /// The number of passes in which the experts of a step are brought to the device
+    /// ([`max_passes`](crate::max_passes)); 1 if all of them have a slot.
     pub passes: usize,
 }

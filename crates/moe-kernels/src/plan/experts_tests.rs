@@ -67,7 +67,7 @@ fn what_keeps_prompts_from_wide_tiles_is_said() {
     let fits = |call: ExpertsCall| call.fits_wide(&hopper()).map_err(|reason| reason.to_string());
     let prompt = ExpertsCall { tokens: 512, ..QWEN3_30B };
     assert_eq!(fits(prompt), Ok(()));
-    // A rank that has a part of the experts gets its part of the slots.
+    // A rank with a part of the experts gets its part of the slots.
     assert_eq!(fits(ExpertsCall { num_local: 16, ..prompt }), Ok(()));
     let refused = |call, why: &str| assert_eq!(fits(call), Err(why.to_string()));
     refused(ExpertsCall { tokens: 511, ..prompt }, "computes at least 512 rows at once, got 511");
@@ -138,7 +138,7 @@ fn experts_with_act_order_take_rows_in_the_order_of_their_columns() {
         (1, [Sorted, Input], "order_rows + quant_experts_tensor"),
         (1023, [Sorted, Input], "order_rows + quant_experts_tensor"),
         (1024, [Sorted, Input], "order_rows + quant_experts_wide"),
-        // Down's columns alone had an order, and gate and up rows lie in it.
+        // Only the columns of down had an order, and gate and up rows have been put into it.
         (1, [Input, Input], "quant_layer_stream"),
         (64, [Sorted, Filled], "any_quant_experts"),
         (64, [Filled, Input], "any_quant_experts"),
@@ -174,7 +174,7 @@ fn sizes_that_fit_no_shared_memory_say_so() {
 }
 #[test]
 fn deepseeks_experts_take_the_fast_kernels() {
-    // DeepSeek-V2-Lite's and DeepSeek-V2's.
+    // The sizes of DeepSeek-V2-Lite and of DeepSeek-V2.
     for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
         let call = |tokens| ExpertsCall {
             tokens,

@@ -1,11 +1,12 @@
-//! What kernels use of a GPU beyond plain instructions.
+//! Hardware features of a GPU that kernels use in addition to plain instructions.
 
 use std::fmt;
 
 /// A part of the hardware that some kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Feature {
-    /// Copies from global to shared memory that no thread waits for (`cp.async`).
+    /// Copies from global to shared memory during which threads continue (`cp.async`).
     AsyncCopies,
     /// Products of tiles of bf16 by a warp (`mma.sync`).
     Bf16Mma,
@@ -13,8 +14,8 @@ pub enum Feature {
     TensorMaps,
     /// Blocks that read each other's shared memory.
     Clusters,
-    /// Products by four warps out of shared memory (`wgmma`). Only the capability 9.0 has them, with 227 KiB of shared
-    /// memory for a block.
+    /// Products by four warps that read shared memory (`wgmma`). Only cards of capability 9.0 have them; a block has
+    /// 227 KiB of shared memory there.
     Wgmma,
 }
 
@@ -57,9 +58,9 @@ impl Features {
     }
 }
 
-/// What the kernels for tensor cores of any card use.
+/// The features that the kernels for tensor cores of any card use.
 pub const TENSOR_CORES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma];
 /// Features of streaming kernels that were only measured on cards with bulk copies.
 pub const BULK_COPIES: &[Feature] = &[Feature::AsyncCopies, Feature::Bf16Mma, Feature::TensorMaps];
-/// What the kernels on warpgroup products use.
+/// The features that the kernels on warpgroup products use.
 pub const WARPGROUPS: &[Feature] = &[Feature::TensorMaps, Feature::Clusters, Feature::Wgmma];

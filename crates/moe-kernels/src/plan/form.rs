@@ -6,33 +6,33 @@ use super::stage::{Rejected, Stage};
 
 /// The kernels of an op, in the order of trial.
 pub trait Form: Copy + PartialEq + 'static {
-    /// What the choice depends on, beside the machine.
+    /// The data that determines the choice, in addition to the machine.
     type Call;
 
-    /// All forms; the first that fits runs.
+    /// All forms; the first one that fits runs.
     const ALL: &'static [Self];
 
     /// The name of the kernel.
     fn name(self) -> &'static str;
 
-    /// The name in explanations: the name of the form for quantised weights where a kernel has one.
+    /// The name in explanations. If a kernel has a form for quantised weights, it is the name of that form.
     fn kernel(self, call: &Self::Call) -> String {
         let _ = call;
         self.name().to_string()
     }
 
-    /// Whether this form computes the call, or the first reason why not.
+    /// Succeeds if this form can compute the call.
     ///
     /// # Errors
-    /// The first reason why not.
+    /// The first reason why it cannot.
     fn fits(self, call: &Self::Call, machine: &Machine) -> Result<(), Reason>;
 
-    /// The form that runs; `None` where none fits.
+    /// The form that runs; `None` if none fits.
     fn choose(call: &Self::Call, machine: &Machine) -> Option<Self> {
         Self::ALL.iter().copied().find(|form| form.fits(call, machine).is_ok())
     }
 
-    /// The form that runs, with every form before it that does not fit, and why.
+    /// The form that runs, with every earlier form that does not fit and the reason.
     fn stage(computes: &'static [&'static str], call: &Self::Call, machine: &Machine) -> Stage {
         let mut rejected = Vec::new();
         for form in Self::ALL {

@@ -1,4 +1,4 @@
-//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where products of many rows may do so.
+//! Which products of many rows quantise their activations to FP8 because the weights are FP8 (W8A8).
 
 use super::checks::{expect_bf16, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_quantised};
@@ -6,18 +6,18 @@ use super::{Fp8Activations, LinearCall, Machine, Reason, WARPGROUPS};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Codes, QuantGroup};
 
-/// From this many rows on dense products with FP8 activations are not slower than those with 16 bits where a launch of its own
-/// quantises the rows (17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 17.0 and 15.3 at 32, one H200), and
-/// 3 us faster where the launches ahead do.
+/// From this many rows on, dense products with FP8 activations are not slower than with 16 bits if a separate launch
+/// quantises the rows (17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 17.0 and 15.3 at 32, one H200).
+/// They are 3 us faster if the launches before quantise them.
 const LINEAR_ROWS: usize = 48;
-/// From this many rows on cuBLASLt is as fast, although it reads rows, which the pack becomes for it: 47.6 us for both at 512
-/// rows and 47.4 without, 50.4 and 56.8 at 768.
+/// From this many rows on, cuBLASLt is as fast, although the pack must be converted to rows for it: 47.6 us for both at
+/// 512 rows and 47.4 without, 50.4 and 56.8 at 768.
 const BLAS_ROWS: usize = 512;
 /// Rows and columns of the weights that share a scale, for cuBLASLt.
 const BLOCK: usize = 128;
 
 impl QuantWeights {
-    /// Whether the products with FP8 activations read such a matrix [n, k].
+    /// Whether the products with FP8 activations can read a matrix [n, k] with this quantisation.
     fn expect_fp8_activations(&self, n: usize, k: usize, allowed: Fp8Activations) -> Result<(), Reason> {
         if self.scheme.codes != Codes::E4m3 {
             return Err(Reason::Quant { got: self.scheme });
@@ -32,8 +32,8 @@ impl QuantWeights {
     }
 }
 
-/// Whether products of such matrices [n, k] may quantise their activations on this machine. With batch invariance they do
-/// not, because few rows keep 16 bits.
+/// Whether products of matrices [n, k] with these weights may quantise their activations on this machine. With batch
+/// invariance they may not, because few rows keep 16 bits.
 ///
 /// # Errors
 /// The first reason why not.
@@ -48,7 +48,7 @@ pub(super) fn expect_fp8_products(
     machine.expect_batch_variant()
 }
 
-/// Whether a dense product quantises its activations and multiplies the pack as it lies.
+/// Whether a dense product quantises its activations and multiplies the pack in the pack's own order.
 ///
 /// # Errors
 /// The first reason why not.
@@ -62,7 +62,7 @@ pub(super) fn expect_fp8_linear(call: &LinearCall, machine: &Machine) -> Result<
     if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
 }
 
-/// Whether it turns the pack into rows for cuBLASLt instead.
+/// Whether a dense product turns the pack into rows for cuBLASLt instead.
 ///
 /// # Errors
 /// The first reason why not.
@@ -127,8 +127,8 @@ mod tests {
         let why = |call, machine: &Machine| {
             ExpertsForm::Fp8.fits(&call, machine).map_err(|reason| reason.to_string()).unwrap_err()
         };
-        assert!(why(call(8192, 768, block), &off).contains("--fp8-activations off"));
-        assert!(why(call(8192, 768, QuantGroup::Channel), &auto).contains("--fp8-activations auto"));
+        assert!(why(call(8192, 768, block), &off).contains("`fp8_activations` off"));
+        assert!(why(call(8192, 768, QuantGroup::Channel), &auto).contains("`fp8_activations` auto"));
         assert!(why(call(8192, 704, block), &auto).contains("multiple of 128, got 704"));
         let floats = ExpertsCall { quant: None, ..call(8192, 768, block) };
         assert_eq!(ExpertsForm::Fp8.fits(&floats, &auto), Err(Reason::Floats));
@@ -166,7 +166,7 @@ mod tests {
         ] {
             assert_eq!(LinearForm::choose(&call, &machine), Some(form), "{call:?} {machine:?}");
         }
-        // The form in which the launch ahead leaves rows; cuBLASLt takes them by fours.
+        // The order in which the launch before writes rows; cuBLASLt takes only multiples of four rows.
         for (call, order) in [
             (call(256, block), Some(Fp8Order::Quads)),
             (call(131, block), Some(Fp8Order::Quads)),
@@ -183,7 +183,7 @@ mod tests {
         let why = |call: &LinearCall, machine: &Machine| {
             LinearForm::Fp8.fits(call, machine).map_err(|reason| reason.to_string()).unwrap_err()
         };
-        assert!(why(&call(8192, block), &off).contains("--fp8-activations off"));
+        assert!(why(&call(8192, block), &off).contains("`fp8_activations` off"));
         assert!(why(&call(32, block), &auto).contains("48"));
     }
 

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Whether products of many rows quantise their activations to FP8, where the weights are FP8.
+/// Whether products of many rows quantise their activations to FP8 if the weights are FP8.
 ///
-/// It changes results: each activation keeps 3 bits behind its first one. Checkpoints with weights in blocks are made for
-/// it, and their reference computes so at every number of rows.
+/// It changes results: each activation keeps 3 bits of its mantissa. Checkpoints with weights in blocks are made for
+/// it, and their reference implementation quantises activations for every number of rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Fp8Activations {
     /// For weights in blocks of 128 columns.
     Auto,

@@ -1,10 +1,11 @@
-//! What the launches of a sub-layer compute of the residual stream around it.
+//! Which ops before and after a sub-layer are computed in its launches.
 
-/// What of a decoder layer is computed in the launches of attention, or of router and experts. [`SublayerIo`](crate::SublayerIo)
-/// has the arrays of each.
+/// Which ops of a decoder layer are computed in the launches of attention, or of router and experts.
+/// [`SublayerIo`](crate::SublayerIo) has the arrays of each.
+// This enum is exhaustive: a layer must say of each fusion whether it has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fusion {
-    /// The sub-layer alone: it reads normed rows and writes rows to be added.
+    /// Only the sub-layer: it reads normed rows and writes rows to be added.
     Nothing,
     /// Also the addition to the residual stream.
     Add,
@@ -15,7 +16,7 @@ pub enum Fusion {
 }
 
 impl Fusion {
-    /// What a kernel's name is followed by in explanations.
+    /// The suffix of a kernel's name in explanations.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Nothing => "",

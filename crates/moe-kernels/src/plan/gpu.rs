@@ -1,10 +1,10 @@
-//! A GPU, as far as the choice of kernels depends on it.
+//! The properties of a GPU on which the choice of kernels depends.
 
 use super::features::{Feature, Features};
 use super::images::{Built, Tier};
 use super::reason::{Reason, Target};
 
-/// Rates of a card, for choices that weigh memory against products.
+/// Rates of a card, for choices that compare the time of memory with the time of products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rates {
     /// Bytes that it reads from its memory in a microsecond.
@@ -18,8 +18,8 @@ impl Rates {
     const HOPPER: Self = Self { read: 4_400_000, flops: 570_000_000 };
     const HOPPER_SMS: u64 = 132;
 
-    /// Cards that were not measured have Hopper's rates in proportion to their SMs, so the rows from which products take
-    /// longer than memory are Hopper's.
+    /// Cards that were not measured get Hopper's rates in proportion to their SMs. So the number of rows from which on
+    /// products take longer than memory is Hopper's.
     fn of(capability: (u32, u32), sms: usize) -> Self {
         let scaled = |rate: u64| (rate * sms as u64 / Self::HOPPER_SMS).max(1);
         match capability {
@@ -29,21 +29,21 @@ impl Rates {
     }
 }
 
-/// A CUDA device that some kernels of this build run on, as far as the choice among kernels depends on it.
+/// A CUDA device for which this build has kernels: the properties on which the choice among kernels depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gpu {
     /// Compute capability (major, minor), for messages.
     pub compute_capability: (u32, u32),
-    /// What the code of the tuned kernels that runs here uses; `None`: they were not built for this card. The portable
-    /// kernels always run.
+    /// The features that the code of the tuned kernels for this card uses; `None`: there is no such code in this build.
+    /// The portable kernels always run.
     pub tuned: Option<Features>,
-    /// Whether the vendor's libraries compute here.
+    /// Whether the vendor's libraries may be used.
     pub libraries: bool,
-    /// Shared memory that a block may ask for, bytes.
+    /// Bytes of shared memory that a block may request.
     pub block_shared_memory: usize,
     /// Streaming multiprocessors (SMs).
     pub sms: usize,
-    /// What it reads and computes in a microsecond.
+    /// The bytes that it reads and the FLOPs that it computes in a microsecond.
     pub rates: Rates,
 }
 
@@ -64,7 +64,7 @@ impl Gpu {
         rates: Rates::HOPPER,
     };
 
-    /// A card on which nothing runs.
+    /// A card on which no kernel runs.
     #[cfg(feature = "cuda")]
     pub(crate) const NONE: Self = Self {
         compute_capability: (0, 0),
@@ -75,8 +75,8 @@ impl Gpu {
         rates: Rates { read: 1, flops: 1 },
     };
 
-    /// A card of this compute capability (major, minor), a block's shared memory in bytes and its SMs, with the kernels that
-    /// this build has for it.
+    /// A card of this compute capability (major, minor), with the shared memory of a block in bytes and the number of
+    /// SMs, and the kernels that this build has for it.
     ///
     /// # Errors
     /// None of its kernels runs there.
@@ -84,8 +84,8 @@ impl Gpu {
         Self::with_code(capability, block_shared_memory, sms, false)
     }
 
-    /// Such a card on which only PTX of this program may run: neither machine code nor the vendor's libraries, which have no
-    /// PTX for it.
+    /// The same card if only PTX of this program may run: no machine code, and not the vendor's libraries, which have
+    /// no PTX for it.
     ///
     /// # Errors
     /// No PTX of this build runs there.
@@ -146,7 +146,7 @@ impl Gpu {
 }
 
 impl Target {
-    /// Fails unless it is this GPU; `None`: the CPU.
+    /// Fails unless `gpu` is a GPU of this kind; `None`: the CPU.
     ///
     /// # Errors
     /// [`Reason::Device`], [`Reason::NoCode`], [`Reason::Feature`].

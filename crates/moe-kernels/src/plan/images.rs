@@ -1,11 +1,12 @@
-//! What the kernels of this build were compiled to, and which of it runs on a GPU.
+//! What the kernels of this build were compiled to, and which of these images runs on a GPU.
 //!
-//! Machine code runs on the minor versions of its architecture from its own on (`sm_90a` on 9.0 alone). PTX runs on its
-//! capability and all later ones: the driver translates it. Only the portable tier is built as PTX, too.
+//! Machine code runs on the minor version of its architecture and on later minor versions (`sm_90a` only on 9.0). PTX
+//! runs on its capability and all later ones: the driver translates it. Only the portable tier is also built as PTX.
 
 use super::features::{Feature, Features};
 
-/// The images of each tier, say `portable sm_80 sm_90a compute_80; tuned sm_80 sm_90a`; the build script knows them.
+/// The images of each tier, for example `portable sm_80 sm_90a compute_80; tuned sm_80 sm_90a`. The build script writes
+/// them.
 const BUILT: &str = env!("MOE_KERNEL_IMAGES");
 
 /// Kernels that are compiled for the same cards.
@@ -13,7 +14,7 @@ const BUILT: &str = env!("MOE_KERNEL_IMAGES");
 pub(super) enum Tier {
     /// The plain kernels, which are enough to run a model.
     Portable,
-    /// Kernels for tensor cores and other parts that not every card has.
+    /// Kernels for tensor cores and other features that not every card has.
     Tuned,
 }
 
@@ -34,7 +35,7 @@ pub fn check_kernel_image(capability: (u32, u32)) -> Result<(), String> {
     Built::THIS.check(capability, false)
 }
 
-/// Whether such a GPU runs only the portable kernels, which are slow.
+/// Whether a GPU of this compute capability runs only the portable kernels, which are slow.
 pub fn is_portable_only(capability: (u32, u32)) -> bool {
     check_kernel_image(capability).is_ok() && Built::THIS.code(Tier::Tuned, capability, false).is_none()
 }
@@ -47,16 +48,16 @@ impl Built {
     /// The images of this build.
     pub const THIS: Self = Self(BUILT);
 
-    /// What the code of a tier that runs on a GPU was compiled to use; `None`: none runs there. `ptx_only`: machine code is
-    /// left aside.
+    /// The features that the code of a tier on this GPU uses; `None`: the tier has no code for it. `ptx_only`: machine
+    /// code is ignored.
     pub fn code(self, tier: Tier, capability: (u32, u32), ptx_only: bool) -> Option<Features> {
         let usable = |image: &Image| image.runs_on(capability) && !(ptx_only && image.kind == Kind::Machine);
-        // As the driver: machine code first, then the latest.
+        // The driver chooses in the same way: machine code first, then the latest version.
         let best = self.images(tier).filter(usable).max_by_key(|image| (image.kind, image.capability));
         best.map(|image| image.features())
     }
 
-    /// Whether a model runs there.
+    /// Whether a model runs on a GPU of this capability.
     ///
     /// # Errors
     /// What was built, and what the GPU is.
@@ -87,20 +88,20 @@ impl Built {
     }
 }
 
-/// In the order of preference.
+/// The kinds of code, in ascending order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Ptx,
     Machine,
 }
 
-/// What a kernel was compiled to.
+/// One image: what a kernel was compiled to.
 #[derive(Clone, Copy, Debug)]
 struct Image {
     kind: Kind,
     /// Major and minor version of the architecture.
     capability: (u32, u32),
-    /// With instructions that no other architecture has (`sm_90a`).
+    /// Whether it has instructions that no other architecture has (`sm_90a`).
     specific: bool,
 }
 
@@ -124,7 +125,7 @@ impl Image {
         }
     }
 
-    /// What the sources use when they are compiled for it (`MOE_HAS_..` in cuda/ptx/ptx.cuh).
+    /// The features that the sources use when they are compiled for this image (`MOE_HAS_..` in cuda/ptx/ptx.cuh).
     fn features(&self) -> Features {
         let mut features = Features::default();
         if self.capability >= (8, 0) {
@@ -139,7 +140,7 @@ impl Image {
         features
     }
 
-    /// The GPUs that run it.
+    /// The GPUs on which this image runs.
     fn gpus(&self) -> String {
         let (major, minor) = self.capability;
         match (self.kind, self.specific, minor) {

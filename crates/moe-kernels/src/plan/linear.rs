@@ -1,4 +1,4 @@
-//! Dense products: which kernel multiplies so many rows.
+//! Dense products: which kernel multiplies a given number of rows.
 
 use super::checks::{expect_at_most, expect_bf16, expect_rows, expect_steps};
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
@@ -9,39 +9,43 @@ use super::{
 };
 use crate::fp8::Fp8Order;
 
-/// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
+/// The largest number of rows for which streaming the weights is faster than the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
 /// [`STREAM_ROWS`] for quantised weights.
 const QUANT_STREAM_ROWS: usize = 8;
-/// Most rows with which a norm belongs into the launch of its product: as far as the launch behind the experts, which could
-/// take the norm, is theirs alone. With 8 rows half a layer of Qwen3-30B-A3B takes 1.7 us less (FP8, one H200) apart.
+/// The largest number of rows for which a norm is computed in the launch of its product. The launch after the experts
+/// could compute the norm instead, if it is only theirs. With 8 rows, half a layer of Qwen3-30B-A3B takes 1.7 us less
+/// with separate launches (FP8, one H200).
 const FUSED_ROWS: usize = 4;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
-/// From this many rows on it is taken although quantised weights become bf16 for it: qkv and o_proj of Qwen3-30B-A3B take
-/// 44.0 us together at 384 rows and 35.6 by `linear_tensor`, 50.5 and 52.9 at 500 (int4, one H200).
+/// From this many rows on, cuBLAS is used although quantised weights must be converted to bf16 for it: qkv and o_proj
+/// of Qwen3-30B-A3B take 44.0 us together at 384 rows and 35.6 by `linear_tensor`, 50.5 and 52.9 at 500 (int4, one
+/// H200).
 const QUANT_BLAS_ROWS: usize = 512;
 /// From this many rows on products add to the residual stream.
 const ADDING_ROWS: usize = 512;
-/// Rows in FP8 that cuBLASLt takes are a multiple of so many.
+/// cuBLASLt takes a number of FP8 rows that is a multiple of this.
 pub(crate) const BLAS_FP8_ROWS: usize = 4;
-/// Most bytes of these floats between the launches.
+/// The largest number of bytes of these bf16 weights between the launches.
 const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.
 const WIDE: usize = 32 * 1024;
-/// Longest rows of x of which [`STREAM_ROWS`] fit beside the ring of weight stages in shared memory.
+/// The longest rows of x for which [`STREAM_ROWS`] of them have room in shared memory next to the ring of weight
+/// stages.
 const STREAM_K: usize = 8192;
-/// Bytes of shared memory that this kernel asks for in addition to the rows of x, with one stage of weights, and the padding
-/// at the end of each row. The kernel asserts the same numbers.
+/// Bytes of shared memory that this kernel needs in addition to the rows of x, with one stage of weights, and the
+/// padding at the end of each row. The kernel asserts the same numbers.
 const STREAM_BYTES: usize = 8064 + 33_280;
 const STREAM_PAD: usize = 64;
-/// Least of the ring of the warpgroup products, with its barriers, bytes.
+/// The smallest ring of the warpgroup products, with its barriers, in bytes.
 const TENSOR_BYTES: usize = (112 << 10) + 256;
 /// Elements along K that every fast kernel takes at a time.
 const K_STEP: usize = 64;
 
 /// The kernels of [`linear_into`](crate::linear_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LinearForm {
     /// cuBLAS.
     Blas,
@@ -51,7 +55,7 @@ pub enum LinearForm {
     Fp8,
     /// Quantised weights turned into bf16, then cuBLAS.
     QuantBlas,
-    /// Weights stream past at most four rows (`linear_stream`).
+    /// Weights are streamed once for at most four rows (`linear_stream`).
     Stream,
     /// Warpgroup products (`linear_tensor`, wgmma).
     Tensor,
@@ -64,43 +68,44 @@ pub enum LinearForm {
 }
 
 impl LinearForm {
-    /// The order in which the product reads its `rows` rows where a launch ahead quantises them; `None`: it takes the
-    /// model dtype, or quantises them itself.
+    /// The order in which the product reads its `rows` rows if a launch before quantises them; `None`: it takes the
+    /// model dtype, or quantises the rows itself.
     pub fn fp8_order(self, rows: usize) -> Option<Fp8Order> {
         match self {
             Self::Fp8 => Some(Fp8Order::Quads),
-            // cuBLASLt takes rows by fours; what is left over goes another way.
+            // cuBLASLt takes only multiples of four rows; other numbers use another form.
             Self::Fp8Blas if rows.is_multiple_of(BLAS_FP8_ROWS) => Some(Fp8Order::Rows),
             _ => None,
         }
     }
 
-    /// Whether this form takes rows in the order of the columns of `call`'s weights, which a launch before it makes of x.
+    /// Whether this form needs rows of x in the order of the columns of `call`'s weights. A launch before it reorders
+    /// them.
     pub(crate) fn orders_rows(self, call: &LinearCall) -> bool {
         let Some(quant) = call.quant.filter(|quant| quant.order == ColumnOrder::Sorted) else { return false };
         match self {
             Self::Stream | Self::Tensor => true,
-            // What is written out by the kernel for any scheme has its columns in the order of x.
+            // The kernel for any scheme writes columns in the order of x.
             Self::QuantBlas => call.aligned && quant.expect_fast(call.n, call.k).is_ok(),
             _ => false,
         }
     }
 
-    /// Whether the product of `rows` rows adds to the residual stream where it would store: cuBLAS reads that beside its
-    /// products, and the norm behind it need not.
+    /// Whether the product of `rows` rows adds to the residual stream instead of storing its result. cuBLAS reads the
+    /// stream during its products, and the norm that follows then need not add.
     ///
     /// # Errors
     /// The reason why not.
     pub fn adds(self, rows: usize) -> Result<(), Reason> {
         match self {
             Self::Blas | Self::Fp8Blas | Self::QuantBlas => expect_rows(ADDING_ROWS.., rows),
-            _ => Err(Reason::NoGain("the norm behind it adds in the same time")),
+            _ => Err(Reason::NoGain("the norm after it adds in the same time")),
         }
     }
 }
 
 impl LinearCall {
-    /// What every fast kernel wants.
+    /// The conditions of every fast kernel: bf16, and sizes that it can cut into its steps.
     fn expect_bf16(&self) -> Result<(), Reason> {
         expect_bf16(self.dtype)?;
         match self.quant {
@@ -109,7 +114,7 @@ impl LinearCall {
         }
     }
 
-    /// What weights that stream past a few rows want.
+    /// The conditions of the kernels that stream weights for a few rows.
     fn expect_stream(&self, gpu: Gpu) -> Result<(), Reason> {
         self.expect_bf16()?;
         if self.quant.is_some_and(|quant| quant.gate_up) {
@@ -126,7 +131,7 @@ impl LinearCall {
         }
     }
 
-    /// Rows of x lie beside rings of weights in a block's shared memory: `layout` of `quant_linear_stream`.
+    /// Rows of x are next to rings of weights in a block's shared memory: `layout` of `quant_linear_stream`.
     pub(crate) fn expect_quant_stream(&self, quant: QuantWeights, gpu: Gpu) -> Result<(), Reason> {
         const WARPS: usize = 16; // each of which owns every 16th step along K
         const COLUMNS: usize = 128; // of a step
@@ -243,10 +248,11 @@ impl Form for LinearForm {
 
 /// The kernels of [`norm_linear_into`](crate::norm_linear_into) and [`linear_add_into`](crate::linear_add_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FusedLinearForm {
     /// Norm or addition inside the launch of the product (`linear_stream`).
     Stream,
-    /// A launch for each.
+    /// A separate launch for each.
     Apart,
 }
 
@@ -280,8 +286,8 @@ impl Form for FusedLinearForm {
 }
 
 impl FusedLinearForm {
-    /// What [`linear_add_into`](crate::linear_add_into) launches: `product` and `sum` say what the product and the addition
-    /// compute, `both` what a product with the addition computes.
+    /// What [`linear_add_into`](crate::linear_add_into) launches: `product` and `sum` say what the product and the
+    /// addition compute, `both` what a product with the addition computes.
     pub fn added(
         [product, sum, both]: [&'static [&'static str]; 3],
         call: &LinearCall,

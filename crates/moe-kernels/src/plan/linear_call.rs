@@ -1,4 +1,4 @@
-//! What the choice of a dense product's kernel depends on.
+//! The properties on which the choice of a dense product's kernel depends.
 
 use candle_core::DType;
 
@@ -15,7 +15,7 @@ pub struct LinearCall {
     pub k: usize,
     /// Dtype of x and, if it is in floats, of w.
     pub dtype: DType,
-    /// How w is quantised; `None`: it is of `dtype`.
+    /// How w is quantised; `None`: it has the dtype `dtype`.
     pub quant: Option<QuantWeights>,
     /// Whether a bias is added.
     pub bias: bool,

@@ -1,18 +1,18 @@
-//! Where ops run, as far as the choice of kernels depends on it.
+//! The place where ops run: the properties on which the choice of kernels depends.
 
 use super::features::Feature;
 use super::fp8_activations::Fp8Activations;
 use super::gpu::Gpu;
 use super::reason::{Reason, Target};
 
-/// Where ops run, as far as the choice of kernels depends on it.
+/// The place where ops run: the properties on which the choice of kernels depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
     /// The GPU; `None`: the CPU.
     pub gpu: Option<Gpu>,
-    /// Whether a row's bits must not depend on the rows beside it.
+    /// Whether a row's bits must not depend on the other rows of its step.
     pub batch_invariant: bool,
-    /// Whether activations beside FP8 weights may be quantised, too.
+    /// Whether activations may be quantised if the weights are FP8.
     pub fp8_activations: Fp8Activations,
 }
 
@@ -29,7 +29,7 @@ impl Machine {
         Ok(gpu)
     }
 
-    /// Fails where the vendor's libraries do not compute.
+    /// Fails if the vendor's libraries may not be used.
     pub(crate) fn expect_library(&self) -> Result<(), Reason> {
         if self.expect_gpu()?.libraries { Ok(()) } else { Err(Reason::Library) }
     }
@@ -39,7 +39,7 @@ impl Machine {
         Target::Cpu.expect(self.gpu.as_ref())
     }
 
-    /// Fails where a row's bits must not depend on the rows beside it.
+    /// Fails if a row's bits must not depend on the other rows of its step.
     pub(crate) fn expect_batch_variant(&self) -> Result<(), Reason> {
         if self.batch_invariant { Err(Reason::BatchInvariance) } else { Ok(()) }
     }

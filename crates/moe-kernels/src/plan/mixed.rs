@@ -1,18 +1,19 @@
-//! Attention of a step whose first rows decode while prompts follow: one after the other, or the prompts on some SMs beside
-//! the decoding rows, which wait for memory.
+//! Attention of a step whose first rows decode while prompts follow: one after the other, or the prompts on some SMs
+//! while the decoding rows, which wait for memory, use the others.
 
 use super::{AttentionCall, AttentionForm, Form, Machine, Rates, Reason, Rejected, Stage, WARPGROUPS};
 
-/// Microseconds that prompts take on a whole card in addition to their FLOPs (25 us for 620 and 300 rows, 75 us for 2,048 on an
-/// H200). Only the choice of a form uses it.
+/// Microseconds that prompts take on a whole card in addition to their FLOPs (25 us for 620 and 300 rows, 75 us for
+/// 2,048 on an H200). Only the choice of a form uses it.
 const PROMPTS_US: f64 = 16.0;
-/// Most of the decoding rows' time that prompts may take on the whole card: on a part of it they would end much later.
+/// The largest part of the decoding rows' time that prompts may take on the whole card. If they took longer, they would
+/// end much later than the decoding rows on a part of the card.
 const MOST_OF_DECODE: f64 = 0.75;
-/// Part of the SMs for prompts: with the others a card still reads at almost its full rate, and the decoding rows' blocks take
-/// over what the prompts leave.
+/// The part of the SMs for prompts. With the other SMs a card still reads at almost its full rate, and the blocks of
+/// the decoding rows use the SMs that prompts have left.
 const SMS: (usize, usize) = (1, 2);
-/// Mean of positions from which on a decoding row that nothing runs beside is cut into two splits, as its length is not that
-/// of the others.
+/// The mean number of positions from which on a decoding row is cut into two splits if no prompts run at the same time,
+/// because the rows have different lengths.
 const LONG: usize = 384;
 
 /// What the attention of a step computes, and of a mixed step's two kinds of rows.
@@ -20,7 +21,7 @@ const ALL_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention"];
 const DECODING_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of decoding rows"];
 const PROMPT_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of prompts"];
 
-/// The rows of a mixed step, or of one that has rows of one kind alone.
+/// The rows of a mixed step, or of a step with only one kind of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MixedCall {
     /// The decoding rows.
@@ -37,8 +38,9 @@ pub struct MixedCall {
 
 /// How the attention of a mixed step runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MixedForm {
-    /// The prompts on some SMs, the decoding rows beside them.
+    /// The prompts run on some SMs, the decoding rows at the same time on the others.
     Beside,
     /// One after the other.
     Apart,
@@ -51,7 +53,7 @@ impl Form for MixedForm {
 
     fn name(self) -> &'static str {
         match self {
-            Self::Beside => "prompts beside decoding rows",
+            Self::Beside => "prompts next to decoding rows",
             Self::Apart => "decoding rows, then prompts",
         }
     }
@@ -102,21 +104,22 @@ impl MixedCall {
         (sms * SMS.0 / SMS.1).max(1)
     }
 
-    /// Splits of each decoding row where `splits` fill the card. One split of each leaves it half empty while the longest end;
-    /// beside prompts, which leave the card earlier, two take longer than one.
+    /// The number of splits of each decoding row if `splits` fill the card. With one split for each row, the card is
+    /// half empty while the longest rows end. With prompts at the same time, which end earlier, two splits take longer
+    /// than one.
     pub fn decode_splits(&self, form: MixedForm, splits: usize) -> usize {
         let long = self.decode.rows > 0 && self.decode_scores / self.decode.rows >= LONG;
         if long && form == MixedForm::Apart { splits.max(2) } else { splits }
     }
 
-    /// Time of reading the decoding rows' keys and values.
+    /// The time in which the decoding rows' keys and values are read.
     fn decode_us(&self, rates: &Rates) -> f64 {
         let AttentionCall { head_dim, value_dim, dtype, .. } = self.decode;
         let row = self.num_kv_heads * (head_dim + value_dim) * dtype.size_in_bytes();
         self.decode_scores as f64 * row as f64 / rates.read as f64
     }
 
-    /// Time of the prompts' products on the whole card.
+    /// The time of the prompts' products on the whole card.
     fn prompt_us(&self, rates: &Rates) -> f64 {
         let AttentionCall { num_heads, head_dim, value_dim, .. } = self.prompts;
         let flops = 2 * num_heads * (head_dim + value_dim);
@@ -139,6 +142,7 @@ mod tests {
             head_dim: 128,
             value_dim: 128,
             latent: false,
+            sinks: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,

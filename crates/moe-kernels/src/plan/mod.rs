@@ -1,8 +1,8 @@
 //! Which kernel runs an op, and why not another: pure functions of sizes and a machine.
 //!
-//! Each op that has several kernels has an enum of [`Form`]s here. The op itself and the code that explains it ask the same
-//! function. Nothing here touches a device: the choice for any machine
-//! can be computed, printed and tested on any other.
+//! Each op that has several kernels has an enum of [`Form`]s here. The op itself and the code that explains it ask the
+//! same function. Nothing here touches a device: the choice for any machine can be computed, printed and tested on any
+//! other.
 
 mod attention;
 mod checks;

@@ -1,23 +1,24 @@
-//! Launches that contain the router: which of them computes a step, with what around it.
+//! Launches that contain the router: which of them computes a step, and with which fusion.
 
 use candle_core::DType;
 
 use super::checks::expect_bf16;
 use super::{ColumnOrder, ExpertsCall, Form, Fusion, Machine, QuantWeights, Reason, RouterCall, RouterForm};
 
-/// A step of an expert layer whose router the kernels know.
+/// A step of an expert layer with a router that the kernels support.
 #[derive(Clone, Copy, Debug)]
 pub struct MonolithicCall {
     /// Sizes on this rank.
     pub experts: ExpertsCall,
     /// Dtype of rows and weights.
     pub dtype: DType,
-    /// What is to be fused.
+    /// The ops before and after that are to be computed in the same launches.
     pub fusion: Fusion,
 }
 
 /// The monolithic kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MonolithicForm {
     /// Everything in one launch, for a few tokens (`layer_stream`).
     OneLaunch,
@@ -67,7 +68,7 @@ impl Form for MonolithicForm {
     fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {
         expect_bf16(call.dtype)?;
         match (self, call.fusion) {
-            (_, Fusion::Add) => Err(Reason::NoGain("the norm behind the experts can add")),
+            (_, Fusion::Add) => Err(Reason::NoGain("the norm after the experts can add")),
             (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
             (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))

@@ -1,4 +1,4 @@
-//! What the launch of a whole expert layer takes: its limits, and the shared memory of a block.
+//! What the launch of a whole expert layer supports: its limits, and the shared memory of a block.
 
 use super::quant::{row_pitch, takes_digits};
 use super::{ExpertsCall, Gpu, Reason};
@@ -11,7 +11,7 @@ pub(super) const ONE_LAUNCH_EXPERTS: usize = 512;
 pub(super) const ONE_LAUNCH_LOCAL: usize = 1024;
 
 impl ExpertsCall {
-    /// The one launch keeps rows, activations and rings of weights in a block's shared memory.
+    /// Fails if a block's shared memory has no room for the rows, activations and rings of weights of the one launch.
     pub(super) fn expect_shared_memory(&self, gpu: Gpu) -> Result<(), Reason> {
         gpu.expect_shared_memory(match self.quant {
             None => self.one_launch_bytes(),
@@ -19,7 +19,8 @@ impl ExpertsCall {
         })
     }
 
-    /// Fewest bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, which a test compares.
+    /// The smallest number of bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, with
+    /// which a test compares it.
     fn one_launch_bytes(&self) -> usize {
         const CONSUMERS: usize = 8; // warps
         const PAIRS: usize = 8; // gate and up rows of a tile
@@ -51,7 +52,8 @@ impl ExpertsCall {
         ring + MIN_STAGES * gate_up.max(down)
     }
 
-    /// Bytes of shared memory of the same launch with quantised weights: `layout` of its kernel, which a test compares.
+    /// Bytes of shared memory of the same launch with quantised weights: `layout` of its kernel, with which a test
+    /// compares it.
     fn quant_one_launch_bytes(&self, scheme: QuantScheme) -> usize {
         const WARPS: usize = 16;
         const ACT_COLUMNS: usize = 3 * 128; // of a warp's activations of all tokens

@@ -1,17 +1,18 @@
-//! Products with a matrix per head: which kernel multiplies so many rows, and whether a neighbouring launch does.
+//! Products with a matrix per head: which kernel multiplies a given number of rows, or whether a neighbouring launch
+//! does.
 
 use candle_core::DType;
 
 use super::checks::{expect_bf16, expect_rows, expect_steps};
 use super::{Feature, Form, Machine, Reason};
 
-/// From this many rows on cuBLAS is faster than streaming the matrices past eight rows at a time.
+/// From this many rows on, cuBLAS is faster than streaming the matrices once for each eight rows.
 const BLAS_ROWS: usize = 16;
-/// Up to this many rows a launch beside the product computes it, too: then launches cost more than bytes.
+/// Up to this many rows a neighbouring launch also computes the product: launches cost more than bytes then.
 const BESIDE_ROWS: usize = 4;
 /// The launch before attention that may hold the product of the queries with W_UK.
 pub const QUERY_WITH_PRODUCT: &str = "latent_query";
-/// Width of a head that such launches are compiled for, before W_UK and behind W_UV.
+/// The width of a head for which these launches are compiled, before W_UK and after W_UV.
 const HEAD_DIM: usize = 128;
 
 /// out[t, h] = w\[h\] · x[t, h].
@@ -23,7 +24,8 @@ pub struct PerHeadCall {
     pub head_dim: usize,
     /// Width L of the latent.
     pub latent: usize,
-    /// The launch beside it, if that can hold the product: what precedes attention, or what merges its splits.
+    /// The neighbouring launch, if it can contain the product: the launch before attention, or the launch that merges
+    /// its splits.
     pub beside: Option<&'static str>,
     /// Dtype of x and w.
     pub dtype: DType,
@@ -31,8 +33,9 @@ pub struct PerHeadCall {
 
 /// The kernels of [`mla_query_into`](crate::mla_query_into) and [`mla_value_into`](crate::mla_value_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PerHeadForm {
-    /// The launch beside it, which has its part of the matrices in registers before its operands exist
+    /// The neighbouring launch, which loads its part of the matrices into registers before its operands exist
     /// (`latent_query`, `latent_merge`).
     Beside,
     /// cuBLAS, a batch of products.
@@ -50,7 +53,7 @@ impl Form for PerHeadForm {
 
     fn name(self) -> &'static str {
         match self {
-            Self::Beside => "in the launch beside it",
+            Self::Beside => "in the launch next to it",
             Self::Blas => "cublas",
             Self::Any => "per_head",
             Self::Cpu => "cpu_per_head",
@@ -75,7 +78,7 @@ impl Form for PerHeadForm {
                 match call.beside {
                     Some(_) => Ok(()),
                     None => {
-                        Err(Reason::Part { part: "launches beside it that leave no room for the product" })
+                        Err(Reason::Part { part: "launches next to it that leave no room for the product" })
                     }
                 }
             }

@@ -1,7 +1,7 @@
-//! What cards get, over numbers of rows.
+//! The kernels that cards get, over numbers of rows.
 //!
-//! `pins.txt` holds the choices of every card that was built for, which a change must not move by accident. A change that is
-//! meant to move one replaces the file by what the failing test prints.
+//! `pins.txt` holds the choices for every card for which kernels are built. A change must not alter them by accident.
+//! If a change is meant to alter one, replace the file by what the failing test prints.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use candle_core::DType;
 use super::*;
 use crate::scheme::{QuantGroup, QuantScheme};
 
-/// Numbers of rows that are asked: around every bound of the forms, and the buckets of captured steps.
+/// The numbers of rows that are tested: around every bound of the forms, and the buckets of captured steps.
 const ROWS: [usize; 34] = [
     1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 47, 48, 64, 65, 96, 128, 255, 256, 384, 511, 512, 768,
     1023, 1024, 2048, 4096, 8191, 8192, 16_384,
@@ -87,12 +87,12 @@ fn products(machine: &Machine, table: &mut Table) {
     table.push(("linear f32".into(), runs(|rows| chosen::<LinearForm>(&floats(rows), machine))));
 }
 
-/// Experts of Qwen3-30B-A3B and DeepSeek-V2-Lite, router apart and inside.
+/// Experts of Qwen3-30B-A3B and DeepSeek-V2-Lite, with separate routers and with routers in their launches.
 fn experts(machine: &Machine, table: &mut Table) {
     for (format, scheme, scales) in formats() {
         for (model, num, top_k, inter) in [("qwen3", 128, 8, 768), ("deepseek", 64, 6, 1408)] {
             let packs = scheme.map(|scheme| [true, false].map(|gate_up| weights(scheme, scales, gate_up)));
-            // Experts sort the columns of w13, and w2's at load.
+            // Act-order sorts the columns of w13 and of w2 when they are loaded.
             let quant = packs.map(|[w13, w2]| match format {
                 "int4 with act-order" => [
                     QuantWeights { order: ColumnOrder::Sorted, ..w13 },
@@ -139,6 +139,7 @@ fn attention(machine: &Machine, table: &mut Table) {
                 head_dim,
                 value_dim,
                 latent,
+                sinks: !latent,
                 dtype: DType::BF16,
                 block_size: Some(16),
                 aligned: true,
@@ -154,6 +155,7 @@ fn attention(machine: &Machine, table: &mut Table) {
         head_dim: 128,
         value_dim: 128,
         latent: false,
+        sinks: false,
         dtype: DType::BF16,
         block_size: Some(16),
         aligned: true,
@@ -204,7 +206,7 @@ fn machines() -> Vec<(String, Machine)> {
     machines
 }
 
-/// Every question, answered by a machine.
+/// Every question, with the answer of a machine.
 fn asked(machine: &Machine) -> Table {
     let mut own = Table::new();
     products(machine, &mut own);
@@ -245,7 +247,8 @@ fn cards_that_were_built_for_get_what_they_got() {
     assert!(table == pinned, "{table}");
 }
 
-/// What is built as PTX, too, or is no kernel of this project, or several launches that are asked for by themselves.
+/// Stages that are also built as PTX, or are no kernels of this project, or are several launches that are tested by
+/// themselves.
 const PORTABLE: [&str; 15] = [
     "any_linear",
     "any_quant_linear",
@@ -280,7 +283,7 @@ fn cards_without_machine_code_get_portable_kernels_and_libraries() {
             let mut products = 0;
             for (question, answer) in asked(&machine) {
                 for run in answer.split("; ") {
-                    // Its rows stand before the name, where the question is for numbers of rows.
+                    // In questions about numbers of rows, the rows come before the name.
                     let kernel = run
                         .split_once(' ')
                         .filter(|(rows, _)| rows.contains('-'))
@@ -310,7 +313,7 @@ fn kernels_that_do_not_fit_a_blocks_shared_memory_are_refused() {
         quant: None,
         passes: 1,
     };
-    // A ring of 192 KiB, with results on their way out, barriers and a table of 128 experts.
+    // A ring of 192 KiB, room for results, barriers and a table of 128 experts.
     let needs = 192 * 1024 + 16 * 1024 + 4 * 1024;
     assert_eq!(experts.fits_wide(&machine), Err(Reason::SharedMemory { needs, has: 101_376 }));
     assert_eq!(experts.fits_wide(&hopper), Ok(()));

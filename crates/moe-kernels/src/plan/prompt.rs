@@ -19,7 +19,8 @@ const SHARED_BYTES: usize = 214_016;
 pub struct PromptCall {
     /// Rows T.
     pub rows: usize,
-    /// Positions that they see, over their sequences; `None` where there are none yet, for a plan: as many as rows.
+    /// Positions that they see, over their sequences; `None` in a plan, where there are no sequences yet: as many as
+    /// rows.
     pub positions: Option<usize>,
     /// Query heads.
     pub num_heads: usize,
@@ -33,6 +34,7 @@ pub struct PromptCall {
 
 /// How [`mla_prompt_into`](crate::mla_prompt_into) computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PromptForm {
     /// Keys and values of every head, then attention on Hopper's warpgroup products (`mla_expand`, cuBLAS,
     /// `attention_expanded`).

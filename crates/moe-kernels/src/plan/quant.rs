@@ -1,4 +1,4 @@
-//! Quantised weights, as far as the choice of kernels depends on them.
+//! Quantised weights: the properties on which the choice of kernels depends.
 
 use candle_core::DType;
 
@@ -9,11 +9,11 @@ use crate::scheme::{Codes, QuantScheme};
 
 /// Columns that every fast kernel takes at a time.
 const K_STEP: usize = 64;
-/// Fewest integers that share a scale.
+/// The smallest number of integers that share a scale.
 const INT_GROUP: usize = 32;
-/// Fewest FP8 weights of a row that share one.
+/// The smallest number of FP8 weights of a row that share a scale.
 const FP8_GROUP: usize = 128;
-/// Longest rows that a block of any card puts into another order, 8 bytes of shared memory a column.
+/// The longest rows that a block of any card can reorder, with 8 bytes of shared memory for a column.
 const ORDER_K: usize = 20 << 10;
 
 /// How the weights of a product are quantised.
@@ -21,20 +21,20 @@ const ORDER_K: usize = 20 << 10;
 pub struct QuantWeights {
     /// The scheme, not [`QuantScheme::NONE`].
     pub scheme: QuantScheme,
-    /// Dtype of the scales as they are held: f32, bf16 or f16.
+    /// Dtype of the stored scales: f32, bf16 or f16.
     pub scales: DType,
-    /// Whether gate and up rows lie together in tiles.
+    /// Whether tiles hold gate rows and up rows.
     pub gate_up: bool,
-    /// Whether the rows 128 i to 128 i + 127 have the same scales, for every i: matrices in blocks that were put under
-    /// each other may not.
+    /// Whether the rows 128 i to 128 i + 127 have the same scales, for every i. If several matrices in blocks were
+    /// joined, they may not.
     pub in_blocks: bool,
     /// The order of its columns.
     pub order: ColumnOrder,
 }
 
 impl QuantWeights {
-    /// Whether the kernels for bf16 activations read such a matrix [n, k], given rows of x in the order of its columns: whole
-    /// tiles, groups of a power of two.
+    /// Whether the kernels for bf16 activations can read a matrix [n, k] with this quantisation, if rows of x are in
+    /// the order of its columns: it must consist of whole tiles, and groups of a power of two.
     ///
     /// # Errors
     /// The first reason why not.
@@ -69,7 +69,7 @@ impl QuantWeights {
         }
     }
 
-    /// Fails where rows of x would have to come in another order than they have.
+    /// Fails if rows of x would have to be reordered.
     pub(super) fn expect_order_of_x(&self) -> Result<(), Reason> {
         match self.order {
             ColumnOrder::Input => Ok(()),
@@ -78,16 +78,17 @@ impl QuantWeights {
     }
 }
 
-/// Fails for a number format that the kernels of the CPU, or of GPUs, have no codec for.
+/// Fails for a number format for which the kernels of the CPU, or of GPUs, have no codec.
 ///
 /// # Errors
 /// [`Reason::Quant`].
 pub fn expect_codec(scheme: QuantScheme, on_gpu: bool) -> Result<(), Reason> {
     let is_read = match scheme.codes {
         Codes::Floats => false,
-        Codes::Int(bits) => matches!(bits, 4 | 8) && !(on_gpu && scheme.has_minima()),
+        Codes::Int(4 | 8) => !(on_gpu && scheme.has_minima()),
+        Codes::Int(bits) => matches!(bits, 5 | 6) && !on_gpu,
         Codes::E4m3 => true,
-        Codes::E2m1 => !on_gpu,
+        Codes::E2m1 | Codes::Iq4Nl => !on_gpu,
     };
     if is_read { Ok(()) } else { Err(Reason::Quant { got: scheme }) }
 }
@@ -114,13 +115,14 @@ pub(super) fn kernel_name(name: &str, quant: Option<QuantWeights>) -> String {
     }
 }
 
-/// Whether the streaming kernels may multiply such weights as they are, by digits of rows of x, which take the most room
-/// (`has_digits` in quant/row_steps.cuh; in groups of 32 they do not).
+/// Whether the streaming kernels may multiply these weights without unpacking, by digits of rows of x. Digits need the
+/// most room (`has_digits` in quant/row_steps.cuh; groups of 32 are not multiplied by digits).
 pub(super) fn takes_digits(scheme: QuantScheme) -> bool {
     scheme.is_int()
 }
 
-/// Bytes between rows of x of so many columns in the streaming kernels (`row_pitch` in quant/row_steps.cuh).
+/// Bytes from one row of x with `columns` columns to the next in the streaming kernels (`row_pitch` in
+/// quant/row_steps.cuh).
 pub(super) fn row_pitch(columns: usize, digits: bool) -> usize {
     const PAD: usize = 16;
     PAD + if digits { columns.div_ceil(128) * (256 + 32) } else { 2 * columns }

@@ -12,6 +12,7 @@ use crate::tags::{Activation, ActivationFormat, activation_name};
 
 /// The device that a kernel needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Target {
     /// Host memory.
     Cpu,
@@ -110,7 +111,7 @@ pub enum Reason {
         /// Bytes that a block may ask for.
         has: usize,
     },
-    /// What lies between its launches would take too much memory.
+    /// The arrays between its launches would need too much memory.
     #[error("needs {needs} bytes between its launches, more than {has}")]
     Memory {
         /// Bytes that it needs.
@@ -173,7 +174,7 @@ pub enum Reason {
     },
     /// The kernel quantises what is to keep its dtype.
     #[error(
-        "quantises activations to 8 bits, which --fp8-activations {setting} does not allow for these weights"
+        "quantises activations to 8 bits, which `fp8_activations` {setting} does not allow for these weights"
     )]
     Activations {
         /// What is allowed.

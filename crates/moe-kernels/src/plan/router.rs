@@ -9,12 +9,12 @@ use super::{Form, Machine, Reason, TENSOR_CORES};
 const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
 
-/// Sizes of a router whose rule the kernels know (`Gate`).
+/// Sizes of a router whose rule the kernels support (`Gate`).
 #[derive(Clone, Copy, Debug)]
 pub struct RouterCall {
     /// Width of a row, H.
     pub hidden: usize,
-    /// Experts E, with shared ones that are slots of every token.
+    /// The number of experts E, including shared experts that are slots of every token.
     pub experts: usize,
     /// Slots of a token, K.
     pub top_k: usize,
@@ -24,6 +24,7 @@ pub struct RouterCall {
 
 /// The kernels of a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RouterForm {
     /// Product and choice in one launch (`gate_route`).
     OneLaunch,

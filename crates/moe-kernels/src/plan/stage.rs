@@ -1,4 +1,4 @@
-//! The launches of a plan, as they are listed.
+//! The launches of a plan, in their listed form.
 
 use std::ops::Range;
 
@@ -20,11 +20,11 @@ pub struct Stage {
     pub computes: &'static [&'static str],
     /// The kernel's name, by which a context [notes](crate::Exec::launched) its launch.
     pub kernel: String,
-    /// What else there is to say of it, in words: where it runs, and for whom.
+    /// A remark in words: where the kernel runs, and for which rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// Where rows are computed in parts: the parts that it is launched for. The next stages with the same parts belong to it: all of
-    /// them run for one part, then all for the next.
+    /// If rows are computed in parts, the parts for which it is launched. The next stages with the same parts belong
+    /// together: all of them run for one part, then all for the next part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parts: Option<Range<usize>>,
     /// The faster forms that were tried first, and why they do not run.
@@ -37,7 +37,8 @@ impl Stage {
         Self { computes, kernel: kernel.into(), note: None, parts: None, rejected: Vec::new() }
     }
 
-    /// The same stage with these kernels as the first that were tried.
+    /// The same stage, with these kernels as the first ones that were tried.
+    #[must_use]
     pub fn after(mut self, rejected: impl IntoIterator<Item = Rejected>) -> Self {
         self.rejected.splice(0..0, rejected);
         self
@@ -56,7 +57,7 @@ pub fn in_parts(sizes: &[usize], stages: impl Fn(usize) -> Vec<Stage>) -> Vec<St
     all
 }
 
-/// The names of what a step launches by such a plan, in their order.
+/// The names of what a step launches by this plan, in their order.
 pub fn launches(stages: &[Stage]) -> Vec<&str> {
     let groups = stages.chunk_by(|a, b| a.parts.is_some() && a.parts == b.parts);
     let repeated = groups.flat_map(|group| {

@@ -1,7 +1,8 @@
-//! Which bytes of its file a device packs a matrix from, buffer by buffer.
+//! The bytes of a file from which a device packs a matrix, buffer by buffer.
 //!
-//! A batch is a run of tile rows of a pack. Its buffer begins with a table that says for every run of rows where their integers,
-//! zero points and scales lie in it; behind that lie these, as the file has them and nothing else.
+//! A batch is a run of tile rows of a pack. Its buffer begins with a table. For every run of rows, the table says where
+//! their integers, zero points and scales are in the buffer. The bytes themselves follow the table, unchanged from the
+//! file.
 
 use std::ops::Range;
 
@@ -13,21 +14,21 @@ use crate::plan::ColumnOrder;
 
 /// Words of 8 bytes of an entry of the table, `StoredRows` of `cuda/load/pack_stored.cu`.
 const ENTRY_WORDS: usize = 12;
-/// Where tensors may begin in a buffer, bytes.
+/// Tensors begin at multiples of this number of bytes in a buffer.
 const ALIGNED: usize = 16;
 
 /// The batches of a pack.
 pub(crate) struct StoredBatches<'a> {
     tiles: &'a Tiles,
-    /// The parts of each matrix, with the first row of each.
+    /// The parts of each matrix, with the first row of each part.
     stacks: Vec<Vec<(usize, StoredPart<'a>)>>,
-    /// What all parts have in common; strides and first rows are those of one part.
+    /// The layout that all parts have in common. Strides and first rows describe a single part.
     pub form: StoredMatrix,
     /// Tile rows of each batch.
     pub list: Vec<Range<usize>>,
 }
 
-/// Rows that lie together: their entry and what is read.
+/// Rows that follow each other in a file: their entry in the table, and the bytes to read.
 struct Rows<'a> {
     entry: [i64; ENTRY_WORDS],
     part: StoredPart<'a>,
@@ -35,7 +36,8 @@ struct Rows<'a> {
 }
 
 impl<'a> StoredBatches<'a> {
-    /// The one place that decides whether a device packs from the file's bytes, in buffers of `buffer` bytes; if not, why.
+    /// Decides whether a device packs from the file's bytes, in buffers of `buffer` bytes. If not, the error is the
+    /// reason. No other code makes this decision.
     pub(crate) fn choose(
         matrices: &[&'a dyn QuantRows],
         tiles: &'a Tiles,
@@ -76,7 +78,8 @@ impl<'a> StoredBatches<'a> {
         Ok(batches)
     }
 
-    /// Cuts batches: as many whole matrices as a buffer holds, or equal runs of the tile rows of one.
+    /// Cuts the tile rows into batches: as many whole matrices as a buffer holds, or equal runs of the tile rows of one
+    /// matrix.
     fn cut(&self, buffer: usize) -> std::result::Result<Vec<Range<usize>>, String> {
         let count = self.tiles.n_tiles();
         let mut list = Vec::<Range<usize>>::new();
@@ -106,7 +109,7 @@ impl<'a> StoredBatches<'a> {
         Ok(list)
     }
 
-    /// Entries of the table for each matrix of a batch.
+    /// The number of entries of the table for each matrix of a batch.
     pub(crate) fn entries(&self) -> usize {
         self.stacks[0].len() * if self.tiles.gate_up { 2 } else { 1 }
     }
@@ -118,7 +121,7 @@ impl<'a> StoredBatches<'a> {
         end.unwrap_or(rows.len() * ENTRY_WORDS * 8).next_multiple_of(ALIGNED)
     }
 
-    /// Reads a batch into `out`, which has [`len`](Self::len) bytes; `scratch` keeps its memory from call to call.
+    /// Reads a batch into `out`, which has [`len`](Self::len) bytes. `scratch` keeps its memory from call to call.
     ///
     /// # Errors
     /// A file that cannot be read.
@@ -136,7 +139,8 @@ impl<'a> StoredBatches<'a> {
         Ok(())
     }
 
-    /// The rows of a batch in the order of the table: of each matrix the parts, for gate and up rows twice.
+    /// The rows of a batch in the order of the table: the parts of each matrix. For gate and up, each matrix comes
+    /// twice.
     fn rows(&self, batch: &Range<usize>) -> Vec<Rows<'a>> {
         let count = self.tiles.n_tiles();
         let matrices = batch.start / count..batch.end.div_ceil(count);
@@ -157,7 +161,7 @@ impl<'a> StoredBatches<'a> {
         all
     }
 
-    /// Gives `rows` of a matrix, of the part whose first row is `first`, the next free bytes from `at` on.
+    /// Assigns the next free bytes from `at` on to `rows` of a matrix, for the part whose first row is `first`.
     fn place(&self, first: usize, part: StoredPart<'a>, rows: Range<usize>, at: &mut usize) -> Rows<'a> {
         let mut placed = Rows { entry: [0; ENTRY_WORDS], part, reads: Vec::new() };
         if rows.is_empty() {
@@ -203,7 +207,7 @@ impl<'a> StoredBatches<'a> {
 }
 
 impl StoredMatrix {
-    /// Whether a kernel reads both alike, given the strides and the first row of each.
+    /// Whether a kernel reads both parts in the same way, given the strides and the first row of each.
     fn is_alike(&self, other: &Self) -> bool {
         let form = |matrix: &Self| {
             let words = |mut words: StoredWords| {
@@ -222,7 +226,7 @@ impl StoredMatrix {
 }
 
 impl StoredWords {
-    /// Whether places follow from shifts and masks.
+    /// Whether the places of elements can be computed by shifts and masks.
     fn is_whole(&self) -> bool {
         self.grid.rows.is_power_of_two() && self.grid.columns.is_power_of_two()
     }

@@ -1,4 +1,5 @@
-//! Batches against the host's packing: what `pack_stored.cu` does with one, in plain Rust, gives the same bytes.
+//! Compares batches with the host's packing: the work of `pack_stored.cu`, done here in plain Rust, gives the same
+//! bytes.
 
 use super::*;
 use crate::quant::QuantPart;
@@ -12,7 +13,7 @@ mod stored;
 
 fn stack(parts: Vec<Stored>) -> Stack<'static> {
     let part = |rows: Stored| QuantPart { inputs: 0..rows.k, rows: Box::new(rows) };
-    Stack::new(parts.into_iter().map(part).collect()).unwrap()
+    Stack::new(parts.into_iter().map(part).collect())
 }
 
 /// Integers, scales and zero points of a tile row.
@@ -38,7 +39,7 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// The entry that has a row of the batch's matrix `matrix`.
+    /// The table entry that contains a row of matrix `matrix` of the batch.
     fn find(&self, matrix: usize, row: usize) -> [i64; ENTRY_WORDS] {
         let table = &self.bytes.as_chunks::<8>().0[matrix * self.entries * ENTRY_WORDS..];
         let entry = |i: usize| std::array::from_fn(|w| i64::from_le_bytes(table[i * ENTRY_WORDS + w]));
@@ -67,7 +68,7 @@ impl Batch<'_> {
         scale_of(&self.bytes[usize::try_from(at).unwrap() * grid.bytes..], grid)
     }
 
-    /// The row of a matrix that is row `r` of a tile row, and the last one of its run.
+    /// The row of a matrix that is row `r` of a tile row, and the last row of its run.
     fn rows(&self, tile: usize, r: usize) -> (usize, usize) {
         let n = self.tiles.dims[1];
         match self.tiles.gate_up {
@@ -132,7 +133,7 @@ impl Batch<'_> {
     }
 }
 
-/// Compares every tile row of the batches with the host's; the number of batches.
+/// Compares every tile row of the batches with the host's. Returns the number of batches.
 fn check(
     what: &str,
     matrices: &[&dyn QuantRows],
@@ -223,7 +224,7 @@ fn batches_hold_parts_of_matrices() {
         let seed = seed as u64;
         for (rows, columns) in [(0..48, 64..192), (9..30, 0..256), (17..18, 128..256), (8..40, 192..256)] {
             let part = Stored::new(kind, scheme, (n, k), rows.clone(), columns.clone(), seed);
-            // Tensors of an odd number of rows, of which some lie across two tile rows.
+            // These tensors have an odd number of rows, so some of them begin in the middle of a tile row.
             let more = Stored::new(kind, scheme, (n, k), 3..14, columns.clone(), seed ^ 0x55);
             let what = format!("{kind:?} {scheme} {rows:?} {columns:?}");
             let stack = stack(vec![part, more]);

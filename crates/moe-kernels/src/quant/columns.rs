@@ -1,4 +1,4 @@
-//! The order in which a packed matrix holds its columns, and the blocks that kernels sum at a time.
+//! The order of a packed matrix's columns, and the blocks of columns that kernels sum at a time.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use candle_core::{Result, bail};
 use super::sorted::is_order;
 use crate::cpu::product::K_BLOCK;
 
-/// Columns of a block are padded to whole steps: what a kernel multiplies at a time.
+/// Blocks are padded to a multiple of this number of columns, which a kernel multiplies at a time.
 pub(crate) const STEP: usize = 8;
 
-/// The most columns of a block. Its integer sum fits 32 bits: 128 * 255 * 32767 < 2^31.
+/// The largest number of columns of a block. Its integer sum fits 32 bits: 128 * 255 * 32767 < 2^31.
 pub(crate) const BLOCK: usize = 128;
 
 /// Consecutive columns of one segment and one group.
@@ -20,7 +20,7 @@ pub(crate) struct Block {
     pub start: usize,
     /// Columns, 1 to 128.
     pub len: usize,
-    /// Their group.
+    /// The group of these columns.
     pub group: usize,
     /// First step.
     pub step: usize,
@@ -37,23 +37,23 @@ impl Block {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Columns {
     pub blocks: Vec<Block>,
-    /// The blocks of each segment of K.
+    /// The range of blocks of each segment of K.
     pub segments: Vec<Range<usize>>,
     /// The column of the logical rows that packed column i holds; `None`: column i.
     pub logical: Option<Vec<u32>>,
     /// The column of x that packed column i multiplies; `None`: column i.
     pub x: Option<Vec<u32>>,
-    /// Whether each block has a multiple of 32 columns, and 64 at least: with fewer, AMX takes longer to end a block than to
-    /// multiply it.
+    /// Whether each block has a multiple of 32 columns, and at least 64. With fewer columns, AMX takes longer to end a
+    /// block than to multiply it.
     pub is_wide: bool,
 }
 
 impl Columns {
-    /// Orders the columns that multiply `inputs` of x, out of `width` logical columns in groups of `group`, for
-    /// products that sum `segments` equal segments of these inputs apart.
+    /// Orders the columns that multiply `inputs` of x, out of `width` logical columns in groups of `group`. The
+    /// products sum each of `segments` equal segments of these inputs separately.
     ///
     /// # Errors
-    /// Inputs that there are not; segments that do not divide them; `perm` that does not name each column once.
+    /// Inputs that do not exist; segments that do not divide them; a `perm` that does not name each column once.
     pub(crate) fn new(
         width: usize,
         inputs: Range<usize>,
@@ -83,7 +83,7 @@ impl Columns {
             let mut at = segment * length;
             let end = (segment + 1) * length;
             while at < end {
-                // Chains of f32 end where those of other dtypes do.
+                // Chains of f32 end at the same columns as chains of other dtypes.
                 let chain = at + K_BLOCK - (at - segment * length) % K_BLOCK;
                 let start = at;
                 let of = column(at) / group;
@@ -111,7 +111,8 @@ impl Columns {
     }
 }
 
-/// The columns of `inputs`, sorted by the segment of x that they multiply, and within by group, as they came.
+/// The columns of `inputs`, sorted by the segment of x that they multiply, and within a segment by group. Columns of a
+/// group keep their order.
 fn sorted(perm: &[u32], width: usize, inputs: &Range<usize>, length: usize) -> Result<Vec<u32>> {
     if !is_order(perm, width) {
         bail!("the order of columns must name each of the {width} columns once")
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn act_order_keeps_segments_of_x_together() -> Result<()> {
-        // Groups of two: {3, 0}, {1, 2}; segments {0, 1} and {2, 3} of x.
+        // The groups have two columns: {3, 0} and {1, 2}. The segments of x are {0, 1} and {2, 3}.
         let columns = Columns::new(4, 0..4, 2, 2, Some(&[3, 0, 1, 2]))?;
         assert_eq!(columns.x, Some(vec![0, 1, 3, 2]));
         assert_eq!(columns.logical, Some(vec![1, 2, 0, 3]));
@@ -152,7 +153,7 @@ mod tests {
         Ok(())
     }
 
-    /// A part has the blocks of its segments in the whole.
+    /// A part of the inputs has the same blocks as its segments have in the whole matrix.
     #[test]
     fn a_part_of_the_inputs_has_the_blocks_of_its_segments() -> Result<()> {
         let perm = [5, 2, 7, 0, 3, 6, 1, 4];

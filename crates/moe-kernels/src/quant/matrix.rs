@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 
-use super::packed::{Packed, Scales, ScalesView};
+use super::packed::{Packed, ScaleCounts, Scales, ScalesView};
+use super::places::{get, step_bytes};
 use super::{Columns, QuantRows, STEP};
 use crate::cpu::simd::LANES;
-use crate::element::Float;
 use crate::plan::{ColumnOrder, expect_codec};
-use crate::scheme::QuantScheme;
+use crate::scheme::{Levels, QuantScheme};
 
 /// What a matrix is multiplied for, which decides how it is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum QuantUse {
     /// A dense product.
     Linear,
@@ -27,11 +28,13 @@ pub enum QuantUse {
     GateUp,
 }
 
-/// Matrices [E, N, K] of one scheme, packed for the CPU kernels: integers or FP8 with their scales, about as many bytes as
-/// in the checkpoint.
+/// Matrices [E, N, K] of one scheme, packed for the CPU kernels: integers or FP8 with their scales, about as many
+/// bytes as in the checkpoint.
 ///
-/// Sixteen rows form a panel. A panel holds steps of 8 columns, and a step one 32-bit word (int4) or two (8 bits) of each
-/// row: a lane of a vector is a row. Scales are kept as f16 where that is exact for all of them, else as f32.
+/// Sixteen rows form a panel. A panel holds steps of 8 columns, and a step one 32-bit word (int4) or two (8 bits) of
+/// each row: a lane of a vector is a row. Of 5 and 6 bits the lower four are such a word, and the others follow the
+/// words of the step. Scales and minima are kept in the levels of the scheme; as one float they are f16 where that is
+/// exact for all of them, else f32.
 #[derive(Clone, Debug)]
 pub struct QuantMatrix {
     pub(crate) dims: [usize; 3],
@@ -78,11 +81,11 @@ impl QuantMatrix {
         }
     }
 
-    /// Dtype of the scales.
+    /// Dtype of the scales, or of those that groups share.
     pub(crate) fn scale_dtype(&self) -> DType {
         match self.packed.scales {
-            Scales::F16(_) => DType::F16,
-            Scales::F32(_) => DType::F32,
+            Scales::F16(_) | Scales::Levels(_) => DType::F16,
+            Scales::F32(_) | Scales::Fp8(_) => DType::F32,
         }
     }
 
@@ -117,9 +120,9 @@ impl QuantMatrix {
         let q = self.quants(e, panel);
         let columns = &self.parts[e].columns;
         for block in &columns.blocks {
-            let scale = self.scale(e, panel, block.group, lane);
+            let scale = self.panel_scales(e, panel).one(block.group, lane);
             let zero = f32::from(self.zero(e, panel, block.group, lane));
-            let minimum = self.minimum(e, panel, block.group, lane);
+            let minimum = self.panel_minima(e, panel).map_or(0.0, |minima| minima.one(block.group, lane));
             for i in 0..block.len {
                 let q = get(self.scheme, q, block.step * STEP + i, lane);
                 let at = block.start + i;
@@ -173,34 +176,32 @@ impl QuantMatrix {
         &self.packed.q[self.parts[e].first + panel * len..][..len]
     }
 
-    /// Where the scales and zero points of a panel lie, [groups, 16].
-    pub(crate) fn scales(&self, e: usize, panel: usize) -> Range<usize> {
-        let len = self.groups() * LANES;
-        let first = (e * self.panels() + panel) * len;
-        first..first + len
+    /// How many scales a panel has.
+    pub(super) fn scale_counts(&self) -> ScaleCounts {
+        ScaleCounts::new(self.scheme, self.width)
     }
 
-    /// The scales of a panel, [groups, 16].
+    /// The scales of a panel.
     pub(crate) fn panel_scales(&self, e: usize, panel: usize) -> ScalesView<'_> {
-        self.packed.scales.range(self.scales(e, panel))
+        self.packed.scales.panel(e * self.panels() + panel, self.scale_counts())
     }
 
-    fn scale(&self, e: usize, panel: usize, group: usize, lane: usize) -> f32 {
-        let at = self.scales(e, panel).start + group * LANES + lane;
-        match &self.packed.scales {
-            Scales::F16(scales) => scales[at].widen(),
-            Scales::F32(scales) => scales[at],
-        }
+    /// The minima of a panel, of schemes that have them.
+    pub(crate) fn panel_minima(&self, e: usize, panel: usize) -> Option<ScalesView<'_>> {
+        let minima = &self.packed.minima;
+        (!minima.is_empty()).then(|| minima.panel(e * self.panels() + panel, self.scale_counts()))
+    }
+
+    /// The zero points of a panel, [groups, 16]; none where all are the middle.
+    pub(crate) fn panel_zeros(&self, e: usize, panel: usize) -> &[u8] {
+        let len = self.scale_counts().groups;
+        let first = (e * self.panels() + panel) * len;
+        self.packed.zeros.get(first..first + len).unwrap_or_default()
     }
 
     fn zero(&self, e: usize, panel: usize, group: usize, lane: usize) -> u8 {
-        let at = self.scales(e, panel).start + group * LANES + lane;
-        self.packed.zeros.get(at).copied().unwrap_or(self.scheme.middle())
-    }
-
-    fn minimum(&self, e: usize, panel: usize, group: usize, lane: usize) -> f32 {
-        let at = self.scales(e, panel).start + group * LANES + lane;
-        self.packed.minima.get(at).copied().unwrap_or(0.0)
+        let zeros = self.panel_zeros(e, panel);
+        zeros.get(group * LANES + lane).copied().unwrap_or(self.scheme.middle())
     }
 }
 
@@ -228,7 +229,12 @@ pub(crate) fn check_matrices(
 /// Refuses shapes and schemes that do not go together.
 fn check(n: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
     if expect_codec(scheme, false).is_err() {
-        bail!("expected int4, int8, fp8 or fp4 weights to pack, got {scheme}")
+        bail!("expected integers of 4, 5, 6 or 8 bits, fp8, fp4 or iq4_nl to pack, got {scheme}")
+    }
+    if let Levels::Two(groups) = scheme.levels
+        && !groups.is_power_of_two()
+    {
+        bail!("expected scales that a power of two of groups share, got {groups} groups in {scheme}")
     }
     if usage == QuantUse::GateUp && !n.is_multiple_of(2) {
         bail!("expected an even number of rows (gate, then up), got {n}")
@@ -241,35 +247,4 @@ pub(super) fn panels(n: usize, usage: QuantUse) -> usize {
         QuantUse::GateUp => 2 * (n / 2).div_ceil(LANES),
         _ => n.div_ceil(LANES),
     }
-}
-
-pub(super) fn step_bytes(scheme: QuantScheme) -> usize {
-    STEP * LANES * scheme.bits() / 8
-}
-
-/// Byte of a panel in which column `i` of a lane lies, and the bit there.
-///
-/// A word of int4 holds columns 2j and 2j + 1 of its step at bit 4j of its low and its high half. Of two words of 8 bits
-/// the first holds columns 0 to 3: 0, 2, 1, 3. So one shift and one mask give vectors of pairs of consecutive columns.
-fn byte(scheme: QuantScheme, i: usize, lane: usize) -> (usize, u32) {
-    let step = i / STEP;
-    let i = i % STEP;
-    if scheme.bits() == 4 {
-        let bit = 4 * (i / 2) + 16 * (i % 2);
-        ((step * LANES + lane) * 4 + bit / 8, (bit % 8) as u32)
-    } else {
-        (((step * 2 + i / 4) * LANES + lane) * 4 + [0, 2, 1, 3][i % 4], 0)
-    }
-}
-
-/// Column `i` of a lane, counted with padding.
-fn get(scheme: QuantScheme, panel: &[u8], i: usize, lane: usize) -> u8 {
-    let (at, bit) = byte(scheme, i, lane);
-    panel[at] >> bit & scheme.largest_code()
-}
-
-/// Sets column `i` of a lane, of a panel of zeros.
-pub(super) fn put(scheme: QuantScheme, panel: &mut [u8], i: usize, lane: usize, q: u8) {
-    let (at, bit) = byte(scheme, i, lane);
-    panel[at] |= q << bit;
 }

@@ -1,7 +1,8 @@
-//! Experts with act-order: gate and up rows in the order of the columns of the down matrix behind them.
+//! Experts with act-order: gate and up rows are put into the order of the down matrix's columns.
 //!
-//! A column of down multiplies what a gate row and an up row make, and nothing else reads that. So the rows may lie in any order
-//! that down's columns share: where it is the one in which these are sorted by group, down is an ordinary matrix.
+//! A column of down multiplies the product of a gate row and an up row, and nothing else reads that product. So the
+//! gate and up rows may be in any order, as long as down's columns have the same order. If it is the order in which the
+//! columns are sorted by group, down is an ordinary matrix.
 
 use std::ops::Range;
 
@@ -11,7 +12,8 @@ use super::sorted::is_order;
 use super::{LogicalRows, QuantPart, QuantRows};
 use crate::scheme::QuantScheme;
 
-/// Gate and up, and down of each expert, so ordered where down has act-order and all of its inputs are here; others as they came.
+/// The gate and up matrices, and the down matrix, of each expert. They are reordered if down has act-order and all of
+/// its inputs are on this rank. Otherwise they are unchanged.
 pub(super) fn in_order_of_down<'a>(
     gate_up: Vec<QuantPart<'a>>,
     down: Vec<QuantPart<'a>>,
@@ -34,7 +36,7 @@ pub(super) fn in_order_of_down<'a>(
     pairs.unzip()
 }
 
-/// Gate rows in an order, then up rows in the same.
+/// The gate rows in a given order, then the up rows in the same order.
 struct OrderedRows<'a> {
     rows: Box<dyn QuantRows + 'a>,
     order: Vec<u32>,
@@ -66,7 +68,7 @@ impl QuantRows for OrderedRows<'_> {
     }
 }
 
-/// A matrix whose inputs come in the order in which its columns are handed over.
+/// A matrix whose inputs are in the order in which its columns are read.
 struct SortedColumns<'a>(Box<dyn QuantRows + 'a>);
 
 impl QuantRows for SortedColumns<'_> {
@@ -92,7 +94,7 @@ mod tests {
     use super::*;
     use crate::scheme::QuantGroup;
 
-    /// A matrix of which every integer, scale and zero point says where it stood.
+    /// A matrix in which every integer, scale and zero point shows its original place.
     struct Marked {
         n: usize,
         k: usize,
@@ -129,7 +131,7 @@ mod tests {
     }
 
     fn rows(part: &QuantPart, rows: Range<usize>) -> Result<LogicalRows> {
-        let mut out = LogicalRows { q: vec![9], scale: vec![9.0], zero: vec![9], minimum: Vec::new() };
+        let mut out = LogicalRows { q: vec![9], scale: vec![9.0], zero: vec![9], ..LogicalRows::default() };
         part.rows.read(rows, &mut out)?;
         Ok(out)
     }
@@ -151,11 +153,11 @@ mod tests {
                 let from = i / 4 * 4 + order[i % 4] as usize;
                 assert_eq!(rows(gate_up, i..i + 1)?, rows(&plain, from..from + 1)?, "row {i} of expert {e}");
             }
-            // Runs of rows, across the border of gate and up, too.
+            // Single rows are read, also on both sides of the border between gate and up.
             let each = (2..7).map(|i| rows(gate_up, i..i + 1)).collect::<Result<Vec<_>>>()?;
             assert_eq!(rows(gate_up, 2..7)?.q, each.iter().flat_map(|row| row.q.clone()).collect::<Vec<_>>());
             assert_eq!(rows(gate_up, 3..3)?, LogicalRows::default());
-            // Down is an ordinary matrix now; gate and up keep the order of their own columns.
+            // Down is an ordinary matrix now. Gate and up keep the order of their own columns.
             assert_eq!((down.rows.perm(), down.rows.scheme()), (None, sorted.rows.scheme()));
             assert_eq!(rows(down, 1..5)?, rows(&sorted, 1..5)?);
             assert_eq!(gate_up.rows.perm(), [Some(&other[..]), None][e]);

@@ -7,29 +7,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{Result, bail};
 use rayon::prelude::*;
 
-use super::matrix::{Part, QuantMatrix, QuantUse, check_matrices, panels, put, step_bytes};
+use super::matrix::{Part, QuantMatrix, QuantUse, check_matrices, panels};
 use super::packed::{Packed, Scales};
+use super::places::{put_step, step_bytes};
+use super::scale_lines::{Buffer, Lines, RowScales};
 use super::{Columns, LogicalRows, QuantRows, STEP};
 use crate::cpu::simd::LANES;
 use crate::element::Float;
 use crate::exec::Exec;
-use crate::scheme::{Codes, QuantScheme};
+use crate::scheme::{Codes, Levels, QuantScheme};
 
 impl QuantMatrix {
-    /// Packs matrices of one shape and scheme: a dense weight is one, experts are many. Reads each row once, a panel at a
-    /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
+    /// Packs matrices of one shape and scheme: a dense weight is one, experts are many. Reads each row once, a panel at
+    /// a time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
     ///
     /// # Errors
-    /// No matrix; different shapes or schemes; weights that are not quantised; segments that
-    /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
-    /// their bits, FP8 NaN); what a reader reports.
+    /// No matrix; different shapes or schemes; weights that are not quantised; segments that do not divide K; an odd
+    /// number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond their bits, FP8
+    /// NaN); what a reader reports.
     pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
         let width = matrices.first().map_or(0, |m| m.shape().1);
         Self::pack_inputs(matrices, 0..width, usage, ex)
     }
 
-    /// The part of [`pack`](Self::pack) that multiplies `inputs` of x: what a rank holds of a row-parallel product whose
-    /// groups are spread over all inputs, as act-order spreads them. It keeps all scales.
+    /// The part of [`pack`](Self::pack) that multiplies `inputs` of x: what a rank holds of a row-parallel product
+    /// whose groups are spread over all inputs, as act-order spreads them. It keeps all scales.
     ///
     /// # Errors
     /// As `pack`, with K = `inputs.len()`; inputs that there are not.
@@ -72,7 +74,7 @@ fn pack(to: &QuantMatrix, matrices: &[&dyn QuantRows], bytes: usize, ex: &Exec) 
     })
 }
 
-/// Packs with scales of a type; `None` if it does not hold one of them.
+/// Packs with scales and minima of a type; `None` if it does not hold one of them.
 fn pack_as<C: Float>(
     to: &QuantMatrix,
     matrices: &[&dyn QuantRows],
@@ -80,25 +82,26 @@ fn pack_as<C: Float>(
     held: fn(Vec<C>) -> Scales,
 ) -> Result<Option<Packed>> {
     let panels = to.panels();
-    let groups = to.groups() * LANES;
+    let scale_counts = to.scale_counts();
+    let all = matrices.len() * panels;
     let mut q = vec![0; bytes];
-    let mut scales = vec![C::default(); matrices.len() * panels * groups];
-    let mut zeros = vec![0; if to.scheme.has_zero_points() { scales.len() } else { 0 }];
-    let mut minima = vec![0.0; if to.scheme.has_minima() { scales.len() } else { 0 }];
+    let mut scales = Buffer::<C>::new(to.scheme, all, scale_counts);
+    let mut zeros = vec![0; if to.scheme.has_zero_points() { all * scale_counts.groups } else { 0 }];
+    let mut minima = Buffer::<C>::new(to.scheme, if to.scheme.has_minima() { all } else { 0 }, scale_counts);
     let exact = AtomicBool::new(true);
     let mut rest = &mut q[..];
     let mut places = Vec::new();
-    let mut scale_chunks = scales.chunks_mut(groups.max(1));
-    let mut zero_chunks = zeros.chunks_mut(groups.max(1));
-    let mut minimum_chunks = minima.chunks_mut(groups.max(1));
+    let mut scale_lines = scales.panels(scale_counts);
+    let mut zero_chunks = zeros.chunks_mut(scale_counts.groups.max(1));
+    let mut minimum_lines = minima.panels(scale_counts);
     for e in 0..matrices.len() {
         let len = to.parts[e].columns.steps() * to.step_bytes();
         for panel in 0..panels {
             let (q, tail) = rest.split_at_mut(len);
             rest = tail;
-            let scales = scale_chunks.next().unwrap_or_default();
+            let scales = scale_lines.next();
             let zeros = zero_chunks.next().unwrap_or_default();
-            let minima = minimum_chunks.next().unwrap_or_default();
+            let minima = minimum_lines.next();
             places.push(Panel { e, panel, q, scales, zeros, minima });
         }
     }
@@ -108,7 +111,13 @@ fn pack_as<C: Float>(
         }
         Ok(())
     })?;
-    Ok(exact.into_inner().then(|| Packed { q, scales: held(scales), zeros, minima }))
+    let is_exact = exact.into_inner();
+    Ok(is_exact.then(|| Packed {
+        q,
+        scales: scales.held(to.scheme, held),
+        zeros,
+        minima: minima.held(to.scheme, held),
+    }))
 }
 
 /// A panel that is being packed.
@@ -116,14 +125,14 @@ struct Panel<'a, C> {
     e: usize,
     panel: usize,
     q: &'a mut [u8],
-    scales: &'a mut [C],
+    scales: Lines<'a, C>,
     zeros: &'a mut [u8],
-    minima: &'a mut [f32],
+    minima: Lines<'a, C>,
 }
 
 impl<C: Float> Panel<'_, C> {
     /// Reads and packs the panel's rows; whether C holds all their scales. Rows that are missing stay zero.
-    fn fill(self, to: &QuantMatrix, matrices: &[&dyn QuantRows], rows: &mut LogicalRows) -> Result<bool> {
+    fn fill(mut self, to: &QuantMatrix, matrices: &[&dyn QuantRows], rows: &mut LogicalRows) -> Result<bool> {
         let range = to.rows(self.panel);
         let k = to.width;
         let groups = to.groups();
@@ -135,26 +144,28 @@ impl<C: Float> Panel<'_, C> {
         for lane in 0..count {
             let row = &rows.q[lane * k..(lane + 1) * k];
             for block in &columns.blocks {
-                for i in 0..block.len {
-                    let column = block.start + i;
-                    let column = columns.logical.as_ref().map_or(column, |order| order[column] as usize);
-                    put(to.scheme, self.q, block.step * STEP + i, lane, row[column]);
+                for (step, first) in (0..block.len).step_by(STEP).enumerate() {
+                    let here = block.start + first..block.start + block.len.min(first + STEP);
+                    let mut codes = [0; STEP];
+                    match &columns.logical {
+                        Some(order) => {
+                            let of = |column: &u32| row[*column as usize];
+                            codes.iter_mut().zip(&order[here]).for_each(|(code, column)| *code = of(column));
+                        }
+                        None => codes.iter_mut().zip(&row[here]).for_each(|(code, q)| *code = *q),
+                    }
+                    put_step(to.scheme, self.q, block.step + step, lane, &codes);
                 }
             }
-            for group in 0..groups {
-                let from = lane * groups + group;
-                let at = group * LANES + lane;
-                self.scales[at] = C::narrow(rows.scale[from]);
-                let scale = rows.scale[from];
-                if self.scales[at].widen() != scale && !scale.is_nan() {
-                    return Ok(false);
+            for (group, zero) in rows.zero.iter().skip(lane * groups).take(groups).enumerate() {
+                if let Some(at) = self.zeros.get_mut(group * LANES + lane) {
+                    *at = *zero;
                 }
-                if let Some(zero) = self.zeros.get_mut(at) {
-                    *zero = rows.zero[from];
-                }
-                if let Some(minimum) = self.minima.get_mut(at) {
-                    *minimum = rows.minimum[from];
-                }
+            }
+            let scales = RowScales { floats: &rows.scale, levels: &rows.scale_levels, lane, count };
+            let minima = RowScales { floats: &rows.minimum, levels: &rows.minimum_levels, lane, count };
+            if !(self.scales.put(&scales) && self.minima.put(&minima)) {
+                return Ok(false);
             }
         }
         Ok(true)
@@ -181,6 +192,7 @@ pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, 
             rows.minimum.len()
         )
     }
+    check_levels(scheme, rows, count, width)?;
     let most = scheme.largest_code();
     // Without an early end, so that it takes vectors at a time.
     if rows.q.iter().fold(0, |all, q| all | q) > most {
@@ -193,6 +205,23 @@ pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, 
     }
     if scheme.codes == Codes::E4m3 && rows.q.iter().fold(false, |nan, q| nan | (q & 0x7f == 0x7f)) {
         bail!("an FP8 weight is NaN")
+    }
+    Ok(())
+}
+
+/// Refuses levels of scales whose numbers are not those of the scheme.
+fn check_levels(scheme: QuantScheme, rows: &LogicalRows, count: usize, width: usize) -> Result<()> {
+    let shared = count * scheme.shared_scales(width);
+    let factors = if shared > 0 { count * scheme.groups(width) } else { 0 };
+    let expected = [[factors, shared], if scheme.has_minima() { [factors, shared] } else { [0, 0] }];
+    let got =
+        [&rows.scale_levels, &rows.minimum_levels].map(|levels| [levels.factor.len(), levels.shared.len()]);
+    if got != expected {
+        bail!("expected {expected:?} factors and shared numbers, of scales and of minima; got {got:?}")
+    }
+    let mut factors = rows.scale_levels.factor.iter().chain(&rows.minimum_levels.factor);
+    if scheme.levels == Levels::Fp8 && factors.any(|factor| factor & 0x7f == 0x7f) {
+        bail!("an FP8 scale is NaN")
     }
     Ok(())
 }

@@ -1,8 +1,9 @@
-//! One expert of a quantised pack as bytes: its codes, its scales as f32, its zero points and its minima.
+//! One expert of a quantised pack as bytes: its codes, its scales, its zero points and its minima.
 //!
 //! A pack keeps its scales as f16 where that is exact for all of its experts, so two packs of the same model may keep
 //! the scales of one expert differently. Bytes hold f32, and a pack of f16 into which an expert comes that needs f32
-//! keeps f32 from then on. Both mean the same numbers.
+//! keeps f32 from then on. Both mean the same numbers. Scales in two levels are bytes as they are. Minima are as
+//! scales.
 
 use std::ops::Range;
 
@@ -10,8 +11,8 @@ use candle_core::{Result, bail};
 use half::f16;
 
 use super::QuantMatrix;
-use super::packed::{Scales, ScalesView};
-use crate::cpu::simd::LANES;
+use super::packed::{ScaleCounts, Scales, SharedScales};
+use crate::element::Float;
 
 /// Why an expert cannot take the place of another one.
 pub(crate) const ACT_ORDER: &str = "experts with act-order have an order of columns of their own and cannot move; requantise without it \
@@ -26,10 +27,10 @@ impl QuantMatrix {
         if self.parts.iter().any(|part| part.columns.x.is_some()) {
             bail!("an expert's weights: {ACT_ORDER}")
         }
-        let scales = self.panels() * self.groups() * LANES;
-        let zeros = if self.packed.zeros.is_empty() { 0 } else { scales };
-        let minima = if self.packed.minima.is_empty() { 0 } else { 4 * scales };
-        Ok(self.parts.first().map_or(0, |_| self.quants_of(0).len()) + 4 * scales + zeros + minima)
+        let counts = self.counts_of_expert();
+        let zeros = if self.packed.zeros.is_empty() { 0 } else { counts.groups };
+        let scales = self.packed.scales.expert_len(counts) + self.packed.minima.expert_len(counts);
+        Ok(self.parts.first().map_or(0, |_| self.quants_of(0).len()) + scales + zeros)
     }
 
     /// The bytes of `expert`.
@@ -37,16 +38,13 @@ impl QuantMatrix {
     /// # Errors
     /// The errors of [`expert_len`](Self::expert_len).
     pub(crate) fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
+        let counts = self.counts_of_expert();
         let mut bytes = Vec::with_capacity(self.expert_len()?);
         bytes.extend_from_slice(&self.packed.q[self.quants_of(expert)]);
-        let scales = self.scales_of(expert);
-        match self.packed.scales.range(scales.clone()) {
-            ScalesView::F16(scales) => scales.iter().for_each(|s| bytes.extend(s.to_f32().to_le_bytes())),
-            ScalesView::F32(scales) => scales.iter().for_each(|s| bytes.extend(s.to_le_bytes())),
-        }
-        bytes.extend_from_slice(self.packed.zeros.get(scales.clone()).unwrap_or_default());
-        let minima = self.packed.minima.get(scales).unwrap_or_default();
-        minima.iter().for_each(|minimum| bytes.extend(minimum.to_le_bytes()));
+        self.packed.scales.read_expert(expert, counts, &mut bytes);
+        let zeros = expert * counts.groups..(expert + 1) * counts.groups;
+        bytes.extend_from_slice(self.packed.zeros.get(zeros).unwrap_or_default());
+        self.packed.minima.read_expert(expert, counts, &mut bytes);
         Ok(bytes)
     }
 
@@ -56,38 +54,20 @@ impl QuantMatrix {
     /// The errors of [`expert_len`](Self::expert_len); another number of bytes. Then nothing has changed.
     pub(crate) fn write_expert(&mut self, expert: usize, bytes: &[u8]) -> Result<()> {
         let len = self.expert_len()?;
-        let q = self.quants_of(expert);
-        let scales = self.scales_of(expert);
         if bytes.len() != len {
             bail!("an expert's weights: expected {len} bytes, got {}", bytes.len())
         }
+        let counts = self.counts_of_expert();
+        let q = self.quants_of(expert);
         let (quants, rest) = bytes.split_at(q.len());
-        let (new, rest) = rest.split_at(4 * scales.len());
-        let (zeros, minima) = rest.split_at(if self.packed.zeros.is_empty() { 0 } else { scales.len() });
-        let floats = |bytes: &[u8]| -> Vec<f32> {
-            bytes.as_chunks::<4>().0.iter().map(|&s| f32::from_le_bytes(s)).collect()
-        };
-        let new = floats(new);
-        let minima = floats(minima);
-        let exact = |s: &f32| f16::from_f32(*s).to_f32().to_bits() == s.to_bits();
-        if let Scales::F16(narrow) = &self.packed.scales
-            && !new.iter().all(exact)
-        {
-            self.packed.scales = Scales::F32(narrow.iter().map(|s| s.to_f32()).collect());
-        }
-        match &mut self.packed.scales {
-            Scales::F16(all) => {
-                all[scales.clone()].iter_mut().zip(&new).for_each(|(s, x)| *s = f16::from_f32(*x))
-            }
-            Scales::F32(all) => all[scales.clone()].copy_from_slice(&new),
-        }
+        let (scales, rest) = rest.split_at(self.packed.scales.expert_len(counts));
+        let (zeros, minima) = rest.split_at(if self.packed.zeros.is_empty() { 0 } else { counts.groups });
         self.packed.q[q].copy_from_slice(quants);
-        if let Some(all) = self.packed.zeros.get_mut(scales.clone()) {
+        self.packed.scales.write_expert(expert, counts, scales);
+        if let Some(all) = self.packed.zeros.get_mut(expert * counts.groups..(expert + 1) * counts.groups) {
             all.copy_from_slice(zeros);
         }
-        if let Some(all) = self.packed.minima.get_mut(scales) {
-            all.copy_from_slice(&minima);
-        }
+        self.packed.minima.write_expert(expert, counts, minima);
         Ok(())
     }
 
@@ -96,9 +76,91 @@ impl QuantMatrix {
         part.first..part.first + part.columns.steps() * self.step_bytes() * self.panels()
     }
 
-    /// The range of scales of `expert`, and of zero points where there are some.
-    fn scales_of(&self, expert: usize) -> Range<usize> {
-        let len = self.panels() * self.groups() * LANES;
-        expert * len..(expert + 1) * len
+    /// How many scales an expert has.
+    fn counts_of_expert(&self) -> ScaleCounts {
+        let panel = self.scale_counts();
+        ScaleCounts { groups: self.panels() * panel.groups, shared: self.panels() * panel.shared }
+    }
+}
+
+impl Scales {
+    /// Bytes of the scales of an expert, of which there are `counts`.
+    fn expert_len(&self, counts: ScaleCounts) -> usize {
+        match self {
+            _ if self.is_empty() => 0,
+            Self::F16(_) | Self::F32(_) => counts.groups * size_of::<f32>(),
+            Self::Levels(_) => counts.groups + counts.shared * size_of::<f16>(),
+            Self::Fp8(_) => counts.groups + counts.shared * size_of::<f32>(),
+        }
+    }
+
+    /// Adds the bytes of the scales of an expert.
+    fn read_expert(&self, expert: usize, counts: ScaleCounts, bytes: &mut Vec<u8>) {
+        if self.is_empty() {
+            return;
+        }
+        let groups = expert * counts.groups..(expert + 1) * counts.groups;
+        match self {
+            Self::F16(scales) => {
+                scales[groups].iter().for_each(|scale| bytes.extend(scale.to_f32().to_le_bytes()));
+            }
+            Self::F32(scales) => scales[groups].iter().for_each(|scale| bytes.extend(scale.to_le_bytes())),
+            Self::Levels(levels) => levels.read_expert(expert, counts, f16::to_le_bytes, bytes),
+            Self::Fp8(levels) => levels.read_expert(expert, counts, f32::to_le_bytes, bytes),
+        }
+    }
+
+    /// Overwrites the scales of an expert.
+    fn write_expert(&mut self, expert: usize, counts: ScaleCounts, bytes: &[u8]) {
+        if self.is_empty() {
+            return;
+        }
+        match self {
+            Self::Levels(levels) => return levels.write_expert(expert, counts, bytes, f16::from_le_bytes),
+            Self::Fp8(levels) => return levels.write_expert(expert, counts, bytes, f32::from_le_bytes),
+            Self::F16(_) | Self::F32(_) => {}
+        }
+        let groups = expert * counts.groups..(expert + 1) * counts.groups;
+        let new: Vec<f32> = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        let is_exact = |scale: &f32| f16::from_f32(*scale).to_f32().to_bits() == scale.to_bits();
+        if let Self::F16(narrow) = self
+            && !new.iter().all(is_exact)
+        {
+            *self = Self::F32(narrow.iter().map(|scale| scale.to_f32()).collect());
+        }
+        match self {
+            Self::F16(all) => {
+                all[groups].iter_mut().zip(&new).for_each(|(to, scale)| *to = f16::from_f32(*scale));
+            }
+            Self::F32(all) => all[groups].copy_from_slice(&new),
+            Self::Levels(_) | Self::Fp8(_) => {}
+        }
+    }
+}
+
+impl<T: Float> SharedScales<T> {
+    fn read_expert<const N: usize>(
+        &self,
+        expert: usize,
+        counts: ScaleCounts,
+        to_bytes: fn(T) -> [u8; N],
+        bytes: &mut Vec<u8>,
+    ) {
+        bytes.extend(&self.factors[expert * counts.groups..(expert + 1) * counts.groups]);
+        let shared = &self.shared[expert * counts.shared..(expert + 1) * counts.shared];
+        bytes.extend(shared.iter().flat_map(|scale| to_bytes(*scale)));
+    }
+
+    fn write_expert<const N: usize>(
+        &mut self,
+        expert: usize,
+        counts: ScaleCounts,
+        bytes: &[u8],
+        from_bytes: fn([u8; N]) -> T,
+    ) {
+        let (factors, shared) = bytes.split_at(counts.groups);
+        self.factors[expert * counts.groups..(expert + 1) * counts.groups].copy_from_slice(factors);
+        let to = &mut self.shared[expert * counts.shared..(expert + 1) * counts.shared];
+        to.iter_mut().zip(shared.as_chunks().0).for_each(|(to, bytes)| *to = from_bytes(*bytes));
     }
 }

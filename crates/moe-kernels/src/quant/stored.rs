@@ -1,17 +1,19 @@
-//! Quantised matrices as their files store them: which element of which tensor holds what belongs to a row and a column, as
-//! data.
+//! The layout of quantised matrices in their files, as plain data: which element of which tensor belongs to a row and a
+//! column.
 //!
-//! A device packs from the file's own bytes (`cuda/load/pack_stored.cu`). Formats end at the reader: it says where things lie
-//! in these terms, and neither the copy nor the kernel knows more.
+//! A device packs from the file's own bytes (`cuda/load/pack_stored.cu`). Only the reader knows the format of a file.
+//! It describes the layout by these types, and neither the copy nor the kernel knows more.
 
 use std::ops::Range;
 
 use candle_core::{DType, Result};
 
-/// Runs of at least so many bytes are read one by one; shorter ones by one read of everything from the first to the last.
+/// Runs of at least this number of bytes are read one by one. Shorter runs are read together, from the first to the
+/// last.
 const READ_ALONE: usize = 1024;
 
 /// A tensor of a quantised matrix.
+// This enum is exhaustive: a reader must know the suffix of each tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredTensor {
     /// Integers or FP8 bytes.
@@ -31,38 +33,37 @@ pub trait StoredBytes: Sync {
     fn read_bytes(&self, tensor: StoredTensor, first: usize, out: &mut [u8]) -> Result<()>;
 }
 
-/// Which element of a tensor belongs to a row and a column (of scales and zero points: to a row and a group): the one
-/// at `row / rows * row_stride + column / columns * column_stride`.
+/// Which element of a tensor belongs to a row and a column (for scales and zero points: to a row and a group). Its
+/// index is `row / rows * row_stride + column / columns * column_stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredGrid {
-    /// Bytes of an element: of a scale, or of a word of packed integers, 4.
+    /// Bytes of an element: of a scale, or of a word of packed integers, which has 4.
     pub bytes: usize,
     /// Rows that share an element.
     pub rows: usize,
-    /// Columns, or groups, that share one.
+    /// Columns, or groups, that share an element.
     pub columns: usize,
-    /// Elements from one row to the next; 0: all rows share what there is.
+    /// Elements from one row to the next; 0 if all rows share the elements.
     pub row_stride: usize,
-    /// Elements from one column to the next; 0: likewise.
+    /// Elements from one column to the next; 0 if all columns share the elements.
     pub column_stride: usize,
 }
 
-/// Integers packed into words of 32 bits, little-endian. The integer of a row and a column is number
-/// `place[row % rows + column % columns]`, counted from the lowest bits; one of `rows` and `columns` is 1, the other 8 at
-/// most.
+/// Integers packed into words of 32 bits, little-endian. The integer of a row and a column is number `place[row % rows
+/// + column % columns]`, counted from the lowest bits; one of `rows` and `columns` is 1, the other 8 at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredWords {
     /// The words.
     pub grid: StoredGrid,
     /// Bits of an integer: 4 or 8.
     pub bits: u8,
-    /// Where each of the integers that share a word lies in it.
+    /// The place, within a word, of each integer that shares it.
     pub place: [u8; 8],
-    /// What is added to a whole word, wrapping, before its integers are taken.
+    /// A number that is added to a whole word, wrapping, before its integers are taken.
     pub plus: u32,
 }
 
-/// Where a matrix lies in its tensors.
+/// The layout of a matrix in its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredMatrix {
     /// Integers, or FP8 bytes four to a word.
@@ -71,11 +72,11 @@ pub struct StoredMatrix {
     pub zeros: Option<StoredWords>,
     /// Scales.
     pub scales: StoredGrid,
-    /// Their dtype: f32, bf16 or f16.
+    /// The dtype of the scales: f32, bf16 or f16.
     pub scale_dtype: DType,
-    /// The stored row that is the first one here.
+    /// The stored row that is row 0 of this matrix.
     pub first_row: usize,
-    /// The stored column that is the first one here.
+    /// The stored column that is column 0 of this matrix.
     pub first_column: usize,
     /// The stored group of that column.
     pub first_group: usize,
@@ -86,14 +87,14 @@ pub struct StoredMatrix {
 pub struct StoredPart<'a> {
     /// Rows of the matrix.
     pub rows: usize,
-    /// Where it lies.
+    /// The layout of the matrix in its tensors.
     pub matrix: StoredMatrix,
-    /// What to read it from.
+    /// The reader of the bytes.
     pub bytes: &'a dyn StoredBytes,
 }
 
 /// The elements of a tensor that a range of rows and columns needs: `lines` of `run` neighbouring elements each. A copy
-/// holds nothing else, so its strides are shorter.
+/// has only these elements, so its strides are shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Window {
     bytes: usize,
@@ -106,7 +107,7 @@ pub(crate) struct Window {
     /// Strides of the copy.
     pub row_stride: usize,
     pub column_stride: usize,
-    /// Where the copy would have the element of row 0 and column 0, counted from its first one: may lie before that.
+    /// The index that row 0 and column 0 would have in the copy. It may be negative.
     pub origin: i64,
 }
 
@@ -118,7 +119,7 @@ impl StoredGrid {
 
     /// The elements that rows and columns, at least one each, need.
     pub(crate) fn window(&self, rows: Range<usize>, columns: Range<usize>) -> Window {
-        // Where all rows share an element there is one line, or one of a run.
+        // If all rows share an element there is one line, or a run of one element.
         let cut = |range: Range<usize>, shared: usize, stride: usize| match stride {
             0 => (0, 1),
             _ => (range.start / shared, range.end.div_ceil(shared) - range.start / shared),
@@ -157,7 +158,7 @@ impl Window {
         self.lines * self.run * self.bytes
     }
 
-    /// Reads a copy into `out`, which has [`len`](Self::len) bytes; `scratch` keeps its memory from call to call.
+    /// Reads a copy into `out`, which has [`len`](Self::len) bytes. `scratch` keeps its memory from call to call.
     pub(crate) fn read(
         &self,
         from: &dyn StoredBytes,

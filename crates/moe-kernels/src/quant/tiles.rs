@@ -1,8 +1,9 @@
-//! The order of a quantised pack on a device: `cuda/quant/args.cuh` defines it, this makes it on the host.
+//! The order of a quantised pack on a device. `cuda/quant/args.cuh` defines the order, and this file packs in it on the
+//! host.
 //!
-//! Sixteen rows of a matrix are a *tile row*. Its integers lie in tiles of 512 bytes, in the order in which the lanes of a
-//! warp hold the A operand of the tensor cores; its scales and zero points by group. Tile rows are made apart, so that
-//! many threads fill the buffers from which they are copied to the device.
+//! Sixteen rows of a matrix are a *tile row*. Its integers are in tiles of 512 bytes, in the order in which the lanes
+//! of a warp hold the A operand of the tensor cores. Its scales and zero points are by group. Tile rows are packed
+//! independently, so that many threads fill the buffers from which they are copied to the device.
 
 // Only CUDA builds have a device to pack for; the order is tested in all.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -21,13 +22,13 @@ use crate::scheme::{Codes, QuantScheme};
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
-/// Rows that share scales where a scheme in blocks has them.
+/// Rows that share scales in schemes with blocks.
 const BLOCK_ROWS: usize = 128;
 /// Bytes of a tile.
 const TILE_BYTES: usize = 512;
 /// Columns of a k-step of the tensor cores.
 const K_STEP: usize = 16;
-/// Columns of a packed group where a rank holds some columns of each group.
+/// Columns of a packed group if a rank holds only some columns of each group.
 const PART_GROUP: usize = 32;
 
 /// The order of the matrices [E, N, K] of a pack.
@@ -46,13 +47,13 @@ pub(crate) struct Tiles {
     pub groups: usize,
     /// Columns of a logical row.
     width: usize,
-    /// First logical column that the pack holds, without act-order.
+    /// The first logical column of the pack; not used with act-order.
     pub start: usize,
-    /// With act-order, the columns of each matrix.
+    /// With act-order: the columns of each matrix.
     columns: Vec<Sorted>,
 }
 
-/// Rows of a reader on their way into a tile row; they keep their memory from one to the next.
+/// Memory for rows on their way into a tile row, which is reused for the next one.
 #[derive(Default)]
 pub(crate) struct TileScratch {
     rows: [LogicalRows; 2],
@@ -60,7 +61,7 @@ pub(crate) struct TileScratch {
     coded: Vec<u8>,
 }
 
-/// Where a tile row goes: its tiles, and its scales and zero points [groups, 16].
+/// The memory for a tile row: for its tiles, and for its scales and zero points [groups, 16].
 pub(crate) struct TileRow<'a> {
     pub q: &'a mut [u8],
     pub scales: &'a mut [f32],
@@ -72,7 +73,7 @@ impl Tiles {
     /// The order of matrices of one shape and scheme, whose products take `inputs` of x.
     ///
     /// # Errors
-    /// Inputs that there are not; an order of columns that does not name each once.
+    /// Inputs that do not exist; an order of columns that does not name each column once.
     pub(crate) fn new(matrices: &[&dyn QuantRows], inputs: &Range<usize>, gate_up: bool) -> Result<Self> {
         let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
         let (n, width) = first.shape();
@@ -94,7 +95,7 @@ impl Tiles {
             let group = if groups == 1 { k_packed.max(1) } else { size };
             return Ok(Self { dims, scheme, gate_up, k_packed, group, groups, width, start, columns });
         }
-        // Whole groups stay as they are; of others each rank fills up its columns.
+        // Whole groups keep their size. If a rank has a part of each group, it pads its columns to smaller groups.
         let is_part = *inputs != (0..width) && size.is_multiple_of(PART_GROUP);
         let group = if is_part { PART_GROUP } else { size };
         let mut columns = Vec::with_capacity(matrices.len());
@@ -110,7 +111,7 @@ impl Tiles {
         for sorted in &mut columns {
             sorted.logical.resize(k_packed, NO_COLUMN);
             sorted.x.resize(k_packed, NO_COLUMN);
-            // Groups without a column have any scale.
+            // A group without a column may have any scale.
             sorted.groups.resize(groups, 0);
         }
         Ok(Self { dims, scheme, gate_up, k_packed, group, groups, width, start, columns })
@@ -127,12 +128,13 @@ impl Tiles {
         self.k_packed / tile_columns(self.scheme) * TILE_BYTES
     }
 
-    /// Whether groups have zero points of their own.
+    /// Whether each group has its own zero point.
     pub(crate) fn own_zeros(&self) -> bool {
         self.scheme.has_zero_points()
     }
 
-    /// The column of x of each packed column of all matrices, [E, `k_packed`]; `None`: they are in its order.
+    /// The column of x for each packed column of all matrices, [E, `k_packed`]; `None` if the columns are in the order
+    /// of x.
     pub(crate) fn perm(&self) -> Option<Vec<u32>> {
         if self.columns.is_empty() {
             return None;
@@ -140,7 +142,8 @@ impl Tiles {
         Some(self.columns.iter().flat_map(|sorted| &sorted.x).copied().collect())
     }
 
-    /// The rows of the matrix that tile rows hold: of all their rows, or of the first and the second eight of each.
+    /// The rows of the matrix in these tile rows: one range for all rows, or one range for the first and one for the
+    /// second eight rows of each.
     pub(crate) fn rows(&self, tiles: Range<usize>) -> [Range<usize>; 2] {
         let n = self.dims[1];
         let of = |first: usize, each: usize, end: usize| {
@@ -170,7 +173,7 @@ impl Tiles {
     /// Reads the rows of tile row `tile` of matrix `e` and packs them.
     ///
     /// # Errors
-    /// Rows that the reader hands over wrong, and what it reports.
+    /// Rows of a reader that are wrong; the reader's own errors.
     pub(crate) fn pack(
         &self,
         (e, tile): (usize, usize),
@@ -180,7 +183,7 @@ impl Tiles {
     ) -> Result<()> {
         let TileRow { q, scales, zeros } = to;
         let groups = self.scheme.groups(self.width);
-        // Rows that are not there: weights of zero, with the scales of others.
+        // Rows that do not exist get weights of zero, with the scales of other rows.
         scratch.coded.clear();
         scratch.coded.resize(TILE_ROWS * self.k_packed, self.scheme.middle());
         scales.fill(0.0);
@@ -232,7 +235,8 @@ impl Tiles {
         }
     }
 
-    /// A row in packed order; columns that are not there hold the zero point of their group: a weight of zero.
+    /// Writes a row in packed order. Columns that do not exist get the zero point of their group, which is a weight of
+    /// zero.
     fn code(&self, e: usize, row: &[u8], coded: &mut [u8], zero: impl Fn(usize) -> u8) {
         let group = |column: usize| (column / self.group).min(self.groups - 1);
         match self.columns.get(e) {
@@ -258,7 +262,8 @@ pub(crate) fn tile_columns(scheme: QuantScheme) -> usize {
     if scheme.bits() == 4 { 64 } else { 32 }
 }
 
-/// The k-steps of a tile: of 16 columns of row r, and of row r + 8, the two halves, eight integers each; for r = 0 .. 7.
+/// The k-steps of a tile for r = 0 .. 7: 16 columns of row r and 16 columns of row r + 8, as two halves of eight
+/// integers each.
 fn steps(
     coded: &[u8],
     k: usize,
@@ -272,14 +277,14 @@ fn steps(
     })
 }
 
-/// Two bytes of eight.
+/// The two bytes of a lane, out of eight bytes.
 fn pair(bytes: u64, lane: usize) -> u32 {
     u32::from((bytes >> (16 * lane)) as u16)
 }
 
 /// In each k-step, lane 4 r + t of a warp holds the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the rows r and r + 8.
-/// Here (row, column) = (r, 2 t), (r + 8, 2 t), (r, 2 t + 8), (r + 8, 2 t + 8) lie at the bits 0, 4, 8 and 12 of a
-/// word, the odd columns 16 bits higher. The four lanes of a row are made at once, 16 bits of each.
+/// Here (row, column) = (r, 2 t), (r + 8, 2 t), (r, 2 t + 8), (r + 8, 2 t + 8) are at the bits 0, 4, 8 and 12 of a
+/// word, and the odd columns are 16 bits higher. The four lanes of a row are computed at once, with 16 bits each.
 fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
         let (words, _) = q.as_chunks_mut::<4>();
@@ -300,7 +305,7 @@ fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     }
 }
 
-/// [`four_bits`] for integers of 8 bits: bytes of row r at even places, of row r + 8 at odd ones.
+/// [`four_bits`] for integers of 8 bits: bytes of row r are at even places, bytes of row r + 8 at odd ones.
 fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     let apart = |x: u32| {
         let x = u64::from(x);
@@ -321,7 +326,7 @@ fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
     }
 }
 
-/// Scales as a device holds them.
+/// Scales in the form in which a device stores them.
 #[derive(Debug)]
 pub(crate) enum PackedScales {
     F16(Vec<f16>),
@@ -330,8 +335,8 @@ pub(crate) enum PackedScales {
 }
 
 impl PackedScales {
-    /// Whether the rows 128 i to 128 i + 127 have the same `groups` scales, for every i; `of_tile`: how many of a group
-    /// a tile row has.
+    /// Whether the rows 128 i to 128 i + 127 have the same `groups` scales, for every i. `of_tile` is the number of
+    /// scales of a tile row in a group.
     pub(crate) fn in_blocks(&self, groups: usize, of_tile: usize) -> bool {
         let Self::F32(scales) = self else { return false };
         let tile = groups * of_tile;
@@ -341,8 +346,8 @@ impl PackedScales {
         tiles_agree && blocks.remainder().is_empty() && rows_agree()
     }
 
-    /// Integers: the shorter type that holds all of them. FP8: f32, one for eight rows where they agree; how many of a
-    /// tile row's groups come along.
+    /// Chooses the form. Integers have the shorter type that holds all scales. FP8 has f32, with one scale for eight
+    /// rows if these agree. Also returns the number of scales of a tile row in a group.
     pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>) -> (Self, usize) {
         if scheme.codes == Codes::E4m3 {
             let halves = || scales.chunks_exact(TILE_ROWS / 2);

@@ -1,4 +1,4 @@
-//! Packs made here against the definition of the order, place by place.
+//! Compares packs with the definition of their order, place by place.
 
 use candle_core::DType;
 
@@ -51,7 +51,7 @@ impl Scattered {
         }
     }
 
-    /// The weight of column `column` in logical order, and the integers behind it.
+    /// The weight of column `column` in logical order, and the integers from which it is computed.
     fn value(&self, row: usize, column: usize) -> (f32, u8, u8) {
         let group = column / self.scheme.group_size(self.k);
         (self.scale(row, group), self.coded(row, column), self.zero(row, group))
@@ -117,14 +117,14 @@ fn pack(matrices: &[Scattered], inputs: Range<usize>, gate_up: bool) -> Result<M
 }
 
 impl Made {
-    /// What stands at a row of a tile row and a packed column, by the definition of the order.
+    /// The weight at a row of a tile row and a packed column, by the definition of the order.
     fn at(&self, tile_row: usize, row: usize, column: usize) -> (f32, u8, u8) {
         let columns = tile_columns(self.tiles.scheme);
         let tile = tile_row * self.tiles.row_bytes() + column / columns * 512;
         let step = column % columns / 16;
         let inside = column % 16;
         let lane = row % 8 * 4 + inside % 8 / 2;
-        // w0 .. w7 of a lane.
+        // The number of the weight among w0 .. w7 of a lane.
         let i = inside % 2 + row / 8 * 2 + inside / 8 * 4;
         let word = |at: usize| {
             let at = tile + lane * 16 + at * 4;
@@ -144,7 +144,7 @@ impl Made {
         let tiles = &self.tiles;
         let perm = tiles.perm();
         for (e, matrix) in matrices.iter().enumerate() {
-            // The logical column behind each column of x.
+            // The logical column for each column of x.
             let mut logical: Vec<usize> = (0..matrix.k).collect();
             for (j, x) in matrix.perm.iter().flatten().enumerate() {
                 logical[*x as usize] = j;
@@ -241,7 +241,7 @@ fn the_order_of_columns_is_told() -> Result<()> {
         (192, int(4, 64, true, false), 64..192, Input),
         (192, int(4, 64, true, true), 0..192, Sorted),
         (192, int(8, 0, false, true), 0..192, Sorted),
-        // A rank's part; a last group that is shorter; columns that are no whole tiles.
+        // The next cases are a rank's part, a shorter last group, and columns that do not fill whole tiles.
         (192, int(4, 64, true, true), 0..96, Filled),
         (192, int(4, 128, true, true), 0..192, Filled),
         (96, int(4, 32, true, true), 0..96, Filled),
@@ -278,7 +278,7 @@ fn scales_take_the_shortest_exact_type() {
 #[test]
 fn blocks_of_128_rows_are_told_from_others() {
     let groups = 3;
-    // A scale for each row and group: of blocks of so many rows.
+    // The scales, one for each row and group. Blocks of `block` rows share them.
     let scales = |rows: usize, block: usize| -> Vec<f32> {
         let of_tile = |tile: usize| {
             (0..groups * TILE_ROWS).map(move |i| {

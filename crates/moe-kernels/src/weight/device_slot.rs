@@ -1,7 +1,8 @@
-//! One expert of a pack on a device as bytes, without the host: what ranks copy from GPU to GPU when an expert moves.
+//! Reads and writes one expert of a pack on a device as bytes, without the host. Ranks copy these bytes from GPU to GPU
+//! when an expert moves.
 //!
-//! An expert of floats lies in one piece, a quantised one in up to three: integers, scales, zero points. Its bytes are
-//! its pieces, one after the other.
+//! An expert of floats is one contiguous piece. A quantised expert has up to three: integers, scales, zero points. The
+//! bytes of an expert are its pieces, one after the other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,11 +19,11 @@ use crate::tensor::TensorView;
 use crate::view::{View, ViewMut};
 
 impl Weight {
-    /// Shows the bytes [`expert_len`](Weight::expert_len) u8 of `expert` of a pack [E, N, K] on a device piece by piece, each with its
-    /// place among them.
+    /// Passes the bytes of `expert` in a pack [E, N, K] on a device to `see`, piece by piece, each with its index among
+    /// the [`expert_len`](Weight::expert_len) bytes.
     ///
     /// # Errors
-    /// The errors of `expert_len` and `see`; weights on the CPU; an expert that there is not.
+    /// The errors of `expert_len` and `see`; weights on the CPU; an expert that does not exist.
     pub fn see_expert(
         &self,
         expert: usize,
@@ -34,10 +35,11 @@ impl Weight {
         })
     }
 
-    /// Overwrites `expert` of a pack on a device, and of all its clones, by bytes there, in the order of the context's stream.
+    /// Overwrites `expert` of a pack on a device, and of all its clones, with bytes on the device, in the order of the
+    /// context's stream.
     ///
     /// # Errors
-    /// The errors of [`see_expert`](Self::see_expert); another number of bytes, with nothing changed.
+    /// The errors of [`see_expert`](Self::see_expert); a wrong number of bytes, in which case nothing has changed.
     pub fn replace_expert(&self, expert: usize, bytes: View<'_>, ex: &Exec) -> Result<()> {
         let len = self.checked(expert)?;
         if bytes.elem_count() != len {
@@ -49,7 +51,7 @@ impl Weight {
         })
     }
 
-    /// Another number of experts in the order of this pack, from arrays as [`WeightView::arrays`] shows them.
+    /// A pack with another number of experts in the order of this pack, made of arrays as in [`WeightView::arrays`].
     pub(crate) fn of_arrays(&self, mut arrays: Vec<Buffer>, experts: usize) -> Result<Self> {
         let mut dims = self.dims().to_vec();
         dims[0] = experts;
@@ -94,8 +96,8 @@ impl Weight {
 }
 
 impl<'a> WeightView<'a> {
-    /// What a pack on a device consists of, experts one after the other in each: its rows, or the integers, scales and zero points of a
-    /// quantised one.
+    /// The arrays of a pack on a device, with experts one after the other in each: the rows of floats, or the integers,
+    /// scales and zero points of a quantised pack.
     pub(crate) fn arrays(&self, op: &str) -> Result<Vec<View<'a>>> {
         match self {
             Self::Quantised(q) => Ok(q.device_pack(op)?.arrays()),

@@ -6,22 +6,24 @@ use serde::Serialize;
 use crate::cpu::simd::LANES;
 use crate::exec::CpuIsa;
 
-/// How the values of a matrix [N, K] lie in memory.
+/// The order of the values of a matrix [N, K] in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WeightOrder {
     /// Row by row, as in a checkpoint.
     Rows,
-    /// 16 rows at a time, the same k of all of them side by side: `[N / 16][K / D][16][D]`, D = 2 for bf16, else 1.
+    /// 16 rows at a time, with the same k of all of them next to each other: `[N / 16][K / D][16][D]`, where D = 2 for
+    /// bf16, else 1.
     Panels,
 }
 
 impl WeightOrder {
-    /// The best order on a path, for a matrix with rows of `k` values whose products take runs of `run` rows together:
-    /// all of them or, where gate and up rows share a pack, half.
+    /// The best order for an instruction set, for a matrix with rows of `k` values. Products process `run` rows
+    /// together: all rows or, if gate and up rows share a pack, half of them.
     ///
-    /// Panels need whole sixteens of rows, and 16 | k so that no segment of a row-parallel product
-    /// cuts a pair. The matrix registers of AMX load rows as they are, and portable Rust is the specification.
+    /// Panels need a multiple of 16 rows, and 16 must divide k so that no segment of a row-parallel product cuts a
+    /// pair. The matrix registers of AMX load unpacked rows, and portable Rust is the specification, so both use rows.
     pub fn best(isa: CpuIsa, dtype: DType, run: usize, k: usize) -> Self {
         let is_vectors = match isa {
             CpuIsa::Avx2 | CpuIsa::Avx2Vnni => true,

@@ -1,4 +1,4 @@
-//! Quantised weights: the packs of the CPU and of CUDA devices as one.
+//! Quantised weights: one type for the packs of the CPU and of CUDA devices.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 #[cfg(feature = "cuda")]
 use crate::cuda::quant::DevicePack;
 use crate::plan::QuantWeights;
-use crate::quant::{QuantMatrix, QuantPacking, QuantUse};
+use crate::quant::{QuantPacking, QuantStack, QuantUse};
 use crate::scheme::QuantScheme;
 
 /// Packed integers or FP8.
@@ -21,11 +21,11 @@ pub(super) struct Quantised {
     pub dtype: DType,
 }
 
-/// Matrices in the order of a machine's kernels.
+/// Matrices in the order that the kernels of a machine read.
 #[derive(Clone, Debug)]
 pub(super) enum Pack {
-    /// Read by products, written where an expert of it is replaced.
-    Cpu(Arc<RwLock<QuantMatrix>>),
+    /// Products read it. It is written when one of its experts is replaced.
+    Cpu(Arc<RwLock<QuantStack>>),
     #[cfg(feature = "cuda")]
     Cuda(Arc<DevicePack>),
 }
@@ -98,10 +98,10 @@ impl Pack {
     }
 }
 
-/// A quantised weight under the read guard of its matrices, if they are on the CPU.
+/// A quantised weight under the read guard of its matrices if they are on the CPU.
 pub(super) struct QuantGuard<'a> {
     weight: &'a Quantised,
-    matrix: Option<RwLockReadGuard<'a, QuantMatrix>>,
+    matrix: Option<RwLockReadGuard<'a, QuantStack>>,
 }
 
 impl<'a> QuantGuard<'a> {
@@ -119,26 +119,26 @@ impl<'a> QuantGuard<'a> {
     }
 }
 
-/// A quantised weight: made by [`Weight::of_quantised`](crate::Weight::of_quantised) alone.
+/// A quantised weight. Only [`Weight::of_quantised`](crate::Weight::of_quantised) makes it.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantView<'a> {
     pub(super) weight: &'a Quantised,
-    pub(super) matrix: Option<&'a QuantMatrix>,
+    pub(super) matrix: Option<&'a QuantStack>,
     /// [N, K] or [E, N, K].
     pub(super) dims: &'a [usize],
 }
 
 impl<'a> QuantView<'a> {
-    /// How it is quantised.
+    /// Its quantisation.
     pub fn scheme(self) -> QuantScheme {
-        self.matrix.map_or_else(|| self.weight.pack.scheme(), QuantMatrix::scheme)
+        self.matrix.map_or_else(|| self.weight.pack.scheme(), QuantStack::scheme)
     }
 
     fn usage(self) -> QuantUse {
-        self.matrix.map_or_else(|| self.weight.pack.usage(), QuantMatrix::usage)
+        self.matrix.map_or_else(|| self.weight.pack.usage(), QuantStack::usage)
     }
 
-    /// Segments of K that a dense product sums by themselves.
+    /// The number of segments of K that a dense product sums separately.
     ///
     /// # Errors
     /// A weight that is packed for gate and up.
@@ -163,11 +163,11 @@ impl<'a> QuantView<'a> {
         }
     }
 
-    /// The matrices as the CPU packs them.
+    /// The matrices in the order of the CPU.
     ///
     /// # Errors
     /// A weight on a device.
-    pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
+    pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantStack> {
         match self.matrix {
             Some(matrix) => Ok(matrix),
             None => bail!("{op}: expected quantised weights on the CPU, got some on a CUDA device"),

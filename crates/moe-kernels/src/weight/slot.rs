@@ -1,8 +1,9 @@
-//! One expert of a pack as bytes: what ranks send each other when an expert moves.
+//! One expert of a pack as bytes. Ranks send each other these bytes when an expert moves.
 //!
-//! The bytes are of the pack's own order (rows, panels, quantised panels), and the same for the same expert in any pack of the same
-//! shape, dtype and instruction set, so that a checksum of them names the expert's weights. Writing changes all clones of a
-//! weight at once; who writes sees to it that no product reads meanwhile.
+//! The bytes are in the pack's own order (rows, panels, quantised panels). They are the same for the same expert in any
+//! pack of the same shape, dtype and instruction set, so that a checksum of them identifies the expert's weights.
+//! Writing changes all clones of a weight at once. The caller of a write must make sure that no product reads the
+//! weight at the same time.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
@@ -15,10 +16,10 @@ use crate::view::View;
 pub(super) const OP: &str = "an expert's weights";
 
 impl Weight {
-    /// Bytes of one expert of a pack [E, N, K], as [`expert_bytes`](Self::expert_bytes) gives them.
+    /// The number of bytes that [`expert_bytes`](Self::expert_bytes) returns for one expert of a pack [E, N, K].
     ///
     /// # Errors
-    /// A matrix; quantised experts each with an order of columns of its own.
+    /// A matrix; quantised experts that each have their own order of columns.
     pub fn expert_len(&self) -> Result<usize> {
         let &[_, n, k] = self.dims() else { bail!("{OP}: expected a pack [E, N, K], got {:?}", self.dims()) };
         match &self.0 {
@@ -34,7 +35,7 @@ impl Weight {
     /// The weights of `expert` of a pack [E, N, K], little endian, in the order of the pack.
     ///
     /// # Errors
-    /// The errors of [`expert_len`](Self::expert_len); an expert that there is not; weights on a device.
+    /// The errors of [`expert_len`](Self::expert_len); an expert that does not exist; weights on a device.
     pub fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
         let len = self.checked(expert)?;
         match &self.0 {
@@ -50,10 +51,11 @@ impl Weight {
         }
     }
 
-    /// Overwrites `expert` of a pack, and of all its clones, by what [`expert_bytes`](Self::expert_bytes) of an equal pack gave.
+    /// Overwrites `expert` of a pack, and of all its clones, with the result of [`expert_bytes`](Self::expert_bytes) of
+    /// an equal pack.
     ///
     /// # Errors
-    /// The errors of `expert_bytes`; another number of bytes. Then nothing has changed.
+    /// The errors of `expert_bytes`; a wrong number of bytes. Then nothing has changed.
     pub fn write_expert(&self, expert: usize, bytes: &[u8]) -> Result<()> {
         let len = self.checked(expert)?;
         if bytes.len() != len {
@@ -72,9 +74,9 @@ impl Weight {
         }
     }
 
-    /// What two packs of equal experts must have in common for [`expert_bytes`](Self::expert_bytes) of one to mean the
-    /// same in the other, beside shape and dtype: on a device the scales of quantised experts, which are kept as short
-    /// as all of them allow.
+    /// The properties, in addition to shape and dtype, that two packs of equal experts must share if
+    /// [`expert_bytes`](Self::expert_bytes) of one is to be valid in the other. On a device these are the types of the
+    /// scales of quantised experts, which are as short as all experts allow.
     pub fn expert_form(&self) -> String {
         #[cfg(feature = "cuda")]
         if let Held::Quantised(q) = &self.0

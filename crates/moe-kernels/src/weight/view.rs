@@ -4,11 +4,12 @@ use candle_core::{DType, Result, bail};
 
 use super::order::WeightOrder;
 use super::quantised::QuantView;
-use crate::door::Shaped;
+use crate::arguments::Shaped;
 use crate::view::View;
 
-/// The weight of a product as ops take it; any [`View`] is one in rows.
+/// The weight of a product in the form that ops take. Any [`View`] is a weight in rows.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum WeightView<'a> {
     /// Row by row.
     Rows(View<'a>),
@@ -18,7 +19,7 @@ pub enum WeightView<'a> {
     Quantised(QuantView<'a>),
 }
 
-/// A weight in panels: made by [`Weight::packed`](crate::Weight::packed) alone.
+/// A weight in panels. Only [`Weight::packed`](crate::Weight::packed) makes it.
 #[derive(Clone, Copy, Debug)]
 pub struct PanelsView<'a>(pub(super) View<'a>);
 
@@ -29,7 +30,7 @@ impl<'a> From<View<'a>> for WeightView<'a> {
 }
 
 impl<'a> WeightView<'a> {
-    /// Its rows, for a kernel that takes nothing else.
+    /// Its rows, for a kernel that accepts no other order.
     ///
     /// # Errors
     /// A weight in another order.
@@ -43,10 +44,10 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// The matrix [N, K] of a pack of one, [1, N, K].
+    /// The matrix [N, K] of a pack with one expert, [1, N, K].
     ///
     /// # Errors
-    /// A pack of several; panels.
+    /// A pack with several experts; panels.
     pub fn only_matrix(&self, op: &str) -> Result<Self> {
         match (self, self.dims()) {
             (Self::Quantised(q), &[1, _, _]) => Ok(Self::Quantised(QuantView { dims: &q.dims[1..], ..*q })),
@@ -71,7 +72,7 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// The values, whatever their order, and the order.
+    /// The values in their order, and the order.
     ///
     /// # Errors
     /// A quantised weight.

@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 use half::{bf16, f16};
-use moe_kernels::{ATTENTION_BLOCK, AttentionMeta, CpuIsa, Float, paged_attention_into};
+use moe_kernels::{ATTENTION_BLOCK, AttentionMeta, CpuIsa, Float, View, paged_attention_into};
 use proptest::prelude::*;
 
 use crate::common::{bits, data, exec, filled, isas, rounding, values, view, wide};
@@ -17,6 +17,8 @@ struct Sequence<T, Q> {
     k: Vec<T>,
     v: Vec<T>,
     window: Option<usize>,
+    /// A logit for each head.
+    sinks: Option<Vec<f32>>,
 }
 
 /// How the rows reach the op.
@@ -34,7 +36,17 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
         let q = data::<Q>(len * hq * d, seed);
         let k = data(len * hkv * d, seed ^ 1);
         let v = data(len * hkv * d, seed ^ 2);
-        Self { len, hq, hkv, d, q, k, v, window }
+        Self { len, hq, hkv, d, q, k, v, window, sinks: None }
+    }
+
+    /// With sinks from below to above the scores of the rows.
+    fn with_sinks(self) -> Self {
+        let sinks = (0..self.hq).map(|head| [-200.0, 0.3, 2.5, 40.0][(head + self.len) % 4]).collect();
+        Self { sinks: Some(sinks), ..self }
+    }
+
+    fn sinks(&self) -> Option<View<'_>> {
+        self.sinks.as_ref().map(|sinks| view(sinks, &[self.hq]))
     }
 
     const SCALE: f32 = 0.7;
@@ -75,6 +87,7 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
                 block_tables: view(&table, &[1, table.len()]),
                 scale: Self::SCALE,
                 sliding_window: self.window,
+                sinks: self.sinks(),
             };
             let mut part = filled::<T>(&[rows, hq * d])?;
             let q = view(&self.q[start * hq * d..end * hq * d], &[rows, hq, d]);
@@ -100,7 +113,8 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
                     q.iter().zip(&k[at(p)..]).map(|(a, b)| a * b).sum::<f64>() * Self::SCALE as f64
                 };
                 let weights: Vec<f64> = seen.clone().map(|p| score(p).exp()).collect();
-                let total: f64 = weights.iter().sum();
+                let sink = self.sinks.as_ref().map_or(0.0, |sinks| (sinks[head] as f64).exp());
+                let total = weights.iter().sum::<f64>() + sink;
                 out.extend(
                     (0..self.d).map(|i| {
                         seen.clone().zip(&weights).map(|(p, w)| w * v[at(p) + i]).sum::<f64>() / total
@@ -135,9 +149,9 @@ fn schedule() -> impl Strategy<Value = Schedule> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// However the rows are cut into calls, whatever the block size and the threads: the same
-    /// bits, and those of the definition up to rounding. Unwritten cache slots hold NaN, so a
-    /// read beyond what a row sees would show.
+    /// The bits are the same for every division of the rows into calls, every block size and every number of threads,
+    /// and equal to the definition up to rounding. Unwritten cache slots hold NaN, so a read beyond what a row sees
+    /// would be noticed.
     #[test]
     fn attention_is_that_of_the_row_alone(
         len in 1usize..200, hkv in 1usize..3, group in 1usize..5,
@@ -153,6 +167,19 @@ proptest! {
             _ => Sequence::<f16, f16>::new(len, heads, d, window, seed).check(&[a, b]),
         }.unwrap();
     }
+
+    /// The same with a sink in the softmax of each head.
+    #[test]
+    fn sinks_are_terms_of_the_denominator(
+        len in 1usize..200, group in 1usize..5, d in proptest::sample::select(&[8usize, 20, 64][..]),
+        window in proptest::option::of(1usize..150), a in schedule(), b in schedule(), seed: u64,
+    ) {
+        let heads = (2 * group, 2);
+        match seed % 2 {
+            0 => Sequence::<f32, f32>::new(len, heads, d, window, seed).with_sinks().check(&[a, b]),
+            _ => Sequence::<bf16, f32>::new(len, heads, d, window, seed).with_sinks().check(&[a, b]),
+        }.unwrap();
+    }
 }
 
 /// Long contexts cut their blocks among tasks when there are few rows.
@@ -160,7 +187,7 @@ proptest! {
 fn long_contexts_split_and_keep_their_bits() -> Result<()> {
     let len = 13 * ATTENTION_BLOCK + 5;
     for window in [None, Some(600)] {
-        let s = Sequence::<bf16, f32>::new(len, (4, 1), 32, window, 3);
+        let s = Sequence::<bf16, f32>::new(len, (4, 1), 32, window, 3).with_sinks();
         for isa in isas() {
             let whole = s.run(isa, Schedule { chunk: len, block_size: 16, threads: 1 })?;
             for (threads, block_size) in [(1, 16), (3, 7), (3, 100)] {
@@ -176,6 +203,7 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
                         block_tables: view(&table, &[1, table.len()]),
                         scale: Sequence::<bf16, f32>::SCALE,
                         sliding_window: window,
+                        sinks: s.sinks(),
                     };
                     let mut out = filled::<bf16>(&[1, 4 * 32])?;
                     let q = view(&s.q[row * 4 * 32..][..4 * 32], &[1, 4, 32]);
@@ -230,6 +258,7 @@ fn sequences_do_not_meet_and_padding_is_zero() -> Result<()> {
         block_tables: view(&tables, &[3, max_blocks]),
         scale: Sequence::<f32, f32>::SCALE,
         sliding_window: None,
+        sinks: None,
     };
     for isa in isas() {
         let mut out = filled::<f32>(&[t, hq * d])?;

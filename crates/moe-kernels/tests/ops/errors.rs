@@ -51,8 +51,8 @@ fn row_ops_name_the_argument() {
     let weight = f32s(&[4]);
     let r = rms_norm_into(x.view(), f32s(&[3]).view(), 1e-6, f32s(&[2, 4]).view_mut(), ex);
     says(r, &["rms_norm", "weight with dims [4]", "[3]"]);
-    let r = rms_norm_into(x.view(), weight.view(), 1e-6, zeros(DType::F16, &[2, 4]).view_mut(), ex);
-    says(r, &["out of dtype f32", "f16"]);
+    let r = rms_norm_into(x.view(), zeros(DType::BF16, &[4]).view(), 1e-6, f32s(&[2, 4]).view_mut(), ex);
+    says(r, &["rms_norm", "weight", "f32", "bf16"]);
     let mut residual = f32s(&[2, 3]);
     let mut out = f32s(&[2, 4]);
     let r = add_rms_norm_into(x.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex);
@@ -132,6 +132,7 @@ struct Cache {
     tables: Vec<u32>,
     bounds: Vec<u32>,
     window: Option<usize>,
+    sinks: Option<&'static [f32]>,
     heads: (usize, usize, usize),
 }
 
@@ -143,6 +144,7 @@ impl Cache {
             tables: vec![0, 1, 4, 3, u32::MAX, 7],
             bounds: vec![0, 3, 3],
             window: None,
+            sinks: None,
             heads: (4, 2, 6),
         }
     }
@@ -179,6 +181,7 @@ impl Cache {
             block_tables: View::new(&self.tables, &[2, self.tables.len() / 2]).unwrap(),
             scale: 1.0,
             sliding_window: self.window,
+            sinks: self.sinks.map(|sinks| view(sinks, &[sinks.len()])),
         };
         let ex = &mut Exec::cpu();
         paged_attention_into(q.view(), cache.view(), cache.view(), &meta, out.view_mut(), ex)
@@ -204,6 +207,15 @@ fn cache_ops_check_every_index_they_follow() {
     let bad = Cache { bounds: vec![0, 2, 1], ..Cache::good() };
     says(bad.attention(), &["ascends", "[0, 2, 1]"]);
     says(Cache { window: Some(0), ..Cache::good() }.attention(), &["sliding_window of at least 1"]);
+    says(Cache { sinks: Some(&[0.0; 3]), ..Cache::good() }.attention(), &["sinks with dims [4]", "[3]"]);
     says(Cache { heads: (4, 3, 6), ..Cache::good() }.attention(), &["3 key heads do not divide 4"]);
     says(Cache { positions: vec![0, 1], ..Cache::good() }.attention(), &["positions with dims [3]", "[2]"]);
+}
+
+#[test]
+fn a_pool_has_a_number_of_threads_that_a_machine_can_have() {
+    for n in [0, Exec::MAX_THREADS + 1, usize::MAX] {
+        let error = Exec::cpu().with_threads(n).err().unwrap().to_string();
+        assert!(error.contains(&format!("expected 1 to 4096, got {n}")), "{error}");
+    }
 }

@@ -10,8 +10,10 @@ use proptest::prelude::*;
 
 use crate::common::{bits, data, exact, exec, filled, isas, product, rounding, values, view, wide};
 
-const ACTIVATIONS: [Activation; 4] = [
+const ACTIVATIONS: [Activation; 6] = [
     Activation::SwiGlu,
+    Activation::ClampedSwiGlu { limit: 0.75 },
+    Activation::Relu,
     Activation::SwiGluOai { alpha: 1.702, limit: 0.75 },
     Activation::Gelu,
     Activation::GeluTanh,
@@ -21,6 +23,12 @@ const ACTIVATIONS: [Activation; 4] = [
 fn activate(activation: Activation, g: f64, u: f64) -> f64 {
     match activation {
         Activation::SwiGlu => g / (1.0 + (-g).exp()) * u,
+        Activation::Relu => g.max(0.0) * u,
+        Activation::ClampedSwiGlu { limit } => {
+            let limit = limit as f64;
+            let g = g.min(limit);
+            g / (1.0 + (-g).exp()) * u.clamp(-limit, limit)
+        }
         Activation::SwiGluOai { alpha, limit } => {
             let g = g.min(limit as f64);
             let limit = limit as f64;
@@ -31,6 +39,7 @@ fn activate(activation: Activation, g: f64, u: f64) -> f64 {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
             0.5 * g * (1.0 + inner.tanh()) * u
         }
+        other => panic!("no definition of {other:?} here"),
     }
 }
 

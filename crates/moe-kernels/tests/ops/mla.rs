@@ -202,6 +202,7 @@ fn attend<K: Float>(
         block_tables: view(&table, &[1, blocks]),
         scale: 0.4,
         sliding_window: None,
+        sinks: None,
     };
     let mut out = filled::<K>(&[len, heads * value_dim])?;
     let keys = view(&keys, &[blocks, 1, size, k.1]);
@@ -337,6 +338,7 @@ fn prompts_agree_with_keys_and_values_of_every_head() -> Result<()> {
             block_tables: view(&tables, &[2, 2]),
             scale: 0.3,
             sliding_window: None,
+            sinks: None,
         },
         positions: 9,
     };

@@ -5,7 +5,8 @@ use candle_core::Result;
 use half::{bf16, f16};
 use moe_kernels::quant::{LogicalRows, QuantMatrix, QuantUse};
 use moe_kernels::{
-    Exec, Float, Segment, linear_into, linear_row_parallel_into, linear_segment_into, row_parallel_segments,
+    Codes, Exec, Float, QuantGroup, QuantScheme, Segment, linear_into, linear_row_parallel_into,
+    linear_segment_into, row_parallel_segments,
 };
 use proptest::prelude::*;
 
@@ -28,6 +29,7 @@ fn check<T: Float>(
     for scheme in schemes(k) {
         let plain = Plain::new(n, k, scheme, narrow, seed);
         let w = plain.dequantised();
+        let magnitudes = plain.magnitudes();
         let packed = pack(&plain, usage).unwrap();
         let mut back = vec![0.0; n * k];
         packed.dequantise_into(0, 0..n, &mut back).unwrap();
@@ -38,7 +40,9 @@ fn check<T: Float>(
                 let x = &x[i / n * k..][..k];
                 let w = &w[i % n * k..][..k];
                 let terms = x.iter().zip(w).map(|(x, w)| f64::from(x.widen()) * f64::from(*w));
-                let (want, sum): (f64, f64) = terms.fold((0.0, 0.0), |(a, b), t| (a + t, b + t.abs()));
+                let want: f64 = terms.sum();
+                let magnitudes = x.iter().zip(&magnitudes[i % n * k..][..k]);
+                let sum: f64 = magnitudes.map(|(x, m)| f64::from(x.widen().abs()) * f64::from(*m)).sum();
                 let largest = x.iter().map(|x| x.widen().abs()).fold(0.0, f32::max);
                 let weights: f64 = w.iter().map(|w| f64::from(w.abs())).sum();
                 let fixed = f64::from(largest) * weights / f64::from(1 << 15);
@@ -91,7 +95,7 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
                         want,
                         "{scheme} {isa:?}"
                     );
-                    if !scheme.is_int() {
+                    if scheme.codes == Codes::E4m3 {
                         let got = bits(&linear::<bf16, f32>(&x, &packed, None, &mut ex)?);
                         assert_eq!(got, want, "{scheme} {isa:?}");
                     }
@@ -105,14 +109,14 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
 /// Sums of the largest integers, which come closest to what 32 bits hold.
 #[test]
 fn the_largest_sums_are_exact() -> Result<()> {
-    for (bits, most) in [(4, 15u8), (8, 255)] {
+    for (bits, most) in [(4, 15u8), (5, 31), (6, 63), (8, 255)] {
         for (k, sign) in [(128, 1.0), (128, -1.0), (1024, 1.0)] {
             let scheme = int(bits, 128, true, false);
             let rows = LogicalRows {
                 q: vec![most; 16 * k],
                 scale: vec![1.0; k / 8],
                 zero: vec![0; k / 8],
-                minimum: Vec::new(),
+                ..LogicalRows::default()
             };
             let packed = pack(&Plain { n: 16, k, scheme, rows, perm: None }, QuantUse::Linear)?;
             let x = bf16::from_f32(sign * 1.9921875);
@@ -126,8 +130,8 @@ fn the_largest_sums_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// A row's bits do not depend on the rows beside it, on threads, or on how many segments are computed at a time; and
-/// paths that fuse multiply-adds agree.
+/// A row's bits do not depend on the other rows, on threads, or on how many segments are computed at a time; and paths
+/// that fuse multiply-adds agree.
 #[test]
 fn bits_depend_on_the_row_alone() -> Result<()> {
     let n = 77;
@@ -140,6 +144,16 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
         (512, int(4, 32, true, false)),
         (768, int(4, 0, false, true)),
         (512, int(8, 128, true, true)),
+        (768, int(5, 128, true, false)),
+        (768, int(6, 128, true, false)),
+        (768, int(4, 128, false, false).with_minima()),
+        (512, int(4, 32, false, false).with_minima().with_shared_scales(8)),
+        (512, int(5, 32, false, false).with_minima().with_shared_scales(8)),
+        (512, int(6, 16, false, false).with_shared_scales(16)),
+        (512, QuantScheme::iq4_nl(QuantGroup::Size(32)).with_shared_scales(8)),
+        (512, QuantScheme::fp4(QuantGroup::Size(32))),
+        (768, QuantScheme::fp4(QuantGroup::Size(128))),
+        (512, QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales()),
     ] {
         let x = data::<bf16>(300 * k, 9);
         let packed = pack(&Plain::new(n, k, scheme, true, 8), QuantUse::RowParallel { segments })?;
@@ -171,14 +185,16 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
     Ok(())
 }
 
-/// Scales and inputs of any size, NaN too, give many rows the bits that each has alone, where scales are always multiplied: many
-/// rows add exponents in place of that if none can leave its range.
+/// With scales and inputs of any size, and NaN, many rows have the bits that each has alone. A single row always
+/// multiplies scales; many rows add exponents instead if none can leave its range.
 #[test]
 fn scales_of_any_size() -> Result<()> {
     let rows = 20;
     let n = 40;
     let k = 256;
-    for scheme in [int(4, 32, false, false), int(8, 128, true, false)] {
+    let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
+    let minima = int(4, 32, false, false).with_minima();
+    for scheme in [int(4, 32, false, false), int(8, 128, true, false), fp4, minima] {
         for scale in [0.02f32, 0.0, -0.5, 6e-8, 3e4, 6e4, 1e-30, 1e30, f32::NAN] {
             let mut plain = Plain::new(n, k, scheme, true, 3);
             plain.rows.scale[5] = scale;
@@ -219,7 +235,7 @@ fn a_rank_has_the_bits_of_its_segments() -> Result<()> {
             q: columns(&whole.rows.q, k / 2),
             scale,
             zero: columns(&whole.rows.zero, 12),
-            minimum: Vec::new(),
+            ..LogicalRows::default()
         };
         Plain { n, k: k / 2, scheme: whole.scheme, rows, perm: None }
     };
@@ -250,6 +266,12 @@ fn memory_and_values_that_are_not_finite() -> Result<()> {
     assert_eq!(w.bytes(), n * k / 2 + n * (k / 32) * 2);
     let wide = pack(&Plain::new(n, k, int(4, 32, true, false), false, 3), QuantUse::Linear)?;
     assert_eq!(wide.bytes(), n * k / 2 + n * (k / 32) * 5);
+    let shared = int(6, 16, false, false).with_shared_scales(16);
+    let two = pack(&Plain::new(n, k, shared, false, 3), QuantUse::Linear)?;
+    assert_eq!(two.bytes(), n * k * 6 / 8 + n * (k / 16) + n * 2);
+    let minima = int(5, 32, false, false).with_minima().with_shared_scales(8);
+    let minima = pack(&Plain::new(n, k, minima, false, 3), QuantUse::Linear)?;
+    assert_eq!(minima.bytes(), n * k * 5 / 8 + 2 * (n * (k / 32) + n * 2));
     let mut x = data::<bf16>(3 * k, 4);
     let mut ex = Exec::cpu();
     let clean = linear::<bf16, f32>(&x, &w, None, &mut ex)?;
@@ -270,7 +292,7 @@ fn errors_say_what_is_wrong() -> Result<()> {
         assert!(e.contains(what), "{e}");
     };
     let good = plain(int(4, 32, true, false));
-    fails(&plain(int(3, 32, true, false)), QuantUse::Linear, "expected int4, int8, fp8 or fp4");
+    fails(&plain(int(3, 32, true, false)), QuantUse::Linear, "expected integers of 4, 5, 6 or 8 bits");
     fails(&good, QuantUse::RowParallel { segments: 7 }, "7 segments do not divide");
     fails(&Plain::new(3, 32, int(8, 32, true, false), true, 1), QuantUse::GateUp, "even number of rows");
     let mut bad = plain(int(4, 32, true, false));
@@ -279,6 +301,17 @@ fn errors_say_what_is_wrong() -> Result<()> {
     let mut bad = plain(int(4, 32, false, false));
     bad.rows.zero[0] = 7;
     fails(&bad, QuantUse::Linear, "zero point 7");
+    let mut bad = plain(int(4, 32, false, false).with_shared_scales(2));
+    bad.rows.scale_levels.factor.pop();
+    fails(&bad, QuantUse::Linear, "factors and shared numbers");
+    fails(
+        &plain(int(4, 32, false, false).with_shared_scales(3)),
+        QuantUse::Linear,
+        "a power of two of groups",
+    );
+    let mut bad = plain(QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales());
+    bad.rows.scale_levels.factor[2] = 0xff;
+    fails(&bad, QuantUse::Linear, "an FP8 scale is NaN");
     let mut bad = plain(PER_TENSOR);
     bad.rows.q[7] = 0xff;
     fails(&bad, QuantUse::Linear, "NaN");

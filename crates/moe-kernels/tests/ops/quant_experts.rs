@@ -88,8 +88,8 @@ fn experts_are_dense_products() -> Result<()> {
     Ok(())
 }
 
-/// Rows for several experts: one that comes again is packed once where columns lie in one order, and anew for another order. Each
-/// slot has the bits of its expert alone.
+/// Rows for several experts: a row that is used again is packed once if the columns have the same order, and again for
+/// another order. Each slot has the bits of its expert alone.
 #[test]
 fn a_row_for_several_experts() -> Result<()> {
     let h = 96;

@@ -1,12 +1,12 @@
-//! The loop itself: separate matrices of the experts on this rank, one expert after the other.
+//! The loop: the experts on this rank have separate matrices and are computed one after the other.
 //!
-//! Rows of an expert are gathered, multiplied by dense products, and put back to their slots.
-//! Several ranks run it too: each its own experts, or its part of every one.
+//! Rows of an expert are gathered, multiplied by dense products, and written back to their slots. Several ranks can run
+//! the loop, too. Each has its own experts, or its part of every expert.
 
 use moe_comm::RowShard;
 use moe_experts::{ExpertWeights, Experts, ExpertsShape, Reservation};
+use moe_kernels::arguments::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
     Activation, ActivationFormat, Buffer, Dispatched, Exec, Segment, TensorView, View, ViewMut,
     embedding_into, fill_into, gated_activation_into, group_slots_into, linear_into,
@@ -30,17 +30,17 @@ pub struct ExpertLoop {
     experts: Vec<ExpertMlp>,
     shape: ExpertsShape,
     activation: Activation,
-    /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
+    /// This rank's segments of the intermediate size, if tensor parallelism cuts the experts.
     segments: Option<usize>,
     format: ActivationFormat,
-    /// Rows of a block at most, in the BatchedExperts format.
+    /// The largest number of rows of a block, in the BatchedExperts format.
     max_rows: Option<usize>,
 }
 
 const NAME: &str = "legacy experts";
 
 impl ExpertLoop {
-    /// Experts of this shape; a rank may have none.
+    /// Makes experts of this shape. A rank may have none.
     ///
     /// # Errors
     /// Another number of experts; matrices of other dims or another dtype.
@@ -72,7 +72,7 @@ impl ExpertLoop {
         })
     }
 
-    /// Experts whose matrices are parts of the packs.
+    /// Makes experts whose matrices are parts of the packs.
     pub(super) fn of_packs(weights: &ExpertWeights, activation: Activation) -> Result<Self> {
         let ExpertsShape { num_local_experts, intermediate_size: i, .. } = weights.shape();
         let w13 = weights.w13().to_tensor()?;
@@ -86,19 +86,20 @@ impl ExpertLoop {
         Self::new(experts, weights.shape(), activation)
     }
 
-    /// Makes these the parts of experts that ranks cut along their intermediate size.
+    /// Marks these as the parts of experts that ranks cut along their intermediate size.
     pub(super) fn with_shard(self, shard: &RowShard) -> Self {
         let local = shard.local_segments.len();
         Self { segments: (local < shard.segments).then_some(local), ..self }
     }
 
-    /// The same experts for rows in this format; blocks of the BatchedExperts format have at most `max_rows` rows.
+    /// Returns the same experts for rows in this format. Blocks of the BatchedExperts format have at most `max_rows`
+    /// rows.
     pub(crate) fn with_format(self, format: ActivationFormat, max_rows: Option<usize>) -> Self {
         Self { format, max_rows, ..self }
     }
 
-    /// Runs every expert here that a slot names. `out` [S, T, K, H] f32 gets their unweighted rows, S
-    /// sums of each where the experts are cut and else one; rows without an expert here become zero.
+    /// Runs every expert on this rank that a slot names. `out` [S, T, K, H] f32 receives their unweighted rows: S sums
+    /// for each row if the experts are cut, and otherwise one. Rows without an expert on this rank become zero.
     fn slots_into(
         &self,
         hidden: View,
@@ -146,8 +147,8 @@ impl ExpertLoop {
         Ok(())
     }
 
-    /// The expert's rows of `x` [R, H], from row `start` on in `out` [S * stride, H] f32: one sum for
-    /// each segment, `stride` rows apart.
+    /// Computes the expert's rows of `x` [R, H], and writes them from row `start` of `out` [S * stride, H] f32 on.
+    /// There is one sum for each segment, at a distance of `stride` rows.
     fn expert_into(
         &self,
         expert: &ExpertMlp,
@@ -175,7 +176,7 @@ impl ExpertLoop {
         Ok(())
     }
 
-    /// Batched rows [E_local, max_tokens, H]: each expert computes the first rows of its block.
+    /// Computes batched rows [E_local, max_tokens, H]. Each expert computes the first rows of its block.
     fn batches_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let rows = dispatched.rows.view();
         let counts = dispatched.expert_num_tokens()?;
@@ -263,8 +264,8 @@ impl Experts for ExpertLoop {
     }
 }
 
-/// The grouped row of each of `slots` slots and the token of each grouped row. Slots that no group has read
-/// row 0 first, and become zero after.
+/// Returns the grouped row of each of `slots` slots, and the token of each grouped row. Slots without a group first
+/// read row 0, and are set to zero afterwards.
 fn invert(order: &[u32], top_k: usize, slots: usize) -> (Vec<u32>, Vec<u32>) {
     let mut place = vec![0; slots];
     for (row, &slot) in order.iter().enumerate() {
@@ -273,7 +274,8 @@ fn invert(order: &[u32], top_k: usize, slots: usize) -> (Vec<u32>, Vec<u32>) {
     (place, order.iter().map(|slot| slot / top_k as u32).collect())
 }
 
-/// Which experts have rows is read on the host, from a GPU by waiting for it: nothing that a graph could record.
+/// Copies a view to the host, which must know the experts that have rows. On a GPU it waits for the copy, so a graph
+/// cannot record it.
 fn on_host(view: View, ex: &Exec) -> Result<Buffer> {
     if ex.is_cuda() && ex.workspace().is_frozen() {
         bail!("{NAME} read counts of rows on the host, so their steps run without CUDA graphs")

@@ -1,4 +1,5 @@
-//! Sums that return from other ranks straight to the residual stream, with the norm: the bits of the layer's output, added.
+//! Sums that return from other ranks are added to the residual stream and normed in one launch, with the same bits as
+//! the layer's output.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -15,13 +16,13 @@ use crate::chunks::{five_experts, spread};
 use crate::offering::{Offering, Taken};
 use crate::{bits, message, run};
 
-/// What computes a prompt where addition and next norm may be fused with the experts.
+/// The form that computes a prompt if addition and next norm may be fused with the experts.
 fn form(block: &SparseMoeBlock) -> MoeForm {
     block.choose(&PlanStep::prompts(3), &[Fusion::AddNorm, Fusion::Nothing], &Machine::default())
 }
 
-/// What a rank has of a layer: its sums; and from the same layer with the addition and the norm that follow, the residual stream and its
-/// norm.
+/// The results of a rank: the layer's sums; and the residual stream and its norm from the same layer with the addition
+/// and the norm that follow.
 #[derive(Debug, PartialEq)]
 struct Bits {
     sums: Vec<u32>,
@@ -29,7 +30,7 @@ struct Bits {
     normed: Vec<u32>,
 }
 
-/// What two ranks get for 3 and 6 rows. The second one has experts of its own.
+/// The results of two ranks for 3 and 6 rows. The second rank has other experts than the first.
 fn on_two_ranks(parallel: ParallelConfig, chunked: ChunkedMoe, offers: Option<&Taken>) -> Result<Vec<Bits>> {
     let (p, options, vb) = five_experts(9)?;
     let x = p.rows()?;
@@ -68,7 +69,8 @@ fn on_two_ranks(parallel: ParallelConfig, chunked: ChunkedMoe, offers: Option<&T
     results.into_iter().collect()
 }
 
-/// The norm after a layer is that of its sums; and ranks that take collectives together with what surrounds them change no bit.
+/// The norm after a layer must be the norm of its sums. Ranks that fuse collectives with the ops around them must not
+/// change a bit.
 #[test]
 fn the_norm_after_a_layer_is_that_of_its_sums_whatever_ranks_offer() -> Result<()> {
     let gathers = ["gather", "sums", "sums, added and normed"];

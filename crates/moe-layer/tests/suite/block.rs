@@ -1,4 +1,4 @@
-//! The block against its definition, and its bits against themselves.
+//! Compares the block with its definition, and its bits with each other.
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
@@ -27,7 +27,7 @@ proptest! {
 
     #[test]
     fn the_block_is_its_definition_in_both_formats(p in problems()) {
-        // Where f32 may order two experts otherwise than f64, the definition says nothing.
+        // If f32 may order two experts in another way than f64, the definition does not apply.
         prop_assume!((0..p.tokens).all(|t| p.route(t).2 > 1e-5));
         let x = p.rows().unwrap();
         let standard = p.standard().unwrap().forward(&x).unwrap();
@@ -54,7 +54,7 @@ proptest! {
 
 #[test]
 fn rows_of_a_large_step_have_the_bits_of_a_small_one() -> Result<()> {
-    // Enough elements that zero and shared experts are added by several threads.
+    // There are enough elements for zero and shared experts to be added by several threads.
     let config = RouterConfig { num_zero_experts: 3, correction_bias: true, ..RouterConfig::new(5, 3) };
     let p = problem((5, 136, 8, 300), config, Some((8, true)), DType::BF16, 3);
     let x = p.rows()?;

@@ -1,4 +1,4 @@
-//! Chunks change the memory of a layer and nothing else.
+//! Chunks must change the memory of a layer and nothing else.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ proptest! {
     fn chunks_give_the_same_bits(p in problems(), n in 1usize..12) {
         let x = p.rows().unwrap();
         let want = bits(&p.standard().unwrap().forward(&x).unwrap());
-        // One rank's sums are the whole sums, so the backend that adds ranks' has these bits too.
+        // A single rank's sums are the whole sums, so the backend that adds the ranks' sums gives these bits, too.
         for block in [p.standard(), p.batched(), p.listed(n), p.listed(12)] {
             let block = block.unwrap();
             let got = block.with_chunk_size(size(n)).forward(&x).unwrap();
@@ -61,15 +61,15 @@ fn large() -> Result<(crate::reference::Problem, Tensor)> {
     Ok((p, x))
 }
 
-/// Bytes that a forward pass takes from an empty workspace.
+/// Returns the bytes that a forward pass takes from an empty workspace.
 fn workspace(block: &SparseMoeBlock, x: &Tensor) -> Result<usize> {
-    // The scalar path packs the fewest rows at a time, so that its own scratch is soon at its bound.
+    // The scalar path packs the fewest rows at a time, so its own scratch reaches its limit early.
     let mut ex = Exec::cpu().with_threads(2)?.with_isa(CpuIsa::Scalar)?;
     let mut out = Buffer::zeros(x.dtype(), x.dims())?;
     for pass in 0..2 {
         let context = &mut StepContext::default();
         block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), context, &mut ex)?;
-        // The second pass, and every chunk after the first, reuse what is there.
+        // The second pass, and every chunk after the first, use the buffers that exist.
         ex.workspace().freeze(true);
         assert!(pass == 0 || ex.workspace().bytes() > 0);
     }
@@ -81,14 +81,14 @@ fn chunks_cut_the_workspace_and_reuse_it() -> Result<()> {
     let (p, x) = large()?;
     let whole = workspace(&p.standard()?, &x)?;
     let chunked = workspace(&p.standard()?.with_chunk_size(size(64)), &x)?;
-    // Routing of all tokens and the kernels' own scratch remain.
+    // The routing of all tokens and the kernels' own scratch remain.
     assert!(chunked * 4 < whole, "{chunked} of {whole}");
     Ok(())
 }
 
 #[test]
 fn layers_that_are_called_on_tensors_share_the_workspace_of_their_thread() -> Result<()> {
-    // Tests share threads, and so would the workspace of this one.
+    // Tests share threads, which would share the workspace of this test, so it runs on a separate thread.
     let sizes = std::thread::spawn(|| -> Result<Vec<usize>> {
         let (p, x) = large()?;
         let mut sizes = Vec::new();
@@ -110,11 +110,11 @@ fn layers_that_are_called_on_tensors_share_the_workspace_of_their_thread() -> Re
 fn the_estimate_covers_what_grows() -> Result<()> {
     let (p, x) = large()?;
     let block = p.standard()?;
-    // From here on the kernels' own scratch, which is bounded, does not grow any more.
+    // For larger sizes the kernels' own scratch has reached its limit and does not grow.
     let small = workspace(&block, &x.narrow(0, 0, 512)?)?;
     let whole = workspace(&block, &x)?;
     let estimated = block.chunk_bytes(1024)? - block.chunk_bytes(512)?;
-    // Routing of all tokens is not part of a chunk; a buffer that was outgrown is not there any more.
+    // The routing of all tokens is not part of a chunk. A buffer that became too small was freed.
     let routing = 512 * (8 * 4 + 4 * 8 + 4);
     let grown = whole - small;
     assert!(
@@ -132,6 +132,7 @@ fn a_budget_decides_the_size() -> Result<()> {
         hidden_size: 8,
         intermediate_size: 16,
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     };
@@ -149,7 +150,7 @@ fn a_budget_decides_the_size() -> Result<()> {
     Ok(())
 }
 
-/// Five experts, an odd number for two ranks, over some tokens, with what a rank loads its part from.
+/// Five experts, an odd number for two ranks, over some tokens, and the tensors from which a rank loads its part.
 pub fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOptions, VarBuilder<'static>)> {
     let config = RouterConfig { renormalize: true, ..RouterConfig::new(5, 2) };
     let p = problem((5, 16, 8, tokens), config.clone(), None, DType::F32, 11);
@@ -165,13 +166,14 @@ pub fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOp
         hidden_size: 16,
         intermediate_size: 8,
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     };
     Ok((p, options, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
 }
 
-/// Where a rank of two data-parallel ones runs that spread the experts.
+/// Returns the context of one of two data-parallel ranks that spread the experts.
 pub fn spread(
     rank: usize,
     comm: Arc<dyn Communicator>,
@@ -184,7 +186,8 @@ pub fn spread(
     Ok(BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() })
 }
 
-/// A rank with two of five experts has room for more tokens than the one with three, but both must cut alike.
+/// A rank with two of five experts has room for more tokens than the rank with three, but both must cut in the same
+/// way.
 #[test]
 fn ranks_agree_on_the_size_of_a_budget() -> Result<()> {
     const TOKENS: usize = 120;
@@ -205,7 +208,7 @@ fn ranks_agree_on_the_size_of_a_budget() -> Result<()> {
         });
         let [first, second] =
             <[_; 2]>::try_from(results).map_err(|_| "two ranks").unwrap().map(Result::unwrap);
-        // Only batched rows take room by expert.
+        // Only batched rows need memory for each expert.
         let uneven = deepep_mode == DeepEpMode::LowLatency;
         let chunks = first.0 < size(TOKENS) && first.0 <= second.0 && (first.0 < second.0 || !uneven);
         assert!(chunks, "{deepep_mode:?}: {:?} {:?}", first.0, second.0);
@@ -233,7 +236,7 @@ fn ranks_run_the_same_rounds() -> Result<()> {
                 let context =
                     BlockContext { who_adds: Some(who), ..spread(rank, Arc::new(comm), parallel, chunked)? };
                 let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
-                // Rank 1 takes the last rows, so that the ranks have different tokens.
+                // Rank 1 takes the last rows, so the ranks have different tokens.
                 let start = if rank == 0 { 0 } else { 9 - rows[1] };
                 let out = run(&block, &x.narrow(0, start, rows[rank])?, DType::F32, &mut Exec::cpu())?;
                 Ok((start, bits(&out)))
@@ -266,6 +269,6 @@ fn a_decode_path_must_fit_and_is_taken_when_all_only_decode() -> Result<()> {
     let other = problem((6, 24, 8, 5), p.config.clone(), None, DType::F32, 1);
     let (prepare, experts) = other.batched_parts()?;
     let e = message(p.standard()?.with_decode_path(prepare, experts));
-    assert!(e.contains("decode path: expected experts like those of NoEp"), "{e}");
+    assert!(e.contains("decode path: expected experts like the experts of NoEp"), "{e}");
     Ok(())
 }

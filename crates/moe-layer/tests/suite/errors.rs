@@ -1,4 +1,4 @@
-//! Parts that do not fit are refused when a block is built, by names and sizes.
+//! Parts that do not fit each other are refused when a block is built, with names and sizes.
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
@@ -13,7 +13,7 @@ fn zeros(dims: &[usize], dtype: DType) -> Tensor {
     Tensor::zeros(dims, dtype, &Device::Cpu).unwrap()
 }
 
-/// The parts of a block that fits; each test replaces some.
+/// The parts of a valid block. Each test replaces some of them.
 struct Parts {
     gate: Tensor,
     router: RouterConfig,
@@ -54,7 +54,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
     assert!(Parts::batched(&p, 5, Some(5)).build().is_ok());
     assert!(Parts::batched(&p, 5, Some(6)).build().is_ok());
     let cases: Vec<(Parts, &[&str])> = vec![
-        // The activation formats.
+        // Faults of the activation formats.
         (
             Parts { experts: p.batched_experts(Some(5)).unwrap(), ..standard() },
             &["NoEp hands over the Standard format, but cpu_batched takes BatchedExperts"],
@@ -63,14 +63,13 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             Parts { experts: p.standard_experts().unwrap(), ..Parts::batched(&p, 5, Some(5)) },
             &["NoEp batched hands over the BatchedExperts format, but cpu takes Standard"],
         ),
-        // The families.
-        // The row limits.
+        // Faults of the row limits.
         (
             Parts::batched(&p, 5, None),
             &["cpu_batched takes the BatchedExperts format and must be told the most rows"],
         ),
         (Parts::batched(&p, 5, Some(4)), &["NoEp batched fills up to 5 rows", "cpu_batched was built for 4"]),
-        // Who applies the router weight.
+        // Faults of the part that applies the router weight.
         (
             Parts { router: on_input(), ..standard() },
             &["the router has apply_router_weight_on_input = true, but NoEp = false"],
@@ -87,7 +86,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             Parts { router: on_input(), ..Parts::batched(&p, 5, Some(5)) },
             &["the router has apply_router_weight_on_input = true, but NoEp batched = false"],
         ),
-        // The number of experts.
+        // Faults of the number of experts.
         (
             Parts { router: config(5), gate: zeros(&[5, 24], DType::F32), ..standard() },
             &["the router chooses among 5 experts (5 routed + 0 fused shared), but cpu has 6"],
@@ -111,7 +110,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             },
             &["NoEp batched sends rows to 8 local experts, but cpu_batched has weights of 6"],
         ),
-        // The gate.
+        // Faults of the gate.
         (
             Parts { gate: zeros(&[7, 24], DType::F32), ..standard() },
             &["router gate: expected weight [6, 24] of dtype f32, got [7, 24] of f32"],
@@ -175,7 +174,7 @@ fn inputs_that_do_not_fit_are_refused() -> Result<()> {
     }
     let columns = Tensor::arange(0f32, 48., &Device::Cpu)?.reshape((24, 2))?.t()?;
     assert_eq!(bits(&block.forward(&columns)?), bits(&block.forward(&columns.contiguous()?)?));
-    // More tokens than the batched block has room for at once are cut.
+    // A batched block has room for this number of tokens at once. More tokens are cut.
     let batched = Parts::batched(&p, 1, Some(1)).build()?;
     let same = Tensor::ones((2, 24), DType::F32, &Device::Cpu)?;
     assert_eq!(bits(&batched.forward(&same)?), bits(&block.forward(&same)?));

@@ -1,4 +1,4 @@
-//! The per-expert loop against the grouped experts, bit for bit, and what it refuses.
+//! Compares the per-expert loop with the grouped experts, bit for bit, and tests what it refuses.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The loop over ranks and in chunks: it has the bits of the loop on one rank in one pass.
+//! Tests that the loop over ranks and in chunks has the bits of the loop on one rank in one pass.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::loading::{checkpoint, options};
 use crate::reference::{Problem, example, problem};
 use crate::{bits, floats, message};
 
-/// Both layouts of a problem's tensors.
+/// Returns both layouts of a problem's tensors.
 fn layouts(p: &Problem) -> Result<[VarBuilder<'static>; 2]> {
     let w = p.weights()?;
     let packed = [
@@ -30,7 +30,7 @@ fn layouts(p: &Problem) -> Result<[VarBuilder<'static>; 2]> {
         .map(|tensors| VarBuilder::from_tensors(tensors, p.dtype, &Device::Cpu).pp("mlp")))
 }
 
-/// The layer's output for some rows.
+/// Returns the layer's output for some rows.
 fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Result<Vec<u32>> {
     let gate = vb.pp("gate");
     let experts = vb.pp("experts");
@@ -47,7 +47,7 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
         ParallelConfig { tp: 2, ..ParallelConfig::default() },
         ParallelConfig { tp: 8, ..ParallelConfig::default() },
         ParallelConfig { tp: 2, ..ep },
-        // More ranks than experts: some have none.
+        // There are more ranks than experts, so some ranks have none.
         ParallelConfig { dp: 7, ..ep },
         ParallelConfig { tp: 2, dp: 2, ..deepep(DeepEpMode::HighThroughput) },
         ParallelConfig { tp: 2, dp: 2, ..deepep(DeepEpMode::LowLatency) },
@@ -63,7 +63,7 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
                     let geometry = parallel.geometry(rank)?;
                     let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
                     let chunked_moe = chunk.map_or_else(ChunkedMoe::default, ChunkedMoe::of_size);
-                    // The groups of data-parallel ranks have different rows, the last one none at times.
+                    // The data-parallel groups have different rows, and the last group sometimes has none.
                     let start = geometry.dp_rank;
                     let len = 9usize.saturating_sub(3 * geometry.dp_rank);
                     let context = BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() };
@@ -89,7 +89,7 @@ fn chunks_on_one_rank_have_the_bits_of_one_pass() -> Result<()> {
     let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
     let context = BlockContext { chunked_moe, ..BlockContext::default() };
     assert_eq!(layer(&p, &context, &vb, &x)?, want);
-    // A budget below one token is refused here too.
+    // A budget that is too small for one token is refused here, too.
     let context = BlockContext { chunked_moe: ChunkedMoe::within(10), ..BlockContext::default() };
     let e = message(layer(&p, &context, &vb, &x));
     assert!(e.contains("the MoE memory budget of 10 bytes is too small: one token needs"), "{e}");

@@ -1,18 +1,18 @@
-//! Blocks and shared experts from a checkpoint.
+//! Loads blocks and shared experts from checkpoints.
 
 use std::collections::HashMap;
 
 use candle_nn::VarBuilder;
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, BlockContext, BlockOptions, DType, Device, GatedMlp, MlpNames, SharedExperts, load_block,
-    load_block_on,
+    Activation, BlockContext, BlockOptions, DType, Device, GatedMlp, MlpNames, RouterConfig, SharedExperts,
+    load_block, load_block_on,
 };
 
 use crate::reference::{Problem, Shared, example, problem};
 use crate::{bits, message};
 
-/// A checkpoint of the problem: gate, per-expert tensors and shared experts under their usual names.
+/// Returns a checkpoint of the problem: gate, per-expert tensors and shared experts under their usual names.
 pub fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
     let h = p.hidden;
     let i = p.width;
@@ -45,6 +45,7 @@ pub fn options(p: &Problem) -> BlockOptions {
         hidden_size: p.hidden,
         intermediate_size: p.width,
         activation: Activation::SwiGlu,
+        expert_bias: false,
         layer: 0,
         backend: None,
     }
@@ -111,7 +112,7 @@ fn what_is_missing_is_named() -> Result<()> {
     let gate = Some(vb.pp("shared_expert_gate"));
     let e = message(SharedExperts::load(p.hidden, 7, Activation::SwiGlu, vb.pp("shared_expert"), gate));
     assert!(e.contains("mlp.shared_expert_gate.weight"), "{e}");
-    // A size that the checkpoint does not have.
+    // The checkpoint does not have this size.
     let e = message(GatedMlp::load(p.hidden, 8, Activation::SwiGlu, vb.pp("shared_expert")));
     assert!(e.contains("gate_proj"), "{e}");
     let other = BlockOptions { backend: Some("cpu_batched".into()), ..options(&p) };
@@ -125,7 +126,7 @@ fn an_mlp_of_dense_layers_runs_alone() -> Result<()> {
     let p = problem((6, 21, 10, 4), example(DType::F32).config, Some((7, false)), DType::F32, 11);
     let mlp = GatedMlp::load(p.hidden, 7, Activation::SwiGlu, vb(&p)?.pp("shared_expert"))?;
     assert_eq!((mlp.hidden_size(), mlp.intermediate_size(), mlp.dtype()), (21, 7, DType::F32));
-    // The block is its routed part plus this.
+    // The whole block is this routed part plus the shared experts.
     let routed = Problem { shared: None, ..p.clone() };
     let sum = (routed.standard()?.forward(&p.rows()?)? + mlp.forward(&p.rows()?)?)?;
     assert_eq!(bits(&sum), bits(&p.standard()?.forward(&p.rows()?)?));
@@ -134,7 +135,46 @@ fn an_mlp_of_dense_layers_runs_alone() -> Result<()> {
     Ok(())
 }
 
-/// Tensors of other methods that lie under the block's prefixes are named and not passed over.
+/// There are no experts here, so an error about the settings or the gate came before they were looked for.
+#[test]
+fn faults_are_found_before_experts_are_read() -> Result<()> {
+    let gate = Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?;
+    let tensors = HashMap::from([("gate.weight".to_string(), gate)]);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let router = |top_k| RouterConfig::new(4, top_k);
+    let plain = BlockOptions::new(router(2), 8, 6);
+    let said = |options: &BlockOptions| {
+        let e = message(load_block(options, vb.pp("gate"), vb.pp("experts")));
+        e.lines().next().unwrap_or_default().to_string()
+    };
+    let missing = said(&plain);
+    assert!(missing.contains("experts.3.gate_proj.weight"), "{missing}");
+    for (options, want) in [
+        (BlockOptions::new(router(5), 8, 6), "num_experts_per_tok = 5 exceeds the 4 experts of the router"),
+        (BlockOptions::new(router(2), 8, 0), "`intermediate_size`: expected at least 1, got 0"),
+        (BlockOptions::new(router(2), 9, 6), "shape mismatch"),
+        (BlockOptions::new(router(2), usize::MAX, 6), "overflow"),
+        (
+            BlockOptions { activation: Activation::ClampedSwiGlu { limit: 0. }, ..plain.clone() },
+            "clamped_swiglu: expected limit to be above 0, got 0",
+        ),
+        (BlockOptions { backend: Some("warp".to_string()), ..plain.clone() }, "unknown MoE backend \"warp\""),
+        (
+            BlockOptions::new(RouterConfig { correction_bias: true, ..router(2) }, 8, 6),
+            "`gate.e_score_correction_bias`",
+        ),
+        (
+            BlockOptions::new(RouterConfig { num_fused_shared_experts: usize::MAX, ..router(2) }, 8, 6),
+            "expert ids can name",
+        ),
+    ] {
+        let got = said(&options);
+        assert!(got.contains(want), "expected {want}, got {got}");
+    }
+    Ok(())
+}
+
+/// Tensors of other methods under the block's prefixes are reported by name and not ignored.
 #[test]
 fn what_a_block_would_not_read_is_refused() -> Result<()> {
     let p = problem((6, 21, 10, 4), example(DType::F32).config, Some((7, true)), DType::F32, 11);
@@ -199,7 +239,7 @@ fn experts_under_the_names_of_mixtral_have_the_same_bits() -> Result<()> {
     let (got, _) = load(renamed.clone(), MlpNames::MIXTRAL)?;
     let x = p.rows()?;
     assert_eq!(bits(&got.forward(&x)?), bits(&want.forward(&x)?));
-    // Names of the other scheme are missing, and biases are refused by the names that the scheme gives them.
+    // Tensors with the usual names are missing, and biases are refused under the names of the other scheme.
     assert!(message(load(renamed.clone(), MlpNames::USUAL)).contains("experts.5.gate_proj.weight"));
     let mut biased = renamed;
     biased.insert("block_sparse_moe.experts.2.w3.bias".into(), Tensor::ones(p.width, p.dtype, &Device::Cpu)?);

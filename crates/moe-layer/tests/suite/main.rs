@@ -1,4 +1,4 @@
-//! Tests of the crate's contract, through its public interface only.
+//! Tests of the crate's contract through its public interface.
 
 // Helpers here may panic like the tests that call them.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -12,13 +12,15 @@ mod legacy_ranks;
 mod loading;
 mod monolith;
 mod offering;
+mod published;
+mod quantised;
 mod reference;
 mod step;
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{Buffer, DType, Exec, SparseMoeBlock, StepContext, TensorView};
 
-/// The message of an error that must be one.
+/// Returns the message of a result that must be an error.
 pub fn message<T>(result: Result<T>) -> String {
     match result {
         Ok(_) => panic!("expected an error"),
@@ -26,12 +28,12 @@ pub fn message<T>(result: Result<T>) -> String {
     }
 }
 
-/// The block's output for `x`, in `dtype`.
+/// Returns the block's output for `x`, in `dtype`.
 pub fn run(block: &SparseMoeBlock, x: &Tensor, dtype: DType, ex: &mut Exec) -> Result<Tensor> {
     run_in(&mut StepContext::default(), block, x, dtype, ex)
 }
 
-/// As [`run`], in a step.
+/// Does the same as [`run`] within a step.
 pub fn run_in(
     context: &mut StepContext,
     block: &SparseMoeBlock,
@@ -44,12 +46,12 @@ pub fn run_in(
     out.into_tensor()
 }
 
-/// Every element, widened; widening is exact, so equal values are equal bits (or zeros of two signs).
+/// Returns every element in f32. That is exact, so equal values mean equal bits (except zeros of two signs).
 pub fn floats(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Bits of every element.
+/// Returns the bits of every element.
 pub fn bits(x: &Tensor) -> Vec<u32> {
     floats(x).iter().map(|x| x.to_bits()).collect()
 }

@@ -1,4 +1,4 @@
-//! Monolithic experts: which steps a block's plan gives to them, and what is fused around them.
+//! Monolithic experts: which steps the plan of a block gives to them, and which ops around them are fused.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use moe_layer::{
 use crate::reference::{Problem, example};
 use crate::{bits, message};
 
-/// Experts that contain their router: a whole block, for at most `most` rows.
+/// Experts that contain their router. They are a whole block, for at most `most` rows.
 struct Whole {
     block: SparseMoeBlock,
     shape: ExpertsShape,
@@ -65,7 +65,7 @@ impl MonolithicExperts for Whole {
     }
 }
 
-/// A block with such experts for at most `most` rows, and how often they ran.
+/// Returns a block with such experts for at most `most` rows, and a counter of their runs.
 fn with_whole(p: &Problem, most: usize) -> Result<(SparseMoeBlock, Arc<AtomicUsize>)> {
     let calls = Arc::default();
     let block = p.standard()?;
@@ -161,7 +161,7 @@ fn experts_of_another_shape_are_refused_by_both_names() -> Result<()> {
     Ok(())
 }
 
-/// Four experts in bf16 as a rank on a Hopper GPU would hold them.
+/// Returns four experts in bf16, as a rank with a Hopper GPU would hold them.
 fn on_hopper() -> Result<SparseMoeBlock> {
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::BF16, &Device::Cpu);
     let weights = ExpertWeights::new(zeros(&[4, 128, 64])?, zeros(&[4, 64, 64])?, None, None)?;
@@ -178,7 +178,7 @@ fn on_hopper() -> Result<SparseMoeBlock> {
 
 const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 
-/// What runs such a step, and its kernels.
+/// Returns the form that runs this step, and its kernels.
 fn plan(block: &SparseMoeBlock, step: &PlanStep, machine: &Machine) -> (MoeForm, Vec<Stage>) {
     let form = block.choose(step, &FUSIONS, machine);
     (form, block.stages(form, step, &FUSIONS, machine))

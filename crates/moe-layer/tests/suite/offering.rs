@@ -1,4 +1,4 @@
-//! Ranks of threads that take every fused collective, as ranks of GPUs do, and run it by plain ones.
+//! Ranks of threads that accept every fused collective, like ranks of GPUs, and run it as plain ones.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -10,11 +10,11 @@ use moe_kernels::fill_into;
 use moe_layer::candle::Result;
 use moe_layer::{Buffer, DType, Exec, ViewMut};
 
-/// The names of the calls that ranks have taken.
+/// The names of the calls that ranks have accepted.
 pub type Taken = Arc<Mutex<BTreeSet<&'static str>>>;
 
-/// A rank of a communicator that offers nothing by itself. Rows that a rank does not need are spoilt: a layer that reads them gives
-/// other bits.
+/// A rank of a communicator that has no fused collectives itself. Rows that a rank does not need are overwritten, so a
+/// layer that reads them returns other bits.
 #[derive(Debug)]
 pub struct Offering {
     plain: Arc<dyn Communicator>,
@@ -26,7 +26,7 @@ impl Offering {
         Arc::new(Self { plain, taken: taken.clone() })
     }
 
-    /// Fills the rows that this rank does not need.
+    /// Overwrites the rows that this rank does not need.
     fn fill_unneeded(&self, value: f32, needs: &RowNeeds, mut rows: ViewMut, ex: &mut Exec) -> Result<()> {
         let owners = needs.owners.cpu::<u32>()?;
         let ids = needs.ids.cpu::<u32>()?;

@@ -1,5 +1,5 @@
-//! The definition of the block in f64, written independently of the crates that it composes, with
-//! a bound on how far an implementation may be from it.
+//! The definition of the block in f64, written independently of the crates that it composes. It includes a bound on the
+//! error of an implementation.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use moe_layer::{
 use moe_layer::{ActivationFormat, ExpertsSpec};
 use proptest::prelude::*;
 
-/// Shared experts beside the routed ones.
+/// Shared experts in addition to the routed ones.
 #[derive(Clone, Debug)]
 pub struct Shared {
     pub width: usize,
@@ -23,7 +23,7 @@ pub struct Shared {
     pub gate: Option<Vec<f64>>,
 }
 
-/// A block and its input; all values are exact in the dtype.
+/// A block and its input. The dtype can represent all values exactly.
 #[derive(Clone, Debug)]
 pub struct Problem {
     pub dtype: DType,
@@ -35,7 +35,7 @@ pub struct Problem {
     pub x: Vec<f64>,
     /// [E + zero experts, H]
     pub gate: Vec<f64>,
-    /// [E + zero experts], with a correction bias.
+    /// [E + zero experts], if there is a correction bias.
     pub bias: Vec<f64>,
     /// [E + fused shared experts, 2I, H]
     pub w13: Vec<f64>,
@@ -45,7 +45,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Experts that have weights.
+    /// The number of experts with weights.
     pub fn packed(&self) -> usize {
         self.config.num_experts + self.config.num_fused_shared_experts
     }
@@ -89,7 +89,7 @@ impl Problem {
         build_experts(&self.selection(ActivationFormat::Standard)?, self.weights()?)
     }
 
-    /// Experts for blocks of at most `max_rows` rows; without it they state no limit.
+    /// Returns experts for blocks of at most `max_rows` rows. With `None` they have no limit.
     pub fn batched_experts(&self, max_rows: Option<usize>) -> Result<Box<dyn Experts>> {
         let selection = self.selection(ActivationFormat::BatchedExperts)?;
         match max_rows {
@@ -115,24 +115,25 @@ impl Problem {
         }
     }
 
-    /// The block without dispatch.
+    /// Returns the block without dispatch.
     pub fn standard(&self) -> Result<SparseMoeBlock> {
         self.standard_with(self.standard_experts()?)
     }
 
-    /// The block without dispatch, with other experts.
+    /// Returns the block without dispatch, with other experts.
     pub fn standard_with(&self, experts: Box<dyn Experts>) -> Result<SparseMoeBlock> {
         let prepare = NoEp::new().with_router_weight_on_input(self.config.apply_router_weight_on_input);
         self.block(Box::new(prepare), experts)
     }
 
-    /// The block through the BatchedExperts format, with room for every token in one expert.
+    /// Returns the block in the BatchedExperts format, with room for every token in one expert.
     pub fn batched(&self) -> Result<SparseMoeBlock> {
         let (prepare, experts) = self.batched_parts()?;
         self.block(prepare, experts)
     }
 
-    /// The block by the backend of devices that lists slots, whose only rank this is, for calls of at most `room` tokens.
+    /// Returns the block on a single rank, with the backend of devices that lists slots, for calls of at most `room`
+    /// tokens.
     pub fn listed(&self, room: usize) -> Result<SparseMoeBlock> {
         let layout = ExpertLayout::new(self.packed(), 1, 0, ExpertPlacement::Linear).unwrap();
         let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
@@ -143,7 +144,7 @@ impl Problem {
         self.block(Box::new(prepare), experts)
     }
 
-    /// A backend of that format with its experts.
+    /// Returns a backend of that format with its experts.
     pub fn batched_parts(&self) -> Result<(Box<dyn PrepareFinalize>, Box<dyn Experts>)> {
         let room = self.tokens.max(1);
         let prepare = NoEp::batched(LocalExperts::all(self.packed()), room)
@@ -155,8 +156,8 @@ impl Problem {
         &self.x[token * self.hidden..][..self.hidden]
     }
 
-    /// The chosen logits' ids and their weights, before zero experts are taken out, and the
-    /// smallest gap between selection keys that decides about them.
+    /// Returns the ids of the chosen logits and their weights, before zero experts are removed, and the smallest gap
+    /// between selection keys that decides about them.
     pub fn route(&self, token: usize) -> (Vec<usize>, Vec<f64>, f64) {
         let c = &self.config;
         let logits: Vec<f64> = self.gate.chunks(self.hidden).map(|w| dot(w, self.row(token))).collect();
@@ -173,7 +174,7 @@ impl Problem {
         (ids, weights, gap)
     }
 
-    /// The block's output for one token, and the bound on the error of each element.
+    /// Returns the block's output for one token, and the bound on the error of each element.
     pub fn output(&self, token: usize) -> Vec<(f64, f64)> {
         let c = &self.config;
         let x = self.row(token);
@@ -187,7 +188,7 @@ impl Problem {
                     x.iter().map(|x| (*x, 3. * x.abs() * self.unit())).collect()
                 }
                 Some(fused) => self.expert(c.num_experts + fused - c.num_zero_experts, x, 0.),
-                // The rounding of the scaled row is one of the dtype, so it moves the products.
+                // The scaled row is rounded to the dtype, and this changes the products.
                 None if c.apply_router_weight_on_input => {
                     let scaled: Vec<f64> = x.iter().map(|x| x * weight).collect();
                     add(&mut out, &self.expert(id, &scaled, self.unit()), 1.);
@@ -210,7 +211,7 @@ impl Problem {
         self.mlp(&self.w13[e * 2 * i * h..][..2 * i * h], &self.w2[e * h * i..][..h * i], i, x, input_error)
     }
 
-    /// down(silu(gate(x)) * up(x)) and its bound; `input_error` is the relative error of `x`.
+    /// Returns down(silu(gate(x)) * up(x)) and its bound. `input_error` is the relative error of `x`.
     fn mlp(&self, w13: &[f64], w2: &[f64], width: usize, x: &[f64], input_error: f64) -> Vec<(f64, f64)> {
         let magnitude =
             |row: usize| w13[row * x.len()..][..x.len()].iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
@@ -236,7 +237,7 @@ impl Problem {
         w2.chunks(width).map(row).collect()
     }
 
-    /// Largest relative error of one rounding to the dtype.
+    /// The largest relative error of one rounding to the dtype.
     fn unit(&self) -> f64 {
         match self.dtype {
             DType::F32 => 2f64.powi(-24),
@@ -250,7 +251,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Adds a weighted term; the weight itself is known to a few units of f32.
+/// Adds a weighted term. The weight itself has an error of a few units in the last place of f32.
 fn add(out: &mut [(f64, f64)], term: &[(f64, f64)], weight: f64) {
     for ((value, bound), (v, b)) in out.iter_mut().zip(term) {
         *value += weight * v;
@@ -258,7 +259,7 @@ fn add(out: &mut [(f64, f64)], term: &[(f64, f64)], weight: f64) {
     }
 }
 
-/// `n` values in (-scale, scale), exact in the dtype.
+/// Returns `n` values in (-scale, scale) that the dtype can represent exactly.
 pub fn values(n: usize, scale: f64, seed: u64, dtype: DType) -> Vec<f64> {
     use moe_kernels::half::{bf16, f16};
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -274,10 +275,11 @@ pub fn values(n: usize, scale: f64, seed: u64, dtype: DType) -> Vec<f64> {
     std::iter::repeat_with(sample).take(n).collect()
 }
 
-/// Sizes of a problem: experts, hidden, width, tokens.
+/// The sizes of a problem: experts, hidden, width, tokens.
 pub type Sizes = (usize, usize, usize, usize);
 
-/// A problem with these sizes and routing; shared experts of width `shared.0`, gated if `shared.1`.
+/// Returns a problem with these sizes and routing. Shared experts have the width `shared.0`, and a gate if `shared.1`
+/// is true.
 pub fn problem(
     sizes: Sizes,
     config: RouterConfig,
@@ -310,13 +312,13 @@ pub fn problem(
     }
 }
 
-/// A problem of fixed sizes: 6 experts of which 2, 24 x 16, 5 tokens.
+/// Returns a problem of fixed sizes: a token chooses 2 of 6 experts, H x I is 24 x 16, and there are 5 tokens.
 pub fn example(dtype: DType) -> Problem {
     let config = RouterConfig { renormalize: true, ..RouterConfig::new(6, 2) };
     problem((6, 24, 16, 5), config, None, dtype, 7)
 }
 
-/// Routing by softmax with everything that the block adds to it.
+/// Generates routings by softmax with all additions that the block supports.
 fn configs(experts: usize) -> impl Strategy<Value = RouterConfig> {
     let counts = (1..=experts.min(4), 0usize..3, 0usize..3);
     (counts, any::<bool>(), any::<bool>(), 0.5f32..2.).prop_map(

@@ -1,4 +1,4 @@
-//! The step context through the block: capture, replay, heat, force-balance.
+//! Tests of the step context in the block: capture, replay, heat, force-balance.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use moe_layer::{DType, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, SparseMoeBloc
 use crate::reference::{Problem, example};
 use crate::{bits, floats, message, run_in};
 
-/// MoE layer of the block under test: not 0, so that a block that forgets it is seen.
+/// The MoE layer of the tested block. It is not 0, so that a block that ignores it fails.
 const LAYER: usize = 1;
 
 fn block(p: &Problem) -> Result<SparseMoeBlock> {
@@ -100,7 +100,7 @@ fn a_context_that_does_not_fit_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// The ids of a token without force-balance.
+/// Returns the ids of a token without force-balance.
 fn free_ids(p: &Problem, token: usize) -> Vec<u32> {
     p.route(token).0.iter().map(|&e| e as u32).collect()
 }

@@ -1,4 +1,5 @@
-//! Headers of AutoRound's own exports (`quant_method: auto-round`), whose tensors are packed as GPTQ's or AWQ's.
+//! Headers of AutoRound's own exports (`quant_method: auto-round`). Their tensors are packed in the same way as GPTQ's
+//! or AWQ's.
 
 use super::common::BITS;
 use super::header::Header;
@@ -15,7 +16,7 @@ enum Packing {
     Awq,
 }
 
-/// Words of `packing_format`.
+/// The words that `packing_format` may contain, and the packing that each means.
 const PACKINGS: [(&str, Packing); 12] = [
     ("auto_round:auto_gptq", Packing::Gptq(GptqZeros::V1)),
     ("auto_round:gptq", Packing::Gptq(GptqZeros::V1)),
@@ -31,7 +32,7 @@ const PACKINGS: [(&str, Packing); 12] = [
     ("auto_round:gptqmodel", Packing::Gptq(GptqZeros::V2)),
 ];
 
-/// Below this many bits AutoRound quantises; 16 and more are floats.
+/// AutoRound quantises with fewer bits than this. 16 and more bits mean floats.
 const FLOAT_BITS: i64 = 16;
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
@@ -49,7 +50,13 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         let below = |name: &str| Pattern::Below(name.trim_end_matches('.').to_string());
         rules.push(Rule::plain(Pattern::NoneOf(blocks.into_iter().map(below).collect())));
     }
-    Ok(QuantConfig { method: "auto-round", rules, otherwise: packed(packing, int), notes: Vec::new() })
+    Ok(QuantConfig {
+        modules: None,
+        method: "auto-round",
+        rules,
+        otherwise: packed(packing, int),
+        notes: Vec::new(),
+    })
 }
 
 fn packing(header: &Header) -> Result<Packing, QuantError> {
@@ -67,7 +74,7 @@ fn packed(packing: Packing, int: IntFormat) -> Format {
     }
 }
 
-/// Integers for weights, floats for activations.
+/// Checks that weights are integers and activations are floats.
 fn check_kind(header: &Header) -> Result<(), QuantError> {
     header.only(&["data_type"], &["int", "int_sym", "int_asym"])?;
     match header.int(&["act_bits"])? {
@@ -79,7 +86,8 @@ fn check_kind(header: &Header) -> Result<(), QuantError> {
     }
 }
 
-/// Layers with settings of their own: those named in full first, then names and patterns that mean several.
+/// Returns the rules of layers with their own settings. Layers that are named in full come first, then names and
+/// patterns that match several layers.
 fn extra_config(header: &Header, packing: Packing, base: IntFormat) -> Result<Vec<Rule>, QuantError> {
     let Some(layers) = header.object("extra_config")? else { return Ok(Vec::new()) };
     let mut rules = Vec::new();
@@ -107,7 +115,8 @@ fn layer_format(settings: &Header, packing: Packing, base: IntFormat) -> Result<
     }
 }
 
-/// AutoRound writes full names, and regular expressions for several layers.
+/// Returns the pattern of a name in the header. AutoRound writes full names, and regular expressions for several
+/// layers.
 fn name_pattern(path: &str, name: &str) -> Result<Pattern, QuantError> {
     const META: [char; 10] = ['*', '^', '$', '|', '(', ')', '[', ']', '?', '+'];
     if name.contains(META) {

@@ -1,4 +1,4 @@
-//! Headers of AWQ (AutoAWQ, and what llm-compressor and AutoRound export for it).
+//! Headers of AWQ, as AutoAWQ, llm-compressor and AutoRound write them.
 
 use moe_kernels::names::LM_HEAD;
 
@@ -11,7 +11,7 @@ use crate::error::QuantError;
 use crate::format::{Format, IntFormat};
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
-    // The other packings (gemv, gemv_fast, marlin, llm-awq) order integers in other ways.
+    // The other packings (gemv, gemv_fast, marlin, llm-awq) store integers in another order.
     header.only(&["version", "format", "checkpoint_format"], &["gemm"])?;
     header.only(&["backend"], &["autoawq", "auto"])?;
     let int = int_format(header)?;
@@ -22,10 +22,10 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         }
         override_format(settings, int)
     })?);
-    Ok(QuantConfig { method: "awq", rules, otherwise: Format::Awq { int }, notes: Vec::new() })
+    Ok(QuantConfig { modules: None, method: "awq", rules, otherwise: Format::Awq { int }, notes: Vec::new() })
 }
 
-/// The format of layers with settings of their own, which take from `base` what they do not name.
+/// Returns the format of layers with their own settings. Settings that are not given are those in `base`.
 pub(super) fn override_format(settings: &Header, base: IntFormat) -> Result<Format, QuantError> {
     let int = gptq::int_format(settings, Some(base))?;
     if int.bits != 4 {

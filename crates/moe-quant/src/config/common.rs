@@ -1,4 +1,4 @@
-//! Values that several headers share: bits and groups.
+//! Values that several kinds of headers contain: bits and groups.
 
 use moe_kernels::QuantGroup;
 use serde_json::json;
@@ -6,13 +6,13 @@ use serde_json::json;
 use super::header::{Header, value_error};
 use crate::error::QuantError;
 
-/// Names of the number of bits and of the group's size, the usual one first.
+/// The keys that may hold the number of bits. The usual one comes first.
 pub(super) const BITS: [&str; 3] = ["bits", "w_bit", "wbits"];
 pub(super) const GROUP_SIZE: [&str; 2] = ["group_size", "q_group_size"];
-/// The largest group that a header may name: more than any row has columns.
+/// The largest group that a header may have. No row has that many columns.
 const LARGEST_GROUP: i64 = 1 << 24;
 
-/// Bits of the integers; `works` says which ones are read.
+/// Reads the bits of the integers. `works` lists the numbers that can be read.
 pub(super) fn bits(header: &Header, keys: &[&str], method: &str, works: &[u8]) -> Result<u8, QuantError> {
     let Some((key, bits)) = header.int(keys)? else {
         return Err(missing(header, keys[0], "the number of bits"));
@@ -29,7 +29,7 @@ pub(super) fn bits(header: &Header, keys: &[&str], method: &str, works: &[u8]) -
     }
 }
 
-/// Columns that share a scale: -1 for whole rows.
+/// Reads the number of columns that share a scale. -1 means a whole row.
 pub(super) fn group(header: &Header, keys: &[&str]) -> Result<QuantGroup, QuantError> {
     let Some((key, size)) = header.int(keys)? else {
         return Err(missing(header, keys[0], "the size of a group, or -1 for whole rows"));
@@ -41,7 +41,7 @@ pub(super) fn group(header: &Header, keys: &[&str]) -> Result<QuantGroup, QuantE
     }
 }
 
-/// A key that must be there.
+/// Returns the error for a key that is missing.
 pub(super) fn missing(header: &Header, key: &str, expected: &str) -> QuantError {
     QuantError::Value { key: header.key(key), expected: expected.to_string(), got: "nothing".to_string() }
 }

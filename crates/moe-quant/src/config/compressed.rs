@@ -1,7 +1,7 @@
 //! Headers of compressed-tensors (llm-compressor).
 //!
-//! Source of the keys' meaning: `QuantizationConfig` and `QuantizationArgs` of the library of that name. Of several groups
-//! that name a module, one that names it exactly comes first, then patterns, then the class `Linear`.
+//! Source of the keys' meaning: `QuantizationConfig` and `QuantizationArgs` of the library of that name. Of several
+//! groups that name a module, one that names it exactly comes first, then patterns, then the class `Linear`.
 
 use moe_kernels::QuantGroup;
 use serde_json::{Value, json};
@@ -12,10 +12,11 @@ use super::header::{Header, value_error};
 use super::pattern::Pattern;
 use super::rules::{QuantConfig, Rule};
 use crate::error::QuantError;
-use crate::format::{Format, IntFormat, MX_BLOCK};
+use crate::format::{Format, Fp4Tensors, IntFormat, MX_BLOCK, NV_BLOCK};
 
 /// Formats that are read.
-const FORMATS: [&str; 4] = ["pack-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"];
+const FORMATS: [&str; 5] =
+    ["pack-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"];
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     refuse_transforms(header)?;
@@ -45,7 +46,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     chosen.sort_by_key(|(rank, _)| *rank);
     rules.extend(chosen.into_iter().map(|(_, rule)| rule));
     notes.dedup();
-    Ok(QuantConfig { method: "compressed-tensors", rules, otherwise: Format::Plain, notes })
+    Ok(QuantConfig { modules: None, method: "compressed-tensors", rules, otherwise: Format::Plain, notes })
 }
 
 /// What changes weights or activations in ways that are not read.
@@ -107,10 +108,15 @@ fn format(header: &Header, settings: &Header) -> Result<Option<Format>, QuantErr
         ("float-quantized" | "naive-quantized", "float") => {
             Ok(Some(Format::Fp8 { scales: fp8_scales(&weights)?, scale_inv: false }))
         }
-        ("mxfp4-pack-quantized", "float") => mxfp4(&weights).map(Some),
+        ("mxfp4-pack-quantized", "float") => {
+            fp4(&weights, name, MXFP4).map(|()| Some(Format::Mxfp4(Fp4Tensors::Packed)))
+        }
+        ("nvfp4-pack-quantized", "float") => {
+            fp4(&weights, name, NVFP4).map(|()| Some(Format::Nvfp4(Fp4Tensors::Packed)))
+        }
         (_, "int" | "float") => Err(QuantError::unsupported(
             format!("`{}` = {kind} with the format {name}", weights.key("type")),
-            "int with pack-quantized, or float with float-quantized or mxfp4-pack-quantized works",
+            "int with pack-quantized, or float with float-quantized, mxfp4-pack-quantized or nvfp4-pack-quantized works",
         )),
         _ => Err(value_error(weights.key("type"), "int or float", &json!(kind))),
     }
@@ -150,21 +156,40 @@ fn actorder(weights: &Header) -> Result<bool, QuantError> {
     }
 }
 
-/// Blocks of 32 E2M1 codes with an E8M0 scale: the preset `MXFP4` of the library of that name.
-fn mxfp4(weights: &Header) -> Result<Format, QuantError> {
-    bits(weights, &["num_bits"], "mxfp4-pack-quantized", &[4])?;
-    weights.only(&["strategy"], &["group"])?;
-    weights.only(&["scale_dtype"], &["torch.uint8", "uint8"])?;
+/// Blocks of E2M1 codes: the presets of the library of that name.
+struct Fp4 {
+    name: &'static str,
+    block: usize,
+    strategy: &'static str,
+    scale_dtypes: [&'static str; 2],
+}
+
+const MXFP4: Fp4 =
+    Fp4 { name: "MXFP4", block: MX_BLOCK, strategy: "group", scale_dtypes: ["torch.uint8", "uint8"] };
+const NVFP4: Fp4 = Fp4 {
+    name: "NVFP4",
+    block: NV_BLOCK,
+    strategy: "tensor_group",
+    scale_dtypes: ["torch.float8_e4m3fn", "float8_e4m3fn"],
+};
+
+/// Fails unless the settings are a preset's.
+fn fp4(weights: &Header, format: &str, preset: Fp4) -> Result<(), QuantError> {
+    let Fp4 { name, block, strategy, scale_dtypes } = preset;
+    bits(weights, &["num_bits"], format, &[4])?;
+    weights.only(&["strategy"], &[strategy])?;
+    weights.only(&["scale_dtype"], &scale_dtypes)?;
     if !weights.bool("symmetric")?.unwrap_or(true) {
-        return Err(value_error(weights.key("symmetric"), "true: MXFP4 has no zero points", &json!(false)));
+        let expected = format!("true: {name} has no zero points");
+        return Err(value_error(weights.key("symmetric"), expected, &json!(false)));
     }
-    match group(weights, &["group_size"])? {
-        QuantGroup::Size(MX_BLOCK) => Ok(Format::Mxfp4),
-        _ => Err(QuantError::unsupported(
-            format!("a `{}` that is not {MX_BLOCK}, of MXFP4", weights.key("group_size")),
-            format!("blocks of {MX_BLOCK} columns work"),
-        )),
+    if group(weights, &["group_size"])? == QuantGroup::Size(block) {
+        return Ok(());
     }
+    Err(QuantError::unsupported(
+        format!("a `{}` that is not {block}, of {name}", weights.key("group_size")),
+        format!("blocks of {block} columns work"),
+    ))
 }
 
 fn fp8_scales(weights: &Header) -> Result<QuantGroup, QuantError> {
@@ -193,6 +218,6 @@ fn activation_note(settings: &Header) -> Result<Option<String>, QuantError> {
     let kind = activations.str(&["type"])?.unwrap_or("int");
     let bits = activations.int(&["num_bits"])?.map_or(8, |(_, bits)| bits);
     Ok(Some(format!(
-        "the header asks for activations in {kind}{bits}; here only the weights are quantised, activations keep their dtype (FP8 beside FP8 weights: --fp8-activations)"
+        "the header asks for activations in {kind}{bits}; here only the weights are quantised, activations keep their dtype (FP8 with FP8 weights: `fp8_activations`)"
     )))
 }

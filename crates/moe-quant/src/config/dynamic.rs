@@ -1,4 +1,4 @@
-//! Overrides by pattern (`dynamic`), which GPTQModel writes into headers of GPTQ and AWQ.
+//! Settings by pattern (`dynamic`), which GPTQModel writes into headers of GPTQ and AWQ.
 
 use serde_json::Value;
 
@@ -8,8 +8,9 @@ use super::rules::Rule;
 use crate::error::QuantError;
 use crate::format::Format;
 
-/// The rules of a header's `dynamic`: `-:` leaves modules out, `+:` or nothing changes settings, of which `format` makes the
-/// modules' format. As in GPTQModel the first match counts, and all that leave out come before the others.
+/// Returns the rules in a header's `dynamic`. A pattern that begins with `-:` keeps modules in floats. One with `+:` or
+/// no prefix changes settings, from which `format` makes the format of the modules. As in GPTQModel, the first pattern
+/// that matches counts, and the patterns that keep modules in floats come first.
 pub(super) fn rules(
     header: &Header,
     format: impl Fn(&Header) -> Result<Format, QuantError>,

@@ -10,7 +10,7 @@ use super::rules::{QuantConfig, Rule};
 use crate::error::QuantError;
 use crate::format::Format;
 
-/// The longest side of a block that a header may name.
+/// The longest side of a block that a header may have.
 const LARGEST_SIDE: u64 = 1 << 20;
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
@@ -21,7 +21,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         return Err(QuantError::unsupported(format!("`{key}` = {value}"), works));
     }
     header.only(&["activation_scheme"], &["dynamic", "static"])?;
-    // ue8m0: scales are powers of two, held in floats all the same.
+    // With ue8m0 the scales are powers of two, but they are also stored as floats.
     header.only(&["scale_fmt"], &["float", "float32", "ue8m0"])?;
     let format = match header.find(&["weight_block_size"]) {
         Some((key, value)) => Format::Fp8 { scales: block(&key, value)?, scale_inv: true },
@@ -34,12 +34,12 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     }
     let scheme = header.str(&["activation_scheme"])?.unwrap_or("dynamic");
     let notes = vec![format!(
-        "the header asks for activations in FP8 ({scheme}); here only the weights are, activations keep their dtype but in steps of many rows on a GPU (--fp8-activations)"
+        "the header asks for activations in FP8 ({scheme}); here only the weights are, activations keep their dtype but in steps of many rows on a GPU (`fp8_activations`)"
     )];
-    Ok(QuantConfig { method: "fp8", rules, otherwise: format, notes })
+    Ok(QuantConfig { modules: None, method: "fp8", rules, otherwise: format, notes })
 }
 
-/// `[rows, columns]` of a block, which older compressed-tensors wrote as "128x128".
+/// Reads the `[rows, columns]` of a block. Older versions of compressed-tensors wrote them as "128x128".
 pub(super) fn block(key: &str, value: &Value) -> Result<QuantGroup, QuantError> {
     let sides: Vec<Option<u64>> = match value {
         Value::Array(sides) => sides.iter().map(Value::as_u64).collect(),

@@ -1,7 +1,7 @@
 //! Headers of GPTQ (AutoGPTQ, GPTQModel).
 //!
-//! Source of the keys' meaning: GPTQModel's `QuantizeConfig`; of `modules_in_block_to_quantize`: transformers'
-//! `GPTQConfig`.
+//! The keys have the meaning that they have in GPTQModel's `QuantizeConfig`, and `modules_in_block_to_quantize` the
+//! meaning in transformers' `GPTQConfig`.
 
 use moe_kernels::QuantGroup;
 use moe_kernels::names::LM_HEAD;
@@ -33,7 +33,13 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     }
     let left_out = header.strings(&["modules_to_not_convert"])?;
     rules.splice(0..0, left_out.into_iter().map(|name| Rule::plain(Pattern::Segments(name.to_string()))));
-    Ok(QuantConfig { method: "gptq", rules, otherwise: Format::Gptq { int, zeros }, notes: Vec::new() })
+    Ok(QuantConfig {
+        modules: None,
+        method: "gptq",
+        rules,
+        otherwise: Format::Gptq { int, zeros },
+        notes: Vec::new(),
+    })
 }
 
 fn zeros(header: &Header) -> Result<GptqZeros, QuantError> {
@@ -41,14 +47,14 @@ fn zeros(header: &Header) -> Result<GptqZeros, QuantError> {
         let what = format!("`{}` = true", header.key("is_marlin_format"));
         return Err(QuantError::unsupported(what, "checkpoint_format gptq or gptq_v2 works"));
     }
-    // GPTQModel writes both keys; `checkpoint_format` is the one that older readers know.
+    // GPTQModel writes both keys. Older readers know only `checkpoint_format`.
     let keys = ["checkpoint_format", "format"];
     header.only(&keys, &["gptq", "gptq_v2"])?;
     let v2 = header.str(&keys)?.is_some_and(|format| format.eq_ignore_ascii_case("gptq_v2"));
     Ok(if v2 { GptqZeros::V2 } else { GptqZeros::V1 })
 }
 
-/// Bits, group, symmetry and act-order; an override takes from `base` what it does not name.
+/// Reads bits, group, symmetry and act-order. Values that an override does not have come from `base`.
 pub(super) fn int_format(header: &Header, base: Option<IntFormat>) -> Result<IntFormat, QuantError> {
     let bits = match base {
         Some(base) if header.find(&BITS).is_none() => base.bits,
@@ -63,11 +69,11 @@ pub(super) fn int_format(header: &Header, base: Option<IntFormat>) -> Result<Int
         None => base.is_some_and(|base| base.zero_point),
     };
     let act_order = header.bool("desc_act")?.unwrap_or(base.is_some_and(|base| base.act_order));
-    // One group for a whole row has no order.
+    // If the group is the whole row, columns cannot be in an order by group.
     Ok(IntFormat { bits, group, zero_point, act_order: act_order && group != QuantGroup::Channel })
 }
 
-/// What an override says of GPTQ.
+/// Returns the format of modules with their own settings in GPTQ.
 fn override_format(settings: &Header, base: IntFormat, zeros: GptqZeros) -> Result<Format, QuantError> {
     for key in ["method", "quant_method"] {
         settings.only(&[key], &["gptq"])?;

@@ -1,13 +1,13 @@
-//! Typed values of a JSON object, with errors that name the key and its path.
+//! Reads typed values from a JSON object. Errors name the key with its path.
 
 use serde_json::{Map, Value};
 
 use crate::error::QuantError;
 
-/// Longest part of a value that an error repeats.
+/// The largest number of characters of a value in an error.
 const SHOWN: usize = 80;
 
-/// A JSON object and where it lies, such as `quantization_config.config_groups.group_0`.
+/// A JSON object and its path, such as `quantization_config.config_groups.group_0`.
 #[derive(Clone)]
 pub(crate) struct Header<'a> {
     map: &'a Map<String, Value>,
@@ -23,7 +23,7 @@ impl<'a> Header<'a> {
         }
     }
 
-    /// The first of these keys that is there and not null.
+    /// Returns the first of these keys that exists and is not null.
     pub fn find(&self, keys: &[&str]) -> Option<(String, &'a Value)> {
         let found =
             keys.iter().find_map(|key| self.map.get(*key).filter(|v| !v.is_null()).map(|v| (*key, v)));
@@ -34,7 +34,7 @@ impl<'a> Header<'a> {
         self.find(&[key]).is_some()
     }
 
-    /// The path of a key.
+    /// Returns the path of a key.
     pub fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.path)
     }
@@ -61,7 +61,8 @@ impl<'a> Header<'a> {
         self.find(&[key]).map(|(path, value)| Header::new(value, path)).transpose()
     }
 
-    /// Strings of a list, or of a list of lists; one string counts as a list. Empty without the key.
+    /// Reads the strings of a list, or of a list of lists. A single string counts as a list of one. Without the key the
+    /// result is empty.
     pub fn strings(&self, keys: &[&str]) -> Result<Vec<&'a str>, QuantError> {
         let Some((path, value)) = self.find(keys) else { return Ok(Vec::new()) };
         let mut found = Vec::new();
@@ -71,7 +72,7 @@ impl<'a> Header<'a> {
         }
     }
 
-    /// Fails unless the key is missing or one of these words, letters of any case.
+    /// Checks that the key is missing or has one of these words as its value, in upper or lower case.
     pub fn only(&self, keys: &[&str], accepted: &[&str]) -> Result<(), QuantError> {
         let Some((path, value)) = self.find(keys) else { return Ok(()) };
         let word = value.as_str().map(str::to_lowercase);
@@ -109,12 +110,12 @@ fn flatten<'a>(value: &'a Value, found: &mut Vec<&'a str>) -> bool {
     }
 }
 
-/// `key: expected .., got ..`.
+/// Returns the error `key: expected .., got ..`.
 pub(crate) fn value_error(key: impl Into<String>, expected: impl Into<String>, got: &Value) -> QuantError {
     QuantError::Value { key: key.into(), expected: expected.into(), got: shown(got) }
 }
 
-/// A value as JSON, cut where it gets long.
+/// Returns a value as JSON, without its end if it is long.
 pub(crate) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(SHOWN) {

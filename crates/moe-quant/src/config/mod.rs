@@ -11,7 +11,10 @@ mod dynamic;
 mod fp8;
 mod gptq;
 mod header;
+mod modelopt;
+mod mxfp4;
 mod pattern;
+mod quark;
 mod rules;
 
 use serde_json::Value;
@@ -21,16 +24,16 @@ use header::{Header, value_error};
 
 pub use rules::QuantConfig;
 
-/// Where the header lies in config.json.
+/// The keys of config.json that may hold the header.
 const KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 /// Methods that are read, for errors.
-const METHODS: &str =
-    "gptq, awq, compressed-tensors, fp8 and auto-round work, or the checkpoint in its original float dtype";
+const METHODS: &str = "gptq, awq, compressed-tensors, fp8, auto-round, modelopt, quark and mxfp4 work, or the checkpoint in its original float dtype";
 
-/// Names of tensors that may lie beside quantised modules and are not read, where `*` is any run of characters: scales of
-/// activations and of a KV cache, which keep their dtype here.
+/// Names of tensors that may be present in addition to quantised modules and are not read, where `*` is any run of
+/// characters: scales of activations and of a KV cache, which keep their dtype here.
 pub const UNREAD_TENSORS: &[&str] = &[
     "*.input_scale",
+    "*.input_global_scale",
     "*.input_zero_point",
     "*.activation_scale",
     "*.output_scale",
@@ -54,11 +57,11 @@ impl QuantConfig {
         found.map(|(key, header)| Self::from_header(key, header)).transpose()
     }
 
-    /// Reads the header itself, as `quantize_config.json` of older GPTQ checkpoints holds it. `path` stands before each
-    /// key in errors.
+    /// Reads the header itself, as `quantize_config.json` of older GPTQ checkpoints holds it, and
+    /// `hf_quant_config.json` of ModelOpt's. `path` stands before each key in errors.
     ///
     /// # Errors
-    /// As [`from_json`](Self::from_json).
+    /// The errors of [`from_json`](Self::from_json).
     pub fn from_header(path: &str, header: &Value) -> Result<Self, QuantError> {
         let header = Header::new(header, path)?;
         let method = match header.find(&["quant_method"]) {
@@ -67,6 +70,7 @@ impl QuantConfig {
             }
             None if header.has("config_groups") => "compressed-tensors".to_string(),
             None if header.has("desc_act") => "gptq".to_string(),
+            None if header.has("quantization") => "modelopt".to_string(),
             None => {
                 let key = header.key("quant_method");
                 return Err(QuantError::unsupported(format!("a header without `{key}`"), METHODS));
@@ -77,6 +81,9 @@ impl QuantConfig {
             "awq" => awq::read(&header),
             "compressed-tensors" => compressed::read(&header),
             "fp8" => fp8::read(&header),
+            "mxfp4" => mxfp4::read(&header),
+            "modelopt" | "modelopt_fp4" => modelopt::read(&header),
+            "quark" => quark::read(&header),
             "auto-round" | "auto_round" | "intel/auto-round" => autoround::read(&header),
             other => Err(QuantError::unsupported(
                 format!("quantisation method `{}` (`{path}`)", other.chars().take(40).collect::<String>()),

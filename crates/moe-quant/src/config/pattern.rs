@@ -1,14 +1,14 @@
-//! Which modules a rule of a header means: the ways in which the formats' makers match names.
+//! Patterns of module names, in the ways in which the makers of the formats match names.
 
 use fancy_regex::{Regex, RegexBuilder};
 
 use crate::error::QuantError;
 
-/// Steps that a pattern may take on one name: beyond all useful patterns, and milliseconds.
+/// The largest number of steps for one name. No useful pattern takes more, and it limits the time to milliseconds.
 const BACKTRACK_LIMIT: usize = 100_000;
-/// Memory of a compiled pattern, in bytes.
+/// The largest memory of a compiled pattern, in bytes.
 const SIZE_LIMIT: usize = 1 << 20;
-/// Longest pattern, in bytes.
+/// The longest pattern, in bytes.
 const LONGEST: usize = 4096;
 
 /// A set of module names.
@@ -18,26 +18,32 @@ pub(crate) enum Pattern {
     Any,
     /// The module of this name.
     Exact(String),
-    /// Modules whose name has these segments, between dots, in this order without a gap: `mlp.gate` is part of
-    /// `model.layers.0.mlp.gate`, but not of `model.layers.0.mlp.gate_proj`.
+    /// Modules whose name contains these segments between dots, without a gap. `mlp.gate` is contained in
+    /// `model.layers.0.mlp.gate`, but not in `model.layers.0.mlp.gate_proj`.
     Segments(String),
-    /// Modules below this one.
+    /// All modules inside this module.
     Below(String),
-    /// A regular expression as Python writes it.
+    /// Modules that match a regular expression in Python's syntax.
     Regex(Box<Regex>),
-    /// Modules that none of these matches.
+    /// Modules that match none of these patterns.
     NoneOf(Vec<Pattern>),
 }
 
 impl Pattern {
-    /// Python's `re.match`: from the beginning of the name, to anywhere.
+    /// Matches like Python's `re.match`: from the beginning of the name, and not necessarily to its end.
     pub fn starting(key: &str, pattern: &str) -> Result<Self, QuantError> {
         Self::compile(key, pattern, &format!(r"\A(?:{pattern})"))
     }
 
-    /// Python's `re.search`: anywhere in the name.
+    /// Matches like Python's `re.search`: anywhere in the name.
     pub fn somewhere(key: &str, pattern: &str) -> Result<Self, QuantError> {
         Self::compile(key, pattern, pattern)
+    }
+
+    /// Matches a name in which `*` stands for any characters, and all modules inside such a module.
+    pub fn glob(key: &str, pattern: &str) -> Result<Self, QuantError> {
+        let parts: Vec<_> = pattern.split('*').map(fancy_regex::escape).collect();
+        Self::compile(key, pattern, &format!(r"\A{}(?:\.|\z)", parts.join(".*")))
     }
 
     fn compile(key: &str, given: &str, pattern: &str) -> Result<Self, QuantError> {
@@ -57,7 +63,7 @@ impl Pattern {
         built.map(|regex| Self::Regex(Box::new(regex))).map_err(|e| invalid(e.to_string()))
     }
 
-    /// Whether a module is meant.
+    /// Whether a module matches.
     ///
     /// # Errors
     /// A regular expression that takes too many steps.
@@ -121,6 +127,17 @@ mod tests {
         assert!(Pattern::somewhere("k", "layers$").unwrap().matches("model.layers").unwrap());
         let error = Pattern::starting("quantization_config.ignore", "(").unwrap_err().to_string();
         assert!(error.contains("`quantization_config.ignore`: expected a regular expression"), "{error}");
+    }
+
+    #[test]
+    fn a_star_is_any_run_of_characters() {
+        let glob = |pattern| Pattern::glob("k", pattern).unwrap();
+        let attention = glob("model.layers.*.self_attn");
+        assert!(attention.matches("model.layers.3.self_attn.q_proj").unwrap());
+        assert!(attention.matches("model.layers.3.self_attn").unwrap());
+        assert!(!attention.matches("model.layers.3.self_attn_norm").unwrap());
+        assert!(!attention.matches("xmodel.layers.3.self_attn").unwrap());
+        assert!(!glob("lm.head").matches("lm_head").unwrap());
     }
 
     #[test]

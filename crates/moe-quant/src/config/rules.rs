@@ -1,4 +1,8 @@
-//! Which module is stored in which format: an ordered list of rules, of which the first that matches a module's name counts.
+//! Which module is stored in which format: an ordered list of rules, of which the first that matches a module's name
+//! counts.
+
+use std::collections::HashMap;
+use std::sync::Arc;
 
 use moe_kernels::QuantScheme;
 use safetensors::Dtype;
@@ -9,10 +13,14 @@ use crate::format::Format;
 
 /// How a checkpoint is quantised: the validated header.
 ///
-/// Module names are those of the checkpoint's tensors without the last part: `model.layers.0.mlp.experts.3.up_proj`.
+/// A module's name is the name of the checkpoint's tensors without the last part:
+/// `model.layers.0.mlp.experts.3.up_proj`.
 #[derive(Clone, Debug)]
 pub struct QuantConfig {
     pub(super) method: &'static str,
+    /// The format of each module, or of all below one, where it is said module by module.
+    pub(super) modules: Option<Arc<HashMap<String, Format>>>,
+    /// They come before `modules`.
     pub(super) rules: Vec<Rule>,
     pub(super) otherwise: Format,
     pub(super) notes: Vec<String>,
@@ -32,7 +40,18 @@ impl Rule {
 }
 
 impl QuantConfig {
-    /// Name of the method: `gptq`, `awq`, `compressed-tensors`, `fp8` or `auto-round`.
+    /// The method whose files hold quantised experts in packs: codes and scales of all experts of a layer in one tensor
+    /// each, instead of tensors for each matrix.
+    pub const PACKED_EXPERTS: &'static str = "mxfp4";
+
+    /// The types of a GGUF file's quantised matrices, by the names of their modules.
+    pub fn gguf(modules: HashMap<String, Format>, notes: Vec<String>) -> Self {
+        let otherwise = Format::Plain;
+        Self { method: "gguf", modules: Some(Arc::new(modules)), rules: Vec::new(), otherwise, notes }
+    }
+
+    /// Name of the method: `gptq`, `awq`, `compressed-tensors`, `fp8`, `auto-round`, `modelopt`, `quark`, `mxfp4` or
+    /// `gguf`.
     pub fn method(&self) -> &'static str {
         self.method
     }
@@ -53,21 +72,25 @@ impl QuantConfig {
                 return Ok(rule.format);
             }
         }
-        Ok(self.otherwise)
+        let Some(modules) = &self.modules else { return Ok(self.otherwise) };
+        let mut names = std::iter::successors(Some(module), |name| Some(name.rsplit_once('.')?.0));
+        let named = names.find_map(|name| modules.get(name));
+        Ok(named.copied().unwrap_or(self.otherwise))
     }
 
     /// The scheme of [`format_of`](Self::format_of).
     ///
     /// # Errors
-    /// As `format_of`.
+    /// The errors of `format_of`.
     pub fn scheme_of(&self, module: &str) -> Result<QuantScheme, QuantError> {
         self.format_of(module).map(Format::scheme)
     }
 
-    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits and of zero points; `None` for floats.
+    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits and of zero points; `None` for
+    /// floats.
     ///
     /// # Errors
-    /// As `format_of`.
+    /// The errors of `format_of`.
     pub fn bytes_per_weight(&self, module: &str, k: usize) -> Result<Option<f64>, QuantError> {
         Ok(self.scheme_of(module)?.bytes_per_weight(k))
     }
@@ -79,8 +102,8 @@ impl QuantConfig {
     /// says the dtype of the tensor of this suffix (`weight`, `qweight`), if there is one.
     ///
     /// # Errors
-    /// As `format_of`; a module that the header calls not quantised, but the file holds in a format that the header does not
-    /// tell.
+    /// The errors of `format_of`; a module that the header calls not quantised, but the file holds in a format that the
+    /// header does not tell.
     pub fn format_in_file(
         &self,
         module: &str,
@@ -112,18 +135,21 @@ impl QuantConfig {
     /// Whether the header says that a module is not quantised although the file holds it in this format.
     ///
     /// # Errors
-    /// As `format_of`.
+    /// The errors of `format_of`.
     pub fn is_left_out(&self, module: &str, in_file: Format) -> Result<bool, QuantError> {
         Ok(in_file != Format::Plain && self.format_of(module)? == Format::Plain)
     }
 
-    /// The keys of the header by which modules are left out, to be shown to people.
+    /// The keys of the header that leave modules out, for messages.
     pub fn leaving_out(&self) -> &'static str {
         match self.method {
             "gptq" => "modules_in_block_to_quantize, modules_to_not_convert, dynamic and lm_head",
             "awq" => "modules_to_not_convert and dynamic",
             "auto-round" => "block_name_to_quantize and extra_config",
             "fp8" => "modules_to_not_convert and ignored_layers",
+            "modelopt" => "exclude_modules, ignore and quantized_layers",
+            "quark" => "exclude and layer_quant_config",
+            Self::PACKED_EXPERTS => "modules_to_not_convert",
             _ => "ignore and targets",
         }
     }

@@ -1,42 +1,43 @@
-//! Which columns of a stored matrix a reader hands over, in which order, and to which group each belongs.
+//! The columns that a reader returns: which columns of the stored matrix, in which order, and the group of each.
 
 use std::ops::Range;
 
-use moe_kernels::{QuantGroup, QuantScheme};
+use moe_kernels::{Levels, QuantGroup, QuantScheme};
 
 use crate::format::Format;
 
-/// Columns that act-order sorts a cut group into, if they divide it: kernels know groups of 32.
+/// If a part of a matrix with act-order cuts a group, its columns are sorted into smaller groups, of this number of
+/// columns if it divides the group. The kernels support groups of 32.
 const SMALL_GROUP: usize = 32;
 
 /// Columns in the logical order.
 #[derive(Clone, Debug)]
 pub(super) struct Columns {
-    /// Columns of the stored matrix.
+    /// The columns of the stored matrix.
     pub source: Range<usize>,
-    /// Columns of the logical form.
+    /// The number of columns of the logical form.
     pub width: usize,
-    /// Columns of a logical group.
+    /// The number of columns of a logical group.
     pub group: usize,
     /// The stored group of each logical group.
     pub groups: Vec<usize>,
-    /// With act-order.
+    /// The order of the columns, with act-order.
     pub order: Option<Order>,
 }
 
 /// Columns sorted by group.
 #[derive(Clone, Debug)]
 pub(super) struct Order {
-    /// The input of each logical column, counted from the first column of the source.
+    /// The input of each logical column, as an index from the first column of the source.
     pub perm: Vec<u32>,
     /// The logical column of each source column.
     pub place: Vec<u32>,
-    /// Logical columns that fill up a group: their weight is zero, their input one of the same group.
+    /// The logical columns that fill up a group. Their weight is zero, and their input is one of the same group.
     pub padding: Vec<u32>,
 }
 
 impl Columns {
-    /// Consecutive groups. `source` must not cut a group in two.
+    /// Returns columns in consecutive groups. `source` must not cut a group.
     pub fn in_order(format: Format, source: Range<usize>, k: usize) -> Result<Self, String> {
         let scheme = format.scheme();
         let width = source.len();
@@ -57,8 +58,9 @@ impl Columns {
         Ok(Self { source, width, group, groups, order: None })
     }
 
-    /// Columns sorted by their group in `g_idx` \[K\], a stable order. The last group may have fewer columns; where a cut leaves
-    /// another one with too few, groups become smaller and are filled up.
+    /// Returns columns sorted by their group in `g_idx` \[K\], with a stable order within groups. The last group may
+    /// have fewer columns. If another group has too few columns because `source` cuts it, groups become smaller and are
+    /// filled up.
     pub fn by_group(g_idx: &[u32], source: Range<usize>, group: usize) -> Self {
         let mut sorted: Vec<u32> = (0..source.len() as u32).collect();
         let group_of = |column: u32| g_idx[source.start + column as usize];
@@ -83,13 +85,24 @@ impl Columns {
         Self { source, width: order.perm.len(), group: unit, groups, order: Some(order) }
     }
 
-    /// The scheme of the logical form.
+    /// Returns the scheme of the logical form.
     pub fn scheme(&self, scheme: QuantScheme) -> QuantScheme {
         match &self.order {
             Some(_) => QuantScheme { group: QuantGroup::Size(self.group), ..scheme },
-            None => scheme,
+            None => of_columns(scheme, self.group, &self.source),
         }
     }
+}
+
+/// Returns the scheme of columns that cut no group of `group` columns. If the groups that share a scale are cut, fewer
+/// groups share one: a number that divides both ends of the columns.
+pub(crate) fn of_columns(scheme: QuantScheme, group: usize, columns: &Range<usize>) -> QuantScheme {
+    let Levels::Two(groups) = scheme.levels else { return scheme };
+    let group = group.max(1);
+    let ends = (columns.start / group) | (columns.len() / group);
+    // This is the largest power of two that divides both ends and the number of groups that share a scale in the whole
+    // matrix.
+    scheme.with_shared_scales(1 << (ends | groups).trailing_zeros())
 }
 
 #[cfg(test)]
@@ -97,8 +110,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn parts_of_super_blocks_share_fewer_scales() {
+        let scheme = QuantScheme::int(4, QuantGroup::Size(32)).with_shared_scales(8);
+        let shared = |columns: Range<usize>| match of_columns(scheme, 32, &columns).levels {
+            Levels::Two(groups) => groups,
+            Levels::One | Levels::Fp8 => 0,
+        };
+        assert_eq!([0..768, 256..512, 0..384, 384..768, 96..192].map(shared), [8, 8, 4, 4, 1]);
+    }
+
+    #[test]
     fn the_last_group_may_have_fewer_columns() {
-        // 72 columns in groups of 32, 32 and 8, none where it stood.
+        // There are 72 columns in groups of 32, 32 and 8, and none is at its original place.
         let g_idx: Vec<u32> = (0..72).map(|column| (column * 5 % 72) / 32).collect();
         let whole = Columns::by_group(&g_idx, 0..72, 32);
         let order = whole.order.as_ref().map(|order| (order.perm.clone(), order.padding.len()));

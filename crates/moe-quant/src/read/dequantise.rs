@@ -1,9 +1,9 @@
-//! The weights themselves, for tests and for backends that compute with plain matrices.
+//! Returns the weights as floats, for tests and for backends that compute with matrices of floats.
 
 use candle_core::Result;
 use moe_kernels::quant::{LogicalRows, QuantRows};
 
-/// Rows that are unpacked at once.
+/// The number of rows that are unpacked at a time.
 const ROWS: usize = 32;
 
 /// The matrix [N, inputs] in f32, columns in the order of the layer's input: scale * (q - zero), rounded once.
@@ -17,7 +17,7 @@ pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
     let groups = scheme.groups(k);
     let input = |column: usize| matrix.perm().map_or(column, |perm| perm[column] as usize);
     let inputs = (0..k).map(input).max().map_or(0, |last| last + 1);
-    // A column that fills up a group repeats an input that has come before.
+    // A column that fills up a group repeats an input that an earlier column has.
     let mut seen = vec![false; inputs];
     let columns: Vec<_> =
         (0..k).filter(|column| !std::mem::replace(&mut seen[input(*column)], true)).collect();
@@ -40,7 +40,8 @@ pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
     Ok(weights)
 }
 
-/// An E4M3 float without infinities (`float8_e4m3fn`): bias 7, NaN where all bits but the sign are set.
+/// Returns the value of an E4M3 float without infinities (`float8_e4m3fn`). The bias is 7. NaN has all bits set except
+/// the sign.
 pub fn e4m3(bits: u8) -> f32 {
     let exponent = i32::from(bits >> 3 & 15);
     let mantissa = f32::from(bits & 7);

@@ -1,14 +1,14 @@
-//! `g_idx`: the group of each column, read and checked.
+//! Reads and checks `g_idx`, the group of each column.
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use crate::format::IntFormat;
 
-/// The groups of columns \[K\], or `None` if they are consecutive and the format says so.
+/// Returns the groups of the columns \[K\], or `None` if they are consecutive and the format has no act-order.
 ///
 /// # Errors
-/// A group out of range; groups that are not of the same size, the last one aside; an order although the format has none.
+/// A group out of range; groups other than the last one that differ in size; an order although the format has none.
 pub(super) fn groups_of_columns(
     int: IntFormat,
     k: usize,
@@ -17,11 +17,12 @@ pub(super) fn groups_of_columns(
     let Some(stored) = stored else { return Ok(None) };
     let size = int.group.columns(k);
     let mut found = whole_numbers(stored);
-    // compressed-tensors leaves -1 where the order was never set.
+    // compressed-tensors writes -1 if the order was never set.
     if found.iter().all(|group| *group == -1) {
         found = (0..k).map(|column| (column / size) as i64).collect();
     }
-    // The usual case, without a division for each column of tens of thousands of matrices.
+    // Consecutive groups are the usual case. This test needs no division for each column, and there are tens of
+    // thousands of matrices.
     let mut groups = found.chunks(size).zip(0i64..);
     if !int.act_order && groups.all(|(columns, group)| columns.iter().all(|found| *found == group)) {
         return Ok(None);
@@ -37,7 +38,7 @@ pub(super) fn groups_of_columns(
         };
         *slot += 1;
     }
-    // The last one may be shorter.
+    // The last group may be shorter.
     let expected = |group: usize| size.min(k - group * size);
     if let Some(group) = (0..counts.len()).find(|group| counts[*group] != expected(*group)) {
         return Err(format!("group {group} has {} columns, expected {}", counts[group], expected(group)));
@@ -54,7 +55,7 @@ pub(super) fn groups_of_columns(
     ))
 }
 
-/// Elements of an I32 or I64 tensor.
+/// Returns the elements of an I32 or I64 tensor.
 pub(super) fn whole_numbers(tensor: &TensorView) -> Vec<i64> {
     let bytes = tensor.data();
     match tensor.dtype() {

@@ -2,6 +2,7 @@
 
 mod columns;
 mod dequantise;
+mod e8m0;
 mod indices;
 mod rows;
 mod scales;
@@ -17,15 +18,49 @@ use safetensors::tensor::TensorView;
 
 use crate::error::QuantError;
 use crate::format::{Format, IntFormat};
+use crate::ggml;
 use crate::layout::{TensorSpec, layout};
 use columns::Columns;
-use scales::Scales;
+use scales::{Scales, matrix_factor};
 use words::Words;
+
+pub(crate) use columns::of_columns;
+pub(crate) use e8m0::e8m0;
 
 pub use dequantise::{dequantise, e4m3};
 pub use suffixes::suffixes;
 
 /// A quantised matrix in a checkpoint, or a rank's part of it. It borrows the tensors' bytes and holds no weights.
+///
+/// ```
+/// use moe_quant::safetensors::SafeTensors;
+/// use moe_quant::write::{IntMatrix, pack};
+/// use moe_quant::{QuantConfig, Reader, dequantise};
+///
+/// let config = serde_json::json!({"quantization_config": {
+///     "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": true, "desc_act": false,
+/// }});
+/// let config = QuantConfig::from_json(&config)?.ok_or("not quantised")?;
+/// let module = "model.layers.0.mlp.experts.0.up_proj";
+/// let format = config.format_of(module)?;
+/// # let matrix = IntMatrix { n: 8, k: 32, q: vec![9; 256], scale: vec![0.5; 8], zero: vec![8; 8], g_idx: None };
+/// # let tensors = pack(module, format, &matrix, moe_quant::safetensors::Dtype::F16)?;
+/// # let views = tensors.iter().map(|t| {
+/// #     let view = moe_quant::safetensors::tensor::TensorView::new(t.spec.dtype, t.spec.shape.clone(), &t.bytes);
+/// #     Ok((format!("{module}.{}", t.spec.suffix), view?))
+/// # });
+/// # let views = views.collect::<Result<Vec<_>, moe_quant::safetensors::SafeTensorError>>()?;
+/// # let bytes = moe_quant::safetensors::serialize(views, None)?;
+/// // `bytes`: a memory-mapped file.
+/// let file = SafeTensors::deserialize(&bytes)?;
+/// let find = |suffix: &str| file.tensor(&format!("{module}.{suffix}")).ok();
+/// let reader = Reader::new(module, format, (8, 32), find)?; // N = 8, K = 32
+/// reader.check_finite()?;
+/// assert_eq!(dequantise(&reader)?, [0.5; 8 * 32]); // 0.5 * (9 - 8)
+/// // A rank's part: half of the rows.
+/// assert_eq!(dequantise(&reader.rows(4..8)?)?.len(), 4 * 32);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     name: String,
@@ -33,6 +68,8 @@ pub struct Reader<'a> {
     /// N and K of the stored matrix.
     stored: (usize, usize),
     rows: Range<usize>,
+    /// Which rows of the stored matrix these are: the first, and every how many-th.
+    turns: (usize, usize),
     columns: Columns,
     g_idx: Option<Vec<u32>>,
     codes: &'a [u8],
@@ -42,11 +79,12 @@ pub struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     /// The matrix \[n, k\] of a module. `find` gives the tensor of a suffix, as `qweight`; each is checked against
-    /// [`layout`]. Scales are not looked at: [`check_finite`](Self::check_finite) does.
+    /// [`layout`]. Scales of groups are not looked at: [`check_finite`](Self::check_finite) does.
     ///
     /// # Errors
-    /// A tensor that is missing or has another dtype or shape; a `g_idx` out of range or with groups of several sizes; a
-    /// `weight_shape` that contradicts n and k; a format that is not quantised.
+    /// A tensor that is missing or has another dtype or shape; a `g_idx` out of range or with groups of several sizes;
+    /// a `weight_shape` that contradicts n and k; a scale of a matrix in NVFP4 that is not a finite number above 0; a
+    /// format that is not quantised.
     pub fn new(
         module: &str,
         format: Format,
@@ -70,17 +108,26 @@ impl<'a> Reader<'a> {
         let g_idx =
             g_idx.map_err(|problem| QuantError::matrix(&format!("{module}.g_idx"), problem))?.flatten();
         let codes = tensors.need(suffixes(StoredTensor::Codes))?;
-        let scales = tensors.need(suffixes(StoredTensor::Scales))?;
+        let scales = match format {
+            Format::Ggml(_) => codes,
+            _ => tensors.need(suffixes(StoredTensor::Scales))?,
+        };
+        let mut scales = Scales::new(format, n, k, scales);
+        if let Format::Nvfp4(names) = format {
+            let scale = tensors.need(&[names.matrix_scale()])?;
+            scales = scales.times(matrix_factor(module, names, scale)?);
+        }
         let mut reader = Self {
             name: module.to_string(),
             format,
             stored: (n, k),
             rows: 0..n,
+            turns: (0, 1),
             columns: Columns { source: 0..k, width: k, group: k, groups: vec![0], order: None },
             g_idx,
             codes: codes.data(),
             zeros: tensors.get(suffixes(StoredTensor::Zeros)).map(TensorView::data),
-            scales: Scales::new(format, n, k, scales),
+            scales,
         };
         reader.columns = reader.cut(0..k)?;
         Ok(reader)
@@ -95,9 +142,30 @@ impl<'a> Reader<'a> {
         Ok(Self { rows: self.rows.start + rows.start..self.rows.start + rows.end, ..self })
     }
 
-    /// Only these columns, counted from this reader's first column: a row-parallel part. With act-order all groups' scales are
-    /// kept whose columns are among them; groups may become smaller ([`QuantRows::scheme`](moe_kernels::quant::QuantRows::scheme)), and K grows by columns of
-    /// weight zero that fill them up.
+    /// Only every `step`-th row, from row `first` on: one of several matrices whose rows take turns. Only of a whole
+    /// matrix.
+    ///
+    /// # Errors
+    /// Turns that do not divide the rows, or a part of a matrix.
+    pub fn turns(self, first: usize, step: usize) -> Result<Self, QuantError> {
+        let n = self.stored.0;
+        if first >= step || !n.is_multiple_of(step) || self.rows != (0..n) || self.turns != (0, 1) {
+            let problem = format!("rows {:?} have no turn {first} of {step}", self.rows);
+            return Err(QuantError::matrix(&self.name, problem));
+        }
+        Ok(Self { rows: 0..n / step, turns: (first, step), ..self })
+    }
+
+    /// The row of the stored matrix.
+    fn stored_row(&self, row: usize) -> usize {
+        let (first, step) = self.turns;
+        first + row * step
+    }
+
+    /// Only these columns, counted from this reader's first column: a row-parallel part. With act-order all groups'
+    /// scales are kept whose columns are among them; groups may become smaller
+    /// ([`QuantRows::scheme`](moe_kernels::quant::QuantRows::scheme)), and K grows by columns of weight zero that fill
+    /// them up.
     ///
     /// # Errors
     /// Columns that the matrix does not have; a cut through a group, with the tensor-parallel sizes that work.
@@ -131,14 +199,51 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// The first scale that is NaN or infinite, with its row and group.
     pub fn check_finite(&self) -> Result<(), QuantError> {
-        for n in self.rows.clone() {
-            for &group in &self.columns.groups {
-                let scale = self.scales.get(n, group);
-                if !scale.is_finite() {
-                    let problem =
-                        format!("the scale of row {n}, group {group} is {scale}; the file is damaged");
-                    return Err(QuantError::matrix(&self.name, problem));
-                }
+        if let Format::Ggml(_) = self.format {
+            return self.check_finite_blocks();
+        }
+        for n in self.rows.clone().map(|row| self.stored_row(row)) {
+            self.columns.groups.iter().try_for_each(|group| self.finite_scale(n, *group).map(drop))?;
+        }
+        Ok(())
+    }
+
+    /// The scale of a row and a group, if it is a number.
+    fn finite_scale(&self, n: usize, group: usize) -> Result<f32, QuantError> {
+        let scale = self.scales.get(n, group);
+        if scale.is_finite() {
+            return Ok(scale);
+        }
+        let problem = format!("the scale of row {n}, group {group} is {scale}; the file is damaged");
+        Err(QuantError::matrix(&self.name, problem))
+    }
+
+    /// Adds the scales of a row of the stored matrix.
+    fn push_scales(&self, n: usize, out: &mut LogicalRows) -> Result<(), QuantError> {
+        let groups = &self.columns.groups;
+        let Format::Nvfp4(_) = self.format else {
+            out.scale.extend(groups.iter().map(|group| self.scales.get(n, *group)));
+            return Ok(());
+        };
+        // Kernels decode the levels, which have no NaN.
+        for &group in groups {
+            out.scale.push(self.finite_scale(n, group)?);
+            out.scale_levels.factor.push(self.scales.byte(n, group));
+        }
+        out.scale_levels.shared.extend(groups.first().map(|_| self.scales.factor()));
+        Ok(())
+    }
+
+    /// [`check_finite`](Self::check_finite) of blocks that hold their scales.
+    fn check_finite_blocks(&self) -> Result<(), QuantError> {
+        let mut out = LogicalRows::default();
+        for n in 0..self.rows.len() {
+            self.fill(n..n + 1, &mut out)?;
+            let mut all = out.scale.iter().chain(&out.minimum);
+            if let Some(scale) = all.find(|scale| !scale.is_finite()) {
+                let row = self.rows.start + n;
+                let problem = format!("a scale of row {row} is {scale}; the file is damaged");
+                return Err(QuantError::matrix(&self.name, problem));
             }
         }
         Ok(())
@@ -158,6 +263,19 @@ impl<'a> Reader<'a> {
         Err(QuantError::matrix(&self.name, problem))
     }
 
+    /// The codes of these rows, which with turns are each on their own.
+    fn codes_into(&self, rows: Range<usize>, q: &mut [u8]) {
+        let unpack =
+            |rows, q: &mut [u8]| unpack::codes(self.format, self.codes, self.stored, rows, &self.columns, q);
+        if self.turns == (0, 1) {
+            return unpack(rows, q);
+        }
+        for (row, q) in rows.zip(q.chunks_exact_mut(self.columns.width.max(1))) {
+            let stored = self.stored_row(row);
+            unpack(stored..stored + 1, q);
+        }
+    }
+
     fn zero(&self, int: IntFormat, n: usize, group: usize) -> Result<u8, QuantError> {
         let Some(bytes) = self.zeros else { return Ok(int.middle()) };
         let zero = unpack::zero(self.format, Words::new(bytes, int.bits), self.stored, n, group);
@@ -174,11 +292,15 @@ impl<'a> Reader<'a> {
     fn fill(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<(), QuantError> {
         let rows = inside(&self.name, "rows", rows, self.rows.len())?;
         let rows = self.rows.start + rows.start..self.rows.start + rows.end;
+        if let Format::Ggml(ggml) = self.format {
+            ggml::fill(ggml, self.codes, self.stored.1, rows, &self.columns.source, out);
+            return Ok(());
+        }
         let width = self.columns.width;
         let groups = &self.columns.groups;
         out.clear();
-        for n in rows.clone() {
-            out.scale.extend(groups.iter().map(|group| self.scales.get(n, *group)));
+        for n in rows.clone().map(|row| self.stored_row(row)) {
+            self.push_scales(n, out)?;
             if let Some(int) = self.format.int() {
                 for &group in groups {
                     out.zero.push(self.zero(int, n, group)?);
@@ -186,7 +308,7 @@ impl<'a> Reader<'a> {
             }
         }
         out.q.resize(rows.len() * width, 0);
-        unpack::codes(self.format, self.codes, self.stored, rows.clone(), &self.columns, &mut out.q);
+        self.codes_into(rows.clone(), &mut out.q);
         self.check_codes(rows.start, &out.q)?;
         let padding = self.columns.order.iter().flat_map(|order| &order.padding);
         for column in padding.map(|column| *column as usize) {

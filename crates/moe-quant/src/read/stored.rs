@@ -1,5 +1,5 @@
-//! Where each format keeps integers, zero points and scales, as data: what [`unpack`](super::unpack) reads, for devices that
-//! read the bytes of a file themselves.
+//! Where each format keeps integers, zero points and scales, as data: what [`unpack`](super::unpack) reads, for devices
+//! that read the bytes of a file themselves.
 
 use candle_core::{DType, Result};
 use moe_kernels::quant::{StoredBytes, StoredGrid, StoredMatrix, StoredPart, StoredTensor, StoredWords};
@@ -53,16 +53,17 @@ fn tensors(format: Format, n: usize, k: usize) -> std::result::Result<(StoredWor
             Ok((all, all))
         }
         Format::Fp8 { .. } => Err(format!("rows of {k} bytes are no whole words of 4")),
-        Format::Mxfp4 => Err("no kernel of a GPU reads it".to_string()),
+        Format::Ggml(_) => Err("its blocks hold codes and scales together".to_string()),
+        Format::Mxfp4(_) | Format::Nvfp4(_) => Err("no kernel of a GPU reads it".to_string()),
         Format::Plain => Err("it is stored in floats".to_string()),
     }
 }
 
 impl Reader<'_> {
-    /// Where the part that this reader hands over lies.
+    /// Where the part of the matrix that this reader returns is in its tensors.
     ///
     /// # Errors
-    /// Why the rows are only to be had one by one.
+    /// Why the rows can only be read one by one.
     pub(super) fn stored_matrix(&self) -> std::result::Result<StoredMatrix, String> {
         if self.columns.order.is_some() {
             return Err("act-order: its columns are sorted as they are read".to_string());

@@ -2,7 +2,7 @@
 
 use moe_kernels::quant::StoredTensor;
 
-/// What follows the module's name and a dot in the name of a tensor, in one format or another.
+/// Returns the possible ends of the name of a tensor, after the module's name and a dot. Formats use different ones.
 pub fn suffixes(tensor: StoredTensor) -> &'static [&'static str] {
     match tensor {
         StoredTensor::Codes => &["qweight", "weight_packed", "weight"],

@@ -1,7 +1,7 @@
 //! Where each format keeps the integer of a row and a column.
 //!
-//! Sources, read for their definitions: GPTQModel's `PackableQuantLinear`, AutoAWQ's `WQLinear_GEMM`, compressed-tensors'
-//! `pack_to_int32`.
+//! Sources, read for their definitions: GPTQModel's `PackableQuantLinear`, AutoAWQ's `WQLinear_GEMM`,
+//! compressed-tensors' `pack_to_int32`.
 
 use std::ops::Range;
 
@@ -27,7 +27,8 @@ pub(super) fn codes(
     }
 }
 
-/// Rows of whole words of which each holds neighbouring columns: most that there are, and a word at a time. Whether they are.
+/// Rows of whole words of which each holds neighbouring columns: most that there are, and a word at a time. Whether
+/// they are.
 fn whole_words(
     format: Format,
     bytes: &[u8],
@@ -36,7 +37,12 @@ fn whole_words(
     Columns { source, width, .. }: &Columns,
     q: &mut [u8],
 ) -> bool {
-    let (Format::Gptq { .. } | Format::PackQuantized { .. } | Format::Mxfp4) = format else { return false };
+    if !matches!(
+        format,
+        Format::Gptq { .. } | Format::PackQuantized { .. } | Format::Mxfp4(_) | Format::Nvfp4(_)
+    ) {
+        return false;
+    }
     let bits = format.scheme().bits();
     let size = 32 / bits;
     if source.is_empty() || !source.start.is_multiple_of(size) || !source.end.is_multiple_of(size) {
@@ -94,7 +100,7 @@ fn place_codes(
             }
         }
         // Of two codes in a byte the lower bits are the first, so words of 32 bits hold eight as integers' words do.
-        Format::PackQuantized { .. } | Format::Mxfp4 => {
+        Format::PackQuantized { .. } | Format::Mxfp4(_) | Format::Nvfp4(_) => {
             let bits = format.scheme().bits();
             let words = Words::new(bytes, bits as u8);
             let size = 32 / bits;
@@ -108,6 +114,8 @@ fn place_codes(
                 }
             }
         }
+        // Blocks hold scales, too, and are decoded as a whole: `ggml::fill`.
+        Format::Ggml(_) => {}
         Format::Fp8 { .. } | Format::Plain => {
             for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
                 q.copy_from_slice(&bytes[row * k + source.start..row * k + source.end]);
@@ -116,7 +124,8 @@ fn place_codes(
     }
 }
 
-/// The words of `size` codes that hold these columns, and for each its columns, counted from the first, with their places.
+/// The words of `size` codes that hold these columns, and for each its columns, counted from the first, with their
+/// places.
 fn words_of(
     source: &Range<usize>,
     size: usize,

@@ -1,6 +1,7 @@
-//! `quantization_config` of a checkpoint that is written.
+//! Writes the `quantization_config` of a checkpoint.
 //!
-//! Keys and their meaning are those of GPTQModel's `QuantizeConfig` and of compressed-tensors' `QuantizationConfig`.
+//! Keys and their meaning are the same as in GPTQModel's `QuantizeConfig` and in compressed-tensors'
+//! `QuantizationConfig`.
 
 use moe_kernels::QuantGroup;
 use moe_kernels::names::LM_HEAD;
@@ -10,22 +11,22 @@ use super::written;
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 
-/// Modules whose format differs from all others'.
+/// Modules whose format differs from the format of all others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exception {
-    /// A regular expression as Python writes it, which begins to match at the first letter of a module's name.
+    /// A regular expression in Python's syntax. It must match from the first letter of a module's name on.
     pub pattern: String,
-    /// Their format; `None`: they stay in floats.
+    /// Their format; `None` means that they stay in floats.
     pub format: Option<Format>,
 }
 
-/// The `quantization_config` of a checkpoint whose linear layers are in `format`, but for `exceptions`; `lm_head`: the
-/// vocabulary projection is quantised too.
+/// Returns the `quantization_config` of a checkpoint whose linear layers are in `format`, except for `exceptions`.
+/// `lm_head` says whether the vocabulary projection is quantised, too.
 ///
 /// # Errors
-/// A format that is not written; an exception in a format of another kind.
+/// A format that cannot be written; an exception in a format of another kind.
 pub fn header(format: Format, lm_head: bool, exceptions: &[Exception]) -> Result<Value, QuantError> {
-    let int = written(format)?;
+    written(format)?;
     for other in exceptions.iter().filter_map(|exception| exception.format) {
         let alike = match (format, other) {
             (Format::Gptq { zeros, .. }, Format::Gptq { zeros: other, .. }) => zeros == other,
@@ -38,8 +39,8 @@ pub fn header(format: Format, lm_head: bool, exceptions: &[Exception]) -> Result
         }
     }
     Ok(match format {
-        Format::Gptq { zeros, .. } => gptq(int, zeros, lm_head, exceptions),
-        _ => compressed(int, lm_head, exceptions),
+        Format::Gptq { int, zeros } => gptq(int, zeros, lm_head, exceptions),
+        _ => compressed(format, lm_head, exceptions),
     })
 }
 
@@ -80,29 +81,28 @@ fn gptq(int: IntFormat, zeros: GptqZeros, lm_head: bool, exceptions: &[Exception
     header
 }
 
-fn compressed(int: IntFormat, lm_head: bool, exceptions: &[Exception]) -> Value {
+fn compressed(format: Format, lm_head: bool, exceptions: &[Exception]) -> Value {
     let ignored = exceptions.iter().filter(|exception| exception.format.is_none());
     let patterns = ignored.map(|exception| format!("re:{}", exception.pattern));
     let ignore: Vec<String> = (!lm_head).then(|| LM_HEAD.to_string()).into_iter().chain(patterns).collect();
-    let group = |target: String, int: IntFormat| {
+    let group = |target: String, format: Format| {
         json!({
             "targets": [target],
-            "weights": weights(int),
+            "weights": weights(format),
             "input_activations": null,
             "output_activations": null,
         })
     };
-    let others = exceptions
-        .iter()
-        .filter_map(|e| e.format.and_then(Format::int).map(|int| group(format!("re:{}", e.pattern), int)));
-    let groups: Map<String, Value> = std::iter::once(group("Linear".to_string(), int))
+    let others =
+        exceptions.iter().filter_map(|e| e.format.map(|format| group(format!("re:{}", e.pattern), format)));
+    let groups: Map<String, Value> = std::iter::once(group("Linear".to_string(), format))
         .chain(others)
         .enumerate()
         .map(|(at, group)| (format!("group_{at}"), group))
         .collect();
     json!({
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": format.name(),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignore,
@@ -110,7 +110,8 @@ fn compressed(int: IntFormat, lm_head: bool, exceptions: &[Exception]) -> Value 
     })
 }
 
-fn weights(int: IntFormat) -> Value {
+fn weights(format: Format) -> Value {
+    let Some(int) = format.int() else { return fp4_weights(format) };
     let mut weights = json!({
         "num_bits": int.bits,
         "type": "int",
@@ -127,4 +128,18 @@ fn weights(int: IntFormat) -> Value {
         weights["actorder"] = json!("group");
     }
     weights
+}
+
+/// The presets `MXFP4` and `NVFP4`.
+fn fp4_weights(format: Format) -> Value {
+    let is_nvfp4 = matches!(format, Format::Nvfp4(_));
+    json!({
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": true,
+        "strategy": if is_nvfp4 { "tensor_group" } else { "group" },
+        "group_size": format.block(),
+        "scale_dtype": if is_nvfp4 { "torch.float8_e4m3fn" } else { "torch.uint8" },
+        "dynamic": false,
+    })
 }

@@ -1,4 +1,5 @@
-//! Tensors and headers of quantised checkpoints: the inverse of the readers, for GPTQ and `pack-quantized`.
+//! Tensors and headers of quantised checkpoints: the inverse of the readers, for GPTQ and `pack-quantized`. Of
+//! `mxfp4-pack-quantized` and `nvfp4-pack-quantized` the header and the list of tensors.
 
 mod header;
 mod pack;
@@ -7,8 +8,8 @@ use half::{bf16, f16};
 use safetensors::Dtype;
 
 use crate::error::QuantError;
-use crate::format::{Format, IntFormat};
-use crate::layout::{check_groups, layout};
+use crate::format::{Format, Fp4Tensors, IntFormat};
+use crate::layout::{TensorSpec, check_groups, layout};
 
 pub use header::{Exception, header};
 pub use pack::pack;
@@ -80,47 +81,53 @@ impl StoredSpec {
     }
 }
 
-/// The tensors that [`pack`] makes of a matrix \[n, k\], known before there are any weights. Scales are of dtype `scales`.
+/// The tensors of a matrix \[n, k\] in a format that is written, known before there are any weights: of integers
+/// those that [`pack`] makes, with scales of dtype `scales`.
 ///
 /// GPTQ has `g_idx` with and without act-order, as its makers write it; `weight_shape` is I64.
 ///
 /// # Errors
-/// A format that is not written; sizes that it cannot hold, a shorter last group among them; another dtype than F16, BF16 and F32.
+/// A format that is not written; sizes that it cannot hold, a shorter last group among them; another dtype than F16,
+/// BF16 and F32.
 pub fn stored(format: Format, n: usize, k: usize, scales: Dtype) -> Result<Vec<StoredSpec>, QuantError> {
-    let int = written(format)?;
+    written(format)?;
     if !matches!(scales, Dtype::F16 | Dtype::BF16 | Dtype::F32) {
         let problem = format!("scales are written in F16, BF16 or F32, not in {scales:?}");
         return Err(QuantError::matrix(format.name(), problem));
     }
-    let dtype = |suffix: &str| match suffix {
-        "scales" | "weight_scale" => scales,
-        "weight_shape" => Dtype::I64,
+    let dtype = |spec: &TensorSpec| match (spec.suffix, format.int()) {
+        (_, None) => spec.dtypes[0],
+        ("scales" | "weight_scale", _) => scales,
+        ("weight_shape", _) => Dtype::I64,
         _ => Dtype::I32,
     };
     let specs = layout(format, n, k)?.into_iter();
-    check_groups(&format!("{} [{n}, {k}]", format.name()), int, k)?;
+    if let Some(int) = format.int() {
+        check_groups(&format!("{} [{n}, {k}]", format.name()), int, k)?;
+    }
     Ok(specs
         .map(|mut spec| StoredSpec {
             suffix: spec.suffix,
-            dtype: dtype(spec.suffix),
+            dtype: dtype(&spec),
             shape: spec.shapes.swap_remove(0),
         })
         .collect())
 }
 
-/// The integers of a format that is written.
-fn written(format: Format) -> Result<IntFormat, QuantError> {
+/// Refuses formats that are not written.
+fn written(format: Format) -> Result<(), QuantError> {
     match format {
-        Format::Gptq { int, .. } | Format::PackQuantized { int } => Ok(int),
+        Format::Gptq { .. } | Format::PackQuantized { .. } => Ok(()),
+        Format::Mxfp4(Fp4Tensors::Packed) | Format::Nvfp4(Fp4Tensors::Packed) => Ok(()),
         other => Err(QuantError::unsupported(
             format!("writing the format {}", other.name()),
-            "gptq and pack-quantized are written",
+            "gptq, pack-quantized, mxfp4-pack-quantized and nvfp4-pack-quantized are written",
         )),
     }
 }
 
-/// The value of `scale` in a dtype that holds scales, rounded up, so that no weight of the group lies outside of its range;
-/// `None` where it is not finite there.
+/// The value of `scale` in a dtype that holds scales, rounded up, so that no weight of the group is outside of its
+/// range; `None` if it is not finite there.
 pub fn round_scale(scale: f32, dtype: Dtype) -> Option<f32> {
     let up = |nearest: f32, next: fn(u16) -> f32, bits: u16| {
         if nearest < scale { next(bits + 1) } else { nearest }

@@ -1,24 +1,26 @@
-//! The integers of a matrix in a format's words.
+//! Packs the integers of a matrix into the words of a format.
 
 use half::{bf16, f16};
 use safetensors::Dtype;
 
-use super::{IntMatrix, StoredSpec, StoredTensor, group_size, stored, written};
+use super::{IntMatrix, StoredSpec, StoredTensor, group_size, stored};
 use crate::error::QuantError;
 use crate::format::{Format, GptqZeros, IntFormat};
 
-/// The tensors of a matrix that [`stored`] lists, with their bytes.
+/// Returns the tensors that [`stored`] lists for a matrix, with their bytes.
 ///
 /// # Errors
-/// A format that is not written; sizes that it cannot hold; integers, scales, zero points or groups that do not fit the
-/// format. `module` names the matrix in errors.
+/// A format that cannot be written; sizes that it does not support; integers, scales, zero points or groups that do not
+/// fit the format. `module` is the name of the matrix in errors.
 pub fn pack(
     module: &str,
     format: Format,
     matrix: &IntMatrix,
     scales: Dtype,
 ) -> Result<Vec<StoredTensor>, QuantError> {
-    let int = written(format)?;
+    let Some(int) = format.int() else {
+        return Err(QuantError::matrix(module, format!("{} has no integers to pack", format.name())));
+    };
     let specs = stored(format, matrix.n, matrix.k, scales)?;
     check(int, matrix, scales).map_err(|problem| QuantError::matrix(module, problem))?;
     let tensor = |spec: StoredSpec| {
@@ -85,7 +87,7 @@ fn bytes(format: Format, int: IntFormat, m: &IntMatrix, spec: &StoredSpec) -> Ve
     match spec.suffix {
         "qweight" => words(&along_columns(&m.q, int, m.n, m.k, Order::WordsFirst)),
         "weight_packed" => words(&along_columns(&m.q, int, m.n, m.k, Order::RowsFirst)),
-        // Packed along the rows: the transpose packed along its columns.
+        // These are packed along the rows, so the transpose is packed along its columns.
         "qzeros" => words(&zeros(format, int, along_rows(&m.zero, int, m.n, groups, Order::RowsFirst))),
         "weight_zero_point" => words(&along_rows(&m.zero, int, m.n, groups, Order::WordsFirst)),
         "scales" => floats(transposed(&m.scale, m.n, groups).into_iter(), spec.dtype),
@@ -99,15 +101,15 @@ fn bytes(format: Format, int: IntFormat, m: &IntMatrix, spec: &StoredSpec) -> Ve
     }
 }
 
-/// How packed words [rows, words of a row] are stored.
+/// The order in which packed words [rows, words of a row] are stored.
 #[derive(Clone, Copy, PartialEq)]
 enum Order {
     RowsFirst,
-    /// Transposed.
+    /// The words are transposed.
     WordsFirst,
 }
 
-/// Integers [n, k], packed along each row; the last word of a row is filled up with zeros.
+/// Packs integers [n, k] along each row. The last word of a row ends in zeros if it is not full.
 fn along_columns(q: &[u8], int: IntFormat, n: usize, k: usize, order: Order) -> Vec<u32> {
     let width = k.div_ceil(int.per_word());
     let mut out = vec![0; n * width];
@@ -120,7 +122,7 @@ fn along_columns(q: &[u8], int: IntFormat, n: usize, k: usize, order: Order) -> 
     out
 }
 
-/// Integers [n, k], packed along each column.
+/// Packs integers [n, k] along each column.
 fn along_rows(q: &[u8], int: IntFormat, n: usize, k: usize, order: Order) -> Vec<u32> {
     along_columns(&transposed(q, n, k), int, k, n, order)
 }
@@ -129,7 +131,8 @@ fn word(part: impl Iterator<Item = u8>, bits: u8) -> u32 {
     part.enumerate().fold(0, |word, (place, q)| word | u32::from(q) << (place * usize::from(bits)))
 }
 
-/// Version 1 subtracts one from each integer of a word, borrowing from the next, as its makers do.
+/// Packs zero points. Version 1 subtracts one from each integer of a word and borrows from the next one, as in the
+/// original implementation.
 fn zeros(format: Format, int: IntFormat, mut packed: Vec<u32>) -> Vec<u32> {
     if matches!(format, Format::Gptq { zeros: GptqZeros::V1, .. }) {
         let ones = u32::MAX / ((1 << int.bits) - 1);

@@ -1,4 +1,4 @@
-//! A rank's part of a matrix is the part of its weights.
+//! A rank's part of a matrix has the same weights as this part of the whole matrix.
 
 use moe_quant::{QuantGroup, QuantRows, QuantScheme, dequantise};
 
@@ -71,7 +71,7 @@ fn act_order_sorts_columns_and_keeps_scales() {
     let mut sorted = perm.clone();
     sorted.sort_unstable();
     assert_eq!(sorted, (0..256).collect::<Vec<u32>>());
-    // A quarter has some columns of each group: smaller groups, filled up.
+    // A quarter of the columns cuts every group, so groups are smaller and filled up.
     let reader = case.reader().columns(64..128).unwrap();
     let (_, width) = reader.shape();
     assert!(width > 64 && width.is_multiple_of(32) && width <= 64 + 4 * 31, "{width}");
@@ -82,7 +82,7 @@ fn act_order_sorts_columns_and_keeps_scales() {
     let mut rows = moe_quant::LogicalRows::default();
     reader.read(0..1, &mut rows).unwrap();
     assert_eq!(rows.scale.len(), width / 32);
-    // Every column has its weight once; columns that fill up a group have zero.
+    // The weight of every column occurs once. Columns that fill up a group have the weight zero.
     let weight = |column: usize| {
         rows.scale[column / 32] * (f32::from(rows.q[column]) - f32::from(rows.zero[column / 32]))
     };

@@ -1,4 +1,4 @@
-//! Tensors that do not fit their header: one sentence each, no panic.
+//! Tensors that do not fit their header give an error of one sentence, and never a panic.
 
 use moe_quant::safetensors::Dtype;
 use moe_quant::safetensors::tensor::TensorView;
@@ -24,7 +24,7 @@ fn open(format: Format, shape: (usize, usize), tensors: &[Tensor]) -> Result<Rea
     })
 }
 
-/// The error after one change to a good GPTQ matrix [8, 64] with act-order and groups of 32.
+/// Returns the error after one change to a valid GPTQ matrix [8, 64] with act-order and groups of 32.
 fn gptq_fault(change: impl Fn(&mut Vec<Tensor>)) -> String {
     let format = format(0, 4, 32, false, true);
     let mut tensors = pack(format, &plain_matrix(8, 64, 2, 8));

@@ -1,4 +1,5 @@
-//! A matrix in every format and option, packed by `tests/reference/make_quant_fixtures.py`: read bit for bit.
+//! A matrix in every format and with every option, packed by `tests/reference/make_quant_fixtures.py`. It must be read
+//! with exactly the same bits.
 
 use moe_quant::safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use moe_quant::{Format, LogicalRows, QuantConfig, QuantRows, Reader, dequantise, layout};
@@ -6,7 +7,7 @@ use serde_json::{Value, json};
 
 const FILE: &[u8] = include_bytes!("../fixtures/formats.safetensors");
 
-/// A fixture: its format as the header says, and the weights that it stands for.
+/// A fixture: its format according to the header, and its weights.
 pub struct Case {
     pub name: String,
     pub format: Format,
@@ -30,7 +31,7 @@ impl Case {
     }
 }
 
-/// Names of the fixtures with their headers, in the order of names.
+/// Returns the names of the fixtures with their headers, in the order of their names.
 pub fn headers() -> Vec<(String, String)> {
     let (_, metadata) = SafeTensors::read_metadata(FILE).unwrap();
     let mut headers: Vec<_> = metadata.metadata().clone().unwrap().into_iter().collect();
@@ -62,7 +63,7 @@ fn bits(weights: &[f32]) -> Vec<u32> {
 #[test]
 fn every_format_reads_bit_for_bit() {
     let cases = cases();
-    assert_eq!(cases.len(), 35);
+    assert_eq!(cases.len(), 39);
     for case in cases {
         let reader = case.reader();
         assert_eq!(bits(&dequantise(&reader).unwrap()), bits(&case.weights), "{}", case.name);
@@ -103,9 +104,7 @@ fn rows_are_the_same_in_any_portions() {
             let mut together = LogicalRows::default();
             for first in (0..n).step_by(size) {
                 reader.read(first..n.min(first + size), &mut some).unwrap();
-                together.q.extend(&some.q);
-                together.scale.extend(&some.scale);
-                together.zero.extend(&some.zero);
+                together.append(&some);
             }
             assert_eq!(together, all, "{} by {size}", case.name);
         }

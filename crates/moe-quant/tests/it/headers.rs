@@ -1,4 +1,4 @@
-//! Headers as makers write them: which module gets which format.
+//! Headers of all makers, and the format that each module gets.
 
 use moe_quant::safetensors::Dtype;
 use moe_quant::{Format, GptqZeros, QuantConfig, QuantGroup, QuantScheme};
@@ -57,7 +57,7 @@ fn gptq_with_overrides() {
     assert_eq!(scheme(&config, "lm_head"), "none");
     assert_eq!(scheme(&config, "model.layers.0.mlp.experts.2.up_proj"), "int8 group 64 with act-order");
     assert_eq!(scheme(&config, "model.layers.0.mlp.experts.10.down_proj"), "int4 group 128 with zero points");
-    // One group for a whole row has no order.
+    // If the group is the whole row, columns cannot be in an order by group.
     assert_eq!(scheme(&config, UP), "int4 per channel");
 }
 
@@ -100,7 +100,7 @@ fn awq_of_gptqmodel_with_overrides() {
     let config = read(json!({
         "quant_method": "awq", "method": "awq", "bits": 4, "group_size": 128, "zero_point": true, "version": "gemm",
         "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32", "desc_act": false, "lm_head": false,
-        // What leaves modules out comes first, wherever it stands.
+        // Patterns that keep modules in floats count first, wherever they are in the list.
         "dynamic": {"+:.*experts.*": {"group_size": 32, "sym": true}, r"-:.*experts\.10\..*": {}},
     }));
     assert_eq!(scheme(&config, Q), "int4 group 128 with zero points");
@@ -258,18 +258,18 @@ fn the_file_decides_what_the_header_leaves_open() {
     let in_file = |module: &str, suffix: &'static str, dtype| {
         config.format_in_file(module, move |asked| (asked == suffix).then_some(dtype))
     };
-    // Routers stay in floats without a word in the header.
+    // Routers stay in floats although the header does not say so.
     assert_eq!(in_file(GATE, "weight", Dtype::BF16).unwrap(), Format::Plain);
     assert!(matches!(in_file(UP, "qweight", Dtype::I32).unwrap(), Format::Gptq { .. }));
     assert_eq!(in_file("lm_head", "weight", Dtype::F16).unwrap(), Format::Plain);
     let head = in_file("lm_head", "qweight", Dtype::I32).unwrap();
     assert!(matches!(head, Format::Gptq { .. }));
     assert!(config.is_left_out("lm_head", head).unwrap() && !config.is_left_out(UP, head).unwrap());
-    // In another format than the header's there is nothing to go by.
+    // A module in another format than the header's cannot be read, because its settings are unknown.
     let error = in_file("lm_head", "weight_packed", Dtype::I32).unwrap_err().to_string();
     assert!(error.contains("lm_head: the header (gptq) says that it is not quantised"), "{error}");
     assert!(error.contains("modules_in_block_to_quantize"), "{error}");
-    // The scales of FP8 go by two names.
+    // The scales of FP8 have two possible names.
     let blocks = read(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
     for (config, scales) in [
         (read(json!({"quant_method": "fp8"})), QuantGroup::Tensor),
@@ -285,7 +285,7 @@ fn the_file_decides_what_the_header_leaves_open() {
     }
 }
 
-/// What a header leaves out and the file holds quantised all the same is as the other modules are.
+/// A module that the header keeps in floats but the file stores quantised has the format of the other modules.
 #[test]
 fn names_in_the_file_count_more_than_lists_in_the_header() {
     let attention = "model.layers.0.self_attn.q_proj";

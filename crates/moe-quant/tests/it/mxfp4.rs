@@ -2,8 +2,10 @@
 
 use moe_quant::safetensors::Dtype;
 use moe_quant::safetensors::tensor::TensorView;
-use moe_quant::{Format, QuantConfig, QuantRows, Reader, dequantise, layout};
+use moe_quant::{Format, Fp4Tensors, QuantConfig, QuantRows, Reader, dequantise, layout};
 use serde_json::{Value, json};
+
+const MXFP4: Format = Format::Mxfp4(Fp4Tensors::Packed);
 
 /// Magnitudes of E2M1 codes without their sign.
 const MAGNITUDES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -37,7 +39,7 @@ impl Stored {
             };
             TensorView::new(Dtype::U8, shape, bytes).ok()
         };
-        Reader::new("m", Format::Mxfp4, (self.n, self.k), find).unwrap()
+        Reader::new("m", MXFP4, (self.n, self.k), find).unwrap()
     }
 
     fn weight(&self, row: usize, column: usize) -> f64 {
@@ -62,7 +64,7 @@ fn weights_are_their_definition() {
         }
         assert!(dequantise(&stored.reader().rows(0..0).unwrap()).unwrap().is_empty());
         // Every size that is named cuts whole blocks.
-        for tp in Format::Mxfp4.tp_sizes(k) {
+        for tp in MXFP4.tp_sizes(k) {
             for rank in 0..tp {
                 let columns = rank * k / tp..(rank + 1) * k / tp;
                 let part = dequantise(&stored.reader().columns(columns.clone()).unwrap()).unwrap();
@@ -85,7 +87,7 @@ fn a_scale_that_is_nan_is_found() {
 
 #[test]
 fn rows_are_whole_blocks() {
-    let problem = layout(Format::Mxfp4, 4, 48).unwrap_err().to_string();
+    let problem = layout(MXFP4, 4, 48).unwrap_err().to_string();
     assert!(problem.contains("blocks of 32 columns do not divide 48"), "{problem}");
 }
 
@@ -102,7 +104,7 @@ fn header(change: impl FnOnce(&mut Value)) -> Result<QuantConfig, String> {
 #[test]
 fn a_header_says_it() {
     let config = header(|_| {}).unwrap();
-    assert_eq!(config.format_of("model.layers.0.mlp.up_proj"), Ok(Format::Mxfp4));
+    assert_eq!(config.format_of("model.layers.0.mlp.up_proj"), Ok(MXFP4));
     assert_eq!(config.format_of("lm_head"), Ok(Format::Plain));
     let bytes = config.bytes_per_weight("model.layers.0.mlp.up_proj", 64).unwrap();
     assert_eq!(bytes, Some((4.0 + 16.0 / 32.0) / 8.0));
@@ -112,9 +114,52 @@ fn a_header_says_it() {
         ("strategy", json!("tensor_group"), "group works"),
         ("scale_dtype", json!("torch.float8_e4m3fn"), "torch.uint8 or uint8 works"),
         ("symmetric", json!(false), "MXFP4 has no zero points"),
-        ("type", json!("int"), "mxfp4-pack-quantized works"),
+        ("type", json!("int"), "mxfp4-pack-quantized or nvfp4-pack-quantized works"),
     ] {
         let error = header(|weights| weights[key] = value).unwrap_err();
         assert!(error.contains(problem), "{key}: {error}");
     }
+}
+
+#[test]
+fn rows_that_take_turns_are_matrices_of_their_own() {
+    let stored = Stored::new(6, 64, 9);
+    for (first, step) in [(0, 2), (1, 2), (2, 3), (0, 1)] {
+        let reader = stored.reader().turns(first, step).unwrap();
+        assert_eq!(reader.shape(), (6 / step, 64));
+        let part = reader.clone().rows(1..reader.shape().0).unwrap().columns(32..64).unwrap();
+        for (reader, from_row, columns) in [(reader, 0, 0..64), (part, 1, 32..64)] {
+            let got = dequantise(&reader).unwrap();
+            let rows = got.chunks(columns.len()).enumerate();
+            for (row, got) in rows {
+                let want = columns
+                    .clone()
+                    .map(|column| stored.weight(first + (from_row + row) * step, column) as f32);
+                assert_eq!(got, want.collect::<Vec<_>>(), "row {row} of turn {first} of {step}");
+            }
+        }
+    }
+    for (first, step) in [(2, 2), (0, 4)] {
+        let refused = stored.reader().turns(first, step).unwrap_err().to_string();
+        assert!(refused.contains(&format!("turn {first} of {step}")), "{refused}");
+    }
+}
+
+#[test]
+fn the_header_of_gpt_oss_quantises_experts_alone() {
+    let header =
+        json!({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]});
+    let config = QuantConfig::from_json(&json!({"quantization_config": header})).unwrap().unwrap();
+    assert_eq!(config.method(), QuantConfig::PACKED_EXPERTS);
+    let format = |module: &str| config.format_of(module).unwrap();
+    assert_eq!(format("model.layers.3.mlp.experts.7.gate_proj"), MXFP4);
+    for plain in
+        ["model.layers.3.self_attn.q_proj", "model.layers.3.mlp.router", "lm_head", "model.embed_tokens"]
+    {
+        assert_eq!(format(plain), Format::Plain, "{plain}");
+    }
+    let left_out = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.0.mlp.experts"]});
+    let config = QuantConfig::from_header("q", &left_out).unwrap();
+    assert_eq!(config.format_of("model.layers.0.mlp.experts.1.up_proj").unwrap(), Format::Plain);
+    assert_eq!(config.format_of("model.layers.1.mlp.experts.1.up_proj").unwrap(), MXFP4);
 }

@@ -125,7 +125,7 @@ pub fn pack(format: Format, m: &Matrix) -> Vec<Tensor> {
                 indices("weight_g_idx", &m.g_idx),
             ]
         }
-        Format::Plain | Format::Mxfp4 | Format::Fp8 { .. } => unreachable!("not integers"),
+        other => unreachable!("{other:?} has no integers"),
     }
 }
 

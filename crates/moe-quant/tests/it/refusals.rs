@@ -1,9 +1,9 @@
-//! Headers that are refused: each names the key, what is there, and what was expected or would work.
+//! Headers that are refused. Each error names the key, its value, and what was expected or would work.
 
 use moe_quant::QuantConfig;
 use serde_json::{Value, json};
 
-/// A good header with one value replaced; `path` has dots.
+/// Replaces one value of a valid header. `path` has its keys with dots between them.
 fn changed(mut header: Value, path: &str, value: Value) -> Value {
     let mut at = &mut header;
     for part in path.split('.') {
@@ -21,7 +21,7 @@ fn refusal(header: &Value) -> String {
     }
 }
 
-/// (key, value, parts of the message).
+/// The key, the value, and parts of the message.
 type Fault = (&'static str, Value, &'static [&'static str]);
 
 fn each_is_refused(good: &Value, faults: Vec<Fault>) {
@@ -36,12 +36,13 @@ fn each_is_refused(good: &Value, faults: Vec<Fault>) {
 
 #[test]
 fn methods() {
-    for method in
-        ["bitsandbytes", "gguf", "aqlm", "hqq", "mxfp4", "modelopt", "torchao", "exl3", "quip", "eetq"]
-    {
+    for method in ["bitsandbytes", "gguf", "aqlm", "hqq", "torchao", "exl3", "quip", "eetq"] {
         let text = refusal(&json!({"quant_method": method, "bits": 4}));
         assert!(text.contains(&format!("quantisation method `{method}` (`quantization_config`)")), "{text}");
-        assert!(text.contains("gptq, awq, compressed-tensors, fp8 and auto-round work"), "{text}");
+        assert!(
+            text.contains("compressed-tensors, fp8, auto-round, modelopt, quark and mxfp4 work"),
+            "{text}"
+        );
     }
     assert!(refusal(&json!({})).contains("without `quantization_config.quant_method`"));
     assert!(refusal(&json!({"quant_method": 4})).contains("expected the name of a method, got 4"));
@@ -240,7 +241,7 @@ fn compressed_tensors() {
                 &["weights.symmetric`: expected true or false"],
             ),
             ("config_groups.g.weights.dynamic", json!(true), &["weights.dynamic`: expected false"]),
-            ("config_groups.g.format", json!("nvfp4-pack-quantized"), &["config_groups.g.format"]),
+            ("config_groups.g.format", json!("int-quantized"), &["config_groups.g.format"]),
             ("ignore", json!(["re:*"]), &["`quantization_config.ignore`: expected a regular expression"]),
             ("ignore", json!(5), &["`quantization_config.ignore`: expected a list of strings, got 5"]),
         ],

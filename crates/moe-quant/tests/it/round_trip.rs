@@ -1,11 +1,11 @@
-//! What is packed is read: random sizes, values, orders and cuts.
+//! Packed matrices are read back: random sizes, values, orders and cuts.
 
 use moe_quant::{Format, Reader, dequantise};
 use proptest::prelude::*;
 
 use crate::pack::{Matrix, format, pack};
 
-/// A matrix that fits its format, which may be any. `short`: the last group of a row of GPTQ's may be shorter.
+/// Generates a matrix in any format. `short` allows a shorter last group in the rows of GPTQ.
 pub fn matrices(short: bool) -> impl Strategy<Value = (Format, Matrix)> {
     let sizes = (0usize..4, prop::bool::ANY, 1usize..4, 1usize..5, 0usize..5);
     (sizes, prop::bool::ANY, prop::bool::ANY, any::<u64>()).prop_map(

@@ -1,4 +1,4 @@
-//! What readers say of where a matrix lies, against what they read.
+//! Compares the places of a matrix's values that readers report with the values that they read.
 
 use half::{bf16, f16};
 use moe_kernels::quant::{StoredBytes, StoredTensor, StoredWords};
@@ -10,7 +10,7 @@ use crate::fixtures::{case, cases};
 use crate::pack::pack;
 use crate::round_trip::matrices;
 
-/// The words of a tensor that one element needs.
+/// Returns the integer of one element, from the words of a tensor at the reported place.
 fn integer(
     bytes: &dyn StoredBytes,
     tensor: StoredTensor,
@@ -23,13 +23,14 @@ fn integer(
     words.integer(u32::from_le_bytes(word), row, column)
 }
 
-/// Compares every integer, scale and zero point with what `read` gives.
+/// Compares every integer, scale and zero point with the values that `read` returns.
 fn check(what: &str, reader: &Reader) {
     let parts = match reader.stored() {
         Ok(parts) => parts,
         Err(why) => {
-            let is_apart = reader.perm().is_some() || why.contains("no whole words of 4");
-            return assert!(is_apart, "{what}: {why}");
+            let reasons = ["no whole words of 4", "no kernel of a GPU reads it"];
+            let is_known = reasons.iter().any(|reason| why.contains(reason));
+            return assert!(reader.perm().is_some() || is_known, "{what}: {why}");
         }
     };
     assert!(reader.perm().is_none(), "{what}");

@@ -1,8 +1,10 @@
-//! What is written: the bytes of an independent packer, and headers and tensors that read back.
+//! Tests of writing: the bytes agree with an independent packer, and headers and tensors can be read back.
 
 use moe_quant::safetensors::{Dtype, tensor::TensorView};
 use moe_quant::write::{Exception, IntMatrix, StoredTensor, header, pack, round_scale, stored};
-use moe_quant::{Format, GptqZeros, IntFormat, QuantConfig, QuantGroup, QuantRows, Reader, dequantise};
+use moe_quant::{
+    Format, Fp4Tensors, GptqZeros, IntFormat, QuantConfig, QuantGroup, QuantRows, Reader, dequantise, layout,
+};
 use proptest::prelude::*;
 
 use crate::pack::{self, Matrix};
@@ -35,7 +37,7 @@ proptest! {
         let matrix = int_matrix(format, &m, scales);
         let written = pack("m", format, &matrix, scales);
         if matches!(format, Format::Awq { .. }) {
-            prop_assert!(written.unwrap_err().to_string().contains("gptq and pack-quantized are written"));
+            prop_assert!(written.unwrap_err().to_string().contains("gptq, pack-quantized, mxfp4-pack-quantized and"));
             return Ok(());
         }
         let written = written.unwrap();
@@ -53,7 +55,7 @@ proptest! {
             prop_assert_eq!(&rows.q, &m.codes);
             prop_assert_eq!(&rows.zero, &m.zeros);
         }
-        // The same words as an independent packer's.
+        // The words must be the same as those that an independent packer makes.
         for other in pack::pack(format, &m) {
             if let Some(tensor) = written.iter().find(|t| t.spec.suffix == other.suffix && t.spec.dtype == Dtype::I32) {
                 prop_assert_eq!(&tensor.bytes, &other.bytes, "{}", other.suffix);
@@ -116,6 +118,32 @@ fn headers_read_back() {
 }
 
 #[test]
+fn floats_of_4_bits_have_a_header_and_a_list_of_tensors() {
+    for (format, dtypes) in [
+        (Format::Mxfp4(Fp4Tensors::Packed), vec![Dtype::U8, Dtype::U8]),
+        (Format::Nvfp4(Fp4Tensors::Packed), vec![Dtype::U8, Dtype::F8_E4M3, Dtype::F32]),
+    ] {
+        let exceptions = [Exception { pattern: r".*\.down_proj$".into(), format: None }];
+        let header = header(format, false, &exceptions).unwrap();
+        let config = QuantConfig::from_header("q", &header).unwrap();
+        assert_eq!(config.format_of("model.layers.0.self_attn.q_proj"), Ok(format));
+        for plain in ["model.layers.0.mlp.down_proj", "lm_head"] {
+            assert_eq!(config.format_of(plain), Ok(Format::Plain));
+        }
+        let specs = stored(format, 4, 64, Dtype::BF16).unwrap();
+        assert_eq!(specs.iter().map(|spec| spec.dtype).collect::<Vec<_>>(), dtypes);
+        for (spec, tensor) in layout(format, 4, 64).unwrap().iter().zip(&specs) {
+            spec.check("m", tensor.dtype, &tensor.shape).unwrap();
+        }
+        let error = pack("m", format, &sound().1, Dtype::F32).unwrap_err().to_string();
+        assert!(error.contains("has no integers to pack"), "{error}");
+    }
+    let modelopt = Format::Nvfp4(Fp4Tensors::Plain);
+    let error = stored(modelopt, 4, 64, Dtype::F32).unwrap_err().to_string();
+    assert!(error.contains("writing the format nvfp4 is not supported"), "{error}");
+}
+
+#[test]
 fn formats_that_differ_in_kind_are_refused() {
     let int = int(4, QuantGroup::Channel, false, false);
     let exceptions = [Exception { pattern: "x$".into(), format: Some(Format::PackQuantized { int }) }];
@@ -126,7 +154,7 @@ fn formats_that_differ_in_kind_are_refused() {
     assert!(error.contains("writing the format plain is not supported"), "{error}");
 }
 
-/// A matrix of the symmetric int4 format with two groups of 8.
+/// Returns a valid matrix of the symmetric int4 format with two groups of 8.
 fn sound() -> (Format, IntMatrix) {
     let format = Format::PackQuantized { int: int(4, QuantGroup::Size(8), false, false) };
     let matrix =

@@ -1,4 +1,5 @@
-//! What the output product of an attention layer reads: the layer itself, run with rows of the identity as that product.
+//! Computes the input of the output product of an attention layer. It runs the layer itself, with rows of the identity
+//! as the weights of that product.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -6,14 +7,14 @@ use model_runtime::config::RopeConfig;
 use model_runtime::{KvCache, KvLayout, LogitsRows, Mixer, MixerIo, Rope, SequenceStep, Step};
 use moe_kernels::forward_rows;
 
-/// Positions of a KV block.
+/// The number of positions in a KV block.
 const BLOCK: usize = 64;
 
-/// The input of the output product, [T, `width`], for `x` [T, `hidden`] of sequences of `length` tokens each. `load` makes the
-/// layer with an output product of weight [hidden, width].
+/// Returns the input of the output product, [T, `width`], for `x` [T, `hidden`], which consists of sequences of
+/// `length` tokens each. `load` creates the layer with an output product of weight [hidden, width].
 ///
 /// # Errors
-/// Any error of `load` or of the layer.
+/// `load` or the layer fails.
 pub fn attended<A: Mixer>(
     x: &Tensor,
     (hidden, width, length): (usize, usize, usize),
@@ -31,14 +32,14 @@ pub fn attended<A: Mixer>(
     Ok(Tensor::cat(&parts, 1)?)
 }
 
-/// [rows, width]: rows `first` and on of the identity, then rows of zeros.
+/// Returns [rows, width]: the rows of the identity from `first` on, followed by rows of zeros.
 fn identity_rows(rows: usize, width: usize, first: usize) -> Result<Tensor> {
     let mut values = vec![0f32; rows * width];
     (0..rows.min(width - first)).for_each(|row| values[row * width + first + row] = 1.0);
     Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
 }
 
-/// The layer's output [T, hidden], sequence after sequence.
+/// Returns the layer's output [T, hidden]. The sequences run one after the other.
 fn run(
     layer: &impl Mixer,
     x: &Tensor,

@@ -1,4 +1,4 @@
-//! A decoder layer that is being quantised: its weights in f32, and what becomes of each.
+//! A decoder layer that is being quantised: its weights in f32, and the state of each module.
 
 use std::collections::BTreeMap;
 
@@ -15,24 +15,25 @@ use crate::round::{Grid, round_to_nearest};
 use crate::settings::Calibration;
 use crate::source::to_f32;
 
-/// What GPTQ needs of the inputs that some modules share; else why these modules are rounded to nearest.
+/// The data that GPTQ needs about the inputs which some modules share. The error is the reason why these modules are
+/// rounded to nearest instead.
 type Seen = Result<(Hessian, Feedback), String>;
 
-/// A layer. Modules are named below its prefix, such as `self_attn.q_proj`.
+/// A layer. The names of modules are relative to its prefix, such as `self_attn.q_proj`.
 pub struct Layer<'a, 'b> {
     job: &'a mut Job<'b>,
     calibration: &'a Calibration,
-    /// The weights; of a module that is quantised already, the floats that its integers mean.
+    /// The weights. For a module that is already quantised, they are the floats that its integers mean.
     pub weights: Weights,
-    /// What is still to be quantised.
+    /// The modules that are not quantised yet.
     waiting: BTreeMap<String, (Linear, Dtype)>,
 }
 
 impl<'a, 'b> Layer<'a, 'b> {
-    /// Loads the tensors of `items`, whose names begin with `prefix`, and writes those that stay in floats.
+    /// Loads the tensors of `items`, whose names begin with `prefix`, and writes the tensors that stay in floats.
     ///
     /// # Errors
-    /// I/O.
+    /// Reading or writing fails.
     pub fn load(
         job: &'a mut Job<'b>,
         calibration: &'a Calibration,
@@ -61,11 +62,11 @@ impl<'a, 'b> Layer<'a, 'b> {
         Ok(Self { job, calibration, weights, waiting })
     }
 
-    /// Quantises the modules that still wait for it, for the inputs [T, k] f32 that they share.
+    /// Quantises the modules among `modules` that are not quantised yet, for the inputs [T, k] f32 that they share.
     ///
     /// # Errors
-    /// Weights or inputs that are not finite; damping that is none; I/O. Too few tokens, and inputs without a factor, are no
-    /// errors: the report lists these modules.
+    /// Weights or inputs are not finite, the damping is invalid, or writing fails. Too few tokens, and inputs without a
+    /// Cholesky factor, are not errors: the report lists these modules.
     pub fn quantise(&mut self, modules: &[&str], inputs: &Tensor) -> Result<()> {
         if !modules.iter().any(|module| self.waiting.contains_key(*module)) {
             return Ok(());
@@ -113,10 +114,10 @@ impl<'a, 'b> Layer<'a, 'b> {
         Ok(())
     }
 
-    /// Ends the layer.
+    /// Finishes the layer.
     ///
     /// # Errors
-    /// A module that no inputs were shown for: the model runs it, and calibration does not.
+    /// A module was never given inputs. The model runs it, but calibration does not.
     pub fn finish(self) -> Result<()> {
         match self.waiting.into_keys().next() {
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! Quantising MLPs and experts, each for the tokens that reach it.
+//! Quantises MLPs and experts. Each expert is calibrated on the tokens that the router sends to it.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -9,16 +9,16 @@ use moe_layer::{BlockContext, BlockOptions, GatedMlp, MoePath, Router, SharedExp
 
 use super::layer::Layer;
 
-/// Tokens that go through the experts at once.
+/// The number of tokens that run through the experts at once.
 const ROWS: usize = 4096;
 
-/// Quantises a dense MLP for its inputs `x` [T, H]; its output [T, H].
+/// Quantises a dense MLP for its inputs `x` [T, H], and returns its output [T, H].
 pub fn dense(layer: &mut Layer, prefix: &str, x: &Tensor, decoder: &DecoderConfig) -> Result<Tensor> {
     let activation = decoder.activation;
     let [gate, up, down] = decoder.names.matrices.matrices().map(|name| format!("{prefix}.{name}"));
     layer.quantise(&[gate.as_str(), up.as_str()], x)?;
     let activated = match x.dims()[0] {
-        // candle multiplies no matrices without rows.
+        // candle cannot multiply matrices without rows.
         0 => Tensor::zeros(
             (0, layer.weights.get(&format!("{down}.weight"))?.dims()[1]),
             DType::F32,
@@ -41,7 +41,7 @@ fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     })?)
 }
 
-/// Prefixes of a sparse layer's modules, from the layer.
+/// The prefixes of the modules of a sparse layer, relative to the layer.
 struct Block {
     mlp: String,
     gate: String,
@@ -65,14 +65,14 @@ impl Block {
         }
     }
 
-    /// What the router loads its parameters from.
+    /// Returns the builder from which the router loads its parameters.
     fn router<'a>(&self, vb: &VarBuilder<'a>, names: &TensorNames) -> VarBuilder<'a> {
         router_gate(names, &vb.pp(&self.mlp))
     }
 }
 
-/// Quantises the experts of a sparse layer, each for the tokens that the router sends to it; the block's output [T, H].
-/// `number` counts the sparse layers.
+/// Quantises the experts of a sparse layer, each for the tokens that the router sends to it. Returns the block's output
+/// [T, H]. `number` counts the sparse layers.
 pub fn sparse(
     layer: &mut Layer,
     x: &Tensor,
@@ -98,6 +98,7 @@ pub fn sparse(
         hidden_size: decoder.hidden_size,
         intermediate_size: moe.intermediate_size,
         activation: decoder.activation,
+        expert_bias: moe.expert_bias,
         layer: number,
         backend: None,
     };
@@ -105,7 +106,7 @@ pub fn sparse(
     output(layer, &block, x, &options, decoder, &context)
 }
 
-/// The rows of `x` that each expert gets.
+/// Returns the rows of `x` that each expert gets.
 fn tokens_of_experts(
     layer: &Layer,
     block: &Block,
@@ -126,7 +127,7 @@ fn tokens_of_experts(
     Ok(tokens)
 }
 
-/// The whole block with the weights as they are now.
+/// Returns the output of the whole block with its current weights.
 fn output(
     layer: &Layer,
     names: &Block,

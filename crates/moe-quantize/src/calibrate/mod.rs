@@ -1,5 +1,5 @@
-//! Quantising a checkpoint by GPTQ, layer by layer: each layer sees what the quantised layers before it make of the calibration
-//! text. Memory holds one layer in f32 and the hidden states of the text.
+//! Quantises a checkpoint by GPTQ, layer by layer. The input of each layer is the output that the quantised layers
+//! before it compute for the calibration text. Memory holds one layer in f32 and the hidden states of the text.
 
 mod attention;
 mod layer;
@@ -9,7 +9,7 @@ mod weights;
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use model_runtime::{
     Attention, AttentionConfig, DecoderConfig, MlaAttention, MlaConfig, MlaForm, RmsNorm, RopeConfig,
@@ -28,12 +28,16 @@ use weights::Weights;
 
 pub use text::windows;
 
+const NO_LINEAR_ATTENTION: &str =
+    "calibration does not run layers of linear attention yet: such a model cannot be quantised with a text";
+
 /// Quantises and writes all tensors of `job`.
 ///
 /// # Errors
-/// A text that does not fit the model; weights or hidden states that are not finite; I/O.
+/// The text does not fit the model, weights or hidden states are not finite, or reading or writing fails.
 pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<()> {
     let decoder = source.model.decoder();
+    ensure!(!source.model.attention().has_linear(), NO_LINEAR_ATTENTION);
     let names = &decoder.names;
     let context = decoder.max_position_embeddings();
     let windows = windows(&source.dir, &calibration.text, decoder.vocab_size, context)?;
@@ -49,7 +53,7 @@ pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<
     layer.finish()
 }
 
-/// Quantises the layers; the hidden states [T, H] f32 behind the last norm, of all windows one after the other.
+/// Quantises the layers. Returns the hidden states [T, H] f32 after the last norm, of all windows one after the other.
 fn through_layers(
     source: &Source,
     job: &mut Job,
@@ -82,7 +86,7 @@ fn through_layers(
 
 type Items = Vec<(Item, Dtype)>;
 
-/// The items of each layer, and all others.
+/// Groups the items by layer. The second result has the items of no layer.
 fn by_layer(items: Items, layers: &str) -> (BTreeMap<usize, Items>, Items) {
     let mut of_layer = BTreeMap::<usize, Items>::new();
     let mut others = Vec::new();
@@ -110,7 +114,7 @@ fn mlp(layer: &mut Layer, decoder: &DecoderConfig, index: usize, x: &Tensor) -> 
     }
 }
 
-/// Quantises the attention of layer `index`; its output [T, H] for the residual stream `hidden` [T, H].
+/// Quantises the attention of layer `index`. Returns its output [T, H] for the residual stream `hidden` [T, H].
 fn attention(
     layer: &mut Layer,
     model: &dyn ModelSpec,
@@ -123,8 +127,9 @@ fn attention(
     let x = norm(&layer.weights, decoder.names.input_norm, decoder.rms_norm_eps, hidden)?;
     let names = &decoder.names;
     let (attended, o) = match model.attention() {
-        AttentionSpec::GroupedQuery(layers) => {
-            let config = layers.get(index).context("the model has no attention for this layer")?;
+        AttentionSpec::Layers(mixers) => {
+            let mixer = mixers.get(index).context("the model has no attention for this layer")?;
+            let config = mixer.attention().context(NO_LINEAR_ATTENTION)?;
             (grouped_query(layer, config, decoder, rope, &x, length)?, names.grouped_query.o)
         }
         AttentionSpec::Latent(config) => (latent(layer, config, decoder, rope, &x, length)?, names.latent.o),
@@ -134,12 +139,12 @@ fn attention(
     layer.weights.linear(&o, &attended)
 }
 
-/// A module of a layer's attention, from the layer.
+/// Returns the name of a module of a layer's attention, relative to the layer.
 fn below_attention(names: &TensorNames, module: &str) -> String {
     format!("{}.{module}", names.attention)
 }
 
-/// Quantises q, k and v; what the output product reads.
+/// Quantises q, k and v. Returns the input of the output product.
 fn grouped_query(
     layer: &mut Layer,
     config: &AttentionConfig,
@@ -161,7 +166,7 @@ fn grouped_query(
     })
 }
 
-/// Quantises the projections of latent attention; what the output product reads.
+/// Quantises the projections of latent attention. Returns the input of the output product.
 fn latent(
     layer: &mut Layer,
     config: &MlaConfig,

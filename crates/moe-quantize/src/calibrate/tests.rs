@@ -1,4 +1,5 @@
-//! What calibration computes layer by layer is what the model computes with the checkpoint that comes out.
+//! Tests that calibration computes the same values, layer by layer, as the model computes with the resulting
+//! checkpoint.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use super::*;
 use crate::loss;
 use crate::settings::{FileFormat, Indivisible, Method, Settings, TextSettings};
 
-/// The loss from the hidden states of the calibration, and the loss of the written checkpoint.
+/// Returns the loss from the hidden states of the calibration, and the loss of the written checkpoint.
 fn losses(model: &Path, text: &Path, settings: impl Fn(Calibration) -> Settings) -> (f64, f64) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");

@@ -1,4 +1,4 @@
-//! Windows of a text as tokens: what calibration and the loss look at.
+//! Reads windows of a text as tokens, for calibration and for the loss.
 
 use std::path::Path;
 
@@ -7,11 +7,11 @@ use moe_engine::tokenizer::Tokenizer;
 
 use crate::settings::TextSettings;
 
-/// Windows of the text that do not overlap, spread evenly over it.
+/// Returns windows of the text. They do not overlap and are spread evenly over the text.
 ///
 /// # Errors
-/// A model without a tokenizer; a file that is not text; fewer tokens than windows need; ids that the model does not have;
-/// windows longer than its context.
+/// The model has no tokenizer, the file is not text, the text has too few tokens for the windows, the model does not
+/// have an id, or a window is longer than the model's context.
 pub fn windows(model: &Path, settings: &TextSettings, vocab: usize, context: usize) -> Result<Vec<Vec<u32>>> {
     let TextSettings { file, samples, length } = settings;
     if *samples == 0 || *length < 2 {

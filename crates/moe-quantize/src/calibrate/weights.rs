@@ -1,4 +1,4 @@
-//! The weights of a layer in f32, by their names below the layer, as modules of the runtime load them.
+//! The weights of a layer in f32, named relative to the layer. Modules of the runtime load them.
 
 use std::collections::HashMap;
 
@@ -6,28 +6,28 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 
-/// Weights of a layer.
+/// The weights of a layer, by name.
 #[derive(Clone, Default)]
 pub struct Weights(pub HashMap<String, Tensor>);
 
 impl Weights {
-    /// A tensor, such as `self_attn.q_proj.weight`.
+    /// Returns a tensor, such as `self_attn.q_proj.weight`.
     ///
     /// # Errors
-    /// No such tensor.
+    /// There is no such tensor.
     pub fn get(&self, name: &str) -> Result<&Tensor> {
         self.0.get(name).with_context(|| format!("the layer has no tensor {name}"))
     }
 
-    /// The module that is loaded from these.
+    /// Returns a builder from which a module loads these weights.
     pub fn var_builder(&self) -> VarBuilder<'static> {
         VarBuilder::from_tensors(self.0.clone(), DType::F32, &Device::Cpu)
     }
 
-    /// `x` [T, k] times the transpose of a linear layer, with its bias if it has one, [T, n].
+    /// Returns `x` [T, k] times the transpose of a linear layer, plus its bias if it has one: [T, n].
     ///
     /// # Errors
-    /// No such layer; other sizes.
+    /// There is no such layer, or the sizes differ.
     pub fn linear(&self, module: &str, x: &Tensor) -> Result<Tensor> {
         let product = x.matmul(&self.get(&format!("{module}.weight"))?.t()?)?;
         Ok(match self.0.get(&format!("{module}.bias")) {

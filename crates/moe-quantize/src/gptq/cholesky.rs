@@ -1,21 +1,23 @@
-//! The Cholesky factor of a symmetric matrix from its last column on: H = R Rᵀ with R upper triangular.
+//! The Cholesky factor of a symmetric matrix, computed from the last column to the first: H = R Rᵀ, where R is upper
+//! triangular.
 
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
-/// Columns that are factored together.
+/// The number of columns that are factored together.
 const BLOCK: usize = 128;
-/// Products that are added side by side.
+/// The number of independent partial sums of a product.
 const LANES: usize = 8;
 
-/// R [k, k], upper triangular, with H = R Rᵀ for the symmetric positive definite `h` [k, k]; `None` if it is not.
+/// Returns R [k, k], upper triangular, with H = R Rᵀ for the symmetric matrix `h` [k, k]. Returns `None` if `h` is not
+/// positive definite.
 ///
 /// # Errors
-/// No memory left.
+/// There is no memory left.
 pub fn upper(h: &[f64], k: usize) -> Result<Option<Vec<f64>>> {
-    // Turned around in both directions R becomes the usual lower factor.
+    // With rows and columns in reverse order, R becomes the usual lower factor.
     let mut l: Vec<f64> = h.iter().rev().copied().collect();
     for first in (0..k).step_by(BLOCK) {
         let last = k.min(first + BLOCK);
@@ -32,8 +34,8 @@ pub fn upper(h: &[f64], k: usize) -> Result<Option<Vec<f64>>> {
     Ok(Some(l))
 }
 
-/// Takes what the columns before the block contribute from the block's columns, in its rows and all below: one product, and
-/// nearly all of the work.
+/// Subtracts the contribution of the columns before the block from the columns of the block, in the block's rows and
+/// all rows below. This is one matrix product and nearly all of the work.
 fn subtract_earlier(l: &mut [f64], k: usize, block: Range<usize>) -> Result<()> {
     let first = block.start;
     let width = block.len();
@@ -49,7 +51,7 @@ fn subtract_earlier(l: &mut [f64], k: usize, block: Range<usize>) -> Result<()> 
     Ok(())
 }
 
-/// Factors the square on the diagonal; `rows` are the block's, from their first column on.
+/// Factors the square on the diagonal. `rows` are the rows of the block, from its first column on.
 fn factor(rows: &mut [f64], k: usize, first: usize) -> Option<()> {
     for row in 0..rows.len() / k {
         for column in 0..=row {
@@ -65,7 +67,7 @@ fn factor(rows: &mut [f64], k: usize, first: usize) -> Option<()> {
     Some(())
 }
 
-/// Solves for the block's columns in all rows below it.
+/// Solves for the columns of the block in all rows below it.
 fn solve_below(l: &mut [f64], k: usize, block: Range<usize>) {
     let (above, below) = l.split_at_mut(block.end * k);
     let square: Vec<&[f64]> =
@@ -79,7 +81,7 @@ fn solve_below(l: &mut [f64], k: usize, block: Range<usize>) {
     });
 }
 
-/// The sum of products, in several lanes that the compiler makes vectors of.
+/// Returns the sum of products. It uses several partial sums, which the compiler turns into vector code.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let (a, a_rest) = a.as_chunks::<LANES>();
     let (b, b_rest) = b.as_chunks::<LANES>();

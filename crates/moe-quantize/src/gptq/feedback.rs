@@ -1,4 +1,4 @@
-//! How much of the rounding error of a column goes to each later one, from the inputs that a layer saw.
+//! Computes, from the inputs of a layer, how much of the rounding error of a column is added to each later column.
 
 use std::fmt;
 
@@ -7,23 +7,26 @@ use anyhow::{Result, bail};
 use super::Hessian;
 use super::cholesky::upper;
 
-/// How often damping is raised tenfold where the Hessian has no factor.
+/// The number of times that the damping is raised tenfold if the Hessian has no factor.
 const TRIES: usize = 4;
 
-/// The order of columns and what each owes to the later ones: the same for all layers that read the same inputs.
+/// The order of the columns, and the share of each column's error that later columns get. It is the same for all layers
+/// that read the same inputs.
 pub struct Feedback {
     /// The columns in the order in which they are rounded.
     pub(super) order: Vec<usize>,
-    /// R_ij / R_jj above the diagonal, 0 elsewhere, [k, k] in that order; H = R Rᵀ with R upper triangular.
+    /// The matrix [k, k] in that order. It has R_ij / R_jj above the diagonal and 0 elsewhere, where H = R Rᵀ and R is
+    /// upper triangular.
     pub(super) shares: Vec<f32>,
     /// Whether columns with large inputs come first.
     pub(super) act_order: bool,
 }
 
-/// Inputs whose Hessian has no Cholesky factor, whatever the damping: columns cannot make up for each other's errors.
+/// The error for inputs whose Hessian has no Cholesky factor with any damping that was tried. Then columns cannot
+/// compensate for each other's errors.
 #[derive(Debug)]
 pub struct NoFactor {
-    /// Share of the mean of the diagonal that was added to it at last.
+    /// The last damping that was tried, as a share of the mean of the diagonal.
     damping: f64,
 }
 
@@ -37,11 +40,13 @@ impl fmt::Display for NoFactor {
 impl std::error::Error for NoFactor {}
 
 impl Feedback {
-    /// For the inputs of `hessian`; with act-order columns with large inputs come first. `damping` times the mean of the
-    /// diagonal is added to the diagonal (0.01 in the paper), and more if there is no factor.
+    /// Computes the feedback for the inputs of `hessian`. With act-order the columns with large inputs come first.
+    /// `damping` times the mean of the diagonal is added to the diagonal (0.01 in the paper). If there is no factor,
+    /// more is added.
     ///
     /// # Errors
-    /// Damping that is negative or not finite; a Hessian without a factor, whatever the damping: a [`NoFactor`].
+    /// The damping is negative or not finite, or the Hessian has no factor with any damping that was tried, which is a
+    /// [`NoFactor`].
     pub fn new(hessian: &Hessian, act_order: bool, damping: f64) -> Result<Self> {
         if !(damping.is_finite() && damping >= 0.0) {
             bail!("damping: expected a finite number of at least 0, got {damping}")
@@ -54,7 +59,7 @@ impl Feedback {
         }
         let mut h = hessian.in_order(&order)?;
         let mean = diagonal.iter().sum::<f64>() / k as f64;
-        // Where all inputs are zero, any diagonal is as good.
+        // If all inputs are zero, any positive diagonal works.
         let unit = if mean > 0.0 { mean } else { 1.0 };
         let mut added = 0.0;
         for attempt in 0..TRIES {

@@ -1,24 +1,25 @@
-//! What calibration knows of a layer's inputs: the sum of x xᵀ over all of them.
+//! The sum of x xᵀ over all inputs x of a layer, which is all that calibration keeps of the inputs.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-/// Rows that are added at once.
+/// The number of rows that are added at once.
 const ROWS: usize = 4096;
 
-/// The Hessian of a linear layer's squared output error, up to a factor: the sum over its inputs x of x xᵀ.
+/// The Hessian of the squared output error of a linear layer, up to a factor. It is the sum of x xᵀ over the layer's
+/// inputs x.
 pub struct Hessian {
     /// [k, k] f32.
     sum: Tensor,
-    /// Inputs that were added.
+    /// The number of inputs that were added.
     rows: usize,
 }
 
 impl Hessian {
-    /// Of `inputs` [T, k] f32.
+    /// Returns the Hessian of `inputs` [T, k] f32.
     ///
     /// # Errors
-    /// Another dtype or rank; inputs that are not finite.
+    /// The dtype or rank is wrong, or inputs are not finite.
     pub fn of(inputs: &Tensor) -> Result<Self> {
         let (rows, k) = inputs.dims2()?;
         let mut sum = Tensor::zeros((k, k), DType::F32, &Device::Cpu)?;
@@ -32,33 +33,33 @@ impl Hessian {
         Ok(Self { sum, rows })
     }
 
-    /// Inputs that were seen.
+    /// Returns the number of inputs.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Size of an input.
+    /// Returns the size of an input.
     pub fn k(&self) -> usize {
         self.sum.dims()[0]
     }
 
-    /// The sums on the diagonal: how large each input is.
+    /// Returns the diagonal. Each value is the sum of the squares of one input column.
     pub(super) fn diagonal(&self) -> Result<Vec<f64>> {
         let rows = self.sum.to_vec2::<f32>()?;
         Ok(rows.iter().enumerate().map(|(at, row)| f64::from(row[at])).collect())
     }
 
-    /// The matrix with rows and columns in an order.
+    /// Returns the matrix with its rows and columns in this order.
     pub(super) fn in_order(&self, order: &[usize]) -> Result<Vec<f64>> {
         let rows = self.sum.to_vec2::<f32>()?;
         Ok(order.iter().flat_map(|i| order.iter().map(|j| f64::from(rows[*i][*j]))).collect())
     }
 
-    /// The squared error of the outputs on the inputs seen, as a share of the squared outputs, if `rounded` [n, k] takes the
-    /// place of `weights` [n, k].
+    /// Returns the squared error of the outputs if `rounded` [n, k] replaces `weights` [n, k]. It is computed for the
+    /// inputs of this Hessian, as a share of the squared outputs.
     ///
     /// # Errors
-    /// Other sizes.
+    /// The sizes differ.
     pub fn output_error(&self, weights: &[f32], rounded: &[f32]) -> Result<f64> {
         let k = self.k();
         if k == 0 || weights.len() != rounded.len() || !weights.len().is_multiple_of(k) {

@@ -1,9 +1,9 @@
-//! GPTQ (Frantar et al. 2022, arXiv 2210.17323): columns are rounded one after the other, and later ones make up for the
-//! errors of earlier ones as far as inputs go together.
+//! GPTQ (Frantar et al. 2022, arXiv 2210.17323). It rounds the columns one after the other. Later columns compensate
+//! for the errors of earlier ones as far as their inputs are correlated.
 //!
-//! The error to make small is |(W - Ŵ) R|² with H = R Rᵀ, R upper triangular. Column j of (W - Ŵ) R is R_jj times
-//! (w_j - ŵ_j) + Σ_{i<j} (w_i - ŵ_i) R_ij / R_jj, so ŵ_j is w_j plus that sum, rounded. This is GPTQ without the inverse of H: the
-//! two give the same integers (Chee et al. 2023, arXiv 2307.13304, theorem 6).
+//! The error to minimise is |(W - Ŵ) R|² with H = R Rᵀ, where R is upper triangular. Column j of (W - Ŵ) R is R_jj
+//! times (w_j - ŵ_j) + Σ_{i<j} (w_i - ŵ_i) R_ij / R_jj, so ŵ_j is w_j plus that sum, rounded. This is GPTQ without the
+//! inverse of H: the two give the same integers (Chee et al. 2023, arXiv 2307.13304, theorem 6).
 
 mod cholesky;
 mod feedback;
@@ -19,17 +19,18 @@ use crate::round::{Grid, GroupScale, round_to_nearest};
 pub use feedback::{Feedback, NoFactor};
 pub use hessian::Hessian;
 
-/// Columns of a block: the effect of earlier blocks on one is a single product.
+/// The number of columns of a block. The effect of all earlier blocks on a block is computed as one matrix product.
 const BLOCK: usize = 128;
 
-/// The integers of `weights` [n, k], chosen for the inputs that `feedback` comes from.
+/// Returns the integers of `weights` [n, k], chosen for the inputs from which `feedback` was computed.
 ///
-/// Groups are of columns that are rounded one after the other, if they are consecutive or the grid's format has act-order. If
-/// neither is so, groups are consecutive columns whose scales are fitted before anything is rounded.
+/// A group consists of columns that are rounded one after the other, if these columns are adjacent or if the grid's
+/// format has act-order. Otherwise a group consists of adjacent columns, and its scales are chosen before anything is
+/// rounded.
 ///
 /// # Errors
-/// Sizes that do not match, or that groups do not divide; a format with act-order and columns in their own order; weights
-/// that are not finite, or too large for the scales' dtype, by row.
+/// Sizes do not match, a group does not divide a size, the format has act-order but the columns keep their order, or
+/// weights are not finite or too large for the scales' dtype. The last error names the row.
 pub fn gptq(grid: &Grid, weights: &[f32], (n, k): (usize, usize), feedback: &Feedback) -> Result<IntMatrix> {
     let Feedback { order, shares, act_order } = feedback;
     let size = grid.check(weights, n, k)?;
@@ -55,7 +56,8 @@ pub fn gptq(grid: &Grid, weights: &[f32], (n, k): (usize, usize), feedback: &Fee
     let weights: Vec<f32> =
         weights.par_chunks(k).flat_map_iter(|row| order.iter().map(|column| row[*column])).collect();
     let mut state = State { grid, k, size, is_fitted, groups: &groups, weights: &weights, rows, shares };
-    // A group ends with its block, so that all its columns have been corrected when its scale is chosen.
+    // A group does not extend over the end of a block. So all of its columns have been corrected when its scale is
+    // chosen.
     let block = if size <= BLOCK { BLOCK / size * size } else { BLOCK };
     for first in (0..k).step_by(block) {
         state.block(first, k.min(first + block))?;
@@ -66,7 +68,7 @@ pub fn gptq(grid: &Grid, weights: &[f32], (n, k): (usize, usize), feedback: &Fee
 /// A row of the matrix that is being rounded.
 struct Row {
     q: Vec<u8>,
-    /// w - ŵ of the columns that are done.
+    /// w - ŵ of the columns that are already rounded.
     error: Vec<f32>,
     scale: Vec<f32>,
     zero: Vec<u8>,
@@ -82,9 +84,9 @@ struct State<'a> {
     grid: &'a Grid,
     k: usize,
     size: usize,
-    /// Whether rows have their scales already.
+    /// Whether the scales of the rows are already chosen.
     is_fitted: bool,
-    /// The group of each column in order.
+    /// The group of each column, in rounding order.
     groups: &'a [usize],
     /// [n, k], columns in order.
     weights: &'a [f32],
@@ -94,7 +96,7 @@ struct State<'a> {
 }
 
 impl State<'_> {
-    /// Rounds these columns of all rows.
+    /// Rounds the columns from `first` to `last` of all rows.
     fn block(&mut self, first: usize, last: usize) -> Result<()> {
         let earlier = self.earlier(first, last)?;
         let Self { grid, k, size, is_fitted, groups, weights, shares, .. } = *self;
@@ -107,7 +109,7 @@ impl State<'_> {
                 let at = column - first;
                 let group = groups[column];
                 if !is_fitted && column.is_multiple_of(size) {
-                    // Groups longer than a block take their scale from the weights as they were.
+                    // A group that is longer than a block gets its scale from the uncorrected weights.
                     let inside = wanted.get(at..at + size).filter(|_| size <= BLOCK);
                     let values = inside.unwrap_or(&weights[column..column + size]);
                     let Some(fitted) = grid.fit(values.iter().copied()) else {
@@ -129,7 +131,7 @@ impl State<'_> {
         })
     }
 
-    /// What the columns before the block owe to each of its columns, [n, last - first].
+    /// Returns the correction of each column of the block by all columns before the block, [n, last - first].
     fn earlier(&self, first: usize, last: usize) -> Result<Vec<f32>> {
         let n = self.rows.len();
         let width = last - first;
@@ -146,7 +148,7 @@ impl State<'_> {
     }
 }
 
-/// The matrix with its columns back in their places.
+/// Returns the matrix with its columns in their original order.
 fn collect(grid: &Grid, rows: &[Row], order: &[usize], groups: &[usize]) -> IntMatrix {
     let n = rows.len();
     let k = order.len();

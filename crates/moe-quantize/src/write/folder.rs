@@ -1,10 +1,10 @@
-//! A folder that gets its name when it is complete: until then it is called `NAME.incomplete`.
+//! A folder that gets its name when it is complete. Until then its name is `NAME.incomplete`.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-/// Bytes for headers, indices and companions, beside the tensors.
+/// The number of bytes that are reserved for headers, indices and other files, in addition to the tensors.
 const MARGIN: u64 = 64 << 20;
 
 pub struct Folder {
@@ -39,7 +39,7 @@ impl Folder {
         self.incomplete.join(file)
     }
 
-    /// Fails unless so many bytes and a margin are free.
+    /// Fails if fewer bytes than this number plus a margin are free.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
         let stat = rustix::fs::statvfs(&self.incomplete)
             .with_context(|| format!("cannot ask for the free space at {}", self.incomplete.display()))?;
@@ -65,7 +65,7 @@ impl Folder {
 }
 
 impl Drop for Folder {
-    /// A run that fails leaves nothing behind.
+    /// A run that fails leaves no files.
     fn drop(&mut self) {
         if !self.is_done {
             let _ = std::fs::remove_dir_all(&self.incomplete);

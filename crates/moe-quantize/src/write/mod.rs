@@ -1,4 +1,4 @@
-//! Writing a checkpoint tensor by tensor into a folder that appears when it is complete.
+//! Writes a checkpoint tensor by tensor into a folder that appears when it is complete.
 
 mod folder;
 mod shard;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use folder::Folder;
 use shard::Shard;
 
-/// The only file of a checkpoint that needs no index.
+/// The name of the file if the checkpoint has one file only. Such a checkpoint needs no index.
 const SINGLE: &str = "model.safetensors";
 
 /// The tensors of each file, by the file's name.
@@ -24,15 +24,16 @@ pub type Files = BTreeMap<String, Vec<(String, StoredSpec)>>;
 pub struct CheckpointWriter {
     folder: Folder,
     shards: Vec<Shard>,
-    /// Which shard holds a tensor.
+    /// The number of the shard that holds a tensor, by name.
     place: BTreeMap<String, usize>,
 }
 
 impl CheckpointWriter {
-    /// Begins a checkpoint at `out` with all headers written, so that tensors may come in any order.
+    /// Begins a checkpoint at `out` and writes all headers, so that tensors may be written in any order.
     ///
     /// # Errors
-    /// `out` exists, or an unfinished run has left its folder; no space for all tensors; a tensor in two files.
+    /// `out` exists, an unfinished run has left its folder, there is too little space for all tensors, or a tensor is
+    /// in two files.
     pub fn create(out: &Path, files: &Files) -> Result<Self> {
         let folder = Folder::create(out)?;
         let bytes = files.values().flatten().map(|(_, spec)| spec.len() as u64).sum();
@@ -53,34 +54,35 @@ impl CheckpointWriter {
     /// Writes a tensor's bytes.
     ///
     /// # Errors
-    /// A name that was not announced, or has been written; another number of bytes; I/O.
+    /// The name was not announced or has already been written, the number of bytes is wrong, or writing fails.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.write_with(name, |out| Ok(out.write_all(bytes)?))
     }
 
-    /// As [`write`](Self::write), for bytes that `fill` makes piece by piece.
+    /// Does the same as [`write`](Self::write) with bytes that `fill` writes piece by piece.
     ///
     /// # Errors
-    /// As [`write`](Self::write); any error of `fill`.
+    /// [`write`](Self::write) would fail, or `fill` fails.
     pub fn write_with(&mut self, name: &str, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
         let shard = self.place.get(name).and_then(|place| self.shards.get_mut(*place));
         let Some(shard) = shard else { bail!("tensor {name} was not announced") };
         shard.write(name, fill)
     }
 
-    /// Writes a file beside the weights.
+    /// Writes a file next to the weights.
     ///
     /// # Errors
-    /// I/O.
+    /// Writing fails.
     pub fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let path = self.folder.path(name);
         std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Copies the files of another folder that are neither weights nor written here: tokenizer, templates, generation config.
+    /// Copies the files of another folder that are neither weights nor written by this writer: the tokenizer, templates
+    /// and the generation config.
     ///
     /// # Errors
-    /// I/O.
+    /// Copying fails.
     pub fn copy_companions(&self, from: &Path) -> Result<()> {
         let entries = std::fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))?;
         for entry in entries {
@@ -96,10 +98,10 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Ends the checkpoint: index, config.json, and the folder under its name.
+    /// Finishes the checkpoint: it writes the index and config.json, and gives the folder its final name.
     ///
     /// # Errors
-    /// A tensor that was announced and not written; I/O.
+    /// A tensor was announced but not written, or writing fails.
     pub fn finish(self, config: &Value) -> Result<()> {
         let mut total = 0;
         let mut map = serde_json::Map::new();
@@ -122,10 +124,10 @@ impl CheckpointWriter {
     }
 }
 
-/// Whether a file goes along with the weights as it is.
+/// Returns whether a file is copied unchanged together with the weights.
 fn is_companion(name: &str) -> bool {
     let weights = [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"];
-    let ours = ["config.json", "quantize_config.json", "quantization_report.json"];
+    let ours = ["config.json", "quantize_config.json", "hf_quant_config.json", "quantization_report.json"];
     !(weights.iter().any(|end| name.ends_with(end)) || ours.contains(&name) || name.starts_with('.'))
 }
 

@@ -1,6 +1,6 @@
-//! One safetensors file whose header is written first and whose tensors come in any order.
+//! A safetensors file whose header is written first. Its tensors may then be written in any order.
 //!
-//! Format: 8 bytes with the header's length, the header in JSON, then the tensors' bytes without gaps
+//! The format is: 8 bytes with the header's length, the header in JSON, then the tensors' bytes without gaps
 //! (<https://github.com/huggingface/safetensors>).
 
 use std::collections::BTreeMap;
@@ -12,21 +12,21 @@ use anyhow::{Context, Result, bail};
 use moe_quant::write::StoredSpec;
 use serde_json::{Map, json};
 
-/// Bytes that are written at once.
+/// The number of bytes that are buffered before they are written.
 const BUFFER: usize = 1 << 20;
 
 pub struct Shard {
     path: PathBuf,
     name: String,
     file: File,
-    /// Where tensors lie that have not been written: first byte, bytes.
+    /// The places of the tensors that have not been written: first byte and number of bytes.
     waiting: BTreeMap<String, (u64, u64)>,
     bytes: u64,
 }
 
 impl Shard {
     pub fn create(path: &Path, name: &str, tensors: &[(String, StoredSpec)]) -> Result<Self> {
-        // Wider elements first, so that each tensor begins at a multiple of its element's size.
+        // Wider elements come first, so that each tensor begins at a multiple of its element size.
         let mut tensors: Vec<&(String, StoredSpec)> = tensors.iter().collect();
         tensors.sort_by(|(a, x), (b, y)| y.dtype.bitsize().cmp(&x.dtype.bitsize()).then_with(|| a.cmp(b)));
         let mut header = Map::new();
@@ -53,7 +53,7 @@ impl Shard {
         Ok(Self { path: path.to_path_buf(), name: name.to_string(), file, waiting, bytes: at })
     }
 
-    /// The file's name.
+    /// Returns the file's name.
     pub fn file(&self) -> &str {
         &self.name
     }
@@ -71,7 +71,7 @@ impl Shard {
         Ok(())
     }
 
-    /// The bytes of the tensors, if all are there.
+    /// Returns the number of bytes of the tensors, if all have been written.
     pub fn finish(self) -> Result<u64> {
         if let Some(name) = self.waiting.keys().next() {
             bail!("{}: {} tensors were not written, such as {name}", self.name, self.waiting.len())
@@ -81,7 +81,7 @@ impl Shard {
     }
 }
 
-/// Counts what goes through it.
+/// Counts the bytes that are written through it.
 struct Counted<W> {
     out: W,
     bytes: u64,

@@ -1,4 +1,5 @@
-//! GPTQ: better than rounding to nearest where inputs go together, the same where they do not, and whole checkpoints.
+//! Tests of GPTQ. It is better than rounding to nearest for correlated inputs and the same for uncorrelated ones. Whole
+//! checkpoints are tested as well.
 
 use candle_core::{Device, Tensor};
 use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
@@ -10,7 +11,7 @@ use safetensors::Dtype;
 
 use crate::support::{bundled, error, fixture, json, repository, settings, tensors};
 
-/// Normal samples, near enough: sums of uniform ones.
+/// Generates approximately normal samples as sums of uniform ones.
 struct Noise(u64);
 
 impl Noise {
@@ -27,7 +28,7 @@ impl Noise {
     }
 }
 
-/// Inputs [rows, k] that are mixtures of k / 8 sources with a little noise; some are ten times larger.
+/// Returns inputs [rows, k] that are mixtures of k / 8 sources with a little noise. Some are ten times larger.
 fn correlated(noise: &mut Noise, rows: usize, k: usize) -> Tensor {
     let sources = k / 8;
     let mix = noise.many(sources * k);
@@ -177,7 +178,7 @@ fn damping_that_is_none_is_told_from_inputs_without_a_factor() {
 }
 
 fn calibration(samples: usize, length: usize) -> Calibration {
-    // A text that nobody edits: what is asserted of a checkpoint's predictions must not hang on the prose of a page.
+    // Nobody edits this text. Assertions about a checkpoint's predictions must not depend on the wording of a page.
     let text = TextSettings { file: repository().join("LICENSE-APACHE"), samples, length };
     Calibration { text, damping: 0.01, min_tokens: 32 }
 }
@@ -190,7 +191,8 @@ fn a_calibrated_checkpoint_predicts_closer_to_its_source_than_a_rounded_one() {
     settings.indivisible = Indivisible::Channel;
     let nearest = dir.path().join("rtn");
     quantize(&bundled(), &nearest, &settings).unwrap();
-    // Not the loss itself: on a text so unlike its training the small model may even gain by rounding.
+    // The test does not compare the loss itself. The text is so different from the training data that rounding may even
+    // improve the small model.
     let rounded = loss(&nearest, Some(&bundled()), &calibration.text).unwrap();
     for (format, desc_act) in
         [(FileFormat::Gptq, false), (FileFormat::Gptq, true), (FileFormat::CompressedTensors, true)]
@@ -238,7 +240,7 @@ fn experts_that_saw_few_tokens_are_listed() {
     assert!((before.nats_per_token - after.nats_per_token).abs() < 0.02 * before.nats_per_token);
 }
 
-/// Fewer tokens than columns: without damping no inputs have a factor.
+/// There are fewer tokens than columns, so without damping no inputs have a factor.
 #[test]
 fn modules_whose_inputs_have_no_factor_are_listed() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Whole checkpoints by rounding to nearest: names, floats that are kept, integers, headers, files.
+//! Tests of whole checkpoints that are rounded to nearest: names, kept floats, integers, headers and files.
 
 use moe_quant::{Format, QuantGroup};
 use moe_quantize::{FileFormat, Indivisible, quantize};
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::support::{bf16, bundled, fixture, json, settings, tensors, weight_files, weights};
 
-/// Every tensor of the source is there: in integers within half a step, or as it was.
+/// Checks that every tensor of the source exists, either as integers within half a step or unchanged.
 fn compare(source: &std::path::Path, made: &std::path::Path) -> (usize, usize) {
     let before = tensors(source);
     let mut after = tensors(made);
@@ -27,7 +27,8 @@ fn compare(source: &std::path::Path, made: &std::path::Path) -> (usize, usize) {
         let floats = bf16(bytes);
         for (group, (floats, got)) in floats.chunks(size).zip(got.chunks(size)).enumerate() {
             let largest = floats.iter().fold(0f32, |most, w| most.max(w.abs()));
-            // Symmetric: the step is 2 / (2^bits - 1) of the largest weight, a little more after rounding to F16 or BF16.
+            // For symmetric integers the step is 2 / (2^bits - 1) of the largest weight. Rounding the scale to F16 or
+            // BF16 makes it slightly larger.
             let bound = largest / ((1u32 << int.bits) - 1) as f32 * (1. + 1. / 64.);
             for (a, b) in floats.iter().zip(got) {
                 assert!((a - b).abs() <= bound, "{name} group {group}: {a} {b}");
@@ -54,7 +55,8 @@ fn the_bundled_model_in_every_format() {
             settings.indivisible = indivisible;
             let report = quantize(&bundled(), &out, &settings).unwrap();
             let (quantised, kept) = compare(&bundled(), &out);
-            // 4 layers of 4 projections and 16 experts of 3; where down_proj of 72 columns is kept, of 2.
+            // There are 4 layers, each with 4 projections of attention and 16 experts of 3 matrices. If `down_proj`,
+            // which has 72 columns, stays in floats, an expert has 2 quantised matrices.
             let experts = if indivisible == Indivisible::Keep { 2 } else { 3 };
             assert_eq!(quantised, 4 * (4 + 16 * experts));
             assert_eq!(report.quantised, quantised);
@@ -109,7 +111,7 @@ fn packed_experts_become_separate_ones() {
         let rows = shape[1] / 2;
         let k = shape[2];
         let floats = bf16(bytes);
-        // What an ignored expert keeps are its rows of the pack.
+        // An ignored expert keeps its rows of the pack.
         let up = &floats[(3 * 2 * rows + rows) * k..][..rows * k];
         assert_eq!(bf16(&after[&format!("{prefix}.3.up_proj.weight")].2), up);
         let (_, gate) = weights(&out, &format!("{prefix}.2.gate_proj"), (rows, k));
@@ -138,7 +140,7 @@ fn deepseek_with_shared_experts_and_zero_points() {
         assert!(after.contains_key("model.layers.1.mlp.gate.weight"));
         assert!(report.quantised > 10);
         if name == "deepseek-v2" {
-            // 14 columns do not fill words of 4.
+            // 14 columns do not fill whole words of 4.
             assert!(report.kept.iter().any(|name| name.ends_with("experts.0.down_proj")));
         }
     }

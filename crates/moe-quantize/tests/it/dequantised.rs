@@ -1,4 +1,4 @@
-//! Which files of a folder are the checkpoint whose weights are read.
+//! Tests which files of a folder belong to the checkpoint whose weights are read.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use safetensors::tensor::{TensorView, serialize};
 
 use crate::support::error;
 
-/// A file of tensors that hold one number each.
+/// Writes a file of tensors that have one number each.
 fn write(path: &Path, tensors: &[(&str, f32)]) {
     let bytes: Vec<_> = tensors.iter().map(|(name, value)| (*name, value.to_le_bytes())).collect();
     let views =
@@ -22,7 +22,7 @@ fn files_that_the_index_does_not_name_are_left_out() {
     let path = |name: &str| dir.path().join(name);
     write(&path("first.safetensors"), &[("a", 1.)]);
     write(&path("second.safetensors"), &[("b", 2.)]);
-    // An earlier export that somebody kept.
+    // This file is an earlier export that was left in the folder.
     write(&path("old.safetensors"), &[("a", 7.), ("b", 7.), ("c", 7.)]);
     let index = r#"{"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}"#;
     std::fs::write(path("model.safetensors.index.json"), index).unwrap();

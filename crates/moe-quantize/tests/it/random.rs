@@ -1,4 +1,5 @@
-//! Random checkpoints: the shapes of a config, weights of a sane size, the same for the same seed.
+//! Tests of random checkpoints: they have the shapes of the config, weights of a plausible size, and the same values
+//! for the same seed.
 
 use moe_quant::QuantGroup;
 use moe_quantize::{FileFormat, RandomSettings, random_checkpoint};
@@ -49,7 +50,7 @@ fn rows_that_fill_no_word_end_in_zeros() {
     let settings = settings(FileFormat::CompressedTensors, 4, QuantGroup::Channel);
     random_checkpoint(&fixture("deepseek-v2").join("config.json"), &out, &random(Some(settings))).unwrap();
     let made = tensors(&out);
-    // 14 columns: 8 in the first word of a row, 6 in the second.
+    // Of the 14 columns, 8 are in the first word of a row and 6 in the second.
     let (_, shape, bytes) = &made["model.layers.1.mlp.experts.0.down_proj.weight_packed"];
     assert_eq!(shape, &[40, 2]);
     let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();

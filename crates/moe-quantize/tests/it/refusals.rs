@@ -1,4 +1,4 @@
-//! What is refused, one by one: each error says what is wrong and what to do, and nothing is left behind.
+//! Tests of everything that is refused. Each error says what is wrong and what to do, and no file is left.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ fn channel() -> Settings {
     settings(FileFormat::CompressedTensors, 8, QuantGroup::Channel)
 }
 
-/// The error of a run that must leave its folder's parent empty.
+/// Returns the error of a run. The run must leave the parent of its folder empty.
 fn refused(model: &Path, settings: &Settings) -> String {
     let dir = tempfile::tempdir().unwrap();
     let error = error(quantize(model, &dir.path().join("out"), settings));
@@ -19,7 +19,7 @@ fn refused(model: &Path, settings: &Settings) -> String {
     error
 }
 
-/// A copy of a checkpoint that tests may change.
+/// Returns a copy of a checkpoint that tests may change.
 fn copy(model: &Path) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(model).unwrap() {
@@ -85,7 +85,7 @@ fn sizes_that_do_not_divide() {
             "--indivisible",
         ],
     );
-    // Words of 8 do not hold rows of 20 or 28 either.
+    // Rows of 20 or 28 columns do not fill whole words of 8 either.
     settings.indivisible = Indivisible::Channel;
     contains(&refused(&fixture("base"), &settings), &["packed 8 to a word", "--indivisible keep"]);
 }

@@ -1,4 +1,4 @@
-//! Rounding to nearest: every weight within half a step.
+//! Tests of rounding to nearest. Every weight must be within half a step.
 
 use moe_quant::write::round_scale;
 use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
@@ -91,7 +91,7 @@ fn sizes_that_do_not_match_are_refused() {
         assert!(error.contains(&format!("expected weights [{n}, {k}]")), "{error}");
     }
     assert!(of(QuantGroup::Channel, 0, 1, 0).contains("at least one row and column"));
-    // Fewer columns than a group; a part of one behind the last.
+    // The first case has fewer columns than a group. In the second one an incomplete group follows the last whole one.
     for (len, n, k) in [(8, 2, 4), (24, 2, 12)] {
         let error = of(groups, len, n, k);
         assert!(error.contains(&format!("groups of 8 columns do not divide {k}")), "{error}");

@@ -1,4 +1,4 @@
-//! Checkpoints of this repository, and reading what was made of them.
+//! Helpers: the checkpoints of this repository, and functions that read quantised checkpoints.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The small trained Qwen3-MoE checkpoint.
+/// Returns the folder of the small trained Qwen3-MoE checkpoint.
 pub fn bundled() -> PathBuf {
     repository().join("models/families/checkpoint")
 }
@@ -39,7 +39,7 @@ pub fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The names of the safetensors files of a folder, in order.
+/// Returns the names of the safetensors files of a folder, in order.
 pub fn weight_files(dir: &Path) -> Vec<String> {
     let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> =
@@ -48,7 +48,7 @@ pub fn weight_files(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Every tensor of a folder: dtype, shape, bytes.
+/// Reads every tensor of a folder: dtype, shape and bytes.
 pub fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut found = BTreeMap::new();
     for file in weight_files(dir) {
@@ -61,7 +61,7 @@ pub fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     found
 }
 
-/// The weights of a module of a quantised checkpoint and its format.
+/// Returns the format and the weights of a module of a quantised checkpoint.
 pub fn weights(dir: &Path, module: &str, (n, k): (usize, usize)) -> (Format, Vec<f32>) {
     let config = QuantConfig::from_json(&json(&dir.join("config.json"))).unwrap().unwrap();
     let format = config.format_of(module).unwrap();
@@ -76,12 +76,12 @@ pub fn weights(dir: &Path, module: &str, (n, k): (usize, usize)) -> (Format, Vec
     panic!("{module} is in no file of {}", dir.display())
 }
 
-/// The floats of a BF16 tensor's bytes.
+/// Returns the floats of the bytes of a BF16 tensor.
 pub fn bf16(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
 }
 
-/// The error of a call that must fail, with its causes.
+/// Returns the error of a call that must fail, with its causes.
 pub fn error<T>(result: anyhow::Result<T>) -> String {
     match result {
         Ok(_) => panic!("expected an error"),

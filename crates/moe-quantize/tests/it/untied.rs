@@ -1,4 +1,5 @@
-//! Vocabulary projections that are the embedding: quantised, they become matrices of their own.
+//! Tests of vocabulary projections that are tied to the embedding. When they are quantised, they become matrices of
+//! their own.
 
 use std::path::Path;
 
@@ -19,7 +20,7 @@ use safetensors::tensor::{TensorView, serialize};
 
 use crate::support::{bf16, bundled, json, repository, settings, tensors, weights};
 
-/// Ids and hidden size of the bundled model.
+/// The number of ids and the hidden size of the bundled model.
 const SHAPE: (usize, usize) = (2048, 256);
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
@@ -28,7 +29,7 @@ fn with_head(format: FileFormat, bits: u8) -> Settings {
     Settings { lm_head: true, indivisible: Indivisible::Channel, ..settings(format, bits, group) }
 }
 
-/// The model as the engine loads it.
+/// Loads the model as the engine does.
 fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
     let checkpoint = Checkpoint::open(dir.to_str().unwrap()).unwrap();
     let model = model_families::ALL.parse(&checkpoint.config).unwrap();
@@ -41,7 +42,7 @@ fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
     model.load(&options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
 }
 
-/// The model with the floats that its integers stand for.
+/// Loads the model with the floats that its integers mean.
 fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
     let config = json(&dir.join("config.json"));
     let weights = Dequantised::open(dir, &config).unwrap();
@@ -68,19 +69,19 @@ fn logits(model: &dyn CausalLm) -> Vec<f32> {
     logits.view().cpu::<f32>().unwrap().to_vec()
 }
 
-/// How far logits are from others, of these' largest.
+/// Returns the largest difference of the logits, relative to the largest value of `want`.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
     got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// The projection's integers are within half a step of the embedding; the embedding is as it was.
+/// Checks that the projection's integers are within half a step of the embedding, and that the embedding is unchanged.
 fn check_head(source: &Path, made: &Path) {
     check_head_of(source, made, EMBEDDING);
 }
 
-/// As [`check_head`], where the projection comes from this tensor.
+/// Does the same as [`check_head`] for a projection that comes from this tensor.
 fn check_head_of(source: &Path, made: &Path, of: &str) {
     assert_eq!(json(&made.join("config.json"))["tie_word_embeddings"], false);
     let before = tensors(source);
@@ -113,7 +114,7 @@ fn the_logits_are_those_of_the_floats_that_it_means() {
             assert!(error < 1e-5, "{format:?} {bits}: {error}");
             let error = distance(&logits(short.as_ref()), &want);
             assert!(error < 0.05, "{format:?} {bits}: bf16 {error}");
-            // Another projection than the tied one: it was rounded.
+            // Rounding has changed the projection, so it differs from the tied one.
             let tied = dir.path().join(format!("{format:?}-{bits}-tied"));
             quantize(&bundled(), &tied, &Settings { lm_head: false, ..with_head(format, bits) }).unwrap();
             assert_eq!(json(&tied.join("config.json"))["tie_word_embeddings"], true);
@@ -123,7 +124,7 @@ fn the_logits_are_those_of_the_floats_that_it_means() {
     }
 }
 
-/// Calibrated, it lies nearer to the float model than rounded to nearest.
+/// The calibrated model is closer to the float model than the model that is rounded to nearest.
 #[test]
 fn it_is_calibrated_as_other_layers_are() {
     let dir = tempfile::tempdir().unwrap();
@@ -148,7 +149,7 @@ fn check_head_shape(made: &Path) {
     assert!(format.int().is_some() && got.len() == SHAPE.0 * SHAPE.1);
 }
 
-/// The bundled checkpoint, whose config ties both, with a projection of these bytes and another tensor.
+/// Writes the bundled checkpoint, whose config ties both, with a projection of these bytes and another tensor.
 fn with_projection(dir: &Path, head: &[u8], extra: &str) {
     std::fs::create_dir(dir).unwrap();
     std::fs::copy(bundled().join("config.json"), dir.join("config.json")).unwrap();
@@ -164,8 +165,8 @@ fn with_projection(dir: &Path, head: &[u8], extra: &str) {
     std::fs::write(dir.join("model.safetensors"), serialize(views, None).unwrap()).unwrap();
 }
 
-/// A copy of the embedding under the name of the projection is nothing of its own; other values are kept, whatever the
-/// config says of ties. What the model has no place for is left out, and told.
+/// A copy of the embedding under the name of the projection counts as tied. Other values are kept, even if the config
+/// ties them. Tensors that the model does not use are left out and reported.
 #[test]
 fn a_projection_that_is_stored_is_kept_if_it_is_not_the_embedding() {
     let dir = tempfile::tempdir().unwrap();

@@ -13,8 +13,10 @@ use serde_json::Value;
 
 use crate::config::{RouterConfig, Scoring, Selection};
 use crate::error::{RouterError, refuse};
-use keys::Keys;
 use profile::{Method, Profile};
+
+pub use keys::Keys;
+pub use profile::model_types;
 
 type Result<T> = std::result::Result<T, RouterError>;
 
@@ -26,10 +28,10 @@ pub const TOP_K: [&str; 3] = ["num_experts_per_tok", "moe_topk", "moe_k"];
 const NUM_EXPERT_GROUP: [&str; 2] = ["num_expert_group", "n_group"];
 const CORRECTION_BIAS: [&str; 2] = ["e_score_correction_bias", "moe_router_use_correction_bias"];
 
-/// What the keys say about the method, before sizes.
+/// The method according to the keys, before sizes are read.
 struct Choice {
     scoring: Scoring,
-    /// Grouped selection under this name, for messages.
+    /// The name of the grouped selection, for messages.
     grouped: Option<&'static str>,
     bias: bool,
     raw_logits: bool,
@@ -50,10 +52,10 @@ impl RouterConfig {
     ///
     /// | setting | keys | default |
     /// |---|---|---|
-    /// | method | `moe_router_backend` (`softmax`, `sigmoid`, `fused_gate` = `noaux_tc`), else `topk_method` (`greedy`, `group_limited_greedy`, `noaux_tc`) | by `model_type`; without one, plain top-k |
+    /// | method | `moe_router_backend`, else `topk_method` (values below) | by `model_type`; without one, plain top-k |
     /// | scores | `scoring_func` (`softmax`, `sigmoid`, `sqrtsoftplus`) | by method and `model_type`; softmax |
     /// | experts | `num_experts`, `num_local_experts`, `n_routed_experts`, `moe_num_experts` | by `model_type` |
-    /// | experts per token | `num_experts_per_tok`, `moe_topk`, `moe_k`; counts fused shared experts | by `model_type` |
+    /// | experts per token, shared slots too | `num_experts_per_tok`, `moe_topk`, `moe_k` | by `model_type` |
     /// | groups | `num_expert_group`, `n_group`; `topk_group` | by `model_type` |
     /// | bias | `e_score_correction_bias`, `moe_router_use_correction_bias` | true for noaux_tc |
     /// | renormalise | `norm_topk_prob` | by `model_type`; false |
@@ -63,10 +65,14 @@ impl RouterConfig {
     /// | zero experts | `zero_expert_num`, `zero_expert_type` | by `model_type`; 0 |
     /// | weight on input | `apply_router_weight_on_input` | by `model_type`; false |
     ///
-    /// Model types with a profile: deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4, dots1,
-    /// ernie4_5_moe, glm4_moe, glm4_moe_lite, gpt_oss, llama4_text, longcat_flash, minimax_m2, mixtral, olmoe, qwen2_moe,
-    /// qwen3_moe, qwen3_next, qwen3_5_moe_text. `text_config` of a multimodal model is looked
-    /// into. Any other model type must name its method.
+    /// `moe_router_backend` is `softmax`, `sigmoid` or `fused_gate`, which is `noaux_tc`. `topk_method` is `greedy`,
+    /// `group_limited_greedy` or `noaux_tc`.
+    ///
+    /// Model types with a profile: deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4, dots1, ernie4_5_moe,
+    /// exaone_moe, flex_olmo, glm4_moe, glm4_moe_lite, glm4v_moe_text, glm_moe_dsa, gpt_oss, granitemoe,
+    /// hunyuan_v1_moe, llama4_text, longcat_flash, minimax, minimax_m2, mixtral, olmoe, qwen2_moe, qwen3_moe,
+    /// qwen3_next, qwen3_5_moe_text, solar_open. `text_config` of a multimodal model is looked into. Any other model
+    /// type must name its method.
     ///
     /// Where references disagree: the factor always applies, after renormalising, as in vLLM
     /// (InfiniLM drops it on its softmax and sigmoid paths; DeepSeek-V2's published code scales
@@ -86,6 +92,7 @@ impl RouterConfig {
         let slots = keys.required(&TOP_K, profile.top_k)?;
         if num_fused_shared_experts > 0 && slots <= num_fused_shared_experts {
             refuse!(
+                Contradiction,
                 "num_experts_per_tok = {slots} counts the fused shared experts and must exceed \
                  num_fused_shared_experts = {num_fused_shared_experts}"
             )
@@ -96,6 +103,7 @@ impl RouterConfig {
             scoring: choice.scoring,
             selection: selection(keys, &profile, &choice)?,
             correction_bias,
+            gate_bias: profile.gate_bias,
             renormalize: keys.flag(&["norm_topk_prob"])?.map_or(profile.renormalize, |(_, b)| b),
             routed_scaling_factor: keys
                 .number("routed_scaling_factor")?
@@ -118,7 +126,7 @@ impl RouterConfig {
     ///
     /// # Errors
     ///
-    /// As [`from_hf`](Self::from_hf).
+    /// The errors of [`from_hf`](Self::from_hf).
     pub fn from_hf_layer(config: &Value, layer: usize) -> Result<Self> {
         let out = Self::from_hf(config)?;
         let keys = Keys::of(config)?;
@@ -128,7 +136,9 @@ impl RouterConfig {
         let hash = match keys.text_at("mlp_layer_types", layer)? {
             Some("hash_moe") => true,
             Some("moe") => false,
-            Some(name) => refuse!("unknown mlp_layer_types `{name}`; expected one of hash_moe, moe"),
+            Some(name) => {
+                return Err(RouterError::unknown("mlp_layer_types", name, "hash_moe, moe"));
+            }
             None => layer < keys.count(&["num_hash_layers"])?.unwrap_or(3),
         };
         if !hash {
@@ -141,13 +151,13 @@ impl RouterConfig {
     }
 }
 
-/// The profile, and whether the model type has one of its own.
+/// Returns the profile, and whether the model type has one of its own.
 fn profile_of(keys: Keys<'_>) -> Result<(Profile, bool)> {
     let found = keys.text("model_type")?.and_then(Profile::find);
     Ok((found.copied().unwrap_or(Profile::GENERIC), found.is_some()))
 }
 
-/// The method by precedence: backend, topk_method, model type.
+/// Chooses the method by precedence: backend, topk_method, model type.
 fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choice> {
     let scoring: Option<Scoring> = keys.text("scoring_func")?.map(str::parse).transpose()?;
     let biased = matches!(profile.method, Method::Noaux(..) | Method::BiasedTopK);
@@ -157,10 +167,11 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
             "softmax" | "topksoftmax" | "legacy_softmax" => Ok(Choice::plain(Scoring::Softmax)),
             "sigmoid" => Ok(Choice::plain(Scoring::Sigmoid)),
             "fused_gate" | "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
-            _ => refuse!(
-                "unknown moe_router_backend `{name}`; expected one of softmax, topksoftmax, legacy_softmax, sigmoid, \
-                 fused_gate, noaux_tc"
-            ),
+            _ => Err(RouterError::unknown(
+                "moe_router_backend",
+                name,
+                "softmax, topksoftmax, legacy_softmax, sigmoid, fused_gate, noaux_tc",
+            )),
         };
     }
     if let Some(name) = keys.text("topk_method")? {
@@ -171,13 +182,12 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
                 Ok(Choice { grouped: Some("group_limited_greedy"), ..Choice::plain(scoring) })
             }
             "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
-            _ => refuse!(
-                "unknown topk_method `{name}`; expected one of greedy, group_limited_greedy, noaux_tc"
-            ),
+            _ => Err(RouterError::unknown("topk_method", name, "greedy, group_limited_greedy, noaux_tc")),
         };
     }
     if let (Some(model_type), None, false) = (keys.text("model_type")?, scoring, known) {
         refuse!(
+            Unsupported,
             "model_type `{model_type}` is unknown to the router and the configuration does not say how it routes; set \
              moe_router_backend, topk_method or scoring_func"
         )
@@ -186,11 +196,12 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
     if let Method::Noaux(..) = profile.method {
         return Ok(Choice::noaux(scoring));
     }
-    // transformers' DeepseekV2Config spells its default out: topk_method "greedy" ignores groups.
+    // transformers' DeepseekV2Config writes its default explicitly. With topk_method "greedy" the groups are ignored.
     let greedy = profile.model_types.contains(&"deepseek_v2");
     let groups = keys.count(&NUM_EXPERT_GROUP)?.filter(|&n| n > 1 && !greedy);
     if let Some(num_expert_group) = groups {
         refuse!(
+            Contradiction,
             "num_expert_group = {num_expert_group} is set, but nothing says whether routing uses groups; set \
              topk_method (greedy, group_limited_greedy or noaux_tc)"
         )
@@ -211,7 +222,7 @@ fn selection(keys: Keys<'_>, profile: &Profile, choice: &Choice) -> Result<Selec
             num_expert_group = num_expert_group.or(Some(groups));
             topk_group = topk_group.or(Some(kept));
         }
-        // Some models say noaux_tc for a bias without groups (DeepSeek-V4).
+        // Some models write noaux_tc for a bias without groups (DeepSeek-V4).
         Method::BiasedTopK if num_expert_group.is_none() && topk_group.is_none() => {
             return Ok(Selection::TopK);
         }
@@ -222,6 +233,7 @@ fn selection(keys: Keys<'_>, profile: &Profile, choice: &Choice) -> Result<Selec
             Ok(Selection::Grouped { num_expert_group: groups, topk_group: kept })
         }
         _ => refuse!(
+            Contradiction,
             "{method} routing requires num_expert_group (n_group) and topk_group, both non-zero, got \
              {num_expert_group:?} and {topk_group:?}"
         ),
@@ -232,7 +244,10 @@ fn correction_bias(keys: Keys<'_>, choice: &Choice) -> Result<bool> {
     let fused_gate = choice.bias && choice.grouped.is_some();
     match keys.flag(&CORRECTION_BIAS)? {
         Some((key, false)) if fused_gate => {
-            refuse!("fused_gate (noaux_tc) routing requires a correction bias, but {key} is false")
+            refuse!(
+                Contradiction,
+                "fused_gate (noaux_tc) routing requires a correction bias, but {key} is false"
+            )
         }
         Some((_, bias)) => Ok(bias),
         None => Ok(choice.bias),
@@ -242,7 +257,9 @@ fn correction_bias(keys: Keys<'_>, choice: &Choice) -> Result<bool> {
 fn zero_experts(keys: Keys<'_>, profile: &Profile) -> Result<usize> {
     match keys.text("zero_expert_type")? {
         None | Some("identity") => {}
-        Some(name) => refuse!("unsupported zero_expert_type `{name}`; only `identity` is defined"),
+        Some(name) => {
+            refuse!(Unsupported, "unsupported zero_expert_type `{name}`; only `identity` is defined")
+        }
     }
     Ok(keys.count(&["zero_expert_num"])?.unwrap_or(profile.num_zero_experts))
 }

@@ -1,8 +1,9 @@
-//! What transformers computes for a model type when its configuration leaves keys out.
+//! The routing that transformers computes for a model type if its configuration omits keys.
 //!
 //! Modelling code fixes part of the routing (Mixtral always renormalises, DeepSeek-V3 is always
 //! sigmoid with a bias), so defaults alone are not enough: a profile also holds the method.
-//! Values are those of transformers 5.17; `tests/transformers.json` compares the results.
+//! The values are the values of transformers 5.17, and of 5.24 for later models. `tests/transformers.json` compares the
+//! results, and moe-layer's `tests/families` compares the results of whole blocks.
 
 use crate::config::Scoring;
 
@@ -22,23 +23,25 @@ pub(crate) enum Method {
 /// Defaults and fixed parts of one family of model types.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Profile {
-    /// The model types.
+    /// The model types with this profile.
     pub model_types: &'static [&'static str],
-    /// `num_experts`, where there is a default.
+    /// The default of `num_experts`, if there is one.
     pub num_experts: Option<usize>,
-    /// `num_experts_per_tok`, where there is a default.
+    /// The default of `num_experts_per_tok`, if there is one.
     pub top_k: Option<usize>,
     /// Scoring function.
     pub scoring: Scoring,
     /// Selection.
     pub method: Method,
-    /// `norm_topk_prob`, or what the code always does.
+    /// The default of `norm_topk_prob`, or the behaviour of the code if it does not read the key.
     pub renormalize: bool,
     /// `routed_scaling_factor`.
     pub routed_scaling_factor: f32,
     /// `zero_expert_num`.
     pub num_zero_experts: usize,
-    /// Experts see `weight * hidden`.
+    /// Whether the gate has a bias.
+    pub gate_bias: bool,
+    /// Whether experts receive `weight * hidden`.
     pub weight_on_input: bool,
 }
 
@@ -52,10 +55,11 @@ const BASE: Profile = Profile {
     renormalize: false,
     routed_scaling_factor: 1.0,
     num_zero_experts: 0,
+    gate_bias: false,
     weight_on_input: false,
 };
 
-/// DeepSeek-V3 and the models that took over its router.
+/// DeepSeek-V3 and the models that use the same router.
 const NOAUX: Profile = Profile {
     scoring: Scoring::Sigmoid,
     method: Method::Noaux(1, 1),
@@ -75,8 +79,11 @@ const PROFILES: &[Profile] = &[
     Profile { renormalize: true, ..base(&["qwen3_next"], 512, 10) },
     Profile { renormalize: true, ..base(&["qwen3_5_moe_text"], 256, 8) },
     base(&["olmoe"], 64, 8),
-    Profile { renormalize: true, ..base(&["mixtral"], 8, 2) },
-    Profile { method: Method::RawLogits, ..base(&["gpt_oss"], 128, 4) },
+    base(&["flex_olmo"], 7, 5),
+    Profile { renormalize: true, ..base(&["mixtral", "minimax"], 8, 2) },
+    Profile { renormalize: true, ..base(&["hunyuan_v1_moe"], 1, 1) },
+    Profile { method: Method::RawLogits, ..base(&["granitemoe"], 8, 2) },
+    Profile { method: Method::RawLogits, gate_bias: true, ..base(&["gpt_oss"], 128, 4) },
     Profile {
         scoring: Scoring::Sigmoid,
         method: Method::RawLogits,
@@ -98,7 +105,9 @@ const PROFILES: &[Profile] = &[
         routed_scaling_factor: 1.5,
         ..base(&["deepseek_v4"], 256, 6)
     },
-    Profile { model_types: &["glm4_moe"], ..NOAUX },
+    Profile { model_types: &["glm4_moe", "glm4v_moe_text", "solar_open"], ..NOAUX },
+    Profile { model_types: &["glm_moe_dsa"], num_experts: Some(256), routed_scaling_factor: 2.5, ..NOAUX },
+    Profile { model_types: &["exaone_moe"], num_experts: Some(64), routed_scaling_factor: 2.5, ..NOAUX },
     Profile {
         model_types: &["glm4_moe_lite"],
         num_experts: Some(64),
@@ -121,6 +130,11 @@ const PROFILES: &[Profile] = &[
         ..base(&["longcat_flash"], 512, 12)
     },
 ];
+
+/// The model types whose routing [`RouterConfig::from_hf`](crate::RouterConfig::from_hf) knows.
+pub fn model_types() -> impl Iterator<Item = &'static str> {
+    PROFILES.iter().flat_map(|profile| profile.model_types.iter().copied())
+}
 
 impl Profile {
     /// The profile of a configuration without a model type: softmax top-k, every key at the

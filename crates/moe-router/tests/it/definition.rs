@@ -1,19 +1,19 @@
-//! The brute-force definition of every scored method: f64, formulas spelled out, full sorts.
+//! The definition of every scored method in f64, with explicit formulas and full sorts.
 
 use std::cmp::Ordering;
 
 use moe_router::{RouterConfig, Scoring, Selection};
 
-/// Keys closer than this, but not equal, may be ordered differently by f32.
+/// The order of keys that differ by less than this, but are not equal, may be different in f32.
 const MARGIN: f64 = 1e-5;
 
-/// A row routed by definition.
+/// A row that was routed by the definition.
 pub struct Row {
     /// Chosen ids in order, zero experts included.
     pub ids: Vec<u32>,
     /// Their weights.
     pub weights: Vec<f64>,
-    /// Every comparison that decided the choice was an exact tie or a clear gap.
+    /// Whether every comparison that decided the choice was an exact tie or had a clear gap.
     pub clear: bool,
 }
 
@@ -25,10 +25,11 @@ fn score(scoring: Scoring, row: &[f64]) -> Vec<f64> {
         }
         Scoring::Sigmoid => row.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
         Scoring::SqrtSoftplus => row.iter().map(|x| x.exp().ln_1p().sqrt()).collect(),
+        other => panic!("no definition of {other:?} here"),
     }
 }
 
-/// Ids in descending order of key, ties to the lower id, and whether the first `k` are clear.
+/// Returns ids in descending order of key, with ties to the lower id, and whether the first `k` are clear.
 fn sorted(keys: &[(u32, f64)], k: usize) -> (Vec<u32>, bool) {
     let mut keys = keys.to_vec();
     keys.sort_by(|a, b| b.1.partial_cmp(&a.1).unwrap_or(Ordering::Equal).then(a.0.cmp(&b.0)));
@@ -65,7 +66,7 @@ pub fn route(config: &RouterConfig, bias: Option<&[f32]>, logits: &[f32]) -> Row
     Row { ids, weights, clear: clear && ids_clear }
 }
 
-/// The weights of given ids; `scores` are the logits for raw-logit selection.
+/// Returns the weights of given ids. For raw-logit selection `scores` are the logits.
 fn weigh(config: &RouterConfig, scores: &[f64], ids: &[u32]) -> Vec<f64> {
     let mut weights: Vec<f64> = ids.iter().map(|&i| scores[i as usize]).collect();
     if config.selection == Selection::RawLogits {

@@ -1,4 +1,4 @@
-//! Validation, construction, loading, door checks, and the tags of methods.
+//! Tests of validation, construction, loading, checks of arguments, and the tags of methods.
 
 use std::collections::HashMap;
 
@@ -69,10 +69,10 @@ fn invalid_configurations() {
     ];
     for (config, want) in table {
         assert_eq!(message(config.validate()), want);
-        // Construction refuses the same.
+        // Construction reports the same error.
         assert_eq!(message(Router::new(config, RouterParams::default())), want);
     }
-    // Groups of one expert are fine where the group score is the maximum.
+    // Groups of one expert are allowed if the group score is the maximum.
     assert_eq!(RouterConfig { selection: grouped(8, 3), ..new }.validate(), Ok(()));
 }
 
@@ -124,10 +124,7 @@ fn parameters_must_fit_the_configuration() -> Result<()> {
     );
     for bad in [4, -1, i64::from(u32::MAX), 1 << 40] {
         let e = with_table(&hash, Some(table([[0, bad], [2, 3]])?));
-        assert!(
-            e.starts_with("hash table, token 0: expert id ") && e.contains("is out of range"),
-            "{bad}: {e}"
-        );
+        assert!(e.starts_with(&format!("hash table, token 0: expert id {bad} is out of range")), "{e}");
     }
     let custom = RouterConfig { selection: Selection::Custom, ..RouterConfig::new(4, 2) };
     assert_eq!(with_table(&custom, None), "custom selection needs a routing function");
@@ -141,7 +138,7 @@ fn var_builder(tensors: &[(&str, Tensor)], dtype: DType) -> VarBuilder<'static> 
 
 #[test]
 fn loading_keeps_the_bias_in_f32() -> Result<()> {
-    // 1 and 1 + 2^-12 are one number in bf16.
+    // In bf16, 1 and 1 + 2^-12 are the same number.
     let bias = Tensor::new(&[1f32, 1.000_244_1, 0.0], &Device::Cpu)?;
     let vb = var_builder(&[("mlp.gate.e_score_correction_bias", bias)], DType::BF16);
     let config = RouterConfig { top_k: 1, ..biased(3) };
@@ -155,7 +152,7 @@ fn loading_keeps_the_bias_in_f32() -> Result<()> {
     assert!(e.starts_with(want) && e.contains("cannot find tensor"), "{e}");
     let e = message(Router::load(&RouterConfig { num_experts: 4, ..config }, vb.pp("mlp.gate")));
     assert!(e.contains("e_score_correction_bias` [4]: ") && e.contains("[3]"), "{e}");
-    // Without a bias nothing is read.
+    // Without a bias in the configuration no tensor is read.
     Router::load(&RouterConfig::new(3, 1), var_builder(&[], DType::F32))?;
     Ok(())
 }
@@ -174,7 +171,7 @@ fn loading_reads_the_hash_table() -> Result<()> {
 }
 
 #[test]
-fn the_door_names_what_is_wrong() -> Result<()> {
+fn errors_name_the_wrong_argument() -> Result<()> {
     let router = router(RouterConfig::new(4, 2), None)?;
     let tensor = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu);
     let run = |t: Tensor| message(router.route(&t));
@@ -183,9 +180,28 @@ fn the_door_names_what_is_wrong() -> Result<()> {
         "route: expected router_logits with dims [3, 4], got [3, 5]"
     );
     assert_eq!(run(tensor(&[3, 4], DType::BF16)?), "route: expected router_logits of dtype f32, got bf16");
+    assert_eq!(run(tensor(&[12], DType::F32)?), "route: expected router_logits with 2 dimensions, got [12]");
+    // No view has five dimensions or holds f64, so these are refused before there is one.
+    let deep = tensor(&[1, 1, 1, 3, 4], DType::F32)?;
+    assert_eq!(run(deep), "route: expected router_logits with 2 dimensions, got [1, 1, 1, 3, 4]");
+    assert_eq!(run(tensor(&[3, 4], DType::F64)?), "route: expected router_logits of dtype f32, got f64");
+    let gated = |hidden: Tensor, weight: Tensor, bias: Option<Tensor>| {
+        let mut context = StepContext::default();
+        message(router.gate_and_route(&hidden, &weight, bias.as_ref(), 0, &mut context, &mut Exec::cpu()))
+    };
+    let hidden = || tensor(&[3, 8], DType::F32);
+    let weight = || tensor(&[4, 8], DType::F32);
     assert_eq!(
-        run(tensor(&[12], DType::F32)?),
-        "route: expected router_logits with 2 dimensions, got dims [12]"
+        gated(tensor(&[3, 8], DType::F64)?, weight()?, None),
+        "gate_and_route: expected hidden_states of dtype f32, bf16 or f16, got f64"
+    );
+    assert_eq!(
+        gated(hidden()?, tensor(&[4, 8], DType::F16)?, None),
+        "gate_and_route: expected gate weight of dtype f32, got f16"
+    );
+    assert_eq!(
+        gated(hidden()?, weight()?, Some(tensor(&[5], DType::F32)?)),
+        "gate_and_route: expected gate bias with dims [4], got [5]"
     );
 
     let data = [0f32; 8];
@@ -246,7 +262,8 @@ fn the_identity_output_is_required_only_with_zero_experts() -> Result<()> {
 
 #[test]
 fn meaningless_logits_name_the_first_row() -> Result<()> {
-    // Enough rows to split over threads: the first bad row in order is named, not the first found.
+    // There are enough rows to divide them over threads. The error names the first bad row in order, and not the first
+    // that a thread finds.
     let mut input = some_logits(3000, 16, 3);
     (input[2900][0], input[1700][3], input[1701][1]) = (f32::NAN, f32::NAN, f32::NAN);
     let router = router(RouterConfig::new(16, 2), None)?;
@@ -266,7 +283,7 @@ fn meaningless_logits_name_the_first_row() -> Result<()> {
     Ok(())
 }
 
-/// Those rows get experts that exist and weights that nothing finite comes of; all others keep their bits.
+/// The faulty rows get existing experts and weights that are NaN; all other rows keep their bits.
 #[test]
 fn a_step_that_isolates_faults_loses_the_faulty_rows_alone() -> Result<()> {
     use moe_router::RoutedExperts;

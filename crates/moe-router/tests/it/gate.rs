@@ -1,8 +1,9 @@
-//! Gate and route in one call.
+//! Tests of gate and routing in one call.
 
 use moe_router::candle::{DType, Device, Result, Tensor};
 use moe_router::{
-    Exec, GateInput, RouteOutput, Router, RouterConfig, RouterParams, StepContext, TensorView, ViewMut,
+    Exec, GateInput, RouteOutput, Router, RouterConfig, RouterParams, Scoring, Selection, StepContext,
+    TensorView, ViewMut,
 };
 
 use crate::{bits, logits, message, rows, some_logits};
@@ -15,7 +16,7 @@ fn router(num_experts: usize) -> Result<Router> {
 #[test]
 fn the_gate_is_a_product_with_f32_logits() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        // Powers of two and small integers: every dtype and every order of summation is exact.
+        // The values are powers of two and small integers, so every dtype and every order of summation is exact.
         let values = |n: usize, m: usize| (0..n * m).map(|i| ((i * 7) % 11) as f32 - 5.0).collect::<Vec<_>>();
         let hidden = Tensor::from_vec(values(3, 8), (3, 8), &Device::Cpu)?.to_dtype(dtype)?;
         let weight = (Tensor::from_vec(values(5, 8), (5, 8), &Device::Cpu)? / 64.)?.to_dtype(dtype)?;
@@ -33,7 +34,7 @@ fn the_gate_is_a_product_with_f32_logits() -> Result<()> {
             &mut ex,
         )?;
         assert_eq!(bits(&routed)?, bits(&router(5)?.route(&want)?)?, "{dtype:?}");
-        // The bias matters.
+        // The bias changes the result.
         let unbiased =
             router(5)?.gate_and_route(&hidden, &weight, None, 0, &mut StepContext::default(), &mut ex)?;
         assert_ne!(bits(&unbiased)?, bits(&routed)?);
@@ -92,5 +93,41 @@ fn a_gate_that_does_not_fit_is_refused() -> Result<()> {
     assert!(e.contains("expected") && e.contains("bf16"), "{e}");
     let e = run(tensor(&[5, 8], DType::F32)?, Some(tensor(&[4], DType::F32)?));
     assert!(e.contains("[5]") && e.contains("[4]"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn launches_with_a_router_know_the_best_of_groups() -> Result<()> {
+    let grouped = |experts, num_expert_group, topk_group| RouterConfig {
+        scoring: Scoring::Sigmoid,
+        selection: Selection::Grouped { num_expert_group, topk_group },
+        correction_bias: true,
+        renormalize: true,
+        ..RouterConfig::new(experts, 4)
+    };
+    let biased = |config: RouterConfig| {
+        let bias: Vec<f32> = (0..config.num_experts).map(|e| ((e * 5) % 7) as f32 / 9.0).collect();
+        crate::router(config, Some(&bias))
+    };
+    for (experts, groups, kept, limiting) in
+        [(64, 8, 4, Some((8, 4))), (64, 1, 1, None), (64, 8, 8, None), (64, 32, 2, Some((32, 2)))]
+    {
+        let config = grouped(experts, groups, kept);
+        assert_eq!(config.limiting_groups(), limiting);
+        let router = biased(config.clone())?;
+        assert_eq!(router.kernel_rule(), Ok(()), "{groups} groups");
+        if limiting.is_none() {
+            // A launch can do this: choose the best K of all.
+            let plain = biased(RouterConfig { selection: Selection::TopK, ..config })?;
+            let logits = logits(&some_logits(9, experts, 3), experts)?;
+            assert_eq!(bits(&router.route(&logits)?)?, bits(&plain.route(&logits)?)?);
+        }
+    }
+    let refused = |config| biased(config).unwrap().kernel_rule().unwrap_err().to_string();
+    let text = refused(grouped(132, 66, 3));
+    assert_eq!(text, "takes a num_expert_group of at most 32, got 66");
+    let zeros = RouterConfig { selection: Selection::TopK, num_zero_experts: 2, ..grouped(30, 1, 1) };
+    let bias = vec![0.0; 32];
+    assert!(crate::router(zeros, Some(&bias))?.kernel_rule().is_err());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! from_hf: dialects, precedence, and one error per fault.
+//! Tests of from_hf: the dialects, the precedence, and each fault.
 
 use moe_router::{RouterConfig, RoutingMethod, Scoring, Selection};
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ fn published_configurations() {
         "scoring_func": "softmax", "norm_topk_prob": false, "routed_scaling_factor": 1.0});
     assert_eq!(from_hf(v2_lite), RouterConfig::new(64, 6));
 
-    // transformers' default of topk_method for this model type is greedy, whatever the groups.
+    // transformers' default of topk_method for this model type is greedy, whatever the groups are.
     let v2_silent = json!({"model_type": "deepseek_v2", "n_routed_experts": 64, "num_experts_per_tok": 6,
         "n_group": 8, "topk_group": 3});
     assert_eq!(from_hf(v2_silent), RouterConfig::new(64, 6));
@@ -52,7 +52,7 @@ fn published_configurations() {
     assert_eq!(from_hf(published), v3);
     assert_eq!(v3.routing_method(), RoutingMethod::DeepSeekV3);
 
-    // An unknown model type is fine when it names its method.
+    // An unknown model type is accepted if it names its method.
     let kimi_k2 = json!({"model_type": "kimi_k2", "n_routed_experts": 384, "num_experts_per_tok": 8,
         "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "norm_topk_prob": true, "routed_scaling_factor": 2.827});
@@ -88,7 +88,7 @@ fn published_configurations() {
     assert_eq!(want.routing_method(), RoutingMethod::Llama4);
 }
 
-/// InfiniLM's keys, without a model type.
+/// Returns InfiniLM's keys, without a model type.
 fn infinilm(extra: Value) -> Value {
     let mut config = json!({"num_experts": 16, "num_experts_per_tok": 4});
     let (Value::Object(config_map), Value::Object(extra)) = (&mut config, extra) else { unreachable!() };
@@ -116,7 +116,7 @@ fn infinilm_keys_and_their_precedence() {
         (infinilm(json!({"moe_router_backend": "topksoftmax"})), base.clone()),
         (infinilm(json!({"scoring_func": "sigmoid"})), sigmoid.clone()),
         (infinilm(json!({"moe_router_backend": "sigmoid"})), sigmoid.clone()),
-        // The backend wins over both others, topk_method over scoring_func.
+        // The backend has priority over both other keys, and topk_method over scoring_func.
         (with_groups(json!({"moe_router_backend": "sigmoid", "topk_method": "noaux_tc"})), sigmoid.clone()),
         (with_groups(json!({"moe_router_backend": "softmax", "scoring_func": "sigmoid"})), base.clone()),
         (with_groups(json!({"moe_router_backend": "fused_gate", "topk_method": "greedy"})), noaux.clone()),
@@ -132,7 +132,7 @@ fn infinilm_keys_and_their_precedence() {
             RouterConfig { selection: grouped(4, 2), ..base.clone() },
         ),
         (infinilm(json!({"topk_method": "noaux_tc", "num_expert_group": 4, "topk_group": 2})), noaux.clone()),
-        // Biased plain top-k, under both spellings.
+        // This is biased plain top-k, under both spellings.
         (
             infinilm(json!({"scoring_func": "sigmoid", "e_score_correction_bias": true})),
             RouterConfig { correction_bias: true, ..sigmoid.clone() },
@@ -152,7 +152,7 @@ fn infinilm_keys_and_their_precedence() {
                 ..noaux
             },
         ),
-        // The factor is never dropped.
+        // The scaling factor is always applied.
         (
             infinilm(json!({"moe_router_backend": "softmax", "routed_scaling_factor": 2.5})),
             RouterConfig { routed_scaling_factor: 2.5, ..base.clone() },
@@ -176,7 +176,7 @@ fn infinilm_keys_and_their_precedence() {
 #[test]
 fn every_fault_has_its_message() {
     let table = [
-        (json!([1]), "expected the model's configuration as a JSON object, got [1]"),
+        (json!([1]), "the model's configuration must be a JSON object, got [1]"),
         (
             infinilm(json!({"moe_router_backend": "topk"})),
             "unknown moe_router_backend `topk`; expected one of softmax, topksoftmax, legacy_softmax, sigmoid, \
@@ -190,7 +190,7 @@ fn every_fault_has_its_message() {
             infinilm(json!({"scoring_func": "relu"})),
             "unknown scoring_func `relu`; expected one of softmax, sigmoid, sqrtsoftplus",
         ),
-        // The scoring name is checked even where the backend would win.
+        // The scoring name is checked even if the backend has priority.
         (
             infinilm(json!({"moe_router_backend": "softmax", "scoring_func": "relu"})),
             "unknown scoring_func `relu`; expected one of softmax, sigmoid, sqrtsoftplus",

@@ -13,7 +13,7 @@ mod zero;
 use moe_router::candle::{Device, Result, Tensor};
 use moe_router::{NO_EXPERT, Routed, Router, RouterConfig, RouterParams};
 
-/// A router with an optional correction bias.
+/// Returns a router with an optional correction bias.
 fn router(config: RouterConfig, bias: Option<&[f32]>) -> Result<Router> {
     let correction_bias = bias.map(|b| Tensor::new(b, &Device::Cpu)).transpose()?;
     Router::new(config, RouterParams { correction_bias, ..Default::default() })
@@ -30,7 +30,7 @@ fn rows(routed: &Routed) -> Result<Vec<(Vec<u32>, Vec<f32>)>> {
     Ok(ids.into_iter().zip(routed.topk_weights.to_vec2::<f32>()?).collect())
 }
 
-/// Bits of the weights, to compare without tolerance.
+/// Returns the ids and the bits of the weights, for comparisons without tolerance.
 fn bits(routed: &Routed) -> Result<Vec<(Vec<u32>, Vec<u32>)>> {
     Ok(rows(routed)?.into_iter().map(|(i, w)| (i, w.iter().map(|w| w.to_bits()).collect())).collect())
 }
@@ -43,7 +43,7 @@ fn message<T>(result: std::result::Result<T, impl std::fmt::Display>) -> String 
     }
 }
 
-/// Pseudo-random logits in [-4, 4) without ties, for tests that need any plausible numbers.
+/// Returns pseudo-random logits in [-4, 4) without ties, for tests that need plausible numbers.
 fn some_logits(tokens: usize, experts: usize, salt: u32) -> Vec<Vec<f32>> {
     let mut state = salt.wrapping_mul(747_796_405).wrapping_add(1);
     let mut next = || {

@@ -1,4 +1,4 @@
-//! Every scored method against its definition, and the invariants of a row's bits.
+//! Compares every scored method with its definition, and tests the invariants of a row's bits.
 
 use moe_router::candle::Result;
 use moe_router::{Exec, RouterConfig, Scoring, Selection, StepContext};
@@ -14,7 +14,7 @@ struct Case {
     rows: Vec<Vec<f32>>,
 }
 
-/// Logits with many ties (a coarse grid), without, and with masked experts.
+/// Generates logits with many ties (on a coarse grid), logits without ties, and masked experts.
 fn row(experts: usize) -> impl Strategy<Value = Vec<f32>> {
     let grid = (-12i32..=12).prop_map(|n| n as f32 * 0.5);
     let fine = (-8000i32..8000).prop_map(|n| n as f32 / 1000.0);
@@ -95,7 +95,7 @@ proptest! {
                 prop_assert_eq!(&ids[..k], &want.ids);
                 definition::assert_weights(&weights[..k], &want.weights);
             }
-            // Unclear or not, ids are distinct experts.
+            // Even in unclear cases ids are distinct experts.
             let mut sorted = ids.clone();
             sorted.sort_unstable();
             sorted.dedup();
@@ -107,7 +107,7 @@ proptest! {
 
 #[test]
 fn the_definition_is_rarely_unclear() {
-    // Guards the property above against a margin that would excuse everything.
+    // This checks that the margin of the property above does not exclude all cases.
     let config = RouterConfig {
         scoring: Scoring::Sigmoid,
         selection: Selection::Grouped { num_expert_group: 8, topk_group: 4 },
@@ -132,7 +132,7 @@ fn exact_ties_go_to_the_lower_id_in_every_method() -> Result<()> {
     Ok(())
 }
 
-/// One configuration of each kind, for tests of rows' independence.
+/// Returns one configuration of each kind, for tests of the independence of rows.
 fn kinds() -> Vec<(RouterConfig, Option<Vec<f32>>)> {
     let experts = 96;
     let bias: Vec<f32> = (0..experts).map(|i| (i % 7) as f32 * 0.03).collect();
@@ -157,7 +157,7 @@ fn kinds() -> Vec<(RouterConfig, Option<Vec<f32>>)> {
 
 #[test]
 fn a_rows_bits_depend_on_nothing_but_the_row() -> Result<()> {
-    // Enough rows for the parallel path, split unevenly over three threads.
+    // There are enough rows for the parallel path, divided unevenly over three threads.
     let input = some_logits(1000, 96, 3);
     for (config, bias) in kinds() {
         let router = router(config, bias.as_deref())?;
@@ -209,7 +209,7 @@ fn weights_are_renormalised_before_scaling_and_unbiased() -> Result<()> {
     };
     let bias = [10.0, 0.0, 0.0, 5.0];
     let routed = router(config.clone(), Some(&bias))?.route(&logits(&[vec![0.0, 9.0, 9.0, 0.0]], 4)?)?;
-    // Selected by bias; equal unbiased scores share the factor.
+    // The bias decides the selection. Equal unbiased scores get equal parts of the factor.
     assert_eq!(rows(&routed)?[0], (vec![0, 3], vec![1.25, 1.25]));
     let plain = RouterConfig { renormalize: false, ..config };
     let routed = router(plain, Some(&bias))?.route(&logits(&[vec![0.0, 9.0, 9.0, 0.0]], 4)?)?;

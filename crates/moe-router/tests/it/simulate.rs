@@ -1,4 +1,4 @@
-//! Simulation strategies and caller-supplied routing functions.
+//! Tests of simulation strategies and of the caller's routing functions.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ fn simulated(strategy: &str, seed: u64) -> RouterConfig {
 
 fn counts(strategy: &str) -> Result<Vec<usize>> {
     let router = Router::new(simulated(strategy, 1), RouterParams::default())?;
-    // The logits are ignored, even broken ones.
+    // The logits are ignored, even if they are NaN.
     let routed = router.route(&Tensor::full(f32::NAN, (2000, 16), &Device::Cpu)?)?;
     let mut counts = vec![0; 16];
     for (ids, weights) in rows(&routed)? {
@@ -77,11 +77,11 @@ fn simulated_routing_can_be_replayed() -> Result<()> {
 #[test]
 fn an_unknown_strategy_lists_the_known_ones() {
     let e = message(Router::new(simulated("zipf", 0), RouterParams::default()));
-    let want = "unknown routing simulation strategy `zipf`; available: uniform_random, normal_routing";
+    let want = "unknown routing simulation strategy `zipf`; expected one of uniform_random, normal_routing";
     assert_eq!(e, want);
 }
 
-/// Always the same expert, in every slot: what a strategy must not do with more than one slot.
+/// Always chooses the same expert in every slot. A strategy must not do this if there is more than one slot.
 struct Stuck;
 
 impl RoutingStrategy for Stuck {
@@ -109,7 +109,7 @@ fn strategies_can_be_registered_and_are_checked() -> Result<()> {
     Ok(())
 }
 
-/// Chooses by the sign of the hidden state; weighs 1 / (1 + id), or badly on request.
+/// Chooses by the sign of the hidden state. The weight is 1 / (1 + id), or on request an invalid one.
 struct BySign {
     bad_weight: bool,
 }
@@ -179,14 +179,14 @@ fn a_routing_function_sees_hidden_states_and_can_be_replayed() -> Result<()> {
         bits(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?,
         bits(&first)?
     );
-    // Forced ids are weighed by the function.
+    // The function also weighs forced ids.
     context.replay =
         Some(Arc::new(RoutedExperts::from_ids(3, 1, 2, vec![0, 3, NO_EXPERT, NO_EXPERT, 2, 1])?));
     let forced = rows(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?;
     assert_eq!(forced[0], (vec![0, 3, 4], vec![1.0, 0.25, 1.0]));
     assert_eq!(forced[1], rows(&first)?[1]);
     assert_eq!(router.config().routing_method(), RoutingMethod::Custom);
-    // Force-balance leaves masked slots masked.
+    // Masked slots stay masked under force-balance.
     let mut context = StepContext { force_balance: Some(0), ..StepContext::default() };
     let balanced = rows(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?;
     assert_eq!((balanced[0].0[1], balanced[0].1[1]), (NO_EXPERT, 0.0));

@@ -1,4 +1,4 @@
-//! The step context: hash routing, replay, capture, heat, force-balance.
+//! Tests of the step context: hash routing, replay, capture, heat, force-balance.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ fn replay_forces_ids_and_weighs_them_from_our_logits() -> Result<()> {
     ];
     let input = some_logits(2, 12, 4);
     for config in kinds {
-        // Neither in order of score nor inside one group: forced is forced.
+        // The forced ids are neither in order of score nor within one group, and they are used as they are.
         let mut context = replay(2, 1, vec![11, 0, 5, NO_EXPERT, NO_EXPERT, NO_EXPERT])?;
         let router = router(config.clone(), None)?;
         let forced = router.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu())?;
@@ -208,13 +208,13 @@ fn force_balance_permutes_ids_and_keeps_weights() -> Result<()> {
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3);
         ids.iter().for_each(|&id| counts[id as usize] += 1);
     }
-    // 1800 draws over 12 experts.
+    // 1,800 slots are filled with 12 experts.
     assert!(counts.iter().all(|n| (110..=190).contains(n)), "{counts:?}");
     assert_eq!(balanced(1, 0, 0)?, first);
     for other in [balanced(2, 0, 0)?, balanced(1, 1, 0)?, balanced(1, 0, 1)?] {
         assert_ne!(other, first);
     }
-    // The ids do not move between machines or versions.
+    // The ids are the same on every machine and in every version.
     assert_eq!(first[0].0, FIRST_BALANCED);
     Ok(())
 }

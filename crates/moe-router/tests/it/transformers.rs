@@ -1,4 +1,4 @@
-//! from_hf and routing against the routers of transformers (`make_transformers.py`).
+//! Compares from_hf and routing with the routers of transformers (`make_transformers.py`).
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn floats(value: &Value) -> Vec<f32> {
     }
 }
 
-/// The case's router: from the first layer for hash cases, else from the last.
+/// Returns the case's router: that of the first layer for hash cases, and of the last layer for the others.
 fn build(case: &Value) -> Result<Router> {
     let hash = case.get("table").is_some();
     let config = RouterConfig::from_hf_layer(&case["config"], usize::from(!hash))?;
@@ -74,7 +74,7 @@ fn routers_of_transformers() -> Result<()> {
 fn missing_keys_get_the_defaults_of_transformers() {
     let cases: Vec<Value> = serde_json::from_str(REFERENCE).expect("the reference");
     for case in &cases {
-        // deepseek_v2 and dots1 have no default for some sizes: give them to both sides.
+        // deepseek_v2 and dots1 have no default for some sizes, so both sides get them.
         let mut spelled_out = case["defaults"].clone();
         let mut minimal = json!({ "model_type": spelled_out["model_type"] });
         for (key, value) in [("num_experts_per_tok", 4), ("n_routed_experts", 8)] {

@@ -1,4 +1,4 @@
-//! Zero (identity) experts.
+//! Tests of zero (identity) experts.
 
 use moe_router::candle::Result;
 use moe_router::{Exec, ExpertHeat, NO_EXPERT, RoutedExperts, RouterConfig, StepContext};
@@ -42,7 +42,7 @@ fn zero_experts_leave_the_slots_and_add_up() -> Result<()> {
         }
         seen[zeros] += 1;
         assert!((f64::from(zero) - sum).abs() <= 1e-5 * sum, "{zero} {sum}");
-        // The fused shared slot follows the real experts, not the zero ones.
+        // The id of the fused shared slot comes after the ids of the real experts, and not of the zero ones.
         assert_eq!((ids[3], weights[3]), (6, 1.0));
     }
     assert!(seen.iter().all(|&n| n > 0), "rows with 0..=3 zero experts: {seen:?}");

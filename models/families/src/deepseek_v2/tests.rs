@@ -1,4 +1,4 @@
-//! Configs of published models and in both styles: what they come to.
+//! Tests of the configs of published models, in both styles.
 
 use candle_core::DType;
 use model_runtime::config::Config;
@@ -15,12 +15,12 @@ fn config(value: Value) -> LatentSpec {
     read(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()
 }
 
-/// The tensors of a checkpoint with its experts packed or one by one.
+/// The tensors of a checkpoint whose experts are packed, or stored one by one.
 fn tensors(config: &LatentSpec, packed: bool) -> Vec<TensorSpec> {
     config.layout(&Geometry::default(), &|_| packed).unwrap().tensors
 }
 
-/// DeepSeek-V2-Lite's config.json, less what changes nothing here.
+/// DeepSeek-V2-Lite's config.json, without keys that have no effect here.
 fn v2_lite() -> Value {
     json!({"model_type": "deepseek_v2", "attention_bias": false, "first_k_dense_replace": 1, "hidden_act": "silu",
         "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
@@ -52,7 +52,7 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
     assert_eq!((router.top_k, router.renormalize, &router.selection), (6, false, &RouterSelection::TopK));
     assert_eq!((decoder.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
     assert!(lite.ignored_by_transformers.is_empty());
-    // 192^-1/2 times (0.1 * 0.707 * ln 40 + 1)^2.
+    // The value is 192^-1/2 times (0.1 * 0.707 * ln 40 + 1)^2.
     assert!((lite.attention.softmax_scale - 0.114_721_386).abs() < 1e-8, "{}", lite.attention.softmax_scale);
     let weights = |config: &LatentSpec| -> usize {
         let specs = tensors(config, false);
@@ -172,7 +172,7 @@ fn mscale_scales_the_softmax_of_every_scaled_rope() {
     close(scale(json!({"type": "linear", "factor": 1, "mscale_all_dim": 0.5})), 1.0);
 }
 
-/// Values that configs in the wild and vandals give.
+/// Generates values that occur in real configs and in malicious ones.
 fn value() -> impl Strategy<Value = Value> {
     let number =
         prop_oneof![0u64..9, Just(64u64), Just(1 << 20), Just((1 << 20) + 1), Just(1 << 46), Just(u64::MAX)];
@@ -190,7 +190,7 @@ fn value() -> impl Strategy<Value = Value> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any config is refused with a message, or is one whose sizes and scales are usable.
+    /// Every config is either refused with a message, or has sizes and scales that can be used.
     #[test]
     fn absurd_configs_are_refused_or_usable(
         changes in proptest::collection::vec((0usize..60, value()), 1..4),

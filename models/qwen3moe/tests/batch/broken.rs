@@ -1,4 +1,4 @@
-//! A terminal, a reader or a disk that goes away during a run.
+//! A terminal, a reader or a disk that fails or disappears during a run.
 #![cfg(unix)]
 
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ fn folder(lines: usize) -> Folder {
     Folder::new(&(0..lines).map(line).collect::<Vec<_>>())
 }
 
-/// What says how far a run is must not end it.
+/// The progress messages must not end the run if they cannot be written.
 #[test]
 fn a_batch_goes_on_when_stderr_is_full_or_gone() {
     let flags = ["--progress-interval", "0.001", "--stats", "--explain-backends"];
@@ -30,7 +30,7 @@ fn a_batch_goes_on_when_stderr_is_full_or_gone() {
     answered(writer.into());
 }
 
-/// Both streams in one pipe, as of `2>&1 | head -n 1`.
+/// stdout and stderr go into one pipe, as with `2>&1 | head -n 1`.
 #[test]
 fn a_reader_that_leaves_costs_no_record() {
     let folder = folder(60);
@@ -44,7 +44,7 @@ fn a_reader_that_leaves_costs_no_record() {
     assert_eq!((run.wait().unwrap().code(), folder.records().len()), (Some(0), 60));
 }
 
-/// Answers that are lost are no success.
+/// If answers are lost, the run is not a success.
 #[test]
 fn a_stdout_that_takes_nothing_is_an_error() {
     let full = || File::options().write(true).open("/dev/full").unwrap();
@@ -89,7 +89,7 @@ fn an_output_that_is_deleted_or_cut_ends_the_run() {
     }
 }
 
-/// `nohup` says that the end of the terminal is not the end of the run.
+/// `nohup` means that the run continues when the terminal closes.
 #[test]
 fn a_run_under_nohup_outlives_its_terminal() {
     let folder = folder(400);
@@ -143,7 +143,7 @@ fn files_in_other_encodings_are_named_before_the_model_loads() {
     assert!(!folder.path("out.jsonl").exists());
 }
 
-/// A compressed input is answered, also from stdin, and a rerun continues with it.
+/// A compressed input is answered, even from stdin, and a rerun continues with it.
 #[test]
 fn compressed_inputs_are_read() {
     let folder = folder(20);

@@ -1,4 +1,4 @@
-//! What may happen to a run on the way: kills, a full disk, Ctrl-C.
+//! Events that may happen during a run: kills, a full disk, Ctrl-C.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -9,10 +9,11 @@ use serde_json::{Value, json};
 use super::nan::copy_with_nan;
 use super::{Folder, by_name, completion, stderr};
 
-/// Requests whose tokens meet an expert that is NaN fail, each with its advice; the others are as without it.
+/// Requests whose tokens reach an expert with NaN fail, each with its advice. The others have the same answers as
+/// without that expert.
 #[test]
 fn weights_that_are_not_finite_fail_the_requests_that_meet_them() {
-    // Long prompts meet it, and leave values that are not finite all over their blocks.
+    // Long prompts reach that expert, and leave values that are not finite in their blocks.
     let prompt = |i: usize| vec![i * 20 + 1; if i.is_multiple_of(3) { 15 } else { 1 }];
     let lines: Vec<Value> = (0..96)
         .map(|i| completion(&format!("{i}"), json!({"prompt": prompt(i), "max_tokens": 2, "temperature": 0})))
@@ -21,7 +22,7 @@ fn weights_that_are_not_finite_fail_the_requests_that_meet_them() {
     assert!(folder.run(&[]).status.success());
     let sound = by_name(&folder.records());
     copy_with_nan(&folder.path("model"));
-    // Few blocks, so that requests take those that failed ones leave behind.
+    // There are few blocks, so that requests reuse the blocks of failed ones.
     let flags = [
         "--model",
         "model",
@@ -70,7 +71,7 @@ fn a_named_pipe_is_an_input() {
     assert_eq!(folder.records().len(), 1);
 }
 
-/// Ten kills at random moments: nothing is lost, doubled or changed.
+/// After ten kills at random moments nothing is lost, duplicated or changed.
 #[cfg(unix)]
 #[test]
 fn killed_runs_continue() {
@@ -104,7 +105,7 @@ fn killed_runs_continue() {
         let before = size(&disturbed);
         let mut run = disturbed.command("in.jsonl", "out.jsonl");
         let mut run = run.args(flags).stderr(Stdio::null()).spawn().unwrap();
-        // Somewhere in the next eighth of the work, whatever the speed of the machine.
+        // The kill happens in the next eighth of the work, whatever the speed of the machine.
         let until = before + random(whole / 8);
         while size(&disturbed) < until && run.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_micros(random(1000)));
@@ -115,7 +116,7 @@ fn killed_runs_continue() {
         let written = fs::read(disturbed.path("out.jsonl")).unwrap_or_default();
         println!("kill {kill}: {} bytes are written", written.len());
         if written.ends_with(b"\n") && random(2) == 0 {
-            // A kill rarely tears a line: tear one.
+            // A kill rarely cuts a line, so the test cuts one itself.
             let cut = written.len() - 1 - random(20) as usize;
             fs::write(disturbed.path("out.jsonl"), &written[..cut]).unwrap();
         }
@@ -142,7 +143,7 @@ fn a_full_disk_stops_the_run_with_a_clear_error() {
     );
 }
 
-/// A limit on the size of files stands for a disk that fills up while records are written.
+/// A limit on the size of files simulates a disk that fills up while records are written.
 #[cfg(target_os = "linux")]
 #[test]
 fn what_is_written_before_the_disk_is_full_is_intact() {
@@ -181,7 +182,7 @@ fn an_interrupted_run_says_how_to_continue() {
     signals.into_iter().filter(|&signal| signal != "-HUP" || !ignores_hangups()).for_each(interrupted_by);
 }
 
-/// Whether this process ignores SIGHUP, as under `nohup`: then so do the programs that it starts.
+/// Whether this process ignores SIGHUP, as under `nohup`. If so, the programs that it starts ignore it too.
 fn ignores_hangups() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();

@@ -85,7 +85,7 @@ fn token_ids_need_no_tokenizer() {
     assert!(stop.status.code() == Some(2) && stderr(&stop).contains("--stop"), "{}", stderr(&stop));
 }
 
-/// With the recording that `generate` makes of the same text.
+/// The experts are the same as in the recording that `generate` makes of the same text.
 #[test]
 fn experts_of_every_token_are_those_that_generate_records() {
     let body =
@@ -114,7 +114,7 @@ fn experts_of_every_token_are_those_that_generate_records() {
         .unwrap();
     assert!(generated.status.success(), "{}", stderr(&generated));
     let recorded = fs::read(recording).unwrap();
-    // Safetensors holds u32 behind a header of which the first eight bytes say the length.
+    // In a safetensors file the u32 values follow a header, whose length is in the first eight bytes.
     let start = 8 + u64::from_le_bytes(recorded[..8].try_into().unwrap()) as usize;
     let ids: Vec<u8> = recorded[start..].chunks(4).map(|id| id[0]).collect();
     assert_eq!(&file[128..], ids);

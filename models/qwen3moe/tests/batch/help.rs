@@ -1,4 +1,4 @@
-//! The help text says what the program does where a flag is left out.
+//! The help text states the behaviour of the program when a flag is omitted.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ fn stdout(args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What `--help` says of a flag, on one line.
+/// The text of `--help` about a flag, on one line.
 fn help(command: &str, flag: &str) -> String {
     let text = stdout(&[command, "--help"]);
     let about = text.split(&format!("--{flag} <")).nth(1).unwrap_or_else(|| panic!("no --{flag} in {text}"));
@@ -22,7 +22,7 @@ fn help(command: &str, flag: &str) -> String {
     about.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A checkpoint whose generation_config.json says nothing.
+/// A checkpoint with an empty generation_config.json.
 fn silent() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for file in fs::read_dir(fixture("text")).unwrap().map(|entry| entry.unwrap().path()) {

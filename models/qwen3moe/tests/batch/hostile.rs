@@ -1,8 +1,8 @@
-//! A batch in which one line in ten is hostile, killed twice: every line is answered once, the other lines get what they get
-//! without hostile ones, and memory does not grow.
+//! A batch in which one line in ten is hostile, killed twice. Every line is answered once, the other lines get the same
+//! answers as without hostile lines, and memory does not grow.
 //!
-//! The short form is part of every test run. The long one is asked for by name, with 100,000 lines unless `HOSTILE_LINES`
-//! says otherwise: `cargo test --release -p model-qwen3moe --test batch -- --ignored --nocapture hostile`.
+//! The short form is part of every test run. The long form must be requested by name; it has 100,000 lines unless
+//! `HOSTILE_LINES` is set: `cargo test --release -p model-qwen3moe --test batch -- --ignored --nocapture hostile`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 use super::hostile_lines::hostile;
 use super::{Folder, completion, essence};
 
-/// One of this number of lines is hostile.
+/// One line out of this number is hostile.
 const ONE_IN: usize = 10;
-/// How often a run is looked at.
+/// How often a run is sampled.
 const LOOK: Duration = Duration::from_millis(20);
 
 #[test]
@@ -35,22 +35,22 @@ fn hostile_soak() {
     let lines = std::env::var("HOSTILE_LINES").map_or(100_000, |lines| lines.parse().unwrap());
     let soaked = soak(lines);
     println!("{soaked:?}");
-    // The first quarter is warming up.
+    // The first quarter is the warm-up.
     let early = soaked.resident[2].max(soaked.resident[3]);
     let late = soaked.resident[6].max(soaked.resident[7]);
     assert!(late <= early + early / 10 + (16 << 20), "memory grew: {soaked:?}");
 }
 
-/// What a soak found.
+/// The results of a soak test.
 #[derive(Debug)]
 #[allow(dead_code)] // printed
 struct Soaked {
     lines: usize,
-    /// Records by their status.
+    /// Number of records by status.
     statuses: BTreeMap<u64, usize>,
-    /// Bytes of memory of the last run: the most in each eighth of its time.
+    /// Memory of the last run in bytes: the maximum in each eighth of its time.
     resident: [u64; 8],
-    /// The most bytes of memory of all runs.
+    /// The maximum memory of all runs in bytes.
     peak: u64,
     seconds: f64,
 }
@@ -123,7 +123,7 @@ fn write_lines(folder: &Folder, lines: impl Iterator<Item = Vec<u8>>) {
     file.flush().unwrap();
 }
 
-/// Runs until `more` further records are written, then kills the run; the most memory that it had.
+/// Runs until `more` additional records are written, then kills the run. Returns the maximum of its memory.
 fn killed(folder: &Folder, flags: &[&str], more: usize) -> u64 {
     let output = folder.path("out.jsonl");
     let wanted = complete_lines(&output) + more;
@@ -142,7 +142,7 @@ fn killed(folder: &Folder, flags: &[&str], more: usize) -> u64 {
     peak
 }
 
-/// Runs to the end: the most memory in each eighth of the time, and of all.
+/// Runs to the end. Returns the maximum memory in each eighth of the time, and the overall maximum.
 fn finished(folder: &Folder) -> ([u64; 8], u64) {
     let mut run = start(folder, &[]);
     let mut samples = Vec::new();
@@ -169,7 +169,7 @@ fn log(folder: &Folder) -> String {
     fs::read_to_string(folder.path("log")).unwrap()
 }
 
-/// Records by the number of their line; none may be answered twice.
+/// The records by the number of their line; no line may be answered twice.
 fn by_number(records: &[Value]) -> BTreeMap<usize, Value> {
     let mut map = BTreeMap::new();
     for record in records {
@@ -211,7 +211,7 @@ fn listening_ports(pid: u32) -> Vec<u16> {
     table.lines().filter_map(port_of).collect()
 }
 
-/// The memory that a process has now.
+/// The current memory of a process.
 fn resident_bytes(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0 kB");

@@ -1,10 +1,10 @@
-//! Lines of a batch that try to end the run, to slow down others, or to take memory.
+//! Lines of a batch that try to end the run, to slow down other lines, or to use up memory.
 
 use serde_json::{Value, json};
 
 use super::completion;
 
-/// A hostile line: another kind for each call in turn, and never the same text twice.
+/// A hostile line: calls return different kinds in turn, and never the same text twice.
 pub fn hostile(number: usize) -> Vec<u8> {
     let kinds: &[fn(usize) -> Vec<u8>] = &[
         |n| format!("{{\"custom_id\": \"torn-{n}\", \"body\": {{").into_bytes(),
@@ -97,7 +97,7 @@ fn line(number: usize, field: &str, value: Value) -> Vec<u8> {
     completion(&id(number), body).to_string().into_bytes()
 }
 
-/// Definitions of which each refers to the next.
+/// Definitions, each of which refers to the next one.
 fn schema_chain(length: usize, number: usize) -> Value {
     let definition = |i: usize| {
         let next = json!({"$ref": format!("#/$defs/d{}", i + 1)});

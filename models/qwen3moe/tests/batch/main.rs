@@ -1,4 +1,4 @@
-//! `batch` as a user runs it: every line is answered once, whatever happens on the way.
+//! `batch` as a user runs it: every line is answered once, whatever happens during the run.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod broken;
@@ -10,6 +10,7 @@ mod hostile_lines;
 #[path = "../../../../tests/cli/nan.rs"]
 mod nan;
 mod reruns;
+mod shared;
 mod tokens;
 
 use std::collections::BTreeMap;
@@ -76,13 +77,13 @@ fn completion(custom_id: &str, body: Value) -> Value {
     json!({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
 }
 
-/// What a rerun must repeat.
+/// The part of a record that a rerun must reproduce.
 fn essence(record: &Value) -> Value {
     let response = &record["response"];
     json!([response["status_code"], response["body"]["choices"], response["body"]["usage"], record["error"]])
 }
 
-/// The essence of each record by what names it; none may be named twice.
+/// The essence of each record by its name; no name may occur twice.
 fn by_name(records: &[Value]) -> BTreeMap<String, Value> {
     let name = |record: &Value| match record["id"].as_str().unwrap() {
         line if line.starts_with("line-") => line.to_string(),
@@ -155,7 +156,7 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
         (completion("empty", json!({"prompt": ""})).to_string().into(), 400, "empty"),
         (completion("token", json!({"prompt": [1, 99999]})).to_string().into(), 400, "vocabulary"),
         (completion("hot", json!({"prompt": "x", "temperature": -1})).to_string().into(), 400, "temperature"),
-        // All prompts of a line are answered or none.
+        // Either all prompts of a line are answered or none.
         (completion("half", json!({"prompt": ["x", ""]})).to_string().into(), 400, "empty"),
         (
             json!({"custom_id": "url", "url": "/v1/embeddings", "body": {}}).to_string().into(),
@@ -182,7 +183,7 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
     assert_eq!(records.len(), lines.len());
     assert!(folder.run(&[]).status.success());
     assert_eq!(folder.records().len(), lines.len(), "a rerun repeats no error record");
-    // What is added to the input is answered by the next run.
+    // The next run answers a line that was added to the input.
     fs::write(folder.path("in.jsonl"), [&bytes[..], good("new").as_bytes()].concat()).unwrap();
     assert!(folder.run(&[]).status.success());
     assert_eq!(folder.records().last().unwrap()["custom_id"], "new");
@@ -271,12 +272,12 @@ fn stdin_and_stdout_work() {
     let mut stdin = run.stdin.take().unwrap();
     let line = |id: &str| format!("{}\n", completion(id, json!({"prompt": "x", "max_tokens": 2})));
     stdin.write_all(line("a").as_bytes()).unwrap();
-    // The answer comes although the input stays open.
+    // The answer arrives although the input stays open.
     let mut first = String::new();
     let mut out = std::io::BufReader::new(run.stdout.take().unwrap());
     std::io::BufRead::read_line(&mut out, &mut first).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&first).unwrap()["custom_id"], "a");
-    // A log hears of a run that goes on.
+    // The log shows the progress of a run.
     let mut log = std::io::BufReader::new(run.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert!(log.any(|line| line.contains("1 / 1 requests read so far")), "it ended without a word");
     stdin.write_all(line("b").as_bytes()).unwrap();
@@ -300,7 +301,7 @@ fn wrong_calls_are_usage_errors() {
     fails("missing.jsonl", "out.jsonl", "missing.jsonl");
     fails(".", "out.jsonl", "folder");
     fails("in.jsonl", "no/such/folder/out.jsonl", "no/such/folder");
-    assert!(!Path::new(&folder.path("out.jsonl")).exists(), "a wrong call leaves nothing behind");
+    assert!(!Path::new(&folder.path("out.jsonl")).exists(), "a wrong call leaves no file");
     fs::write(folder.path("notes.txt"), "my notes\n").unwrap();
     let result = folder.command("in.jsonl", "notes.txt").output().unwrap();
     assert_eq!(result.status.code(), Some(1));

@@ -1,4 +1,4 @@
-//! What a further run makes of the records of earlier ones.
+//! What a later run does with the records of earlier ones.
 
 use std::fs;
 use std::process::Output;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{Folder, by_name, completion, fixture, records, stderr};
 
-/// A line that is answered, and one that is too long for a small context.
+/// One line that is answered, and one that is too long for a small context.
 fn short_and_long() -> Folder {
     Folder::new(&[
         completion("short", json!({"prompt": "x", "max_tokens": 2, "temperature": 0})),
@@ -65,10 +65,10 @@ fn an_output_is_started_afresh_on_request() {
 fn errors_fail_the_run_on_request() {
     let folder = short_and_long();
     let small = [&SMALL[..], &["--fail-on-error"]].concat();
-    assert_eq!(folder.run(&small).status.code(), Some(1));
+    assert_eq!(folder.run(&small).status.code(), Some(3));
     assert_eq!(folder.records().len(), 2, "every line is answered all the same");
     let again = folder.run(&["--fail-on-error"]);
-    assert_eq!(again.status.code(), Some(1), "an earlier run's errors count: {}", stderr(&again));
+    assert_eq!(again.status.code(), Some(3), "an earlier run's errors count: {}", stderr(&again));
     succeeds(&folder.run(&["--fail-on-error", "--retry-errors"]), &["1 request, "]);
 }
 
@@ -92,7 +92,7 @@ fn other_settings_do_not_pass_for_a_continuation() {
     succeeds(&folder.run(&["--temperature", "0.9"]), &["2 done before", "there is no", "out.jsonl.run.json"]);
 }
 
-/// Records belong to their lines, wherever the lines have gone.
+/// Records belong to their lines, even if the lines have left the input.
 #[test]
 fn errors_whose_lines_have_left_the_input_stay() {
     let folder = short_and_long();
@@ -101,7 +101,7 @@ fn errors_whose_lines_have_left_the_input_stay() {
     folder.write(&[completion("new", json!({"prompt": "x", "temperature": "hot"}))]);
     let small = [&SMALL[..], &["--retry-errors", "--fail-on-error"]].concat();
     let output = folder.run(&small);
-    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
     says(&output, &["1 with errors", "1 with errors of earlier runs"]);
     assert_eq!(folder.records()[..2], before);
     assert_eq!((status(&folder, "long"), status(&folder, "new")), (json!(400), json!(400)));

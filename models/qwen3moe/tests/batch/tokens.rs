@@ -1,4 +1,4 @@
-//! What answers hold, token by token: no bad word, and every log-probability under a name of its own.
+//! The contents of answers, token by token: no bad word occurs, and every log-probability has its own name.
 
 use std::fs;
 
@@ -12,7 +12,8 @@ fn choice<'a>(records: &'a [Value], custom_id: &str) -> &'a Value {
     &record["response"]["body"]["choices"][0]
 }
 
-/// Words of the bundled model: one token only behind a blank, several tokens, and what arises from parts.
+/// Words of the bundled model: words that are one token only after a space, words of several tokens, and words that
+/// arise from parts.
 #[test]
 fn no_answer_holds_its_bad_word() {
     let body = |more: Value| {
@@ -23,7 +24,7 @@ fn no_answer_holds_its_bad_word() {
     let plain = Folder::new(&[completion("plain", body(json!({})))]);
     assert!(plain.run(&[]).status.success());
     let text = choice(&plain.records(), "plain")["text"].as_str().unwrap().to_string();
-    // Each word of the answer, and every three letters that stand in it.
+    // Each word of the answer, and every three consecutive letters in it.
     let letters: Vec<char> = text.chars().collect();
     let parts = letters.windows(3).map(|part| part.iter().collect::<String>());
     let words = text.split_whitespace().map(|word| word.trim_matches(',').to_string());

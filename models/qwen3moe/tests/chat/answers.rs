@@ -1,5 +1,5 @@
-//! Reasoning and tool calls. A tokenizer that gives other texts to the tokens of a small model's answer makes it say
-//! what a large one would, token by token.
+//! Reasoning and tool calls. The test gives other texts to the tokens of a small model's answer, so that the answer is
+//! the text of a large model, token by token.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::fixture;
 
-/// Tags that end inside of tokens.
+/// The tags end inside of tokens.
 const SAID: [&str; 9] = [
     "<thi",
     "nk>\nHm",
@@ -22,7 +22,7 @@ const SAID: [&str; 9] = [
     "</tool_call>",
 ];
 
-/// Mentions what Qwen3's template mentions. Whatever it renders is one unknown word to the tokenizer.
+/// The template mentions the same names as Qwen3's template. For the tokenizer its output is one unknown word.
 const TEMPLATE: &str = "{% if '</think>' in messages[-1].content or messages[-1].reasoning_content or \
     messages[-1].tool_calls %}{{ '<tool_call>' }}{% endif %}{{ messages[-1].content }}x";
 

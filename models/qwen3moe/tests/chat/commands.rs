@@ -10,7 +10,7 @@ use super::{SHORT, continued, talk, user};
 const SAMPLED: [&str; 5] = ["--max-new-tokens", "8", "--temperature", "1.2", "--ignore-eos"];
 
 fn answers(output: &std::process::Output) -> Vec<String> {
-    // No answer of this model has a line end where it is short; an odd one would be seen by its count.
+    // No short answer of this model has a line end; an unexpected one would show in the number of lines.
     String::from_utf8(output.stdout.clone()).unwrap().split_terminator('\n').map(String::from).collect()
 }
 

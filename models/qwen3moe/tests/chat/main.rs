@@ -32,7 +32,7 @@ fn talk(flags: &[&str], input: &str) -> (Output, String) {
 /// Short answers, the same each time.
 const SHORT: [&str; 5] = ["--max-new-tokens", "6", "--temperature", "0", "--ignore-eos"];
 
-/// What the model says to a rendered conversation.
+/// The model's continuation of a rendered conversation.
 fn continued(prompt: &str) -> String {
     let model = fixture();
     let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
@@ -127,7 +127,7 @@ fn a_model_without_a_template_is_named() {
     assert!(code == Some(2) && stderr.contains("/no/such/file"), "{stderr}");
 }
 
-/// Ctrl-C stops the answer and not the program.
+/// Ctrl-C stops the answer and does not end the program.
 #[cfg(unix)]
 #[test]
 fn an_interrupted_answer_is_not_the_end() {
@@ -137,7 +137,7 @@ fn an_interrupted_answer_is_not_the_end() {
     let mut stdin = chat.stdin.take().unwrap();
     let mut stdout = BufReader::new(chat.stdout.take().unwrap());
     stdin.write_all(b"Hello\n").unwrap();
-    // The answer has begun, and goes on until the context ends.
+    // The answer has begun, and would continue until the context ends.
     assert!(!stdout.fill_buf().unwrap().is_empty());
     assert!(Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap().success());
     stdin.write_all(b"/reset\nHello\n").unwrap();
@@ -149,7 +149,7 @@ fn an_interrupted_answer_is_not_the_end() {
     assert!(text.ends_with(&whole) && text.len() > whole.len(), "then answers the next message: {text}");
 }
 
-/// The bundled model was trained on plays: its answers end where somebody else speaks.
+/// The bundled model was trained on plays: its answers end where another character speaks.
 #[test]
 fn the_bundled_model_talks_without_flags() {
     let folder = tempfile::tempdir().unwrap();
@@ -206,7 +206,7 @@ fn set_refuses_what_the_command_line_refuses() {
     assert!(listed.ends_with(" 6"), "what was refused changes nothing: {listed}");
 }
 
-/// SIGTERM is no Ctrl-C that stops an answer: somebody ends the program.
+/// Unlike Ctrl-C, which stops an answer, SIGTERM ends the program.
 #[cfg(unix)]
 #[test]
 fn a_terminated_chat_ends() {

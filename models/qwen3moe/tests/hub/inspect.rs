@@ -1,4 +1,4 @@
-//! `inspect`: what a checkpoint is, and whether it would load.
+//! `inspect`: describes a checkpoint, and whether it would load.
 
 use std::path::Path;
 use std::process::Output;
@@ -29,7 +29,7 @@ fn inspect_reads_headers_alone() {
     assert!(bytes < size && bytes > size / 2, "{bytes} of {size}");
     let parameters: u64 = facts["parameters"].as_u64().unwrap();
     assert_eq!(parameters * 2, bytes, "of bf16: {facts}");
-    // The command that it names does what it says.
+    // The command in the output does what the output says.
     let words = text(&run(&["inspect", dir.to_str().unwrap()], &[]).stdout);
     let command = words.lines().last().unwrap().trim();
     let args: Vec<_> = command.strip_prefix("model-qwen3moe ").unwrap().split(' ').collect();
@@ -43,7 +43,7 @@ fn inspect_says_what_would_not_load() {
     let copy = |spoil: &dyn Fn(&Path), word: &str| {
         for entry in std::fs::read_dir(fixture("text")).unwrap() {
             let entry = entry.unwrap();
-            // It has the form of weights.
+            // This file has the form of a weight file.
             if entry.file_name() == "reference.safetensors" {
                 continue;
             }
@@ -73,7 +73,7 @@ fn inspect_says_what_would_not_load() {
     assert!(!words.contains("--explain-backends"), "{words}");
 }
 
-/// Of weights on the hub the headers are enough.
+/// For weights on the hub only the headers are downloaded.
 #[test]
 fn inspect_of_the_hub_asks_for_headers_alone() {
     let hub = Hub::new("text");

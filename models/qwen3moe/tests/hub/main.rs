@@ -1,4 +1,4 @@
-//! `--model ORG/NAME` in the program: downloaded with progress out of the way of the text, then used
+//! `--model ORG/NAME` in the program: the model is downloaded, with the progress separate from the text, and then used
 //! without a network.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
@@ -13,7 +13,7 @@ use std::process::{Command, Output};
 
 use server::{Act, Server};
 
-/// Runs the program with these variables and no others of the hub.
+/// Runs the program with these variables, and with no other variables about the hub.
 fn run(args: &[&str], vars: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
     command.args(args);
@@ -33,7 +33,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
 }
 
-/// A hub with a model, and a user who has nothing of it.
+/// A hub with a model, and a user with an empty cache.
 struct Hub {
     server: Server,
     home: tempfile::TempDir,
@@ -57,7 +57,7 @@ impl Hub {
         self.server.put("config.json", config.to_string().as_bytes());
     }
 
-    /// Runs, and expects this exit code, these words on stderr, and that no weight was asked for.
+    /// Runs the program and expects this exit code, these words on stderr, and no request for a weight.
     fn refuses(&self, args: &[&str], code: i32, words: &[&str]) {
         let output = self.run(args);
         let stderr = text(&output.stderr);
@@ -107,7 +107,7 @@ fn a_model_of_the_hub_generates_what_its_folder_does() {
     assert!(text(&missing.stderr).contains("org/tiny@v2 was never downloaded"), "{}", text(&missing.stderr));
 }
 
-/// The HTTP client dumps what it sends byte by byte at trace.
+/// At the level trace the HTTP client logs what it sends, byte by byte.
 #[test]
 fn no_log_holds_the_token() {
     let hub = Hub::new("text");

@@ -1,4 +1,4 @@
-//! Ranks that are killed: everybody ends soon, says who it was, and leaves nothing running.
+//! Ranks that are killed: all other ranks soon end, name the killed rank, and leave no process running.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use super::{MOVING, MP, answers, program, stderr, succeeds, write_batch};
 
-/// What the issue allows between a rank's death and the end of all others.
+/// The longest time from a rank's death to the end of all others.
 pub const SOON: Duration = Duration::from_secs(30);
 
 const GEOMETRY: [&str; 6] = ["--tp", "2", "--dp", "2", "--enable-expert-parallel", "--log=warn"];
-/// Groups that wait for each other in no step.
+/// Groups that do not wait for each other in steps.
 const REPLICAS: [&str; 5] = ["--tp", "2", "--dp", "2", "--log=warn"];
 
 /// The processes of a run by rank, found by the folder that their command lines name.
@@ -63,18 +63,18 @@ impl Batch {
         self.dir.path().join("out.jsonl")
     }
 
-    /// Starts it, and waits until something is written and all ranks are there.
+    /// Starts the run, and waits until a record is written and all ranks are running.
     fn start(&self, geometry: &[&str]) -> Child {
         let run = self.spawn(geometry, "300");
         assert_eq!(processes(self.dir.path()).into_keys().collect::<Vec<_>>(), [0, 1, 2, 3]);
         run
     }
 
-    /// Starts it with a limit of seconds for a collective, and waits until something is written.
+    /// Starts the run with a time limit (seconds) for a collective, and waits until a record is written.
     pub fn spawn(&self, geometry: &[&str], limit: &str) -> Child {
         let mut command = program();
         command.args(&self.args).args(geometry).args(MP).stdin(Stdio::null()).stderr(Stdio::piped());
-        // A terminal sends Ctrl-C to a whole group.
+        // A terminal sends Ctrl-C to a whole process group.
         let run = command.env("MOE_COLLECTIVE_TIMEOUT", limit).process_group(0).spawn().unwrap();
         wait_until("no record is written", || fs::metadata(self.output()).is_ok_and(|m| m.len() > 0));
         run
@@ -95,7 +95,7 @@ fn a_rank_of_a_replica_that_is_killed_ends_all_and_a_rerun_completes() {
     kill_each_rank(&REPLICAS, 200);
 }
 
-/// Experts are on their way between ranks at nearly every step.
+/// Experts are being moved between ranks in nearly every step.
 #[test]
 fn a_rank_that_is_killed_while_experts_move_ends_all_and_a_rerun_completes() {
     kill_each_rank(&MOVING, 60);
@@ -113,7 +113,7 @@ fn kill_each_rank(geometry: &[&str], max_tokens: usize) {
         signal("-KILL", &ids[&rank].to_string());
         let output = run.wait_with_output().unwrap();
         assert!(!output.status.success(), "rank {rank}");
-        // Every survivor names the rank.
+        // Every remaining rank names the killed one.
         let named =
             stderr(&output).lines().filter(|line| line.contains(&format!("rank {rank} died"))).count();
         assert!(named >= 1, "rank {rank}:\n{}", stderr(&output));
@@ -123,7 +123,7 @@ fn kill_each_rank(geometry: &[&str], max_tokens: usize) {
         wait_until("a process is left", || processes(batch.dir.path()).is_empty());
         assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
         let done = answers(&batch.output());
-        // No line is answered by its rank's death.
+        // The death of a rank leaves its lines unanswered.
         assert!(!done.is_empty() && done.len() < 16, "{} records", done.len());
         assert!(done.iter().all(|record| want.contains(record)), "{done:?}");
         batch.rerun();
@@ -145,7 +145,7 @@ fn ctrl_c_ends_a_batch_and_all_its_ranks() {
     }
 }
 
-/// A rank that hangs is given up.
+/// A rank that hangs is detected by the time limit.
 #[test]
 fn a_rank_that_is_stopped_is_named() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Bits that flip between two ranks' processes: an error that names a rank, never another text.
+//! Bits that flip between the processes of two ranks cause an error that names a rank, and never a different text.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -20,7 +20,7 @@ const FLAGS: [&str; 10] = [
     "--num-threads=2",
 ];
 
-/// Passes bytes on, and flips a bit of the byte at `flip`; how many bytes there were.
+/// Passes bytes on, flips a bit of the byte at `flip`, and returns the number of bytes.
 fn pass(mut from: TcpStream, mut to: TcpStream, flip: Option<usize>) -> usize {
     let mut bytes = vec![0; 1 << 16];
     let mut passed = 0;
@@ -46,7 +46,7 @@ fn rank(rank: &str, port: u16) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// What two ranks put out, and how many bytes passed each way: from rank 1, then to it.
+/// The output of two ranks, and the number of bytes in each direction: from rank 1, then to it.
 fn run(flips: [Option<usize>; 2]) -> (Vec<Output>, [usize; 2]) {
     let proxy = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let proxied = proxy.local_addr().unwrap().port();
@@ -78,7 +78,7 @@ fn a_flipped_bit_never_changes_a_text() {
     let mut failed = 0;
     for case in 0..24 {
         let way = case % 2;
-        // Spread over all that is said after the handshake, with other bits each time.
+        // The flips are spread over all data after the handshake, with a different bit each time.
         let at = 400 + (passed[way] - 600) * (case / 2) / 12 + case;
         let mut flips = [None, None];
         flips[way] = Some(at);
@@ -93,7 +93,7 @@ fn a_flipped_bit_never_changes_a_text() {
         }
         match outputs[0].status.success() {
             true => assert_eq!(outputs[0].stdout, *text, "{flips:?}"),
-            // What was written before is the beginning of the right text.
+            // The output that was written before is the beginning of the right text.
             false => {
                 failed += 1;
                 let begun = &outputs[0].stdout;

@@ -38,7 +38,7 @@ fn ranks_with_other_flags_end_all_with_their_name() {
             assert!(stderr(&output).contains(cause), "{}", stderr(&output));
         }
     }
-    // A world of another size is found before anybody is waited for.
+    // A wrong world size is found before a rank waits for another.
     let start = Instant::now();
     for output in outputs(launch(&vec![flags("f32", ["--tp", "4"]); 2])) {
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));

@@ -1,4 +1,4 @@
-//! A process per rank: the same results as one rank, however the processes are started.
+//! One process per rank gives the same results as one rank, however the processes are started.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 #[cfg(target_os = "linux")]
@@ -38,7 +38,7 @@ const MOVING: [&str; 19] = [
     "--eplb-any-cost",
 ];
 
-/// The program, away from whatever started the tests.
+/// The program, without the environment variables of the tests' own launcher.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
     let launchers = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"];

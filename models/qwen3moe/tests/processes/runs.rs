@@ -39,7 +39,7 @@ fn the_text_the_routing_and_the_heat_are_those_of_one_rank() {
         assert_eq!(String::from_utf8_lossy(&got.1), String::from_utf8_lossy(&one.1), "{geometry:?}");
         assert!(got == one, "{geometry:?}");
     }
-    // A recording forces the experts of followers, too.
+    // A recording also forces the experts of ranks that follow.
     let replay = file("one.safetensors");
     let flags = ["--prompt", "ROMEO: sleep", "--max-new-tokens", "4", "--replay-routed-experts", &replay];
     let forced = succeeds(&flags).stdout;
@@ -62,13 +62,13 @@ fn a_batch_over_processes_is_that_of_one_rank() {
     for (i, geometry) in [GEOMETRIES[1], GEOMETRIES[2], &MOVING].into_iter().enumerate() {
         let (got, stderr) = answers(&i.to_string(), &[geometry, &MP[..], &["--stats"]].concat());
         assert_eq!(got, one, "{geometry:?}");
-        // The counters of all ranks.
+        // The counters count the requests of all ranks together.
         assert!(stderr.contains("9 requests in") || stderr.contains("13 requests in"), "{stderr}");
         assert_eq!(stderr.contains("expert moves: "), geometry == &MOVING[..], "{stderr}");
     }
 }
 
-/// Waiting for a person has no limit, although every collective has one.
+/// Waiting for a user has no limit, although every collective has one.
 #[test]
 fn a_chat_may_be_idle() {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text");
@@ -112,7 +112,7 @@ fn parity_and_bench_run_over_processes() {
     assert!(result["decode"]["3"]["tok_s"].as_f64().unwrap() > 0.);
 }
 
-/// Mistakes are found by every process; one message says what is wrong.
+/// Every process finds a mistake; one message says what is wrong.
 #[test]
 fn mistakes_keep_their_exit_codes() {
     let split = run(&[&["--prompt", "x", "--tp", "3"], &MP[..]].concat());

@@ -1,4 +1,4 @@
-//! Ranks whose process is stopped, and Ctrl-C while a rank is missing, loads, or hangs.
+//! Ranks whose process is stopped, and Ctrl-C while a rank is missing, is loading, or hangs.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Stdio;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::faults::{Batch, SOON, processes, signal, wait_until};
 use super::{program, stderr};
 
-/// Replicas wait for each other in no step, and the first one has work of its own.
+/// Replicas do not wait for each other in steps, and the first one has requests of its own.
 #[test]
 fn a_replica_that_is_stopped_is_named() {
     let batch = Batch::new(400, 400);
@@ -21,7 +21,7 @@ fn a_replica_that_is_stopped_is_named() {
     wait_until("a process is left", || processes(batch.dir.path()).is_empty());
 }
 
-/// The other ranks wait for what rank 0 tells them, without any limit for a rank that only has nothing to tell.
+/// The other ranks wait for messages of rank 0. A rank that has no message to send may take any time.
 #[test]
 fn a_stopped_rank_0_ends_the_others() {
     for geometry in [&["--dp", "2", "--log=warn"], &["--tp", "2", "--log=warn"]] {
@@ -30,7 +30,7 @@ fn a_stopped_rank_0_ends_the_others() {
         let ids = processes(batch.dir.path());
         signal("-STOP", &ids[&0].to_string());
         let ended = |id: u32| {
-            // Its parent is stopped, and cannot take note of it.
+            // Its parent is stopped, and cannot reap it.
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
             stat.is_empty() || stat.contains(") Z ")
         };
@@ -43,7 +43,7 @@ fn a_stopped_rank_0_ends_the_others() {
     }
 }
 
-/// A step that waits for a hung rank ends neither by itself nor by a first Ctrl-C; the program does.
+/// A step that waits for a hung rank does not end by itself or by the first Ctrl-C; the program does.
 #[test]
 fn ctrl_c_ends_a_batch_that_waits_for_a_hung_rank() {
     let batch = Batch::new(64, 200);
@@ -56,12 +56,12 @@ fn ctrl_c_ends_a_batch_that_waits_for_a_hung_rank() {
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
-    // A stopped process ends when it is continued, or is killed.
+    // A stopped process ends when it is continued or killed.
     signal("-KILL", &ids[&1].to_string());
     wait_until("a process is left", || processes(batch.dir.path()).is_empty());
 }
 
-/// While ranks are missing, Ctrl-C ends each that waits: rank 0, whatever its command, and any other.
+/// While ranks are missing, Ctrl-C ends each waiting rank: rank 0 with any command, and any other rank.
 #[test]
 fn ctrl_c_ends_a_rank_that_waits_for_others() {
     let batch = Batch::new(4, 4);

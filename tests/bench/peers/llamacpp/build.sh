@@ -1,11 +1,12 @@
 #!/bin/bash
-# build.sh WORK CONFIG [isas]: llama.cpp as a rival on the CPU, from a clean machine; about 15 minutes on two cores.
+# build.sh WORK CONFIG [isas]: builds llama.cpp for comparisons on the CPU, on a machine without it; about 15 minutes on
+# two cores.
 #
-# Builds llama.cpp's libraries, llama-bench and llama-quantize from the source that the Python sdist of llama-cpp-python
-# ships, and lbench beside them; makes GGUF files of random weights in the shape of a Qwen3-MoE config.
-# Afterwards WORK holds lbench, readbw, build/bin/llama-bench and gguf/*-{BF16,Q8_0,Q4_0,Q4_K_M}.gguf.
-# With isas also lbench-{avx2,avx2-vnni,avx512,amx}: static programs for isas.py and for other machines than this one.
-# Needs python3 with venv, g++ and the network for pip.
+# It builds llama.cpp's libraries, llama-bench and llama-quantize from the source in the Python sdist of
+# llama-cpp-python, and also lbench. It makes GGUF files of random weights in the shape of a Qwen3-MoE config.
+# Afterwards WORK contains lbench, readbw, build/bin/llama-bench and gguf/*-{BF16,Q8_0,Q4_0,Q4_K_M}.gguf. With isas it
+# also contains lbench-{avx2,avx2-vnni,avx512,amx}: static programs for isas.py and for other machines than this one. It
+# needs python3 with venv, g++ and the network for pip.
 set -eu
 [ $# -eq 2 ] || [ "${3:-}" = isas ] || { echo "usage: $0 WORK CONFIG [isas]" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""fits.py OUT.json --program P --lbench L [--full FOLDER] [--cut FOLDER --gguf FILE] [--gib 24] [--rounds 3] [--isa NAME]:
-a quantised model on a machine that it hardly fits.
+"""fits.py OUT.json --program P --lbench L [--full FOLDER] [--cut FOLDER --gguf FILE] [--gib 24] [--rounds 3] [--isa
+NAME]: runs a quantised model on a machine whose memory it nearly fills.
 
---full: ours alone, in a control group of so many GiB (`limited.py`): the most memory it took, and its rates. --cut and
---gguf: the same shape cut to fewer layers, ours and llama.cpp's, in turn and in such groups; llama.cpp both with its file
-mapped and with huge pages. A table of medians comes last. README.md here says how the files are made.
+--full: runs this project's program alone, in a control group with a limit of --gib (`limited.py`), and reports its peak
+memory and its rates. --cut and --gguf: compares this program and llama.cpp on the same shape with fewer layers, in turn
+and in such groups; llama.cpp runs both with its file mapped and with huge pages. A table of medians comes last.
+README.md here says how the files are made.
 """
 import argparse
 import json

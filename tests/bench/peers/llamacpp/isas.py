@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16:18,20] [--rounds N] [--limit SECONDS] [--only int4-g32 ..] [--isas avx2 ..]:
-both programs on several instruction sets of one machine, each set on two cores of its own, at the same time.
+"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16:18,20] [--rounds N] [--limit SECONDS] [--only
+int4-g32 ..] [--isas avx2 ..]: both programs on several instruction sets of one machine, each set on two cores of its
+own, at the same time.
 
-WORK holds lbench-{avx2,avx2-vnni,avx512,amx} and readbw (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set
-that the machine lacks is left out. Memory may be twice as fast in one minute as in the next, so the programs take turns run
-by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file mapped, .. and ours at the end. A ratio compares a run of
-llama.cpp with the mean of ours before and after it. What two threads read is measured before each run. A table of medians comes
-last, against the setting of llama.cpp that does better. Runs that OUT.json holds are kept: a long measurement may be
-made in several calls. OUT.json is written after each run, so that a call that is cut off loses no more than one. No round
-begins after the limit.
+WORK holds lbench-{avx2,avx2-vnni,avx512,amx} and readbw (build.sh --isas), gguf/ and
+ours/{int8-g32,int4-g32,int4-g128}. A set that the machine lacks is left out. Memory may be twice as fast in one minute
+as in the next, so the programs take turns run by run: ours, llama.cpp with huge pages, ours, llama.cpp with its file
+mapped, .. and ours at the end. A ratio compares a run of llama.cpp with the mean of ours before and after it. What two
+threads read is measured before each run. A table of medians comes last, against the setting of llama.cpp that does
+better. Runs that OUT.json holds are kept: a long measurement may be made in several calls. OUT.json is written after
+each run, so that a call that is cut off loses no more than one. No round begins after the limit.
 """
 import argparse
 import json
@@ -19,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-# Our name of a path, llama.cpp's build, and the flag of /proc/cpuinfo that both need.
+# The name of a path in this project, llama.cpp's build, and the flag of /proc/cpuinfo that both need.
 ISAS = [
     ("avx2", "avx2", "avx2"),
     ("avx2-vnni", "avx2-vnni", "avx_vnni"),
@@ -27,7 +28,7 @@ ISAS = [
     ("avx512-dot", "avx512", "avx512_bf16"),
     ("amx-bf16", "amx", "amx_bf16"),
 ]
-# What is compared: llama.cpp's format and ours.
+# The formats that are compared: llama.cpp's and this project's.
 FORMATS = [("BF16", ["bf16"]), ("Q8_0", ["int8-g32"]), ("Q4_0", ["int4-g32", "int4-g128"])]
 CPU = Path("/proc/cpuinfo").read_text()
 WRITING = threading.Lock()
@@ -102,7 +103,7 @@ def measure(args, isa, build, cores, rows):
         calls = [lambda: ours(args, isa, name, cores)]
         for setting in SETTINGS:
             calls += [lambda s=setting: theirs(args, build, kind, s, cores), calls[0]]
-        # The runs that this call adds are neighbours of each other alone.
+        # Only runs of the same call are compared with each other.
         series = f"{isa} {name} {int(time.time())}"
         try:
             for number in range(args.rounds):

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """make_gguf.py CONFIG OUT [--layers N] [FORMAT ..]: random-weight qwen3moe GGUF files from a config.json.
 
-Formats: BF16, Q8_0, Q4_0 (all of them by default). Every matrix is in the format; norms and router are F32. Integers are
-drawn as they are stored, with scales that give the deviation 0.02, and a tensor is written before the next is made: a
-model of 30 B parameters takes half a minute and the memory of its largest tensor.
+Formats: BF16, Q8_0, Q4_0 (all of them by default). Every matrix is in the format; norms and router are F32. Integers
+are drawn as they are stored, with scales that give the deviation 0.02, and a tensor is written before the next is made:
+a model of 30 B parameters takes half a minute and the memory of its largest tensor.
 """
 import json
 import math
@@ -66,7 +66,8 @@ def random_rows(rng, kind, rows, columns):
     if kind == "F32":
         return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.02)
     if kind == "BF16":
-        # Uniform over +- 0.02 sqrt(3): the upper halves of f32, made without a float of each weight's own.
+        # Uniform over +- 0.02 sqrt(3). The values are the upper halves of f32 numbers, so no separate float is made for
+        # each weight.
         x = (rng.random((rows, columns), dtype=np.float32) - np.float32(0.5)) * np.float32(0.04 * 3**0.5)
         return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     # A block of 32: a scale in f16, then its integers.
@@ -76,7 +77,7 @@ def random_rows(rng, kind, rows, columns):
     if kind == "Q8_0":
         quants[quants == 128] = 0
     else:
-        # 1 to 15, around the middle 8.
+        # The values are 1 to 15, around the middle 8.
         quants[quants & 15 == 0] |= 8
         quants[quants < 16] |= 128
     scale = np.array([0.02 * 12**0.5 / span], dtype=np.float16)

@@ -3,8 +3,8 @@
 
 For each format of llama.cpp (its settings one after the other), then ours. Each run waits until the machine is idle and
 notes the CPU time that others took meanwhile: above 3 s a run is not to be used. Settings: mmap, nommap, huge (huge
-pages through glibc's malloc), norepack, fa0. WORK is what build.sh made. FOLDER is a checkpoint of the config for ours, as
-`cargo xtask random-checkpoint` writes one; without it ours has random weights in the config's dtype.
+pages through glibc's malloc), norepack, fa0. WORK is what build.sh made. FOLDER is a checkpoint of the config for ours,
+as `cargo xtask random-checkpoint` writes one; without it ours has random weights in the config's dtype.
 """
 import json
 import os

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""user_time.py WORK CONFIG OUT.json PROGRAM.. [--isas avx2 ..] [--only Q4_0 ..] [--rounds N]: processor time of a
-prefill of 512 tokens, ours and llama.cpp's, for a machine that other work shares.
-
-User seconds of one thread: the difference between runs with 5 prefills and with 1, over 4. Several programs are versions of
-ours that are compared. All take turns in every round; a table of medians comes last. WORK is as for isas.py.
+"""user_time.py WORK CONFIG OUT.json PROGRAM.. [--isas avx2 ..] [--only Q4_0 ..] [--rounds N]: compares the processor
+time of a prefill of 512 tokens in this project and in llama.cpp, on a machine that also does other work.
+The figure is the user seconds of one thread: the difference between runs with 5 prefills and runs with 1, divided by 4.
+If there are several programs, they are versions of this project's program. All programs take turns in every round. A
+table of medians comes last. WORK is the same folder as for isas.py.
 """
 import argparse
 import json
@@ -48,7 +48,7 @@ def main():
         parser.add_argument(name, type=lambda path: Path(path).resolve())
     parser.add_argument("programs", nargs="+", type=lambda path: Path(path).resolve())
     parser.add_argument("--isas", nargs="*", default=["avx2"])
-    parser.add_argument("--only", nargs="*", help="these formats of llama.cpp and ours beside them")
+    parser.add_argument("--only", nargs="*", help="these formats of llama.cpp and ours next to them")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rows = []

@@ -1,5 +1,6 @@
-//! Which file of a crate uses which names of which other file: every path in its code, resolved to the file that defines the
-//! name. An import is an arrow; a re-export is none, as who uses the name reaches the file that defines it.
+//! Finds which file of a crate uses which names of which other file. Every path in the code is resolved to the file
+//! that defines the name. An import is an arrow. A re-export is not, because a user of the name reaches the file that
+//! defines it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,7 +45,7 @@ impl Paths<'_> {
         self.add(self.tree.resolve(self.module, path));
     }
 
-    /// The paths among the tokens of a macro's call or rules.
+    /// The paths in the tokens of a macro's call or rules.
     fn tokens(&mut self, tokens: TokenStream) {
         let mut path = Vec::new();
         let mut colons = 0;
@@ -88,7 +89,7 @@ impl<'ast> Visit<'ast> for Paths<'_> {
         for (path, name) in leaves(&import.tree) {
             let found = self.tree.resolve(self.module, &path);
             let is_module = found.iter().any(|found| matches!(found, Found::Module(_)));
-            // What is used through a module is found where it is used.
+            // A use through a module is found where it happens.
             if name != "*" && !is_module {
                 self.add(found);
             }

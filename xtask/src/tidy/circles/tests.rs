@@ -2,7 +2,7 @@
 
 use super::{circles, fault};
 
-/// The fault of a crate whose files these are; the first is the root.
+/// The fault of a crate with these files, if any; the first file is the root.
 fn check(files: &[(&str, &str)]) -> Option<String> {
     let read = |path: &str| files.iter().find(|(name, _)| *name == path).map(|(_, text)| text.to_string());
     fault("a", &circles(files[0].0, &read).unwrap())
@@ -31,7 +31,7 @@ fn a_re_export_leads_to_the_file_that_defines_the_name() {
             ("src/b/inner.rs", inside),
         ]
     };
-    // Neither the root nor `b/mod.rs` is in a circle: they only hand names on.
+    // Neither the root nor `b/mod.rs` is in a circle: they only re-export names.
     assert_eq!(check(&files("pub struct B; pub fn helper() { crate::helper() }")), None);
     let fault = check(&files("pub struct B; pub fn f(a: &crate::A) {}")).unwrap();
     assert!(fault.contains("src/a.rs -> src/b/inner.rs: B\n    src/b/inner.rs -> src/a.rs: A"), "{fault}");

@@ -1,4 +1,4 @@
-//! The modules of a crate: in which file each is, what it names, and what a path in it means.
+//! The modules of a crate: the file of each module, the names in it, and the meaning of paths in it.
 
 use std::collections::BTreeMap;
 
@@ -21,14 +21,14 @@ pub struct Module {
     globs: Vec<Vec<String>>,
 }
 
-/// What a name stands for in a module.
+/// The meaning of a name in a module.
 enum Name {
     Module(usize),
     Item,
     Import(Vec<String>),
 }
 
-/// What a path leads to.
+/// The target of a path.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Found {
     Module(usize),
@@ -46,8 +46,8 @@ impl Tree {
         Ok(reader.tree)
     }
 
-    /// What a path in a module leads to: nothing for another crate's names, more than one thing where a module and an item
-    /// share a name.
+    /// The targets of a path in a module. There are none for names of another crate, and several if a module and an
+    /// item share a name.
     pub fn resolve(&self, module: usize, path: &[String]) -> Vec<Found> {
         self.follow(module, path, &mut Vec::new())
     }
@@ -66,7 +66,7 @@ impl Tree {
                 Found::Item { .. } => None,
             });
             let modules: Vec<usize> = modules.collect();
-            // What follows an item is its variant or its function.
+            // A segment after an item is a variant or a function of the item.
             if modules.is_empty() {
                 return found;
             }
@@ -89,7 +89,7 @@ impl Tree {
         }
     }
 
-    /// A name as a module sees it.
+    /// The meaning of a name within a module.
     fn lookup(&self, module: usize, name: &str, busy: &mut Vec<(usize, String)>) -> Vec<Found> {
         let key = (module, name.to_string());
         if busy.contains(&key) {
@@ -199,7 +199,7 @@ impl Reader<'_> {
     }
 }
 
-/// The imports that stand inside of code.
+/// The imports in the middle of code.
 struct Imports(Vec<UseTree>);
 
 impl<'ast> Visit<'ast> for Imports {
@@ -230,7 +230,7 @@ pub fn leaves(tree: &UseTree) -> Vec<(Vec<String>, String)> {
     }
 }
 
-/// Whether these attributes leave something out of the product.
+/// Whether these attributes leave an item out of the product.
 pub fn is_test(attributes: &[Attribute]) -> bool {
     let conditions = attributes.iter().filter_map(|attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("cfg") => Some(list.tokens.to_string()),
@@ -288,7 +288,7 @@ fn parent_folder(file: &str) -> &str {
     file.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
-/// Where the files of a module's children are.
+/// The folder with the files of a module's children.
 fn folder(file: &str) -> String {
     match file.rsplit_once('/') {
         Some((folder, "lib.rs" | "main.rs" | "mod.rs")) => folder.to_string(),

@@ -1,4 +1,4 @@
-//! Reasoning, tool calls and fields about them: what a body asks for, and what its answer then is.
+//! Tests of reasoning and tool calls: the fields of a body about them, and the answer to such a body.
 
 use moe_engine::structured::{Reasoning, StructuredOutput};
 
@@ -9,10 +9,15 @@ const THINKS: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% end
 const TWO_CALLS: &str = "<think>Hm.</think>\n\n<tool_call>{\"name\": \"f\", \"arguments\": \"\"}</tool_call>\
     <tool_call>{\"name\": \"g\", \"arguments\": {\"x\": 18446744073709551616}}</tool_call>";
 
+/// The reasoning before structured output.
+fn reasoning(open: bool) -> Option<Reasoning> {
+    Some(Reasoning { parser: both().reasoning.unwrap(), open })
+}
+
 fn asked(body: Value) -> Result<Job, ApiError> {
     let config = json!({ "chat_template": THINKS }).to_string();
     let parser = Parser {
-        answer: AnswerForm { reasoning: true, calls: true },
+        answer: both(),
         template: ChatTemplate::from_tokenizer_config(config.as_bytes()).unwrap(),
         template_kwargs: serde_json::Map::new(),
         ..parser()
@@ -28,7 +33,7 @@ fn tools() -> Value {
     json!([function("f"), function("g")])
 }
 
-/// The choice of an answer of this text that ended by itself.
+/// The choice of an answer with this text that ended by itself.
 fn answer(job: &Job, text: &str) -> Value {
     let finish = Some(FinishReason::Stop(StopReason::EndOfSequence));
     let choice = Choice { text: text.into(), finish, ..Choice::default() };
@@ -42,15 +47,15 @@ fn structured_output_comes_after_the_reasoning() {
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         asked(body).unwrap().requests[0].reasoning
     };
-    assert_eq!(before(json!({})), Some(Reasoning::Possible));
+    assert_eq!(before(json!({})), reasoning(false));
     let opens = |text: &str| json!({"chat_template_kwargs": {"opens": text}});
-    assert_eq!(before(opens("<think>\n")), Some(Reasoning::Open));
+    assert_eq!(before(opens("<think>\n")), reasoning(true));
     assert_eq!(before(opens("<think>\n\n</think>\n\n")), None, "it is over");
     let continued = |content: &str| {
         let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]);
         json!({"messages": messages, "continue_final_message": true})
     };
-    assert_eq!(before(continued("<think>\nHm, let")), Some(Reasoning::Open));
+    assert_eq!(before(continued("<think>\nHm, let")), reasoning(true));
     assert_eq!(before(continued("The answer")), None);
     let job = asked(continued("<think>\nHm, let")).unwrap();
     let message = &answer(&job, " me see.</think>\n\nYes.")["message"];
@@ -61,10 +66,51 @@ fn structured_output_comes_after_the_reasoning() {
     );
 }
 
+/// The tags of channels are special tokens, which are left out of a text by default.
+#[test]
+fn tags_that_are_special_tokens_are_shown_to_the_parser() {
+    let token = json!({"id": 0, "content": "<|channel|>", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": true});
+    let json = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [token], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"<|channel|>": 0, "a": 1}, "unk_token": "a"}});
+    let skips = |answer: AnswerForm| {
+        let tokenizer = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+        let parser = Parser { answer, tokenizer: Some(tokenizer), ..parser() };
+        let body = json!({"messages": [{"role": "user", "content": "q"}], "skip_special_tokens": true});
+        parse_with(parser, "/v1/chat/completions", body).unwrap().requests[0].skip_special_tokens
+    };
+    let channels = AnswerForm { reasoning: ReasoningParser::named("openai_gptoss"), calls: None };
+    assert!(!skips(channels) && skips(both()) && skips(AnswerForm::default()));
+}
+
+/// The schema of a tool gives the types of arguments that a model writes as text.
+#[test]
+fn arguments_without_types_get_those_of_the_schema() {
+    let properties = json!({"s": {"type": "string"}, "n": {"type": "integer"}});
+    let tool =
+        json!({"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}});
+    let glm = AnswerForm { calls: CallParser::named("glm45"), ..both() };
+    let said = "<think>Hm.</think><tool_call>f\n<arg_key>s</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_value>1\
+                </arg_value></tool_call>";
+    let body = json!({"messages": [{"role": "user", "content": "q"}], "tools": [tool]});
+    let job = parse_with(Parser { answer: glm, ..parser() }, "/v1/chat/completions", body.clone()).unwrap();
+    let calls = &answer(&job, said)["message"]["tool_calls"];
+    assert_eq!(calls[0]["function"], json!({"name": "f", "arguments": "{\"s\":\"1\",\"n\":1}"}));
+    let mut required = body;
+    required["tool_choice"] = "required".into();
+    let job = parse_with(Parser { answer: glm, ..parser() }, "/v1/chat/completions", required).unwrap();
+    let Some(StructuredOutput::ToolCalls { parser, .. }) = job.requests[0].structured_output.as_deref()
+    else {
+        panic!("{:?}", job.requests[0].structured_output)
+    };
+    assert_eq!(parser.name, "glm45");
+}
+
 #[test]
 fn calls_are_required_by_a_grammar() {
     let job = asked(json!({"tools": tools(), "tool_choice": "required"})).unwrap();
-    let Some(StructuredOutput::ToolCalls { functions, parallel }) =
+    let Some(StructuredOutput::ToolCalls { functions, parallel, .. }) =
         job.requests[0].structured_output.as_deref()
     else {
         panic!("{:?}", job.requests[0].structured_output)

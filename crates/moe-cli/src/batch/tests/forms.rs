@@ -9,11 +9,6 @@ fn in_ids(body: Value) -> Result<Job, ApiError> {
     parse_with(Parser { tokenizer: None, ..parser() }, "/v1/completions", body)
 }
 
-fn parse_with(parser: Parser, url: &str, body: Value) -> Result<Job, ApiError> {
-    let line = json!({"custom_id": "a", "url": url, "body": body});
-    parser.parse(line.as_object().unwrap(), "a")
-}
-
 fn choice(text: &str, finish: FinishReason) -> Choice {
     Choice {
         text: text.into(),
@@ -122,7 +117,7 @@ const SAID: &str =
 
 /// The choice that a run with both parsers makes of a text.
 fn answer(more: Value, said: &str, finish: FinishReason) -> Value {
-    let parser = Parser { answer: AnswerForm { reasoning: true, calls: true }, ..parser() };
+    let parser = Parser { answer: both(), ..parser() };
     let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     let job = parse_with(parser, "/v1/chat/completions", body).unwrap();
@@ -166,7 +161,7 @@ fn a_prompt_may_begin_the_reasoning() {
     let config = json!({"chat_template": "{{ messages[0].content }}<think>\n"}).to_string();
     let parser = Parser {
         template: ChatTemplate::from_tokenizer_config(config.as_bytes()).unwrap(),
-        answer: AnswerForm { reasoning: true, calls: false },
+        answer: AnswerForm { calls: None, ..both() },
         ..parser()
     };
     let body = json!({"messages": [{"role": "user", "content": "x"}]});

@@ -1,4 +1,4 @@
-//! What a check of the cache finds.
+//! Tests of the check of the cache.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ fn missing_and_damaged_files_are_named() {
     assert!(faults[0].contains(&first) && faults[0].contains("damaged: expected SHA-256"), "{faults:?}");
     assert!(faults[0].contains(blob.to_str().unwrap()), "{faults:?}");
     assert!(faults[1].starts_with(&format!("{second}: missing")), "{faults:?}");
-    // As the messages say.
+    // This is the remedy that the messages name.
     case.get_with("org/tiny", Trust::Verified).unwrap();
     assert!(check(&name, &case.settings).unwrap().faults.is_empty());
 }

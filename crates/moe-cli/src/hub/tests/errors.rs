@@ -1,4 +1,4 @@
-//! Every way in which a model cannot be had is one line that says what to do.
+//! Every error of a download is one line that says what to do.
 
 use super::Case;
 use super::server::Act;
@@ -52,7 +52,7 @@ fn no_network_and_a_busy_hub_say_so() {
     case.server.spoil("HEAD", "config.json", 100, Act::Status(502, "", ""));
     has_all(&case.error("org/tiny"), &["status 502", "run again"]);
     case.server.heal();
-    // The first request is tried again like the others.
+    // The first request is repeated like all others.
     case.server.spoil("GET", "/api/", 4, Act::Status(503, "", ""));
     case.get("org/tiny").unwrap();
     let mut case = Case::new("text");
@@ -108,7 +108,7 @@ fn a_cache_that_cannot_be_written_is_named() {
 fn a_malformed_name_is_a_usage_error_and_a_folder_is_itself() {
     for name in ["gpt2", "./nowhere", "a/b/c", "o/m@../x", ""] {
         let error = super::super::resolve(name).unwrap_err();
-        assert!(error.downcast_ref::<moe_engine::UsageError>().is_some());
+        assert!(crate::error::is_usage(&error));
         has_all(&error.to_string(), &["--model", name, "expected"]);
     }
     let dir = super::fixture("text");

@@ -3,10 +3,12 @@
 
 mod check;
 mod errors;
+mod gguf;
 mod repair;
 mod resume;
 mod server;
 mod snapshots;
+mod variants;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -50,7 +52,7 @@ impl Case {
         super::locate_on_hub(ModelName::parse(name).unwrap(), self.settings.clone(), trust)?.weights()
     }
 
-    /// The error of a model that cannot be had, as the user reads it.
+    /// Returns the error for this model, as the user reads it.
     fn error(&self, name: &str) -> String {
         crate::error::describe(&self.get(name).unwrap_err())
     }

@@ -1,4 +1,4 @@
-//! What `download` makes of a cache that is not as it should be.
+//! Tests of `download` with a damaged cache.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use super::{Case, Trust, fixture};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// The bodies that were asked for, by the beginning of their paths.
+/// Returns the number of requests for the contents of files. Other requests go to the API or get a redirect.
 fn bodies(seen: &[Request]) -> usize {
     seen.iter()
         .filter(|r| r.method == "GET" && !r.path.starts_with("/api/") && !r.path.contains("/resolve/"))
@@ -49,7 +49,7 @@ fn everything_is_downloaded_again_by_force() {
     case.server.seen();
     case.get_with("org/tiny", Trust::Nothing).unwrap();
     assert_eq!(bodies(&case.server.seen()), files);
-    // What cannot be replaced stays.
+    // A file that cannot be replaced stays.
     case.server.spoil("GET", "/storage/", 100, Act::Status(503, "", ""));
     case.get_with("org/tiny", Trust::Nothing).unwrap_err();
     assert!(dir.join(WEIGHTS).exists());

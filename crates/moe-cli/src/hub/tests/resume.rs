@@ -1,4 +1,4 @@
-//! Connections that break, go silent or restart, and programs that are killed.
+//! Tests of connections that break, become silent or restart, and of programs that are killed.
 
 use std::fs;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use super::{Case, fixture};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// The ranges that were asked of the storage, in order.
+/// Returns the ranges that were requested from the storage, in order.
 fn ranges(seen: &[Request]) -> Vec<&str> {
     let bodies = seen.iter().filter(|r| r.method == "GET" && r.path.starts_with("/storage/"));
     bodies.map(|r| r.range.as_deref().unwrap_or("all")).collect()
@@ -63,7 +63,7 @@ fn a_server_without_ranges_sends_the_file_again() {
     assert_eq!(ranges(&case.server.seen()), ["all", "bytes=30000-"]);
 }
 
-/// A download that finds so many bytes of an earlier one asks for these ranges, and is whole.
+/// A download that finds the bytes `left` from an earlier attempt requests these ranges, and completes the file.
 fn goes_on(left: &[u8], expected: &[&str]) {
     let case = Case::new("text");
     fs::create_dir_all(case.folder().join("blobs")).unwrap();
@@ -75,7 +75,8 @@ fn goes_on(left: &[u8], expected: &[&str]) {
 #[test]
 fn what_a_killed_program_left_is_used_or_replaced() {
     let weights = fs::read(fixture("text").join(WEIGHTS)).unwrap();
-    // Killed before the last step: nothing is asked for. Longer than the file: it is another one.
+    // In the first case the program was killed before the last step, so nothing is requested. In the second the part is
+    // longer than the file, so it belongs to another file.
     for (left, expected) in [(weights.clone(), vec![]), ([&weights[..], b"x"].concat(), vec!["all"])] {
         goes_on(&left, &expected);
     }
@@ -91,7 +92,7 @@ fn a_range_that_is_refused_starts_over() {
     assert_eq!(ranges(&case.server.seen()), ["bytes=3-", "all"]);
 }
 
-/// After a loss of power a file may have its length, and zeros where its end was.
+/// After a power failure a file may have its full length with zeros at its end.
 #[test]
 fn what_has_another_hash_is_downloaded_again() {
     let weights = fs::read(fixture("text").join(WEIGHTS)).unwrap();
@@ -144,7 +145,7 @@ fn bytes_that_are_wrong_twice_are_an_error() {
         assert!(error.contains(part), "{part} in {error}");
     }
     assert!(!case.folder().join("blobs").join(hash).exists() && !error.contains('\n'), "{error}");
-    // Nothing of it is kept.
+    // No part of it stays on disk.
     assert!(!case.partial(WEIGHTS).exists());
     is_whole(&case);
     assert_eq!(ranges(&case.server.seen()), ["all"]);

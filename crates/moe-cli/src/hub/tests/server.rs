@@ -1,5 +1,5 @@
-//! A hub on this machine, for tests: one repository, served as the hub does. Small files are behind a
-//! redirect within the host, large ones behind one to a storage host that must never see a token.
+//! A hub on this machine, for tests: one repository, served as the hub does. Small files are served through a redirect
+//! within the host, large ones through a redirect to a storage host that must never see a token.
 #![allow(clippy::unwrap_used, dead_code)] // two test programs share this file
 
 use std::collections::BTreeMap;
@@ -18,22 +18,22 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// The repository.
 pub const REPO: &str = "org/tiny";
 
-/// What goes wrong with a request.
+/// A fault of a request.
 #[derive(Clone, Copy, Debug)]
 pub enum Act {
-    /// Another status, with `X-Error-Code` and `X-Error-Message`.
+    /// The answer has this status, `X-Error-Code` and `X-Error-Message`.
     Status(u16, &'static str, &'static str),
-    /// The connection ends after so many bytes of the body.
+    /// The connection ends after this number of bytes of the body.
     Cut(usize),
-    /// Nothing comes after so many bytes of the body, and the connection stays open.
+    /// Nothing is sent after this number of bytes of the body, and the connection stays open.
     Stall(usize),
-    /// The whole file comes, whatever range was asked for.
+    /// The whole file is sent for every requested range.
     IgnoreRange,
-    /// Zeros come instead of the body's bytes.
+    /// Zeros are sent instead of the bytes of the body.
     Zeros,
-    /// The lowest bit of this byte of the body is another one.
+    /// The lowest bit of this byte of the body is flipped.
     Flip(usize),
-    /// This text comes instead of the body.
+    /// This text is sent instead of the body.
     Body(&'static str),
 }
 
@@ -77,7 +77,7 @@ impl Server {
         let state = Arc::new(Mutex::new(State::default()));
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
-            // What tests compare with is no part of a repository.
+            // The files that tests compare with are not part of a repository.
             let name = path.file_name().unwrap().to_str().unwrap().to_string();
             if name != "reference.safetensors" {
                 state.lock().unwrap().files.insert(name, fs::read(path).unwrap());
@@ -90,7 +90,7 @@ impl Server {
                     return;
                 }
                 let shared = Arc::clone(&shared);
-                // A client that goes away early is none of the server's business.
+                // An error of a client that closes its connection early is ignored.
                 thread::spawn(move || stream.and_then(|stream| serve(stream, address.port(), &shared)));
             }
         });
@@ -112,12 +112,12 @@ impl Server {
         self.state.lock().unwrap().files.remove(name);
     }
 
-    /// The next `times` requests of this method whose path holds `part` go wrong.
+    /// Gives this fault to the next `times` requests of this method whose path contains `part`.
     pub fn spoil(&self, method: &'static str, part: &'static str, times: usize, act: Act) {
         self.state.lock().unwrap().rules.push(Rule { method, part, times, act });
     }
 
-    /// From now on nothing goes wrong.
+    /// Removes all faults.
     pub fn heal(&self) {
         self.state.lock().unwrap().rules.clear();
     }
@@ -140,7 +140,7 @@ impl Drop for Server {
     }
 }
 
-/// Weights have their SHA-256, small files git's hash.
+/// Returns the hash of a file: SHA-256 for weights, and git's hash for small files.
 fn etag(name: &str, bytes: &[u8]) -> String {
     match is_large(name) {
         true => format!("{:x}", Sha256::digest(bytes)),
@@ -200,7 +200,7 @@ impl Answer {
         Self { status, headers, body: message.into() }
     }
 
-    /// Writes the answer, or as much of it as `act` lets through; `true` if the rest never comes.
+    /// Writes the answer with the fault `act`. Returns true if the rest of the answer is never sent.
     fn write(&self, mut out: &TcpStream, request: &Request, act: Option<Act>) -> std::io::Result<bool> {
         write!(out, "HTTP/1.1 {} -\r\nConnection: close\r\n", self.status)?;
         for header in &self.headers {
@@ -297,7 +297,7 @@ impl State {
     }
 }
 
-/// A file, or the part that a range `bytes=FROM-[TO]` names.
+/// Returns a file, or the part of it in a range `bytes=FROM-[TO]`.
 fn part(etag: &str, bytes: &[u8], range: Option<&str>) -> Answer {
     let mut headers = vec![format!("ETag: W/\"{etag}\"")];
     let Some((from, to)) = range.and_then(|r| r.strip_prefix("bytes=")?.split_once('-')) else {

@@ -1,4 +1,4 @@
-//! What a download leaves behind, and how little a second one asks for.
+//! Tests of the files that a download leaves on disk, and of the few requests of a second one.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use moe_engine::tokenizer::Tokenizer;
 use super::server::{COMMIT, Request};
 use super::{Case, fixture, names};
 
-/// Files of a fixture in the order of names.
+/// The files of a fixture in the order of their names.
 const TEXT: [&str; 5] =
     ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
 
@@ -34,7 +34,7 @@ fn a_checkpoint_is_downloaded_and_nothing_else() {
     assert_eq!(names(&dir), TEXT);
     same_weights(&dir, &fixture("text"));
     assert!(Tokenizer::from_dir(&dir).unwrap().vocab_size() > 0);
-    // The standard layout: other clients of the hub find it.
+    // This is the standard layout, so other clients of the hub find the files.
     assert_eq!(fs::read_to_string(case.folder().join("refs/main")).unwrap(), COMMIT);
     let mut blobs: Vec<String> = TEXT.iter().map(|file| case.server.etag(file)).collect();
     blobs.sort();
@@ -58,7 +58,8 @@ fn every_shard_of_an_index_is_downloaded() {
     same_weights(&dir, &fixture("sharded"));
 }
 
-/// As in a folder: a template for requests with tools, and weights whose name says how they are quantised.
+/// The rule is the same as in a folder: a template for requests with tools is used, and so are weights whose name says
+/// how they are quantised.
 #[test]
 fn further_templates_and_weights_of_another_name_are_downloaded() {
     let case = Case::new("text");
@@ -71,7 +72,7 @@ fn further_templates_and_weights_of_another_name_are_downloaded() {
     assert_eq!(fs::read(dir.join("additional_chat_templates/tool_use.jinja")).unwrap(), b"{{ tools }}");
     assert!(!dir.join("onnx").exists());
     same_weights(&dir, &fixture("text"));
-    // An older copy without the template gets it.
+    // A copy in the cache without the template gets it.
     fs::remove_file(dir.join("additional_chat_templates/tool_use.jinja")).unwrap();
     case.get("org/tiny").unwrap();
     assert!(dir.join("additional_chat_templates/tool_use.jinja").exists());
@@ -87,7 +88,7 @@ fn a_second_run_asks_for_the_commit_only_and_a_pinned_one_for_nothing() {
     assert_eq!(paths, ["/api/models/org/tiny/revision/main"]);
     assert_eq!(case.get(&format!("org/tiny@{COMMIT}")).unwrap(), dir);
     assert_eq!(case.server.seen(), []);
-    // Another name of the same commit shares its files.
+    // Another name of the same commit uses the same files.
     assert_eq!(case.get("org/tiny@refs/pr/1").unwrap(), dir);
     assert_eq!(case.server.seen().len(), 1);
     assert_eq!(fs::read_to_string(case.folder().join("refs/refs/pr/1")).unwrap(), COMMIT);
@@ -106,7 +107,7 @@ fn the_cache_serves_without_a_network() {
         error.contains("HF_HUB_OFFLINE") && error.contains("org/tiny@v2 was never downloaded"),
         "{error}"
     );
-    // No answer is no error while the cache has a copy that is whole.
+    // If the server does not answer, that is not an error as long as the cache has a complete copy.
     case.settings.offline = false;
     case.settings.endpoint = "http://127.0.0.1:1".into();
     assert_eq!(case.get("org/tiny").unwrap(), dir);

@@ -1,20 +1,20 @@
-//! The captured graphs of a runner: what each is for, and how far it is.
+//! The captured graphs of a runner: the steps that each is for, and the state of each.
 
 use model_runtime::ForcedWeights;
 use model_runtime::cuda::Graph;
 
 use crate::engine::sampling::Asked;
 
-/// How far a bucket's graph is.
+/// The state of a bucket's graph.
 pub(super) enum Recording {
-    /// It ran once, so that every buffer exists.
+    /// The step ran once, so every buffer exists.
     Warm,
     Ready(Graph),
-    /// Recording failed: it runs without.
+    /// Recording failed, so the step runs without a graph.
     Never,
 }
 
-/// Steps of one graph: rows, what they ask of sampling, and which weights forced experts get.
+/// The steps of one graph: rows, the sampling that they need, and which weights forced experts get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
     pub rows: usize,

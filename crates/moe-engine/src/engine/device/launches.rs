@@ -33,11 +33,11 @@ impl DeviceRunner {
         let ran = model.forward(&views.step, kv, logits, None, context, ex);
         context.routing = DeviceRouting::default();
         ran?;
-        // A step with masks is sampled once they are there.
+        // A step with masks is sampled later, when the masks are ready.
         if asked.masks { Ok(()) } else { self.sample(shape, asked, ex) }
     }
 
-    /// Samples the tokens of a step whose logits are there.
+    /// Samples the tokens of a step whose logits are computed.
     pub(super) fn sample(&mut self, shape: Shape, asked: Asked, ex: &Exec) -> Result<()> {
         let rows = shape.logits;
         ex.mark("sample", 0)?;
@@ -65,7 +65,7 @@ impl DeviceRunner {
         ex: &mut Exec,
     ) -> Result<()> {
         let (asked, forced) = asks;
-        // With masks a graph ends before sampling, whatever else that asks for.
+        // With masks the graph ends before sampling, whatever other sampling the step needs.
         let recorded = if asked.masks { Asked { masks: true, ..Asked::default() } } else { asked };
         let variant = Variant { rows: shape.rows, asked: recorded, forced: forced.map(Forced::weights) };
         match self.graphs.get_mut(&variant) {

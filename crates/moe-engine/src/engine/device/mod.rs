@@ -1,13 +1,13 @@
-//! Executing steps on a CUDA device, ahead of the host.
+//! Runs steps on a CUDA device, one step ahead of the host.
 //!
-//! A step is one upload, one launch and one read-back, none of which waits: tokens are sampled on the
-//! device, where the next step's upload takes them; the host reads them when it collects the step. Pure decode
-//! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
-//! the same launches in the same order as without a graph, so both give the same bits. A step with structured output
-//! is sampled in launches of its own, once its masks are there.
+//! A step is one upload, one launch and one read-back, and none of these waits. Tokens are sampled on the device, where
+//! the next step's upload uses them; the host reads them when it collects the step. Steps that only decode are padded
+//! to a bucket and replayed as captured graphs. A graph contains the same launches in the same order as without a
+//! graph, so both give the same bits. A step with structured output is sampled by separate launches, when its masks are
+//! ready.
 //!
-//! Where ranks share a model, each runs the same steps, pads them alike, and samples the same tokens from the same
-//! logits: no token travels. What one of them cannot record as a graph, none does.
+//! If ranks share a model, each runs the same steps, pads them in the same way, and samples the same tokens from the
+//! same logits, so no token is sent. If one rank cannot record a graph, no rank does.
 
 mod graphs;
 mod launches;
@@ -35,28 +35,29 @@ use super::step_memory;
 use super::track::StepMarks;
 use graphs::{Recording, Variant};
 
-/// Most sequences of a graph.
+/// The largest number of sequences in a graph.
 const MAX_BUCKET: usize = 1024;
 
 /// Words of a row whose token was sampled: token, status, log-probabilities.
 const RESULT_WORDS: usize = 2 + LOGPROB_WORDS;
 
-/// What a launched step left on the device.
+/// The results of a launched step on the device.
 pub(super) struct InFlight {
     parts: Vec<Part>,
-    /// Per row of the read-back: its sequence, and how many likeliest tokens it lists if it has log-probabilities.
+    /// For each row of the read-back: its sequence, and, if it has log-probabilities, how many top tokens it lists.
     rows: Vec<(Key, Option<usize>)>,
-    /// Rows whose mask could not be computed: they were sampled without one.
+    /// Rows whose mask could not be computed. They were sampled without a mask.
     failed: HashMap<Key, String>,
-    /// Rows of the read-back, padding included: it holds so many tokens, then statuses, then log-probabilities.
+    /// Number of rows of the read-back, padding included. It has this many tokens, then as many statuses, then
+    /// log-probabilities.
     padded: usize,
     /// Rows whose log-probabilities are read back.
     scored: ScoredRows,
-    /// Which of the read-back buffers it uses.
+    /// The index of the read-back buffer that it uses.
     slot: usize,
-    /// Rows whose experts are read back, if they are.
+    /// The number of rows whose experts are read back, if they are.
     routed_rows: Option<usize>,
-    /// What the device does when, for a profile.
+    /// The times of the device's work, for a profile.
     marks: Option<StepMarks>,
 }
 
@@ -66,53 +67,54 @@ impl InFlight {
     }
 }
 
-/// A launched step that is to be sampled.
+/// A launched step whose sampling is still to come.
 struct Unsampled {
     shape: Shape,
     asked: Asked,
-    /// Its rows, and when its launches began.
+    /// Its number of rows, and the time when its launches began.
     rows: usize,
     begin: Instant,
 }
 
-/// What runs steps and samples their tokens: on the rank that an engine drives, and on those that follow it.
+/// Runs steps and samples their tokens, on the rank that an engine drives and on the ranks that follow it.
 pub(crate) struct DeviceRunner {
     sizes: RunnerSizes,
     step: DeviceStep,
     sampler: DeviceSampler,
-    /// What experts are chosen; `None` for a model without any.
+    /// Recording and forcing of routing; `None` for a model without experts.
     routing: Option<StepRouting>,
-    /// What scores rows, from the first request on that asks for it, on the rank that an engine drives.
+    /// Computes log-probabilities of prompts. It is made for the first request that needs it, on the rank that an
+    /// engine drives.
     scorer: Memory<DeviceScorer>,
     /// A launched step that waits for its masks.
     unsampled: Option<Unsampled>,
     logits: Buffer,
-    /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
+    /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities if they are needed.
     sampled: Buffer,
     read_back: [PinnedWords; 2],
     turn: usize,
-    /// How many words of the last launched step the next one's upload reads back, to the buffer whose turn it is. A launch
-    /// of its own would keep the device waiting between the two.
+    /// How many words of the last launched step the upload of the next step reads back, to the buffer whose turn it is.
+    /// A separate launch would make the device wait between the two steps.
     unread: Option<usize>,
     /// Keys of the last launched step, in the order of `sampled`.
     last: Vec<Key>,
     graphs: HashMap<Variant, Recording>,
     max_seqs: usize,
-    /// Graphs that were recorded.
+    /// Number of graphs that were recorded.
     pub recorded: u64,
-    /// Steps that replayed one.
+    /// Number of steps that replayed a graph.
     pub replayed: u64,
 }
 
 impl DeviceRunner {
-    /// What runs an engine's steps; `None` on the CPU and on cards that cannot sample tokens.
+    /// The object that runs an engine's steps; `None` on the CPU and on cards that cannot sample tokens.
     pub(super) fn of(
         config: &EngineConfig,
         model: &dyn CausalLm,
         max_model_len: usize,
         ex: &Exec,
     ) -> Result<Option<Self>> {
-        // A cluster of blocks samples a token.
+        // The sampling kernel needs clusters of blocks.
         if !ex.machine().gpu.is_some_and(|gpu| gpu.has(Feature::Clusters)) {
             return Ok(None);
         }
@@ -126,8 +128,8 @@ impl DeviceRunner {
         Ok(Some(Self::new(model, sizes, (config.counts(), true), ex)?))
     }
 
-    /// A runner for steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of
-    /// each token can be asked for.
+    /// A runner for steps of at most these sizes. With `counts`, experts are counted in every step. With `records`, the
+    /// experts of each token can be recorded.
     pub fn new(
         model: &dyn CausalLm,
         sizes: RunnerSizes,
@@ -176,12 +178,13 @@ impl DeviceRunner {
 
     fn has_scorer(&mut self, ex: &Exec) -> bool {
         let rows = self.sizes.rows;
-        let what = "log-probabilities of prompts (a lower --max-num-batched-tokens needs less)";
+        let what = "log-probabilities of prompts (a lower `max_num_batched_tokens` needs less)";
         self.scorer.is_there(|| DeviceScorer::new(rows, ex), what)
     }
 
-    /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
-    /// launched here. `masked`: [`sample_masked`](Self::sample_masked) follows. `records`: the experts of its rows are read back.
+    /// Starts a step and returns at once. Tokens that are in flight in the plan come from the last step that was
+    /// launched here. With `masked`, [`sample_masked`](Self::sample_masked) follows. With `records`, the experts of its
+    /// rows are read back.
     pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
@@ -222,8 +225,8 @@ impl DeviceRunner {
         Ok(InFlight { parts: plan.parts, rows, failed, padded, scored, slot: self.turn, routed_rows, marks })
     }
 
-    /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
-    /// of logits, padding included, and the marks of a profile, unless the step waits for masks.
+    /// Runs a step and samples its tokens, together with the ranks that share the model, and returns at once. Returns
+    /// the number of rows of logits, padding included, and the marks of a profile, unless the step waits for masks.
     pub fn run(
         &mut self,
         model: &dyn CausalLm,
@@ -273,7 +276,7 @@ impl DeviceRunner {
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
     }
 
-    /// Samples a launched step with the masks of its tokens, on all ranks; returns at once.
+    /// Samples a launched step with the masks of its tokens, on all ranks, and returns at once.
     pub(super) fn sample_masked(
         &mut self,
         model: &dyn CausalLm,
@@ -291,7 +294,7 @@ impl DeviceRunner {
         Ok(())
     }
 
-    /// Samples the launched step with masks [R, ceil(V / 32)] u32; returns at once. The marks of a profile.
+    /// Samples the launched step with masks [R, ceil(V / 32)] u32 and returns at once. Returns the marks of a profile.
     pub fn sample_with(&mut self, masks: &[u32], ex: &Exec) -> Result<Option<StepMarks>> {
         let Some(Unsampled { shape, asked, rows, begin }) = self.unsampled.take() else {
             bail!("masks for no step")
@@ -308,7 +311,7 @@ impl DeviceRunner {
         mut step: InFlight,
         ex: &Exec,
     ) -> Result<StepResult> {
-        // No step was launched behind it.
+        // No step was launched after it.
         if step.slot == self.turn
             && let Some(words) = self.unread.take()
         {
@@ -353,7 +356,7 @@ impl DeviceRunner {
         Ok(StepResult { parts: step.parts, sampled, prompt_logprobs, expert_counts, routed })
     }
 
-    /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
+    /// For each row of a plan: the row of the last step whose token it takes, or u32::MAX if it has its own token.
     fn token_source(&self, plan: &mut Plan) -> Result<Vec<u32>> {
         let mut source = vec![u32::MAX; plan.step.num_tokens()];
         for &(row, key) in &plan.in_flight {
@@ -369,8 +372,8 @@ impl DeviceRunner {
     }
 }
 
-/// The number of rows to which a decode step is padded: small ones exactly, larger ones to
-/// multiples of 8; `None` beyond the largest graph.
+/// The number of rows to which a decode step is padded. Small numbers stay unchanged, larger ones become multiples of
+/// 8. `None` beyond the largest graph.
 fn bucket(rows: usize) -> Option<usize> {
     match rows {
         0..=2 => Some(rows),

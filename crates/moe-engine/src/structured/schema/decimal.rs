@@ -1,24 +1,24 @@
-//! Numbers of JSON as exact decimals.
+//! Numbers of JSON as exact decimal numbers.
 
 use std::cmp::Ordering;
 
-/// Digits that a number may have when it is written without an exponent.
+/// The largest number of digits of a number that is written without an exponent.
 const MOST_DIGITS: i64 = 400;
 
-/// 0.d1 d2 d3 .. times 10^point, with its sign.
+/// The number 0.d1 d2 d3 .. times 10^point, with its sign.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Decimal {
     negative: bool,
-    /// ASCII digits without zeros at either end; none for zero.
+    /// The digits in ASCII, without zeros at either end. The number zero has no digits.
     digits: Vec<u8>,
     point: i64,
 }
 
 impl Decimal {
-    /// Reads a number as JSON has it.
+    /// Reads a number in the syntax of JSON.
     ///
     /// # Errors
-    /// It is no number, or has too many digits.
+    /// The text is not a number, or the number has too many digits.
     pub fn read(text: &str) -> Result<Self, String> {
         let wrong = || format!("expected a number, got {text:.60}");
         let (negative, unsigned) = match text.strip_prefix('-') {
@@ -65,7 +65,7 @@ impl Decimal {
         Self { negative: !self.negative && !self.is_zero(), ..self.clone() }
     }
 
-    /// The digits before the decimal point, without zeros in front; "0" for none.
+    /// Returns the digits before the decimal point without leading zeros, or "0" if there are none.
     pub fn whole(&self) -> String {
         if self.point <= 0 || self.is_zero() {
             return "0".into();
@@ -74,7 +74,7 @@ impl Decimal {
         digits.take(self.point as usize).collect()
     }
 
-    /// The digits behind the decimal point, without zeros at the end.
+    /// Returns the digits after the decimal point without trailing zeros.
     pub fn fraction(&self) -> String {
         let zeros = usize::try_from(-self.point).unwrap_or(0);
         let before = usize::try_from(self.point).unwrap_or(0).min(self.digits.len());
@@ -89,12 +89,12 @@ impl Decimal {
         self.fraction().is_empty()
     }
 
-    /// The number of things that it says.
+    /// Returns the value as a count, if it is an integer that is not negative.
     pub fn size(&self) -> Option<usize> {
         (self.is_integer() && !self.negative).then(|| self.whole().parse().ok())?
     }
 
-    /// Written without an exponent.
+    /// Returns the number written without an exponent.
     pub fn plain(&self) -> String {
         let sign = if self.negative { "-" } else { "" };
         let fraction = self.fraction();
@@ -102,7 +102,8 @@ impl Decimal {
         format!("{sign}{}{dot}{fraction}", self.whole())
     }
 
-    /// The least number of so many digits behind the decimal point that is not less, or that is greater.
+    /// Returns the least number with `places` digits after the decimal point that is at least this number. Without
+    /// `or_equal` it is greater than this number.
     pub fn up(&self, places: usize, or_equal: bool) -> Self {
         if self.negative {
             return self.negated().down_magnitude(places, or_equal).negated();
@@ -110,7 +111,8 @@ impl Decimal {
         self.up_magnitude(places, or_equal)
     }
 
-    /// The greatest number of so many digits behind the decimal point that is not greater, or that is less.
+    /// Returns the greatest number with `places` digits after the decimal point that is at most this number. Without
+    /// `or_equal` it is less than this number.
     pub fn down(&self, places: usize, or_equal: bool) -> Self {
         self.negated().up(places, or_equal).negated()
     }
@@ -125,20 +127,20 @@ impl Decimal {
     fn down_magnitude(&self, places: usize, or_equal: bool) -> Self {
         let cut = self.cut(places);
         match self.fraction().len() <= places && !or_equal {
-            // What is less than zero has the other sign.
+            // A number below zero has the other sign.
             true if cut.bytes().all(|b| b == b'0') => Self::scaled("1", places).negated(),
             true => Self::scaled(&subtract_one(&cut), places),
             false => Self::scaled(&cut, places),
         }
     }
 
-    /// The digits up to so many behind the decimal point.
+    /// Returns the digits of the number up to `places` digits after the decimal point.
     pub fn cut(&self, places: usize) -> String {
         let fraction: String = self.fraction().chars().chain(std::iter::repeat('0')).take(places).collect();
         self.whole() + &fraction
     }
 
-    /// An integer divided by 10^places.
+    /// Returns an integer divided by 10^places.
     fn scaled(digits: &str, places: usize) -> Self {
         Self::read(&format!("{digits}e-{places}")).unwrap_or_else(|_| Self::zero())
     }
@@ -156,7 +158,7 @@ fn add_one(digits: &str) -> String {
     std::iter::once('1').chain(digits.iter().map(|&b| char::from(b))).collect()
 }
 
-/// One less than a number above zero.
+/// Subtracts one from a number above zero.
 fn subtract_one(digits: &str) -> String {
     let mut digits: Vec<u8> = digits.bytes().collect();
     for digit in digits.iter_mut().rev() {

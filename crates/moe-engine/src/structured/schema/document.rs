@@ -7,9 +7,9 @@ use super::json::Json;
 /// A schema with the names of its parts.
 pub(super) struct Document<'d> {
     root: &'d Json,
-    /// Of `$anchor`.
+    /// The parts by their `$anchor`.
     anchors: HashMap<&'d str, &'d Json>,
-    /// Of `$id`.
+    /// The parts by their `$id`.
     ids: HashMap<&'d str, &'d Json>,
 }
 
@@ -33,10 +33,10 @@ impl<'d> Document<'d> {
         document
     }
 
-    /// The part that a reference leads to.
+    /// Returns the part of the document that a reference names.
     ///
     /// # Errors
-    /// There is none in the document.
+    /// The document has no such part.
     pub fn resolve(&self, reference: &str) -> Result<&'d Json, String> {
         let (address, fragment) = reference.split_once('#').unwrap_or((reference, ""));
         let base = match address {
@@ -54,7 +54,7 @@ impl<'d> Document<'d> {
         found.ok_or_else(|| format!("the reference {reference:?} was not found"))
     }
 
-    /// The part whose `$id` is an address, or ends with it.
+    /// Returns the part whose `$id` is this address or ends with it.
     fn of_address(&self, address: &str) -> Option<&'d Json> {
         let relative = || {
             let name = address.trim_start_matches("./");
@@ -66,7 +66,7 @@ impl<'d> Document<'d> {
     }
 }
 
-/// A member of an object, or an item of a list.
+/// Returns a member of an object, or an item of a list.
 fn member<'d>(part: &'d Json, step: &str) -> Option<&'d Json> {
     match part {
         Json::Array(items) => items.get(step.parse::<usize>().ok()?),
@@ -74,7 +74,7 @@ fn member<'d>(part: &'d Json, step: &str) -> Option<&'d Json> {
     }
 }
 
-/// The text with its `%20` as blanks; what is no such escape stays.
+/// Returns the text with its percent escapes, such as `%20`, decoded. A text that is not an escape stays unchanged.
 fn percent_decoded(text: &str) -> String {
     let hex = |pair: Option<&[u8]>| u8::from_str_radix(std::str::from_utf8(pair?).ok()?, 16).ok();
     let bytes = text.as_bytes();

@@ -1,16 +1,17 @@
-//! Reads the regular expressions of `pattern` and `patternProperties`: ECMAScript's, with look-ahead.
+//! Reads the regular expressions of `pattern` and `patternProperties`. They have the syntax of ECMAScript, with
+//! look-ahead.
 
 use super::super::perl;
 use super::pattern::{ENDLESS, Pattern};
 
-/// Groups inside each other.
+/// The deepest nesting of groups.
 const DEEPEST: usize = 100;
 
 impl Pattern {
     /// Reads an expression.
     ///
     /// # Errors
-    /// It is not well-formed or uses what is not supported.
+    /// The expression is not well-formed or uses an unsupported feature.
     pub fn read(text: &str) -> Result<Self, String> {
         let mut reader = Reader { chars: text.chars().collect(), at: 0, depth: 0, fold: false, all: false };
         let pattern = reader.either();
@@ -26,9 +27,9 @@ struct Reader {
     chars: Vec<char>,
     at: usize,
     depth: usize,
-    /// Upper and lower case are the same.
+    /// Whether upper and lower case are the same.
     fold: bool,
-    /// A dot is every character.
+    /// Whether a dot matches every character.
     all: bool,
 }
 
@@ -70,7 +71,7 @@ impl Reader {
         Ok(if parts.len() == 1 { parts.swap_remove(0) } else { Pattern::Concat(parts) })
     }
 
-    /// What a character begins; `None` for flags.
+    /// Reads the atom that begins with a character. Returns `None` if it was a group of flags.
     fn atom(&mut self, c: char) -> Result<Option<Pattern>, String> {
         Ok(Some(match c {
             '(' => return self.group(),
@@ -126,7 +127,8 @@ impl Reader {
         }))
     }
 
-    /// Reads flags to the colon, or to the end of a group that holds nothing else: then true.
+    /// Reads flags up to the colon, or up to the end of a group that holds only flags. In the second case it returns
+    /// true.
     fn flags(&mut self) -> Result<bool, String> {
         let mut on = true;
         loop {
@@ -142,7 +144,7 @@ impl Reader {
         }
     }
 
-    /// The atom with the repetitions behind it.
+    /// Returns the atom with the repetitions that follow it.
     fn repeated(&mut self, mut atom: Pattern) -> Result<Pattern, String> {
         let mut repeated = false;
         loop {
@@ -169,14 +171,14 @@ impl Reader {
             if least > most {
                 return Err(format!("a repetition of {least} to {most}"));
             }
-            // The shortest match comes first: the texts are the same.
+            // A lazy repetition matches the same texts, only in another order.
             self.take("?");
             repeated = true;
             atom = Pattern::Repeat(Box::new(atom), least, most);
         }
     }
 
-    /// The counts in braces; without them a brace is a character.
+    /// Reads the counts in braces. A brace without counts is an ordinary character.
     fn counts(&mut self) -> Option<(u32, u32)> {
         let least = self.number()?;
         if self.take("}") {
@@ -221,7 +223,7 @@ impl Reader {
         Ok(self.char(c))
     }
 
-    /// The character that an escape stands for.
+    /// Returns the character that an escape stands for.
     fn escaped_char(&mut self, c: char) -> Result<char, String> {
         Ok(match c {
             'n' => '\n',
@@ -273,7 +275,7 @@ impl Reader {
             .ok_or(format!("expected {digits} hexadecimal digits"))
     }
 
-    /// A class of Unicode as the regex crate writes it.
+    /// Returns a class of Unicode in the syntax of the regex crate.
     fn property(&mut self, letter: char) -> Result<String, String> {
         if !self.take("{") {
             return Err(format!("\\{letter} without a name in braces"));
@@ -324,7 +326,7 @@ impl Reader {
         Ok(self.folded(class))
     }
 
-    /// A character of a class, or a class inside it.
+    /// Reads a character of a class, or a class inside it.
     fn class_item(&mut self) -> Result<Result<char, String>, String> {
         let c = self.next().ok_or("unclosed class")?;
         if c != '\\' {
@@ -342,7 +344,7 @@ impl Reader {
     }
 }
 
-/// A character as the regex crate writes it anywhere.
+/// Returns a character, escaped so that the regex crate reads it as this character anywhere.
 fn escaped(c: char) -> String {
     format!(r"\x{{{:X}}}", u32::from(c))
 }

@@ -1,5 +1,5 @@
-//! From rules to llguidance's grammar. Rules without a text, and those that nothing needs, are left out: a text that
-//! went into one could not end.
+//! Translates rules to a grammar of llguidance. It leaves out the rules that have no text and the rules that are not
+//! used. A text that entered a rule without a text could not end.
 
 use llguidance::api::{GrammarInit, SkipSpec};
 use llguidance::derivre::RegexAst;
@@ -10,13 +10,13 @@ use llguidance::earley::{
 
 use super::rules::{Grammar, Item, Rule, RuleRef, has_text};
 
-/// Symbols of a grammar: llguidance has numbers of 16 bits for them, and makes some of its own.
+/// The largest number of symbols of a grammar. llguidance numbers symbols with 16 bits, and adds some of its own.
 const MOST_SYMBOLS: usize = 50_000;
 
-/// llguidance's form of a grammar. `skipped` may stand between terminals, once.
+/// Returns the grammar in the form of llguidance. `skipped` may stand once between two terminals.
 ///
 /// # Errors
-/// It has no text, or is too large.
+/// The grammar has no text, or is too large.
 pub(super) fn emit(grammar: &Grammar, skipped: RegexAst) -> Result<GrammarInit, String> {
     let productive = grammar.productive();
     if productive.first() != Some(&true) {
@@ -35,7 +35,7 @@ struct Emitter<'g> {
     properties: SymbolProps,
     rules: Vec<Option<SymIdx>>,
     terminals: Vec<Option<SymIdx>>,
-    /// Rules that have a symbol and are not yet written.
+    /// The rules that have a symbol but are not written yet.
     left: Vec<RuleRef>,
 }
 
@@ -57,7 +57,7 @@ impl<'g> Emitter<'g> {
     }
 
     fn all(&mut self) -> anyhow::Result<()> {
-        // The symbol of the start must not be used in a rule.
+        // No rule may use the start symbol.
         let start =
             self.symbols.fresh_symbol_ext("start", SymbolProps { is_start: true, ..self.properties.clone() });
         let first = self.item(&Item::Rule(RuleRef(0)))?;
@@ -116,7 +116,7 @@ impl<'g> Emitter<'g> {
         }
     }
 
-    /// A symbol whose parameter has a bit for each item that is there.
+    /// Returns a symbol whose parameter has one bit for each item that has been used.
     fn distinct(
         &mut self,
         symbol: SymIdx,

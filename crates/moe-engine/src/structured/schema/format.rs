@@ -1,11 +1,11 @@
-//! The values of `format` that are enforced. Others are annotations, as the specification of JSON Schema has it.
+//! The values of `format` that are enforced. All others are annotations, as the specification of JSON Schema defines.
 
 use llguidance::derivre::RegexAst;
 
 const DATE: &str = concat!(
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)",
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))|",
-    // Leap years.
+    // This part matches the leap years.
     "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)",
 );
 const TIME: &str = r"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]))";
@@ -19,7 +19,7 @@ const ATOM: &str = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+";
 const BYTE: &str = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
 const UUID: &str = "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}";
 
-/// The texts of a format; `None` for an annotation.
+/// Returns the texts of a format, or `None` for a format that is only an annotation.
 pub(super) fn texts(name: &str) -> Option<RegexAst> {
     let all = |parts: [String; 2]| RegexAst::And(parts.map(RegexAst::Regex).into());
     let host = || all([format!(r"{LABEL}(?:\.{LABEL})*"), ".{1,253}".into()]);
@@ -46,7 +46,7 @@ fn ipv4() -> String {
     format!(r"{BYTE}(?:\.{BYTE}){{3}}")
 }
 
-/// Eight groups, or fewer around a double colon.
+/// Returns an expression for eight groups, or for fewer groups around a double colon.
 fn ipv6() -> String {
     let group = "[0-9A-Fa-f]{1,4}";
     let mut forms = vec![format!("{group}(?::{group}){{7}}")];
@@ -61,7 +61,7 @@ fn ipv6() -> String {
     forms.join("|")
 }
 
-/// RFC 3986: a scheme, and what may follow it.
+/// Returns an expression for RFC 3986: a scheme, and the characters that may follow it.
 fn uri() -> String {
     let unit = |more: &str| format!("(?:[0-9A-Za-z._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})");
     let segment = unit(":@");

@@ -1,8 +1,8 @@
-//! JSON whose numbers keep their digits: a float would change integers above 2^53.
+//! JSON values whose numbers keep their digits. A float would change integers above 2^53.
 
 use super::decimal::Decimal;
 
-/// Levels of lists and objects inside each other.
+/// The deepest nesting of lists and objects.
 const DEEPEST: usize = 128;
 
 /// A value.
@@ -10,26 +10,26 @@ const DEEPEST: usize = 128;
 pub(super) enum Json {
     Null,
     Bool(bool),
-    /// As it is written.
+    /// A number as it is written in the text.
     Number(String),
     String(String),
     Array(Vec<Json>),
-    /// Of a name that is written twice the last value counts.
+    /// The members in order. If a name is written twice, only the last value is kept.
     Object(Vec<(String, Json)>),
 }
 
 impl Json {
-    /// Reads a text.
+    /// Reads a JSON text.
     ///
     /// # Errors
-    /// It is not JSON, or nested too deeply.
+    /// The text is not JSON, or is nested too deeply.
     pub fn read(text: &str) -> Result<Self, String> {
-        // It says what is wrong, and where. The reader below takes it for granted that nothing is.
+        // serde_json checks the text and reports what is wrong and where. The reader below relies on a correct text.
         let _: serde::de::IgnoredAny = serde_json::from_str(text).map_err(not_json)?;
         Reader { text, at: 0 }.value(0)
     }
 
-    /// The member of an object.
+    /// Returns the member of an object.
     pub fn get(&self, name: &str) -> Option<&Self> {
         match self {
             Self::Object(members) => members.iter().find(|(other, _)| other == name).map(|(_, value)| value),
@@ -37,7 +37,7 @@ impl Json {
         }
     }
 
-    /// The text of a string.
+    /// Returns the text of a string.
     pub fn str(&self) -> Option<&str> {
         match self {
             Self::String(text) => Some(text),
@@ -45,7 +45,7 @@ impl Json {
         }
     }
 
-    /// The items of a list.
+    /// Returns the items of a list.
     pub fn array(&self) -> Option<&[Self]> {
         match self {
             Self::Array(items) => Some(items),
@@ -53,7 +53,7 @@ impl Json {
         }
     }
 
-    /// The members of an object.
+    /// Returns the members of an object.
     pub fn object(&self) -> Option<&[(String, Self)]> {
         match self {
             Self::Object(members) => Some(members),
@@ -61,7 +61,7 @@ impl Json {
         }
     }
 
-    /// A number of things; 5.0 is 5.
+    /// Returns the value as a count. The number 5.0 is 5.
     pub fn size(&self) -> Option<usize> {
         match self {
             Self::Number(text) => Decimal::read(text).ok()?.size(),
@@ -69,7 +69,7 @@ impl Json {
         }
     }
 
-    /// A few characters of it, for a message.
+    /// Returns the first characters of the value, for a message.
     pub fn short(&self) -> String {
         const LONGEST: usize = 60;
         match self {
@@ -83,14 +83,14 @@ impl Json {
     }
 }
 
-/// Reads a text that is JSON.
+/// Reads a text that is known to be JSON.
 struct Reader<'t> {
     text: &'t str,
     at: usize,
 }
 
 impl Reader<'_> {
-    /// The next byte that is no white space.
+    /// Returns the next byte that is not white space.
     fn peek(&mut self) -> u8 {
         let rest = &self.text.as_bytes()[self.at..];
         self.at += rest.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
@@ -163,7 +163,7 @@ fn not_json(error: serde_json::Error) -> String {
     format!("it is not JSON: {error}")
 }
 
-/// The members without those that a later one replaces.
+/// Returns the members without those that a later member of the same name replaces.
 fn last_of_each(members: Vec<(String, Json)>) -> Vec<(String, Json)> {
     let last: std::collections::HashMap<String, usize> =
         members.iter().enumerate().map(|(at, (name, _))| (name.clone(), at)).collect();
@@ -174,12 +174,12 @@ fn last_of_each(members: Vec<(String, Json)>) -> Vec<(String, Json)> {
     kept.map(|(_, member)| member).collect()
 }
 
-/// The elements of the value of a keyword.
+/// Returns the elements of the value of a keyword.
 pub(super) fn list<'d>(value: &'d Json, name: &str) -> Result<&'d [Json], String> {
     value.array().ok_or_else(|| wrong(name, "a list", value))
 }
 
-/// The error of a keyword whose value is none of its values.
+/// Returns the error for a keyword that has a wrong value.
 pub(super) fn wrong(name: &str, expected: &str, got: &Json) -> String {
     format!("{name}: expected {expected}, got {}", got.short())
 }

@@ -1,4 +1,4 @@
-//! The keywords of each type.
+//! Reads the keywords of each type.
 
 use std::rc::Rc;
 
@@ -13,7 +13,7 @@ use super::text::Strings;
 const TYPES: [&str; 7] = ["null", "boolean", "number", "integer", "string", "array", "object"];
 
 impl<'d> Schemas<'d> {
-    /// What the keywords of each type say.
+    /// Returns the values that the keywords of each type allow.
     pub fn of_types(&mut self, schema: &'d Json) -> Result<Shape<'d>, String> {
         let types = types(schema)?;
         let has = |name: &str| types.contains(&name);
@@ -59,7 +59,7 @@ impl<'d> Schemas<'d> {
     fn arrays(&mut self, schema: &'d Json) -> Result<Arrays, String> {
         let items = schema.get("items");
         let before = schema.get("prefixItems");
-        // Older drafts have a list of schemas in `items`, and `additionalItems` for what follows.
+        // Older drafts have a list of schemas in `items`, and `additionalItems` for the items after them.
         let (prefix, rest) = match items {
             Some(Json::Array(items)) => (&items[..], schema.get("additionalItems")),
             _ => (before.map_or(Ok(&[][..]), |before| list(before, "prefixItems"))?, items),
@@ -78,7 +78,7 @@ impl<'d> Schemas<'d> {
         })
     }
 
-    /// The goal of a schema, if there is one.
+    /// Returns the goal of a schema, if there is a schema.
     fn goal(&mut self, schema: Option<&'d Json>) -> Goal {
         let everything = |schema: &Json| match schema {
             Json::Bool(allowed) => *allowed,
@@ -123,7 +123,7 @@ impl<'d> Schemas<'d> {
     }
 }
 
-/// The names of the types that a schema allows.
+/// Returns the names of the types that a schema allows.
 fn types(schema: &Json) -> Result<Vec<&str>, String> {
     match schema.get("type") {
         None => Ok(TYPES.to_vec()),
@@ -147,7 +147,7 @@ fn numbers(schema: &Json) -> Result<Numbers, String> {
         Some(other) => Err(wrong(name, "a number", other)),
     };
     let bound = |name: &'static str, exclusive: &'static str| -> Result<[Option<Bound>; 2], String> {
-        // In draft 4 the exclusive one is true or false.
+        // In draft 4 the exclusive keyword is true or false.
         let or_equal = !matches!(schema.get(exclusive), Some(Json::Bool(true)));
         let bound = number(name)?.map(|value| Bound { value, or_equal });
         Ok([bound, number(exclusive)?.map(|value| Bound { value, or_equal: false })])

@@ -1,20 +1,20 @@
-//! The texts in which a regular expression finds something, without anchors and look-ahead.
+//! Describes the texts that a regular expression matches anywhere in, without anchors and look-ahead.
 //!
-//! Look-ahead says something about the rest of a text, and so does `$`. From the end of an expression to its beginning
-//! each part is put in front of the texts that may follow it, and what looks ahead is intersected with them.
+//! A look-ahead restricts the rest of a text, and so does `$`. The module processes an expression from its end to its
+//! beginning. It puts each part before the texts that may follow it, and intersects each look-ahead with these texts.
 
 use llguidance::derivre::RegexAst;
 
 use super::pattern::Pattern;
 
-/// Parts of the result.
+/// The largest number of parts of the result.
 const LARGEST: usize = 1_000_000;
-/// Anchors and look-aheads: each is a level of the result.
+/// The largest number of anchors and look-aheads. Each of them adds a level to the result.
 const MOST_LOOKS: usize = 500;
-/// Times that a part with look-ahead is repeated at most.
+/// The largest number of repetitions of a part with look-ahead.
 const MOST_REPEATS: u32 = 8;
 
-/// Whether nothing stands before a place.
+/// Whether a position is at the start of the text.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum AtStart {
     Yes,
@@ -22,10 +22,10 @@ enum AtStart {
     Unknown,
 }
 
-/// The texts in which an expression finds something.
+/// Returns the texts in which an expression has a match.
 ///
 /// # Errors
-/// It uses look-ahead or anchors where they are not supported.
+/// The expression uses look-ahead or anchors where they are not supported.
 pub(super) fn texts(pattern: &Pattern) -> Result<RegexAst, String> {
     let mut writer = Writer { left: LARGEST, looks: MOST_LOOKS };
     let anywhere = |texts| concat(RegexAst::Regex("(?s:.*)".into()), texts);
@@ -48,7 +48,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A match, and after it one of the texts.
+    /// Returns the texts that are a match followed by one of the texts `rest`.
     fn then(&mut self, pattern: &Pattern, rest: RegexAst, at: AtStart) -> Result<RegexAst, String> {
         self.spend(1)?;
         if !pattern.looks_around() {
@@ -60,7 +60,7 @@ impl Writer {
             Pattern::Start => match at {
                 AtStart::Yes => Ok(rest),
                 AtStart::No => Ok(RegexAst::NoMatch),
-                AtStart::Unknown => Err("a ^ behind what may be empty is not supported".into()),
+                AtStart::Unknown => Err("a ^ after a part that may be empty is not supported".into()),
             },
             Pattern::End => Ok(RegexAst::And(vec![rest, RegexAst::EmptyString])),
             Pattern::Ahead(ahead, must) => {
@@ -71,7 +71,7 @@ impl Writer {
             Pattern::Concat(parts) => {
                 let mut places = vec![at];
                 for part in parts {
-                    places.push(behind(part, places[places.len() - 1]));
+                    places.push(at_end(part, places[places.len() - 1]));
                 }
                 self.all(parts, &places, rest)
             }
@@ -88,7 +88,7 @@ impl Writer {
         }
     }
 
-    /// All parts at their places, and after them one of the texts.
+    /// Returns the texts that are matches of all parts at their places, followed by one of the texts `rest`.
     fn all(&mut self, parts: &[Pattern], places: &[AtStart], mut rest: RegexAst) -> Result<RegexAst, String> {
         let mut end = parts.len();
         while end > 0 {
@@ -119,7 +119,7 @@ impl Writer {
         }
         let mut texts = rest.clone();
         for n in (0..most).rev() {
-            let at = if n == 0 { at } else { behind(part, at) };
+            let at = if n == 0 { at } else { at_end(part, at) };
             texts = self.then(part, texts, at)?;
             if n >= least {
                 self.spend(size(&rest))?;
@@ -129,7 +129,7 @@ impl Writer {
         Ok(texts)
     }
 
-    /// The matches of a part that does not look around.
+    /// Returns the matches of a part that has no anchors and no look-ahead.
     fn plain(&mut self, pattern: &Pattern) -> Result<RegexAst, String> {
         self.spend(1)?;
         Ok(match pattern {
@@ -141,7 +141,7 @@ impl Writer {
             Pattern::Either(parts) => {
                 RegexAst::Or(parts.iter().map(|part| self.plain(part)).collect::<Result<_, _>>()?)
             }
-            // Derivre has the same number for a repetition without an end.
+            // Derivre uses the same number for a repetition without an upper limit.
             Pattern::Repeat(part, least, most) => {
                 RegexAst::Repeat(Box::new(self.plain(part)?), *least, *most)
             }
@@ -150,8 +150,8 @@ impl Writer {
     }
 }
 
-/// Where a match that began at a place ends.
-fn behind(pattern: &Pattern, at: AtStart) -> AtStart {
+/// Returns whether the end of a match is at the start of the text, for a match that began at `at`.
+fn at_end(pattern: &Pattern, at: AtStart) -> AtStart {
     match pattern.may_and_must_be_empty() {
         (_, true) => at,
         (false, _) => AtStart::No,
@@ -185,7 +185,7 @@ fn either(mut all: Vec<RegexAst>) -> RegexAst {
     }
 }
 
-/// Parts that it consists of.
+/// Returns the number of parts of an expression.
 fn size(texts: &RegexAst) -> usize {
     1 + texts.get_args().iter().map(size).sum::<usize>()
 }

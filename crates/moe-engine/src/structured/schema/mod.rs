@@ -1,13 +1,15 @@
-//! JSON schemas: from their text to a grammar whose texts are all valid.
+//! Compiles a JSON schema to a grammar. All texts of the grammar satisfy the schema.
 //!
 //! ```text
 //! text ─► Json ─► Schemas: which values satisfy a goal (a set of parts of the schema), by their kind
 //!                    └─► Values: a rule for each goal ─► emit: llguidance's grammar
 //! ```
 //!
-//! llguidance has a compiler of its own, which reads numbers as floats, lets numbers be endless, and allows texts that
-//! cannot end. What is not understood here is refused by its name; only annotations are ignored.
+//! llguidance has a compiler of its own. It reads numbers as floats, allows numbers of any length, and allows texts
+//! that cannot end. This compiler names every keyword that it does not understand in an error, and ignores only
+//! annotations.
 
+mod arguments;
 mod decimal;
 mod document;
 mod ecmascript;
@@ -36,45 +38,65 @@ use llguidance::derivre::RegexAst;
 use json::Json;
 use rules::{Grammar, RuleRef};
 use schemas::Schemas;
+use shape::Goal;
 use values::Values;
 
+pub(super) use arguments::ArgumentForm;
 pub(super) use rules::Item;
 
-/// White space that may stand between the tokens of JSON, as Outlines has it: nothing or one blank. Were line breaks with
-/// their indentation allowed, small models would go on with blanks until the limit of tokens cuts the text off.
+/// The white space that may stand between the tokens of JSON, as in Outlines: nothing or one blank. If line breaks and
+/// indentation were allowed, small models would write blanks until the token limit cuts the text off.
 const WHITE_SPACE: &str = " ";
 
-/// The grammar of a schema.
+/// Compiles the grammar of a schema.
 ///
 /// # Errors
-/// It is not JSON, wrong, not supported, too large, or allows no text.
+/// The text is not JSON, or the schema is wrong, is not supported, is too large, or allows no text.
 pub(super) fn compile(text: &str) -> Result<GrammarInit, String> {
     let mut texts = Texts::new();
     let value = texts.value(text)?;
     texts.finish(vec![value])
 }
 
-/// A grammar of values that follow schemas, and of text around them.
+/// Builds a grammar of values that follow schemas, and of the text around them.
 pub(super) struct Texts {
     grammar: Grammar,
     start: RuleRef,
-    /// What may stand between terminals, as a regular expression; the same for all values.
+    /// A regular expression of the white space between terminals. It is the same for all values.
     white_space: Option<Option<String>>,
 }
 
 impl Texts {
     pub fn new() -> Self {
         let mut grammar = Grammar::default();
-        // The first rule is the start.
+        // The first rule is the start rule.
         let start = grammar.reserve();
         Self { grammar, start, white_space: None }
     }
 
-    /// A value that follows a schema.
+    /// Returns the item of a value that follows a schema.
     ///
     /// # Errors
-    /// The schema is not JSON, wrong, not supported, too large, or wants other white space than an earlier one.
+    /// The schema is not JSON, wrong, not supported, or too large, or it asks for other white space than an earlier
+    /// schema.
     pub fn value(&mut self, text: &str) -> Result<Item, String> {
+        self.write(text, |values, goal| values.value(goal))
+    }
+
+    /// Returns the items of the arguments of a function that follow a schema, each in tags.
+    ///
+    /// # Errors
+    /// As [`Self::value`], or the form cannot write the values.
+    pub fn arguments(&mut self, text: &str, form: &ArgumentForm) -> Result<Vec<Item>, String> {
+        self.write(text, |values, goal| values.arguments(goal, form))
+    }
+
+    /// Adds the rules that `part` writes for the values of a schema.
+    fn write<T>(
+        &mut self,
+        text: &str,
+        part: impl FnOnce(&mut Values, &Goal) -> Result<T, String>,
+    ) -> Result<T, String> {
         let schema = Json::read(text)?;
         match schema {
             Json::Object(_) | Json::Bool(true) => (),
@@ -88,31 +110,31 @@ impl Texts {
         let mut schemas = Schemas::new(&schema, options.coerce_one_of);
         let goal = shape::all(vec![schemas.schema(&schema)]);
         let grammar = std::mem::take(&mut self.grammar);
-        let (grammar, value) =
-            Values::write(grammar, schemas, goal, options.item_separator, options.key_separator)?;
-        self.grammar = grammar;
-        Ok(Item::Rule(value))
+        let mut values = Values::new(grammar, schemas, options.item_separator, options.key_separator);
+        let items = part(&mut values, &goal)?;
+        self.grammar = values.finish()?;
+        Ok(items)
     }
 
-    /// This text.
+    /// Returns the item of this text.
     pub fn literal(&mut self, text: &str) -> Item {
         self.grammar.literal(text)
     }
 
-    /// One of these sequences.
+    /// Returns the item of one of these sequences.
     pub fn either(&mut self, alternatives: Vec<Vec<Item>>) -> Item {
         Item::Rule(self.grammar.rule(alternatives))
     }
 
-    /// Any number of a part after each other.
+    /// Returns the items of any number of repetitions of a part.
     pub fn repeated(&mut self, part: Item) -> Vec<Item> {
         self.grammar.repeat(part, 0, None)
     }
 
-    /// The grammar of the texts that are these parts after each other.
+    /// Returns the grammar of the texts that consist of these parts in order.
     ///
     /// # Errors
-    /// There is no such text, or the grammar is too large.
+    /// No such text exists, or the grammar is too large.
     pub fn finish(mut self, parts: Vec<Item>) -> Result<GrammarInit, String> {
         self.grammar.fill(self.start, vec![parts]);
         let white_space = match self.white_space {
@@ -123,9 +145,9 @@ impl Texts {
     }
 }
 
-/// What `x-guidance` says.
+/// The options of `x-guidance`.
 struct Options {
-    /// What may stand between terminals, if anything.
+    /// A regular expression of the white space between terminals, if there may be any.
     white_space: Option<String>,
     item_separator: RegexAst,
     key_separator: RegexAst,

@@ -1,29 +1,29 @@
-//! `multipleOf`: which numbers are multiples, and the texts of multiples.
+//! Implements `multipleOf`: which numbers are multiples, and the texts of multiples.
 
 use llguidance::derivre::RegexAst;
 
 use super::decimal::Decimal;
 
-/// The greatest divisor, without zeros at its end: the lexer keeps a state for each remainder.
+/// The largest divisor, without its trailing zeros. The lexer keeps a state for each remainder.
 pub(super) const LARGEST: u64 = 500;
-/// Digits behind the decimal point of a divisor.
+/// The largest number of digits after the decimal point of a divisor.
 const MOST_PLACES: usize = 5;
 
-/// A divisor: digits times 10^-places.
+/// A divisor. Its value is digits times 10^-places.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Divisor {
-    /// Not a multiple of 10.
+    /// The digits, which are not a multiple of 10.
     digits: u64,
     places: usize,
-    /// Zeros at the end of a divisor such as 1200.
+    /// The number of trailing zeros of a divisor such as 1200.
     zeros: usize,
 }
 
 impl Divisor {
-    /// The divisor of a schema.
+    /// Reads the divisor of a schema.
     ///
     /// # Errors
-    /// It is zero, or has too many digits.
+    /// The divisor is zero, or has too many digits.
     pub fn of(value: &Decimal) -> Result<Self, String> {
         if value.is_zero() || value.is_negative() {
             return Err("multipleOf: expected a number above 0".into());
@@ -44,7 +44,7 @@ impl Divisor {
         }
     }
 
-    /// Whether a number is a multiple.
+    /// Returns whether a number is a multiple.
     pub fn divides(&self, value: &Decimal) -> bool {
         if value.fraction().len() > self.places {
             return false;
@@ -56,9 +56,10 @@ impl Divisor {
             && kept.bytes().fold(0, |rest, b| (rest * 10 + u64::from(b - b'0')) % self.digits) == 0
     }
 
-    /// The texts of multiples that are not negative, besides other texts that are no numbers.
+    /// Returns the texts of the multiples that are not negative. The result also contains texts that are not numbers.
     pub fn texts(&self) -> RegexAst {
-        // One of two places behind the decimal point may have one: 0.5 is a multiple of 0.25.
+        // A multiple of a divisor with two digits after the decimal point may have one such digit: 0.5 is a multiple of
+        // 0.25.
         let of_places = |places: usize| {
             let power = 10i128.pow((self.places - places) as u32);
             let digits = i128::from(self.digits) / greatest_common(i128::from(self.digits), power);
@@ -72,22 +73,22 @@ impl Divisor {
         RegexAst::Or(vec![RegexAst::Literal("0".into()), RegexAst::Concat(vec![multiple, zeros])])
     }
 
-    /// Digits behind the decimal point that multiples have.
+    /// Returns the number of digits after the decimal point that multiples have.
     pub fn places(&self) -> usize {
         self.places
     }
 
-    /// It without zeros at the end and the decimal point.
+    /// Returns the divisor's digits without the decimal point and without trailing zeros.
     pub fn digits(&self) -> u64 {
         self.digits
     }
 
-    /// Digits of it, about.
+    /// Returns the approximate number of digits of the divisor.
     pub fn length(&self) -> usize {
         self.digits.to_string().len() + self.zeros
     }
 
-    /// The least number that all divide, as an integer of `places` digits behind the decimal point.
+    /// Returns the least common multiple of the divisors, as an integer in units of 10^-places.
     pub fn common(divisors: &[Self], places: usize) -> Option<i128> {
         let scaled = |divisor: &Self| {
             let power = u32::try_from(places - divisor.places + divisor.zeros).ok()?;

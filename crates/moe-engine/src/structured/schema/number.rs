@@ -1,7 +1,7 @@
-//! Numbers between bounds: which there are, and how they are written.
+//! Numbers between bounds: which numbers there are, and how they are written.
 //!
-//! Texts are as long as they need to be and no longer: a model that likes digits would otherwise write them until
-//! `max_tokens` cuts the text off.
+//! The number of digits is limited. Otherwise a model that likes digits would write them until `max_tokens` cuts the
+//! text off.
 
 use llguidance::derivre::RegexAst;
 
@@ -9,41 +9,42 @@ use super::decimal::Decimal;
 use super::multiple::{Divisor, LARGEST, greatest_common};
 use super::range::{at_least, at_most};
 
-/// Digits before the decimal point, as llama.cpp has them, and behind it. Bounds that have more digits raise it.
+/// The largest number of digits before the decimal point, which llama.cpp limits in the same way, and of digits after
+/// it. Bounds with more digits raise it.
 const DIGITS: usize = 16;
-/// Digits of a bound up to which it raises the number of digits that is not needed to satisfy the bounds.
+/// A bound with more digits than this raises the limit only if the digits are needed to satisfy the bounds.
 const FEW_DIGITS: usize = 40;
 
 /// A bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Bound {
     pub value: Decimal,
-    /// The value itself is within the bounds.
+    /// Whether the value itself is within the bounds.
     pub or_equal: bool,
 }
 
-/// What a number must be.
+/// The conditions that a number must satisfy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Numbers {
     pub low: Option<Bound>,
     pub high: Option<Bound>,
     pub integer: bool,
     pub divisors: Vec<Divisor>,
-    /// How the one value is written.
+    /// The text of the single allowed value.
     pub written: Option<String>,
 }
 
 impl Numbers {
-    /// The one number.
+    /// Returns the conditions that only this number satisfies.
     ///
     /// # Errors
-    /// It has too many digits.
+    /// The number has too many digits.
     pub fn one(text: &str) -> Result<Self, String> {
         let bound = Some(Bound { value: Decimal::read(text)?, or_equal: true });
         Ok(Self { low: bound.clone(), high: bound, written: Some(text.to_string()), ..Self::default() })
     }
 
-    /// Those that are of both.
+    /// Returns the conditions that satisfy both.
     pub fn and(&self, other: &Self) -> Self {
         let stricter = |a: &Option<Bound>, b: &Option<Bound>, higher: bool| match (a, b) {
             (Some(a), Some(b)) => {
@@ -64,14 +65,14 @@ impl Numbers {
         }
     }
 
-    /// The one value that is within the bounds.
+    /// Returns the value, if it is the only one within the bounds.
     pub fn value(&self) -> Option<&Decimal> {
         let low = self.low.as_ref()?;
         let high = self.high.as_ref()?;
         (low == high && low.or_equal).then_some(&low.value)
     }
 
-    /// All of them in their order, if there are at most so many.
+    /// Returns all numbers in order, if there are at most `most`.
     pub fn list(&self, most: usize) -> Option<Vec<Decimal>> {
         let fits = |value: &Decimal| self.divisors.iter().all(|divisor| divisor.divides(value));
         if let Some(value) = self.value() {
@@ -93,10 +94,10 @@ impl Numbers {
         None
     }
 
-    /// Whether there is none.
+    /// Returns whether no number satisfies the conditions.
     ///
     /// # Errors
-    /// It is hard to tell.
+    /// The question is too hard to decide.
     pub fn is_empty(&self) -> Result<bool, String> {
         if let Some(value) = self.value() {
             let fits = |divisor: &Divisor| divisor.divides(value);
@@ -113,14 +114,15 @@ impl Numbers {
         self.has_no_multiple()
     }
 
-    /// The bounds as numbers of so many digits behind the decimal point, which are themselves within the bounds.
+    /// Returns the bounds as numbers of `places` digits after the decimal point. The returned numbers are themselves
+    /// within the bounds.
     fn rounded(&self, places: usize) -> (Option<Decimal>, Option<Decimal>) {
         let low = self.low.as_ref().map(|low| low.value.up(places, low.or_equal));
         let high = self.high.as_ref().map(|high| high.value.down(places, high.or_equal));
         (low, high)
     }
 
-    /// Whether there is one of so many digits behind the decimal point.
+    /// Returns whether a number of `places` digits after the decimal point satisfies the conditions.
     fn has_any(&self, places: usize) -> bool {
         match self.rounded(places) {
             (Some(low), Some(high)) => low <= high,
@@ -148,7 +150,7 @@ impl Numbers {
         if self.integer {
             step = (step / greatest_common(step, unit)).checked_mul(unit).ok_or_else(hard)?;
         }
-        // Bounds in units of 10^-most.
+        // Converts the bounds to units of 10^-most.
         let in_units = |bound: Decimal| {
             let digits = bound.cut(most).parse::<i128>().ok().filter(|&digits| digits < i128::MAX / 4);
             digits.map(|digits| if bound.is_negative() { -digits } else { digits })
@@ -167,7 +169,7 @@ impl Numbers {
         }
     }
 
-    /// Their texts.
+    /// Returns the texts of the numbers.
     pub fn texts(&self) -> RegexAst {
         if let Some(value) = self.value() {
             let written = self.written.clone().filter(|_| !self.integer);
@@ -197,35 +199,35 @@ impl Numbers {
         RegexAst::Or(signs)
     }
 
-    /// Numbers without a sign, of so many digits behind the decimal point at most.
+    /// Returns an expression for numbers without a sign that have at most `places` digits after the decimal point.
     fn whole_numbers(&self, places: usize, negative: bool) -> String {
         let most = self.digits() - 1;
         match (places, negative) {
-            // Minus zero is no integer to every reader.
+            // Some readers do not accept minus zero as an integer.
             (0, true) => format!("[1-9][0-9]{{0,{most}}}"),
             (0, false) => format!("0|[1-9][0-9]{{0,{most}}}"),
             _ => format!(r"(?:0|[1-9][0-9]{{0,{most}}})(?:\.[0-9]{{1,{places}}})?"),
         }
     }
 
-    /// Those of the numbers without a sign that are within bounds.
+    /// Returns the numbers without a sign that are within bounds.
     fn magnitudes(&self, low: Option<Decimal>, high: Option<Decimal>, numbers: String) -> RegexAst {
         let mut all = vec![RegexAst::Regex(numbers)];
         all.extend(low.filter(|low| !low.is_zero()).map(|low| RegexAst::Regex(at_least(&low))));
-        // No number is as long as a longer bound.
+        // If the upper bound has more digits than a number may have, it excludes nothing.
         let high = high.filter(|high| high.whole().len() <= self.digits());
         all.extend(high.map(|high| RegexAst::Regex(at_most(&high))));
         all.extend(self.divisors.iter().map(Divisor::texts));
         RegexAst::And(all)
     }
 
-    /// Digits before the decimal point.
+    /// Returns the largest number of digits before the decimal point.
     fn digits(&self) -> usize {
         let of = |bound: &Option<Bound>| bound.as_ref().map_or(0, |bound| bound.value.whole().len());
         let few = |digits: usize| if digits <= FEW_DIGITS { digits } else { 0 };
         let low = of(&self.low);
         let high = of(&self.high);
-        // What the bound that is nearer to zero needs, and a multiple next to it.
+        // There must be enough digits for the bound that is nearer to zero, and for a multiple next to it.
         let positive = self.low.as_ref().is_some_and(|low| !low.value.is_negative());
         let negative = self.high.as_ref().is_some_and(|high| high.value.is_negative());
         let nearest = if positive {
@@ -239,7 +241,7 @@ impl Numbers {
         DIGITS.max(few(low)).max(few(high)).max(nearest.max(multiple) + 1)
     }
 
-    /// Digits behind the decimal point.
+    /// Returns the largest number of digits after the decimal point.
     fn places(&self) -> usize {
         if self.integer {
             return 0;

@@ -1,4 +1,4 @@
-//! The rules of an object: named members in their order, each once, then others.
+//! Writes the rules of an object. The named members come first, each once and in order, and then the other members.
 
 use std::collections::HashSet;
 
@@ -10,26 +10,26 @@ use super::shape::{Objects, all};
 use super::text::{RuleId, Strings, quoted};
 use super::values::Values;
 
-/// Places of a member and numbers of members before it.
+/// The largest number of states. A state is the place of a member and the number of members before it.
 const MOST_STATES: usize = 50_000;
-/// Kinds of names that expressions tell apart.
+/// The largest number of kinds of names that expressions distinguish.
 const MOST_KINDS: usize = 64;
 
 /// A named member.
 struct Member {
-    /// Its name, a colon and its value.
+    /// The member's name, a colon and the member's value.
     items: Vec<Item>,
     required: bool,
 }
 
-/// Names that are not listed and match the same expressions.
+/// A set of names that are not listed and that match the same expressions.
 struct Kind {
     texts: Vec<RegexAst>,
     matched: Vec<RuleId>,
 }
 
 impl<'d> Values<'d> {
-    /// The items of an object.
+    /// Returns the items of an object.
     ///
     /// # Errors
     /// The schema is wrong, not supported, or too large.
@@ -58,7 +58,7 @@ impl<'d> Values<'d> {
         Ok([vec![open], content, vec![close]].concat())
     }
 
-    /// The names that members may have by `propertyNames`, and whether they are listed; none for all names.
+    /// Returns the names that `propertyNames` allows, and whether they are listed. Returns no names if all are allowed.
     fn allowed_names(&mut self, object: &Objects<'d>) -> Result<(Vec<Strings>, bool), String> {
         if object.names.is_empty() {
             return Ok((vec![Strings::default()], false));
@@ -79,7 +79,7 @@ impl<'d> Values<'d> {
         Ok(false)
     }
 
-    /// A member whose name is not listed; `None` if there cannot be any.
+    /// Returns the item of a member whose name is not listed, or `None` if there cannot be such a member.
     fn other_members(
         &mut self,
         object: &Objects<'d>,
@@ -110,7 +110,7 @@ impl<'d> Values<'d> {
         Ok((!alternatives.is_empty()).then(|| Item::Rule(self.grammar.rule(alternatives))))
     }
 
-    /// The names of a kind that are not listed; `None` if there is none.
+    /// Returns the names of a kind that are not listed, or `None` if there are none.
     fn unlisted(
         &mut self,
         kind: Kind,
@@ -135,7 +135,7 @@ impl<'d> Values<'d> {
         }
     }
 
-    /// All names, by the expressions that they match.
+    /// Sorts all names into kinds, by the expressions that they match.
     fn kinds(&mut self, object: &Objects<'d>, allowed: &[Strings]) -> Result<Vec<Kind>, String> {
         let names = allowed.iter().map(|strings| self.schemas.rules.texts(strings)).collect();
         let mut kinds = vec![Kind { texts: vec![RegexAst::Or(names)], matched: Vec::new() }];
@@ -167,7 +167,7 @@ impl<'d> Values<'d> {
         Ok(kinds)
     }
 
-    /// What stands between the braces.
+    /// Returns the items between the braces.
     fn content(
         &mut self,
         object: &Objects<'d>,
@@ -177,7 +177,7 @@ impl<'d> Values<'d> {
         let required = members.iter().filter(|member| member.required).count();
         let least = object.least;
         let most = object.most.unwrap_or(usize::MAX);
-        // Names that are not listed may be equal, and then they count once.
+        // Two names that are not listed may be equal, and then they count as one.
         if other.is_some() && least > members.len() + 1 {
             return Err(format!(
                 "minProperties {least}: at most {} members can be counted here, because only one name that is not listed is certainly new",
@@ -186,7 +186,7 @@ impl<'d> Values<'d> {
         }
         let all = members.len() + usize::from(other.is_some());
         let counted = least > required || object.most.is_some() && (other.is_some() || most < all);
-        // Members before a place are counted up to here: more make no difference.
+        // The number of members before a place is counted up to `enough`. More members make no difference.
         let enough = match (counted, object.most) {
             (false, _) => 1,
             (true, Some(most)) => most.min(members.len()).max(least),
@@ -194,7 +194,9 @@ impl<'d> Values<'d> {
         }
         .max(1);
         if (members.len() + 1).saturating_mul(enough.saturating_add(1)) > MOST_STATES {
-            return Err("minProperties and maxProperties of so many members are too large to count".into());
+            return Err(
+                "minProperties and maxProperties are too large to count for this number of members".into()
+            );
         }
         let (least, most) = if counted { (least, most) } else { (0, usize::MAX) };
         let mut after = Vec::with_capacity(enough + 1);
@@ -220,7 +222,7 @@ impl<'d> Values<'d> {
         Ok(vec![after[0]])
     }
 
-    /// The members that are not listed, after so many that are.
+    /// Returns the members that are not listed, after `before` members that are listed.
     fn others(&mut self, other: Option<Item>, before: usize, least: usize, most: usize) -> Item {
         let mut alternatives = Vec::new();
         if before >= least {
@@ -240,7 +242,8 @@ impl<'d> Values<'d> {
     }
 }
 
-/// The names that are listed: of properties, of required members, and those that alone are allowed.
+/// Returns the names that are listed: the names of properties, of required members, and the only names that are
+/// allowed.
 fn names(object: &Objects, allowed: &[Strings]) -> Vec<String> {
     let properties = object.members.iter().flat_map(|members| members.names.iter().copied());
     let all = properties

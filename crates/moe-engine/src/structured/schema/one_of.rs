@@ -1,21 +1,22 @@
-//! `oneOf`, and goals that no value satisfies.
+//! Implements `oneOf`, and finds goals that no value satisfies.
 //!
-//! A grammar cannot say that a text is not of another grammar. So alternatives must exclude each other. Objects that have
-//! a member with different values do if the member is there: it is required then, as with OpenAPI's discriminators.
+//! A grammar cannot state that a text is not in another grammar. So the alternatives must exclude each other. Two kinds
+//! of objects exclude each other if they have different values for the same member. That member is then made required,
+//! like the discriminators of OpenAPI.
 
 use std::rc::Rc;
 
 use super::schemas::Schemas;
 use super::shape::{Goal, Objects, Shape, all};
 
-/// Levels of members and items at which contradictions are looked for.
+/// The number of levels of members and items in which contradictions are searched.
 const LEVELS: usize = 6;
 
 impl<'d> Schemas<'d> {
-    /// The values of exactly one of the shapes.
+    /// Returns the values of exactly one of the shapes.
     ///
     /// # Errors
-    /// It cannot be told for two of them that they exclude each other.
+    /// For two of the shapes it cannot be decided whether they exclude each other.
     pub fn one_of(&mut self, parts: &[Rc<Shape<'d>>]) -> Result<Shape<'d>, String> {
         let mut any = Shape::default();
         if self.any_of_one_of {
@@ -62,7 +63,7 @@ impl<'d> Schemas<'d> {
         Ok(any)
     }
 
-    /// Whether there is no object that is of two kinds.
+    /// Returns whether no object is of both kinds.
     fn apart(&mut self, common: Objects<'d>) -> Result<Apart<'d>, String> {
         self.spend(20)?;
         let named: Vec<&'d str> = common.members.iter().flat_map(|members| members.names.clone()).collect();
@@ -83,7 +84,7 @@ impl<'d> Schemas<'d> {
         Ok(Apart::Unknown)
     }
 
-    /// What a member must be.
+    /// Returns the conditions of a member.
     pub fn member(&mut self, objects: &Objects<'d>, name: &str) -> Result<Goal, String> {
         let mut goal = Vec::new();
         for members in &objects.members {
@@ -101,7 +102,7 @@ impl<'d> Schemas<'d> {
         Ok(all(goal))
     }
 
-    /// Whether no value satisfies a goal, as far as a few levels tell.
+    /// Returns whether no value satisfies a goal. The function searches only a few levels.
     fn is_unsatisfiable(&mut self, goal: &Goal, levels: usize) -> Result<bool, String> {
         let Some(levels) = levels.checked_sub(1) else { return Ok(false) };
         let shape = self.shape(goal)?;
@@ -141,10 +142,10 @@ impl<'d> Schemas<'d> {
     }
 }
 
-/// How two kinds of objects are told apart.
+/// How two kinds of objects are distinguished.
 enum Apart<'d> {
     Always,
-    /// If they have this member.
+    /// They are distinguished if they have this member.
     With(&'d str),
     Unknown,
 }

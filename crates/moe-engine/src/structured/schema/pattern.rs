@@ -1,13 +1,13 @@
 //! The parts of a regular expression.
 
-/// The end of a repetition without one.
+/// The upper limit of a repetition that has no limit.
 pub(super) const ENDLESS: u32 = u32::MAX;
 
 /// A regular expression.
 #[derive(Clone, Debug)]
 pub(super) enum Pattern {
     Char(char),
-    /// One character: a class as the regex crate writes it.
+    /// A class that matches one character, in the syntax of the regex crate.
     Class(String),
     Concat(Vec<Pattern>),
     Either(Vec<Pattern>),
@@ -16,12 +16,12 @@ pub(super) enum Pattern {
     Start,
     /// `$`
     End,
-    /// What must follow here, or must not.
+    /// A look-ahead: what must follow here, or must not follow.
     Ahead(Box<Pattern>, bool),
 }
 
 impl Pattern {
-    /// Whether it depends on what is around it.
+    /// Returns whether the matches depend on the surrounding text.
     pub fn looks_around(&self) -> bool {
         match self {
             Self::Char(_) | Self::Class(_) => false,
@@ -31,7 +31,7 @@ impl Pattern {
         }
     }
 
-    /// Whether it has a `^`.
+    /// Returns whether the pattern contains a `^`.
     pub fn has_start(&self) -> bool {
         match self {
             Self::Start => true,
@@ -41,7 +41,7 @@ impl Pattern {
         }
     }
 
-    /// Whether a match may be empty, and whether it must be.
+    /// Returns whether a match may be empty, and whether it must be empty.
     pub fn may_and_must_be_empty(&self) -> (bool, bool) {
         match self {
             Self::Char(_) | Self::Class(_) => (false, false),

@@ -1,12 +1,12 @@
-//! Regular expressions of the numbers on one side of a bound. Signs are not part of them.
+//! Regular expressions of the numbers on one side of a bound. Signs are not part of the expressions.
 //!
-//! Both are about texts that are numbers without zeros in front; of other texts they take some and not others.
+//! The expressions are correct for numbers without leading zeros. They match some other texts and do not match others.
 
 use super::decimal::Decimal;
 
 const FRACTION: &str = r"(?:\.[0-9]+)?";
 
-/// Numbers that are not less than a bound above zero.
+/// Returns an expression for the numbers that are not less than a bound. The bound is above zero.
 pub(super) fn at_least(bound: &Decimal) -> String {
     let whole = bound.whole();
     let fraction = bound.fraction();
@@ -24,7 +24,7 @@ pub(super) fn at_least(bound: &Decimal) -> String {
     all.join("|")
 }
 
-/// Numbers that are not greater than a bound.
+/// Returns an expression for the numbers that are not greater than a bound.
 pub(super) fn at_most(bound: &Decimal) -> String {
     let whole = bound.whole();
     let fraction = bound.fraction();
@@ -38,7 +38,8 @@ pub(super) fn at_most(bound: &Decimal) -> String {
         true => r"(?:\.0+)?".to_string(),
         false => {
             let mut rest = less(&fraction, Rest::Any, '0');
-            // The digits that the bound begins with are less than the bound: its last digit is not zero.
+            // A shorter prefix of the bound's digits is less than the bound, because the bound's last digit is not
+            // zero.
             rest.extend((1..fraction.len()).map(|n| fraction[..n].to_string()));
             rest.push(fraction + "0*");
             format!(r"(?:\.(?:{}))?", rest.join("|"))
@@ -48,21 +49,21 @@ pub(super) fn at_most(bound: &Decimal) -> String {
     all.join("|")
 }
 
-/// Which digits follow the first one that differs.
+/// Which digits may follow the first digit that differs.
 #[derive(Clone, Copy)]
 enum Rest {
-    /// As many as there are.
+    /// As many digits as the bound has there.
     SameLength,
-    /// Any number of them.
+    /// Any number of digits.
     Any,
 }
 
-/// Digits that come after `digits`.
+/// Returns expressions for the digits that are greater than `digits`.
 fn greater(digits: &str, rest: Rest) -> Vec<String> {
     differing(digits, rest, |digit, _| (digit < '9').then(|| (next(digit, 1), '9')))
 }
 
-/// Digits that come before `digits`; the first one is `lowest` or more.
+/// Returns expressions for the digits that are less than `digits`. The first digit is at least `lowest`.
 fn less(digits: &str, rest: Rest, lowest: char) -> Vec<String> {
     differing(digits, rest, |digit, at| {
         let lowest = if at == 0 { lowest } else { '0' };
@@ -74,7 +75,8 @@ fn next(digit: char, step: i8) -> char {
     char::from((digit as u8).wrapping_add_signed(step))
 }
 
-/// For each place: the digits before it, a digit of the range there, and what may follow.
+/// Returns one expression for each place: the digits before the place, a digit of the range, and the digits that may
+/// follow.
 fn differing(digits: &str, rest: Rest, range: impl Fn(char, usize) -> Option<(char, char)>) -> Vec<String> {
     let of = |(at, digit): (usize, char)| {
         let (low, high) = range(digit, at)?;

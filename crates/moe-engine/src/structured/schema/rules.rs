@@ -1,10 +1,10 @@
-//! A grammar: rules of terminals, and repetitions.
+//! A grammar that consists of rules of terminals and repetitions.
 
 use std::collections::HashMap;
 
 use llguidance::derivre::RegexAst;
 
-/// Copies of a unit that stand in one rule.
+/// The number of copies of a unit in one rule.
 const STEP: usize = 4;
 
 /// A rule of [`Grammar`].
@@ -18,11 +18,12 @@ pub(in crate::structured) enum Item {
     Terminal(usize),
 }
 
-/// What a rule stands for.
+/// The texts of a rule.
 #[derive(Clone)]
 pub(super) enum Rule {
     Either(Vec<Vec<Item>>),
-    /// So many of the items, each once, in any order, with a separator between them.
+    /// At least `least` and at most `most` of the items, each at most once, in any order, with a separator between
+    /// them.
     Distinct {
         items: Vec<Item>,
         separator: Item,
@@ -31,7 +32,7 @@ pub(super) enum Rule {
     },
 }
 
-/// Rules, the first of which is the start.
+/// A list of rules. The first rule is the start rule.
 #[derive(Default)]
 pub(super) struct Grammar {
     pub rules: Vec<Rule>,
@@ -40,7 +41,7 @@ pub(super) struct Grammar {
 }
 
 impl Grammar {
-    /// A rule that is filled in later.
+    /// Adds a rule whose contents are filled in later.
     pub fn reserve(&mut self) -> RuleRef {
         self.rule(Vec::new())
     }
@@ -73,7 +74,7 @@ impl Grammar {
         Item::Terminal(self.terminals.len() - 1)
     }
 
-    /// So many units after each other.
+    /// Returns items for at least `least` and at most `most` units in sequence.
     pub fn repeat(&mut self, unit: Item, least: usize, most: Option<usize>) -> Vec<Item> {
         let mut items = self.exactly(unit, least);
         match most {
@@ -97,7 +98,7 @@ impl Grammar {
         items
     }
 
-    /// No two ways lead to the same number of units.
+    /// Returns items for at most `n` units. There is exactly one way to derive each number of units.
     fn at_most(&mut self, unit: Item, n: usize) -> Vec<Item> {
         if n == 0 {
             return Vec::new();
@@ -113,7 +114,7 @@ impl Grammar {
         vec![Item::Rule(self.rule(vec![fewer, most]))]
     }
 
-    /// Which rules have a text.
+    /// Returns for each rule whether it has a text.
     pub fn productive(&self) -> Vec<bool> {
         let mut users: Vec<Vec<usize>> = vec![Vec::new(); self.rules.len()];
         for (rule, items) in
@@ -135,7 +136,7 @@ impl Grammar {
     }
 }
 
-/// Whether an item has a text.
+/// Returns whether an item has a text.
 pub(super) fn has_text(item: &Item, productive: &[bool]) -> bool {
     match item {
         Item::Rule(rule) => productive[rule.0],

@@ -1,7 +1,7 @@
-//! From the keywords of a schema to the values that it allows.
+//! Finds the values that the keywords of a schema allow.
 //!
-//! Schemas inside of objects and lists stay goals, which are sets of parts of the document. So references are never
-//! written out, recursion ends, and what several schemas say about a member is one more goal.
+//! The schemas inside objects and lists stay goals. A goal is a set of parts of the document. So references are never
+//! expanded and recursion ends. The combined conditions of several schemas for one member are one more goal.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -12,11 +12,11 @@ use super::number::Numbers;
 use super::shape::{Arrays, Goal, Members, NodeId, Objects, Shape, all};
 use super::text::{Rules, Strings};
 
-/// References and combinations inside each other.
+/// The deepest nesting of references and combinations.
 const DEEPEST: usize = 100;
-/// Alternatives that are looked at.
+/// The largest number of alternatives that are examined.
 const MOST_WORK: usize = 1_000_000;
-/// Keywords that are not ignored and not understood.
+/// The keywords that are neither ignored nor understood.
 const UNSUPPORTED: [&str; 13] = [
     "not",
     "if",
@@ -37,11 +37,11 @@ const UNSUPPORTED: [&str; 13] = [
 #[derive(Clone, Copy)]
 enum Node<'d> {
     Schema(&'d Json),
-    /// A value that is allowed, alone.
+    /// A single value that is allowed.
     Value(&'d Json),
 }
 
-/// The parts of a schema, and what they allow.
+/// The parts of a schema, and the values that they allow.
 pub(super) struct Schemas<'d> {
     document: Document<'d>,
     nodes: Vec<Node<'d>>,
@@ -49,10 +49,10 @@ pub(super) struct Schemas<'d> {
     pub rules: Rules,
     of_nodes: HashMap<NodeId, Rc<Shape<'d>>>,
     of_goals: HashMap<Goal, Rc<Shape<'d>>>,
-    /// Nodes whose values are being found out.
+    /// The nodes whose values are being computed.
     busy: Vec<NodeId>,
     work: usize,
-    /// Alternatives of `oneOf` may hold together.
+    /// Whether several alternatives of `oneOf` may hold together.
     pub any_of_one_of: bool,
 }
 
@@ -71,7 +71,7 @@ impl<'d> Schemas<'d> {
         }
     }
 
-    /// The part of a schema.
+    /// Returns the node of a schema.
     pub fn schema(&mut self, schema: &'d Json) -> NodeId {
         self.node(schema, Node::Schema(schema), false)
     }
@@ -89,16 +89,16 @@ impl<'d> Schemas<'d> {
         id
     }
 
-    /// Takes note of some work.
+    /// Counts some work.
     ///
     /// # Errors
-    /// It was too much.
+    /// The work exceeds the limit.
     pub fn spend(&mut self, work: usize) -> Result<(), String> {
         self.work = self.work.checked_sub(work + 1).ok_or("the schema is too large")?;
         Ok(())
     }
 
-    /// The values that satisfy all parts of a goal.
+    /// Returns the values that satisfy all parts of a goal.
     ///
     /// # Errors
     /// The schema is wrong, not supported, or too large.
@@ -142,7 +142,7 @@ impl<'d> Schemas<'d> {
         Ok(shape)
     }
 
-    /// Values that are of both, without alternatives that have none.
+    /// Returns the values that satisfy both shapes. Alternatives without values are left out.
     pub fn and(&mut self, a: &Shape<'d>, b: &Shape<'d>) -> Result<Shape<'d>, String> {
         self.spend(a.numbers.len() * b.numbers.len() + a.strings.len() * b.strings.len())?;
         self.spend(10 * (a.arrays.len() * b.arrays.len() + a.objects.len() * b.objects.len()))?;
@@ -241,7 +241,7 @@ impl<'d> Schemas<'d> {
         self.of_node(node)
     }
 
-    /// A value as it is.
+    /// Returns the shape of one value.
     fn of_value(&mut self, value: &'d Json) -> Result<Shape<'d>, String> {
         self.spend(1)?;
         let mut shape = Shape::default();

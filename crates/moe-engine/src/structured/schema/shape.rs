@@ -1,4 +1,4 @@
-//! Which values of each kind a schema allows.
+//! Describes which values of each kind a schema allows.
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -10,10 +10,10 @@ use super::text::{RuleId, Strings};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct NodeId(pub u32);
 
-/// Parts of the schema that a value must satisfy all; sorted. None of them allows everything.
+/// The parts of the schema that a value must satisfy, all of them and sorted. Parts that allow everything are left out.
 pub(super) type Goal = Rc<[NodeId]>;
 
-/// The goal of what satisfies two goals.
+/// Returns the goal that requires both goals.
 pub(super) fn both(a: &Goal, b: &Goal) -> Goal {
     if a.is_empty() || a == b {
         return b.clone();
@@ -21,14 +21,14 @@ pub(super) fn both(a: &Goal, b: &Goal) -> Goal {
     all([&a[..], b].concat())
 }
 
-/// The goal of what satisfies all of some parts.
+/// Returns the goal that requires all of the parts.
 pub(super) fn all(mut parts: Vec<NodeId>) -> Goal {
     parts.sort_unstable();
     parts.dedup();
     parts.into()
 }
 
-/// Values, by their kind.
+/// A set of values, by their kind.
 #[derive(Clone, Default)]
 pub(super) struct Shape<'d> {
     pub null: bool,
@@ -41,7 +41,7 @@ pub(super) struct Shape<'d> {
 }
 
 impl Shape<'_> {
-    /// Every value.
+    /// Returns the shape of all values.
     pub fn any() -> Self {
         Self {
             null: true,
@@ -54,17 +54,17 @@ impl Shape<'_> {
         }
     }
 
-    /// Whether it has nothing but lists and objects.
+    /// Returns whether the shape has only lists and objects.
     pub fn has_no_scalars(&self) -> bool {
         !self.null && !self.no && !self.yes && self.numbers.is_empty() && self.strings.is_empty()
     }
 
-    /// How many alternatives it has.
+    /// Returns the number of alternatives.
     pub fn len(&self) -> usize {
         self.numbers.len() + self.strings.len() + self.arrays.len() + self.objects.len()
     }
 
-    /// Adds the values of another.
+    /// Adds the values of another shape.
     pub fn or(&mut self, other: &Self)
     where
         Self: Clone,
@@ -79,16 +79,16 @@ impl Shape<'_> {
     }
 }
 
-/// What a list must be.
+/// The conditions of a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Arrays {
-    /// Of the first items.
+    /// The goals of the first items.
     pub prefix: Vec<Goal>,
-    /// Of the items after them.
+    /// The goal of the items after them.
     pub rest: Goal,
     pub least: usize,
     pub most: Option<usize>,
-    /// No two items are equal.
+    /// Whether no two items may be equal.
     pub unique: bool,
 }
 
@@ -97,12 +97,12 @@ impl Arrays {
         Self { prefix: Vec::new(), rest: all(Vec::new()), least: 0, most: None, unique: false }
     }
 
-    /// What an item must be.
+    /// Returns the goal of the item at an index.
     pub fn item(&self, at: usize) -> &Goal {
         self.prefix.get(at).unwrap_or(&self.rest)
     }
 
-    /// Those that are of both; `None` if the lengths exclude each other.
+    /// Returns the lists that satisfy both, or `None` if the lengths exclude each other.
     pub fn and(&self, other: &Self) -> Option<Self> {
         let least = self.least.max(other.least);
         let most = self.most.into_iter().chain(other.most).min();
@@ -120,16 +120,16 @@ impl Arrays {
     }
 }
 
-/// What an object must be.
+/// The conditions of an object.
 #[derive(Clone)]
 pub(super) struct Objects<'d> {
-    /// What each says about the members holds.
+    /// The conditions of several schemas for the members. All of them hold.
     pub members: Vec<Rc<Members<'d>>>,
-    /// In the order in which they are named.
+    /// The required members, in the order in which the schema names them.
     pub required: Vec<&'d str>,
     pub least: usize,
     pub most: Option<usize>,
-    /// Of the names of members, as strings.
+    /// The goal of the names of members, which are strings.
     pub names: Goal,
 }
 
@@ -138,7 +138,7 @@ impl<'d> Objects<'d> {
         Self { members: Vec::new(), required: Vec::new(), least: 0, most: None, names: all(Vec::new()) }
     }
 
-    /// Those that are of both; `None` if the numbers of members exclude each other.
+    /// Returns the objects that satisfy both, or `None` if the numbers of members exclude each other.
     pub fn and(&self, other: &Self) -> Option<Self> {
         let least = self.least.max(other.least);
         let most = self.most.into_iter().chain(other.most).min();
@@ -153,7 +153,7 @@ impl<'d> Objects<'d> {
         Some(Self { members, least, most, names: self::both(&self.names, &other.names), ..both })
     }
 
-    /// Requires members.
+    /// Adds required members.
     pub fn require(&mut self, names: &[&'d str]) {
         let known: HashSet<&str> = self.required.iter().copied().collect();
         let new: Vec<&'d str> = names.iter().filter(|name| !known.contains(**name)).copied().collect();
@@ -161,13 +161,13 @@ impl<'d> Objects<'d> {
     }
 }
 
-/// What one schema says about the members of an object.
+/// The conditions of one schema for the members of an object.
 #[derive(Default)]
 pub(super) struct Members<'d> {
-    /// In the order in which they are named.
+    /// The named members, in the order in which the schema names them.
     pub names: Vec<&'d str>,
     pub properties: HashMap<&'d str, NodeId>,
     pub patterns: Vec<(RuleId, NodeId)>,
-    /// Of members that are neither named nor match an expression.
+    /// The schema of the members that are not named and match no expression.
     pub additional: Option<NodeId>,
 }

@@ -1,4 +1,5 @@
-//! What grammars of schemas allow, on forms that people and generators write. Random schemas are in `tests/schemas`.
+//! Tests which texts the grammars of schemas allow, with schemas that people and generators write. Random schemas are
+//! in `tests/schemas`.
 
 use llguidance::derivre::RegexAst;
 use serde_json::{Value, json};
@@ -6,7 +7,7 @@ use serde_json::{Value, json};
 use super::super::tests::tokenizer;
 use super::super::{Constraint, Grammars, StructuredOutput};
 
-/// Whether the grammar of a schema has a text.
+/// Returns whether the grammar of a schema contains a text.
 fn allows(schema: &Value, text: &str) -> bool {
     let tokenizer = tokenizer();
     let output = StructuredOutput::JsonSchema(schema.to_string());
@@ -15,7 +16,7 @@ fn allows(schema: &Value, text: &str) -> bool {
     let mut constraint = Constraint::new(grammar);
     let tokens = tokenizer.encode(text).unwrap();
     let end = tokenizer.token_to_id("<|end|>").unwrap();
-    // Behind a complete text every token counts as taken.
+    // After a complete text, the constraint accepts every token.
     if (0..tokens.len()).any(|n| constraint.is_complete(&tokens[..n]) != Ok(false)) {
         return false;
     }
@@ -30,7 +31,7 @@ fn refused(schema: &str) -> String {
     super::compile(schema).err().unwrap_or_else(|| panic!("{schema} is taken"))
 }
 
-/// Texts that a schema allows, and others.
+/// Checks the texts that a schema allows, and texts that it does not allow.
 fn check(schema: Value, good: &[&str], bad: &[&str]) {
     for text in good {
         assert!(allows(&schema, text), "{schema} does not allow {text}");
@@ -147,7 +148,7 @@ fn members_of_all_kinds() {
 #[test]
 fn forms_that_generators_write() {
     check(json!({"type": "string", "format": "binary", "maxLength": 2}), &["\"ab\""], &["\"abc\""]);
-    // Decimal of pydantic, and an email address and a password of zod.
+    // These are the Decimal of pydantic, and the email address and a password of zod.
     let decimal = json!({"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"});
     check(decimal, &["\"1.5\"", "\"+.5\"", "\"-7\""], &["\"\"", "\"-.\"", "\"1.5.\"", "\"a\""]);
     let email = "^(?!\\.)(?!.*\\.\\.)([A-Za-z0-9_'+\\-\\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$";
@@ -241,7 +242,7 @@ fn nesting_and_size_are_bounded() {
         refused(&json!({"$ref": "#/$defs/d0", "$defs": chain}).to_string())
             .contains("nested more than 100 levels")
     );
-    // Each definition names the next one twice: written out they would be 2^300.
+    // Each definition names the next one twice. Expanded, they would have 2^300 parts.
     let lists: serde_json::Map<String, Value> = (0..300)
         .map(|i| {
             let next = json!({"$ref": format!("#/$defs/d{}", (i + 1) % 300)});

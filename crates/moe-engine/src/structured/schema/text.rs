@@ -1,4 +1,4 @@
-//! Strings: lengths, expressions and the one text, and whether there is any.
+//! The conditions of strings: lengths, expressions and single texts. It also decides whether any string satisfies them.
 
 use std::collections::HashMap;
 
@@ -7,22 +7,22 @@ use llguidance::derivre::{JsonQuoteOptions, Regex, RegexAst, RegexBuilder};
 use super::pattern::Pattern;
 use super::{format, language};
 
-/// Work of finding out whether expressions have a text in common.
+/// The largest amount of work to decide whether expressions have a common text.
 const MOST_WORK: u64 = 50_000;
 
-/// An expression of the table.
+/// An expression in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct RuleId(usize);
 
-/// What a string must be.
+/// The conditions of a string.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Strings {
-    /// Characters at least and at most.
+    /// The least and the largest number of characters.
     pub least: usize,
     pub most: Option<usize>,
-    /// The one text.
+    /// The single text that is allowed.
     pub text: Option<String>,
-    /// All of them match; sorted.
+    /// The expressions, which the string must all match, sorted.
     pub rules: Vec<RuleId>,
 }
 
@@ -35,7 +35,7 @@ impl Strings {
         Self { rules: vec![rule], ..Self::default() }
     }
 
-    /// Those that are of both; `None` if there is certainly none.
+    /// Returns the strings that satisfy both, or `None` if there is certainly no such string.
     pub fn and(&self, other: &Self) -> Option<Self> {
         let text = match (&self.text, &other.text) {
             (Some(a), Some(b)) if a != b => return None,
@@ -53,26 +53,26 @@ impl Strings {
     }
 }
 
-/// The expressions of a schema.
+/// The table of the expressions of a schema.
 #[derive(Default)]
 pub(super) struct Rules {
     texts: Vec<RegexAst>,
     ids: HashMap<String, RuleId>,
-    /// What matches all of several expressions.
+    /// The automata that match all of several expressions.
     matchers: HashMap<Vec<RuleId>, Regex>,
     empty: HashMap<Strings, bool>,
 }
 
 impl Rules {
-    /// The expression of a `pattern`.
+    /// Adds the expression of a `pattern`.
     ///
     /// # Errors
-    /// It is not well-formed or uses what is not supported.
+    /// The expression is not well-formed or uses an unsupported feature.
     pub fn pattern(&mut self, text: &str) -> Result<RuleId, String> {
         self.add(format!("/{text}/"), || language::texts(&Pattern::read(text)?))
     }
 
-    /// The expression of a `format` that is enforced.
+    /// Adds the expression of a `format` that is enforced.
     pub fn format(&mut self, name: &str) -> Result<Option<RuleId>, String> {
         format::texts(name).map(|texts| self.add(name.to_string(), || Ok(texts))).transpose()
     }
@@ -86,7 +86,7 @@ impl Rules {
             return Ok(id);
         }
         let texts = texts()?;
-        // What the regex crate does not take is told here.
+        // An expression that the regex crate does not accept is reported here.
         RegexBuilder::new().mk(&texts).map_err(|e| format!("{name}: {e:#}"))?;
         let id = RuleId(self.texts.len());
         self.texts.push(texts);
@@ -94,7 +94,7 @@ impl Rules {
         Ok(id)
     }
 
-    /// The strings without quotation marks.
+    /// Returns the texts of the strings, without quotation marks.
     pub fn texts(&self, strings: &Strings) -> RegexAst {
         if let Some(text) = &strings.text {
             return RegexAst::Literal(text.clone());
@@ -106,10 +106,10 @@ impl Rules {
         if all.len() == 1 { all.swap_remove(0) } else { RegexAst::And(all) }
     }
 
-    /// Whether there is none.
+    /// Returns whether no string satisfies the conditions.
     ///
     /// # Errors
-    /// It is hard to tell.
+    /// The question is too hard to decide.
     pub fn is_empty(&mut self, strings: &Strings) -> Result<bool, String> {
         if let Some(text) = &strings.text {
             let length = text.chars().count();
@@ -130,10 +130,10 @@ impl Rules {
         Ok(empty)
     }
 
-    /// Whether no text is of these.
+    /// Returns whether the set of texts is empty.
     ///
     /// # Errors
-    /// It is hard to tell.
+    /// The question is too hard to decide.
     pub fn have_none(&self, texts: &RegexAst) -> Result<bool, String> {
         let mut builder = RegexBuilder::new();
         let all = builder.mk(texts).map_err(|e| format!("{e:#}"))?;
@@ -142,10 +142,10 @@ impl Rules {
         Ok(regex.map_err(hard)?.always_empty())
     }
 
-    /// Whether a text matches all of the expressions.
+    /// Returns whether a text matches all of the expressions.
     ///
     /// # Errors
-    /// They are too large.
+    /// The expressions are too large.
     pub fn matches(&mut self, rules: &[RuleId], text: &str) -> Result<bool, String> {
         if rules.is_empty() {
             return Ok(true);
@@ -161,7 +161,7 @@ impl Rules {
     }
 }
 
-/// Texts of so many characters.
+/// Returns an expression for texts of at least `least` and at most `most` characters.
 fn length(least: usize, most: Option<usize>) -> String {
     match most {
         None if least == 0 => "(?s:.*)".into(),
@@ -169,7 +169,7 @@ fn length(least: usize, most: Option<usize>) -> String {
     }
 }
 
-/// Texts as they are written in JSON.
+/// Returns the texts as JSON writes them.
 pub(super) fn quoted(texts: RegexAst) -> RegexAst {
     RegexAst::JsonQuote(Box::new(texts), JsonQuoteOptions::regular())
 }

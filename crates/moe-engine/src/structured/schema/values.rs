@@ -1,4 +1,4 @@
-//! From goals to rules: one rule for each goal, which all places share.
+//! Writes a rule for each goal. All places with the same goal use the same rule.
 
 use std::collections::HashMap;
 
@@ -9,9 +9,9 @@ use super::schemas::Schemas;
 use super::shape::{Arrays, Goal};
 use super::text::quoted;
 
-/// Goals of a schema.
+/// The largest number of goals of a schema.
 const MOST_GOALS: usize = 20_000;
-/// Values that a list without equal items chooses from: llguidance has a bit for each.
+/// The largest number of values that a list without equal items can choose from. llguidance has a bit for each.
 const MOST_DISTINCT: usize = 64;
 
 /// Writes the rules of a schema.
@@ -19,47 +19,36 @@ pub(super) struct Values<'d> {
     pub schemas: Schemas<'d>,
     pub grammar: Grammar,
     of_goals: HashMap<Goal, RuleRef>,
-    /// Rules that are not yet filled in.
+    /// The rules that are not filled in yet.
     left: Vec<(Goal, RuleRef)>,
     pub comma: Item,
     pub colon: Item,
 }
 
 impl<'d> Values<'d> {
-    /// Adds all rules that a goal needs to a grammar; the second result is the goal's rule.
+    /// Starts with a grammar to which the rules are added.
+    pub fn new(mut grammar: Grammar, schemas: Schemas<'d>, comma: RegexAst, colon: RegexAst) -> Self {
+        let comma = grammar.terminal(comma);
+        let colon = grammar.terminal(colon);
+        Self { schemas, grammar, of_goals: HashMap::new(), left: Vec::new(), comma, colon }
+    }
+
+    /// Writes the rules that are referred to and not filled in yet, and returns the grammar.
     ///
     /// # Errors
     /// The schema is wrong, not supported, or too large.
-    pub fn write(
-        mut grammar: Grammar,
-        schemas: Schemas<'d>,
-        goal: Goal,
-        comma: RegexAst,
-        colon: RegexAst,
-    ) -> Result<(Grammar, RuleRef), String> {
-        let value = grammar.reserve();
-        let comma = grammar.terminal(comma);
-        let colon = grammar.terminal(colon);
-        let mut values = Self {
-            schemas,
-            grammar,
-            of_goals: HashMap::new(),
-            left: vec![(goal.clone(), value)],
-            comma,
-            colon,
-        };
-        values.of_goals.insert(goal, value);
-        while let Some((goal, rule)) = values.left.pop() {
-            let alternatives = values.alternatives(&goal)?;
-            values.grammar.fill(rule, alternatives);
+    pub fn finish(mut self) -> Result<Grammar, String> {
+        while let Some((goal, rule)) = self.left.pop() {
+            let alternatives = self.alternatives(&goal)?;
+            self.grammar.fill(rule, alternatives);
         }
-        Ok((values.grammar, value))
+        Ok(self.grammar)
     }
 
-    /// The rule of a goal.
+    /// Returns the rule of a goal.
     ///
     /// # Errors
-    /// There are too many.
+    /// There are too many goals.
     pub fn value(&mut self, goal: &Goal) -> Result<Item, String> {
         if let Some(&rule) = self.of_goals.get(goal) {
             return Ok(Item::Rule(rule));
@@ -95,7 +84,7 @@ impl<'d> Values<'d> {
         Ok(alternatives)
     }
 
-    fn array(&mut self, array: &Arrays) -> Result<Vec<Item>, String> {
+    pub fn array(&mut self, array: &Arrays) -> Result<Vec<Item>, String> {
         let open = self.grammar.literal("[");
         let close = self.grammar.literal("]");
         let items = match array.unique && array.most.is_none_or(|most| most > 1) {
@@ -132,11 +121,12 @@ impl<'d> Values<'d> {
         Ok(rest)
     }
 
-    /// The items of a list without equal ones. They must be of a list of values: a grammar cannot compare others.
+    /// Returns the items of a list without equal items. Its items must come from a list of values, because a grammar
+    /// cannot compare other values.
     fn distinct_items(&mut self, array: &Arrays) -> Result<Vec<Item>, String> {
         let hard = || {
             format!(
-                "uniqueItems is supported where items are at most {MOST_DISTINCT} values, such as those of an enum, and where maxItems is at most 1: leave it out, or list the values"
+                "uniqueItems is supported where items are at most {MOST_DISTINCT} values, such as an enum's, and where maxItems is at most 1: leave it out, or list the values"
             )
         };
         if !array.prefix.is_empty() {

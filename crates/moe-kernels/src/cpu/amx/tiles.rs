@@ -161,8 +161,9 @@ pub(super) fn store(to: &mut [TileSums; 4], m: [usize; 2]) {
 #[derive(Clone, Copy)]
 pub(crate) struct ByteSums(pub [[u32; LANES]; LANES]);
 
-/// Registers for products of bytes over `columns` (32 or 64) of k, of `m` rows of x. 0 and 1: sums of the high bytes of x with
-/// both vectors of w; 2 and 3: of the low bytes; 4 and 5: high and low bytes of x; 6 and 7: w, a row for four columns.
+/// Registers for products of bytes over `columns` (32 or 64) of k, of `m` rows of x. 0 and 1: sums of the high bytes of
+/// x with both vectors of w; 2 and 3: of the low bytes; 4 and 5: high and low bytes of x; 6 and 7: w, a row for four
+/// columns.
 pub(crate) fn configure_bytes(m: usize, columns: usize) {
     let sums = (m, 4 * LANES);
     let x = (m, columns);
@@ -171,8 +172,8 @@ pub(crate) fn configure_bytes(m: usize, columns: usize) {
     zero(true);
 }
 
-/// Advances the sums by `columns` of k. `x`: high bytes (signed) and low bytes (unsigned), [m][columns] each; `w`: bytes
-/// (unsigned) of both vectors, [columns / 4][16 rows][4].
+/// Advances the sums by `columns` of k. `x`: high bytes (signed) and low bytes (unsigned), [m][columns] each; `w`:
+/// bytes (unsigned) of both vectors, [columns / 4][16 rows][4].
 pub(crate) fn multiply_bytes(x: [&[u32]; 2], w: [&[u8]; 2], m: usize, columns: usize) {
     assert!(x.iter().all(|x| 4 * x.len() >= m * columns) && w.iter().all(|w| w.len() >= LANES * columns));
     // SAFETY: the registers are configured for these sizes, and the slices hold as much.

@@ -60,7 +60,7 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         self.weigh(&values, &next, rows, local);
     }
 
-    /// The cache's rows of the positions of a block; those outside of `seen` repeat its first.
+    /// The cache's rows of the positions of a block. Positions outside of `seen` repeat its first row.
     fn places(&self, task: &Task, block: usize, seen: &Range<usize>) -> [usize; ATTENTION_BLOCK] {
         let size = self.a.block_size;
         let mut places = [0; ATTENTION_BLOCK];
@@ -161,9 +161,9 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         }
     }
 
-    /// Adds the weighted values, tile by tile: what only some rows of a tile see, before and after
-    /// what all see, is added row by row, so that every chain covers exactly what its row sees.
-    /// The next keys are fetched meanwhile.
+    /// Adds the weighted values, tile by tile. Positions that all rows of a tile see are added for the whole tile.
+    /// Positions before and after them, which only some rows see, are added row by row, so that every chain covers
+    /// exactly what its row sees. The next keys are prefetched meanwhile.
     fn weigh(
         &self,
         values: &[&[T]; ATTENTION_BLOCK],

@@ -220,7 +220,32 @@ fn merge<S: Simd>(s: S, into: Partial, stats: (f32, f32), values: &[f32]) {
     *into.stats = (max, stats.1 * factors[1] + into.stats.1 * factors[0]);
 }
 
-/// Merges the partials of a block into those of the blocks before it, for all rows that see it.
+/// Merges a sink into the partial of all positions: a logit without a value.
+pub(crate) struct MergeSink<'a> {
+    pub into: Partial<'a>,
+    pub logit: f32,
+}
+
+impl Kernel for MergeSink<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Partial { stats, values } = self.into;
+        let max = if stats.0 > self.logit { stats.0 } else { self.logit };
+        let mut factors = [0f32; LANES];
+        factors[0] = stats.0 - max;
+        factors[1] = self.logit - max;
+        s.store(exp(s, s.load(&factors)), &mut factors);
+        let scale = s.splat(factors[0]);
+        for values in values.as_chunks_mut().0 {
+            s.store(s.mul(s.load(values), scale), values);
+        }
+        *stats = (max, stats.1 * factors[0] + factors[1]);
+    }
+}
+
+/// Merges the partial results of a block with the results of the blocks before it, for all rows that see it.
 pub(crate) struct MergeRows<'a> {
     pub visible: &'a [Range<usize>],
     /// Whether a row has seen a block before; if not, it starts with this one.

@@ -1,8 +1,9 @@
-//! One row of x and one panel: a single stream from memory, two chains of it side by side.
+//! One row of x and one panel: a single stream from memory, of which two chains are computed together.
 //!
-//! A dot product may add to a sum six cycles after the one before. A thread reads a cache line in as little as that, so with one
-//! chain it would have no time to make up for a line that came late. Two chains of a panel lie behind each other: they are
-//! read side by side, while what follows them is asked for line after line, as one stream.
+//! A dot product may add to a sum six cycles after the one before. A thread reads a cache line in as little as that, so
+//! with one chain it would have no time to catch up after a line that came late. The second chain of a panel follows
+//! the first one in memory. Both are read together, while what follows them is prefetched line after line, as one
+//! stream.
 
 use std::arch::x86_64::*;
 
@@ -49,7 +50,7 @@ impl Row<'_> {
         }
     }
 
-    /// So many words from `at` on.
+    /// The words from `at` on.
     fn part(&self, at: usize, words: usize) -> Self {
         let end = (at + words) * CACHE_LINE;
         let next = if end < self.panel.len() { self.panel[end..].as_ptr() } else { self.next };
@@ -71,8 +72,8 @@ unsafe fn advance<const C: usize>(row: Row) -> [[f32; LANES]; C] {
         for c in 0..C {
             _mm_prefetch::<_MM_HINT_T0>(row.next.wrapping_add((i * C + c) * CACHE_LINE).cast());
             let at = c * words + i;
-            // SAFETY: `at` is below C * words, the number of words of x and of lines of the panel; vectors of words and of
-            // pairs of bf16 are the same 64 bytes.
+            // SAFETY: `at` is below C * words, the number of words of x and of lines of the panel; vectors of words and
+            // of pairs of bf16 are the same 64 bytes.
             acc[c] = unsafe {
                 let x = _mm512_set1_epi32(*row.x.get_unchecked(at) as i32);
                 let w = _mm512_loadu_si512(row.panel.as_ptr().add(at * CACHE_LINE).cast());

@@ -1,8 +1,8 @@
 //! Rows of x as 16-bit fixed point.
 //!
-//! A block of x with largest magnitude in 2^e .. 2^(e + 1) becomes integers round(x / 2^(e - 14)), |integer| < 2^15: values
-//! of bf16 keep all their bits unless they lie more than 7 binades below the largest, and no error is above 2^-15 of it. A block
-//! with an infinity or NaN becomes NaN.
+//! A block of x with largest magnitude in 2^e .. 2^(e + 1) becomes integers round(x / 2^(e - 14)), |integer| < 2^15:
+//! values of bf16 keep all their bits unless they lie more than 7 binades below the largest, and no error is above
+//! 2^-15 of it. A block with an infinity or NaN becomes NaN.
 
 use super::panel::{STEP_WORDS, TAIL};
 use super::shift::is_in_range;
@@ -16,13 +16,15 @@ const AHEAD: usize = 512;
 /// Sixteens of a block of 32 columns.
 const SHORT: usize = 2;
 
-/// Rows of x as 16-bit fixed point: for each block its integers, its scale, and minus their sum. Returns whether all scales
-/// are [in range](is_in_range).
+/// Rows of x as 16-bit fixed point: for each block its integers, its scale, and minus their sum. Returns whether all
+/// scales are [in range](is_in_range).
 pub(super) struct PackRows<'a, T, P> {
     pub rows: &'a [&'a [T]],
     pub blocks: &'a [Block],
     /// The column of x of each packed column.
     pub order: Option<&'a [u32]>,
+    /// Whether the scheme has minima.
+    pub has_minima: bool,
     pub panel: &'a mut [u32],
     /// Puts the integers of a block of row j of the tile into the words of this block of all rows.
     pub put: P,
@@ -42,6 +44,7 @@ impl<T: Lanes, P: Fn(&[u16], Block, usize, &mut [u32])> Kernel for PackRows<'_, 
                 let words = block.steps() * STEP_WORDS;
                 let tail = convert(s, row, *block, self.order, &mut ints);
                 all_in_range &= is_in_range(tail[0]);
+                let tail = if self.has_minima { for_minima(tail) } else { tail };
                 let (to, rest) = self.panel[at..].split_at_mut(words * m);
                 (self.put)(&ints[..2 * words], *block, j, to);
                 for (i, word) in tail.into_iter().enumerate() {
@@ -54,12 +57,13 @@ impl<T: Lanes, P: Fn(&[u16], Block, usize, &mut [u32])> Kernel for PackRows<'_, 
     }
 }
 
-/// [`PackRows`] of a tile of pairs: word i of row j of m goes to place i * m + j of a block. The rows of a block are transposed,
-/// which takes less than to put each word.
+/// [`PackRows`] of a tile of pairs: word i of row j of m goes to place i * m + j of a block. The rows of a block are
+/// transposed, which takes less than to put each word.
 pub(super) struct PackPairs<'a, T> {
     pub rows: &'a [&'a [T]],
     pub blocks: &'a [Block],
     pub order: Option<&'a [u32]>,
+    pub has_minima: bool,
     pub panel: &'a mut [u32],
 }
 
@@ -75,10 +79,12 @@ impl<T: Lanes> Kernel for PackPairs<'_, T> {
         let mut tails = [[0; LANES]; TAIL];
         for block in self.blocks {
             for (j, (row, ints)) in self.rows.iter().zip(&mut ints).enumerate() {
-                // Rows come from another core's cache, too many side by side for the processor to see where each goes on.
+                // Rows come from another core's cache, too many side by side for the processor to see where each goes
+                // on.
                 s.prefetch(row.as_ptr().wrapping_add(block.start + AHEAD));
                 let tail = convert(s, row, *block, self.order, ints);
                 all_in_range &= is_in_range(tail[0]);
+                let tail = if self.has_minima { for_minima(tail) } else { tail };
                 for i in 0..TAIL {
                     tails[i][j] = tail[i];
                 }
@@ -187,6 +193,14 @@ fn fixed<S: Simd, T: Lanes>(s: S, values: &[[T; LANES]], ints: &mut [[u16; LANES
     [(exponent - 14) << 23, s.fold_add_words(sums).wrapping_neg()]
 }
 
+/// The scale of a block and minus the sum of its values, which minima are multiplied with. The sum of so few integers
+/// is exact in f32, and so is its product with a power of two.
+#[inline(always)]
+fn for_minima([scale, minus_sum]: [u32; TAIL]) -> [u32; TAIL] {
+    let sum = minus_sum.cast_signed() as f32 * f32::from_bits(scale);
+    [scale, sum.to_bits()]
+}
+
 /// Puts the integers of one row as pairs.
 #[inline(always)]
 pub(super) fn put_pairs(ints: &[u16], out: &mut [u32]) {
@@ -273,8 +287,8 @@ mod tests {
                 put_pairs(ints, &mut words);
                 words.iter().enumerate().for_each(|(i, word)| out[i * rows.len() + j] = *word);
             };
-            PackRows { rows, blocks, order: None, panel: &mut each, put }.run(s);
-            PackPairs { rows, blocks, order: None, panel: &mut pairs }.run(s);
+            PackRows { rows, blocks, order: None, has_minima: false, panel: &mut each, put }.run(s);
+            PackPairs { rows, blocks, order: None, has_minima: false, panel: &mut pairs }.run(s);
             [pairs, each]
         }
     }

@@ -2,16 +2,17 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::form::{Form, LOCAL, PREFETCH, Rows, Unit, add, chains, tiles};
-use super::quants::{Bytes, Nibbles, Quants};
+use super::quants::{Bytes, Nibbles, Quants, with_ints};
 use crate::cpu::product::K_BLOCK;
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
 use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView};
-use crate::scheme::{Codes, Offset};
+use crate::scheme::Codes;
 
 /// The form; see the module.
 pub(super) struct Floats<'a> {
@@ -28,6 +29,10 @@ fn length(columns: &Columns, segment: usize) -> usize {
 impl<T: Lanes> Form<T> for Floats<'_> {
     fn row_words(&self, e: usize) -> usize {
         self.segments.clone().map(|segment| length(&self.w.parts[e].columns, segment)).sum()
+    }
+
+    fn packs_alike(&self, a: usize, b: usize) -> bool {
+        Arc::ptr_eq(&self.w.parts[a].columns, &self.w.parts[b].columns)
     }
 
     fn tile_rows(&self, _e: usize, _m: usize) -> usize {
@@ -58,7 +63,7 @@ impl<T: Lanes> Form<T> for Floats<'_> {
             partial.resize(sums.len(), [0.0; UNIT]);
             for vector in (0..2).step_by(count) {
                 let panels = &panels[vector..vector + count];
-                let mut word = 0;
+                let mut word = x.first;
                 for segment in self.segments.clone() {
                     for (i, chain) in chains(columns, segment).enumerate() {
                         let length: usize = chain.iter().map(|block| block.len).sum();
@@ -90,29 +95,23 @@ impl Floats<'_> {
                 q: self.w.quants(e, panel),
                 scales: self.w.panel_scales(e, panel),
                 offsets: Offsets {
-                    zeros: self.w.packed.zeros.get(self.w.scales(e, panel)).unwrap_or_default(),
+                    zeros: self.w.panel_zeros(e, panel),
                     middle: u32::from(self.w.scheme.middle()),
-                    minima: self.w.packed.minima.get(self.w.scales(e, panel)).unwrap_or_default(),
+                    minima: self.w.panel_minima(e, panel),
                 },
                 blocks,
                 stride,
                 out,
             };
-            let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
-            if let Some(table) = self.w.scheme.codes.book() {
+            let scheme = self.w.scheme;
+            if let Some(table) = scheme.codes.book() {
                 dispatch(self.isa, Dequantise(panel, Book(table)));
-                continue;
-            }
-            match (self.w.scheme.codes, self.w.scheme.offset) {
-                (Codes::E4m3, _) => dispatch(self.isa, Dequantise(panel, E4m3)),
-                (_, Offset::Minimum) if is_nibbles => {
-                    dispatch(self.isa, Dequantise(panel, AboveMinimum::<Nibbles>(PhantomData)));
-                }
-                (_, Offset::Minimum) => {
-                    dispatch(self.isa, Dequantise(panel, AboveMinimum::<Bytes>(PhantomData)));
-                }
-                _ if is_nibbles => dispatch(self.isa, Dequantise(panel, Ints::<Nibbles>(PhantomData))),
-                _ => dispatch(self.isa, Dequantise(panel, Ints::<Bytes>(PhantomData))),
+            } else if scheme.codes == Codes::E4m3 {
+                dispatch(self.isa, Dequantise(panel, E4m3));
+            } else if scheme.has_minima() {
+                with_ints!(scheme, Q => dispatch(self.isa, Dequantise(panel, AboveMinimum::<Q>(PhantomData))));
+            } else {
+                with_ints!(scheme, Q => dispatch(self.isa, Dequantise(panel, Ints::<Q>(PhantomData))));
             }
         }
     }
@@ -143,8 +142,8 @@ struct Offsets<'a> {
     /// Empty where all are the middle.
     zeros: &'a [u8],
     middle: u32,
-    /// Empty where the format has none.
-    minima: &'a [f32],
+    /// None where the format has none.
+    minima: Option<ScalesView<'a>>,
 }
 
 /// Unsigned integers: scale * (q - zero).
@@ -182,7 +181,7 @@ impl<Q: Quants> Codec for AboveMinimum<Q> {
     type Quants = Q;
     #[inline(always)]
     fn offset<S: Simd>(self, s: S, panel: &Offsets, group: usize) -> S::V {
-        f32::load_some(s, &panel.minima[group * LANES..][..LANES])
+        panel.minima.map_or_else(|| s.splat(0.0), |minima| minima.group(s, group))
     }
     #[inline(always)]
     fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, minimum: S::V) -> S::V {
@@ -198,7 +197,7 @@ impl Codec for E4m3 {
     }
     #[inline(always)]
     fn weights<S: Simd>(self, s: S, codes: S::Raw, scale: S::V, _none: S::V) -> S::V {
-        s.mul(scale, s.mul(s.e4m3_small(codes), s.splat((1u128 << 120) as f32)))
+        s.mul(scale, s.e4m3(codes))
     }
 }
 

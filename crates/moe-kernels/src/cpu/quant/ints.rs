@@ -1,22 +1,24 @@
-//! Integer products: 16-bit fixed point times 4-bit or 8-bit integers.
+//! Integer products: 16-bit fixed point times integers of 4 to 8 bits.
 //!
 //! Rows of x become integers in [`super::fixed`]. The order of additions:
 //!
 //! ```text
 //! for segment:  for block:  integer sum of x (q - zero), exact
 //!                           segment_sum = f32(integer) * (x scale * w scale) + segment_sum
+//!                           with minima: segment_sum = (-sum of x * x scale) * minimum + segment_sum
 //!               sum = first segment ? segment_sum : sum + segment_sum
 //! ```
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::fixed::{PackPairs, PackRows, put_pairs};
 use super::form::{Form, PREFETCH, Rows, Unit};
 #[cfg(target_arch = "x86_64")]
 use super::matrix_registers;
 use super::panel::{Ints, Panel, STEP_WORDS, TAIL, step};
-use super::quants::{Bytes, Nibbles, Quants};
+use super::quants::{Quants, with_quants};
 use super::{one_row, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Shape, UNIT, UnitSums, with_rows};
@@ -39,6 +41,10 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         (last.step + last.steps() - first.step) * STEP_WORDS + blocks.len() * TAIL
     }
 
+    fn packs_alike(&self, a: usize, b: usize) -> bool {
+        Arc::ptr_eq(&self.w.parts[a].columns, &self.w.parts[b].columns)
+    }
+
     fn tile_rows(&self, e: usize, m: usize) -> usize {
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, m) {
@@ -52,24 +58,25 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         let columns = &self.w.parts[e].columns;
         let blocks = blocks(columns, &self.segments);
         let order = columns.x.as_deref();
+        let has_minima = self.w.scheme.has_minima();
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, m) {
-            let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
+            let is_bytes = self.w.scheme.bits() == 8;
             let m = rows.len();
             let put = |ints: &[u16], block: Block, j: usize, out: &mut [u32]| {
-                matrix_registers::put(ints, is_nibbles, block, j, m, out);
+                matrix_registers::put(ints, is_bytes, block, j, m, out);
             };
-            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+            return dispatch(self.isa, PackRows { rows, blocks, order, has_minima, panel, put });
         }
         if self.in_bytes(m) {
             let put = |ints: &[u16], _: Block, _: usize, out: &mut [u32]| one_row::put_bytes(ints, out);
-            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+            return dispatch(self.isa, PackRows { rows, blocks, order, has_minima, panel, put });
         }
         if rows.len() == 1 {
             let put = |ints: &[u16], _: Block, _: usize, out: &mut [u32]| put_pairs(ints, out);
-            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+            return dispatch(self.isa, PackRows { rows, blocks, order, has_minima, panel, put });
         }
-        dispatch(self.isa, PackPairs { rows, blocks, order, panel })
+        dispatch(self.isa, PackPairs { rows, blocks, order, has_minima, panel })
     }
 
     fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
@@ -77,13 +84,12 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         if self.in_matrix_registers(e, sums.len()) {
             return matrix_registers::unit(self, e, unit, x, sums);
         }
-        if sums.len() > dispatch(self.isa, DirectRows) {
-            return unpacked::unit(self, e, unit, x, sums);
-        }
-        match self.w.step_bytes() == Nibbles::STEP_BYTES {
-            true => self.tile(e, unit, x.words, sums, Nibbles),
-            false => self.tile(e, unit, x.words, sums, Bytes),
-        }
+        with_quants!(self.w.scheme, Q => {
+            if sums.len() > dispatch(self.isa, DirectRowsOf::<Q>(PhantomData)) {
+                return unpacked::unit::<Q>(self, e, unit, x, sums);
+            }
+            self.tile::<Q>(e, unit, &x.words[x.first * sums.len()..], sums);
+        });
     }
 }
 
@@ -99,15 +105,27 @@ impl Kernel for DirectRows {
     }
 }
 
-/// Whether products of bytes are instructions of the path.
-struct HasByteDots;
+/// [`DirectRows`] of weights that take longer to unpack.
+struct DirectRowsOf<Q>(PhantomData<Q>);
 
-impl Kernel for HasByteDots {
+impl<Q: Quants> Kernel for DirectRowsOf<Q> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _s: S) -> usize {
+        S::DIRECT_ROWS.min(Q::DIRECT_ROWS)
+    }
+}
+
+/// Whether one row of x is packed as bytes.
+struct TakesBytes<Q>(PhantomData<Q>);
+
+impl<Q: Quants> Kernel for TakesBytes<Q> {
     type Output = bool;
 
     #[inline(always)]
     fn run<S: Simd>(self, _s: S) -> bool {
-        S::HAS_BYTE_DOTS
+        S::HAS_BYTE_DOTS && one_row::fits::<S, Q>()
     }
 }
 
@@ -115,17 +133,20 @@ impl Ints<'_> {
     /// Whether m rows of x are multiplied by AMX.
     #[cfg(target_arch = "x86_64")]
     fn in_matrix_registers(&self, e: usize, m: usize) -> bool {
-        m > dispatch(self.isa, DirectRows) && matrix_registers::fits(self.isa, &self.w.parts[e].columns)
+        !self.is_stacked
+            && m > dispatch(self.isa, DirectRows)
+            && matrix_registers::fits(self.isa, &self.w.parts[e].columns)
     }
 
     /// Whether m rows of x are packed as bytes for [`one_row`].
     fn in_bytes(&self, m: usize) -> bool {
-        m == 1 && self.w.step_bytes() == Nibbles::STEP_BYTES && dispatch_ints(self.isa, HasByteDots)
+        m == 1 && with_quants!(self.w.scheme, Q => dispatch_ints(self.isa, TakesBytes::<Q>(PhantomData)))
     }
 
     /// One tile of x times a unit.
-    fn tile<Q: Quants>(&self, e: usize, unit: Unit, x: &[u32], out: &mut [UnitSums], _: Q) {
-        // Two panels that follow each other are one stream of memory: one row, which leaves time for nothing else, takes them in turn.
+    fn tile<Q: Quants>(&self, e: usize, unit: Unit, x: &[u32], out: &mut [UnitSums]) {
+        // Two panels that follow each other are one stream of memory: one row, which leaves time for nothing else,
+        // takes them in turn.
         let is_pair = unit.second == Some(unit.first + 1);
         let together = dispatch(self.isa, Shape).0 == 2 && (out.len() > 1 || !is_pair);
         let panels = [Some(unit.first), unit.second];
@@ -134,13 +155,12 @@ impl Ints<'_> {
         let (Some(first), columns, segments) = (first, &self.w.parts[e].columns, &self.segments) else {
             return;
         };
-        let middle = u32::from(self.w.scheme.middle());
         let mut run = |panels: [Panel; 2], count, vector| {
             let out = &mut *out;
             let segments = segments.clone();
             let quants = PhantomData::<Q>;
             let next = if is_pair && together { 2 } else { 1 };
-            let tile = Tile { panels, count, vector, next, middle, columns, segments, x, out, quants };
+            let tile = Tile { panels, count, vector, next, columns, segments, x, out, quants };
             dispatch_ints(self.isa, tile);
         };
         match second {
@@ -163,8 +183,6 @@ struct Tile<'a, Q> {
     vector: usize,
     /// Panels from one to that which is likely to be multiplied after it.
     next: usize,
-    /// The zero point where panels have none.
-    middle: u32,
     columns: &'a Columns,
     segments: Range<usize>,
     x: &'a [u32],
@@ -187,7 +205,7 @@ impl<Q: Quants> Kernel for Tile<'_, Q> {
 
 #[inline(always)]
 fn tile<S: Simd, Q: Quants, const M: usize, const N: usize>(s: S, mut t: Tile<Q>) {
-    if M > S::DIRECT_ROWS || N > S::TILE_VECTORS {
+    if M > S::DIRECT_ROWS || M > Q::DIRECT_ROWS || N > S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
     let Some((out, _)) = std::mem::take(&mut t.out).split_first_chunk_mut::<M>() else { return };
@@ -221,12 +239,16 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     tail: &[u32],
     sums: &mut [[[f32; LANES]; N]; M],
 ) {
-    // The sum of x (q - zero) is the sum of x q less the sum of x times the zero point, where `acc` begins.
+    // The sum of x (q - zero) is the sum of x q less the sum of x times the zero point, where `acc` begins. Minima
+    // come at the end.
+    let has_minima = t.panels[0].minima.is_some();
     let mut acc = [[s.splat_word(0); N]; M];
-    for n in 0..N {
-        let zero = t.panels[n].zero(s, block.group, t.middle);
-        for m in 0..M {
-            acc[m][n] = s.mul_words(zero, s.splat_word(tail[M + m]));
+    if !has_minima {
+        for n in 0..N {
+            let zero = t.panels[n].zero(s, block.group);
+            for m in 0..M {
+                acc[m][n] = s.mul_words(zero, s.splat_word(tail[M + m]));
+            }
         }
     }
     let at = block.step * Q::STEP_BYTES;
@@ -240,8 +262,8 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
         q[n] = &t.panels[n].q[at..][..bytes];
     }
     let x = ints.as_chunks::<M>().0.as_chunks::<STEP_WORDS>().0;
-    if Q::NIBBLES && M == 1 {
-        one_row::add::<S, M, N>(s, &q, x, ahead, &mut acc);
+    if M == 1 && one_row::fits::<S, Q>() {
+        one_row::add::<S, Q, M, N>(s, &q, x, ahead, &mut acc);
     } else {
         // A few sums in wide registers would wait for each other: odd pairs have sums of their own.
         let apart = S::TILE_VECTORS == 2 && M <= 2;
@@ -270,11 +292,19 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     }
     for n in 0..N {
         t.panels[n].scales.ask(s, block.group, t.next);
-        let scale = t.panels[n].scales.group(s, block.group);
+        let scale = t.panels[n].scale::<S, Q>(s, block.group);
         for m in 0..M {
             let scale = s.mul(s.splat(f32::from_bits(tail[m])), scale);
             let sum = s.fma(s.ints(acc[m][n]), scale, s.load(&sums[m][n]));
             s.store(sum, &mut sums[m][n]);
+        }
+        if let Some(minima) = t.panels[n].minima {
+            minima.ask(s, block.group, t.next);
+            let minimum = minima.group(s, block.group);
+            for m in 0..M {
+                let sum = s.fma(s.splat(f32::from_bits(tail[M + m])), minimum, s.load(&sums[m][n]));
+                s.store(sum, &mut sums[m][n]);
+            }
         }
     }
 }

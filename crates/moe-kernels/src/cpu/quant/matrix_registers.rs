@@ -1,14 +1,16 @@
 //! Integer products of many rows of x on the matrix registers of AMX.
 //!
-//! A 16-bit integer of x is 256 * high + low, of a signed and an unsigned byte; weights are unsigned bytes, as they lie (8
-//! bits) or unpacked to cache (4 bits) once for all rows of x. One instruction multiplies up to 16 rows of x with 16 of w
-//! over 64 columns. The sum of a block is exact and ends as in [`super::ints`], so both have the same bits.
+//! A 16-bit integer of x is 256 * high + low, of a signed and an unsigned byte; weights are unsigned bytes, as they lie
+//! (8 bits) or unpacked to cache (fewer bits) once for all rows of x. One instruction multiplies up to 16 rows of x
+//! with 16 of w over 64 columns. The sum of a block is exact and ends as in [`super::ints`], so both have the same
+//! bits.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::form::{LOCAL, PREFETCH, Rows, Unit, add};
 use super::panel::{Ints, Panel, STEP_WORDS, TAIL};
-use super::quants::{Nibbles, Quants, words};
+use super::quants::{Quants, with_quants};
 use crate::cpu::amx::{ByteSums, configure_bytes, is_supported_int8, multiply_bytes, release, take_bytes};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, UNIT, UnitSums};
@@ -30,11 +32,11 @@ fn chunk(block: Block) -> usize {
     if block.len.is_multiple_of(64) { 64 } else { 32 }
 }
 
-/// Puts the integers of a block, of row `j` of a tile of `m`, where [`unit`] wants them: for each chunk of columns the high
-/// bytes of all rows, then the low bytes, in the order of the bytes of weights.
+/// Puts the integers of a block, of row `j` of a tile of `m`, where [`unit`] wants them: for each chunk of columns the
+/// high bytes of all rows, then the low bytes, in the order of the bytes of weights.
 #[inline(always)]
-pub(super) fn put(ints: &[u16], is_nibbles: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
-    let order = if is_nibbles { [[0, 4, 1, 5], [2, 6, 3, 7]] } else { [[0, 2, 1, 3], [4, 6, 5, 7]] };
+pub(super) fn put(ints: &[u16], is_bytes: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
+    let order = if is_bytes { [[0, 2, 1, 3], [4, 6, 5, 7]] } else { [[0, 4, 1, 5], [2, 6, 3, 7]] };
     let chunk = chunk(block);
     for (ints, out) in ints.chunks_exact(chunk).zip(out.chunks_exact_mut(chunk / 2 * m)) {
         let (high, low) = out.split_at_mut(chunk / 4 * m);
@@ -52,7 +54,6 @@ pub(super) fn put(ints: &[u16], is_nibbles: bool, block: Block, j: usize, m: usi
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
     let columns = &ints.w.parts[e].columns;
-    let middle = u32::from(ints.w.scheme.middle());
     // The place of a missing panel repeats the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
     LOCAL.with_borrow_mut(|(unpacked, partial)| {
@@ -60,7 +61,7 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
         unpacked.resize(unpacked.len().max(2 * PANEL_WORDS + LANES), 0);
         let first = unpacked.as_ptr().align_offset(CACHE_LINE).min(LANES);
         let unpacked = &mut unpacked[first..][..2 * PANEL_WORDS];
-        let mut at = 0;
+        let mut at = x.first;
         let mut configured = (0, 0);
         let mut tiles = [ByteSums([[0; LANES]; LANES]); 4];
         for segment in ints.segments.clone() {
@@ -83,8 +84,11 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
                     }
                     take_bytes(&mut tiles);
                     let out = &mut partial[start..start + m];
-                    let end = End { panels: &panels, group: block.group, middle, tiles: &tiles, tail, out };
-                    dispatch(ints.isa, end);
+                    with_quants!(ints.w.scheme, Q => {
+                        let quants = PhantomData::<Q>;
+                        let end = End { panels: &panels, group: block.group, tiles: &tiles, tail, out, quants };
+                        dispatch(ints.isa, end);
+                    });
                 }
                 at += len + TAIL;
             }
@@ -102,12 +106,12 @@ fn weights<'a>(ints: &Ints, panels: &[Panel<'a>; 2], block: Block, unpacked: &'a
     let bytes = ints.w.step_bytes();
     let range: Range<usize> = block.step * bytes..(block.step + block.steps()) * bytes;
     let q = panels.map(|panel| &panel.q[range.clone()]);
-    if bytes != Nibbles::STEP_BYTES {
+    if ints.w.scheme.bits() == 8 {
         return q;
     }
     let (first, second) = unpacked.split_at_mut(PANEL_WORDS);
     [(q[0], first), (q[1], second)].map(|(q, out)| {
-        dispatch(ints.isa, Unpack(q, out));
+        with_quants!(ints.w.scheme, Q => dispatch(ints.isa, Unpack::<Q>(q, out, PhantomData)));
         as_bytes(out)
     })
 }
@@ -118,19 +122,18 @@ fn as_bytes(words: &[u32]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }
 
-/// Nibbles to bytes: a step's 16 words become two rows of 16 words.
-struct Unpack<'a>(&'a [u8], &'a mut [u32]);
+/// Integers of fewer bits to bytes: a step becomes two rows of 16 words.
+struct Unpack<'a, Q>(&'a [u8], &'a mut [u32], PhantomData<Q>);
 
-impl Kernel for Unpack<'_> {
+impl<Q: Quants> Kernel for Unpack<'_, Q> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for (step, out) in
-            self.0.chunks_exact(CACHE_LINE).zip(self.1.as_chunks_mut::<LANES>().0.as_chunks_mut::<2>().0)
-        {
+        let steps = self.0.chunks_exact(Q::STEP_BYTES);
+        for (step, out) in steps.zip(self.1.as_chunks_mut::<LANES>().0.as_chunks_mut::<2>().0) {
             s.prefetch(step.as_ptr().wrapping_add(PREFETCH));
-            let [low, high] = s.nibble_bytes(words(s, step));
+            let [low, high] = Q::bytes(s, step);
             s.store_words(low, &mut out[0]);
             s.store_words(high, &mut out[1]);
         }
@@ -138,19 +141,18 @@ impl Kernel for Unpack<'_> {
 }
 
 /// Adds the sums of a block to those of a segment.
-struct End<'a> {
+struct End<'a, Q> {
     panels: &'a [Panel<'a>; 2],
     group: usize,
-    /// The zero point where panels have none.
-    middle: u32,
     /// Sums of the high bytes with both panels, then of the low bytes.
     tiles: &'a [ByteSums; 4],
-    /// Scales of the rows of x, then minus the sums of their integers.
+    /// Scales of the rows of x, then minus the sums of their integers, or of their values.
     tail: &'a [u32],
     out: &'a mut [UnitSums],
+    quants: PhantomData<Q>,
 }
 
-impl Kernel for End<'_> {
+impl<Q: Quants> Kernel for End<'_, Q> {
     type Output = ();
 
     #[inline(always)]
@@ -159,16 +161,22 @@ impl Kernel for End<'_> {
         let (scales, minus_sums) = self.tail.split_at(m);
         for n in 0..2 {
             let panel = &self.panels[n];
-            let zero = panel.zero(s, self.group, self.middle);
-            let w_scale = panel.scales.group(s, self.group);
+            let zero = panel.zero(s, self.group);
+            let w_scale = panel.scale::<S, Q>(s, self.group);
+            let minimum = panel.minima.map(|minima| minima.group(s, self.group));
             let high = &self.tiles[n].0;
             let low = &self.tiles[2 + n].0;
             for (i, out) in self.out.iter_mut().enumerate() {
-                let sum = s.mul_words(s.load_words(&high[i]), s.splat_word(256));
+                let sum = s.shift_left(s.load_words(&high[i]), 8);
                 let sum = s.add_words(sum, s.load_words(&low[i]));
-                let sum = s.add_words(sum, s.mul_words(zero, s.splat_word(minus_sums[i])));
                 let scale = s.mul(s.splat(f32::from_bits(scales[i])), w_scale);
                 let out = &mut out.as_chunks_mut().0[n];
+                if let Some(minimum) = minimum {
+                    let total = s.fma(s.ints(sum), scale, s.load(out));
+                    s.store(s.fma(s.splat(f32::from_bits(minus_sums[i])), minimum, total), out);
+                    continue;
+                }
+                let sum = s.add_words(sum, s.mul_words(zero, s.splat_word(minus_sums[i])));
                 s.store(s.fma(s.ints(sum), scale, s.load(out)), out);
             }
         }

@@ -1,16 +1,21 @@
 //! Products with quantised weights.
 //!
-//! There are two forms, chosen by dtype and number format alone, so that a row's bits depend on nothing but its sequence:
+//! There are two forms, chosen by dtype and number format alone, so that a row's bits depend on nothing but its
+//! sequence:
 //!
-//! - [`ints`]: integer weights with bf16 or f16 activations. A block of x (up to 128 columns of one group) becomes 16-bit
-//!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
-//!   exact in any order, and only the sums of blocks are f32. Weights are unpacked in registers for a few rows of x, and
-//!   into cache for more ([`unpacked`]), for AMX as bytes ([`matrix_registers`]).
-//! - [`floats`]: f32 activations, codes that stand for floats, and minima. Weights become f32 as they are defined and [`super::product`]
+//! - [`ints`]: weights that are integers, or values of a table that stands for integers, with bf16 or f16 activations.
+//!   A block of x (up to 128 columns of one group) becomes 16-bit fixed point with a scale that is a power of two,
+//!   finer than the rounding of its largest value; integer products are exact in any order, and only the sums of
+//!   blocks are f32. Weights are unpacked in registers for a few rows of x, and into cache for more ([`unpacked`]),
+//!   for AMX as bytes ([`matrix_registers`]).
+//! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and
+//!   [`super::product`]
 //!   multiplies them, with the bits of the dequantised f32 matrix.
 //!
-//! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece of
-//! the rows of x.
+//! Matrices of several formats under each other ([`stacked`]) are multiplied panel by panel, each in its form.
+//!
+//! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece
+//! of the rows of x.
 
 mod fixed;
 mod floats;
@@ -22,11 +27,10 @@ mod one_row;
 mod panel;
 mod quants;
 mod shift;
+mod stacked;
 mod unpacked;
 
 use std::cell::RefCell;
-use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Result};
@@ -36,10 +40,9 @@ use super::simd::{LANES, Lanes};
 use super::tile::{CACHE_LINE, UNIT, UnitSums};
 use super::units::{Epilogue, Units, even_parts};
 use crate::exec::Exec;
-use crate::quant::QuantMatrix;
-use crate::scheme::Offset;
-use crate::storage::Element;
+pub(crate) use form::QuantProducts;
 use form::{Form, Rows, Unit};
+use stacked::{FormOf, Stacked, form_of};
 
 /// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
 const PIECE_ROWS: usize = 264;
@@ -47,32 +50,14 @@ const PIECE_ROWS: usize = 264;
 /// Rows after which a wave is computed.
 const WAVE_ROWS: usize = 4 * PIECE_ROWS;
 
-/// Products of groups of rows, each group with a matrix of its own.
-pub(crate) struct QuantProducts<'a, T> {
-    /// Rows of x, K values each.
-    pub x: &'a [T],
-    /// The row of x that row i of the groups reads; `None`: row i.
-    pub index: Option<&'a [u32]>,
-    /// One matrix per group.
-    pub w: &'a QuantMatrix,
-    /// The segments of K that are multiplied.
-    pub segments: Range<usize>,
-    /// Rows of group g: `offsets[g]..offsets[g + 1]`.
-    pub offsets: &'a [u32],
-    /// How a matrix is cut.
-    pub units: Units,
-}
-
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
-    let isa = ex.isa();
-    let w = p.w;
-    let segments = p.segments.clone();
-    match (p.w.scheme.offset, <T as Element>::DTYPE) {
-        (Offset::Middle | Offset::Zero, DType::BF16 | DType::F16) => {
-            Driver { p, ex, epilogue, form: panel::Ints { isa, w, segments } }.run()
-        }
-        _ => Driver { p, ex, epilogue, form: floats::Floats { isa, w, segments } }.run(),
+    let [w] = p.w.matrices() else {
+        return Driver { p, ex, epilogue, form: Stacked::new(p, ex.isa()) }.run();
+    };
+    match form_of::<T>(w, p.segments.clone(), ex.isa()) {
+        FormOf::Ints(form) => Driver { p, ex, epilogue, form }.run(),
+        FormOf::Floats(form) => Driver { p, ex, epilogue, form }.run(),
     }
 }
 
@@ -131,9 +116,8 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
 
     /// Whether both are the same row of x, in the same order of columns: a token for one expert after the other.
     fn have_same_words(&self, a: &Piece, b: &Piece) -> bool {
-        let columns = |piece: &Piece| &self.p.w.parts[piece.group].columns;
         let row = |piece: &Piece| self.p.index.map_or(piece.row, |index| index[piece.row] as usize);
-        a.rows == 1 && b.rows == 1 && row(a) == row(b) && Arc::ptr_eq(columns(a), columns(b))
+        a.rows == 1 && b.rows == 1 && row(a) == row(b) && self.form.packs_alike(a.group, b.group)
     }
 
     /// Packs the rows of the pieces and computes all their units.
@@ -172,7 +156,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
             let unit = task % units;
             let row_words = piece.row_words;
             let words = &packed[piece.word..][..piece.rows * piece.row_words];
-            let x = Rows { words, row_words, are_in_range };
+            let x = Rows { words, row_words, first: 0, are_in_range };
             SUMS.with_borrow_mut(|sums| {
                 sums.resize(sums.len().max(piece.rows), [0.0; UNIT]);
                 let sums = &mut sums[..piece.rows];
@@ -189,7 +173,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
     /// Words of the largest wave that there can be: waves of many sizes share one buffer.
     fn most_words(&self) -> usize {
         let rows = self.p.offsets.last().zip(self.p.offsets.first()).map_or(0, |(last, first)| last - first);
-        let row = (0..self.p.w.parts.len()).map(|e| self.form.row_words(e)).max().unwrap_or(0);
+        let row = (0..self.p.w.dims()[0]).map(|e| self.form.row_words(e)).max().unwrap_or(0);
         (rows as usize).min(WAVE_ROWS + PIECE_ROWS) * row
     }
 
@@ -204,7 +188,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
 
     /// The rows of a tile of x; places past the end repeat the last.
     fn x_rows(&self, row: usize, m: usize) -> [&[T]; LANES] {
-        let k = self.p.w.dims[2];
+        let k = self.p.w.dims()[2];
         std::array::from_fn(|j| {
             let i = row + j.min(m - 1);
             let i = self.p.index.map_or(i, |index| index[i] as usize);

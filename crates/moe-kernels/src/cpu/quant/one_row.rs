@@ -1,20 +1,21 @@
-//! One row of x times nibbles, the product of a decode step of one sequence.
+//! One row of x times integers of a few bits, the product of a decode step of one sequence.
 //!
 //! Both forms give the exact integer sums of a block, so they have the same bits.
 
 use super::panel::{STEP_WORDS, step};
-use super::quants::{Nibbles, words};
+use super::quants::{Nibbles, Quants, words};
 use crate::cpu::simd::Simd;
 
-/// Steps of blocks of 32, 64 and 128 columns.
+/// Steps of blocks of 16, 32, 64 and 128 columns.
+const SHORTEST: usize = 2;
 const SHORT: usize = 4;
 const MIDDLE: usize = 8;
 const LONG: usize = 16;
 
 /// Adds the integer sums of a block of weights and prefetches the weights `ahead` bytes behind. Where a path has dot
-/// products of bytes, x is packed by [`put_bytes`], else in pairs.
+/// products of bytes, x is packed by [`put_bytes`], else in pairs. [`fits`] says for which integers.
 #[inline(always)]
-pub(super) fn add<S: Simd, const M: usize, const N: usize>(
+pub(super) fn add<S: Simd, Q: Quants, const M: usize, const N: usize>(
     s: S,
     q: &[&[u8]; N],
     x: &[[[u32; M]; STEP_WORDS]],
@@ -22,19 +23,21 @@ pub(super) fn add<S: Simd, const M: usize, const N: usize>(
     acc: &mut [[S::Raw; N]; M],
 ) {
     // The usual lengths as constants, so that the loops over steps are unrolled.
-    if let Ok(x) = <&[_; SHORT]>::try_from(x) {
-        add_steps::<S, M, N>(s, q, x, ahead, acc);
+    if let Ok(x) = <&[_; SHORTEST]>::try_from(x) {
+        add_steps::<S, Q, M, N>(s, q, x, ahead, acc);
+    } else if let Ok(x) = <&[_; SHORT]>::try_from(x) {
+        add_steps::<S, Q, M, N>(s, q, x, ahead, acc);
     } else if let Ok(x) = <&[_; MIDDLE]>::try_from(x) {
-        add_steps::<S, M, N>(s, q, x, ahead, acc);
+        add_steps::<S, Q, M, N>(s, q, x, ahead, acc);
     } else if let Ok(x) = <&[_; LONG]>::try_from(x) {
-        add_steps::<S, M, N>(s, q, x, ahead, acc);
+        add_steps::<S, Q, M, N>(s, q, x, ahead, acc);
     } else {
-        add_steps::<S, M, N>(s, q, x, ahead, acc);
+        add_steps::<S, Q, M, N>(s, q, x, ahead, acc);
     }
 }
 
 #[inline(always)]
-fn add_steps<S: Simd, const M: usize, const N: usize>(
+fn add_steps<S: Simd, Q: Quants, const M: usize, const N: usize>(
     s: S,
     q: &[&[u8]; N],
     x: &[[[u32; M]; STEP_WORDS]],
@@ -42,14 +45,13 @@ fn add_steps<S: Simd, const M: usize, const N: usize>(
     acc: &mut [[S::Raw; N]; M],
 ) {
     match S::HAS_BYTE_DOTS {
-        true => in_bytes::<S, M, N>(s, q, x, ahead, acc),
+        true => in_bytes::<S, Q, M, N>(s, q, x, ahead, acc),
         false => in_place::<S, M, N>(s, q, x, ahead, acc),
     }
 }
 
-/// Puts the integers of a block as bytes. Of the 8 columns of a step a word of nibbles holds columns 0, 4, 1, 5 in the low halves
-/// of its bytes and 2, 6, 3, 7 in the high ones. An integer is 256 times a signed byte plus an unsigned one: the words of a
-/// step are the signed bytes of both fours, then their unsigned ones.
+/// Puts the integers of a block as bytes, in the order of [`Quants::bytes`] for 4 to 6 bits. An integer is 256 times a
+/// signed byte plus an unsigned one: the words of a step are the signed bytes of both fours, then their unsigned ones.
 #[inline(always)]
 pub(super) fn put_bytes(ints: &[u16], out: &mut [u32]) {
     const LOW: u64 = 0x00ff_00ff_00ff_00ff;
@@ -62,9 +64,15 @@ pub(super) fn put_bytes(ints: &[u16], out: &mut [u32]) {
     }
 }
 
-/// By dot products of bytes: three instructions to unpack 128 weights and four to multiply them.
+/// Whether one row of x is multiplied here: by bytes where both are there, else nibbles.
 #[inline(always)]
-fn in_bytes<S: Simd, const M: usize, const N: usize>(
+pub(super) fn fits<S: Simd, Q: Quants>() -> bool {
+    if S::HAS_BYTE_DOTS { Q::SMALL } else { Q::NIBBLES }
+}
+
+/// By dot products of bytes: of nibbles three instructions to unpack 128 weights, and four to multiply them.
+#[inline(always)]
+fn in_bytes<S: Simd, Q: Quants, const M: usize, const N: usize>(
     s: S,
     q: &[&[u8]; N],
     x: &[[[u32; M]; STEP_WORDS]],
@@ -79,7 +87,7 @@ fn in_bytes<S: Simd, const M: usize, const N: usize>(
             bytes[j] = s.splat_word(x[j][0]);
         }
         for n in 0..N {
-            let [low, high] = s.nibble_bytes(words(s, step::<S, Nibbles>(s, q[n], i, ahead)));
+            let [low, high] = Q::bytes(s, step::<S, Q>(s, q[n], i, ahead));
             sums[0][n] = s.dot_bytes(sums[0][n], low, bytes[0]);
             sums[1][n] = s.dot_bytes(sums[1][n], high, bytes[1]);
             sums[2][n] = s.dot_bytes(sums[2][n], bytes[2], low);
@@ -87,7 +95,7 @@ fn in_bytes<S: Simd, const M: usize, const N: usize>(
         }
     }
     for n in 0..N {
-        let signed = s.mul_words(s.add_words(sums[0][n], sums[1][n]), s.splat_word(256));
+        let signed = s.shift_left(s.add_words(sums[0][n], sums[1][n]), 8);
         let sum = s.add_words(signed, s.add_words(sums[2][n], sums[3][n]));
         acc[0][n] = s.add_words(acc[0][n], sum);
     }
@@ -157,7 +165,7 @@ mod tests {
             let mut x = vec![[[0; 1]; STEP_WORDS]; self.1.len() / 8];
             put_bytes(self.1, x.as_flattened_mut().as_flattened_mut());
             let mut acc = [[s.splat_word(5)]];
-            in_bytes::<S, 1, 1>(s, &[self.0], &x, 0, &mut acc);
+            in_bytes::<S, Nibbles, 1, 1>(s, &[self.0], &x, 0, &mut acc);
             let mut sums = [0; LANES];
             s.store_words(acc[0][0], &mut sums);
             sums

@@ -1,14 +1,15 @@
 //! Integer products of many rows of x: weights are unpacked once for all tiles.
 //!
-//! The integers of a chain (up to 256 columns) become pairs of 16 bits, less their zero points, in the first-level cache, and
-//! each tile of x multiplies them from there. Unpacked in registers ([`super::ints`]), they are unpacked again for every tile,
-//! and on AVX2 leave too few registers for the sums. The integer sum of a block is exact, so both have the same bits.
+//! The integers of a chain (up to 256 columns) become pairs of 16 bits, less their zero points, in the first-level
+//! cache, and each tile of x multiplies them from there. Unpacked in registers ([`super::ints`]), they are unpacked
+//! again for every tile, and on AVX2 leave too few registers for the sums. The integer sum of a block is exact, so both
+//! have the same bits.
 
 use std::marker::PhantomData;
 
 use super::form::{LOCAL, PREFETCH, Rows, Unit, chains};
 use super::panel::{Ints, Panel, STEP_WORDS, TAIL};
-use super::quants::{Bytes, Nibbles, Quants};
+use super::quants::Quants;
 use super::shift::{AreInRange, Multiplied, ScaleProduct, Shifted};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
@@ -17,7 +18,7 @@ use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::quant::Block;
 
 /// A unit of matrix `e` times packed rows of x.
-pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
+pub(super) fn unit<Q: Quants>(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
     let isa = ints.isa;
     let columns = &ints.w.parts[e].columns;
     let (count, _) = dispatch(isa, Shape);
@@ -27,7 +28,7 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
         partial.resize(partial.len().max(sums.len()), [0.0; UNIT]);
         for vector in (0..2).step_by(count) {
             let panels = &panels[vector..vector + count];
-            let mut at = 0;
+            let mut at = x.first;
             for segment in ints.segments.clone() {
                 let mut chains = chains(columns, segment).peekable();
                 let mut begins = true;
@@ -36,15 +37,37 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
                     let len: usize = blocks.iter().map(|block| block.steps() * STEP_WORDS).sum();
                     let q_len = len * LANES * count;
                     let scales_len = blocks.len() * LANES * count;
-                    words.resize(words.len().max(q_len + scales_len), 0);
-                    let (q, scales) = words[..q_len + scales_len].split_at_mut(q_len);
-                    unpack(ints, panels, blocks, q, scales);
+                    let minima_len = if panels[0].minima.is_some() { scales_len } else { 0 };
+                    let all = q_len + scales_len + minima_len;
+                    words.resize(words.len().max(all), 0);
+                    let (q, rest) = words[..all].split_at_mut(q_len);
+                    let (scales, minima) = rest.split_at_mut(scales_len);
+                    for (i, &panel) in panels.iter().enumerate() {
+                        let [q, scales, minima] = [&mut *q, &mut *scales, &mut *minima]
+                            .map(|to| to.get_mut(i * LANES..).unwrap_or_default());
+                        let quants = PhantomData::<Q>;
+                        let unpack =
+                            Unpack { panel, blocks, stride: count * LANES, q, scales, minima, quants };
+                        dispatch(isa, unpack);
+                    }
                     let is_shifted = x.are_in_range && dispatch(isa, AreInRange(scales));
                     let ends = chains.peek().is_none().then_some(add);
                     let segment = &mut partial[..sums.len()];
                     let total = &mut *sums;
-                    let tiles =
-                        Tiles { blocks, q, scales, is_shifted, x, at, vector, begins, ends, segment, total };
+                    let tiles = Tiles {
+                        blocks,
+                        q,
+                        scales,
+                        minima,
+                        is_shifted,
+                        x,
+                        at,
+                        vector,
+                        begins,
+                        ends,
+                        segment,
+                        total,
+                    };
                     dispatch_ints(isa, tiles);
                     at += len + blocks.len() * TAIL;
                     begins = false;
@@ -54,39 +77,38 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitS
     });
 }
 
-/// Unpacks blocks of panels to [words][16 * panels], and their scales to [blocks][16 * panels].
-fn unpack(ints: &Ints, panels: &[Panel], blocks: &[Block], q: &mut [u32], scales: &mut [u32]) {
-    let stride = panels.len() * LANES;
-    for (i, &panel) in panels.iter().enumerate() {
-        let middle = u32::from(ints.w.scheme.middle());
-        let q = &mut q[i * LANES..];
-        let scales = &mut scales[i * LANES..];
-        match ints.w.step_bytes() == Nibbles::STEP_BYTES {
-            true => {
-                dispatch(ints.isa, Unpack::<Nibbles>(panel, middle, blocks, stride, q, scales, PhantomData))
-            }
-            false => {
-                dispatch(ints.isa, Unpack::<Bytes>(panel, middle, blocks, stride, q, scales, PhantomData))
-            }
-        }
-    }
+/// Unpacks blocks of a panel.
+struct Unpack<'a, Q> {
+    panel: Panel<'a>,
+    blocks: &'a [Block],
+    /// Words from a pair, or a scale, to the next of the same rows.
+    stride: usize,
+    /// [words][16] by stride.
+    q: &'a mut [u32],
+    /// [blocks][16] by stride, f32.
+    scales: &'a mut [u32],
+    /// The same; empty without minima.
+    minima: &'a mut [u32],
+    quants: PhantomData<Q>,
 }
-
-/// Panel, the zero point where it has none, blocks, words from a pair or a scale to the next of the same rows, and where both go.
-struct Unpack<'a, Q>(Panel<'a>, u32, &'a [Block], usize, &'a mut [u32], &'a mut [u32], PhantomData<Q>);
 
 impl<Q: Quants> Kernel for Unpack<'_, Q> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Self(panel, middle, blocks, stride, out, scales, _) = self;
+        let Self { panel, blocks, stride, q: out, scales, minima, .. } = self;
         let mut at = 0;
+        let mut minima = minima.chunks_mut(stride);
         for (block, scales) in blocks.iter().zip(scales.chunks_mut(stride)) {
             if let Some(scales) = scales.first_chunk_mut() {
-                s.store_words(s.to_words(panel.scales.group(s, block.group)), scales);
+                s.store_words(s.to_words(panel.scale::<S, Q>(s, block.group)), scales);
             }
-            let zero = s.mul_words(panel.zero(s, block.group, middle), s.splat_word(0x0001_0001));
+            let to = minima.next().and_then(<[u32]>::first_chunk_mut);
+            if let (Some(minima), Some(to)) = (panel.minima, to) {
+                s.store_words(s.to_words(minima.group(s, block.group)), to);
+            }
+            let zero = s.mul_words(panel.zero(s, block.group), s.splat_word(0x0001_0001));
             let q = &panel.q[block.step * Q::STEP_BYTES..][..block.steps() * Q::STEP_BYTES];
             for step in q.chunks_exact(Q::STEP_BYTES) {
                 for line in (0..Q::STEP_BYTES).step_by(CACHE_LINE) {
@@ -111,6 +133,8 @@ struct Tiles<'a> {
     q: &'a [u32],
     /// [blocks][16 * panels], f32.
     scales: &'a [u32],
+    /// [blocks][16 * panels], f32; empty without minima.
+    minima: &'a [u32],
     /// Whether scales of both sides are [in range](super::shift).
     is_shifted: bool,
     x: Rows<'a>,
@@ -171,6 +195,7 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
     // Cut into rows once: for each block, the division by M would take as long as a word.
     let mut x = x.as_chunks::<M>().0;
     let mut q = t.q.as_chunks::<LANES>().0.as_chunks::<N>().0;
+    let mut minima = t.minima.as_chunks::<LANES>().0.as_chunks::<N>().0.iter();
     for (block, scales) in t.blocks.iter().zip(t.scales.as_chunks::<LANES>().0.as_chunks::<N>().0) {
         let words = block.steps() * STEP_WORDS;
         let (ints, rest) = x.split_at(words);
@@ -186,12 +211,24 @@ fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
         for (x, w) in words {
             advance(s, &mut acc, x, w);
         }
+        let minima = minima.next();
         for n in 0..N {
             let scale = P::ready(s, s.load_words(&scales[n]));
+            // Apart, so that a sum goes to memory once.
+            if let Some(minima) = minima {
+                let minimum = s.as_f32(s.load_words(&minima[n]));
+                for m in 0..M {
+                    let scale = P::times(s, scale, tail[0][m]);
+                    let to = &mut segment[m].as_chunks_mut().0[t.vector + n];
+                    let sum = s.fma(s.ints(acc[m][n]), scale, s.load(to));
+                    s.store(s.fma(s.splat(f32::from_bits(tail[1][m])), minimum, sum), to);
+                }
+                continue;
+            }
             for m in 0..M {
                 let scale = P::times(s, scale, tail[0][m]);
-                let sum = &mut segment[m].as_chunks_mut().0[t.vector + n];
-                s.store(s.fma(s.ints(acc[m][n]), scale, s.load(sum)), sum);
+                let to = &mut segment[m].as_chunks_mut().0[t.vector + n];
+                s.store(s.fma(s.ints(acc[m][n]), scale, s.load(to)), to);
             }
         }
     }

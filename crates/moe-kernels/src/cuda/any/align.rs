@@ -6,8 +6,8 @@ use candle_core::{DType, Result};
 
 use super::{CudaExec, Dtype, count, ffi, int};
 use crate::align::{Log2Phy, RowBatches};
+use crate::arguments::expect_rank3;
 use crate::cuda::args::{AnyBatchRowsArgs, AnyGroupSlotsArgs, CopiesArgs};
-use crate::door::expect_rank3;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 

@@ -1,10 +1,11 @@
-//! Latent attention around its products and softmax; the products with a matrix per head by cuBLAS where that is faster.
+//! Latent attention around its products and softmax; the products with a matrix per head by cuBLAS where that is
+//! faster.
 
 use candle_core::{DType, Result};
 
 use super::{Dtype, count, ffi, int};
 use crate::cuda::aligned;
-use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, PerHeadArgs};
+use crate::cuda::args::{In, MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, PerHeadArgs};
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
 use crate::operands::{MlaLatent, MlaQuery, MlaRows};
@@ -97,7 +98,16 @@ pub(crate) fn mla_rows(
     let key = k_cache.dims()[3];
     let rope = 2 * args.cos.dims()[1];
     let latent = args.norm.elem_count();
-    let plain_dim = (args.products.dims()[1] - key) / heads - rope;
+    let query_row = args.products.dims()[1];
+    let behind = if args.latents.is_some() { 0 } else { key };
+    let queries = query_row - behind;
+    let plain_dim = queries / heads - rope;
+    let products: In = cuda.read(op, "products", args.products)?;
+    let (latents, latent_row) = match args.latents {
+        Some(latents) => (cuda.read(op, "latents", latents)?, key),
+        // The latents of a row follow its queries in the same array.
+        None => (products.wrapping_byte_add(size_of::<f32>() * queries), query_row),
+    };
     let beside = args.w_uk.filter(|w| {
         let call = PerHeadCall {
             rows: t,
@@ -115,7 +125,8 @@ pub(crate) fn mla_rows(
     };
     let mut to = plain.as_mut().map(|plain| plain.view_mut());
     let raw = MlaRowsArgs {
-        products: cuda.read(op, "products", args.products)?,
+        queries: products,
+        latents,
         norm: cuda.read(op, "norm", args.norm)?,
         eps: args.eps,
         cos: cuda.read(op, "cos", args.cos)?,
@@ -131,6 +142,8 @@ pub(crate) fn mla_rows(
         rope: int(op, rope)?,
         width: int(op, out.dims()[2])?,
         latent: int(op, latent)?,
+        query_row: int(op, query_row)?,
+        latent_row: int(op, latent_row)?,
         num_slots: count(op, k_cache.dims()[0] * k_cache.dims()[2])?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
     };
@@ -149,7 +162,7 @@ pub(crate) fn mla_rows(
     }
 }
 
-/// The rotated tails to `out`, the others to `plain` or to `out`.
+/// Writes the rotated tails of the queries to `out`, and the other values to `plain` or, without it, to `out`.
 fn split_query(
     ex: &Exec,
     op: &str,
@@ -177,7 +190,7 @@ fn split_query(
     cuda.check(op, unsafe { ffi::moe_any_mla_query(&raw, cuda.raw()?) })
 }
 
-/// `out` [T, Hq, S], of each row the first N = `w` \[h\] [N, K] times `x` [T, Hq, K].
+/// Writes the first N values of each head's row of `out` [T, Hq, S]: `w` \[h\] [N, K] times `x` [T, Hq, K].
 pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
     let cuda = ex.cuda(op)?;
     let rows = x.rows();

@@ -1,7 +1,7 @@
 //! The CUDA forms of the ops that fit every dtype and shape: launches of `cuda/any/*.cu`.
 //!
-//! Each function is called behind the door of its op, which has checked dtypes and dims; what is
-//! left to check here is that the views lie on the device and that sizes fit the launcher.
+//! Each function is called by its op, which has checked dtypes and dims. The functions only check that the views are on
+//! the device and that sizes are within the launcher's limits.
 
 mod align;
 mod mla;

@@ -1,12 +1,12 @@
 //! Products: dense, and grouped by expert.
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 
 use super::{Dtype, ffi, int};
 use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyGatedArgs, AnyLinearArgs, In};
 use crate::exec::Exec;
 use crate::operands::ExpertGroups;
-use crate::tags::Activation;
+use crate::tags::{Activation, activation_name};
 use crate::view::{View, ViewMut};
 
 // SAFETY of every call below: as in `rows`.
@@ -37,13 +37,16 @@ pub(crate) fn linear(
 }
 
 /// The launcher's code of an activation with its parameters.
-pub(crate) fn activation_code(activation: Activation) -> (i32, f32, f32) {
-    match activation {
+pub(crate) fn activation_code(op: &str, activation: Activation) -> Result<(i32, f32, f32)> {
+    Ok(match activation {
         Activation::SwiGlu => (0, 0.0, 0.0),
         Activation::SwiGluOai { alpha, limit } => (1, alpha, limit),
         Activation::Gelu => (2, 0.0, 0.0),
         Activation::GeluTanh => (3, 0.0, 0.0),
-    }
+        Activation::ClampedSwiGlu { .. } | Activation::Relu => {
+            bail!("{op}: {} has no GPU kernels; use the CPU", activation_name(activation))
+        }
+    })
 }
 
 pub(crate) fn gate_up(
@@ -56,7 +59,7 @@ pub(crate) fn gate_up(
     mut out: ViewMut,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (activation, alpha, limit) = activation_code(activation);
+    let (activation, alpha, limit) = activation_code(op, activation)?;
     let args = AnyGateUpArgs {
         x: cuda.read(op, "x", x)?,
         offsets: cuda.read(op, "offsets", groups.offsets)?,
@@ -110,7 +113,7 @@ pub(crate) fn gated_rows(
     gated_apart(ex, op, (gate.cast(), up.cast(), 2 * width), (height, width), activation, out)
 }
 
-/// Gate and up values with rows so far apart.
+/// Activates gate and up values whose rows are `stride` elements apart.
 fn gated_apart(
     ex: &Exec,
     op: &str,
@@ -120,7 +123,7 @@ fn gated_apart(
     mut out: ViewMut,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let (activation, alpha, limit) = activation_code(activation);
+    let (activation, alpha, limit) = activation_code(op, activation)?;
     let args = AnyGatedArgs {
         gate,
         up,

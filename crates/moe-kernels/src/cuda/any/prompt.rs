@@ -13,14 +13,14 @@ use crate::operands::MlaPrompt;
 use crate::plan::{Form, PromptCall, PromptForm};
 use crate::view::{View, ViewMut};
 
-/// Sizes L, N, R, V.
+/// The sizes L, N, R and V.
 fn sizes(args: &MlaPrompt) -> [usize; 4] {
     let l = args.w_uk.dims()[1];
     let n = args.w_uk.dims()[2];
     [l, n, args.q.dims()[2] - n, args.w_uv.dims()[1]]
 }
 
-/// Whether keys and values of every head are made.
+/// Whether the prompts are computed with keys and values of every head.
 pub(crate) fn expands(args: &MlaPrompt, out: &ViewMut, ex: &Exec) -> bool {
     let starts = args.meta.query_start_loc;
     let call = PromptCall {
@@ -63,10 +63,10 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
         heads: int(op, heads)?,
         all: int(op, all)?,
     };
-    // SAFETY: the door has checked dims and dtypes, `expands` the sizes, and no row is written that the results do not have;
-    // which positions and blocks are read is the contract of `AttentionMeta`.
+    // SAFETY: the op has checked dims and dtypes, `expands` the sizes, and no row is written that the results do not
+    // have; which positions and blocks are read is the contract of `AttentionMeta`.
     cuda.check(op, unsafe { ffi::moe_mla_expand(&expand, cuda.raw()?) })?;
-    // Keys and values of a head lie together; all heads read the same latents.
+    // Keys and values of a head are next to each other; all heads read the same latents.
     for (w, by_columns, n, width, to) in
         [(args.w_uk, true, n, n + r, keys.view_mut()), (args.w_uv, false, v, v, values.view_mut())]
     {
@@ -100,6 +100,7 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
         counters: cuda.counters("attention_expanded", 2)?,
         partials: null_mut(),
         splits: 1,
+        sinks: null(),
     };
     // SAFETY: keys and values of all positions have been made above, for the same sequences.
     cuda.check(op, unsafe {
@@ -141,7 +142,7 @@ fn copy_columns(
     let width = int(op, width)?;
     let from_row = int(op, from_row)?;
     let to_row = int(op, to_row)?;
-    // SAFETY: the columns lie inside of both rows, which the callers have made so.
+    // SAFETY: the columns are inside of both rows; the callers have made them so.
     cuda.check(op, unsafe {
         ffi::moe_any_copy_columns(at, out, dtype, rows, width, from_row, to_row, cuda.raw()?)
     })

@@ -6,8 +6,8 @@ use std::ptr::null;
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, int};
+use crate::arguments::{expect_matrix, expect_optional};
 use crate::cuda::args::{AnyRouteArgs, StepRoutingArgs};
-use crate::door::{expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::step_routing::LayerRouting;
 use crate::tags::GateScoring;
@@ -24,7 +24,7 @@ pub enum Choice<'a> {
         groups: usize,
         /// Groups kept.
         topk_group: usize,
-        /// A group's score is the sum of its two best keys, not the best one.
+        /// Whether a group's score is the sum of its two best keys instead of the best one.
         top_two: bool,
     },
     /// The largest logits; the chosen ones are scored.
@@ -60,7 +60,7 @@ pub struct Route<'a> {
     pub experts: usize,
     /// Routed slots K.
     pub top_k: usize,
-    /// Shared experts behind the routed ones, and their weight.
+    /// The number of shared experts, which come after the routed ones, and their weight.
     pub shared: (usize, f32),
     /// Divide the chosen scores by their sum.
     pub renormalize: bool,
@@ -68,10 +68,10 @@ pub struct Route<'a> {
     pub scale: f32,
     /// cap * tanh(x / cap) before anything else.
     pub softcap: Option<f32>,
-    /// Where the choices are left, zero experts among them, and what is forced.
+    /// The arrays that record the choices, zero experts included, and the choices that are forced.
     pub routing: LayerRouting<'a>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::upload_step_into` writes it), are
-    /// padding and get no expert.
+    /// Whether rows after the valid ones are padding and get no expert. The number of valid rows is on the device
+    /// (`cuda::upload_step_into` writes it).
     pub padded: bool,
 }
 
@@ -86,13 +86,13 @@ pub struct RouteOut<'a> {
     pub zero_weights: Option<ViewMut<'a>>,
 }
 
-/// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
-/// never chosen; a slot without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, as does every slot of a padding
-/// row ([`Route::padded`]).
+/// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is never chosen. A slot
+/// without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, and so does every slot of a padding row
+/// ([`Route::padded`]).
 ///
 /// # Errors
-/// A context on the CPU; views of host memory; wrong dims or dtypes; more experts than shared
-/// memory holds scores of (about 28,000).
+/// A context on the CPU; views of host memory; wrong dims or dtypes; more experts than shared memory has room for
+/// (about 28,000).
 pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result<()> {
     const OP: &str = "route";
     let cuda = ex.cuda(OP)?;

@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::{CudaExec, Dtype, count, ffi, int};
 use crate::view::{View, ViewMut};
 
-// SAFETY of every call below: the op's door has checked dims and dtypes, so each pointer covers as
+// SAFETY of every call below: the op has checked dims and dtypes, so each pointer covers as
 // many elements as the launcher states; the views' borrows keep the memory alive until the launch
 // is on the stream, on which memory is only reused in order.
 

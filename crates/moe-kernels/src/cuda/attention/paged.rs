@@ -26,12 +26,12 @@ pub(super) struct Inputs<'a> {
     pub meta: &'a AttentionMeta<'a>,
 }
 
-/// What is to be launched.
+/// What a call launches.
 pub(super) enum Asked<'a> {
-    /// Attention; `blocks`: on so many SMs, beside which the next launch may begin, where the form is
-    /// [`AttentionForm::Wgmma`]; 0: on all.
+    /// Attention. With [`AttentionForm::Wgmma`], `blocks` is the number of its blocks, which leave SMs to the next
+    /// launch; 0: it uses all SMs.
     Attention { blocks: i32 },
-    /// Attention with the product behind it, only where one launch computes both.
+    /// Attention and the product that follows it, if one launch computes both.
     Product { w_uv: View<'a>, values: ViewMut<'a> },
 }
 
@@ -48,8 +48,8 @@ pub(crate) fn paged_attention(
     attend(inputs, out.into(), Asked::Attention { blocks: 0 }, ex).map(drop)
 }
 
-/// Attention over latent rows and the product behind it, `values` = `w_uv` times the latents, where the launch that
-/// merges splits holds this product. Returns whether it does; `latents` are then unspecified.
+/// Attention over latent rows and the product that follows it, `values` = `w_uv` times the latents, if the launch that
+/// merges splits computes this product. Returns whether it does; `latents` are then unspecified.
 pub(crate) fn latent_values(
     q: View,
     cache: View,
@@ -62,7 +62,7 @@ pub(crate) fn latent_values(
     attend(inputs, latents.into(), Asked::Product { w_uv, values }, ex)
 }
 
-/// What is `asked`; whether something was launched.
+/// Launches what is `asked`. Returns whether something was launched.
 pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) -> Result<bool> {
     let cuda = ex.cuda(OP)?;
     let rows = inputs.q.rows();
@@ -128,16 +128,17 @@ impl Inputs<'_> {
             one_row_each: latent && rows <= meta.block_tables.rows(),
             num_heads: q.dims()[1],
             head_dim,
-            // A value in a longer row of its own fits no fast kernel, nor does this size.
+            // No fast kernel takes values in longer rows of a cache of their own, and none takes a value_dim of 0.
             value_dim: if v_cache.dims()[3] == value_dim || one_cache { value_dim } else { 0 },
             latent,
+            sinks: meta.sinks.is_some(),
             dtype: k_cache.dtype(),
             block_size: Some(k_cache.dims()[2]),
             aligned: aligned(&[q, k_cache, v_cache]) && out_aligned,
         })
     }
 
-    /// Parts of the positions, 1 where the form has no parts.
+    /// The number of parts of the positions; 1 if the form has no parts.
     fn splits(&self, form: Option<AttentionForm>, ex: &Exec) -> Result<i32> {
         let sequences = small(OP, self.meta.block_tables.rows())?;
         let rows = small(OP, self.q.rows())?;
@@ -198,19 +199,20 @@ impl Inputs<'_> {
             },
             partials: cuda.write_or_null(OP, "partials", partials.map(|p| p.view_mut()).as_mut())?,
             splits,
+            sinks: cuda.read_or_null(OP, "sinks", meta.sinks)?,
         })
     }
 }
 
-/// A launch of the kernel of a form, which is the one for any sizes where there is none.
+/// A launch of the kernel of a form, or without a form of the kernel for any sizes.
 struct Launch {
     form: Option<AttentionForm>,
     args: PagedAttentionArgs,
     /// See [`Asked::Attention`].
     blocks: i32,
-    /// w_uv and where its values go, where the launch holds this product, too.
+    /// w_uv and the address of its values, if the launch also computes this product.
     product: Option<(In, Out)>,
-    /// The rest of `out`, where it is in FP8.
+    /// Scales and order of `out`, if it is in FP8.
     fp8: Option<Fp8Place>,
 }
 
@@ -219,16 +221,17 @@ impl Launch {
         let args = &raw const self.args;
         let blocks = self.blocks;
         let stream = cuda.raw()?;
-        // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers and of the product,
-        // rows in FP8 have the sizes of `out`, and any number of blocks is right. Which rows, positions and blocks the fast
-        // kernels follow is the contract of `AttentionMeta`; the other does not read beyond tables and cache.
+        // SAFETY: the op has checked dims and dtypes. The form has checked the conditions of the fast launchers and of
+        // the product. Rows in FP8 have the sizes of `out`, and any number of blocks is right. Which rows, positions
+        // and blocks the fast kernels follow is the contract of `AttentionMeta`; the other kernel does not read beyond
+        // tables and cache.
         let code = unsafe {
             match (self.form, self.product, &self.fp8) {
                 (Some(AttentionForm::LatentDecode), product, _) => {
                     let (w_uv, values) = product.unwrap_or((null(), null_mut()));
                     ffi::moe_attention_latent_decode(args, w_uv, values, stream)
                 }
-                // Several splits, which of the other forms this one alone has.
+                // Of the other forms, only this one has several splits.
                 (_, Some((w_uv, values)), _) => ffi::moe_attention_latent_values(args, w_uv, values, stream),
                 (Some(AttentionForm::Wgmma), _, Some(to)) => {
                     ffi::moe_attention_prefill_wgmma_fp8(args, blocks, to.scales, to.lines, to.quads, stream)

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, bail};
 
+use crate::arguments::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::cuda::expect_aligned;
-use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::plan::{ExpertsCall, QuantWeights};
 use crate::view::View;
 use crate::weight::WeightView;
@@ -27,7 +27,7 @@ pub struct FusedExperts<'a> {
     pub lists: Option<ExpertLists<'a>>,
 }
 
-/// The slots of each local expert, as [`list_slots_into`](crate::list_slots_into) lists those of the same ids and map.
+/// The slots of each local expert, as [`list_slots_into`](crate::list_slots_into) lists them for the same ids and map.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertLists<'a> {
     /// \[E_local\] u32.

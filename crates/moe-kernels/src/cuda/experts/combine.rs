@@ -1,4 +1,4 @@
-//! The weighted sum of slot rows, alone or with the addition to the residual stream and the norm behind it.
+//! The weighted sum of slot rows, alone or with the addition to the residual stream and the norm after it.
 
 use candle_core::Result;
 

@@ -12,8 +12,9 @@ use crate::plan::ExpertsCall;
 use crate::rows_view::Fp8Rows;
 
 impl Inputs {
-    /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and
-    /// multiplied by gate and up; the activations that come of it are in FP8, too, and multiplied by down.
+    /// Computes the rows of all slots that have a local expert, in bf16. x is quantised, with a row for each slot in
+    /// order of experts, and multiplied by gate and up. The resulting activations are in FP8, too, and are multiplied
+    /// by down.
     pub(super) fn fp8(&self, s: &ExpertsCall, slots: &Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let op = self.op;
         let cuda = ex.cuda(self.op)?;
@@ -38,8 +39,8 @@ impl Inputs {
             tokens: small(op, s.tokens)?,
             top_k: small(op, s.top_k)?,
         };
-        // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
-        // that they ask for, and routing has listed the slots.
+        // SAFETY: `super::check` has checked dims and dtypes, and the form the launchers' conditions. The scratch
+        // memory has the sizes that the launchers need, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
         let [q, scales] = act.at(op, cuda)?;
         let out = rows.slot_rows.at;

@@ -53,7 +53,7 @@ impl Buckets {
     }
 }
 
-/// What lies between the products and the sum.
+/// The arrays that the products write and that the sum reads.
 pub(super) struct Rows {
     /// [T K, I] bf16; none where activations are in FP8.
     pub act: Option<Lease>,
@@ -100,13 +100,13 @@ fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
     Ok(ex.cuda(op)?.counters_of_size(op, words)?.cast())
 }
 
-/// Where the router counts the slots of each expert for them.
+/// The address of the counts of each expert's slots, which the router fills for these products.
 pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
     // SAFETY: the place is a constant below the number of counters.
     Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
 }
 
-/// Leaves them zero for the next layer, behind products that do not do so themselves.
+/// Sets the counts to zero for the next layer, after products that do not do so themselves.
 pub(super) fn clear_bucket_counts(num_local: usize, ex: &Exec) -> Result<()> {
     let op = "clear_bucket_counts";
     let cuda = ex.cuda("clear_bucket_counts")?;
@@ -228,7 +228,7 @@ impl Inputs {
         let slot_rows = rows.slot_rows.at;
         let counters = counters(s.num_local, ex)?.cast();
         let ordered = self.ordered(s, &slots, ex)?;
-        // One row per slot: as many tokens with one expert each.
+        // The rows are in order of slots, which is the same as one token with one expert for each slot.
         let (x, tokens, top_k) = match &ordered {
             Some(ordered) => (ordered.at.cast_const(), s.slots(), 1),
             None => (self.x, s.tokens, s.top_k),
@@ -314,8 +314,8 @@ impl Inputs {
             columns: small(op, s.hidden)?,
             experts: small(op, s.num_local)?,
         };
-        // SAFETY: `super::check` has checked dims and dtypes, an order names a column of x for each of the pack's, and routing
-        // has listed the slots, for each of which there is a row.
+        // SAFETY: `super::check` has checked dims and dtypes, an order names a column of x for each column of the pack,
+        // and routing has listed the slots, each of which has a row.
         cuda.check("order_rows", unsafe { ffi::moe_order_rows(&args, cuda.raw()?) })?;
         Ok(Some(rows))
     }

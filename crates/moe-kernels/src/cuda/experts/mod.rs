@@ -13,8 +13,8 @@ use candle_core::{DType, Result, bail};
 use super::args::Output;
 use super::{ExpertSlots, quant};
 use crate::align::{group_token_slots_into, list_slots_into};
+use crate::arguments::expect_dims;
 use crate::buffer::Scratch;
-use crate::door::expect_dims;
 use crate::exec::Exec;
 use crate::operands::ExpertGroups;
 use crate::plan::{EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm, Form};
@@ -37,12 +37,12 @@ pub fn fused_experts_into(args: &FusedExperts, out: ViewMut, ex: &mut Exec) -> R
     run(args, None, out, ex)
 }
 
-/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for a caller that
-/// adds them on the way to another rank; rows of slots without a local expert are unspecified. `None` where the kernels
-/// of such a step add up themselves.
+/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds, for a caller that
+/// adds them on the way to another rank. Rows of slots without a local expert are unspecified. `None` if the kernels of
+/// this step add the rows themselves.
 ///
 /// # Errors
-/// As [`fused_experts_into`].
+/// The errors of [`fused_experts_into`].
 pub fn expert_slot_rows(args: &FusedExperts, ex: &mut Exec) -> Result<Option<Scratch>> {
     let op = "expert_slot_rows";
     let sizes = check(op, args)?;
@@ -56,7 +56,7 @@ pub fn expert_slot_rows(args: &FusedExperts, ex: &mut Exec) -> Result<Option<Scr
     Ok(Some(rows.slot_rows.into_scratch()))
 }
 
-/// Both products over the slots of each expert, which are listed here where the caller has not.
+/// Both products over the slots of each expert. The slots are listed here, unless the caller has listed them.
 fn products(
     inputs: &Inputs,
     args: &FusedExperts,
@@ -80,13 +80,13 @@ fn products(
     }
 }
 
-/// [`fused_experts_into`] of experts more than the device has slots for: w13 and w2 are of the slots, ids of all experts, and the launches
-/// bring what the ids name into the slots, in passes where that is more than there are slots. The bits are those of
-/// experts that are all on the device, by the same kernel.
+/// [`fused_experts_into`] for more experts than the device has slots for. w13 and w2 have a matrix for each slot, and
+/// ids name any expert. The launches bring the named experts into the slots, in several passes if there are more of
+/// them than slots. The bits are the same as with all experts on the device, with the same kernel.
 ///
 /// # Errors
-/// The errors of [`fused_experts_into`]; an expert map or lists beside the slots; packs of another number of slots;
-/// passes that no kernel of this device runs.
+/// The errors of [`fused_experts_into`]; an expert map or lists in addition to the slots; packs of another number of
+/// slots; passes that no kernel of this device supports.
 pub fn slotted_experts_into(
     slots: &ExpertSlots,
     args: &FusedExperts,
@@ -153,7 +153,8 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
         _ => inputs.grouped(&sizes, &scratch, ex)?,
     }
     if passes > 1 {
-        // The last map knows its own pass alone; every expert has been computed.
+        // All experts have been computed, and the map of the last pass does not name the experts of the earlier ones.
+        // So the sum takes every expert.
         let whole = ExpertsCall { num_local: sizes.num_ids, ..sizes };
         let inputs = Inputs { expert_map: std::ptr::null(), ..inputs };
         return inputs.combine(&whole, &scratch, (out, output), ex);

@@ -67,6 +67,7 @@ impl OneLaunch<'_> {
             }
             None => StepRoutingArgs::NONE,
         };
+        let groups = gate.and_then(|gate| gate.groups);
         // The same fields in both forms.
         macro_rules! args {
             ($name:ident { $($own:tt)* }) => {
@@ -98,6 +99,8 @@ impl OneLaunch<'_> {
                     softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
                     shared: small(op, gate.map_or(0, |gate| gate.shared))?,
                     shared_weight: gate.map_or(1., |gate| gate.shared_weight),
+                    groups: small(op, groups.map_or(0, |groups| groups.count))?,
+                    kept_groups: small(op, groups.map_or(0, |groups| groups.kept))?,
                     routing,
                     $($own)*
                 }
@@ -141,7 +144,7 @@ mod tests {
         [None, Some(pack(int, DType::F16)), Some(pack(fp8, DType::F32))]
     }
 
-    /// What the kernel says.
+    /// The answer of the kernel itself.
     fn fits(call: &ExpertsCall, gpu: Gpu) -> bool {
         let n = |n: usize| i32::try_from(n).unwrap();
         let ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, .. } = *call;

@@ -6,11 +6,11 @@ use super::arguments::{FusedExperts, check, quantisation};
 use super::launch::{Buckets, Inputs, Lease, Rows, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
 use super::packs::Packs;
+use crate::arguments::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
 use crate::cuda::router::{self, gate_route};
-use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, PreNorm, SublayerIo};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
@@ -21,19 +21,19 @@ use crate::weight::WeightView;
 /// Experts on this rank with the gate that chooses among all.
 #[derive(Clone, Copy, Debug)]
 pub struct MonolithicExperts<'a> {
-    /// The gate, [E, H] bf16, and its rule. Shared experts S are E and on.
+    /// The gate, [E, H] bf16, and its rule. The S shared experts have the numbers from E on.
     pub gate: &'a Gate<'a>,
-    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised. E_local of E + S.
+    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised. E_local of the E + S experts are here.
     pub w13: WeightView<'a>,
     /// [E_local, H, I] bf16, or quantised if w13 is.
     pub w2: WeightView<'a>,
-    /// i32, expert to local slot, -1 = elsewhere; `None` = all are here. \[E + S\], or where the gate names copies as many as
-    /// there are of these.
+    /// i32, expert to local slot, -1 = elsewhere; `None` = all are here. Its length is E + S, or, if the gate names
+    /// copies, the number of copies.
     pub expert_map: Option<View<'a>>,
 }
 
-/// Σ_k weight_k · w2\[e\] (silu(gate) · up), with the experts that the gate chooses and that live here, k ascending in f32.
-/// What is read, and where the sums go, `io` says.
+/// Σ_k weight_k · w2\[e\] (silu(gate) · up), over the experts that the gate chooses and that are on this rank, k
+/// ascending in f32. `io` has the inputs and the place of the sums.
 ///
 /// # Errors
 /// A CPU context; wrong dims or dtypes; sizes or a fusion that `form` does not fit.
@@ -98,7 +98,7 @@ impl MonolithicExperts<'_> {
         expect(op, "w2", &self.w2, DType::BF16, &[num_local, hidden, inter])?;
         let num_ids = match (&self.expert_map, &self.gate.log2phy) {
             (Some(map), Some(_)) => map.elem_count(),
-            (None, Some(_)) => bail!("{op}: expected an expert_map beside log2phy"),
+            (None, Some(_)) => bail!("{op}: expected an expert_map in addition to log2phy"),
             _ => num_ids,
         };
         match &self.expert_map {
@@ -134,7 +134,7 @@ impl MonolithicExperts<'_> {
     }
 }
 
-/// Checks rows of H columns; how many there are.
+/// Checks rows of H columns, and returns their number.
 fn check_io(op: &str, io: &SublayerIo, hidden: usize) -> Result<usize> {
     let rows = |name: &str, view: &View, dtype: DType| {
         let tokens = view.rows();
@@ -169,11 +169,11 @@ fn check_io(op: &str, io: &SublayerIo, hidden: usize) -> Result<usize> {
     }
 }
 
-/// Slot rows behind router and products, before their sum.
+/// Slot rows after router and products, before their sum.
 struct Products {
     inputs: Inputs,
     rows: Rows,
-    // The launches to come read them.
+    // The launches that follow read them.
     _ids: Scratch,
     _weights: Scratch,
 }

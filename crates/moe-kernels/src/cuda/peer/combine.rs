@@ -1,22 +1,23 @@
-//! What ranks add up of their experts' slots on its way back to the owners of tokens, with the addition and the norm behind it.
+//! Each rank's sums of its experts' slots, returned to the owners of tokens, with the addition and the norm that
+//! follow.
 
 use candle_core::{DType, Result, bail};
 
 use super::{MAX_HIDDEN, MAX_PEERS, PeerBuffers, ffi, is_row};
+use crate::arguments::{expect, expect_dtype};
 use crate::cuda::args::{CombineArgs, Dtype, Output};
 use crate::cuda::{aligned, small};
 use crate::dispatched::SlotRows;
-use crate::door::{expect, expect_dtype};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::view::ViewMut;
 
-/// Most slots of a token: a lane of a warp looks at each.
+/// The largest number of slots of a token: each lane of a warp checks one.
 const MAX_SLOTS: usize = 32;
 
 impl PeerBuffers {
-    /// Whether [`combine_add_rms_norm_into`](Self::combine_add_rms_norm_into) takes K slots of H elements for so many rows of each
-    /// rank: the same answer on all ranks.
+    /// Whether [`combine_add_rms_norm_into`](Self::combine_add_rms_norm_into) takes K slots of H elements for these
+    /// numbers of rows of each rank. All ranks get the same answer.
     pub fn fits_combine(&self, counts: &[usize], top_k: usize, hidden: usize) -> bool {
         let (Ok(width), true) = (i32::try_from(hidden), is_row(hidden)) else { return false };
         // SAFETY: a pure function of three numbers.
@@ -26,13 +27,13 @@ impl PeerBuffers {
     }
 
     /// `residual` [counts\[rank\], H] f32 += the sum over the ranks, in rank order, of each rank's sum of these rows'
-    /// slots, k ascending; then `out` [counts\[rank\], H] bf16 = norm of `residual`. `slots` holds all ranks' rows,
-    /// [sum(counts), ..] in rank order, and `counts` is the same on all ranks. The bits are the same as with a launch
-    /// each for the sum, its way back, and the addition with the norm.
+    /// slots in ascending k. Then `out` [counts\[rank\], H] bf16 = norm of `residual`. `slots` contains all ranks'
+    /// rows, [sum(counts), ..] in rank order, and `counts` is the same on all ranks. The bits are the same as with
+    /// separate launches for the sum, its return, and the addition with the norm.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of
-    /// 16 bytes; what [`fits_combine`](Self::fits_combine) refuses.
+    /// Wrong dims or dtypes; a view that is not on the context's device or whose address is not a multiple of 16 bytes;
+    /// what [`fits_combine`](Self::fits_combine) refuses.
     pub fn combine_add_rms_norm_into(
         &self,
         slots: &SlotRows,
@@ -85,7 +86,7 @@ impl PeerBuffers {
             tokens: small(op, tokens)?,
             top_k: small(op, top_k)?,
             num_ids,
-            // The map has no others.
+            // This bound only has to be large enough: every local expert in the map exists.
             num_local: num_ids,
             hidden: small(op, hidden)?,
             rows: Dtype::of(op, DType::F32)?,
@@ -125,7 +126,7 @@ mod tests {
     fn rows_that_the_buffers_hold_are_taken() {
         // SAFETY: nothing is launched.
         let group = unsafe { PeerBuffers::new(0, &[0; 4], 2 << 20, 0, Duration::from_secs(1)) }.unwrap();
-        // Half a buffer has 16 MiB: 4 MiB of each rank.
+        // Half a buffer has 16 MiB: 4 MiB for each rank.
         assert!(
             group.fits_combine(&[512, 0, 1, 512], 8, 2048) && !group.fits_combine(&[513, 0, 0, 0], 8, 2048)
         );

@@ -1,19 +1,19 @@
-//! All-gather and reduce-scatter; each rank may bring another number of rows.
+//! All-gather and reduce-scatter. Each rank may bring a different number of rows.
 
 use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
 use super::{MAX_PEERS, PeerBuffers, ffi};
+use crate::arguments::{expect_dims, expect_dtype, expect_matrix};
 use crate::cuda::{CudaExec, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// Most arrays of a call.
+/// The largest number of arrays in a call.
 const MAX_ARRAYS: usize = 4;
 
-/// An array as the launcher takes it.
+/// An array in the form that the launcher takes.
 #[repr(C)]
 pub(crate) struct PeerArray {
     input: *const c_void,
@@ -33,7 +33,7 @@ impl PeerArray {
     }
 }
 
-/// Which ranks need a row, as the launcher takes it.
+/// Which ranks need which rows, in the form that the launcher takes.
 #[repr(C)]
 pub(crate) struct PeerNeeds {
     ids: *const u32,
@@ -44,7 +44,8 @@ pub(crate) struct PeerNeeds {
 }
 
 impl PeerNeeds {
-    /// Who needs `rows` [T, ..], from the ids [T, K] of their tokens and the owners \[P\] of the experts.
+    /// Which ranks need which of `rows` [T, ..]: from the ids [T, K] of their tokens, and the owners \[P\] of the
+    /// experts.
     fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
         let (t, top_k) = expect_matrix(op, "ids", &ids)?;
         expect_dtype(op, "ids", &ids, DType::U32)?;
@@ -63,17 +64,17 @@ impl PeerNeeds {
     }
 }
 
-/// The address of what is there, else null.
+/// The address of a value; null if there is none.
 fn address<T>(value: &Option<T>) -> *const T {
     value.as_ref().map_or(std::ptr::null(), |value| value)
 }
 
-/// Whether every bit pattern is a value of its own.
+/// Whether every bit pattern must be kept.
 fn is_exact(dtype: DType) -> bool {
     matches!(dtype, DType::U32 | DType::I32 | DType::I64)
 }
 
-/// The slots that so many elements fill; `None` where they fill none to the end, or cannot travel.
+/// The number of slots that `count` elements fill; `None` if they do not fill whole slots or cannot be sent.
 fn slots(dtype: DType, count: usize) -> Option<u32> {
     let slot = match dtype {
         DType::F32 | DType::BF16 | DType::F16 => 16,
@@ -84,7 +85,7 @@ fn slots(dtype: DType, count: usize) -> Option<u32> {
     bytes.is_multiple_of(slot).then(|| u32::try_from(bytes / slot).ok())?
 }
 
-/// [`slots`] of every rank's part, zeros behind the last; `None` also where all together are too many to count.
+/// [`slots`] of every rank's part, followed by zeros; `None` also if the total is too large to count.
 fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
     let mut all = [0; MAX_PEERS];
     let mut total = 0u32;
@@ -95,7 +96,8 @@ fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
     (parts.len() <= MAX_PEERS && i32::try_from(total).is_ok()).then_some(all)
 }
 
-/// Elements of each rank's part of `view`, which has `counts` rows of each rank; `None` where it has other rows.
+/// The number of elements in each rank's part of `view`, with `counts` rows of each rank; `None` if `view` has a
+/// different number of rows.
 fn parts(view: &View, counts: &[usize]) -> Option<Vec<usize>> {
     let rows = counts.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
     let width = view.dims().iter().skip(1).product::<usize>();
@@ -103,8 +105,8 @@ fn parts(view: &View, counts: &[usize]) -> Option<Vec<usize>> {
 }
 
 impl PeerBuffers {
-    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank: the same
-    /// answer on all ranks.
+    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank. All
+    /// ranks get the same answer.
     pub fn fits_gather<'p>(&self, arrays: impl Iterator<Item = (DType, &'p [usize])>) -> bool {
         let arrays: Vec<_> = arrays.collect();
         let fits = |(dtype, parts): &(DType, &[usize])| {
@@ -113,16 +115,18 @@ impl PeerBuffers {
         arrays.len() <= MAX_ARRAYS && arrays.iter().all(fits)
     }
 
-    /// Concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..], for each pair; any
-    /// alignment. `counts` has one entry per rank and is the same on all ranks. Integers keep their bits, floats theirs but for the
-    /// payloads of NaNs.
+    /// For each pair: concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts),
+    /// ..], with any alignment. `counts` has one entry per rank and is the same on all ranks. Integers and floats keep
+    /// their bits, except for the payloads of NaNs.
     ///
-    /// `needs` are the ids [sum(counts), K] u32 of the tokens of one array of floats, the same on all ranks, and the rank \[P\] u32
-    /// that owns each expert: then a row travels only to the owners of its token's experts, and other rows of `out` are unspecified.
+    /// `needs` are the ids [sum(counts), K] u32 of the tokens of one array of floats, the same on all ranks, and the
+    /// rank \[P\] u32 that owns each expert. With `needs` a row is sent only to the owners of its token's experts, and
+    /// other rows of `out` are unspecified.
     ///
     /// # Errors
-    /// A view that does not lie on the context's device; other dtypes or numbers of rows in a pair; what
-    /// [`fits_gather`](Self::fits_gather) refuses; needs of several arrays, or of rows that fill no whole slots each.
+    /// A view that is not on the context's device; different dtypes in a pair or wrong numbers of rows; what
+    /// [`fits_gather`](Self::fits_gather) refuses; `needs` with several arrays, or with rows that do not fill whole
+    /// slots.
     pub fn all_gather_into(
         &self,
         arrays: Vec<(View, ViewMut)>,
@@ -162,20 +166,20 @@ impl PeerBuffers {
         })
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank, of this dtype: the
-    /// same answer on all ranks.
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts with these numbers of elements of each
+    /// rank, of this dtype. All ranks get the same answer.
     pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
         let ranks = parts.len() == self.ranks as usize;
         ranks && matches!(dtype, DType::F32 | DType::BF16) && slots_of_all(dtype, parts).is_some()
     }
 
     /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..], f32 or
-    /// bf16; any alignment. Additions in f32 in rank order, the same bits in every run. `counts` has one entry per rank
-    /// and is the same on all ranks. With `needs` as in [`all_gather_into`](Self::all_gather_into), a row's sum is over
-    /// the owners of its token's experts.
+    /// bf16, with any alignment. Additions are in f32 in rank order, with the same bits in every run. `counts` has one
+    /// entry per rank and is the same on all ranks. With `needs` as in [`all_gather_into`](Self::all_gather_into), a
+    /// row's sum is over the owners of its token's experts.
     ///
     /// # Errors
-    /// A view that does not lie on the context's device; wrong dtypes or numbers of elements; what
+    /// A view that is not on the context's device; wrong dtypes or numbers of elements; what
     /// [`fits_scatter`](Self::fits_scatter) refuses.
     pub fn reduce_scatter_into(
         &self,

@@ -1,8 +1,9 @@
-//! Collectives over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, in `combine` and `share` those
-//! of the files of these names, and in `gather` those of `gather.cu` and `scatter.cu`.
+//! Collectives over memory that the ranks of a host share. This file has the launches of `cuda/peer/all_reduce.cu`;
+//! `combine` and `share` have the launches of the files with the same names, and `gather` has the launches of
+//! `gather.cu` and `scatter.cu`.
 //!
-//! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
-//! here are the addresses, the checks and the launches.
+//! The caller (moe-comm's `PeerAllReduce`) allocates that memory, maps it and knows the other ranks. This module has
+//! the addresses, the checks and the launches.
 
 mod combine;
 mod gather;
@@ -16,23 +17,23 @@ pub(crate) use gather::{PeerArray, PeerNeeds};
 
 use super::args::Dtype;
 use super::{aligned, ffi, small};
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::view::{View, ViewMut};
 
-/// Most ranks of a group.
+/// The largest number of ranks in a group.
 pub const MAX_PEERS: usize = 8;
 
-/// Widest rows of the fused form: a block keeps its part of a row in shared memory.
+/// The widest rows of the fused form: a block keeps its part of a row in shared memory.
 const MAX_HIDDEN: usize = 16 * 1024;
 
-/// Whether the fused forms take rows of so many elements.
+/// Whether the fused forms take rows of this number of elements.
 fn is_row(hidden: usize) -> bool {
     hidden > 0 && hidden.is_multiple_of(8) && hidden <= MAX_HIDDEN
 }
 
-/// A group's buffers as a rank's kernels address them; `moe::Peers` of `cuda/peer/peer.cuh`.
+/// A group's buffers with the addresses that a rank's kernels use; `moe::Peers` of `cuda/peer/peer.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PeerBuffers {
@@ -59,30 +60,30 @@ impl PeerBuffers {
         }
     }
 
-    /// Makes a new buffer of this rank ready, in stream order.
+    /// Initialises a new buffer of this rank, in stream order.
     ///
     /// # Safety
     /// `buffer` is the address of `bytes` bytes on the context's device, a size from [`bytes`](Self::bytes).
     ///
     /// # Errors
-    /// A context on the CPU; the device refuses.
+    /// A context on the CPU; an error of the device.
     pub unsafe fn init(buffer: u64, bytes: usize, ex: &Exec) -> Result<()> {
         let cuda = ex.cuda("peers")?;
         // SAFETY: the caller's promise.
         cuda.check("peers", unsafe { ffi::moe_peer_buffer_init(buffer as *mut _, bytes, cuda.raw()?) })
     }
 
-    /// The group of the ranks that have these buffers, as `rank` addresses them. A kernel that waits longer than
-    /// `limit` for a rank ends and writes 1 + that rank to the u32 at `status`; one that finds something there
-    /// does not wait.
+    /// The group of the ranks that have these buffers, with the addresses that are valid on `rank`. A kernel that waits
+    /// longer than `limit` for a rank ends and writes 1 + that rank to the u32 at `status`. A kernel that finds a value
+    /// there does not wait.
     ///
     /// # Safety
-    /// For as long as kernels of this group run: each address points to a buffer of [`bytes`](Self::bytes) for this
-    /// capacity and `status` to a word in host memory; the device of `rank` reads and writes them. All were made ready
-    /// before. The ranks launch the same calls in the same order, each on one stream.
+    /// As long as kernels of this group run, each address points to a buffer of [`bytes`](Self::bytes) for this
+    /// capacity and `status` to a word in host memory, and the device of `rank` can read and write them. All buffers
+    /// were initialised before. The ranks launch the same calls in the same order, each on one stream.
     ///
     /// # Errors
-    /// A number of ranks or a capacity that cannot be; a rank outside of the group.
+    /// An invalid number of ranks or capacity; a rank outside of the group.
     pub unsafe fn new(
         rank: usize,
         buffers: &[u64],
@@ -106,13 +107,13 @@ impl PeerBuffers {
         })
     }
 
-    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements: the same answer on all ranks.
+    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes `count` elements. All ranks get the same answer.
     pub fn fits(&self, dtype: DType, count: usize) -> bool {
         let bytes = count.saturating_mul(dtype.size_in_bytes());
         matches!(dtype, DType::F32 | DType::BF16) && bytes as u64 <= self.capacity
     }
 
-    /// Whether [`all_reduce_add_rms_norm_into`](Self::all_reduce_add_rms_norm_into) takes rows of so many elements.
+    /// Whether [`all_reduce_add_rms_norm_into`](Self::all_reduce_add_rms_norm_into) takes rows of H elements.
     pub fn fits_norm(&self, rows: usize, hidden: usize) -> bool {
         is_row(hidden) && self.fits(DType::F32, rows.saturating_mul(hidden))
     }
@@ -121,7 +122,7 @@ impl PeerBuffers {
     /// order, rounded once. The same bits on every rank and in every run.
     ///
     /// # Errors
-    /// A view that does not lie on the context's device; what [`fits`](Self::fits) refuses.
+    /// A view that is not on the context's device; what [`fits`](Self::fits) refuses.
     pub fn all_reduce_into(&self, mut data: ViewMut, ex: &mut Exec) -> Result<()> {
         let op = "peer all_reduce";
         let cuda = ex.cuda("peer all_reduce")?;
@@ -138,13 +139,13 @@ impl PeerBuffers {
         cuda.check(op, unsafe { ffi::moe_peer_all_reduce(self, at, at, dtype, count, cuda.raw()?) })
     }
 
-    /// `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32, added as by
-    /// [`all_reduce_into`](Self::all_reduce_into); with `norm`, then its `out` [T, H] bf16 = norm of `residual`.
-    /// A residual that is the same on all ranks stays so, bit by bit.
+    /// `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32, added as in
+    /// [`all_reduce_into`](Self::all_reduce_into). If `norm` is given, its `out` [T, H] bf16 = norm of `residual`. A
+    /// residual that is the same on all ranks stays the same, bit by bit.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of
-    /// 16 bytes; what [`fits_norm`](Self::fits_norm) refuses.
+    /// Wrong dims or dtypes; a view that is not on the context's device or whose address is not a multiple of 16 bytes;
+    /// what [`fits_norm`](Self::fits_norm) refuses.
     pub fn all_reduce_add_rms_norm_into(
         &self,
         partial: View,
@@ -199,7 +200,7 @@ impl PeerBuffers {
 mod tests {
     use super::*;
 
-    /// What one process allocates, the others address by the same rule.
+    /// Allocation and addressing must follow the same rule.
     #[test]
     fn buffers_hold_both_halves_of_one_and_two_shots() {
         for (ranks, capacity) in [(2, 1 << 20), (3, 100), (4, 2 << 20), (8, 2 << 20), (8, 1)] {

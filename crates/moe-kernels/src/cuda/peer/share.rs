@@ -1,29 +1,30 @@
-//! Sums of thousands of rows with the addition and the norm behind them, each rank for its share of the rows.
+//! Sums of thousands of rows, with the addition and the norm that follow, where each rank processes its share of the
+//! rows.
 
 use candle_core::{DType, Result, bail};
 
 use super::{MAX_HIDDEN, PeerBuffers, ffi, is_row};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::cuda::{aligned, small};
-use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::view::{View, ViewMut};
 
 impl PeerBuffers {
-    /// Whether [`share_add_rms_norm_into`](Self::share_add_rms_norm_into) takes rows of so many elements: the same answer on all
-    /// ranks.
+    /// Whether [`share_add_rms_norm_into`](Self::share_add_rms_norm_into) takes rows of H elements. All ranks get the
+    /// same answer.
     pub fn fits_share(&self, rows: usize, hidden: usize) -> bool {
         is_row(hidden) && i32::try_from(rows).is_ok()
     }
 
-    /// For the rows that this rank keeps, `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32,
-    /// added in rank order, the other ranks' rounded to bf16; for all rows, `out` [T, H] bf16 = norm of `residual`, the
-    /// same bits on all ranks. Which rows a rank keeps follows from T, H and the number of ranks; the others' rows of
-    /// its `residual` stay as they are.
+    /// For the rows that this rank keeps: `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32,
+    /// added in rank order, with the other ranks' parts rounded to bf16. For all rows: `out` [T, H] bf16 = norm of
+    /// `residual`, with the same bits on all ranks. T, H and the number of ranks decide which rows a rank keeps. Rows
+    /// of `residual` that other ranks keep are not changed.
     ///
     /// # Errors
-    /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of
-    /// 16 bytes; what [`fits_share`](Self::fits_share) refuses.
+    /// Wrong dims or dtypes; a view that is not on the context's device or whose address is not a multiple of 16 bytes;
+    /// what [`fits_share`](Self::fits_share) refuses.
     pub fn share_add_rms_norm_into(
         &self,
         partial: View,

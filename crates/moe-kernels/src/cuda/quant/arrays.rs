@@ -1,4 +1,4 @@
-//! What a pack on a device consists of.
+//! The arrays of which a pack on a device consists.
 
 use candle_core::Result;
 
@@ -7,7 +7,7 @@ use crate::exec::Exec;
 use crate::storage::Element;
 use crate::view::View;
 
-/// What a pack consists of, however it is made.
+/// The arrays of a pack, whether the host or the device made it.
 pub(super) struct Arrays {
     pub q: Buffer,
     pub scales: Buffer,

@@ -26,7 +26,7 @@ pub(super) fn pack(
     let mut scales = vec![0f32; rows * per_row];
     let mut zeros = vec![0u8; if tiles.own_zeros() { rows * per_row } else { 0 }];
     let mut q = Buffer::unspecified_on(ex.device(), DType::U8, &[rows * row_bytes])?;
-    // As many rows as a buffer holds, but work for all threads.
+    // A chunk is at most the rows that a buffer holds, and small enough that all threads have work.
     let most = staging.buffer_len().checked_div(row_bytes).unwrap_or(rows);
     let chunk = rows.div_ceil(4 * rayon::current_num_threads()).min(most).max(1);
     let mut rest = q.view_mut();

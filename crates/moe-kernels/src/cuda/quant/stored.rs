@@ -28,9 +28,9 @@ mod found {
 /// Tile rows of which a block of 128 rows is made.
 const BLOCK_TILES: usize = 8;
 
-/// Threads read batches into page-locked buffers; each is copied to scratch memory, from which a kernel writes its tile rows.
-/// Beside the pack the device holds that memory and, until the pack is whole, its scales in f32. `None`: the file has values that the
-/// format does not have.
+/// Threads read batches into page-locked buffers; each batch is copied to scratch memory, from which a kernel writes
+/// its tile rows. In addition to the pack, the device holds that memory and, until the pack is complete, its scales in
+/// f32. `None`: the file has values that the format does not have.
 pub(super) fn pack(
     tiles: &Tiles,
     batches: &StoredBatches,
@@ -62,7 +62,8 @@ pub(super) fn pack(
                 count: batch.len() as i64,
                 ..args.get()
             };
-            // SAFETY: `stored` holds the batch, whose table names places within it; the arrays have room for all tile rows.
+            // SAFETY: `stored` holds the batch, whose table names places within it; the arrays have room for all tile
+            // rows.
             cuda.check(OP, unsafe { ffi::moe_quant_pack_stored(&args, cuda.raw()?) })
         };
         staging.put_through(batches.len(batch), |out| batches.fill(batch, scratch, out), launch)
@@ -70,7 +71,7 @@ pub(super) fn pack(
     staging.read(|| batches.list.par_iter().with_max_len(1).try_for_each_init(Vec::new, bring))?;
     let found = cuda.in_turn(|| {
         let (all, word): (In, Out) = (args.get().scales.cast_const(), args.get().found);
-        // SAFETY: `all` are the scales of so many tile rows, and `word` is one.
+        // SAFETY: `all` are the scales of `rows` tile rows, and `word` is one word.
         cuda.check(OP, unsafe {
             ffi::moe_quant_look_at_scales(all, rows as i64, tiles.groups as i64, word, cuda.raw()?)
         })?;
@@ -137,7 +138,7 @@ fn form(tiles: &Tiles, batches: &StoredBatches) -> Result<QuantPackStoredArgs> {
     })
 }
 
-/// The dtype of scales, and how many of a group a tile row has: as `PackedScales::new`.
+/// The dtype of the scales, and the number of scales of a tile row in a group. It is the rule of `PackedScales::new`.
 fn scale_form(scheme: QuantScheme, found: u32) -> (DType, usize) {
     let has = |bit: u32| found & bit != 0;
     match scheme.codes {
@@ -149,7 +150,7 @@ fn scale_form(scheme: QuantScheme, found: u32) -> (DType, usize) {
     }
 }
 
-/// Scales [.., 16] in their form.
+/// Scales [.., 16] in the form that `scale_form` has chosen.
 fn narrowed(
     wide: Buffer,
     count: usize,

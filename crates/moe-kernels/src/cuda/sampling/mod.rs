@@ -1,18 +1,18 @@
-//! Sampling tokens on CUDA: with penalties and edits of single logits, what log-probabilities
-//! need, and the slots that hold what a sequence's tokens so far mean for its next one.
+//! Sampling tokens on CUDA: with penalties and edits of single logits, values for log-probabilities, and slots that
+//! store a sequence's tokens so far for these penalties.
 
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
-use crate::door::{expect, expect_dtype, expect_matrix};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
 /// Words of a row of [`sample_into`]'s parameters.
 pub const SAMPLE_WORDS: usize = 16;
-/// Most edits of a slot.
+/// The largest number of edits of a slot.
 pub const MAX_EDITS: usize = 1024;
-/// Most likeliest tokens that [`logprobs_into`] lists.
+/// The largest number of top tokens that [`logprobs_into`] lists.
 pub const MAX_LOGPROBS: usize = 32;
 /// Words of a row of [`logprobs_into`]'s result.
 pub const LOGPROB_WORDS: usize = LOGPROB_HEADER + 2 * MAX_LOGPROBS;
@@ -37,11 +37,11 @@ pub struct SampleParams {
     pub position: u64,
     /// Repetition, frequency and presence penalty; 1, 0, 0 change nothing.
     pub penalties: [f32; 3],
-    /// The sequence's slot; one that there is not, as u32::MAX: neither penalties nor edits.
+    /// The sequence's slot. If no such slot exists, for example u32::MAX, there are neither penalties nor edits.
     pub slot: u32,
-    /// How many of the slot's first edits are made, then how many from which one on.
+    /// The number of edits from the first one on, then the number of further edits and the index of their first one.
     pub edits: [u32; 3],
-    /// Likeliest tokens to list, at most [`MAX_LOGPROBS`]; `None` asks for no log-probabilities.
+    /// Number of top tokens to list, at most [`MAX_LOGPROBS`]; `None` computes no log-probabilities.
     pub logprobs: Option<u32>,
 }
 
@@ -60,7 +60,7 @@ impl SampleParams {
         logprobs: None,
     };
 
-    /// The row as the kernel reads it.
+    /// The row in the form that the kernel reads.
     pub fn words(&self) -> [u32; SAMPLE_WORDS] {
         let halves = |x: u64| [x as u32, (x >> 32) as u32];
         let [s0, s1] = halves(self.seed);
@@ -75,7 +75,7 @@ impl SampleParams {
         ]
     }
 
-    /// The parameters of a row as the kernel reads it.
+    /// The parameters from a row in the form that the kernel reads.
     pub fn from_words(words: [u32; SAMPLE_WORDS]) -> Self {
         let [t, top_p, min_p, top_k, s0, s1, p0, p1, repetition, frequency, presence, slot, ..] = words;
         let [.., bans, count, from, logprobs] = words;
@@ -95,18 +95,19 @@ impl SampleParams {
     }
 }
 
-/// What slots hold, for the kernels.
+/// The contents of the slots, for the kernels.
 #[derive(Debug)]
 pub struct SampleSlots<'a> {
-    /// How often each token occurred, [S, V] u32: bit 31 for the prompt, the others count it in the output.
+    /// How often each token occurred, [S, V] u32: bit 31 is set if it is in the prompt, the other bits count it in the
+    /// output.
     pub uses: ViewMut<'a>,
-    /// Edits of single logits, [S, [`MAX_EDITS`], 2] u32: an id and the bits of a bias; -inf excludes it. The
+    /// Edits of single logits, [S, [`MAX_EDITS`], 2] u32: an id and the bits of a bias; -inf excludes the token. The
     /// edits of one id follow each other.
     pub edits: ViewMut<'a>,
 }
 
 impl SampleSlots<'_> {
-    /// S, where dims and dtypes are right.
+    /// Returns S after it has checked dims and dtypes.
     fn count(&self, op: &str, vocab: usize) -> Result<usize> {
         let (slots, _) = expect_matrix(op, "uses", &self.uses)?;
         expect(op, "uses", &self.uses, DType::U32, &[slots, vocab])?;
@@ -116,14 +117,14 @@ impl SampleSlots<'_> {
 }
 
 /// Samples a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 16] u32
-/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = sampled, 1 = a logit is NaN or +inf (the token is
-/// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
+/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = sampled, 1 = a logit is NaN or +inf (the token is the first such
+/// id), 2 = every logit is -inf. The tokens are the same as on the CPU, and the logits are not changed.
 ///
-/// With `masks` [R, ceil(V / 32)] u32 a token is excluded before anything else if its bit is not set: token i is bit i % 32
-/// of word i / 32.
+/// With `masks` [R, ceil(V / 32)] u32, a token whose bit is not set is excluded before anything else: token i is bit i
+/// % 32 of word i / 32.
 ///
-/// A row that names one of `slots` reads it and counts its token there; no two rows name the same. One that names another
-/// is sampled as a row without a slot.
+/// A row that names one of `slots` reads it and counts its token there; no two rows may name the same slot. A row that
+/// names a slot outside of `slots` is sampled without a slot.
 pub fn sample_into(
     logits: View,
     params: View,
@@ -160,27 +161,27 @@ pub fn sample_into(
     let status = cuda.write(op, "status", &mut status)?;
     let rows = small(op, rows)?;
     let vocab = small(op, vocab)?;
-    // SAFETY: dims and dtypes are checked above; the kernel holds the slots that rows name to their number.
+    // SAFETY: dims and dtypes are checked above; the kernel checks the slots of rows against their number.
     cuda.check(op, unsafe {
         ffi::moe_sample(logits, params, uses, edits, count, bits, rows, vocab, tokens, status, cuda.raw()?)
     })
 }
 
-/// A slot that gets the tokens of another sequence, or those that it does not know yet.
+/// A slot that gets the tokens of another sequence, or tokens that it does not have yet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlotReset<'a> {
     /// The slot.
     pub slot: u32,
     /// The prompt.
     pub prompt: &'a [u32],
-    /// What was generated so far.
+    /// The tokens that were generated so far.
     pub output: &'a [u32],
-    /// At most [`MAX_EDITS`] ids and biases, -inf to exclude; those of one id follow each other.
+    /// At most [`MAX_EDITS`] ids and biases, -inf to exclude a token. The edits of one id follow each other.
     pub edits: &'a [(u32, f32)],
 }
 
 impl SlotReset<'_> {
-    /// Words that it takes in the array of [`reset_slots_into`].
+    /// Number of words in the array of [`reset_slots_into`].
     pub fn words(&self) -> usize {
         RESET_WORDS + self.prompt.len() + self.output.len() + 2 * self.edits.len()
     }
@@ -215,8 +216,8 @@ impl SlotReset<'_> {
     }
 }
 
-/// Rebuilds the slots of the first `count` entries of `words` ([`SlotReset::write`]), which are all different. An entry
-/// whose slot does not exist, or that names words behind `words`, changes nothing.
+/// Rebuilds the slots in the first `count` entries of `words` ([`SlotReset::write`]), which must all be different. An
+/// entry whose slot does not exist, or that points beyond the end of `words`, changes nothing.
 pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &Exec) -> Result<()> {
     let op = "reset_slots";
     let cuda = ex.cuda("reset_slots")?;
@@ -233,14 +234,14 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
     let len = small(op, len)?;
     let count = small(op, count)?;
     let vocab = small(op, vocab)?;
-    // SAFETY: dims and dtypes are checked above; the kernel holds slots and offsets to what there is.
+    // SAFETY: dims and dtypes are checked above; the kernel checks slots and offsets.
     cuda.check(op, unsafe { ffi::moe_reset_slots(words, len, count, uses, edits, all, vocab, cuda.raw()?) })
 }
 
-/// What log-probabilities need of rows of `logits` [R, V] f32 and a token of each (`tokens` \[R\]): `out`
-/// [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads. The last word of each row of `params` [R, W] u32 says how
-/// many of the likeliest tokens are listed, plus one ([`SampleParams::words`] ends with it); rows where it is 0, and those whose
-/// token the vocabulary lacks, stay as they are.
+/// The values for the log-probabilities of rows of `logits` [R, V] f32 and one token of each (`tokens` \[R\]): `out`
+/// [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads. The last word of each row of `params` [R, W] u32
+/// is one plus the number of top tokens to list ([`SampleParams::words`] ends with it). Rows where it is 0, and rows
+/// whose token is not in the vocabulary, are not written.
 pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let op = "logprobs";
     let cuda = ex.cuda("logprobs")?;
@@ -264,18 +265,18 @@ pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut,
 /// A row of [`logprobs_into`]'s result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleLogprobs {
-    /// 0; 1 = a logit is NaN or +inf, and `rank` is the first such id; 2 = every logit is -inf. With 1 and 2 nothing
-    /// else is set.
+    /// 0 = valid; 1 = a logit is NaN or +inf, and `rank` is the first such id; 2 = every logit is -inf. With 1 and 2 no
+    /// other field is set.
     pub status: u32,
-    /// The token's place in the order (higher logit, lower id), from 1.
+    /// The token's rank (higher logit first, then lower id), from 1.
     pub rank: u32,
-    /// The largest logit and the token's.
+    /// The largest logit.
     pub max: f32,
     /// The token's logit.
     pub logit: f32,
     /// Sum of the weights of all tokens at temperature 1, in units of 2^-38.
     pub total: u64,
-    /// Keys of the likeliest tokens, in any order: logit and id as one integer (`moe_sample`'s).
+    /// Keys of the top tokens, in any order: logit and id as one integer (`moe_sample`'s).
     pub top: Vec<u64>,
 }
 

@@ -1,0 +1,154 @@
+//! The rules by which byte-level tokenizers split a text into words, by their names in `tokenizer.ggml.pre`. They are
+//! the same rules as in the `tokenizer.json` files of the model families.
+
+use crate::error::{Result, bail};
+
+/// A rule for words.
+pub(super) struct Words {
+    names: &'static [&'static str],
+    /// The patterns that are applied one after the other.
+    pub patterns: &'static [&'static str],
+    /// Whether letters and their marks are composed to one letter first.
+    pub composes: bool,
+    /// Whether a word that is a token becomes that token, even if the merges give another result.
+    pub ignores_merges: bool,
+    /// Whether texts begin with the first token if the file does not say so.
+    pub adds_first: bool,
+}
+
+/// The words of GPT-2.
+const GPT2: &[&str] = &[r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"];
+/// The words of GPT-4, with numbers of up to three digits.
+const THREE_DIGITS: &[&str] = &[
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
+/// The words of GPT-4, with single digits.
+const ONE_DIGIT: &[&str] = &[
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
+
+/// The words of GPT-4, with single digits and marks that belong to letters.
+const MARKS: &[&str] = &[
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
+/// The words of GPT-4o, which end where a small letter is followed by a capital one.
+const CASES: &[&str] = &[concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)];
+/// The words of DeepSeek-V3: numbers of up to three digits, Chinese and Japanese by themselves.
+const DEEPSEEK_V3: &[&str] = &[
+    r"\p{N}{1,3}",
+    r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
+    concat!(
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"##,
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+];
+/// The words of DeepSeek-LLM and V2: letters with a small and a capital form, punctuation, Chinese, digits.
+const DEEPSEEK_LLM: &[&str] = &[
+    r"[\r\n]",
+    concat!(
+        r"\s?[",
+        "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ",
+        "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇ",
+        "Ꞌ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃",
+        "]+",
+    ),
+    r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    r"[\x{4e00}-\x{9fa5}\x{0800}-\x{4e00}\x{ac00}-\x{d7ff}]+",
+    r"\p{N}",
+];
+/// The words of files that name no rule: GPT-2's, cut at punctuation, with numbers of three digits.
+const DEFAULT: &[&str] = &[
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+];
+
+const USUAL: Words =
+    Words { names: &[], patterns: GPT2, composes: false, ignores_merges: false, adds_first: false };
+
+const TABLE: &[Words] = &[
+    Words { names: &["gpt-2", "gpt2"], ..USUAL },
+    Words { names: &["olmo"], composes: true, ..USUAL },
+    Words { names: &["qwen2", "deepseek-r1-qwen"], patterns: ONE_DIGIT, composes: true, ..USUAL },
+    Words {
+        names: &["llama3", "llama-v3", "llama-bpe"],
+        patterns: THREE_DIGITS,
+        ignores_merges: true,
+        adds_first: true,
+        ..USUAL
+    },
+    Words { names: &["glm4", "chatglm-bpe"], patterns: THREE_DIGITS, ..USUAL },
+    Words { names: &["qwen35"], patterns: MARKS, composes: true, ..USUAL },
+    Words { names: &["gpt-4o"], patterns: CASES, ..USUAL },
+    Words { names: &["deepseek-v3"], patterns: DEEPSEEK_V3, ..USUAL },
+    Words { names: &["deepseek-llm"], patterns: DEEPSEEK_LLM, ..USUAL },
+    Words { names: &["default"], patterns: DEFAULT, ..USUAL },
+];
+
+impl Words {
+    /// Returns the rule with a name.
+    ///
+    /// # Errors
+    /// The name is unknown. The error lists the known names.
+    pub fn find(name: &str) -> Result<&'static Self> {
+        let names = || TABLE.iter().flat_map(|row| row.names).copied().collect::<Vec<_>>().join(", ");
+        match TABLE.iter().find(|row| row.names.contains(&name)) {
+            Some(row) => Ok(row),
+            None => bail!(
+                "`tokenizer.ggml.pre` {name:?} is not known; known are {} (a run over token ids needs no tokenizer)",
+                names()
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fancy_regex::Regex;
+
+    use super::*;
+
+    /// The pieces of a text: matches of each pattern are cut out of the pieces of the one before.
+    fn pieces(name: &str, text: &str) -> Vec<String> {
+        let words = Words::find(name).unwrap();
+        words.patterns.iter().fold(vec![text.to_string()], |pieces, pattern| {
+            let pattern = Regex::new(pattern).unwrap();
+            pieces.iter().flat_map(|piece| cut(&pattern, piece)).collect()
+        })
+    }
+
+    fn cut(pattern: &Regex, piece: &str) -> Vec<String> {
+        let mut cut = Vec::new();
+        let mut at = 0;
+        for found in pattern.find_iter(piece).map(|found| found.unwrap()) {
+            cut.extend([&piece[at..found.start()], found.as_str()]);
+            at = found.end();
+        }
+        cut.push(&piece[at..]);
+        cut.into_iter().filter(|piece| !piece.is_empty()).map(String::from).collect()
+    }
+
+    #[test]
+    fn texts_are_cut_by_the_rule_of_their_model() {
+        for (name, text, expected) in [
+            ("gpt-4o", "HelloWorld don't 12345//\n x", "Hello|World| don't| |123|45|//\n| x"),
+            ("deepseek-v3", "a1234 \u{4e2d}\u{6587}(ok)  b", "a|123|4| |\u{4e2d}\u{6587}|(ok|)| | b"),
+            ("deepseek-llm", "Two words,\n\u{4e2d}12", "Two| words|,|\n|\u{4e2d}|1|2"),
+            ("default", "x = 12345, don't", "x| |=| |123|45|,| don|'|t"),
+            ("qwen35", "n\u{61}\u{308}h 12", "n\u{61}\u{308}h| |1|2"),
+            ("qwen2", "it's 12", "it|'s| |1|2"),
+        ] {
+            assert_eq!(pieces(name, text).join("|"), expected, "{name}");
+        }
+        for row in TABLE {
+            assert_eq!(pieces(row.names[0], " a\u{301}B  1\n\n\t?").concat(), " a\u{301}B  1\n\n\t?");
+        }
+        assert!(Words::find("other").is_err());
+    }
+}
