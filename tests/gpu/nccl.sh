@@ -34,6 +34,7 @@ check killed 120
 check rebalance 60
 check offload 60
 check chunks 60
+check explained 90
 check processes 60
 check timing 90
 grep -E "^(all_reduce|gather|sums|\||64 MiB)" "$out/nccl-timing.log"
