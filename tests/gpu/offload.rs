@@ -233,7 +233,7 @@ fn what_cannot_live_in_host_memory_is_refused_by_name() {
     for (dtype, bytes, path, device, said) in [
         (bf16, ONE_OF_EACH - 1, MoePath::Fused, &gpu, "expected at least"),
         (bf16, 13 * ONE_OF_EACH, MoePath::Fused, &gpu, "expected at most"),
-        (bf16, ONE_OF_EACH, MoePath::Legacy, &gpu, "drop --moe-path legacy"),
+        (bf16, ONE_OF_EACH, MoePath::Legacy, &gpu, "drop `moe_path` legacy"),
         (DType::F32, 2 * ONE_OF_EACH, MoePath::Fused, &gpu, "computes in bf16, but the activations are f32"),
         (bf16, ONE_OF_EACH, MoePath::Fused, &candle_core::Device::Cpu, "but this rank computes on the CPU"),
     ] {
