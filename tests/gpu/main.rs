@@ -12,6 +12,7 @@ mod checksum;
 mod common;
 mod deepseek;
 mod definition;
+mod dequantised;
 mod engine;
 mod experts;
 mod explained;

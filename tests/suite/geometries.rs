@@ -74,10 +74,14 @@ impl Origin {
             let tensors = model.layout(&Geometry::default(), &|_| true).unwrap().tensors;
             return Self { model, weights: Weights::Random(tensors) };
         }
-        let checkpoint = match model {
+        Self::of(match model {
             "embedded" => Checkpoint::from_static(EMBEDDED.weights, EMBEDDED.config, None).unwrap(),
             name => Checkpoint::open(fixture(name)).unwrap(),
-        };
+        })
+    }
+
+    /// The model of a checkpoint.
+    pub fn of(checkpoint: Checkpoint) -> Self {
         let model = ALL.parse(&checkpoint.config).unwrap();
         let expected = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
         checkpoint.verify(&expected, model.ignored()).unwrap();

@@ -8,7 +8,7 @@ use indicatif::BinaryBytes;
 use model_runtime::Config;
 use model_runtime::checkpoint::Configs;
 use moe_engine::engine::host_memory;
-use moe_engine::{MemoryPlan, ModelSpec, WeightForms};
+use moe_engine::{MemoryPlan, ModelSpec, RunConfig, WeightForms};
 use serde_json::{Map, Value, json};
 use tracing::warn;
 
@@ -37,7 +37,7 @@ impl Memory {
     }
 }
 
-/// Adds the memory for loading, for a token, and for the weights in forms with fewer bits.
+/// Adds the memory for loading with these settings, for a token, and for the weights in forms with fewer bits.
 ///
 /// # Errors
 /// A quantisation that cannot be read, in the files of `dir` or in a GGUF file.
@@ -45,9 +45,10 @@ pub fn needs(
     model: &dyn ModelSpec,
     config: &Config,
     dir: &Path,
+    settings: &RunConfig,
     facts: &mut Map<String, Value>,
 ) -> Result<()> {
-    let quantisation = Configs::read(dir)?.quantisation;
+    let quantisation = settings.held(Configs::read(dir)?.quantisation)?;
     let plan = MemoryPlan::of(model, config, quantisation.as_ref())?;
     facts.insert("to load bytes".into(), plan.to_load(Memory::here().on_gpu).into());
     facts.insert("KV cache a token bytes".into(), plan.cache_of_token.into());

@@ -10,10 +10,10 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, HumanCount};
 use model_runtime::checkpoint::{Configs, Gguf, TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
-use model_runtime::{Checkpoint, Config, Geometry};
+use model_runtime::{Checkpoint, Config, Geometry, QuantConfig};
 use moe_engine::engine::{EngineConfig, host_memory};
-use moe_engine::mtp_bytes;
 use moe_engine::tokenizer::Tokenizer;
+use moe_engine::{MemoryPlan, RunConfig, mtp_bytes};
 use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use serde_json::{Map, Value, json};
 
@@ -46,9 +46,17 @@ const SIZES: [(&str, &[&str]); 9] = [
 pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
     let located = hub::locate(&args.model)?;
     let config = Configs::model(located.dir())?;
+    let settings = RunConfig { dequantise: args.dequantise, ..RunConfig::default() };
+    if args.dequantise {
+        settings.held(Configs::read(located.dir())?.quantisation)?;
+    }
     let headers = located.headers();
     let opened = headers.as_ref().map_err(|e| anyhow!("{e:#}"));
-    let opened = opened.and_then(|headers| Ok(Checkpoint::open(headers.dir())?));
+    let opened = opened.and_then(|headers| {
+        let mut checkpoint = Checkpoint::open(headers.dir())?;
+        checkpoint.quantisation = settings.held(checkpoint.quantisation)?;
+        Ok(checkpoint)
+    });
     let runs = verdict(program, &config, located.dir(), opened.as_ref());
     let mut facts = Map::new();
     facts.insert("model type".into(), json!(config.opt_string(&["model_type"])?));
@@ -62,7 +70,7 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
         }
     }
     if let Ok(model) = program.families.parse(&config)
-        && let Err(why) = fitting::needs(model.as_ref(), &config, located.dir(), &mut facts)
+        && let Err(why) = fitting::needs(model.as_ref(), &config, located.dir(), &settings, &mut facts)
     {
         facts.insert("to load".into(), format!("unknown: {}", error::describe(&why)).into());
     }
@@ -72,7 +80,7 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
         facts.insert("weights".into(), format!("not here; `{name} download {model}` fetches them").into());
     }
     if let Ok(checkpoint) = &opened {
-        weights(checkpoint, &mut facts)?;
+        weights(program, checkpoint, &mut facts)?;
         quantisation(program, checkpoint, &mut facts)?;
         types(checkpoint, &mut facts)?;
         if runs.is_ok() {
@@ -130,7 +138,7 @@ fn verdict(
 }
 
 /// Adds the number, the bytes and the dtype of the tensors, and whether they fit the memory.
-fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+fn weights(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let dtype = checkpoint.dtype()?;
     facts.insert("dtype".into(), json!(dtype.as_str()));
     facts.insert("tensors".into(), checkpoint.tensors.iter().count().into());
@@ -140,6 +148,14 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
     );
     let bytes = bytes(&checkpoint.tensors);
     facts.insert("weight bytes".into(), bytes.into());
+    let bytes = match program.families.parse(&checkpoint.config) {
+        Ok(model) if is_dequantised(checkpoint) => {
+            let plan = MemoryPlan::of(model.as_ref(), &checkpoint.config, checkpoint.quantisation.as_ref())?;
+            facts.insert("weights as floats bytes".into(), plan.weights.into());
+            plan.weights
+        }
+        _ => bytes,
+    };
     if let Some(free) = host_memory() {
         facts.insert("available memory bytes".into(), free.into());
         // A run takes at most half of the memory that the weights leave, so only the weights decide whether the model
@@ -161,14 +177,20 @@ fn quantisation(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<Stri
     for spec in &tensors {
         parameters += spec.shape.iter().map(|&dim| dim as u64).product::<u64>();
         if let Some(module) = spec.name.strip_suffix(".weight").filter(|_| spec.shape.len() == 2) {
-            schemes.insert(config.scheme_of(module)?.to_string());
+            schemes.insert(config.format_of(module)?.scheme().to_string());
         }
     }
     schemes.remove("none");
     let schemes: Vec<_> = schemes.into_iter().collect();
-    facts.insert("quantisation".into(), json!(format!("{}: {}", config.method(), schemes.join("; "))));
+    let loaded = if is_dequantised(checkpoint) { ", loaded as floats" } else { "" };
+    let text = format!("{}: {}{loaded}", config.method(), schemes.join("; "));
+    facts.insert("quantisation".into(), json!(text));
     facts.insert("parameters".into(), parameters.into());
     Ok(())
+}
+
+fn is_dequantised(checkpoint: &Checkpoint) -> bool {
+    checkpoint.quantisation.as_ref().is_some_and(QuantConfig::is_dequantised)
 }
 
 /// Adds the types of a GGUF file's tensors. Tensors whose names differ only in numbers share a line.

@@ -81,7 +81,7 @@ pub fn measure(
     let (spec, quantisation) = match (&args.config, checkpoint) {
         (Some(path), _) => {
             let config = Config::read(path)?;
-            (program.families.parse(&config)?, config.quantisation()?)
+            (program.families.parse(&config)?, args.run.config().held(config.quantisation()?)?)
         }
         (None, Some(checkpoint)) => (program.families.parse(&checkpoint.config)?, checkpoint.quantisation),
         (None, None) => bail!("a model without a config has no roofline"),

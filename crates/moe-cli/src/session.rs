@@ -121,6 +121,7 @@ impl RunArgs {
             shared_experts_stream: self.shared_experts_stream.unwrap_or_default(),
             batch_invariant: self.batch_invariant,
             fp8_activations: self.fp8_activations.unwrap_or(Fp8Activations::Auto),
+            dequantise: self.dequantise,
             check_weights: false,
             parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,

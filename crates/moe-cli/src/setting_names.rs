@@ -6,13 +6,14 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 
 /// The text in messages of libraries, and the text for the command line.
-const FLAGS: [(&str, &str); 46] = [
+const FLAGS: [(&str, &str); 47] = [
     ("`backend`", "--moe-ep-backend"),
     ("`batch_invariant`", "--batch-invariant"),
     ("`block_size`", "--block-size"),
     ("`chunked_moe_size`", "--chunked-moe-size"),
     ("`cpu_isa`", "--cpu-isa"),
     ("`deepep_mode`", "--deepep-mode"),
+    ("`dequantise`", "--dequantise"),
     ("`device`", "--device"),
     ("`dp`", "--dp"),
     // A key of config.json has the same name, so only this name with a space after it is replaced.

@@ -58,7 +58,7 @@ impl Footprint {
             sum.add(&layout, quantisation, embedding, copies_of_experts(raw, run)?, dtype)?;
             if let Some(config) = quantisation.filter(|_| decoder.tie_word_embeddings) {
                 // Tied to an embedding that the file has quantised, the projection is a matrix of its own.
-                let scheme = config.format_of(embedding)?.scheme();
+                let scheme = config.scheme_of(embedding)?;
                 if scheme != QuantScheme::NONE {
                     sum.weights +=
                         scheme.matrix_bytes((decoder.vocab_size, decoder.hidden_size), dtype) as u64;
@@ -81,7 +81,7 @@ impl Footprint {
             *packs.entry(&part.name).or_default() += part.elements() as u64 * dtype.size_in_bytes() as u64;
             packs
         });
-        if quantisation.is_some() {
+        if quantisation.is_some_and(|config| !config.is_dequantised()) {
             // Quantised packs are filled from the file a few rows at a time.
             largest.clear();
         }
@@ -90,7 +90,7 @@ impl Footprint {
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
                 // An embedding is held in floats, however a GGUF file stores it.
                 (Some(config), Some(module)) if held.stored.shape.len() == 2 && module != embedding => {
-                    config.format_of(module)?.scheme()
+                    config.scheme_of(module)?
                 }
                 _ => QuantScheme::NONE,
             };
@@ -285,7 +285,8 @@ fn is_quantisable(name: &str, shape: &[usize]) -> bool {
     shape.len() >= 2 && name.contains(".layers.") && !name.ends_with(".gate.weight")
 }
 
-fn gib(bytes: u64) -> String {
+/// Bytes in GiB, for people.
+pub(crate) fn gib(bytes: u64) -> String {
     format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 

@@ -3,6 +3,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod chat;
+mod dequantised;
 mod device;
 pub mod device_events;
 pub mod engine;

@@ -9,6 +9,7 @@ use model_runtime::{
 };
 use tracing::{info, warn};
 
+use crate::dequantised;
 use crate::engine;
 use crate::engine::EngineConfig;
 use crate::error::{Context, Result, bail};
@@ -107,6 +108,8 @@ impl Run {
         let dtype = dtype.unwrap_or(DType::BF16);
         let world = self.config.parallel.world_size()?;
         let held = (first..first + ranks).map(|rank| rank % world);
+        let quantisation = self.config.held(quantisation.cloned())?;
+        let quantisation = quantisation.as_ref();
         let model = self.families.parse(config)?;
         let footprint = Footprint::of(model.as_ref(), config, quantisation, &self.config, held, dtype)?;
         let place = Place {
@@ -203,7 +206,7 @@ impl Run {
     }
 
     fn load(&self, weights: Weights) -> Result<Part> {
-        let (checkpoint, tokenizer) = match weights {
+        let (mut checkpoint, tokenizer) = match weights {
             Weights::Random(config) => return self.load_random(&config),
             Weights::Checkpoint(checkpoint) => (checkpoint, None),
             Weights::Embedded(e) => {
@@ -211,18 +214,27 @@ impl Run {
                 (checkpoint, Some(e.tokenizer))
             }
         };
+        let stored = checkpoint.quantisation.clone();
+        checkpoint.quantisation = self.config.held(stored.clone())?;
         let model = self.families.parse(&checkpoint.config)?;
         let has = |name: &str| checkpoint.has(name);
         let expected = model.layout(&Geometry::default(), &has)?.tensors;
         let verified = checkpoint.verify(&expected, model.ignored())?;
         // The warnings are written once, and not by every process.
-        if self.processes.as_ref().is_none_or(|processes| processes.rank() == 0) {
+        let tells = self.processes.as_ref().is_none_or(|processes| processes.rank() == 0);
+        if tells {
             verified.warnings().for_each(|warning| warn!("{warning}"));
         }
         if self.config.check_weights {
             checkpoint.tensors.check_finite().context("the checkpoint has weights that are not finite")?;
         }
         let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
+        if let Some(stored) = stored.filter(|_| self.config.dequantise && tells) {
+            let matrices = expected.iter().filter(|spec| spec.shape.len() == 2).map(|spec| &*spec.name);
+            let told =
+                dequantised::told(model.as_ref(), &checkpoint, &stored, matrices, &self.config, dtype)?;
+            info!("{told}");
+        }
         for note in checkpoint.quantisation.iter().flat_map(|config| config.notes()) {
             warn!("{note}");
         }
@@ -235,7 +247,7 @@ impl Run {
         let model = self.families.parse(raw)?;
         let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::F32);
-        let quantisation = raw.quantisation()?;
+        let quantisation = self.config.held(raw.quantisation()?)?.filter(|config| !config.is_dequantised());
         // One tensor is generated for each pack of experts, which is fast. Quantised experts are separate matrices.
         // Packs in another order would have to be reordered by the host, so they are generated as matrices, too.
         let packs = model.decoder().names.matrices.pack_order == PackOrder::Rows && quantisation.is_none();

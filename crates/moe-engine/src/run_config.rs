@@ -3,7 +3,7 @@
 use std::str::FromStr;
 
 use candle_core::DType;
-use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
+use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm, QuantConfig};
 use moe_comm::{ParallelConfig, launch_from_env};
 use moe_layer::{ChunkedMoe, Fp8Activations, MoePath, SharedExpertsStream};
 
@@ -40,6 +40,9 @@ pub struct RunConfig {
     pub batch_invariant: bool,
     /// Whether prompts may quantise activations if the weights are FP8, on a GPU.
     pub fp8_activations: Fp8Activations,
+    /// Whether quantised weights are loaded as floats of the model's dtype. They then need no kernels of their formats,
+    /// and more memory.
+    pub dequantise: bool,
     /// Report every weight of a checkpoint that is NaN or infinite as an error.
     pub check_weights: bool,
     /// How the model is spread over ranks.
@@ -137,6 +140,21 @@ impl RunConfig {
         }
     }
 
+    /// How the weights of a checkpoint with this quantisation are held in memory: as in the file, or as floats.
+    ///
+    /// # Errors
+    /// A [`UsageError`](crate::UsageError) if `dequantise` is set, and no weight is quantised.
+    pub fn held(&self, quantisation: Option<QuantConfig>) -> Result<Option<QuantConfig>> {
+        if !self.dequantise {
+            return Ok(quantisation);
+        }
+        let quantised = quantisation.filter(QuantConfig::has_quantised);
+        let quantised = quantised.ok_or_else(|| {
+            usage("`dequantise` is for quantised weights, and all weights of this model are floats; leave it out")
+        })?;
+        Ok(Some(quantised.dequantised()))
+    }
+
     /// The execution context of the host.
     pub(crate) fn host_exec(&self) -> Result<Exec> {
         let mut ex =
@@ -158,7 +176,7 @@ impl RunConfig {
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let p = &self.parallel;
         let chunks = &self.chunked_moe;
-        let all: [(&str, String); 20] = [
+        let all: [(&str, String); 21] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("`model`", model.to_string()),
             ("`tp`", p.tp.to_string()),
@@ -176,6 +194,7 @@ impl RunConfig {
             ("`moe_backend`", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
             ("`moe_path`", format!("{:?}", self.moe_path)),
             ("`mla`", format!("{:?}", self.mla)),
+            ("`dequantise`", self.dequantise.to_string()),
             ("`fp8_activations`", self.fp8_activations.to_string()),
             ("`shared_experts_stream`", format!("{:?}", self.shared_experts_stream)),
             ("`expert_offload`", self.expert_offload.map_or("none".to_string(), |bytes| bytes.to_string())),

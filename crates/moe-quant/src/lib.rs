@@ -17,7 +17,7 @@ pub use format::{Format, Fp4Tensors, GptqZeros, IntFormat};
 pub use ggml::{Block as GgmlBlock, GgmlType, name_of_id, supported};
 pub use layout::{TensorSpec, layout};
 pub use packed::{ExpertPart, PackTensor, PackedExpert};
-pub use read::{Reader, dequantise, e4m3, suffixes};
+pub use read::{FloatRows, Reader, dequantise, e4m3, suffixes};
 
 pub use candle_core as candle;
 pub use moe_kernels::quant::{LogicalRows, QuantRows};

@@ -88,33 +88,37 @@ impl TensorLayout {
     }
 
     /// Fails where a quantised checkpoint cannot have these matrices, this rank's part of one cuts through a group, or
-    /// no kernel of the CPU, or of GPUs, reads a number format.
+    /// no kernel of the CPU, or of GPUs, reads a number format. Matrices that are loaded as floats need no kernel, and
+    /// are cut like floats.
     ///
     /// # Errors
     /// The first such matrix, with the numbers of ranks that work; a number format, with what works in its place.
     pub fn check_quantised(&self, quantisation: &QuantConfig, on_gpu: bool) -> Result<(), QuantError> {
+        if quantisation.is_dequantised() {
+            return Ok(());
+        }
         let held: HashMap<&str, &TensorSlice> = self.slices.iter().map(|s| (s.stored.as_str(), s)).collect();
         for spec in &self.tensors {
             let (Some(module), &[n, k]) = (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) else {
                 continue;
             };
             let format = quantisation.format_of(module)?;
+            if format == Format::Plain {
+                continue;
+            }
             let part =
                 held.get(spec.name.as_str()).and_then(|slice| slice.ranges.last()).map_or(k, Range::len);
             let sizes = format.tp_sizes(k);
             let ranks = k.checked_div(part).unwrap_or(1);
             let scheme = format.scheme();
-            if format != Format::Plain && expect_codec(scheme, on_gpu).is_err() {
-                let place = if on_gpu { "a GPU" } else { "the CPU" };
-                let what = format!("weights in {scheme} ({}) on {place} (`{module}`)", format.name());
-                let works = if on_gpu { "the CPU, or a checkpoint" } else { "a checkpoint" };
-                let works = format!("{works} in int4, int8, FP8 or floats works");
-                return Err(QuantError::Unsupported { what, works });
+            if expect_codec(scheme, on_gpu).is_err() {
+                return Err(self.without_kernel(module, format, on_gpu));
             }
-            if format != Format::Plain && !sizes.contains(&ranks) {
+            if !sizes.contains(&ranks) {
                 let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
                 let problem = format!(
-                    "{} of [{n}, {k}] cannot be cut into {ranks} parts of {part} columns: that cuts through groups; {} work",
+                    "{} of [{n}, {k}] cannot be cut into {ranks} parts of {part} columns: that cuts through groups; {} work, \
+                     or with `dequantise` every number that divides the columns",
                     scheme,
                     sizes.join(", ")
                 );
@@ -122,6 +126,20 @@ impl TensorLayout {
             }
         }
         Ok(())
+    }
+
+    /// The refusal of a number format that no kernel reads, with the memory that the weights take as floats.
+    fn without_kernel(&self, module: &str, format: Format, on_gpu: bool) -> QuantError {
+        let place = if on_gpu { "a GPU" } else { "the CPU" };
+        let what = format!("weights in {} ({}) on {place} (`{module}`)", format.scheme(), format.name());
+        let elements: usize = self.held().iter().map(|tensor| tensor.elements).sum();
+        let gib = (2 * elements) as f64 / (1u64 << 30) as f64;
+        let floats = format!("set `dequantise` to load it as floats ({gib:.2} GiB in bf16)");
+        let works = match on_gpu {
+            true => format!("run it with `device` cpu, or {floats}"),
+            false => floats,
+        };
+        QuantError::Unsupported { what, works }
     }
 
     /// A tensor that every rank holds whole.

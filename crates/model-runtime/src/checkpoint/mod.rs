@@ -13,6 +13,7 @@ mod dummy_quant;
 mod error;
 mod file;
 mod files;
+mod floats;
 pub mod gguf;
 mod head;
 mod layout;
@@ -116,6 +117,13 @@ impl Checkpoint {
             dir: None,
             untied: false,
         })
+    }
+
+    /// The same checkpoint, of which quantised matrices are loaded as floats ([`QuantConfig::dequantised`]). A
+    /// checkpoint that is not quantised stays as it is.
+    #[must_use]
+    pub fn dequantised(self) -> Self {
+        Self { quantisation: self.quantisation.map(QuantConfig::dequantised), ..self }
     }
 
     /// What the checkpoint holds as a rank with these slices sees it. `expected` are the model's tensors in floats.

@@ -19,15 +19,18 @@ use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
 use moe_kernels::quant::{StoredBytes, StoredPart, StoredTensor};
 #[cfg(feature = "cuda")]
 use moe_quant::suffixes;
-use moe_quant::{Format, PackedExpert, QuantConfig, Reader, UNREAD_TENSORS, dequantise, layout};
+use moe_quant::{Format, PackedExpert, QuantConfig, Reader, UNREAD_TENSORS, layout};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
 
 use super::file::TensorFile;
 use super::slice::check_ranges;
+#[cfg(feature = "cuda")]
+use super::slice::{TensorSlice, cat};
 use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec, Verified};
 
-/// The tensors of a checkpoint of which some matrices are quantised. Cloning shares the files.
+/// The tensors of a checkpoint of which some matrices are quantised. Cloning shares the files. If the config says that
+/// they are [dequantised](QuantConfig::dequantised), all are shown as floats.
 #[derive(Clone)]
 pub struct QuantTensors {
     files: TensorFiles,
@@ -43,10 +46,10 @@ impl fmt::Debug for QuantTensors {
 }
 
 /// The tensors of a module: the end of the name of each, its file and its range of bytes there.
-type Tensors<'a> = Vec<(String, &'a TensorFile, Range<usize>)>;
+pub(super) type Tensors<'a> = Vec<(String, &'a TensorFile, Range<usize>)>;
 
 /// The module of a weight: its name without the last part.
-fn module_of(name: &str) -> Option<&str> {
+pub(super) fn module_of(name: &str) -> Option<&str> {
     name.strip_suffix(".weight")
 }
 
@@ -97,7 +100,7 @@ impl QuantTensors {
     }
 
     /// A module's matrix, and the places of its tensors; `None` if the file has it in floats.
-    fn reader(&self, module: &str) -> Result<Option<(Reader<'_>, Tensors<'_>)>> {
+    pub(super) fn reader(&self, module: &str) -> Result<Option<(Reader<'_>, Tensors<'_>)>> {
         let (Some(&shape), format) = (self.modules.get(module), self.format(module)?) else {
             return Ok(None);
         };
@@ -139,38 +142,19 @@ impl QuantTensors {
     }
 
     /// Gives back the mapped pages of a module's tensors.
-    fn release(&self, tensors: &Tensors) {
+    pub(super) fn release(&self, tensors: &Tensors) {
         tensors.iter().for_each(|(_, file, range)| file.release(range));
     }
 
     /// Counts the bytes of a module's tensors as read.
-    fn count(&self, tensors: &Tensors) {
+    pub(super) fn count(&self, tensors: &Tensors) {
         self.files.count(tensors.iter().map(|(.., range)| range.len()).sum());
     }
 
-    /// The part of a quantised matrix in floats; `None` if the file has it in floats.
-    fn floats(
-        &self,
-        name: &str,
-        ranges: Option<&[Range<usize>]>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Option<Tensor>> {
-        let Some(module) = module_of(name) else { return Ok(None) };
-        let Some((mut reader, tensors)) = self.reader(module)? else { return Ok(None) };
-        if let Some(ranges) = ranges {
-            let (n, k) = reader.shape();
-            check_ranges(name, ranges, &[n, k])?;
-            reader = reader.rows(ranges[0].clone())?;
-            if ranges[1] != (0..k) {
-                reader = reader.columns(ranges[1].clone())?;
-            }
-        }
-        let dims = (reader.shape().0, reader.inputs());
-        let tensor = Tensor::from_vec(dequantise(&reader)?, dims, &Device::Cpu)?;
-        self.release(&tensors);
-        self.count(&tensors);
-        tensor.to_dtype(dtype)?.to_device(device).map(Some)
+    /// The buffers through which data from the files reaches a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn staging_of(&self, device: &Device) -> Result<Arc<moe_kernels::cuda::Staging>> {
+        self.files.staging(device)
     }
 
     /// Whether the file has a bias that is all zeros: programs that write GPTQ checkpoints give every quantised layer
@@ -308,15 +292,26 @@ impl SliceSource for QuantTensors {
     }
 
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
-        self.format(module).map(Format::scheme)
+        Ok(self.config.held(self.format(module)?))
     }
 
     #[cfg(feature = "cuda")]
     fn staging(&self, device: &Device) -> Result<Option<Arc<moe_kernels::cuda::Staging>>> {
-        self.files.staging(device).map(Some)
+        self.staging_of(device).map(Some)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        if device.is_cuda() {
+            return self.float_pack(parts, dtype, device);
+        }
+        cat(self, parts, dtype, device)
     }
 
     fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        if self.config.is_dequantised() {
+            return Ok(None);
+        }
         let Some((mut reader, tensors)) = self.reader(module)? else { return Ok(None) };
         let mut inputs = 0..reader.inputs();
         if let Some(ranges) = ranges {

@@ -12,6 +12,9 @@ pub struct InspectArgs {
     /// Branch, tag or commit of the model on the hub, as by ORG/NAME@REVISION.
     #[arg(long)]
     pub revision: Option<String>,
+    /// Describe a run that loads quantised weights as floats.
+    #[arg(long)]
+    pub dequantise: bool,
     /// Write JSON, to stdout or FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
     pub json: Option<Option<PathBuf>>,

@@ -19,6 +19,10 @@ pub struct RunArgs {
     /// Dtype of weights and KV cache; auto is the checkpoint's.
     #[arg(long, default_value = "auto", help_heading = "Device")]
     pub dtype: DtypeChoice,
+    /// Load quantised weights as floats of this dtype: they take more memory, and run where no kernel reads their
+    /// format.
+    #[arg(long, help_heading = "Device")]
+    pub dequantise: bool,
     /// CPU threads (default: all cores).
     #[arg(short = 't', long, visible_alias = "threads", value_name = "N", help_heading = "Device")]
     pub num_threads: Option<usize>,

@@ -57,6 +57,15 @@ impl Files {
         &self.config
     }
 
+    /// The configs, with the quantisation in the form in which a run holds the weights.
+    ///
+    /// # Errors
+    /// Settings that have no effect on these weights.
+    pub fn held(self, args: &RunArgs) -> Result<Self> {
+        let quantisation = args.config().held(self.quantisation)?;
+        Ok(Self { quantisation, ..self })
+    }
+
     /// Checks that a model with these configs can run on the requested ranks and with the requested values.
     pub fn check(&self, model: &dyn ModelSpec, args: &RunArgs, asks: &Asks) -> Result<()> {
         check_required(&self.config)?;

@@ -77,6 +77,7 @@ pub fn check(program: &Program, model: Model, args: &RunArgs, asks: &Asks) -> Re
             (Source::Random(config.clone()), Files::random(config)?)
         }
     };
+    let files = files.held(args)?;
     let spec = program.families.parse(files.config())?;
     check_options(spec.as_ref(), &options, args)?;
     files.check(spec.as_ref(), args, asks)?;

@@ -24,8 +24,8 @@ impl SparseMoeBlock {
     /// The sparse block of a published model: `config` is its `config.json`, `layer` the number of the decoder layer,
     /// `vb` has the prefix of the block (`model.layers.0.mlp`; `block_sparse_moe` in Mixtral, `feed_forward` in
     /// Llama-4). Experts may be stored one by one or packed, in floats or quantised (GPTQ, AWQ, compressed-tensors,
-    /// FP8, AutoRound, ModelOpt, Quark, gpt-oss's MXFP4); quantised ones stay so. Weights on the CPU are packed for
-    /// this machine.
+    /// FP8, AutoRound, ModelOpt, Quark, gpt-oss's MXFP4); quantised ones stay so, unless the block's `quant` says that
+    /// they are [dequantised](QuantConfig::dequantised). Weights on the CPU are packed for this machine.
     ///
     /// ```
     /// use candle_nn::VarBuilder;
@@ -72,7 +72,7 @@ impl CheckpointBlock {
         if let (Some(config), None) = (&self.quant, &context.quant) {
             let vars = Arc::new(self.read_quantised(config, &vb)?);
             vb = vars.shown(&vb);
-            context.quant = Some(vars);
+            context.quant = (!config.is_dequantised()).then_some(vars as _);
         }
         let gate = router_gate(&self.names, &vb);
         let experts = below(&vb, self.names.experts);
@@ -110,11 +110,12 @@ impl CheckpointBlock {
                 geometry.tp_size
             )
         }
-        if geometry.moe_tp_size > 1 && self.quant.is_some() && context.quant.is_none() {
+        let stays_quantised = self.quant.as_ref().is_some_and(|quant| !quant.is_dequantised());
+        if geometry.moe_tp_size > 1 && stays_quantised && context.quant.is_none() {
             refuse!(
                 Unsupported,
                 "a checkpoint's block: quantised experts that {} ranks cut need a source that shows parts of them; set \
-                 `BlockContext::quant`, or spread whole experts over the ranks",
+                 `BlockContext::quant`, spread whole experts over the ranks, or load floats (`QuantConfig::dequantised`)",
                 geometry.moe_tp_size
             )
         }

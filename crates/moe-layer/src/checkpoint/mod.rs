@@ -46,7 +46,8 @@ pub struct CheckpointBlock {
     pub names: BlockNames,
     /// Shared experts, if there are any.
     pub shared: Option<SharedSpec>,
-    /// How the weights are quantised; `None` means that all are floats.
+    /// How the weights are quantised; `None` means that all are floats. [`QuantConfig::dequantised`] makes a block load
+    /// them as floats.
     pub quant: Option<QuantConfig>,
 }
 

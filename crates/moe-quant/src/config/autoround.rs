@@ -56,6 +56,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         rules,
         otherwise: packed(packing, int),
         notes: Vec::new(),
+        dequantised: false,
     })
 }
 

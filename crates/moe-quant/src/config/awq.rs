@@ -22,7 +22,14 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         }
         override_format(settings, int)
     })?);
-    Ok(QuantConfig { modules: None, method: "awq", rules, otherwise: Format::Awq { int }, notes: Vec::new() })
+    Ok(QuantConfig {
+        modules: None,
+        method: "awq",
+        rules,
+        otherwise: Format::Awq { int },
+        notes: Vec::new(),
+        dequantised: false,
+    })
 }
 
 /// Returns the format of layers with their own settings. Settings that are not given are those in `base`.

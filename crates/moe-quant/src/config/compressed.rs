@@ -46,7 +46,14 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     chosen.sort_by_key(|(rank, _)| *rank);
     rules.extend(chosen.into_iter().map(|(_, rule)| rule));
     notes.dedup();
-    Ok(QuantConfig { modules: None, method: "compressed-tensors", rules, otherwise: Format::Plain, notes })
+    Ok(QuantConfig {
+        modules: None,
+        method: "compressed-tensors",
+        rules,
+        otherwise: Format::Plain,
+        notes,
+        dequantised: false,
+    })
 }
 
 /// What changes weights or activations in ways that are not read.

@@ -36,7 +36,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     let notes = vec![format!(
         "the header asks for activations in FP8 ({scheme}); here only the weights are, activations keep their dtype but in steps of many rows on a GPU (`fp8_activations`)"
     )];
-    Ok(QuantConfig { modules: None, method: "fp8", rules, otherwise: format, notes })
+    Ok(QuantConfig { modules: None, method: "fp8", rules, otherwise: format, notes, dequantised: false })
 }
 
 /// Reads the `[rows, columns]` of a block. Older versions of compressed-tensors wrote them as "128x128".

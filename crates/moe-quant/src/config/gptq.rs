@@ -39,6 +39,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         rules,
         otherwise: Format::Gptq { int, zeros },
         notes: Vec::new(),
+        dequantised: false,
     })
 }
 

@@ -45,7 +45,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         MIXED => (Some(Arc::new(modules(header)?)), Format::Plain),
         _ => (None, algorithm(header)?),
     };
-    Ok(QuantConfig { method: "modelopt", modules, rules, otherwise, notes })
+    Ok(QuantConfig { method: "modelopt", modules, rules, otherwise, notes, dequantised: false })
 }
 
 /// The format of an algorithm.

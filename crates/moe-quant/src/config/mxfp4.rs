@@ -27,5 +27,6 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         rules,
         otherwise: Format::Plain,
         notes: Vec::new(),
+        dequantised: false,
     })
 }

@@ -48,7 +48,14 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     if export.is_some_and(|export| export.find(&["kv_cache_group"]).is_some_and(|(_, v)| *v != json!([]))) {
         notes.push("the header asks for a quantised KV cache; here it keeps its dtype".to_string());
     }
-    Ok(QuantConfig { method: "quark", modules: None, rules, otherwise: format(&all)?, notes })
+    Ok(QuantConfig {
+        method: "quark",
+        modules: None,
+        rules,
+        otherwise: format(&all)?,
+        notes,
+        dequantised: false,
+    })
 }
 
 /// A regular expression, a name in which `*` is any run of characters, or a module and what is below it.

@@ -24,6 +24,8 @@ pub struct QuantConfig {
     pub(super) rules: Vec<Rule>,
     pub(super) otherwise: Format,
     pub(super) notes: Vec<String>,
+    /// Whether loaders get floats in the place of codes.
+    pub(super) dequantised: bool,
 }
 
 /// Modules and their format.
@@ -46,8 +48,34 @@ impl QuantConfig {
 
     /// The types of a GGUF file's quantised matrices, by the names of their modules.
     pub fn gguf(modules: HashMap<String, Format>, notes: Vec<String>) -> Self {
-        let otherwise = Format::Plain;
-        Self { method: "gguf", modules: Some(Arc::new(modules)), rules: Vec::new(), otherwise, notes }
+        Self {
+            method: "gguf",
+            modules: Some(Arc::new(modules)),
+            rules: Vec::new(),
+            otherwise: Format::Plain,
+            notes,
+            dequantised: false,
+        }
+    }
+
+    /// The same files, of which every quantised matrix is loaded as the floats that its codes stand for, in the dtype
+    /// of the model. So the model runs where no kernel reads a format, and takes the memory of floats.
+    #[must_use]
+    pub fn dequantised(self) -> Self {
+        Self { dequantised: true, ..self }
+    }
+
+    /// Whether quantised matrices are loaded as floats.
+    pub fn is_dequantised(&self) -> bool {
+        self.dequantised
+    }
+
+    /// Whether any module is quantised in the files.
+    pub fn has_quantised(&self) -> bool {
+        let is_quantised = |format: &Format| *format != Format::Plain;
+        let named = self.modules.iter().flat_map(|modules| modules.values());
+        let mut formats = self.rules.iter().map(|rule| &rule.format).chain(named).chain([&self.otherwise]);
+        formats.any(is_quantised)
     }
 
     /// Name of the method: `gptq`, `awq`, `compressed-tensors`, `fp8`, `auto-round`, `modelopt`, `quark`, `mxfp4` or
@@ -78,16 +106,22 @@ impl QuantConfig {
         Ok(named.copied().unwrap_or(self.otherwise))
     }
 
-    /// The scheme of [`format_of`](Self::format_of).
+    /// The scheme in which a linear layer is held in memory: that of [`format_of`](Self::format_of), or none if it is
+    /// [loaded as floats](Self::dequantised).
     ///
     /// # Errors
     /// The errors of `format_of`.
     pub fn scheme_of(&self, module: &str) -> Result<QuantScheme, QuantError> {
-        self.format_of(module).map(Format::scheme)
+        self.format_of(module).map(|format| self.held(format))
     }
 
-    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits and of zero points; `None` for
-    /// floats.
+    /// The scheme in which a matrix of this format is held in memory.
+    pub fn held(&self, format: Format) -> QuantScheme {
+        if self.dequantised { QuantScheme::NONE } else { format.scheme() }
+    }
+
+    /// Bytes that a weight takes in memory in a row of `k`, with its share of scales in 16 bits and of zero points;
+    /// `None` for floats.
     ///
     /// # Errors
     /// The errors of `format_of`.

@@ -27,7 +27,7 @@ use words::Words;
 pub(crate) use columns::of_columns;
 pub(crate) use e8m0::e8m0;
 
-pub use dequantise::{dequantise, e4m3};
+pub use dequantise::{FloatRows, dequantise, e4m3};
 pub use suffixes::suffixes;
 
 /// A quantised matrix in a checkpoint, or a rank's part of it. It borrows the tensors' bytes and holds no weights.
