@@ -1,6 +1,7 @@
 //! Project tasks: `cargo xtask <task>`. There is one file per task. CI runs the same tasks.
 #![forbid(unsafe_code)]
 
+mod api;
 mod dist;
 mod eplb;
 mod fixtures;
@@ -8,6 +9,7 @@ mod flags;
 mod format_kernels;
 mod kernels;
 mod man;
+mod modules;
 mod names;
 mod packaged;
 mod parity;
@@ -34,6 +36,8 @@ struct Cli {
 enum Task {
     /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs, links of pages.
     Tidy,
+    /// Write the public items of each library into its api.txt, or compare them (--check).
+    Api(api::Args),
     /// Compare the models with Hugging Face transformers on recorded references.
     Parity(parity::Args),
     /// Recreate the reference fixtures with pinned transformers, in a virtual environment.
@@ -65,6 +69,7 @@ enum Task {
 fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
         Task::Tidy => tidy::run(),
+        Task::Api(args) => api::run(&args),
         Task::Eplb(command) => eplb::run(&command),
         Task::Plot(command) => plot::run(&command),
         Task::Parity(args) => parity::run(&args),

@@ -1,11 +1,10 @@
 //! Checks that there are no circles of modules: the files of a crate use each other in one direction only, so each file
-//! can be read and changed after the files that it uses. `Tree` reads the modules of a crate, `arrows` finds which file
-//! uses which names of which other file, and this file reports files that reach each other.
+//! can be read and changed after the files that it uses. `Tree` (modules.rs) reads the modules of a crate, `arrows`
+//! finds which file uses which names of which other file, and this file reports files that reach each other.
 //!
 //! The check does not see methods, because only a compiler knows their type, and names in files that a build writes.
 
 mod arrows;
-mod tree;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -14,9 +13,9 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use crate::modules::Tree;
 use crate::workspace::Package;
 use arrows::arrows;
-use tree::Tree;
 
 /// Checks every library and program of the workspace.
 ///

@@ -8,7 +8,7 @@ use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Attribute, ImplItemFn, ItemFn, ItemMod, ItemUse, Macro, Path, Visibility};
 
-use super::tree::{Found, Tree, is_test, leaves};
+use crate::modules::{Found, Tree, is_test, leaves};
 
 /// The arrows of a crate, by the numbers of its files: (user, used) and the names.
 pub fn arrows(tree: &Tree) -> BTreeMap<(usize, usize), BTreeSet<String>> {

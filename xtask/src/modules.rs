@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail};
+use proc_macro2::TokenStream;
 use syn::visit::Visit;
 use syn::{Attribute, Expr, ExprLit, Ident, Item, ItemMod, ItemUse, Lit, Meta, UseTree};
 
@@ -16,6 +17,8 @@ pub struct Tree {
 pub struct Module {
     pub file: usize,
     pub items: Vec<Item>,
+    /// The arguments of `#[cfg]` of the module and of the modules around it.
+    pub conditions: Vec<TokenStream>,
     parent: usize,
     names: BTreeMap<String, Vec<Name>>,
     globs: Vec<Vec<String>>,
@@ -41,7 +44,8 @@ impl Tree {
     /// # Errors
     /// A file of a module that is missing or is not Rust.
     pub fn read(start: &str, read: &dyn Fn(&str) -> Option<String>) -> Result<Tree> {
-        let mut reader = Reader { read, tree: Tree { files: Vec::new(), modules: Vec::new() } };
+        let tree = Tree { files: Vec::new(), modules: Vec::new() };
+        let mut reader = Reader { read, tree, conditions: Vec::new() };
         reader.file(start, folder(start), 0)?;
         Ok(reader.tree)
     }
@@ -122,6 +126,7 @@ impl Tree {
 struct Reader<'a> {
     read: &'a dyn Fn(&str) -> Option<String>,
     tree: Tree,
+    conditions: Vec<TokenStream>,
 }
 
 impl Reader<'_> {
@@ -135,7 +140,8 @@ impl Reader<'_> {
 
     fn module(&mut self, items: Vec<Item>, file: usize, children: &str, parent: usize) -> Result<usize> {
         let number = self.tree.modules.len();
-        self.tree.modules.push(Module { file, parent, ..Module::default() });
+        let conditions = self.conditions.clone();
+        self.tree.modules.push(Module { file, parent, conditions, ..Module::default() });
         let items: Vec<Item> = items.into_iter().filter(|item| !is_test(attributes(item))).collect();
         for item in &items {
             match item {
@@ -154,6 +160,8 @@ impl Reader<'_> {
     fn child(&mut self, child: &ItemMod, parent: usize, children: &str) -> Result<()> {
         let name = child.ident.to_string();
         let file = self.tree.modules[parent].file;
+        let around = self.conditions.len();
+        self.conditions.extend(conditions(&child.attrs));
         let module = match &child.content {
             Some((_, items)) => self.module(items.clone(), file, &format!("{children}/{name}"), parent)?,
             None => {
@@ -171,6 +179,7 @@ impl Reader<'_> {
                 self.file(path, folder(path), parent)?
             }
         };
+        self.conditions.truncate(around);
         self.name(parent, name, Name::Module(module));
         Ok(())
     }
@@ -232,16 +241,20 @@ pub fn leaves(tree: &UseTree) -> Vec<(Vec<String>, String)> {
 
 /// Whether these attributes leave an item out of the product.
 pub fn is_test(attributes: &[Attribute]) -> bool {
-    let conditions = attributes.iter().filter_map(|attribute| match &attribute.meta {
-        Meta::List(list) if list.path.is_ident("cfg") => Some(list.tokens.to_string()),
-        _ => None,
-    });
-    let mut conditions = conditions.map(|condition| condition.replace(' ', ""));
+    let mut conditions = conditions(attributes).map(|condition| condition.to_string().replace(' ', ""));
     conditions.any(|condition| condition == "test" || condition.starts_with("all(test,"))
 }
 
+/// The arguments of `#[cfg]` among these attributes.
+pub fn conditions(attributes: &[Attribute]) -> impl Iterator<Item = TokenStream> {
+    attributes.iter().filter_map(|attribute| match &attribute.meta {
+        Meta::List(list) if list.path.is_ident("cfg") => Some(list.tokens.clone()),
+        _ => None,
+    })
+}
+
 /// The name that an item defines.
-fn name(item: &Item) -> Option<&Ident> {
+pub fn name(item: &Item) -> Option<&Ident> {
     Some(match item {
         Item::Const(item) => &item.ident,
         Item::Enum(item) => &item.ident,
@@ -256,7 +269,8 @@ fn name(item: &Item) -> Option<&Ident> {
     })
 }
 
-fn attributes(item: &Item) -> &[Attribute] {
+/// The attributes of an item.
+pub fn attributes(item: &Item) -> &[Attribute] {
     match item {
         Item::Const(item) => &item.attrs,
         Item::Enum(item) => &item.attrs,

@@ -1,0 +1,164 @@
+//! The lines that describe a public item: its signature, and what callers can reach of its parts.
+
+use proc_macro2::TokenStream;
+use syn::punctuated::Punctuated;
+use syn::{
+    Attribute, Fields, Generics, ImplItem, Item, ItemImpl, Path, Signature, Token, TraitItem, Visibility,
+};
+
+use super::text::text;
+use crate::modules::conditions;
+
+/// A line of the file; lines are in the order of their paths.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+pub struct Line {
+    pub path: String,
+    pub text: String,
+}
+
+impl Line {
+    /// A line about the part of an item, or about the item itself if `part` is empty. `text` gets the path of it.
+    fn new(path: &str, part: &str, attributes: &[Attribute], text: impl Fn(&str) -> String) -> Line {
+        let path = if part.is_empty() { path.to_string() } else { format!("{path}::{part}") };
+        Line { text: with_conditions(text(&path), conditions(attributes)), path }
+    }
+}
+
+/// The lines of an item that is public under this path.
+pub fn item_lines(item: &Item, path: &str) -> Vec<Line> {
+    let head = |text: String| Line { path: path.to_string(), text };
+    match item {
+        Item::Const(item) => vec![head(format!("const {path}: {}", text(&item.ty)))],
+        Item::Static(item) => vec![head(format!("static {path}: {}", text(&item.ty)))],
+        Item::Fn(item) => vec![head(function(&item.sig, path))],
+        Item::Macro(_) => vec![head(format!("macro {path}!"))],
+        Item::Type(item) => vec![head(format!("type {path}{} = {}", of(&item.generics), text(&item.ty)))],
+        Item::Struct(item) => {
+            let hides = item.fields.iter().any(|field| !is_public(&field.vis));
+            let hidden = if hides { " { .. }" } else { "" };
+            let name = named("struct", path, &item.attrs, &item.generics);
+            let mut lines = vec![head(name + hidden)];
+            lines.extend(fields(&item.fields, path, false));
+            lines.extend(derived(&item.attrs, path));
+            lines
+        }
+        Item::Enum(item) => {
+            let mut lines = vec![head(named("enum", path, &item.attrs, &item.generics))];
+            for variant in &item.variants {
+                let name = variant.ident.to_string();
+                lines.push(Line::new(path, &name, &variant.attrs, |path| format!("variant {path}")));
+                lines.extend(fields(&variant.fields, &format!("{path}::{name}"), true));
+            }
+            lines.extend(derived(&item.attrs, path));
+            lines
+        }
+        Item::Trait(item) => {
+            let above = bounds(&item.supertraits);
+            let mut lines = vec![head(named("trait", path, &item.attrs, &item.generics) + &above)];
+            lines.extend(item.items.iter().filter_map(|item| member(item, path)));
+            lines
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// The public functions and constants of an inherent `impl`.
+pub fn methods(item: &ItemImpl, path: &str) -> Vec<Line> {
+    let generic = !item.generics.params.is_empty();
+    let own =
+        if generic { format!("impl{} {}: ", of(&item.generics), text(&item.self_ty)) } else { String::new() };
+    let parts = item.items.iter().filter_map(|part| match part {
+        ImplItem::Fn(part) if is_public(&part.vis) => {
+            let name = part.sig.ident.to_string();
+            Some(Line::new(path, &name, &part.attrs, |path| own.clone() + &function(&part.sig, path)))
+        }
+        ImplItem::Const(part) if is_public(&part.vis) => {
+            let name = part.ident.to_string();
+            Some(Line::new(path, &name, &part.attrs, |path| format!("{own}const {path}: {}", text(&part.ty))))
+        }
+        _ => None,
+    });
+    parts.collect()
+}
+
+/// That a type has a trait. Modules before the trait's name are left out: they differ from import to import.
+pub fn implementation(item: &ItemImpl) -> String {
+    let name =
+        item.trait_.as_ref().and_then(|(_, path, _)| path.segments.last()).map(text).unwrap_or_default();
+    format!("impl{} {name} for {}", of(&item.generics), text(&item.self_ty))
+}
+
+/// A text with the arguments of `#[cfg]` under which it holds.
+pub fn with_conditions(line: String, conditions: impl Iterator<Item = TokenStream>) -> String {
+    let conditions = conditions.map(|condition| format!(" #[cfg({})]", text(&condition)));
+    conditions.fold(line, |line, condition| if line.contains(&condition) { line } else { line + &condition })
+}
+
+pub fn is_public(visibility: &Visibility) -> bool {
+    matches!(visibility, Visibility::Public(_))
+}
+
+pub fn has(attributes: &[Attribute], name: &str) -> bool {
+    attributes.iter().any(|attribute| attribute.path().is_ident(name))
+}
+
+fn member(item: &TraitItem, path: &str) -> Option<Line> {
+    Some(match item {
+        TraitItem::Fn(item) => {
+            let provided = if item.default.is_some() { " { .. }" } else { "" };
+            let name = item.sig.ident.to_string();
+            Line::new(path, &name, &item.attrs, |path| function(&item.sig, path) + provided)
+        }
+        TraitItem::Const(item) => {
+            let name = item.ident.to_string();
+            Line::new(path, &name, &item.attrs, |path| format!("const {path}: {}", text(&item.ty)))
+        }
+        TraitItem::Type(item) => {
+            let name = item.ident.to_string();
+            Line::new(path, &name, &item.attrs, |path| format!("type {path}{}", bounds(&item.bounds)))
+        }
+        _ => return None,
+    })
+}
+
+/// The fields that callers can reach; with `all` the fields of a variant, which are public.
+fn fields(fields: &Fields, path: &str, all: bool) -> Vec<Line> {
+    let reached = fields.iter().enumerate().filter(|(_, field)| all || is_public(&field.vis));
+    let lines = reached.map(|(at, field)| {
+        let name = field.ident.as_ref().map_or(at.to_string(), ToString::to_string);
+        Line::new(path, &name, &field.attrs, |path| format!("field {path}: {}", text(&field.ty)))
+    });
+    lines.collect()
+}
+
+/// The traits that `#[derive]` gives to a type.
+fn derived(attributes: &[Attribute], path: &str) -> Vec<Line> {
+    let lists = attributes.iter().filter(|attribute| attribute.path().is_ident("derive"));
+    let paths = Punctuated::<Path, Token![,]>::parse_terminated;
+    let traits = lists.filter_map(|attribute| attribute.parse_args_with(paths).ok()).flatten();
+    let names = traits.filter_map(|path| path.segments.last().map(|last| last.ident.to_string()));
+    names.map(|name| Line::new(path, "", &[], |path| format!("impl {name} for {path}"))).collect()
+}
+
+/// A function with its path in the place of its name. That it changes an argument in its body is no part of the API.
+fn function(sig: &Signature, path: &str) -> String {
+    let text = text(sig).replace("(mut ", "(").replace(", mut ", ", ");
+    text.replacen(&format!("fn {}", sig.ident), &format!("fn {path}"), 1)
+}
+
+fn named(kind: &str, path: &str, attributes: &[Attribute], generics: &Generics) -> String {
+    let open = if has(attributes, "non_exhaustive") { "#[non_exhaustive] " } else { "" };
+    format!("{open}{kind} {path}{}", of(generics))
+}
+
+/// The parameters of a generic item with their bounds.
+fn of(generics: &Generics) -> String {
+    let parameters =
+        if generics.params.is_empty() { String::new() } else { format!("<{}>", text(&generics.params)) };
+    let limits = generics.where_clause.as_ref().map(|limits| format!(" {}", text(limits)));
+    parameters + &limits.unwrap_or_default()
+}
+
+fn bounds(bounds: &Punctuated<syn::TypeParamBound, Token![+]>) -> String {
+    if bounds.is_empty() { String::new() } else { format!(": {}", text(bounds)) }
+}
