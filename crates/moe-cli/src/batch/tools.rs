@@ -89,7 +89,7 @@ impl Tools {
     /// The structured output of the answer: calls in this form if calls are required, otherwise the requested one.
     ///
     /// # Errors
-    /// Both are required, or no grammar describes calls of this form.
+    /// Both calls and another text are required.
     pub fn with_calls(
         &self,
         asked: Option<Asked>,
@@ -106,7 +106,6 @@ impl Tools {
                 format!("it requires calls, and {field} asks for another text: leave one of them out"),
             )),
             _ => {
-                parser.check_grammar().map_err(|reason| ApiError::field(FIELD, reason))?;
                 let output = Some(StructuredOutput::ToolCalls { parser, functions, parallel });
                 Ok(Some(Asked { field: FIELD, output }))
             }
@@ -202,13 +201,6 @@ mod tests {
         assert!(error(body(unknown.clone())).contains("there is no function \"h\" in tools, which has f, g"));
         assert!(error(json!({"tool_choice": unknown})).contains("which has no functions"));
         assert!(error(json!({"tool_choice": "required"})).contains("it needs tools"));
-        let mistral = CallParser::named("mistral").unwrap();
-        let special = tools(body(json!("required"))).unwrap().with_calls(None, mistral).err().unwrap();
-        assert!(
-            special.message.contains("mistral") && special.message.contains("hermes"),
-            "{}",
-            special.message
-        );
         let asked = Asked { field: "guided_regex", output: Some(StructuredOutput::JsonObject) };
         let both = tools(body(json!("required"))).unwrap().with_calls(Some(asked), hermes()).err().unwrap();
         assert!(both.message.contains("guided_regex asks for another text"), "{}", both.message);

@@ -55,6 +55,22 @@ fn called(name: &str, arguments: &str) -> Part {
     Part::Call(ToolCall::new(name, arguments))
 }
 
+/// White space between calls, and after the last one, is no text.
+#[test]
+fn white_space_after_calls_is_left_out() {
+    let call = |name: &str| format!("{CALL}{{\"name\": \"{name}\", \"arguments\": {{}}}}{END_CALL}");
+    let answer = format!("{} \n {}\n  ", call("f"), call("g"));
+    let spoken = format!("{} \n and {}", call("f"), call("g"));
+    for at in 0..=answer.len() {
+        let calls = [called("f", "{}"), called("g", "{}")];
+        assert_eq!(parts(&[&answer[..at], &answer[at..]], all(), false), calls, "cut at {at}");
+    }
+    for at in 0..=spoken.len() {
+        let expected = [called("f", "{}"), text(" \n and "), called("g", "{}")];
+        assert_eq!(parts(&[&spoken[..at], &spoken[at..]], all(), false), expected, "cut at {at}");
+    }
+}
+
 #[test]
 fn an_answer_of_qwen3_has_three_kinds_of_parts() {
     let answer = "<think>\nHm.\n\nYes.\n</think>\n\nLet me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": \

@@ -41,14 +41,14 @@ pub use answer::{Answer, Splitter};
 pub use arguments::Schemas;
 pub use begun::Begun;
 pub use call::ToolCall;
-pub(crate) use channel_tags::{FINAL, MESSAGE};
+pub(crate) use channel_tags::{ASSISTANT, CHANNEL, FINAL, JSON_MESSAGE, MESSAGE};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
 pub use form::AnswerForm;
 pub use parsers::{
     ArgumentTags, CALL_PARSERS, CallBody, CallParser, REASONING_PARSERS, ReasoningParser, Tags,
 };
-pub(crate) use parsers::{calls_by_name, reasoning_by_name};
+pub(crate) use parsers::{CALL_ARGUMENTS, calls_by_name, reasoning_by_name};
 pub use part::Part;
 pub use raw::with_long_integers;
 pub use serve::serve;

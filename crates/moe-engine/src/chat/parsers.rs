@@ -6,7 +6,7 @@
 use serde::{Deserialize, Deserializer, Serializer};
 
 use super::ChatFiles;
-use super::channel_tags::{CHANNEL, TAGS};
+use super::channel_tags::{CHANNEL, CONSTRAIN, MESSAGE, TAGS};
 
 /// How a model writes its reasoning.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -107,6 +107,9 @@ pub(crate) const END_THINK: &str = "</think>";
 const DEEPSEEK_CALLS: &str = "<｜tool▁calls▁begin｜>";
 const KIMI_CALLS: &str = "<|tool_calls_section_begin|>";
 const MINIMAX_CALLS: &str = "<minimax:tool_call>";
+const MISTRAL_CALLS: &str = "[TOOL_CALLS]";
+/// The tag before the arguments of a call (Mistral). Older tokenizers do not have it.
+pub(crate) const CALL_ARGUMENTS: &str = "[ARGS]";
 const CALL: &str = "<tool_call>";
 const END_CALL: &str = "</tool_call>";
 const RESPONSE: Tags = Tags { open: "<response>", close: "</response>" };
@@ -268,10 +271,10 @@ pub static CALL_PARSERS: [CallParser; 10] = [
     },
     CallParser {
         name: "mistral",
-        open: "[TOOL_CALLS]",
+        open: MISTRAL_CALLS,
         close: "",
         body: CallBody::Untagged,
-        shown: &["[TOOL_CALLS]"],
+        shown: &[MISTRAL_CALLS],
         hidden: &[],
         ..HERMES
     },
@@ -305,13 +308,13 @@ impl CallParser {
     }
 
     /// Returns the tags of the form.
-    pub(super) fn tags(&self) -> Vec<&'static str> {
+    pub(crate) fn tags(&self) -> Vec<&'static str> {
         let section = self.section.iter().flat_map(|Tags { open, close }| [*open, *close]);
         let inner: &[&'static str] = match &self.body {
             CallBody::Object => &[],
             CallBody::Named { between, .. } => &[*between],
             CallBody::Arguments(tags) => &[tags.key.open, tags.key.close, tags.value.open, tags.value.close],
-            CallBody::Untagged => &["[ARGS]", "[CALL_ID]"],
+            CallBody::Untagged => &[CALL_ARGUMENTS, "[CALL_ID]"],
             CallBody::Channel => &TAGS,
         };
         section
@@ -331,23 +334,13 @@ impl CallParser {
         CALL_PARSERS.iter().find(|parser| shows(files, parser.shown, parser.hidden))
     }
 
-    /// Checks that a grammar can require calls of this form.
-    ///
-    /// # Errors
-    /// No grammar can require them; the error names forms that work.
-    pub fn check_grammar(&self) -> Result<(), String> {
-        let has_grammar = |parser: &&Self| !matches!(parser.body, CallBody::Untagged | CallBody::Channel);
-        if has_grammar(&self) {
-            return Ok(());
+    /// Returns the tags that a tokenizer must have as tokens, so that a grammar can require calls of this form.
+    pub(crate) fn token_tags(&self) -> &'static [&'static str] {
+        match self.body {
+            CallBody::Untagged => &[MISTRAL_CALLS],
+            CallBody::Channel => &[CHANNEL, CONSTRAIN, MESSAGE],
+            _ => &[],
         }
-        let works = CALL_PARSERS.iter().filter(has_grammar);
-        let works: Vec<&str> = works.map(|parser| parser.name).collect();
-        Err(format!(
-            "calls cannot be required with the tool-call parser {}: it begins calls with special tokens, which no \
-             grammar holds; \"auto\" works, and requiring works with {}",
-            self.name,
-            works.join(", ")
-        ))
     }
 }
 

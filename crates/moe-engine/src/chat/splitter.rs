@@ -17,6 +17,8 @@ pub(super) struct TagSplitter {
     held: String,
     /// Whether a tag has just ended. Line ends that follow it are left out.
     behind_tag: bool,
+    /// Whether only white space has arrived since a call. It is left out before another call and at the end.
+    behind_call: bool,
     /// Whether an answer without an opening tag begins with reasoning.
     assumes: bool,
     /// Whether the position is within the tags around all calls.
@@ -57,7 +59,17 @@ impl TagSplitter {
         // If the prompt has already begun the answer, its first part is known.
         let assumes = form.reasoning.is_some_and(|parser| parser.assumed) && begun == Begun::Nothing;
         let held = held.to_string();
-        Self { form, schemas, state, held, behind_tag, assumes, in_section: false, in_envelope: false }
+        Self {
+            form,
+            schemas,
+            state,
+            held,
+            behind_tag,
+            behind_call: false,
+            assumes,
+            in_section: false,
+            in_envelope: false,
+        }
     }
 
     pub fn push(&mut self, text: &str) -> Vec<Part> {
@@ -76,7 +88,10 @@ impl TagSplitter {
             self.take_unit(parser, unit, &mut parts);
             while self.advance(&mut parts) {}
         }
-        let rest = std::mem::take(&mut self.held);
+        let mut rest = std::mem::take(&mut self.held);
+        if self.behind_call && rest.trim().is_empty() {
+            rest.clear();
+        }
         let reasons = self.state == State::Reasoning || self.state == State::Start && self.assumes;
         give(&mut parts, if reasons { Part::Reasoning(rest) } else { Part::Text(rest) });
         parts
@@ -139,6 +154,9 @@ impl TagSplitter {
             give(parts, Part::Text(std::mem::take(&mut self.held)));
             return false;
         }
+        if self.behind_call && self.waits_behind_call(&tags) {
+            return false;
+        }
         let Some(found) = self.pass(&tags, Part::Text, parts) else { return false };
         let (tag, mark) = marks[found];
         match mark {
@@ -151,6 +169,20 @@ impl TagSplitter {
             self.drop_tag(tag);
         }
         true
+    }
+
+    /// Removes white space between a call and the next tag. Returns true as long as only white space has arrived.
+    fn waits_behind_call(&mut self, tags: &[&str]) -> bool {
+        let (end, is_tag) = match find(&self.held, tags) {
+            Found::Tag(_, at) => (at, true),
+            Found::None(end) => (end, false),
+        };
+        match self.held[..end].trim().is_empty() {
+            true if is_tag => drop(self.held.drain(..end)),
+            true => return true,
+            false => self.behind_call = false,
+        }
+        false
     }
 
     /// The tags that may come next in the text.
@@ -203,6 +235,7 @@ impl TagSplitter {
         let whole = std::mem::replace(&mut self.held, rest);
         self.state = State::Text;
         self.behind_tag = calls.is_some();
+        self.behind_call = calls.is_some();
         match calls {
             Some(calls) => {
                 self.in_section = parser.section.is_some();

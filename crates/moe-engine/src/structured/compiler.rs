@@ -124,8 +124,8 @@ impl Tools {
     }
 
     fn compiled(&self, output: &StructuredOutput) -> Result<Compiled, String> {
-        let parser =
-            self.factory.create_parser_from_init_default(describe(output)?).map_err(|e| reason(&e))?;
+        let grammar = describe(output, self.factory.tok_env().tok_trie())?;
+        let parser = self.factory.create_parser_from_init_default(grammar).map_err(|e| reason(&e))?;
         let lexer_bytes = parser.parser.lexer_stats().num_bytes;
         let pristine = Matcher::new(Ok(parser));
         let mut first = pristine.deep_clone();

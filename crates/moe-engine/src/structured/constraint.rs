@@ -70,8 +70,8 @@ impl Constraint {
 
     /// Creates a constraint before the first token of a text. If there is `reasoning`, it may come before the text.
     pub fn after_reasoning(reasoning: Option<Reasoning>, grammar: Arc<Grammar>) -> Self {
-        let stage = Stage::new(reasoning);
-        let lead = Lead::of(reasoning);
+        let lead = Lead::of(reasoning, grammar.has_header);
+        let stage = Stage::new(reasoning, lead);
         Self { grammar, lead, stage, seen: 0, fits: true, begin: 0, matcher: None, taken: 0, alone: false }
     }
 
@@ -139,11 +139,16 @@ impl Constraint {
             let stage = std::mem::replace(&mut self.stage, Stage::Text(0));
             self.stage = stage.after(self.lead, at, tags.token(token));
             self.seen = at + 1;
-            match self.stage {
+            match &self.stage {
+                // Another message begins, which may be the text.
+                Stage::Start(seen) if seen.is_empty() => {
+                    self.fits = true;
+                    self.begin_at(at + 1);
+                }
                 Stage::Start(_) => {}
                 Stage::Reasoning(_) | Stage::Bridge(_) | Stage::Gap(_) => self.begin_at(at + 1),
                 Stage::Text(0) => {}
-                Stage::Text(begin) => self.begin_at(begin),
+                Stage::Text(begin) => self.begin_at(*begin),
             }
         }
     }

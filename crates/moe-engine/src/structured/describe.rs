@@ -1,6 +1,7 @@
 //! Translates a structured output to the types of llguidance.
 
 use llguidance::api::{GrammarInit, TopLevelGrammar};
+use llguidance::toktrie::TokTrie;
 
 use super::output::StructuredOutput;
 use super::{bounds, perl, schema, tool_calls};
@@ -10,8 +11,8 @@ const LONGEST: usize = 1 << 20;
 /// The schema of an object with any members.
 const ANY_OBJECT: &str = r#"{"type": "object"}"#;
 
-/// Returns the output in the types of llguidance.
-pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String> {
+/// Returns the output in the types of llguidance. It may use special tokens of the vocabulary.
+pub(super) fn describe(output: &StructuredOutput, tokens: &TokTrie) -> Result<GrammarInit, String> {
     if output.text_len() > LONGEST {
         return Err(format!("it has {} bytes, and at most {LONGEST} are taken", output.text_len()));
     }
@@ -23,7 +24,7 @@ pub(super) fn describe(output: &StructuredOutput) -> Result<GrammarInit, String>
         StructuredOutput::Choice(texts) => TopLevelGrammar::from_regex(&alternatives(texts)?),
         StructuredOutput::Grammar(text) => TopLevelGrammar::from_lark(text.clone()),
         StructuredOutput::ToolCalls { parser, functions, parallel } => {
-            return tool_calls::compile(parser, functions, *parallel);
+            return tool_calls::compile(parser, functions, *parallel, tokens);
         }
     };
     bounds::check(&grammar)?;

@@ -54,6 +54,8 @@ impl State {
 pub(crate) struct Grammar {
     /// The tags of the reasoning that may come before the text.
     pub(super) tags: Arc<Tags>,
+    /// Whether the text begins with the header of its message (a call in a channel).
+    pub(super) has_header: bool,
     /// A matcher before the first token. Its lexer is not shared.
     pristine: Mutex<Matcher>,
     /// Matchers before the first token. All matchers that are made from one of them share its lexer, with the states
@@ -79,7 +81,7 @@ impl Grammars {
             return Ok(grammar);
         }
         let compiled = self.compiler.compile(output).map_err(|reason| output.error(reason))?;
-        let grammar = Arc::new(Grammar::new(compiled, &self.room));
+        let grammar = Arc::new(Grammar::new(compiled, output.has_header(), &self.room));
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.known.retain(|_, grammar| grammar.strong_count() > 0);
         state.known.insert(output.clone(), Arc::downgrade(&grammar));
@@ -109,12 +111,13 @@ impl Grammars {
 }
 
 impl Grammar {
-    fn new(compiled: Compiled, room: &Arc<Room>) -> Self {
+    fn new(compiled: Compiled, has_header: bool, room: &Arc<Room>) -> Self {
         let Compiled { pristine, tags, lexer_bytes } = compiled;
         let lexers = available_parallelism().map_or(1, usize::from).min(MAX_LEXERS);
         let shared = (0..lexers).map(|_| Mutex::default()).collect();
         Self {
             tags,
+            has_header,
             pristine: Mutex::new(pristine),
             shared,
             next: AtomicUsize::new(0),
@@ -136,8 +139,8 @@ impl Grammar {
 }
 
 impl StructuredOutput {
-    /// Checks the output as the engine will. Without a tokenizer a grammar is accepted unchecked, because it may name
-    /// special tokens.
+    /// Checks the output as the engine will. Without a tokenizer what may name special tokens is accepted unchecked:
+    /// a grammar, and calls whose form needs them.
     ///
     /// # Errors
     /// The output is not well-formed, uses an unsupported feature, allows no text, or is too large.
@@ -145,6 +148,7 @@ impl StructuredOutput {
         match (tokenizer, self) {
             (Some(tokenizer), _) => Grammars::new(tokenizer.clone()).compile(self).map(drop),
             (None, Self::Grammar(_)) => Ok(()),
+            (None, Self::ToolCalls { parser, .. }) if !parser.token_tags().is_empty() => Ok(()),
             (None, _) => {
                 let bytes = Tokenizer::bytes().map_err(|e| self.error(format!("{e:#}")))?;
                 Grammars::new(bytes).compile(self).map(drop)

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use llguidance::toktrie::{SimpleVob, TokEnv, TokTrie};
 
 use super::output::Reasoning;
-use crate::chat::{FINAL, MESSAGE};
+use crate::chat::{ASSISTANT, FINAL, MESSAGE};
 
 /// The largest number of line ends between the closing tag and the text, as models write them.
 const GAP: usize = 2;
@@ -24,23 +24,26 @@ pub(super) struct Lead {
     close: &'static str,
     /// The text that must stand between the closing tag and the text of the grammar.
     bridge: &'static str,
+    /// Whether a call in a channel follows. Then each message of reasoning is ordinary text up to its closing tag, and
+    /// another one may follow instead of the call.
+    before_call: bool,
 }
 
 impl Lead {
     /// Returns the tags. Without reasoning there are none. With channels everything is free up to the channel of the
     /// text. The header of this channel may name a type of content before [`MESSAGE`], unless the header is
-    /// constrained.
-    pub fn of(reasoning: Option<Reasoning>) -> Self {
-        match reasoning {
-            None => Self { open: "", close: "", bridge: "" },
-            Some(Reasoning { parser, .. }) => match parser.channels {
-                true => Self {
-                    open: parser.open,
-                    close: FINAL.strip_suffix(MESSAGE).unwrap_or(FINAL),
-                    bridge: MESSAGE,
-                },
-                false => Self { open: parser.open, close: parser.close, bridge: "" },
-            },
+    /// constrained. A text that has a header of its own (`has_header`) comes after messages of reasoning only.
+    pub fn of(reasoning: Option<Reasoning>, has_header: bool) -> Self {
+        let Some(Reasoning { parser, .. }) = reasoning else {
+            return Self { open: "", close: "", bridge: "", before_call: false };
+        };
+        let tags = Self { open: parser.open, close: parser.close, bridge: "", before_call: false };
+        match (parser.channels, has_header) {
+            (true, true) => Self { bridge: ASSISTANT, before_call: true, ..tags },
+            (true, false) => {
+                Self { close: FINAL.strip_suffix(MESSAGE).unwrap_or(FINAL), bridge: MESSAGE, ..tags }
+            }
+            (false, _) => tags,
         }
     }
 
@@ -115,11 +118,13 @@ enum Opening<'a> {
 }
 
 impl Stage {
-    pub fn new(reasoning: Option<Reasoning>) -> Self {
+    pub fn new(reasoning: Option<Reasoning>, lead: Lead) -> Self {
         match reasoning {
             None => Self::Text(0),
-            Some(Reasoning { open: false, .. }) => Self::Start(Vec::new()),
-            Some(Reasoning { open: true, .. }) => Self::Reasoning(0),
+            Some(Reasoning { parser, open }) => match open || parser.channels && !lead.before_call {
+                true => Self::Reasoning(0),
+                false => Self::Start(Vec::new()),
+            },
         }
     }
 
@@ -140,6 +145,7 @@ impl Stage {
             Self::Reasoning(tail) => lead.reasoning(tail, lead.text(token)),
             Self::Bridge(written) => match written + lead.text(token).len() {
                 written if written < lead.bridge.len() => Self::Bridge(written),
+                _ if lead.before_call => Self::Start(Vec::new()),
                 _ => Self::Text(at + 1),
             },
             Self::Gap(lines) if is_lines(token) && lines + token.len() <= GAP => {
@@ -168,6 +174,8 @@ pub(super) struct Tags {
     beyond: Mutex<HashMap<&'static str, Arc<Beyond>>>,
     /// The tokens that consist of line ends only.
     lines: Vec<u32>,
+    /// The special tokens.
+    special: Vec<u32>,
 }
 
 impl Tags {
@@ -177,7 +185,8 @@ impl Tags {
         let mut all = trie.alloc_token_set();
         ids().for_each(|id| all.allow_token(id));
         let lines = ids().filter(|&id| is_lines(trie.token(id))).collect();
-        Self { all, beyond: Mutex::default(), lines, tokens }
+        let special = ids().filter(|&id| trie.is_special_token(id)).collect();
+        Self { all, beyond: Mutex::default(), lines, special, tokens }
     }
 
     /// Returns the bytes of a token. Special tokens are marked.
@@ -208,9 +217,13 @@ impl Tags {
     }
 
     /// Returns the tokens that may continue the reasoning. These are all tokens except `ends` and the tokens that would
-    /// write into the text.
+    /// write into the text. Before a call in a channel only the special token of the closing tag may come.
     pub fn of_reasoning(&self, lead: Lead, tail: usize, ends: &[u32]) -> SimpleVob {
         let mut mask = self.all.clone();
+        if lead.before_call {
+            let other = |id: &&u32| self.token(**id)[1..] != *lead.close.as_bytes();
+            self.special.iter().filter(other).for_each(|&id| mask.disallow_token(id));
+        }
         let known = ends.iter().filter(|id| (**id as usize) < mask.len()).copied().collect::<Vec<_>>();
         known.iter().chain(&self.beyond(lead)[tail]).for_each(|&id| mask.disallow_token(id));
         mask

@@ -27,6 +27,8 @@ mod precompiler;
 mod room;
 mod schema;
 #[cfg(test)]
+mod special_calls_tests;
+#[cfg(test)]
 mod tests;
 mod tool_calls;
 #[cfg(test)]

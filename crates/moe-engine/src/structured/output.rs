@@ -39,7 +39,7 @@ pub struct Reasoning {
     #[serde(with = "reasoning_by_name")]
     pub parser: &'static ReasoningParser,
     /// Whether the answer is within the reasoning from its first token. If this is false, the model begins either with
-    /// the opening tag or with the output.
+    /// the opening tag or with the output. In channels, all but a call then comes after any other messages.
     pub open: bool,
 }
 
@@ -49,7 +49,7 @@ impl Reasoning {
     pub fn before(form: AnswerForm, begun: Begun) -> Option<Self> {
         let parser = form.reasoning?;
         match begun {
-            Begun::Nothing => Some(Self { parser, open: parser.assumed || parser.channels }),
+            Begun::Nothing => Some(Self { parser, open: parser.assumed }),
             Begun::Reasoning | Begun::MoreReasoning => Some(Self { parser, open: true }),
             Begun::Text => None,
         }
@@ -88,6 +88,11 @@ impl StructuredOutput {
             Self::Grammar(_) => "grammar",
             Self::ToolCalls { .. } => "grammar of tool calls",
         }
+    }
+
+    /// Returns whether the text begins with the header of its message, which is so of a call in a channel.
+    pub(super) fn has_header(&self) -> bool {
+        matches!(self, Self::ToolCalls { parser, .. } if parser.is_channel())
     }
 
     pub(super) fn error(&self, reason: impl Into<String>) -> StructuredOutputError {

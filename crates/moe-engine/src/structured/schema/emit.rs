@@ -1,6 +1,8 @@
 //! Translates rules to a grammar of llguidance. It leaves out the rules that have no text and the rules that are not
 //! used. A text that entered a rule without a text could not end.
 
+use std::collections::HashMap;
+
 use llguidance::api::{GrammarInit, SkipSpec};
 use llguidance::derivre::RegexAst;
 use llguidance::earley::lexerspec::LexerSpec;
@@ -35,6 +37,7 @@ struct Emitter<'g> {
     properties: SymbolProps,
     rules: Vec<Option<SymIdx>>,
     terminals: Vec<Option<SymIdx>>,
+    tokens: HashMap<u32, SymIdx>,
     /// The rules that have a symbol but are not written yet.
     left: Vec<RuleRef>,
 }
@@ -52,6 +55,7 @@ impl<'g> Emitter<'g> {
             properties: SymbolProps { grammar_id: class, ..SymbolProps::default() },
             rules: vec![None; grammar.rules.len()],
             terminals: vec![None; grammar.terminals.len()],
+            tokens: HashMap::new(),
             left: Vec::new(),
         })
     }
@@ -111,6 +115,16 @@ impl<'g> Emitter<'g> {
                 let symbol = self.symbol("terminal")?;
                 self.symbols.make_terminal(symbol, lexeme, &self.lexer)?;
                 self.terminals[terminal] = Some(symbol);
+                Ok(symbol)
+            }
+            Item::Token(id) => {
+                if let Some(symbol) = self.tokens.get(&id) {
+                    return Ok(*symbol);
+                }
+                let lexeme = self.lexer.add_special_token(format!("token {id}"), vec![id..=id])?;
+                let symbol = self.symbol("token")?;
+                self.symbols.make_terminal(symbol, lexeme, &self.lexer)?;
+                self.tokens.insert(id, symbol);
                 Ok(symbol)
             }
         }

@@ -16,6 +16,8 @@ pub(in crate::structured) struct RuleRef(pub usize);
 pub(in crate::structured) enum Item {
     Rule(RuleRef),
     Terminal(usize),
+    /// The special token of the vocabulary with this id.
+    Token(u32),
 }
 
 /// The texts of a rule.
@@ -140,7 +142,7 @@ impl Grammar {
 pub(super) fn has_text(item: &Item, productive: &[bool]) -> bool {
     match item {
         Item::Rule(rule) => productive[rule.0],
-        Item::Terminal(_) => true,
+        Item::Terminal(_) | Item::Token(_) => true,
     }
 }
 
