@@ -97,25 +97,26 @@ pub fn packages() -> Result<Vec<Package>> {
 
 /// The names of all packages that one of ours is built from, with all of its features.
 pub fn dependencies(package: &str) -> Result<BTreeSet<String>> {
-    let arguments = ["tree", "--package", package, "--all-features", "--edges", "normal,build"];
-    let output = cargo().args(arguments).args(["--prefix", "none", "--format", "{p}"]).output()?;
-    if !output.status.success() {
-        bail!("cargo tree failed: {}", String::from_utf8_lossy(&output.stderr))
-    }
-    let text = String::from_utf8(output.stdout)?;
-    Ok(text.lines().filter_map(|line| line.split(' ').next()).map(str::to_string).collect())
+    let tree = tree(package, &["--all-features"])?;
+    Ok(tree.lines().filter_map(|line| line.split(' ').next()).map(str::to_string).collect())
 }
 
 /// How many crates a program of ours is built from with its default features, itself included.
 pub fn crates(package: &str) -> Result<usize> {
-    let arguments = ["tree", "--package", package, "--edges", "normal,build", "--prefix", "none"];
-    let output = cargo().args(arguments).args(["--format", "{p}"]).output()?;
+    let tree = tree(package, &[])?;
+    let named = tree.lines().map(|line| line.trim_end_matches(" (*)")).filter(|line| !line.is_empty());
+    Ok(named.collect::<BTreeSet<_>>().len())
+}
+
+/// The packages that a package is built from, one a line.
+fn tree(package: &str, features: &[&str]) -> Result<String> {
+    let arguments = ["tree", "--package", package, "--edges", "normal,build"];
+    let output =
+        cargo().args(arguments).args(["--prefix", "none", "--format", "{p}"]).args(features).output()?;
     if !output.status.success() {
         bail!("cargo tree failed: {}", String::from_utf8_lossy(&output.stderr))
     }
-    let text = String::from_utf8(output.stdout)?;
-    let named = text.lines().map(|line| line.trim_end_matches(" (*)")).filter(|line| !line.is_empty());
-    Ok(named.collect::<BTreeSet<_>>().len())
+    Ok(String::from_utf8(output.stdout)?)
 }
 
 fn package(p: &Value) -> Result<Package> {

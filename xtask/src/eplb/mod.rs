@@ -8,7 +8,6 @@ mod plot;
 mod policy;
 mod record;
 mod replay;
-mod scale;
 mod small;
 mod table;
 mod timing;
@@ -25,15 +24,13 @@ pub enum Command {
     Bench(bench::Options),
     /// Plan a placement from a heat trace and write it with its maps.
     Plan(plan::Options),
-    /// How planning time grows with the model.
-    Scale(scale::Options),
     /// Run a model and record its expert heat, then replay and plot it.
     Record(record::Options),
     /// Show what a policy would have done on a trace: balance, bytes moved, stalls.
     Replay(replay::Options),
     /// Show the balance of a recorded run with other numbers of devices and copies.
     WhatIf(what_if::Options),
-    /// Plot PAR over time, heat maps, before and after, moves per step, cost.
+    /// Plot PAR over time, heat maps, before and after, moves per step.
     Plot(plot::Options),
 }
 
@@ -42,10 +39,16 @@ pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Bench(options) => bench::run(options),
         Command::Plan(options) => plan::run(options),
-        Command::Scale(options) => scale::run(options),
         Command::Record(options) => record::run(options),
         Command::Replay(options) => replay::run(options),
         Command::WhatIf(options) => what_if::run(options),
         Command::Plot(options) => plot::run(options),
     }
+}
+
+/// The options that a command line gives.
+#[cfg(test)]
+fn parsed<T: clap::Args + clap::FromArgMatches>(args: &[&str]) -> T {
+    let command = T::augment_args(clap::Command::new("x").no_binary_name(true));
+    T::from_arg_matches(&command.get_matches_from(args)).unwrap()
 }

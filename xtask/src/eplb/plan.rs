@@ -82,15 +82,8 @@ pub fn run(options: &Options) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
+    use super::super::parsed;
     use super::*;
-
-    #[derive(Parser)]
-    struct Program {
-        #[command(flatten)]
-        options: Options,
-    }
 
     /// The trace has an expert of which the published algorithm puts two copies on one device.
     #[test]
@@ -104,9 +97,9 @@ mod tests {
         let rows = row(0, "[900,1,1,1,1,1,1,1]") + &row(1, "[100,100,100,100,100,100,100,100]");
         std::fs::write(&trace, rows).unwrap();
         for policy in ["joint", "flashlb", "swift", "deepseek", "deepseek-global"] {
-            let args = ["x", "--trace", trace.to_str().unwrap(), "--out", out.to_str().unwrap()];
+            let args = ["--trace", trace.to_str().unwrap(), "--out", out.to_str().unwrap()];
             let sizes = ["--slots", "12", "--devices", "4", "--policy", policy];
-            run(&Program::parse_from(args.into_iter().chain(sizes)).options).unwrap();
+            run(&parsed(&[&args[..], &sizes].concat())).unwrap();
             let map = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
             let (_, placement) = read_expert_map(&map, 8).unwrap();
             placement.check().unwrap_or_else(|e| panic!("{policy}: {e}"));

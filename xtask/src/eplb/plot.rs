@@ -1,14 +1,13 @@
-//! `xtask eplb plot`: plots of a replay, of the price of moves, of cost against size (SVG).
+//! `xtask eplb plot`: plots of a replay (SVG).
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use clap::Args;
 use plotters::prelude::SeriesLabelPosition;
-use serde_json::Value;
 
 use super::replay::{Outcome, ReplayOptions, replay};
-use crate::plot::charts::{self, Frame, Scale, Series};
+use crate::plot::charts::{self, Frame, Series};
 use crate::plot::heatmap::{self, Bar, Grid};
 
 /// What to plot.
@@ -16,12 +15,6 @@ use crate::plot::heatmap::{self, Bar, Grid};
 pub struct Options {
     #[command(flatten)]
     replay: ReplayOptions,
-    /// Plot balance against moves from bench rows made with several --move-price.
-    #[arg(long)]
-    pareto: Option<PathBuf>,
-    /// Plot solve time against size from bench rows.
-    #[arg(long)]
-    scaling: Option<PathBuf>,
     /// Layer of the expert heat map.
     #[arg(long, default_value_t = 0)]
     layer: usize,
@@ -30,19 +23,10 @@ pub struct Options {
     out: PathBuf,
 }
 
-/// Makes the plots that the options ask for.
+/// Replays a trace and plots the outcome.
 pub fn run(options: &Options) -> Result<()> {
     std::fs::create_dir_all(&options.out)?;
-    if let Some(rows) = &options.pareto {
-        pareto(&read_rows(rows)?, &options.out.join("pareto.svg"))?;
-    }
-    if let Some(rows) = &options.scaling {
-        scaling(&read_rows(rows)?, &options.out.join("scaling.svg"))?;
-    }
-    if options.replay.input.is_given() {
-        pictures(&replay(&options.replay)?, options.layer, &options.out)?;
-    }
-    Ok(())
+    pictures(&replay(&options.replay)?, options.layer, &options.out)
 }
 
 /// Plots a replay, with the expert heat map of `layer`.
@@ -55,10 +39,6 @@ pub fn pictures(outcome: &Outcome, layer: usize, out: &Path) -> Result<()> {
     moves(outcome, &out.join("moves.svg"))
 }
 
-fn read_rows(path: &Path) -> Result<Vec<Value>> {
-    Ok(serde_json::from_slice(&std::fs::read(path)?)?)
-}
-
 fn over_time(outcome: &Outcome, path: &Path) -> Result<()> {
     let line = |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect::<Vec<_>>();
     let moves = outcome.events.iter().map(|e| (e.0 as f64, outcome.par[e.0])).collect();
@@ -68,7 +48,6 @@ fn over_time(outcome: &Outcome, path: &Path) -> Result<()> {
             title: "Balance over time",
             x: "step",
             y: "peak / mean device load (mean over layers)",
-            scale: Scale::Linear,
             legend: SeriesLabelPosition::MiddleRight,
         },
         &[
@@ -93,7 +72,6 @@ fn moves(outcome: &Outcome, path: &Path) -> Result<()> {
             title: "Moves",
             x: "step",
             y: "experts that come to another device, all layers",
-            scale: Scale::Linear,
             legend: SeriesLabelPosition::UpperRight,
         },
         &[Series::line("experts moved after this step", values)],
@@ -158,55 +136,4 @@ fn before_after(outcome: &Outcome, path: &Path) -> Result<()> {
 
 fn decimal(value: &f64) -> String {
     format!("{value:.1}")
-}
-
-/// Curves, grouped by the names that `point` gives to rows. Rows without a point are skipped.
-fn curves(rows: &[Value], point: impl Fn(&Value) -> Option<(String, (f64, f64))>) -> Vec<Series> {
-    let mut series: Vec<Series> = Vec::new();
-    for (name, value) in rows.iter().filter_map(point) {
-        match series.iter_mut().find(|s| s.name == name) {
-            Some(s) => s.values.push(value),
-            None => series.push(Series::marked(&name, vec![value])),
-        }
-    }
-    series.iter_mut().for_each(|s| s.values.sort_by(|a, b| a.0.total_cmp(&b.0)));
-    series
-}
-
-fn pareto(rows: &[Value], path: &Path) -> Result<()> {
-    let series = curves(rows, |row| {
-        let moved = row["moved_fraction"].as_f64()?;
-        let par = row["drift_par_episode_mean"].as_f64()?;
-        Some((row["workload"].as_str()?.to_string(), (moved * 100.0, par)))
-    });
-    charts::draw(
-        path,
-        Frame {
-            title: "Balance after drift against moves",
-            x: "slots moved, %",
-            y: "peak / mean device load per episode",
-            scale: Scale::Linear,
-            legend: SeriesLabelPosition::UpperRight,
-        },
-        &series,
-    )
-}
-
-fn scaling(rows: &[Value], path: &Path) -> Result<()> {
-    let series = curves(rows, |row| {
-        let (_, family) = row["workload"].as_str()?.split_once('/')?;
-        let size = row["experts"].as_f64()? * row["layers"].as_f64()?;
-        Some((format!("{family}, {}", row["objective"].as_str()?), (size, row["solve_ms"].as_f64()?)))
-    });
-    charts::draw(
-        path,
-        Frame {
-            title: "Time to plan all layers, one thread",
-            x: "experts x layers",
-            y: "ms",
-            scale: Scale::Logarithmic,
-            legend: SeriesLabelPosition::UpperLeft,
-        },
-        &series,
-    )
 }

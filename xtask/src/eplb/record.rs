@@ -53,19 +53,12 @@ fn judge(options: &Options, trace: PathBuf) -> Result<()> {
 mod tests {
     use std::fs;
 
-    use clap::Parser;
-
+    use super::super::parsed;
     use super::*;
 
-    #[derive(Parser)]
-    struct Program {
-        #[command(flatten)]
-        options: Options,
-    }
-
     fn options(out: &str, more: &[&str]) -> Options {
-        let args = ["x", "--devices", "2", "--slots", "4", "--interval", "4", "--out", out];
-        Program::parse_from([&args[..], more, &["--", "batch", "--tp", "2"]].concat()).options
+        let args = ["--devices", "2", "--slots", "4", "--interval", "4", "--out", out];
+        parsed(&[&args[..], more, &["--", "batch", "--tp", "2"]].concat())
     }
 
     #[test]

@@ -119,23 +119,16 @@ fn judge(steps: &[Loads], placement: &Placement, topology: &Topology) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
+    use super::super::parsed;
     use super::*;
-
-    #[derive(Parser)]
-    struct Program {
-        #[command(flatten)]
-        options: Options,
-    }
 
     #[test]
     fn a_skewed_run_is_balanced_by_places_and_by_copies() {
         // Experts 0 and 1 have high loads and share a device at the start. There are 2 devices and 4 experts.
         let step = [80., 80., 10., 30.];
         let loads = Loads::episodes(6, 1, 4, &step.repeat(6)).unwrap();
-        let args = ["x", "--trace", "t", "--devices", "2,3", "--redundant", "0,2"];
-        let rows = rows(&loads, &Program::parse_from(args).options).unwrap();
+        let args = ["--trace", "t", "--devices", "2,3", "--redundant", "0,2"];
+        let rows = rows(&loads, &parsed(&args)).unwrap();
         let found: Vec<_> = rows.iter().map(|row| (row.devices, row.redundant)).collect();
         // Four experts do not divide over three devices.
         assert_eq!(found, [(2, 0), (2, 2), (3, 2)]);
@@ -145,7 +138,7 @@ mod tests {
         assert_eq!(rows[0].moved, 2);
         // Copies make nothing worse.
         assert!(rows[1].par_planned < 1.1 + 1e-9 && rows[2].par_planned <= rows[2].par_start);
-        let none = Options { share: 1.0, ..Program::parse_from(args).options };
+        let none = Options { share: 1.0, ..parsed(&args) };
         assert!(super::rows(&loads, &none).unwrap_err().to_string().contains("--share 1"));
     }
 }
