@@ -13,8 +13,7 @@ use common::Problem;
 use moe_comm::{Collectives, ExpertPlacement, run_ranks_with};
 use moe_dispatch::candle::{Error, Result};
 use moe_dispatch::{
-    EpRanks, Exec, ExpertLayout, NoEp, OverRanks, PrepareFinalize, ThreadComm, Tokens, View, ViewMut,
-    WeightAndReduce, WhoAdds,
+    EpRanks, Exec, ExpertLayout, NoEp, OverRanks, PrepareFinalize, ThreadComm, View, WeightAndReduce, WhoAdds,
 };
 use saboteur::{Fault, Saboteur};
 use world::{BACKENDS, BOTH, DISABLED, World};
@@ -34,15 +33,9 @@ fn is_replicated(name: &str) -> bool {
 }
 
 fn world(tp: usize, groups: usize) -> World {
-    let problem = |tokens: usize| Problem {
-        tokens,
-        hidden: 3,
-        top_k: 2,
-        rows: vec![1.; tokens * 3],
-        ids: (0..tokens as u32 * 2).map(|i| i % 6).collect(),
-        weights: vec![0.5; tokens * 2],
-        map: (0..6).collect(),
-        num_local: 6,
+    let problem = |tokens: usize| {
+        let ids = (0..tokens as u32 * 2).map(|i| i % 6).collect();
+        Problem { ids, ..Problem::ones(tokens, 3, 2, 6) }
     };
     let problems = (0..groups).map(|g| problem(5 + g)).collect();
     World { tp, placement: ExpertPlacement::RoundRobin, problems, on_input: false }
@@ -141,43 +134,43 @@ fn wrong_calls_are_refused() -> Result<()> {
     let by_slot = WhoAdds::BySlot;
     let backend = OverRanks::high_throughput(ranks()?, by_slot);
     let ex = &mut Exec::cpu();
-    let rows = [1f32; 4];
-    let weights = [1f32; 2];
-    let hidden = View::new(&rows, &[2, 2])?;
-    let weights = View::new(&weights, &[2, 1])?;
-    let ids = [0u32, 2];
-    let e = text(
-        &backend.prepare(Tokens::new(hidden, View::new(&ids, &[2, 1])?, weights), None, ex).unwrap_err(),
-    );
-    assert!(e.contains("deepep high_throughput: expert id 2 is out of range; expected 0..2"), "{e}");
-
-    let ids = [0u32, 1];
-    let ids = View::new(&ids, &[2, 1])?;
-    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
-    let y = [0f32; 4];
-    let mut out = [0f32; 4];
-    let mut finalize = |backend: &dyn PrepareFinalize, d, dims: &[usize], strategy| {
-        let out = ViewMut::new(&mut out, &[2, 2]).unwrap();
-        text(&backend.finalize(View::new(&y, dims).unwrap(), d, strategy, out, &mut Exec::cpu()).unwrap_err())
+    let p = Problem { ids: vec![0, 1], ..Problem::ones(2, 2, 1, 2) };
+    let unknown = Problem { ids: vec![0, 2], ..p.clone() };
+    let prepare = |backend: &OverRanks, p: &Problem, agreed: Option<&[usize]>| {
+        text(&backend.prepare(p.inputs().unwrap(), agreed, &mut Exec::cpu()).unwrap_err())
     };
-    let e = finalize(&backend, &d, &[2, 1, 2], WeightAndReduce::NoOp);
-    assert!(e.contains("only a token's owner can weight them"), "{e}");
-    let e = finalize(&backend, &d, &[2, 2], WeightAndReduce::Delegate);
-    assert!(e.contains("expected expert_out with dims [2, 1, 2], got [2, 2]"), "{e}");
-    let other = OverRanks::low_latency(ranks()?, 4, by_slot);
-    let e = finalize(&other, &d, &[2, 1, 2], WeightAndReduce::Delegate);
-    assert!(e.contains("were prepared by deepep high_throughput"), "{e}");
-    let no_ep = NoEp::new();
-    let plain = no_ep.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
-    let e = finalize(&backend, &plain, &[2, 1, 2], WeightAndReduce::Delegate);
-    assert!(e.contains("expected rows that carry a"), "{e}");
     let small = OverRanks::low_latency(ranks()?, 1, by_slot);
-    let e = text(&small.prepare(Tokens::new(hidden, ids, weights), None, ex).unwrap_err());
-    assert!(e.contains("expected at most 1 tokens per rank, got 2"), "{e}");
-
     let gather = OverRanks::allgather_reducescatter(ranks()?, by_slot);
-    let e = text(&gather.prepare(Tokens::new(hidden, ids, weights), Some(&[3]), ex).unwrap_err());
-    assert!(e.contains("rank 0 of 1 brings 2 tokens, but the step agreed on [3]"), "{e}");
+    for (got, want) in [
+        (
+            prepare(&backend, &unknown, None),
+            "deepep high_throughput: expert id 2 is out of range; expected 0..2",
+        ),
+        (prepare(&small, &p, None), "expected at most 1 tokens per rank, got 2"),
+        (prepare(&gather, &p, Some(&[3])), "rank 0 of 1 brings 2 tokens, but the step agreed on [3]"),
+    ] {
+        assert!(got.contains(want), "{got}");
+    }
+
+    let d = backend.prepare(p.inputs()?, None, ex)?;
+    let no_ep = NoEp::new();
+    let plain = no_ep.prepare(p.inputs()?, None, ex)?;
+    let other = OverRanks::low_latency(ranks()?, 4, by_slot);
+    let finalize = |backend: &OverRanks, d, dims: &[usize], strategy| {
+        let y = View::new(&[0f32; 4], dims)?;
+        let result = p.output::<f32>(|out| backend.finalize(y, d, strategy, out, &mut Exec::cpu()));
+        Ok::<_, Error>(text(&result.unwrap_err()))
+    };
+    use WeightAndReduce::{Delegate, NoOp};
+    for (got, want) in [
+        (finalize(&backend, &d, &[2, 1, 2], NoOp), "only a token's owner can weight them"),
+        (finalize(&backend, &d, &[2, 2], Delegate), "expected expert_out with dims [2, 1, 2], got [2, 2]"),
+        (finalize(&other, &d, &[2, 1, 2], Delegate), "were prepared by deepep high_throughput"),
+        (finalize(&backend, &plain, &[2, 1, 2], Delegate), "expected rows that carry a"),
+    ] {
+        let got = got?;
+        assert!(got.contains(want), "{got}");
+    }
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
     ActivationFormat, AddNorm, Combine, Dispatched, EpRanks, Exec, NO_EXPERT, NoEp, OverRanks,
-    PrepareFinalize, ThreadComm, Tokens, View, ViewMut, WeightAndReduce, WhoAdds, run_ranks,
+    PrepareFinalize, ThreadComm, View, ViewMut, WeightAndReduce, WhoAdds, run_ranks,
 };
 use moe_kernels::{PreNorm, add_rms_norm_into};
 use proptest::prelude::*;
@@ -50,20 +50,24 @@ fn problem(tokens: usize, hidden: usize, top_k: usize, experts: usize) -> impl S
         prop::collection::vec(-1f32..1.5, tokens * top_k),
     )
         .prop_map(move |(rows, ids, weights)| Problem {
-            tokens,
-            hidden,
-            top_k,
             rows,
             ids,
             weights,
-            map: (0..experts as i32).collect(),
-            num_local: experts,
+            ..Problem::ones(tokens, hidden, top_k, experts)
         })
 }
 
-fn one_rank(world: &World, p: &Problem) -> Vec<f32> {
+/// What one rank gives for the tokens of each group.
+fn one_rank(world: &World) -> Vec<Vec<f32>> {
     let backend = NoEp::new().with_router_weight_on_input(world.on_input);
-    p.run::<f32>(&backend, &mut Exec::cpu()).unwrap()
+    world.problems.iter().map(|p| p.run::<f32>(&backend, &mut Exec::cpu()).unwrap()).collect()
+}
+
+/// The backends with whole experts that fit a world, each with both ways of adding.
+fn backends(world: &World) -> impl Iterator<Item = (&'static str, WhoAdds)> {
+    let same_tokens = world.problems.len() == 1;
+    let fits = move |name: &&str| *name != "local_allreduce" || same_tokens;
+    BACKENDS.into_iter().filter(fits).flat_map(|name| BOTH.map(|who| (name, who)))
 }
 
 /// By slot the bits must be equal; by rank results must be equal up to the rounding of f32 sums.
@@ -74,19 +78,27 @@ fn agrees(who: WhoAdds, got: &[f32], want: &[f32]) -> bool {
     }
 }
 
+/// Every rank has what one rank gives for its tokens.
+fn check(world: &World, backend: (&str, WhoAdds), results: Vec<Result<Vec<f32>>>, want: &[Vec<f32>]) {
+    for (rank, got) in results.into_iter().enumerate() {
+        let got = got.unwrap();
+        let want = &want[rank / world.tp];
+        assert!(agrees(backend.1, &got, want), "{backend:?} on rank {rank}: {got:?}, expected {want:?}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn every_backend_gives_what_one_rank_gives(world in worlds(), agreed: bool, reduces: bool) {
-        let want: Vec<Vec<f32>> = world.problems.iter().map(|p| one_rank(&world, p)).collect();
+        let want = one_rank(&world);
         if !world.on_input {
             // The result of a single rank is the definition.
             for (p, want) in world.problems.iter().zip(&want) {
                 prop_assert!(agrees(WhoAdds::ByRank, &p.definition::<f32>(), want));
             }
         }
-        let cases = BACKENDS.into_iter().flat_map(|name| BOTH.map(|who| (name, who)));
-        for (name, who) in cases.filter(|(name, _)| *name != "local_allreduce" || world.problems.len() == 1) {
+        for (name, who) in backends(&world) {
             // Experts that weight rows themselves need rows that were not multiplied by the weights before.
             let reduces = reduces && who == WhoAdds::ByRank && !world.on_input;
             let results = run_ranks(world.ranks(), |rank, comm| {
@@ -100,11 +112,19 @@ proptest! {
                 assert_eq!(bits(&first), bits(&world.run(&backend, rank, reduces, tokens, &mut ex)?));
                 Ok(first)
             });
-            for (rank, got) in results.into_iter().enumerate() {
-                let got = got.unwrap();
-                let want = &want[rank / world.tp];
-                prop_assert!(agrees(who, &got, want), "{name} {who:?} on rank {rank}: {got:?}, expected {want:?}");
-            }
+            check(&world, (name, who), results, &want);
+        }
+    }
+
+    /// A rank may prepare a second call before it finalizes the first one.
+    #[test]
+    fn two_calls_may_be_in_flight(world in worlds()) {
+        let want = one_rank(&world);
+        for (name, who) in backends(&world) {
+            let results = run_ranks(world.ranks(), |rank, comm| {
+                world.run_in_two_calls(&world.backend(name, who, Arc::new(comm))?, rank)
+            });
+            check(&world, (name, who), results, &want);
         }
     }
 }
@@ -190,8 +210,7 @@ proptest! {
             let results = run_ranks(tp, |rank, comm| {
                 let backend = OverRanks::disabled(Arc::new(comm), who);
                 let ex = &mut Exec::cpu();
-                let [hidden, ids, weights] = p.views()?;
-                let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+                let d = backend.prepare(p.inputs()?, None, ex)?;
                 let y = cut_experts(&d, rank * local, local, p.hidden)?;
                 let segments = [local, p.tokens, p.top_k, p.hidden];
                 // One segment needs no leading dimension.
@@ -212,16 +231,8 @@ proptest! {
 /// the places of a gather, where each token has one place.
 #[test]
 fn rows_travel_once() {
-    let p = Problem {
-        tokens: 4,
-        hidden: 1,
-        top_k: 3,
-        rows: vec![1., 2., 3., 4.],
-        ids: vec![0, 1, 0, 1, 0, 2, 3, 2, 3, 2, 2, 2],
-        weights: vec![0.5; 12],
-        map: (0..4).collect(),
-        num_local: 4,
-    };
+    let ids = vec![0, 1, 0, 1, 0, 2, 3, 2, 3, 2, 2, 2];
+    let p = Problem { rows: vec![1., 2., 3., 4.], ids, ..Problem::ones(4, 1, 3, 4) };
     for (tp, groups, packed, gathered) in [(1, 2, [4, 6], [8, 8]), (2, 1, [2, 3], [4, 4])] {
         let world = World {
             tp,
@@ -232,8 +243,7 @@ fn rows_travel_once() {
         for (who, want) in [(WhoAdds::BySlot, packed), (WhoAdds::ByRank, gathered)] {
             let arrived = run_ranks(2, |_, comm| {
                 let backend = world.backend("high_throughput", who, Arc::new(comm))?;
-                let [hidden, ids, weights] = p.views()?;
-                let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+                let d = backend.prepare(p.inputs()?, None, &mut Exec::cpu())?;
                 Ok(d.rows.view().rows())
             });
             // Experts 0 and 1: tokens 0 and 1; experts 2 and 3: tokens 1, 2 and 3.
@@ -246,18 +256,8 @@ fn rows_travel_once() {
 /// without tokens.
 #[test]
 fn low_latency_blocks_follow_the_step() {
-    let p = |tokens: usize| Problem {
-        tokens,
-        hidden: 2,
-        top_k: 2,
-        rows: vec![1.; tokens * 2],
-        ids: vec![0; tokens * 2],
-        weights: vec![0.5; tokens * 2],
-        map: (0..3).collect(),
-        num_local: 3,
-    };
     for (tokens, block) in [([0, 0], 0), ([0, 1], 1), ([5, 3], 5), ([100, 0], 100)] {
-        let problems = tokens.map(p).to_vec();
+        let problems = tokens.map(|tokens| Problem::ones(tokens, 2, 2, 3)).to_vec();
         let world = World { tp: 1, placement: ExpertPlacement::Linear, problems, on_input: false };
         let dims = run_ranks(2, |rank, comm: ThreadComm| {
             let comm: Arc<dyn moe_dispatch::Communicator> = Arc::new(comm);
@@ -266,8 +266,7 @@ fn low_latency_blocks_follow_the_step() {
             let backend = OverRanks::low_latency(ranks, 100, WhoAdds::BySlot);
             let p = &world.problems[rank];
             let ex = &mut Exec::cpu();
-            let [hidden, ids, weights] = p.views()?;
-            let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+            let d = backend.prepare(p.inputs()?, None, ex)?;
             let dims = d.rows.view().dims().to_vec();
             assert_eq!(d.is_empty(), block == 0);
             let y = run_named_experts::<f32>(&d, |slot| slot)?;
@@ -284,16 +283,7 @@ fn low_latency_blocks_follow_the_step() {
 #[test]
 fn contracts() {
     use ActivationFormat::{BatchedExperts, Listed, Standard};
-    let p = Problem {
-        tokens: 3,
-        hidden: 2,
-        top_k: 1,
-        rows: vec![1.; 6],
-        ids: vec![0, 1, 2],
-        weights: vec![1.; 3],
-        map: (0..5).collect(),
-        num_local: 5,
-    };
+    let p = Problem { ids: vec![0, 1, 2], ..Problem::ones(3, 2, 1, 5) };
     let world = World { tp: 2, placement: ExpertPlacement::Linear, problems: vec![p], on_input: false };
     run_ranks(2, |rank, comm: ThreadComm| {
         let comm: Arc<dyn moe_dispatch::Communicator> = Arc::new(comm);
@@ -314,8 +304,7 @@ fn contracts() {
             assert_eq!(experts, (name != DISABLED).then_some((5, 3 - rank)));
             // The collective ends within the call, so nothing is pending afterwards.
             assert!(!b.applies_router_weight_on_input());
-            let [hidden, ids, weights] = world.problems[0].views()?;
-            let d = b.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+            let d = b.prepare(world.problems[0].inputs()?, None, &mut Exec::cpu())?;
             assert!(!b.combines(&d), "host memory saves no launches");
             assert_eq!(b.defer_sum(), combine == Combine::AllReduce);
             assert_eq!(b.combine() == Combine::DeferredToCaller, combine == Combine::AllReduce);

@@ -68,23 +68,19 @@ proptest! {
 
 #[test]
 fn standard_rows_are_the_callers_own() -> Result<()> {
-    let rows = [1f32, 2., 3., 4.];
-    let ids = [0u32, 1];
-    let weights = [2f32, 3.];
-    let hidden = View::new(&rows, &[2, 2])?;
-    let ids = View::new(&ids, &[2, 1])?;
-    let weights = View::new(&weights, &[2, 1])?;
+    let rows = vec![1., 2., 3., 4.];
+    let p = Problem { rows, ids: vec![0, 1], weights: vec![2., 3.], ..Problem::ones(2, 2, 1, 2) };
     let backend = NoEp::new();
-    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+    let d = backend.prepare(p.inputs()?, None, &mut Exec::cpu())?;
     assert!(matches!(d.rows, Lent::Borrowed(_)), "prepare copied the rows");
-    assert_eq!(d.rows.view().cpu::<f32>()?.as_ptr(), rows.as_ptr());
+    assert_eq!(d.rows.view().cpu::<f32>()?.as_ptr(), p.rows.as_ptr());
     assert!(!d.weights_applied);
 
     // With weights on the input the caller's rows stay unchanged.
     let backend = backend.with_router_weight_on_input(true);
-    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+    let d = backend.prepare(p.inputs()?, None, &mut Exec::cpu())?;
     assert_eq!(d.rows.view().cpu::<f32>()?, &[2., 4., 9., 12.]);
-    assert_eq!(rows, [1., 2., 3., 4.]);
+    assert_eq!(p.rows, [1., 2., 3., 4.]);
     assert!(d.weights_applied);
     Ok(())
 }
@@ -92,18 +88,13 @@ fn standard_rows_are_the_callers_own() -> Result<()> {
 #[test]
 fn batched_rows_have_a_defined_layout() -> Result<()> {
     // There are three tokens. Physical expert 2 is in local slot 0, expert 0 is in slot 2, and slot 1 is unused.
-    let rows = [1f32, 2., 3.];
-    let weights = [1f32; 6];
-    let ids = [2u32, 0, NO_EXPERT, 2, 1, 2];
+    let ids = vec![2, 0, NO_EXPERT, 2, 1, 2];
+    let p = Problem { rows: vec![1., 2., 3.], ids, ..Problem::ones(3, 1, 2, 3) };
     let backend = NoEp::batched(LocalExperts::from_map(&[2, -1, 0], 3)?, 4);
     let mut ex = Exec::cpu();
     for _ in 0..2 {
         // The second round reuses scratch memory that the first round has written.
-        let d = backend.prepare(
-            Tokens::new(View::new(&rows, &[3, 1])?, View::new(&ids, &[3, 2])?, View::new(&weights, &[3, 2])?),
-            None,
-            &mut ex,
-        )?;
+        let d = backend.prepare(p.inputs()?, None, &mut ex)?;
         assert_eq!(d.rows.view().dims(), &[3, 4, 1]);
         assert_eq!(d.rows.view().cpu::<f32>()?, &[1., 2., 3., 0., 0., 0., 0., 0., 1., 0., 0., 0.]);
         assert_eq!(d.expert_num_tokens()?.cpu::<u32>()?, &[3, 0, 1]);
@@ -115,22 +106,11 @@ fn batched_rows_have_a_defined_layout() -> Result<()> {
 #[test]
 fn no_tokens_and_no_experts_are_legal() -> Result<()> {
     for (tokens, num_local) in [(0, 4), (3, 0), (0, 0)] {
-        let p = Problem {
-            tokens,
-            hidden: 2,
-            top_k: 2,
-            rows: vec![1.; tokens * 2],
-            ids: vec![1; tokens * 2],
-            weights: vec![1.; tokens * 2],
-            map: if num_local == 0 { vec![-1; 4] } else { vec![0, 1, 2, 3] },
-            num_local,
-        };
+        let map = if num_local == 0 { vec![-1; 4] } else { vec![0, 1, 2, 3] };
+        let p = Problem { ids: vec![1; tokens * 2], map, num_local, ..Problem::ones(tokens, 2, 2, 4) };
         both_formats::<f16>(&p, 0)?;
         let d_is_empty = |backend: &dyn PrepareFinalize| -> Result<bool> {
-            let ids = View::new(&p.ids, &[tokens, 2])?;
-            let weights = View::new(&p.weights, &[tokens, 2])?;
-            let hidden = View::new(&p.rows, &[tokens, 2])?;
-            Ok(backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?.is_empty())
+            Ok(backend.prepare(p.inputs()?, None, &mut Exec::cpu())?.is_empty())
         };
         assert_eq!(d_is_empty(&NoEp::new())?, tokens == 0);
         assert_eq!(d_is_empty(&NoEp::batched(p.experts()?, 8))?, num_local == 0);
@@ -141,15 +121,13 @@ fn no_tokens_and_no_experts_are_legal() -> Result<()> {
 #[test]
 fn experts_that_reduced_already_are_copied() -> Result<()> {
     let rows = [bf16::ONE; 4];
-    let ids = [0u32, 1];
-    let weights = [0.3f32, 9.];
+    let p = Problem { ids: vec![0, 1], weights: vec![0.3, 9.], ..Problem::ones(2, 2, 1, 2) };
     let reduced = [0.1f32, -0.0, 3.25, 1e9];
     let mut out = [bf16::ZERO; 4];
     let backend = NoEp::new();
     let ex = &mut Exec::cpu();
-    let ids = View::new(&ids, &[2, 1])?;
-    let weights = View::new(&weights, &[2, 1])?;
-    let d = backend.prepare(Tokens::new(View::new(&rows, &[2, 2])?, ids, weights), None, ex)?;
+    let hidden = View::new(&rows, &[2, 2])?;
+    let d = backend.prepare(Tokens { hidden, ..p.inputs()? }, None, ex)?;
     let out_view = ViewMut::new(&mut out, &[2, 2])?;
     backend.finalize(View::new(&reduced, &[2, 2])?, &d, WeightAndReduce::NoOp, out_view, ex)?;
     assert_eq!(bits(&out), bits(&reduced.map(bf16::from_f32)));
@@ -158,23 +136,13 @@ fn experts_that_reduced_already_are_copied() -> Result<()> {
 
 #[test]
 fn a_frozen_workspace_is_enough_after_the_first_call() -> Result<()> {
-    let rows = [1f32; 12];
-    let ids = [0u32, 1, 1, 0, 1, NO_EXPERT];
-    let weights = [0.5f32; 6];
+    let p = Problem { ids: vec![0, 1, 1, 0, 1, NO_EXPERT], ..Problem::ones(3, 4, 2, 2) };
     let expert_out = [1f32; 2 * 3 * 4];
     let backend = NoEp::batched(LocalExperts::all(2), 3);
     let mut ex = Exec::cpu();
     for round in 0..3 {
         for tokens in [3, 1, 2] {
-            let d = backend.prepare(
-                Tokens::new(
-                    View::new(&rows[..tokens * 4], &[tokens, 4])?,
-                    View::new(&ids[..tokens * 2], &[tokens, 2])?,
-                    View::new(&weights[..tokens * 2], &[tokens, 2])?,
-                ),
-                None,
-                &mut ex,
-            )?;
+            let d = backend.prepare(p.inputs()?.narrow(0, tokens)?, None, &mut ex)?;
             let mut out = vec![0f32; tokens * 4];
             let out = ViewMut::new(&mut out, &[tokens, 4])?;
             let y = View::new(&expert_out, &[2, 3, 4])?;

@@ -61,6 +61,20 @@ fn placements(physical: usize) -> impl Strategy<Value = (Vec<i32>, usize)> {
 }
 
 impl Problem {
+    /// Rows of ones that all choose expert 0, with weights of one half. All experts are on this rank.
+    pub fn ones(tokens: usize, hidden: usize, top_k: usize, experts: usize) -> Self {
+        Self {
+            tokens,
+            hidden,
+            top_k,
+            rows: vec![1.; tokens * hidden],
+            ids: vec![0; tokens * top_k],
+            weights: vec![0.5; tokens * top_k],
+            map: (0..experts as i32).collect(),
+            num_local: experts,
+        }
+    }
+
     pub fn experts(&self) -> Result<LocalExperts> {
         LocalExperts::from_map(&self.map, self.num_local)
     }
@@ -100,13 +114,10 @@ impl Problem {
     }
 
     /// Rows, ids and weights.
-    pub fn views(&self) -> Result<[View<'_>; 3]> {
+    pub fn inputs(&self) -> Result<Tokens<'_>> {
         let slots = [self.tokens, self.top_k];
-        Ok([
-            View::new(&self.rows, &[self.tokens, self.hidden])?,
-            View::new(&self.ids, &slots)?,
-            View::new(&self.weights, &slots)?,
-        ])
+        let hidden = View::new(&self.rows, &[self.tokens, self.hidden])?;
+        Ok(Tokens::new(hidden, View::new(&self.ids, &slots)?, View::new(&self.weights, &slots)?))
     }
 
     /// An output [T, H] that is filled with NaN before `write`.
@@ -119,9 +130,8 @@ impl Problem {
     /// Runs prepare, experts and finalize.
     pub fn run<T: Float>(&self, backend: &dyn PrepareFinalize, ex: &mut Exec) -> Result<Vec<T>> {
         let rows = self.rows_as::<T>();
-        let [_, ids, weights] = self.views()?;
         let hidden = View::new(&rows, &[self.tokens, self.hidden])?;
-        let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+        let d = backend.prepare(Tokens { hidden, ..self.inputs()? }, None, ex)?;
         let y = run_experts::<T>(&d)?;
         let y = View::new(&y, &d.expert_out_dims()?)?;
         self.output(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))

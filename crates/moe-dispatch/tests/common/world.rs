@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::{DType, Result};
 use moe_dispatch::{
-    AddNorm, Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, Tokens, View,
+    AddNorm, Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, View,
     ViewMut, WeightAndReduce, WhoAdds, mask_nonlocal_into, weighted_sum_into,
 };
 
@@ -79,8 +79,7 @@ impl World {
     /// The output of rank `rank` with `disabled`, with two segments of artificial experts on each rank.
     pub fn run_disabled(&self, rank: usize, backend: &OverRanks, ex: &mut Exec) -> Result<Vec<f32>> {
         let p = &self.problems[0];
-        let [hidden, ids, weights] = p.views()?;
-        let dispatched = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+        let dispatched = backend.prepare(p.inputs()?, None, ex)?;
         let segments = vec![rank as f32; 2 * p.tokens * p.top_k * p.hidden];
         let segments = View::new(&segments, &[2, p.tokens, p.top_k, p.hidden])?;
         p.output(|to| backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex))
@@ -98,8 +97,7 @@ impl World {
     ) -> Result<Vec<f32>> {
         let p = &self.problems[rank / self.tp];
         let local = self.layout(rank).local_experts;
-        let [hidden, ids, weights] = p.views()?;
-        let d = backend.prepare(Tokens::new(hidden, ids, weights), agreed, ex)?;
+        let d = backend.prepare(p.inputs()?, agreed, ex)?;
         assert_eq!(d.format, backend.activation_format());
         assert!(d.rows.view().dims().iter().rev().nth(1).unwrap() <= &backend.max_rows(self.max_tokens()));
         let y = run_named_experts::<f32>(&d, |slot| local[slot] as usize)?;
@@ -121,6 +119,27 @@ impl World {
 }
 
 impl World {
+    /// Like [`run`](Self::run), in two calls. The second one is prepared before the first one is finalized.
+    pub fn run_in_two_calls(&self, backend: &OverRanks, rank: usize) -> Result<Vec<f32>> {
+        let p = &self.problems[rank / self.tp];
+        let local = self.layout(rank).local_experts;
+        let ex = &mut Exec::cpu();
+        let tokens = p.inputs()?;
+        let first = p.tokens / 3;
+        let a = backend.prepare(tokens.narrow(0, first)?, None, ex)?;
+        let b = backend.prepare(tokens.narrow(first, p.tokens - first)?, None, ex)?;
+        let experts = |d: &Dispatched| run_named_experts::<f32>(d, |slot| local[slot] as usize);
+        let of_a = experts(&a)?;
+        let of_b = experts(&b)?;
+        let of_a = View::new(&of_a, &a.expert_out_dims()?)?;
+        let of_b = View::new(&of_b, &b.expert_out_dims()?)?;
+        p.output(|out| {
+            let (out_a, out_b) = out.split_at(first)?;
+            backend.finalize(of_a, &a, WeightAndReduce::Delegate, out_a, ex)?;
+            backend.finalize(of_b, &b, WeightAndReduce::Delegate, out_b, ex)
+        })
+    }
+
     /// Like [`run`](Self::run), but added to the residual stream, with its norm, for backends whose sums return to the
     /// owners of tokens.
     pub fn run_add_norm(
@@ -133,8 +152,7 @@ impl World {
     ) -> Result<()> {
         let p = &self.problems[rank];
         let local = self.layout(rank).local_experts;
-        let [hidden, ids, weights] = p.views()?;
-        let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+        let d = backend.prepare(p.inputs()?, None, ex)?;
         let y = run_named_experts::<f32>(&d, |slot| local[slot] as usize)?;
         if reduces {
             let sums = reduced(&d, &y, ex)?;
