@@ -1,66 +1,7 @@
-//! What a window tells about the next one: mean, spread, covariance, drift, forecast.
+//! What a window tells about the next one.
 
-use crate::error::{Result, expect_len};
+use crate::error::Result;
 use crate::loads::{Loads, sum_steps};
-
-/// Statistics of one layer over the episodes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LayerStats {
-    /// Mean load of every expert.
-    pub mean: Vec<f64>,
-    /// Unbiased variance of every expert's load; zero with a single episode.
-    pub variance: Vec<f64>,
-    /// Unbiased covariance `[experts, experts]`; zero with a single episode.
-    pub covariance: Vec<f64>,
-}
-
-impl LayerStats {
-    /// Statistics of layer `layer`.
-    ///
-    /// # Panics
-    /// If `layer` is out of range.
-    pub fn of(loads: &Loads, layer: usize) -> Self {
-        let steps = loads.steps();
-        let experts = loads.experts();
-        let rows = loads.layer(layer);
-        let mean = mean_of(rows, experts);
-        let mut covariance = vec![0.0; experts * experts];
-        if steps > 1 {
-            let scale = 1.0 / (steps - 1) as f64;
-            for row in rows.chunks_exact(experts) {
-                let deviation: Vec<f64> = row.iter().zip(&mean).map(|(v, m)| v - m).collect();
-                for (line, a) in covariance.chunks_exact_mut(experts).zip(&deviation) {
-                    line.iter_mut().zip(&deviation).for_each(|(c, b)| *c += a * b * scale);
-                }
-            }
-        }
-        let variance = (0..experts).map(|e| covariance[e * experts + e]).collect();
-        Self { mean, variance, covariance }
-    }
-}
-
-/// The share of a layer's tokens that went to other experts between two windows: half the L1 distance of the two
-/// popularity distributions, 0 (equal) to 1 (disjoint). If a window is empty, the drift is 0.
-///
-/// # Errors
-/// If the windows differ in layers or experts.
-pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
-    expect_len("layers of the later window", before.layers(), after.layers())?;
-    expect_len("experts of the later window", before.experts(), after.experts())?;
-    let before = before.summed();
-    let after = after.summed();
-    Ok((0..before.layers())
-        .map(|l| {
-            let a = before.layer(l);
-            let b = after.layer(l);
-            let (total_a, total_b): (f64, f64) = (a.iter().sum(), b.iter().sum());
-            if total_a == 0.0 || total_b == 0.0 {
-                return 0.0;
-            }
-            a.iter().zip(b).map(|(x, y)| (x / total_a - y / total_b).abs()).sum::<f64>() / 2.0
-        })
-        .collect())
-}
 
 /// A forecast of the episodes of the next window.
 ///

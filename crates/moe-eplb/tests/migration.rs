@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 /// Weights as devices would hold them: the bytes of a slot, or garbage while it is written.
 struct Cluster {
+    experts: usize,
     width: usize,
     regular: usize,
     memory: Vec<Option<u64>>,
@@ -25,7 +26,7 @@ impl Cluster {
         for (slot, &e) in placement.layer(0).iter().enumerate() {
             memory[slot / regular * width + slot % regular] = Some(weights(e));
         }
-        Self { width, regular, memory }
+        Self { experts: placement.experts(), width, regular, memory }
     }
 
     fn at(&mut self, place: Place) -> &mut Option<u64> {
@@ -46,15 +47,15 @@ impl Cluster {
 
     fn check_available(&self) {
         let experts = self.memory.iter().flatten().collect::<std::collections::BTreeSet<_>>().len();
-        assert_eq!(experts, EXPERTS.get(), "an expert has no complete copy");
+        assert_eq!(experts, self.experts, "an expert has no complete copy");
     }
 
     /// The contents of the slots, as the runtime knows them.
-    fn contents(&self, placement: &Placement, experts: usize) -> Contents {
+    fn contents(&self, placement: &Placement) -> Contents {
         let mut contents = Contents::of(placement, 0, self.width - self.regular);
         for (i, data) in self.memory.iter().enumerate() {
             let place = Place { device: (i / self.width) as u32, slot: (i % self.width) as u32 };
-            let expert = data.and_then(|d| (0..experts as u32).find(|&e| weights(e) == d));
+            let expert = data.and_then(|d| (0..self.experts as u32).find(|&e| weights(e) == d));
             contents.set(place, expert).unwrap();
         }
         contents
@@ -62,18 +63,6 @@ impl Cluster {
 
     fn regular(&self) -> Vec<Option<u64>> {
         self.memory.chunks(self.width).flat_map(|row| &row[..self.regular]).copied().collect()
-    }
-}
-
-thread_local! {
-    static EXPERTS_CELL: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-}
-/// The number of experts in this case.
-struct Experts;
-const EXPERTS: Experts = Experts;
-impl Experts {
-    fn get(&self) -> usize {
-        EXPERTS_CELL.get()
     }
 }
 
@@ -94,7 +83,6 @@ proptest! {
     #[test]
     fn migrations_move_exactly_the_right_weights((topology, loads) in case(1, 2), cut in 0.0..1.0f64) {
         let experts = topology.experts();
-        EXPERTS_CELL.set(experts);
         let (old, new) = two_placements(&topology, &loads);
         let start = Contents::of(&old, 0, 1);
         let migration = plan_migration(&topology, 0, &start, new.layer(0)).unwrap();
@@ -111,7 +99,7 @@ proptest! {
         for (i, t) in migration.transfers.iter().enumerate().take(stop + 1) {
             cluster.run(t, i == stop);
         }
-        let state = cluster.contents(&old, experts);
+        let state = cluster.contents(&old);
         // It continues to the new placement, or returns to the old one.
         for goal in [&new, &old] {
             let resumed = plan_migration(&topology, 0, &state, goal.layer(0)).unwrap();

@@ -1,8 +1,8 @@
-//! Heat, statistics and the choice of layers.
+//! Heat, the forecast and the choice of layers.
 
 use moe_eplb::heat::{CountKind, Heat, Stage, StageFilter};
 use moe_eplb::select::{Proposal, Selector, Thresholds};
-use moe_eplb::stats::{LayerStats, drift, forecast};
+use moe_eplb::stats::forecast;
 use moe_eplb::{Error, Loads};
 use proptest::prelude::*;
 
@@ -63,31 +63,11 @@ fn ranks_merge_only_over_the_same_steps() {
 }
 
 #[test]
-fn statistics_of_a_known_window() {
-    let loads = Loads::episodes(3, 1, 2, &[1., 10., 2., 8., 3., 6.]).unwrap();
-    let stats = LayerStats::of(&loads, 0);
-    assert_eq!(stats.mean.iter().map(|m| m.round()).collect::<Vec<_>>(), [2.0, 8.0]);
-    let close = |a: f64, b: f64| (a - b).abs() < 1e-12;
-    assert!(close(stats.variance[0], 1.0) && close(stats.variance[1], 4.0));
-    assert!(close(stats.covariance[1], -2.0) && close(stats.covariance[2], -2.0));
-    let single = Loads::aggregate(1, 2, &[1., 2.]).unwrap();
-    assert_eq!(LayerStats::of(&single, 0).variance, [0.0, 0.0]);
-}
-
-#[test]
-fn drift_is_the_share_of_tokens_that_moved() {
-    let a = Loads::aggregate(2, 2, &[1., 3., 0., 0.]).unwrap();
-    let b = Loads::aggregate(2, 2, &[30., 10., 1., 1.]).unwrap();
-    assert_eq!(drift(&a, &b).unwrap(), [0.5, 0.0]);
-    assert!(drift(&a, &Loads::aggregate(1, 2, &[1., 1.]).unwrap()).is_err());
-}
-
-#[test]
 fn a_forecast_follows_a_trend_and_leaves_noise_alone() {
     let trend = Loads::episodes(4, 1, 2, &[1., 9., 2., 8., 4., 6., 5., 5.]).unwrap();
     let next = forecast(&trend).unwrap();
-    let mean = |loads: &Loads, e: usize| LayerStats::of(loads, 0).mean[e];
-    assert!(mean(&next, 0) > mean(&trend, 0) && mean(&next, 1) < mean(&trend, 1));
+    let sum = |loads: &Loads, e: usize| loads.summed().layer(0)[e];
+    assert!(sum(&next, 0) > sum(&trend, 0) && sum(&next, 1) < sum(&trend, 1));
     let noise = Loads::episodes(4, 1, 1, &[1., 3., 1., 3.]).unwrap();
     assert_eq!(forecast(&noise).unwrap(), noise);
 }
