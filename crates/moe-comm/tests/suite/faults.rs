@@ -5,57 +5,47 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::{Result, bail};
-use moe_comm::{Collectives, Communicator, Exec, ReduceOp, run_ranks_with};
+use moe_comm::{Collectives, Communicator, Exec, ReduceOp, View, ViewMut, run_ranks_with};
 
 use crate::support::{World, over_both, run, text, view, view_mut};
 
 type Collective = fn(&dyn Communicator, columns: usize) -> Result<()>;
+
+/// Calls `call` with `sent` rows of `columns` ones, with memory for `received` rows, and with counts of two rows for
+/// each rank.
+fn moved(
+    c: &dyn Communicator,
+    columns: usize,
+    (sent, received): (usize, usize),
+    call: impl FnOnce(View, ViewMut, &[usize], &mut Exec) -> Result<()>,
+) -> Result<()> {
+    let input = vec![1f32; sent * columns];
+    let mut out = vec![0f32; received * columns];
+    let out = view_mut(&mut out, received, columns);
+    call(view(&input, sent, columns), out, &vec![2; c.world_size()], &mut Exec::cpu())
+}
+
+/// The number of rows of all ranks.
+fn all(c: &dyn Communicator) -> usize {
+    2 * c.world_size()
+}
 
 /// Each collective on two rows of `columns` elements per rank, by its name in errors.
 pub const COLLECTIVES: [(&str, Collective); 10] = [
     ("all_reduce", |c, n| {
         c.all_reduce(view_mut(&mut vec![1f32; 2 * n], 2, n), ReduceOp::Sum, &mut Exec::cpu())
     }),
-    ("all_gather", |c, n| {
-        let all = 2 * c.world_size();
-        let mut out = vec![0f32; 2 * c.world_size() * n];
-        c.all_gather(view(&vec![1f32; 2 * n], 2, n), view_mut(&mut out, all, n), &mut Exec::cpu())
-    }),
-    ("all_gather", |c, n| {
-        let all = 2 * c.world_size();
-        let mut out = vec![0f32; 2 * c.world_size() * n];
-        let input = vec![1f32; 2 * n];
-        let counts = vec![2; c.world_size()];
-        c.all_gather_v(view(&input, 2, n), &counts, view_mut(&mut out, all, n), &mut Exec::cpu())
+    ("all_gather", |c, n| moved(c, n, (2, all(c)), |x, out, _, ex| c.all_gather(x, out, ex))),
+    ("all_gather", |c, n| moved(c, n, (2, all(c)), |x, out, counts, ex| c.all_gather_v(x, counts, out, ex))),
+    ("reduce_scatter", |c, n| {
+        moved(c, n, (all(c), 2), |x, out, _, ex| c.reduce_scatter(x, out, ReduceOp::Max, ex))
     }),
     ("reduce_scatter", |c, n| {
-        let all = 2 * c.world_size();
-        let mut out = vec![0f32; 2 * n];
-        let input = vec![1f32; all * n];
-        let out = view_mut(&mut out, 2, n);
-        c.reduce_scatter(view(&input, all, n), out, ReduceOp::Max, &mut Exec::cpu())
+        moved(c, n, (all(c), 2), |x, out, counts, ex| c.reduce_scatter_v(x, counts, out, ReduceOp::Sum, ex))
     }),
-    ("reduce_scatter", |c, n| {
-        let all = 2 * c.world_size();
-        let mut out = vec![0f32; 2 * n];
-        let counts = vec![2; c.world_size()];
-        let input = vec![1f32; all * n];
-        let out = view_mut(&mut out, 2, n);
-        c.reduce_scatter_v(view(&input, all, n), &counts, out, ReduceOp::Sum, &mut Exec::cpu())
-    }),
+    ("all_to_all", |c, n| moved(c, n, (all(c), all(c)), |x, out, _, ex| c.all_to_all(x, out, ex))),
     ("all_to_all", |c, n| {
-        let all = 2 * c.world_size();
-        let input = vec![1f32; all * n];
-        let mut out = vec![0f32; all * n];
-        c.all_to_all(view(&input, all, n), view_mut(&mut out, all, n), &mut Exec::cpu())
-    }),
-    ("all_to_all", |c, n| {
-        let all = 2 * c.world_size();
-        let counts = vec![2; c.world_size()];
-        let input = vec![1f32; all * n];
-        let mut out = vec![0f32; all * n];
-        let out = view_mut(&mut out, all, n);
-        c.all_to_all_v(view(&input, all, n), &counts, out, &counts, &mut Exec::cpu())
+        moved(c, n, (all(c), all(c)), |x, out, counts, ex| c.all_to_all_v(x, counts, out, counts, ex))
     }),
     ("broadcast", |c, n| c.broadcast(view_mut(&mut vec![1f32; 2 * n], 2, n), 0, &mut Exec::cpu())),
     ("barrier", |c, _| c.barrier(&mut Exec::cpu())),
