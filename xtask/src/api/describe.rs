@@ -3,7 +3,8 @@
 use proc_macro2::TokenStream;
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Fields, Generics, ImplItem, Item, ItemImpl, Path, Signature, Token, TraitItem, Visibility,
+    Attribute, Fields, Generics, Ident, ImplItem, Item, ItemImpl, Path, Signature, Token, TraitItem, Type,
+    Visibility,
 };
 
 use super::text::text;
@@ -68,17 +69,13 @@ pub fn methods(item: &ItemImpl, path: &str) -> Vec<Line> {
     let own =
         if generic { format!("impl{} {}: ", of(&item.generics), text(&item.self_ty)) } else { String::new() };
     let parts = item.items.iter().filter_map(|part| match part {
-        ImplItem::Fn(part) if is_public(&part.vis) => {
-            let name = part.sig.ident.to_string();
-            Some(Line::new(path, &name, &part.attrs, |path| own.clone() + &function(&part.sig, path)))
-        }
+        ImplItem::Fn(part) if is_public(&part.vis) => Some(method(path, &part.attrs, &part.sig, "")),
         ImplItem::Const(part) if is_public(&part.vis) => {
-            let name = part.ident.to_string();
-            Some(Line::new(path, &name, &part.attrs, |path| format!("{own}const {path}: {}", text(&part.ty))))
+            Some(constant(path, &part.attrs, &part.ident, &part.ty))
         }
         _ => None,
     });
-    parts.collect()
+    parts.map(|line| Line { text: own.clone() + &line.text, ..line }).collect()
 }
 
 /// That a type has a trait. Modules before the trait's name are left out: they differ from import to import.
@@ -106,19 +103,22 @@ fn member(item: &TraitItem, path: &str) -> Option<Line> {
     Some(match item {
         TraitItem::Fn(item) => {
             let provided = if item.default.is_some() { " { .. }" } else { "" };
-            let name = item.sig.ident.to_string();
-            Line::new(path, &name, &item.attrs, |path| function(&item.sig, path) + provided)
+            method(path, &item.attrs, &item.sig, provided)
         }
-        TraitItem::Const(item) => {
-            let name = item.ident.to_string();
-            Line::new(path, &name, &item.attrs, |path| format!("const {path}: {}", text(&item.ty)))
-        }
-        TraitItem::Type(item) => {
-            let name = item.ident.to_string();
-            Line::new(path, &name, &item.attrs, |path| format!("type {path}{}", bounds(&item.bounds)))
-        }
+        TraitItem::Const(item) => constant(path, &item.attrs, &item.ident, &item.ty),
+        TraitItem::Type(item) => Line::new(path, &item.ident.to_string(), &item.attrs, |path| {
+            format!("type {path}{}", bounds(&item.bounds))
+        }),
         _ => return None,
     })
+}
+
+fn method(path: &str, attributes: &[Attribute], sig: &Signature, body: &str) -> Line {
+    Line::new(path, &sig.ident.to_string(), attributes, |path| function(sig, path) + body)
+}
+
+fn constant(path: &str, attributes: &[Attribute], name: &Ident, of: &Type) -> Line {
+    Line::new(path, &name.to_string(), attributes, |path| format!("const {path}: {}", text(of)))
 }
 
 /// The fields that callers can reach; with `all` the fields of a variant, which are public.

@@ -35,19 +35,16 @@ pub struct Args {
 /// Sources that cannot be read, files that cannot be written; with `check` a file that differs.
 pub fn run(args: &Args) -> Result<()> {
     let packages = packages()?;
+    let mut faults = Vec::new();
     if args.check {
-        let mut faults = Vec::new();
         check(&packages, &mut faults)?;
-        if !faults.is_empty() {
-            bail!("{}", faults.join("\n"))
+    } else {
+        for library in libraries(&packages) {
+            let path = library.dir.join(FILE);
+            fs::write(&path, page(library)?).with_context(|| format!("cannot write {}", path.display()))?;
         }
-        return Ok(());
     }
-    for library in libraries(&packages) {
-        let path = library.dir.join(FILE);
-        fs::write(&path, page(library)?).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(())
+    if faults.is_empty() { Ok(()) } else { bail!("{}", faults.join("\n")) }
 }
 
 /// Compares the files of all libraries with their sources.
