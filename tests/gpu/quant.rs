@@ -17,7 +17,7 @@ use moe_kernels::{
 
 use crate::common::*;
 use crate::definition::product;
-use matrices::{Matrix, Source, fp8, int, schemes};
+use matrices::{Matrix, Source, fp4, fp8, int, schemes};
 
 /// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
 fn sum_bound(k: usize) -> f64 {
@@ -123,11 +123,12 @@ fn quantised_dense_products_agree() {
     }
 }
 
-/// With act-order a rank multiplies its own columns of a matrix.
+/// With act-order a rank multiplies its own columns of a matrix, otherwise whole groups of columns.
 #[test]
 fn a_rank_multiplies_its_inputs() {
     let mut rng = Rng::new();
-    for scheme in [int(4, 64, true, true), int(8, 32, false, true), int(4, 0, true, true)] {
+    let ordered = [int(4, 64, true, true), int(8, 32, false, true), int(4, 0, true, true)];
+    for scheme in ordered.into_iter().chain(fp4()) {
         let m = 5;
         let n = 24;
         let k = 192;
@@ -159,10 +160,12 @@ struct Layer {
     inter: usize,
     /// Every slot goes to this expert, or to none.
     only: Option<u32>,
+    /// Whether both products add biases.
+    bias: bool,
 }
 
 fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DType, activation: Activation) {
-    let Layer { tokens, top_k, experts, hidden, inter, only } = *l;
+    let Layer { tokens, top_k, experts, hidden, inter, only, bias } = *l;
     let mut source = Source::default();
     let mut gate_up = Vec::new();
     let mut down = Vec::new();
@@ -191,12 +194,16 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
     let ids = words(ids, &[tokens, top_k]);
     let weights = rng.floats(DType::F32, &[tokens, top_k]);
     let x = rng.floats(dtype, &[tokens, hidden]);
+    let w13_bias = bias.then(|| rng.floats(dtype, &[experts, 2 * inter]));
+    let w2_bias = bias.then(|| rng.floats(dtype, &[experts, hidden]));
     let slots_n = tokens * top_k;
     let segments = row_parallel_segments(inter);
     let op = |p: &mut Place| {
         let ids = p.put(&ids);
         let weights = p.put(&weights);
         let x = p.put(&x);
+        let w13_bias = p.put_some(w13_bias.as_ref());
+        let w2_bias = p.put_some(w2_bias.as_ref());
         let pack = |modules: &[Vec<String>], usage| {
             let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
             source.weight(&modules, usage, dtype, &p.ex).with_experts().unwrap()
@@ -215,9 +222,10 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
         let groups =
             ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: slots.view() };
         let mut act = p.put(&Buffer::zeros(dtype, &[slots_n, inter])?);
-        grouped_gate_up_into(x.view(), &groups, w13.view()?, None, activation, act.view_mut(), &mut p.ex)?;
+        let bias = view_of(&w13_bias);
+        grouped_gate_up_into(x.view(), &groups, w13.view()?, bias, activation, act.view_mut(), &mut p.ex)?;
         let out = rows.view_mut().reshape(&[slots_n, hidden])?;
-        grouped_down_into(act.view(), &groups, w2.view()?, None, out, &mut p.ex)?;
+        grouped_down_into(act.view(), &groups, w2.view()?, view_of(&w2_bias), out, &mut p.ex)?;
         let mut sum = p.out(dtype, &[tokens, hidden]);
         weighted_sum_into(rows.view(), ids.view(), weights.view(), sum.view_mut(), &mut p.ex)?;
         Ok(vec![act, rows, sum])
@@ -238,7 +246,7 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
 fn quantised_expert_layers_agree_for_every_scheme() {
     let mut rng = Rng::new();
     let oai = Activation::SwiGluOai { alpha: 1.702, limit: 2.0 };
-    let layer = Layer { tokens: 11, top_k: 3, experts: 5, hidden: 96, inter: 384, only: None };
+    let layer = Layer { tokens: 11, top_k: 3, experts: 5, hidden: 96, inter: 384, only: None, bias: false };
     for (i, scheme) in schemes(96).into_iter().enumerate() {
         let activation = [Activation::SwiGlu, oai, Activation::Gelu, Activation::GeluTanh][i % 4];
         for dtype in FLOATS {
@@ -260,7 +268,7 @@ fn quantised_expert_layers_agree_at_the_edges() {
     ];
     for (i, (tokens, top_k, experts, only)) in small(cases, 32, |case| case.0).into_iter().enumerate() {
         let (hidden, inter) = [(96, 64), (33, 7), (128, 128)][i % 3];
-        let layer = Layer { tokens, top_k, experts, hidden, inter, only };
+        let layer = Layer { tokens, top_k, experts, hidden, inter, only, bias: false };
         let fits = |k: usize, group: usize| if k.is_multiple_of(group) { group } else { 0 };
         let schemes = [
             [int(4, fits(hidden, 32), false, false), int(4, fits(inter, 32), true, true)],
@@ -270,6 +278,30 @@ fn quantised_expert_layers_agree_at_the_edges() {
         for schemes in schemes {
             for dtype in FLOATS {
                 layers_agree(&mut rng, &layer, schemes, dtype, Activation::SwiGlu);
+            }
+        }
+    }
+}
+
+/// MXFP4 as in gpt-oss, and NVFP4: biases and both activations, sizes that are no multiples of a tile, and rows of the
+/// published length.
+#[test]
+fn fp4_expert_layers_agree_with_biases() {
+    let mut rng = Rng::new();
+    let oai = Activation::SwiGluOai { alpha: 1.702, limit: 7.0 };
+    let cases = [
+        (0, 2, 4, (64, 32), None),
+        (1, 4, 32, (96, 64), None),
+        (5, 2, 9, (32, 96), Some(NO_EXPERT)),
+        (70, 1, 5, (64, 160), Some(3)),
+        (23, 3, 40, (160, 32), None),
+        (3, 2, 4, (2880, 96), None),
+    ];
+    for (tokens, top_k, experts, (hidden, inter), only) in small(cases, 32, |case| case.0) {
+        for (bias, activation) in [(true, oai), (true, Activation::SwiGlu), (false, oai)] {
+            let layer = Layer { tokens, top_k, experts, hidden, inter, only, bias };
+            for (scheme, dtype) in fp4().into_iter().flat_map(|scheme| FLOATS.map(|dtype| (scheme, dtype))) {
+                layers_agree(&mut rng, &layer, [scheme; 2], dtype, activation);
             }
         }
     }

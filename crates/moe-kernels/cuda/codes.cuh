@@ -18,8 +18,18 @@ enum class Output : int32_t {
 /// How logits become scores.
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
-/// The number format of the weights of a quantised pack.
-enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2 };
+/// The number format of the weights of a quantised pack. Of kFp4 and kNvfp4, which differ in their scales, only the
+/// kernels for any dtype and shape have a codec.
+enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2, kFp4 = 3, kNvfp4 = 4 };
+
+/// Bits of a code.
+__host__ __device__ constexpr int code_bits(QuantFormat format) {
+  return format == QuantFormat::kInt8 || format == QuantFormat::kFp8 ? 8 : 4;
+}
+/// Whether codes are integers, which have a zero point.
+__host__ __device__ constexpr bool is_integer(QuantFormat format) {
+  return format == QuantFormat::kInt4 || format == QuantFormat::kInt8;
+}
 
 /// Whether a code is one of an enum whose last value is `last`.
 template <class Code>

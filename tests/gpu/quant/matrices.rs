@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Result};
 use moe_kernels::half::{bf16, f16};
-use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
-use moe_kernels::{Exec, QuantGroup, QuantScheme, Weight};
+use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse, TwoLevels};
+use moe_kernels::{Codes, Exec, Levels, QuantGroup, QuantScheme, Weight};
 
 use crate::common::Rng;
 
@@ -38,16 +38,33 @@ impl Matrix {
             unit = 1.0 / (f32::from(most) + 1.0);
             perm = scheme.act_order.then(|| Rng::seeded(perm_seed).permutation(k));
         } else {
-            // The values are below 2 in magnitude.
-            q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf));
+            // The values of FP8 are below 2 in magnitude, the values of FP4 are at most 6.
+            let fp4 = scheme.codes == Codes::E2m1;
+            q.extend((0..n * k).map(|_| rng.bits() as u8 & if fp4 { 0xf } else { 0xbf }));
+            unit = if fp4 { 0.125 } else { unit };
         }
         let rows_of = |row: usize| scheme.group.scale_row(row);
         let blocks = rows_of(n.saturating_sub(1)) + 1;
         let of_block: Vec<f32> = (0..blocks * groups)
             .map(|_| f16::from_f32(unit * (0.75 + 0.25 * rng.float())).to_f32())
             .collect();
-        let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
-        Self { n, k, scheme, rows: LogicalRows { q, scale, zero, ..LogicalRows::default() }, perm }
+        let mut scale: Vec<f32> =
+            (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
+        let mut scale_levels = TwoLevels::default();
+        if scheme.levels == Levels::Fp8 {
+            // Factors below 1, some of them 0 or subnormal.
+            scale_levels.factor.extend((0..n * groups).map(|_| (rng.bits() % 0x38) as u8));
+            scale_levels.shared.extend((0..n).map(|_| unit * (0.75 + 0.25 * rng.float())));
+            let product = |(i, factor): (usize, &u8)| e4m3(*factor) * scale_levels.shared[i / groups];
+            scale = scale_levels.factor.iter().enumerate().map(product).collect();
+        }
+        Self {
+            n,
+            k,
+            scheme,
+            rows: LogicalRows { q, scale, zero, scale_levels, ..LogicalRows::default() },
+            perm,
+        }
     }
 
     /// The same matrix with scales that bf16 can represent and f16 cannot.
@@ -57,9 +74,10 @@ impl Matrix {
         self
     }
 
-    /// The same matrix with any finite number of E4M3, not only numbers below 2. Integers always have all their values.
+    /// The same matrix with any finite number of E4M3, not only numbers below 2. Other formats always have all their
+    /// values.
     pub fn with_every_code(mut self, rng: &mut Rng) -> Self {
-        if !self.scheme.is_int() {
+        if self.scheme.codes == Codes::E4m3 {
             let finite = |code: u8| if code & 0x7f == 0x7f { code & 0x80 } else { code };
             self.rows.q.iter_mut().for_each(|q| *q = finite(rng.bits() as u8));
         }
@@ -75,9 +93,10 @@ impl Matrix {
             let row = i / self.k;
             let j = i % self.k;
             let at = row * groups + j / group;
-            let value = match self.scheme.is_int() {
-                false => e4m3(self.rows.q[i]),
-                true => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
+            let value = match self.scheme.codes {
+                Codes::E4m3 => e4m3(self.rows.q[i]),
+                Codes::E2m1 => e2m1(self.rows.q[i]),
+                _ => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
             };
             let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
             w[row * self.k + column] = self.rows.scale[at] * value;
@@ -91,6 +110,13 @@ fn e4m3(q: u8) -> f32 {
     let mantissa = f32::from(q & 7) / 8.0;
     let x = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
     if q & 0x80 == 0 { x } else { -x }
+}
+
+fn e2m1(q: u8) -> f32 {
+    let mantissa = f32::from(q & 1) / 2.0;
+    let exponent = i32::from(q >> 1 & 3);
+    let x = if exponent == 0 { mantissa } else { (1.0 + mantissa) * 2f32.powi(exponent - 1) };
+    if q & 8 == 0 { x } else { -x }
 }
 
 struct Rows<'a>(&'a Matrix);
@@ -112,6 +138,9 @@ impl QuantRows for Rows<'_> {
         out.q = m.rows.q[of(m.k)].to_vec();
         out.scale = m.rows.scale[of(groups)].to_vec();
         out.zero = m.rows.zero.get(of(groups)).unwrap_or_default().to_vec();
+        let levels = &m.rows.scale_levels;
+        out.scale_levels.factor = levels.factor.get(of(groups)).unwrap_or_default().to_vec();
+        out.scale_levels.shared = levels.shared.get(rows).unwrap_or_default().to_vec();
         Ok(())
     }
 }
@@ -166,6 +195,12 @@ pub fn fp8(scales: QuantGroup) -> QuantScheme {
     QuantScheme::fp8(scales)
 }
 
+/// The schemes of MXFP4 and of NVFP4.
+pub fn fp4() -> [QuantScheme; 2] {
+    let group = |columns| QuantScheme::fp4(QuantGroup::Size(columns));
+    [group(32), group(16).with_fp8_scales()]
+}
+
 /// Every kind of scheme that is possible for K columns. The last group of 128 may be shorter.
 pub fn schemes(k: usize) -> Vec<QuantScheme> {
     let mut all = Vec::new();
@@ -177,5 +212,6 @@ pub fn schemes(k: usize) -> Vec<QuantScheme> {
     }
     let blocks = [(128, 128), (16, 40)].map(|(n, k)| QuantGroup::Block { n, k });
     all.extend(blocks.into_iter().chain([QuantGroup::Channel, QuantGroup::Tensor]).map(fp8));
+    all.extend(fp4().into_iter().filter(|scheme| k.is_multiple_of(scheme.group_size(k))));
     all
 }

@@ -102,20 +102,22 @@ __global__ void __launch_bounds__(kThreads) quant_product(const QuantProduct p, 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t n_tile = blockIdx.y, tile_row = tile.expert * w.n_tiles + n_tile;
   const uint4* tiles = reinterpret_cast<const uint4*>(w.q + tile_row * (w.k_packed / kColumns) * kQuantTileBytes);
+  const TileScales<kFormat> scales(w, tile_row);
   float sum[kRows][2] = {};
   for (int64_t first = 0; first < w.k_packed; first += kWarps * kColumns) {
+    const int64_t column = first + warp * kColumns;
+    uint4 q = {};
+    // Weights take the longest way, so they are asked for before the rows.
+    if (column < w.k_packed) q = tiles[column / kColumns * 32 + lane];
     __syncthreads();  // the rows of the step before have been read
     load_rows(p, tile, first, xs);
     __syncthreads();
-    const int64_t column = first + warp * kColumns;
     if (column >= w.k_packed) continue;
-    const uint4 q = tiles[column / kColumns * 32 + lane];
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       float weights[8];
-      dequantised<kFormat>(w, tile_row, static_cast<uint32_t>(column + step * kQuantStep), lane, words + step * kWords,
-                           weights);
+      dequantised(scales, static_cast<uint32_t>(column + step * kQuantStep), lane, words + step * kWords, weights);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float* row = &xs[r][warp * kColumns + step * kQuantStep + lane % 4 * 2];
@@ -182,6 +184,7 @@ __global__ void __launch_bounds__(kThreads) dequantise(const QuantPack w, void* 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tile_row = blockIdx.x, expert = tile_row / w.n_tiles, n_tile = tile_row % w.n_tiles;
   const uint4* tiles = reinterpret_cast<const uint4*>(w.q + tile_row * (w.k_packed / kColumns) * kQuantTileBytes);
+  const TileScales<kFormat> scales(w, tile_row);
   for (int64_t first = warp * kColumns; first < w.k_packed; first += kWarps * kColumns) {
     const uint4 q = tiles[first / kColumns * 32 + lane];
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) dequantise(const QuantPack w, void* 
     for (int step = 0; step < kSteps; ++step) {
       const int64_t column = first + step * kQuantStep;
       float weights[8];
-      dequantised<kFormat>(w, tile_row, static_cast<uint32_t>(column), lane, words + step * kWords, weights);
+      dequantised(scales, static_cast<uint32_t>(column), lane, words + step * kWords, weights);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int64_t row = quant_row(w, n_tile, lane / 4 + i / 2 % 2 * 8);

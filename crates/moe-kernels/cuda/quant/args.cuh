@@ -17,13 +17,14 @@ namespace moe {
 
 struct QuantPack {
   const uint8_t* q;       // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
-  const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`
-  const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (4 bits), 128 (8 bits), none (FP8)
+  const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`; kNvfp4: [experts, n_tiles] of 16
+                          // floats, with which the scales of the tile's rows are multiplied, and [groups, 16] E4M3
+  const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (int4), 128 (int8), none (floats)
   const uint32_t* perm;   // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
   int64_t experts, n, k;  // rows of a matrix (gate and up together) and columns of x
   int64_t n_tiles, k_packed;  // rows and columns that a matrix does not have are zero weights
   int64_t group, groups;      // packed column i belongs to group min(i / group, groups - 1)
-  QuantFormat format;         // w = scale * (q - zero), or scale * e4m3(q)
+  QuantFormat format;         // w = scale * (q - zero), scale * e4m3(q) or scale * e2m1(q)
   Dtype scale_dtype;
   int scale_rows;  // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
   int gate_up;     // not 0: tile t holds gate rows 8 t .. 8 t + 7 and, as rows 8 .. 15, these up rows

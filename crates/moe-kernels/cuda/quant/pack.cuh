@@ -12,7 +12,7 @@ constexpr int kQuantStep = 16;  // columns of a k-step
 
 /// Columns of a tile.
 __host__ __device__ constexpr int quant_tile_columns(QuantFormat format) {
-  return format == QuantFormat::kInt4 ? 64 : 32;
+  return code_bits(format) == 4 ? 64 : 32;
 }
 
 /// Calls f(Format<kFormat>) for the format of a pack.
@@ -26,6 +26,8 @@ cudaError_t with_format(QuantFormat format, F&& f) {
     case QuantFormat::kInt4: return f(Format<QuantFormat::kInt4>{});
     case QuantFormat::kInt8: return f(Format<QuantFormat::kInt8>{});
     case QuantFormat::kFp8: return f(Format<QuantFormat::kFp8>{});
+    case QuantFormat::kFp4: return f(Format<QuantFormat::kFp4>{});
+    case QuantFormat::kNvfp4: return f(Format<QuantFormat::kNvfp4>{});
     default: return cudaErrorInvalidValue;
   }
 }
@@ -34,7 +36,7 @@ cudaError_t with_format(QuantFormat format, F&& f) {
 inline bool is_pack(const QuantPack& w) {
   const int columns = quant_tile_columns(w.format);
   const int64_t rows = w.n_tiles * kQuantTileRows;
-  return is_code(w.format, QuantFormat::kFp8) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
+  return is_code(w.format, QuantFormat::kNvfp4) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
          w.n >= 0 && w.n <= rows && w.k_packed % columns == 0 && (w.perm != nullptr || w.k <= w.k_packed) &&
          w.k_packed < (int64_t{1} << 31) && w.group > 0 && w.groups > 0 && (w.scale_rows == 16 || w.scale_rows == 2) &&
          (w.gate_up == 0 || w.n % 2 == 0);
@@ -58,52 +60,104 @@ struct GroupScale {
   float scale, zero;
 };
 
-template <QuantFormat kFormat>
-__device__ __forceinline__ GroupScale group_scale(const QuantPack& w, int64_t tile, int64_t group, int row) {
-  const int64_t at = tile * w.groups + group;
-  const int64_t i = at * w.scale_rows + (w.scale_rows == 16 ? row : row / 8);
-  float scale;
-  switch (w.scale_dtype) {
-    case Dtype::kF32: scale = static_cast<const float*>(w.scales)[i]; break;
-    case Dtype::kBf16: scale = widen(static_cast<const bf16*>(w.scales)[i]); break;
-    default: scale = widen(static_cast<const __half*>(w.scales)[i]); break;
-  }
-  constexpr float kMiddle = kFormat == QuantFormat::kInt4 ? 8.f : kFormat == QuantFormat::kInt8 ? 128.f : 0.f;
-  return {scale, w.zeros == nullptr ? kMiddle : static_cast<float>(w.zeros[at * 16 + row])};
+/// The value of an E4M3 byte that is not NaN: its bits moved into an f32, whose exponent is then 120 too small.
+__device__ __forceinline__ float widen_e4m3(uint32_t q) {
+  return __uint_as_float((q & 0x80) << 24 | (q & 0x7f) << 20) * 0x1p120f;
 }
 
-/// The group of a packed column.
-__device__ __forceinline__ int64_t quant_group(const QuantPack& w, uint32_t column) {
-  return min(static_cast<int64_t>(column / static_cast<uint32_t>(w.group)), w.groups - 1);
+/// The same of an E2M1 code of 4 bits, whose exponent is then 126 too small.
+__device__ __forceinline__ float widen_e2m1(uint32_t q) {
+  return __uint_as_float((q & 8) << 28 | (q & 7) << 22) * 0x1p126f;
 }
+
+/// The scales and zero points of a tile row (expert * n_tiles + n_tile).
+template <QuantFormat kFormat>
+struct TileScales {
+  static constexpr bool kTwoLevels = kFormat == QuantFormat::kNvfp4;
+  const uint8_t* scales;  // [groups, rows]
+  const float* shared;    // [16], with which scales in two levels are multiplied
+  const uint8_t* zeros;   // [groups, 16] or null
+  Dtype dtype;
+  int rows;              // scales of a group, 16 or 2
+  uint32_t group, last;  // columns of a group; the number of the last group
+  int shift;             // columns of a group as a power of two; 0 where they are none
+
+  __device__ __forceinline__ TileScales(const QuantPack& w, int64_t tile) {
+    const int size = kTwoLevels ? 1 : w.scale_dtype == Dtype::kF32 ? 4 : 2;
+    const int front = kTwoLevels ? kQuantTileRows * static_cast<int>(sizeof(float)) : 0;
+    const uint8_t* first = static_cast<const uint8_t*>(w.scales) + tile * (front + w.groups * w.scale_rows * size);
+    scales = first + front;
+    shared = reinterpret_cast<const float*>(first);
+    zeros = w.zeros == nullptr ? nullptr : w.zeros + tile * w.groups * kQuantTileRows;
+    dtype = w.scale_dtype;
+    rows = w.scale_rows;
+    group = static_cast<uint32_t>(w.group);
+    last = static_cast<uint32_t>(w.groups - 1);
+    shift = __popc(group) == 1 ? __ffs(static_cast<int>(group)) - 1 : 0;
+  }
+
+  /// Whether the columns of every k-step share a scale.
+  __device__ __forceinline__ bool has_whole_steps() const { return last == 0 || shift >= 4; }
+
+  /// The group of a packed column.
+  __device__ __forceinline__ uint32_t group_of(uint32_t column) const {
+    return min(shift > 0 ? column >> shift : column / group, last);
+  }
+
+  /// Scale and zero point of a group of row `row` of the tile.
+  __device__ __forceinline__ GroupScale at(uint32_t g, int row) const {
+    const size_t i = static_cast<size_t>(g) * rows + (rows == kQuantTileRows ? row : row / 8);
+    if constexpr (kTwoLevels) {
+      return {widen_e4m3(scales[i]) * shared[row], 0.f};
+    } else {
+      float scale;
+      switch (dtype) {
+        case Dtype::kF32: scale = reinterpret_cast<const float*>(scales)[i]; break;
+        case Dtype::kBf16: scale = widen(reinterpret_cast<const bf16*>(scales)[i]); break;
+        default: scale = widen(reinterpret_cast<const __half*>(scales)[i]); break;
+      }
+      return {scale, zero(static_cast<size_t>(g) * kQuantTileRows + row)};
+    }
+  }
+
+  __device__ __forceinline__ float zero(size_t i) const {
+    if constexpr (is_integer(kFormat)) {
+      constexpr float kMiddle = kFormat == QuantFormat::kInt4 ? 8.f : 128.f;
+      return zeros == nullptr ? kMiddle : static_cast<float>(zeros[i]);
+    } else {
+      return 0.f;
+    }
+  }
+};
 
 /// The i-th weight of a lane in a k-step, without scale and zero point. With 4 bits its words are words[0], with 8 bits
 /// words[0 .. 1].
 template <QuantFormat kFormat>
 __device__ __forceinline__ float coded_weight(const uint32_t* words, int i) {
-  if constexpr (kFormat == QuantFormat::kInt4) {
-    return static_cast<float>(words[0] >> (4 * (i / 2) + 16 * (i % 2)) & 0xf);
+  if constexpr (code_bits(kFormat) == 4) {
+    const uint32_t q = words[0] >> (4 * (i / 2) + 16 * (i % 2)) & 0xf;
+    if constexpr (kFormat == QuantFormat::kInt4) return static_cast<float>(q);
+    return widen_e2m1(q);
   } else {
     const uint32_t q = words[i / 4] >> (8 * (i % 4 / 2) + 16 * (i % 2)) & 0xff;
     if constexpr (kFormat == QuantFormat::kInt8) return static_cast<float>(q);
-    // The bits of E4M3 moved into an f32: its exponent is then 120 too small.
-    return __uint_as_float((q & 0x80) << 24 | (q & 0x7f) << 20) * 0x1p120f;
+    return widen_e4m3(q);
   }
 }
 
-/// A lane's eight weights of the k-step that begins at packed column `column` of tile row `tile` (expert * n_tiles +
-/// n_tile), in f32 and with the rounding that the scheme defines.
+/// A lane's eight weights of the k-step that begins at packed column `column` of a tile row, in f32 and with the
+/// rounding that the scheme defines.
 template <QuantFormat kFormat>
-__device__ __forceinline__ void dequantised(const QuantPack& w, int64_t tile, uint32_t column, int lane,
+__device__ __forceinline__ void dequantised(const TileScales<kFormat>& of, uint32_t column, int lane,
                                             const uint32_t* words, float (&out)[8]) {
   const int row = lane / 4, own = lane % 4 * 2;
-  const int64_t first = quant_group(w, column), last = quant_group(w, column + kQuantStep - 1);
-  GroupScale scales[2] = {group_scale<kFormat>(w, tile, first, row), group_scale<kFormat>(w, tile, first, row + 8)};
+  const uint32_t first = of.group_of(column);
+  const bool same = of.has_whole_steps() || first == of.group_of(column + kQuantStep - 1);
+  const GroupScale scales[2] = {of.at(first, row), of.at(first, row + 8)};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     GroupScale s = scales[i / 2 % 2];
-    if (first != last)
-      s = group_scale<kFormat>(w, tile, quant_group(w, column + own + i % 2 + (i / 4) * 8), row + i / 2 % 2 * 8);
+    if (!same) s = of.at(of.group_of(column + own + i % 2 + (i / 4) * 8), row + i / 2 % 2 * 8);
     out[i] = s.scale * (coded_weight<kFormat>(words, i) - s.zero);
   }
 }

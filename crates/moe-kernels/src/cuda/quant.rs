@@ -23,7 +23,7 @@ use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
     ACT_ORDER, QuantPacking, QuantRows, QuantUse, StoredBatches, TILE_ROWS, Tiles, check_matrices,
 };
-use crate::scheme::QuantScheme;
+use crate::scheme::{Levels, QuantScheme};
 use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 
@@ -216,10 +216,18 @@ impl DevicePack {
             group: size(tiles.group)?,
             groups: size(tiles.groups)?,
             format: QuantFormat::of(op, tiles.scheme)?,
-            scale_dtype: Dtype::of(op, self.scales.dtype())?,
+            scale_dtype: self.scale_dtype(op)?,
             scale_rows: small(op, self.scale_rows)?,
             gate_up: i32::from(tiles.gate_up),
         })
+    }
+
+    /// The dtype of scales, or of the floats that groups share where the scales are bytes of two levels.
+    fn scale_dtype(&self, op: &str) -> Result<Dtype> {
+        match self.tiles.scheme.levels {
+            Levels::Fp8 => Ok(Dtype::F32),
+            Levels::One | Levels::Two(_) => Dtype::of(op, self.scales.dtype()),
+        }
     }
 
     /// [`args`](Self::args) for rows of x that are already in the order of the pack's columns, so that kernels reorder

@@ -118,7 +118,8 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
     }
     let group = int(4, 48, false);
-    for (scheme, scales) in [(group, DType::F16), (int(4, 128, false), DType::F32)] {
+    let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
+    for (scheme, scales) in [(group, DType::F16), (int(4, 128, false), DType::F32), (fp4, DType::BF16)] {
         assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
     }
 }

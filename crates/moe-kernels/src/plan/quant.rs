@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::checks::{expect_at_most, expect_steps};
 use super::columns::ColumnOrder;
 use super::reason::Reason;
-use crate::scheme::{Codes, QuantScheme};
+use crate::scheme::{Codes, Levels, QuantScheme};
 
 /// Columns that every fast kernel takes at a time.
 const K_STEP: usize = 64;
@@ -87,9 +87,11 @@ pub fn expect_codec(scheme: QuantScheme, on_gpu: bool) -> Result<(), Reason> {
         Codes::Floats => false,
         Codes::Int(4 | 8) => !(on_gpu && scheme.has_minima()),
         Codes::Int(bits) => matches!(bits, 5 | 6) && !on_gpu,
-        Codes::E4m3 => true,
-        Codes::E2m1 | Codes::Iq4Nl => !on_gpu,
+        Codes::E4m3 | Codes::E2m1 => true,
+        Codes::Iq4Nl => !on_gpu,
     };
+    // On GPUs only FP4 keeps scales that are products with E4M3.
+    let is_read = is_read && !(on_gpu && scheme.levels == Levels::Fp8 && scheme.codes != Codes::E2m1);
     if is_read { Ok(()) } else { Err(Reason::Quant { got: scheme }) }
 }
 

@@ -11,19 +11,15 @@
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use half::{bf16, f16};
 
 use super::packing::check_rows;
 use super::sorted::{NO_COLUMN, Sorted};
 use super::{LogicalRows, QuantRows};
-use crate::element::Float;
 use crate::plan::ColumnOrder;
-use crate::scheme::{Codes, QuantScheme};
+use crate::scheme::{Levels, QuantScheme};
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
-/// Rows that share scales in schemes with blocks.
-const BLOCK_ROWS: usize = 128;
 /// Bytes of a tile.
 const TILE_BYTES: usize = 512;
 /// Columns of a k-step of the tensor cores.
@@ -64,6 +60,8 @@ pub(crate) struct TileScratch {
 /// The memory for a tile row: for its tiles, and for its scales and zero points [groups, 16].
 pub(crate) struct TileRow<'a> {
     pub q: &'a mut [u8],
+    /// [[`scale_lines`](Tiles::scale_lines), 16]. Of scales in two levels, the first line has the floats that groups
+    /// share, and the others the bytes of their factors, as numbers.
     pub scales: &'a mut [f32],
     /// Empty where all zero points are the same.
     pub zeros: &'a mut [u8],
@@ -126,6 +124,12 @@ impl Tiles {
     /// Bytes of the tiles of a tile row.
     pub(crate) fn row_bytes(&self) -> usize {
         self.k_packed / tile_columns(self.scheme) * TILE_BYTES
+    }
+
+    /// Lines of 16 numbers that are the scales of a tile row: one for each group, and before them, of scales that keep
+    /// their two levels, one for all groups.
+    pub(crate) fn scale_lines(&self) -> usize {
+        self.groups + usize::from(self.scheme.levels == Levels::Fp8)
     }
 
     /// Whether each group has its own zero point.
@@ -199,11 +203,14 @@ impl Tiles {
                 .map_err(|error| error.context(format!("rows {range:?} of matrix {e}")))?;
             for i in 0..range.len() {
                 let lane = half * TILE_ROWS / 2 + i;
-                let scale = &rows.scale[i * groups..];
                 let zero = rows.zero.get(i * groups..).unwrap_or_default();
+                if self.scheme.levels == Levels::Fp8 {
+                    scales[lane] = rows.scale_levels.shared.get(i).copied().unwrap_or(0.0);
+                }
                 for group in 0..self.groups {
                     let from = self.logical_group(e, group).min(groups.max(1) - 1);
-                    scales[group * TILE_ROWS + lane] = scale.get(from).copied().unwrap_or(0.0);
+                    let line = self.scale_lines() - self.groups + group;
+                    scales[line * TILE_ROWS + lane] = self.scale(rows, i * groups + from);
                     if let (Some(to), Some(zero)) = (zeros.get_mut(group * TILE_ROWS + lane), zero.get(from))
                     {
                         *to = *zero;
@@ -225,6 +232,15 @@ impl Tiles {
             _ => eight_bits(&scratch.coded, self.k_packed, q),
         }
         Ok(())
+    }
+
+    /// What stands for scale `i` of the rows in a line of [`TileRow::scales`].
+    fn scale(&self, rows: &LogicalRows, i: usize) -> f32 {
+        let scale = match self.scheme.levels {
+            Levels::Fp8 => rows.scale_levels.factor.get(i).map(|byte| f32::from(*byte)),
+            Levels::One | Levels::Two(_) => rows.scale.get(i).copied(),
+        };
+        scale.unwrap_or(0.0)
     }
 
     /// The logical group, counted from the group of the first input, of a packed group of matrix `e`.
@@ -323,51 +339,6 @@ fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
                 }
             }
         }
-    }
-}
-
-/// Scales in the form in which a device stores them.
-#[derive(Debug)]
-pub(crate) enum PackedScales {
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
-    F32(Vec<f32>),
-}
-
-impl PackedScales {
-    /// Whether the rows 128 i to 128 i + 127 have the same `groups` scales, for every i. `of_tile` is the number of
-    /// scales of a tile row in a group.
-    pub(crate) fn in_blocks(&self, groups: usize, of_tile: usize) -> bool {
-        let Self::F32(scales) = self else { return false };
-        let tile = groups * of_tile;
-        let mut blocks = scales.chunks_exact(tile * (BLOCK_ROWS / TILE_ROWS));
-        let tiles_agree = blocks.all(|block| block.chunks_exact(tile).all(|other| *other == block[..tile]));
-        let rows_agree = || scales.chunks_exact(of_tile).all(|group| group.iter().all(|s| *s == group[0]));
-        tiles_agree && blocks.remainder().is_empty() && rows_agree()
-    }
-
-    /// Chooses the form. Integers have the shorter type that holds all scales. FP8 has f32, with one scale for eight
-    /// rows if these agree. Also returns the number of scales of a tile row in a group.
-    pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>) -> (Self, usize) {
-        if scheme.codes == Codes::E4m3 {
-            let halves = || scales.chunks_exact(TILE_ROWS / 2);
-            return match halves().all(|half| half.iter().all(|scale| *scale == half[0])) {
-                true => (Self::F32(halves().map(|half| half[0]).collect()), 2),
-                false => (Self::F32(scales), TILE_ROWS),
-            };
-        }
-        fn narrowed<T: Float>(scales: &[f32]) -> Option<Vec<T>> {
-            let exact = |s: &f32| Some(T::narrow(*s)).filter(|n| n.widen() == *s || s.is_nan());
-            scales.iter().map(exact).collect()
-        }
-        let packed = if let Some(scales) = narrowed(&scales) {
-            Self::F16(scales)
-        } else if let Some(scales) = narrowed(&scales) {
-            Self::Bf16(scales)
-        } else {
-            Self::F32(scales)
-        };
-        (packed, TILE_ROWS)
     }
 }
 

@@ -2,7 +2,11 @@
 
 use candle_core::DType;
 
+use half::{bf16, f16};
+
 use super::*;
+use crate::codes::e4m3;
+use crate::quant::tile_scales::PackedScales;
 use crate::scheme::QuantGroup;
 
 /// A matrix of scattered integers.
@@ -30,7 +34,16 @@ impl Scattered {
         Self { n, k, scheme, seed, perm }
     }
 
+    /// The two levels of a scale, where the scheme has them.
+    fn levels(&self, row: usize, group: usize) -> (u8, f32) {
+        (hash(self.seed ^ 9, row * 1000 + group) as u8 & 0x7e, 0.1 + row as f32 * 1e-3)
+    }
+
     fn scale(&self, row: usize, group: usize) -> f32 {
+        if self.scheme.levels == Levels::Fp8 {
+            let (factor, shared) = self.levels(row, group);
+            return e4m3(factor) * shared;
+        }
         let row = match self.scheme.group {
             QuantGroup::Block { n, .. } => row / n,
             _ => row,
@@ -72,6 +85,12 @@ impl QuantRows for Scattered {
         let groups = self.scheme.groups(self.k);
         out.q = rows.clone().flat_map(|r| (0..self.k).map(move |c| self.coded(r, c))).collect();
         out.scale = rows.clone().flat_map(|r| (0..groups).map(move |g| self.scale(r, g))).collect();
+        out.scale_levels.clear();
+        if self.scheme.levels == Levels::Fp8 {
+            let levels = |r| (0..groups).map(move |g| self.levels(r, g));
+            out.scale_levels.factor.extend(rows.clone().flat_map(levels).map(|(factor, _)| factor));
+            out.scale_levels.shared.extend(rows.clone().map(|r| self.levels(r, 0).1));
+        }
         out.zero = match self.scheme.is_int() {
             false => Vec::new(),
             true => rows.flat_map(|r| (0..groups).map(move |g| self.zero(r, g))).collect(),
@@ -92,15 +111,15 @@ fn pack(matrices: &[Scattered], inputs: Range<usize>, gate_up: bool) -> Result<M
     let readers: Vec<_> = matrices.iter().map(|m| m as &dyn QuantRows).collect();
     let tiles = Tiles::new(&readers, &inputs, gate_up)?;
     let count = matrices.len() * tiles.n_tiles();
-    let scales = count * tiles.groups * TILE_ROWS;
+    let scales = tiles.scale_lines() * TILE_ROWS;
+    let groups = tiles.groups * TILE_ROWS;
     let mut made = Made {
         q: vec![0xee; count * tiles.row_bytes()],
-        scales: vec![-1.0; scales],
-        zeros: vec![0xee; if tiles.own_zeros() { scales } else { 0 }],
+        scales: vec![-1.0; count * scales],
+        zeros: vec![0xee; if tiles.own_zeros() { count * groups } else { 0 }],
         tiles,
     };
     let mut scratch = TileScratch::default();
-    let groups = made.tiles.groups * TILE_ROWS;
     for row in 0..count {
         let e = row / made.tiles.n_tiles();
         let tile = row % made.tiles.n_tiles();
@@ -108,7 +127,7 @@ fn pack(matrices: &[Scattered], inputs: Range<usize>, gate_up: bool) -> Result<M
         let zeros = if made.zeros.is_empty() { 0..0 } else { row * groups..(row + 1) * groups };
         let to = TileRow {
             q: &mut made.q[row * bytes..(row + 1) * bytes],
-            scales: &mut made.scales[row * groups..(row + 1) * groups],
+            scales: &mut made.scales[row * scales..(row + 1) * scales],
             zeros: &mut made.zeros[zeros],
         };
         made.tiles.pack((e, tile), readers[e], &mut scratch, to)?;
@@ -136,7 +155,17 @@ impl Made {
         };
         let group = (column / self.tiles.group).min(self.tiles.groups - 1);
         let at = (tile_row * self.tiles.groups + group) * 16 + row;
-        (self.scales[at], q as u8, self.zeros.get(at).copied().unwrap_or(self.tiles.scheme.middle()))
+        let zero = self.zeros.get(at).copied().unwrap_or(self.tiles.scheme.middle());
+        (self.scale(tile_row, row, group), q as u8, zero)
+    }
+
+    fn scale(&self, tile_row: usize, row: usize, group: usize) -> f32 {
+        let lines = self.tiles.scale_lines();
+        let line = |line: usize| self.scales[(tile_row * lines + line) * 16 + row];
+        match self.tiles.scheme.levels {
+            Levels::Fp8 => e4m3(line(1 + group) as u8) * line(0),
+            _ => line(group),
+        }
     }
 
     /// Compares every place with the matrices.
@@ -188,6 +217,10 @@ fn fp8(scales: QuantGroup) -> QuantScheme {
     QuantScheme::fp8(scales)
 }
 
+fn nvfp4() -> QuantScheme {
+    QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales()
+}
+
 #[test]
 fn every_weight_lies_where_the_order_says() -> Result<()> {
     for (k, schemes) in [
@@ -204,6 +237,7 @@ fn every_weight_lies_where_the_order_says() -> Result<()> {
             200,
             vec![fp8(QuantGroup::Block { n: 16, k: 128 }), fp8(QuantGroup::Channel), int(4, 0, true, false)],
         ),
+        (160, vec![QuantScheme::fp4(QuantGroup::Size(32)), nvfp4()]),
         // The last group is shorter.
         (192, vec![int(4, 128, true, false), int(8, 128, false, false), int(4, 128, true, true)]),
         (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(QuantGroup::Tensor)]),
@@ -227,8 +261,11 @@ fn a_rank_packs_its_inputs() -> Result<()> {
             pack(&matrices, inputs.clone(), false)?.check(&matrices, &inputs);
         }
     }
+    for scheme in [int(4, 32, true, false), QuantScheme::fp4(QuantGroup::Size(32)), nvfp4()] {
+        let whole = [Scattered::new(20, 192, scheme, 3)];
+        pack(&whole, 64..192, false)?.check(&whole, &(64..192));
+    }
     let whole = [Scattered::new(20, 192, int(4, 32, true, false), 3)];
-    pack(&whole, 64..192, false)?.check(&whole, &(64..192));
     let e = pack(&whole, 16..192, false).map(|_| ()).unwrap_err().to_string();
     assert!(e.contains("cut a group of 32 columns"), "{e}");
     Ok(())
@@ -257,11 +294,12 @@ fn the_order_of_columns_is_told() -> Result<()> {
 fn scales_take_the_shortest_exact_type() {
     let scheme = int(4, 32, false, false);
     let of = |scheme, scales: Vec<f32>| {
-        let (packed, rows) = PackedScales::new(scheme, scales);
+        let (packed, rows) = PackedScales::new(scheme, scales, 1);
         let dtype = match packed {
             PackedScales::F16(_) => DType::F16,
             PackedScales::Bf16(_) => DType::BF16,
             PackedScales::F32(_) => DType::F32,
+            PackedScales::Fp8(_) => DType::U8,
         };
         (dtype, rows)
     };
@@ -273,6 +311,22 @@ fn scales_take_the_shortest_exact_type() {
     assert_eq!(of(fp8(QuantGroup::Tensor), halves.clone()), (DType::F32, 2));
     halves[3] = 0.0;
     assert_eq!(of(fp8(QuantGroup::Channel), halves), (DType::F32, 16));
+    // Every scale of MXFP4 is a power of two.
+    let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
+    assert_eq!(of(fp4, (0..16).map(|i| 2f32.powi(-i)).collect()), (DType::F16, 16));
+    assert_eq!(of(fp4, (0..254).map(|i| 2f32.powi(i - 127)).collect()), (DType::BF16, 16));
+}
+
+/// 16 floats of f32, then the bytes of two groups, for each of two tile rows.
+#[test]
+fn two_levels_of_scales_are_bytes() {
+    let line = |first: f32| (0..16).map(move |i| first + i as f32);
+    let tile = |first: f32| line(first + 0.5).chain(line(first)).chain(line(first + 16.0));
+    let (packed, rows) = PackedScales::new(nvfp4(), tile(0.0).chain(tile(100.0)).collect(), 3);
+    let PackedScales::Fp8(bytes) = packed else { panic!("{packed:?}") };
+    assert_eq!((bytes.len(), rows), (2 * (64 + 32), 16));
+    assert_eq!(bytes[96..104], [100.5f32.to_le_bytes(), 101.5f32.to_le_bytes()].concat());
+    assert_eq!(bytes[96 + 64..], (100..132).collect::<Vec<u8>>());
 }
 
 #[test]
@@ -289,13 +343,13 @@ fn blocks_of_128_rows_are_told_from_others() {
         (0..rows / TILE_ROWS).flat_map(of_tile).collect()
     };
     let in_blocks = |scales| {
-        let (packed, of_tile) = PackedScales::new(fp8(QuantGroup::Channel), scales);
+        let (packed, of_tile) = PackedScales::new(fp8(QuantGroup::Channel), scales, groups);
         packed.in_blocks(groups, of_tile)
     };
     assert!(in_blocks(scales(384, 128)) && in_blocks(scales(384, 384)));
     for other in [scales(384, 64), scales(384, 96), scales(384, 8), scales(384, 1), scales(320, 128)] {
         assert!(!in_blocks(other));
     }
-    let integers = PackedScales::new(int(4, 32, false, false), scales(384, 128));
+    let integers = PackedScales::new(int(4, 32, false, false), scales(384, 128), groups);
     assert!(!integers.0.in_blocks(groups, integers.1));
 }

@@ -54,7 +54,7 @@ fn tensors(format: Format, n: usize, k: usize) -> std::result::Result<(StoredWor
         }
         Format::Fp8 { .. } => Err(format!("rows of {k} bytes are no whole words of 4")),
         Format::Ggml(_) => Err("its blocks hold codes and scales together".to_string()),
-        Format::Mxfp4(_) | Format::Nvfp4(_) => Err("no kernel of a GPU reads it".to_string()),
+        Format::Mxfp4(_) | Format::Nvfp4(_) => Err("its scales have 8 bits".to_string()),
         Format::Plain => Err("it is stored in floats".to_string()),
     }
 }
