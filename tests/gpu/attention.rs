@@ -26,7 +26,7 @@ pub struct Case {
 pub struct Data {
     pub rows: usize,
     qkv: Buffer,
-    norms: Option<(Buffer, Buffer)>,
+    pub norms: Option<(Buffer, Buffer)>,
     cos: Buffer,
     sin: Buffer,
     pub slots: Buffer,
@@ -153,6 +153,7 @@ impl Case {
             value_dim: self.head_dim,
             latent: false,
             sinks: false,
+            f32_norms: false,
             dtype: DType::BF16,
             block_size: Some(self.block_size),
             aligned: true,
@@ -164,7 +165,10 @@ impl Case {
     }
 
     fn check(&self, rng: &mut Rng, model: DType, stream: DType) {
-        let data = self.data(rng, model, stream);
+        self.check_data(&self.data(rng, model, stream), model, stream);
+    }
+
+    pub fn check_data(&self, data: &Data, model: DType, stream: DType) {
         let (hq, hkv) = self.heads;
         let d = self.head_dim;
         let op = |p: &mut Place| {

@@ -328,3 +328,33 @@ fn cached_rows_do_not_depend_on_their_step() {
         assert_same(&format!("decoded values of {what}"), &whole[2], &v.host(&p));
     }
 }
+/// Norms whose weights have more digits than the model dtype, with heads of kernels that take only the model dtype, and
+/// with heads of Qwen3-Next.
+#[test]
+fn attention_agrees_with_norms_in_f32() {
+    let mut rng = Rng::new();
+    for model in [DType::BF16, DType::F16] {
+        for (heads, head_dim) in
+            small([((8, 2), 64), ((4, 1), 128), ((16, 2), 256), ((3, 1), 18)], 64, |c| c.1)
+        {
+            for (sequences, padding) in
+                [(vec![(37, 1), (0, 1), (300, 1)], 2), (vec![(5, 1), (0, 70), (128, 9)], 3), (vec![], 2)]
+            {
+                let case = Case {
+                    heads,
+                    head_dim,
+                    block_size: 16,
+                    window: None,
+                    norms: true,
+                    sinks: false,
+                    sequences,
+                    padding,
+                };
+                let mut data = case.data(&mut rng, model, DType::F32);
+                let norm = |rng: &mut Rng| rng.floats(DType::F32, &[head_dim]);
+                data.norms = Some((norm(&mut rng), norm(&mut rng)));
+                case.check_data(&data, model, DType::F32);
+            }
+        }
+    }
+}

@@ -13,6 +13,7 @@ use moe_tests::explained::{ShownStep, expect_explained};
 use crate::common::cuda;
 use crate::deepseek::CONFIG as DEEPSEEK;
 use crate::engine::CONFIG as QWEN;
+use crate::hybrid::CONFIG as HYBRID;
 
 /// Every number of rows that a graph of a decode step is recorded for.
 fn buckets() -> impl Iterator<Item = usize> {
@@ -61,6 +62,17 @@ fn layers_launch_what_their_plans_say() {
         let model = model(QWEN, dtype, LoadOptions::default(), cuda().device());
         for invariant in [false, true] {
             let ex = cuda().with_batch_invariant(invariant).with_fp8_activations(Fp8Activations::On);
+            check(&format!("{dtype:?}, invariant: {invariant}"), model.as_ref(), &ex);
+        }
+    }
+}
+
+#[test]
+fn layers_of_linear_attention_launch_what_their_plans_say() {
+    for dtype in [DType::BF16, DType::F32] {
+        let model = model(HYBRID, dtype, LoadOptions::default(), cuda().device());
+        for invariant in [false, true] {
+            let ex = cuda().with_batch_invariant(invariant);
             check(&format!("{dtype:?}, invariant: {invariant}"), model.as_ref(), &ex);
         }
     }

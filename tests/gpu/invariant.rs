@@ -44,7 +44,7 @@ const BATCHES: [(usize, usize); 9] =
     [(1, 1), (1, 7), (2, 1), (5, 64), (9, 1), (33, 5), (70, 1), (70, 3), (70, usize::MAX >> 1)];
 
 /// The first batch whose logits differ in bits from the logits of its prompts alone.
-fn first_difference(model: &Decoder, mut ex: Exec) -> Option<String> {
+pub fn first_difference(model: &Decoder, mut ex: Exec) -> Option<String> {
     let prompts = prompts(70);
     let bits = |rows: &[f32]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let alone: Vec<_> = all_logits(model, &prompts, ALONE, &mut ex).unwrap();

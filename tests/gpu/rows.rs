@@ -85,11 +85,15 @@ fn norms_do_not_depend_on_other_rows() {
 fn norms_agree() {
     let mut rng = Rng::new();
     for dtype in FLOATS {
-        for stream in streams(dtype) {
+        // The weight has the model dtype or is in f32, and so does the stream.
+        let weights = streams(dtype)
+            .into_iter()
+            .flat_map(|weight| streams(dtype).into_iter().map(move |s| (weight, s)));
+        for (weight, stream) in weights {
             for (rows, width) in SIZES.into_iter().chain(small(WIDE, 10_000, |size| size.0 * size.1 / 4)) {
                 let x = rng.floats(stream, &[rows, width]);
                 let delta = rng.floats(stream, &[rows, width]);
-                let weight = rng.floats(dtype, &[width]);
+                let weight = rng.floats(weight, &[width]);
                 let op = |p: &mut Place| {
                     let delta = p.put(&delta);
                     let weight = p.put(&weight);

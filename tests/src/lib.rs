@@ -48,7 +48,12 @@ pub fn hybrid(config: &Config) -> std::result::Result<DecoderSpec, ConfigError> 
 
 /// Loads a fixture of such a model.
 pub fn load_hybrid(name: &str, dtype: DType) -> Result<Decoder> {
-    load_family(name, dtype, hybrid, |spec, options, vb| {
+    load_hybrid_on(name, dtype, &Device::Cpu)
+}
+
+/// The same as [`load_hybrid`], on a device.
+pub fn load_hybrid_on(name: &str, dtype: DType, device: &Device) -> Result<Decoder> {
+    load_family_on(name, (dtype, device), hybrid, |spec, options, vb| {
         Ok(spec.model.load(&options.decoder(MoePath::Fused), vb)?.0)
     })
 }
@@ -67,14 +72,23 @@ fn load_family<S: ModelSpec, M>(
     parse: impl FnOnce(&Config) -> std::result::Result<S, ConfigError>,
     load: impl FnOnce(&S, &LoadOptions, VarBuilder) -> Result<M>,
 ) -> Result<M> {
+    load_family_on(name, (dtype, &Device::Cpu), parse, load)
+}
+
+fn load_family_on<S: ModelSpec, M>(
+    name: &str,
+    (dtype, device): (DType, &Device),
+    parse: impl FnOnce(&Config) -> std::result::Result<S, ConfigError>,
+    load: impl FnOnce(&S, &LoadOptions, VarBuilder) -> Result<M>,
+) -> Result<M> {
     let checkpoint = Checkpoint::open(fixture(name))?;
     let config = parse(&checkpoint.config).map_err(Error::wrap)?;
     let layout = config.layout(&Geometry::default(), &|name| checkpoint.has(name)).map_err(Error::wrap)?;
     let expected = layout.tensors.clone();
-    let tensors = checkpoint.rank_view(&expected, layout.slices_for(&Device::Cpu));
+    let tensors = checkpoint.rank_view(&expected, layout.slices_for(device));
     let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
-    load(&config, &options, tensors.var_builder(dtype, &Device::Cpu))
+    load(&config, &options, tensors.var_builder(dtype, device))
 }
 
 /// How a set of sequences is cut into steps.

@@ -33,7 +33,8 @@ const LATENT: [&str; 6] =
     ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "kimi-k2", "moonlight-16b-a3b"];
 
 /// The kernels of the tier "any" that are accepted, and the reasons.
-const EXCEPTIONS: [(&str, &[&str], &str); 4] = [
+const EXCEPTIONS: [(&str, &[&str], &str); 5] = [
+    ("any_attention", &["qwen3.5-35b-a3b"], "no tuned kernel of attention has heads of 256"),
     (GROUPED, &["gpt-oss-20b"], "no tuned kernel of experts has biases or the clamped SwiGLU"),
     (
         "per_head",
@@ -56,7 +57,7 @@ const EXCEPTIONS: [(&str, &[&str], &str); 4] = [
 /// Shapes of our own, for benchmarks on two CPU cores.
 const SCALED_DOWN: [&str; 3] = ["deepseekv2-0.5b-a0.1b", "qwen3_5moe-0.9b-a0.2b", "qwen3moe-0.9b-a0.2b"];
 
-/// The configs of published models in floats that run on GPUs, so without linear attention: names of their files.
+/// The configs of published models in floats: names of their files.
 fn configs() -> Vec<(String, Config)> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("bench/configs");
     let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -73,8 +74,7 @@ fn configs() -> Vec<(String, Config)> {
         let config = Config::parse(&text, &name).unwrap();
         (name, config)
     });
-    let has_kernels = |config: &Config| !ALL.parse(config).unwrap().attention().has_linear();
-    parsed.filter(|(_, config)| has_kernels(config)).collect()
+    parsed.collect()
 }
 
 /// A model on a machine, and the kernels that it was found to take.
@@ -105,8 +105,15 @@ impl Asked<'_> {
         let h = decoder.hidden_size;
         match self.spec.attention() {
             AttentionSpec::Layers(mixers) => {
-                let layers = mixers.iter().flat_map(MixerConfig::attention);
-                layers.for_each(|layer| self.grouped_query(rows, decodes, layer))
+                for mixer in mixers {
+                    match mixer {
+                        MixerConfig::Attention(layer) => self.grouped_query(rows, decodes, layer),
+                        MixerConfig::Linear(layer) => {
+                            self.linear(rows, [layer.heads.projected(), layer.hidden_size], false);
+                            self.linear(rows, [layer.hidden_size, layer.heads.value_width()], false);
+                        }
+                    }
+                }
             }
             AttentionSpec::Latent(config) => self.latent(rows, decodes, config),
         }
@@ -120,6 +127,9 @@ impl Asked<'_> {
 
     fn grouped_query(&mut self, rows: usize, decodes: bool, config: &AttentionConfig) {
         let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
+        if config.output_gate {
+            self.linear(rows, [num_heads * head_dim, hidden_size], false);
+        }
         self.linear(rows, [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], config.qkv_bias);
         if config.qk_norm == QkNorm::AllHeads {
             self.kernels.insert("heads_norm".to_string());
@@ -132,6 +142,7 @@ impl Asked<'_> {
             value_dim: head_dim,
             latent: false,
             sinks: config.sinks,
+            f32_norms: config.zero_centred_norms,
             dtype: DType::BF16,
             block_size: None,
             aligned: true,
@@ -177,6 +188,7 @@ impl Asked<'_> {
                 value_dim: kv_lora_rank,
                 latent: true,
                 sinks: false,
+                f32_norms: false,
                 dtype: DType::BF16,
                 block_size: None,
                 aligned: true,

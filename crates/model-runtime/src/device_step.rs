@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! valid_rows, number of the step | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
-//!            | block_tables | logits_rows | scored_rows | sampling parameters
+//!            | block_tables | states | logits_rows | scored_rows | sampling parameters
 //! ```
 //!
 //! Each array begins at a multiple of four words. Its place depends on the [`Shape`] alone, so that a captured graph of
@@ -66,7 +66,7 @@ pub struct DeviceViews<'a> {
 }
 
 /// Number of arrays.
-const ARRAYS: usize = 11;
+const ARRAYS: usize = 12;
 /// The numbers of the arrays, in the order above.
 const HEAD: usize = 0;
 const TOKEN_IDS: usize = 1;
@@ -76,9 +76,10 @@ const ROPE_LEN: usize = 4;
 const TOKEN_SOURCE: usize = 5;
 const QUERY_START_LOC: usize = 6;
 const BLOCK_TABLES: usize = 7;
-const LOGITS_ROWS: usize = 8;
-const SCORED_ROWS: usize = 9;
-const SAMPLING: usize = 10;
+const STATES: usize = 8;
+const LOGITS_ROWS: usize = 9;
+const SCORED_ROWS: usize = 10;
+const SAMPLING: usize = 11;
 
 impl Shape {
     /// The shape of a step without padding.
@@ -112,7 +113,8 @@ impl Shape {
     fn lengths(&self) -> [usize; ARRAYS] {
         let Self { rows, sequences, max_blocks, logits, scored, .. } = *self;
         let tables = sequences * max_blocks;
-        [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, scored, logits * SAMPLE_WORDS]
+        let sampling = logits * SAMPLE_WORDS;
+        [2, rows, rows, rows, rows, rows, sequences + 1, tables, sequences, logits, scored, sampling]
     }
 
     /// The first word of each array.
@@ -209,7 +211,7 @@ impl DeviceStep {
             rope_len: array(ROPE_LEN, &[rows])?,
             query_start_loc: array(QUERY_START_LOC, &[sequences + 1])?,
             block_tables: array(BLOCK_TABLES, &[sequences, max_blocks])?,
-            states: None,
+            states: array(STATES, &[sequences])?,
             logits_rows: array(LOGITS_ROWS, &[logits])?,
             scored_rows: array(SCORED_ROWS, &[scored])?,
             decode_rows,
@@ -242,6 +244,8 @@ fn fill(words: &mut [u32], (step, number): (&Step, u64), sampling: &DeviceSampli
     let gap = shape.max_blocks - step.max_blocks();
     let tables = step.block_tables().chunks(step.max_blocks().max(1));
     put(BLOCK_TABLES, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
+    // A sequence of padding has no rows, so it has no state either.
+    put(STATES, u32::MAX, &mut step.states().iter().copied());
     put(LOGITS_ROWS, 0, &mut step.logits_rows().iter().copied());
     put(SCORED_ROWS, 0, &mut step.scored_rows().iter().copied());
     let padding = std::iter::repeat(SampleParams::PADDING.words()).flatten();

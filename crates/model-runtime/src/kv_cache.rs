@@ -98,10 +98,10 @@ impl KvCache {
         self.sizes.block_size
     }
 
-    /// Saves recurrent states of all layers, after the step that has computed them.
+    /// Saves recurrent states of all layers, after the step that has computed them; on a device in stream order.
     ///
     /// # Errors
-    /// A state that the cache has no room for; memory of a device, where states are not kept yet.
+    /// A state that the cache has no room for; a cache on another device than `ex`.
     pub fn save(&mut self, copies: &[StateCopy], ex: &Exec) -> Result<()> {
         self.copy(copies, RecurrentLayer::save, ex)
     }
@@ -117,19 +117,21 @@ impl KvCache {
     fn copy(
         &mut self,
         copies: &[StateCopy],
-        copy: fn(&mut RecurrentLayer, &StateCopy) -> Result<()>,
+        copy: fn(&mut RecurrentLayer, &StateCopy, &Exec) -> Result<()>,
         ex: &Exec,
     ) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
         }
+        let copy_layer = |layer: &mut LayerCache| match layer {
+            LayerCache::Recurrent(states) => copies.iter().try_for_each(|c| copy(states, c, ex)),
+            LayerCache::Paged(_) => Ok(()),
+        };
         let layers = &mut self.layers;
-        ex.install(|| {
-            layers.par_iter_mut().try_for_each(|layer| match layer {
-                LayerCache::Recurrent(states) => copies.iter().try_for_each(|c| copy(states, c)),
-                LayerCache::Paged(_) => Ok(()),
-            })
-        })
+        match ex.is_cuda() {
+            true => layers.iter_mut().try_for_each(copy_layer),
+            false => ex.install(|| layers.par_iter_mut().try_for_each(copy_layer)),
+        }
     }
 
     /// What one layer keeps.

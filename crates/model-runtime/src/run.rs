@@ -59,8 +59,13 @@ fn run(
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let _span = span().entered();
+        if model.info().states.are_recurrent() {
+            // Kernels cannot refuse a state that does not exist.
+            step.check_states(&kv.sizes())?;
+        }
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
         let views = words.upload(step, context.step, ex)?;
+        kv.restore(step.restores(), ex)?;
         let out = LogitsOut::new(logits.view_mut(), scorer);
         let forward = |context: &mut StepContext, ex: &mut Exec| {
             model.forward(&views.step, kv, out, observer, context, ex)
@@ -72,6 +77,7 @@ fn run(
             }
             None => forward(context, ex)?,
         }
+        kv.save(step.saves(), ex)?;
         return Ok(logits);
     }
     // The step enters the thread pool once, and not once for each op.

@@ -182,6 +182,11 @@ impl Step {
         &self.rope_len
     }
 
+    /// Numbers of the sequences' recurrent states, `[S]`.
+    pub fn states(&self) -> &[u32] {
+        &self.states
+    }
+
     /// Row ranges of the sequences, [S+1].
     pub fn query_start_loc(&self) -> &[u32] {
         &self.query_start_loc
@@ -275,7 +280,7 @@ impl Step {
             rope_len: vector(&self.rope_len)?,
             query_start_loc: vector(&self.query_start_loc)?,
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
-            states: Some(vector(&self.states)?),
+            states: vector(&self.states)?,
             logits_rows: vector(&self.logits_rows)?,
             scored_rows: vector(&self.scored_rows)?,
             decode_rows: self.decode_rows(),

@@ -17,7 +17,7 @@ const PORTABLE_PTX: &str = "80";
 /// The portable tier: folders and files of kernels that need no feature that came after [`PORTABLE_PTX`], and that are
 /// enough to run a model. All other files are the tuned tier.
 const PORTABLE: &[&str] =
-    &["any/", "load/", "rows/", "quant/dequantise.cu", "quant/order_rows.cu", "router/balance.cu"];
+    &["any/", "delta/", "load/", "rows/", "quant/dequantise.cu", "quant/order_rows.cu", "router/balance.cu"];
 
 /// What each tier is compiled to, for the choice of kernels (`src/images.rs`): `portable sm_80 .. compute_80; tuned
 /// ..`.
@@ -265,6 +265,7 @@ mod tests {
             ("router/balance.cu", true),
             ("router/gate_route.cu", false),
             ("quant/dequantise.cu", true),
+            ("delta/rule.cu", true),
             ("quant/linear_stream.cu", false),
             ("anything.cu", false),
         ] {

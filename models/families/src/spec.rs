@@ -17,7 +17,6 @@ use moe_layer::MoePath;
 const LAYER_TENSORS: usize = 24;
 
 const NO_MTP: &str = "multi-token prediction: of this family no such head is known; its models run without";
-const NO_GPU: &str = "`device`: linear attention has no GPU kernels yet; run this model with `device` cpu";
 
 /// A model of such a family.
 #[derive(Clone, Debug)]
@@ -123,10 +122,8 @@ impl ModelSpec for DecoderSpec {
         AttentionSpec::Layers(&self.model.mixers)
     }
 
-    fn refuse(&self, options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
-        let on_cpu = matches!(device, DeviceChoice::Cpu);
-        let no_gpu = (!on_cpu && self.attention().has_linear()).then_some(NO_GPU);
-        no_gpu.or(options.mla.map(|_| self.no_mla))
+    fn refuse(&self, options: &LoadOptions, _: DeviceChoice) -> Option<&'static str> {
+        options.mla.map(|_| self.no_mla)
     }
 
     fn layout(&self, geometry: &Geometry, has: &dyn Fn(&str) -> bool) -> Result<TensorLayout, GeometryError> {

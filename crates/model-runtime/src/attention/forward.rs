@@ -165,12 +165,13 @@ impl Attention {
         // q, k and v are rounded once: k and v when they enter the cache, q never.
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         w.qkv.first_into(io, qkv.view_mut(), ex)?;
-        let mut attended = match io {
-            MixerIo::NormAdd { .. } => {
+        // An output gate multiplies floats.
+        let mut attended = match w.gate.is_some() || io.fusion() == Fusion::NormAdd {
+            true => {
                 let width = self.config.num_heads * self.config.head_dim;
                 ProductRows::Floats(ex.scratch(w.qkv.weight.dtype(), &[t, width])?)
             }
-            _ => ProductRows::of_product(t, w.o.weight.read()?.view()?, w.o.bias.is_some(), ex)?,
+            false => ProductRows::of_product(t, w.o.weight.read()?.view()?, w.o.bias.is_some(), ex)?,
         };
         self.attend_into(qkv.view_mut(), step, rope, kv, attended.rows_mut(), ex)?;
         if let Some(gate) = &w.gate {
@@ -179,6 +180,12 @@ impl Attention {
             sigmoid_gate_into(gates.view(), attended.rows_mut().floats("an output gate")?, ex)?;
         }
         Ok(attended)
+    }
+
+    /// Whether the norms of q and k have weights with more digits than the model dtype.
+    fn has_f32_norms(&self) -> bool {
+        let norms = self.weights.qk_norm.as_ref();
+        norms.is_some_and(|(q_norm, _)| q_norm.dtype() != self.weights.qkv.weight.dtype())
     }
 
     /// The ranks that add up the output product, if there are some.
@@ -197,6 +204,7 @@ impl Attention {
             value_dim: head_dim,
             latent: false,
             sinks: self.config.sinks,
+            f32_norms: self.has_f32_norms(),
             dtype: self.weights.qkv.weight.dtype(),
             block_size: None,
             aligned: true,

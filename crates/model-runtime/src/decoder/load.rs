@@ -114,8 +114,11 @@ impl Decoder {
         context.placements.check(layers, experts, &context.geometry)?;
         let ends = ends.map_or_else(|| Ends::load(config, context, &vb), Ok)?;
         let mlps = MlpLoader { config, options };
-        // On devices the results of several ranks are not added after each product. The norms that follow add them.
-        let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| context.groups.tp.clone());
+        // On devices the results of several ranks are not added after each product. The norms that follow add them,
+        // unless their weights are in f32 next to a model in another dtype.
+        let norms_add = !config.zero_centred_norms || vb.dtype() == DType::F32;
+        let shares = context.geometry.tp_size > 1 && !vb.device().is_cpu() && norms_add;
+        let sums = shares.then(|| context.groups.tp.clone());
         let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
             let input_norm = config.norm(vb.pp(names.input_norm))?;

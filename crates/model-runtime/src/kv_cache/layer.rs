@@ -1,7 +1,7 @@
 //! The memory in which one layer keeps its states of all sequences.
 
 use candle_core::{DType, Device, Result, bail};
-use moe_kernels::{Buffer, View, ViewMut, with_float};
+use moe_kernels::{Buffer, Exec, View, ViewMut, with_float};
 
 use super::layout::{CacheSizes, LayerState, StateCopy, StateLayout};
 
@@ -52,23 +52,20 @@ impl States {
         })
     }
 
-    /// Copies state `from` of `other` to the place of state `to`.
-    fn copy(&mut self, to: u32, other: &Self, from: u32) -> Result<()> {
-        copy_row(&mut self.conv, to, &other.conv, from)?;
-        copy_row(&mut self.delta, to, &other.delta, from)
+    /// Copies state `from` of `other` to the place of state `to`, on a device in stream order.
+    fn copy(&mut self, to: u32, other: &Self, from: u32, ex: &Exec) -> Result<()> {
+        copy_row(&mut self.conv, to, &other.conv, from, ex)?;
+        copy_row(&mut self.delta, to, &other.delta, from, ex)
     }
 }
 
-fn copy_row(to: &mut Buffer, to_row: u32, from: &Buffer, from_row: u32) -> Result<()> {
-    let len = to.dims().iter().skip(1).product::<usize>();
-    let range = |row: u32| row as usize * len..(row as usize + 1) * len;
-    let mut to = to.view_mut();
-    let to = to.cpu_mut::<f32>()?.get_mut(range(to_row));
-    match to.zip(from.view().cpu::<f32>()?.get(range(from_row))) {
-        Some((to, from)) => to.copy_from_slice(from),
-        None => bail!("copying recurrent state {from_row} to {to_row}: the cache has fewer"),
+fn copy_row(to: &mut Buffer, to_row: u32, from: &Buffer, from_row: u32, ex: &Exec) -> Result<()> {
+    let states = |buffer: &Buffer| buffer.dims().first().map_or(0, |&states| states as u64);
+    if u64::from(to_row) >= states(to) || u64::from(from_row) >= states(from) {
+        bail!("copying recurrent state {from_row} to {to_row}: the cache has fewer")
     }
-    Ok(())
+    let to = to.view_mut().narrow(to_row as usize, 1)?;
+    ex.copy(from.view().narrow(from_row as usize, 1)?, to)
 }
 
 impl RecurrentLayer {
@@ -92,12 +89,12 @@ impl RecurrentLayer {
         self.saved.delta.view_mut()
     }
 
-    pub(super) fn save(&mut self, copy: &StateCopy) -> Result<()> {
-        self.saved.copy(copy.saved, &self.states, copy.state)
+    pub(super) fn save(&mut self, copy: &StateCopy, ex: &Exec) -> Result<()> {
+        self.saved.copy(copy.saved, &self.states, copy.state, ex)
     }
 
-    pub(super) fn restore(&mut self, copy: &StateCopy) -> Result<()> {
-        self.states.copy(copy.state, &self.saved, copy.saved)
+    pub(super) fn restore(&mut self, copy: &StateCopy, ex: &Exec) -> Result<()> {
+        self.states.copy(copy.state, &self.saved, copy.saved, ex)
     }
 }
 

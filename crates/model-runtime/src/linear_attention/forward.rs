@@ -1,6 +1,6 @@
 //! The launches of a layer of linear attention in a step, and what a plan says of them.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 use moe_kernels::plan::{Fusion, Machine, Stage};
 use moe_kernels::{
     CausalConv, Exec, GatedDelta, GatedRmsNorm, StateRows, TensorView, causal_conv_into, gated_delta_into,
@@ -27,12 +27,7 @@ impl Mixer for LinearAttention {
             (&["gated delta rule"], "gated_delta"),
             (&["gated norm"], "gated_rms_norm"),
         ];
-        let note = machine
-            .gpu
-            .map(|_| "no GPU has a kernel of it yet: models with it are refused there".to_string());
-        stages.extend(
-            own.map(|(computes, kernel)| Stage { note: note.clone(), ..Stage::new(computes, kernel) }),
-        );
+        stages.extend(own.map(|(computes, kernel)| Stage::new(computes, kernel)));
         stages.extend(self.output.last_stages(fusion, step.rows, self.ranks.as_ref(), machine));
         stages
     }
@@ -49,9 +44,8 @@ impl Mixer for LinearAttention {
         let states = cache.recurrent()?;
         let t = step.num_tokens();
         let heads = self.config.heads;
-        let Some(numbers) = step.states else { bail!("linear attention: the step has no states") };
-        let rows =
-            StateRows { query_start_loc: step.query_start_loc, positions: step.positions, states: numbers };
+        let StepViews { query_start_loc, positions, states: numbers, .. } = *step;
+        let rows = StateRows { query_start_loc, positions, states: numbers };
         let mut projected = ex.scratch(DType::F32, &[t, heads.projected()])?;
         self.input.first_into(&io, projected.view_mut(), ex)?;
         let projected = projected.view();

@@ -19,8 +19,8 @@ pub struct StepViews<'a> {
     pub query_start_loc: View<'a>,
     /// KV blocks of the sequences, [S, max_blocks].
     pub block_tables: View<'a>,
-    /// Numbers of the sequences' recurrent states, `[S]`; `None` on a device, where no model keeps any yet.
-    pub states: Option<View<'a>>,
+    /// Numbers of the sequences' recurrent states, `[S]`.
+    pub states: View<'a>,
     /// Rows whose logits are wanted, `[R]`.
     pub logits_rows: View<'a>,
     /// Rows that are scored, `[P]`.

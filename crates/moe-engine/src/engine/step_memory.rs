@@ -3,7 +3,7 @@
 //! the memory that is free afterwards.
 
 use model_runtime::{
-    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_rows, run_step,
+    CacheSizes, CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, logits_rows, run_step,
 };
 
 use super::config::EngineConfig;
@@ -46,11 +46,18 @@ pub(super) fn measure(model: &dyn CausalLm, config: &EngineConfig, ex: &mut Exec
     let info = model.info();
     ex.synchronize()?;
     let (free, most) = config.free_and_budget(ex)?;
-    let longest = config.capacity(&info.states, info.max_context_len, free, most)?.max_model_len;
-    let mut kv = KvCache::new_on(ex.device(), &info.states, 1, config.block_size)?;
-    kv.commit(ex)?;
-    let rows = config.max_num_batched_tokens;
+    let capacity = config.capacity(&info.states, info.max_context_len, free, most)?;
+    let longest = capacity.max_model_len;
+    let mut rows = config.max_num_batched_tokens;
+    if info.states.are_recurrent() {
+        // A step has no more sequences than there are states.
+        rows = rows.min(capacity.sizes.num_states.saturating_mul(longest));
+    }
     let step = largest(rows, longest, info.vocab_size, info.states.have_latent_rows(), config)?;
+    let num_states = if info.states.are_recurrent() { step.num_sequences() } else { 1 };
+    let sizes = CacheSizes { num_blocks: 1, block_size: config.block_size, num_states, num_saved: 0 };
+    let mut kv = KvCache::with_sizes(ex.device(), &info.states, sizes)?;
+    kv.commit(ex)?;
     run(model, &step, &mut kv, ex).with_context(|| {
         format!(
             "the largest step, of {rows} rows, which says how much memory the KV cache may take, failed; if memory ran out, lower \
@@ -77,8 +84,9 @@ fn run(model: &dyn CausalLm, step: &Step, kv: &mut KvCache, ex: &mut Exec) -> Re
     Ok(())
 }
 
-/// A step of `rows` rows, as sequences of at most `longest` tokens. If a step computes keys and values from the latent
-/// rows of all positions to which it attends (`latent`), its rows are the last ones of their sequence.
+/// A step of `rows` rows, as sequences of at most `longest` tokens, each with a recurrent state of its own. If a step
+/// computes keys and values from the latent rows of all positions to which it attends (`latent`), its rows are the last
+/// ones of their sequence.
 fn largest(rows: usize, longest: usize, vocab: usize, latent: bool, config: &EngineConfig) -> Result<Step> {
     let token_ids: Vec<u32> = (0..rows).map(|i| (i % vocab) as u32).collect();
     let blocks = vec![0; longest.div_ceil(config.block_size)];
@@ -95,7 +103,9 @@ fn largest(rows: usize, longest: usize, vocab: usize, latent: bool, config: &Eng
             scored: &[],
         }
     });
-    Ok(Step::new(sequences, config.block_size)?)
+    let step = Step::new(sequences, config.block_size)?;
+    let states = (0..step.num_sequences() as u32).collect();
+    Ok(step.with_states(states, Vec::new(), Vec::new())?)
 }
 
 #[cfg(test)]
@@ -108,6 +118,7 @@ mod tests {
         let step = largest(100, 40, 7, false, &config).unwrap();
         assert_eq!((step.num_tokens(), step.num_sequences(), step.num_logits()), (100, 3, 3));
         assert_eq!((step.positions()[0], step.positions()[40], step.positions()[99]), (0, 0, 19));
+        assert_eq!(step.states(), [0, 1, 2]);
         let step = largest(30, 4000, 7, true, &config).unwrap();
         assert_eq!((step.num_tokens(), step.positions()[0], step.positions()[29]), (30, 3970, 3999));
     }

@@ -6,9 +6,9 @@ namespace moe {
 namespace {
 
 /// residual = round(residual + delta) if kAdd; out = residual / rms(residual) * weight.
-template <bool kAdd, class T, class S>
+template <bool kAdd, class T, class S, class W>
 __global__ void __launch_bounds__(kAnyThreads)
-    norm(const S* delta, S* residual, const T* weight, float eps, T* out, int width) {
+    norm(const S* delta, S* residual, const W* weight, float eps, T* out, int width) {
   pdl_wait();
   const size_t base = static_cast<size_t>(blockIdx.x) * width;
   float squares = 0;
@@ -39,33 +39,37 @@ __global__ void __launch_bounds__(kAnyThreads) softmax(const float* x, float* ou
 
 template <bool kAdd>
 int any_norm(const void* delta, void* residual, const void* weight, float eps, void* out, Dtype dtype,
-             Dtype stream_dtype, int rows, int width, void* stream) {
+             Dtype stream_dtype, Dtype weight_dtype, int rows, int width, void* stream) {
   if (rows < 0 || width < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   return with_stream(dtype, stream_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;
-    return launch(norm<kAdd, T, S>, {dim3(rows), dim3(kAnyThreads), stream}, static_cast<const S*>(delta),
-                  static_cast<S*>(residual), static_cast<const T*>(weight), eps, static_cast<T*>(out), width);
+    return with_stream(dtype, weight_dtype, [&](auto, auto w) {
+      using W = typename decltype(w)::type;
+      return launch(norm<kAdd, T, S, W>, {dim3(rows), dim3(kAnyThreads), stream}, static_cast<const S*>(delta),
+                    static_cast<S*>(residual), static_cast<const W*>(weight), eps, static_cast<T*>(out), width);
+    });
   });
 }
 
 }  // namespace
 }  // namespace moe
 
-/// out [rows, width] = x / rms(x) * weight. `weight` [width] and `out` are of `dtype`; x of `stream_dtype`, the same
-/// or f32.
+/// out [rows, width] = x / rms(x) * weight. `out` is of `dtype`; x of `stream_dtype` and `weight` [width] of
+/// `weight_dtype`, each the same or f32.
 extern "C" int moe_any_rms_norm(const void* x, const void* weight, float eps, void* out, moe::Dtype dtype,
-                                moe::Dtype stream_dtype, int rows, int width, void* stream) {
-  return moe::any_norm<false>(nullptr, const_cast<void*>(x), weight, eps, out, dtype, stream_dtype, rows, width,
-                              stream);
+                                moe::Dtype stream_dtype, moe::Dtype weight_dtype, int rows, int width, void* stream) {
+  return moe::any_norm<false>(nullptr, const_cast<void*>(x), weight, eps, out, dtype, stream_dtype, weight_dtype, rows,
+                              width, stream);
 }
 
 /// residual = round(residual + delta), then out = residual / rms(residual) * weight. `delta` and `residual` are of
-/// `stream_dtype`.
+/// `stream_dtype`; the other dtypes are the same as for moe_any_rms_norm.
 extern "C" int moe_any_add_rms_norm(const void* delta, void* residual, const void* weight, float eps, void* out,
-                                    moe::Dtype dtype, moe::Dtype stream_dtype, int rows, int width, void* stream) {
-  return moe::any_norm<true>(delta, residual, weight, eps, out, dtype, stream_dtype, rows, width, stream);
+                                    moe::Dtype dtype, moe::Dtype stream_dtype, moe::Dtype weight_dtype, int rows,
+                                    int width, void* stream) {
+  return moe::any_norm<true>(delta, residual, weight, eps, out, dtype, stream_dtype, weight_dtype, rows, width, stream);
 }
 
 /// out [rows, width] = softmax of the rows of x, f32.

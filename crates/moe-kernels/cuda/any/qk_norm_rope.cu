@@ -10,11 +10,11 @@ namespace {
 constexpr int kWarps = 8;
 constexpr uint32_t kNoSlot = 0xffffffffu;
 
-template <class T, class S, class Q>
+template <class T, class S, class Q, class W>
 struct RopeArgs {
   const S* qkv;     // [tokens, (heads + 2 kv_heads) head_dim]
-  const T* q_norm;  // [head_dim] or null
-  const T* k_norm;
+  const W* q_norm;  // [head_dim] or null
+  const W* k_norm;
   const float* cos;  // [angle_rows, head_dim / 2]
   const float* sin;
   const uint32_t* angle_index;  // [tokens] row of cos and sin, or null: token i has row i
@@ -28,8 +28,8 @@ struct RopeArgs {
 };
 
 /// to = rope(norm(x)) by one warp.
-template <class T, class S, class Q, class O>
-__device__ __forceinline__ void norm_rope(const RopeArgs<T, S, Q>& a, const S* x, const T* weight, size_t angles,
+template <class T, class S, class Q, class W, class O>
+__device__ __forceinline__ void norm_rope(const RopeArgs<T, S, Q, W>& a, const S* x, const W* weight, size_t angles,
                                           O* to) {
   const int lane = threadIdx.x % 32, half = a.head_dim / 2;
   float scale = 1;
@@ -47,8 +47,8 @@ __device__ __forceinline__ void norm_rope(const RopeArgs<T, S, Q>& a, const S* x
   }
 }
 
-template <class T, class S, class Q>
-__global__ void __launch_bounds__(kWarps * 32) qk_norm_rope(const RopeArgs<T, S, Q> a) {
+template <class T, class S, class Q, class W>
+__global__ void __launch_bounds__(kWarps * 32) qk_norm_rope(const RopeArgs<T, S, Q, W> a) {
   pdl_wait();
   const int all = a.heads + 2 * a.kv_heads, token = blockIdx.x;
   const int head = blockIdx.y * kWarps + threadIdx.x / 32;
@@ -71,10 +71,35 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope(const RopeArgs<T, S,
   for (int i = threadIdx.x % 32; i < a.head_dim; i += 32) a.v_cache[at + i] = narrow<T>(widen(x[i]));
 }
 
+template <class T, class S, class Q, class W>
+cudaError_t launch_rope(const QkNormRopeArgs& c, void* stream) {
+  const RopeArgs<T, S, Q, W> a = {static_cast<const S*>(c.qkv),
+                                  static_cast<const W*>(c.q_norm),
+                                  static_cast<const W*>(c.k_norm),
+                                  c.cos,
+                                  c.sin,
+                                  c.angle_index,
+                                  c.slots,
+                                  static_cast<Q*>(c.q_out),
+                                  static_cast<T*>(c.k_cache),
+                                  static_cast<T*>(c.v_cache),
+                                  c.eps,
+                                  c.tokens,
+                                  c.heads,
+                                  c.kv_heads,
+                                  c.head_dim,
+                                  c.block_size,
+                                  static_cast<uint32_t>(c.num_slots)};
+  const int64_t all = c.heads + 2 * static_cast<int64_t>(c.kv_heads);
+  const dim3 grid(c.tokens, static_cast<unsigned>(ceil_div(all, kWarps)));
+  return launch(qk_norm_rope<T, S, Q, W>, {grid, dim3(kWarps * 32), stream}, a);
+}
+
 }  // namespace
 }  // namespace moe
 
-/// Computes q_out and writes k and v to the cache's slots, from qkv. `stream_dtype` and `q_dtype` are `dtype` or f32.
+/// Computes q_out and writes k and v to the cache's slots, from qkv. `stream_dtype`, `q_dtype` and `norm_dtype` are
+/// `dtype` or f32.
 extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream) {
   using namespace moe;
   const QkNormRopeArgs& c = *args;
@@ -84,32 +109,15 @@ extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void*
   const int64_t all = c.heads + 2 * static_cast<int64_t>(c.kv_heads);
   if (all > 65535 * kWarps) return cudaErrorInvalidValue;
   if (c.tokens == 0 || all == 0) return cudaSuccess;
-  if (c.q_dtype != c.dtype && c.q_dtype != Dtype::kF32) return cudaErrorInvalidValue;
   return with_stream(c.dtype, c.stream_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;
-    const auto run = [&](auto q) {
+    return with_stream(c.dtype, c.q_dtype, [&](auto, auto q) {
       using Q = typename decltype(q)::type;
-      const RopeArgs<T, S, Q> a = {static_cast<const S*>(c.qkv),
-                                   static_cast<const T*>(c.q_norm),
-                                   static_cast<const T*>(c.k_norm),
-                                   c.cos,
-                                   c.sin,
-                                   c.angle_index,
-                                   c.slots,
-                                   static_cast<Q*>(c.q_out),
-                                   static_cast<T*>(c.k_cache),
-                                   static_cast<T*>(c.v_cache),
-                                   c.eps,
-                                   c.tokens,
-                                   c.heads,
-                                   c.kv_heads,
-                                   c.head_dim,
-                                   c.block_size,
-                                   static_cast<uint32_t>(c.num_slots)};
-      const dim3 grid(c.tokens, static_cast<unsigned>(ceil_div(all, kWarps)));
-      return launch(qk_norm_rope<T, S, Q>, {grid, dim3(kWarps * 32), stream}, a);
-    };
-    return c.q_dtype == c.dtype ? run(t) : run(Type<float>{});
+      return with_stream(c.dtype, c.norm_dtype, [&](auto, auto w) {
+        using W = typename decltype(w)::type;
+        return launch_rope<T, S, Q, W>(c, stream);
+      });
+    });
   });
 }

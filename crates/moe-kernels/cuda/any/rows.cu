@@ -76,6 +76,13 @@ __global__ void sigmoid(float* x, int64_t count) {
   for (int64_t i = element_start(); i < count; i += element_step()) x[i] = 1.f / (1.f + expf(-x[i]));
 }
 
+template <class T>
+__global__ void sigmoid_gate(const float* gate, T* x, int64_t count) {
+  pdl_wait();
+  for (int64_t i = element_start(); i < count; i += element_step())
+    x[i] = narrow<T>(widen(x[i]) * (1.f / (1.f + expf(-gate[i]))));
+}
+
 }  // namespace
 }  // namespace moe
 
@@ -183,4 +190,15 @@ extern "C" int moe_any_sigmoid(void* x, int64_t count, void* stream) {
   if (count < 0) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
   return launch(sigmoid, over_elements(count, stream), static_cast<float*>(x), count);
+}
+
+/// x [count] of `dtype` *= 1 / (1 + e^-gate) with gate [count] f32: output gates of attention.
+extern "C" int moe_any_sigmoid_gate(const void* gate, void* x, moe::Dtype dtype, int64_t count, void* stream) {
+  if (count < 0) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  return with_dtype(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    return launch(sigmoid_gate<T>, over_elements(count, stream), static_cast<const float*>(gate), static_cast<T*>(x),
+                  count);
+  });
 }

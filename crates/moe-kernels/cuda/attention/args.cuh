@@ -9,7 +9,7 @@ namespace moe {
 /// in f32; the kernel of `any/` takes every dtype.
 struct QkNormRopeArgs {
   const void* qkv;              // [tokens, (heads + 2 kv_heads) head_dim] of `stream_dtype`
-  const void* q_norm;           // [head_dim] of `dtype`, or null: no norm
+  const void* q_norm;           // [head_dim] of `norm_dtype`, or null: no norm
   const void* k_norm;           // the same as q_norm
   float eps;                    // of the norms
   const float* cos;             // [.., head_dim / 2]
@@ -19,7 +19,7 @@ struct QkNormRopeArgs {
   void* q_out;                  // [tokens, heads, head_dim] of `q_dtype`
   void* k_cache;                // [num_slots / block_size, kv_heads, block_size, head_dim] of `dtype`
   void* v_cache;                // the same as k_cache
-  Dtype dtype, stream_dtype, q_dtype;
+  Dtype dtype, stream_dtype, q_dtype, norm_dtype;
   int tokens, heads, kv_heads, head_dim, block_size;
   int64_t num_slots;  // slots from this one on write nothing to the cache
 };

@@ -210,7 +210,7 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
   const QkNormRopeArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 || c.heads <= 0 || c.kv_heads <= 0 || c.block_size <= 0 ||
       c.dtype != Dtype::kBf16 || c.stream_dtype != Dtype::kF32 || c.q_dtype != Dtype::kBf16 || c.num_slots < 0 ||
-      c.num_slots > kNoSlot)
+      c.num_slots > kNoSlot || (c.q_norm != nullptr && c.norm_dtype != Dtype::kBf16))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const Args a = {static_cast<const float*>(c.qkv),

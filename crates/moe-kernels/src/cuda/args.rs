@@ -117,7 +117,8 @@ arguments! {
     }
     QkNormRopeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots: In, q_out k_cache v_cache: Out,
-        dtype stream_dtype q_dtype: Dtype, tokens heads kv_heads head_dim block_size: i32, num_slots: i64,
+        dtype stream_dtype q_dtype norm_dtype: Dtype, tokens heads kv_heads head_dim block_size: i32,
+        num_slots: i64,
     }
     PagedAttentionArgs {
         q k_cache v_cache query_start_loc positions block_tables: In, out: Out, dtype q_dtype: Dtype,
@@ -203,6 +204,17 @@ arguments! {
     RopeRowsArgs {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
         cos sin: Out, rows: i32,
+    }
+    CausalConvArgs {
+        projected weight query_start_loc positions numbers: In, states out: Out,
+        tokens sequences num_states stride channels width: i32,
+    }
+    GatedDeltaArgs {
+        mixed projected a_log dt_bias query_start_loc positions numbers: In, states out: Out,
+        tokens sequences num_states key_heads value_heads key_dim value_dim: i32,
+    }
+    GatedNormArgs {
+        x z weight: In, out: Out, dtype: Dtype, rows heads dim stride: i32, eps: f32,
     }
     AnyLinearArgs {
         x w bias: In, out: Out, dtype out_dtype: Dtype, rows n k invariant: i32,

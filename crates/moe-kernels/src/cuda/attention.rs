@@ -31,7 +31,8 @@ pub(crate) fn qk_norm_rope_cache(
     let cuda = ex.cuda("qk_norm_rope_cache")?;
     let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view(), args.qkv, args.cos, args.sin];
     let call = call(args, false, k_cache.as_view(), aligned(&views));
-    let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16;
+    let norms = norm_dtype(args, k_cache.dtype());
+    let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16 && norms == k_cache.dtype();
     let fast =
         dtypes && args.qkv.rows() <= MAX_ROWS && AttentionForm::Prefill.fits(&call, &ex.machine()).is_ok();
     let block_size = k_cache.dims()[2];
@@ -48,6 +49,7 @@ pub(crate) fn qk_norm_rope_cache(
         dtype: Dtype::of(op, k_cache.dtype())?,
         stream_dtype: Dtype::of(op, args.qkv.dtype())?,
         q_dtype: Dtype::of(op, q_out.dtype())?,
+        norm_dtype: Dtype::of(op, norms)?,
         q_out: cuda.write(op, "q_out", &mut q_out)?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
         v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
@@ -64,6 +66,11 @@ pub(crate) fn qk_norm_rope_cache(
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
+/// The dtype of the norms of q and k: the model's, or f32.
+fn norm_dtype(args: &QkNormRope, model: DType) -> DType {
+    args.q_norm.or(args.k_norm).map_or(model, |norm| norm.dtype())
+}
+
 fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
     let dtype = k_cache.dtype();
@@ -76,6 +83,7 @@ fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> 
         value_dim: head_dim,
         latent: false,
         sinks: false,
+        f32_norms: norm_dtype(args, dtype) != dtype,
         dtype,
         block_size,
         aligned,

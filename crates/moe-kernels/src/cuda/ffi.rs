@@ -104,6 +104,11 @@ launchers! {
     moe_embed_part(table: In, ids: *const u32, out: Out, dtype out_dtype: Dtype, rows width first count: i32);
     moe_join_columns(parts: *const f32, out: *mut f32, rows width ranks: i32);
 
+    // linear attention; pointers aligned to elements
+    moe_causal_conv(args: *const CausalConvArgs);
+    moe_gated_delta(args: *const GatedDeltaArgs);
+    moe_gated_rms_norm(args: *const GatedNormArgs);
+
     // sampling
     moe_sample(
         logits: *const f32, params: In, uses: *mut u32, edits: In, slots: i32, masks: *const u32,
@@ -150,9 +155,13 @@ launchers! {
     moe_any_fill(out: Out, value: f32, count: i64);
     moe_any_sequence(out: Out, step: u32, count: i64);
     moe_any_sigmoid(x: Out, count: i64);
-    moe_any_rms_norm(x weight: In, eps: f32, out: Out, dtype stream_dtype: Dtype, rows width: i32);
+    moe_any_sigmoid_gate(gate: In, x: Out, dtype: Dtype, count: i64);
+    moe_any_rms_norm(
+        x weight: In, eps: f32, out: Out, dtype stream_dtype weight_dtype: Dtype, rows width: i32
+    );
     moe_any_add_rms_norm(
-        delta: In, residual: Out, weight: In, eps: f32, out: Out, dtype stream_dtype: Dtype, rows width: i32
+        delta: In, residual: Out, weight: In, eps: f32, out: Out, dtype stream_dtype weight_dtype: Dtype,
+        rows width: i32
     );
     moe_any_head_squares(qkv: In, squares: Out, tokens normed all head_dim: i32);
     moe_any_heads_norm(

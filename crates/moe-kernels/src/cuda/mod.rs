@@ -19,6 +19,7 @@ mod blas_lt;
 mod checks;
 mod checksum;
 pub(crate) mod counts;
+pub(crate) mod delta;
 mod device;
 mod expert_slots;
 mod experts;

@@ -48,7 +48,7 @@ impl AttentionMeta<'_> {
 pub struct QkNormRope<'a> {
     /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads.
     pub qkv: View<'a>,
-    /// \[D\] model dtype, on the CPU also f32: RMS norm weight of every q head.
+    /// \[D\] model dtype or f32: RMS norm weight of every q head.
     pub q_norm: Option<View<'a>>,
     /// \[D\] of the same dtype: RMS norm weight of every k head.
     pub k_norm: Option<View<'a>>,

@@ -1,6 +1,6 @@
 //! The gated activation alone, for gate and up products that were computed separately.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 
 use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::cpu::activation::{Gated, SigmoidGate};
@@ -70,14 +70,15 @@ pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mu
 /// | `x` | same dims, model dtype (f32, bf16, f16), updated |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; a context on a GPU.
+/// A wrong dtype or wrong dims.
 pub fn sigmoid_gate_into(gate: View, x: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "sigmoid_gate";
-    if ex.is_cuda() {
-        bail!("{op}: output gates have no GPU kernels yet; use the CPU")
-    }
     expect(op, "gate", &gate, DType::F32, x.dims())?;
     ex.launched(|| op);
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::sigmoid_gate(ex.cuda(op)?, op, gate, x);
+    }
     with_float!(x.dtype(), op, T => scale::<T>(gate, x, ex))
 }
 

@@ -36,7 +36,7 @@ const UNIT_EPS: f32 = 1e-6;
 /// | `out` | [T, C] f32 |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; a context on a GPU; row ranges that do not ascend; a sequence whose state does not
+/// A wrong dtype or wrong dims; on the CPU also row ranges that do not ascend, and a sequence whose state does not
 /// exist or is another one's, too.
 pub fn causal_conv_into(
     args: &CausalConv,
@@ -45,7 +45,6 @@ pub fn causal_conv_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "causal_conv";
-    refuse_gpu(op, ex)?;
     let (width, channels) = expect_matrix(op, "weight", &args.weight)?;
     let (t, projected) = expect_matrix(op, "projected", &args.projected)?;
     if !(1..=MAX_TAPS).contains(&width) || projected < channels {
@@ -58,6 +57,12 @@ pub fn causal_conv_into(
     let num_states = states.dims().first().copied().unwrap_or(0);
     expect(op, "states", &states, DType::F32, &[num_states, width - 1, channels])?;
     expect(op, "out", &out, DType::F32, &[t, channels])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        super::state_rows::check_rows(op, &args.rows, t)?;
+        ex.launched(|| op);
+        return crate::cuda::delta::causal_conv(args, states, out, ex);
+    }
     let sequences = check_sequences(op, &args.rows, t, num_states)?;
     ex.launched(|| op);
     zero_padding(&sequences, channels, out.cpu_mut()?);
@@ -153,8 +158,8 @@ impl Conv<'_> {
 /// | `out` | [T, Hv · Dv] f32 |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; a context on a GPU; key heads that do not divide the value heads; row ranges that do
-/// not ascend; a sequence whose state does not exist or is another one's, too; no memory left.
+/// A wrong dtype or wrong dims; key heads that do not divide the value heads; no memory left; on the CPU also row
+/// ranges that do not ascend, and a sequence whose state does not exist or is another one's, too.
 pub fn gated_delta_into(
     args: &GatedDelta,
     mut states: ViewMut,
@@ -162,7 +167,6 @@ pub fn gated_delta_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "gated_delta";
-    refuse_gpu(op, ex)?;
     let heads = args.heads;
     let DeltaHeads { key_heads, value_heads, key_dim, value_dim } = heads;
     if key_heads == 0 || !value_heads.is_multiple_of(key_heads) || key_dim == 0 || value_dim == 0 {
@@ -176,6 +180,12 @@ pub fn gated_delta_into(
     let num_states = states.dims().first().copied().unwrap_or(0);
     expect(op, "states", &states, DType::F32, &[num_states, value_heads, key_dim, value_dim])?;
     expect(op, "out", &out, DType::F32, &[t, heads.value_width()])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        super::state_rows::check_rows(op, &args.rows, t)?;
+        ex.launched(|| op);
+        return crate::cuda::delta::gated_delta(args, states, out, ex);
+    }
     let sequences = check_sequences(op, &args.rows, t, num_states)?;
     ex.launched(|| op);
     zero_padding(&sequences, heads.value_width(), out.cpu_mut()?);
@@ -317,10 +327,9 @@ impl Delta<'_> {
 /// | `out` | [T, Hv · Dv] model dtype (f32, bf16, f16) |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; a context on a GPU.
+/// A wrong dtype or wrong dims.
 pub fn gated_rms_norm_into(args: &GatedRmsNorm, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "gated_rms_norm";
-    refuse_gpu(op, ex)?;
     let heads = args.heads;
     let t = args.x.rows();
     expect(op, "x", &args.x, DType::F32, &[t, heads.value_width()])?;
@@ -328,6 +337,10 @@ pub fn gated_rms_norm_into(args: &GatedRmsNorm, out: ViewMut, ex: &mut Exec) -> 
     expect(op, "weight", &args.weight, DType::F32, &[heads.value_dim])?;
     expect_dims(op, "out", &out, &[t, heads.value_width()])?;
     ex.launched(|| op);
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::delta::gated_rms_norm(args, out, ex);
+    }
     with_float!(out.dtype(), op, T => gated_norm::<T>(args, out, ex))
 }
 
@@ -355,11 +368,4 @@ fn gated_norm<T: Lanes>(args: &GatedRmsNorm, mut out: ViewMut, ex: &Exec) -> Res
 fn zero_padding(sequences: &[StateSequence], width: usize, out: &mut [f32]) {
     let end = sequences.last().map_or(0, |sequence| sequence.rows.end);
     out[end * width..].fill(0.0);
-}
-
-fn refuse_gpu(op: &str, ex: &Exec) -> Result<()> {
-    if ex.is_cuda() {
-        bail!("{op}: linear attention has no GPU kernels yet; use the CPU")
-    }
-    Ok(())
 }

@@ -80,7 +80,7 @@ fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `weight` | \[D\] model dtype (f32, bf16, f16); on the CPU also f32 |
+/// | `weight` | \[D\] model dtype (f32, bf16, f16) or f32 |
 /// | `x` | [R, D] model dtype or f32 |
 /// | `out` | [R, D] model dtype |
 ///
@@ -105,14 +105,11 @@ pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exe
     })
 }
 
-/// Fails unless a norm's weight has `size` values in the dtype of the result, or on the CPU in f32. Some models
-/// multiply by one plus the stored weight, which has more digits than a model dtype.
+/// Fails unless a norm's weight has `size` values in the dtype of the result, or in f32. Some models multiply by one
+/// plus the stored weight, which has more digits than a model dtype.
 fn expect_norm_weight(op: &str, weight: &View, out: &ViewMut, size: usize) -> Result<()> {
     expect_dims(op, "weight", weight, &[size])?;
-    match out.is_cuda() {
-        true => expect_dtype(op, "weight", weight, out.dtype()),
-        false => expect_stream(op, "weight", weight, out.dtype()),
-    }
+    expect_stream(op, "weight", weight, out.dtype())
 }
 
 fn norm<T: Lanes, S: Lanes, W: Lanes>(
@@ -165,7 +162,7 @@ fn add<T: Lanes, S: Lanes>(x: View, mut acc: ViewMut, ex: &mut Exec) -> Result<(
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `weight` | \[H\] model dtype (f32, bf16, f16); on the CPU also f32 |
+/// | `weight` | \[H\] model dtype (f32, bf16, f16) or f32 |
 /// | `delta` | [T, H] model dtype or f32 |
 /// | `residual` | [T, H] dtype of `delta`, updated |
 /// | `out` | [T, H] model dtype |

@@ -74,8 +74,7 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     let width = hkv.checked_mul(2).and_then(|n| n.checked_add(hq)).and_then(|n| n.checked_mul(d));
     let Some(width) = width else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
     expect_dims(op, "qkv", &args.qkv, &[t, width])?;
-    // The CPU also takes both in f32.
-    let in_f32 = !k_cache.is_cuda() && args.q_norm.is_some_and(|norm| norm.dtype() == DType::F32);
+    let in_f32 = args.q_norm.is_some_and(|norm| norm.dtype() == DType::F32);
     let norms = if in_f32 { DType::F32 } else { dtype };
     for (name, weight) in [("q_norm", &args.q_norm), ("k_norm", &args.k_norm)] {
         expect_optional(op, name, weight.as_ref(), norms, &[d])?;

@@ -17,6 +17,18 @@ pub(super) struct StateSequence {
     pub begins: bool,
 }
 
+/// Checks dims and dtypes for a step of `t` rows, and returns the number of sequences.
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub(super) fn check_rows(op: &str, rows: &StateRows, t: usize) -> Result<usize> {
+    let s = rows.states.elem_count();
+    expect(op, "numbers of states", &rows.states, DType::U32, &[s])?;
+    expect(op, "query_start_loc", &rows.query_start_loc, DType::U32, &[s + 1])?;
+    expect(op, "positions", &rows.positions, DType::U32, &[t])?;
+    Ok(s)
+}
+
 /// The sequences of a step of `t` rows that have any, over `num_states` states.
 ///
 /// # Errors
@@ -28,10 +40,7 @@ pub(super) fn check_sequences(
     t: usize,
     num_states: usize,
 ) -> Result<Vec<StateSequence>> {
-    let s = rows.states.elem_count();
-    expect(op, "numbers of states", &rows.states, DType::U32, &[s])?;
-    expect(op, "query_start_loc", &rows.query_start_loc, DType::U32, &[s + 1])?;
-    expect(op, "positions", &rows.positions, DType::U32, &[t])?;
+    let s = check_rows(op, rows, t)?;
     let starts = rows.query_start_loc.cpu::<u32>()?;
     let states = rows.states.cpu::<u32>()?;
     let positions = rows.positions.cpu::<u32>()?;

@@ -42,6 +42,8 @@ pub struct AttentionCall {
     pub latent: bool,
     /// Whether heads have sinks.
     pub sinks: bool,
+    /// Whether the norms of q and k have weights in f32 next to a model in another dtype.
+    pub f32_norms: bool,
     /// Dtype of the cache.
     pub dtype: DType,
     /// Slots of a block of the cache; `None` in a plan, where there is no cache yet.
@@ -99,6 +101,9 @@ impl Form for AttentionForm {
                 machine.expect_batch_variant()?;
                 if !call.one_row_each {
                     return Err(Reason::OneRowEach);
+                }
+                if call.f32_norms {
+                    return Err(Reason::Part { part: "norms of q and k with weights in f32" });
                 }
                 expect_at_most("rows", MAX_ROWS, call.rows)?;
                 call.expect_fast()
@@ -203,6 +208,7 @@ mod tests {
                 value_dim: head_dim,
                 latent: false,
                 sinks: false,
+                f32_norms: false,
                 dtype: DType::BF16,
                 block_size,
                 aligned: true,
@@ -233,6 +239,7 @@ mod tests {
             value_dim: 512,
             latent: true,
             sinks: false,
+            f32_norms: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,

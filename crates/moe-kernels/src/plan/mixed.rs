@@ -143,6 +143,7 @@ mod tests {
             value_dim: 128,
             latent: false,
             sinks: false,
+            f32_norms: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,

@@ -262,6 +262,8 @@ impl DeviceRunner {
             Some(routing) => routing.force(context, shape.rows, ex)?,
             None => None,
         };
+        // Copies of states are not in graphs: most steps have none. The device makes them in the order of the steps.
+        kv.restore(step.restores(), ex)?;
         context.padded = bucket.is_some();
         let asked = Asked { masks: sampling.masked, ..Asked::of(sampling.rows()) };
         let launched = trace_span!("launch").in_scope(|| match bucket {
@@ -269,6 +271,7 @@ impl DeviceRunner {
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
         });
         launched?;
+        kv.save(step.saves(), ex)?;
         if asked.masks {
             self.unsampled = Some(Unsampled { shape, asked, rows, begin });
             return Ok((shape.logits, None));

@@ -122,6 +122,16 @@ pub(crate) fn sigmoid(cuda: &CudaExec, op: &str, mut x: ViewMut) -> Result<()> {
     cuda.check(op, unsafe { ffi::moe_any_sigmoid(x, n, stream) })
 }
 
+pub(crate) fn sigmoid_gate(cuda: &CudaExec, op: &str, gate: View, mut x: ViewMut) -> Result<()> {
+    let n = count(op, x.elem_count())?;
+    let dtype = Dtype::of(op, x.dtype())?;
+    let gate = cuda.read(op, "gate", gate)?;
+    let x = cuda.write(op, "x", &mut x)?;
+    let stream = cuda.raw()?;
+    // SAFETY: see above.
+    cuda.check(op, unsafe { ffi::moe_any_sigmoid_gate(gate, x, dtype, n, stream) })
+}
+
 pub(crate) fn rms_norm(
     cuda: &CudaExec,
     op: &str,
@@ -132,15 +142,16 @@ pub(crate) fn rms_norm(
 ) -> Result<()> {
     let rows = int(op, x.rows())?;
     let width = int(op, x.dims()[1])?;
-    let dtype = Dtype::of(op, weight.dtype())?;
+    let dtype = Dtype::of(op, out.dtype())?;
     let stream_dtype = Dtype::of(op, x.dtype())?;
+    let weight_dtype = Dtype::of(op, weight.dtype())?;
     let x = cuda.read(op, "x", x)?;
     let weight = cuda.read(op, "weight", weight)?;
     let out = cuda.write(op, "out", &mut out)?;
     let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
-        ffi::moe_any_rms_norm(x, weight, eps, out, dtype, stream_dtype, rows, width, stream)
+        ffi::moe_any_rms_norm(x, weight, eps, out, dtype, stream_dtype, weight_dtype, rows, width, stream)
     })
 }
 
@@ -155,8 +166,9 @@ pub(crate) fn add_rms_norm(
 ) -> Result<()> {
     let rows = int(op, delta.rows())?;
     let width = int(op, delta.dims()[1])?;
-    let dtype = Dtype::of(op, weight.dtype())?;
+    let dtype = Dtype::of(op, out.dtype())?;
     let stream_dtype = Dtype::of(op, delta.dtype())?;
+    let weight_dtype = Dtype::of(op, weight.dtype())?;
     let delta = cuda.read(op, "delta", delta)?;
     let weight = cuda.read(op, "weight", weight)?;
     let residual = cuda.write(op, "residual", &mut residual)?;
@@ -164,7 +176,19 @@ pub(crate) fn add_rms_norm(
     let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
-        ffi::moe_any_add_rms_norm(delta, residual, weight, eps, out, dtype, stream_dtype, rows, width, stream)
+        ffi::moe_any_add_rms_norm(
+            delta,
+            residual,
+            weight,
+            eps,
+            out,
+            dtype,
+            stream_dtype,
+            weight_dtype,
+            rows,
+            width,
+            stream,
+        )
     })
 }
 

@@ -132,6 +132,7 @@ impl Inputs<'_> {
             value_dim: if v_cache.dims()[3] == value_dim || one_cache { value_dim } else { 0 },
             latent,
             sinks: meta.sinks.is_some(),
+            f32_norms: false,
             dtype: k_cache.dtype(),
             block_size: Some(k_cache.dims()[2]),
             aligned: aligned(&[q, k_cache, v_cache]) && out_aligned,
