@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device};
 use candle_nn::var_builder::SimpleBackend;
 use model_families::ALL;
-use model_runtime::{Config, DummyWeights, Geometry};
+use model_runtime::{Config, DummyWeights, Geometry, is_gate_up_pack};
 use moe_comm::ParallelConfig;
-use moe_engine::LoadOptions;
+use moe_engine::{LoadOptions, MemoryPlan};
 use moe_quant::safetensors::tensor::TensorView;
 use moe_quant::safetensors::{Dtype, serialize_to_file};
 use moe_quant::{Format, GgmlBlock, GgmlType};
@@ -264,6 +264,42 @@ fn every_family_has_the_logits_of_its_floats() {
     for (seed, config) in (1..).zip([&qwen3(), QWEN2, OLMOE, MIXTRAL, GLM4, GPT_OSS, QWEN3_NEXT, &qwen35()]) {
         compare(config, &[Q4K, Q6K, Q5K], seed);
         compare(config, &[Q8_0, Iq4Nl, Q4_0, Q2K, Mxfp4, Q5_1, Q4K], seed + 10);
+    }
+}
+
+/// The memory plan counts the matrices that a layer loads as floats in bf16, and the others as the file has them.
+#[test]
+fn the_plan_counts_floats_as_floats() {
+    let rotated = ["q_proj", "k_proj", "v_proj"];
+    let linear = ["q_proj", "k_proj", "v_proj", "in_proj_qkvz", "in_proj_ba"];
+    let reordered = ["q_proj", "k_proj", "v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"];
+    let cases: [(&str, &[&str]); 4] =
+        [(QWEN2, &[]), (GLM4, &rotated), (QWEN3_NEXT, &linear), (&qwen35(), &reordered)];
+    for (config, floats) in cases {
+        let made = make(config, &[GgmlType::Q4K], 5);
+        let checkpoint = model_runtime::Checkpoint::open(&made.file).unwrap();
+        let model = ALL.parse(&checkpoint.config).unwrap();
+        let layout = model.layout(&Geometry::default(), &|name| !is_gate_up_pack(name)).unwrap();
+        let quantisation = checkpoint.quantisation.as_ref().unwrap();
+        let mut expected = 0;
+        let mut more = 0;
+        for spec in &layout.tensors {
+            let elements: usize = spec.shape.iter().product();
+            let bytes = match (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) {
+                (Some("model.embed_tokens"), _) => 2 * elements,
+                (Some(module), &[n, k]) => {
+                    let stored = quantisation.scheme_of(module).unwrap().matrix_bytes((n, k), DType::BF16);
+                    let is_float = floats.iter().any(|name| module.ends_with(name));
+                    more += if is_float { 2 * elements - stored } else { 0 };
+                    if is_float { 2 * elements } else { stored }
+                }
+                _ => 2 * elements,
+            };
+            expected += bytes as u64;
+        }
+        let plan = MemoryPlan::of(model.as_ref(), &checkpoint.config, Some(quantisation)).unwrap();
+        assert_eq!(plan.weights, expected, "{config}");
+        assert_eq!(more > 0, !floats.is_empty(), "{config}");
     }
 }
 

@@ -89,7 +89,11 @@ impl Footprint {
             let name = held.stored.name.as_str();
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
                 // An embedding is held in floats, however a GGUF file stores it.
-                (Some(config), Some(module)) if held.stored.shape.len() == 2 && module != embedding => {
+                (Some(config), Some(module))
+                    if held.stored.shape.len() == 2
+                        && module != embedding
+                        && !layout.floats.contains(name) =>
+                {
                     config.scheme_of(module)?
                 }
                 _ => QuantScheme::NONE,

@@ -160,7 +160,7 @@ impl Attention {
 
 impl AttentionConfig {
     /// Whether kernels read the rows of q, k and v in the order in which they are stored.
-    fn is_in_stored_order(&self) -> bool {
+    pub(super) fn is_in_stored_order(&self) -> bool {
         self.is_in_rotated_order() && !self.output_gate
     }
 

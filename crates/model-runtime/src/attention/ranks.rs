@@ -60,6 +60,9 @@ impl AttentionConfig {
             (names.v, num_kv_heads * d, &kv),
         ] {
             list.rows(format!("{prefix}.{name}.weight"), [rows, h], held.clone());
+            if !self.is_in_stored_order() {
+                list.floats.insert(format!("{prefix}.{name}.weight"));
+            }
             if self.qkv_bias {
                 list.part(format!("{prefix}.{name}.bias"), &[rows], std::slice::from_ref(held));
             }

@@ -28,6 +28,8 @@ pub struct TensorLayout {
     pub packs: Vec<TensorSlice>,
     /// Stored tensors of which this rank holds nothing: experts of other ranks that are stored one by one.
     pub absent: Vec<String>,
+    /// Matrices that a layer loads as floats, even if the checkpoint has quantised them.
+    pub floats: HashSet<String>,
     /// The rank's place.
     pub geometry: Geometry,
 }
@@ -55,8 +57,8 @@ pub struct SharedPacks<'a> {
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
-        let (tensors, slices, elsewhere, packs, absent) = Default::default();
-        Self { tensors, slices, elsewhere, packs, absent, geometry: geometry.clone() }
+        let (tensors, slices, elsewhere, packs, absent, floats) = Default::default();
+        Self { tensors, slices, elsewhere, packs, absent, floats, geometry: geometry.clone() }
     }
 
     /// The number of elements of each stored tensor that this rank holds.

@@ -88,6 +88,9 @@ impl LinearAttentionConfig {
         let mut qkv = vec![of_keys.clone(), shifted(&of_keys, key_width)];
         qkv.extend(of_values.iter().map(|run| shifted(run, 2 * key_width)));
         let [qkvz, ba] = self.grouped_rows();
+        // The input product is one matrix of several tensors.
+        let input = [names.qkvz, names.ba, names.qkv, names.z, names.b, names.a];
+        list.floats.extend(input.map(name));
         match has(&name(names.qkvz)) {
             true => list.rows(name(names.qkvz), [heads.key_heads * qkvz, h], wide(&keys, qkvz)),
             false => {
@@ -110,7 +113,10 @@ impl LinearAttentionConfig {
         list.whole(name(names.norm), &[heads.value_dim]);
         match self.reorders_values() {
             // A rank takes its columns when it has the matrix in floats.
-            true => list.whole(name(names.o), &[h, heads.value_width()]),
+            true => {
+                list.whole(name(names.o), &[h, heads.value_width()]);
+                list.floats.insert(name(names.o));
+            }
             false => list.columns(name(names.o), [h, heads.value_width()], wide(&values, heads.value_dim)),
         }
         Ok(())
