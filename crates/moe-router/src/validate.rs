@@ -6,6 +6,12 @@ use crate::error::{RouterError, refuse};
 /// Expert maps hold local slots as i32, so ids stay below this.
 const MAX_EXPERTS: usize = i32::MAX as usize;
 
+/// What messages call the counts of experts: the fields of [`RouterConfig`], or the keys that gave them.
+pub(crate) struct CountNames {
+    pub num_experts: &'static str,
+    pub top_k: String,
+}
+
 impl RouterConfig {
     /// Checks the configuration.
     ///
@@ -13,9 +19,14 @@ impl RouterConfig {
     ///
     /// A [`RouterError`] for the first rule that is broken.
     pub fn validate(&self) -> Result<(), RouterError> {
-        self.validate_counts()?;
+        self.validate_as(&CountNames { num_experts: "num_experts", top_k: "top_k".to_string() })
+    }
+
+    /// [`validate`](Self::validate) with names for messages.
+    pub(crate) fn validate_as(&self, names: &CountNames) -> Result<(), RouterError> {
+        self.validate_counts(names)?;
         self.validate_numbers()?;
-        self.validate_selection()?;
+        self.validate_selection(names)?;
         if self.num_zero_experts > 0 && !(self.selection == Selection::TopK && self.correction_bias) {
             refuse!(
                 Contradiction,
@@ -29,7 +40,7 @@ impl RouterConfig {
         if self.apply_router_weight_on_input && self.num_slots() != 1 {
             refuse!(
                 Contradiction,
-                "apply_router_weight_on_input is only implemented for topk = 1, got {} slots per token ({} routed, {} \
+                "apply_router_weight_on_input is only implemented for top_k = 1, got {} slots per token ({} routed, {} \
                  fused shared)",
                 self.num_slots(),
                 self.top_k,
@@ -39,9 +50,9 @@ impl RouterConfig {
         Ok(())
     }
 
-    fn validate_counts(&self) -> Result<(), RouterError> {
-        not_zero("num_experts", self.num_experts)?;
-        not_zero("num_experts_per_tok", self.top_k)?;
+    fn validate_counts(&self, names: &CountNames) -> Result<(), RouterError> {
+        not_zero(names.num_experts, self.num_experts)?;
+        not_zero("top_k", self.top_k)?;
         let total = self.num_experts.checked_add(self.num_zero_experts);
         let total = total.and_then(|n| n.checked_add(self.num_fused_shared_experts));
         if total.is_none_or(|n| n > MAX_EXPERTS) {
@@ -57,7 +68,8 @@ impl RouterConfig {
         if self.top_k > self.num_logits() {
             refuse!(
                 Contradiction,
-                "num_experts_per_tok = {} exceeds the {} experts of the router",
+                "{} = {} exceeds the {} experts of the router",
+                names.top_k,
                 self.top_k,
                 self.num_logits()
             )
@@ -78,11 +90,11 @@ impl RouterConfig {
         Ok(())
     }
 
-    fn validate_selection(&self) -> Result<(), RouterError> {
+    fn validate_selection(&self, names: &CountNames) -> Result<(), RouterError> {
         match self.selection {
             Selection::TopK => Ok(()),
             Selection::Grouped { num_expert_group, topk_group } => {
-                self.validate_groups(num_expert_group, topk_group)
+                self.validate_groups(num_expert_group, topk_group, names)
             }
             Selection::Hash { vocab_size: 0 } => not_zero("vocab_size", 0),
             _ if self.correction_bias => refuse!(
@@ -94,7 +106,12 @@ impl RouterConfig {
         }
     }
 
-    fn validate_groups(&self, num_expert_group: usize, topk_group: usize) -> Result<(), RouterError> {
+    fn validate_groups(
+        &self,
+        num_expert_group: usize,
+        topk_group: usize,
+        names: &CountNames,
+    ) -> Result<(), RouterError> {
         not_zero("num_expert_group", num_expert_group)?;
         not_zero("topk_group", topk_group)?;
         if !self.num_experts.is_multiple_of(num_expert_group) {
@@ -113,8 +130,8 @@ impl RouterConfig {
         if self.top_k > left {
             refuse!(
                 Contradiction,
-                "num_experts_per_tok = {} exceeds the {left} experts that {topk_group} groups of {experts_per_group} \
-                 leave",
+                "{} = {} exceeds the {left} experts that {topk_group} groups of {experts_per_group} leave",
+                names.top_k,
                 self.top_k
             )
         }
@@ -129,7 +146,7 @@ impl RouterConfig {
     }
 }
 
-fn not_zero(name: &'static str, value: usize) -> Result<(), RouterError> {
+pub(crate) fn not_zero(name: &'static str, value: usize) -> Result<(), RouterError> {
     if value == 0 {
         return Err(range(name, "at least 1", value));
     }

@@ -150,7 +150,7 @@ fn faults_are_found_before_experts_are_read() -> Result<()> {
     let missing = said(&plain);
     assert!(missing.contains("experts.3.gate_proj.weight"), "{missing}");
     for (options, want) in [
-        (BlockOptions::new(router(5), 8, 6), "num_experts_per_tok = 5 exceeds the 4 experts of the router"),
+        (BlockOptions::new(router(5), 8, 6), "top_k = 5 exceeds the 4 experts of the router"),
         (BlockOptions::new(router(2), 8, 0), "`intermediate_size`: expected at least 1, got 0"),
         (BlockOptions::new(router(2), 9, 6), "shape mismatch"),
         (BlockOptions::new(router(2), usize::MAX, 6), "overflow"),

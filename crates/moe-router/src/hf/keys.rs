@@ -75,8 +75,18 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// An absent key without a `default`; another type; two spellings that disagree.
     pub fn required(&self, names: &[&'static str], default: Option<usize>) -> Result<usize> {
-        match self.count(names)?.or(default) {
-            Some(n) => Ok(n),
+        Ok(self.required_named(names, default)?.1)
+    }
+
+    /// [`required`](Self::required) with the spelling that gave it; the first one for a default.
+    pub(super) fn required_named(
+        &self,
+        names: &[&'static str],
+        default: Option<usize>,
+    ) -> Result<(&'static str, usize)> {
+        let stored = self.typed(names, "a non-negative integer")?;
+        match stored.or(names.first().copied().zip(default)) {
+            Some(named) => Ok(named),
             None => Err(RouterError::Missing { keys: names.to_vec() }),
         }
     }

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::config::{RouterConfig, Scoring, Selection};
 use crate::error::{RouterError, refuse};
+use crate::validate::{CountNames, not_zero};
 use profile::{Method, Profile};
 
 pub use keys::Keys;
@@ -89,11 +90,13 @@ impl RouterConfig {
         let (profile, known) = profile_of(keys)?;
         let choice = choose_method(keys, &profile, known)?;
         let num_fused_shared_experts = keys.count(&["num_fused_shared_experts"])?.unwrap_or(0);
-        let slots = keys.required(&TOP_K, profile.top_k)?;
+        let (top_k_key, slots) = keys.required_named(&TOP_K, profile.top_k)?;
+        let (num_experts_key, num_experts) = keys.required_named(&NUM_EXPERTS, profile.num_experts)?;
+        not_zero(top_k_key, slots)?;
         if num_fused_shared_experts > 0 && slots <= num_fused_shared_experts {
             refuse!(
                 Contradiction,
-                "num_experts_per_tok = {slots} counts the fused shared experts and must exceed \
+                "{top_k_key} = {slots} counts the fused shared experts and must exceed \
                  num_fused_shared_experts = {num_fused_shared_experts}"
             )
         }
@@ -114,9 +117,13 @@ impl RouterConfig {
             apply_router_weight_on_input: keys
                 .flag(&["apply_router_weight_on_input"])?
                 .map_or(profile.weight_on_input, |(_, b)| b),
-            ..Self::new(keys.required(&NUM_EXPERTS, profile.num_experts)?, slots - num_fused_shared_experts)
+            ..Self::new(num_experts, slots - num_fused_shared_experts)
         };
-        out.validate()?;
+        let top_k = match num_fused_shared_experts {
+            0 => top_k_key.to_string(),
+            _ => format!("{top_k_key} - num_fused_shared_experts"),
+        };
+        out.validate_as(&CountNames { num_experts: num_experts_key, top_k })?;
         Ok(out)
     }
 

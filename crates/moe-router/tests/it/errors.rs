@@ -22,6 +22,13 @@ fn grouped(num_expert_group: usize, topk_group: usize) -> Selection {
 fn invalid_configurations() {
     let new = RouterConfig::new(8, 2);
     let table = [
+        (RouterConfig::new(8, 0), "top_k must be at least 1, got 0"),
+        (RouterConfig::new(0, 2), "num_experts must be at least 1, got 0"),
+        (RouterConfig::new(8, 9), "top_k = 9 exceeds the 8 experts of the router"),
+        (
+            RouterConfig { selection: grouped(4, 1), top_k: 3, ..new.clone() },
+            "top_k = 3 exceeds the 2 experts that 1 groups of 2 leave",
+        ),
         (
             RouterConfig { selection: grouped(0, 1), ..new.clone() },
             "num_expert_group must be at least 1, got 0",
@@ -58,7 +65,7 @@ fn invalid_configurations() {
                 num_fused_shared_experts: 1,
                 ..RouterConfig::new(8, 1)
             },
-            "apply_router_weight_on_input is only implemented for topk = 1, got 2 slots per token (1 routed, 1 \
+            "apply_router_weight_on_input is only implemented for top_k = 1, got 2 slots per token (1 routed, 1 \
              fused shared)",
         ),
         (

@@ -239,6 +239,23 @@ fn every_fault_has_its_message() {
             infinilm(json!({"num_experts_per_tok": 17})),
             "num_experts_per_tok = 17 exceeds the 16 experts of the router",
         ),
+        // The key that gave the number is named, in the spelling of the config.
+        (
+            json!({"scoring_func": "softmax", "n_routed_experts": 4, "moe_topk": 5}),
+            "moe_topk = 5 exceeds the 4 experts of the router",
+        ),
+        (
+            json!({"scoring_func": "softmax", "n_routed_experts": 4, "moe_k": 0}),
+            "moe_k must be at least 1, got 0",
+        ),
+        (
+            json!({"scoring_func": "softmax", "moe_num_experts": 0, "moe_k": 1}),
+            "moe_num_experts must be at least 1, got 0",
+        ),
+        (
+            infinilm(json!({"num_experts_per_tok": 19, "num_fused_shared_experts": 2})),
+            "num_experts_per_tok - num_fused_shared_experts = 17 exceeds the 16 experts of the router",
+        ),
         (
             infinilm(json!({"num_experts": 9_000_000_000u64})),
             "9000000000 experts, 0 zero experts and 0 fused shared experts are more than the 2147483647 that \
@@ -304,7 +321,7 @@ fn every_fault_has_its_message() {
         ),
         (
             infinilm(json!({"apply_router_weight_on_input": true})),
-            "apply_router_weight_on_input is only implemented for topk = 1, got 4 slots per token (4 routed, 0 fused \
+            "apply_router_weight_on_input is only implemented for top_k = 1, got 4 slots per token (4 routed, 0 fused \
              shared)",
         ),
         (
