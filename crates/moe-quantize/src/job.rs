@@ -145,7 +145,7 @@ impl<'a> Job<'a> {
         weights: &[f32],
         matrix: &IntMatrix,
     ) -> Result<()> {
-        self.report.add(weights, &matrix.weights());
+        self.report.add(weights, &matrix.weights()?);
         let scales = self.settings.scale_dtype(dtype);
         for tensor in pack(&linear.module, linear.format, matrix, scales)? {
             self.writer.write(&format!("{}.{}", linear.module, tensor.spec.suffix), &tensor.bytes)?;

@@ -80,7 +80,7 @@ fn integers(format: Format) -> Result<[Tensors; 2]> {
             let stored = tensor(part.spec.dtype, &part.spec.shape, &part.bytes)?;
             quantised.insert(format!("{module}.{}", part.spec.suffix), stored);
         }
-        let floats = Tensor::from_vec(matrix.weights(), (n, k), &Device::Cpu)?;
+        let floats = Tensor::from_vec(matrix.weights()?, (n, k), &Device::Cpu)?;
         plain.insert(format!("{module}.weight"), floats);
     }
     Ok([quantised, plain])

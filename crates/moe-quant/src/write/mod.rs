@@ -33,8 +33,11 @@ pub struct IntMatrix {
 
 impl IntMatrix {
     /// The weights \[n, k\] that it stands for, in f32.
-    pub fn weights(&self) -> Vec<f32> {
-        let groups = self.scale.len() / self.n.max(1);
+    ///
+    /// # Errors
+    /// Lists whose lengths do not fit `n` and `k`: the error names the list.
+    pub fn weights(&self) -> Result<Vec<f32>, QuantError> {
+        let groups = self.groups().map_err(|problem| QuantError::matrix("IntMatrix", problem))?;
         let size = self.k / groups.max(1);
         let group = |column: usize| self.g_idx.as_ref().map_or(column / size.max(1), |g| g[column] as usize);
         let of_column: Vec<usize> = (0..self.k).map(group).collect();
@@ -45,7 +48,38 @@ impl IntMatrix {
                 self.scale[at] * f32::from(i16::from(*q) - i16::from(self.zero[at]))
             }));
         }
-        weights
+        Ok(weights)
+    }
+
+    /// The groups of a row, if all lists have the lengths that they imply and all columns are in a group.
+    fn groups(&self) -> Result<usize, String> {
+        let Self { n, k, .. } = *self;
+        let scales = self.scale.len();
+        let integers = n.checked_mul(k).ok_or(format!("[{n}, {k}] are more integers than memory holds"))?;
+        if self.q.len() != integers {
+            return Err(format!("expected `q` with n * k = {integers} integers, got {}", self.q.len()));
+        }
+        if integers == 0 {
+            return Ok(0);
+        }
+        let groups = scales / n;
+        if groups == 0 || scales != groups * n || !k.is_multiple_of(groups) {
+            return Err(format!(
+                "expected `scale` with one scale for each of n = {n} rows and each group of equal parts of k = {k} \
+                 columns, got {scales} scales"
+            ));
+        }
+        if self.zero.len() != scales {
+            return Err(format!("expected `zero` as long as `scale`, {scales}, got {}", self.zero.len()));
+        }
+        let Some(g_idx) = &self.g_idx else { return Ok(groups) };
+        if g_idx.len() != k {
+            return Err(format!("expected `g_idx` with k = {k} groups of columns, got {}", g_idx.len()));
+        }
+        match g_idx.iter().find(|group| **group as usize >= groups) {
+            Some(group) => Err(format!("expected groups below {groups} in `g_idx`, got {group}")),
+            None => Ok(groups),
+        }
     }
 }
 

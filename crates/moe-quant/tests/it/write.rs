@@ -48,7 +48,7 @@ proptest! {
         }
         let find = |suffix: &str| written.iter().find(|t| t.spec.suffix == suffix).map(view);
         let reader = Reader::new("m", format, (m.n, m.k), find).unwrap();
-        prop_assert_eq!(dequantise(&reader).unwrap(), matrix.weights());
+        prop_assert_eq!(dequantise(&reader).unwrap(), matrix.weights().unwrap());
         let mut rows = Default::default();
         reader.read(0..m.n, &mut rows).unwrap();
         if reader.perm().is_none() {
@@ -193,4 +193,36 @@ fn a_matrix_that_does_not_fit_its_format_is_refused() {
     matrix.g_idx = Some(vec![2; 16]);
     let error = pack("m", ordered, &matrix, Dtype::F32).unwrap_err().to_string();
     assert!(error.contains("group 2, but there are 2"), "{error}");
+}
+
+/// The fields are public, so a matrix may have lists of any length.
+#[test]
+fn weights_of_a_malformed_matrix_are_an_error() {
+    let broken = |change: fn(&mut IntMatrix)| {
+        let (_, mut matrix) = sound();
+        change(&mut matrix);
+        matrix.weights().unwrap_err().to_string()
+    };
+    assert_eq!(sound().1.weights().unwrap(), [-2.5; 32]);
+    let scales = "expected `scale` with one scale for each of n = 2 rows";
+    for (change, part) in [
+        ((|m| m.q.truncate(31)) as fn(&mut IntMatrix), "expected `q` with n * k = 32 integers, got 31"),
+        (|m| m.q.push(0), "expected `q` with n * k = 32 integers, got 33"),
+        (|m| m.n = usize::MAX, "more integers than memory holds"),
+        (|m| m.n = 0, "expected `q` with n * k = 0 integers, got 32"),
+        (|m| m.scale.clear(), scales),
+        (|m| m.scale.truncate(3), scales),
+        (|m| m.scale = vec![0.5; 6], scales),
+        (|m| m.scale = vec![0.5; 64], scales),
+        (|m| m.zero.truncate(3), "expected `zero` as long as `scale`, 4, got 3"),
+        (|m| m.zero.clear(), "expected `zero` as long as `scale`, 4, got 0"),
+        (|m| m.g_idx = Some(vec![0; 15]), "expected `g_idx` with k = 16 groups of columns, got 15"),
+        (|m| m.g_idx = Some(vec![2; 16]), "expected groups below 2 in `g_idx`, got 2"),
+    ] {
+        let error = broken(change);
+        assert!(error.contains(part), "expected {part:?} in {error:?}");
+    }
+    assert_eq!(IntMatrix::default().weights().unwrap(), [0f32; 0]);
+    let no_columns = IntMatrix { n: 3, ..IntMatrix::default() };
+    assert_eq!(no_columns.weights().unwrap(), [0f32; 0]);
 }

@@ -100,7 +100,7 @@ impl<'a, 'b> Layer<'a, 'b> {
         let matrix = match seen {
             Ok((hessian, feedback)) => {
                 let matrix = gptq(&grid, &weights, (n, k), feedback).with_context(named)?;
-                let error = hessian.output_error(&weights, &matrix.weights()).with_context(named)?;
+                let error = hessian.output_error(&weights, &matrix.weights()?).with_context(named)?;
                 self.job.report.add_output_error(error);
                 matrix
             }
@@ -110,7 +110,7 @@ impl<'a, 'b> Layer<'a, 'b> {
             }
         };
         self.job.write_linear(&linear, dtype, &weights, &matrix)?;
-        self.weights.0.insert(name, Tensor::from_vec(matrix.weights(), (n, k), &Device::Cpu)?);
+        self.weights.0.insert(name, Tensor::from_vec(matrix.weights()?, (n, k), &Device::Cpu)?);
         Ok(())
     }
 
@@ -122,7 +122,9 @@ impl<'a, 'b> Layer<'a, 'b> {
         match self.waiting.into_keys().next() {
             None => Ok(()),
             Some(module) => {
-                bail!("calibration does not know the inputs of {module}; use --method rtn, or --ignore it")
+                bail!(
+                    "calibration does not know the inputs of {module}; use `method` rtn, or name it in `ignore`"
+                )
             }
         }
     }

@@ -65,13 +65,13 @@ fn halves_the_error_of_rounding_where_inputs_go_together() {
                 for zero_point in [false, true] {
                     let plain = Grid::new(format(bits, group, zero_point, false), Dtype::F16).unwrap();
                     let nearest = round_to_nearest(&plain, &weights, n, k).unwrap();
-                    let nearest = hessian.output_error(&weights, &nearest.weights()).unwrap();
+                    let nearest = hessian.output_error(&weights, &nearest.weights().unwrap()).unwrap();
                     // In order; in an order of their own; in another order, but with groups in order.
                     let by_row = group == QuantGroup::Channel;
                     for (act_order, reorder) in [(false, false), (!by_row, true), (false, true)] {
                         let grid = Grid::new(format(bits, group, zero_point, act_order), Dtype::F16).unwrap();
                         let made = gptq(&grid, &weights, (n, k), &feedback(&hessian, reorder)).unwrap();
-                        let error = hessian.output_error(&weights, &made.weights()).unwrap();
+                        let error = hessian.output_error(&weights, &made.weights().unwrap()).unwrap();
                         assert!(
                             error < 0.5 * nearest,
                             "{bits} {group:?} {zero_point} {act_order}: {error} {nearest}"
