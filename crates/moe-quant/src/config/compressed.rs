@@ -18,6 +18,9 @@ use crate::format::{Format, Fp4Tensors, IntFormat, MX_BLOCK, NV_BLOCK};
 const FORMATS: [&str; 5] =
     ["pack-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"];
 
+/// What `config_groups` holds, for errors.
+const GROUPS: &str = "groups of modules with their `weights`";
+
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     refuse_transforms(header)?;
     // Checkpoints of 2024 call themselves frozen and are compressed all the same.
@@ -27,8 +30,12 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         notes.push("the header asks for a quantised KV cache; here it keeps its dtype".to_string());
     }
     let Some(groups) = header.object("config_groups")? else {
-        return Err(missing(header, "config_groups", "groups of modules with their `weights`"));
+        return Err(missing(header, "config_groups", GROUPS));
     };
+    // A checkpoint of which only the KV cache is quantised has no groups.
+    if groups.entries().next().is_none() && !header.has("kv_cache_scheme") {
+        return Err(value_error(header.key("config_groups"), format!("{GROUPS}, at least one"), &json!({})));
+    }
     let ignored = header.strings(&["ignore"])?;
     let key = header.key("ignore");
     let ignored = ignored.into_iter().map(|name| Ok(Rule::plain(target(&key, name)?)));
@@ -39,7 +46,13 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
         let Some(format) = format(header, &settings)? else { continue };
         notes.extend(activation_note(&settings)?);
         let key = settings.key("targets");
-        for name in settings.strings(&["targets"])? {
+        let targets = settings.strings(&["targets"])?;
+        if targets.is_empty() {
+            let got = settings.find(&["targets"]).map_or("nothing", |_| "none");
+            let expected = "the modules of the group, at least one, such as [\"Linear\"]".to_string();
+            return Err(QuantError::Value { key, expected, got: got.to_string() });
+        }
+        for name in targets {
             chosen.push((rank(name), Rule { pattern: target(&key, name)?, format }));
         }
     }

@@ -200,6 +200,13 @@ fn compressed_tensors() {
             ("config_groups", json!(null), &["`quantization_config.config_groups`", "got nothing"]),
             (
                 "config_groups",
+                json!({}),
+                &["`quantization_config.config_groups`: expected groups of modules", "at least one, got {}"],
+            ),
+            ("config_groups.g.targets", json!([]), &["config_groups.g.targets`", "at least one", "got none"]),
+            ("config_groups.g.targets", json!(null), &["config_groups.g.targets`", "got nothing"]),
+            (
+                "config_groups",
                 json!({"W4A16": ["Linear"]}),
                 &["the preset `quantization_config.config_groups.W4A16`", "spelt out"],
             ),
@@ -246,6 +253,17 @@ fn compressed_tensors() {
             ("ignore", json!(5), &["`quantization_config.ignore`: expected a list of strings, got 5"]),
         ],
     );
+}
+
+/// Without groups of weights a header says nothing, unless it is of the KV cache alone.
+#[test]
+fn compressed_tensors_of_the_kv_cache_alone() {
+    let header = json!({
+        "quant_method": "compressed-tensors", "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    });
+    let config = QuantConfig::from_json(&json!({ "quantization_config": header })).unwrap().unwrap();
+    assert!(config.notes().iter().any(|note| note.contains("KV cache")), "{:?}", config.notes());
 }
 
 #[test]
