@@ -1,10 +1,10 @@
 //! `cargo xtask tidy`: no message of a library names a flag of a command line.
 //!
-//! Libraries name settings as their structs do, in backticks. moe-cli has the table that turns these names into flags
-//! (`crates/moe-cli/src/setting_names.rs`).
+//! Libraries name settings as their structs do, in backticks. The programs have tables that turn these names into flags
+//! (`crates/moe-cli/src/setting_names.rs`, `crates/moe-quantize/src/main.rs`).
 
 /// Programs, and flags of other programs that a message may name.
-const PROGRAMS: [&str; 2] = ["crates/moe-cli/", "crates/moe-quantize/"];
+const PROGRAMS: [&str; 2] = ["crates/moe-cli/", "crates/moe-quantize/src/main.rs"];
 const OF_OTHERS: [&str; 1] = ["--ntasks"];
 
 /// The first line of product code of a library that names a flag in a string.
@@ -52,10 +52,16 @@ mod tests {
         let code = "//! `--fine`\nbail!(\"--max-num-seqs 0: expected at least 1\")\n";
         let found = fault("crates/a/src/b.rs", code).unwrap();
         assert!(found.starts_with("crates/a/src/b.rs:2: names the flag --max-num-seqs;"), "{found}");
-        assert!(fault("models/families/src/b.rs", code).is_some());
-        for file in
-            ["crates/moe-cli/src/b.rs", "crates/a/tests/b.rs", "models/moe/src/main.rs", "crates/a/src/b.txt"]
-        {
+        for library in ["models/families/src/b.rs", "crates/moe-quantize/src/plan.rs"] {
+            assert!(fault(library, code).is_some(), "{library}");
+        }
+        for file in [
+            "crates/moe-cli/src/b.rs",
+            "crates/moe-quantize/src/main.rs",
+            "crates/a/tests/b.rs",
+            "models/moe/src/main.rs",
+            "crates/a/src/b.txt",
+        ] {
             assert_eq!(fault(file, code), None, "{file}");
         }
         for allowed in [

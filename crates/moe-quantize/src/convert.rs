@@ -21,7 +21,7 @@ use crate::source::Source;
 /// exists, there is too little space, or weights are not finite.
 pub fn quantize(model: &Path, out: &Path, settings: &Settings) -> Result<Report> {
     if settings.desc_act && matches!(settings.method, Method::Rtn) {
-        bail!("--desc-act: the order of columns comes from calibration; use --method gptq")
+        bail!("`desc_act`: the order of columns comes from calibration; use `method` gptq")
     }
     let source = Source::open(model)?;
     let mut job = Job::begin(&source, out, settings)?;

@@ -266,11 +266,32 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The names of settings in messages of the library, and the flags that set them.
+const FLAGS: [(&str, &str); 12] = [
+    ("`bits`", "--bits"),
+    ("`desc_act`", "--desc-act"),
+    ("`format`", "--format"),
+    ("a `group` of", "--group-size"),
+    ("`group`", "--group-size"),
+    ("`ignore`", "--ignore"),
+    ("`indivisible`", "--indivisible"),
+    ("`length`", "--length"),
+    ("`lm_head`: expected", "--quantise-lm-head: expected"),
+    ("`method`", "--method"),
+    ("`samples`", "--samples"),
+    ("`symmetric` false", "--asym"),
+];
+
+/// Rewrites a message of the library for a user of the command line.
+fn as_flags(message: String) -> String {
+    FLAGS.iter().fold(message, |text, (setting, flag)| text.replace(setting, flag))
+}
+
 fn main() -> ExitCode {
     match run(&Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            note_error(format_args!("{error:#}"));
+            note_error(format_args!("{}", as_flags(format!("{error:#}"))));
             ExitCode::FAILURE
         }
     }
@@ -279,6 +300,26 @@ fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn messages_of_the_library_are_told_in_flags() {
+        let told = |message: &str| as_flags(message.to_string());
+        assert_eq!(
+            told("`desc_act`: no groups to order; use a `group` of 32, 64 or 128"),
+            "--desc-act: no groups to order; use --group-size 32, 64 or 128"
+        );
+        assert_eq!(
+            told("`symmetric` false: x; `samples` 3 of `length` 4"),
+            "--asym: x; --samples 3 of --length 4"
+        );
+        // Each flag of the table is one of the program.
+        for (_, flag) in FLAGS {
+            let flag = flag.split(':').next().unwrap();
+            let tried = Cli::try_parse_from(["moe-quantize", "quantize", "in", "out", flag]);
+            let error = tried.map(drop).unwrap_err().to_string();
+            assert!(!error.contains("unexpected argument"), "{flag}: {error}");
+        }
+    }
 
     #[test]
     fn damping_is_a_share() {

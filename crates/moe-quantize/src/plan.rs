@@ -120,7 +120,7 @@ pub fn plan(
     }
     let decided: Vec<(String, Format)> = items.iter().flat_map(|item| decisions(item, names)).collect();
     if decided.iter().all(|(_, format)| *format == Format::Plain) {
-        bail!("no linear layer is left to quantise; check --ignore and --indivisible")
+        bail!("no linear layer is left to quantise; check `ignore` and `indivisible`")
     }
     let lm_head = settings.lm_head && untied == is_tied;
     let header = header(base, lm_head, &exceptions(&decided, base))?;
@@ -133,7 +133,7 @@ fn own_head(items: &[Item], names: &TensorNames, base: Format) -> Result<Item> {
     let name = weight_of(names.embedding);
     let embedding = items.iter().find(|item| item.source.name == name);
     let Some((source, &[n, k])) = embedding.map(|item| (&item.source, item.source.shape.as_slice())) else {
-        bail!("--quantise-lm-head: expected the matrix {name}, of which a projection could be made")
+        bail!("`lm_head`: expected the matrix {name}, of which a projection could be made")
     };
     let head = Linear { module: names.lm_head.to_string(), part: Part::Whole, n, k, format: base };
     Ok(Item { source: source.clone(), linears: vec![head] })
@@ -201,7 +201,7 @@ fn is_in_layers(module: &str, names: &TensorNames) -> bool {
 fn apply_patterns(items: &mut [Item], names: &TensorNames, patterns: &[String]) -> Result<()> {
     for pattern in patterns {
         let parts: Vec<_> = pattern.split('*').map(fancy_regex::escape).collect();
-        let regex = Regex::new(&format!("^{}$", parts.join(".*"))).context("--ignore")?;
+        let regex = Regex::new(&format!("^{}$", parts.join(".*"))).context("`ignore`")?;
         let mut found = false;
         for linear in items.iter_mut().flat_map(|item| &mut item.linears) {
             if regex.is_match(&linear.module)? {
@@ -210,7 +210,7 @@ fn apply_patterns(items: &mut [Item], names: &TensorNames, patterns: &[String]) 
         }
         if !found {
             bail!(
-                "--ignore {pattern:?} names no linear layer; names are such as {}.0.{}.{}",
+                "`ignore` {pattern:?} names no linear layer; names are such as {}.0.{}.{}",
                 names.layers,
                 names.attention,
                 names.grouped_query.q
@@ -250,10 +250,10 @@ fn apply_sizes(items: &mut [Item], indivisible: Indivisible) -> Result<()> {
     let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
     let advice = match indivisible {
         Indivisible::Refuse => {
-            "use another --group-size, or --indivisible channel (one scale for each of their rows) or keep (floats), or name \
-             them by --ignore"
+            "use another `group`, or `indivisible` channel (one scale for each of their rows) or keep (floats), or name \
+             them in `ignore`"
         }
-        _ => "use --indivisible keep (floats), or name them by --ignore",
+        _ => "use `indivisible` keep (floats), or name them in `ignore`",
     };
     bail!(
         "{} linear layers do not fit the format:{}{more}\n{advice}",

@@ -75,7 +75,7 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
             (items, copied)
         }
         Some(quantised) if quantised.desc_act && quantised.format == FileFormat::CompressedTensors => {
-            bail!("--desc-act: groups in a random order are of the format gptq; use --format gptq")
+            bail!("`desc_act`: groups in a random order are of the format gptq; use `format` gptq")
         }
         Some(quantised) => {
             let plan = plan(specs.clone(), &model.decoder().names, false, quantised)?;

@@ -120,10 +120,10 @@ impl Settings {
             return Ok(format);
         }
         if !matches!(self.bits, 4 | 8) {
-            bail!("--bits: expected 4 or 8, got {}", self.bits)
+            bail!("`bits`: expected 4 or 8, got {}", self.bits)
         }
         if self.desc_act && self.group == QuantGroup::Channel {
-            bail!("--desc-act: rows with one scale have no groups to order; use --group-size 32, 64 or 128")
+            bail!("`desc_act`: rows with one scale have no groups to order; use a `group` of 32, 64 or 128")
         }
         let int = IntFormat {
             bits: self.bits,
@@ -141,16 +141,16 @@ impl Settings {
     fn check_fp4(&self, format: Format) -> Result<()> {
         let name = format.name();
         if self.bits != 4 {
-            bail!("--bits: {name} has 4, got {}", self.bits)
+            bail!("`bits`: {name} has 4, got {}", self.bits)
         }
         if self.group != self.format.usual_group() {
-            bail!("--group-size: {name} has blocks of {} columns", format.scheme().group_size(1))
+            bail!("`group`: {name} has blocks of {} columns", format.scheme().group_size(1))
         }
         if !self.symmetric {
-            bail!("--asym: {name} has no zero points")
+            bail!("`symmetric` false: {name} has no zero points")
         }
         if self.desc_act || matches!(self.method, Method::Gptq(_)) {
-            bail!("--method gptq and --desc-act choose integers; weights in {name} are rounded to nearest")
+            bail!("`method` gptq and `desc_act` choose integers; weights in {name} are rounded to nearest")
         }
         Ok(())
     }

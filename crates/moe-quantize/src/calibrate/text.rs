@@ -16,11 +16,11 @@ pub fn windows(model: &Path, settings: &TextSettings, vocab: usize, context: usi
     let TextSettings { file, samples, length } = settings;
     if *samples == 0 || *length < 2 {
         bail!(
-            "--samples and --length: expected at least 1 window of at least 2 tokens, got {samples} of {length}"
+            "`samples` and `length`: expected at least 1 window of at least 2 tokens, got {samples} of {length}"
         )
     }
     if *length > context {
-        bail!("--length {length}: the model's context has {context} tokens; take at most that")
+        bail!("`length` {length}: the model's context has {context} tokens; take at most that")
     }
     let text =
         std::fs::read_to_string(file).with_context(|| format!("cannot read the text {}", file.display()))?;
@@ -28,7 +28,7 @@ pub fn windows(model: &Path, settings: &TextSettings, vocab: usize, context: usi
     let needed = samples.saturating_mul(*length);
     if tokens.len() < needed {
         bail!(
-            "{}: expected at least {needed} tokens (--samples {samples} of --length {length}), got {}; take fewer, or more text",
+            "{}: expected at least {needed} tokens (`samples` {samples} of `length` {length}), got {}; take fewer, or more text",
             file.display(),
             tokens.len()
         )

@@ -86,10 +86,10 @@ fn matrices_of_zeros_and_large_weights() {
 fn settings_of_integers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     for (change, part) in [
-        ((|s| s.bits = 8) as fn(&mut Settings), "--bits: nvfp4-pack-quantized has 4, got 8"),
-        (|s| s.group = QuantGroup::Size(32), "--group-size: nvfp4-pack-quantized has blocks of 16 columns"),
-        (|s| s.symmetric = false, "--asym: nvfp4-pack-quantized has no zero points"),
-        (|s| s.desc_act = true, "--desc-act: the order of columns comes from calibration"),
+        ((|s| s.bits = 8) as fn(&mut Settings), "`bits`: nvfp4-pack-quantized has 4, got 8"),
+        (|s| s.group = QuantGroup::Size(32), "`group`: nvfp4-pack-quantized has blocks of 16 columns"),
+        (|s| s.symmetric = false, "`symmetric` false: nvfp4-pack-quantized has no zero points"),
+        (|s| s.desc_act = true, "`desc_act`: the order of columns comes from calibration"),
         (|s| s.indivisible = Indivisible::Refuse, "blocks of 16 columns do not divide 72"),
         (|s| s.indivisible = Indivisible::Channel, "blocks of 16 columns do not divide 72"),
     ] {

@@ -136,5 +136,5 @@ fn an_order_that_the_format_has_not_is_refused() {
     let mut settings = settings(FileFormat::CompressedTensors, 4, QuantGroup::Size(8));
     settings.desc_act = true;
     let error = error(random_checkpoint(&bundled(), &dir.path().join("out"), &random(Some(settings))));
-    assert!(error.contains("--desc-act") && error.contains("--format gptq"), "{error}");
+    assert!(error.contains("`desc_act`") && error.contains("`format` gptq"), "{error}");
 }

@@ -82,21 +82,21 @@ fn sizes_that_do_not_divide() {
             "experts.0.down_proj",
             "groups of 128 columns do not divide 72",
             "and 59 more",
-            "--indivisible",
+            "`indivisible`",
         ],
     );
     // Rows of 20 or 28 columns do not fill whole words of 8 either.
     settings.indivisible = Indivisible::Channel;
-    contains(&refused(&fixture("base"), &settings), &["packed 8 to a word", "--indivisible keep"]);
+    contains(&refused(&fixture("base"), &settings), &["packed 8 to a word", "`indivisible` keep"]);
 }
 
 #[test]
 fn settings_that_contradict() {
     let mut ordered = settings(FileFormat::Gptq, 4, QuantGroup::Size(32));
     ordered.desc_act = true;
-    contains(&refused(&bundled(), &ordered), &["--desc-act", "--method gptq"]);
+    contains(&refused(&bundled(), &ordered), &["`desc_act`", "`method` gptq"]);
     let bits = settings(FileFormat::Gptq, 3, QuantGroup::Channel);
-    contains(&refused(&bundled(), &bits), &["--bits", "4 or 8", "got 3"]);
+    contains(&refused(&bundled(), &bits), &["`bits`", "4 or 8", "got 3"]);
     let mut pattern = channel();
     pattern.ignore = vec!["model.layers.*.attention".to_string()];
     contains(&refused(&bundled(), &pattern), &["model.layers.*.attention", "names no linear layer"]);
