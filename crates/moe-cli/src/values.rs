@@ -10,6 +10,22 @@ use crate::error;
 
 /// Parses a number of bytes such as 4096, 512MiB, 4GB or 1.5GiB.
 pub fn parse_bytes(text: &str) -> Result<usize> {
+    let bytes = parse_size(text)?;
+    ensure!(bytes >= 1, "expected a size of at least one byte, got {text:?}");
+    Ok(bytes)
+}
+
+/// Parses a number of bytes, where 0 stands for no memory at all.
+pub fn parse_bytes_or_none(text: &str) -> Result<usize> {
+    let bytes = parse_size(text)?;
+    // Less than one byte is a mistake, and is not the same as none.
+    let is_zero = !text.contains(|c: char| ('1'..='9').contains(&c));
+    ensure!(bytes >= 1 || is_zero, "expected 0 or a size of at least one byte, got {text:?}");
+    Ok(bytes)
+}
+
+/// Parses a number of bytes, rounded down.
+fn parse_size(text: &str) -> Result<usize> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let factor: f64 = match unit.to_ascii_lowercase().as_str() {
@@ -25,7 +41,7 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     let number: f64 =
         number.trim().parse().with_context(|| format!("expected a size such as 4GiB, got {text:?}"))?;
     let bytes = number * factor;
-    ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
+    ensure!((0.0..=isize::MAX as f64).contains(&bytes), "expected a size of at least one byte, got {text:?}");
     Ok(bytes as usize)
 }
 
@@ -77,8 +93,17 @@ mod tests {
     fn sizes_have_units() {
         let sizes = ["4096", "1KiB", "512MiB", "1.5g", "2GB", "7 b"].map(|s| parse_bytes(s).unwrap());
         assert_eq!(sizes, [4096, 1024, 512 << 20, 3 << 29, 2_000_000_000, 7]);
-        for bad in ["", "GiB", "4 parsecs", "-1", "0", "nan", "1e300"] {
+        for bad in ["", "GiB", "4 parsecs", "-1", "0", "0.5", "nan", "1e300"] {
             assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn some_sizes_may_be_zero() {
+        let sizes = ["0", "0MiB", "0.0", "1", "2KiB"].map(|s| parse_bytes_or_none(s).unwrap());
+        assert_eq!(sizes, [0, 0, 0, 1, 2048]);
+        for bad in ["", "-1", "0.5", "nan", "inf", "0 parsecs"] {
+            assert!(parse_bytes_or_none(bad).is_err(), "{bad}");
         }
     }
 

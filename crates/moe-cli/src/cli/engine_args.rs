@@ -56,8 +56,8 @@ pub struct EngineArgs {
     #[arg(long, overrides_with = "enable_prefix_caching", help_heading = "Engine")]
     pub no_enable_prefix_caching: bool,
     /// Part of the KV cache's memory, such as 1GiB, in which models with recurrent states save those at the ends of
-    /// prefixes; without any they share no prefixes (default: a quarter of it).
-    #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes, help_heading = "Engine")]
+    /// prefixes; with 0 they save none and share no prefixes (default: a quarter of it).
+    #[arg(long, value_name = "BYTES", value_parser = crate::values::parse_bytes_or_none, help_heading = "Engine")]
     pub prefix_state_memory: Option<usize>,
     /// Print counters, times, and how evenly experts were chosen, to stderr at the end.
     #[arg(long, help_heading = "Engine")]

@@ -35,7 +35,7 @@ pub struct EngineConfig {
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,
     /// Bytes of the KV cache in which the recurrent states at the ends of prefixes are saved, for models whose layers
-    /// keep any: without them such models share no prefixes. With `None` it is a quarter of the cache.
+    /// keep any. With `None` it is a quarter of the cache. With 0 no states are saved, and no prefixes are shared.
     pub prefix_state_memory: Option<usize>,
     /// Schedules a step before the tokens of the one before are known.
     pub async_scheduling: bool,
