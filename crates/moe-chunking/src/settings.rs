@@ -15,7 +15,7 @@ pub struct ChunkedMoe {
     /// The largest number of tokens in a chunk.
     pub chunked_moe_size: NonZeroUsize,
     /// The largest number of bytes of a layer's workspace. If it is set, it decides the size of chunks instead of
-    /// `chunked_moe_size`.
+    /// `chunked_moe_size`. Without `enable_chunked_moe` it has no effect.
     pub moe_memory_budget: Option<usize>,
 }
 

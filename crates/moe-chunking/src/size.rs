@@ -17,7 +17,8 @@ impl fmt::Display for BudgetError {
         let Self { budget, needed } = self;
         write!(
             f,
-            "the MoE memory budget of {budget} bytes is too small: one token needs {needed} bytes of workspace"
+            "the MoE memory budget of {budget} bytes is too small: one token needs {needed} bytes of workspace; raise \
+             `moe_memory_budget`"
         )
     }
 }
@@ -25,7 +26,8 @@ impl fmt::Display for BudgetError {
 impl std::error::Error for BudgetError {}
 
 /// The largest chunk of at most `max_tokens` tokens whose workspace fits `budget` bytes.
-/// `bytes(tokens)` is the workspace of a chunk; it must not fall as tokens rise.
+/// `bytes(tokens)` is the workspace of a chunk, for any number of tokens from 1 to `max_tokens`. It must not fall as
+/// tokens rise; if it does, the chunk fits the budget but may not be the largest. Without tokens the size is 1.
 ///
 /// # Errors
 /// A budget that is too small for one token.
@@ -53,7 +55,8 @@ pub fn size_for_budget(
 
 /// The ridge of the roofline in tokens per chunk. Below it a chunk takes as long as reading the weights of all experts
 /// takes, so smaller chunks cost time. `rows` is the number of rows of one expert at which arithmetic takes as long as
-/// reading the expert's weights (peak FLOP/s over bandwidth in weights/s, over 2).
+/// reading the expert's weights (peak FLOP/s over bandwidth in weights/s, over 2). A `top_k` of 0 counts as 1. Numbers
+/// that no machine has give `usize::MAX`.
 pub fn ridge_tokens(rows: usize, num_experts: usize, top_k: usize) -> usize {
     rows.saturating_mul(num_experts).div_ceil(top_k.max(1))
 }

@@ -115,3 +115,47 @@ fn the_ridge_counts_rows_of_one_expert() {
     assert_eq!(ridge_tokens(1, 5, 2), 3);
     assert_eq!(ridge_tokens(7, 4, 0), 28);
 }
+
+/// The largest numbers neither overflow nor take long, because rounds are computed and not listed.
+#[test]
+fn the_largest_numbers() {
+    let most = usize::MAX;
+    assert_eq!([num_chunks(most, size(1)), num_chunks(most, NonZeroUsize::MAX)], [most, 1]);
+    for n in [size(1), size(2), size(3), NonZeroUsize::MAX] {
+        let plan = ChunkPlan::new(most, n);
+        let last = plan.rounds() - 1;
+        assert_eq!([plan.range(0).start, plan.range(last).end], [0, most], "{n}");
+        assert!(plan.range(last).len() <= n.get() && plan.range(last / 2).len() <= n.get(), "{n}");
+        assert_eq!(plan.range(most), most..most);
+        assert_eq!(plan.with_rounds(most).map(|plan| plan.rounds()), Ok(most));
+    }
+    assert_eq!(ChunkPlan::whole(most).range(0), 0..most);
+    let plan = ChunkPlan::for_ranks(1, &[most, 0], size(1)).unwrap();
+    assert_eq!([plan.rounds(), plan.chunks()], [most, 0]);
+    assert_eq!(ChunkPlan::rank_tokens(most, &[most, 1], size(1)), [0, 0]);
+    assert_eq!(size_for_budget(0, 0, |_| 0), Ok(size(1)));
+    assert_eq!(size_for_budget(most, most, |tokens| tokens).map(|size| size.get() >= most - 1), Ok(true));
+    assert_eq!(size_for_budget(8, 0, |_| 1), Err(BudgetError { budget: 0, needed: 1 }));
+    assert_eq!(ridge_tokens(most, most, 0), most);
+    // A workspace that falls: the size fits all the same.
+    let falling = |tokens: usize| if tokens > 5 { 1 } else { tokens };
+    let found = size_for_budget(64, 3, falling).unwrap().get();
+    assert!(falling(found) <= 3, "{found}");
+}
+
+#[test]
+fn wrong_ranks_and_rounds_are_named() {
+    let said = |result: Result<ChunkPlan, PlanError>| result.unwrap_err().to_string();
+    let unknown = said(ChunkPlan::for_ranks(usize::MAX, &[1, 2], size(4)));
+    assert!(unknown.contains("is outside of the token counts of 2 ranks"), "{unknown}");
+    assert!(said(ChunkPlan::for_ranks(0, &[], size(4))).contains("token counts of 0 ranks"));
+    let few = said(ChunkPlan::new(9, size(4)).with_rounds(2));
+    assert!(few.contains("9 tokens need 3 chunks, but only 2 rounds are run; raise"), "{few}");
+    assert!(said(ChunkPlan::whole(0).with_rounds(0)).contains("0 tokens need 1 chunks"));
+    let small = ChunkedMoe::within(10).size(8, |tokens| 11 * tokens).unwrap_err().to_string();
+    assert!(
+        small.contains("10 bytes is too small: one token needs 11") && small.contains("raise"),
+        "{small}"
+    );
+    assert_eq!(ChunkedMoe { enable_chunked_moe: false, ..ChunkedMoe::within(0) }.size(8, |_| 1), Ok(None));
+}
