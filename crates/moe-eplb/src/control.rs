@@ -73,7 +73,8 @@ where
         let (send, receive) = channel();
         let plan = self.plan.clone();
         // A panic drops the sender, which poll sees; a late result finds no receiver.
-        std::thread::spawn(move || drop(send.send(plan(heat, current))));
+        // Without a thread the sender is dropped, too.
+        drop(std::thread::Builder::new().spawn(move || drop(send.send(plan(heat, current)))));
         self.round = Some(receive);
     }
 

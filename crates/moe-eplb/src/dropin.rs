@@ -106,7 +106,13 @@ pub fn vllm_rebalance_experts_with(
     let nodes = if num_nodes > 0 && num_ranks.is_multiple_of(num_nodes) { num_nodes } else { 1 };
     let topology = topology_of(weight, num_replicas, num_groups, nodes, num_ranks)?;
     let old = match old_global_expert_indices {
-        Some(rows) => Some(Placement::from_phy2log(&topology, weight.len(), rows.concat())?),
+        Some(rows) => {
+            expect_len("layers of the old table", weight.len(), rows.len())?;
+            let slots = topology.slots();
+            rows.iter()
+                .try_for_each(|row| expect_len("slots of a layer of the old table", slots, row.len()))?;
+            Some(Placement::from_phy2log(&topology, weight.len(), rows.concat())?)
+        }
         None => None,
     };
     let plan = policy.plan(&topology, &loads_of(weight)?, old.as_ref())?;

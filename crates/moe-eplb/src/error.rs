@@ -38,6 +38,13 @@ pub enum Error {
         /// The load itself.
         value: f64,
     },
+    /// The loads of a layer together are more than an f32 holds.
+    TooMuchLoad {
+        /// The layer.
+        layer: usize,
+        /// Their sum.
+        total: f64,
+    },
     /// One quantity must be a multiple of another.
     NotDivisible {
         /// What is divided.
@@ -123,6 +130,11 @@ impl fmt::Display for Error {
                 f,
                 "load of step {step}, layer {layer}, expert {expert} is {value}; loads must be finite and >= 0"
             ),
+            Self::TooMuchLoad { layer, total } => write!(
+                f,
+                "the loads of layer {layer} sum to {total:e}; at most {:e} can be planned, so scale them down",
+                f32::MAX
+            ),
             Self::NotDivisible { what, total, by, parts } => {
                 write!(f, "{total} {what} cannot be divided evenly over {parts} {by}")
             }
@@ -171,6 +183,14 @@ pub(crate) fn entries(what: &'static str, sizes: &[usize]) -> Result<usize> {
 /// Fails unless an id is below its limit.
 pub(crate) fn expect_below(what: &'static str, got: usize, limit: usize) -> Result<()> {
     if got < limit { Ok(()) } else { Err(Error::OutOfRange { what, got, limit }) }
+}
+
+/// Fails if a setting is not a finite number of at least 0.
+pub(crate) fn expect_share(what: &'static str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::Setting { what, must: "a finite number of at least 0" })
 }
 
 /// Fails if a size is zero.

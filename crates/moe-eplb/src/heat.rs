@@ -70,6 +70,9 @@ pub struct Heat {
     open: bool,
 }
 
+/// Tokens of a window that a counter cannot hold.
+const TOO_MANY: Error = Error::Setting { what: "the token counts of a window", must: "below 2^64 together" };
+
 impl Heat {
     /// A collector that remembers `capacity` steps.
     ///
@@ -106,7 +109,8 @@ impl Heat {
     /// Adds one layer's tokens per logical expert.
     ///
     /// # Errors
-    /// If the layer is out of range, the slice has the wrong length, or cumulative counts fall.
+    /// If the layer is out of range, the slice has the wrong length, cumulative counts fall, or the counts of a window
+    /// are more than 64 bits hold. Nothing is recorded then.
     pub fn record(&mut self, layer: usize, counts: &[u64], kind: CountKind) -> Result<()> {
         self.check(layer, counts.len(), self.experts, "counts")?;
         self.add(layer, counts, kind, |expert| expert)
@@ -149,6 +153,14 @@ impl Heat {
         let step = self.steps as usize % self.capacity;
         let ring = &mut self.ring[(step * self.layers + layer) * self.experts..][..self.experts];
         let window = &mut self.window[layer * self.experts..][..self.experts];
+        let total = match kind {
+            CountKind::Counts => counts.iter().try_fold(0u64, |sum, count| sum.checked_add(*count)),
+            CountKind::Cumulative => Some(counts.last().copied().unwrap_or(0)),
+        };
+        let most = window.iter().copied().max().unwrap_or(0);
+        if total.and_then(|total| total.checked_add(most)).is_none() {
+            return Err(TOO_MANY);
+        }
         let mut before = 0;
         for (i, &count) in counts.iter().enumerate() {
             let tokens = match kind {
@@ -187,12 +199,17 @@ impl Heat {
     /// Adds what another rank collected over the same steps.
     ///
     /// # Errors
-    /// If the two collectors differ in shape or in completed steps.
+    /// If the two collectors differ in shape or in completed steps, or the counts are more than 64 bits hold. Nothing
+    /// is added then.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         expect_len("layers of a rank", self.layers, other.layers)?;
         expect_len("experts of a rank", self.experts, other.experts)?;
         expect_len("window of a rank", self.capacity, other.capacity)?;
         expect_len("steps of a rank", self.steps as usize, other.steps as usize)?;
+        // No count of a step is above the count of the window.
+        if self.window.iter().zip(&other.window).any(|(a, b)| a.checked_add(*b).is_none()) {
+            return Err(TOO_MANY);
+        }
         self.ring.iter_mut().zip(&other.ring).for_each(|(a, b)| *a += b);
         self.window.iter_mut().zip(&other.window).for_each(|(a, b)| *a += b);
         Ok(())
@@ -210,8 +227,9 @@ impl Heat {
     /// The window as at most `episodes` episodes of consecutive steps, oldest first.
     ///
     /// # Errors
-    /// If no step was collected.
+    /// If no step was collected, or `episodes` is zero.
     pub fn episodes(&self, episodes: usize) -> Result<Loads> {
+        expect_some(&[("episodes", episodes)])?;
         let held = self.held();
         let episodes = episodes.min(held);
         if episodes == 0 {

@@ -17,7 +17,7 @@ impl Loads {
     /// Loads summed over the window, `[layers, experts]`.
     ///
     /// # Errors
-    /// If the buffer has the wrong size or holds a NaN, infinite or negative load.
+    /// The errors of [`Loads::episodes`].
     pub fn aggregate(layers: usize, experts: usize, values: &[f64]) -> Result<Self> {
         Self::episodes(1, layers, experts, values)
     }
@@ -25,8 +25,8 @@ impl Loads {
     /// Loads per episode, `[steps, layers, experts]`. Zero layers are allowed and give empty plans.
     ///
     /// # Errors
-    /// If the buffer has the wrong size, there is no step or no expert, or a load is NaN, infinite
-    /// or negative.
+    /// If the buffer has the wrong size, there is no step or no expert, a load is NaN, infinite
+    /// or negative, or all loads of a layer together are more than an f32 holds.
     pub fn episodes(steps: usize, layers: usize, experts: usize, values: &[f64]) -> Result<Self> {
         expect_some(&[("steps", steps), ("experts", experts)])?;
         let expected = entries("loads", &[steps, layers, experts])?;
@@ -40,6 +40,13 @@ impl Loads {
         for layer in 0..layers {
             for step in 0..steps {
                 by_layer.extend_from_slice(&values[(step * layers + layer) * experts..][..experts]);
+            }
+        }
+        for (layer, values) in by_layer.chunks_exact(steps * experts).enumerate() {
+            // Policies add loads up, some of them in f32, and an infinite sum has no share.
+            let total: f64 = values.iter().sum();
+            if total > f64::from(f32::MAX) {
+                return Err(Error::TooMuchLoad { layer, total });
             }
         }
         Ok(Self { steps, layers, experts, values: by_layer })

@@ -26,9 +26,13 @@ impl Placement {
     }
 
     /// The usual start: all experts in order, then copies of experts 0, 1, ...
-    pub fn initial(topology: &Topology, layers: usize) -> Self {
+    ///
+    /// # Errors
+    /// If a table of that many layers does not fit into memory.
+    pub fn initial(topology: &Topology, layers: usize) -> Result<Self> {
+        let entries = entries("phy2log", &[layers, topology.slots()])?;
         let row = (0..topology.slots()).map(|s| (s % topology.experts()) as u32);
-        Self::of(topology, layers, row.cycle().take(layers * topology.slots()).collect())
+        Ok(Self::of(topology, layers, row.cycle().take(entries).collect()))
     }
 
     fn of(topology: &Topology, layers: usize, phy2log: Vec<u32>) -> Self {
@@ -144,11 +148,10 @@ impl Placement {
     /// # Errors
     /// If the two tables differ in shape.
     pub fn moved_from(&self, old: &Self) -> Result<usize> {
-        if (old.layers, old.slots, old.slots_per_device) != (self.layers, self.slots, self.slots_per_device) {
-            let expected = self.phy2log.len();
-            let got = old.phy2log.len();
-            return Err(Error::Shape { what: "old placement", expected, got });
-        }
+        expect_len("layers of the old placement", self.layers, old.layers)?;
+        expect_len("experts of the old placement", self.experts, old.experts)?;
+        expect_len("slots of the old placement", self.slots, old.slots)?;
+        expect_len("slots of its devices", self.slots_per_device, old.slots_per_device)?;
         Ok((0..self.layers)
             .map(|l| moved_in_layer(old.layer(l), self.layer(l), self.experts, self.slots_per_device))
             .sum())

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::error::{Result, expect_below, expect_len, expect_multiple, expect_some};
+use crate::error::{Error, Result, expect_below, expect_len, expect_multiple, expect_some};
 use crate::loads::{Loads, sum_steps};
 use crate::placement::Placement;
 
@@ -32,7 +32,8 @@ impl Objective {
 ///
 /// # Errors
 /// No expert or device; slots that do not divide evenly over the devices, or none; a slot with an expert that does not
-/// exist; loads that are no multiple of the experts.
+/// exist; loads that are no multiple of the experts; a load that is NaN, infinite or negative; an expert with load and
+/// without a slot.
 pub fn layer_par(
     loads: &[f64],
     slots: &[u32],
@@ -44,7 +45,19 @@ pub fn layer_par(
     expect_multiple(("slots", slots.len()), ("devices", devices))?;
     expect_multiple(("loads", loads.len()), ("experts", experts))?;
     slots.iter().try_for_each(|&e| expect_below("expert", e as usize, experts))?;
+    if let Some(i) = loads.iter().position(|v| !v.is_finite() || *v < 0.0) {
+        return Err(Error::BadLoad { step: i / experts, layer: 0, expert: i % experts, value: loads[i] });
+    }
+    expect_placed(0, loads, slots, experts)?;
     Ok(known_par(loads, slots, experts, devices, objective))
+}
+
+/// Fails if an expert has load but no slot: its load would be missing from the peak.
+fn expect_placed(layer: usize, loads: &[f64], slots: &[u32], experts: usize) -> Result<()> {
+    let mut placed = vec![false; experts];
+    slots.iter().for_each(|&e| placed[e as usize] = true);
+    let lost = loads.iter().enumerate().find(|(i, load)| **load > 0.0 && !placed[i % experts]);
+    lost.map_or(Ok(()), |(i, _)| Err(Error::MissingExpert { layer, expert: i % experts }))
 }
 
 /// This is [`layer_par`] for arguments that are known to fit.
@@ -78,14 +91,17 @@ pub(crate) fn known_par(
 /// PAR of every layer.
 ///
 /// # Errors
-/// A placement of another number of layers or experts than the loads.
+/// A placement of another number of layers or experts than the loads; an expert with load and without a slot.
 pub fn par(loads: &Loads, placement: &Placement, objective: Objective) -> Result<Vec<f64>> {
     let experts = loads.experts();
     expect_len("layers of the placement", loads.layers(), placement.layers())?;
     expect_len("experts of the placement", experts, placement.experts())?;
     let devices = placement.slots() / placement.slots_per_device();
-    let of = |l| known_par(loads.layer(l), placement.layer(l), experts, devices, objective);
-    Ok((0..loads.layers()).map(of).collect())
+    let of = |l| {
+        expect_placed(l, loads.layer(l), placement.layer(l), experts)?;
+        Ok(known_par(loads.layer(l), placement.layer(l), experts, devices, objective))
+    };
+    (0..loads.layers()).map(of).collect()
 }
 
 #[cfg(test)]
@@ -111,6 +127,9 @@ mod tests {
         assert_eq!(said(&[3.0, 1.0], &[0, 1], 2, 0), "devices must be at least 1");
         assert_eq!(said(&[3.0, 1.0], &[], 2, 2), "slots must be at least 1");
         assert_eq!(said(&[3.0, 1.0], &[0, 2], 2, 2), "expert 2 is out of range 0..2");
+        assert_eq!(said(&[3.0, 1.0], &[0, 0], 2, 2), "layer 0: expert 1 has no copy");
+        let bad = "load of step 0, layer 0, expert 1 is NaN; loads must be finite and >= 0";
+        assert_eq!(said(&[3.0, f64::NAN], &[0, 1], 2, 2), bad);
         assert_eq!(said(&[3.0], &[0, 1], 2, 2), "1 loads cannot be divided evenly over 2 experts");
     }
 }

@@ -4,7 +4,7 @@
 //! only moved if its new placement is better by a margin. Among these layers the best gain per byte goes first.
 //! Balancedness is mean device load over peak device load; 1 is perfect.
 
-use crate::error::{Error, Result, expect_len};
+use crate::error::{Error, Result, expect_below, expect_len};
 
 /// When a layer is worth moving.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -70,9 +70,10 @@ impl Selector {
     /// The caller reports each layer that was really moved with [`Selector::moved`].
     ///
     /// # Errors
-    /// If there is not one proposal per layer.
+    /// If there is not one proposal per layer, or a PAR is not a finite number above 0.
     pub fn select(&mut self, proposals: &[Proposal]) -> Result<Vec<usize>> {
         expect_len("proposals", self.candidate.len(), proposals.len())?;
+        proposals.iter().try_for_each(|p| expect_par(p.current_par).and(expect_par(p.new_par)))?;
         let limits = self.thresholds;
         let mut chosen = Vec::new();
         for (layer, proposal) in proposals.iter().enumerate() {
@@ -95,10 +96,21 @@ impl Selector {
 
     /// Reports that `layer` now has the placement with PAR `par`.
     ///
-    /// # Panics
-    /// If `layer` is out of range.
-    pub fn moved(&mut self, layer: usize, par: f64) {
+    /// # Errors
+    /// If there is no such layer, or `par` is not a finite number above 0.
+    pub fn moved(&mut self, layer: usize, par: f64) -> Result<()> {
+        expect_below("layer", layer, self.candidate.len())?;
+        expect_par(par)?;
         self.achieved[layer] = Some(1.0 / par);
         self.candidate[layer] = false;
+        Ok(())
     }
+}
+
+/// Fails unless this is the PAR of some placement.
+fn expect_par(par: f64) -> Result<()> {
+    if par.is_finite() && par > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Setting { what: "a PAR", must: "a finite number above 0" })
 }

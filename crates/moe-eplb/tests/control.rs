@@ -50,13 +50,13 @@ fn until_agreement<P: Planner>(controller: &mut Controller<P>) -> bool {
 }
 
 fn controller(polls: u32, answer: PlanStatus) -> Controller<Scripted> {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     Controller::new(INTERVALS, Scripted { polls, answer }, start).unwrap()
 }
 
 #[test]
 fn a_round_moves_the_listed_layers_in_order() {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let plan = valid(&heat(), &start);
     let mut controller = controller(2, PlanStatus::Ready(plan.clone()));
     assert!(until_agreement(&mut controller));
@@ -75,7 +75,7 @@ fn a_round_moves_the_listed_layers_in_order() {
 
 #[test]
 fn late_failed_or_disputed_plans_leave_the_old_placement() {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let good = valid(&heat(), &start);
     let lost = Placement::from_phy2log(&topology(), 2, vec![0; 12]).unwrap();
     let broken = Rebalance { placement: lost, layers: vec![0] };
@@ -98,7 +98,7 @@ fn late_failed_or_disputed_plans_leave_the_old_placement() {
 
 #[test]
 fn a_dropped_round_starts_over_and_says_why() {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let mut controller = controller(1, PlanStatus::Failed("out of memory".into()));
     for round in 1..=3 {
         assert!(!until_agreement(&mut controller));
@@ -111,7 +111,7 @@ fn a_dropped_round_starts_over_and_says_why() {
 
 #[test]
 fn a_failed_transfer_keeps_that_layer_and_the_rest() {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let plan = valid(&heat(), &start);
     let mut controller = controller(1, PlanStatus::Ready(plan.clone()));
     assert!(until_agreement(&mut controller));
@@ -131,7 +131,7 @@ fn answers_without_a_question_are_errors() {
     assert!(controller.planned_with(heat()).is_err());
     assert!(controller.agreed(true).is_err());
     assert!(controller.transferred(0, true).is_err());
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let zero = Intervals { plan: 0, ..INTERVALS };
     assert!(Controller::new(zero, Scripted { polls: 1, answer: PlanStatus::Pending }, start).is_err());
 }
@@ -148,7 +148,7 @@ fn wait<P: Planner>(planner: &mut P) -> PlanStatus {
 
 #[test]
 fn a_thread_plans_and_a_crash_is_a_failure() {
-    let start = Placement::initial(&topology(), 2);
+    let start = Placement::initial(&topology(), 2).unwrap();
     let mut planner = ThreadPlanner::new(|heat: Loads, current: Placement| Ok(valid(&heat, &current)));
     assert!(matches!(planner.poll(), PlanStatus::Failed(_)));
     planner.start(heat(), start.clone());

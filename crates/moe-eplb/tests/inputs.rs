@@ -41,7 +41,7 @@ fn sizes_that_overflow_are_refused() {
 #[test]
 fn loads_of_another_model_have_no_par() {
     let topology = Topology::new(4, 4, 2).unwrap();
-    let placement = Placement::initial(&topology, 2);
+    let placement = Placement::initial(&topology, 2).unwrap();
     let said = |layers: usize, experts: usize| {
         let loads = Loads::aggregate(layers, experts, &vec![1.0; layers * experts]).unwrap();
         par(&loads, &placement, Objective::Episode).unwrap_err().to_string()
@@ -110,7 +110,7 @@ fn mismatched_arguments_are_refused() {
     let loads = Loads::aggregate(1, 5, &[1.; 5]).unwrap();
     assert!(matches!(Joint::default().plan(&topology, &loads, None), Err(Error::Shape { .. })));
     let loads = Loads::aggregate(1, 4, &[1.; 4]).unwrap();
-    let old = Placement::initial(&topology, 2);
+    let old = Placement::initial(&topology, 2).unwrap();
     assert!(matches!(Joint::default().plan(&topology, &loads, Some(&old)), Err(Error::Shape { .. })));
     let flash = FlashLb { depth: 0, ..FlashLb::default() };
     assert!(matches!(flash.plan(&topology, &loads, None), Err(Error::Setting { .. })));

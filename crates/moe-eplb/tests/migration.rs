@@ -52,7 +52,7 @@ impl Cluster {
 
     /// The contents of the slots, as the runtime knows them.
     fn contents(&self, placement: &Placement) -> Contents {
-        let mut contents = Contents::of(placement, 0, self.width - self.regular);
+        let mut contents = Contents::of(placement, 0, self.width - self.regular).unwrap();
         for (i, data) in self.memory.iter().enumerate() {
             let place = Place { device: (i / self.width) as u32, slot: (i % self.width) as u32 };
             let expert = data.and_then(|d| (0..self.experts as u32).find(|&e| weights(e) == d));
@@ -84,7 +84,7 @@ proptest! {
     fn migrations_move_exactly_the_right_weights((topology, loads) in case(1, 2), cut in 0.0..1.0f64) {
         let experts = topology.experts();
         let (old, new) = two_placements(&topology, &loads);
-        let start = Contents::of(&old, 0, 1);
+        let start = Contents::of(&old, 0, 1).unwrap();
         let migration = plan_migration(&topology, 0, &start, new.layer(0)).unwrap();
         check_migration(&start, new.layer(0), &migration, experts, 1).unwrap();
 
@@ -114,7 +114,7 @@ proptest! {
     #[test]
     fn only_changed_slots_are_written((topology, loads) in case(1, 2)) {
         let (old, new) = two_placements(&topology, &loads);
-        let start = Contents::of(&old, 0, 1);
+        let start = Contents::of(&old, 0, 1).unwrap();
         let migration = plan_migration(&topology, 0, &start, new.layer(0)).unwrap();
         let k = topology.slots_per_device();
         let changed = old.layer(0).iter().zip(new.layer(0)).filter(|(a, b)| a != b).count();
@@ -127,7 +127,7 @@ proptest! {
     #[test]
     fn sends_and_receives_match((topology, loads) in case(1, 2)) {
         let (old, new) = two_placements(&topology, &loads);
-        let migration = plan_migration(&topology, 0, &Contents::of(&old, 0, 1), new.layer(0)).unwrap();
+        let migration = plan_migration(&topology, 0, &Contents::of(&old, 0, 1).unwrap(), new.layer(0)).unwrap();
         let mut remote = 0;
         for device in 0..topology.devices() as u32 {
             for operation in migration.operations(device) {
@@ -145,7 +145,7 @@ proptest! {
     fn the_validator_rejects_every_broken_plan((topology, loads) in case(1, 2), pick in 0usize..1000) {
         let experts = topology.experts();
         let (old, new) = two_placements(&topology, &loads);
-        let start = Contents::of(&old, 0, 1);
+        let start = Contents::of(&old, 0, 1).unwrap();
         let migration = plan_migration(&topology, 0, &start, new.layer(0)).unwrap();
         prop_assume!(!migration.transfers.is_empty());
         let at = pick % migration.transfers.len();
@@ -166,8 +166,8 @@ proptest! {
 fn a_swap_needs_a_spare_slot() {
     let topology = Topology::new(2, 2, 2).unwrap();
     let old = Placement::from_phy2log(&topology, 1, vec![0, 1]).unwrap();
-    assert!(plan_migration(&topology, 0, &Contents::of(&old, 0, 0), &[1, 0]).is_err());
-    let start = Contents::of(&old, 0, 1);
+    assert!(plan_migration(&topology, 0, &Contents::of(&old, 0, 0).unwrap(), &[1, 0]).is_err());
+    let start = Contents::of(&old, 0, 1).unwrap();
     let plan = plan_migration(&topology, 0, &start, &[1, 0]).unwrap();
     assert_eq!(plan.transfers.len(), 3);
     check_migration(&start, &[1, 0], &plan, 2, 1).unwrap();
@@ -187,7 +187,7 @@ fn a_swap_needs_a_spare_slot() {
 fn a_redundant_copy_serves_as_spare() {
     let topology = Topology::new(2, 3, 3).unwrap();
     let old = Placement::from_phy2log(&topology, 1, vec![0, 1, 1]).unwrap();
-    let start = Contents::of(&old, 0, 0);
+    let start = Contents::of(&old, 0, 0).unwrap();
     let plan = plan_migration(&topology, 0, &start, &[1, 0, 1]).unwrap();
     check_migration(&start, &[1, 0, 1], &plan, 2, 0).unwrap();
 }
@@ -197,7 +197,7 @@ fn sources_in_the_same_node_come_first() {
     let topology = Topology::new(2, 4, 4).and_then(|t| t.with_nodes(2, 1)).unwrap();
     // Expert 0 on nodes 0 and 1; device 2 (node 1) needs it.
     let old = Placement::from_phy2log(&topology, 1, vec![0, 1, 1, 0]).unwrap();
-    let plan = plan_migration(&topology, 0, &Contents::of(&old, 0, 1), &[0, 1, 0, 0]).unwrap();
+    let plan = plan_migration(&topology, 0, &Contents::of(&old, 0, 1).unwrap(), &[0, 1, 0, 0]).unwrap();
     assert_eq!(plan.transfers.len(), 1);
     assert_eq!(plan.transfers[0].from, Place { device: 3, slot: 0 });
     assert_eq!(plan.traffic(&topology).in_node, 1);

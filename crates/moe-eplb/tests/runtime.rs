@@ -96,7 +96,7 @@ fn hysteresis_keeps_a_layer_until_it_is_good() {
     let at = |balancedness: f64| [proposal(1.0 / balancedness, 1.0, 1)];
     // The layer has never moved, so any balancedness below `leave` makes it a candidate.
     assert_eq!(selector.select(&at(0.90)).unwrap(), [0]);
-    selector.moved(0, 1.0 / 0.93);
+    selector.moved(0, 1.0 / 0.93).unwrap();
     // The layer has moved. 0.90 is neither below `enter` nor below `decay` times 0.93.
     assert!(selector.select(&at(0.90)).unwrap().is_empty());
     assert_eq!(selector.select(&at(0.80)).unwrap(), [0]);

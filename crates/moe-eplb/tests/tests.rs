@@ -8,4 +8,5 @@ mod inputs;
 mod json;
 mod migration;
 mod plans;
+mod refusals;
 mod runtime;

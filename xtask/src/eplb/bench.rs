@@ -76,7 +76,7 @@ pub fn run(options: &Options) -> Result<()> {
 fn bench_one(workload: &Workload, move_price: f64, options: &Options) -> Result<Value> {
     let policy = options.policy.build_at(move_price)?;
     // Only the incremental policy needs to know where the experts are before the first plan.
-    let initial = Placement::initial(&workload.topology, workload.profile.layers());
+    let initial = Placement::initial(&workload.topology, workload.profile.layers())?;
     let start = (policy.name() == "swift").then_some(&initial);
     let seen = if options.forecast { forecast(&workload.profile)? } else { workload.profile.clone() };
     let (plan, timing) = timed(options.repeat, || policy.plan(&workload.topology, &seen, start))?;

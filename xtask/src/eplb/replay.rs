@@ -145,7 +145,7 @@ impl Inline<'_> {
         }
         let layers = self.selector.select(&proposals)?;
         // The planner answers at once and its transfers do not fail, so the moves are certain.
-        layers.iter().for_each(|&layer| self.selector.moved(layer, proposals[layer].new_par));
+        layers.iter().try_for_each(|&layer| self.selector.moved(layer, proposals[layer].new_par))?;
         Ok(Rebalance { placement: plan.placement, layers })
     }
 }
@@ -171,7 +171,7 @@ fn judge(loads: &[f64], slots: &[u32], topology: &Topology) -> moe_eplb::Result<
 pub fn replay(options: &ReplayOptions) -> Result<Outcome> {
     let (topology, loads) = options.input.read()?;
     let policy = options.policy.build()?;
-    let first = Placement::initial(&topology, loads.layers());
+    let first = Placement::initial(&topology, loads.layers())?;
     let limits =
         Thresholds { min_gain: options.min_gain, max_layers: options.max_layers, ..Thresholds::default() };
     let planner = Inline {
@@ -233,7 +233,7 @@ fn transfer<P: Planner>(
     let mut transfers = 0;
     for &layer in layers {
         if let Some(target) = controller.target().cloned() {
-            let start = Contents::of(controller.placement(), layer, 1);
+            let start = Contents::of(controller.placement(), layer, 1)?;
             let migration = plan_migration(topology, layer, &start, target.layer(layer))?;
             check_migration(&start, target.layer(layer), &migration, topology.experts(), 1)?;
             for t in migration.transfers.iter().filter(|t| !t.is_local()) {

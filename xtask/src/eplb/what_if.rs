@@ -95,7 +95,7 @@ fn rows(loads: &Loads, options: &Options) -> Result<Vec<Row>> {
                 continue;
             }
             let topology = Topology::new(loads.experts(), slots, devices)?;
-            let start = Placement::initial(&topology, loads.layers());
+            let start = Placement::initial(&topology, loads.layers())?;
             let plan = policy.plan(&topology, &past, Some(&start))?.placement;
             let judged = |placement: &Placement| judge(&steps, placement, &topology);
             let par_start = judged(&start)?;

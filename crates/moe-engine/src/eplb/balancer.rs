@@ -175,7 +175,7 @@ impl Balancer {
                 self.stats.layers += 1;
                 self.stats.experts += experts;
                 self.stats.bytes += experts * self.slot_len as u64;
-                self.planner.moved(layer);
+                self.planner.moved(layer)?;
                 if self.stats.bytes > 0 {
                     let seconds = self.stats.stall / self.stats.bytes as f64;
                     self.planner.set_costs(|costs| costs.seconds_per_byte = seconds);

@@ -81,10 +81,11 @@ impl RoundPlanner {
     }
 
     /// Notes that the layer has its new placement.
-    pub fn moved(&self, layer: usize) {
+    pub fn moved(&self, layer: usize) -> Result<()> {
         let mut state = self.lock();
-        if let Some(proposal) = state.proposals.get(layer).copied() {
-            state.selector.moved(layer, proposal.new_par);
+        match state.proposals.get(layer).copied() {
+            Some(proposal) => state.selector.moved(layer, proposal.new_par),
+            None => Ok(()),
         }
     }
 
@@ -151,7 +152,7 @@ mod tests {
     #[test]
     fn only_layers_that_gain_are_planned_and_no_more_than_may_move() {
         let topology = Topology::new(4, 4, 2).unwrap();
-        let current = Placement::initial(&topology, 2);
+        let current = Placement::initial(&topology, 2).unwrap();
         let loads = Loads::episodes(1, 2, 4, &[90., 90., 10., 10., 50., 50., 50., 50.]).unwrap();
         for policy in super::super::EplbPolicy::ALL {
             let config = EplbConfig { policy, must_pay: false, ..EplbConfig::default() };
@@ -170,7 +171,7 @@ mod tests {
             assert!(plan(&EplbConfig { must_pay: true, ..config.clone() }).0.layers.is_empty());
             planner.set_costs(|costs| costs.seconds_per_step = 1.0);
             assert_eq!(planner.plan(&loads, &current).unwrap().layers, [0]);
-            planner.moved(0);
+            planner.moved(0).unwrap();
             assert!(planner.plan(&loads, &rebalance.placement).unwrap().layers.is_empty());
         }
     }
@@ -181,7 +182,7 @@ mod tests {
         use moe_eplb::policy::Deepseek;
 
         let topology = Topology::new(8, 12, 4).unwrap();
-        let current = Placement::initial(&topology, 1);
+        let current = Placement::initial(&topology, 1).unwrap();
         let loads = Loads::episodes(1, 1, 8, &[900., 1., 1., 1., 1., 1., 1., 1.]).unwrap();
         let config = EplbConfig { must_pay: false, ..EplbConfig::default() };
         let planner = |policy| RoundPlanner::with_policy(policy, &config, topology, 1, 100).unwrap();

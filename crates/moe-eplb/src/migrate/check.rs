@@ -18,6 +18,9 @@ pub fn check_migration(
 ) -> Result<()> {
     let broken = |transfer, reason| Err(Error::UnsafePlan { transfer, reason });
     let mut now = start.clone();
+    if experts > now.slots.len() {
+        return broken(0, "an expert is missing from the start");
+    }
     let mut copies = vec![0usize; experts];
     for &e in now.slots.iter().flatten() {
         expect_below("expert", e as usize, experts)?;

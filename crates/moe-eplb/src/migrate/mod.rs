@@ -12,7 +12,7 @@ mod plan;
 pub use check::check_migration;
 pub use plan::plan_migration;
 
-use crate::error::{Result, expect_below};
+use crate::error::{Result, entries, expect_below};
 use crate::placement::Placement;
 use crate::topology::Topology;
 
@@ -57,16 +57,18 @@ pub struct Contents {
 impl Contents {
     /// The slots of a placement's layer, with `spares` empty spare slots on every device.
     ///
-    /// # Panics
-    /// If `layer` is out of range.
-    pub fn of(placement: &Placement, layer: usize, spares: usize) -> Self {
+    /// # Errors
+    /// If the placement has no such layer, or that many spare slots do not fit into memory.
+    pub fn of(placement: &Placement, layer: usize, spares: usize) -> Result<Self> {
+        expect_below("layer", layer, placement.layers())?;
         let regular = placement.slots_per_device();
-        let mut slots = Vec::new();
+        let width = regular.saturating_add(spares);
+        let mut slots = Vec::with_capacity(entries("slots", &[placement.slots() / regular, width])?);
         for row in placement.layer(layer).chunks_exact(regular) {
             slots.extend(row.iter().map(|&e| Some(e)));
             slots.extend(std::iter::repeat_n(None, spares));
         }
-        Self { width: regular + spares, regular, slots }
+        Ok(Self { width, regular, slots })
     }
 
     /// What a slot holds.

@@ -21,6 +21,8 @@ pub fn plan_migration(
 ) -> Result<Migration> {
     expect_len("target", topology.slots(), target.len())?;
     expect_len("devices of the start", topology.devices(), start.devices())?;
+    expect_len("slots of its devices", topology.slots_per_device(), start.regular)?;
+    expect_below("layer", layer, u32::MAX as usize)?;
     let experts = topology.experts();
     let mut copies = vec![0usize; experts];
     let mut held = start.slots.iter().flatten().chain(target);

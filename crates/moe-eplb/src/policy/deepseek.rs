@@ -36,6 +36,7 @@ impl Policy for Deepseek {
     }
 
     fn place(&self, task: &Task) -> Result<Layout> {
+        task.check()?;
         let flat;
         let topology = if self.global {
             flat = task.topology.with_nodes(1, 1)?;

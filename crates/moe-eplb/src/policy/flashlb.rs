@@ -7,7 +7,7 @@
 //! copies are capped at the device count, and a copy without a legal device displaces another.
 
 use super::{Layout, Policy, Task};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_share};
 use crate::loads::sum_steps;
 use crate::matching::keep_in_place;
 use crate::pack::Table;
@@ -22,7 +22,7 @@ pub struct FlashLb {
     pub depth: usize,
     /// Budgets tried on either side of the first guess.
     pub width: usize,
-    /// Standard deviations added to a mean (0.674: the load stays below it three times in four).
+    /// Standard deviations added to a mean, finite and at least 0 (0.674: the load stays below it three times in four).
     pub z_score: f64,
 }
 
@@ -45,6 +45,8 @@ impl Policy for FlashLb {
     }
 
     fn place(&self, task: &Task) -> Result<Layout> {
+        task.check()?;
+        expect_share("z_score", self.z_score)?;
         if self.depth == 0 {
             return Err(Error::Setting { what: "depth", must: "at least 1" });
         }
@@ -232,7 +234,8 @@ fn search_around(
             best = (budget, score);
         }
     };
-    for distance in 1..=width {
+    // Budgets outside of the range are not tried, however wide the search is.
+    for distance in 1..=width.min(high - low) {
         if guess >= low + distance {
             offer(guess - distance);
         }

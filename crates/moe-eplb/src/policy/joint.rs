@@ -3,7 +3,7 @@
 use super::deepseek::{experts_of_nodes, place_layer};
 use super::{Layout, Policy, Task};
 use crate::certificate::BOUND_SLACK;
-use crate::error::Result;
+use crate::error::{Result, expect_share};
 use crate::exact;
 use crate::matching::keep_in_place;
 use crate::placement::moved_in_layer;
@@ -23,11 +23,12 @@ pub struct Joint {
     /// Search steps per physical slot of a layer. A step looks at one candidate move.
     pub effort: u32,
     /// The gain in PAR for which it would pay to transfer every slot. Zero plans from scratch. With a price, the search
-    /// starts at the current placement and moves an expert only if that pays.
+    /// starts at the current placement and moves an expert only if that pays. Finite, at least 0.
     pub move_price: f64,
     /// Accept shapes in which a device must hold an expert twice.
     pub allow_duplicates: bool,
-    /// Keep the experts of a group in one node, as group-limited routing likes it.
+    /// Keep the experts of a group in one node, as group-limited routing likes it. This has no effect if there is one
+    /// node, the groups do not divide over the nodes, or a node has fewer experts than a device has slots.
     pub hierarchical: bool,
 }
 
@@ -69,6 +70,8 @@ impl Policy for Joint {
     }
 
     fn place(&self, task: &Task) -> Result<Layout> {
+        task.check()?;
+        expect_share("move_price", self.move_price)?;
         let topology = task.topology;
         let experts = topology.experts();
         let k = topology.slots_per_device();

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::bound;
 use crate::certificate::{BOUND_SLACK, Certificate, Proof};
-use crate::error::{Result, expect_len};
+use crate::error::{Error, Result, expect_below, expect_len, expect_multiple, expect_some};
 use crate::loads::{Loads, sum_steps};
 use crate::placement::{Placement, check_layer};
 use crate::score::{Objective, known_par};
@@ -36,7 +36,7 @@ pub struct Task<'a> {
 }
 
 impl<'a> Task<'a> {
-    /// A task with its bound.
+    /// A task with its bound. Loads or slots that do not fit the topology are an error of [`Policy::place`].
     pub fn new(
         topology: &'a Topology,
         loads: &'a [f64],
@@ -45,6 +45,21 @@ impl<'a> Task<'a> {
     ) -> Self {
         let lower_bound = bound::layer_bound(loads, topology, objective, false);
         Self { topology, loads, current, lower_bound }
+    }
+
+    /// Fails unless loads and slots fit the topology, so that a policy can index by them.
+    pub(crate) fn check(&self) -> Result<()> {
+        let experts = self.topology.experts();
+        expect_some(&[("loads", self.loads.len())])?;
+        expect_multiple(("loads", self.loads.len()), ("experts", experts))?;
+        if let Some(i) = self.loads.iter().position(|v| !v.is_finite() || *v < 0.0) {
+            let bad =
+                Error::BadLoad { step: i / experts, layer: 0, expert: i % experts, value: self.loads[i] };
+            return Err(bad);
+        }
+        let Some(current) = self.current else { return Ok(()) };
+        expect_len("slots of the current placement", self.topology.slots(), current.len())?;
+        current.iter().try_for_each(|&e| expect_below("expert", e as usize, experts))
     }
 
     /// The current layout, if it is one that a policy may go on from: every expert there, none twice on a device.
@@ -99,12 +114,12 @@ impl Plan {
 ///
 /// let topology = Topology::new(4, 6, 2)?; // 4 experts in 6 slots on 2 devices
 /// let loads = Loads::aggregate(1, 4, &[90., 10., 20., 40.])?; // tokens, [layers, experts]
-/// let now = Placement::initial(&topology, 1);
+/// let now = Placement::initial(&topology, 1)?;
 /// let plan = Joint::default().plan(&topology, &loads, Some(&now))?;
 /// plan.placement.check()?; // every expert has a slot, and none has two on a device
 /// assert!(plan.certificates[0].par < 1.2); // busiest device over the mean
 /// // How to get there, with one spare slot on each device, without ever losing an expert.
-/// let start = migrate::Contents::of(&now, 0, 1);
+/// let start = migrate::Contents::of(&now, 0, 1)?;
 /// let target = plan.placement.layer(0);
 /// let migration = plan_migration(&topology, 0, &start, target)?;
 /// check_migration(&start, target, &migration, 4, 1)?;
@@ -125,7 +140,8 @@ pub trait Policy: Sync {
     /// Places one layer.
     ///
     /// # Errors
-    /// If the layer's shape is one that the policy cannot serve.
+    /// If the loads or slots of the task do not fit its topology, the policy cannot serve the layer's shape, or a
+    /// setting is out of its range.
     fn place(&self, task: &Task) -> Result<Layout>;
 
     /// Places all layers on the calling thread.
@@ -203,12 +219,16 @@ fn for_each_layer<T: Send>(
         }
     };
     let mut results: Vec<(usize, Result<T>)> = std::thread::scope(|scope| {
-        let handles: Vec<_> = (0..threads.min(layers)).map(|_| scope.spawn(worker)).collect();
+        // Where the system has no more threads, fewer do the work. This thread is one of them.
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
+        let handles: Vec<_> = (1..threads.min(layers)).map_while(spawn).collect();
         let join = |handle: std::thread::ScopedJoinHandle<'_, _>| match handle.join() {
             Ok(done) => done,
             Err(panic) => std::panic::resume_unwind(panic),
         };
-        handles.into_iter().flat_map(join).collect()
+        let mut results = worker();
+        results.extend(handles.into_iter().flat_map(join));
+        results
     });
     results.sort_by_key(|(layer, _)| *layer);
     results.into_iter().map(|(_, result)| result).collect()

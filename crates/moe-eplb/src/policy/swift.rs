@@ -5,7 +5,7 @@
 //! per call. It needs few moves, and the balance is moderate.
 
 use super::{Layout, Policy, Task};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::loads::sum_steps;
 use crate::matching::keep_slots;
 use crate::score::Objective;
@@ -15,7 +15,7 @@ use crate::score::Objective;
 pub struct Swift {
     /// Exchanges per layer and call.
     pub max_swaps: usize,
-    /// Least relative gain in the hotter device's load for an exchange.
+    /// Least relative gain in the hotter device's load for an exchange: at least 0, below 1.
     pub min_gain: f64,
 }
 
@@ -36,6 +36,10 @@ impl Policy for Swift {
 
     /// Starts from the usual initial layout if there is no valid current one.
     fn place(&self, task: &Task) -> Result<Layout> {
+        task.check()?;
+        if !(0.0..1.0).contains(&self.min_gain) {
+            return Err(Error::Setting { what: "min_gain", must: "at least 0 and below 1" });
+        }
         let topology = task.topology;
         let experts = topology.experts();
         let k = topology.slots_per_device();

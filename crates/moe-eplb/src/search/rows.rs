@@ -30,7 +30,10 @@ pub(crate) fn normalised<const W: usize>(layer: &[f64], experts: usize, devices:
         if total > 0.0 {
             let scale = devices as f64 / total;
             for (row, sum) in rows.iter_mut().zip(&sums) {
-                row[lane] = (sum[lane] * scale) as f32;
+                // The reciprocal of a subnormal total is infinite.
+                let share =
+                    if scale.is_finite() { sum[lane] * scale } else { sum[lane] / total * devices as f64 };
+                row[lane] = share as f32;
             }
         }
     }
