@@ -3,11 +3,14 @@
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
+use moe_kernels::arguments::{
+    expect_dims, expect_dtype, expect_float, expect_matrix, expect_rows, expect_stream,
+};
 use moe_kernels::names::TensorNames;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, add_rms_norm_into, embedding_into,
-    forward_rows, linear_into, rms_norm_into,
+    ArgumentError, CpuIsa, Exec, PreNorm, TensorView, Unread, View, ViewMut, Weight, add_rms_norm_into,
+    embedding_into, forward_rows, linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
@@ -15,6 +18,11 @@ pub use moe_layer::load_packed;
 use moe_layer::{BlockContext, load_weight};
 
 use crate::vocab::VocabParallel;
+
+/// What errors call these modules.
+const NORM: &str = "RMS norm";
+const EMBEDDING: &str = "embedding";
+const LM_HEAD: &str = "vocabulary projection";
 
 /// RMS norm with a weight, `x / rms(x) * weight`, in f32 inside.
 #[derive(Clone, Debug)]
@@ -27,9 +35,23 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A norm with a weight `[H]`.
+    /// A norm with a weight `[H]`, f32, bf16 or f16.
+    ///
+    /// # Errors
+    /// A `weight` of another rank or dtype; an `eps` that is not a number from 0 on.
     pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
-        weight.dims1()?;
+        expect_dims(NORM, "weight", &weight, &[weight.elem_count()])?;
+        expect_float(NORM, "weight", &weight)?;
+        // `eps` is used in f32, in which a large one is infinite.
+        if !(eps as f32).is_finite() || eps < 0.0 {
+            return Err(ArgumentError::Value {
+                op: NORM.to_string(),
+                name: "eps".to_string(),
+                expected: "0 or a positive number of f32".to_string(),
+                got: eps.to_string(),
+            }
+            .into());
+        }
         let dtype = weight.dtype();
         Ok(Self { weight: weight.contiguous()?, eps: eps as f32, dtype })
     }
@@ -57,7 +79,7 @@ impl RmsNorm {
     fn refuse_unread(vb: &VarBuilder) -> Result<()> {
         let mut unread = Unread::under(vb);
         unread.bias("bias");
-        unread.refuse("RMS norm", "it has a weight alone")
+        unread.refuse(NORM, "it has a weight alone")
     }
 
     /// The factors of each row, `[H]`.
@@ -89,8 +111,13 @@ impl RmsNorm {
     }
 
     /// The norm of `x` [.., H] (the model dtype or f32, in any layout) as a new tensor of the model dtype.
+    ///
+    /// # Errors
+    /// Another dtype, width or device.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let hidden_size = self.weight.elem_count();
+        expect_rows(NORM, "x", x, hidden_size, x.dtype())?;
+        expect_stream(NORM, "x", x, self.dtype)?;
         forward_rows(x, hidden_size, self.dtype, |x, out, ex| self.forward_into(x, out, ex))
     }
 }
@@ -110,9 +137,18 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// An embedding with a table [V, H].
+    /// An embedding with a table [V, H], f32, bf16 or f16.
+    ///
+    /// # Errors
+    /// A `weight` of another rank or dtype.
     pub fn new(weight: Tensor) -> Result<Self> {
-        weight.dims2()?;
+        Self::named(EMBEDDING, weight)
+    }
+
+    /// [`new`](Self::new) with the module's name for errors.
+    fn named(op: &str, weight: Tensor) -> Result<Self> {
+        expect_matrix(op, "weight", &weight)?;
+        expect_float(op, "weight", &weight)?;
         Ok(Self::of(Weight::new(weight)?))
     }
 
@@ -161,6 +197,7 @@ impl Embedding {
     /// # Errors
     /// Another dtype or device; on the CPU an id outside of the table.
     pub fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
+        expect_dtype(EMBEDDING, "token_ids", token_ids, DType::U32)?;
         let ids = token_ids.unsqueeze(token_ids.rank())?;
         forward_rows(&ids, self.weight.dims()[1], self.weight.dtype(), |ids, out, ex| {
             self.forward_into(ids.reshape(&[ids.elem_count()])?, out, ex)
@@ -179,9 +216,12 @@ impl candle_nn::Module for Embedding {
 pub struct LmHead(Embedding);
 
 impl LmHead {
-    /// A projection with a weight [V, H].
+    /// A projection with a weight [V, H], f32, bf16 or f16.
+    ///
+    /// # Errors
+    /// A `weight` of another rank or dtype.
     pub fn new(weight: Tensor) -> Result<Self> {
-        Embedding::new(weight).map(Self)
+        Embedding::named(LM_HEAD, weight).map(Self)
     }
 
     /// A projection with the table of an embedding: tied embeddings.
@@ -215,7 +255,7 @@ impl LmHead {
         let mut unread = Unread::under(&vb);
         unread.bias("bias");
         unread.scales("weight");
-        unread.refuse("vocabulary projection", "it has no bias here")?;
+        unread.refuse(LM_HEAD, "it has no bias here")?;
         let weight = load_weight(&vb, &[("", vocab_size)], hidden_size, QuantUse::Linear, context)?;
         Ok(Self(Embedding::of(weight)))
     }
@@ -243,7 +283,12 @@ impl LmHead {
     }
 
     /// Logits [.., V] f32 of `hidden` [.., H] (the weight's dtype, in any layout) as a new tensor.
+    ///
+    /// # Errors
+    /// Another dtype, width or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        let weight = &self.0.weight;
+        expect_rows(LM_HEAD, "hidden", hidden, weight.dims()[1], weight.dtype())?;
         let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims()[0], VocabParallel::vocab_size);
         forward_rows(hidden, vocab, DType::F32, |x, out, ex| self.forward_into(x, out, ex))
     }

@@ -46,6 +46,11 @@ impl RopeRows {
 }
 
 impl Rope {
+    /// The config of these rows.
+    pub fn config(&self) -> &RopeConfig {
+        &self.config
+    }
+
     /// Precomputes the frequencies of a config.
     pub fn new(config: RopeConfig) -> Self {
         let theta = config.theta as f32;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use moe_comm::RowParallel;
+use moe_kernels::arguments::expect_rows;
 use moe_kernels::plan::{AttentionCall, Fusion, Machine, MixedCall, Reason, Stage};
 use moe_kernels::{
     AttentionMeta, Exec, ProductRows, QkNormRope, RowsViewMut, StepRows, ViewMut, forward_rows,
@@ -10,8 +11,10 @@ use moe_kernels::{
 use moe_layer::PlanStep;
 use tracing::trace_span;
 
+use super::check::{ATTENTION, expect_count};
 use super::config::{AttentionConfig, QkNorm};
 use super::layer::Attention;
+use crate::config::RopeConfig;
 use crate::kv_cache::{KvLayer, LayerCache, LayerState};
 use crate::mixer::{Mixer, MixerIo};
 use crate::projection::{Lock, fits_products};
@@ -118,11 +121,11 @@ impl Attention {
     }
 
     /// Attention on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new
-    /// tensor [T, H]. `cache` is on that device, too; the arrays of `step` may be in host memory ([`Step::views`]) and
-    /// are then copied.
+    /// tensor [T, H], where T is the number of the step's tokens. `cache` is on that device, too; the arrays of `step`
+    /// may be in host memory ([`Step::views`]) and are then copied.
     ///
     /// # Errors
-    /// Wrong dims, dtypes or devices.
+    /// Wrong dims, dtypes or devices; a `rope` or a `cache` of other heads.
     ///
     /// [`Step::views`]: crate::Step::views
     pub fn forward(
@@ -132,6 +135,14 @@ impl Attention {
         rope: &Rope,
         cache: &mut LayerCache,
     ) -> Result<Tensor> {
+        let dtype = self.weights.qkv.weight.dtype();
+        expect_rows(ATTENTION, "x", x, self.config.hidden_size, dtype)?;
+        self.config.check_cache(cache.paged()?, dtype)?;
+        let rows: usize = x.dims().iter().rev().skip(1).product();
+        expect_count("the rows of x", "as many as the step has tokens", step.num_tokens(), rows)?;
+        let RopeConfig { head_dim, dim, .. } = *rope.config();
+        expect_count("the head_dim of rope", "the layer's head_dim", self.config.head_dim, head_dim)?;
+        expect_count("the dim of rope", "the layer's rotary_dim", self.config.rotary_dim, dim)?;
         forward_rows(x, self.config.hidden_size, x.dtype(), |x, out, ex| {
             let positions = ex.lend(step.positions)?;
             let rope_len = ex.lend(step.rope_len)?;

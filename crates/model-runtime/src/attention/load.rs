@@ -1,6 +1,6 @@
-//! Loading an attention layer, and checks of its config.
+//! An attention layer from tensors or from a checkpoint.
 
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_kernels::names::AttentionNames;
 use moe_kernels::quant::QuantUse;
@@ -13,9 +13,14 @@ use super::layer::{Attention, Held};
 use crate::projection::Projection;
 
 impl Attention {
-    /// Makes a layer from weights whose shapes match the config.
+    /// Makes a layer from weights.
+    ///
+    /// # Errors
+    /// A config whose sizes do not fit together; weights of other dims or dtypes than the config implies, present
+    /// where the config does not ask for them, or absent where it does. The error names the field.
     pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
         config.check()?;
+        weights.check(&config)?;
         let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm, sinks } = weights;
         let (qkv, gate) = config.projections(qkv, qkv_bias)?;
         let weights = Held {
@@ -25,73 +30,13 @@ impl Attention {
             qk_norm: qk_norm.map(|norms| config.norms_in_rotated_order(norms)).transpose()?,
             sinks: sinks.map(|sinks| sinks.to_dtype(DType::F32)).transpose()?,
         };
-        Self::of(config, weights)
+        Ok(Self::of(config, weights))
     }
 
-    fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
-        config.check()?;
-        let h = config.hidden_size;
-        let n = config.qkv_rows();
-        let q = config.num_heads * config.head_dim;
-        let Held { qkv, gate, o, qk_norm, sinks } = &weights;
-        let dtype = qkv.weight.dtype();
-        let norms = if config.zero_centred_norms { DType::F32 } else { dtype };
-        let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
-            if got != (dims, dtype) {
-                bail!(
-                    "attention: expected {name} {dims:?} of dtype {}, got {:?} of {}",
-                    dtype.as_str(),
-                    got.0,
-                    got.1.as_str()
-                )
-            }
-            Ok(())
-        };
-        let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
-            check_of(name, (tensor.dims(), tensor.dtype()), dims)
-        };
-        let check_norm = |name: &str, norm: &Tensor, size: usize| match norm.dtype() == norms {
-            true => check_of(name, (norm.dims(), dtype), &[size]),
-            false => check(name, norm, &[size]),
-        };
-        check_of("qkv", (qkv.weight.dims(), dtype), &[n, h])?;
-        check_of("o", (o.weight.dims(), o.weight.dtype()), &[h, q])?;
-        if let Some(gate) = gate {
-            check_of("the output gate", (gate.weight.dims(), gate.weight.dtype()), &[q, h])?;
-        }
-        for (name, wanted, bias, rows) in
-            [("qkv_bias", config.qkv_bias, &qkv.bias, n), ("o_bias", config.o_bias, &o.bias, h)]
-        {
-            match bias {
-                Some(bias) if wanted => check(name, bias, &[rows])?,
-                None if !wanted => {}
-                _ => bail!("attention: expected {name} to be present: {wanted}, got {}", bias.is_some()),
-            }
-        }
-        match (qk_norm, config.norm_widths()) {
-            (Some((q_norm, k_norm)), Some([q, k])) => {
-                check_norm("the norm of q", q_norm, q)?;
-                check_norm("the norm of k", k_norm, k)?;
-            }
-            (None, None) => {}
-            (got, wanted) => bail!(
-                "attention: expected qk_norm to be present: {}, got {}",
-                wanted.is_some(),
-                got.is_some()
-            ),
-        }
-        match sinks {
-            Some(sinks) if config.sinks => {
-                let heads = [config.num_heads];
-                if sinks.dims() != heads {
-                    bail!("attention: expected sinks {heads:?}, got {:?}", sinks.dims())
-                }
-            }
-            None if !config.sinks => {}
-            _ => bail!("attention: expected sinks to be present: {}, got {}", config.sinks, sinks.is_some()),
-        }
+    /// A layer of weights that fit the config.
+    fn of(config: AttentionConfig, weights: Held) -> Self {
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
-        Ok(Self { config, weights, scale, ranks: None })
+        Self { config, weights, scale, ranks: None }
     }
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.
@@ -154,7 +99,7 @@ impl Attention {
                 false => None,
             },
         };
-        Self::of(config, weights)
+        Ok(Self::of(config, weights))
     }
 }
 

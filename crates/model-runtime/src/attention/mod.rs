@@ -4,6 +4,7 @@
 //! attention; and a row-parallel output product. Prefill, chunked prefill and decode are the same code and give the
 //! same bits.
 
+mod check;
 mod config;
 mod forward;
 mod gate;

@@ -222,21 +222,92 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     Attention::new(config.clone(), weights.clone())?;
     let wrong = AttentionWeights { o: zeros(&[32, 24])?, ..weights.clone() };
     let e = message(Attention::new(config.clone(), wrong));
-    assert!(e.contains("expected o [24, 32] of dtype f32, got [32, 24] of f32"), "{e}");
+    assert!(e.contains("attention: expected o with dims [24, 32], got [32, 24]"), "{e}");
     let wrong = AttentionWeights { o: zeros(&[24, 32])?.to_dtype(DType::BF16)?, ..weights.clone() };
-    assert!(message(Attention::new(config.clone(), wrong)).contains("of bf16"));
+    let e = message(Attention::new(config.clone(), wrong));
+    assert!(e.contains("expected o of dtype f32, got bf16"), "{e}");
     let wrong = AttentionWeights { qkv_bias: None, ..weights.clone() };
-    assert!(message(Attention::new(config.clone(), wrong)).contains("expected qkv_bias to be present: true"));
+    let e = message(Attention::new(config.clone(), wrong));
+    assert!(
+        e.contains("expected qkv_bias to be present, because the config sets `qkv_bias`, got none"),
+        "{e}"
+    );
     let all_heads = AttentionConfig { qk_norm: QkNorm::AllHeads, ..config.clone() };
     let e = message(Attention::new(all_heads, weights.clone()));
-    assert!(e.contains("expected the norm of q [32] of dtype f32, got [8] of f32"), "{e}");
+    assert!(e.contains("expected qk_norm of q with dims [32], got [8]"), "{e}");
     let wrong = AttentionWeights { sinks: Some(zeros(&[4])?), ..weights.clone() };
-    assert!(message(Attention::new(config.clone(), wrong)).contains("expected sinks to be present: false"));
+    let e = message(Attention::new(config.clone(), wrong));
+    assert!(
+        e.contains("expected sinks to be absent, because the config does not set `sinks`, got one"),
+        "{e}"
+    );
     let with_sinks = AttentionConfig { sinks: true, ..config.clone() };
     let wrong = AttentionWeights { sinks: Some(zeros(&[3])?), ..weights.clone() };
-    assert!(message(Attention::new(with_sinks, wrong)).contains("expected sinks [4], got [3]"));
-    let wrong = AttentionWeights { qk_norm: None, ..weights };
-    assert!(message(Attention::new(config, wrong)).contains("expected qk_norm to be present: true"));
+    let e = message(Attention::new(with_sinks, wrong));
+    assert!(e.contains("expected sinks with dims [4], got [3]"), "{e}");
+    let wrong = AttentionWeights { qk_norm: None, ..weights.clone() };
+    let e = message(Attention::new(config.clone(), wrong));
+    assert!(e.contains("expected qk_norm to be present"), "{e}");
+
+    // Weights that cannot even be put in the order of the kernels' heads.
+    let partial = AttentionConfig { rotary_dim: 4, output_gate: true, ..config };
+    for (qkv, expected) in [
+        (zeros(&[])?, "expected qkv with dims [96, 24], got []"),
+        (zeros(&[64, 24])?, "expected qkv with dims [96, 24], got [64, 24]"),
+        (zeros(&[96, 24])?.to_dtype(DType::U32)?, "expected qkv of dtype f32, bf16 or f16, got u32"),
+    ] {
+        let e = message(Attention::new(partial.clone(), AttentionWeights { qkv, ..weights.clone() }));
+        assert!(e.contains(expected), "{e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn wrong_arguments_of_a_call_are_refused_by_name() -> Result<()> {
+    let config = crate::tiny::attention_config(None);
+    let names = AttentionNames::default();
+    let attention = Attention::load(config.clone(), names, VarBuilder::zeros(DType::F32, &CPU))?;
+    let rope_of = |head_dim: usize, dim: usize| {
+        let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), head_dim, 4096).unwrap();
+        Rope::new(RopeConfig { dim, ..rope })
+    };
+    let layout =
+        |heads: usize, dtype| KvLayout { num_kv_heads: heads, head_dim: 8, value_dim: Some(8), dtype };
+    let one = SequenceStep {
+        token_ids: &[0; 3],
+        start: 0,
+        prompt_len: 3,
+        blocks: &[0],
+        logits: LogitsRows::None,
+        scored: &[],
+    };
+    let step = Step::new([one], 4)?;
+    let call = |x: &Tensor, rope: &Rope, layout: KvLayout| -> Result<Tensor> {
+        let mut kv = KvCache::new(&layout.layers(1), 2, 4)?;
+        attention.forward(x, &step.views()?, rope, kv.layer_mut(0)?)
+    };
+    let x = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &CPU);
+    let sound = x(&[3, 24], DType::F32)?;
+    let f32_cache = layout(2, DType::F32);
+    call(&sound, &rope_of(8, 8), f32_cache)?;
+    let wrong_rows = "expected the rows of x to be as many as the step has tokens = 3, got 2";
+    for (wrong, expected) in [
+        (x(&[3, 23], DType::F32)?, "attention: expected x with dims [.., 24], got [3, 23]"),
+        (x(&[], DType::F32)?, "attention: expected x with dims [.., 24], got []"),
+        (x(&[3, 24], DType::BF16)?, "attention: expected x of dtype f32, got bf16"),
+        (x(&[2, 24], DType::F32)?, wrong_rows),
+    ] {
+        let e = message(call(&wrong, &rope_of(8, 8), f32_cache));
+        assert!(e.contains(expected), "{e}");
+    }
+    let e = message(call(&sound, &rope_of(16, 16), f32_cache));
+    assert!(e.contains("expected the head_dim of rope to be the layer's head_dim = 8, got 16"), "{e}");
+    let e = message(call(&sound, &rope_of(8, 4), f32_cache));
+    assert!(e.contains("expected the dim of rope to be the layer's rotary_dim = 8, got 4"), "{e}");
+    let e = message(call(&sound, &rope_of(8, 8), layout(1, DType::F32)));
+    assert!(e.contains("expected the keys of cache with dims [2, 2, 4, 8], got [2, 1, 4, 8]"), "{e}");
+    let e = message(call(&sound, &rope_of(8, 8), layout(2, DType::BF16)));
+    assert!(e.contains("expected the keys of cache of dtype f32, got bf16"), "{e}");
     Ok(())
 }
 

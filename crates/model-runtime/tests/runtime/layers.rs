@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use half::bf16;
 use model_runtime::layers::load_packed;
-use model_runtime::{Embedding, Exec, LmHead, RmsNorm, View, ViewMut};
+use model_runtime::{ArgumentError, Embedding, Exec, LmHead, RmsNorm, View, ViewMut};
 
 use crate::message;
 
@@ -76,5 +76,93 @@ fn packs_hold_their_parts_in_order() -> Result<()> {
     assert_eq!(pack.to_vec2::<f32>()?, [[0., 1., 2.], [3., 4., 5.], [10., 11., 12.]]);
     assert_eq!(load_packed(&vb, &[("q.bias", 2), ("k.bias", 1)], &[])?.to_vec1::<f32>()?, [0., 1., 7.]);
     assert!(message(load_packed(&vb, &[("q.weight", 3)], &[3])).contains("q.weight"));
+    Ok(())
+}
+
+/// Wrong tensors of modules made by hand and of their calls: the error names the argument, what fits, what came.
+#[test]
+fn wrong_arguments_are_refused_by_name() -> Result<()> {
+    let t = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &CPU);
+    let norm = RmsNorm::new(t(&[3], DType::BF16)?, 1e-5)?;
+    let embedding = Embedding::new(t(&[4, 3], DType::BF16)?)?;
+    let head = LmHead::new(t(&[4, 3], DType::BF16)?)?;
+    let cases = [
+        (
+            message(RmsNorm::new(t(&[3, 1], DType::F32)?, 1e-5)),
+            "RMS norm: expected weight with dims [3], got [3, 1]",
+        ),
+        (
+            message(RmsNorm::new(t(&[3], DType::I64)?, 1e-5)),
+            "RMS norm: expected weight of dtype f32, bf16 or f16, got i64",
+        ),
+        (
+            message(RmsNorm::new(t(&[3], DType::F32)?, f64::NAN)),
+            "RMS norm: expected eps to be 0 or a positive number of f32, got NaN",
+        ),
+        (message(RmsNorm::new(t(&[3], DType::F32)?, -1e-5)), "expected eps to be 0 or a positive number"),
+        (message(RmsNorm::new(t(&[3], DType::F32)?, 1e60)), "expected eps to be 0 or a positive number"),
+        (
+            message(norm.forward(&t(&[2, 4], DType::BF16)?)),
+            "RMS norm: expected x with dims [.., 3], got [2, 4]",
+        ),
+        (message(norm.forward(&t(&[], DType::BF16)?)), "RMS norm: expected x with dims [.., 3], got []"),
+        (
+            message(norm.forward(&t(&[2, 3], DType::F16)?)),
+            "RMS norm: expected x of dtype bf16 or f32, got f16",
+        ),
+        (
+            message(Embedding::new(t(&[4], DType::F32)?)),
+            "embedding: expected weight with 2 dimensions, got [4]",
+        ),
+        (
+            message(Embedding::new(t(&[4, 3], DType::U8)?)),
+            "embedding: expected weight of dtype f32, bf16 or f16, got u8",
+        ),
+        (
+            message(embedding.forward(&t(&[2], DType::I64)?)),
+            "embedding: expected token_ids of dtype u32, got i64",
+        ),
+        (
+            message(LmHead::new(t(&[4, 3, 1], DType::F32)?)),
+            "vocabulary projection: expected weight with 2 dimensions, got [4, 3, 1]",
+        ),
+        (
+            message(head.forward(&t(&[2, 5], DType::BF16)?)),
+            "vocabulary projection: expected hidden with dims [.., 3], got [2, 5]",
+        ),
+        (
+            message(head.forward(&t(&[2, 3], DType::F32)?)),
+            "vocabulary projection: expected hidden of dtype bf16, got f32",
+        ),
+    ];
+    for (got, expected) in cases {
+        assert!(got.contains(expected), "expected {expected:?} in {got:?}");
+    }
+    // A caller can match the error.
+    let wrong = head.forward(&t(&[2, 5], DType::BF16)?).err();
+    let argument = wrong.as_ref().and_then(moe_kernels::cause::<ArgumentError>);
+    assert!(matches!(argument, Some(ArgumentError::Dims { name, .. }) if name == "hidden"));
+    // No rows at all are sound.
+    assert_eq!(norm.forward(&t(&[0, 3], DType::F32)?)?.dims(), [0, 3]);
+    assert_eq!(head.forward(&t(&[0, 3], DType::BF16)?)?.dims(), [0, 4]);
+    Ok(())
+}
+
+/// A tensor of a checkpoint that is absent or has another shape is named with its whole path.
+#[test]
+fn wrong_tensors_of_a_checkpoint_are_named() -> Result<()> {
+    let tensors = [("a.weight", Tensor::zeros((4, 3), DType::F32, &CPU)?)];
+    let tensors = tensors.into_iter().map(|(n, t)| (n.to_string(), t)).collect();
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    for (got, parts) in [
+        (message(RmsNorm::load(3, 1e-5, vb.pp("absent"))), ["absent.weight", "cannot find"]),
+        (message(RmsNorm::load(3, 1e-5, vb.pp("a"))), ["a.weight", "[4, 3]"]),
+        (message(Embedding::load(4, 3, vb.pp("absent"))), ["absent.weight", "cannot find"]),
+        (message(Embedding::load(5, 3, vb.pp("a"))), ["a.weight", "[4, 3]"]),
+        (message(LmHead::load(4, 3, vb.pp("absent"))), ["absent.weight", "cannot find"]),
+        (message(LmHead::load(4, 2, vb.pp("a"))), ["a.weight", "[4, 3]"]),
+    ] {
+        assert!(parts.iter().all(|part| got.contains(part)), "expected {parts:?} in {got:?}");
+    }
     Ok(())
 }
