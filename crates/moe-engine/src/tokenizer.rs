@@ -79,8 +79,11 @@ impl Tokenizer {
 
     /// Parses the contents of a `tokenizer.json`. Its truncation and padding are ignored, as in transformers. They are
     /// settings of the training, and would change a prompt without notice.
+    ///
+    /// # Errors
+    /// Other contents than a `tokenizer.json`.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        Self::new(read(bytes)?.0)
+        Self::new(read(bytes).context("not the contents of a tokenizer.json")?.0)
     }
 
     fn new(library: tokenizers::Tokenizer) -> Result<Self> {

@@ -30,7 +30,7 @@ pub struct EngineConfig {
     /// more. It is never more than all sequences need at full length.
     pub kv_cache_memory: Option<usize>,
     /// Limit of the memory in use on the GPU in bytes: weights, KV cache, buffers, and the memory of other programs.
-    /// The engine behaves as if the GPU had only this much memory.
+    /// The engine behaves as if the GPU had only this much memory. It has no effect on the CPU.
     pub gpu_memory: Option<u64>,
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,

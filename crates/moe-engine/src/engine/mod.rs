@@ -85,6 +85,8 @@ use text::TextOutput;
 type Texts = (Option<Tokenizer>, Option<Arc<Grammars>>);
 
 /// Runs requests on a model.
+///
+#[doc = include_str!("example.md")]
 pub struct Engine<'m> {
     info: &'m ModelInfo,
     tokenizer: Option<Tokenizer>,
